@@ -1,0 +1,8 @@
+# torchrun --standalone --nproc_per_node=8 train.py config/gpt2_1558m.py
+# GPT-2 XL (1,557,611,200 parameters), the recipe of gpt2_124m with GPT-3's rate for this size.
+from config.gpt2_124m import *  # noqa: F403
+
+out_dir = "out/gpt2_1558m"
+n_layer, n_head, n_embd = 48, 25, 1600
+batch_size = 8
+lr = 2e-4

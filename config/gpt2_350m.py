@@ -1,0 +1,8 @@
+# torchrun --standalone --nproc_per_node=8 train.py config/gpt2_350m.py
+# GPT-2 medium (354,823,168 parameters), the recipe of gpt2_124m with GPT-3's rate for this size.
+from config.gpt2_124m import *  # noqa: F403
+
+out_dir = "out/gpt2_350m"
+n_layer, n_head, n_embd = 24, 16, 1024
+batch_size = 32
+lr = 3e-4

@@ -1,0 +1,8 @@
+# torchrun --standalone --nproc_per_node=8 train.py config/gpt2_774m.py
+# GPT-2 large (774,030,080 parameters), the recipe of gpt2_124m with GPT-3's rate for this size.
+from config.gpt2_124m import *  # noqa: F403
+
+out_dir = "out/gpt2_774m"
+n_layer, n_head, n_embd = 36, 20, 1280
+batch_size = 16
+lr = 2.5e-4

@@ -1,0 +1,12 @@
+# torchrun --standalone --nproc_per_node=8 train.py config/gpt3_small.py
+# GPT-3 Small (table 2.1 of https://arxiv.org/abs/2005.14165), dense attention throughout, 2,048 tokens of context.
+from config.gpt2_124m import *  # noqa: F403
+
+out_dir = "out/gpt3_small"
+n_layer, n_head, n_embd = 12, 12, 768
+block_size = 2048
+batch_size = 32
+batch_tokens = 524_288
+max_steps = 19_073  # 10B tokens
+warmup_tokens = 375_000_000
+lr = 6e-4

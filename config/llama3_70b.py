@@ -1,0 +1,7 @@
+# torchrun --nnodes=8 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 train.py config/llama3_70b.py
+# The shape of Llama 3 70B. 1,052 GiB of weights, gradients and AdamW state: needs sharding over many GPUs.
+from config.llama3_8b import *  # noqa: F403
+
+out_dir = "out/llama3_70b"
+n_layer, n_head, n_kv_head, n_embd, n_hidden = 80, 64, 8, 8192, 28_672
+lr = 1.5e-4

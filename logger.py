@@ -1,0 +1,140 @@
+"""What a person sees of a run: the start block, one aligned line a step, log.jsonl, and wandb when asked for."""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from configurator import changed
+
+# Dense peak TFLOP/s by precision, from the vendors' data sheets; the first name found in the device's name counts.
+PEAK_TFLOPS = {
+    "B200": {"bf16": 2250, "fp16": 2250, "tf32": 1125, "fp32": 75},
+    "H200": {"bf16": 989, "fp16": 989, "tf32": 494, "fp32": 67},
+    "H100 PCIe": {"bf16": 756, "fp16": 756, "tf32": 378, "fp32": 51},
+    "H100 NVL": {"bf16": 835, "fp16": 835, "tf32": 417, "fp32": 60},
+    "H100": {"bf16": 989, "fp16": 989, "tf32": 494, "fp32": 67},
+    "H800": {"bf16": 989, "fp16": 989, "tf32": 494, "fp32": 67},
+    "A100": {"bf16": 312, "fp16": 312, "tf32": 156, "fp32": 19.5},
+    "A800": {"bf16": 312, "fp16": 312, "tf32": 156, "fp32": 19.5},
+    "L40S": {"bf16": 362, "fp16": 362, "tf32": 183, "fp32": 91.6},
+    "L4": {"bf16": 121, "fp16": 121, "tf32": 60, "fp32": 30.3},
+    "A10": {"bf16": 125, "fp16": 125, "tf32": 62.5, "fp32": 31.2},
+    "RTX 5090": {"bf16": 209.5, "fp16": 209.5, "tf32": 104.8, "fp32": 104.8},
+    "RTX 4090": {"bf16": 165, "fp16": 165, "tf32": 82.6, "fp32": 82.6},
+    "RTX 3090": {"bf16": 71, "fp16": 71, "tf32": 35.6, "fp32": 35.6},
+    "V100": {"fp16": 125, "fp32": 15.7},
+    "T4": {"fp16": 65, "fp32": 8.1},
+}
+
+
+def peak_flops(device, precision):
+    """Peak FLOP/s of one device at this precision; None where it is not known (the MFU is then n/a)."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    for key, peaks in PEAK_TFLOPS.items():
+        if key in name:
+            return peaks[precision] * 1e12 if precision in peaks else None
+    return None
+
+
+def human(n):
+    """12,345,678 -> 12.3M."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if n >= size:
+            return f"{n / size:.4g}{unit}"
+    return f"{n:.4g}"
+
+
+def duration(seconds):
+    minutes, s = divmod(int(seconds), 60)
+    h, m = divmod(minutes, 60)
+    return f"{h}h{m:02d}m" if h else f"{m}m{s:02d}s" if m else f"{seconds:.1f}s"
+
+
+class Logger:
+    """Prints and records on rank 0 alone; every method may be called on every rank."""
+
+    def __init__(self, cfg, world, flops_per_token, precision, saved_id=None):
+        self.cfg, self.on, self.device, self.world_size = cfg, world.main, world.device, world.size
+        peak = peak_flops(world.device, precision)
+        self.mfu_per_rate = None if peak is None else flops_per_token / (peak * world.size)
+        self.file = self.wandb = None
+        self.began, self.rate = time.time(), None
+        if self.on and not cfg.dry_run:
+            Path(cfg.out_dir).mkdir(parents=True, exist_ok=True)
+            self.file = open(Path(cfg.out_dir) / "log.jsonl", "a")  # noqa: SIM115
+            self.wandb = self._start_wandb(saved_id) if cfg.wandb else None
+        self.run_id = self.wandb.id if self.wandb else saved_id
+
+    def _start_wandb(self, saved_id):
+        """A wandb run, the saved one on a resume; training goes on without when it can't be had."""
+        try:
+            import wandb
+
+            settings = {"project": self.cfg.wandb_project, "name": self.cfg.run_name, "dir": self.cfg.out_dir}
+            run = wandb.init(id=saved_id, resume="allow" if saved_id else None, config=vars(self.cfg), **settings)
+            run.define_metric("*", step_metric="step")  # a resumed run steps back; wandb's own step may not
+            return run
+        except Exception as error:  # not installed, no key, no network: all wandb's own types
+            self.print(f"warning: wandb is off ({type(error).__name__}: {str(error).splitlines()[0]}); log.jsonl goes on")
+            return None
+
+    def print(self, *words):
+        if self.on:
+            print(*words, flush=True)
+
+    def record(self, kind, step, **values):
+        """One line in log.jsonl, and in wandb as kind/name."""
+        if self.file:
+            self.file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+            self.file.flush()
+        if self.wandb:
+            try:
+                self.wandb.log({"step": step, **{f"{kind}/{k}": v for k, v in values.items() if v is not None}})
+            except Exception as error:
+                self.print(f"warning: wandb stopped ({type(error).__name__}); log.jsonl goes on")
+                self.wandb = None
+
+    def start(self, rows):
+        """The start block: aligned name and value; last, the settings that differ from the defaults."""
+        for name, value in rows:
+            self.print(f"{name:<12} {value}")
+        words = [f"{k}={v}" for k, v in changed(self.cfg).items()]
+        self.print(f"{'settings':<12} " + (" ".join(words) or "all defaults"))
+
+    def step(self, step, loss, lr, norm, seconds):
+        """The line of a finished training step (steps counted from 1), its time in seconds."""
+        cfg, rate = self.cfg, self.cfg.batch_tokens / seconds
+        mfu = None if self.mfu_per_rate is None else rate * self.mfu_per_rate
+        self.rate = seconds if self.rate is None else 0.9 * self.rate + 0.1 * seconds
+        gib = torch.cuda.max_memory_allocated(self.device) / 2**30 if self.device.type == "cuda" else None
+        values = {"loss": loss, "lr": lr, "norm": norm, "dt_ms": seconds * 1e3, "tok_per_s": rate, "mfu": mfu, "gib": gib}
+        self.record("train", step, **values, tokens=step * cfg.batch_tokens)
+        if step % cfg.log_interval == 0 or step == cfg.max_steps:
+            width = len(str(cfg.max_steps))
+            self.print(
+                f"step {step:>{width}}/{cfg.max_steps} | loss {loss:8.4f} | lr {lr:.2e} | norm {norm:7.3f} | "
+                f"{seconds * 1e3:8.1f} ms | {rate:>11,.0f} tok/s | mfu {'  n/a' if mfu is None else f'{mfu:5.1%}'} | "
+                f"{'' if gib is None else f'{gib:5.1f} GiB | '}eta {duration(self.rate * (cfg.max_steps - step))}"
+            )
+
+    def close(self, rows=()):
+        for name, value in rows:
+            self.print(f"{name:<12} {value}")
+        if self.file:
+            self.file.close()
+        if self.wandb:
+            self.wandb.finish()
+
+
+def progress(iterable, label, total=None):
+    """A tqdm bar on rank 0 of a terminal; elsewhere the plain iterable."""
+    from tqdm import tqdm
+
+    quiet = os.environ.get("RANK", "0") != "0" or not sys.stderr.isatty()
+    return tqdm(iterable, desc=label, total=total, leave=False, disable=quiet)

@@ -1,0 +1,49 @@
+"""Parameter groups, the optimizer, and learning-rate schedules as pure functions of the step."""
+
+import math
+
+import torch
+
+
+def param_groups(model, weight_decay):
+    """Two AdamW groups: matrices and embeddings (2-D and up) decay, biases and norms do not."""
+    params = [p for p in model.parameters() if p.requires_grad]
+    decayed = [p for p in params if p.dim() >= 2]
+    others = [p for p in params if p.dim() < 2]
+    return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+
+
+def make_optimizer(model, cfg):
+    """AdamW (https://arxiv.org/abs/1711.05101), its whole update in one fused kernel where the device has one."""
+    fused = next(model.parameters()).device.type in ("cuda", "cpu")
+    groups = param_groups(model, cfg.weight_decay)
+    return torch.optim.AdamW(groups, lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.adam_eps, fused=fused)
+
+
+def warmup_steps(cfg):
+    """Warm-up length in steps, from warmup_tokens where that is set."""
+    return cfg.warmup_steps if cfg.warmup_tokens is None else math.ceil(cfg.warmup_tokens / cfg.batch_tokens)
+
+
+def learning_rate(step, cfg):
+    """Rate of the update numbered `step` from 0: linear warm-up, then by cfg.schedule to lr * min_lr_ratio at max_steps.
+
+    cosine: half a cosine (https://arxiv.org/abs/1608.03983). wsd: constant, then linear over the last cooldown_fraction
+    of the run (https://arxiv.org/abs/2404.06395). constant: no decay.
+    """
+    warmup, low = warmup_steps(cfg), cfg.lr * cfg.min_lr_ratio
+    if step < warmup:
+        return cfg.lr * (step + 1) / warmup
+    if cfg.schedule == "constant":
+        return cfg.lr
+    if cfg.schedule == "cosine":
+        progress = min(1.0, (step - warmup) / max(1, cfg.max_steps - warmup))
+        return low + (cfg.lr - low) * 0.5 * (1 + math.cos(math.pi * progress))
+    cooldown = cfg.cooldown_fraction * cfg.max_steps
+    left = max(0.0, cfg.max_steps - step) / max(1.0, cooldown)
+    return low + (cfg.lr - low) * min(1.0, left)
+
+
+def set_learning_rate(optimizer, lr):
+    for group in optimizer.param_groups:
+        group["lr"] = lr

@@ -1,0 +1,140 @@
+"""Processes and devices: who runs where, how the model is compiled and wrapped, and the few collectives in use."""
+
+import contextlib
+import os
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.nn.parallel import DistributedDataParallel
+
+from configurator import UserError
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among the others, as torchrun numbers them."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def main(self):
+        return self.rank == 0
+
+
+def start(device="auto", backend="auto", timeout_s=600):
+    """Joins the process group that torchrun describes (none without it) and claims this process's device."""
+    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    device = pick_device(device, int(os.environ.get("LOCAL_RANK", 0)))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if "RANK" in os.environ and not dist.is_initialized():
+        backend = ("nccl" if device.type == "cuda" else "gloo") if backend == "auto" else backend
+        bound = device if backend == "nccl" else None  # the communicator is made now, not in the first step
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), device_id=bound)
+    return World(rank, size, device)
+
+
+def pick_device(name, local_rank=0):
+    """The torch.device of this process: auto takes CUDA, then Apple's MPS, then the CPU."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    if name == "cuda":
+        if local_rank >= torch.cuda.device_count():
+            raise UserError(
+                f"device=cuda: local rank {local_rank} has no GPU, {torch.cuda.device_count()} found; "
+                "try a smaller --nproc_per_node, or --device=cpu"
+            )
+        return torch.device("cuda", local_rank)
+    try:
+        return torch.device(name)
+    except RuntimeError:
+        raise UserError(f"device={name}: expected auto, cpu, cuda, cuda:N or mps") from None
+
+
+def stop():
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def pick_precision(name, device):
+    """(precision, reason), with auto resolved for the device."""
+    if name == "auto" and device.type == "cuda":
+        if torch.cuda.is_bf16_supported(including_emulation=False):
+            return "bf16", "this GPU has bf16 matrix units"
+        return "fp16", "this GPU has no bf16 matrix units"
+    if name == "auto":
+        return "fp32", f"{device.type} has no fast lower precision"
+    if name in ("tf32", "fp16") and device.type != "cuda":
+        raise UserError(f"precision={name} needs a CUDA device, this is {device.type}; try --precision=fp32")
+    return name, "as set"
+
+
+def autocast(precision, device):
+    """The context that a forward runs in. Weights stay float32; TF32 serves what is left in float32."""
+    torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+    return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype)
+
+
+def compile_model(model):
+    """torch.compile in place, block by block: state-dict keys keep their names, and gradients become ready one block
+    after another, so that DDP reduces them while the backward goes on. All blocks share one compiled graph.
+    """
+    torch._dynamo.config.recompile_limit = 64  # train, validation, HellaSwag and sampling each have shapes of their own
+    for block in model.blocks:
+        block.compile()
+    model.head.compile()
+
+
+def wrap(model, cfg, world):
+    """The model as the loop calls it: compiled where asked for, under DDP where there are several processes."""
+    if cfg.compile:
+        compile_model(model)
+    if not dist.is_initialized():
+        return model
+    ids = [world.device.index] if world.device.type == "cuda" else None
+    return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True, broadcast_buffers=False)
+
+
+def sync_gradients(model, on):
+    """Whether the next backward reduces gradients over the ranks: only the last micro-step has to."""
+    if isinstance(model, DistributedDataParallel):
+        model.require_backward_grad_sync = on
+
+
+def unwrap(model) -> nn.Module:
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def sum_over_ranks(tensor):
+    """All-reduced in place and returned."""
+    if dist.is_initialized():
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def gather_objects(value):
+    """[value of rank 0, of rank 1, …] on every rank."""
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def barrier():
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def synchronize(device):
+    """Waits for the device, so that a clock read next is honest."""
+    if device.type != "cpu":
+        getattr(torch, device.type).synchronize()
+    return time.perf_counter()

@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# From nothing to a trained model: sets up .venv, shards the source of Python's standard library (real text that lies on
+# every machine), trains a small model on whatever this machine has, evaluates, samples, and draws the curves.
+# Needs no hub. Arguments go to train.py: ./quickstart.sh --max_steps=100
+set -euo pipefail
+cd "$(dirname "$0")"
+./setup.sh
+. .venv/bin/activate
+stdlib=$(python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')
+
+python fineweb.py --dataset="$stdlib/*.py,$stdlib/asyncio,$stdlib/email,$stdlib/json,$stdlib/unittest" \
+    --tokenizer=bytes --out_dir=data/quickstart --shuffle_seed=1337 --val_tokens=200_000
+python train.py config/quickstart.py --resume=none --overwrite "$@"
+python sample.py --checkpoint=out/quickstart --prompt="class " --n_samples=1 --max_new_tokens=200
+python plot.py out/quickstart --out=out/quickstart/curves.png
+echo "curves: out/quickstart/curves.png    next: README.md, \"Train GPT-2 124M\""

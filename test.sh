@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# Sets up .venv and runs the linter and the tests; arguments go to pytest: ./test.sh -k checkpoint
+set -euo pipefail
+cd "$(dirname "$0")"
+./setup.sh requirements-dev.txt
+. .venv/bin/activate
+ruff check .
+ruff format --check .
+python -m pytest "$@"

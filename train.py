@@ -1,0 +1,346 @@
+"""Pre-train a GPT or a Llama.
+
+    python train.py config/quickstart.py                                     # one process: CPU, one GPU, Apple's MPS
+    torchrun --standalone --nproc_per_node=8 train.py config/gpt2_124m.py    # one node
+    torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 train.py config/gpt2_124m.py
+
+Settings: a config file, then --key=value (`--help` lists them). Writes out_dir/log.jsonl, config.json and step_*/.
+Exit codes: 0 done, 2 a setting, 3 data, 4 a checkpoint, 5 a loss that is not finite, 143 saved and stopped by SIGTERM.
+"""
+
+import dataclasses
+import itertools
+import json
+import math
+import shutil
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+import checkpoint
+import hellaswag
+import kernels
+import model as models
+import optim
+import parallel
+import sample
+import tokenizer as tokenizers
+from configurator import UserError, run
+from fineweb import TokenLoader, verify
+from logger import Logger, duration, human, progress
+
+
+@dataclass
+class Config(models.GPTConfig):
+    # where
+    out_dir: str = "out/run"  # the run's folder: log.jsonl, config.json, checkpoints
+    resume: str = "none"  # none; auto: go on from the newest whole checkpoint in out_dir if there is one; or a folder
+    overwrite: bool = False  # start afresh in a used out_dir, its log and checkpoints removed
+    init_from: str | None = None  # weights to start from: a checkpoint's folder, or Hugging Face weights as hf:NAME
+    seed: int = 1337  # of the initial weights and dropout
+    # data
+    data_dir: str = "data/fineweb-edu"  # shards, as fineweb.py writes them
+    data_format: Literal["llmc", "nanogpt"] = "llmc"  # nanogpt: headerless uint16 train.bin and val.bin
+    tokenizer: str | None = None  # for samples and HellaSwag; None: the one in the data's manifest
+    shuffle_seed: int | None = None  # windows in an order drawn anew each epoch; None: as they lie
+    align_documents: bool = False  # every row starts where a document does, if one begins in it
+    verify_data: bool = False  # check every shard against the manifest's SHA-256 first
+    allow_data_change: bool = False  # resume even though the shards are not the ones of the checkpoint
+    # batch and schedule
+    batch_size: int = 64  # rows of block_size tokens in a micro-batch (B); what fits the device
+    batch_tokens: int = 524_288  # tokens an optimizer step, all ranks and micro-steps together
+    max_steps: int = 19_073  # optimizer steps; 19,073 of 524,288 tokens are 10B
+    lr: float = 6e-4  # peak learning rate
+    min_lr_ratio: float = 0.1  # the schedule ends at lr * this
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # after warm-up; wsd: constant, then linear down
+    warmup_steps: int = 715  # steps of linear warm-up
+    warmup_tokens: int | None = None  # instead, in tokens
+    cooldown_fraction: float = 0.2  # wsd: the last part of the run that decays
+    weight_decay: float = 0.1  # on 2-D weights, embeddings included; not on biases and norms
+    beta1: float = 0.9  # AdamW
+    beta2: float = 0.95  # AdamW
+    adam_eps: float = 1e-8  # AdamW
+    clip: float | None = 1.0  # largest gradient norm, over all ranks; None: off
+    # evaluation, each every so many steps and at the end; 0: never
+    eval_interval: int = 250  # validation loss
+    eval_tokens: int = 10_485_760  # validation tokens, the same ones each time, shared among the ranks
+    hellaswag_interval: int = 0  # HellaSwag, all 10,042 examples
+    hellaswag_file: str | None = None  # a local copy; None: downloaded once and kept
+    sample_interval: int = 0  # print samples
+    sample_prompt: str = "Hello, I'm a language model,"  # what they continue
+    n_samples: int = 4  # how many
+    sample_tokens: int = 64  # how long
+    temperature: float = 0.8  # of the samples
+    top_k: int | None = 50  # of the samples
+    # checkpoints
+    save_interval: int = 1000  # every so many steps, and at the end; 0: never
+    keep_last: int = 2  # checkpoints kept, besides the one with the best validation loss
+    # machine
+    device: str = "auto"  # auto, cpu, cuda, mps
+    backend: str = "auto"  # of the process group; auto: nccl on CUDA, else gloo
+    timeout_s: int = 600  # how long a rank waits for the others before it gives up
+    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"  # auto: bf16 on a GPU that has it, fp32 on a CPU
+    compile: bool = True  # torch.compile; needs a C++ compiler on the CPU
+    # console and logs
+    log_interval: int = 1  # print every so many steps; log.jsonl has them all
+    wandb: bool = False  # log to Weights & Biases as well
+    wandb_project: str = "pretrain"  # its project
+    run_name: str | None = None  # its name there
+    # trying things out
+    overfit: bool = False  # train on the first batch for ever: the loss must go to zero
+    dry_run: bool = False  # two steps and a validation of everything, nothing written
+
+
+def check(cfg, world_size):
+    """Raises one UserError that names every setting out of range."""
+    found = cfg.problems()
+    least = {"batch_size": 1, "batch_tokens": 1, "max_steps": 1, "warmup_steps": 0, "keep_last": 1, "log_interval": 1}
+    least |= dict.fromkeys(["lr", "min_lr_ratio", "weight_decay", "beta1", "beta2", "temperature", "timeout_s"], 0)
+    least |= dict.fromkeys(["eval_interval", "hellaswag_interval", "sample_interval", "save_interval"], 0)
+    least |= {"eval_tokens": cfg.block_size, "n_samples": 1, "sample_tokens": 1}
+    found += [f"{k}={getattr(cfg, k)} must be at least {v}" for k, v in least.items() if getattr(cfg, k) < v]
+    found += [f"{k}={getattr(cfg, k)} must be below 1" for k in ("beta1", "beta2") if getattr(cfg, k) >= 1]
+    if cfg.clip is not None and cfg.clip <= 0:
+        found.append(f"clip={cfg.clip} must be over 0, or None for off")
+    if not found:
+        micro = cfg.batch_size * cfg.block_size * world_size
+        if cfg.batch_tokens % micro:
+            below, above = cfg.batch_tokens // micro * micro, (cfg.batch_tokens // micro + 1) * micro
+            found.append(
+                f"batch_tokens={cfg.batch_tokens} is not divisible by batch_size*block_size*ranks = "
+                f"{cfg.batch_size}*{cfg.block_size}*{world_size} = {micro}; nearest: {f'{below} or ' * (below > 0)}{above}"
+            )
+    if found:
+        raise UserError("; ".join(found))
+
+
+def claim_out_dir(cfg):
+    """The checkpoint folder to resume from, or None for a fresh run, whose out_dir must be unused."""
+    if cfg.resume not in ("none", "auto"):
+        return checkpoint.find(cfg.resume)
+    if cfg.resume == "auto" and checkpoint.exists(cfg.out_dir):
+        return checkpoint.find(cfg.out_dir)
+    used = checkpoint.exists(cfg.out_dir) or (Path(cfg.out_dir) / "log.jsonl").exists()
+    if used and not (cfg.overwrite or cfg.dry_run or cfg.resume == "auto"):
+        raise UserError(f"out_dir={cfg.out_dir} holds an earlier run; try --resume=auto, --overwrite or another --out_dir")
+    return None
+
+
+def clear_out_dir(cfg):
+    for path in [*Path(cfg.out_dir).glob("step_*"), *Path(cfg.out_dir).glob("log.jsonl")]:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def load_initial_weights(model, cfg):
+    """Copies the weights that cfg.init_from names into a freshly built model of the same shape."""
+    if cfg.init_from.startswith("hf:"):
+        import convert
+
+        other, shape = convert.load_hf(cfg.init_from[3:], "cpu")
+    else:
+        other, shape = checkpoint.load_model(cfg.init_from, "cpu")
+    saved = {f.name: getattr(shape, f.name) for f in dataclasses.fields(models.GPTConfig)}
+    if wrong := checkpoint.shape_differences(saved, cfg):
+        raise UserError(f"init_from={cfg.init_from} is another model: {'; '.join(wrong)}")
+    checkpoint.load_model_tensors(model, checkpoint.model_tensors(other))
+
+
+@torch.no_grad()
+def validate(model, loader, tokens, autocast):
+    """(nats a token, bits a byte or None) over the first `tokens` validation tokens, whatever the ranks and batch size."""
+    device = next(model.parameters()).device
+    exact = torch.float32 if device.type == "mps" else torch.float64
+    sizes = None if loader.token_bytes is None else torch.as_tensor(loader.token_bytes, device=device)
+    total = torch.zeros(3, dtype=exact, device=device)  # nats, targets, bytes
+    for x, y in progress(loader.eval_batches(tokens), "validation"):
+        with autocast:
+            loss = model(x, y, "none")
+        real = y >= 0
+        text = real.sum() * 0 if sizes is None else (sizes[y.clamp(min=0)] * real).sum()
+        total += torch.stack([loss.sum(dtype=exact), real.sum(), text])
+    nats, targets, text = parallel.sum_over_ranks(total).tolist()
+    return nats / targets, nats / math.log(2) / text if text else None
+
+
+def main(cfg):
+    world = parallel.start(cfg.device, cfg.backend, cfg.timeout_s)
+    try:
+        train(cfg, world)
+    finally:
+        parallel.stop()
+
+
+def train(cfg, world):
+    began, device = time.perf_counter(), world.device
+    check(cfg, world.size)
+    if cfg.dry_run:
+        cfg = dataclasses.replace(cfg, max_steps=2)
+    precision, why = parallel.pick_precision(cfg.precision, device)
+    autocast = parallel.autocast(precision, device)
+    source = claim_out_dir(cfg)
+    tensors, state = checkpoint.load(source) if source else ({}, {})
+    if source and (wrong := checkpoint.shape_differences(state["config"], cfg)):
+        raise checkpoint.CheckpointError(f"{source} is another model: {'; '.join(wrong)}; nothing was changed")
+
+    # data
+    if cfg.verify_data:
+        verify(cfg.data_dir)
+    B, T = cfg.batch_size, cfg.block_size
+    shards = dict(data_dir=cfg.data_dir, B=B, T=T, rank=world.rank, world=world.size, device=device)
+    shards |= dict(vocab_size=cfg.vocab_size, data_format=cfg.data_format)
+    order = dict(shuffle_seed=cfg.shuffle_seed, align=cfg.align_documents)
+    loader = TokenLoader(split="train", min_tokens=cfg.batch_tokens, **order, **shards)
+    val_loader = TokenLoader(split="val", **shards) if cfg.eval_interval else None
+    accumulation = cfg.batch_tokens // (B * T * world.size)
+    if cfg.overfit:
+        first = [loader.next() for _ in range(accumulation)]
+        loader.next = itertools.cycle(first).__next__
+
+    # model: build, load, compile and wrap, optimizer
+    model = models.build(cfg, device, cfg.seed)
+    if cfg.init_from and not source:
+        load_initial_weights(model, cfg)
+    if source:
+        checkpoint.load_model_tensors(model, tensors["model"])
+    raw, model = model, parallel.wrap(model, cfg, world)
+    optimizer = optim.make_optimizer(raw, cfg)
+    scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
+    step = state.get("step", 0)
+    notes = []
+    torch.manual_seed(cfg.seed + world.rank)  # dropout differs by rank
+    if source:
+        checkpoint.load_optimizer_tensors(raw, optimizer, tensors["optimizer"])
+        scaler.load_state_dict(state["scaler"])
+        loader.load_state_dict(state["loader"], allow_data_change=cfg.allow_data_change)
+        if state["world_size"] != world.size or not checkpoint.load_rng_tensors(tensors["rng"], world.rank, device):
+            notes.append(("warning", f"saved by {state['world_size']} ranks: random-number state (dropout) starts anew"))
+    del tensors
+    params = [p for p in raw.parameters() if p.requires_grad]
+
+    # evaluation
+    tokenizer = examples = None
+    if cfg.hellaswag_interval or cfg.sample_interval:
+        tokenizer = tokenizers.load(cfg.tokenizer or loader.tokenizer or "gpt2")
+    if cfg.hellaswag_interval:
+        try:
+            examples = hellaswag.prepare(hellaswag.load(cfg.hellaswag_file), tokenizer, T)
+        except (hellaswag.Unavailable, FileNotFoundError) as error:
+            notes.append(("warning", f"no HellaSwag in this run: {error}"))
+    if world.main and not source and not cfg.dry_run:
+        clear_out_dir(cfg)
+    if cfg.tokenizer is None:
+        cfg = dataclasses.replace(cfg, tokenizer=loader.tokenizer)  # recorded, so that sample.py needs no data
+    log = Logger(cfg, world, raw.flops_per_token(T), precision, state.get("wandb_id"))
+    if world.main and not cfg.dry_run:
+        (Path(cfg.out_dir) / "config.json").write_text(json.dumps(dataclasses.asdict(cfg), indent=1) + "\n")
+    count = raw.parameter_counts()
+    backend, reason = kernels.best_attention(device) if cfg.attention == "auto" else (cfg.attention, "as set")
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    log.start(
+        [
+            ("device", f"{world.size} x {name}, torch {torch.__version__}"),
+            ("precision", f"{precision} ({why}), compile {'on' if cfg.compile else 'off'}"),
+            ("attention", f"{backend} ({reason})"),
+            ("parameters", f"{count['total']:,}, of them {count['matmul']:,} in matmuls, padding not counted"),
+            ("memory", f"{16 * count['total'] / 2**30:.2f} GiB of weights, gradients and AdamW state a rank"),
+            ("data", f"{cfg.data_dir}: {human(loader.tokens)} training tokens, {loader.tokenizer or 'unknown'} tokenizer"),
+            ("step", f"{cfg.batch_tokens:,} tokens = {B} x {T} x {world.size} ranks x {accumulation} micro-steps"),
+            ("run", f"steps {step} to {cfg.max_steps}, {human(cfg.max_steps * cfg.batch_tokens)} tokens, into {cfg.out_dir}"),
+            *([("resume", f"{source}, after step {step}")] if source else []),
+            *notes,
+        ]
+    )
+    stop = torch.zeros(1)  # set by SIGTERM, agreed on by all ranks at the end of a step
+    signal.signal(signal.SIGTERM, lambda *_: stop.fill_(1))
+
+    def due(interval):
+        return interval and (step % interval == 0 or step == cfg.max_steps)
+
+    def evaluate():
+        """Whatever is due after `step` steps; returns the validation loss if that was."""
+        raw.eval()
+        val_loss = None
+        if due(cfg.eval_interval):
+            t0 = parallel.synchronize(device)
+            val_loss, bpb = validate(raw, val_loader, cfg.eval_tokens, autocast)
+            seconds = parallel.synchronize(device) - t0
+            log.print(f"val  {step} | loss {val_loss:.4f} | {'' if bpb is None else f'{bpb:.4f} bits/byte | '}{seconds:.1f} s")
+            log.record("val", step, loss=val_loss, bpb=bpb, seconds=seconds)
+        if examples is not None and due(cfg.hellaswag_interval):
+            score = hellaswag.evaluate(raw, examples, device, autocast=autocast)
+            log.print("hellaswag {} | acc_norm {acc_norm:.4f} | acc {acc:.4f} | {n} examples | {seconds:.1f} s".format(step, **score))
+            log.record("hellaswag", step, **score)
+        if due(cfg.sample_interval):
+            options = (cfg.n_samples, cfg.sample_tokens, cfg.temperature, cfg.top_k, cfg.seed)
+            with autocast:
+                texts = sample.texts(raw, tokenizer, cfg.sample_prompt, *options)
+            for text in texts:
+                log.print(f"sample {step} | {text!r}")
+            log.record("sample", step, texts=texts)
+        raw.train()
+        return val_loss
+
+    def save():
+        """A checkpoint of everything that the next step depends on; all ranks take part."""
+        facts = {"config": dataclasses.asdict(cfg), "loader": loader.state_dict(), "scaler": scaler.state_dict()}
+        facts |= {"val_loss": val_loss, "wandb_id": log.run_id}
+        log.print(f"saved {checkpoint.save_training(cfg.out_dir, step, raw, optimizer, facts, world, cfg.keep_last)}")
+
+    val_loss, saved = None, step if source else None
+    model.train()
+    while True:
+        if step != saved:  # a resumed run has done this before it was saved
+            val_loss = evaluate()
+        last = step == cfg.max_steps or stop.item()
+        if not cfg.dry_run and step and step != saved and (due(cfg.save_interval) or (last and cfg.save_interval)):
+            save()
+            saved = step
+        if last:
+            break
+
+        t0 = time.perf_counter()
+        loss = torch.zeros((), device=device)
+        for micro in range(accumulation):
+            x, y = loader.next()
+            parallel.sync_gradients(model, micro == accumulation - 1)
+            with autocast:
+                micro_loss = model(x, y) / accumulation
+            scaler.scale(micro_loss).backward()
+            loss += micro_loss.detach()
+        scaler.unscale_(optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(params, cfg.clip or math.inf, foreach=True)
+        lr = optim.learning_rate(step, cfg)
+        optim.set_learning_rate(optimizer, lr)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+        step += 1
+        sums = parallel.sum_over_ranks(torch.stack([loss, norm.detach(), stop.to(device)[0]])) / world.size
+        mean_loss, norm, stopping = sums.tolist()  # the step's only wait for the device
+        stop.fill_(stopping > 0)
+        if step == state.get("step", 0) + 1:
+            log.print(f"first step  {time.perf_counter() - t0:.1f} s, {time.perf_counter() - began:.1f} s after the start")
+        log.step(step, mean_loss, lr, norm, time.perf_counter() - t0)
+        if not math.isfinite(mean_loss):
+            raise NotFinite(f"step {step}: the loss is {mean_loss}; nothing was saved since step {saved}; try a lower --lr")
+
+    loader.close()
+    rows = [("done" if step == cfg.max_steps else "stopped", f"step {step} after {duration(time.perf_counter() - began)}")]
+    if saved is not None:
+        rows.append(("checkpoint", f"{cfg.out_dir}; go on with --resume=auto, sample with python sample.py --checkpoint={cfg.out_dir}"))
+    log.close(rows)
+    if step != cfg.max_steps:
+        sys.exit(143)
+
+
+class NotFinite(UserError):
+    exit_code = 5
+
+
+if __name__ == "__main__":
+    run(main, Config)
