@@ -60,7 +60,7 @@ def save(out_dir, step, tensors, state, keep_last=2):
         need = sum(t.nbytes for group in tensors.values() for t in group.values())
         free = shutil.disk_usage(out_dir).free if os.path.isdir(out_dir) else 0
         raise CheckpointError(
-            f"{final}: cannot write the checkpoint ({error}); it needs {need / 1e9:.2f} GB, {free / 1e9:.2f} GB are free; "
+            f"{final}: cannot write the checkpoint ({error}); it needs {need / 1e9:.2f} GB of {free / 1e9:.2f} free; "
             "earlier checkpoints are intact: free some space and go on with --resume=auto"
         ) from None
     prune(out_dir, keep_last)
@@ -144,8 +144,14 @@ def exists(out_dir):
 
 def load(folder):
     """(tensors, state) of a checkpoint folder, as `save` took them, on the CPU."""
-    tensors = {f.stem: load_file(f) for f in Path(folder).glob("*.safetensors")}
-    return tensors, _read_state(folder)
+    return {f.stem: _read_tensors(f) for f in Path(folder).glob("*.safetensors")}, _read_state(folder)
+
+
+def _read_tensors(path):
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise CheckpointError(f"{path}: not safetensors ({error}); nothing else is read") from None
 
 
 def model_tensors(model):
@@ -160,7 +166,9 @@ def load_model_tensors(model, tensors):
     wrong += [f"{k}: missing" for k in own.keys() - tensors.keys()]
     both = own.keys() & tensors.keys()
     wrong += [
-        f"{k}: {tuple(tensors[k].shape)}, expected {tuple(own[k].shape)}" for k in both if own[k].shape != tensors[k].shape
+        f"{k}: {tuple(tensors[k].shape)}, expected {tuple(own[k].shape)}"
+        for k in both
+        if own[k].shape != tensors[k].shape
     ]
     if wrong:
         raise CheckpointError(f"weights do not fit the model: {'; '.join(sorted(wrong)[:4])} ({len(wrong)} in all)")
@@ -176,7 +184,7 @@ def optimizer_tensors(model, optimizer):
 
 
 def load_optimizer_tensors(model, optimizer, tensors):
-    """The reverse, into a new optimizer; each tensor takes its parameter's device (a step count, the fused kernel's)."""
+    """The reverse, into a new optimizer; each tensor goes to its parameter's device, as the fused kernel wants."""
     params = dict(model.named_parameters())
     for key, value in tensors.items():
         name, _, kind = key.rpartition(".")
@@ -213,7 +221,7 @@ def load_model(path, device):
     config = _read_state(folder)["config"]
     shape = GPTConfig(**{f.name: config[f.name] for f in fields(GPTConfig) if f.name in config})
     model = build(shape, device)
-    load_model_tensors(model, load_file(folder / "model.safetensors"))
+    load_model_tensors(model, _read_tensors(folder / "model.safetensors"))
     return model.eval(), _Settings(config)
 
 

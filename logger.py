@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -67,6 +68,7 @@ class Logger:
         self.began, self.rate = time.time(), None
         if self.on and not cfg.dry_run:
             Path(cfg.out_dir).mkdir(parents=True, exist_ok=True)
+            (Path(cfg.out_dir) / "config.json").write_text(json.dumps(asdict(cfg), indent=1) + "\n")
             self.file = open(Path(cfg.out_dir) / "log.jsonl", "a")  # noqa: SIM115
             self.wandb = self._start_wandb(saved_id) if cfg.wandb else None
         self.run_id = self.wandb.id if self.wandb else saved_id
@@ -81,7 +83,9 @@ class Logger:
             run.define_metric("*", step_metric="step")  # a resumed run steps back; wandb's own step may not
             return run
         except Exception as error:  # not installed, no key, no network: all wandb's own types
-            self.print(f"warning: wandb is off ({type(error).__name__}: {str(error).splitlines()[0]}); log.jsonl goes on")
+            self.print(
+                f"warning: wandb is off ({type(error).__name__}: {str(error).splitlines()[0]}); log.jsonl goes on"
+            )
             return None
 
     def print(self, *words):
@@ -100,8 +104,21 @@ class Logger:
                 self.print(f"warning: wandb stopped ({type(error).__name__}); log.jsonl goes on")
                 self.wandb = None
 
+    def describe_model(self, model):
+        """Rows of the start block: how large it is, and what its states take."""
+        count = model.parameter_counts()
+        return [
+            (
+                "parameters",
+                f"{count['total']:,}, of them {count['matmul']:,} in matmuls; vocabulary padding not counted",
+            ),
+            ("memory", f"{16 * count['total'] / 2**30:.2f} GiB for weights, gradients and AdamW's state in float32"),
+        ]
+
     def start(self, rows):
         """The start block: aligned name and value; last, the settings that differ from the defaults."""
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
+        rows = [("device", f"{self.world_size} x {name}, torch {torch.__version__}"), *rows]
         for name, value in rows:
             self.print(f"{name:<12} {value}")
         words = [f"{k}={v}" for k, v in changed(self.cfg).items()]
@@ -113,7 +130,15 @@ class Logger:
         mfu = None if self.mfu_per_rate is None else rate * self.mfu_per_rate
         self.rate = seconds if self.rate is None else 0.9 * self.rate + 0.1 * seconds
         gib = torch.cuda.max_memory_allocated(self.device) / 2**30 if self.device.type == "cuda" else None
-        values = {"loss": loss, "lr": lr, "norm": norm, "dt_ms": seconds * 1e3, "tok_per_s": rate, "mfu": mfu, "gib": gib}
+        values = {
+            "loss": loss,
+            "lr": lr,
+            "norm": norm,
+            "dt_ms": seconds * 1e3,
+            "tok_per_s": rate,
+            "mfu": mfu,
+            "gib": gib,
+        }
         self.record("train", step, **values, tokens=step * cfg.batch_tokens)
         if step % cfg.log_interval == 0 or step == cfg.max_steps:
             width = len(str(cfg.max_steps))
@@ -123,9 +148,13 @@ class Logger:
                 f"{'' if gib is None else f'{gib:5.1f} GiB | '}eta {duration(self.rate * (cfg.max_steps - step))}"
             )
 
-    def close(self, rows=()):
-        for name, value in rows:
-            self.print(f"{name:<12} {value}")
+    def close(self, step, saved, seconds):
+        """The closing summary after `step` steps, the last checkpoint that of step `saved` (None: there is none)."""
+        out_dir = self.cfg.out_dir
+        self.print(f"{'done' if step == self.cfg.max_steps else 'stopped':<12} step {step} after {duration(seconds)}")
+        if saved is not None:
+            self.print(f"{'checkpoint':<12} {out_dir} at step {saved}; to go on, the same command with --resume=auto")
+            self.print(f"{'next':<12} python sample.py --checkpoint={out_dir}; python plot.py {out_dir}")
         if self.file:
             self.file.close()
         if self.wandb:

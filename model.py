@@ -1,6 +1,6 @@
 """GPT-2 and Llama from the same blocks.
 
-A variant (norm, positions, MLP, grouped heads, …) is a module chosen in `__init__`; `forward` reads as the papers' figure.
+A variant (norm, positions, MLP, …) is a module chosen in `__init__`; `forward` reads as the papers' figure.
 GPT-2: https://cdn.openai.com/better-language-models/language_models_are_unsupervised_multitask_learners.pdf
 Llama 3: https://arxiv.org/abs/2407.21783
 """
@@ -217,7 +217,7 @@ class GPT(nn.Module):
         self.tie()
 
     def forward(self, idx, targets, reduction="mean"):
-        """idx, targets: (B, T) int64, T <= block_size, target -100 ignored -> loss in nats, as kernels' docstring says."""
+        """idx, targets: (B, T) int64, T <= block_size, target -100 ignored -> loss in nats, by `reduction`."""
         return self.head(self.hidden(idx), targets, reduction)
 
     def hidden(self, idx):
@@ -228,7 +228,7 @@ class GPT(nn.Module):
         return self.norm(x)
 
     def logits(self, idx, at=slice(None)):
-        """(B, T) ids -> (B, len(at), vocab_size) float32 at the positions `at` (an index or a slice; all by default)."""
+        """(B, T) ids -> (B, len(at), vocab_size) float32 at the positions `at` (a tensor or a slice)."""
         return self.head.logits(self.hidden(idx)[:, at])
 
     def tie(self):
@@ -258,19 +258,23 @@ class GPT(nn.Module):
     def parameter_counts(self):
         """Parameters without vocabulary padding, shared ones once: {"total", "embedding", "matmul"}.
 
-        embedding: the tables that are only looked up; matmul: weights that every token is multiplied with (head included).
+        embedding: the tables that are only looked up; matmul: weights each token is multiplied with, head included.
         """
         cfg = self.cfg
         padding = (cfg.padded_vocab - cfg.vocab_size) * cfg.n_embd
         total = sum(p.numel() for p in self.parameters()) - padding * (1 if cfg.tie_embeddings else 2)
         matmul = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear)) - padding
         tables = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Embedding)) - padding
-        return {"total": total, "embedding": tables - cfg.tie_embeddings * cfg.vocab_size * cfg.n_embd, "matmul": matmul}
+        return {
+            "total": total,
+            "embedding": tables - cfg.tie_embeddings * cfg.vocab_size * cfg.n_embd,
+            "matmul": matmul,
+        }
 
     def flops_per_token(self, T=None):
         """Forward and backward FLOPs per token at sequence length T: 6 per matmul weight, and causal attention once.
 
-        A query sees (T + 1) / 2 keys on average: QK^T and AV are 2 * 2 * D * (T + 1) / 2 a head forward, thrice that in all.
+        A query sees (T + 1) / 2 keys on average: QK^T and AV are 2 * 2 * D * (T + 1) / 2 a head, thrice that in all.
         Norms, activations, softmax and the padding rows are not counted, nor is recomputation.
         """
         T = self.cfg.block_size if T is None else T
@@ -279,7 +283,7 @@ class GPT(nn.Module):
 
 
 def build(cfg, device, seed=None):
-    """A GPT on `device`, allocated there directly and not on the CPU first; weights undefined unless `seed` is given."""
+    """A GPT allocated on `device` at once, not on the CPU first; weights undefined unless `seed` is given."""
     shape = GPTConfig(**{f.name: getattr(cfg, f.name) for f in fields(GPTConfig)})
     if shape.attention == "auto":
         shape.attention = kernels.best_attention(device)[0]

@@ -26,7 +26,7 @@ def warmup_steps(cfg):
 
 
 def learning_rate(step, cfg):
-    """Rate of the update numbered `step` from 0: linear warm-up, then by cfg.schedule to lr * min_lr_ratio at max_steps.
+    """Rate of update `step` (from 0): linear warm-up, then by cfg.schedule down to lr * min_lr_ratio at max_steps.
 
     cosine: half a cosine (https://arxiv.org/abs/1608.03983). wsd: constant, then linear over the last cooldown_fraction
     of the run (https://arxiv.org/abs/2404.06395). constant: no decay.

@@ -1,17 +1,17 @@
 """Generate text from a checkpoint.
 
-    python sample.py --checkpoint=out/gpt2_124m --prompt="Once upon a time" --n_samples=4
-    python sample.py --pretrained=gpt2 --temperature=0.8 --top_k=50
+python sample.py --checkpoint=out/gpt2_124m --prompt="Once upon a time" --n_samples=4
+python sample.py --pretrained=gpt2 --temperature=0.8 --top_k=50
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
+import tokenizer as tokenizers
 import torch
 
 import checkpoint
 import parallel
-import tokenizer as tokenizers
 from configurator import UserError, run
 
 

@@ -10,7 +10,6 @@ Exit codes: 0 done, 2 a setting, 3 data, 4 a checkpoint, 5 a loss that is not fi
 
 import dataclasses
 import itertools
-import json
 import math
 import shutil
 import signal
@@ -21,18 +20,16 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from fineweb import TokenLoader, verify
 
 import checkpoint
-import hellaswag
 import kernels
 import model as models
 import optim
 import parallel
-import sample
-import tokenizer as tokenizers
 from configurator import UserError, run
-from fineweb import TokenLoader, verify
-from logger import Logger, duration, human, progress
+from evaluate import Evaluator
+from logger import Logger, human
 
 
 @dataclass
@@ -84,7 +81,9 @@ class Config(models.GPTConfig):
     device: str = "auto"  # auto, cpu, cuda, mps
     backend: str = "auto"  # of the process group; auto: nccl on CUDA, else gloo
     timeout_s: int = 600  # how long a rank waits for the others before it gives up
-    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"  # auto: bf16 on a GPU that has it, fp32 on a CPU
+    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = (
+        "auto"  # auto: bf16 on a GPU that has it, fp32 on a CPU
+    )
     compile: bool = True  # torch.compile; needs a C++ compiler on the CPU
     # console and logs
     log_interval: int = 1  # print every so many steps; log.jsonl has them all
@@ -110,10 +109,10 @@ def check(cfg, world_size):
     if not found:
         micro = cfg.batch_size * cfg.block_size * world_size
         if cfg.batch_tokens % micro:
-            below, above = cfg.batch_tokens // micro * micro, (cfg.batch_tokens // micro + 1) * micro
+            below = cfg.batch_tokens // micro * micro
             found.append(
-                f"batch_tokens={cfg.batch_tokens} is not divisible by batch_size*block_size*ranks = "
-                f"{cfg.batch_size}*{cfg.block_size}*{world_size} = {micro}; nearest: {f'{below} or ' * (below > 0)}{above}"
+                f"batch_tokens={cfg.batch_tokens} is not divisible by batch_size*block_size*ranks = {cfg.batch_size}*"
+                f"{cfg.block_size}*{world_size} = {micro}; nearest: {f'{below} or ' * (below > 0)}{below + micro}"
             )
     if found:
         raise UserError("; ".join(found))
@@ -127,7 +126,9 @@ def claim_out_dir(cfg):
         return checkpoint.find(cfg.out_dir)
     used = checkpoint.exists(cfg.out_dir) or (Path(cfg.out_dir) / "log.jsonl").exists()
     if used and not (cfg.overwrite or cfg.dry_run or cfg.resume == "auto"):
-        raise UserError(f"out_dir={cfg.out_dir} holds an earlier run; try --resume=auto, --overwrite or another --out_dir")
+        raise UserError(
+            f"out_dir={cfg.out_dir} holds an earlier run; try --resume=auto, --overwrite or another --out_dir"
+        )
     return None
 
 
@@ -150,21 +151,13 @@ def load_initial_weights(model, cfg):
     checkpoint.load_model_tensors(model, checkpoint.model_tensors(other))
 
 
-@torch.no_grad()
-def validate(model, loader, tokens, autocast):
-    """(nats a token, bits a byte or None) over the first `tokens` validation tokens, whatever the ranks and batch size."""
-    device = next(model.parameters()).device
-    exact = torch.float32 if device.type == "mps" else torch.float64
-    sizes = None if loader.token_bytes is None else torch.as_tensor(loader.token_bytes, device=device)
-    total = torch.zeros(3, dtype=exact, device=device)  # nats, targets, bytes
-    for x, y in progress(loader.eval_batches(tokens), "validation"):
-        with autocast:
-            loss = model(x, y, "none")
-        real = y >= 0
-        text = real.sum() * 0 if sizes is None else (sizes[y.clamp(min=0)] * real).sum()
-        total += torch.stack([loss.sum(dtype=exact), real.sum(), text])
-    nats, targets, text = parallel.sum_over_ranks(total).tolist()
-    return nats / targets, nats / math.log(2) / text if text else None
+def make_loaders(cfg, world):
+    """(training loader, validation loader or None)."""
+    common = dict(data_dir=cfg.data_dir, data_format=cfg.data_format, vocab_size=cfg.vocab_size)
+    common |= dict(B=cfg.batch_size, T=cfg.block_size, rank=world.rank, world=world.size, device=world.device)
+    order = dict(shuffle_seed=cfg.shuffle_seed, align=cfg.align_documents, min_tokens=cfg.batch_tokens)
+    loader = TokenLoader(split="train", **order, **common)
+    return loader, TokenLoader(split="val", **common) if cfg.eval_interval else None
 
 
 def main(cfg):
@@ -180,8 +173,9 @@ def train(cfg, world):
     check(cfg, world.size)
     if cfg.dry_run:
         cfg = dataclasses.replace(cfg, max_steps=2)
-    precision, why = parallel.pick_precision(cfg.precision, device)
+    precision, precision_reason = parallel.pick_precision(cfg.precision, device)
     autocast = parallel.autocast(precision, device)
+    attention_reason = kernels.best_attention(device)[1] if cfg.attention == "auto" else "as set"
     source = claim_out_dir(cfg)
     tensors, state = checkpoint.load(source) if source else ({}, {})
     if source and (wrong := checkpoint.shape_differences(state["config"], cfg)):
@@ -190,123 +184,74 @@ def train(cfg, world):
     # data
     if cfg.verify_data:
         verify(cfg.data_dir)
-    B, T = cfg.batch_size, cfg.block_size
-    shards = dict(data_dir=cfg.data_dir, B=B, T=T, rank=world.rank, world=world.size, device=device)
-    shards |= dict(vocab_size=cfg.vocab_size, data_format=cfg.data_format)
-    order = dict(shuffle_seed=cfg.shuffle_seed, align=cfg.align_documents)
-    loader = TokenLoader(split="train", min_tokens=cfg.batch_tokens, **order, **shards)
-    val_loader = TokenLoader(split="val", **shards) if cfg.eval_interval else None
-    accumulation = cfg.batch_tokens // (B * T * world.size)
+    loader, val_loader = make_loaders(cfg, world)
+    accumulation = cfg.batch_tokens // (cfg.batch_size * cfg.block_size * world.size)  # micro-steps a step
+    next_batch = loader.next
     if cfg.overfit:
-        first = [loader.next() for _ in range(accumulation)]
-        loader.next = itertools.cycle(first).__next__
+        next_batch = itertools.cycle([loader.next() for _ in range(accumulation)]).__next__
+    cfg = dataclasses.replace(cfg, tokenizer=cfg.tokenizer or loader.tokenizer)  # recorded for sample.py
 
-    # model: build, load, compile and wrap, optimizer
-    model = models.build(cfg, device, cfg.seed)
-    if cfg.init_from and not source:
-        load_initial_weights(model, cfg)
+    # model: build, load, compile and wrap; then the optimizer
+    raw = models.build(cfg, device, cfg.seed)  # `raw` has the weights, `model` is what the loop calls
     if source:
-        checkpoint.load_model_tensors(model, tensors["model"])
-    raw, model = model, parallel.wrap(model, cfg, world)
+        checkpoint.load_model_tensors(raw, tensors["model"])
+    elif cfg.init_from:
+        load_initial_weights(raw, cfg)
+    model = parallel.wrap(raw, cfg, world)
     optimizer = optim.make_optimizer(raw, cfg)
     scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
-    step = state.get("step", 0)
-    notes = []
+    params = [p for p in raw.parameters() if p.requires_grad]
+    evaluate = Evaluator(cfg, raw, val_loader, cfg.tokenizer or "gpt2", autocast)
     torch.manual_seed(cfg.seed + world.rank)  # dropout differs by rank
+    first = step = state.get("step", 0)
     if source:
         checkpoint.load_optimizer_tensors(raw, optimizer, tensors["optimizer"])
         scaler.load_state_dict(state["scaler"])
         loader.load_state_dict(state["loader"], allow_data_change=cfg.allow_data_change)
         if state["world_size"] != world.size or not checkpoint.load_rng_tensors(tensors["rng"], world.rank, device):
-            notes.append(("warning", f"saved by {state['world_size']} ranks: random-number state (dropout) starts anew"))
+            evaluate.warnings.append(f"saved by {state['world_size']} ranks: random state (dropout) starts anew")
     del tensors
-    params = [p for p in raw.parameters() if p.requires_grad]
 
-    # evaluation
-    tokenizer = examples = None
-    if cfg.hellaswag_interval or cfg.sample_interval:
-        tokenizer = tokenizers.load(cfg.tokenizer or loader.tokenizer or "gpt2")
-    if cfg.hellaswag_interval:
-        try:
-            examples = hellaswag.prepare(hellaswag.load(cfg.hellaswag_file), tokenizer, T)
-        except (hellaswag.Unavailable, FileNotFoundError) as error:
-            notes.append(("warning", f"no HellaSwag in this run: {error}"))
+    # console and files
     if world.main and not source and not cfg.dry_run:
         clear_out_dir(cfg)
-    if cfg.tokenizer is None:
-        cfg = dataclasses.replace(cfg, tokenizer=loader.tokenizer)  # recorded, so that sample.py needs no data
-    log = Logger(cfg, world, raw.flops_per_token(T), precision, state.get("wandb_id"))
-    if world.main and not cfg.dry_run:
-        (Path(cfg.out_dir) / "config.json").write_text(json.dumps(dataclasses.asdict(cfg), indent=1) + "\n")
-    count = raw.parameter_counts()
-    backend, reason = kernels.best_attention(device) if cfg.attention == "auto" else (cfg.attention, "as set")
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    log = Logger(cfg, world, raw.flops_per_token(), precision, state.get("wandb_id"))
     log.start(
         [
-            ("device", f"{world.size} x {name}, torch {torch.__version__}"),
-            ("precision", f"{precision} ({why}), compile {'on' if cfg.compile else 'off'}"),
-            ("attention", f"{backend} ({reason})"),
-            ("parameters", f"{count['total']:,}, of them {count['matmul']:,} in matmuls, padding not counted"),
-            ("memory", f"{16 * count['total'] / 2**30:.2f} GiB of weights, gradients and AdamW state a rank"),
-            ("data", f"{cfg.data_dir}: {human(loader.tokens)} training tokens, {loader.tokenizer or 'unknown'} tokenizer"),
-            ("step", f"{cfg.batch_tokens:,} tokens = {B} x {T} x {world.size} ranks x {accumulation} micro-steps"),
-            ("run", f"steps {step} to {cfg.max_steps}, {human(cfg.max_steps * cfg.batch_tokens)} tokens, into {cfg.out_dir}"),
-            *([("resume", f"{source}, after step {step}")] if source else []),
-            *notes,
+            ("precision", f"{precision} ({precision_reason}), compile {'on' if cfg.compile else 'off'}"),
+            ("attention", f"{raw.cfg.attention} ({attention_reason})"),
+            *log.describe_model(raw),
+            ("data", f"{cfg.data_dir}: {human(loader.tokens)} training tokens, tokenizer {cfg.tokenizer or 'unknown'}"),
+            ("step", f"{cfg.batch_tokens:,} tokens: {cfg.batch_size} x {cfg.block_size}, x {accumulation} micro-steps"),
+            ("run", f"steps {step} to {cfg.max_steps}: {human(cfg.max_steps * cfg.batch_tokens)} tokens"),
+            *([("resumed", f"{source}")] if source else []),
+            *(("warning", w) for w in evaluate.warnings),
         ]
     )
-    stop = torch.zeros(1)  # set by SIGTERM, agreed on by all ranks at the end of a step
+    stop = torch.zeros(1)  # set by SIGTERM; the ranks agree on it at the end of each step
     signal.signal(signal.SIGTERM, lambda *_: stop.fill_(1))
 
-    def due(interval):
-        return interval and (step % interval == 0 or step == cfg.max_steps)
-
-    def evaluate():
-        """Whatever is due after `step` steps; returns the validation loss if that was."""
-        raw.eval()
-        val_loss = None
-        if due(cfg.eval_interval):
-            t0 = parallel.synchronize(device)
-            val_loss, bpb = validate(raw, val_loader, cfg.eval_tokens, autocast)
-            seconds = parallel.synchronize(device) - t0
-            log.print(f"val  {step} | loss {val_loss:.4f} | {'' if bpb is None else f'{bpb:.4f} bits/byte | '}{seconds:.1f} s")
-            log.record("val", step, loss=val_loss, bpb=bpb, seconds=seconds)
-        if examples is not None and due(cfg.hellaswag_interval):
-            score = hellaswag.evaluate(raw, examples, device, autocast=autocast)
-            log.print("hellaswag {} | acc_norm {acc_norm:.4f} | acc {acc:.4f} | {n} examples | {seconds:.1f} s".format(step, **score))
-            log.record("hellaswag", step, **score)
-        if due(cfg.sample_interval):
-            options = (cfg.n_samples, cfg.sample_tokens, cfg.temperature, cfg.top_k, cfg.seed)
-            with autocast:
-                texts = sample.texts(raw, tokenizer, cfg.sample_prompt, *options)
-            for text in texts:
-                log.print(f"sample {step} | {text!r}")
-            log.record("sample", step, texts=texts)
-        raw.train()
-        return val_loss
-
     def save():
-        """A checkpoint of everything that the next step depends on; all ranks take part."""
-        facts = {"config": dataclasses.asdict(cfg), "loader": loader.state_dict(), "scaler": scaler.state_dict()}
-        facts |= {"val_loss": val_loss, "wandb_id": log.run_id}
-        log.print(f"saved {checkpoint.save_training(cfg.out_dir, step, raw, optimizer, facts, world, cfg.keep_last)}")
+        state = {"config": dataclasses.asdict(cfg), "loader": loader.state_dict(), "scaler": scaler.state_dict()}
+        state |= {"val_loss": val_loss, "wandb_id": log.run_id}
+        log.print(f"saved {checkpoint.save_training(cfg.out_dir, step, raw, optimizer, state, world, cfg.keep_last)}")
+        return step
 
-    val_loss, saved = None, step if source else None
+    val_loss, saved = None, first if source else None
     model.train()
     while True:
-        if step != saved:  # a resumed run has done this before it was saved
-            val_loss = evaluate()
+        if step != saved:  # a resumed run did this before it was saved
+            val_loss = evaluate(step, log)
         last = step == cfg.max_steps or stop.item()
-        if not cfg.dry_run and step and step != saved and (due(cfg.save_interval) or (last and cfg.save_interval)):
-            save()
-            saved = step
+        if step not in (0, saved) and cfg.save_interval and not cfg.dry_run and (last or step % cfg.save_interval == 0):
+            saved = save()
         if last:
             break
 
         t0 = time.perf_counter()
         loss = torch.zeros((), device=device)
         for micro in range(accumulation):
-            x, y = loader.next()
+            x, y = next_batch()
             parallel.sync_gradients(model, micro == accumulation - 1)
             with autocast:
                 micro_loss = model(x, y) / accumulation
@@ -320,20 +265,18 @@ def train(cfg, world):
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
         step += 1
-        sums = parallel.sum_over_ranks(torch.stack([loss, norm.detach(), stop.to(device)[0]])) / world.size
-        mean_loss, norm, stopping = sums.tolist()  # the step's only wait for the device
+        sums = parallel.sum_over_ranks(torch.stack([loss, norm, stop.to(device)[0]])) / world.size
+        loss, norm, stopping = sums.tolist()  # the step's only wait for the device
         stop.fill_(stopping > 0)
-        if step == state.get("step", 0) + 1:
-            log.print(f"first step  {time.perf_counter() - t0:.1f} s, {time.perf_counter() - began:.1f} s after the start")
-        log.step(step, mean_loss, lr, norm, time.perf_counter() - t0)
-        if not math.isfinite(mean_loss):
-            raise NotFinite(f"step {step}: the loss is {mean_loss}; nothing was saved since step {saved}; try a lower --lr")
+        seconds = time.perf_counter() - t0
+        if step == first + 1:
+            log.print(f"first step after {time.perf_counter() - began:.1f} s, {seconds:.1f} s of them its own")
+        log.step(step, loss, lr, norm, seconds)
+        if not math.isfinite(loss):
+            raise NotFinite(f"step {step}: the loss is {loss}; nothing was saved since step {saved}; try a lower --lr")
 
     loader.close()
-    rows = [("done" if step == cfg.max_steps else "stopped", f"step {step} after {duration(time.perf_counter() - began)}")]
-    if saved is not None:
-        rows.append(("checkpoint", f"{cfg.out_dir}; go on with --resume=auto, sample with python sample.py --checkpoint={cfg.out_dir}"))
-    log.close(rows)
+    log.close(step, saved, time.perf_counter() - began)
     if step != cfg.max_steps:
         sys.exit(143)
 

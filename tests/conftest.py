@@ -1,0 +1,83 @@
+"""Shared by the tests: small shards of real text, and runs of train.py in this process or under torchrun."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def write_shard(path, tokens, magic=20240520, version=1, dtype="<u2"):
+    """An llm.c shard: 256 int32 of header, then the tokens."""
+    header = np.zeros(256, dtype="<i4")
+    header[:3] = magic, version, len(tokens)
+    path.write_bytes(header.tobytes() + np.asarray(tokens, dtype=dtype).tobytes())
+    return path
+
+
+def stdlib_bytes(count):
+    """The first `count` byte tokens of Python's own source, a separator (256) before each file."""
+    tokens = []
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        tokens += [256, *path.read_bytes()]
+        if len(tokens) >= count:
+            return tokens[:count]
+    raise AssertionError("the standard library is smaller than this test expects")
+
+
+@pytest.fixture(scope="session")
+def data_dir(tmp_path_factory):
+    """Two training shards and a validation shard of a few thousand byte tokens."""
+    folder = tmp_path_factory.mktemp("shards")
+    tokens = stdlib_bytes(15_000)
+    write_shard(folder / "py_val_000000.bin", tokens[:3_001])
+    write_shard(folder / "py_train_000001.bin", tokens[3_001:9_000])
+    write_shard(folder / "py_train_000002.bin", tokens[9_000:])
+    return folder
+
+
+def flags(data_dir, out_dir, **settings):
+    """Words of the test recipe on byte shards."""
+    base = dict(data_dir=data_dir, out_dir=out_dir, vocab_size=257, device="cpu", eval_interval=0, tokenizer="bytes")
+    return ["config/test.py", *(f"--{k}={v}" for k, v in {**base, **settings}.items())]
+
+
+def train_here(data_dir, out_dir, **settings):
+    """Runs train.main in this process; returns the lines of its log.jsonl."""
+    import train
+    from configurator import configure
+
+    before = os.getcwd()
+    os.chdir(ROOT)
+    try:
+        train.main(configure(train.Config, flags(data_dir, out_dir, **settings)))
+    finally:
+        os.chdir(before)
+    return read_log(out_dir)
+
+
+def train_ranks(ranks, words, **options):
+    """Runs train.py under torchrun on gloo (`ranks` processes), or plainly for 0; returns the CompletedProcess."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    torchrun = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", f"--master_port={port}"] if ranks else []
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, *torchrun, "train.py", *words]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, **options)
+
+
+def read_log(out_dir):
+    return [json.loads(line) for line in (Path(out_dir) / "log.jsonl").read_text().splitlines()]
+
+
+def losses(log, kind="train"):
+    """{step: loss}; of a step logged twice, the later."""
+    return {line["step"]: line["loss"] for line in log if line["kind"] == kind}

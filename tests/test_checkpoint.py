@@ -1,0 +1,159 @@
+"""checkpoint.py: what is saved comes back, what is torn or damaged is passed over, nothing older is lost."""
+
+import errno
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from conftest import ROOT
+
+import checkpoint
+import optim
+from model import GPTConfig, build
+
+CPU = torch.device("cpu")
+
+
+def small(**changes):
+    shape = dict(vocab_size=100, vocab_multiple=1, n_layer=2, n_head=2, n_embd=16, block_size=8)
+    return GPTConfig(**{**shape, **changes})
+
+
+def save(folder, step, value=0.0, keep_last=3, **state):
+    tensors = {"model": {"w": torch.full((50,), value)}}
+    return checkpoint.save(folder, step, tensors, {"config": {}, **state}, keep_last)
+
+
+def test_model_round_trip(tmp_path):
+    cfg = small(tie_embeddings=False, positions="rope")
+    model = build(cfg, CPU, seed=3)
+    checkpoint.save_model(tmp_path, model, cfg, step=7)
+    other, saved = checkpoint.load_model(tmp_path, "cpu")
+    idx = torch.randint(0, 100, (2, 8))
+    assert torch.equal(model.logits(idx), other.logits(idx))
+    assert saved.n_embd == 16 and saved.no_such_setting is None
+
+
+def test_optimizer_round_trip_goes_on_bitwise(tmp_path):
+    class Settings:
+        lr, beta1, beta2, adam_eps, weight_decay = 1e-3, 0.9, 0.95, 1e-8, 0.1
+
+    def steps(model, optimizer, seeds):
+        for seed in seeds:
+            idx = torch.randint(0, 100, (2, 9), generator=torch.Generator().manual_seed(seed))
+            model(idx[:, :-1], idx[:, 1:]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    first = build(small(), CPU, seed=1)
+    a = optim.make_optimizer(first, Settings)
+    steps(first, a, range(3))
+    tensors = {"model": checkpoint.model_tensors(first), "optimizer": checkpoint.optimizer_tensors(first, a)}
+    folder = checkpoint.save(tmp_path, 3, tensors, {}, 1)
+    steps(first, a, range(3, 6))
+
+    second = build(small(), CPU, seed=2)
+    b = optim.make_optimizer(second, Settings)
+    loaded, _ = checkpoint.load(folder)
+    checkpoint.load_model_tensors(second, loaded["model"])
+    checkpoint.load_optimizer_tensors(second, b, loaded["optimizer"])
+    steps(second, b, range(3, 6))
+    for p, q in zip(first.parameters(), second.parameters()):
+        assert torch.equal(p, q)
+
+
+def test_keeps_the_last_and_the_best(tmp_path):
+    for step, val_loss in enumerate([5.0, 3.0, 4.0, None, 4.5], start=1):
+        save(tmp_path, step, keep_last=2, val_loss=val_loss)
+    assert [int(p.name[5:]) for p in checkpoint._folders(tmp_path)] == [2, 4, 5]
+
+
+@pytest.mark.parametrize("harm", ["truncate", "flip", "no_manifest", "no_file"])
+def test_a_damaged_newest_is_passed_over_and_kept(tmp_path, harm, capsys):
+    good, bad = save(tmp_path, 1, 1.0), save(tmp_path, 2, 2.0)
+    target = bad / ("manifest.json" if harm == "no_manifest" else "model.safetensors")
+    if harm == "truncate":
+        os.truncate(target, target.stat().st_size - 1)
+    elif harm == "flip":
+        data = bytearray(target.read_bytes())
+        data[-1] ^= 1
+        target.write_bytes(data)
+    else:
+        target.unlink()
+    assert checkpoint.find(tmp_path) == good
+    assert "is damaged" in capsys.readouterr().err and bad.is_dir()
+    with pytest.raises(checkpoint.CheckpointError, match="no whole checkpoint"):
+        checkpoint.find(bad)
+
+
+def test_none_there(tmp_path):
+    with pytest.raises(checkpoint.CheckpointError, match="no whole checkpoint there"):
+        checkpoint.find(tmp_path)
+
+
+def test_disk_full_leaves_the_old_one(tmp_path, monkeypatch):
+    good = save(tmp_path, 1)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save_file", full)
+        with pytest.raises(checkpoint.CheckpointError, match="No space left.*earlier checkpoints are intact"):
+            save(tmp_path, 2)
+    assert checkpoint.find(tmp_path) == good and list(tmp_path.iterdir()) == [good]
+    save(tmp_path, 2)
+
+
+def test_kill_in_the_middle_of_saving(tmp_path):
+    """kill -9 at random moments of a process that saves without end: the newest is whole each time."""
+    code = (
+        "import sys, torch, checkpoint\n"
+        "for step in range(int(sys.argv[2]), 10**6):\n"
+        "    w = {f'w{i}': torch.full((20_000,), float(step)) for i in range(4)}\n"
+        "    checkpoint.save(sys.argv[1], step, {'model': w}, {'config': {}}, 2)\n"
+        "    print(step, flush=True)\n"
+    )
+    newest = 0
+    for round_ in range(6):
+        words = [sys.executable, "-c", code, str(tmp_path), str(newest + 1)]
+        process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        process.stdout.readline()  # one is saved
+        time.sleep(0.003 * round_)
+        process.send_signal(signal.SIGKILL)
+        said = [newest + 1, *(int(x) for x in process.communicate()[0].split())]
+        folder = checkpoint.find(tmp_path)
+        tensors, state = checkpoint.load(folder)
+        newest = state["step"]
+        assert newest >= max(said) and all((t == newest).all() for t in tensors["model"].values())
+    save(tmp_path, newest + 1)
+    assert not list(tmp_path.glob(".writing_*"))
+
+
+def test_no_pickle_is_ever_read(tmp_path):
+    folder, canary = save(tmp_path, 1), tmp_path / "canary"
+
+    class Evil:
+        def __reduce__(self):
+            return os.system, (f"touch {canary}",)
+
+    (folder / "model.safetensors").write_bytes(pickle.dumps(Evil()))
+    manifest = {f.name: checkpoint._digest(f) for f in folder.iterdir() if f.name != "manifest.json"}
+    (folder / "manifest.json").write_text(json.dumps(manifest))  # an attacker can write that too
+    with pytest.raises(checkpoint.CheckpointError, match="not safetensors"):
+        checkpoint.load(folder)
+    assert not canary.exists()
+
+
+def test_weights_of_another_shape_are_named(tmp_path):
+    model = build(small(), CPU, seed=0)
+    with pytest.raises(checkpoint.CheckpointError, match=r"attn.proj.bias: \(16,\), expected \(32,\)"):
+        checkpoint.load_model_tensors(build(small(n_embd=32), CPU), checkpoint.model_tensors(model))
+    with pytest.raises(checkpoint.CheckpointError, match="blocks.2.*missing"):
+        checkpoint.load_model_tensors(build(small(n_layer=3), CPU), checkpoint.model_tensors(model))
