@@ -169,7 +169,6 @@ def test_wandb_offline_resumes_the_same_run(data_dir, tmp_path, monkeypatch):
         (dict(precision="tf32"), "precision=tf32 needs a CUDA device"),
         (dict(device="gpu"), "device=gpu: expected auto, cpu, cuda"),
         (dict(resume="out/none/step_00000001"), "is damaged|no whole checkpoint"),
-        (dict(vocab_size=100), "vocab_size|token"),
         (dict(batch_tokens=262_144), "262,?144"),
         (dict(data_dir="no/such"), "no/such"),
     ],
@@ -179,6 +178,11 @@ def test_user_errors(data_dir, tmp_path, settings, message):
         train_here(settings.pop("data_dir", data_dir), tmp_path / "run", **settings)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "run").exists()
+
+
+def test_token_out_of_range_is_named(data_dir, tmp_path):
+    with pytest.raises(DataError, match=r"py_train_000001.bin: token \d+ is \d+, not below vocab_size=100"):
+        train_here(data_dir, tmp_path / "run", vocab_size=100)
 
 
 @pytest.mark.slow

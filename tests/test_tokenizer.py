@@ -1,0 +1,155 @@
+"""tokenizer.py: every kind of tokenizer against its own reference, on the source of Python's standard library."""
+
+import base64
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiktoken
+
+import tokenizer
+from configurator import UserError
+
+STDLIB = Path(sysconfig.get_path("stdlib"))
+CACHE = Path(__file__).parents[2] / "shared" / "tiktoken"
+ODD = ["", "a <|endoftext|> b", "  \n\n\t x\r\n", "naïve 東京 🙂", "I'll DON'T 3,141.59", "\0\x01", "a" * 3000]
+
+
+@pytest.fixture(scope="module")
+def texts():
+    return [path.read_text("utf-8", "replace") for path in sorted(STDLIB.glob("*.py"))[:60]] + ODD
+
+
+@pytest.fixture
+def small(texts, tmp_path):
+    """A byte-level BPE tokenizer.json trained on the texts, as `tokenizers` writes it."""
+    tokenizers = pytest.importorskip("tokenizers")
+    inner = tokenizers.ByteLevelBPETokenizer()
+    inner.train_from_iterator(texts[:10], vocab_size=600, special_tokens=["<|endoftext|>"], show_progress=False)
+    inner.save(str(tmp_path / "tokenizer.json"))
+    return tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")), tmp_path / "tokenizer.json"
+
+
+def check_bytes(tok, texts):
+    """token_bytes adds up to the texts' own sizes, and decoding gives the texts back."""
+    sizes = tok.token_bytes()
+    assert sizes.dtype == np.int32 and sizes.shape == (tok.vocab_size,) and sizes[tok.eot] == 0
+    for text, ids in zip(texts, tok.encode_batch(texts)):
+        assert ids.dtype == tok.dtype and sizes[ids].sum() == len(text.encode())
+        assert tok.eot not in ids
+        assert tok.decode(ids) == text
+
+
+def test_gpt2_is_tiktokens(texts):
+    tok = tokenizer.load("gpt2")
+    assert (tok.name, tok.vocab_size, tok.eot, tok.dtype) == ("gpt2", 50257, 50256, np.uint16)
+    reference = tokenizer._packaged_gpt2()
+    assert [ids.tolist() for ids in tok.encode_batch(texts)] == reference.encode_ordinary_batch(texts)
+    assert tok.encode("Hello world") == [15496, 995]
+    check_bytes(tok, texts)
+
+
+def test_gpt2_without_gigatoken_is_the_same(texts, monkeypatch):
+    fast = tokenizer.load("gpt2")
+    monkeypatch.setitem(sys.modules, "gigatoken", None)  # makes its import fail
+    plain = tokenizer.load("gpt2")
+    assert all(np.array_equal(a, b) for a, b in zip(fast.encode_batch(texts), plain.encode_batch(texts)))
+
+
+def test_gigatoken_that_differs_is_not_used(monkeypatch):
+    pytest.importorskip("gigatoken")
+    encoding = tokenizer._packaged_gpt2()
+    assert tokenizer._gigatoken(encoding, "gpt2") is not None
+    assert tokenizer._gigatoken(encoding, "gpt4") is None, "another splitting rule must be noticed"
+
+
+def test_gpt2_needs_no_network_and_no_cache(tmp_path):
+    env = {**os.environ, "TIKTOKEN_CACHE_DIR": str(tmp_path), "HTTPS_PROXY": "http://127.0.0.1:9"}
+    code = "import tokenizer; print(tokenizer.load('gpt2').encode('Hello world'))"
+    got = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    assert got.stdout.strip() == "[15496, 995]", got.stderr
+
+
+@pytest.mark.skipif(not CACHE.is_dir(), reason="no tiktoken cache beside the project")
+@pytest.mark.parametrize("name", ["gpt2", "cl100k_base"])
+def test_cached_encodings_are_tiktokens(name, texts, monkeypatch):
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(CACHE))
+    reference, tok = tiktoken.get_encoding(name), tokenizer.load(name)
+    assert tok.vocab_size == reference.n_vocab and tok.eot == reference.eot_token
+    assert [ids.tolist() for ids in tok.encode_batch(texts)] == reference.encode_ordinary_batch(texts)
+    check_bytes(tok, texts)
+
+
+def test_bytes(texts):
+    tok = tokenizer.load("bytes")
+    assert (tok.vocab_size, tok.eot, tok.dtype) == (257, 256, np.uint16)
+    assert tok.encode("aé") == [97, 195, 169]
+    check_bytes(tok, texts)
+    assert tok.decode([104, 256, 105, 255]) == "hi\ufffd"
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bytes", "json"])
+def test_lone_surrogates_are_replaced(name, small):
+    tok = tokenizer.load(str(small[1]) if name == "json" else name)
+    one, two, three = tok.encode_batch(["a\ud800b", "pair \ud83d\ude00", "plain"])
+    assert (tok.decode(one), tok.decode(two), tok.decode(three)) == ("a\ufffdb", "pair 😀", "plain")
+
+
+def test_a_document_of_ten_megabytes():
+    tok = tokenizer.load("gpt2")
+    text = "All work and no play.\n" * 500_000
+    ids = tok.encode_batch([text])[0]
+    assert tok.token_bytes()[ids].sum() == len(text)
+
+
+def test_llama3_model_file(texts, tmp_path):
+    ranks = sorted(tokenizer._packaged_gpt2()._mergeable_ranks.items(), key=lambda item: item[1])
+    path = tmp_path / "tokenizer.model"
+    path.write_bytes(b"".join(base64.b64encode(token) + b" %d\n" % rank for token, rank in ranks))
+    tok = tokenizer.load(str(path))
+    # Real Llama 3 has 128,000 ranks: <|begin_of_text|> is 128000, <|end_of_text|> 128001, <|eot_id|> 128009.
+    assert tok.vocab_size == len(ranks) + 256 and tok.eot == len(ranks) + 1
+    assert tok.decode([tok.eot + 8]) == "<|eot_id|>" and tok.decode([tok.eot + 254]) == "<|reserved_special_token_250|>"
+    split = tiktoken.Encoding("x", pat_str=tokenizer.LLAMA3_PATTERN, mergeable_ranks=dict(ranks), special_tokens={})
+    assert [ids.tolist() for ids in tok.encode_batch(texts)] == split.encode_ordinary_batch(texts)
+    check_bytes(tok, texts)
+    path.write_bytes(b"\x0a\x0esentencepiece\x00\x01\n")
+    with pytest.raises(UserError, match="SentencePiece"):
+        tokenizer.load(str(path))
+
+
+def test_tokenizer_json(small, texts):
+    reference, path = small
+    tok = tokenizer.load(str(path))
+    assert tok.vocab_size == reference.get_vocab_size() and tok.eot == reference.token_to_id("<|endoftext|>")
+    plain = [text for text in texts if "<|endoftext|>" not in text]
+    assert [ids.tolist() for ids in tok.encode_batch(plain)] == [reference.encode(text).ids for text in plain]
+    check_bytes(tok, texts)
+    assert tokenizer.load(str(path.parent)).encode("def f(x):") == tok.encode("def f(x):")
+
+
+def test_tokenizer_json_without_the_package(small, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(UserError, match="pip install tokenizers"):
+        tokenizer.load(str(small[1]))
+
+
+def test_mistakes_are_one_line(tmp_path, monkeypatch):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(
+        "tiktoken.load.read_file", lambda path: (_ for _ in ()).throw(ConnectionError("no route\nto it"))
+    )
+    for name, words in {
+        "gpt5": "is none of bytes, gpt2",
+        str(tmp_path / "absent.json"): "no such file",
+        str(tmp_path / "tokenizer.json"): "no tokenizer.json",
+        "p50k_base": "can't be fetched .*no route",
+    }.items():
+        with pytest.raises(UserError, match=words) as caught:
+            tokenizer.load(name)
+        assert "\n" not in str(caught.value) and name in str(caught.value)
