@@ -5,13 +5,14 @@
     python fineweb.py --dataset="books/*.txt,notes.jsonl.zst" --out_dir=data/mine
 
 As a script it writes llm.c shards (a 1,024-byte header, then uint16 or uint32 tokens, the separator before each
-document), manifest.json with their SHA-256, and token_bytes.npy. Validation gets whole documents from the front: none is
+document), manifest.json with checksums, and token_bytes.npy. Validation gets whole documents from the front; none is
 in both splits. Training shards are exactly shard_tokens long, save the last; documents run on from one to the next.
 Empty documents are left out. A killed run, started again, goes on where it was and ends with the same bytes.
 As a module: `TokenLoader`, `read_header` and `verify`.
 """
 
 import bisect
+import contextlib
 import fcntl
 import glob
 import hashlib
@@ -79,29 +80,26 @@ def main(cfg):
     files = None if name in READY_MADE else local_files(name)
     short = "text" if files and len(files) > 1 else re.sub(r"[^\w-].*", "", Path(name).name) or "text"
     out = Path(cfg.out_dir or f"data/{short}")
-    lock = claim(out)
-    began = time.perf_counter()
-    if name in READY_MADE:
-        tokenizer = tokenizers.load("gpt2")
-        progress = Progress(out, {"dataset": name, "max_shards": cfg.max_shards})
-        fill = lambda: fetch_shards(name, cfg.max_shards, progress, tokenizer)
-    else:
-        tokenizer = tokenizers.load(cfg.tokenizer)
-        progress = Progress(out, settings(cfg, name, files, tokenizer))
-        fill = lambda: write_shards(documents(cfg, name, files, progress.document), progress, tokenizer, short)
-    if progress.finished:
-        print(f"{out} is finished already; nothing was done")
-    else:
-        fresh = -progress.total("tokens")
-        fill()
-        progress.finish(tokenizer)
-        rate = (fresh + progress.total("tokens")) / (time.perf_counter() - began)
-        print(f"{progress.total('documents'):,} documents, {rate / 1e6:.2f}M tokens/s")
+    tokenizer = tokenizers.load("gpt2" if name in READY_MADE else cfg.tokenizer)
+    with claim(out):
+        if name in READY_MADE:
+            progress = Progress(out, {"dataset": name, "max_shards": cfg.max_shards})
+            fill = lambda: fetch_shards(name, cfg.max_shards, progress, tokenizer)
+        else:
+            progress = Progress(out, settings(cfg, name, files, tokenizer))
+            fill = lambda: write_shards(documents(cfg, name, files, progress.document), progress, tokenizer, short)
+        if progress.finished:
+            print(f"{out} is finished already; nothing was done")
+        else:
+            began, before = time.perf_counter(), progress.total("tokens")
+            fill()
+            progress.finish(tokenizer)
+            rate = (progress.total("tokens") - before) / (time.perf_counter() - began)
+            print(f"{progress.total('documents'):,} documents, {rate / 1e6:.2f}M tokens/s")
     for split in ("train", "val"):
         n = sum(f"_{split}_" in shard["name"] for shard in progress.shards)
         print(f"{split:5}  {n} shards, {progress.total('tokens', split):,} tokens")
     print(f"go on with  python train.py --data_dir={out} --vocab_size={tokenizer.vocab_size}")
-    os.close(lock)
 
 
 def check(cfg):
@@ -117,8 +115,9 @@ def check(cfg):
         raise UserError("; ".join(wrong))
 
 
+@contextlib.contextmanager
 def claim(out):
-    """Makes folder `out` and locks it; returns the lock, which dies with the process, so that none goes stale."""
+    """Makes folder `out` and keeps others from writing to it; the lock dies with the process, so none goes stale."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         (out / "probe.tmp").touch()
@@ -126,10 +125,13 @@ def claim(out):
     except OSError as error:
         raise UserError(f"out_dir={out} can't be written: {error.strerror}") from None
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        raise UserError(f"out_dir={out}: another fineweb.py is writing there; wait for it, or stop it") from None
-    return lock
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"out_dir={out}: another fineweb.py is writing there; wait for it, or stop it") from None
+        yield
+    finally:
+        os.close(lock)
 
 
 def local_files(dataset):
@@ -241,11 +243,10 @@ def load_files(cfg, files):
 def write_shards(texts, progress, tokenizer, short):
     """Writes the shards that are still missing; `texts` yields lists of documents from progress.document on."""
     writer = ShardWriter(progress, tokenizer, short)
-    number, done = progress.document, progress.tokens
-    ahead = Ahead(texts, 4)
-    begun = progress.total("tokens")
-    with tqdm(desc=short, initial=begun, unit=" tokens", unit_scale=True, disable=None) as bar:
-        for batch in ahead:
+    number, done, begun = progress.document, progress.tokens, progress.total("tokens")
+    bar = tqdm(desc=short, initial=begun, unit=" tokens", unit_scale=True, disable=None)
+    with bar, contextlib.closing(Ahead(texts, 4)) as batches:
+        for batch in batches:
             if writer.complete:
                 break
             for ids in tokenizer.encode_batch([text or "" for text in batch]):
@@ -256,7 +257,6 @@ def write_shards(texts, progress, tokenizer, short):
                     while done < len(row) and not writer.complete:
                         done = writer.take(row, number, done)
                 number, done = number + 1, 0
-    ahead.close()
     writer.close(number, 0)
     if not progress.total("tokens", "train"):
         found = progress.total("documents")
@@ -268,7 +268,7 @@ def write_shards(texts, progress, tokenizer, short):
 
 
 class ShardWriter:
-    """Gathers tokens into the open shard and closes it when it is full. Memory: two shards."""
+    """Gathers tokens into the open shard and closes it when it is full."""
 
     def __init__(self, progress, tokenizer, short):
         self.progress, self.tokenizer, self.short = progress, tokenizer, short
@@ -277,7 +277,7 @@ class ShardWriter:
         self._open()
 
     def _open(self):
-        self.parts, self.count = [], 0
+        self.buffer, self.count = bytearray(), 0
         self.val = self.val_tokens > 0 and not self.progress.shards
         left = self.max_tokens - self.progress.total("tokens", "train")
         self.room, self.complete = min(self.shard_tokens, left), left <= 0 and not self.val
@@ -285,7 +285,7 @@ class ShardWriter:
     def take(self, row, number, done):
         """Takes what fits of row[done:], row being document `number`; returns how much of the row is then done."""
         end = len(row) if self.val else min(len(row), done + self.room - self.count)
-        self.parts.append(row[done:end])
+        self.buffer += row[done:end].tobytes()
         self.count += end - done
         if self.count >= (self.val_tokens if self.val else self.room):
             self.close(*((number, end) if end < len(row) else (number + 1, 0)))
@@ -296,7 +296,7 @@ class ShardWriter:
         if self.count:
             index = len(self.progress.shards) + (self.val_tokens == 0)  # 0 is validation
             name = f"{self.short}_{'val' if self.val else 'train'}_{index:06d}.bin"
-            tokens = np.concatenate(self.parts)
+            tokens = np.frombuffer(self.buffer, self.tokenizer.dtype)
             header = np.zeros(HEADER_BYTES // 4, np.int32)
             magic = next(magic for magic, (_, dtype) in FORMATS.items() if dtype == tokens.dtype)
             header[:3] = magic, FORMATS[magic][0], len(tokens)
@@ -468,7 +468,7 @@ class Ahead:
 
     def close(self):
         self._stop.set()
-        self._thread.join()
+        self._thread.join(1)  # no longer: it may wait for the network, and dies with the process
 
 
 def read_header(path):

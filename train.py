@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from fineweb import TokenLoader, verify
 
 import checkpoint
 import kernels
@@ -29,6 +28,7 @@ import optim
 import parallel
 from configurator import UserError, run
 from evaluate import Evaluator
+from fineweb import TokenLoader, verify
 from logger import Logger, human
 
 

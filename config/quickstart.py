@@ -10,18 +10,18 @@ block_size = 256
 
 batch_size = 16
 batch_tokens = 4096
-max_steps = 400
+max_steps = 240
 lr = 3e-3
-warmup_steps = 40
+warmup_steps = 30
 min_lr_ratio = 0.05
 shuffle_seed = 1337
 compile = False  # compiling takes longer than it saves here
 
-eval_interval = 100
-eval_tokens = 65_536
-sample_interval = 200
+eval_interval = 60
+eval_tokens = 32_768
+sample_interval = 120
 sample_prompt = "def "
 n_samples = 2
 sample_tokens = 160
-save_interval = 200
+save_interval = 120
 log_interval = 10

@@ -11,11 +11,11 @@ import time
 import pytest
 import torch
 from conftest import ROOT, flags, losses, read_log, stdlib_bytes, train_here, train_ranks, write_shard
-from fineweb import DataError
 from safetensors.torch import load_file
 
 import train
 from configurator import UserError, configure
+from fineweb import DataError
 
 
 def weights(out_dir, step):

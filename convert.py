@@ -1,0 +1,413 @@
+"""Hugging Face weights in and out: GPT-2 and Llama as safetensors. Nothing pickled is read.
+
+    python convert.py --from_hf=gpt2 --out=out/gpt2                      # hub name or folder -> checkpoint for --init_from
+    python convert.py --checkpoint=out/gpt2_124m --to_hf=out/hf          # -> a folder for AutoModelForCausalLM
+    python convert.py --checkpoint=out/llama --to_hf=out/hf --dtype=bfloat16
+
+Half-split RoPE is what Hugging Face's Llama and ours both have, so that q and k are not permuted.
+"""
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+import checkpoint
+from configurator import UserError, run
+from model import GPTConfig, build
+
+MAX_SHARD_BYTES = 5_000_000_000  # a file; transformers' own limit for long, and the most that a save holds twice
+
+# Our module -> theirs; several of theirs lie one below the other in ours. Used in both directions.
+OUTER = {
+    "gpt2": {"wte": ["transformer.wte"], "wpe": ["transformer.wpe"], "norm": ["transformer.ln_f"], "head": ["lm_head"]},
+    "llama": {"wte": ["model.embed_tokens"], "norm": ["model.norm"], "head": ["lm_head"]},
+}
+BLOCK = {  # below "blocks.{i}." in ours
+    "gpt2": {
+        "norm_1": ["ln_1"],
+        "attn.qkv": ["attn.c_attn"],
+        "attn.proj": ["attn.c_proj"],
+        "norm_2": ["ln_2"],
+        "mlp.up": ["mlp.c_fc"],
+        "mlp.proj": ["mlp.c_proj"],
+    },
+    "llama": {
+        "norm_1": ["input_layernorm"],
+        "attn.qkv": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+        "attn.proj": ["self_attn.o_proj"],
+        "norm_2": ["post_attention_layernorm"],
+        "mlp.gate_up": ["mlp.gate_proj", "mlp.up_proj"],
+        "mlp.proj": ["mlp.down_proj"],
+    },
+}
+PREFIX = {"gpt2": "transformer.", "llama": "model."}  # missing from a dump of the model without its head
+BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # masks and tables that old dumps carry
+
+SHAPES = {  # the settings that make a model of ours one of theirs
+    "gpt2": dict(norm="layernorm", positions="learned", mlp="gelu", qk_norm=False, softcap=None),
+    "llama": dict(norm="rmsnorm", positions="rope", mlp="swiglu", qk_norm=False, softcap=None),
+}
+SUPPORTED = {  # values of theirs that we compute, their default first
+    "gpt2": {
+        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "add_cross_attention": (False,),
+        "quantization_config": (None,),
+    },
+    "llama": {"hidden_act": ("silu", "swish"), "quantization_config": (None,)},
+}
+
+
+@dataclass
+class Config:
+    from_hf: str | None = None  # Hugging Face weights to read: a folder or a hub name
+    out: str | None = None  # where the checkpoint goes, with from_hf
+    checkpoint: str | None = None  # a run's or a checkpoint's folder to export
+    to_hf: str | None = None  # where the Hugging Face folder goes, with checkpoint
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of the exported weights
+
+
+@dataclass
+class ImportedConfig(GPTConfig):
+    tokenizer: str | None = None  # what sample.py needs: gpt2, or the tokenizer.json beside the weights
+
+
+def family_of(cfg):
+    """The family of `cfg`, gpt2 or llama, or UserError naming the settings that neither has."""
+    family = "llama" if cfg.norm == "rmsnorm" else "gpt2"
+    wrong = [f"{k}={getattr(cfg, k)}" for k, v in SHAPES[family].items() if getattr(cfg, k) != v]
+    if family == "gpt2" and cfg.kv_heads != cfg.n_head:
+        wrong.append(f"n_kv_head={cfg.n_kv_head}")
+    if wrong:
+        raise UserError(f"{', '.join(wrong)}: a Hugging Face {family} (norm={cfg.norm}) has no such thing, no export")
+    return family
+
+
+def hf_views(model):
+    """{Hugging Face name: view of our parameter in their layout}: loading writes into it, saving reads from it.
+
+    Conv1D is transposed, q k v and gate up apart, the vocabulary's padding out of sight, a tied head absent. GPT-2 has
+    biases: those that our model was built without are zeros here.
+    """
+    family, own, views = family_of(model.cfg), dict(model.named_parameters()), {}
+    for ours, theirs in _modules(family, model.cfg.n_layer):
+        weight, bias = own.get(f"{ours}.weight"), own.get(f"{ours}.bias")
+        if weight is None:  # the head, tied to wte
+            continue
+        if bias is None and family == "gpt2" and ours not in ("wte", "wpe", "head"):
+            bias = torch.zeros(weight.size(0))
+        rows = _rows(model.cfg, ours, len(theirs)) or [weight.size(0)]
+        transposed = family == "gpt2" and weight.dim() == 2 and ours.startswith("blocks.")
+        for kind, tensor in (("weight", weight), ("bias", bias)):
+            if tensor is not None:
+                for name, part in zip(theirs, tensor.detach()[: sum(rows)].split(rows)):
+                    views[f"{name}.{kind}"] = part.t() if transposed else part  # .t() leaves a bias as it is
+    return views
+
+
+def _modules(family, n_layer):
+    """(our module, their modules) one after another."""
+    yield from OUTER[family].items()
+    stem = {"gpt2": "transformer.h.", "llama": "model.layers."}[family]
+    for i in range(n_layer):
+        for ours, theirs in BLOCK[family].items():
+            yield f"blocks.{i}.{ours}", [f"{stem}{i}.{name}" for name in theirs]
+
+
+def _rows(cfg, ours, parts):
+    """Rows of ours that each of their tensors takes; None: one takes all."""
+    if ours in ("wte", "head"):
+        return [cfg.vocab_size]
+    if ours.endswith("gate_up"):
+        return [cfg.hidden] * 2
+    return [n * cfg.head_dim for n in (cfg.n_head, cfg.kv_heads, cfg.kv_heads)] if parts == 3 else None
+
+
+def read_config(folder):
+    """The ImportedConfig that a Hugging Face folder's config.json describes; UserError where we have no such model."""
+    path = Path(folder) / "config.json"
+    hf = _read_json(path)
+    family = hf.get("model_type")
+    if family not in SUPPORTED:
+        raise UserError(f"{path}: model_type={family} is not supported, only gpt2 and llama are")
+    for key, values in SUPPORTED[family].items():
+        if hf.get(key, values[0]) not in values:
+            raise UserError(f"{path}: {key}={hf[key]} is not supported, expected {values[0]}")
+    try:
+        settings = _from_gpt2(hf) if family == "gpt2" else _from_llama(hf, path)
+        if settings["n_kv_head"] == settings["n_head"]:
+            settings["n_kv_head"] = None  # as the recipes spell it
+        if settings["n_hidden"] == 4 * settings["n_embd"]:
+            settings["n_hidden"] = None
+        cfg = ImportedConfig(**settings, tokenizer=_tokenizer_of(folder, hf))
+        wrong = cfg.problems()
+    except KeyError as error:
+        raise UserError(f"{path}: {error.args[0]} is missing") from None
+    except TypeError as error:
+        raise UserError(f"{path}: a value has the wrong type ({error})") from None
+    if wrong:
+        raise UserError(f"{path}: {'; '.join(wrong)}")
+    return cfg
+
+
+def _from_gpt2(hf):
+    same = {k: hf[k] for k in ("vocab_size", "n_layer", "n_head", "n_embd")}
+    eps, tied = hf.get("layer_norm_epsilon", 1e-5), hf.get("tie_word_embeddings", True)
+    return same | dict(
+        block_size=hf["n_positions"], n_kv_head=None, n_hidden=hf.get("n_inner"), norm_eps=eps, tie_embeddings=tied
+    )
+
+
+def _from_llama(hf, path):
+    C, H, bias = hf["hidden_size"], hf["num_attention_heads"], hf.get("attention_bias", False)
+    if (hf.get("head_dim") or C // H) * H != C:
+        raise UserError(f"{path}: head_dim={hf.get('head_dim')} is not hidden_size / num_attention_heads = {C}/{H}")
+    if hf.get("mlp_bias", False) != bias:
+        raise UserError(f"{path}: attention_bias={bias} without the same mlp_bias is not supported; ours are together")
+    return dict(
+        vocab_size=hf["vocab_size"],
+        block_size=hf["max_position_embeddings"],
+        n_layer=hf["num_hidden_layers"],
+        n_head=H,
+        n_kv_head=hf.get("num_key_value_heads"),
+        n_embd=C,
+        n_hidden=hf["intermediate_size"],
+        norm_eps=hf.get("rms_norm_eps", 1e-6),
+        tie_embeddings=hf.get("tie_word_embeddings", False),
+        bias=bias,
+        **{k: v for k, v in SHAPES["llama"].items() if v},
+        **_rope_settings(hf, path),
+    )
+
+
+def _rope_settings(hf, path):
+    """RoPE from transformers 5's rope_parameters, or from rope_theta and rope_scaling as before."""
+    rope = {"rope_theta": hf.get("rope_theta", 10000.0)}
+    rope |= {**(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
+    kind, partial = rope.get("rope_type", rope.get("type", "default")), rope.get("partial_rotary_factor", 1.0)
+    if kind not in ("default", "llama3") or partial != 1.0:
+        raise UserError(
+            f"{path}: rope_type={kind}, partial_rotary_factor={partial} is not supported; default, llama3 are"
+        )
+    if kind == "default":
+        return dict(rope_theta=rope["rope_theta"])
+    return dict(
+        rope_theta=rope["rope_theta"],
+        rope_factor=rope["factor"],
+        rope_low_freq=rope["low_freq_factor"],
+        rope_high_freq=rope["high_freq_factor"],
+        rope_original=rope["original_max_position_embeddings"],
+    )
+
+
+def _tokenizer_of(folder, hf):
+    if hf["vocab_size"] == 50257:
+        return "gpt2"
+    path = Path(folder) / "tokenizer.json"
+    return str(path) if path.is_file() else None
+
+
+def _read_json(path):
+    try:
+        value = json.loads(path.read_text())
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); expected a Hugging Face model's folder") from None
+    except ValueError as error:
+        raise UserError(f"{path}: not JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: expected a JSON object")
+    return value
+
+
+def fetch(name):
+    """The local folder of `name`: itself if it is one, else a snapshot from the hub (or its cache)."""
+    if Path(name).exists() or str(name).startswith((".", "/", "~")) or str(name).count("/") > 1:
+        return Path(name)
+    import huggingface_hub
+
+    kinds = ["*.json", "*.safetensors", "tokenizer*", "merges.txt"]
+    try:
+        # not what lies in subfolders: other formats of the same weights
+        return Path(huggingface_hub.snapshot_download(str(name), allow_patterns=kinds, ignore_patterns=["*/*"]))
+    except Exception as error:  # the hub's own, its HTTP client's, the disk's: all mean that there is no folder
+        reason = str(error).strip().partition("\n")[0]
+        raise UserError(f"{name}: no such folder, and the hub gave none ({type(error).__name__}: {reason})") from None
+
+
+def open_tensors(folder, family):
+    """{full Hugging Face name: function that reads it} over one file or the shards of an index; buffers left out."""
+    index = folder / "model.safetensors.index.json"
+    files = sorted(set(_read_json(index)["weight_map"].values())) if index.exists() else ["model.safetensors"]
+    readers = {}
+    for file in files:
+        if not (folder / file).is_file():
+            raise UserError(
+                f"{folder / file}: not there; only safetensors are read, pickled weights (pytorch_model.bin) never: "
+                "load and save them with transformers' save_pretrained first"
+            )
+        try:
+            handle = safe_open(folder / file, "pt")
+        except SafetensorError as error:
+            raise UserError(f"{folder / file}: damaged or not safetensors ({error})") from None
+        for name in handle.keys():
+            if not name.endswith(BUFFERS):
+                full = name if name.startswith((PREFIX[family], "lm_head.")) else PREFIX[family] + name
+                readers[full] = lambda handle=handle, name=name: handle.get_tensor(name)
+    return readers
+
+
+@torch.no_grad()
+def load_hf(name, device="cpu"):
+    """(GPT in float32 on `device`, its ImportedConfig) from a folder or hub name; tensor by tensor, so one copy of all.
+
+    Raises UserError for another kind of model, missing, surplus or misshapen tensors.
+    """
+    folder = fetch(name)
+    cfg = read_config(folder)
+    readers = open_tensors(folder, family_of(cfg))
+    model = build(cfg, torch.device(device))
+    model.wte.weight.zero_()  # the padding rows, which no file has
+    model.head.weight.zero_()
+    views = hf_views(model)
+    head = readers.pop("lm_head.weight", None) if cfg.tie_embeddings else None
+    wrong = [f"{k} missing" for k in views.keys() - readers.keys()]
+    wrong += [f"{k} not expected" for k in readers.keys() - views.keys()]
+    if not wrong:
+        for key, view in views.items():
+            tensor = readers[key]()
+            if tensor.shape != view.shape or not tensor.is_floating_point():
+                wrong.append(f"{key} is {tuple(tensor.shape)} {tensor.dtype}, expected {tuple(view.shape)} of floats")
+            else:
+                view.copy_(tensor)
+        if head is not None and not torch.equal(head().to(device).float(), views[next(iter(views))]):
+            wrong.append("lm_head.weight differs from the embedding, though tie_word_embeddings=true")
+    if wrong:
+        raise UserError(f"{folder}: does not fit its config.json: {'; '.join(sorted(wrong)[:3])} ({len(wrong)} in all)")
+    return model.eval(), cfg
+
+
+def save_hf(model, path, dtype=torch.float32, max_shard_bytes=MAX_SHARD_BYTES):
+    """Writes `model` as a folder that transformers' AutoModelForCausalLM loads: whole, or not at all.
+
+    Raises UserError for a model that is neither a GPT-2 nor a Llama, a `path` in use, or a full disk.
+    """
+    path, views = Path(path), hf_views(model)
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise UserError(f"{path} exists and is not an empty folder; nothing was written, try another name")
+    aside = path.with_name(f".writing_{path.name}")
+    shutil.rmtree(aside, ignore_errors=True)  # of a save that was killed
+    try:
+        aside.mkdir(parents=True)
+        _write_json(aside / "config.json", hf_config(model.cfg, dtype))
+        _write_shards(aside, views, dtype, max_shard_bytes)
+        os.rename(aside, path)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise UserError(f"{path}: cannot write ({error}); nothing is left of it") from None
+    return path
+
+
+def _write_shards(folder, views, dtype, max_bytes):
+    """model.safetensors, or several and their index where the tensors take more than max_bytes."""
+    shards, size = [[]], 0
+    for name, view in views.items():
+        nbytes = view.numel() * dtype.itemsize
+        if shards[-1] and size + nbytes > max_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += nbytes
+    files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    files = ["model.safetensors"] if len(shards) == 1 else files
+    for file, names in zip(files, shards):
+        save_file({n: views[n].to("cpu", dtype).contiguous() for n in names}, folder / file, {"format": "pt"})
+    if len(shards) > 1:
+        total = sum(v.numel() for v in views.values()) * dtype.itemsize
+        weight_map = {name: file for file, names in zip(files, shards) for name in names}
+        _write_json(
+            folder / "model.safetensors.index.json", dict(metadata={"total_size": total}, weight_map=weight_map)
+        )
+
+
+def hf_config(cfg, dtype):
+    """config.json's content, in transformers 4's spelling, which 5 and the other readers take as well."""
+    separator = 50256 if cfg.vocab_size == 50257 else None  # GPT-2's; of another tokenizer nothing is known
+    shared = {
+        "vocab_size": cfg.vocab_size,
+        "tie_word_embeddings": cfg.tie_embeddings,
+        "bos_token_id": separator,
+        "eos_token_id": separator,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }
+    return shared | (_to_gpt2(cfg) if family_of(cfg) == "gpt2" else _to_llama(cfg))
+
+
+def _to_gpt2(cfg):
+    return {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        **{k: getattr(cfg, k) for k in ("n_layer", "n_head", "n_embd")},
+        "n_positions": cfg.block_size,
+        "n_ctx": cfg.block_size,
+        "n_inner": cfg.hidden,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": cfg.norm_eps,
+        **dict.fromkeys(["embd_pdrop", "attn_pdrop", "resid_pdrop"], cfg.dropout),
+    }
+
+
+def _to_llama(cfg):
+    scaling = {
+        "rope_type": "llama3",
+        "factor": cfg.rope_factor,
+        "low_freq_factor": cfg.rope_low_freq,
+        "high_freq_factor": cfg.rope_high_freq,
+        "original_max_position_embeddings": cfg.rope_original,
+    }
+    return {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": cfg.n_embd,
+        "intermediate_size": cfg.hidden,
+        "num_hidden_layers": cfg.n_layer,
+        "num_attention_heads": cfg.n_head,
+        "num_key_value_heads": cfg.kv_heads,
+        "head_dim": cfg.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": cfg.norm_eps,
+        "rope_theta": cfg.rope_theta,
+        "rope_scaling": None if cfg.rope_factor is None else scaling,
+        "max_position_embeddings": cfg.block_size,
+        "attention_bias": cfg.bias,
+        "mlp_bias": cfg.bias,
+        "attention_dropout": cfg.dropout,
+    }
+
+
+def _write_json(path, value):
+    path.write_text(json.dumps(value, indent=2) + "\n")
+
+
+def main(cfg):
+    if cfg.from_hf and cfg.out and not (cfg.checkpoint or cfg.to_hf):
+        if Path(cfg.out).exists() and any(Path(cfg.out).iterdir()):
+            raise UserError(f"out={cfg.out} is not empty; nothing was written, try another name")
+        model, shape = load_hf(cfg.from_hf)
+        print(f"wrote {checkpoint.save_model(cfg.out, model, shape)}; go on with --checkpoint or --init_from={cfg.out}")
+    elif cfg.checkpoint and cfg.to_hf and not (cfg.from_hf or cfg.out):
+        model, _ = checkpoint.load_model(cfg.checkpoint, "cpu")
+        print(f"wrote {save_hf(model, cfg.to_hf, getattr(torch, cfg.dtype))} in {cfg.dtype}")
+    else:
+        raise UserError("give --from_hf=NAME --out=FOLDER, or --checkpoint=FOLDER --to_hf=FOLDER")
+
+
+if __name__ == "__main__":
+    run(main, Config)
