@@ -1,8 +1,7 @@
 """Hugging Face weights in and out: GPT-2 and Llama as safetensors. Nothing pickled is read.
 
-    python convert.py --from_hf=gpt2 --out=out/gpt2                      # hub name or folder -> checkpoint for --init_from
-    python convert.py --checkpoint=out/gpt2_124m --to_hf=out/hf          # -> a folder for AutoModelForCausalLM
-    python convert.py --checkpoint=out/llama --to_hf=out/hf --dtype=bfloat16
+    python convert.py --from_hf=gpt2 --out=out/gpt2                 # a hub name or a folder -> a checkpoint
+    python convert.py --checkpoint=out/gpt2_124m --to_hf=out/hf     # -> a folder for AutoModelForCausalLM
 
 Half-split RoPE is what Hugging Face's Llama and ours both have, so that q and k are not permuted.
 """
@@ -53,6 +52,40 @@ BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # masks a
 SHAPES = {  # the settings that make a model of ours one of theirs
     "gpt2": dict(norm="layernorm", positions="learned", mlp="gelu", qk_norm=False, softcap=None),
     "llama": dict(norm="rmsnorm", positions="rope", mlp="swiglu", qk_norm=False, softcap=None),
+}
+KEYS = {  # their key in config.json -> our setting, in both directions
+    "gpt2": {
+        "vocab_size": "vocab_size",
+        "n_positions": "block_size",
+        "n_layer": "n_layer",
+        "n_head": "n_head",
+        "n_embd": "n_embd",
+        "n_inner": "n_hidden",
+        "layer_norm_epsilon": "norm_eps",
+        "tie_word_embeddings": "tie_embeddings",
+    },
+    "llama": {
+        "vocab_size": "vocab_size",
+        "max_position_embeddings": "block_size",
+        "num_hidden_layers": "n_layer",
+        "num_attention_heads": "n_head",
+        "num_key_value_heads": "n_kv_head",
+        "hidden_size": "n_embd",
+        "intermediate_size": "n_hidden",
+        "rms_norm_eps": "norm_eps",
+        "attention_bias": "bias",
+        "tie_word_embeddings": "tie_embeddings",
+    },
+}
+ROPE_KEYS = {
+    "factor": "rope_factor",
+    "low_freq_factor": "rope_low_freq",
+    "high_freq_factor": "rope_high_freq",
+    "original_max_position_embeddings": "rope_original",
+}
+ABSENT = {  # what they mean by a key that is not there
+    "gpt2": {"n_inner": None, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True},
+    "llama": {"num_key_value_heads": None, "rms_norm_eps": 1e-6, "attention_bias": False, "tie_word_embeddings": False},
 }
 SUPPORTED = {  # values of theirs that we compute, their default first
     "gpt2": {
@@ -141,71 +174,38 @@ def read_config(folder):
     for key, values in SUPPORTED[family].items():
         if hf.get(key, values[0]) not in values:
             raise UserError(f"{path}: {key}={hf[key]} is not supported, expected {values[0]}")
+    hf = ABSENT[family] | hf
     try:
-        settings = _from_gpt2(hf) if family == "gpt2" else _from_llama(hf, path)
-        if settings["n_kv_head"] == settings["n_head"]:
-            settings["n_kv_head"] = None  # as the recipes spell it
-        if settings["n_hidden"] == 4 * settings["n_embd"]:
-            settings["n_hidden"] = None
+        settings = {ours: hf[theirs] for theirs, ours in KEYS[family].items()}
+        if family == "llama":
+            settings |= _llama_settings(hf, path)
         cfg = ImportedConfig(**settings, tokenizer=_tokenizer_of(folder, hf))
+        cfg.n_kv_head = None if cfg.n_kv_head == cfg.n_head else cfg.n_kv_head  # as the recipes spell it
+        cfg.n_hidden = None if cfg.n_hidden == 4 * cfg.n_embd else cfg.n_hidden
         wrong = cfg.problems()
     except KeyError as error:
         raise UserError(f"{path}: {error.args[0]} is missing") from None
-    except TypeError as error:
-        raise UserError(f"{path}: a value has the wrong type ({error})") from None
+    except (TypeError, ZeroDivisionError) as error:
+        raise UserError(f"{path}: a value is of the wrong type or zero ({error})") from None
     if wrong:
         raise UserError(f"{path}: {'; '.join(wrong)}")
     return cfg
 
 
-def _from_gpt2(hf):
-    same = {k: hf[k] for k in ("vocab_size", "n_layer", "n_head", "n_embd")}
-    eps, tied = hf.get("layer_norm_epsilon", 1e-5), hf.get("tie_word_embeddings", True)
-    return same | dict(
-        block_size=hf["n_positions"], n_kv_head=None, n_hidden=hf.get("n_inner"), norm_eps=eps, tie_embeddings=tied
-    )
-
-
-def _from_llama(hf, path):
-    C, H, bias = hf["hidden_size"], hf["num_attention_heads"], hf.get("attention_bias", False)
+def _llama_settings(hf, path):
+    """What is not one key to one setting: the kind of block, and RoPE as transformers 5 or 4 spells it."""
+    C, H = hf["hidden_size"], hf["num_attention_heads"]
     if (hf.get("head_dim") or C // H) * H != C:
         raise UserError(f"{path}: head_dim={hf.get('head_dim')} is not hidden_size / num_attention_heads = {C}/{H}")
-    if hf.get("mlp_bias", False) != bias:
-        raise UserError(f"{path}: attention_bias={bias} without the same mlp_bias is not supported; ours are together")
-    return dict(
-        vocab_size=hf["vocab_size"],
-        block_size=hf["max_position_embeddings"],
-        n_layer=hf["num_hidden_layers"],
-        n_head=H,
-        n_kv_head=hf.get("num_key_value_heads"),
-        n_embd=C,
-        n_hidden=hf["intermediate_size"],
-        norm_eps=hf.get("rms_norm_eps", 1e-6),
-        tie_embeddings=hf.get("tie_word_embeddings", False),
-        bias=bias,
-        **{k: v for k, v in SHAPES["llama"].items() if v},
-        **_rope_settings(hf, path),
-    )
-
-
-def _rope_settings(hf, path):
-    """RoPE from transformers 5's rope_parameters, or from rope_theta and rope_scaling as before."""
-    rope = {"rope_theta": hf.get("rope_theta", 10000.0)}
+    if hf.get("mlp_bias", False) != hf["attention_bias"]:
+        raise UserError(f"{path}: attention_bias={hf['attention_bias']} needs the same mlp_bias; ours are one setting")
+    rope = {"rope_theta": hf.get("rope_theta") or 10000.0}
     rope |= {**(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
     kind, partial = rope.get("rope_type", rope.get("type", "default")), rope.get("partial_rotary_factor", 1.0)
     if kind not in ("default", "llama3") or partial != 1.0:
-        raise UserError(
-            f"{path}: rope_type={kind}, partial_rotary_factor={partial} is not supported; default, llama3 are"
-        )
-    if kind == "default":
-        return dict(rope_theta=rope["rope_theta"])
-    return dict(
-        rope_theta=rope["rope_theta"],
-        rope_factor=rope["factor"],
-        rope_low_freq=rope["low_freq_factor"],
-        rope_high_freq=rope["high_freq_factor"],
-        rope_original=rope["original_max_position_embeddings"],
-    )
+        raise UserError(f"{path}: rope_type={kind}, partial_rotary_factor={partial}: only default or llama3, and 1.0")
+    scaling = {ours: rope[theirs] for theirs, ours in ROPE_KEYS.items()} if kind == "llama3" else {}
+    return dict(norm="rmsnorm", positions="rope", mlp="swiglu", rope_theta=rope["rope_theta"], **scaling)
 
 
 def _tokenizer_of(folder, hf):
@@ -238,14 +238,14 @@ def fetch(name):
         # not what lies in subfolders: other formats of the same weights
         return Path(huggingface_hub.snapshot_download(str(name), allow_patterns=kinds, ignore_patterns=["*/*"]))
     except Exception as error:  # the hub's own, its HTTP client's, the disk's: all mean that there is no folder
-        reason = str(error).strip().partition("\n")[0]
+        reason = str(error).partition("\n")[0]
         raise UserError(f"{name}: no such folder, and the hub gave none ({type(error).__name__}: {reason})") from None
 
 
 def open_tensors(folder, family):
     """{full Hugging Face name: function that reads it} over one file or the shards of an index; buffers left out."""
     index = folder / "model.safetensors.index.json"
-    files = sorted(set(_read_json(index)["weight_map"].values())) if index.exists() else ["model.safetensors"]
+    files = sorted(set(_read_json(index).get("weight_map", {}).values())) if index.exists() else ["model.safetensors"]
     readers = {}
     for file in files:
         if not (folder / file).is_file():
@@ -287,7 +287,7 @@ def load_hf(name, device="cpu"):
                 wrong.append(f"{key} is {tuple(tensor.shape)} {tensor.dtype}, expected {tuple(view.shape)} of floats")
             else:
                 view.copy_(tensor)
-        if head is not None and not torch.equal(head().to(device).float(), views[next(iter(views))]):
+        if head is not None and not torch.equal(head().to(device).float(), model.wte.weight[: cfg.vocab_size]):
             wrong.append("lm_head.weight differs from the embedding, though tie_word_embeddings=true")
     if wrong:
         raise UserError(f"{folder}: does not fit its config.json: {'; '.join(sorted(wrong)[:3])} ({len(wrong)} in all)")
@@ -302,7 +302,7 @@ def save_hf(model, path, dtype=torch.float32, max_shard_bytes=MAX_SHARD_BYTES):
     path, views = Path(path), hf_views(model)
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise UserError(f"{path} exists and is not an empty folder; nothing was written, try another name")
-    aside = path.with_name(f".writing_{path.name}")
+    aside = path.absolute().with_name(f".writing_{path.name}")
     shutil.rmtree(aside, ignore_errors=True)  # of a save that was killed
     try:
         aside.mkdir(parents=True)
@@ -340,56 +340,17 @@ def _write_shards(folder, views, dtype, max_bytes):
 def hf_config(cfg, dtype):
     """config.json's content, in transformers 4's spelling, which 5 and the other readers take as well."""
     separator = 50256 if cfg.vocab_size == 50257 else None  # GPT-2's; of another tokenizer nothing is known
-    shared = {
-        "vocab_size": cfg.vocab_size,
-        "tie_word_embeddings": cfg.tie_embeddings,
-        "bos_token_id": separator,
-        "eos_token_id": separator,
-        "torch_dtype": str(dtype).removeprefix("torch."),
-    }
-    return shared | (_to_gpt2(cfg) if family_of(cfg) == "gpt2" else _to_llama(cfg))
-
-
-def _to_gpt2(cfg):
-    return {
-        "model_type": "gpt2",
-        "architectures": ["GPT2LMHeadModel"],
-        **{k: getattr(cfg, k) for k in ("n_layer", "n_head", "n_embd")},
-        "n_positions": cfg.block_size,
-        "n_ctx": cfg.block_size,
-        "n_inner": cfg.hidden,
-        "activation_function": "gelu_new",
-        "layer_norm_epsilon": cfg.norm_eps,
-        **dict.fromkeys(["embd_pdrop", "attn_pdrop", "resid_pdrop"], cfg.dropout),
-    }
-
-
-def _to_llama(cfg):
-    scaling = {
-        "rope_type": "llama3",
-        "factor": cfg.rope_factor,
-        "low_freq_factor": cfg.rope_low_freq,
-        "high_freq_factor": cfg.rope_high_freq,
-        "original_max_position_embeddings": cfg.rope_original,
-    }
-    return {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_size": cfg.n_embd,
-        "intermediate_size": cfg.hidden,
-        "num_hidden_layers": cfg.n_layer,
-        "num_attention_heads": cfg.n_head,
-        "num_key_value_heads": cfg.kv_heads,
-        "head_dim": cfg.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": cfg.norm_eps,
-        "rope_theta": cfg.rope_theta,
-        "rope_scaling": None if cfg.rope_factor is None else scaling,
-        "max_position_embeddings": cfg.block_size,
-        "attention_bias": cfg.bias,
-        "mlp_bias": cfg.bias,
-        "attention_dropout": cfg.dropout,
-    }
+    family = family_of(cfg)
+    config = {theirs: getattr(cfg, ours) for theirs, ours in KEYS[family].items()}
+    config |= dict(bos_token_id=separator, eos_token_id=separator, torch_dtype=str(dtype).removeprefix("torch."))
+    if family == "gpt2":
+        config |= dict(model_type="gpt2", architectures=["GPT2LMHeadModel"], activation_function="gelu_new")
+        return config | dict.fromkeys(["embd_pdrop", "attn_pdrop", "resid_pdrop"], cfg.dropout)
+    scaling = {"rope_type": "llama3", **{theirs: getattr(cfg, ours) for theirs, ours in ROPE_KEYS.items()}}
+    config |= dict(model_type="llama", architectures=["LlamaForCausalLM"], hidden_act="silu", head_dim=cfg.head_dim)
+    config |= dict(num_key_value_heads=cfg.kv_heads, intermediate_size=cfg.hidden, mlp_bias=cfg.bias)
+    config |= dict(rope_theta=cfg.rope_theta, rope_scaling=None if cfg.rope_factor is None else scaling)
+    return config | dict(attention_dropout=cfg.dropout)
 
 
 def _write_json(path, value):

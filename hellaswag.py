@@ -165,7 +165,7 @@ def evaluate(model, prepared, device, batch_tokens=None, autocast=None):
 
 
 def pad(prepared, numbers, B, T):
-    """(idx, targets), int64 (B, T): rows padded on the right, where a causal model does not look; -100 but for endings."""
+    """(idx, targets), int64 (B, T): rows padded on the right, unseen by a causal model; -100 but for endings."""
     idx, targets = np.zeros((B, T), np.int64), np.full((B, T), -100, np.int64)
     for b, i in enumerate(numbers):
         row, start = prepared.rows[i], prepared.starts[i]

@@ -84,6 +84,7 @@ class Config(models.GPTConfig):
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = (
         "auto"  # auto: bf16 on a GPU that has it, fp32 on a CPU
     )
+    bf16_residual: bool = True  # with precision=bf16: the residual stream in bf16 as well, not in float32
     compile: bool = True  # torch.compile; needs a C++ compiler on the CPU
     # console and logs
     log_interval: int = 1  # print every so many steps; log.jsonl has them all
@@ -197,6 +198,8 @@ def train(cfg, world):
         checkpoint.load_model_tensors(raw, tensors["model"])
     elif cfg.init_from:
         load_initial_weights(raw, cfg)
+    if precision == "bf16" and cfg.bf16_residual:
+        parallel.bf16_residual(raw)
     model = parallel.wrap(raw, cfg, world)
     optimizer = optim.make_optimizer(raw, cfg)
     scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")

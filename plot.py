@@ -1,0 +1,143 @@
+"""Curves of one or several runs.
+
+    python plot.py out/gpt2_124m                                   # -> out/gpt2_124m/curves.png
+    python plot.py out/a out/b --out=compare.png --reference=build_nanogpt.json
+
+Reads each run's log.jsonl. Panels: loss (training thin and smoothed, validation marked), HellaSwag where there is some,
+learning rate, gradient norm, tokens a second. --reference: {"name": …, "points": {step: validation loss, …}}, dashed.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+
+from configurator import UserError
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+
+COLORS = ["#2563eb", "#dc2626", "#059669", "#9333ea", "#d97706", "#0891b2"]
+STYLE = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#e5e7eb"}
+STYLE |= {"font.size": 9, "axes.titlesize": 10, "axes.titlelocation": "left", "legend.frameon": False}
+
+
+def read(run):
+    """{kind: {step: line}} of a run's log.jsonl; of a step logged twice the later line, a torn last line left out."""
+    path = Path(run) / "log.jsonl"
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; expected the folder of a run of train.py") from None
+    found = {}
+    for number, line in enumerate(lines, 1):
+        try:
+            entry = json.loads(line)
+            found.setdefault(entry["kind"], {})[entry["step"]] = entry
+        except (ValueError, KeyError, TypeError):
+            if number < len(lines):
+                raise UserError(f"{path}:{number}: not a line of a log: {line[:60]!r}") from None
+    if not found.get("train") and not found.get("val"):
+        raise UserError(f"{path}: no training or validation line yet; nothing to draw")
+    return found
+
+
+def series(log, kind, key):
+    """(steps, values) as float arrays, lines without a value left out."""
+    points = sorted((step, line[key]) for step, line in log.get(kind, {}).items() if line.get(key) is not None)
+    return np.array(points, dtype=float).reshape(-1, 2).T
+
+
+def smooth(values, weight=0.95):
+    """Exponential moving average without the bias of its start."""
+    mean, out = 0.0, []
+    for i, value in enumerate(values, 1):
+        mean = weight * mean + (1 - weight) * value
+        out.append(mean / (1 - weight**i))
+    return np.array(out)
+
+
+def draw(runs, out_path, reference=None):
+    """Draws the runs (folders) into the PNG `out_path`; reference: {"name": str, "points": {step: loss}}."""
+    logs = {Path(run).name: read(run) for run in runs}
+    small = [("lr", "learning rate"), ("norm", "gradient norm"), ("tok_per_s", "tokens a second, millions")]
+    if any(log.get("hellaswag") for log in logs.values()):
+        small.insert(0, ("hellaswag", "HellaSwag acc_norm"))
+    with plt.rc_context(STYLE):
+        figure = plt.figure(figsize=(10, 5.6), layout="constrained")
+        grid = figure.add_gridspec(2, len(small), height_ratios=[2, 1])
+        draw_loss(figure.add_subplot(grid[0, :]), logs, reference)
+        for i, (key, title) in enumerate(small):
+            draw_small(figure.add_subplot(grid[1, i]), logs, key, title)
+        figure.savefig(out_path, dpi=110, facecolor="white")
+        plt.close(figure)
+
+
+def draw_loss(axes, logs, reference):
+    axes.set(title="loss, nats a token", xlabel="step")
+    highest, lowest = [], []
+    for color, (name, log) in zip(COLORS * len(logs), logs.items()):
+        steps, loss = series(log, "train", "loss")
+        axes.plot(steps, loss, color=color, linewidth=0.6, alpha=0.3)
+        axes.plot(steps, smooth(loss), color=color, linewidth=1.4, label=f"{name}, training")
+        at, val = series(log, "val", "loss")
+        last = f": {val[-1]:.3f}" if len(val) else ""
+        axes.plot(at, val, "o", color=color, markersize=4.5, markeredgecolor="white", label=f"{name}, validation{last}")
+        both = np.concatenate([loss, val])
+        lowest.append(both.min())
+        highest.append(
+            np.quantile(both, 0.97) if len(both) > 20 else both.max()
+        )  # the first steps would flatten the rest
+    if reference:
+        points = sorted((int(step), loss) for step, loss in reference["points"].items())
+        axes.plot(*zip(*points), "--s", color="#374151", markersize=3, linewidth=1, label=reference["name"])
+        lowest.append(min(loss for _, loss in points))
+        highest.append(max(loss for _, loss in points))
+    margin = 0.05 * (max(highest) - min(lowest)) + 1e-3
+    axes.set_ylim(min(lowest) - margin, max(highest) + margin)
+    axes.legend(loc="upper right")
+
+
+def draw_small(axes, logs, key, title):
+    axes.set_title(title)
+    axes.set_xlabel("step")
+    for color, log in zip(COLORS * len(logs), logs.values()):
+        if key == "hellaswag":
+            axes.plot(*series(log, "hellaswag", "acc_norm"), "o-", color=color, markersize=3, linewidth=1)
+        else:
+            steps, values = series(log, "train", key)
+            axes.plot(steps, values / 1e6 if key == "tok_per_s" else values, color=color, linewidth=1)
+    if key == "hellaswag":
+        axes.axhline(0.25, color="#9ca3af", linestyle=":", linewidth=1)
+        axes.annotate(
+            "chance", (0.98, 0.25), xycoords=("axes fraction", "data"), ha="right", va="bottom", color="#6b7280"
+        )
+    if key == "norm":
+        axes.set_yscale("log")
+    if key == "lr":
+        axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+    if key == "tok_per_s":
+        axes.set_ylim(bottom=0)
+
+
+def main(words=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", help="folders of runs")
+    parser.add_argument("--out", help="the PNG; default: curves.png in the first run's folder")
+    parser.add_argument("--reference", help="a JSON file with a curve to compare with")
+    given = parser.parse_args(words)
+    out = given.out or Path(given.runs[0]) / "curves.png"
+    reference = json.loads(Path(given.reference).read_text()) if given.reference else None
+    draw(given.runs, out, reference)
+    print(f"drawn: {out}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

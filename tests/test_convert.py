@@ -1,0 +1,398 @@
+"""convert.py: logits and losses equal transformers', files go there and back bit for bit, the rest is refused."""
+
+import errno
+import json
+import os
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT
+from huggingface_hub.utils import filter_repo_objects
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+import checkpoint
+import convert
+from configurator import UserError
+from model import GPTConfig, Rope, build
+
+CPU = torch.device("cpu")
+SCALING = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+SCALING["original_max_position_embeddings"] = 32  # of 64: all three ranges of wavelengths occur
+
+
+def gpt2(**changes):
+    shape = dict(vocab_size=301, n_positions=64, n_embd=48, n_layer=2, n_head=3, bos_token_id=0, eos_token_id=0)
+    return randomized(GPT2LMHeadModel(GPT2Config(**{**shape, **changes})))
+
+
+def llama(**changes):
+    shape = dict(vocab_size=301, max_position_embeddings=64, hidden_size=64, intermediate_size=88)
+    shape |= dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, rms_norm_eps=1e-5)
+    return randomized(LlamaForCausalLM(LlamaConfig(**{**shape, **changes})))
+
+
+def randomized(model):
+    """Every parameter unlike its neutral value and unlike every other; large enough to make sharp attention."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn_like(p) * 0.15 + (p.dim() == 1))
+    return model.eval()
+
+
+MODELS = {
+    "gpt2": lambda: gpt2(),
+    "gpt2_untied": lambda: gpt2(tie_word_embeddings=False),
+    "gpt2_narrow_mlp_eps": lambda: gpt2(n_inner=80, layer_norm_epsilon=1e-3),
+    "gpt2_deep_wide": lambda: gpt2(n_layer=5, n_head=8, n_embd=128, n_positions=256, vocab_size=1000),
+    "gpt2_vocab_of_128s": lambda: gpt2(vocab_size=256),
+    "llama_grouped": lambda: llama(),
+    "llama_tied": lambda: llama(tie_word_embeddings=True),
+    "llama_all_heads": lambda: llama(num_key_value_heads=None),
+    "llama_one_kv_head": lambda: llama(num_key_value_heads=1),
+    "llama_biases": lambda: llama(attention_bias=True, mlp_bias=True),
+    "llama3": lambda: llama(rope_parameters=dict(rope_type="default", rope_theta=500_000.0)),
+    "llama31": lambda: llama(rope_parameters=dict(SCALING, rope_theta=500_000.0), max_position_embeddings=512),
+    "llama_eps": lambda: llama(rms_norm_eps=1e-3),
+}
+models = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+both = pytest.mark.parametrize("make", [gpt2, llama])
+
+
+def ids_for(model, B=2):
+    torch.manual_seed(1)
+    return torch.randint(0, model.config.vocab_size, (B, model.config.max_position_embeddings))
+
+
+def saved(model, folder, **options):
+    model.save_pretrained(folder, **options)
+    return folder
+
+
+def edit_config(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def old_spelling(folder):
+    """config.json as transformers 4 wrote it: rope_theta and rope_scaling apart."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
+    path.write_text(json.dumps(config))
+
+
+def refused(action, *words):
+    """The one line that `action` is refused with; every word must be in it."""
+    with pytest.raises(UserError) as caught:
+        action()
+    line = str(caught.value)
+    assert "\n" not in line and all(w in line for w in words), line
+    return line
+
+
+@torch.no_grad()
+@models
+def test_logits_and_loss_equal_transformers(make, tmp_path):
+    theirs = make()
+    ours, cfg = convert.load_hf(saved(theirs, tmp_path))
+    x = ids_for(theirs)
+    expected, got = theirs(x, labels=x), ours.logits(x)
+    assert got.shape == expected.logits.shape and got.dtype == torch.float32
+    # float32 throughout, but fused matrices and SDPA sum in another order: about 1e-6 of the largest logit a sum,
+    # through 2-5 blocks, of which 3e-7 to 6e-7 is left. A wrong epsilon, theta or head order is off by 1e-3 and more.
+    assert (got - expected.logits).abs().max() <= 5e-6 * expected.logits.abs().max()
+    loss = ours(x[:, :-1], x[:, 1:])
+    assert abs(loss - expected.loss) <= 2e-6 * expected.loss
+    assert ours.parameter_counts()["total"] == sum(p.numel() for p in theirs.parameters())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("changes", [{}, dict(n_inner=80, layer_norm_epsilon=1e-3)], ids=["plain", "narrow"])
+def test_gpt2_in_float64(changes, tmp_path):
+    """To 1e-12: only rounding is left, so that no small systematic difference can hide under float32's."""
+    theirs = gpt2(**changes)
+    ours, _ = convert.load_hf(saved(theirs, tmp_path))
+    x = ids_for(theirs)
+    expected, got = theirs.double().transformer(x).last_hidden_state, ours.double().hidden(x)
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+
+
+@models
+def test_there_and_back_is_bitwise(make, tmp_path):
+    theirs = make()
+    ours, cfg = convert.load_hf(saved(theirs, tmp_path / "a"))
+    convert.save_hf(ours, tmp_path / "b")
+    before, after = (load_file(tmp_path / d / "model.safetensors") for d in "ab")
+    assert before.keys() == after.keys() and all(torch.equal(before[k], after[k]) for k in before)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "b")
+    assert type(again) is type(theirs) and again.dtype == torch.float32
+    x = ids_for(theirs)
+    with torch.no_grad():
+        assert torch.equal(theirs(x).logits, again(x).logits)  # so the settings came back as well
+    _, cfg_again = convert.load_hf(tmp_path / "b")
+    assert cfg_again == cfg
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(),
+        dict(bias=False),
+        dict(tie_embeddings=False, n_hidden=100),
+        dict(norm="rmsnorm", positions="rope", mlp="swiglu", bias=False, n_kv_head=1, rope_theta=5e5),
+        dict(norm="rmsnorm", positions="rope", mlp="swiglu", bias=True, rope_factor=4.0, rope_original=16),
+    ],
+    ids=["gpt2", "gpt2_without_biases", "gpt2_untied", "llama", "llama_biases"],
+)
+def test_ours_in_transformers(changes, tmp_path):
+    cfg = GPTConfig(vocab_size=300, block_size=64, n_layer=2, n_head=2, n_embd=32, **changes)
+    ours = randomized(build(cfg, CPU, seed=0))
+    theirs = AutoModelForCausalLM.from_pretrained(convert.save_hf(ours, tmp_path / "hf")).eval()
+    written = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert written.get("num_key_value_heads", cfg.kv_heads) == cfg.kv_heads  # not every reader takes null
+    x = ids_for(theirs)
+    assert theirs.config.vocab_size == 300 and theirs.get_input_embeddings().weight.shape == (300, 32)
+    with torch.no_grad():
+        expected = theirs(x).logits
+        assert (ours.logits(x) - expected).abs().max() <= 5e-6 * expected.abs().max()  # as above
+    again, cfg_again = convert.load_hf(tmp_path / "hf")
+    if changes != dict(bias=False):
+        assert not checkpoint.shape_differences(vars(cfg_again), cfg)
+        names = dict(again.named_parameters())
+        assert all(torch.equal(p[:300], names[n][:300]) for n, p in ours.named_parameters())
+    assert (again.wte.weight[300:] == 0).all() and again.wte.weight.shape == (384, 32)
+
+
+@both
+def test_bfloat16(make, tmp_path):
+    ours, _ = convert.load_hf(saved(make(), tmp_path / "a"))
+    convert.save_hf(ours, tmp_path / "b", torch.bfloat16)
+    again, _ = convert.load_hf(tmp_path / "b")
+    for p, q in zip(ours.parameters(), again.parameters()):
+        assert q.dtype == torch.float32 and torch.equal(q, p.bfloat16().float())
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "b", dtype="auto").dtype == torch.bfloat16
+
+
+@both
+def test_shards(make, tmp_path):
+    theirs = make()
+    whole, _ = convert.load_hf(saved(theirs, tmp_path / "whole"))
+    saved(theirs, tmp_path / "sharded", max_shard_size="60KB")
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 2
+    convert.save_hf(whole, tmp_path / "ours", max_shard_bytes=60_000)
+    files = list((tmp_path / "ours").glob("model-*-of-*.safetensors"))
+    assert len(files) > 2 and not (tmp_path / "ours" / "model.safetensors").exists()
+    for folder in ("sharded", "ours"):
+        model, _ = convert.load_hf(tmp_path / folder)
+        assert all(torch.equal(p, q) for p, q in zip(whole.parameters(), model.parameters()))
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    assert all(torch.equal(p, q) for p, q in zip(theirs.parameters(), again.parameters()))
+    index = json.loads((tmp_path / "ours" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 4 * sum(p.numel() for p in theirs.parameters())
+    files[0].unlink()
+    refused(lambda: convert.load_hf(tmp_path / "ours"), files[0].name)
+
+
+@pytest.mark.parametrize("make, prefix", [(gpt2, "transformer."), (llama, "model.")])
+def test_dump_without_prefix_and_with_buffers(make, prefix, tmp_path):
+    """As GPT-2 lies on the hub: no prefix, masks among the weights, half precision here and there."""
+    theirs = make(tie_word_embeddings=True)
+    expected, _ = convert.load_hf(saved(theirs, tmp_path))
+    tensors = {k.removeprefix(prefix): v for k, v in load_file(tmp_path / "model.safetensors").items()}
+    for i in range(2):
+        tensors[f"h.{i}.attn.bias"] = torch.ones(1, 1, 64, 64, dtype=torch.uint8)
+        tensors[f"h.{i}.attn.masked_bias"] = torch.tensor(-1e4)
+        tensors[f"layers.{i}.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+    save_file(tensors, tmp_path / "model.safetensors")
+    got, _ = convert.load_hf(tmp_path)
+    assert all(torch.equal(p, q) for p, q in zip(expected.parameters(), got.parameters()))
+
+
+def test_tied_head_in_the_file(tmp_path):
+    theirs = gpt2()
+    path = saved(theirs, tmp_path) / "model.safetensors"
+    tensors = load_file(path)
+    save_file({**tensors, "lm_head.weight": tensors["transformer.wte.weight"].clone()}, path)
+    convert.load_hf(tmp_path)
+    save_file({**tensors, "lm_head.weight": tensors["transformer.wte.weight"] + 1}, path)
+    refused(lambda: convert.load_hf(tmp_path), "lm_head.weight differs", "tie_word_embeddings")
+
+
+@pytest.mark.parametrize("name", ["llama3", "llama31"])
+def test_old_spelling_of_rope(name, tmp_path):
+    _, cfg = convert.load_hf(saved(MODELS[name](), tmp_path))
+    old_spelling(tmp_path)
+    assert "rope_parameters" not in json.loads((tmp_path / "config.json").read_text())
+    assert convert.load_hf(tmp_path)[1] == cfg
+    assert (cfg.rope_theta, cfg.rope_factor) == (500_000.0, 8.0 if name == "llama31" else None)
+
+
+@pytest.mark.parametrize("family, theirs", [("gpt2", GPT2Config()), ("llama", LlamaConfig())])
+def test_absent_keys_mean_what_they_mean_to_transformers(family, theirs):
+    for key, value in convert.ABSENT[family].items():
+        assert value == getattr(theirs, key) or value is None and theirs.num_key_value_heads == 32, key
+    for key, values in convert.SUPPORTED[family].items():
+        assert values[0] == getattr(theirs, key, None), key
+
+
+def test_tables_of_llama31_equal_transformers():
+    """The published setting over its whole context: at 131,071 radians one float32 rounding is 0.008 radians."""
+    scaling = dict(SCALING, original_max_position_embeddings=8192, rope_theta=500_000.0)
+    theirs = LlamaRotaryEmbedding(
+        LlamaConfig(hidden_size=4096, rope_parameters=scaling, max_position_embeddings=131_072)
+    )
+    ours = Rope(GPTConfig(n_head=32, n_embd=4096, block_size=131_072, rope_theta=500_000.0, rope_factor=8.0))
+    ours.reset_parameters()
+    assert theirs.inv_freq[-1] < 500_000.0 ** (-126 / 128) / 7  # it is the scaled one
+    cos, sin = theirs(torch.zeros(1), torch.arange(131_072)[None])
+    # the frequencies may differ in the last bit (6e-8 relative) where the two forms of the scaling round apart
+    torch.testing.assert_close(ours.frequencies(), theirs.inv_freq, rtol=2e-7, atol=0)
+    torch.testing.assert_close(ours.cos, cos[0], rtol=0, atol=2e-2)
+    torch.testing.assert_close(ours.sin[:8192], sin[0, :8192], rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    "make, changes, words",
+    [
+        (gpt2, dict(model_type="opt"), ["model_type=opt", "gpt2 and llama"]),
+        (gpt2, dict(activation_function="relu"), ["activation_function=relu", "gelu_new"]),
+        (gpt2, dict(scale_attn_by_inverse_layer_idx=True), ["scale_attn_by_inverse_layer_idx=True"]),
+        (gpt2, dict(n_head=5), ["n_embd=48", "n_head=5"]),
+        (gpt2, dict(n_layer=3), ["transformer.h.2", "missing"]),
+        (gpt2, dict(n_layer=1), ["transformer.h.1", "not expected"]),
+        (gpt2, dict(n_positions=32), ["transformer.wpe.weight is (64, 48)", "expected (32, 48)"]),
+        (gpt2, dict(n_embd="48"), ["wrong type"]),
+        (gpt2, dict(n_layer=0), ["n_layer=0 must be at least 1"]),
+        (gpt2, dict(quantization_config=dict(bits=4)), ["quantization_config"]),
+        (gpt2, dict(tie_word_embeddings=False), ["lm_head.weight missing"]),
+        (llama, dict(hidden_act="gelu"), ["hidden_act=gelu"]),
+        (llama, dict(num_attention_heads=0), ["64/0"]),
+        (llama, dict(head_dim=32), ["head_dim=32", "64/4"]),
+        (llama, dict(attention_bias=True), ["attention_bias=True", "mlp_bias"]),
+        (llama, dict(rope_parameters=dict(rope_type="yarn", factor=4.0)), ["rope_type=yarn"]),
+        (llama, dict(rope_parameters=None, rope_scaling=dict(type="linear", factor=2.0)), ["rope_type=linear"]),
+        (llama, dict(rope_parameters=dict(rope_type="llama3", rope_theta=1e4)), ["factor is missing"]),
+        (llama, dict(num_key_value_heads=4), ["k_proj.weight is (32, 64)", "expected (64, 64)"]),
+    ],
+)
+def test_unsupported_is_one_line(make, changes, words, tmp_path):
+    edit_config(saved(make(), tmp_path), **changes)
+    refused(lambda: convert.load_hf(tmp_path), *words)
+
+
+def test_damaged_or_missing_files(tmp_path, monkeypatch):
+    refused(lambda: convert.load_hf(tmp_path), "config.json", "cannot be read")
+    path = saved(gpt2(), tmp_path) / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    refused(lambda: convert.load_hf(tmp_path), "model.safetensors", "damaged")
+    (tmp_path / "config.json").write_text('{"model_type": ')
+    refused(lambda: convert.load_hf(tmp_path), "config.json", "not JSON")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    refused(lambda: convert.load_hf("no-such/model"), "no-such/model", "no such folder")
+
+
+def test_a_hub_name_is_fetched_without_pickles(tmp_path, monkeypatch):
+    """What the hub's client is asked for, on the files that GPT-2 and Llama 3 have there."""
+    files = ["config.json", "model.safetensors", "model.safetensors.index.json", "tokenizer.json", "merges.txt"]
+    others = ["pytorch_model.bin", "onnx/config.json", "original/consolidated.00.pth", "rust_model.ot", "README.md"]
+
+    def snapshot(name, **patterns):
+        assert name == "someone/gpt2-none" and set(filter_repo_objects(files + others, **patterns)) == set(files)
+        return str(saved(gpt2(), tmp_path))
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    assert convert.load_hf("someone/gpt2-none")[1].n_embd == 48
+
+
+class Trap:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def test_pickles_are_never_opened(tmp_path):
+    path = saved(gpt2(), tmp_path) / "model.safetensors"
+    path.unlink()
+    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(Trap(str(tmp_path / "sprung"))))
+    refused(lambda: convert.load_hf(tmp_path), "pytorch_model.bin", "safetensors")
+    assert not (tmp_path / "sprung").exists()
+
+
+LLAMA = dict(norm="rmsnorm", positions="rope", mlp="swiglu", bias=False)
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        (dict(qk_norm=True), ["qk_norm=True"]),
+        (dict(mlp="relu2", softcap=30.0), ["mlp=relu2", "softcap=30.0"]),
+        (dict(positions="rope"), ["positions=rope"]),
+        (dict(n_kv_head=1), ["n_kv_head=1"]),
+        (dict(LLAMA, positions="learned"), ["positions=learned"]),
+        (dict(LLAMA, qk_norm=True), ["qk_norm=True"]),
+    ],
+)
+def test_neither_gpt2_nor_llama_is_refused(changes, words, tmp_path):
+    cfg = GPTConfig(vocab_size=50, block_size=8, n_layer=1, n_head=2, n_embd=16, **changes)
+    refused(lambda: convert.save_hf(build(cfg, CPU, seed=0), tmp_path / "hf"), *words)
+    assert not any(tmp_path.iterdir())
+
+
+def tiny():
+    return build(GPTConfig(vocab_size=50, block_size=8, n_layer=1, n_head=2, n_embd=16), CPU, seed=0)
+
+
+def test_an_export_is_whole_or_absent(tmp_path, monkeypatch):
+    def full(tensors, path, metadata):
+        path.write_bytes(b"half of it")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(convert, "save_file", full)
+        refused(lambda: convert.save_hf(tiny(), tmp_path / "hf"), "No space left")
+    assert not any(tmp_path.iterdir())
+    (tmp_path / ".writing_hf").mkdir()  # left by a kill
+    (tmp_path / ".writing_hf" / "junk").touch()
+    (tmp_path / "hf").mkdir()  # an empty folder may be taken
+    convert.save_hf(tiny(), tmp_path / "hf")
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["config.json", "hf", "model.safetensors"]
+    before = (tmp_path / "hf" / "model.safetensors").stat()
+    refused(lambda: convert.save_hf(tiny(), tmp_path / "hf"), "not an empty folder")
+    assert (tmp_path / "hf" / "model.safetensors").stat() == before
+
+
+@both
+def test_script_both_ways(make, tmp_path, capsys):
+    saved(make(), tmp_path / "a")
+    convert.main(convert.Config(from_hf=str(tmp_path / "a"), out=str(tmp_path / "run")))
+    convert.main(convert.Config(checkpoint=str(tmp_path / "run"), to_hf=str(tmp_path / "b")))
+    assert "init_from" in capsys.readouterr().out
+    before, after = (load_file(tmp_path / d / "model.safetensors") for d in "ab")
+    assert before.keys() == after.keys() and all(torch.equal(before[k], after[k]) for k in before)
+    again = convert.Config(from_hf=str(tmp_path / "a"), out=str(tmp_path / "run"))
+    refused(lambda: convert.main(again), "not empty")
+    refused(lambda: convert.main(convert.Config(from_hf="x", to_hf="y")), "--from_hf", "--to_hf")
+
+
+def test_the_tokenizer_is_noted(tmp_path):
+    saved(gpt2(vocab_size=50257, n_embd=6), tmp_path / "a")
+    assert convert.read_config(tmp_path / "a").tokenizer == "gpt2"
+    saved(llama(), tmp_path / "b")
+    assert convert.read_config(tmp_path / "b").tokenizer is None
+    (tmp_path / "b" / "tokenizer.json").write_text("{}")
+    assert convert.read_config(tmp_path / "b").tokenizer == str(tmp_path / "b" / "tokenizer.json")
+
+
+def test_mistake_on_the_command_line():
+    done = subprocess.run([sys.executable, "convert.py", "--to_hf=x"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1

@@ -1,0 +1,145 @@
+"""hellaswag.py: scores against one row at a time, the same for any batch size and number of ranks, and bad files."""
+
+import json
+import os
+import subprocess
+import sys
+import urllib.error
+
+import pytest
+import torch
+from conftest import ROOT
+
+import hellaswag
+import tokenizer as tokenizers
+from model import GPTConfig, build
+
+REAL = ROOT.parent / "shared" / "hellaswag" / "hellaswag_val.jsonl"
+WORDS = "the man walks his dog and then she rides a red bike over some hill while they sing".split()
+
+
+def made_up(count, seed=0):
+    """Examples of real words in random order and of varied length, as json lines."""
+    draw = torch.Generator().manual_seed(seed)
+    text = lambda n: " ".join(WORDS[int(i)] for i in torch.randint(len(WORDS), (n,), generator=draw))
+    size = lambda: int(torch.randint(1, 9, (1,), generator=draw))
+    return [
+        {"ind": i, "ctx": text(2 + 2 * size()), "endings": [text(size()) for _ in range(4)], "label": i % 4}
+        for i in range(count)
+    ]
+
+
+def small():
+    shape = GPTConfig(vocab_size=257, vocab_multiple=1, block_size=128, n_layer=2, n_head=2, n_embd=32)
+    return build(shape, torch.device("cpu"), seed=1).eval()
+
+
+def naive(model, examples, tokenizer):
+    """(acc, acc_norm), one ending a forward, from the logits."""
+    hits = torch.zeros(2)
+    for example in examples:
+        context, sums, means = tokenizer.encode(example["ctx"]), [], []
+        for ending in example["endings"]:
+            ending = tokenizer.encode(" " + ending)
+            row = torch.tensor([context + ending])
+            logp = model.logits(row[:, :-1]).double().log_softmax(-1)[0]
+            loss = -logp[len(context) - 1 :].gather(1, torch.tensor(ending)[:, None])
+            sums.append(loss.sum().item())
+            means.append(loss.mean().item())
+        hits += torch.tensor([sums.index(min(sums)) == example["label"], means.index(min(means)) == example["label"]])
+    return (hits / len(examples)).tolist()
+
+
+@pytest.mark.parametrize("batch_tokens", [64, 1024, 100_000])
+def test_equals_one_row_at_a_time(batch_tokens):
+    model, tokenizer, examples = small(), tokenizers.load("bytes"), made_up(30)
+    prepared = hellaswag.prepare(examples, tokenizer, 128)
+    score = hellaswag.evaluate(model, prepared, "cpu", batch_tokens)
+    acc, acc_norm = naive(model, examples, tokenizer)
+    assert (score["acc"], score["acc_norm"]) == (pytest.approx(acc), pytest.approx(acc_norm))
+    assert score["n"] == 30 and score["truncated"] == 0
+
+
+def test_batches_hold_every_row_once_in_few_shapes():
+    prepared = hellaswag.prepare(made_up(200), tokenizers.load("bytes"), 128)
+    jobs = list(hellaswag.batches(prepared, 2048, 128))
+    assert sorted(i for numbers, _, _ in jobs for i in numbers) == list(range(800))
+    assert len({(B, T) for _, B, T in jobs}) <= 4 and all(B * T <= 2048 and len(n) <= B for n, B, T in jobs)
+
+
+def test_a_long_context_is_cut_on_its_left():
+    tokenizer = tokenizers.load("bytes")
+    example = {"ctx": "a" * 300 + "b", "endings": ["cc"] * 4, "label": 0}
+    prepared = hellaswag.prepare([example], tokenizer, 32)
+    assert prepared.truncated == 4 and all(len(row) == 33 for row in prepared.rows)
+    assert tokenizer.decode(prepared.rows[0]) == "a" * 29 + "b cc"
+    with pytest.raises(hellaswag.HellaSwagError, match="example 0: an ending of 41 tokens does not fit"):
+        hellaswag.prepare([{**example, "endings": ["c" * 40] * 4}], tokenizer, 32)
+
+
+def test_two_ranks_equal_one(tmp_path):
+    code = """
+import sys, torch.distributed as dist, hellaswag, json
+sys.path.insert(0, "tests")
+import test_hellaswag as t
+prepared = hellaswag.prepare(t.made_up(30), t.tokenizers.load("bytes"), 128)
+alone = hellaswag.evaluate(t.small(), prepared, "cpu", 512)
+dist.init_process_group("gloo")
+both = hellaswag.evaluate(t.small(), prepared, "cpu", 512)
+assert [alone[k] for k in ("acc", "acc_norm", "n")] == [both[k] for k in ("acc", "acc_norm", "n")], (alone, both)
+print("same" * (dist.get_rank() == 0))
+"""
+    script = tmp_path / "two.py"
+    script.write_text(code)
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/tests", "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
+    result = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
+    assert result.returncode == 0 and "same" in result.stdout, result.stderr
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ('{"ctx": "a", "endings"', "not an example"),
+        ('{"ctx": "a", "endings": ["b", "c", "d"], "label": 0}', "expected 4 endings .* got 3"),
+        ('{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": 4}', "got 4 and 4"),
+        ('{"ctx": "a", "endings": ["b", "c", "d", "e"]}', "label"),
+        ('{"ctx": 3, "endings": ["b", "c", "d", "e"], "label": 0}', "ctx must be a text"),
+        ("[1]", "not an example"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path, line, message):
+    path = tmp_path / "h.jsonl"
+    path.write_text(json.dumps(made_up(1)[0]) + "\n" + line + "\n")
+    with pytest.raises(hellaswag.HellaSwagError, match=f"h.jsonl:2: .*{message}"):
+        hellaswag.load(path)
+
+
+def test_a_missing_file_and_a_dead_network_are_unavailable(tmp_path, monkeypatch):
+    with pytest.raises(hellaswag.Unavailable, match="No such file"):
+        hellaswag.load(tmp_path / "none.jsonl")
+
+    def refuse(*_, **__):
+        raise urllib.error.URLError("no network")
+
+    monkeypatch.setattr(hellaswag.urllib.request, "urlopen", refuse)
+    monkeypatch.setattr(hellaswag.time, "sleep", lambda _: None)
+    with pytest.raises(hellaswag.Unavailable, match="can't be fetched .*no network"):
+        hellaswag.download(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_download_through_the_network_and_the_cache(tmp_path):
+    source = tmp_path / "source.jsonl"
+    source.write_text("".join(json.dumps(example) + "\n" for example in made_up(3)))
+    path = hellaswag.download(tmp_path / "cache", url=source.as_uri())
+    source.unlink()
+    assert hellaswag.download(tmp_path / "cache", url=source.as_uri()) == path
+    assert len(hellaswag.load(path)) == 3
+
+
+@pytest.mark.skipif(not REAL.exists(), reason="needs the validation file beside the project")
+def test_the_whole_validation_set_is_read():
+    examples = hellaswag.load(REAL)
+    prepared = hellaswag.prepare(examples, tokenizers.load("gpt2"), 1024)
+    assert len(examples) == 10_042 and len(prepared.rows) == 40_168 and prepared.truncated == 0

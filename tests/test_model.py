@@ -1,0 +1,235 @@
+"""model.py: sizes and FLOPs as published and as counted, padding without effect, every variant trains."""
+
+import math
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from model import GPTConfig, build
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+LLAMA = dict(norm="rmsnorm", positions="rope", mlp="swiglu", bias=False)
+GPT2_SIZES = {  # n_layer, n_head, n_embd: parameters of transformers' GPT2LMHeadModel, tied head once
+    (12, 12, 768): 124_439_808,
+    (24, 16, 1024): 354_823_168,
+    (36, 20, 1280): 774_030_080,
+    (48, 25, 1600): 1_557_611_200,
+}
+LLAMA3_SIZES = {  # n_layer, n_head, n_embd, n_hidden, tied: as on the model cards
+    (32, 32, 4096, 14_336, False): 8_030_261_248,
+    (80, 64, 8192, 28_672, False): 70_553_706_496,
+    (16, 32, 2048, 8_192, True): 1_235_814_400,
+}
+
+
+def small(**changes):
+    shape = dict(vocab_size=100, block_size=16, n_layer=2, n_head=4, n_embd=32)
+    return GPTConfig(**{**shape, **changes})
+
+
+def ids(cfg, B=2, T=None, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, cfg.vocab_size, (B, T or cfg.block_size), generator=generator)
+
+
+def randomized(cfg, seed=1):
+    """A model whose every parameter differs from its neutral value, norms and biases too."""
+    model = build(cfg, CPU, seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    return model
+
+
+VARIANTS = {
+    "gpt2": {},
+    "gpt2_without_biases": dict(bias=False),
+    "untied": dict(tie_embeddings=False),
+    "llama": LLAMA,
+    "llama_grouped": dict(LLAMA, n_kv_head=2, n_hidden=48, tie_embeddings=False),
+    "llama_one_kv_head": dict(LLAMA, n_kv_head=1),
+    "llama_scaled": dict(LLAMA, rope_theta=500_000.0, rope_factor=8.0, rope_original=8),
+    "softcap": dict(softcap=15.0),
+    "relu2": dict(LLAMA, mlp="relu2"),
+    "qk_norm": dict(LLAMA, qk_norm=True),
+    "qk_norm_learned": dict(qk_norm=True),
+    "dropout": dict(dropout=0.1),
+    "math": dict(attention="math"),
+}
+
+
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
+def test_variants_train(changes):
+    cfg = small(**changes)
+    model = build(cfg, CPU, seed=0).train()
+    loss = model(ids(cfg), ids(cfg, seed=1))
+    loss.backward()
+    # nearly uniform at first: weights of 0.02 give logits of about 0.02 * sqrt(32) = 0.1, with softcap and without
+    assert abs(loss.item() - math.log(cfg.vocab_size)) < 0.1
+    for name, p in model.named_parameters():
+        assert p.grad is not None and p.grad.isfinite().all() and p.grad.abs().sum() > 0, name
+
+
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
+def test_no_position_sees_a_later_one(changes):
+    cfg = small(**changes)
+    model = randomized(cfg).eval()
+    x = ids(cfg)
+    y = x.clone()
+    y[:, 9:] = ids(cfg, seed=5)[:, 9:]
+    a, b = model.logits(x), model.logits(y)
+    torch.testing.assert_close(a[:, :9], b[:, :9], rtol=0, atol=0)  # the same arithmetic on the same numbers
+    assert (a[:, 9:] - b[:, 9:]).abs().max() > 1e-3
+
+
+def test_softcap_bounds_the_logits():
+    plain, capped = randomized(small()), randomized(small(softcap=0.5))
+    x = ids(plain.cfg)
+    assert plain.logits(x).abs().max() > 0.5 > capped.logits(x).abs().max()
+    torch.testing.assert_close(capped.logits(x), 0.5 * torch.tanh(plain.logits(x) / 0.5))
+
+
+def test_loss_is_the_cross_entropy_of_the_logits():
+    cfg = small(softcap=5.0, **LLAMA)
+    model, x, y = randomized(cfg), ids(cfg), ids(cfg, seed=1)
+    y[0, :5] = -100
+    expected = torch.nn.functional.cross_entropy(model.logits(x).transpose(1, 2), y, reduction="none")
+    each = model(x, y, reduction="none")
+    assert each.shape == y.shape and (each[0, :5] == 0).all()
+    # float32 sums of 100 terms in another order: a few times 1e-7 relative
+    torch.testing.assert_close(each, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(model(x, y, reduction="sum"), expected.sum(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(model(x, y), expected.sum() / 27, rtol=1e-5, atol=1e-5)
+
+
+def test_logits_at_some_positions():
+    cfg = small()
+    model, x = randomized(cfg), ids(cfg)
+    torch.testing.assert_close(model.logits(x, torch.tensor([3, 15])), model.logits(x)[:, [3, 15]])
+    torch.testing.assert_close(model.logits(x, slice(-1, None)), model.logits(x)[:, -1:])
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_padding_rows_have_no_effect(tied, softcap):
+    exact, padded = (
+        small(vocab_multiple=multiple, tie_embeddings=tied, softcap=softcap, dropout=0.0) for multiple in (1, 64)
+    )
+    a, b = randomized(exact), randomized(padded)
+    with torch.no_grad():
+        for p, q in zip(a.parameters(), b.parameters()):
+            q[: len(p)] = p
+        for table in (b.wte.weight, b.head.weight):
+            table[100:] = 50.0  # would win every softmax that it took part in
+    x, y = ids(exact), ids(exact, seed=1)
+    assert padded.padded_vocab == 128 and b.logits(x).shape == (2, 16, 100)
+    losses = [m(x, y) for m in (a, b)]
+    for loss in losses:
+        loss.backward()
+    # sums over 100 and 128 columns are blocked differently: float32 rounding, 1e-7 relative each
+    torch.testing.assert_close(*losses, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(a.logits(x), b.logits(x), rtol=1e-5, atol=1e-5)
+    for p, q in zip(a.parameters(), b.parameters()):
+        torch.testing.assert_close(p.grad, q.grad[: len(p)], rtol=1e-4, atol=1e-6)
+        assert (q.grad[len(p) :] == 0).all()
+
+
+@pytest.mark.parametrize("shape", GPT2_SIZES)
+def test_gpt2_sizes_as_published(shape):
+    n_layer, n_head, n_embd = shape
+    cfg = GPTConfig(n_layer=n_layer, n_head=n_head, n_embd=n_embd)
+    counts = build(cfg, META).parameter_counts()
+    assert counts["total"] == GPT2_SIZES[shape]
+    assert counts["embedding"] == 1024 * n_embd  # the head is the token table and multiplies
+    assert counts["matmul"] == 12 * n_layer * n_embd**2 + 50257 * n_embd
+
+
+@pytest.mark.parametrize("shape", LLAMA3_SIZES)
+def test_llama3_sizes_as_published(shape):
+    n_layer, n_head, n_embd, n_hidden, tied = shape
+    sizes = dict(n_layer=n_layer, n_head=n_head, n_kv_head=8, n_embd=n_embd, n_hidden=n_hidden, tie_embeddings=tied)
+    cfg = GPTConfig(vocab_size=128_256, block_size=8192, **sizes, **LLAMA)
+    counts = build(cfg, META).parameter_counts()
+    norms = (2 * n_layer + 1) * n_embd
+    assert counts["total"] == LLAMA3_SIZES[shape]
+    assert counts["embedding"] == (0 if tied else 128_256 * n_embd)
+    assert counts["total"] == counts["embedding"] + counts["matmul"] + norms
+
+
+@pytest.mark.parametrize("vocab_multiple", [1, 64])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "llama_grouped", "qk_norm", "relu2"])
+def test_flops_as_counted(name, vocab_multiple):
+    """The counter sees whole T x T attention matrices and the padding rows; the formula leaves both out."""
+    cfg = small(**{**VARIANTS[name], "attention": "math", "vocab_multiple": vocab_multiple})
+    model, x, T = build(cfg, CPU, seed=0), ids(cfg), cfg.block_size
+    with FlopCounterMode(display=False) as counter:
+        model(x, x).backward()
+    whole, causal = (6 * 2 * cfg.n_layer * cfg.n_embd * keys for keys in (T, (T + 1) / 2))
+    padding = 6 * (cfg.padded_vocab - cfg.vocab_size) * cfg.n_embd
+    assert counter.get_total_flops() / x.numel() == model.flops_per_token() + whole - causal + padding
+    assert model.flops_per_token(T=8) == model.flops_per_token() - 6 * cfg.n_layer * cfg.n_embd * 8
+
+
+def test_initial_weights():
+    cfg = GPTConfig(vocab_size=1000, block_size=128, n_layer=8, n_head=4, n_embd=256, tie_embeddings=False)
+    for name, p in build(cfg, CPU, seed=0).named_parameters():
+        if p.dim() == 1:
+            assert (p == (1.0 if "norm" in name and name.endswith("weight") else 0.0)).all(), name
+            continue
+        expected = 0.02 / math.sqrt(2 * 8) if name.endswith("proj.weight") else 0.02
+        # of n numbers the standard deviation scatters by 1/sqrt(2n): 0.4% for the smallest here, n = 32,768
+        assert abs(p.std().item() / expected - 1) < 0.02, name
+        assert abs(p.mean().item()) < 5 * expected / math.sqrt(p.numel()), name
+
+
+def test_initial_weights_follow_the_seed():
+    a, b, c = (build(small(**LLAMA), CPU, seed) for seed in (1, 1, 2))
+    assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters()))
+    assert not torch.equal(a.wte.weight, c.wte.weight)
+
+
+def test_tied_head_is_one_parameter():
+    tied, untied = build(small(), CPU, seed=0), build(small(tie_embeddings=False), CPU, seed=0)
+    assert tied.head.weight is tied.wte.weight and "head.weight" not in dict(tied.named_parameters())
+    assert "head.weight" in dict(untied.named_parameters()) and not torch.equal(untied.head.weight, untied.wte.weight)
+
+
+@pytest.mark.parametrize("family", [{}, LLAMA], ids=["gpt2", "llama"])
+def test_dropout_only_in_training(family):
+    cfg = small(dropout=0.5, **family)
+    model, plain = randomized(cfg), randomized(small(**family))
+    x = ids(cfg)
+    model.train()
+    assert not torch.equal(model(x, x), model(x, x))
+    model.eval()
+    assert torch.equal(model(x, x), model(x, x)) and torch.equal(model(x, x), plain(x, x))
+
+
+@pytest.mark.parametrize("block_size", [16, pytest.param(1, marks=pytest.mark.xfail(reason="one row broadcasts"))])
+@pytest.mark.parametrize("family", [{}, LLAMA], ids=["gpt2", "llama"])
+def test_more_than_block_size_is_an_error(family, block_size):
+    cfg = small(block_size=block_size, **family)
+    model = build(cfg, CPU, seed=0)
+    with pytest.raises((RuntimeError, ValueError, AssertionError)):
+        model.logits(ids(cfg, T=block_size + 1))
+
+
+@pytest.mark.parametrize("family", [{}, LLAMA], ids=["gpt2", "llama"])
+def test_a_shorter_sequence_is_a_prefix(family):
+    cfg = small(**family)
+    model, x = randomized(cfg).eval(), ids(cfg)
+    torch.testing.assert_close(model.logits(x[:, :7]), model.logits(x)[:, :7], rtol=1e-4, atol=1e-5)  # other blocking
+
+
+def test_impossible_shapes_are_named():
+    for changes, word in [
+        (dict(n_head=5), "n_embd=32 must be divisible by n_head=5"),
+        (dict(n_kv_head=3), "n_head=4 must be divisible by n_kv_head=3"),
+        (dict(n_kv_head=0), "n_kv_head=0"),
+        (dict(n_embd=12, positions="rope"), "must be even"),
+        (dict(vocab_size=0, n_layer=0), "vocab_size=0"),
+        (dict(dropout=1.0), "dropout=1.0"),
+    ]:
+        assert any(word in p for p in small(**changes).problems()), word
+    assert small(**LLAMA).problems() == []
