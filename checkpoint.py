@@ -237,11 +237,19 @@ class _Settings:
         return None
 
 
-def shape_differences(saved, cfg):
-    """["n_embd: checkpoint 768, now 1024", …] over the model's fields that decide shapes and results."""
-    free = {"attention", "dropout"}
-    pairs = [(f.name, saved.get(f.name, f.default), getattr(cfg, f.name)) for f in fields(GPTConfig)]
-    return [f"{n}: checkpoint {a}, now {b}" for n, a, b in pairs if a != b and n not in free]
+def shape_differences(saved, cfg, free=()):
+    """["n_embd: checkpoint 768, now 1024", …] over the model's fields that decide shapes and results, `free` left out.
+
+    saved: a dict of fields. None and the value that it stands for are the same.
+    """
+    old = GPTConfig(**{f.name: saved.get(f.name, f.default) for f in fields(GPTConfig)})
+    free = {"attention", "dropout", *free}
+    if old.positions == cfg.positions == "learned" or old.rope_factor == cfg.rope_factor is None:
+        free |= {"rope_low_freq", "rope_high_freq", "rope_original"}
+    own = {"n_kv_head": "kv_heads", "n_hidden": "hidden"}  # the property that says what None means
+    pairs = [(f.name, own.get(f.name, f.name)) for f in fields(GPTConfig) if f.name not in free]
+    pairs = [(name, getattr(old, p), getattr(cfg, p)) for name, p in pairs]
+    return [f"{name}: checkpoint {a}, now {b}" for name, a, b in pairs if a != b]
 
 
 def git_revision():

@@ -222,6 +222,7 @@ class GPT(nn.Module):
 
     def hidden(self, idx):
         """(B, T) ids -> (B, T, C), the normalised residual stream that the head reads."""
+        assert idx.size(1) <= self.cfg.block_size, f"{idx.size(1)} tokens, block_size={self.cfg.block_size}"
         x = self.dropout(self.wpe(self.wte(idx)))
         for block in self.blocks:
             x = block(x)

@@ -51,19 +51,19 @@ def series(log, kind, key):
     return np.array(points, dtype=float).reshape(-1, 2).T
 
 
-def smooth(values, weight=0.95):
-    """Exponential moving average without the bias of its start."""
-    mean, out = 0.0, []
-    for i, value in enumerate(values, 1):
-        mean = weight * mean + (1 - weight) * value
-        out.append(mean / (1 - weight**i))
-    return np.array(out)
+def smooth(values, width=None):
+    """Mean over a window centred on each point (default: 1/40 of the run), cut at the ends: it does not lag behind."""
+    half = max(1, len(values) // 40) // 2 if width is None else width // 2
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    low = np.maximum(np.arange(len(values)) - half, 0)
+    high = np.minimum(np.arange(len(values)) + half + 1, len(values))
+    return (sums[high] - sums[low]) / (high - low)
 
 
 def draw(runs, out_path, reference=None):
     """Draws the runs (folders) into the PNG `out_path`; reference: {"name": str, "points": {step: loss}}."""
     logs = {Path(run).name: read(run) for run in runs}
-    small = [("lr", "learning rate"), ("norm", "gradient norm"), ("tok_per_s", "tokens a second, millions")]
+    small = [("lr", "learning rate"), ("norm", "gradient norm"), ("tok_per_s", "tokens a second, thousands")]
     if any(log.get("hellaswag") for log in logs.values()):
         small.insert(0, ("hellaswag", "HellaSwag acc_norm"))
     with plt.rc_context(STYLE):
@@ -109,7 +109,7 @@ def draw_small(axes, logs, key, title):
             axes.plot(*series(log, "hellaswag", "acc_norm"), "o-", color=color, markersize=3, linewidth=1)
         else:
             steps, values = series(log, "train", key)
-            axes.plot(steps, values / 1e6 if key == "tok_per_s" else values, color=color, linewidth=1)
+            axes.plot(steps, values / 1e3 if key == "tok_per_s" else values, color=color, linewidth=1)
     if key == "hellaswag":
         axes.axhline(0.25, color="#9ca3af", linestyle=":", linewidth=1)
         axes.annotate(

@@ -147,7 +147,8 @@ def load_initial_weights(model, cfg):
     else:
         other, shape = checkpoint.load_model(cfg.init_from, "cpu")
     saved = {f.name: getattr(shape, f.name) for f in dataclasses.fields(models.GPTConfig)}
-    if wrong := checkpoint.shape_differences(saved, cfg):
+    free = ["block_size"] if cfg.positions == "rope" else []  # no weight of a RoPE model depends on it
+    if wrong := checkpoint.shape_differences(saved, cfg, free):
         raise UserError(f"init_from={cfg.init_from} is another model: {'; '.join(wrong)}")
     checkpoint.load_model_tensors(model, checkpoint.model_tensors(other))
 

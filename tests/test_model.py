@@ -206,7 +206,7 @@ def test_dropout_only_in_training(family):
     assert torch.equal(model(x, x), model(x, x)) and torch.equal(model(x, x), plain(x, x))
 
 
-@pytest.mark.parametrize("block_size", [16, pytest.param(1, marks=pytest.mark.xfail(reason="one row broadcasts"))])
+@pytest.mark.parametrize("block_size", [16, 1])
 @pytest.mark.parametrize("family", [{}, LLAMA], ids=["gpt2", "llama"])
 def test_more_than_block_size_is_an_error(family, block_size):
     cfg = small(block_size=block_size, **family)

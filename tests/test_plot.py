@@ -27,9 +27,9 @@ def test_the_later_of_two_lines_counts_and_a_torn_one_is_left_out(tmp_path):
     assert steps.tolist() == [1, 2, 3, 4] and loss.tolist() == [10.0, 5.0, 5.0, 5.0]
 
 
-def test_smoothing_is_unbiased():
-    assert plot.smooth([3.0] * 5) == pytest.approx([3.0] * 5)
-    assert plot.smooth([1.0, 2.0], 0.5) == pytest.approx([1.0, (0.25 * 1 + 0.5 * 2) / 0.75])
+def test_smoothing_is_a_centred_mean():
+    assert plot.smooth([1.0, 2.0, 6.0, 0.0], 3) == pytest.approx([1.5, 3.0, 8 / 3, 3.0])
+    assert plot.smooth([3.0] * 500) == pytest.approx([3.0] * 500)
 
 
 @pytest.mark.parametrize("with_hellaswag", [True, False])
