@@ -94,7 +94,7 @@ def compile_model(model, by_block):
     """torch.compile in place, so that state-dict keys keep their names.
 
     by_block: all blocks share one graph, and a block's gradients are ready, so that DDP reduces them, while the backward
-    goes on. Whole: residual additions fuse with the next norm, 20 ms of 1,020 a step (GPT-2 124M, 1 H200).
+    goes on. Whole: residual additions fuse with the next norm, 20 ms of 1,020 a step (GPT-2, an H200).
     """
     torch._dynamo.config.recompile_limit = 64  # train, validation, HellaSwag and sampling each have shapes of their own
     if by_block:
