@@ -88,6 +88,7 @@ dist.init_process_group("gloo")
 both = hellaswag.evaluate(t.small(), prepared, "cpu", 512)
 assert [alone[k] for k in ("acc", "acc_norm", "n")] == [both[k] for k in ("acc", "acc_norm", "n")], (alone, both)
 print("same" * (dist.get_rank() == 0))
+dist.destroy_process_group()
 """
     script = tmp_path / "two.py"
     script.write_text(code)
