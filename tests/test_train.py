@@ -145,6 +145,16 @@ def test_a_loss_that_is_not_finite_stops_the_run(data_dir, tmp_path):
         train_here(data_dir, tmp_path / "run", resume="auto", max_steps=8)
 
 
+def test_hellaswag_in_the_loop_and_without_its_file(data_dir, tmp_path, capsys):
+    path = tmp_path / "hellaswag.jsonl"
+    example = {"ctx": "A man", "endings": [" runs", " eats", " sits", " falls"], "label": 2}
+    path.write_text((json.dumps(example) + "\n") * 3)
+    log = train_here(data_dir, tmp_path / "a", max_steps=2, hellaswag_interval=2, hellaswag_file=path)
+    assert [line["n"] for line in log if line["kind"] == "hellaswag"] == [3, 3]
+    log = train_here(data_dir, tmp_path / "b", max_steps=2, hellaswag_interval=2, hellaswag_file=tmp_path / "none")
+    assert sorted(losses(log)) == [1, 2] and "no HellaSwag in this run" in capsys.readouterr().out
+
+
 def test_wandb_absent_costs_a_warning(data_dir, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "wandb", None)
     log = train_here(data_dir, tmp_path / "run", wandb=True, max_steps=2)
