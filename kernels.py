@@ -14,10 +14,12 @@ BACKENDS = {
 BACKENDS["auto"] = BACKENDS["flash"]  # a model built without `model.build`, which replaces "auto" by the device's best
 
 
-def best_attention(device):
+def best_attention(device, precision="bf16"):
     """(backend, reason) for a torch.device: cuDNN on Hopper and later, where it is 1.5-2.4x as fast as flash."""
     if device.type != "cuda":
         return "flash", f"PyTorch's own on {device.type}"
+    if precision in ("fp32", "tf32"):
+        return "efficient", "cuDNN and flash take 16-bit numbers only"
     major, minor = torch.cuda.get_device_capability(device)
     if major >= 9 and torch.backends.cudnn.is_available():
         return "cudnn", f"fastest on compute capability {major}.{minor}"

@@ -177,7 +177,7 @@ def train(cfg, world):
         cfg = dataclasses.replace(cfg, max_steps=2)
     precision, precision_reason = parallel.pick_precision(cfg.precision, device)
     autocast = parallel.autocast(precision, device)
-    attention_reason = kernels.best_attention(device)[1] if cfg.attention == "auto" else "as set"
+    attention = kernels.best_attention(device, precision) if cfg.attention == "auto" else (cfg.attention, "as set")
     source = claim_out_dir(cfg)
     tensors, state = checkpoint.load(source) if source else ({}, {})
     if source and (wrong := checkpoint.shape_differences(state["config"], cfg)):
@@ -194,7 +194,9 @@ def train(cfg, world):
     cfg = dataclasses.replace(cfg, tokenizer=cfg.tokenizer or loader.tokenizer)  # recorded for sample.py
 
     # model: build, load, compile and wrap; then the optimizer
-    raw = models.build(cfg, device, cfg.seed)  # `raw` has the weights, `model` is what the loop calls
+    raw = models.build(
+        dataclasses.replace(cfg, attention=attention[0]), device, cfg.seed
+    )  # `raw` has the weights, `model` is what the loop calls
     if source:
         checkpoint.load_model_tensors(raw, tensors["model"])
     elif cfg.init_from:
@@ -223,7 +225,7 @@ def train(cfg, world):
     log.start(
         [
             ("precision", f"{precision} ({precision_reason}), compile {'on' if cfg.compile else 'off'}"),
-            ("attention", f"{raw.cfg.attention} ({attention_reason})"),
+            ("attention", "{} ({})".format(*attention)),
             *log.describe_model(raw),
             ("data", f"{cfg.data_dir}: {human(loader.tokens)} training tokens, tokenizer {cfg.tokenizer or 'unknown'}"),
             ("step", f"{cfg.batch_tokens:,} tokens: {cfg.batch_size} x {cfg.block_size}, x {accumulation} micro-steps"),
