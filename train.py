@@ -222,13 +222,14 @@ def train(cfg, world):
     if world.main and not source and not cfg.dry_run:
         clear_out_dir(cfg)
     log = Logger(cfg, world, raw.flops_per_token(), precision, state.get("wandb_id"))
+    micro = f"{cfg.batch_size} x {cfg.block_size}"
     log.start(
         [
             ("precision", f"{precision} ({precision_reason}), compile {'on' if cfg.compile else 'off'}"),
             ("attention", "{} ({})".format(*attention)),
             *log.describe_model(raw),
             ("data", f"{cfg.data_dir}: {human(loader.tokens)} training tokens, tokenizer {cfg.tokenizer or 'unknown'}"),
-            ("step", f"{cfg.batch_tokens:,} tokens: {cfg.batch_size} x {cfg.block_size}, x {accumulation} micro-steps"),
+            ("step", f"{cfg.batch_tokens:,} tokens: {micro} x {world.size} ranks x {accumulation} micro-steps"),
             ("run", f"steps {step} to {cfg.max_steps}: {human(cfg.max_steps * cfg.batch_tokens)} tokens"),
             *([("resumed", f"{source}")] if source else []),
             *(("warning", w) for w in evaluate.warnings),
