@@ -109,7 +109,7 @@ def _flag(cls, word):
     if not equals and key.startswith("no_") and hints.get(key[3:]) is bool:
         return {key[3:]: False}
     if key not in names:
-        raise UserError(f"command line: unknown setting --{key}{_suggest(key, names)}")
+        raise UserError(f"command line: unknown setting --{key}{_suggest(key, cls)}")
     if not equals:
         raise UserError(f"command line: --{key} needs a value, written --{key}=VALUE (with '=', no space)")
     return {key: convert(cls, key, value, "command line")}
@@ -137,7 +137,7 @@ def _file(cls, path):
             continue
         where = f"{path}:{_line_of(source, key)}"
         if key not in names:
-            hint = _suggest(key, names) or "; a name of the file's own starts with '_'"
+            hint = _suggest(key, cls) or "; a name of the file's own starts with '_'"
             raise UserError(f"{where}: unknown setting {key}{hint}")
         settings[key] = convert(cls, key, value, where)
     return settings
@@ -149,22 +149,31 @@ def _line_of(source, name):
     return max(lines, default=1)
 
 
-def _suggest(key, names):
-    close = difflib.get_close_matches(key, names, n=1)
-    return f"; did you mean {close[0]}?" if close else ""
+def _suggest(key, cls):
+    """A guess at what was meant: a setting of a like name, else one whose comment has like words (lerning_rate: lr)."""
+    meant = {f.name: f.name for f in dataclasses.fields(cls)}
+    for name, comment in _all_comments(cls).items():
+        words = re.findall(r"\w+", comment.lower())
+        for phrase in zip(words, words[1:]):
+            meant.setdefault("_".join(phrase), name)
+    close = difflib.get_close_matches(key.lower(), meant, n=1, cutoff=0.7)
+    return f"; did you mean {meant[close[0]]}?" if close else ""
 
 
 def describe(cls):
     """The --help text: the class's docstring, then every setting with its type, default and comment."""
-    comments, hints = {}, typing.get_type_hints(cls)
-    for base in reversed(cls.__mro__):
-        if dataclasses.is_dataclass(base):
-            comments.update(_comments(inspect.getsource(base)))
+    comments, hints = _all_comments(cls), typing.get_type_hints(cls)
     doc = inspect.getdoc(sys.modules[cls.__module__]) or ""
     rows = [doc, "", "Settings:"] if doc else ["Settings:"]
     for f in dataclasses.fields(cls):
         rows.append(f"  --{f.name}={f.default}".ljust(38) + f" {_type_name(hints[f.name])}: {comments.get(f.name, '')}")
     return "\n".join(rows)
+
+
+def _all_comments(cls):
+    """{field: comment} of a dataclass and the ones that it inherits from."""
+    bases = [base for base in reversed(cls.__mro__) if dataclasses.is_dataclass(base)]
+    return {name: comment for base in bases for name, comment in _comments(inspect.getsource(base)).items()}
 
 
 def _comments(source):

@@ -8,6 +8,7 @@ reproductions count it (GPT-2 124M: 0.2859 and 0.2955); lm-eval's acc_norm divid
 """
 
 import contextlib
+import http.client
 import json
 import os
 import time
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from configurator import UserError, run
+from logger import progress
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 CACHE = Path.home() / ".cache" / "hellaswag"
@@ -53,27 +55,39 @@ def load(path=None):
     """
     path = download() if path is None else Path(path)
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        data = path.read_bytes()
     except OSError as error:
         raise Unavailable(f"{path}: {error.strerror}; give a local file, or none to download it") from None
-    return [parse(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+    return parse_all(data, path)
+
+
+def parse_all(data, where):
+    """The examples in the bytes of a file. Only \\n ends a line: a text may hold U+2028, at which splitlines cuts."""
+    lines = enumerate(data.split(b"\n"), 1)
+    examples = [parse(line, f"{where}:{number}") for number, line in lines if line.strip()]
+    if not examples:
+        raise HellaSwagError(f"{where}: no examples in it; expected one JSON object a line")
+    return examples
 
 
 def parse(line, where):
     try:
         example = json.loads(line)
-        ctx, endings, label = example["ctx"], example["endings"], int(example["label"])
-    except (ValueError, KeyError, TypeError) as error:
+        ctx, endings, label = example["ctx"], example["endings"], example["label"]
+        label = int(label) if isinstance(label, str) else label
+    except (ValueError, KeyError, TypeError) as error:  # ValueError: UnicodeDecodeError too
         raise HellaSwagError(f"{where}: not an example with ctx, endings and label ({error!r})") from None
     if not isinstance(ctx, str) or not isinstance(endings, list) or not all(isinstance(e, str) for e in endings):
         raise HellaSwagError(f"{where}: ctx must be a text and endings a list of texts")
-    if len(endings) != 4 or not 0 <= label < 4:
-        raise HellaSwagError(f"{where}: expected 4 endings and a label from 0 to 3, got {len(endings)} and {label}")
+    if not ctx:
+        raise HellaSwagError(f"{where}: ctx is empty, so nothing precedes an ending's first token")
+    if len(endings) != 4 or type(label) is not int or not 0 <= label < 4:
+        raise HellaSwagError(f"{where}: expected 4 endings and a label from 0 to 3, got {len(endings)} and {label!r}")
     return {"ctx": ctx, "endings": endings, "label": label}
 
 
 def download(folder=CACHE, url=URL, tries=3):
-    """Fetches the raw validation file once; returns its path."""
+    """Fetches the raw validation file once; returns its path. What is no such file (a proxy's page) is not kept."""
     path = Path(folder) / "hellaswag_val.jsonl"
     for attempt in range(tries):
         if path.exists():
@@ -81,11 +95,12 @@ def download(folder=CACHE, url=URL, tries=3):
         try:
             with urllib.request.urlopen(url, timeout=20) as reply:
                 data = reply.read()
+            parse_all(data, url)
             path.parent.mkdir(parents=True, exist_ok=True)
             aside = path.with_name(f"{path.name}.{os.getpid()}")
             aside.write_bytes(data)
             os.replace(aside, path)  # ranks may fetch at the same time: each leaves a whole file
-        except OSError as error:  # urllib's errors are among them
+        except (OSError, http.client.HTTPException, HellaSwagError) as error:  # urllib's own are OSErrors
             failure = error
             time.sleep(attempt)
     if path.exists():
@@ -146,7 +161,7 @@ def evaluate(model, prepared, device, batch_tokens=None, autocast=None):
     jobs = list(batches(prepared, batch_tokens, model.cfg.block_size))
     jobs += [([], *jobs[-1][1:])] * (-len(jobs) % world)
     losses = torch.zeros(len(prepared.rows), dtype=torch.float32, device=device)
-    for numbers, B, T in jobs[rank::world]:
+    for numbers, B, T in progress(jobs[rank::world], "HellaSwag"):
         idx, targets = pad(prepared, numbers, B, T)
         with autocast or contextlib.nullcontext():
             loss = model(idx.to(device, non_blocking=True), targets.to(device, non_blocking=True), "none")
@@ -179,6 +194,8 @@ def main(cfg):
     import sample
     import tokenizer as tokenizers
 
+    if cfg.limit is not None and cfg.limit < 1:
+        raise UserError(f"limit={cfg.limit}: expected at least 1 example, or None for all")
     device = parallel.pick_device(cfg.device)
     precision, _ = parallel.pick_precision(cfg.precision, device)
     autocast = parallel.autocast(precision, device)

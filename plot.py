@@ -40,15 +40,36 @@ def read(run):
         except (ValueError, KeyError, TypeError):
             if number < len(lines):
                 raise UserError(f"{path}:{number}: not a line of a log: {line[:60]!r}") from None
-    if not found.get("train") and not found.get("val"):
-        raise UserError(f"{path}: no training or validation line yet; nothing to draw")
+    if not any(len(series(found, kind, "loss")[0]) for kind in ("train", "val")):
+        raise UserError(f"{path}: no finite training or validation loss in it; nothing to draw")
     return found
 
 
+def read_reference(path):
+    """{"name": str, "points": {step: loss}} of a JSON file, steps as ints."""
+    try:
+        given = json.loads(Path(path).read_text())
+        points = {int(step): float(loss) for step, loss in given["points"].items()}
+        if points:
+            return {"name": str(given["name"]), "points": points}
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; expected a JSON file for --reference") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        pass
+    raise UserError(f'{path}: expected {{"name": "…", "points": {{"50": 6.04, …}}}}')
+
+
+def labels(runs):
+    """A run's folder name, or its whole path where two names are the same: each needs a curve of its own."""
+    names = [Path(run).resolve().name for run in runs]
+    return [str(run) if names.count(name) > 1 else name for run, name in zip(runs, names)]
+
+
 def series(log, kind, key):
-    """(steps, values) as float arrays, lines without a value left out."""
+    """(steps, values) as float arrays; lines without a value, or with NaN or infinity (a diverged run), left out."""
     points = sorted((step, line[key]) for step, line in log.get(kind, {}).items() if line.get(key) is not None)
-    return np.array(points, dtype=float).reshape(-1, 2).T
+    points = np.array(points, dtype=float).reshape(-1, 2)
+    return points[np.isfinite(points[:, 1])].T
 
 
 def smooth(values, width=None):
@@ -62,7 +83,7 @@ def smooth(values, width=None):
 
 def draw(runs, out_path, reference=None):
     """Draws the runs (folders) into the PNG `out_path`; reference: {"name": str, "points": {step: loss}}."""
-    logs = {Path(run).name: read(run) for run in runs}
+    logs = {label: read(run) for label, run in zip(labels(runs), runs)}
     small = [("lr", "learning rate"), ("norm", "gradient norm"), ("tok_per_s", "tokens a second, thousands")]
     if any(log.get("hellaswag") for log in logs.values()):
         small.insert(0, ("hellaswag", "HellaSwag acc_norm"))
@@ -72,8 +93,12 @@ def draw(runs, out_path, reference=None):
         draw_loss(figure.add_subplot(grid[0, :]), logs, reference)
         for i, (key, title) in enumerate(small):
             draw_small(figure.add_subplot(grid[1, i]), logs, key, title)
-        figure.savefig(out_path, dpi=110, facecolor="white")
-        plt.close(figure)
+        try:
+            figure.savefig(out_path, dpi=110, facecolor="white")
+        except OSError as error:
+            raise UserError(f"{out_path}: cannot write the picture ({error.strerror})") from None
+        finally:
+            plt.close(figure)
 
 
 def draw_loss(axes, logs, reference):
@@ -130,7 +155,7 @@ def main(words=None):
     parser.add_argument("--reference", help="a JSON file with a curve to compare with")
     given = parser.parse_args(words)
     out = given.out or Path(given.runs[0]) / "curves.png"
-    reference = json.loads(Path(given.reference).read_text()) if given.reference else None
+    reference = read_reference(given.reference) if given.reference else None
     draw(given.runs, out, reference)
     print(f"drawn: {out}")
 

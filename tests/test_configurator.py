@@ -11,7 +11,7 @@ from configurator import UserError, changed, configure, describe
 @dataclass
 class Config:
     n_layer: int = 12  # blocks
-    lr: float = 6e-4  # peak rate
+    lr: float = 6e-4  # peak learning rate
     name: str = "run"  # what it is called
     compile: bool = True  # use torch.compile
     kind: Literal["a", "b"] = "a"  # which one
@@ -42,7 +42,8 @@ def test_file_imports_computes_and_is_overridden(tmp_path):
 @pytest.mark.parametrize(
     "word, message",
     [
-        ("--lerning_rate=1", "unknown setting --lerning_rate"),
+        ("--lerning_rate=1", "unknown setting --lerning_rate; did you mean lr?"),
+        ("--zzz=1", "unknown setting --zzz"),
         ("--n_layers=1", "did you mean n_layer?"),
         ("--lr=abc", "lr=abc is not a float"),
         ("--n_layer=0.5", "n_layer=0.5 is not an int"),

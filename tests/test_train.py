@@ -202,7 +202,7 @@ def test_errors_are_one_line_and_end_every_rank(data_dir, tmp_path):
     assert (
         result.stderr.strip() == "error: command line: unknown setting --lerning_rate; did you mean learning_rate?"
         or (
-            result.stderr.startswith("error: command line: unknown setting --lerning_rate")
+            result.stderr.startswith("error: command line: unknown setting --lerning_rate; did you mean lr?")
             and result.stderr.count("\n") == 1
         )
     )
