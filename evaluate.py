@@ -2,12 +2,12 @@
 
 import math
 
-import hellaswag
-import tokenizer as tokenizers
 import torch
 
+import hellaswag
 import parallel
 import sample
+import tokenizer as tokenizers
 from logger import progress
 
 

@@ -62,7 +62,7 @@ def load(path=None):
 
 
 def parse_all(data, where):
-    """The examples in the bytes of a file. Only \\n ends a line: a text may hold U+2028, at which splitlines cuts."""
+    """The examples in the bytes of a file. A newline alone ends a line: splitlines would cut at U+2028 too."""
     lines = enumerate(data.split(b"\n"), 1)
     examples = [parse(line, f"{where}:{number}") for number, line in lines if line.strip()]
     if not examples:

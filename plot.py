@@ -19,6 +19,7 @@ from configurator import UserError
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
+from matplotlib.ticker import LogLocator, NullFormatter  # noqa: E402
 
 COLORS = ["#2563eb", "#dc2626", "#059669", "#9333ea", "#d97706", "#0891b2"]
 STYLE = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#e5e7eb"}
@@ -84,11 +85,12 @@ def smooth(values, width=None):
 def draw(runs, out_path, reference=None):
     """Draws the runs (folders) into the PNG `out_path`; reference: {"name": str, "points": {step: loss}}."""
     logs = {label: read(run) for label, run in zip(labels(runs), runs)}
-    small = [("lr", "learning rate"), ("norm", "gradient norm"), ("tok_per_s", "tokens a second, thousands")]
+    small = [("lr", "learning rate"), ("norm", "gradient norm"), ("tok_per_s", "thousand tokens/s")]
     if any(log.get("hellaswag") for log in logs.values()):
         small.insert(0, ("hellaswag", "HellaSwag acc_norm"))
     with plt.rc_context(STYLE):
         figure = plt.figure(figsize=(10, 5.6), layout="constrained")
+        figure.get_layout_engine().set(w_pad=0.1, h_pad=0.06)  # inches: outer tick labels stay off the edge
         grid = figure.add_gridspec(2, len(small), height_ratios=[2, 1])
         draw_loss(figure.add_subplot(grid[0, :]), logs, reference)
         for i, (key, title) in enumerate(small):
@@ -106,16 +108,16 @@ def draw_loss(axes, logs, reference):
     highest, lowest = [], []
     for color, (name, log) in zip(COLORS * len(logs), logs.items()):
         steps, loss = series(log, "train", "loss")
-        axes.plot(steps, loss, color=color, linewidth=0.6, alpha=0.3)
-        axes.plot(steps, smooth(loss), color=color, linewidth=1.4, label=f"{name}, training")
+        if len(loss):
+            draw_smoothed(axes, steps, loss, color, f"{name}, training")
         at, val = series(log, "val", "loss")
-        last = f": {val[-1]:.3f}" if len(val) else ""
-        axes.plot(at, val, "o", color=color, markersize=4.5, markeredgecolor="white", label=f"{name}, validation{last}")
+        if len(val):
+            label = f"{name}, validation: {val[-1]:.3f}"
+            axes.plot(at, val, "o", color=color, markersize=4.5, markeredgecolor="white", label=label)
         both = np.concatenate([loss, val])
         lowest.append(both.min())
-        highest.append(
-            np.quantile(both, 0.97) if len(both) > 20 else both.max()
-        )  # the first steps would flatten the rest
+        # the first steps would flatten the rest
+        highest.append(np.quantile(both, 0.97) if len(both) > 20 else both.max())
     if reference:
         points = sorted((int(step), loss) for step, loss in reference["points"].items())
         axes.plot(*zip(*points), "--s", color="#374151", markersize=3, linewidth=1, label=reference["name"])
@@ -126,24 +128,33 @@ def draw_loss(axes, logs, reference):
     axes.legend(loc="upper right")
 
 
+def draw_smoothed(axes, steps, values, color, label=None):
+    axes.plot(steps, values, color=color, linewidth=0.6, alpha=0.3)
+    axes.plot(steps, smooth(values), color=color, linewidth=1.4, label=label)
+
+
 def draw_small(axes, logs, key, title):
     axes.set_title(title)
     axes.set_xlabel("step")
     for color, log in zip(COLORS * len(logs), logs.values()):
         if key == "hellaswag":
             axes.plot(*series(log, "hellaswag", "acc_norm"), "o-", color=color, markersize=3, linewidth=1)
+            continue
+        steps, values = series(log, "train", key)
+        if key == "norm":
+            draw_smoothed(axes, steps, values, color)
         else:
-            steps, values = series(log, "train", key)
             axes.plot(steps, values / 1e3 if key == "tok_per_s" else values, color=color, linewidth=1)
     if key == "hellaswag":
         axes.axhline(0.25, color="#9ca3af", linestyle=":", linewidth=1)
-        axes.annotate(
-            "chance", (0.98, 0.25), xycoords=("axes fraction", "data"), ha="right", va="bottom", color="#6b7280"
-        )
+        place = {"xycoords": ("axes fraction", "data"), "ha": "right", "va": "bottom"}
+        axes.annotate("chance", (0.98, 0.25), color="#6b7280", **place)
     if key == "norm":
         axes.set_yscale("log")
-    if key == "lr":
-        axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    if key in ("norm", "lr"):
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     if key == "tok_per_s":
         axes.set_ylim(bottom=0)
 

@@ -7,11 +7,11 @@ python sample.py --pretrained=gpt2 --temperature=0.8 --top_k=50
 from dataclasses import dataclass
 from typing import Literal
 
-import tokenizer as tokenizers
 import torch
 
 import checkpoint
 import parallel
+import tokenizer as tokenizers
 from configurator import UserError, run
 
 

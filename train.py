@@ -138,6 +138,7 @@ def clear_out_dir(cfg):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
+@torch.no_grad()
 def load_initial_weights(model, cfg):
     """Copies the weights that cfg.init_from names into a freshly built model of the same shape."""
     if cfg.init_from.startswith("hf:"):
@@ -147,10 +148,14 @@ def load_initial_weights(model, cfg):
     else:
         other, shape = checkpoint.load_model(cfg.init_from, "cpu")
     saved = {f.name: getattr(shape, f.name) for f in dataclasses.fields(models.GPTConfig)}
-    free = ["block_size"] if cfg.positions == "rope" else []  # no weight of a RoPE model depends on it
+    free = ["vocab_multiple"]
+    free += ["block_size"] if cfg.positions == "rope" else []  # no weight of a RoPE model depends on it
     if wrong := checkpoint.shape_differences(saved, cfg, free):
         raise UserError(f"init_from={cfg.init_from} is another model: {'; '.join(wrong)}")
-    checkpoint.load_model_tensors(model, checkpoint.model_tensors(other))
+    own, tensors, V = checkpoint.model_tensors(model), checkpoint.model_tensors(other), cfg.vocab_size
+    for name in {"wte.weight", "head.weight"} & own.keys():  # the padding rows keep their own number
+        tensors[name] = torch.cat([tensors[name][:V].to(own[name]), own[name][V:]])
+    checkpoint.load_model_tensors(model, tensors)
 
 
 def make_loaders(cfg, world):

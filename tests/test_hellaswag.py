@@ -1,5 +1,7 @@
 """hellaswag.py: scores against one row at a time, the same for any batch size and number of ranks, and bad files."""
 
+import http.client
+import io
 import json
 import os
 import subprocess
@@ -10,8 +12,10 @@ import pytest
 import torch
 from conftest import ROOT
 
+import checkpoint
 import hellaswag
 import tokenizer as tokenizers
+from configurator import UserError
 from model import GPTConfig, build
 
 REAL = ROOT.parent / "shared" / "hellaswag" / "hellaswag_val.jsonl"
@@ -85,8 +89,14 @@ import test_hellaswag as t
 prepared = hellaswag.prepare(t.made_up(30), t.tokenizers.load("bytes"), 128)
 alone = hellaswag.evaluate(t.small(), prepared, "cpu", 512)
 dist.init_process_group("gloo")
-both = hellaswag.evaluate(t.small(), prepared, "cpu", 512)
+model, calls = t.small(), []
+model.register_forward_hook(lambda *_: calls.append(1))
+both = hellaswag.evaluate(model, prepared, "cpu", 512)
 assert [alone[k] for k in ("acc", "acc_norm", "n")] == [both[k] for k in ("acc", "acc_norm", "n")], (alone, both)
+assert len(list(hellaswag.batches(prepared, 512, 128))) % 2 == 1  # else dealing them out is no test
+counts = [None, None]
+dist.all_gather_object(counts, len(calls))
+assert counts[0] == counts[1] > 1, counts  # FSDP's collectives hang otherwise
 print("same" * (dist.get_rank() == 0))
 dist.destroy_process_group()
 """
@@ -106,6 +116,10 @@ dist.destroy_process_group()
         ('{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": 4}', "got 4 and 4"),
         ('{"ctx": "a", "endings": ["b", "c", "d", "e"]}', "label"),
         ('{"ctx": 3, "endings": ["b", "c", "d", "e"], "label": 0}', "ctx must be a text"),
+        ('{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": 2.7}', "got 4 and 2.7"),
+        ('{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": true}', "got 4 and True"),
+        ('{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": Infinity}', "got 4 and inf"),
+        ('{"ctx": "", "endings": ["b", "c", "d", "e"], "label": 0}', "ctx is empty"),
         ("[1]", "not an example"),
     ],
 )
@@ -114,6 +128,41 @@ def test_a_bad_line_is_named(tmp_path, line, message):
     path.write_text(json.dumps(made_up(1)[0]) + "\n" + line + "\n")
     with pytest.raises(hellaswag.HellaSwagError, match=f"h.jsonl:2: .*{message}"):
         hellaswag.load(path)
+
+
+def test_bytes_that_are_no_utf8_and_an_empty_file(tmp_path):
+    path = tmp_path / "h.jsonl"
+    path.write_bytes(b'{"ctx": "\xff"}\n')
+    with pytest.raises(hellaswag.HellaSwagError, match="h.jsonl:1: not an example"):
+        hellaswag.load(path)
+    path.write_text("\n")
+    with pytest.raises(hellaswag.HellaSwagError, match="h.jsonl: no examples") as caught:
+        hellaswag.load(path)
+    assert caught.value.exit_code == 3
+
+
+def test_the_raw_file_is_read_its_line_separators_and_text_labels_too(tmp_path):
+    raw = {"ind": 24, "activity_label": "x", "ctx_a": "a", "ctx_b": "b", "split": "val", "source_id": "wikihow~1"}
+    raw |= {"ctx": "[header] a\u2028b\x85c", "endings": ["d", "e", "f", "g"], "label": "3"}
+    path = tmp_path / "h.jsonl"
+    path.write_text(json.dumps(raw, ensure_ascii=False) + "\r\n", encoding="utf-8", newline="")
+    assert hellaswag.load(path) == [{k: raw[k] for k in ("ctx", "endings")} | {"label": 3}]
+
+
+@pytest.mark.parametrize("page", [None, b"<html>log in</html>", b""])
+def test_a_short_read_and_a_foreign_page_are_not_kept(tmp_path, monkeypatch, page):
+    class Reply(io.BytesIO):
+        def read(self):
+            if page is None:
+                raise http.client.IncompleteRead(b"half", 4)
+            return page
+
+    tries = []
+    monkeypatch.setattr(hellaswag.urllib.request, "urlopen", lambda *_, **__: tries.append(1) or Reply())
+    monkeypatch.setattr(hellaswag.time, "sleep", lambda _: None)
+    with pytest.raises(hellaswag.Unavailable, match="can't be fetched"):
+        hellaswag.download(tmp_path)
+    assert len(tries) == 3 and not list(tmp_path.iterdir())
 
 
 def test_a_missing_file_and_a_dead_network_are_unavailable(tmp_path, monkeypatch):
@@ -137,6 +186,18 @@ def test_download_through_the_network_and_the_cache(tmp_path):
     source.unlink()
     assert hellaswag.download(tmp_path / "cache", url=source.as_uri()) == path
     assert len(hellaswag.load(path)) == 3
+
+
+def test_command_line_scores_a_checkpoint_and_refuses_no_examples(tmp_path, capsys):
+    model, path = small(), tmp_path / "h.jsonl"
+    path.write_text("".join(json.dumps(example) + "\n" for example in made_up(5)))
+    checkpoint.save_model(tmp_path / "run", model, model.cfg)
+    cfg = hellaswag.Config(checkpoint=str(tmp_path / "run"), file=str(path), tokenizer="bytes", device="cpu", limit=3)
+    hellaswag.main(cfg)
+    acc, acc_norm = naive(model, made_up(5)[:3], tokenizers.load("bytes"))
+    assert f"acc_norm {acc_norm:.4f} | acc {acc:.4f} | 3 examples" in capsys.readouterr().out
+    with pytest.raises(UserError, match="limit=0: expected at least 1"):
+        hellaswag.main(hellaswag.Config(limit=0))
 
 
 @pytest.mark.skipif(not REAL.exists(), reason="needs the validation file beside the project")

@@ -54,6 +54,36 @@ def test_missing_empty_and_foreign_logs(tmp_path):
         plot.read(write(tmp_path / "foreign", ["text", *training([1])]))
 
 
+def test_a_diverged_run_is_drawn_up_to_its_last_finite_loss(tmp_path):
+    nan = float("nan")
+    run = write(tmp_path, training(range(1, 30)) + training([30], loss=nan, norm=float("inf")))
+    steps, loss = plot.series(plot.read(run), "train", "loss")
+    assert steps[-1] == 29 and np.isfinite(plot.smooth(loss)).all()
+    plot.draw([run], tmp_path / "c.png")
+    with pytest.raises(UserError, match="no finite training or validation loss"):
+        plot.read(write(tmp_path / "all", training([1, 2], loss=nan)))
+
+
+def test_runs_of_the_same_name_stay_apart(tmp_path):
+    assert plot.labels(["out/a/", "out/b"]) == ["a", "b"]
+    assert plot.labels(["x/run", "y/run", "z"]) == ["x/run", "y/run", "z"]
+
+
+@pytest.mark.parametrize("text", [None, "[1]", "{", '{"name": "a", "points": {}}', '{"name": "a", "points": {"x": 1}}'])
+def test_a_bad_reference_is_one_line(tmp_path, text):
+    write(tmp_path, training([1, 2]))
+    if text is not None:
+        (tmp_path / "r.json").write_text(text)
+    with pytest.raises(UserError, match="r.json: (No such file|expected)"):
+        plot.main([str(tmp_path), f"--reference={tmp_path / 'r.json'}"])
+
+
+def test_a_picture_that_cannot_be_written(tmp_path):
+    run = write(tmp_path, training([1, 2]))
+    with pytest.raises(UserError, match="cannot write the picture"):
+        plot.draw([run], tmp_path / "none" / "c.png")
+
+
 def test_command_line(tmp_path, capsys):
     write(tmp_path / "run", training([1, 2, 3]))
     plot.main([str(tmp_path / "run")])

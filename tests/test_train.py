@@ -109,6 +109,9 @@ def test_init_from_starts_at_those_weights(data_dir, tmp_path):
     first = train_here(data_dir, tmp_path / "a", eval_interval=12)
     second = train_here(data_dir, tmp_path / "b", eval_interval=12, init_from=tmp_path / "a", max_steps=1)
     assert losses(second, "val")[0] == losses(first, "val")[12]
+    padded = dict(vocab_multiple=64, max_steps=1, eval_interval=12)
+    third = train_here(data_dir, tmp_path / "p", init_from=tmp_path / "a", **padded)
+    assert losses(third, "val")[0] == pytest.approx(losses(first, "val")[12], rel=1e-6)
     with pytest.raises(UserError, match="n_embd: checkpoint 64, now 32"):
         train_here(data_dir, tmp_path / "c", init_from=tmp_path / "a", n_embd=32)
 
