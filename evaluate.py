@@ -42,6 +42,9 @@ class Evaluator:
                 self.examples = hellaswag.prepare(examples, self.tokenizer, cfg.block_size)
             except hellaswag.Unavailable as error:
                 self.warnings.append(f"no HellaSwag in this run: {error}")
+            if not all(parallel.gather_objects(self.examples is not None)):  # all ranks take part in it or none
+                self.warnings = self.warnings or ["no HellaSwag in this run: another rank has no file"]
+                self.examples = None
 
     def due(self, interval, step):
         return interval and (step % interval == 0 or step == self.cfg.max_steps)

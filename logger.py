@@ -70,6 +70,8 @@ class Logger:
             Path(cfg.out_dir).mkdir(parents=True, exist_ok=True)
             (Path(cfg.out_dir) / "config.json").write_text(json.dumps(asdict(cfg), indent=1) + "\n")
             self.file = open(Path(cfg.out_dir) / "log.jsonl", "a")  # noqa: SIM115
+            if self.file.tell() and not (Path(cfg.out_dir) / "log.jsonl").read_bytes().endswith(b"\n"):
+                self.file.write("\n")  # a kill or a full disk tore the last line: what follows stays readable
             self.wandb = self._start_wandb(saved_id) if cfg.wandb else None
         self.run_id = self.wandb.id if self.wandb else saved_id
 
