@@ -69,9 +69,10 @@ class Logger:
         if self.on and not cfg.dry_run:
             Path(cfg.out_dir).mkdir(parents=True, exist_ok=True)
             (Path(cfg.out_dir) / "config.json").write_text(json.dumps(asdict(cfg), indent=1) + "\n")
-            self.file = open(Path(cfg.out_dir) / "log.jsonl", "a")  # noqa: SIM115
-            if self.file.tell() and not (Path(cfg.out_dir) / "log.jsonl").read_bytes().endswith(b"\n"):
-                self.file.write("\n")  # a kill or a full disk tore the last line: what follows stays readable
+            path = Path(cfg.out_dir) / "log.jsonl"
+            if path.exists():  # a kill or a full disk may have torn the last line: what follows must stay readable
+                os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+            self.file = open(path, "a")  # noqa: SIM115
             self.wandb = self._start_wandb(saved_id) if cfg.wandb else None
         self.run_id = self.wandb.id if self.wandb else saved_id
 

@@ -127,6 +127,8 @@ def test_used_folder_is_refused_and_kept(data_dir, tmp_path):
 
 def test_resume_refuses_another_model_and_other_data(data_dir, tmp_path):
     train_here(data_dir, tmp_path / "run", max_steps=4)
+    with open(tmp_path / "run" / "log.jsonl", "a") as file:
+        file.write('{"kind": "train", "st')  # torn, as by a kill: a resumed run's log is readable all the same
     with pytest.raises(train.checkpoint.CheckpointError, match="n_layer: checkpoint 2, now 3; .*n_embd: checkpoint 64"):
         train_here(data_dir, tmp_path / "run", resume="auto", n_layer=3, n_embd=32)
     other = tmp_path / "data"
