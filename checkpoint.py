@@ -243,7 +243,7 @@ def shape_differences(saved, cfg, free=()):
     saved: a dict of fields. None and the value that it stands for are the same.
     """
     old = GPTConfig(**{f.name: saved.get(f.name, f.default) for f in fields(GPTConfig)})
-    free = {"attention", "dropout", *free}
+    free = {"attention", "dropout", "label_smoothing", "z_loss", *free}
     if old.positions == cfg.positions == "learned" or old.rope_factor == cfg.rope_factor is None:
         free |= {"rope_low_freq", "rope_high_freq", "rope_original"}
     own = {"n_kv_head": "kv_heads", "n_hidden": "hidden"}  # the property that says what None means

@@ -49,6 +49,11 @@ class Evaluator:
     def due(self, interval, step):
         return interval and (step % interval == 0 or step == self.cfg.max_steps)
 
+    def due_at(self, step):
+        """Whether a call after `step` would do anything."""
+        cfg = self.cfg
+        return any(self.due(i, step) for i in (cfg.eval_interval, cfg.hellaswag_interval, cfg.sample_interval))
+
     def __call__(self, step, log):
         """Prints and records to `log`; returns the validation loss, None if it was not due."""
         self.model.eval()

@@ -39,6 +39,8 @@ class GPTConfig:
     qk_norm: bool = False  # RMSNorm on queries and keys before RoPE
     tie_embeddings: bool = True  # the head shares the token embedding's weight
     softcap: float | None = None  # bounds the logits to +-softcap; None: off
+    label_smoothing: float = 0.0  # share of the target's probability spread over the vocabulary, in training only
+    z_loss: float = 0.0  # weight of logsumexp(logits)**2 in the loss, in training only; PaLM's is 1e-4
     dropout: float = 0.0  # in attention and after each sublayer
     attention: Literal["auto", "cudnn", "flash", "efficient", "math"] = "auto"  # SDPA backend; auto: by device
 
@@ -193,9 +195,14 @@ class Head(nn.Linear):
     def __init__(self, cfg):
         super().__init__(cfg.n_embd, cfg.padded_vocab, bias=False)
         self.vocab_size, self.softcap = cfg.vocab_size, cfg.softcap
+        self.label_smoothing, self.z_loss = cfg.label_smoothing, cfg.z_loss
 
     def forward(self, x, targets, reduction):
-        return kernels.linear_cross_entropy(x, self.weight, targets, self.vocab_size, reduction, self.softcap)
+        return kernels.linear_cross_entropy(x, self.weight, targets, reduction, *self.options())
+
+    def options(self):
+        """What the loss takes besides: vocab_size, softcap, label smoothing and z-loss."""
+        return self.vocab_size, self.softcap, self.label_smoothing * self.training, self.z_loss * self.training
 
     def logits(self, x):
         return kernels.cap(F.linear(x, self.weight)[..., : self.vocab_size].float(), self.softcap)

@@ -1,6 +1,7 @@
 """Processes and devices: who runs where, how the model is compiled and wrapped, and the few collectives in use."""
 
 import contextlib
+import importlib.util
 import os
 import time
 from dataclasses import dataclass
@@ -82,12 +83,29 @@ def autocast(precision, device):
     return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 
+def pick_ops(name, device, precision):
+    """(torch or fused, reason), with auto resolved: fused.py where it runs."""
+    missing = None
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] < 8:
+        missing = "fused.py is for NVIDIA GPUs from Ampere on"
+    elif precision != "bf16":
+        missing = f"fused.py is for bf16, precision is {precision}"
+    elif importlib.util.find_spec("triton") is None:
+        missing = "fused.py needs the package triton"
+    if name == "fused" and missing:
+        raise UserError(f"ops=fused: {missing}; try --ops=torch")
+    if name != "auto":
+        return name, "as set"
+    return ("torch", missing) if missing else ("fused", "cuBLASLt and Triton, fused.py")
+
+
 def bf16_residual(model):
     """Keeps the residual stream in bf16, not float32, under bf16 autocast (norms still compute in float32).
 
     GPT-2 124M on one H200: 42 ms less of a step's 1,042, with the same loss; llm.c and Megatron-LM do likewise.
     """
-    model.dropout.register_forward_hook(lambda module, inputs, output: output.to(torch.bfloat16))
+    for module in (model.dropout, model.norm):
+        module.register_forward_hook(lambda module, inputs, output: output.to(torch.bfloat16))
 
 
 def compile_model(model, by_block):
@@ -106,8 +124,14 @@ def compile_model(model, by_block):
     model.head.compile()
 
 
-def wrap(model, cfg, world):
-    """The model as the loop calls it: compiled where asked for, under DDP where there are several processes."""
+def wrap(model, cfg, world, precision):
+    """The model as the loop calls it, in a fixed order: other layers put in, compiled, under DDP if there are ranks."""
+    if precision == "bf16" and cfg.bf16_residual:
+        bf16_residual(model)
+    if cfg.ops == "fused":
+        import fused
+
+        fused.swap(model)
     if cfg.compile:
         compile_model(model, by_block=world.size > 1)
     if not dist.is_initialized():
@@ -152,3 +176,20 @@ def synchronize(device):
     if device.type != "cpu":
         getattr(torch, device.type).synchronize()
     return time.perf_counter()
+
+
+class Later:
+    """A small tensor on its way to the host: `get` waits for it alone, not for what the device was given since."""
+
+    def __init__(self, tensor):
+        self.tensor, self.event = tensor, None
+        if tensor.device.type == "cuda":
+            self.tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self.tensor.copy_(tensor, non_blocking=True)
+            self.event = torch.cuda.Event()
+            self.event.record()
+
+    def get(self):
+        if self.event:
+            self.event.synchronize()
+        return self.tensor.tolist()

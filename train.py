@@ -8,6 +8,7 @@ Settings: a config file, then --key=value (`--help` lists them). Writes out_dir/
 Exit codes: 0 done, 2 a setting, 3 data, 4 a checkpoint, 5 a loss that is not finite, 143 saved and stopped by SIGTERM.
 """
 
+import collections
 import dataclasses
 import itertools
 import math
@@ -86,6 +87,7 @@ class Config(models.GPTConfig):
     )
     bf16_residual: bool = True  # with precision=bf16: the residual stream in bf16 as well, not in float32
     compile: bool = True  # torch.compile; needs a C++ compiler on the CPU
+    ops: Literal["auto", "torch", "fused"] = "auto"  # fused: fused.py's linears and loss; auto: if they run
     # console and logs
     log_interval: int = 1  # print every so many steps; log.jsonl has them all
     wandb: bool = False  # log to Weights & Biases as well
@@ -167,6 +169,51 @@ def make_loaders(cfg, world):
     return loader, TokenLoader(split="val", **common) if cfg.eval_interval else None
 
 
+@dataclass
+class Training:
+    """What a step needs. `raw` has the weights, `model` is the same compiled and wrapped, as the loop calls it."""
+
+    raw: torch.nn.Module
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    autocast: object
+    accumulation: int  # micro-steps a step
+    clip: float | None
+
+    def step(self, next_batch, lr):
+        """One optimizer step over `accumulation` batches -> (loss, gradient norm), on the device and not waited for."""
+        loss = 0.0
+        for micro in range(self.accumulation):
+            x, y = next_batch()
+            parallel.sync_gradients(self.model, micro == self.accumulation - 1)
+            with self.autocast:
+                micro_loss = self.model(x, y) / self.accumulation
+            self.scaler.scale(micro_loss).backward()
+            loss += micro_loss.detach()
+        self.scaler.unscale_(self.optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(self.raw.parameters(), self.clip or math.inf, foreach=True)
+        optim.set_learning_rate(self.optimizer, lr)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss, norm
+
+
+def build(cfg, world, precision, tensors=None):
+    """The Training of cfg: build, load (a checkpoint's model tensors, or cfg.init_from), compile, wrap, optimizer."""
+    raw = models.build(cfg, world.device, cfg.seed)
+    if tensors:
+        checkpoint.load_model_tensors(raw, tensors)
+    elif cfg.init_from:
+        load_initial_weights(raw, cfg)
+    model = parallel.wrap(raw, cfg, world, precision)
+    scaler = torch.amp.GradScaler(world.device.type, enabled=precision == "fp16")
+    autocast = parallel.autocast(precision, world.device)
+    accumulation = cfg.batch_tokens // (cfg.batch_size * cfg.block_size * world.size)
+    return Training(raw, model, optim.make_optimizer(raw, cfg), scaler, autocast, accumulation, cfg.clip)
+
+
 def main(cfg):
     world = parallel.start(cfg.device, cfg.backend, cfg.timeout_s)
     try:
@@ -181,8 +228,9 @@ def train(cfg, world):
     if cfg.dry_run:
         cfg = dataclasses.replace(cfg, max_steps=2)
     precision, precision_reason = parallel.pick_precision(cfg.precision, device)
-    autocast = parallel.autocast(precision, device)
-    attention = kernels.best_attention(device, precision) if cfg.attention == "auto" else (cfg.attention, "as set")
+    attention, attention_reason = kernels.pick_attention(cfg.attention, device, precision)
+    ops, ops_reason = parallel.pick_ops(cfg.ops, device, precision)
+    shape = dataclasses.replace(cfg, attention=attention, ops=ops)
     source = claim_out_dir(cfg)
     tensors, state = checkpoint.load(source) if source else ({}, {})
     if source and (wrong := checkpoint.shape_differences(state["config"], cfg)):
@@ -192,27 +240,15 @@ def train(cfg, world):
     if cfg.verify_data:
         verify(cfg.data_dir)
     loader, val_loader = make_loaders(cfg, world)
-    accumulation = cfg.batch_tokens // (cfg.batch_size * cfg.block_size * world.size)  # micro-steps a step
     next_batch = loader.next
-    if cfg.overfit:
-        next_batch = itertools.cycle([loader.next() for _ in range(accumulation)]).__next__
     cfg = dataclasses.replace(cfg, tokenizer=cfg.tokenizer or loader.tokenizer)  # recorded for sample.py
 
-    # model: build, load, compile and wrap; then the optimizer
-    raw = models.build(
-        dataclasses.replace(cfg, attention=attention[0]), device, cfg.seed
-    )  # `raw` has the weights, `model` is what the loop calls
-    if source:
-        checkpoint.load_model_tensors(raw, tensors["model"])
-    elif cfg.init_from:
-        load_initial_weights(raw, cfg)
-    if precision == "bf16" and cfg.bf16_residual:
-        parallel.bf16_residual(raw)
-    model = parallel.wrap(raw, cfg, world)
-    optimizer = optim.make_optimizer(raw, cfg)
-    scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
-    params = [p for p in raw.parameters() if p.requires_grad]
-    evaluate = Evaluator(cfg, raw, val_loader, cfg.tokenizer or "gpt2", autocast)
+    # model
+    job = build(shape, world, precision, tensors.get("model"))
+    raw, optimizer, scaler = job.raw, job.optimizer, job.scaler
+    if cfg.overfit:
+        next_batch = itertools.cycle([loader.next() for _ in range(job.accumulation)]).__next__
+    evaluate = Evaluator(cfg, raw, val_loader, cfg.tokenizer or "gpt2", job.autocast)
     torch.manual_seed(cfg.seed + world.rank)  # dropout differs by rank
     first = step = state.get("step", 0)
     if source:
@@ -231,17 +267,23 @@ def train(cfg, world):
     log.start(
         [
             ("precision", f"{precision} ({precision_reason}), compile {'on' if cfg.compile else 'off'}"),
-            ("attention", "{} ({})".format(*attention)),
+            ("attention", f"{attention} ({attention_reason})"),
+            ("linears", f"{ops} ({ops_reason})"),
             *log.describe_model(raw),
             ("data", f"{cfg.data_dir}: {human(loader.tokens)} training tokens, tokenizer {cfg.tokenizer or 'unknown'}"),
-            ("step", f"{cfg.batch_tokens:,} tokens: {micro} x {world.size} ranks x {accumulation} micro-steps"),
+            ("step", f"{cfg.batch_tokens:,} tokens: {micro} x {world.size} ranks x {job.accumulation} micro-steps"),
             ("run", f"steps {step} to {cfg.max_steps}: {human(cfg.max_steps * cfg.batch_tokens)} tokens"),
             *([("resumed", f"{source}")] if source else []),
             *(("warning", w) for w in evaluate.warnings),
         ]
     )
-    stop = torch.zeros(1)  # set by SIGTERM; the ranks agree on it at the end of each step
-    signal.signal(signal.SIGTERM, lambda *_: stop.fill_(1))
+    stop = 0.0  # set to 1 by SIGTERM; the ranks agree on it at the end of each step
+
+    def ask_to_stop(*_):
+        nonlocal stop
+        stop = 1.0
+
+    signal.signal(signal.SIGTERM, ask_to_stop)
 
     def save():
         state = {"config": dataclasses.asdict(cfg), "loader": loader.state_dict(), "scaler": scaler.state_dict()}
@@ -249,43 +291,44 @@ def train(cfg, world):
         log.print(f"saved {checkpoint.save_training(cfg.out_dir, step, raw, optimizer, state, world, cfg.keep_last)}")
         return step
 
-    val_loss, saved = None, first if source else None
-    model.train()
-    while True:
-        if step != saved:  # a resumed run did this before it was saved
-            val_loss = evaluate(step, log)
-        last = step == cfg.max_steps or stop.item()
-        if step not in (0, saved) and cfg.save_interval and not cfg.dry_run and (last or step % cfg.save_interval == 0):
-            saved = save()
-        if last:
-            break
-
-        t0 = time.perf_counter()
-        loss = torch.zeros((), device=device)
-        for micro in range(accumulation):
-            x, y = next_batch()
-            parallel.sync_gradients(model, micro == accumulation - 1)
-            with autocast:
-                micro_loss = model(x, y) / accumulation
-            scaler.scale(micro_loss).backward()
-            loss += micro_loss.detach()
-        scaler.unscale_(optimizer)
-        norm = torch.nn.utils.clip_grad_norm_(params, cfg.clip or math.inf, foreach=True)
-        lr = optim.learning_rate(step, cfg)
-        optim.set_learning_rate(optimizer, lr)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad(set_to_none=True)
-        step += 1
-        sums = parallel.sum_over_ranks(torch.stack([loss, norm, stop.to(device)[0]])) / world.size
-        loss, norm, stopping = sums.tolist()  # the step's only wait for the device
-        stop.fill_(stopping > 0)
-        seconds = time.perf_counter() - t0
+    def finish(step, lr, result):
+        """Waits for a step's figures, prints and records them; True if a rank was told to stop."""
+        nonlocal mark
+        loss, norm, stopping = result.get()
+        now = time.perf_counter()
+        seconds, mark = now - mark, now
         if step == first + 1:
-            log.print(f"first step after {time.perf_counter() - began:.1f} s, {seconds:.1f} s of them its own")
+            log.print(f"first step after {now - began:.1f} s, {seconds:.1f} s of them its own")
         log.step(step, loss, lr, norm, seconds)
         if not math.isfinite(loss):
             raise NotFinite(f"step {step}: the loss is {loss}; nothing was saved since step {saved}; try a lower --lr")
+        return stopping > 0
+
+    val_loss, saved, stopping = None, first if source else None, False
+    waiting = collections.deque()  # steps launched whose figures were not read: one, so that the device is never idle
+    model_saves = cfg.save_interval and not cfg.dry_run
+    raw.train()
+    while True:
+        last = step == cfg.max_steps or stopping
+        save_due = model_saves and step not in (0, saved) and (last or step % cfg.save_interval == 0)
+        if last or save_due or step <= first + 1 or evaluate.due_at(step):
+            while waiting:
+                stopping |= finish(*waiting.popleft())
+        if step != saved:  # a resumed run did this before it was saved
+            val_loss = evaluate(step, log) if evaluate.due_at(step) else None
+        if save_due:
+            saved = save()
+        if last:
+            break
+        if not waiting:
+            mark = time.perf_counter()
+        lr = optim.learning_rate(step, cfg)
+        loss, norm = job.step(next_batch, lr)
+        step += 1
+        figures = torch.stack([loss, norm, torch.full_like(loss, stop)])
+        waiting.append((step, lr, parallel.Later(parallel.sum_over_ranks(figures) / world.size)))
+        if len(waiting) > 1:
+            stopping |= finish(*waiting.popleft())
 
     loader.close()
     log.close(step, saved, time.perf_counter() - began)

@@ -1,0 +1,160 @@
+"""fused.py and cublas.py against float64 on fresh random inputs. Needs an NVIDIA GPU; the loss's kernel also runs in
+Triton's interpreter: TRITON_INTERPRET=1 python -m pytest tests/test_fused.py."""
+
+import itertools
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("triton", reason="Triton is installed with PyTorch's CUDA builds only")
+import cublas
+import fused
+import kernels
+import model as models
+
+GPU = torch.cuda.is_available()
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+gpu = pytest.mark.skipif(not GPU, reason="needs an NVIDIA GPU")
+either = pytest.mark.skipif(not (GPU or INTERPRETED), reason="needs an NVIDIA GPU or TRITON_INTERPRET=1")
+DEVICE = "cuda" if GPU else "cpu"
+
+
+def error(a, b):
+    """Relative error in the Frobenius norm, against a float64 reference."""
+    return ((a.double() - b.double()).norm() / b.double().norm()).item()
+
+
+@pytest.fixture(autouse=True)
+def products(monkeypatch):
+    """Without a GPU the products are PyTorch's."""
+    if not GPU:
+
+        def matmul(a, b, out, accumulate=False, tune=True):
+            product = a.to(out.dtype) @ b.to(out.dtype)
+            return out.add_(product) if accumulate else out.copy_(product)
+
+        monkeypatch.setattr(cublas, "matmul", matmul)
+
+
+# bf16 rounds the logits and their gradient to 8 bits: 2^-9 each at worst, 1.2e-3 in the mean, a few of them together
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1.5e-3}
+SHAPES = [(20, 16, 128, 100), (37, 8, 136, 136), (5, 64, 4104, 4100), (300, 24, 2048, 3), (64, 40, 6200, 4096)]
+
+
+@either
+@pytest.mark.parametrize("N, C, P, V", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16] if GPU else [torch.float32])
+def test_linear_cross_entropy(N, C, P, V, dtype, monkeypatch):
+    monkeypatch.setattr(fused, "CHUNK_BYTES", 16 * P * 4)  # several chunks, the last one ragged
+    for cap, smoothing, z_loss, ignored in itertools.product((None, 5.0), (0.0, 0.1), (0.0, 1e-2), (False, True)):
+        x = torch.randn(1, N, C, device=DEVICE, dtype=dtype, requires_grad=True)
+        weight = torch.randn(P, C, device=DEVICE, requires_grad=True)
+        targets = torch.randint(0, V, (1, N), device=DEVICE)
+        if ignored:
+            targets[torch.rand(1, N, device=DEVICE) < 0.3] = -100
+            targets[0, 0], targets[0, -1] = 0, -100
+        options = (V, cap, smoothing, z_loss)
+        xd, wd = x.detach().double().requires_grad_(), weight.detach().to(dtype).double().requires_grad_()
+        for reduction in ("mean", "sum"):
+            expected = kernels.linear_cross_entropy(xd, wd, targets, reduction, *options)
+            loss = fused.linear_cross_entropy(x, weight, targets, reduction, *options)
+            (3 * expected).backward()
+            (3 * loss).backward()
+            assert error(loss, expected) < TOLERANCE[dtype]
+            assert error(x.grad, xd.grad) < TOLERANCE[dtype]
+            assert error(weight.grad, wd.grad) < TOLERANCE[dtype]
+            assert not weight.grad[V:].any() and weight.grad.dtype == torch.float32
+            for t in (x, weight, xd, wd):
+                t.grad = None
+        with torch.no_grad():
+            each = fused.linear_cross_entropy(x, weight, targets, "none", *options)
+            expected = kernels.linear_cross_entropy(xd, wd, targets, "none", *options)
+        assert each.shape == (1, N) and error(each, expected) < TOLERANCE[dtype]
+
+
+@either
+def test_logits_far_above_the_first_block_overflow_nowhere(monkeypatch):
+    """The sum of exponentials starts from the target's and the last block's logits: others may be hundreds above."""
+    V, C = 3 * fused.CE_BLOCK + 40, 16
+    dtype = torch.bfloat16 if GPU else torch.float32
+    x = torch.ones(1, 4, C, device=DEVICE, dtype=dtype, requires_grad=True)
+    weight = torch.full((V, C), -20.0, device=DEVICE)
+    weight[5], weight[6] = 20.0, 20.0
+    weight.requires_grad_()
+    targets = torch.tensor([[5, 6, V - 1, 0]], device=DEVICE)
+    loss = fused.linear_cross_entropy(x, weight, targets, "sum", V)
+    loss.backward()
+    expected = kernels.linear_cross_entropy(x.double(), weight.double(), targets, "sum", V)
+    assert error(loss, expected) < 1e-6
+    assert torch.isfinite(x.grad).all() and error(weight.grad[5, 0], torch.tensor(-1 + 4 * 0.5)) < 1e-2
+
+
+def leaf(*shape, dtype=torch.bfloat16, std=1.0):
+    return (torch.randn(*shape, device=DEVICE) * std).to(dtype).requires_grad_()
+
+
+@gpu
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("B, T, K, N", [(3, 37, 64, 200), (2, 128, 768, 2304), (1, 1, 8, 16)])
+def test_linear(B, T, K, N, dtype, bias):
+    x, weight, b = leaf(B, T, K), leaf(N, K, dtype=dtype), leaf(N, dtype=dtype) if bias else None
+    inputs = [x, weight] + [b] * bias
+    y = fused.linear(x, weight, b)
+    doubles = [i.detach().to(torch.bfloat16).double().requires_grad_() for i in inputs]
+    expected = F.linear(*doubles)
+    dy = torch.randn_like(y)
+    grads = torch.autograd.grad(y, inputs, dy)
+    assert error(y, expected) < 4e-3  # one rounding to bf16
+    for grad, ref, i in zip(grads, torch.autograd.grad(expected, doubles, dy.double()), inputs, strict=True):
+        assert grad.dtype == i.dtype and grad.shape == i.shape and error(grad, ref) < 4e-3
+
+
+@gpu
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows, C, H", [(111, 64, 256), (512, 768, 3072)])
+def test_gelu_mlp(rows, C, H, bias):
+    cfg = models.GPTConfig(n_embd=C, n_hidden=H, bias=bias, n_head=1)
+    with torch.device(DEVICE):
+        plain, mlp = (models.MLP(cfg, models.gelu) for _ in range(2))
+    plain.load_state_dict({k: v.to(torch.bfloat16) for k, v in mlp.state_dict().items()})
+    plain.double()
+    fused.swap(torch.nn.ModuleList([mlp]))
+    assert isinstance(mlp, fused.GeluMLP)
+    x, dy = leaf(1, rows, C), torch.randn(1, rows, C, device=DEVICE, dtype=torch.bfloat16)
+    xd = x.detach().double().requires_grad_()
+    y, expected = mlp(x), plain(xd)
+    y.backward(dy)
+    expected.backward(dy.double())
+    assert error(y, expected) < 8e-3 and error(x.grad, xd.grad) < 1e-2
+    for (name, p), ref in zip(mlp.named_parameters(), plain.parameters(), strict=True):
+        assert p.grad.dtype == torch.float32 and error(p.grad, ref.grad) < 1e-2, name
+
+
+@gpu
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("shape", [{}, {"mlp": "swiglu", "norm": "rmsnorm", "positions": "rope", "bias": False}])
+def test_a_swapped_model_trains_as_the_plain_one(shape, compiled):
+    """Loss and gradients within what two bf16 computations differ by; parameter names unchanged."""
+    cfg = models.GPTConfig(vocab_size=1000, n_layer=2, n_head=4, n_embd=256, block_size=128, **shape)
+    exact, own = (models.build(cfg, torch.device(DEVICE), 0) for _ in range(2))
+    names = list(own.state_dict())
+    fused.swap(own)
+    assert list(own.state_dict()) == names
+    if compiled:
+        own.hidden = torch.compile(own.hidden, fullgraph=True)
+        own.head.compile(fullgraph=True)
+    idx, targets = torch.randint(0, 1000, (2, 4, 128), device=DEVICE)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        loss = own(idx, targets)
+    loss.backward()
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        for block in exact.blocks:
+            block.attn.backend = "math"
+        expected = exact.double()(idx, targets)
+    expected.backward()
+    assert error(loss, expected) < 1e-3
+    for (name, p), ref in zip(own.named_parameters(), exact.parameters(), strict=True):
+        assert error(p.grad, ref.grad) < 3e-2, name
