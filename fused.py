@@ -4,6 +4,9 @@ Triton kernels and cuBLASLt products stand behind custom operators, so that torc
 tests/test_fused.py compares each with float64.
 """
 
+import functools
+from typing import NamedTuple
+
 import torch
 import torch.nn as nn
 import triton
@@ -11,17 +14,32 @@ import triton.language as tl
 from torch.library import custom_op
 
 import cublas
+import kernels
 import model as models
 
-CHUNK_BYTES = 256 * 2**20  # logits alive at a time in the loss: 2,048 rows of GPT-2's vocabulary, 1,024 of Llama 3's
+CHUNK_BYTES = 2**30  # logits alive at a time in the loss
+NORM_ROWS, NORM_WARPS = 4, 2  # in the norm's forward
+NORM_BACK_PROGRAMS, NORM_BACK_WARPS, NORM_BACK_STAGES = 8, 1, 3  # programs a multiprocessor; 154 us, 4 x 2 x 1: 313
+PACK_PROGRAMS, PACK_WARPS, PACK_STAGES = 8, 1, 3
 CE_BLOCK, CE_WARPS = 2048, 8  # 4.2 ms for 65,536 rows of 50,304 on an H200; 4,096 x 8: 4.8, 1,024 x 4: 5.2
 
 
 def swap(model):
-    """Replaces, in place, the linear layers, the GELU MLPs and the head; parameters and their names stay.
+    """Replaces, in place, the parts of a GPT by the classes below; parameters and their names stay.
 
-    Widths that are not multiples of 8 (16 bytes in bf16) are left as they are.
+    Widths that are not multiples of 8 (16 bytes in bf16) are left as they are; so are residual additions with dropout.
     """
+    swap_modules(model)
+    blocks = model.blocks
+    if all(type(block.attn.proj) is Linear and block.dropout.p == 0 for block in blocks):
+        for block in blocks:
+            block.__class__ = Block
+            block.attn.proj.__class__ = block.mlp.proj.__class__ = DeferredBias
+        model.norm.__class__ = LayerNorm if isinstance(model.norm, nn.LayerNorm) else RMSNorm
+    return model
+
+
+def swap_modules(model):
     for module in model.modules():
         if any(size % 8 for p in module.parameters() for size in p.shape):
             continue
@@ -31,7 +49,8 @@ def swap(model):
             module.__class__ = GeluMLP
         elif type(module) is models.Head:
             module.__class__ = Head
-    return model
+        elif type(module) is models.Attention and isinstance(module.rope, models.NoRope):
+            module.__class__ = Attention
 
 
 class Linear(nn.Linear):
@@ -41,13 +60,62 @@ class Linear(nn.Linear):
         return linear(x.to(torch.bfloat16), self.weight, self.bias, torch.is_grad_enabled())
 
 
+class DeferredBias(Linear):
+    """Its bias is added by the next norm's kernel, with the residual stream."""
+
+    def forward(self, x):
+        return linear(x.to(torch.bfloat16), self.weight, None, torch.is_grad_enabled())
+
+
 class GeluMLP(models.MLP):
     """The GELU is computed in the first product's epilogue, its derivative in that of the second's backward."""
 
     def forward(self, x):
         up, proj = self.up, self.proj
+        bias = None if type(proj) is DeferredBias else proj.bias
         x = x.to(torch.bfloat16)
-        return GeluMLPFunction.apply(x, up.weight, up.bias, proj.weight, proj.bias, torch.is_grad_enabled())
+        return GeluMLPFunction.apply(x, up.weight, up.bias, proj.weight, bias, torch.is_grad_enabled())
+
+
+class Attention(models.Attention):
+    """Without RoPE, the gradients of q, k and v are packed and summed for the bias in one pass."""
+
+    def forward(self, x):
+        B, T, C = x.shape
+        x = x.to(torch.bfloat16)
+        grad = torch.is_grad_enabled()
+        q, k, v = QKV.apply(x, self.qkv.weight, self.qkv.bias, self.heads, self.head_dim, grad)  # (B, H, T, D)
+        y = kernels.attention(self.q_norm(q), self.k_norm(k), v, self.backend, self.dropout * self.training)
+        return self.proj(y.transpose(1, 2).reshape(B, T, C))
+
+
+class Pending(NamedTuple):
+    """A residual stream whose last addition, x + branch + bias, is left to the next norm."""
+
+    x: torch.Tensor
+    branch: torch.Tensor
+    bias: torch.Tensor | None
+
+
+class Block(models.Block):
+    """Takes the residual stream or a Pending, and returns a Pending."""
+
+    def forward(self, x):
+        x, h = add_norm(x, self.norm_1)
+        x, h = add_norm(Pending(x, self.attn(h), self.attn.proj.bias), self.norm_2)
+        return Pending(x, self.mlp(h), self.mlp.proj.bias)
+
+
+class LayerNorm(nn.LayerNorm):
+    """The model's last norm, of the last block's Pending."""
+
+    def forward(self, x):
+        return add_norm(x, self)[1]
+
+
+class RMSNorm(nn.RMSNorm):
+    def forward(self, x):
+        return add_norm(x, self)[1]
 
 
 class Head(models.Head):
@@ -105,7 +173,7 @@ class LinearFunction(torch.autograd.Function):
         w, b = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
         flat = x.flatten(0, -2)
         ctx.save_for_backward(flat, w)
-        ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
+        ctx.dtypes = [None if p is None else p.dtype for p in (weight, bias)]
         return product(flat, w.t(), b, x.dtype, tune).unflatten(0, x.shape[:-1])
 
     @staticmethod
@@ -130,7 +198,7 @@ def linear(x, weight, bias, tune=True):
 class GeluMLPFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w1, b1, w2, b2, tune):
-        ctx.dtypes = w1.dtype, None if b1 is None else b1.dtype
+        ctx.dtypes = [None if p is None else p.dtype for p in (w1, b1, w2, b2)]
         w1, w2 = w1.to(x.dtype), w2.to(x.dtype)
         b1, b2 = (None if b is None else b.to(x.dtype) for b in (b1, b2))
         flat = x.flatten(0, -2)
@@ -143,10 +211,250 @@ class GeluMLPFunction(torch.autograd.Function):
         x, w1, w2, act, before = ctx.saved_tensors
         flat = dy.flatten(0, -2).contiguous()
         dbefore = product_dgelu(flat, w2, before)
-        dw2, db2 = weight_gradients(flat, act, *ctx.dtypes)
-        dw1, db1 = weight_gradients(dbefore, x, *ctx.dtypes)
+        dw2, db2 = weight_gradients(flat, act, *ctx.dtypes[2:])
+        dw1, db1 = weight_gradients(dbefore, x, *ctx.dtypes[:2])
         dx = product(dbefore, w1, None, flat.dtype, True).unflatten(0, dy.shape[:-1])
         return dx, dw1, db1, dw2, db2, None
+
+
+class QKV(torch.autograd.Function):
+    """The linear layer before attention, (B, T, C) -> q, k, v: (B, H, T, D)."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, heads, head_dim, tune):
+        w, b = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+        flat = x.flatten(0, -2)
+        ctx.save_for_backward(flat, w)
+        ctx.dtypes = [None if p is None else p.dtype for p in (weight, bias)]
+        y = product(flat, w.t(), b, x.dtype, tune).view(*x.shape[:-1], sum(heads), head_dim)
+        return y.transpose(1, 2).split(heads, dim=1)
+
+    @staticmethod
+    def backward(ctx, dq, dk, dv):
+        x, w = ctx.saved_tensors
+        dy, sums = pack(*(d.transpose(1, 2).flatten(0, 1).flatten(1).contiguous() for d in (dq, dk, dv)))
+        dx = product(dy, w, None, dy.dtype, True).unflatten(0, (dq.size(0), dq.size(2)))
+        weight_dtype, bias_dtype = ctx.dtypes
+        dw = product(dy.t(), x, None, weight_dtype, True)
+        return dx, dw, None if bias_dtype is None else sums.to(bias_dtype), None, None, None
+
+
+@custom_op("pretrain::pack", mutates_args=())
+def pack(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(torch.cat((a, b, c), 1), its column sums in float32) of contiguous (N, A), (N, B) and (N, C)."""
+    N, widths = a.size(0), [a.size(1), b.size(1), c.size(1)]
+    out = a.new_empty(N, sum(widths))
+    programs = min(N, PACK_PROGRAMS * sm_count(a.device))
+    parts = torch.empty(programs, sum(widths), dtype=torch.float32, device=a.device)
+    _pack[(programs, 3)](
+        a, b, c, out, parts, N, A=widths[0], B=widths[1], C=widths[2], BLOCK=triton.next_power_of_2(max(widths)),
+        PROGRAMS=programs, STEPS=triton.cdiv(N, programs), STAGES=PACK_STAGES, num_warps=PACK_WARPS,
+    )  # fmt: skip
+    return out, parts.sum(0)
+
+
+@pack.register_fake
+def _(a, b, c):
+    width = a.size(1) + b.size(1) + c.size(1)
+    return a.new_empty(a.size(0), width), a.new_empty(width, dtype=torch.float32)
+
+
+@triton.jit
+def _pack(
+    a, b, c, out, parts, N,
+    A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr, STEPS: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    program, which = tl.program_id(0), tl.program_id(1)
+    source, width, start = a, A, 0
+    if which == 1:
+        source, width, start = b, B, A
+    if which == 2:
+        source, width, start = c, C, A + B
+    cols = tl.arange(0, BLOCK)
+    sums = tl.zeros((BLOCK,), tl.float32)
+    for step in tl.range(STEPS, num_stages=STAGES):
+        row = tl.cast(program + step * PROGRAMS, tl.int64)
+        inside = (cols < width) & (row < N)
+        x = tl.load(source + row * width + cols, mask=inside, other=0.0)
+        tl.store(out + (row * (A + B + C) + start) + cols, x, mask=inside)
+        sums += x.to(tl.float32)
+    tl.store(parts + program * (A + B + C) + start + cols, sums, mask=cols < width)
+
+
+# -- residual addition and norm
+
+
+def add_norm(x, norm):
+    """(sum, its LayerNorm or RMSNorm in bf16) of x: a Pending, whose addition is done first, or the sum itself."""
+    options = (norm.weight, getattr(norm, "bias", None), norm.eps, isinstance(norm, nn.LayerNorm))
+    return AddNorm.apply(*x, *options) if isinstance(x, Pending) else (x, Norm.apply(x, *options))
+
+
+class AddNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, branch, bias, weight, shift, eps, centred):
+        total, h, stats = norm_forward(x, branch, bias, weight, shift, eps, centred)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(total, stats, weight)
+        ctx.centred, ctx.types = centred, [None if p is None else p.dtype for p in (weight, shift, bias)]
+        return total, h
+
+    @staticmethod
+    def backward(ctx, dtotal, dh):
+        dx, sums = norm_backward(dtotal, dh, *ctx.saved_tensors, ctx.centred)
+        dweight, dshift, dbias = (None if t is None else s.to(t) for s, t in zip(sums.unbind(), ctx.types, strict=True))
+        return dx, dx.to(dh.dtype), dbias, dweight, dshift, None, None
+
+
+class Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, shift, eps, centred):
+        _, h, stats = norm_forward(x, None, None, weight, shift, eps, centred)
+        ctx.save_for_backward(x, stats, weight)
+        ctx.centred, ctx.types = centred, [None if p is None else p.dtype for p in (weight, shift)]
+        return h
+
+    @staticmethod
+    def backward(ctx, dh):
+        dx, sums = norm_backward(None, dh, *ctx.saved_tensors, ctx.centred)
+        dweight, dshift = (None if t is None else s.to(t) for s, t in zip(sums[:2].unbind(), ctx.types, strict=True))
+        return dx, dweight, dshift, None, None
+
+
+@custom_op("pretrain::norm_forward", mutates_args=())
+def norm_forward(
+    x: torch.Tensor,
+    branch: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    weight: torch.Tensor,
+    shift: torch.Tensor | None,
+    eps: float,
+    centred: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(x + branch + bias, its norm in bf16, (mean, 1 / deviation) of each row); the sum is empty without a branch."""
+    total, h, stats = norm_results(x, branch)
+    C, N = x.size(-1), x.numel() // x.size(-1)
+    _norm_forward[(triton.cdiv(N, NORM_ROWS),)](
+        x.contiguous(), branch, bias, weight, shift, total, h, stats, N, eps,
+        C=C, CENTRED=centred, BLOCK=triton.next_power_of_2(C), ROWS=NORM_ROWS, num_warps=NORM_WARPS,
+    )  # fmt: skip
+    return total, h, stats
+
+
+@norm_forward.register_fake
+def norm_results(x, branch=None, *_):
+    total = x.new_empty(0) if branch is None else torch.empty_like(x, memory_format=torch.contiguous_format)
+    stats = torch.empty(2, x.numel() // x.size(-1), dtype=torch.float32, device=x.device)
+    return total, torch.empty(x.shape, dtype=torch.bfloat16, device=x.device), stats
+
+
+@custom_op("pretrain::norm_backward", mutates_args=())
+def norm_backward(
+    dtotal: torch.Tensor | None,
+    dh: torch.Tensor,
+    total: torch.Tensor,
+    stats: torch.Tensor,
+    weight: torch.Tensor,
+    centred: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(gradient of the sum, float32 (3, C): those of weight and shift, and the column sums of the first).
+
+    Each program keeps its rows' part of the column sums in registers: nothing is read twice.
+    """
+    C, N = total.size(-1), total.numel() // total.size(-1)
+    programs = min(N, NORM_BACK_PROGRAMS * sm_count(total.device))
+    dx, parts = torch.empty_like(total), torch.empty(programs, 3, C, dtype=torch.float32, device=total.device)
+    _norm_backward[(programs,)](
+        None if dtotal is None else dtotal.contiguous(), dh.contiguous(), total, stats, weight, dx, parts, N,
+        C=C, CENTRED=centred, BLOCK=triton.next_power_of_2(C), PROGRAMS=programs, STEPS=triton.cdiv(N, programs),
+        STAGES=NORM_BACK_STAGES, num_warps=NORM_BACK_WARPS,
+    )  # fmt: skip
+    return dx, parts.sum(0)
+
+
+@norm_backward.register_fake
+def _(dtotal, dh, total, stats, weight, centred):
+    return torch.empty_like(total), torch.empty(3, total.size(-1), dtype=torch.float32, device=total.device)
+
+
+@functools.cache
+def sm_count(device):
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@triton.jit
+def _norm_forward(
+    x, branch, bias, weight, shift, total, h, stats, N, eps,
+    C: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0) * ROWS
+    start = tl.cast(first, tl.int64) * C  # 64 bits once, not for each element
+    cols = tl.arange(0, BLOCK)
+    rows = first + tl.arange(0, ROWS)
+    inside = (rows < N)[:, None] & (cols < C)[None, :]
+    at = tl.arange(0, ROWS)[:, None] * C + cols[None, :]
+    x, total, h = x + start, total + start, h + start
+    if branch is not None:
+        branch += start
+    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    if branch is not None:
+        value += tl.load(branch + at, mask=inside, other=0.0).to(tl.float32)
+        if bias is not None:
+            value += tl.load(bias + cols, mask=cols < C, other=0.0).to(tl.float32)[None, :]
+        rounded = value.to(total.dtype.element_ty)
+        tl.store(total + at, rounded, mask=inside)
+        value = rounded.to(tl.float32)  # what the backward reads
+    mean = tl.zeros((ROWS,), tl.float32)
+    if CENTRED:
+        mean = tl.sum(value, 1) / C
+        value = tl.where(inside, value - mean[:, None], 0.0)
+    rstd = 1 / tl.sqrt(tl.sum(value * value, 1) / C + eps)
+    tl.store(stats + rows, mean, mask=rows < N)
+    tl.store(stats + N + rows, rstd, mask=rows < N)
+    out = value * rstd[:, None] * tl.load(weight + cols, mask=cols < C).to(tl.float32)[None, :]
+    if shift is not None:
+        out += tl.load(shift + cols, mask=cols < C).to(tl.float32)[None, :]
+    tl.store(h + at, out.to(h.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _norm_backward(
+    dtotal, dh, total, stats, weight, dx, parts, N,
+    C: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr, STEPS: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    cols = tl.arange(0, BLOCK)
+    w = tl.load(weight + cols, mask=cols < C, other=0.0).to(tl.float32)
+    dweight = tl.zeros((BLOCK,), tl.float32)
+    dshift = tl.zeros((BLOCK,), tl.float32)
+    column = tl.zeros((BLOCK,), tl.float32)
+    for step in tl.range(STEPS, num_stages=STAGES):
+        row = program + step * PROGRAMS
+        inside = (cols < C) & (row < N)
+        start = tl.cast(row, tl.int64) * C
+        given = tl.load(dh + start + cols, mask=inside, other=0.0).to(tl.float32)
+        value = tl.load(total + start + cols, mask=inside, other=0.0).to(tl.float32)
+        rstd = tl.load(stats + N + row, mask=row < N, other=0.0)
+        if CENTRED:
+            value = tl.where(inside, value - tl.load(stats + row, mask=row < N, other=0.0), 0.0)
+        value *= rstd
+        dweight += given * value
+        dshift += given
+        given *= w
+        grad = given - value * (tl.sum(given * value) / C)
+        if CENTRED:
+            grad -= tl.sum(given) / C
+        grad *= rstd
+        if dtotal is not None:
+            grad += tl.load(dtotal + start + cols, mask=inside, other=0.0).to(tl.float32)
+        column += grad
+        tl.store(dx + start + cols, grad.to(dx.dtype.element_ty), mask=inside)
+    parts += program * 3 * C + cols
+    tl.store(parts, dweight, mask=cols < C)
+    tl.store(parts + C, dshift, mask=cols < C)
+    tl.store(parts + 2 * C, column, mask=cols < C)
 
 
 # -- linear and cross-entropy
@@ -189,7 +497,8 @@ def cross_entropy_chunks(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(loss of each token in float32, gradients of their sum by x and by weight).
 
-    x: (N, C) in 16 bits; weight: (P, C); targets: (N,). The weight's gradient is summed in its own dtype (float32 for float16, whose range is too small).
+    x: (N, C) in 16 bits; weight: (P, C); targets: (N,). The weight's gradient is summed in its own dtype, that of a
+    float16 weight in float32, since its range is too small.
     """
     N, P = x.size(0), weight.size(0)
     rows = min(N, 2 ** max(0, (CHUNK_BYTES // (P * x.element_size())).bit_length() - 1))

@@ -16,7 +16,6 @@ import model as models
 
 GPU = torch.cuda.is_available()
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-gpu = pytest.mark.skipif(not GPU, reason="needs an NVIDIA GPU")
 either = pytest.mark.skipif(not (GPU or INTERPRETED), reason="needs an NVIDIA GPU or TRITON_INTERPRET=1")
 DEVICE = "cuda" if GPU else "cpu"
 
@@ -31,8 +30,15 @@ def products(monkeypatch):
     """Without a GPU the products are PyTorch's."""
     if not GPU:
 
-        def matmul(a, b, out, accumulate=False, tune=True):
-            product = a.to(out.dtype) @ b.to(out.dtype)
+        def matmul(a, b, out, bias=None, gelu=None, dgelu=None, accumulate=False, tune=True):
+            product = a.float() @ b.float()
+            if bias is not None:
+                product += bias
+            if gelu is not None:
+                product = models.gelu(gelu.copy_(product).float())
+            if dgelu is not None:
+                ones = torch.ones_like(product)
+                product *= torch.ops.aten.gelu_backward(ones, dgelu.float(), approximate="tanh")
             return out.add_(product) if accumulate else out.copy_(product)
 
         monkeypatch.setattr(cublas, "matmul", matmul)
@@ -50,7 +56,7 @@ def test_linear_cross_entropy(N, C, P, V, dtype, monkeypatch):
     monkeypatch.setattr(fused, "CHUNK_BYTES", 16 * P * 4)  # several chunks, the last one ragged
     for cap, smoothing, z_loss, ignored in itertools.product((None, 5.0), (0.0, 0.1), (0.0, 1e-2), (False, True)):
         x = torch.randn(1, N, C, device=DEVICE, dtype=dtype, requires_grad=True)
-        weight = torch.randn(P, C, device=DEVICE, requires_grad=True)
+        weight = (torch.randn(P, C, device=DEVICE) * 2 / C**0.5).requires_grad_()  # logits of a few units
         targets = torch.randint(0, V, (1, N), device=DEVICE)
         if ignored:
             targets[torch.rand(1, N, device=DEVICE) < 0.3] = -100
@@ -91,11 +97,63 @@ def test_logits_far_above_the_first_block_overflow_nowhere(monkeypatch):
     assert torch.isfinite(x.grad).all() and error(weight.grad[5, 0], torch.tensor(-1 + 4 * 0.5)) < 1e-2
 
 
+@either
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
+@pytest.mark.parametrize("rows, C", [(1, 64), (37, 96), (300, 768), (5, 5000)])
+@pytest.mark.parametrize("residual", [torch.float32, torch.bfloat16])
+def test_add_norm(rows, C, kind, residual):
+    """Both outputs and every gradient, with and without the addition, its bias, and a gradient of the sum."""
+    if not GPU and residual == torch.bfloat16:
+        pytest.skip("NumPy, the interpreter's arithmetic, has no bf16")
+    for bias, shifted, total_used in itertools.product((False, True), repeat=3):
+        cfg = models.GPTConfig(n_embd=C, norm=kind, bias=shifted)
+        norm = models.make_norm(cfg).to(DEVICE)
+        exact = models.make_norm(cfg).to(DEVICE).double()
+        with torch.no_grad():
+            for p, q in zip(norm.parameters(), exact.parameters(), strict=True):
+                p.copy_(torch.randn(C)), q.copy_(p)
+        wide = torch.bfloat16 if GPU else torch.float32
+        x, branch = leaf(2, rows, C, dtype=residual), leaf(2, rows, C, dtype=wide)
+        b = leaf(C, dtype=torch.float32) if bias else None
+        inputs = [x, branch, b] if bias else [x, branch]
+        doubles = [i.detach().double().requires_grad_() for i in inputs]
+        dtotal, dh = torch.randn(2, 2, rows, C, device=DEVICE, dtype=torch.float64)
+        total, h = fused.add_norm(fused.Pending(x, branch, b), norm)
+        expected = sum(doubles)
+        expected_h = exact(expected)
+        loss, ref = (h * dh).sum(), (expected_h * dh).sum()
+        if total_used:
+            loss, ref = loss + (total * dtotal).sum(), ref + (expected * dtotal).sum()
+        grads = torch.autograd.grad(loss, [*inputs, *norm.parameters()])
+        refs = torch.autograd.grad(ref, [*doubles, *exact.parameters()])
+        assert error(h, expected_h) < 6e-3 and error(total, expected) < (1e-6 if residual == torch.float32 else 3e-3)
+        for grad, g in zip(grads, refs, strict=True):
+            assert error(grad, g) < 8e-3  # dh is rounded to bf16 on its way in, x + branch on its way out
+
+        y = leaf(rows, C, dtype=residual)
+        yd = y.detach().double().requires_grad_()
+        same, h = fused.add_norm(y, norm)
+        assert same is y
+        grads = torch.autograd.grad((h * dh[0]).sum(), [y, *norm.parameters()])
+        refs = torch.autograd.grad((exact(yd) * dh[0]).sum(), [yd, *exact.parameters()])
+        for grad, g in zip(grads, refs, strict=True):
+            assert error(grad, g) < 8e-3
+
+
+@either
+@pytest.mark.parametrize("rows, widths", [(1, (8, 8, 8)), (333, (96, 32, 32)), (40, (768, 768, 768))])
+def test_pack(rows, widths):
+    parts = [leaf(rows, w, dtype=torch.bfloat16 if GPU else torch.float32).detach() for w in widths]
+    packed, sums = fused.pack(*parts)
+    assert torch.equal(packed, torch.cat(parts, 1))
+    assert error(sums, packed.double().sum(0)) < 1e-6
+
+
 def leaf(*shape, dtype=torch.bfloat16, std=1.0):
     return (torch.randn(*shape, device=DEVICE) * std).to(dtype).requires_grad_()
 
 
-@gpu
+@either
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("B, T, K, N", [(3, 37, 64, 200), (2, 128, 768, 2304), (1, 1, 8, 16)])
@@ -112,7 +170,7 @@ def test_linear(B, T, K, N, dtype, bias):
         assert grad.dtype == i.dtype and grad.shape == i.shape and error(grad, ref) < 4e-3
 
 
-@gpu
+@either
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("rows, C, H", [(111, 64, 256), (512, 768, 3072)])
 def test_gelu_mlp(rows, C, H, bias):
@@ -121,7 +179,7 @@ def test_gelu_mlp(rows, C, H, bias):
         plain, mlp = (models.MLP(cfg, models.gelu) for _ in range(2))
     plain.load_state_dict({k: v.to(torch.bfloat16) for k, v in mlp.state_dict().items()})
     plain.double()
-    fused.swap(torch.nn.ModuleList([mlp]))
+    fused.swap_modules(torch.nn.ModuleList([mlp]))
     assert isinstance(mlp, fused.GeluMLP)
     x, dy = leaf(1, rows, C), torch.randn(1, rows, C, device=DEVICE, dtype=torch.bfloat16)
     xd = x.detach().double().requires_grad_()
@@ -133,12 +191,20 @@ def test_gelu_mlp(rows, C, H, bias):
         assert p.grad.dtype == torch.float32 and error(p.grad, ref.grad) < 1e-2, name
 
 
-@gpu
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("shape", [{}, {"mlp": "swiglu", "norm": "rmsnorm", "positions": "rope", "bias": False}])
+@either
+@pytest.mark.parametrize("compiled", [False, True] if GPU else [False])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {},
+        {"dropout": 1e-9, "n_kv_head": 2, "qk_norm": True},
+        {"mlp": "swiglu", "n_kv_head": 2, "norm": "rmsnorm", "positions": "rope", "bias": False},
+    ],
+)
 def test_a_swapped_model_trains_as_the_plain_one(shape, compiled):
     """Loss and gradients within what two bf16 computations differ by; parameter names unchanged."""
-    cfg = models.GPTConfig(vocab_size=1000, n_layer=2, n_head=4, n_embd=256, block_size=128, **shape)
+    cfg = models.GPTConfig(vocab_size=1000, n_layer=2, n_head=4, n_embd=256 if GPU else 64, block_size=128, **shape)
+    B, T = (4, 128) if GPU else (2, 12)
     exact, own = (models.build(cfg, torch.device(DEVICE), 0) for _ in range(2))
     names = list(own.state_dict())
     fused.swap(own)
@@ -146,7 +212,7 @@ def test_a_swapped_model_trains_as_the_plain_one(shape, compiled):
     if compiled:
         own.hidden = torch.compile(own.hidden, fullgraph=True)
         own.head.compile(fullgraph=True)
-    idx, targets = torch.randint(0, 1000, (2, 4, 128), device=DEVICE)
+    idx, targets = torch.randint(0, 1000, (2, B, T), device=DEVICE)
     with torch.autocast(DEVICE, torch.bfloat16):
         loss = own(idx, targets)
     loss.backward()
