@@ -230,10 +230,13 @@ class GPT(nn.Module):
     def hidden(self, idx):
         """(B, T) ids -> (B, T, C), the normalised residual stream that the head reads."""
         assert idx.size(1) <= self.cfg.block_size, f"{idx.size(1)} tokens, block_size={self.cfg.block_size}"
-        x = self.dropout(self.wpe(self.wte(idx)))
+        x = self.embed(idx)
         for block in self.blocks:
             x = block(x)
         return self.norm(x)
+
+    def embed(self, idx):
+        return self.dropout(self.wpe(self.wte(idx)))
 
     def logits(self, idx, at=slice(None)):
         """(B, T) ids -> (B, len(at), vocab_size) float32 at the positions `at` (a tensor or a slice)."""

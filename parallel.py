@@ -111,12 +111,13 @@ def bf16_residual(model):
 def compile_model(model, by_block):
     """torch.compile in place, so that state-dict keys keep their names.
 
-    by_block: all blocks share one graph, and each block's gradients are ready, so that DDP reduces them, while the
-    backward goes on. Whole: residual additions fuse with the next norm, 20 ms of 1,020 a step (GPT-2 124M, one H200),
-    but the first step takes 36 s instead of 8.
+    by_block: all blocks share one graph, the first step comes early, and each block's gradients are ready, so that DDP
+    reduces them, while the backward goes on. Whole: residual additions fuse with the next norm, which fused.py does by
+    itself: 20 ms of 1,020 a step (GPT-2 124M, one H200, ops=torch), but the first step takes 36 s instead of 8.
     """
     torch._dynamo.config.recompile_limit = 64  # train, validation, HellaSwag and sampling each have shapes of their own
     if by_block:
+        model.embed = torch.compile(model.embed)
         for block in model.blocks:
             block.compile()
     else:
@@ -124,16 +125,16 @@ def compile_model(model, by_block):
     model.head.compile()
 
 
-def wrap(model, cfg, world, precision):
+def wrap(model, cfg, world):
     """The model as the loop calls it, in a fixed order: other layers put in, compiled, under DDP if there are ranks."""
-    if precision == "bf16" and cfg.bf16_residual:
+    if cfg.precision == "bf16" and cfg.bf16_residual:
         bf16_residual(model)
     if cfg.ops == "fused":
         import fused
 
         fused.swap(model)
     if cfg.compile:
-        compile_model(model, by_block=world.size > 1)
+        compile_model(model, by_block=world.size > 1 or cfg.ops == "fused")
     if not dist.is_initialized():
         return model
     ids = [world.device.index] if world.device.type == "cuda" else None

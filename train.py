@@ -200,16 +200,29 @@ class Training:
         return loss, norm
 
 
-def build(cfg, world, precision, tensors=None):
-    """The Training of cfg: build, load (a checkpoint's model tensors, or cfg.init_from), compile, wrap, optimizer."""
+def choose(cfg, device):
+    """(cfg with every "auto" that depends on the device resolved, rows of the start block that say why)."""
+    precision, why_precision = parallel.pick_precision(cfg.precision, device)
+    attention, why_attention = kernels.pick_attention(cfg.attention, device, precision)
+    ops, why_ops = parallel.pick_ops(cfg.ops, device, precision)
+    rows = [
+        ("precision", f"{precision} ({why_precision}), compile {'on' if cfg.compile else 'off'}"),
+        ("attention", f"{attention} ({why_attention})"),
+        ("ops", f"{ops} ({why_ops})"),
+    ]
+    return dataclasses.replace(cfg, precision=precision, attention=attention, ops=ops), rows
+
+
+def build(cfg, world, tensors=None):
+    """The Training of a cfg from `choose`: build, load (`tensors` of a checkpoint, or init_from), wrap, optimizer."""
     raw = models.build(cfg, world.device, cfg.seed)
     if tensors:
         checkpoint.load_model_tensors(raw, tensors)
     elif cfg.init_from:
         load_initial_weights(raw, cfg)
-    model = parallel.wrap(raw, cfg, world, precision)
-    scaler = torch.amp.GradScaler(world.device.type, enabled=precision == "fp16")
-    autocast = parallel.autocast(precision, world.device)
+    model = parallel.wrap(raw, cfg, world)
+    scaler = torch.amp.GradScaler(world.device.type, enabled=cfg.precision == "fp16")
+    autocast = parallel.autocast(cfg.precision, world.device)
     accumulation = cfg.batch_tokens // (cfg.batch_size * cfg.block_size * world.size)
     return Training(raw, model, optim.make_optimizer(raw, cfg), scaler, autocast, accumulation, cfg.clip)
 
@@ -227,10 +240,7 @@ def train(cfg, world):
     check(cfg, world.size)
     if cfg.dry_run:
         cfg = dataclasses.replace(cfg, max_steps=2)
-    precision, precision_reason = parallel.pick_precision(cfg.precision, device)
-    attention, attention_reason = kernels.pick_attention(cfg.attention, device, precision)
-    ops, ops_reason = parallel.pick_ops(cfg.ops, device, precision)
-    shape = dataclasses.replace(cfg, attention=attention, ops=ops)
+    own, chosen = choose(cfg, device)
     source = claim_out_dir(cfg)
     tensors, state = checkpoint.load(source) if source else ({}, {})
     if source and (wrong := checkpoint.shape_differences(state["config"], cfg)):
@@ -244,7 +254,7 @@ def train(cfg, world):
     cfg = dataclasses.replace(cfg, tokenizer=cfg.tokenizer or loader.tokenizer)  # recorded for sample.py
 
     # model
-    job = build(shape, world, precision, tensors.get("model"))
+    job = build(own, world, tensors.get("model"))
     raw, optimizer, scaler = job.raw, job.optimizer, job.scaler
     if cfg.overfit:
         next_batch = itertools.cycle([loader.next() for _ in range(job.accumulation)]).__next__
@@ -262,13 +272,11 @@ def train(cfg, world):
     # console and files
     if world.main and not source and not cfg.dry_run:
         clear_out_dir(cfg)
-    log = Logger(cfg, world, raw.flops_per_token(), precision, state.get("wandb_id"))
+    log = Logger(cfg, world, raw.flops_per_token(), own.precision, state.get("wandb_id"))
     micro = f"{cfg.batch_size} x {cfg.block_size}"
     log.start(
         [
-            ("precision", f"{precision} ({precision_reason}), compile {'on' if cfg.compile else 'off'}"),
-            ("attention", f"{attention} ({attention_reason})"),
-            ("linears", f"{ops} ({ops_reason})"),
+            *chosen,
             *log.describe_model(raw),
             ("data", f"{cfg.data_dir}: {human(loader.tokens)} training tokens, tokenizer {cfg.tokenizer or 'unknown'}"),
             ("step", f"{cfg.batch_tokens:,} tokens: {micro} x {world.size} ranks x {job.accumulation} micro-steps"),

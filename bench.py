@@ -1,0 +1,419 @@
+"""Where the time goes: the training step, single operations, collectives.
+
+    python bench.py step config/gpt2_124m.py [--key=value ...]                   # one GPU (or the CPU)
+    torchrun --standalone --nproc_per_node=4 bench.py step config/gpt2_124m.py   # several
+    python bench.py ops                                                          # loss, norms, MLP, attention; one GPU
+    torchrun --standalone --nproc_per_node=4 bench.py comm                       # all-reduce and the others, by size
+
+`step` builds what train.py builds and feeds it random tokens with the frequencies of text. It prints the median step,
+the share of matmuls, attention, and so on, and the floor: every matmul and the attention alone, timed in the same run.
+--trace=FILE writes a chrome trace (chrome://tracing, ui.perfetto.dev), --snapshot=FILE the allocations
+(pytorch.org/memory_viz).
+"""
+
+import itertools
+import re
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.profiler import ProfilerActivity, profile
+
+import kernels
+import model as models
+import parallel
+import train
+from configurator import UserError, run
+from logger import peak_flops
+
+KINDS = [  # a kernel is of the first kind whose pattern is in its name
+    ("communication", "nccl"),
+    ("attention", "sdpa|flash|fmha|cudnn::fusion|pytorch_flash"),
+    ("matmul", "nvjet|gemm|cutlass|xmma|splitk"),
+    ("head + loss", "cross_entropy|log_softmax|nll_loss"),
+    ("optimizer", "multi_tensor_apply|fusedadam|lpnorm"),
+    ("elementwise", ""),
+]
+
+
+@dataclass
+class StepConfig(train.Config):
+    steps: int = 50  # steps timed
+    settle: int = 5  # steps before
+    trace: str | None = None  # write a chrome trace of two steps here
+    snapshot: str | None = None  # write a record of the first steps' allocations here
+
+
+def step(cfg):
+    world = parallel.start(cfg.device, cfg.backend, cfg.timeout_s)
+    began = time.perf_counter()
+    train.check(cfg, world.size)
+    own, rows = train.choose(cfg, world.device)
+    if cfg.snapshot and world.device.type == "cuda":
+        torch.cuda.memory._record_memory_history()
+    job = train.build(own, world)
+    next_batch = synthetic(own, world)
+    say = print if world.main else lambda *_: None
+    for name, value in [("device", f"{world.size} x {device_name(world.device)}, torch {torch.__version__}"), *rows]:
+        say(f"{name:<12} {value}")
+    job.step(next_batch, cfg.lr)
+    parallel.synchronize(world.device)
+    say(f"{'first step':<12} {time.perf_counter() - began:.1f} s after the start, compilation included")
+    for _ in range(cfg.settle):
+        job.step(next_batch, cfg.lr)
+    times = step_times(job, next_batch, cfg)
+    median = statistics.median(times)
+    rate, peak = cfg.batch_tokens / median, peak_flops(world.device, own.precision)
+    mfu = "n/a" if peak is None else f"{rate * job.raw.flops_per_token() / peak / world.size:.1%}"
+    say(
+        f"{'step':<12} {median * 1e3:.1f} ms, median of {len(times)} ({min(times) * 1e3:.1f} to {max(times) * 1e3:.1f}); "
+        f"{rate:,.0f} tokens/s, MFU {mfu}"
+    )
+    if world.device.type == "cuda":
+        say(f"{'memory':<12} {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB at the peak, {power(world.device)}")
+        if cfg.snapshot:
+            torch.cuda.memory._dump_snapshot(cfg.snapshot)
+            torch.cuda.memory._record_memory_history(enabled=None)
+        breakdown(job, next_batch, own, world, say)
+    parallel.stop()
+
+
+def synthetic(cfg, world, count=8):
+    """Endless batches of random tokens on the device, the nth most frequent n times as rare as the first (Zipf)."""
+    generator = torch.Generator().manual_seed(cfg.seed + world.rank)
+    odds = 1 / torch.arange(1, cfg.vocab_size + 1, dtype=torch.float64)
+    rows = torch.multinomial(odds, count * cfg.batch_size * (cfg.block_size + 1), True, generator=generator)
+    batches = rows.view(count, cfg.batch_size, cfg.block_size + 1).to(world.device)
+    return itertools.cycle([(b[:, :-1].contiguous(), b[:, 1:].contiguous()) for b in batches]).__next__
+
+
+def step_times(job, next_batch, cfg):
+    """Seconds of each of cfg.steps steps, launched as train.py does: one ahead of the one waited for."""
+    times, waiting, mark = [], [], None
+    for _ in range(cfg.steps + 2):
+        waiting.append(parallel.Later(torch.stack(job.step(next_batch, cfg.lr))))
+        if len(waiting) > 1:
+            waiting.pop(0).get()
+            now = time.perf_counter()
+            times += [now - mark] if mark else []
+            mark = now
+    waiting.pop().get()
+    return times
+
+
+def breakdown(job, next_batch, cfg, world, say):
+    """Prints the device time of a step by kind of kernel, beside the floor."""
+    micros, steps = job.accumulation, 2
+    events = kernel_events(
+        lambda: [job.step(next_batch, cfg.lr) for _ in range(steps)], cfg.trace if world.main else None
+    )
+    x = torch.randn(cfg.batch_size, cfg.block_size, cfg.n_embd, device=world.device, dtype=torch.bfloat16)
+    targets = next_batch()[1]
+
+    def head_alone():
+        with job.autocast:
+            loss = job.raw.head(x.requires_grad_(), targets, "mean")
+        loss.backward()
+
+    head_alone()
+    head = kernel_events(head_alone)
+    floor = floor_times(cfg, world.device)
+    by_kind = {kind: total(events, kind) / steps for kind, _ in KINDS}
+    in_head = sum(total(head, kind) for kind, _ in KINDS) * micros
+    for kind in ("matmul", "elementwise"):
+        by_kind[kind] -= total(head, kind) * micros
+    by_kind["head + loss"] = in_head
+    spans = {kind: [e for e in events if kind_of(e[0]) == kind] for kind, _ in KINDS}
+    busy = union(events) / steps
+    exposed = busy - union([e for kind, es in spans.items() if kind != "communication" for e in es]) / steps
+    wall = (max(e[2] for e in events) - min(e[1] for e in events)) / steps
+    by_kind["communication"] = exposed
+    say(f"\n{'ms a step':<28}{'measured':>10}{'floor':>10}")
+    for kind in ("matmul", "attention", "head + loss", "elementwise", "optimizer", "communication"):
+        least = f"{floor[kind] * micros:10.1f}" if kind in floor else " " * 10
+        name = {"communication": "communication, exposed", "matmul": "matmul, head's apart"}.get(kind, kind)
+        say(f"{name:<28}{by_kind[kind]:10.1f}{least}")
+    say(f"{'idle':<28}{wall - busy:10.1f}")
+    least = sum(floor.values()) * micros
+    say(f"{'all':<28}{wall:10.1f}{least:10.1f}   the floor is {cfg.batch_tokens / least * 1e3:,.0f} tokens/s")
+    say("\nmost time in                                                        ms a step   times      us each")
+    names = {name for name, *_ in events}
+    for name in sorted(names, key=lambda n: -sum(e[2] - e[1] for e in events if e[0] == n))[:16]:
+        times = [e[2] - e[1] for e in events if e[0] == name]
+        say(
+            f"  {name[:64]:<64} {sum(times) / steps:10.2f} {len(times) / steps:7.0f} {sum(times) / len(times) * 1e3:12.1f}"
+        )
+
+
+def kernel_events(work, trace=None):
+    """[(name, begin, end) in ms] of what the device did in work()."""
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as prof:
+        work()
+        torch.cuda.synchronize()
+    if trace:
+        prof.export_chrome_trace(trace)
+    events = [e for e in prof.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    return [(e.name, e.time_range.start / 1e3, e.time_range.end / 1e3) for e in events]
+
+
+def kind_of(name):
+    return next(kind for kind, pattern in KINDS if re.search(pattern, name, re.IGNORECASE))
+
+
+def total(events, kind):
+    return sum(end - begin for name, begin, end in events if kind_of(name) == kind)
+
+
+def union(events):
+    """ms in which at least one of the events was running."""
+    covered, reached = 0.0, float("-inf")
+    for _, begin, end in sorted(events, key=lambda e: e[1]):
+        covered += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return covered
+
+
+def floor_times(cfg, device):
+    """{"matmul", "attention", "head + loss"}: ms a micro-batch of the matmuls and causal attention alone, in bf16."""
+    N, C, D = cfg.batch_size * cfg.block_size, cfg.n_embd, cfg.head_dim
+    width = 2 * cfg.hidden if cfg.mlp == "swiglu" else cfg.hidden
+    layers = [((cfg.n_head + 2 * cfg.kv_heads) * D, C), (C, C), (width, C), (C, cfg.hidden)]
+    floor = {"matmul": cfg.n_layer * sum(three_matmuls(N, K, M, device) for M, K in layers)}
+    q, k, v = (
+        torch.randn(cfg.batch_size, h, cfg.block_size, D, device=device, dtype=torch.bfloat16, requires_grad=True)
+        for h in (cfg.n_head, cfg.kv_heads, cfg.kv_heads)
+    )
+    y = kernels.attention(q, k, v, cfg.attention)
+    dy = torch.randn_like(y)
+    forward = clock(lambda: kernels.attention(q, k, v, cfg.attention))
+    floor["attention"] = cfg.n_layer * (
+        forward + clock(lambda: torch.autograd.grad(y, (q, k, v), dy, retain_graph=True))
+    )
+    floor["head + loss"] = three_matmuls(N, C, cfg.padded_vocab, device)
+    return floor
+
+
+def three_matmuls(N, K, M, device):
+    """ms of x @ W.T, dy @ W and dy.T @ x for x: (N, K), W: (M, K)."""
+    x, w, dy = (torch.randn(s, device=device, dtype=torch.bfloat16) for s in ((N, K), (M, K), (N, M)))
+    y, dx, dw = torch.empty_like(dy), torch.empty_like(x), torch.empty_like(w)
+    products = [(x, w.t(), y), (dy, w, dx), (dy.t(), x, dw)]
+    return sum(clock(lambda p=p: torch.mm(p[0], p[1], out=p[2])) for p in products)
+
+
+def clock(work, rounds=10, repeat=3):
+    """Median ms of work() on the device, several launched at once so that the host's time does not count."""
+    for _ in range(2):
+        work()
+    times = []
+    for _ in range(rounds):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(repeat):
+            work()
+        end.record()
+        times.append((begin, end))
+    torch.cuda.synchronize()
+    return statistics.median(b.elapsed_time(e) for b, e in times) / repeat
+
+
+def device_name(device):
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def power(device):
+    """What the chip draws and its clock just now; n/a where the driver's library is not at hand."""
+    try:
+        return f"{torch.cuda.power_draw(device) / 1e3:.0f} W at {torch.cuda.clock_rate(device)} MHz after the last step"
+    except Exception:  # pynvml missing
+        return "power n/a (pip install nvidia-ml-py)"
+
+
+@dataclass
+class OpsConfig:
+    rounds: int = 10  # times each operation is timed
+    device: str = "cuda"  # a CUDA device
+
+
+def ops(cfg):
+    """Each operation beside what PyTorch compiles and, for the loss, beside Liger's and CCE's if they are installed."""
+    if not torch.cuda.is_available():
+        raise UserError("bench.py ops needs an NVIDIA GPU, none found")
+    print(f"{device_name(torch.device(cfg.device))}, torch {torch.__version__}; bf16; forward and backward together\n")
+    print(f"{'linear + cross-entropy, mean':<44}{'ms':>10}{'MiB':>10}")
+    for N, C, V, vocab in [(65_536, 768, 50_304, 50_257), (32_768, 4_096, 128_256, 128_256)]:
+        loss_table(N, C, V, vocab, cfg.rounds)
+    print(f"\n{'65,536 x 768':<44}{'ms':>10}")
+    sublayer_table(cfg.rounds)
+
+
+def loss_table(N, C, V, vocab, rounds):
+    import fused
+
+    x = torch.randn(1, N, C, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = (torch.randn(V, C, device="cuda") * 0.02).bfloat16().requires_grad_()
+    targets = torch.randint(0, vocab, (1, N), device="cuda")
+    plain = torch.compile(kernels.linear_cross_entropy)
+
+    def ours(mib):
+        def loss():
+            fused.CHUNK_BYTES = mib * 2**20
+            return fused.linear_cross_entropy(x, weight, targets, "mean", vocab)
+
+        return loss
+
+    rows = [
+        ("torch.compile", lambda: plain(x, weight, targets, "mean", vocab)),
+        ("ours, 256 MiB of logits at a time", ours(256)),
+        ("ours, 1 GiB", ours(1024)),
+        ("Liger", liger(x, weight, targets)),
+        ("CCE", cce(x, weight, targets)),
+    ]
+    print(f"{N:,} x {C:,} x {V:,}")
+    print(f"{'  three matmuls alone':<44}{three_matmuls(N, C, V, 'cuda'):10.1f}")
+    torch.cuda.empty_cache()
+    for name, loss in rows:
+        if loss is None:
+            print(f"  {name:<42}{'not installed':>20}")
+            continue
+
+        def work(loss=loss):
+            loss().backward()
+            x.grad = weight.grad = None
+
+        work()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        work()
+        mib = (torch.cuda.max_memory_allocated() - before) / 2**20
+        print(f"  {name:<42}{clock(work, rounds, 1):10.1f}{mib:10.0f}", flush=True)
+
+
+def liger(x, weight, targets):
+    try:
+        from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction as Function
+    except ImportError:
+        return None
+    flat = targets.flatten()
+
+    def loss():
+        result = Function.apply(x[0], weight, flat)
+        return result[0] if isinstance(result, tuple) else result
+
+    return loss
+
+
+def cce(x, weight, targets):
+    try:
+        from cut_cross_entropy import linear_cross_entropy
+    except ImportError:
+        return None
+    return lambda: linear_cross_entropy(x, weight, targets)
+
+
+def sublayer_table(rounds):
+    import fused
+
+    B, T, C, H = 64, 1024, 768, 12
+    shape = models.GPTConfig(n_embd=C, n_head=H, attention="cudnn")
+    x, branch, dy = (torch.randn(B, T, C, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    x.requires_grad_(), branch.requires_grad_()
+    bias = torch.zeros(C, device="cuda", requires_grad=True)
+    norm = nn.LayerNorm(C, device="cuda")
+
+    def torch_add_norm(x, branch, bias):
+        total = x + branch + bias.to(x.dtype)
+        return total, F.layer_norm(total.float(), (C,), norm.weight, norm.bias, norm.eps).to(x.dtype)
+
+    compiled = torch.compile(torch_add_norm)
+    pair = (dy, dy)
+    timed(rounds, "residual + bias + LayerNorm, torch.compile", lambda: compiled(x, branch, bias), pair)
+    timed(rounds, "  ours", lambda: fused.add_norm(fused.Pending(x, branch, bias), norm), pair)
+    plain = models.MLP(shape, models.gelu).cuda().bfloat16()
+    mlp = models.MLP(shape, models.gelu).cuda()
+    fused.swap_modules(nn.ModuleList([mlp]))
+    compiled_mlp = torch.compile(plain)
+    timed(rounds, "GELU MLP, torch.compile", lambda: (compiled_mlp(x),), (dy,))
+    timed(rounds, "  ours", lambda: (mlp(x),), (dy,))
+    q, k, v = (
+        torch.randn(B, T, H, C // H, device="cuda", dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
+        for _ in range(3)
+    )
+    for backend in ("cudnn", "flash", "efficient"):
+        timed(
+            rounds, f"attention, {backend}", lambda b=backend: (kernels.attention(q, k, v, b),), (torch.randn_like(q),)
+        )
+
+
+def timed(rounds, name, work, gradients):
+    def both():
+        torch.autograd.backward(work(), gradients)
+
+    print(f"{name:<44}{clock(both, rounds):10.3f}", flush=True)
+
+
+@dataclass
+class CommConfig:
+    device: str = "auto"  # auto, cpu, cuda
+    max_mib: int = 1024  # largest message, in MiB of bf16
+    rounds: int = 10  # times each is timed
+
+
+def comm(cfg):
+    """Bus bandwidth as NCCL's own tests define it: comparable with the links' speed, whatever the number of ranks."""
+    world = parallel.start(cfg.device)
+    if world.size == 1:
+        raise UserError("bench.py comm needs several ranks; try torchrun --standalone --nproc_per_node=4 bench.py comm")
+    n = world.size
+    if world.main:
+        print(f"{n} x {device_name(world.device)}; GB/s of bus bandwidth (us)\n{'MiB':>8}", end="")
+        print("".join(f"{name:>24}" for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")))
+    size = 1
+    while size <= cfg.max_mib:
+        whole = torch.ones(size * 2**19, device=world.device, dtype=torch.bfloat16)
+        part, other = whole[: whole.numel() // n].clone(), torch.empty_like(whole)
+        calls = [
+            (2 * (n - 1) / n, dist.all_reduce, [whole]),
+            ((n - 1) / n, dist.all_gather_into_tensor, [whole, part]),
+            ((n - 1) / n, dist.reduce_scatter_tensor, [part, whole]),
+            ((n - 1) / n, dist.all_to_all_single, [other, whole]),
+        ]
+        cells = []
+        for share, call, tensors in calls:
+            try:
+                seconds = seconds_of(lambda c=call, t=tensors: c(*t), world.device, cfg.rounds)
+                cells.append(f"{share * whole.numel() * 2 / seconds / 1e9:8.1f} ({seconds * 1e6:9.0f})")
+            except RuntimeError:  # gloo has no reduce-scatter
+                cells.append("n/a")
+        if world.main:
+            print(f"{size:>8}" + "".join(f"{c:>24}" for c in cells), flush=True)
+        size *= 4
+    parallel.stop()
+
+
+def seconds_of(call, device, rounds):
+    """Median seconds of a collective, started by all ranks together."""
+    times = []
+    for _ in range(rounds + 2):
+        parallel.barrier()
+        began = parallel.synchronize(device)
+        call()
+        times.append(parallel.synchronize(device) - began)
+    return statistics.median(times[2:])
+
+
+COMMANDS = {"step": (step, StepConfig), "ops": (ops, OpsConfig), "comm": (comm, CommConfig)}
+
+if __name__ == "__main__":
+    name = sys.argv.pop(1) if len(sys.argv) > 1 else "--help"
+    if name not in COMMANDS:
+        print(__doc__)
+        sys.exit(0 if name in ("--help", "-h") else f"error: bench.py {name}: expected one of {', '.join(COMMANDS)}")
+    run(*COMMANDS[name])
