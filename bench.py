@@ -59,7 +59,8 @@ def step(cfg):
     job = train.build(own, world)
     next_batch = synthetic(own, world)
     say = print if world.main else lambda *_: None
-    for name, value in [("device", f"{world.size} x {device_name(world.device)}, torch {torch.__version__}"), *rows]:
+    rows = [("device", f"{world.size} x {device_name(world.device)}, torch {torch.__version__}"), *rows]
+    for name, value in rows:
         say(f"{name:<12} {value}")
     job.step(next_batch, cfg.lr)
     parallel.synchronize(world.device)
@@ -70,10 +71,8 @@ def step(cfg):
     median = statistics.median(times)
     rate, peak = cfg.batch_tokens / median, peak_flops(world.device, own.precision)
     mfu = "n/a" if peak is None else f"{rate * job.raw.flops_per_token() / peak / world.size:.1%}"
-    say(
-        f"{'step':<12} {median * 1e3:.1f} ms, median of {len(times)} ({min(times) * 1e3:.1f} to {max(times) * 1e3:.1f}); "
-        f"{rate:,.0f} tokens/s, MFU {mfu}"
-    )
+    spread = f"median of {len(times)} ({min(times) * 1e3:.1f} to {max(times) * 1e3:.1f})"
+    say(f"{'step':<12} {median * 1e3:.1f} ms, {spread}; {rate:,.0f} tokens/s, MFU {mfu}")
     if world.device.type == "cuda":
         say(f"{'memory':<12} {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB at the peak, {power(world.device)}")
         if cfg.snapshot:
@@ -118,7 +117,7 @@ def breakdown(job, next_batch, cfg, world, say):
     def head_alone():
         with job.autocast:
             loss = job.raw.head(x.requires_grad_(), targets, "mean")
-        loss.backward()
+        torch.autograd.grad(loss, [x, job.raw.head.weight])  # into no .grad, whose hooks would start a reduction
 
     head_alone()
     head = kernel_events(head_alone)
@@ -145,9 +144,8 @@ def breakdown(job, next_batch, cfg, world, say):
     names = {name for name, *_ in events}
     for name in sorted(names, key=lambda n: -sum(e[2] - e[1] for e in events if e[0] == n))[:16]:
         times = [e[2] - e[1] for e in events if e[0] == name]
-        say(
-            f"  {name[:64]:<64} {sum(times) / steps:10.2f} {len(times) / steps:7.0f} {sum(times) / len(times) * 1e3:12.1f}"
-        )
+        each = f"{len(times) / steps:7.0f} {sum(times) / len(times) * 1e3:12.1f}"
+        say(f"  {name[:64]:<64} {sum(times) / steps:10.2f} {each}")
 
 
 def kernel_events(work, trace=None):

@@ -10,6 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from configurator import UserError
@@ -138,7 +139,11 @@ def wrap(model, cfg, world):
     if not dist.is_initialized():
         return model
     ids = [world.device.index] if world.device.type == "cuda" else None
-    return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True, broadcast_buffers=False)
+    options = dict(device_ids=ids, gradient_as_bucket_view=True, broadcast_buffers=False)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=cfg.bucket_mib, **options)
+    if cfg.reduce_dtype == "bf16":
+        ddp.register_comm_hook(None, bf16_compress_hook)
+    return ddp
 
 
 def sync_gradients(model, on):

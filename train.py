@@ -82,6 +82,8 @@ class Config(models.GPTConfig):
     device: str = "auto"  # auto, cpu, cuda, mps
     backend: str = "auto"  # of the process group; auto: nccl on CUDA, else gloo
     timeout_s: int = 600  # how long a rank waits for the others before it gives up
+    bucket_mib: int = 25  # DDP: gradients are reduced in pieces of this size, while the backward goes on
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"  # DDP: what gradients are summed over the ranks in
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = (
         "auto"  # auto: bf16 on a GPU that has it, fp32 on a CPU
     )
@@ -104,6 +106,7 @@ def check(cfg, world_size):
     least = {"batch_size": 1, "batch_tokens": 1, "max_steps": 1, "warmup_steps": 0, "keep_last": 1, "log_interval": 1}
     least |= dict.fromkeys(["lr", "min_lr_ratio", "weight_decay", "beta1", "beta2", "temperature", "timeout_s"], 0)
     least |= dict.fromkeys(["eval_interval", "hellaswag_interval", "sample_interval", "save_interval"], 0)
+    least |= {"bucket_mib": 1}
     least |= {"eval_tokens": cfg.block_size, "n_samples": 1, "sample_tokens": 1}
     found += [f"{k}={getattr(cfg, k)} must be at least {v}" for k, v in least.items() if getattr(cfg, k) < v]
     found += [f"{k}={getattr(cfg, k)} must be below 1" for k in ("beta1", "beta2") if getattr(cfg, k) >= 1]
