@@ -501,18 +501,14 @@ def cross_entropy_chunks(
     float16 weight in float32, since its range is too small.
     """
     N, P = x.size(0), weight.size(0)
-    rows = min(N, 2 ** max(0, (CHUNK_BYTES // (P * x.element_size())).bit_length() - 1))
+    rows = min(N, chunk_rows(P))
     losses, dx, dw = empty_results(x, weight, grad)
     logits, w = x.new_empty(rows, P), weight.to(x.dtype)
     for i in range(0, N, rows):
         xi, ti = x[i : i + rows], targets[i : i + rows]
         li = logits[: xi.size(0)]
         cublas.matmul(xi, w.t(), li, tune=grad)
-        _cross_entropy[(xi.size(0),)](
-            li, ti, losses[i : i + rows], softcap or 0.0, smoothing, z_loss,
-            P=P, V=vocab_size, CAP=softcap is not None, SMOOTH=smoothing > 0, GRAD=grad,
-            BLOCK=CE_BLOCK, num_warps=CE_WARPS,
-        )  # fmt: skip
+        cross_entropy_rows(li, ti, losses[i : i + rows], li, 1.0, vocab_size, softcap, smoothing, z_loss, grad)
         if grad:
             cublas.matmul(li, w, dx[i : i + rows])
             cublas.matmul(li.t(), xi, dw, accumulate=i > 0)
@@ -522,6 +518,20 @@ def cross_entropy_chunks(
 @cross_entropy_chunks.register_fake
 def _(x, weight, targets, vocab_size, softcap, smoothing, z_loss, grad):
     return empty_results(x, weight, grad)
+
+
+def chunk_rows(P):
+    """Rows of P logits in CHUNK_BYTES, a power of two."""
+    return 2 ** max(4, (CHUNK_BYTES // (2 * P)).bit_length() - 1)
+
+
+def cross_entropy_rows(logits, targets, losses, grads, scale, vocab_size, softcap, smoothing, z_loss, grad):
+    """Fills `losses`, (rows,), and with grad also `grads`, (rows, P), which may be `logits`: their gradient * scale."""
+    _cross_entropy[(logits.size(0),)](
+        logits, targets, losses, grads, softcap or 0.0, smoothing, z_loss, scale,
+        P=logits.size(1), V=vocab_size, CAP=softcap is not None, SMOOTH=smoothing > 0, GRAD=grad,
+        BLOCK=CE_BLOCK, num_warps=CE_WARPS,
+    )  # fmt: skip
 
 
 def empty_results(x, weight, grad):
@@ -534,10 +544,10 @@ def empty_results(x, weight, grad):
 
 @triton.jit
 def _cross_entropy(
-    logits, targets, losses, softcap, smoothing, z_loss,
+    logits, targets, losses, grads, softcap, smoothing, z_loss, scale,
     P: tl.constexpr, V: tl.constexpr, CAP: tl.constexpr, SMOOTH: tl.constexpr, GRAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row a program: its loss, and with GRAD its logits replaced by their gradient. Rows are P long, V of it real.
+    """One row a program: its loss, and with GRAD the gradient of its logits, scaled. Rows are P long, V of it real.
 
     exp is taken against the largest logit of the first block, so that the pass needs no running maximum; in the rare
     row where that overflows it is taken again against the true maximum. The second pass goes backwards: it begins with
@@ -546,6 +556,7 @@ def _cross_entropy(
     LOG2E: tl.constexpr = 1.4426950408889634
     row = tl.program_id(0).to(tl.int64)
     logits += row * P
+    grads += row * P
     target = tl.load(targets + row)
     cols = tl.arange(0, BLOCK)
     FULL: tl.constexpr = V // BLOCK * BLOCK
@@ -553,7 +564,7 @@ def _cross_entropy(
         tl.store(losses + row, 0.0)
         if GRAD:
             for start in range(0, P, BLOCK):
-                tl.store(logits + start + cols, 0.0, mask=start + cols < P)
+                tl.store(grads + start + cols, tl.zeros((BLOCK,), grads.dtype.element_ty), mask=start + cols < P)
         return
     picked = _capped(tl.load(logits + target), softcap, CAP)
     tail = tl.load(logits + FULL + cols, mask=FULL + cols < V, other=-float("inf"))
@@ -580,25 +591,29 @@ def _cross_entropy(
     smooth = tl.sum(totals) / V if SMOOTH else 0.0
     tl.store(losses + row, lse - (1 - smoothing) * picked - smoothing * smooth + z_loss * lse * lse)
     if GRAD:
-        shift = lse * LOG2E - tl.log2(1 + 2 * z_loss * lse)  # d (lse + z lse^2) = (1 + 2 z lse) softmax
-        grad = _ce_grad(tail, shift, smoothing / V, softcap, CAP, SMOOTH, LOG2E)
-        tl.store(logits + FULL + cols, tl.where(FULL + cols < V, grad, 0.0), mask=FULL + cols < P)
+        gain = (1 + 2 * z_loss * lse) * scale  # d (lse + z lse^2) = (1 + 2 z lse) softmax
+        uniform = smoothing / V * scale
+        shift = lse * LOG2E
+        grad = _ce_grad(tail, shift, gain, uniform, softcap, CAP, SMOOTH, LOG2E)
+        grad = tl.where(FULL + cols < V, grad, 0.0).to(grads.dtype.element_ty)
+        tl.store(grads + FULL + cols, grad, mask=FULL + cols < P)
         for back in range(BLOCK, FULL + 1, BLOCK):
-            at = logits + FULL - back + cols
-            x = _capped(tl.load(at), softcap, CAP)
-            tl.store(at, _ce_grad(x, shift, smoothing / V, softcap, CAP, SMOOTH, LOG2E))
+            at = FULL - back + cols
+            x = _capped(tl.load(logits + at), softcap, CAP)
+            grad = _ce_grad(x, shift, gain, uniform, softcap, CAP, SMOOTH, LOG2E)
+            tl.store(grads + at, grad.to(grads.dtype.element_ty))
         for start in range(FULL + BLOCK, P, BLOCK):  # padding that reaches beyond the tail's block
-            tl.store(logits + start + cols, 0.0, mask=start + cols < P)
+            tl.store(grads + start + cols, tl.zeros((BLOCK,), grads.dtype.element_ty), mask=start + cols < P)
         tl.debug_barrier()  # the target's own gradient goes over what the loop stored there
-        grad = _ce_grad(picked, shift, smoothing / V, 1.0, False, SMOOTH, LOG2E) - (1 - smoothing)
+        grad = _ce_grad(picked, shift, gain, uniform, 1.0, False, SMOOTH, LOG2E) - (1 - smoothing) * scale
         if CAP:
             grad *= 1 - (picked / softcap) * (picked / softcap)
-        tl.store(logits + target, grad)
+        tl.store(grads + target, grad.to(grads.dtype.element_ty))
 
 
 @triton.jit
-def _ce_grad(x, shift, uniform, softcap, CAP: tl.constexpr, SMOOTH: tl.constexpr, LOG2E: tl.constexpr):
-    grad = tl.exp2(x * LOG2E - shift)
+def _ce_grad(x, shift, gain, uniform, softcap, CAP: tl.constexpr, SMOOTH: tl.constexpr, LOG2E: tl.constexpr):
+    grad = tl.exp2(x * LOG2E - shift) * gain
     if SMOOTH:
         grad -= uniform
     if CAP:

@@ -72,15 +72,17 @@ def pick_precision(name, device):
         return "fp16", "this GPU has no bf16 matrix units"
     if name == "auto":
         return "fp32", f"{device.type} has no fast lower precision"
-    if name in ("tf32", "fp16") and device.type != "cuda":
+    if name in ("tf32", "fp16", "fp8") and device.type != "cuda":
         raise UserError(f"precision={name} needs a CUDA device, this is {device.type}; try --precision=fp32")
+    if name == "fp8" and torch.cuda.get_device_capability(device) < (8, 9):
+        raise UserError("precision=fp8 needs a GPU with fp8 matrix units (Ada, Hopper or later); try --precision=bf16")
     return name, "as set"
 
 
 def autocast(precision, device):
     """The context that a forward runs in. Weights stay float32; TF32 serves what is left in float32."""
     torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+    dtype = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}.get(precision)
     return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 
@@ -89,12 +91,14 @@ def pick_ops(name, device, precision):
     missing = None
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] < 8:
         missing = "fused.py is for NVIDIA GPUs from Ampere on"
-    elif precision != "bf16":
-        missing = f"fused.py is for bf16, precision is {precision}"
+    elif precision not in ("bf16", "fp8"):
+        missing = f"fused.py is for bf16 and fp8, precision is {precision}"
     elif importlib.util.find_spec("triton") is None:
         missing = "fused.py needs the package triton"
     if name == "fused" and missing:
         raise UserError(f"ops=fused: {missing}; try --ops=torch")
+    if precision == "fp8" and (missing or name == "torch"):
+        raise UserError(f"precision=fp8 needs ops=fused: {missing or 'ops is torch'}; try --precision=bf16")
     if name != "auto":
         return name, "as set"
     return ("torch", missing) if missing else ("fused", "cuBLASLt and Triton, fused.py")
@@ -128,12 +132,16 @@ def compile_model(model, by_block):
 
 def wrap(model, cfg, world):
     """The model as the loop calls it, in a fixed order: other layers put in, compiled, under DDP if there are ranks."""
-    if cfg.precision == "bf16" and cfg.bf16_residual:
+    if cfg.precision in ("bf16", "fp8") and cfg.bf16_residual:
         bf16_residual(model)
     if cfg.ops == "fused":
         import fused
 
         fused.swap(model)
+    if cfg.precision == "fp8":
+        import fp8
+
+        fp8.swap(model)
     if cfg.compile:
         compile_model(model, by_block=world.size > 1 or cfg.ops == "fused")
     if not dist.is_initialized():

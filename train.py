@@ -84,10 +84,10 @@ class Config(models.GPTConfig):
     timeout_s: int = 600  # how long a rank waits for the others before it gives up
     bucket_mib: int = 25  # DDP: gradients are reduced in pieces of this size, while the backward goes on
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"  # DDP: what gradients are summed over the ranks in
-    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = (
-        "auto"  # auto: bf16 on a GPU that has it, fp32 on a CPU
+    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp8"] = (
+        "auto"  # auto: bf16 if the GPU has it, else fp32
     )
-    bf16_residual: bool = True  # with precision=bf16: the residual stream in bf16 as well, not in float32
+    bf16_residual: bool = True  # in bf16 and fp8: the residual stream in bf16 as well, not in float32
     compile: bool = True  # torch.compile; needs a C++ compiler on the CPU
     ops: Literal["auto", "torch", "fused"] = "auto"  # fused: fused.py's linears and loss; auto: if they run
     # console and logs

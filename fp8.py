@@ -1,0 +1,311 @@
+"""precision=fp8: linear layers and head in 8-bit floats, put in from outside after fused.swap.
+
+A tensor has one scale, a power of two, so that it decides what overflows but not how numbers are rounded. Activations
+and weights are e4m3, gradients e5m2 (https://arxiv.org/abs/2209.05433). A scale comes from the largest magnitude at the
+call before, with a factor of two to spare; the first from the tensor itself. Hopper multiplies fp8 along contiguous
+rows only, so that the kernel which casts writes the transpose as well, for the gradients. All else is as in bf16:
+master weights in float32, residual stream, norms, attention, softmax.
+"""
+
+import functools
+
+import torch
+import torch.nn as nn
+import triton
+import triton.language as tl
+from torch.library import custom_op
+
+import cublas
+import fused
+import model as models
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+COPY, GELU, DGELU = 0, 1, 2  # what `cast` computes on the way
+TILE_ROWS, TILE_COLS, CAST_WARPS = 64, 128, 4
+HEAD_SCALE = 2.0**14  # of the gradient of the logits, which is in [-1, 1]: e5m2 reaches from 57,344 down to 2^-16
+
+
+def swap(model):
+    """Puts the classes below in place of fused.py's where all widths are multiples of 16; parameters stay."""
+    kinds = {fused.Linear: Linear, fused.DeferredBias: DeferredBias, fused.GeluMLP: GeluMLP, fused.Head: Head}
+    for module in list(model.modules()):
+        if any(size % 16 for p in module.parameters() for size in p.shape):
+            continue
+        if isinstance(module, nn.Linear) and type(module) in kinds:
+            for name in ("x_top", "w_top", "dy_top"):  # see `cast`
+                module.register_buffer(name, torch.zeros(2, device=module.weight.device), persistent=False)
+        if type(module) is fused.Attention:
+            module.__class__ = models.Attention  # q, k and v's gradients are summed where they are cast
+        module.__class__ = kinds.get(type(module), type(module))
+    return model
+
+
+class Linear(fused.Linear):
+    def forward(self, x):
+        return apply(self, x, self.bias)
+
+
+class DeferredBias(fused.DeferredBias):
+    def forward(self, x):
+        return apply(self, x, None)
+
+
+class GeluMLP(fused.GeluMLP):
+    """The GELU and its derivative are computed where their results are cast."""
+
+    def forward(self, x):
+        up, proj = self.up, self.proj
+        if x.shape[:-1].numel() % 16:
+            return super().forward(x)
+        bias = None if isinstance(proj, fused.DeferredBias) else proj.bias
+        tops = (up.x_top, up.w_top, up.dy_top, proj.x_top, proj.w_top, proj.dy_top)
+        return GeluMLPFunction.apply(x.to(torch.bfloat16), up.weight, up.bias, proj.weight, bias, *tops)
+
+
+class Head(fused.Head):
+    """Logits and both their gradients in fp8, softmax and loss in float32."""
+
+    def forward(self, x, targets, reduction):
+        if reduction == "none" or targets.numel() % 16:
+            return super().forward(x, targets, reduction)
+        tops = (self.x_top, self.w_top, torch.is_grad_enabled())
+        loss = HeadFunction.apply(x.to(torch.bfloat16), self.weight, targets, self.options(), *tops)
+        return loss / (targets >= 0).sum() if reduction == "mean" else loss
+
+
+def apply(layer, x, bias):
+    x = x.to(torch.bfloat16)
+    if x.shape[:-1].numel() % 16:  # the products of the backward want that; such shapes are a sample's, not training's
+        return fused.linear(x, layer.weight, bias, False)
+    return LinearFunction.apply(x, layer.weight, bias, layer.x_top, layer.w_top, layer.dy_top)
+
+
+class LinearFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, x_top, w_top, dy_top):
+        x8, x8t, xs, _ = cast(x.flatten(0, -2), x_top, None, COPY, False, False)
+        w8, w8t, ws, _ = cast(weight, w_top, None, COPY, False, False)
+        ctx.save_for_backward(x8t, xs, w8t, ws, dy_top)
+        ctx.dtypes = [None if p is None else p.dtype for p in (weight, bias)]
+        b = None if bias is None else bias.to(x.dtype)
+        return product(x8, w8.t(), xs, ws, b, x.dtype).unflatten(0, x.shape[:-1])
+
+    @staticmethod
+    def backward(ctx, dy):
+        x8t, xs, w8t, ws, dy_top = ctx.saved_tensors
+        weight_dtype, bias_dtype = ctx.dtypes
+        dy8, dy8t, ds, sums = cast(dy.flatten(0, -2).contiguous(), dy_top, None, COPY, True, bias_dtype is not None)
+        dx = product(dy8, w8t.t(), ds, ws, None, dy.dtype).unflatten(0, dy.shape[:-1])
+        dw = product(dy8t, x8t.t(), ds, xs, None, weight_dtype)
+        return dx, dw, None if bias_dtype is None else sums.to(bias_dtype), None, None, None
+
+
+class GeluMLPFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w1, b1, w2, b2, x_top, w1_top, dbefore_top, act_top, w2_top, dy_top):
+        x8, x8t, xs, _ = cast(x.flatten(0, -2), x_top, None, COPY, False, False)
+        w18, w18t, w1s, _ = cast(w1, w1_top, None, COPY, False, False)
+        w28, w28t, w2s, _ = cast(w2, w2_top, None, COPY, False, False)
+        ctx.dtypes = [None if p is None else p.dtype for p in (w1, b1, w2, b2)]
+        b1, b2 = (None if b is None else b.to(x.dtype) for b in (b1, b2))
+        before = product(x8, w18.t(), xs, w1s, b1, x.dtype)
+        act8, act8t, acts, _ = cast(before, act_top, None, GELU, False, False)
+        ctx.save_for_backward(x8t, xs, w18t, w1s, w28t, w2s, before, act8t, acts, dbefore_top, dy_top)
+        return product(act8, w28.t(), acts, w2s, b2, x.dtype).unflatten(0, x.shape[:-1])
+
+    @staticmethod
+    def backward(ctx, dy):
+        x8t, xs, w18t, w1s, w28t, w2s, before, act8t, acts, dbefore_top, dy_top = ctx.saved_tensors
+        w1_dtype, b1_dtype, w2_dtype, b2_dtype = ctx.dtypes
+        dy8, dy8t, ds, db2 = cast(dy.flatten(0, -2).contiguous(), dy_top, None, COPY, True, b2_dtype is not None)
+        dact = product(dy8, w28t.t(), ds, w2s, None, dy.dtype)
+        dw2 = product(dy8t, act8t.t(), ds, acts, None, w2_dtype)
+        db8, db8t, bs, db1 = cast(dact, dbefore_top, before, DGELU, True, b1_dtype is not None)
+        dx = product(db8, w18t.t(), bs, w1s, None, dy.dtype).unflatten(0, dy.shape[:-1])
+        dw1 = product(db8t, x8t.t(), bs, xs, None, w1_dtype)
+        db1 = None if b1_dtype is None else db1.to(b1_dtype)
+        return (dx, dw1, db1, dw2, None if b2_dtype is None else db2.to(b2_dtype)) + (None,) * 6
+
+
+@custom_op("pretrain::product8", mutates_args=())
+def product(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """a @ b * a_scale * b_scale + bias, of contiguous rows of a and columns of b."""
+    out = a.new_empty(a.size(0), b.size(1), dtype=dtype)
+    return cublas.matmul(a, b, out, bias=bias, scales=(a_scale, b_scale), exact_sums=False)
+
+
+@product.register_fake
+def _(a, b, a_scale, b_scale, bias, dtype):
+    return a.new_empty(a.size(0), b.size(1), dtype=dtype)
+
+
+@custom_op("pretrain::cast8", mutates_args=())
+def cast(
+    x: torch.Tensor, top: torch.Tensor, before: torch.Tensor | None, what: int, e5m2: bool, sums: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(x in fp8, its transpose, what they are to be multiplied with, float32 column sums if asked for). x: (M, N).
+
+    what: COPY; GELU: of gelu(x); DGELU: of x gelu'(before). top: the largest magnitudes [that the scale is made from,
+    that this call saw]; it belongs to this caller alone and is updated, which the compiler need not know.
+    """
+    (M, N), dtype = x.shape, E5M2 if e5m2 else E4M3
+    out, out_t, scale, columns = cast_results(x, top, before, what, e5m2, sums)
+    rows = triton.cdiv(M, TILE_ROWS)
+    parts = torch.empty(rows if sums else 0, N, dtype=torch.float32, device=x.device)
+    limit = torch.finfo(dtype).max
+    _prepare[(1,)](x, before, top, scale, M * N, limit, WHAT=what, BLOCK=4096, num_warps=8)
+    _cast[(rows, triton.cdiv(N, TILE_COLS))](
+        x, before, out, out_t, parts, top, scale, M, N, limit,
+        WHAT=what, SUMS=sums, ROWS=TILE_ROWS, COLS=TILE_COLS, num_warps=CAST_WARPS,
+    )  # fmt: skip
+    return out, out_t, scale, parts.sum(0) if sums else columns
+
+
+@cast.register_fake
+def cast_results(x, top, before, what, e5m2, sums):
+    (M, N), dtype = x.shape, E5M2 if e5m2 else E4M3
+    out, out_t = x.new_empty(M, N, dtype=dtype), x.new_empty(N, M, dtype=dtype)
+    return out, out_t, x.new_empty((), dtype=torch.float32), x.new_empty(N if sums else 0, dtype=torch.float32)
+
+
+@triton.jit
+def _value(x, before, at, inside, WHAT: tl.constexpr):
+    """x, gelu(x) or x gelu'(before), in float32"""
+    v = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    if WHAT == 1:
+        v = v * tl.sigmoid(1.5957691216057308 * (v + 0.044715 * v * v * v))  # x sigmoid(2 u) = x (1 + tanh u) / 2
+    if WHAT == 2:
+        b = tl.load(before + at, mask=inside, other=0.0).to(tl.float32)
+        s = tl.sigmoid(1.5957691216057308 * (b + 0.044715 * b * b * b))
+        v *= s + b * s * (1 - s) * 1.5957691216057308 * (1 + 0.134145 * b * b)
+    return v
+
+
+@triton.jit
+def _prepare(x, before, top, scale, size, limit, WHAT: tl.constexpr, BLOCK: tl.constexpr):
+    """The scale of this call: from what the last one saw, at the first from x."""
+    seen = tl.load(top + 1)
+    if seen == 0.0:
+        seen = tl.load(top)
+    if seen == 0.0:
+        most = tl.zeros((BLOCK,), tl.float32)
+        start = tl.cast(0, tl.int64)
+        while start < size:
+            at = start + tl.arange(0, BLOCK)
+            most = tl.maximum(most, tl.abs(_value(x, before, at, at < size, WHAT)))
+            start += BLOCK
+        seen = tl.max(most)
+    tl.store(top, seen)
+    tl.store(top + 1, 0.0)
+    power = tl.floor(tl.log2(limit / tl.maximum(seen, 1e-30))) - 1  # -1: room for twice as much
+    tl.store(scale, tl.exp2(-tl.minimum(power, 100.0)))
+
+
+@triton.jit
+def _cast(
+    x, before, out, out_t, parts, top, scale, M, N, limit,
+    WHAT: tl.constexpr, SUMS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    first_row, first_col = tl.program_id(0) * ROWS, tl.program_id(1) * COLS
+    rows, cols = first_row + tl.arange(0, ROWS), first_col + tl.arange(0, COLS)
+    inside = (rows < M)[:, None] & (cols < N)[None, :]
+    start = tl.cast(first_row, tl.int64) * N + first_col
+    at = tl.arange(0, ROWS)[:, None] * N + tl.arange(0, COLS)[None, :]
+    if before is not None:
+        before += start
+    v = _value(x + start, before, at, inside, WHAT)
+    tl.atomic_max(top + 1, tl.max(tl.abs(v)))
+    small = tl.minimum(tl.maximum(v / tl.load(scale), -limit), limit).to(out.dtype.element_ty)
+    tl.store(out + start + at, small, mask=inside)
+    across = tl.cast(first_col, tl.int64) * M + first_row
+    at = tl.arange(0, COLS)[:, None] * M + tl.arange(0, ROWS)[None, :]
+    tl.store(out_t + across + at, tl.trans(small), mask=tl.trans(inside))
+    if SUMS:
+        tl.store(parts + tl.program_id(0) * N + cols, tl.sum(v, 0), mask=cols < N)
+
+
+# -- the head
+
+
+class HeadFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, targets, options, x_top, w_top, grad):
+        flat = x.flatten(0, -2)
+        losses, dx, dw = cross_entropy_chunks8(flat, weight, targets.flatten(), *options, x_top, w_top, grad)
+        ctx.save_for_backward(dx, dw)
+        ctx.shape, ctx.weight_dtype = x.shape, weight.dtype
+        return losses.sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        dx, dw = ctx.saved_tensors
+        return (dx.mul_(grad).view(ctx.shape), dw.mul_(grad).to(ctx.weight_dtype)) + (None,) * 5
+
+
+@custom_op("pretrain::cross_entropy_chunks8", mutates_args=())
+def cross_entropy_chunks8(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    vocab_size: int,
+    softcap: float | None,
+    smoothing: float,
+    z_loss: float,
+    x_top: torch.Tensor,
+    w_top: torch.Tensor,
+    grad: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As fused.cross_entropy_chunks, with the three products in fp8; the number of tokens is a multiple of 16."""
+    N, P = x.size(0), weight.size(0)
+    rows = min(N, fused.chunk_rows(P))
+    losses, dx, dw = fused.empty_results(x, weight, grad)
+    x8, x8t, xs, _ = cast(x, x_top, None, COPY, False, False)
+    w8, w8t, ws, _ = cast(weight, w_top, None, COPY, False, False)
+    gs = head_scale(x.device)
+    logits = x.new_empty(rows, P)
+    small = x.new_empty(rows, P, dtype=E5M2) if grad else logits
+    for i in range(0, N, rows):
+        xi, ti = x8[i : i + rows], targets[i : i + rows]
+        n = xi.size(0)
+        li, gi = logits[:n], small[:n]
+        cublas.matmul(xi, w8.t(), li, scales=(xs, ws), exact_sums=False, tune=grad)
+        options = (vocab_size, softcap, smoothing, z_loss, grad)
+        fused.cross_entropy_rows(li, ti, losses[i : i + n], gi, HEAD_SCALE, *options)
+        if grad:
+            git = x.new_empty(P, n, dtype=E5M2)
+            _transpose[(triton.cdiv(n, 128), triton.cdiv(P, 128))](
+                gi.view(torch.uint8), git.view(torch.uint8), n, P, TILE=128, num_warps=8
+            )
+            cublas.matmul(gi, w8t.t(), dx[i : i + n], scales=(gs, ws), exact_sums=False)
+            xit = x8t[:, i : i + n]
+            cublas.matmul(git, xit.t(), dw, scales=(gs, xs), exact_sums=False, accumulate=i > 0)
+    return losses, dx, dw
+
+
+@cross_entropy_chunks8.register_fake
+def _(x, weight, targets, vocab_size, softcap, smoothing, z_loss, x_top, w_top, grad):
+    return fused.empty_results(x, weight, grad)
+
+
+@functools.cache
+def head_scale(device):
+    return torch.tensor(1 / HEAD_SCALE, device=device)
+
+
+@triton.jit
+def _transpose(x, out, M, N, TILE: tl.constexpr):
+    first_row, first_col = tl.program_id(0) * TILE, tl.program_id(1) * TILE
+    rows, cols = first_row + tl.arange(0, TILE), first_col + tl.arange(0, TILE)
+    inside = (rows < M)[:, None] & (cols < N)[None, :]
+    tile = tl.load(x + tl.cast(first_row, tl.int64) * N + first_col
+                   + tl.arange(0, TILE)[:, None] * N + tl.arange(0, TILE)[None, :], mask=inside)  # fmt: skip
+    across = tl.cast(first_col, tl.int64) * M + first_row
+    at = tl.arange(0, TILE)[:, None] * M + tl.arange(0, TILE)[None, :]
+    tl.store(out + across + at, tl.trans(tile), mask=tl.trans(inside))
