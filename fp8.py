@@ -3,7 +3,7 @@
 A tensor has one scale, a power of two, so that it decides what overflows but not how numbers are rounded. Activations
 and weights are e4m3, gradients e5m2 (https://arxiv.org/abs/2209.05433). A scale comes from the largest magnitude at the
 call before, with a factor of two to spare; the first from the tensor itself. Hopper multiplies fp8 along contiguous
-rows only, so that the kernel which casts writes the transpose as well, for the gradients. All else is as in bf16:
+rows only, so that what is cast is transposed as well, for the gradients. All else is as in bf16:
 master weights in float32, residual stream, norms, attention, softmax.
 """
 
@@ -21,7 +21,7 @@ import model as models
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 COPY, GELU, DGELU = 0, 1, 2  # what `cast` computes on the way
-TILE_ROWS, TILE_COLS, CAST_WARPS = 64, 128, 4
+TILE_ROWS, TILE_COLS, CAST_WARPS, TRANSPOSE_TILE = 64, 128, 8, 128
 HEAD_SCALE = 2.0**14  # of the gradient of the logits, which is in [-1, 1]: e5m2 reaches from 57,344 down to 2^-16
 
 
@@ -162,9 +162,10 @@ def cast(
     limit = torch.finfo(dtype).max
     _prepare[(1,)](x, before, top, scale, M * N, limit, WHAT=what, BLOCK=4096, num_warps=8)
     _cast[(rows, triton.cdiv(N, TILE_COLS))](
-        x, before, out, out_t, parts, top, scale, M, N, limit,
+        x, before, out, parts, top, scale, M, N, limit,
         WHAT=what, SUMS=sums, ROWS=TILE_ROWS, COLS=TILE_COLS, num_warps=CAST_WARPS,
     )  # fmt: skip
+    transpose(out, out_t)
     return out, out_t, scale, parts.sum(0) if sums else columns
 
 
@@ -210,7 +211,7 @@ def _prepare(x, before, top, scale, size, limit, WHAT: tl.constexpr, BLOCK: tl.c
 
 @triton.jit
 def _cast(
-    x, before, out, out_t, parts, top, scale, M, N, limit,
+    x, before, out, parts, top, scale, M, N, limit,
     WHAT: tl.constexpr, SUMS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     first_row, first_col = tl.program_id(0) * ROWS, tl.program_id(1) * COLS
@@ -222,13 +223,29 @@ def _cast(
         before += start
     v = _value(x + start, before, at, inside, WHAT)
     tl.atomic_max(top + 1, tl.max(tl.abs(v)))
-    small = tl.minimum(tl.maximum(v / tl.load(scale), -limit), limit).to(out.dtype.element_ty)
-    tl.store(out + start + at, small, mask=inside)
-    across = tl.cast(first_col, tl.int64) * M + first_row
-    at = tl.arange(0, COLS)[:, None] * M + tl.arange(0, ROWS)[None, :]
-    tl.store(out_t + across + at, tl.trans(small), mask=tl.trans(inside))
+    small = tl.minimum(tl.maximum(v / tl.load(scale), -limit), limit)
+    tl.store(out + start + at, small.to(out.dtype.element_ty), mask=inside)
     if SUMS:
         tl.store(parts + tl.program_id(0) * N + cols, tl.sum(v, 0), mask=cols < N)
+
+
+def transpose(x, out):
+    """out = x.T, of bytes. In `_cast` itself it took longer and, with Triton 3.6 on Hopper, mixed values up."""
+    M, N = x.shape
+    grid = triton.cdiv(M, TRANSPOSE_TILE), triton.cdiv(N, TRANSPOSE_TILE)
+    _transpose[grid](x.view(torch.uint8), out.view(torch.uint8), M, N, TILE=TRANSPOSE_TILE, num_warps=8)
+
+
+@triton.jit
+def _transpose(x, out, M, N, TILE: tl.constexpr):
+    first_row, first_col = tl.program_id(0) * TILE, tl.program_id(1) * TILE
+    rows, cols = first_row + tl.arange(0, TILE), first_col + tl.arange(0, TILE)
+    inside = (rows < M)[:, None] & (cols < N)[None, :]
+    tile = tl.load(x + tl.cast(first_row, tl.int64) * N + first_col
+                   + tl.arange(0, TILE)[:, None] * N + tl.arange(0, TILE)[None, :], mask=inside)  # fmt: skip
+    across = tl.cast(first_col, tl.int64) * M + first_row
+    at = tl.arange(0, TILE)[:, None] * M + tl.arange(0, TILE)[None, :]
+    tl.store(out + across + at, tl.trans(tile), mask=tl.trans(inside))
 
 
 # -- the head
@@ -280,9 +297,7 @@ def cross_entropy_chunks8(
         fused.cross_entropy_rows(li, ti, losses[i : i + n], gi, HEAD_SCALE, *options)
         if grad:
             git = x.new_empty(P, n, dtype=E5M2)
-            _transpose[(triton.cdiv(n, 128), triton.cdiv(P, 128))](
-                gi.view(torch.uint8), git.view(torch.uint8), n, P, TILE=128, num_warps=8
-            )
+            transpose(gi, git)
             cublas.matmul(gi, w8t.t(), dx[i : i + n], scales=(gs, ws), exact_sums=False)
             xit = x8t[:, i : i + n]
             cublas.matmul(git, xit.t(), dw, scales=(gs, xs), exact_sums=False, accumulate=i > 0)
@@ -297,15 +312,3 @@ def _(x, weight, targets, vocab_size, softcap, smoothing, z_loss, x_top, w_top, 
 @functools.cache
 def head_scale(device):
     return torch.tensor(1 / HEAD_SCALE, device=device)
-
-
-@triton.jit
-def _transpose(x, out, M, N, TILE: tl.constexpr):
-    first_row, first_col = tl.program_id(0) * TILE, tl.program_id(1) * TILE
-    rows, cols = first_row + tl.arange(0, TILE), first_col + tl.arange(0, TILE)
-    inside = (rows < M)[:, None] & (cols < N)[None, :]
-    tile = tl.load(x + tl.cast(first_row, tl.int64) * N + first_col
-                   + tl.arange(0, TILE)[:, None] * N + tl.arange(0, TILE)[None, :], mask=inside)  # fmt: skip
-    across = tl.cast(first_col, tl.int64) * M + first_row
-    at = tl.arange(0, TILE)[:, None] * M + tl.arange(0, TILE)[None, :]
-    tl.store(out + across + at, tl.trans(tile), mask=tl.trans(inside))

@@ -595,8 +595,8 @@ def _cross_entropy(
         uniform = smoothing / V * scale
         shift = lse * LOG2E
         grad = _ce_grad(tail, shift, gain, uniform, softcap, CAP, SMOOTH, LOG2E)
-        grad = tl.where(FULL + cols < V, grad, 0.0).to(grads.dtype.element_ty)
-        tl.store(grads + FULL + cols, grad, mask=FULL + cols < P)
+        grad = tl.where(FULL + cols < V, grad, 0.0)
+        tl.store(grads + FULL + cols, grad.to(grads.dtype.element_ty), mask=FULL + cols < P)
         for back in range(BLOCK, FULL + 1, BLOCK):
             at = FULL - back + cols
             x = _capped(tl.load(logits + at), softcap, CAP)
@@ -605,10 +605,10 @@ def _cross_entropy(
         for start in range(FULL + BLOCK, P, BLOCK):  # padding that reaches beyond the tail's block
             tl.store(grads + start + cols, tl.zeros((BLOCK,), grads.dtype.element_ty), mask=start + cols < P)
         tl.debug_barrier()  # the target's own gradient goes over what the loop stored there
-        grad = _ce_grad(picked, shift, gain, uniform, 1.0, False, SMOOTH, LOG2E) - (1 - smoothing) * scale
+        at_target = _ce_grad(picked, shift, gain, uniform, 1.0, False, SMOOTH, LOG2E) - (1 - smoothing) * scale
         if CAP:
-            grad *= 1 - (picked / softcap) * (picked / softcap)
-        tl.store(grads + target, grad.to(grads.dtype.element_ty))
+            at_target *= 1 - (picked / softcap) * (picked / softcap)
+        tl.store(grads + target, at_target.to(grads.dtype.element_ty))
 
 
 @triton.jit
