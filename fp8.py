@@ -17,25 +17,24 @@ from torch.library import custom_op
 
 import cublas
 import fused
-import model as models
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 COPY, GELU, DGELU = 0, 1, 2  # what `cast` computes on the way
-TILE_ROWS, TILE_COLS, CAST_WARPS, TRANSPOSE_TILE = 64, 128, 8, 128
+CAST_ROWS, CAST_COLS, CAST_PROGRAMS, CAST_STAGES, CAST_WARPS = 8, 256, 8, 3, 4  # programs: a multiprocessor's
+TRANSPOSE_TILE = 128
 HEAD_SCALE = 2.0**14  # of the gradient of the logits, which is in [-1, 1]: e5m2 reaches from 57,344 down to 2^-16
 
 
 def swap(model):
     """Puts the classes below in place of fused.py's where all widths are multiples of 16; parameters stay."""
     kinds = {fused.Linear: Linear, fused.DeferredBias: DeferredBias, fused.GeluMLP: GeluMLP, fused.Head: Head}
+    kinds[fused.Attention] = Attention
     for module in list(model.modules()):
         if any(size % 16 for p in module.parameters() for size in p.shape):
             continue
         if isinstance(module, nn.Linear) and type(module) in kinds:
             for name in ("x_top", "w_top", "dy_top"):  # see `cast`
                 module.register_buffer(name, torch.zeros(2, device=module.weight.device), persistent=False)
-        if type(module) is fused.Attention:
-            module.__class__ = models.Attention  # q, k and v's gradients are summed where they are cast
         module.__class__ = kinds.get(type(module), type(module))
     return model
 
@@ -62,6 +61,15 @@ class GeluMLP(fused.GeluMLP):
         return GeluMLPFunction.apply(x.to(torch.bfloat16), up.weight, up.bias, proj.weight, bias, *tops)
 
 
+class Attention(fused.Attention):
+    def project(self, x):
+        qkv = self.qkv
+        if x.shape[:-1].numel() % 16:
+            return super().project(x)
+        tops = (qkv.x_top, qkv.w_top, qkv.dy_top)
+        return QKV.apply(x.to(torch.bfloat16), qkv.weight, qkv.bias, self.heads, self.head_dim, *tops)
+
+
 class Head(fused.Head):
     """Logits and both their gradients in fp8, softmax and loss in float32."""
 
@@ -83,21 +91,45 @@ def apply(layer, x, bias):
 class LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, x_top, w_top, dy_top):
-        x8, x8t, xs, _ = cast(x.flatten(0, -2), x_top, None, COPY, False, False)
-        w8, w8t, ws, _ = cast(weight, w_top, None, COPY, False, False)
-        ctx.save_for_backward(x8t, xs, w8t, ws, dy_top)
-        ctx.dtypes = [None if p is None else p.dtype for p in (weight, bias)]
-        b = None if bias is None else bias.to(x.dtype)
-        return product(x8, w8.t(), xs, ws, b, x.dtype).unflatten(0, x.shape[:-1])
+        return linear_forward(ctx, x, weight, bias, x_top, w_top, dy_top).unflatten(0, x.shape[:-1])
 
     @staticmethod
     def backward(ctx, dy):
-        x8t, xs, w8t, ws, dy_top = ctx.saved_tensors
-        weight_dtype, bias_dtype = ctx.dtypes
-        dy8, dy8t, ds, sums = cast(dy.flatten(0, -2).contiguous(), dy_top, None, COPY, True, bias_dtype is not None)
-        dx = product(dy8, w8t.t(), ds, ws, None, dy.dtype).unflatten(0, dy.shape[:-1])
-        dw = product(dy8t, x8t.t(), ds, xs, None, weight_dtype)
-        return dx, dw, None if bias_dtype is None else sums.to(bias_dtype), None, None, None
+        dx, dw, sums = linear_backward(ctx, dy.flatten(0, -2).contiguous(), ctx.dtypes[1] is not None)
+        return dx.unflatten(0, dy.shape[:-1]), dw, None if sums is None else sums.to(ctx.dtypes[1]), None, None, None
+
+
+class QKV(torch.autograd.Function):
+    """As fused.QKV."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, heads, head_dim, x_top, w_top, dy_top):
+        y = linear_forward(ctx, x, weight, bias, x_top, w_top, dy_top)
+        return y.view(*x.shape[:-1], sum(heads), head_dim).transpose(1, 2).split(heads, dim=1)
+
+    @staticmethod
+    def backward(ctx, dq, dk, dv):
+        dy, sums = fused.pack(*(d.transpose(1, 2).flatten(0, 1).flatten(1).contiguous() for d in (dq, dk, dv)))
+        dx, dw, _ = linear_backward(ctx, dy, False)
+        db = None if ctx.dtypes[1] is None else sums.to(ctx.dtypes[1])
+        return dx.unflatten(0, (dq.size(0), dq.size(2))), dw, db, None, None, None, None, None
+
+
+def linear_forward(ctx, x, weight, bias, x_top, w_top, dy_top):
+    """(..., K) -> (M, N), with what linear_backward needs kept in ctx."""
+    x8, x8t, xs, _ = cast(x.flatten(0, -2), x_top, None, COPY, False, False)
+    w8, w8t, ws, _ = cast(weight, w_top, None, COPY, False, False)
+    ctx.save_for_backward(x8t, xs, w8t, ws, dy_top)
+    ctx.dtypes = [None if p is None else p.dtype for p in (weight, bias)]
+    return product(x8, w8.t(), xs, ws, None if bias is None else bias.to(x.dtype), x.dtype)
+
+
+def linear_backward(ctx, dy, sums):
+    """(dx, dw, column sums of dy or None) of dy: (M, N)."""
+    x8t, xs, w8t, ws, dy_top = ctx.saved_tensors
+    dy8, dy8t, ds, columns = cast(dy, dy_top, None, COPY, True, sums)
+    dx = product(dy8, w8t.t(), ds, ws, None, dy.dtype)
+    return dx, product(dy8t, x8t.t(), ds, xs, None, ctx.dtypes[0]), columns if sums else None
 
 
 class GeluMLPFunction(torch.autograd.Function):
@@ -157,13 +189,14 @@ def cast(
     """
     (M, N), dtype = x.shape, E5M2 if e5m2 else E4M3
     out, out_t, scale, columns = cast_results(x, top, before, what, e5m2, sums)
-    rows = triton.cdiv(M, TILE_ROWS)
-    parts = torch.empty(rows if sums else 0, N, dtype=torch.float32, device=x.device)
+    strips = triton.cdiv(N, CAST_COLS)
+    programs = min(triton.cdiv(M, CAST_ROWS), triton.cdiv(CAST_PROGRAMS * fused.sm_count(x.device), strips))
+    parts = torch.empty(programs if sums else 0, N, dtype=torch.float32, device=x.device)
     limit = torch.finfo(dtype).max
     _prepare[(1,)](x, before, top, scale, M * N, limit, WHAT=what, BLOCK=4096, num_warps=8)
-    _cast[(rows, triton.cdiv(N, TILE_COLS))](
-        x, before, out, parts, top, scale, M, N, limit,
-        WHAT=what, SUMS=sums, ROWS=TILE_ROWS, COLS=TILE_COLS, num_warps=CAST_WARPS,
+    _cast[(programs, strips)](
+        x, before, out, parts, top, scale, M, N, limit, WHAT=what, SUMS=sums, ROWS=CAST_ROWS, COLS=CAST_COLS,
+        PROGRAMS=programs, STEPS=triton.cdiv(M, programs * CAST_ROWS), STAGES=CAST_STAGES, num_warps=CAST_WARPS,
     )  # fmt: skip
     transpose(out, out_t)
     return out, out_t, scale, parts.sum(0) if sums else columns
@@ -213,20 +246,28 @@ def _prepare(x, before, top, scale, size, limit, WHAT: tl.constexpr, BLOCK: tl.c
 def _cast(
     x, before, out, parts, top, scale, M, N, limit,
     WHAT: tl.constexpr, SUMS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    PROGRAMS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    first_row, first_col = tl.program_id(0) * ROWS, tl.program_id(1) * COLS
-    rows, cols = first_row + tl.arange(0, ROWS), first_col + tl.arange(0, COLS)
-    inside = (rows < M)[:, None] & (cols < N)[None, :]
-    start = tl.cast(first_row, tl.int64) * N + first_col
-    at = tl.arange(0, ROWS)[:, None] * N + tl.arange(0, COLS)[None, :]
-    if before is not None:
-        before += start
-    v = _value(x + start, before, at, inside, WHAT)
-    tl.atomic_max(top + 1, tl.max(tl.abs(v)))
-    small = tl.minimum(tl.maximum(v / tl.load(scale), -limit), limit)
-    tl.store(out + start + at, small.to(out.dtype.element_ty), mask=inside)
+    """A program casts a strip of COLS columns, ROWS rows at a time; maximum and column sums stay in registers."""
+    program, first_col = tl.program_id(0), tl.program_id(1) * COLS
+    cols = first_col + tl.arange(0, COLS)
+    at = tl.arange(0, ROWS)[:, None] * N + cols[None, :]
+    factor = 1 / tl.load(scale)
+    most = tl.zeros((ROWS, COLS), tl.float32)
+    sums = tl.zeros((ROWS, COLS), tl.float32)
+    for step in tl.range(STEPS, num_stages=STAGES):
+        first_row = (program + step * PROGRAMS) * ROWS
+        start = tl.cast(first_row, tl.int64) * N
+        inside = (first_row + tl.arange(0, ROWS) < M)[:, None] & (cols < N)[None, :]
+        v = _value(x + start, before + start if WHAT == 2 else before, at, inside, WHAT)
+        most = tl.maximum(most, tl.abs(v))
+        if SUMS:
+            sums += v
+        small = tl.minimum(tl.maximum(v * factor, -limit), limit)
+        tl.store(out + start + at, small.to(out.dtype.element_ty), mask=inside)
+    tl.atomic_max(top + 1, tl.max(most))
     if SUMS:
-        tl.store(parts + tl.program_id(0) * N + cols, tl.sum(v, 0), mask=cols < N)
+        tl.store(parts + program * N + cols, tl.sum(sums, 0), mask=cols < N)
 
 
 def transpose(x, out):

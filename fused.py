@@ -82,11 +82,13 @@ class Attention(models.Attention):
 
     def forward(self, x):
         B, T, C = x.shape
-        x = x.to(torch.bfloat16)
-        grad = torch.is_grad_enabled()
-        q, k, v = QKV.apply(x, self.qkv.weight, self.qkv.bias, self.heads, self.head_dim, grad)  # (B, H, T, D)
+        q, k, v = self.project(x)  # (B, H, T, D)
         y = kernels.attention(self.q_norm(q), self.k_norm(k), v, self.backend, self.dropout * self.training)
         return self.proj(y.transpose(1, 2).reshape(B, T, C))
+
+    def project(self, x):
+        qkv, grad = self.qkv, torch.is_grad_enabled()
+        return QKV.apply(x.to(torch.bfloat16), qkv.weight, qkv.bias, self.heads, self.head_dim, grad)
 
 
 class Pending(NamedTuple):
@@ -530,6 +532,7 @@ def cross_entropy_rows(logits, targets, losses, grads, scale, vocab_size, softca
     _cross_entropy[(logits.size(0),)](
         logits, targets, losses, grads, softcap or 0.0, smoothing, z_loss, scale,
         P=logits.size(1), V=vocab_size, CAP=softcap is not None, SMOOTH=smoothing > 0, GRAD=grad,
+        DITHER=grads.dtype == torch.float8_e5m2,
         BLOCK=CE_BLOCK, num_warps=CE_WARPS,
     )  # fmt: skip
 
@@ -545,7 +548,8 @@ def empty_results(x, weight, grad):
 @triton.jit
 def _cross_entropy(
     logits, targets, losses, grads, softcap, smoothing, z_loss, scale,
-    P: tl.constexpr, V: tl.constexpr, CAP: tl.constexpr, SMOOTH: tl.constexpr, GRAD: tl.constexpr, BLOCK: tl.constexpr,
+    P: tl.constexpr, V: tl.constexpr, CAP: tl.constexpr, SMOOTH: tl.constexpr, GRAD: tl.constexpr, DITHER: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One row a program: its loss, and with GRAD the gradient of its logits, scaled. Rows are P long, V of it real.
 
@@ -595,12 +599,16 @@ def _cross_entropy(
         uniform = smoothing / V * scale
         shift = lse * LOG2E
         grad = _ce_grad(tail, shift, gain, uniform, softcap, CAP, SMOOTH, LOG2E)
+        if DITHER:
+            grad = _dithered(grad, FULL + cols, lse)
         grad = tl.where(FULL + cols < V, grad, 0.0)
         tl.store(grads + FULL + cols, grad.to(grads.dtype.element_ty), mask=FULL + cols < P)
         for back in range(BLOCK, FULL + 1, BLOCK):
             at = FULL - back + cols
             x = _capped(tl.load(logits + at), softcap, CAP)
             grad = _ce_grad(x, shift, gain, uniform, softcap, CAP, SMOOTH, LOG2E)
+            if DITHER:
+                grad = _dithered(grad, at, lse)
             tl.store(grads + at, grad.to(grads.dtype.element_ty))
         for start in range(FULL + BLOCK, P, BLOCK):  # padding that reaches beyond the tail's block
             tl.store(grads + start + cols, tl.zeros((BLOCK,), grads.dtype.element_ty), mask=start + cols < P)
@@ -619,6 +627,18 @@ def _ce_grad(x, shift, gain, uniform, softcap, CAP: tl.constexpr, SMOOTH: tl.con
     if CAP:
         grad *= 1 - (x / softcap) * (x / softcap)
     return grad
+
+
+@triton.jit
+def _dithered(x, at, seed):
+    """x rounded up or down to two bits behind the point, e5m2's, at random in proportion: right in the mean.
+
+    A token's probability is much the same at most positions, so that the error of the nearest value would add up.
+    """
+    h = (at.to(tl.uint32) + seed.to(tl.float32).to(tl.uint32, bitcast=True)) * 0x9E3779B1
+    h = (h ^ (h >> 15)) * 0x85EBCA77
+    bits = x.to(tl.uint32, bitcast=True) + ((h ^ (h >> 13)) & 0x1FFFFF)
+    return (bits & 0xFFE00000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
