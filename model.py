@@ -71,8 +71,11 @@ class GPTConfig:
             found.append(f"n_head={self.n_head} must be divisible by n_kv_head={self.n_kv_head}")
         if not found and self.positions == "rope" and self.head_dim % 2:
             found.append(f"n_embd / n_head = {self.head_dim} must be even with positions=rope")
-        if not 0 <= self.dropout < 1:
-            found.append(f"dropout={self.dropout} must be in [0, 1)")
+        for name in ("dropout", "label_smoothing"):
+            if not 0 <= getattr(self, name) < 1:
+                found.append(f"{name}={getattr(self, name)} must be in [0, 1)")
+        if self.z_loss < 0:
+            found.append(f"z_loss={self.z_loss} must be at least 0")
         return found
 
 
