@@ -92,16 +92,15 @@ def synthetic(cfg, world, count=8):
 
 
 def step_times(job, next_batch, cfg):
-    """Seconds of each of cfg.steps steps, launched as train.py does: one ahead of the one waited for."""
-    times, waiting, mark = [], [], None
-    for _ in range(cfg.steps + 2):
+    """Seconds of each of cfg.steps steps, launched as train.py does: on CUDA one ahead of the one waited for."""
+    times, waiting, mark, ahead = [], [], None, int(next(job.raw.parameters()).is_cuda)
+    for _ in range(cfg.steps + 1 + ahead):
         waiting.append(parallel.Later(torch.stack(job.step(next_batch, cfg.lr))))
-        if len(waiting) > 1:
+        if len(waiting) > ahead:
             waiting.pop(0).get()
             now = time.perf_counter()
             times += [now - mark] if mark else []
             mark = now
-    waiting.pop().get()
     return times
 
 

@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 
 from configurator import UserError
 from model import GPTConfig, build
-from parallel import barrier, gather_objects
+from parallel import barrier, copy_into, gather_objects, reshard, whole
 
 
 class CheckpointError(UserError):
@@ -70,12 +70,24 @@ def save(out_dir, step, tensors, state, keep_last=2):
 def save_training(out_dir, step, model, optimizer, state, world, keep_last):
     """Saves a run after `step` steps, the random-number state of every rank included. All ranks call it."""
     ranks = gather_objects(rng_tensors(world.device))
+    reshard(model)
+    tensors = {"model": model_tensors(model), "optimizer": optimizer_tensors(model, optimizer)}
+    tensors = {name: gathered(group, world.main) for name, group in tensors.items()}
     if world.main:
-        tensors = {"model": model_tensors(model), "optimizer": optimizer_tensors(model, optimizer)}
         tensors["rng"] = {f"{rank}.{kind}": t for rank, states in enumerate(ranks) for kind, t in states.items()}
         save(out_dir, step, tensors, {"world_size": world.size, **state}, keep_last)
     barrier()
     return folder_of(out_dir, step)
+
+
+def gathered(tensors, keep):
+    """{name: tensor} with sharded ones gathered to the CPU of the ranks that `keep` them, one at a time."""
+    found = {}
+    for name, tensor in tensors.items():
+        full = whole(tensor)
+        if keep:
+            found[name] = full if full is tensor else full.cpu()
+    return found
 
 
 def folder_of(out_dir, step):
@@ -174,7 +186,7 @@ def load_model_tensors(model, tensors):
         raise CheckpointError(f"weights do not fit the model: {'; '.join(sorted(wrong)[:4])} ({len(wrong)} in all)")
     with torch.no_grad():
         for name, param in own.items():
-            param.copy_(tensors[name])
+            copy_into(param, tensors[name])
 
 
 def optimizer_tensors(model, optimizer):
@@ -188,7 +200,12 @@ def load_optimizer_tensors(model, optimizer, tensors):
     params = dict(model.named_parameters())
     for key, value in tensors.items():
         name, _, kind = key.rpartition(".")
-        optimizer.state[params[name]][kind] = value.to(params[name].device)
+        param = params[name]
+        if value.shape == param.shape:
+            optimizer.state[param][kind] = torch.empty_like(param, requires_grad=False)
+            copy_into(optimizer.state[param][kind], value)
+        else:
+            optimizer.state[param][kind] = value.to(param.device)
 
 
 def rng_tensors(device):

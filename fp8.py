@@ -39,12 +39,22 @@ def swap(model):
     return model
 
 
+def reset_tops(layer):
+    """No magnitudes are known yet: the next call takes its tensors' own."""
+    for top in (layer.x_top, layer.w_top, layer.dy_top):
+        top.zero_()
+
+
 class Linear(fused.Linear):
+    reset_tables = reset_tops
+
     def forward(self, x):
         return apply(self, x, self.bias)
 
 
 class DeferredBias(fused.DeferredBias):
+    reset_tables = reset_tops
+
     def forward(self, x):
         return apply(self, x, None)
 
@@ -72,6 +82,8 @@ class Attention(fused.Attention):
 
 class Head(fused.Head):
     """Logits and both their gradients in fp8, softmax and loss in float32."""
+
+    reset_tables = reset_tops
 
     def forward(self, x, targets, reduction):
         if reduction == "none" or targets.numel() % 16:

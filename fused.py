@@ -24,8 +24,10 @@ PACK_PROGRAMS, PACK_WARPS, PACK_STAGES = 8, 1, 3
 CE_BLOCK, CE_WARPS = 2048, 8  # 4.2 ms for 65,536 rows of 50,304 on an H200; 4,096 x 8: 4.8, 1,024 x 4: 5.2
 
 
-def swap(model):
+def swap(model, sharded=False):
     """Replaces, in place, the parts of a GPT by the classes below; parameters and their names stay.
+
+    sharded: a block's parameters are at hand in its own forward only, so that none is left to the next block's.
 
     Widths that are not multiples of 8 (16 bytes in bf16) are left as they are; so are residual additions with dropout.
     """
@@ -34,7 +36,9 @@ def swap(model):
     if all(type(block.attn.proj) is Linear and block.dropout.p == 0 for block in blocks):
         for block in blocks:
             block.__class__ = Block
-            block.attn.proj.__class__ = block.mlp.proj.__class__ = DeferredBias
+            block.attn.proj.__class__ = DeferredBias
+            if not sharded:
+                block.mlp.proj.__class__ = DeferredBias
         model.norm.__class__ = LayerNorm if isinstance(model.norm, nn.LayerNorm) else RMSNorm
     return model
 
@@ -72,7 +76,7 @@ class GeluMLP(models.MLP):
 
     def forward(self, x):
         up, proj = self.up, self.proj
-        bias = None if type(proj) is DeferredBias else proj.bias
+        bias = None if isinstance(proj, DeferredBias) else proj.bias
         x = x.to(torch.bfloat16)
         return GeluMLPFunction.apply(x, up.weight, up.bias, proj.weight, bias, torch.is_grad_enabled())
 
@@ -105,7 +109,7 @@ class Block(models.Block):
     def forward(self, x):
         x, h = add_norm(x, self.norm_1)
         x, h = add_norm(Pending(x, self.attn(h), self.attn.proj.bias), self.norm_2)
-        return Pending(x, self.mlp(h), self.mlp.proj.bias)
+        return Pending(x, self.mlp(h), self.mlp.proj.bias if isinstance(self.mlp.proj, DeferredBias) else None)
 
 
 class LayerNorm(nn.LayerNorm):

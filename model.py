@@ -93,7 +93,7 @@ class Rope(nn.Module):
         self.register_buffer("cos", torch.empty(cfg.block_size, cfg.head_dim), persistent=False)
         self.register_buffer("sin", torch.empty(cfg.block_size, cfg.head_dim), persistent=False)
 
-    def reset_parameters(self):
+    def reset_tables(self):
         angles = torch.outer(torch.arange(self.cos.size(0)).float(), self.frequencies())
         angles = torch.cat((angles, angles), dim=-1)  # (T, D)
         self.cos.copy_(angles.cos())
@@ -250,24 +250,28 @@ class GPT(nn.Module):
             self.head.weight = self.wte.weight
 
     @torch.no_grad()
-    def init_weights(self):
-        """GPT-2's initialisation: N(0, 0.02), what adds to the residual stream scaled by 1/sqrt(2 n_layer)."""
+    def init_weights(self, fill=lambda tensor, function: function(tensor)):
+        """GPT-2's initialisation: N(0, 0.02), what adds to the residual stream scaled by 1/sqrt(2 n_layer).
+
+        fill(tensor, function) draws a tensor's numbers; for a sharded one parallel.py keeps this rank's part of them.
+        """
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 scale = (2 * self.cfg.n_layer) ** -0.5 if name.endswith("proj") else 1.0
-                nn.init.normal_(module.weight, std=0.02 * scale)
+                fill(module.weight, lambda weight, scale=scale: nn.init.normal_(weight, std=0.02 * scale))
                 if getattr(module, "bias", None) is not None:
                     nn.init.zeros_(module.bias)
-            elif hasattr(module, "reset_parameters"):  # norms to one and zero, RoPE's tables
+            elif hasattr(module, "reset_parameters"):  # norms to one and zero
                 module.reset_parameters()
+        self.reset_tables()
         return self
 
     @torch.no_grad()
     def reset_tables(self):
         """Fills what is computed, not learned (RoPE's tables): for a model whose weights come from a file."""
         for module in self.modules():
-            if isinstance(module, Rope):
-                module.reset_parameters()
+            if hasattr(module, "reset_tables") and module is not self:
+                module.reset_tables()
 
     def parameter_counts(self):
         """Parameters without vocabulary padding, shared ones once: {"total", "embedding", "matmul"}.
@@ -296,17 +300,28 @@ class GPT(nn.Module):
         return 6 * self.parameter_counts()["matmul"] + attention
 
 
+def on_meta(cfg):
+    """A GPT of cfg's shape that takes no memory yet."""
+    shape = GPTConfig(**{f.name: getattr(cfg, f.name) for f in fields(GPTConfig)})
+    with torch.device("meta"):
+        return GPT(shape)
+
+
 def build(cfg, device, seed=None):
     """A GPT allocated on `device` at once, not on the CPU first; weights undefined unless `seed` is given."""
-    shape = GPTConfig(**{f.name: getattr(cfg, f.name) for f in fields(GPTConfig)})
-    if shape.attention == "auto":
-        shape.attention = kernels.best_attention(device)[0]
-    with torch.device("meta"):
-        model = GPT(shape)
+    model = on_meta(cfg)
+    for module in model.modules():
+        if isinstance(module, Attention) and module.backend == "auto":
+            module.backend = kernels.best_attention(device)[0]
+    return allocate(model, device, seed)
+
+
+def allocate(model, device, seed=None, **options):
+    """Gives a model on meta its memory on `device`, and initial weights if `seed` is given (see init_weights)."""
     model.to_empty(device=device)
     model.tie()  # to_empty allocates the two apart
     if seed is None:
         model.reset_tables()
         return model
     torch.manual_seed(seed)
-    return model.init_weights()
+    return model.init_weights(**options)

@@ -11,8 +11,12 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+import remat
 from configurator import UserError
 
 
@@ -130,21 +134,90 @@ def compile_model(model, by_block):
     model.head.compile()
 
 
-def wrap(model, cfg, world):
-    """The model as the loop calls it, in a fixed order: other layers put in, compiled, under DDP if there are ranks."""
+def prepare(model, cfg, world):
+    """What is done to a model on meta, in a fixed order: other layers put in, compiled, its parameters sharded."""
+    sharded = dist.is_initialized() and cfg.parallel != "ddp"
     if cfg.precision in ("bf16", "fp8") and cfg.bf16_residual:
         bf16_residual(model)
     if cfg.ops == "fused":
         import fused
 
-        fused.swap(model)
+        fused.swap(model, sharded)
     if cfg.precision == "fp8":
         import fp8
 
         fp8.swap(model)
+    if cfg.remat != "none":
+        remat.apply(model, cfg.remat, cfg.remat_every)
     if cfg.compile:
-        compile_model(model, by_block=world.size > 1 or cfg.ops == "fused")
-    if not dist.is_initialized():
+        compile_model(model, by_block=world.size > 1 or cfg.ops == "fused" or cfg.remat != "none")
+    if sharded:
+        shard(model, cfg, world)
+
+
+def conflicts(cfg, world_size):
+    """Settings that cannot be combined, a line each: the only such table."""
+    found = []
+    if cfg.parallel != "ddp" and cfg.precision == "fp16":
+        found.append(f"parallel={cfg.parallel} has no loss scaler for precision=fp16; try --precision=bf16")
+    if cfg.parallel == "hsdp" and cfg.shard_size and world_size % cfg.shard_size:
+        found.append(f"shard_size={cfg.shard_size} must divide the number of ranks, {world_size}")
+    if cfg.parallel != "hsdp" and cfg.shard_size:
+        found.append(f"shard_size={cfg.shard_size} is for parallel=hsdp, parallel is {cfg.parallel}")
+    return found
+
+
+def shard(model, cfg, world):
+    """FSDP2 (https://arxiv.org/abs/2304.11277), a unit for each block and one for the rest; rows of tensors are split.
+
+    fsdp: parameters, gradients and optimizer states; a block's parameters are gathered for its forward and again for
+    its backward. zero2: the parameters stay gathered between the two. hsdp: as fsdp in groups of shard_size ranks, each
+    of which holds a copy. In bf16 and fp8 gathers are in bf16, sums of gradients in float32.
+    """
+    size = cfg.shard_size or int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+    shape = {"hsdp": (world.size // size, size)}.get(cfg.parallel, (world.size,))
+    mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    low = cfg.precision in ("bf16", "fp8")
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if low else None, reduce_dtype=torch.float32)
+    options = dict(mesh=mesh, mp_policy=policy, reshard_after_forward=cfg.parallel != "zero2")
+    for block in model.blocks:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    register_fsdp_forward_method(model, "logits")
+
+
+def reshard(model):
+    """Frees gathered parameters that an evaluation left (zero2): the model's are the sharded ones again."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def fill(tensor, function):
+    """function(tensor); of a sharded one on a whole tensor, of which this rank keeps its part: the same numbers."""
+    if not isinstance(tensor, DTensor):
+        return function(tensor)
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    function(whole)
+    copy_into(tensor, whole)
+
+
+def copy_into(tensor, whole):
+    """tensor.copy_(whole), for a sharded tensor its own part."""
+    if isinstance(tensor, DTensor):
+        whole = whole.to(tensor.device, tensor.dtype)
+        whole = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
+    tensor.copy_(whole)
+
+
+def whole(tensor):
+    """A sharded tensor gathered, which all its ranks must ask for; another as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def wrap(model, cfg, world):
+    """The model as the loop calls it: under DDP if there are ranks and it is not sharded."""
+    if not dist.is_initialized() or cfg.parallel != "ddp":
         return model
     ids = [world.device.index] if world.device.type == "cuda" else None
     options = dict(device_ids=ids, gradient_as_bucket_view=True, broadcast_buffers=False)

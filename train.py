@@ -82,6 +82,8 @@ class Config(models.GPTConfig):
     device: str = "auto"  # auto, cpu, cuda, mps
     backend: str = "auto"  # of the process group; auto: nccl on CUDA, else gloo
     timeout_s: int = 600  # how long a rank waits for the others before it gives up
+    parallel: Literal["ddp", "fsdp", "zero2", "hsdp"] = "ddp"  # over ranks: each holds all; FSDP2's ways to shard
+    shard_size: int | None = None  # hsdp: ranks that share a copy of the model; None: those of a node
     bucket_mib: int = 25  # DDP: gradients are reduced in pieces of this size, while the backward goes on
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"  # DDP: what gradients are summed over the ranks in
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp8"] = (
@@ -90,6 +92,10 @@ class Config(models.GPTConfig):
     bf16_residual: bool = True  # in bf16 and fp8: the residual stream in bf16 as well, not in float32
     compile: bool = True  # torch.compile; needs a C++ compiler on the CPU
     ops: Literal["auto", "torch", "fused"] = "auto"  # fused: fused.py's linears and loss; auto: if they run
+    remat: Literal["none", "selective", "block"] = (
+        "none"  # less memory: what of a block is computed again, see remat.py
+    )
+    remat_every: int = 1  # in every so-manieth block only
     # console and logs
     log_interval: int = 1  # print every so many steps; log.jsonl has them all
     wandb: bool = False  # log to Weights & Biases as well
@@ -102,11 +108,11 @@ class Config(models.GPTConfig):
 
 def check(cfg, world_size):
     """Raises one UserError that names every setting out of range."""
-    found = cfg.problems()
+    found = cfg.problems() + parallel.conflicts(cfg, world_size)
     least = {"batch_size": 1, "batch_tokens": 1, "max_steps": 1, "warmup_steps": 0, "keep_last": 1, "log_interval": 1}
     least |= dict.fromkeys(["lr", "min_lr_ratio", "weight_decay", "beta1", "beta2", "temperature", "timeout_s"], 0)
     least |= dict.fromkeys(["eval_interval", "hellaswag_interval", "sample_interval", "save_interval"], 0)
-    least |= {"bucket_mib": 1}
+    least |= {"bucket_mib": 1, "remat_every": 1}
     least |= {"eval_tokens": cfg.block_size, "n_samples": 1, "sample_tokens": 1}
     found += [f"{k}={getattr(cfg, k)} must be at least {v}" for k, v in least.items() if getattr(cfg, k) < v]
     found += [f"{k}={getattr(cfg, k)} must be below 1" for k in ("beta1", "beta2") if getattr(cfg, k) >= 1]
@@ -158,8 +164,9 @@ def load_initial_weights(model, cfg):
     if wrong := checkpoint.shape_differences(saved, cfg, free):
         raise UserError(f"init_from={cfg.init_from} is another model: {'; '.join(wrong)}")
     own, tensors, V = checkpoint.model_tensors(model), checkpoint.model_tensors(other), cfg.vocab_size
-    for name in {"wte.weight", "head.weight"} & own.keys():  # the padding rows keep their own number
-        tensors[name] = torch.cat([tensors[name][:V].to(own[name]), own[name][V:]])
+    for name in [n for n in own if n in ("wte.weight", "head.weight")]:  # the padding rows keep their own number
+        padding = parallel.whole(own[name])[V:]
+        tensors[name] = torch.cat([tensors[name][:V].to(padding), padding])
     checkpoint.load_model_tensors(model, tensors)
 
 
@@ -200,7 +207,7 @@ class Training:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        return loss, norm
+        return loss, parallel.whole(norm)
 
 
 def choose(cfg, device):
@@ -217,8 +224,13 @@ def choose(cfg, device):
 
 
 def build(cfg, world, tensors=None):
-    """The Training of a cfg from `choose`: build, load (`tensors` of a checkpoint, or init_from), wrap, optimizer."""
-    raw = models.build(cfg, world.device, cfg.seed)
+    """The Training of a cfg from `choose`: model on meta, prepared, allocated, loaded, wrapped; its optimizer.
+
+    tensors: the weights of a checkpoint; None: cfg.init_from's, or new ones.
+    """
+    raw = models.on_meta(cfg)
+    parallel.prepare(raw, cfg, world)
+    models.allocate(raw, world.device, cfg.seed, fill=parallel.fill)
     if tensors:
         checkpoint.load_model_tensors(raw, tensors)
     elif cfg.init_from:
@@ -316,7 +328,7 @@ def train(cfg, world):
         return stopping > 0
 
     val_loss, saved, stopping = None, first if source else None, False
-    waiting = collections.deque()  # steps launched whose figures were not read: one, so that the device is never idle
+    waiting, ahead = collections.deque(), int(device.type == "cuda")  # steps launched whose figures are not read yet
     model_saves = cfg.save_interval and not cfg.dry_run
     raw.train()
     while True:
@@ -338,7 +350,7 @@ def train(cfg, world):
         step += 1
         figures = torch.stack([loss, norm, torch.full_like(loss, stop)])
         waiting.append((step, lr, parallel.Later(parallel.sum_over_ranks(figures) / world.size)))
-        if len(waiting) > 1:
+        while len(waiting) > ahead:  # the device is given a step before the last one is waited for: never idle
             stopping |= finish(*waiting.popleft())
 
     loader.close()

@@ -72,6 +72,40 @@ def test_two_ranks_equal_one_process_and_resume_across(data_dir, tmp_path):
         assert losses(across)[step] == pytest.approx(losses(one)[step], rel=2e-6)
 
 
+@pytest.mark.parametrize(
+    "ranks, settings",
+    [
+        (2, dict(parallel="fsdp")),
+        (2, dict(parallel="zero2", mlp="swiglu", norm="rmsnorm", positions="rope", n_kv_head=2, bias=False)),
+        (2, dict(parallel="fsdp", tie_embeddings=False, compile=True)),
+        (4, dict(parallel="hsdp", shard_size=2)),
+    ],
+)
+def test_sharded_equals_one_process_and_resumes_across(data_dir, tmp_path, ranks, settings):
+    """As for DDP; what sharded ranks saved goes on in one process, and the other way round, sampling included."""
+    shape = {k: v for k, v in settings.items() if k not in ("parallel", "shard_size", "compile")}
+    common = dict(eval_interval=6, save_interval=6, keep_last=9, batch_size=2, sample_interval=6, sample_tokens=4)
+    one = train_here(data_dir, tmp_path / "one", **common, **shape)
+    many = train_ranks(ranks, flags(data_dir, tmp_path / "many", **common, **settings))
+    assert many.returncode == 0, many.stderr
+    for kind in ("train", "val"):
+        a, b = losses(one, kind), losses(read_log(tmp_path / "many"), kind)
+        assert a.keys() == b.keys()
+        for step in a:
+            assert a[step] == pytest.approx(b[step], rel=4e-6), (kind, step)
+    for name, tensor in weights(tmp_path / "one", 12).items():
+        torch.testing.assert_close(weights(tmp_path / "many", 12)[name], tensor, rtol=0, atol=2e-5, msg=name)
+
+    shutil.copytree(tmp_path / "many" / "step_00000006", tmp_path / "back" / "step_00000006")
+    back = train_here(data_dir, tmp_path / "back", resume="auto", **common, **shape)
+    shutil.copytree(tmp_path / "one" / "step_00000006", tmp_path / "out" / "step_00000006")
+    out = train_ranks(ranks, flags(data_dir, tmp_path / "out", resume="auto", **common, **settings))
+    assert out.returncode == 0, out.stderr
+    for step in range(7, 13):
+        assert losses(back)[step] == pytest.approx(losses(one)[step], rel=4e-6)
+        assert losses(read_log(tmp_path / "out"))[step] == pytest.approx(losses(one)[step], rel=4e-6)
+
+
 def test_validation_is_the_same_for_any_batch_size(data_dir, tmp_path):
     # 1,056 tokens are 33 rows: no batch size below divides them
     runs = [

@@ -1,0 +1,39 @@
+"""Rematerialisation: blocks that keep little of their forward and compute it again in the backward.
+
+--remat=block      keeps what goes into a block alone; costs another forward of it (https://arxiv.org/abs/1604.06174)
+--remat=selective  keeps the outputs of attention and of the matmuls that are narrow for what they cost; the wide ones,
+                   the norms and the activations are computed again (https://arxiv.org/abs/2205.05198)
+--remat_every=3    does so in every third block only
+"""
+
+import functools
+
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+ATTENTION = ("scaled_dot_product", "flash_attention", "flex_attention")
+PRODUCTS = {
+    "aten::mm": 0,
+    "aten::addmm": 1,
+    "pretrain::product": 0,
+    "pretrain::product8": 0,
+}  # place of the left operand
+WIDE = 2  # a product more than this many times as wide as its operand is not kept: MLP's first, mostly
+
+
+def apply(model, kind, every=1):
+    """Puts it in place in every `every`-th block, from the first; numbers do not change."""
+    context = {"selective": {"context_fn": functools.partial(create_selective_checkpoint_contexts, keep)}}.get(kind, {})
+    for block in model.blocks[::every]:
+        options = dict(use_reentrant=False, preserve_rng_state=block.dropout.p > 0, **context)
+        block.forward = functools.partial(checkpoint, block.forward, **options)
+
+
+def keep(context, op, *args, **kwargs):
+    """Whether the output of an operation is kept."""
+    name = op.name().split(".")[0]
+    if any(part in name for part in ATTENTION):
+        return CheckpointPolicy.MUST_SAVE
+    if name in PRODUCTS:
+        left, right = args[PRODUCTS[name] : PRODUCTS[name] + 2]
+        return CheckpointPolicy.MUST_SAVE if right.size(1) <= WIDE * left.size(1) else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.PREFER_RECOMPUTE
