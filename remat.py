@@ -22,10 +22,24 @@ WIDE = 2  # a product more than this many times as wide as its operand is not ke
 
 def apply(model, kind, every=1):
     """Puts it in place in every `every`-th block, from the first; numbers do not change."""
-    context = {"selective": {"context_fn": functools.partial(create_selective_checkpoint_contexts, keep)}}.get(kind, {})
     for block in model.blocks[::every]:
-        options = dict(use_reentrant=False, preserve_rng_state=block.dropout.p > 0, **context)
-        block.forward = functools.partial(checkpoint, block.forward, **options)
+        block.__class__ = rematerialised(type(block), kind, block.dropout.p > 0)
+
+
+@functools.cache
+def rematerialised(block_class, kind, random):
+    """The class of such a block; one class for all, so that they share a compiled graph."""
+    options = dict(use_reentrant=False, preserve_rng_state=random)
+    if kind == "selective":
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, keep)
+
+    class Rematerialised(block_class):
+        again = block_class.forward
+
+        def forward(self, x):
+            return checkpoint(self.again, x, **options)
+
+    return Rematerialised
 
 
 def keep(context, op, *args, **kwargs):
