@@ -4,6 +4,7 @@ import math
 
 import torch
 
+import context
 import hellaswag
 import parallel
 import sample
@@ -12,13 +13,16 @@ from logger import progress
 
 
 @torch.no_grad()
-def validate(model, loader, tokens, autocast):
-    """(nats a token, bits a byte or None) over the first `tokens` validation tokens, for any ranks and batch size."""
+def validate(model, loader, tokens, autocast, own=lambda batch: batch):
+    """(nats a token, bits a byte or None) over the first `tokens` validation tokens, for any ranks and batch size.
+
+    own: cuts a batch to this rank's part of its sequences, where several share them.
+    """
     device = next(model.parameters()).device
     exact = torch.float32 if device.type == "mps" else torch.float64
     sizes = None if loader.token_bytes is None else torch.as_tensor(loader.token_bytes, device=device)
     total = torch.zeros(3, dtype=exact, device=device)  # nats, targets, bytes
-    for x, y in progress(loader.eval_batches(tokens), "validation"):
+    for x, y in progress(map(own, loader.eval_batches(tokens)), "validation"):
         with autocast:
             loss = model(x, y, "none")
         real = y >= 0
@@ -31,8 +35,8 @@ def validate(model, loader, tokens, autocast):
 class Evaluator:
     """Runs what is due after a step; every rank calls it. `warnings` says what could not be set up."""
 
-    def __init__(self, cfg, model, val_loader, tokenizer, autocast):
-        self.cfg, self.model, self.val_loader, self.autocast = cfg, model, val_loader, autocast
+    def __init__(self, cfg, model, val_loader, tokenizer, autocast, own=lambda batch: batch):
+        self.cfg, self.model, self.val_loader, self.autocast, self.own = cfg, model, val_loader, autocast, own
         self.warnings, self.examples, self.tokenizer = [], None, None
         if cfg.hellaswag_interval or cfg.sample_interval:
             self.tokenizer = tokenizers.load(tokenizer)
@@ -68,7 +72,7 @@ class Evaluator:
     def validation(self, step, log):
         device = next(self.model.parameters()).device
         began = parallel.synchronize(device)
-        loss, bpb = validate(self.model, self.val_loader, self.cfg.eval_tokens, self.autocast)
+        loss, bpb = validate(self.model, self.val_loader, self.cfg.eval_tokens, self.autocast, self.own)
         seconds = parallel.synchronize(device) - began
         bits = "" if bpb is None else f"{bpb:.4f} bits/byte | "
         log.print(f"val {step} | loss {loss:.4f} | {bits}{seconds:.1f} s")
@@ -77,7 +81,8 @@ class Evaluator:
 
     def hellaswag(self, step, log):
         device = next(self.model.parameters()).device
-        score = hellaswag.evaluate(self.model, self.examples, device, autocast=self.autocast)
+        with context.alone(self.model):
+            score = hellaswag.evaluate(self.model, self.examples, device, autocast=self.autocast)
         log.print(
             f"hellaswag {step} | acc_norm {score['acc_norm']:.4f} | acc {score['acc']:.4f} | "
             f"{score['n']:,} examples | {score['seconds']:.1f} s"
@@ -87,7 +92,7 @@ class Evaluator:
     def samples(self, step, log):
         cfg = self.cfg
         options = (cfg.n_samples, cfg.sample_tokens, cfg.temperature, cfg.top_k, cfg.seed)
-        with self.autocast:
+        with self.autocast, context.alone(self.model):
             texts = sample.texts(self.model, self.tokenizer, cfg.sample_prompt, *options)
         for text in texts:
             log.print(f"sample {step} | {text!r}")

@@ -80,12 +80,16 @@ class GPTConfig:
 
 
 class LearnedPositions(nn.Embedding):
+    first = 0  # position of the first token given
+
     def forward(self, x):
-        return x + self.weight[: x.size(1)]
+        return x + self.weight[self.first : self.first + x.size(1)]
 
 
 class Rope(nn.Module):
     """Rotary positions for q and k, the tables computed in float32 as Hugging Face's Llama does."""
+
+    first = 0  # position of the first token given
 
     def __init__(self, cfg):
         super().__init__()
@@ -110,7 +114,7 @@ class Rope(nn.Module):
         return keep * freq + (1 - keep) * freq / cfg.rope_factor
 
     def forward(self, q, k):
-        cos, sin = self.cos[: q.size(2)], self.sin[: q.size(2)]
+        cos, sin = (table[self.first : self.first + q.size(2)] for table in (self.cos, self.sin))
         return kernels.apply_rope(q, cos, sin), kernels.apply_rope(k, cos, sin)
 
 
@@ -134,8 +138,11 @@ class Attention(nn.Module):
         B, T, C = x.shape
         q, k, v = self.qkv(x).view(B, T, -1, self.head_dim).transpose(1, 2).split(self.heads, dim=1)  # (B, H, T, D)
         q, k = self.rope(self.q_norm(q), self.k_norm(k))
-        y = kernels.attention(q, k, v, self.backend, self.dropout * self.training)
+        y = self.attend(q, k, v)
         return self.proj(y.transpose(1, 2).reshape(B, T, C))
+
+    def attend(self, q, k, v):
+        return kernels.attention(q, k, v, self.backend, self.dropout * self.training)
 
 
 class MLP(nn.Module):

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+import context
 import remat
 from configurator import UserError
 
@@ -147,6 +148,8 @@ def prepare(model, cfg, world):
         import fp8
 
         fp8.swap(model)
+    if cfg.context_parallel > 1:
+        context.apply(model, cfg, world)
     if cfg.remat != "none":
         remat.apply(model, cfg.remat, cfg.remat_every)
     if cfg.compile:

@@ -10,6 +10,7 @@ Exit codes: 0 done, 2 a setting, 3 data, 4 a checkpoint, 5 a loss that is not fi
 
 import collections
 import dataclasses
+import functools
 import itertools
 import math
 import shutil
@@ -23,6 +24,7 @@ from typing import Literal
 import torch
 
 import checkpoint
+import context
 import kernels
 import model as models
 import optim
@@ -83,6 +85,7 @@ class Config(models.GPTConfig):
     backend: str = "auto"  # of the process group; auto: nccl on CUDA, else gloo
     timeout_s: int = 600  # how long a rank waits for the others before it gives up
     parallel: Literal["ddp", "fsdp", "zero2", "hsdp"] = "ddp"  # over ranks: each holds all; FSDP2's ways to shard
+    context_parallel: int = 1  # ranks that share a sequence, see context.py
     shard_size: int | None = None  # hsdp: ranks that share a copy of the model; None: those of a node
     bucket_mib: int = 25  # DDP: gradients are reduced in pieces of this size, while the backward goes on
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"  # DDP: what gradients are summed over the ranks in
@@ -108,7 +111,7 @@ class Config(models.GPTConfig):
 
 def check(cfg, world_size):
     """Raises one UserError that names every setting out of range."""
-    found = cfg.problems() + parallel.conflicts(cfg, world_size)
+    found = cfg.problems() + parallel.conflicts(cfg, world_size) + context.problems(cfg, world_size)
     least = {"batch_size": 1, "batch_tokens": 1, "max_steps": 1, "warmup_steps": 0, "keep_last": 1, "log_interval": 1}
     least |= dict.fromkeys(["lr", "min_lr_ratio", "weight_decay", "beta1", "beta2", "temperature", "timeout_s"], 0)
     least |= dict.fromkeys(["eval_interval", "hellaswag_interval", "sample_interval", "save_interval"], 0)
@@ -119,12 +122,13 @@ def check(cfg, world_size):
     if cfg.clip is not None and cfg.clip <= 0:
         found.append(f"clip={cfg.clip} must be over 0, or None for off")
     if not found:
-        micro = cfg.batch_size * cfg.block_size * world_size
+        micro = cfg.batch_size * cfg.block_size * (world_size // cfg.context_parallel)
         if cfg.batch_tokens % micro:
             below = cfg.batch_tokens // micro * micro
+            rows = f"{cfg.batch_size}*{cfg.block_size}*{world_size // cfg.context_parallel}"
             found.append(
-                f"batch_tokens={cfg.batch_tokens} is not divisible by batch_size*block_size*ranks = {cfg.batch_size}*"
-                f"{cfg.block_size}*{world_size} = {micro}; nearest: {f'{below} or ' * (below > 0)}{below + micro}"
+                f"batch_tokens={cfg.batch_tokens} is not divisible by batch_size*block_size*ranks = {rows} = {micro}; "
+                f"nearest: {f'{below} or ' * (below > 0)}{below + micro}"
             )
     if found:
         raise UserError("; ".join(found))
@@ -173,7 +177,8 @@ def load_initial_weights(model, cfg):
 def make_loaders(cfg, world):
     """(training loader, validation loader or None)."""
     common = dict(data_dir=cfg.data_dir, data_format=cfg.data_format, vocab_size=cfg.vocab_size)
-    common |= dict(B=cfg.batch_size, T=cfg.block_size, rank=world.rank, world=world.size, device=world.device)
+    rank, ranks = world.rank // cfg.context_parallel, world.size // cfg.context_parallel
+    common |= dict(B=cfg.batch_size, T=cfg.block_size, rank=rank, world=ranks, device=world.device)
     order = dict(shuffle_seed=cfg.shuffle_seed, align=cfg.align_documents, min_tokens=cfg.batch_tokens)
     loader = TokenLoader(split="train", **order, **common)
     return loader, TokenLoader(split="val", **common) if cfg.eval_interval else None
@@ -238,7 +243,7 @@ def build(cfg, world, tensors=None):
     model = parallel.wrap(raw, cfg, world)
     scaler = torch.amp.GradScaler(world.device.type, enabled=cfg.precision == "fp16")
     autocast = parallel.autocast(cfg.precision, world.device)
-    accumulation = cfg.batch_tokens // (cfg.batch_size * cfg.block_size * world.size)
+    accumulation = cfg.batch_tokens * cfg.context_parallel // (cfg.batch_size * cfg.block_size * world.size)
     return Training(raw, model, optim.make_optimizer(raw, cfg), scaler, autocast, accumulation, cfg.clip)
 
 
@@ -265,15 +270,16 @@ def train(cfg, world):
     if cfg.verify_data:
         verify(cfg.data_dir)
     loader, val_loader = make_loaders(cfg, world)
-    next_batch = loader.next
+    own_tokens = functools.partial(context.own_tokens, cfg, world)
+    next_batch = loader.next if cfg.context_parallel == 1 else lambda: own_tokens(loader.next())
     cfg = dataclasses.replace(cfg, tokenizer=cfg.tokenizer or loader.tokenizer)  # recorded for sample.py
 
     # model
     job = build(own, world, tensors.get("model"))
     raw, optimizer, scaler = job.raw, job.optimizer, job.scaler
     if cfg.overfit:
-        next_batch = itertools.cycle([loader.next() for _ in range(job.accumulation)]).__next__
-    evaluate = Evaluator(cfg, raw, val_loader, cfg.tokenizer or "gpt2", job.autocast)
+        next_batch = itertools.cycle([next_batch() for _ in range(job.accumulation)]).__next__
+    evaluate = Evaluator(cfg, raw, val_loader, cfg.tokenizer or "gpt2", job.autocast, own_tokens)
     torch.manual_seed(cfg.seed + world.rank)  # dropout differs by rank
     first = step = state.get("step", 0)
     if source:
