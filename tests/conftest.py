@@ -67,14 +67,14 @@ def train_here(data_dir, out_dir, **settings):
     return read_log(out_dir)
 
 
-def train_ranks(ranks, words, **options):
-    """Runs train.py under torchrun on gloo (`ranks` processes), or plainly for 0; returns the CompletedProcess."""
+def train_ranks(ranks, words, script="train.py", **options):
+    """Runs a script under torchrun on gloo (`ranks` processes), or plainly for 0; returns the CompletedProcess."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     torchrun = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", f"--master_port={port}"] if ranks else []
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, *torchrun, "train.py", *words]
+    command = [sys.executable, *torchrun, script, *words]
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, **options)
 
 

@@ -1,18 +1,12 @@
 """bench.py as a person runs it, on the CPU."""
 
-import os
 import re
-import subprocess
-import sys
 
-from conftest import ROOT
+from conftest import train_ranks
 
 
 def bench(*words, ranks=0):
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *launcher, "bench.py", *words]
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    return train_ranks(ranks, words, script="bench.py")
 
 
 def test_step_is_timed_over_two_ranks():
