@@ -79,7 +79,6 @@ def step(cfg):
             torch.cuda.memory._dump_snapshot(cfg.snapshot)
             torch.cuda.memory._record_memory_history(enabled=None)
         breakdown(job, next_batch, own, world, say)
-    parallel.stop()
 
 
 def synthetic(cfg, world, count=8):
@@ -392,7 +391,6 @@ def comm(cfg):
         if world.main:
             print(f"{size:>8}" + "".join(f"{c:>24}" for c in cells), flush=True)
         size *= 4
-    parallel.stop()
 
 
 def seconds_of(call, device, rounds):
@@ -413,4 +411,12 @@ if __name__ == "__main__":
     if name not in COMMANDS:
         print(__doc__)
         sys.exit(0 if name in ("--help", "-h") else f"error: bench.py {name}: expected one of {', '.join(COMMANDS)}")
-    run(*COMMANDS[name])
+    command, settings = COMMANDS[name]
+
+    def main(cfg):
+        try:
+            command(cfg)
+        finally:
+            parallel.stop()  # after what holds the process group is gone: it may hang otherwise
+
+    run(main, settings)
