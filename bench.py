@@ -22,8 +22,10 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
+import context
 import kernels
 import model as models
 import parallel
@@ -83,11 +85,12 @@ def step(cfg):
 
 def synthetic(cfg, world, count=8):
     """Endless batches of random tokens on the device, the nth most frequent n times as rare as the first (Zipf)."""
-    generator = torch.Generator().manual_seed(cfg.seed + world.rank)
+    generator = torch.Generator().manual_seed(cfg.seed + world.rank // cfg.context_parallel)
     odds = 1 / torch.arange(1, cfg.vocab_size + 1, dtype=torch.float64)
     rows = torch.multinomial(odds, count * cfg.batch_size * (cfg.block_size + 1), True, generator=generator)
     batches = rows.view(count, cfg.batch_size, cfg.block_size + 1).to(world.device)
-    return itertools.cycle([(b[:, :-1].contiguous(), b[:, 1:].contiguous()) for b in batches]).__next__
+    pairs = [context.own_tokens(cfg, world, (b[:, :-1], b[:, 1:])) for b in batches]
+    return itertools.cycle([(x.contiguous(), y.contiguous()) for x, y in pairs]).__next__
 
 
 def step_times(job, next_batch, cfg):
@@ -109,22 +112,24 @@ def breakdown(job, next_batch, cfg, world, say):
     events = kernel_events(
         lambda: [job.step(next_batch, cfg.lr) for _ in range(steps)], cfg.trace if world.main else None
     )
-    x = torch.randn(cfg.batch_size, cfg.block_size, cfg.n_embd, device=world.device, dtype=torch.bfloat16)
     targets = next_batch()[1]
+    x = torch.randn(*targets.shape, cfg.n_embd, device=world.device, dtype=torch.bfloat16)
 
     def head_alone():
         with job.autocast:
             loss = job.raw.head(x.requires_grad_(), targets, "mean")
         torch.autograd.grad(loss, [x, job.raw.head.weight])  # into no .grad, whose hooks would start a reduction
 
-    head_alone()
-    head = kernel_events(head_alone)
+    head = []  # a sharded head's matmuls are not told from the others'
+    if not isinstance(job.raw.head.weight, DTensor):
+        head_alone()
+        head = kernel_events(head_alone)
     floor = floor_times(cfg, world.device)
     by_kind = {kind: total(events, kind) / steps for kind, _ in KINDS}
     in_head = sum(total(head, kind) for kind, _ in KINDS) * micros
     for kind in ("matmul", "elementwise"):
         by_kind[kind] -= total(head, kind) * micros
-    by_kind["head + loss"] = in_head
+    by_kind["head + loss"] = in_head or by_kind["head + loss"]
     spans = {kind: [e for e in events if kind_of(e[0]) == kind] for kind, _ in KINDS}
     busy = union(events) / steps
     exposed = busy - union([e for kind, es in spans.items() if kind != "communication" for e in es]) / steps
@@ -177,13 +182,14 @@ def union(events):
 
 def floor_times(cfg, device):
     """{"matmul", "attention", "head + loss"}: ms a micro-batch of the matmuls and causal attention alone, in bf16."""
-    N, C, D = cfg.batch_size * cfg.block_size, cfg.n_embd, cfg.head_dim
+    ranks = cfg.context_parallel
+    N, C, D = cfg.batch_size * cfg.block_size // ranks, cfg.n_embd, cfg.head_dim
     width = 2 * cfg.hidden if cfg.mlp == "swiglu" else cfg.hidden
     layers = [((cfg.n_head + 2 * cfg.kv_heads) * D, C), (C, C), (width, C), (C, cfg.hidden)]
     floor = {"matmul": cfg.n_layer * sum(three_matmuls(N, K, M, device) for M, K in layers)}
     q, k, v = (
         torch.randn(cfg.batch_size, h, cfg.block_size, D, device=device, dtype=torch.bfloat16, requires_grad=True)
-        for h in (cfg.n_head, cfg.kv_heads, cfg.kv_heads)
+        for h in (cfg.n_head // ranks, max(1, cfg.kv_heads // ranks), max(1, cfg.kv_heads // ranks))
     )
     y = kernels.attention(q, k, v, cfg.attention)
     dy = torch.randn_like(y)

@@ -1,5 +1,5 @@
 # torchrun --nnodes=8 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 train.py config/llama3_70b.py
-# The shape of Llama 3 70B. 1,052 GiB of weights, gradients and AdamW state: needs sharding over many GPUs.
+# The shape of Llama 3 70B. 1,052 GiB of weights, gradients and AdamW state: 16 GiB on each of 64 GPUs.
 from config.llama3_8b import *  # noqa: F403
 
 out_dir = "out/llama3_70b"

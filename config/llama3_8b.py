@@ -1,7 +1,7 @@
 # torchrun --standalone --nproc_per_node=8 train.py config/llama3_8b.py
 # The shape of Llama 3 8B (https://arxiv.org/abs/2407.21783) on data sharded with its tokenizer:
 #   python fineweb.py --tokenizer=path/to/tokenizer.model --out_dir=data/fineweb-edu-llama3
-# Weights, gradients and AdamW's state are 120 GiB a rank under DDP, activations besides: see the README for what fits.
+# Weights, gradients and AdamW's state are 120 GiB, sharded over the ranks: 15 GiB on each of eight.
 out_dir = "out/llama3_8b"
 data_dir = "data/fineweb-edu-llama3"
 
@@ -20,3 +20,5 @@ min_lr_ratio = 0.1
 warmup_steps = 200
 weight_decay = 0.1
 beta1, beta2, clip = 0.9, 0.95, 1.0
+
+parallel = "fsdp"

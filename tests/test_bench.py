@@ -17,6 +17,12 @@ def test_step_is_timed_over_two_ranks():
     assert "first step" in done.stdout
 
 
+def test_step_of_a_sharded_model_with_sequences_over_two_ranks():
+    words = ["--device=cpu", "--steps=2", "--settle=1", "--vocab_size=257", "--parallel=fsdp", "--context_parallel=2"]
+    done = bench("step", "config/test.py", *words, ranks=2)
+    assert done.returncode == 0 and "median of 2" in done.stdout, done.stderr
+
+
 def test_collectives_over_two_ranks():
     done = bench("comm", "--device=cpu", "--max_mib=1", ranks=2)
     assert done.returncode == 0, done.stderr
