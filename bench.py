@@ -4,6 +4,7 @@
     torchrun --standalone --nproc_per_node=4 bench.py step config/gpt2_124m.py   # several
     python bench.py ops                                                          # loss, norms, MLP, attention; one GPU
     torchrun --standalone --nproc_per_node=4 bench.py comm                       # all-reduce and the others, by size
+    python bench.py memory config/llama3_8b.py --world=8 --gpu_gib=80            # what a run will take; no GPU needed
 
 `step` builds what train.py builds and feeds it random tokens with the frequencies of text. It prints the median step,
 the share of matmuls, attention, and so on, and the floor: every matmul and the attention alone, timed in the same run.
@@ -11,6 +12,7 @@ the share of matmuls, attention, and so on, and the floor: every matmul and the 
 (pytorch.org/memory_viz).
 """
 
+import dataclasses
 import itertools
 import re
 import statistics
@@ -27,6 +29,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import context
 import kernels
+import memory
 import model as models
 import parallel
 import train
@@ -410,7 +413,35 @@ def seconds_of(call, device, rounds):
     return statistics.median(times[2:])
 
 
-COMMANDS = {"step": (step, StepConfig), "ops": (ops, OpsConfig), "comm": (comm, CommConfig)}
+@dataclass
+class MemoryConfig(train.Config):
+    world: int = 1  # ranks
+    gpu_gib: float = 80.0  # memory of a GPU that may be used
+
+
+def memory_table(cfg):
+    """GiB a rank of the settings given, part by part, and of the other ways to shard and to recompute."""
+    if cfg.precision in ("auto", "fp32", "tf32", "fp16"):
+        cfg = dataclasses.replace(cfg, precision="bf16")
+    train.check(cfg, cfg.world)
+    parts = memory.estimate(cfg, cfg.world)
+    for name, size in [*parts.items(), ("all", sum(parts.values()))]:
+        print(f"{name:<28}{size / memory.GIB:8.2f} GiB")
+    print(f"\n{'parallel':<10}{'remat':<12}{'GiB a rank':>12}{f'largest batch_size in {cfg.gpu_gib:g} GiB':>36}")
+    for kind in ("ddp", "zero2", "fsdp") if cfg.world > 1 else ("ddp",):
+        for remat in ("none", "selective", "block"):
+            other = dataclasses.replace(cfg, parallel=kind, remat=remat, shard_size=None)
+            rows = memory.largest_batch(other, cfg.world, cfg.gpu_gib * memory.GIB)
+            takes = sum(memory.estimate(other, cfg.world).values()) / memory.GIB
+            print(f"{kind:<10}{remat:<12}{takes:>12.1f}{rows or 'none fits':>36}")
+
+
+COMMANDS = {
+    "step": (step, StepConfig),
+    "ops": (ops, OpsConfig),
+    "comm": (comm, CommConfig),
+    "memory": (memory_table, MemoryConfig),
+}
 
 if __name__ == "__main__":
     name = sys.argv.pop(1) if len(sys.argv) > 1 else "--help"

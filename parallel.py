@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import os
 import time
+import warnings
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -224,6 +225,7 @@ def wrap(model, cfg, world):
         return model
     ids = [world.device.index] if world.device.type == "cuda" else None
     options = dict(device_ids=ids, gradient_as_bucket_view=True, broadcast_buffers=False)
+    warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")  # torch 2.11 knows no other name for it
     ddp = DistributedDataParallel(model, bucket_cap_mb=cfg.bucket_mib, **options)
     if cfg.reduce_dtype == "bf16":
         ddp.register_comm_hook(None, bf16_compress_hook)

@@ -26,6 +26,7 @@ import torch
 import checkpoint
 import context
 import kernels
+import memory
 import model as models
 import optim
 import parallel
@@ -251,6 +252,8 @@ def main(cfg):
     world = parallel.start(cfg.device, cfg.backend, cfg.timeout_s)
     try:
         train(cfg, world)
+    except torch.OutOfMemoryError:
+        raise UserError(memory.advice(cfg, world.size, torch.cuda.mem_get_info(world.device)[1])) from None
     finally:
         parallel.stop()
 

@@ -1,8 +1,15 @@
 """bench.py as a person runs it, on the CPU."""
 
+import dataclasses
 import re
 
-from conftest import train_ranks
+import pytest
+import torch
+from conftest import ROOT, train_ranks
+
+import memory
+import train
+from configurator import UserError, configure
 
 
 def bench(*words, ranks=0):
@@ -29,9 +36,45 @@ def test_collectives_over_two_ranks():
     assert re.search(r"^ +1 .*\d+\.\d \( +\d+\)", done.stdout, re.MULTILINE), done.stdout
 
 
+@pytest.mark.parametrize("precision, measured", [("bf16", 21.4), ("fp8", 19.7)])
+def test_memory_is_what_an_h200_took(precision, measured):
+    """The peak that `bench.py step config/gpt2_124m.py` printed on one H200, in GiB."""
+    cfg = configure(train.Config, [str(ROOT / "config/gpt2_124m.py"), f"--precision={precision}"])
+    assert sum(memory.estimate(cfg, 1).values()) / memory.GIB == pytest.approx(measured, rel=0.05)
+
+
+def test_memory_falls_as_it_must():
+    cfg = configure(train.Config, [str(ROOT / "config/llama3_8b.py"), "--precision=bf16"])
+    takes = {}
+    for kind in ("ddp", "zero2", "fsdp"):
+        for remat in ("none", "selective", "block"):
+            other = dataclasses.replace(cfg, parallel=kind, remat=remat)
+            takes[kind, remat] = sum(memory.estimate(other, 8).values())
+    assert takes["ddp", "none"] > takes["zero2", "none"] > takes["fsdp", "none"]
+    assert takes["fsdp", "none"] > takes["fsdp", "selective"] > takes["fsdp", "block"]
+    budget = 80 * memory.GIB
+    rows = memory.largest_batch(dataclasses.replace(cfg, remat="block"), 8, budget)
+    fits, over = (dataclasses.replace(cfg, remat="block", batch_size=b) for b in (rows, rows + 1))
+    assert sum(memory.estimate(fits, 8).values()) <= budget < sum(memory.estimate(over, 8).values())
+
+
+def test_out_of_memory_says_what_would_fit(monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(train, "train", full)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 24 * memory.GIB))
+    cfg = configure(train.Config, [str(ROOT / "config/gpt2_124m.py"), "--batch_size=128", "--device=cpu"])
+    with pytest.raises(UserError, match=r"^out of memory: .* of 24.0 a GPU by estimate; try --batch_size=") as error:
+        train.main(cfg)
+    rows = int(re.search(r"try --batch_size=(\d+) or", str(error.value))[1])
+    assert sum(memory.estimate(dataclasses.replace(cfg, batch_size=rows), 1).values()) <= 24 * memory.GIB
+    assert 64 <= rows < 128 and "--batch_size=128 --remat=block" in str(error.value)
+
+
 def test_mistakes_are_one_line():
     for words, expected in [
-        (["steps"], "error: bench.py steps: expected one of step, ops, comm"),
+        (["steps"], "error: bench.py steps: expected one of step, ops, comm, memory"),
         (["ops"], "error: bench.py ops needs an NVIDIA GPU"),
         (["comm"], "error: bench.py comm needs several ranks"),
         (["step", "--stepss=3"], "unknown setting --stepss; did you mean steps?"),
