@@ -26,13 +26,12 @@ CE_BLOCK, CE_WARPS = 2048, 8  # 4.2 ms for 65,536 rows of 50,304 on an H200; 4,0
 def swap(model, sharded=False):
     """Replaces, in place, the parts of a GPT by the classes below; parameters and their names stay.
 
-    sharded: a block's parameters are at hand in its own forward only, so that none is left to the next block's.
-
-    Widths that are not multiples of 8 (16 bytes in bf16) are left as they are; so are residual additions with dropout.
+    sharded: a block's parameters are at hand in its own forward only, so that none is left to the next block's. Layers
+    whose widths are not multiples of 8 (16 bytes in bf16) are left as they are; so are residual additions with dropout.
     """
     swap_modules(model)
     blocks = model.blocks
-    if all(type(block.attn.proj) is Linear and block.dropout.p == 0 for block in blocks):
+    if all(type(b.attn.proj) is type(b.mlp.proj) is Linear and b.dropout.p == 0 for b in blocks):
         for block in blocks:
             block.__class__ = Block
             block.attn.proj.__class__ = DeferredBias

@@ -199,6 +199,7 @@ def test_gelu_mlp(rows, C, H, bias):
     [
         {},
         {"dropout": 1e-9, "n_kv_head": 2, "qk_norm": True},
+        {"n_hidden": 100},  # not a multiple of 8: the MLP stays as it is
         {"mlp": "swiglu", "n_kv_head": 2, "norm": "rmsnorm", "positions": "rope", "bias": False},
     ],
 )
