@@ -34,7 +34,7 @@ import model as models
 import parallel
 import train
 from configurator import UserError, run
-from logger import peak_flops
+from logger import describe_device, device_name, peak_flops, show
 
 KINDS = [  # a kernel is of the first kind whose pattern is in its name
     ("communication", "nccl"),
@@ -64,9 +64,7 @@ def step(cfg):
     job = train.build(own, world)
     next_batch = synthetic(own, world)
     say = print if world.main else lambda *_: None
-    rows = [("device", f"{world.size} x {device_name(world.device)}, torch {torch.__version__}"), *rows]
-    for name, value in rows:
-        say(f"{name:<12} {value}")
+    show([describe_device(world), *rows], say)
     job.step(next_batch, cfg.lr)
     parallel.synchronize(world.device)
     say(f"{'first step':<12} {time.perf_counter() - began:.1f} s after the start, compilation included")
@@ -133,11 +131,9 @@ def breakdown(job, next_batch, cfg, world, say):
     for kind in ("matmul", "elementwise"):
         by_kind[kind] -= total(head, kind) * micros
     by_kind["head + loss"] = in_head or by_kind["head + loss"]
-    spans = {kind: [e for e in events if kind_of(e[0]) == kind] for kind, _ in KINDS}
     busy = union(events) / steps
-    exposed = busy - union([e for kind, es in spans.items() if kind != "communication" for e in es]) / steps
+    by_kind["communication"] = busy - union([e for e in events if kind_of(e[0]) != "communication"]) / steps
     wall = (max(e[2] for e in events) - min(e[1] for e in events)) / steps
-    by_kind["communication"] = exposed
     say(f"\n{'ms a step':<28}{'measured':>10}{'floor':>10}")
     for kind in ("matmul", "attention", "head + loss", "elementwise", "optimizer", "communication"):
         least = f"{floor[kind] * micros:10.1f}" if kind in floor else " " * 10
@@ -187,9 +183,7 @@ def floor_times(cfg, device):
     """{"matmul", "attention", "head + loss"}: ms a micro-batch of the matmuls and causal attention alone, in bf16."""
     ranks = cfg.context_parallel
     N, C, D = cfg.batch_size * cfg.block_size // ranks, cfg.n_embd, cfg.head_dim
-    width = 2 * cfg.hidden if cfg.mlp == "swiglu" else cfg.hidden
-    layers = [((cfg.n_head + 2 * cfg.kv_heads) * D, C), (C, C), (width, C), (C, cfg.hidden)]
-    floor = {"matmul": cfg.n_layer * sum(three_matmuls(N, K, M, device) for M, K in layers)}
+    floor = {"matmul": cfg.n_layer * sum(three_matmuls(N, K, M, device) for M, K in cfg.block_matmuls)}
     q, k, v = (
         torch.randn(cfg.batch_size, h, cfg.block_size, D, device=device, dtype=torch.bfloat16, requires_grad=True)
         for h in (cfg.n_head // ranks, max(1, cfg.kv_heads // ranks), max(1, cfg.kv_heads // ranks))
@@ -226,10 +220,6 @@ def clock(work, rounds=10, repeat=3):
         times.append((begin, end))
     torch.cuda.synchronize()
     return statistics.median(b.elapsed_time(e) for b, e in times) / repeat
-
-
-def device_name(device):
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def power(device):

@@ -56,18 +56,18 @@ def workspace(device, stream):
     return torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
 
-def matmul(a, b, out, *, bias=None, gelu=None, dgelu=None, accumulate=False, scales=None, exact_sums=True, tune=True):
+def matmul(a, b, out, *, bias=None, gelu=None, dgelu=None, accumulate=False, scales=None, tune=True):
     """out = a @ b (+ out), on the current stream. a: (M, K), b: (K, N), of contiguous rows or columns; out: (M, N).
 
     bias: (N,), added. gelu: (M, N), receives the product with its bias, and `out` its tanh GELU. dgelu: (M, N), what
     `gelu` received: `out` is the product times the GELU's derivative there. tune: time the algorithms at the first call
     of a shape. For fp8 operands, a must have contiguous rows and b contiguous columns; scales: the two float32 scalars
-    that they are multiplied with; exact_sums: sums go to float32 registers every few terms, not at the end.
+    that they are multiplied with.
     """
     aux = gelu if dgelu is None else dgelu
     parts = WITH_BIAS * (bias is not None) + (GELU + KEEP) * (gelu is not None) + (DGELU + KEEP) * (dgelu is not None)
     key = (a.device, *a.shape, b.shape[1], a.stride(), b.stride(), a.dtype, b.dtype, out.dtype, parts or PLAIN)
-    key += (accumulate, bias is not None and bias.dtype, scales is not None and exact_sums)
+    key += (accumulate, None if bias is None else bias.dtype)
     plan = PLANS.get(key) or PLANS.setdefault(key, Plan(*key))
     pointers = [(BIAS, bias), (AUX, aux), *zip((A_SCALE, B_SCALE), reversed(scales or ()))]
     for attribute, tensor in pointers:
@@ -87,7 +87,7 @@ class Plan:
 
     def __init__(self, device, M, K, N, a_strides, b_strides, a_type, b_type, out_type, epilogue, *options):
         lib, _ = library()
-        accumulate, bias_type, exact_sums = options
+        accumulate, bias_type = options
         ta, tb = (strides[1] != 1 for strides in (a_strides, b_strides))
         self.device, self.tuned, self.fastest = device, False, 0
         self.alpha, self.beta = ctypes.c_float(1), ctypes.c_float(accumulate)
@@ -102,7 +102,7 @@ class Plan:
         if epilogue & KEEP:
             self.set(AUX_LD, ctypes.c_int64(N))
         if a_type.itemsize == 1:
-            self.set(FAST_ACCUM, ctypes.c_int8(not exact_sums))
+            self.set(FAST_ACCUM, ctypes.c_int8(1))  # sums reach float32 registers at the end, not every few terms
         self.layouts = [
             layout(b_type, K, N, b_strides[1]) if tb else layout(b_type, N, K, b_strides[0]),
             layout(a_type, M, K, a_strides[1]) if ta else layout(a_type, K, M, a_strides[0]),

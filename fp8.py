@@ -3,8 +3,8 @@
 A tensor has one scale, a power of two, so that it decides what overflows but not how numbers are rounded. Activations
 and weights are e4m3, gradients e5m2 (https://arxiv.org/abs/2209.05433). A scale comes from the largest magnitude at the
 call before, with a factor of two to spare; the first from the tensor itself. Hopper multiplies fp8 along contiguous
-rows only, so that what is cast is transposed as well, for the gradients. All else is as in bf16:
-master weights in float32, residual stream, norms, attention, softmax.
+rows only, so that what is cast is transposed as well, for the gradients. All else is as in bf16: master weights in
+float32, residual stream, norms, attention, softmax.
 """
 
 import functools
@@ -90,7 +90,7 @@ class Head(fused.Head):
             return super().forward(x, targets, reduction)
         tops = (self.x_top, self.w_top, torch.is_grad_enabled())
         loss = HeadFunction.apply(x.to(torch.bfloat16), self.weight, targets, self.options(), *tops)
-        return loss / (targets >= 0).sum() if reduction == "mean" else loss
+        return fused.reduced(loss, targets, reduction)
 
 
 def apply(layer, x, bias):
@@ -117,11 +117,11 @@ class QKV(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, heads, head_dim, x_top, w_top, dy_top):
         y = linear_forward(ctx, x, weight, bias, x_top, w_top, dy_top)
-        return y.view(*x.shape[:-1], sum(heads), head_dim).transpose(1, 2).split(heads, dim=1)
+        return fused.split_heads(y, x.shape[:-1], heads, head_dim)
 
     @staticmethod
     def backward(ctx, dq, dk, dv):
-        dy, sums = fused.pack(*(d.transpose(1, 2).flatten(0, 1).flatten(1).contiguous() for d in (dq, dk, dv)))
+        dy, sums = fused.pack_heads(dq, dk, dv)
         dx, dw, _ = linear_backward(ctx, dy, False)
         db = None if ctx.dtypes[1] is None else sums.to(ctx.dtypes[1])
         return dx.unflatten(0, (dq.size(0), dq.size(2))), dw, db, None, None, None, None, None
@@ -132,7 +132,7 @@ def linear_forward(ctx, x, weight, bias, x_top, w_top, dy_top):
     x8, x8t, xs, _ = cast(x.flatten(0, -2), x_top, None, COPY, False, False)
     w8, w8t, ws, _ = cast(weight, w_top, None, COPY, False, False)
     ctx.save_for_backward(x8t, xs, w8t, ws, dy_top)
-    ctx.dtypes = [None if p is None else p.dtype for p in (weight, bias)]
+    ctx.dtypes = fused.dtypes_of(weight, bias)
     return product(x8, w8.t(), xs, ws, None if bias is None else bias.to(x.dtype), x.dtype)
 
 
@@ -150,7 +150,7 @@ class GeluMLPFunction(torch.autograd.Function):
         x8, x8t, xs, _ = cast(x.flatten(0, -2), x_top, None, COPY, False, False)
         w18, w18t, w1s, _ = cast(w1, w1_top, None, COPY, False, False)
         w28, w28t, w2s, _ = cast(w2, w2_top, None, COPY, False, False)
-        ctx.dtypes = [None if p is None else p.dtype for p in (w1, b1, w2, b2)]
+        ctx.dtypes = fused.dtypes_of(w1, b1, w2, b2)
         b1, b2 = (None if b is None else b.to(x.dtype) for b in (b1, b2))
         before = product(x8, w18.t(), xs, w1s, b1, x.dtype)
         act8, act8t, acts, _ = cast(before, act_top, None, GELU, False, False)
@@ -182,7 +182,7 @@ def product(
 ) -> torch.Tensor:
     """a @ b * a_scale * b_scale + bias, of contiguous rows of a and columns of b."""
     out = a.new_empty(a.size(0), b.size(1), dtype=dtype)
-    return cublas.matmul(a, b, out, bias=bias, scales=(a_scale, b_scale), exact_sums=False)
+    return cublas.matmul(a, b, out, bias=bias, scales=(a_scale, b_scale))
 
 
 @product.register_fake
@@ -309,14 +309,12 @@ class HeadFunction(torch.autograd.Function):
     def forward(ctx, x, weight, targets, options, x_top, w_top, grad):
         flat = x.flatten(0, -2)
         losses, dx, dw = cross_entropy_chunks8(flat, weight, targets.flatten(), *options, x_top, w_top, grad)
-        ctx.save_for_backward(dx, dw)
-        ctx.shape, ctx.weight_dtype = x.shape, weight.dtype
+        fused.keep_gradients(ctx, x, weight, dx, dw)
         return losses.sum()
 
     @staticmethod
     def backward(ctx, grad):
-        dx, dw = ctx.saved_tensors
-        return (dx.mul_(grad).view(ctx.shape), dw.mul_(grad).to(ctx.weight_dtype)) + (None,) * 5
+        return fused.kept_gradients(ctx, grad) + (None,) * 5
 
 
 @custom_op("pretrain::cross_entropy_chunks8", mutates_args=())
@@ -345,15 +343,15 @@ def cross_entropy_chunks8(
         xi, ti = x8[i : i + rows], targets[i : i + rows]
         n = xi.size(0)
         li, gi = logits[:n], small[:n]
-        cublas.matmul(xi, w8.t(), li, scales=(xs, ws), exact_sums=False, tune=grad)
+        cublas.matmul(xi, w8.t(), li, scales=(xs, ws), tune=grad)
         options = (vocab_size, softcap, smoothing, z_loss, grad)
         fused.cross_entropy_rows(li, ti, losses[i : i + n], gi, HEAD_SCALE, *options)
         if grad:
             git = x.new_empty(P, n, dtype=E5M2)
             transpose(gi, git)
-            cublas.matmul(gi, w8t.t(), dx[i : i + n], scales=(gs, ws), exact_sums=False)
+            cublas.matmul(gi, w8t.t(), dx[i : i + n], scales=(gs, ws))
             xit = x8t[:, i : i + n]
-            cublas.matmul(git, xit.t(), dw, scales=(gs, xs), exact_sums=False, accumulate=i > 0)
+            cublas.matmul(git, xit.t(), dw, scales=(gs, xs), accumulate=i > 0)
     return losses, dx, dw
 
 

@@ -14,9 +14,10 @@ import triton.language as tl
 from torch.library import custom_op
 
 import cublas
+import kernels
 import model as models
 
-CHUNK_BYTES = 2**30  # logits alive at a time in the loss
+CHUNK_BYTES = kernels.LOGITS_BYTES  # logits alive at a time in the loss
 NORM_ROWS, NORM_WARPS = 4, 2  # in the norm's forward
 NORM_BACK_PROGRAMS, NORM_BACK_WARPS, NORM_BACK_STAGES = 8, 1, 3  # programs a multiprocessor; 154 us, 4 x 2 x 1: 313
 PACK_PROGRAMS, PACK_WARPS, PACK_STAGES = 8, 1, 3
@@ -174,11 +175,7 @@ def _(a, b, before):
 class LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, tune):
-        w, b = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
-        flat = x.flatten(0, -2)
-        ctx.save_for_backward(flat, w)
-        ctx.dtypes = [None if p is None else p.dtype for p in (weight, bias)]
-        return product(flat, w.t(), b, x.dtype, tune).unflatten(0, x.shape[:-1])
+        return linear_forward(ctx, x, weight, bias, tune).unflatten(0, x.shape[:-1])
 
     @staticmethod
     def backward(ctx, dy):
@@ -187,6 +184,24 @@ class LinearFunction(torch.autograd.Function):
         dx = product(flat, w, None, flat.dtype, True).unflatten(0, dy.shape[:-1])
         dw, db = weight_gradients(flat, x, *ctx.dtypes)
         return dx, dw, db, None
+
+
+def linear_forward(ctx, x, weight, bias, tune):
+    """(..., K) -> (M, N), with what the backward needs kept in ctx."""
+    w, b = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+    flat = x.flatten(0, -2)
+    ctx.save_for_backward(flat, w)
+    ctx.dtypes = dtypes_of(weight, bias)
+    return product(flat, w.t(), b, x.dtype, tune)
+
+
+def dtypes_of(*parameters):
+    """What their gradients are to be in; None where there is no parameter."""
+    return [None if p is None else p.dtype for p in parameters]
+
+
+def as_gradients(sums, dtypes):
+    return [None if dtype is None else s.to(dtype) for s, dtype in zip(sums, dtypes, strict=True)]
 
 
 def weight_gradients(dy, x, weight_dtype, bias_dtype):
@@ -202,7 +217,7 @@ def linear(x, weight, bias, tune=True):
 class GeluMLPFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w1, b1, w2, b2, tune):
-        ctx.dtypes = [None if p is None else p.dtype for p in (w1, b1, w2, b2)]
+        ctx.dtypes = dtypes_of(w1, b1, w2, b2)
         w1, w2 = w1.to(x.dtype), w2.to(x.dtype)
         b1, b2 = (None if b is None else b.to(x.dtype) for b in (b1, b2))
         flat = x.flatten(0, -2)
@@ -226,21 +241,26 @@ class QKV(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, heads, head_dim, tune):
-        w, b = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
-        flat = x.flatten(0, -2)
-        ctx.save_for_backward(flat, w)
-        ctx.dtypes = [None if p is None else p.dtype for p in (weight, bias)]
-        y = product(flat, w.t(), b, x.dtype, tune).view(*x.shape[:-1], sum(heads), head_dim)
-        return y.transpose(1, 2).split(heads, dim=1)
+        return split_heads(linear_forward(ctx, x, weight, bias, tune), x.shape[:-1], heads, head_dim)
 
     @staticmethod
     def backward(ctx, dq, dk, dv):
         x, w = ctx.saved_tensors
-        dy, sums = pack(*(d.transpose(1, 2).flatten(0, 1).flatten(1).contiguous() for d in (dq, dk, dv)))
+        dy, sums = pack_heads(dq, dk, dv)
         dx = product(dy, w, None, dy.dtype, True).unflatten(0, (dq.size(0), dq.size(2)))
         weight_dtype, bias_dtype = ctx.dtypes
         dw = product(dy.t(), x, None, weight_dtype, True)
         return dx, dw, None if bias_dtype is None else sums.to(bias_dtype), None, None, None
+
+
+def split_heads(y, shape, heads, head_dim):
+    """(B * T, C) of shape (B, T) -> q, k, v: (B, H, T, D)."""
+    return y.view(*shape, sum(heads), head_dim).transpose(1, 2).split(heads, dim=1)
+
+
+def pack_heads(*parts):
+    """The reverse for gradients, (B, H, T, D) each, with the column sums of what it gives."""
+    return pack(*(d.transpose(1, 2).flatten(0, 1).flatten(1).contiguous() for d in parts))
 
 
 @custom_op("pretrain::pack", mutates_args=())
@@ -301,13 +321,13 @@ class AddNorm(torch.autograd.Function):
         total, h, stats = norm_forward(x, branch, bias, weight, shift, eps, centred)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(total, stats, weight)
-        ctx.centred, ctx.types = centred, [None if p is None else p.dtype for p in (weight, shift, bias)]
+        ctx.centred, ctx.dtypes = centred, dtypes_of(weight, shift, bias)
         return total, h
 
     @staticmethod
     def backward(ctx, dtotal, dh):
         dx, sums = norm_backward(dtotal, dh, *ctx.saved_tensors, ctx.centred)
-        dweight, dshift, dbias = (None if t is None else s.to(t) for s, t in zip(sums.unbind(), ctx.types, strict=True))
+        dweight, dshift, dbias = as_gradients(sums.unbind(), ctx.dtypes)
         return dx, dx.to(dh.dtype), dbias, dweight, dshift, None, None
 
 
@@ -316,13 +336,13 @@ class Norm(torch.autograd.Function):
     def forward(ctx, x, weight, shift, eps, centred):
         _, h, stats = norm_forward(x, None, None, weight, shift, eps, centred)
         ctx.save_for_backward(x, stats, weight)
-        ctx.centred, ctx.types = centred, [None if p is None else p.dtype for p in (weight, shift)]
+        ctx.centred, ctx.dtypes = centred, dtypes_of(weight, shift)
         return h
 
     @staticmethod
     def backward(ctx, dh):
         dx, sums = norm_backward(None, dh, *ctx.saved_tensors, ctx.centred)
-        dweight, dshift = (None if t is None else s.to(t) for s, t in zip(sums[:2].unbind(), ctx.types, strict=True))
+        dweight, dshift = as_gradients(sums[:2].unbind(), ctx.dtypes)
         return dx, dweight, dshift, None, None
 
 
@@ -471,6 +491,11 @@ def linear_cross_entropy(x, weight, targets, reduction, vocab_size, softcap=None
         losses, _, _ = cross_entropy_chunks(x.flatten(0, -2), weight, targets.flatten(), *options, False)
         return losses.view_as(targets)
     loss = LinearCrossEntropy.apply(x, weight, targets, options, torch.is_grad_enabled())
+    return reduced(loss, targets, reduction)
+
+
+def reduced(loss, targets, reduction):
+    """The sum of the tokens' losses, or for "mean" over the targets that are not ignored."""
     return loss / (targets >= 0).sum() if reduction == "mean" else loss
 
 
@@ -478,14 +503,23 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, targets, options, grad):
         losses, dx, dw = cross_entropy_chunks(x.flatten(0, -2), weight, targets.flatten(), *options, grad)
-        ctx.save_for_backward(dx, dw)
-        ctx.shape, ctx.weight_dtype = x.shape, weight.dtype
+        keep_gradients(ctx, x, weight, dx, dw)
         return losses.sum()
 
     @staticmethod
     def backward(ctx, grad):
-        dx, dw = ctx.saved_tensors
-        return dx.mul_(grad).view(ctx.shape), dw.mul_(grad).to(ctx.weight_dtype), None, None, None
+        return *kept_gradients(ctx, grad), None, None, None
+
+
+def keep_gradients(ctx, x, weight, dx, dw):
+    """For the backward of a loss whose forward has computed the gradients of its sum."""
+    ctx.save_for_backward(dx, dw)
+    ctx.shape, ctx.weight_dtype = x.shape, weight.dtype
+
+
+def kept_gradients(ctx, grad):
+    dx, dw = ctx.saved_tensors
+    return dx.mul_(grad).view(ctx.shape), dw.mul_(grad).to(ctx.weight_dtype)
 
 
 @custom_op("pretrain::cross_entropy_chunks", mutates_args=())
@@ -555,9 +589,9 @@ def _cross_entropy(
 ):  # fmt: skip
     """One row a program: its loss, and with GRAD the gradient of its logits, scaled. Rows are P long, V of it real.
 
-    exp is taken against the largest logit of the first block, so that the pass needs no running maximum; in the rare
-    row where that overflows it is taken again against the true maximum. The second pass goes backwards: it begins with
-    what the cache still holds. Blocks but the last are full, so that they need no mask.
+    exp is taken against the largest of the last block's logits and the target's, so that the pass needs no running
+    maximum; in the rare row where that overflows it is taken again against the true one. The second pass goes
+    backwards: it begins with what the cache still holds. Blocks but the last are full, so that they need no mask.
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     row = tl.program_id(0).to(tl.int64)

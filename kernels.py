@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+LOGITS_BYTES = 2**30  # logits alive at a time where the loss is computed in chunks (fused.py)
 # Order of preference per setting of `attention`; the first that takes the given shapes, dtype and device runs.
 BACKENDS = {
     "cudnn": [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],

@@ -43,6 +43,21 @@ def peak_flops(device, precision):
     return None
 
 
+def device_name(device):
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def describe_device(world):
+    """A row of the start block."""
+    return "device", f"{world.size} x {device_name(world.device)}, torch {torch.__version__}"
+
+
+def show(rows, say=print):
+    """Prints the rows of a start block, (name, value) each."""
+    for name, value in rows:
+        say(f"{name:<12} {value}")
+
+
 def human(n):
     """12,345,678 -> 12.3M."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
@@ -61,7 +76,7 @@ class Logger:
     """Prints and records on rank 0 alone; every method may be called on every rank."""
 
     def __init__(self, cfg, world, flops_per_token, precision, saved_id=None):
-        self.cfg, self.on, self.device, self.world_size = cfg, world.main, world.device, world.size
+        self.cfg, self.on, self.device, self.world = cfg, world.main, world.device, world
         peak = peak_flops(world.device, precision)
         self.mfu_per_rate = None if peak is None else flops_per_token / (peak * world.size)
         self.file = self.wandb = None
@@ -120,10 +135,7 @@ class Logger:
 
     def start(self, rows):
         """The start block: aligned name and value; last, the settings that differ from the defaults."""
-        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
-        rows = [("device", f"{self.world_size} x {name}, torch {torch.__version__}"), *rows]
-        for name, value in rows:
-            self.print(f"{name:<12} {value}")
+        show([describe_device(self.world), *rows], self.print)
         words = [f"{k}={v}" for k, v in changed(self.cfg).items()]
         self.print(f"{'settings':<12} " + (" ".join(words) or "all defaults"))
 

@@ -8,18 +8,18 @@ an H200 in bf16 and 19.7 in fp8, where this gives 21.3 and 19.4; sharded and rec
 """
 
 import dataclasses
+import functools
 
+import kernels
 import model as models
+import remat
 
 GIB = 2**30
-LOGITS = 2**30  # fused.CHUNK_BYTES
 
 
 def estimate(cfg, ranks):
     """{part: bytes on a rank} for a train.Config, `ranks` processes and, with hsdp, cfg.shard_size of them a copy."""
-    parameters = list(models.on_meta(cfg).named_parameters())
-    total = sum(p.numel() for _, p in parameters)
-    block = sum(p.numel() for name, p in parameters if name.startswith("blocks.0."))
+    total, block = parameter_counts(*(getattr(cfg, f.name) for f in dataclasses.fields(models.GPTConfig)))
     sharded = cfg.parallel != "ddp" and ranks > 1
     shards = (cfg.shard_size or ranks) if cfg.parallel == "hsdp" else ranks if sharded else 1
     tokens = cfg.batch_size * cfg.block_size // cfg.context_parallel
@@ -30,37 +30,44 @@ def estimate(cfg, ranks):
         parts["gathered"] = 2 * (total if cfg.parallel == "zero2" else rest + 2 * block) + 6 * max(block, rest)
     else:
         parts["gathered"] = small * (total - rest)  # the weights as they were multiplied
-    kept, whole = kept_per_token(cfg), {"none": 0}.get(cfg.remat, block_per_token(cfg))
+    whole = 0 if cfg.remat == "none" else block_per_token(cfg)
     plain = cfg.n_layer - (0 if cfg.remat == "none" else -(-cfg.n_layer // cfg.remat_every))
-    parts["activations"] = tokens * (plain * block_per_token(cfg) + (cfg.n_layer - plain) * kept)
-    loss = LOGITS * (2 if cfg.precision == "fp8" else 1) + tokens * cfg.n_embd * 2 + 4 * cfg.padded_vocab * cfg.n_embd
-    backward = tokens * (whole + 2 * 2 * (2 if cfg.mlp == "swiglu" else 1) * cfg.hidden)  # recomputed, and gradients
+    parts["activations"] = tokens * (plain * block_per_token(cfg) + (cfg.n_layer - plain) * kept_per_token(cfg))
+    loss = (
+        kernels.LOGITS_BYTES * (2 if cfg.precision == "fp8" else 1)
+        + tokens * cfg.n_embd * 2
+        + 4 * cfg.padded_vocab * cfg.n_embd
+    )
+    backward = tokens * (whole + 2 * 2 * cfg.mlp_width)  # recomputed, and gradients
     parts["loss or a block's backward"] = max(loss, backward)
     return parts
 
 
+@functools.cache
+def parameter_counts(*shape):
+    """(of the model, of a block) for a GPTConfig's values: a search over batch sizes asks for the same ones again."""
+    parameters = list(models.on_meta(models.GPTConfig(*shape)).named_parameters())
+    in_block = [p.numel() for name, p in parameters if name.startswith("blocks.0.")]
+    return sum(p.numel() for _, p in parameters), sum(in_block)
+
+
 def block_per_token(cfg):
     """Bytes a token that a block keeps for its backward."""
-    C, H, attended = cfg.n_embd, cfg.hidden, (cfg.n_head + 2 * cfg.kv_heads) * cfg.head_dim
-    small = 1 if cfg.precision == "fp8" else 2
-    wide = 2 * H if cfg.mlp == "swiglu" else H
+    C, fp8 = cfg.n_embd, cfg.precision == "fp8"
     residual = 2 * 2 * C  # the sums before both norms
-    attention = 2 * attended + 2 * C + 4 * cfg.n_head  # q, k, v, the output, logsumexp
-    operands = small * (2 * C + H) + (
-        C if cfg.precision == "fp8" else 0
-    )  # of the products; attention's output is above
-    return residual + attention + operands + 2 * wide + 16
+    attention = 2 * cfg.qkv_width + 2 * C + 4 * cfg.n_head  # q, k, v, the output, logsumexp
+    operands = (1 if fp8 else 2) * (2 * C + cfg.hidden)  # of the products, attention's output apart:
+    operands += C if fp8 else 0  # in bf16 it is above
+    return residual + attention + operands + 2 * cfg.mlp_width + 16
 
 
 def kept_per_token(cfg):
     """Bytes a token that a rematerialised block keeps."""
-    C, attended = cfg.n_embd, (cfg.n_head + 2 * cfg.kv_heads) * cfg.head_dim
-    entering = 2 * 2 * C  # the residual stream and the branch to be added
+    entering = 2 * 2 * cfg.n_embd  # the residual stream and the branch to be added
     if cfg.remat == "block":
         return entering
-    wide = 2 * cfg.hidden if cfg.mlp == "swiglu" else cfg.hidden
-    products = [(attended, C), (C, C), (C, cfg.hidden), (wide, C)]
-    return entering + sum(2 * n for n, k in products if n <= 2 * k) + 2 * C + 4 * cfg.n_head
+    products = sum(2 * n for n, k in cfg.block_matmuls if n <= remat.WIDE * k)
+    return entering + products + 2 * cfg.n_embd + 4 * cfg.n_head
 
 
 def largest_batch(cfg, ranks, budget):
@@ -81,11 +88,9 @@ def largest_batch(cfg, ranks, budget):
 
 def advice(cfg, ranks, budget):
     """What to change when a run is out of memory, in words; budget: bytes of the GPU."""
-    ways = [("", cfg), (" --remat=selective", "selective"), (" --remat=block", "block")]
     fits = []
-    for words, way in ways:
-        other = cfg if way is cfg else dataclasses.replace(cfg, remat=way)
-        if rows := largest_batch(other, ranks, budget):
+    for words, change in [("", {})] + [(f" --remat={r}", {"remat": r}) for r in ("selective", "block")]:
+        if rows := largest_batch(dataclasses.replace(cfg, **change), ranks, budget):
             fits.append(f"--batch_size={min(rows, cfg.batch_size)}{words}")
     takes = sum(estimate(cfg, ranks).values()) / GIB
     more = " --parallel=fsdp" if ranks > 1 and cfg.parallel == "ddp" else ""

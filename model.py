@@ -57,6 +57,21 @@ class GPTConfig:
         return 4 * self.n_embd if self.n_hidden is None else self.n_hidden
 
     @property
+    def qkv_width(self):
+        return (self.n_head + 2 * self.kv_heads) * self.head_dim
+
+    @property
+    def mlp_width(self):
+        """Of what the MLP's first matmul gives; SwiGLU's gate and up are one."""
+        return 2 * self.hidden if self.mlp == "swiglu" else self.hidden
+
+    @property
+    def block_matmuls(self):
+        """(width given, width taken) of a block's four: q, k and v; attention's output; the MLP's two."""
+        C = self.n_embd
+        return [(self.qkv_width, C), (C, C), (self.mlp_width, C), (C, self.hidden)]
+
+    @property
     def padded_vocab(self):
         return math.ceil(self.vocab_size / self.vocab_multiple) * self.vocab_multiple
 

@@ -168,7 +168,7 @@ def conflicts(cfg, world_size):
         found.append(f"shard_size={cfg.shard_size} must divide the number of ranks, {world_size}")
     if cfg.parallel != "hsdp" and cfg.shard_size:
         found.append(f"shard_size={cfg.shard_size} is for parallel=hsdp, parallel is {cfg.parallel}")
-    return found
+    return found + context.problems(cfg, world_size)
 
 
 def shard(model, cfg, world):

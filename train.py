@@ -112,7 +112,7 @@ class Config(models.GPTConfig):
 
 def check(cfg, world_size):
     """Raises one UserError that names every setting out of range."""
-    found = cfg.problems() + parallel.conflicts(cfg, world_size) + context.problems(cfg, world_size)
+    found = cfg.problems() + parallel.conflicts(cfg, world_size)
     least = {"batch_size": 1, "batch_tokens": 1, "max_steps": 1, "warmup_steps": 0, "keep_last": 1, "log_interval": 1}
     least |= dict.fromkeys(["lr", "min_lr_ratio", "weight_decay", "beta1", "beta2", "temperature", "timeout_s"], 0)
     least |= dict.fromkeys(["eval_interval", "hellaswag_interval", "sample_interval", "save_interval"], 0)
@@ -274,7 +274,10 @@ def train(cfg, world):
         verify(cfg.data_dir)
     loader, val_loader = make_loaders(cfg, world)
     own_tokens = functools.partial(context.own_tokens, cfg, world)
-    next_batch = loader.next if cfg.context_parallel == 1 else lambda: own_tokens(loader.next())
+
+    def next_batch():
+        return own_tokens(loader.next())
+
     cfg = dataclasses.replace(cfg, tokenizer=cfg.tokenizer or loader.tokenizer)  # recorded for sample.py
 
     # model

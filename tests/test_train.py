@@ -50,6 +50,23 @@ def test_resumed_equals_uninterrupted_bitwise(data_dir, tmp_path):
         assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
+def same_run(one, other, rel):
+    """Asserts that two run folders have the same training and validation losses, and weights after step 12."""
+    for kind in ("train", "val"):
+        a, b = losses(read_log(one), kind), losses(read_log(other), kind)
+        assert a.keys() == b.keys()
+        for step in a:
+            assert a[step] == pytest.approx(b[step], rel=rel), (kind, step)
+    for name, tensor in weights(one, 12).items():
+        torch.testing.assert_close(weights(other, 12)[name], tensor, rtol=0, atol=2e-5, msg=name)
+
+
+def same_end(log, one, rel):
+    """Asserts that a run resumed after step 6 has the losses of an uninterrupted one."""
+    for step in range(7, 13):
+        assert losses(log)[step] == pytest.approx(losses(one)[step], rel=rel)
+
+
 @pytest.mark.slow
 def test_two_ranks_equal_one_process_and_resume_across(data_dir, tmp_path):
     """The same global batch in float32: equal but for the order of sums. 2 -> 1 ranks go on with the same rows."""
@@ -57,19 +74,11 @@ def test_two_ranks_equal_one_process_and_resume_across(data_dir, tmp_path):
     one = train_here(data_dir, tmp_path / "one", **settings)
     two = train_ranks(2, flags(data_dir, tmp_path / "two", **settings))
     assert two.returncode == 0, two.stderr
-    log = read_log(tmp_path / "two")
-    for kind in ("train", "val"):
-        a, b = losses(one, kind), losses(log, kind)
-        assert a.keys() == b.keys()
-        for step in a:
-            assert a[step] == pytest.approx(b[step], rel=2e-6), (kind, step)
-    for name, tensor in weights(tmp_path / "one", 12).items():
-        torch.testing.assert_close(weights(tmp_path / "two", 12)[name], tensor, rtol=0, atol=2e-5, msg=name)
+    same_run(tmp_path / "one", tmp_path / "two", rel=2e-6)
 
     shutil.copytree(tmp_path / "two" / "step_00000006", tmp_path / "across" / "step_00000006")
     across = train_here(data_dir, tmp_path / "across", resume="auto", **settings)
-    for step in range(7, 13):
-        assert losses(across)[step] == pytest.approx(losses(one)[step], rel=2e-6)
+    same_end(across, one, rel=2e-6)
 
 
 @pytest.mark.parametrize(
@@ -91,25 +100,17 @@ def test_any_mode_equals_one_process_and_resumes_across(data_dir, tmp_path, rank
     one = train_here(data_dir, tmp_path / "one", **common, **shape)
     many = train_ranks(ranks, flags(data_dir, tmp_path / "many", **common, **settings))
     assert many.returncode == 0, many.stderr
-    for kind in ("train", "val"):
-        a, b = losses(one, kind), losses(read_log(tmp_path / "many"), kind)
-        assert a.keys() == b.keys()
-        for step in a:
-            assert a[step] == pytest.approx(b[step], rel=4e-6), (kind, step)
-    for name, tensor in weights(tmp_path / "one", 12).items():
-        torch.testing.assert_close(weights(tmp_path / "many", 12)[name], tensor, rtol=0, atol=2e-5, msg=name)
+    same_run(tmp_path / "one", tmp_path / "many", rel=4e-6)
 
     shutil.copytree(tmp_path / "many" / "step_00000006", tmp_path / "back" / "step_00000006")
     back = train_here(data_dir, tmp_path / "back", resume="auto", **common, **shape)
-    for step in range(7, 13):
-        assert losses(back)[step] == pytest.approx(losses(one)[step], rel=4e-6)
+    same_end(back, one, rel=4e-6)
     if settings.get("compile"):
         return
     shutil.copytree(tmp_path / "one" / "step_00000006", tmp_path / "out" / "step_00000006")
     out = train_ranks(ranks, flags(data_dir, tmp_path / "out", resume="auto", **common, **settings))
     assert out.returncode == 0, out.stderr
-    for step in range(7, 13):
-        assert losses(read_log(tmp_path / "out"))[step] == pytest.approx(losses(one)[step], rel=4e-6)
+    same_end(read_log(tmp_path / "out"), one, rel=4e-6)
 
 
 def test_validation_is_the_same_for_any_batch_size(data_dir, tmp_path):
