@@ -119,7 +119,7 @@ def bf16_residual(model):
         module.register_forward_hook(lambda module, inputs, output: output.to(torch.bfloat16))
 
 
-def compile_model(model, by_block):
+def compile_model(model, by_block, sharded=False):
     """torch.compile in place, so that state-dict keys keep their names.
 
     by_block: all blocks share one graph, the first step comes early, and each block's gradients are ready, so that DDP
@@ -128,7 +128,8 @@ def compile_model(model, by_block):
     """
     torch._dynamo.config.recompile_limit = 64  # train, validation, HellaSwag and sampling each have shapes of their own
     if by_block:
-        model.embed = torch.compile(model.embed)
+        if not sharded:  # where the embedding has hooks that gather it, which a graph would leave out
+            model.embed = torch.compile(model.embed)
         for block in model.blocks:
             block.compile()
     else:
@@ -154,7 +155,7 @@ def prepare(model, cfg, world):
     if cfg.remat != "none":
         remat.apply(model, cfg.remat, cfg.remat_every)
     if cfg.compile:
-        compile_model(model, by_block=world.size > 1 or cfg.ops == "fused" or cfg.remat != "none")
+        compile_model(model, by_block=world.size > 1 or cfg.ops == "fused" or cfg.remat != "none", sharded=sharded)
     if sharded:
         shard(model, cfg, world)
 
@@ -172,22 +173,28 @@ def conflicts(cfg, world_size):
 
 
 def shard(model, cfg, world):
-    """FSDP2 (https://arxiv.org/abs/2304.11277), a unit for each block and one for the rest; rows of tensors are split.
+    """FSDP2 (https://arxiv.org/abs/2304.11277), a unit for each block, embedding and head; rows of tensors are split.
 
     fsdp: parameters, gradients and optimizer states; a block's parameters are gathered for its forward and again for
-    its backward. zero2: the parameters stay gathered between the two. hsdp: as fsdp in groups of shard_size ranks, each
-    of which holds a copy. In bf16 and fp8 gathers are in bf16, sums of gradients in float32.
+    its backward. zero2: parameters stay gathered through a step. hsdp: as fsdp in groups of shard_size ranks, each of
+    which holds a copy. In bf16 and fp8 gathers are in bf16; gradients are summed in cfg.reduce_dtype.
     """
     size = cfg.shard_size or int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
     shape = {"hsdp": (world.size // size, size)}.get(cfg.parallel, (world.size,))
     mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     low = cfg.precision in ("bf16", "fp8")
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if low else None, reduce_dtype=torch.float32)
-    options = dict(mesh=mesh, mp_policy=policy, reshard_after_forward=cfg.parallel != "zero2")
+    reduce_dtype = torch.bfloat16 if cfg.reduce_dtype == "bf16" else torch.float32
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if low else None, reduce_dtype=reduce_dtype)
+    options = dict(mesh=mesh, mp_policy=policy)
     for block in model.blocks:
-        fully_shard(block, **options)
+        fully_shard(block, reshard_after_forward=cfg.parallel != "zero2", **options)
+    if not cfg.tie_embeddings:  # a shared weight is the last unit's
+        fully_shard(model.wte, **options)
+        fully_shard([model.norm, model.head], reshard_after_forward=False, **options)
+        register_fsdp_forward_method(model.head, "logits")
     fully_shard(model, **options)
     register_fsdp_forward_method(model, "logits")
+    model.frees_gathered = cfg.parallel != "zero2"  # after each micro-step, not the last alone
 
 
 def reshard(model):
@@ -233,9 +240,12 @@ def wrap(model, cfg, world):
 
 
 def sync_gradients(model, on):
-    """Whether the next backward reduces gradients over the ranks: only the last micro-step has to."""
+    """on: the next backward is a step's last, the only one in which DDP, and hsdp between its copies, sums gradients."""
     if isinstance(model, DistributedDataParallel):
         model.require_backward_grad_sync = on
+    elif isinstance(model, FSDPModule):
+        model.set_requires_all_reduce(on)
+        model.set_reshard_after_backward(on or model.frees_gathered)
 
 
 def unwrap(model) -> nn.Module:

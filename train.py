@@ -89,7 +89,7 @@ class Config(models.GPTConfig):
     context_parallel: int = 1  # ranks that share a sequence, see context.py
     shard_size: int | None = None  # hsdp: ranks that share a copy of the model; None: those of a node
     bucket_mib: int = 25  # DDP: gradients are reduced in pieces of this size, while the backward goes on
-    reduce_dtype: Literal["fp32", "bf16"] = "fp32"  # DDP: what gradients are summed over the ranks in
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"  # what gradients are summed over the ranks in
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp8"] = (
         "auto"  # auto: bf16 if the GPU has it, else fp32
     )
