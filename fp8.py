@@ -73,12 +73,12 @@ class GeluMLP(fused.GeluMLP):
 
 
 class Attention(fused.Attention):
-    def project(self, x):
+    def split(self, x):
         qkv = self.qkv
         if x.shape[:-1].numel() % 16:
-            return super().project(x)
+            return super().split(x)
         tops = (qkv.x_top, qkv.w_top, qkv.dy_top)
-        return QKV.apply(x.to(torch.bfloat16), qkv.weight, qkv.bias, self.heads, self.head_dim, *tops)
+        return QKV.apply(x, qkv.weight, qkv.bias, self.heads, self.head_dim, *tops)
 
 
 class Head(fused.Head):

@@ -96,15 +96,12 @@ class SwiGLU(models.SwiGLU):
 class Attention(models.Attention):
     """Without RoPE, the gradients of q, k and v are packed and summed for the bias in one pass."""
 
-    def forward(self, x):
-        B, T, C = x.shape
-        q, k, v = self.project(x)  # (B, H, T, D)
-        y = self.attend(self.q_norm(q), self.k_norm(k), v)
-        return self.proj(y.transpose(1, 2).reshape(B, T, C))
-
     def project(self, x):
-        qkv, grad = self.qkv, torch.is_grad_enabled()
-        return QKV.apply(x.to(torch.bfloat16), qkv.weight, qkv.bias, self.heads, self.head_dim, grad)
+        q, k, v = self.split(x.to(torch.bfloat16))
+        return self.q_norm(q), self.k_norm(k), v
+
+    def split(self, x):
+        return QKV.apply(x, self.qkv.weight, self.qkv.bias, self.heads, self.head_dim, torch.is_grad_enabled())
 
 
 class Pending(NamedTuple):
@@ -115,13 +112,33 @@ class Pending(NamedTuple):
     bias: torch.Tensor | None
 
 
+def settled(x):
+    """The residual stream of a Pending, its addition done."""
+    if not isinstance(x, Pending):
+        return x
+    total = x.x + x.branch
+    return total if x.bias is None else total + x.bias.to(total.dtype)
+
+
 class Block(models.Block):
     """Takes the residual stream or a Pending, and returns a Pending."""
 
     def forward(self, x):
         x, h = add_norm(x, self.norm_1)
-        x, h = add_norm(Pending(x, self.attn(h), self.attn.proj.bias), self.norm_2)
+        return self.feed(x, self.attn(h))
+
+    def feed(self, x, branch):
+        """The block from its first residual addition on."""
+        x, h = add_norm(Pending(x, branch, self.attn.proj.bias), self.norm_2)
         return Pending(x, self.mlp(h), self.mlp.proj.bias if isinstance(self.mlp.proj, DeferredBias) else None)
+
+    def before(self, x):
+        """As remat.before."""
+        return self.attn.project(add_norm(x, self.norm_1)[1])
+
+    def after(self, x, y):
+        """As remat.after."""
+        return settled(self.feed(x, self.attn.combine(y)))
 
 
 class LayerNorm(nn.LayerNorm):

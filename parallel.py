@@ -150,12 +150,13 @@ def prepare(model, cfg, world):
         import fp8
 
         fp8.swap(model)
+    if cfg.remat != "none":
+        remat.apply(model, cfg)
     if cfg.context_parallel > 1:
         context.apply(model, cfg, world)
-    if cfg.remat != "none":
-        remat.apply(model, cfg.remat, cfg.remat_every)
     if cfg.compile:
-        compile_model(model, by_block=world.size > 1 or cfg.ops == "fused" or cfg.remat != "none", sharded=sharded)
+        by_block = world.size > 1 or cfg.ops == "fused" or cfg.remat != "none"
+        compile_model(model, by_block, sharded)
     if sharded:
         shard(model, cfg, world)
 
@@ -169,7 +170,7 @@ def conflicts(cfg, world_size):
         found.append(f"shard_size={cfg.shard_size} must divide the number of ranks, {world_size}")
     if cfg.parallel != "hsdp" and cfg.shard_size:
         found.append(f"shard_size={cfg.shard_size} is for parallel=hsdp, parallel is {cfg.parallel}")
-    return found + context.problems(cfg, world_size)
+    return found + remat.problems(cfg) + context.problems(cfg, world_size)
 
 
 def shard(model, cfg, world):
@@ -240,7 +241,7 @@ def wrap(model, cfg, world):
 
 
 def sync_gradients(model, on):
-    """on: the next backward is a step's last, the only one in which DDP, and hsdp between its copies, sums gradients."""
+    """on: the next backward is a step's last, the only one in which DDP, and hsdp among its copies, sums gradients."""
     if isinstance(model, DistributedDataParallel):
         model.require_backward_grad_sync = on
     elif isinstance(model, FSDPModule):

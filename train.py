@@ -96,10 +96,12 @@ class Config(models.GPTConfig):
     bf16_residual: bool = True  # in bf16 and fp8: the residual stream in bf16 as well, not in float32
     compile: bool = True  # torch.compile; needs a C++ compiler on the CPU
     ops: Literal["auto", "torch", "fused"] = "auto"  # fused: fused.py's linears and loss; auto: if they run
-    remat: Literal["none", "selective", "block"] = (
-        "none"  # less memory: what of a block is computed again, see remat.py
+    remat: Literal["none", "selective", "attention", "block"] = (
+        "none"  # less memory: what of a block is kept, the rest being computed again, see remat.py
     )
     remat_every: int = 1  # in every so-manieth block only
+    remat_tile: int | None = None  # attention, block: tokens of an MLP's at a time; None: all
+    remat_offload: bool = False  # attention, block: what is kept waits in the host's memory
     # console and logs
     log_interval: int = 1  # print every so many steps; log.jsonl has them all
     wandb: bool = False  # log to Weights & Biases as well
