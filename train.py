@@ -210,12 +210,12 @@ class Training:
             self.scaler.scale(micro_loss).backward()
             loss += micro_loss.detach()
         self.scaler.unscale_(self.optimizer)
-        norm = torch.nn.utils.clip_grad_norm_(self.raw.parameters(), self.clip or math.inf, foreach=True)
+        norm = parallel.clip_gradients(self.raw, self.clip)
         optim.set_learning_rate(self.optimizer, lr)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        return loss, parallel.whole(norm)
+        return loss, norm
 
 
 def choose(cfg, device):
@@ -332,10 +332,9 @@ def train(cfg, world):
         """Waits for a step's figures, prints and records them; True if a rank was told to stop."""
         nonlocal mark
         loss, norm, stopping = result.get()
-        now = time.perf_counter()
-        seconds, mark = now - mark, now
+        seconds, mark = result.moment.since(mark), result.moment
         if step == first + 1:
-            log.print(f"first step after {now - began:.1f} s, {seconds:.1f} s of them its own")
+            log.print(f"first step after {time.perf_counter() - began:.1f} s, {seconds:.1f} s of them its own")
         log.step(step, loss, lr, norm, seconds)
         if not math.isfinite(loss):
             raise NotFinite(f"step {step}: the loss is {loss}; nothing was saved since step {saved}; try a lower --lr")
@@ -358,7 +357,7 @@ def train(cfg, world):
         if last:
             break
         if not waiting:
-            mark = time.perf_counter()
+            mark = parallel.Moment(device)
         lr = optim.learning_rate(step, cfg)
         loss, norm = job.step(next_batch, lr)
         step += 1
