@@ -5,6 +5,7 @@
     python bench.py ops                                                          # loss, norms, MLP, attention; one GPU
     torchrun --standalone --nproc_per_node=4 bench.py comm                       # all-reduce and the others, by size
     python bench.py memory config/llama3_8b.py --world=8 --gpu_gib=80            # what a run will take; no GPU needed
+    python bench.py plan config/llama3_8b.py --world=8 --gpu_gib=80              # the fastest settings that fit
 
 `step` builds what train.py builds and feeds it random tokens with the frequencies of text. It prints the median step,
 the share of matmuls, attention, and so on, and the floor: every matmul and the attention alone, timed in the same run.
@@ -32,6 +33,7 @@ import kernels
 import memory
 import model as models
 import parallel
+import plan
 import train
 from configurator import UserError, run
 from logger import describe_device, device_name, peak_flops, show
@@ -417,11 +419,35 @@ def memory_table(cfg):
         print(f"{name:<28}{size / memory.GIB:8.2f} GiB")
     print(f"\n{'parallel':<10}{'remat':<12}{'GiB a rank':>12}{f'largest batch_size in {cfg.gpu_gib:g} GiB':>36}")
     for kind in ("ddp", "zero2", "fsdp") if cfg.world > 1 else ("ddp",):
-        for remat in ("none", "selective", "block"):
+        for remat in ("none", "selective", "attention", "block"):
             other = dataclasses.replace(cfg, parallel=kind, remat=remat, shard_size=None)
             rows = memory.largest_batch(other, cfg.world, cfg.gpu_gib * memory.GIB)
             takes = sum(memory.estimate(other, cfg.world).values()) / memory.GIB
             print(f"{kind:<10}{remat:<12}{takes:>12.1f}{rows or 'none fits':>36}")
+
+
+@dataclass
+class PlanConfig(MemoryConfig):
+    show: int = 8  # candidates printed
+
+
+def plan_table(cfg):
+    """The fastest settings that fit, by arithmetic, and what the first would spend its time on."""
+    if cfg.precision in ("auto", "fp32", "tf32", "fp16"):
+        cfg = dataclasses.replace(cfg, precision="bf16")
+    found = plan.search(cfg, cfg.world, cfg.gpu_gib * memory.GIB)
+    if not found:
+        raise UserError(
+            f"nothing fits {cfg.gpu_gib:g} GiB on {cfg.world} GPUs; try a larger --world, --optimizer=adamw8bit "
+            "--weights=bf16, or a shorter --block_size"
+        )
+    print(f"{'s a step':>9}{'tokens/s/GPU':>14}{'GiB':>8}  settings")
+    for seconds, takes, other in found[: cfg.show]:
+        rate = cfg.batch_tokens / seconds / cfg.world
+        print(f"{seconds:9.2f}{rate:14,.0f}{takes / memory.GIB:8.1f}  {plan.as_flags(other, MemoryConfig())}")
+    print(f"\n{'the first':<28}s a step")
+    for name, seconds in plan.seconds(found[0][2], cfg.world).items():
+        print(f"{name:<28}{seconds:8.2f}")
 
 
 COMMANDS = {
@@ -429,6 +455,7 @@ COMMANDS = {
     "ops": (ops, OpsConfig),
     "comm": (comm, CommConfig),
     "memory": (memory_table, MemoryConfig),
+    "plan": (plan_table, PlanConfig),
 }
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import kernels
 from configurator import UserError
 
-ATTENTION = ("scaled_dot_product", "flash_attention", "flex_attention")
+DEAR = ("scaled_dot_product", "flash_attention", "flex_attention", "wait_tensor")  # attention; what ranks have traded
 PRODUCTS = {
     "aten::mm": 0,
     "aten::addmm": 1,
@@ -78,7 +78,7 @@ def selective(block_class, random):
 def keep(context, op, *args, **kwargs):
     """Whether the output of an operation is kept."""
     name = op.name().split(".")[0]
-    if any(part in name for part in ATTENTION):
+    if any(part in name for part in DEAR):
         return CheckpointPolicy.MUST_SAVE
     if name in PRODUCTS:
         left, right = args[PRODUCTS[name] : PRODUCTS[name] + 2]

@@ -1,0 +1,111 @@
+"""How fast a run will be, by arithmetic, and which settings of parallel, remat and so on are the fastest that fit.
+
+    python bench.py plan config/llama3_8b.py --world=8 --gpu_gib=80
+
+The rates are those that H200s reached in this repository's own steps (README, "Speed"): the order of two settings is
+to be trusted more than the figure of either.
+"""
+
+import dataclasses
+import itertools
+
+import memory
+import remat
+
+MATMUL, MATMUL_FP8, ATTENTION = 680e12, 1250e12, 540e12  # FLOP/s, attention's with the causal half left out
+BYTES, LINK, ALL_TO_ALL, HOST = 3.6e12, 320e9, 170e9, 45e9  # bytes/s: memory, NCCL's bus in a node, CP's, pinned
+HIDDEN = 0.8  # share of a step's computation that can hide communication
+
+
+def seconds(cfg, ranks):
+    """{part: seconds} of a whole optimizer step on each of `ranks` GPUs of a node, for a train.Config."""
+    micros = max(1, cfg.batch_tokens * cfg.context_parallel // (cfg.batch_size * cfg.block_size * ranks))
+    tokens = cfg.batch_size * cfg.block_size // cfg.context_parallel
+    total, block = memory.parameter_counts(*memory.shape_of(cfg))
+    C, L, T = cfg.n_embd, cfg.n_layer, cfg.block_size
+    fp8 = cfg.precision == "fp8"
+    products = sum(n * k for n, k in cfg.block_matmuls)
+    again = recomputed(cfg, products)
+    flops = 2 * tokens * (L * (3 * products + again * products) + 3 * cfg.padded_vocab * C)
+    attention = 2 * tokens * C * T * L * (3.5 + (cfg.remat == "block") / cfg.remat_every)
+    parts = {"matmul": micros * flops / (MATMUL_FP8 if fp8 else MATMUL), "attention": micros * attention / ATTENTION}
+    moved = tokens * L * (64 * C + 28 * cfg.hidden) * (1 + again / 3) * (1.3 if fp8 else 1)
+    shards = memory.shards_of(cfg, ranks)
+    copies = 18 * total if shards > 1 else 0  # what FSDP packs and unpacks around its collectives
+    states = memory.bytes_per_parameter(cfg) + 24  # read and written once by the update, gradients twice for clipping
+    parts["elementwise"] = micros * (moved + copies) / BYTES + total / shards * states / BYTES
+    compute = sum(parts.values())
+    parts["communication, exposed"] = exposed(cfg, ranks, micros, total, tokens, compute)
+    return parts
+
+
+def recomputed(cfg, products):
+    """Share of a block's matmuls that the backward computes again."""
+    wide = sum(n * k for n, k in cfg.block_matmuls if n > remat.WIDE * k)
+    share = {"none": 0.0, "selective": wide / products}.get(cfg.remat, 1.0)
+    return share / cfg.remat_every
+
+
+def exposed(cfg, ranks, micros, total, tokens, compute):
+    """Seconds of collectives and copies to the host that nothing hides."""
+    ring = (ranks - 1) / ranks / LINK
+    shards = memory.shards_of(cfg, ranks)
+    small = 2 if cfg.precision in ("bf16", "fp8") else 4
+    summed = 2 if cfg.reduce_dtype == "bf16" else 4
+    hidden = 0.0
+    if shards > 1:
+        gathers = 1 if cfg.parallel == "zero2" else 2 * micros
+        hidden = (gathers * small + micros * summed) * total * ring
+    elif ranks > 1:
+        hidden = 2 * summed * total * ring
+    if cfg.remat_offload:
+        kept = tokens * memory.kept_per_token(cfg) * cfg.n_layer / cfg.remat_every
+        hidden = max(hidden, micros * kept / HOST * 2)
+    open_ = 0.0
+    if cfg.context_parallel > 1:
+        traded = 2 * tokens * (cfg.qkv_width + cfg.n_embd) * (cfg.context_parallel - 1) / cfg.context_parallel
+        open_ = micros * cfg.n_layer * traded * (2 + (cfg.remat != "none")) / ALL_TO_ALL
+    ends = (summed + small) * cfg.padded_vocab * cfg.n_embd * ring if shards > 1 else 0  # first and last unit
+    return max(0.0, hidden - HIDDEN * compute) + micros * ends + open_
+
+
+def candidates(cfg, ranks):
+    """Legal settings of the axes that decide memory and speed; what else cfg says stays."""
+    from train import check  # which imports memory
+
+    kinds = ["ddp", "zero2", "fsdp"] if ranks > 1 else ["ddp"]
+    splits = [n for n in range(1, ranks + 1) if ranks % n == 0]
+    recompute = [("none", 1), *((r, e) for r in ("selective", "attention", "block") for e in (2, 1))]
+    for kind, split, (kept, every), tile, offload in itertools.product(
+        kinds, splits, recompute, (None, 16_384), (False, True)
+    ):
+        plain = kept in ("none", "selective")
+        if plain and (tile or offload) or kept == "attention" and cfg.dropout:
+            continue
+        options = dict(parallel=kind, context_parallel=split, remat=kept, remat_every=every, shard_size=None)
+        options |= dict(remat_tile=tile, remat_offload=offload)
+        rows = 1
+        while rows * cfg.block_size * ranks // split <= cfg.batch_tokens and rows <= 256:
+            found = dataclasses.replace(cfg, batch_size=rows, **options)
+            rows *= 2
+            try:
+                check(found, ranks)
+            except Exception:
+                continue
+            yield found
+
+
+def search(cfg, ranks, budget):
+    """[(seconds a step, bytes a rank, cfg)], fastest first, of what takes at most `budget` bytes a GPU."""
+    found = []
+    for other in candidates(cfg, ranks):
+        takes = sum(memory.estimate(other, ranks).values())
+        if takes <= budget:
+            found.append((sum(seconds(other, ranks).values()), takes, other))
+    return sorted(found, key=lambda f: (f[0], f[1]))
+
+
+def as_flags(cfg, base):
+    """The settings in which cfg differs from base, as on a command line."""
+    pairs = [(f.name, getattr(cfg, f.name)) for f in dataclasses.fields(cfg)]
+    return " ".join(f"--{name}={value}" for name, value in pairs if value != getattr(base, name))
