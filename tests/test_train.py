@@ -19,7 +19,7 @@ from fineweb import DataError
 
 
 def weights(out_dir, step):
-    return load_file(out_dir / f"step_{step:08d}" / "model.safetensors")
+    return train.checkpoint.load(out_dir / f"step_{step:08d}")[0]["model"]
 
 
 def test_trains_evaluates_samples_and_saves(data_dir, tmp_path, capsys):
