@@ -130,7 +130,7 @@ def _agreed(action):
     except (OSError, SafetensorError) as problem:
         error = str(problem)
     except Exception as problem:  # whatever it is: the others wait for this rank's word
-        error = f"{type(problem).__name__}: {problem}"
+        error = f"{type(problem).__name__}: {problem}".partition("\n")[0]
     errors = parallel.gather_objects(error)
     failed = [f"rank {rank}: {error}" if len(errors) > 1 else error for rank, error in enumerate(errors) if error]
     if failed:
@@ -250,7 +250,8 @@ def _first_wrong(folder, manifest):
 def find(path):
     """The checkpoint folder that `path` means: itself, or the newest whole one of a run's folder.
 
-    Warns of each damaged one that it passes over and leaves it in place. Raises CheckpointError if none is whole.
+    All ranks call it and find the same. Warns of each damaged one that it passes over and leaves it in place. Raises
+    CheckpointError if none is whole.
     """
     path = Path(path)
     folders = [path] if (path / "manifest.json").is_file() or path.name.startswith("step_") else _folders(path)[::-1]
@@ -307,20 +308,15 @@ def load(folder):
 
 def open_folder(folder):
     """(tensors, state) as `load`, but each tensor a Stored: read when it is asked for, and what is asked for."""
-    groups = {}
+    found, tensors = {}, {}
     for path in sorted(Path(folder).glob("*.safetensors")):
-        parts = groups.setdefault(path.name.partition(".")[0], {})
+        group = path.name.partition(".")[0]
         file, shards = _open(path)
         for name in file.keys():
             first, rows = shards.get(name, (0, None))
-            parts.setdefault(name, []).append((first, rows, file.get_slice(name)))
-    tensors = {
-        group: {
-            name: Stored(f"{folder}: {name}", [(first, part) for first, _, part in parts], parts[0][1])
-            for name, parts in names.items()
-        }
-        for group, names in groups.items()
-    }
+            found.setdefault((group, name), ([], rows))[0].append((first, file.get_slice(name)))
+    for (group, name), (parts, rows) in found.items():
+        tensors.setdefault(group, {})[name] = Stored(f"{folder}: {name}", parts, rows)
     return tensors, _read_state(folder)
 
 

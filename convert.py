@@ -4,6 +4,7 @@
     python convert.py --checkpoint=out/gpt2_124m --to_hf=out/hf     # -> a folder for AutoModelForCausalLM
     python convert.py --checkpoint=out/llama3_8b --out=out/merged   # what ranks wrote, merged: a file for all weights
 
+A merge has one group in memory at a time: of AdamW's states 8 bytes a parameter. An export has one file of 5 GB.
 Half-split RoPE is what Hugging Face's Llama and ours both have, so that q and k are not permuted.
 """
 

@@ -116,19 +116,23 @@ def test_disk_full_leaves_the_old_one(tmp_path, monkeypatch):
 class Run:
     """What checkpoint.Saver needs of a configuration and of a process alone."""
 
-    async_save, keep_last, rank, size, main, device = True, 3, 0, 1, True, CPU
+    async_save, keep_last, rank, size, main = True, 3, 0, 1, True
 
-    def __init__(self, out_dir):
-        self.out_dir = out_dir
+    def __init__(self, out_dir, device=CPU):
+        self.out_dir, self.device = out_dir, device
 
 
-def test_training_goes_on_while_a_copy_is_written(tmp_path, monkeypatch):
+no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, no_gpu])])
+def test_training_goes_on_while_a_copy_is_written(tmp_path, monkeypatch, device):
     """What is saved is what was there when `save` returned, whatever happens before it is written."""
-    model, go_on, said = build(small(), CPU, seed=1), threading.Event(), []
-    before, optimizer = model.wte.weight.detach().clone(), torch.optim.AdamW(model.parameters())
+    model, go_on, said = build(small(), torch.device(device), seed=1), threading.Event(), []
+    before, optimizer = model.wte.weight.detach().cpu().clone(), torch.optim.AdamW(model.parameters())
     really = checkpoint.save_file
     monkeypatch.setattr(checkpoint, "save_file", lambda *args: go_on.wait(10) and really(*args))
-    run = Run(tmp_path)
+    run = Run(tmp_path, torch.device(device))
     saver = checkpoint.Saver(run, run, said.append)
     saver.save(1, model, optimizer, {"config": {}})
     with torch.no_grad():

@@ -214,6 +214,8 @@ def test_merged_goes_on_exactly_as_sharded_and_exports_the_same(data_dir, tmp_pa
     names = {"model.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json", "manifest.json"}
     assert {p.name for p in (merged / "step_00000004").iterdir()} == names
     same_checkpoint(sharded, merged, 4)
+    models = [train.checkpoint.load_model(folder, "cpu")[0] for folder in (part, merged)]
+    assert all(torch.equal(p, q) for p, q in zip(*(model.parameters() for model in models)))
     for name, source in (("a", part), ("b", merged)):
         convert.main(convert.Config(checkpoint=str(source), to_hf=str(tmp_path / name)))
     a, b = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
