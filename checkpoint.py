@@ -47,7 +47,7 @@ def save(out_dir, step, tensors, state, keep_last=2):
     revision. Raises CheckpointError when it cannot be written; earlier checkpoints stay as they are.
     """
     final = folder_of(out_dir, step)
-    with _whole_or_absent(final, sum(t.nbytes for group in tensors.values() for t in group.values())):
+    with _whole_or_absent(final, _room(final, tensors)):
         _begin(final, step, state)
         manifest = _write(final, {f"{name}.safetensors": (group, {}) for name, group in tensors.items()})
         _publish(final, manifest, keep_last)
@@ -63,7 +63,7 @@ class Saver:
 
     def __init__(self, cfg, world, say=print):
         self.cfg, self.world, self.say = cfg, world, say
-        self.thread, self.pending = ThreadPoolExecutor(1), None  # pending: folder, bytes, what the thread will return
+        self.thread, self.pending = ThreadPoolExecutor(1), None  # pending: folder, room, what the thread will return
 
     def save(self, step, model, optimizer, state):
         """Begins to save a run after `step` steps, once the save before is through; ends it unless async_save."""
@@ -71,16 +71,15 @@ class Saver:
         parallel.reshard(model)
         final = folder_of(self.cfg.out_dir, step)
         groups = {"model": model_tensors(model), "optimizer": optimizer_tensors(model, optimizer)}
-        ranks = parallel.gather_objects(rng_tensors(self.world.device))
-        need = sum(t.numel() * t.element_size() for group in groups.values() for t in group.values())
+        ranks, rooms = zip(*parallel.gather_objects((rng_tensors(self.world.device), _room(final, groups))))
 
         def begin():
             if self.world.main:
                 _begin(final, step, {"world_size": self.world.size, **state})
             return self._own_files(groups, ranks)
 
-        with _whole_or_absent(final, need, self.world.main):
-            self.pending = final, need, self.thread.submit(_write, final, _agreed(begin))
+        with _whole_or_absent(final, rooms[0], self.world.main):
+            self.pending = final, rooms[0], self.thread.submit(_write, final, _agreed(begin))
         if not self.cfg.async_save:
             self.wait()
 
@@ -109,8 +108,8 @@ class Saver:
         """Ends a save under way, if there is one."""
         if self.pending is None:
             return
-        (final, need, writing), self.pending = self.pending, None
-        with _whole_or_absent(final, need, self.world.main):
+        (final, room, writing), self.pending = self.pending, None
+        with _whole_or_absent(final, room, self.world.main):
             parts = parallel.gather_objects(_agreed(writing.result))
             manifest = {name: digest for part in parts for name, digest in part.items()}
             _agreed(lambda: self.world.main and _publish(final, manifest, self.cfg.keep_last))
@@ -138,17 +137,23 @@ def _agreed(action):
     return result
 
 
+def _room(final, groups):
+    """What a checkpoint takes of its disk, and what there is, in words."""
+    need = sum(t.shape.numel() * t.dtype.itemsize for group in groups.values() for t in group.values())
+    free = shutil.disk_usage(final.parent).free if final.parent.is_dir() else 0
+    return f"it needs {need / 1e9:.2f} GB of {free / 1e9:.2f} free"
+
+
 @contextlib.contextmanager
-def _whole_or_absent(final, need, main=True):
-    """Makes a failure to write `need` bytes a CheckpointError, and leaves nothing of the folder `final`."""
+def _whole_or_absent(final, room, main=True):
+    """Makes a failure to write a CheckpointError, and leaves nothing of the folder `final`."""
     try:
         yield
     except (OSError, SafetensorError) as error:
         if main:
             shutil.rmtree(_aside(final), ignore_errors=True)
-        free = shutil.disk_usage(final.parent).free if final.parent.is_dir() else 0
         raise CheckpointError(
-            f"{final}: cannot write the checkpoint ({error}); it needs {need / 1e9:.2f} GB of {free / 1e9:.2f} free; "
+            f"{final}: cannot write the checkpoint ({error}); {room}; "
             "earlier checkpoints are intact: free some space and go on with --resume=auto"
         ) from None
 
@@ -285,7 +290,6 @@ class Stored:
             raise CheckpointError(f"{name}: rows are missing or there twice, expected {rows}; is a rank's file gone?")
         self.shape = torch.Size((rows, *shapes[0][1:]) if shapes[0] else ())
         self.dtype = self.parts[0][1][slice(0, 0) if self.shape else ...].dtype
-        self.nbytes = self.shape.numel() * self.dtype.itemsize
 
     def __getitem__(self, rows):
         if rows is ...:
