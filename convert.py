@@ -2,10 +2,13 @@
 
     python convert.py --from_hf=gpt2 --out=out/gpt2                 # a hub name or a folder -> a checkpoint
     python convert.py --checkpoint=out/gpt2_124m --to_hf=out/hf     # -> a folder for AutoModelForCausalLM
+    python convert.py --checkpoint=out/llama3_8b --out=out/merged   # what ranks wrote, merged: a file for all weights
 
+A merge has one group in memory at a time: of AdamW's states 8 bytes a parameter. An export has one file of 5 GB.
 Half-split RoPE is what Hugging Face's Llama and ours both have, so that q and k are not permuted.
 """
 
+import itertools
 import json
 import os
 import shutil
@@ -19,7 +22,7 @@ from safetensors.torch import save_file
 
 import checkpoint
 from configurator import UserError, run
-from model import GPTConfig, build
+from model import GPTConfig, build, on_meta
 
 MAX_SHARD_BYTES = 5_000_000_000  # a file; transformers' own limit for long, and the most that a save holds twice
 
@@ -102,8 +105,8 @@ SUPPORTED = {  # values of theirs that we compute, their default first
 @dataclass
 class Config:
     from_hf: str | None = None  # Hugging Face weights to read: a folder or a hub name
-    out: str | None = None  # where the checkpoint goes, with from_hf
-    checkpoint: str | None = None  # a run's or a checkpoint's folder to export
+    out: str | None = None  # where the checkpoint goes, with from_hf or checkpoint
+    checkpoint: str | None = None  # a run's or a checkpoint's folder to export or to merge
     to_hf: str | None = None  # where the Hugging Face folder goes, with checkpoint
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the exported weights
 
@@ -124,26 +127,25 @@ def family_of(cfg):
     return family
 
 
-def hf_views(model):
-    """{Hugging Face name: view of our parameter in their layout}: loading writes into it, saving reads from it.
+def hf_parts(model):
+    """{Hugging Face name: (our name, our rows first and last, transposed)}: where each of their tensors lies in ours.
 
     Conv1D is transposed, q k v and gate up apart, the vocabulary's padding out of sight, a tied head absent. GPT-2 has
-    biases: those that our model was built without are zeros here.
+    biases, of our names too where our model was built without.
     """
-    family, own, views = family_of(model.cfg), dict(model.named_parameters()), {}
+    family, own, parts = family_of(model.cfg), dict(model.named_parameters()), {}
     for ours, theirs in _modules(family, model.cfg.n_layer):
-        weight, bias = own.get(f"{ours}.weight"), own.get(f"{ours}.bias")
-        if weight is None:  # the head, tied to wte
+        if f"{ours}.weight" not in own:  # the head, tied to wte
             continue
-        if bias is None and family == "gpt2" and ours not in ("wte", "wpe", "head"):
-            bias = torch.zeros(weight.size(0))
-        rows = _rows(model.cfg, ours, len(theirs)) or [weight.size(0)]
+        weight, bias = own[f"{ours}.weight"], f"{ours}.bias" in own
+        bias |= family == "gpt2" and ours not in ("wte", "wpe", "head")
+        ends = [0, *itertools.accumulate(_rows(model.cfg, ours, len(theirs)) or [weight.size(0)])]
         transposed = family == "gpt2" and weight.dim() == 2 and ours.startswith("blocks.")
-        for kind, tensor in (("weight", weight), ("bias", bias)):
-            if tensor is not None:
-                for name, part in zip(theirs, tensor.detach()[: sum(rows)].split(rows)):
-                    views[f"{name}.{kind}"] = part.t() if transposed else part  # .t() leaves a bias as it is
-    return views
+        for name, first, last in zip(theirs, ends, ends[1:]):
+            parts[f"{name}.weight"] = f"{ours}.weight", first, last, transposed
+            if bias:
+                parts[f"{name}.bias"] = f"{ours}.bias", first, last, False
+    return parts
 
 
 def _modules(family, n_layer):
@@ -243,10 +245,10 @@ def fetch(name):
 
 
 def open_tensors(folder, family):
-    """{full Hugging Face name: function that reads it} over one file or the shards of an index; buffers left out."""
+    """{full Hugging Face name: slice of safetensors} over one file or the shards of an index; buffers left out."""
     index = folder / "model.safetensors.index.json"
     files = sorted(set(_read_json(index).get("weight_map", {}).values())) if index.exists() else ["model.safetensors"]
-    readers = {}
+    tensors = {}
     for file in files:
         if not (folder / file).is_file():
             raise UserError(
@@ -260,46 +262,73 @@ def open_tensors(folder, family):
         for name in handle.keys():
             if not name.endswith(BUFFERS):
                 full = name if name.startswith((PREFIX[family], "lm_head.")) else PREFIX[family] + name
-                readers[full] = lambda handle=handle, name=name: handle.get_tensor(name)
-    return readers
+                tensors[full] = handle.get_slice(name)
+    return tensors
+
+
+class Transposed:
+    """A slice of safetensors, turned around."""
+
+    def __init__(self, part):
+        self.part = part
+
+    def get_shape(self):
+        return self.part.get_shape()[::-1]
+
+    def __getitem__(self, rows):
+        return self.part[...].t() if rows is ... else self.part[:, rows].t()
+
+
+def open_hf(name):
+    """({our name: Stored}, ImportedConfig) of a folder or hub name; no row is read before it is asked for.
+
+    Embedding and head have no padding rows. Raises UserError for another kind of model, missing, surplus or misshapen
+    tensors.
+    """
+    folder = fetch(name)
+    cfg = read_config(folder)
+    theirs = open_tensors(folder, family_of(cfg))
+    head = theirs.pop("lm_head.weight", None) if cfg.tie_embeddings else None
+    model = on_meta(cfg)
+    own, parts = dict(model.named_parameters()), hf_parts(model)
+    wrong = [f"{k} missing" for k in parts.keys() - theirs.keys()]
+    wrong += [f"{k} not expected" for k in theirs.keys() - parts.keys()]
+    found = {}
+    for key in parts.keys() & theirs.keys():
+        ours, first, last, transposed = parts[key]
+        stored = checkpoint.Stored(key, [(0, theirs[key])])
+        shape = (last - first, *own[ours].shape[1:])[:: -1 if transposed else 1]
+        if stored.shape != shape or not stored.dtype.is_floating_point:
+            wrong.append(f"{key} is {tuple(stored.shape)} {stored.dtype}, expected {shape} of floats")
+        found.setdefault(ours, []).append((first, Transposed(theirs[key]) if transposed else theirs[key]))
+    if not wrong:
+        tensors = {ours: checkpoint.Stored(ours, slices) for ours, slices in found.items()}
+        if head is not None and not torch.equal(head[...].float(), tensors["wte.weight"][...].float()):
+            wrong.append("lm_head.weight differs from the embedding, though tie_word_embeddings=true")
+    if wrong:
+        raise UserError(f"{folder}: does not fit its config.json: {'; '.join(sorted(wrong)[:3])} ({len(wrong)} in all)")
+    return tensors, cfg
 
 
 @torch.no_grad()
 def load_hf(name, device="cpu"):
-    """(GPT in float32 on `device`, its ImportedConfig) from a folder or hub name; tensor by tensor, so one copy of all.
-
-    Raises UserError for another kind of model, missing, surplus or misshapen tensors.
-    """
-    folder = fetch(name)
-    cfg = read_config(folder)
-    readers = open_tensors(folder, family_of(cfg))
+    """(GPT in float32 on `device`, its ImportedConfig) from a folder or hub name; raises UserError as open_hf."""
+    tensors, cfg = open_hf(name)
     model = build(cfg, torch.device(device))
     model.wte.weight.zero_()  # the padding rows, which no file has
     model.head.weight.zero_()
-    views = hf_views(model)
-    head = readers.pop("lm_head.weight", None) if cfg.tie_embeddings else None
-    wrong = [f"{k} missing" for k in views.keys() - readers.keys()]
-    wrong += [f"{k} not expected" for k in readers.keys() - views.keys()]
-    if not wrong:
-        for key, view in views.items():
-            tensor = readers[key]()
-            if tensor.shape != view.shape or not tensor.is_floating_point():
-                wrong.append(f"{key} is {tuple(tensor.shape)} {tensor.dtype}, expected {tuple(view.shape)} of floats")
-            else:
-                view.copy_(tensor)
-        if head is not None and not torch.equal(head().to(device).float(), model.wte.weight[: cfg.vocab_size]):
-            wrong.append("lm_head.weight differs from the embedding, though tie_word_embeddings=true")
-    if wrong:
-        raise UserError(f"{folder}: does not fit its config.json: {'; '.join(sorted(wrong)[:3])} ({len(wrong)} in all)")
+    checkpoint.load_model_tensors(model, tensors, cfg.vocab_size)
     return model.eval(), cfg
 
 
-def save_hf(model, path, dtype=torch.float32, max_shard_bytes=MAX_SHARD_BYTES):
+def save_hf(model, path, dtype=torch.float32, max_shard_bytes=MAX_SHARD_BYTES, tensors=None):
     """Writes `model` as a folder that transformers' AutoModelForCausalLM loads: whole, or not at all.
 
+    tensors: {our name: tensor or Stored}, the weights of a model on meta, read a file's worth at a time; None: its own.
     Raises UserError for a model that is neither a GPT-2 nor a Llama, a `path` in use, or a full disk.
     """
-    path, views = Path(path), hf_views(model)
+    path, parts = Path(path), hf_parts(model)
+    tensors = checkpoint.model_tensors(model) if tensors is None else tensors
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise UserError(f"{path} exists and is not an empty folder; nothing was written, try another name")
     aside = path.absolute().with_name(f".writing_{path.name}")
@@ -307,7 +336,7 @@ def save_hf(model, path, dtype=torch.float32, max_shard_bytes=MAX_SHARD_BYTES):
     try:
         aside.mkdir(parents=True)
         _write_json(aside / "config.json", hf_config(model.cfg, dtype))
-        _write_shards(aside, views, dtype, max_shard_bytes)
+        _write_shards(aside, parts, tensors, dtype, max_shard_bytes)
         os.rename(aside, path)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(aside, ignore_errors=True)
@@ -315,11 +344,14 @@ def save_hf(model, path, dtype=torch.float32, max_shard_bytes=MAX_SHARD_BYTES):
     return path
 
 
-def _write_shards(folder, views, dtype, max_bytes):
+def _write_shards(folder, parts, tensors, dtype, max_bytes):
     """model.safetensors, or several and their index where the tensors take more than max_bytes."""
+    sizes = {}
+    for name, (ours, first, last, _) in parts.items():
+        width = tensors[ours].shape[1:].numel() if ours in tensors else 1
+        sizes[name] = (last - first) * width * dtype.itemsize
     shards, size = [[]], 0
-    for name, view in views.items():
-        nbytes = view.numel() * dtype.itemsize
+    for name, nbytes in sizes.items():
         if shards[-1] and size + nbytes > max_bytes:
             shards.append([])
             size = 0
@@ -328,13 +360,17 @@ def _write_shards(folder, views, dtype, max_bytes):
     files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
     files = ["model.safetensors"] if len(shards) == 1 else files
     for file, names in zip(files, shards):
-        save_file({n: views[n].to("cpu", dtype).contiguous() for n in names}, folder / file, {"format": "pt"})
+        save_file({n: _theirs(tensors, *parts[n], dtype) for n in names}, folder / file, {"format": "pt"})
     if len(shards) > 1:
-        total = sum(v.numel() for v in views.values()) * dtype.itemsize
         weight_map = {name: file for file, names in zip(files, shards) for name in names}
-        _write_json(
-            folder / "model.safetensors.index.json", dict(metadata={"total_size": total}, weight_map=weight_map)
-        )
+        index = dict(metadata={"total_size": sum(sizes.values())}, weight_map=weight_map)
+        _write_json(folder / "model.safetensors.index.json", index)
+
+
+def _theirs(tensors, ours, first, last, transposed, dtype):
+    """One of their tensors: rows of ours, of a bias that we have not zeros."""
+    rows = tensors[ours][first:last].detach() if ours in tensors else torch.zeros(last - first)
+    return (rows.t() if transposed else rows).to("cpu", dtype).contiguous()
 
 
 def hf_config(cfg, dtype):
@@ -357,17 +393,28 @@ def _write_json(path, value):
     path.write_text(json.dumps(value, indent=2) + "\n")
 
 
+def refuse_used(out):
+    if Path(out).exists() and any(Path(out).iterdir()):
+        raise UserError(f"out={out} is not empty; nothing was written, try another name")
+
+
 def main(cfg):
     if cfg.from_hf and cfg.out and not (cfg.checkpoint or cfg.to_hf):
-        if Path(cfg.out).exists() and any(Path(cfg.out).iterdir()):
-            raise UserError(f"out={cfg.out} is not empty; nothing was written, try another name")
+        refuse_used(cfg.out)
         model, shape = load_hf(cfg.from_hf)
         print(f"wrote {checkpoint.save_model(cfg.out, model, shape)}; go on with --checkpoint or --init_from={cfg.out}")
     elif cfg.checkpoint and cfg.to_hf and not (cfg.from_hf or cfg.out):
-        model, _ = checkpoint.load_model(cfg.checkpoint, "cpu")
-        print(f"wrote {save_hf(model, cfg.to_hf, getattr(torch, cfg.dtype))} in {cfg.dtype}")
+        tensors, shape, _ = checkpoint.open_model(cfg.checkpoint)
+        path = save_hf(on_meta(shape), cfg.to_hf, getattr(torch, cfg.dtype), tensors=tensors)
+        print(f"wrote {path} in {cfg.dtype}")
+    elif cfg.checkpoint and cfg.out and not (cfg.from_hf or cfg.to_hf):
+        refuse_used(cfg.out)
+        tensors, state = checkpoint.open_folder(checkpoint.find(cfg.checkpoint))
+        print(f"wrote {checkpoint.save(cfg.out, state['step'], tensors, state)}; go on with --resume={cfg.out}")
     else:
-        raise UserError("give --from_hf=NAME --out=FOLDER, or --checkpoint=FOLDER --to_hf=FOLDER")
+        raise UserError(
+            "give --from_hf=NAME or --checkpoint=FOLDER, and --out=FOLDER; or --checkpoint and --to_hf=FOLDER"
+        )
 
 
 if __name__ == "__main__":

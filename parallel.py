@@ -14,7 +14,7 @@ import torch.nn as nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import context
@@ -214,12 +214,40 @@ def fill(tensor, function):
     copy_into(tensor, whole)
 
 
-def copy_into(tensor, whole):
-    """tensor.copy_(whole), for a sharded tensor its own part."""
-    if isinstance(tensor, DTensor):
-        whole = whole.to(tensor.device, tensor.dtype)
-        whole = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
-    tensor.copy_(whole)
+def own_rows(tensor):
+    """(first, last): the rows of a whole tensor that this rank holds of it; FSDP2 splits them as torch.chunk does."""
+    if not isinstance(tensor, DTensor):
+        return 0, tensor.size(0)
+    along = tensor.placements.index(Shard(0))  # the mesh's only dimension, or hsdp's second
+    each = -(-tensor.size(0) // tensor.device_mesh.size(along))
+    first = min(each * tensor.device_mesh.get_local_rank(along), tensor.size(0))
+    last = min(first + each, tensor.size(0))
+    assert last - first == tensor.to_local().size(0), "not as torch.chunk splits"
+    return first, last
+
+
+def local(tensor):
+    """What this rank holds of a tensor, without gradient: a view."""
+    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def is_first_copy(tensor):
+    """Whether no rank before this one holds the same numbers, so that each is saved once."""
+    if not isinstance(tensor, DTensor):
+        return rank_and_size()[0] == 0
+    places = zip(tensor.device_mesh.get_coordinate(), tensor.placements)
+    return all(at == 0 for at, placement in places if placement.is_replicate())
+
+
+def copy_into(tensor, whole, rows=None):
+    """tensor[:rows] = whole[:rows], of a sharded tensor this rank's part; all rows if None.
+
+    whole: a tensor, or what reads rows a to b by whole[a:b] (checkpoint.Stored): no others are read.
+    """
+    first, last = own_rows(tensor)
+    last = last if rows is None else min(last, rows)
+    if first < last:
+        local(tensor)[: last - first].copy_(whole[first:last])
 
 
 def whole(tensor):
@@ -275,6 +303,11 @@ def sum_over_ranks(tensor):
     if dist.is_initialized():
         dist.all_reduce(tensor)
     return tensor
+
+
+def rank_and_size():
+    """Of this process among those of the process group."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def gather_objects(value):

@@ -81,6 +81,7 @@ class Config(models.GPTConfig):
     # checkpoints
     save_interval: int = 1000  # every so many steps, and at the end; 0: never
     keep_last: int = 2  # checkpoints kept, besides the one with the best validation loss
+    async_save: bool = False  # train on while a checkpoint is written, from a copy of all states in the CPU's memory
     # machine
     device: str = "auto"  # auto, cpu, cuda, mps
     backend: str = "auto"  # of the process group; auto: nccl on CUDA, else gloo
@@ -156,25 +157,19 @@ def clear_out_dir(cfg):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-@torch.no_grad()
 def load_initial_weights(model, cfg):
-    """Copies the weights that cfg.init_from names into a freshly built model of the same shape."""
+    """Copies the weights that cfg.init_from names into a new model of the same shape, each rank what it holds."""
     if cfg.init_from.startswith("hf:"):
         import convert
 
-        other, shape = convert.load_hf(cfg.init_from[3:], "cpu")
+        tensors, shape = convert.open_hf(cfg.init_from[3:])
     else:
-        other, shape = checkpoint.load_model(cfg.init_from, "cpu")
-    saved = {f.name: getattr(shape, f.name) for f in dataclasses.fields(models.GPTConfig)}
+        tensors, shape, _ = checkpoint.open_model(cfg.init_from)
     free = ["vocab_multiple"]
     free += ["block_size"] if cfg.positions == "rope" else []  # no weight of a RoPE model depends on it
-    if wrong := checkpoint.shape_differences(saved, cfg, free):
+    if wrong := checkpoint.shape_differences(dataclasses.asdict(shape), cfg, free):
         raise UserError(f"init_from={cfg.init_from} is another model: {'; '.join(wrong)}")
-    own, tensors, V = checkpoint.model_tensors(model), checkpoint.model_tensors(other), cfg.vocab_size
-    for name in [n for n in own if n in ("wte.weight", "head.weight")]:  # the padding rows keep their own number
-        padding = parallel.whole(own[name])[V:]
-        tensors[name] = torch.cat([tensors[name][:V].to(padding), padding])
-    checkpoint.load_model_tensors(model, tensors)
+    checkpoint.load_model_tensors(model, tensors, cfg.vocab_size)  # the padding rows keep their own numbers
 
 
 def make_loaders(cfg, world):
@@ -267,7 +262,7 @@ def train(cfg, world):
         cfg = dataclasses.replace(cfg, max_steps=2)
     own, chosen = choose(cfg, device)
     source = claim_out_dir(cfg)
-    tensors, state = checkpoint.load(source) if source else ({}, {})
+    tensors, state = checkpoint.open_folder(source) if source else ({}, {})
     if source and (wrong := checkpoint.shape_differences(state["config"], cfg)):
         raise checkpoint.CheckpointError(f"{source} is another model: {'; '.join(wrong)}; nothing was changed")
 
@@ -322,20 +317,24 @@ def train(cfg, world):
 
     signal.signal(signal.SIGTERM, ask_to_stop)
 
+    saver = checkpoint.Saver(cfg, world, log.print)
+
     def save():
         state = {"config": dataclasses.asdict(cfg), "loader": loader.state_dict(), "scaler": scaler.state_dict()}
         state |= {"val_loss": val_loss, "wandb_id": log.run_id}
-        log.print(f"saved {checkpoint.save_training(cfg.out_dir, step, raw, optimizer, state, world, cfg.keep_last)}")
+        saver.save(step, raw, optimizer, state)
         return step
 
     def finish(step, lr, result):
         """Waits for a step's figures, prints and records them; True if a rank was told to stop."""
         nonlocal mark
-        loss, norm, stopping = result.get()
+        loss, norm, stopping, written = result.get()
         seconds, mark = result.moment.since(mark), result.moment
         if step == first + 1:
             log.print(f"first step after {time.perf_counter() - began:.1f} s, {seconds:.1f} s of them its own")
         log.step(step, loss, lr, norm, seconds)
+        if written == 1 or not math.isfinite(loss):  # a save in the background is through, on every rank
+            saver.wait()
         if not math.isfinite(loss):
             raise NotFinite(f"step {step}: the loss is {loss}; nothing was saved since step {saved}; try a lower --lr")
         return stopping > 0
@@ -361,11 +360,12 @@ def train(cfg, world):
         lr = optim.learning_rate(step, cfg)
         loss, norm = job.step(next_batch, lr)
         step += 1
-        figures = torch.stack([loss, norm, torch.full_like(loss, stop)])
+        figures = torch.stack([loss, norm, *(torch.full_like(loss, x) for x in (stop, saver.written()))])
         waiting.append((step, lr, parallel.Later(parallel.sum_over_ranks(figures) / world.size)))
         while len(waiting) > ahead:  # the device is given a step before the last one is waited for: never idle
             stopping |= finish(*waiting.popleft())
 
+    saver.wait()
     loader.close()
     log.close(step, saved, time.perf_counter() - began)
     if step != cfg.max_steps:

@@ -7,11 +7,13 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 import torch
 from conftest import ROOT
+from safetensors.torch import save_file
 
 import checkpoint
 import optim
@@ -109,6 +111,85 @@ def test_disk_full_leaves_the_old_one(tmp_path, monkeypatch):
             save(tmp_path, 2)
     assert checkpoint.find(tmp_path) == good and list(tmp_path.iterdir()) == [good]
     save(tmp_path, 2)
+
+
+class Run:
+    """What checkpoint.Saver needs of a configuration and of a process alone."""
+
+    async_save, keep_last, rank, size, main = True, 3, 0, 1, True
+
+    def __init__(self, out_dir, device=CPU):
+        self.out_dir, self.device = out_dir, device
+
+
+no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, no_gpu])])
+def test_training_goes_on_while_a_copy_is_written(tmp_path, monkeypatch, device):
+    """What is saved is what was there when `save` returned, whatever happens before it is written."""
+    model, go_on, said = build(small(), torch.device(device), seed=1), threading.Event(), []
+    before, optimizer = model.wte.weight.detach().cpu().clone(), torch.optim.AdamW(model.parameters())
+    really = checkpoint.save_file
+    monkeypatch.setattr(checkpoint, "save_file", lambda *args: go_on.wait(10) and really(*args))
+    run = Run(tmp_path, torch.device(device))
+    saver = checkpoint.Saver(run, run, said.append)
+    saver.save(1, model, optimizer, {"config": {}})
+    with torch.no_grad():
+        model.wte.weight.zero_()
+    assert saver.written() == 0 and not said and not checkpoint.exists(tmp_path)
+    go_on.set()
+    saver.save(2, model, optimizer, {"config": {}})  # waits for the first
+    assert [checkpoint.folder_of(tmp_path, 1)] == checkpoint._folders(tmp_path) and len(said) == 1
+    saver.wait()
+    saver.wait()
+    tensors, state = checkpoint.load(checkpoint.find(tmp_path / "step_00000001"))
+    assert torch.equal(tensors["model"]["wte.weight"], before) and state["step"] == 1
+    assert not checkpoint.load(checkpoint.find(tmp_path))[0]["model"]["wte.weight"].any() and len(said) == 2
+
+
+def test_disk_full_in_the_background_is_raised_by_the_next_wait(tmp_path, monkeypatch):
+    good, run, model = save(tmp_path, 1), Run(tmp_path), build(small(), CPU, seed=1)
+    saver, optimizer = checkpoint.Saver(run, run), torch.optim.AdamW(model.parameters())
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save_file", full)
+        saver.save(2, model, optimizer, {"config": {}})
+        with pytest.raises(checkpoint.CheckpointError, match="No space left.*earlier checkpoints are intact"):
+            saver.save(3, model, optimizer, {"config": {}})
+    assert checkpoint.find(tmp_path) == good and list(tmp_path.iterdir()) == [good]
+    saver.save(3, model, optimizer, {"config": {}})
+    saver.wait()
+    assert checkpoint.find(tmp_path).name == "step_00000003"
+
+
+def in_parts(folder, tensor, ends, omit=None):
+    """Writes `tensor` as ranks would that hold the rows between `ends`."""
+    for rank, (first, last) in enumerate(zip(ends, ends[1:])):
+        if rank != omit:
+            header = {"shards": json.dumps({"w": [first, len(tensor)]})}
+            save_file({"w": tensor[first:last].contiguous()}, folder / f"model.rank{rank:05d}.safetensors", header)
+
+
+def test_rows_of_parts(tmp_path):
+    whole = torch.arange(30.0).view(10, 3)
+    in_parts(tmp_path, whole, [0, 4, 8, 10, 10])  # of rows fewer than ranks the last have none
+    stored = checkpoint.open_folder(tmp_path)[0]["model"]["w"]
+    assert stored.shape == (10, 3) and stored.dtype == torch.float32
+    assert torch.equal(stored[...], whole)
+    for a in range(10):
+        for b in range(a + 1, 11):
+            assert torch.equal(stored[a:b], whole[a:b])
+
+
+@pytest.mark.parametrize("omit", [0, 1, 2])
+def test_a_part_that_is_gone_is_missed(tmp_path, omit):
+    in_parts(tmp_path, torch.zeros(10, 3), [0, 4, 8, 10], omit)
+    with pytest.raises(checkpoint.CheckpointError, match="w: rows are missing or there twice, expected 10"):
+        checkpoint.open_folder(tmp_path)
 
 
 def test_kill_in_the_middle_of_saving(tmp_path):
