@@ -13,8 +13,13 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import context
@@ -70,8 +75,10 @@ def stop():
         dist.destroy_process_group()
 
 
-def pick_precision(name, device):
-    """(precision, reason), with auto resolved for the device."""
+def pick_precision(name, device, weights="fp32"):
+    """(precision, reason), with auto resolved for the device and what the weights are kept in."""
+    if name == "auto" and weights == "bf16":
+        return "bf16", "the weights' own"
     if name == "auto" and device.type == "cuda":
         if torch.cuda.is_bf16_supported(including_emulation=False):
             return "bf16", "this GPU has bf16 matrix units"
@@ -86,7 +93,7 @@ def pick_precision(name, device):
 
 
 def autocast(precision, device):
-    """The context that a forward runs in. Weights stay float32; TF32 serves what is left in float32."""
+    """The context that a forward runs in. Weights stay what they are; TF32 serves what is left in float32."""
     torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
     dtype = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}.get(precision)
     return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype)
@@ -140,6 +147,9 @@ def compile_model(model, by_block, sharded=False):
 def prepare(model, cfg, world):
     """What is done to a model on meta, in a fixed order: other layers put in, compiled, its parameters sharded."""
     sharded = dist.is_initialized() and cfg.parallel != "ddp"
+    if cfg.weights == "bf16":
+        for parameter in model.parameters():  # all of them: FSDP2 wants one dtype a unit
+            parameter.data = parameter.data.bfloat16()
     if cfg.precision in ("bf16", "fp8") and cfg.bf16_residual:
         bf16_residual(model)
     if cfg.ops == "fused":
@@ -170,7 +180,24 @@ def conflicts(cfg, world_size):
         found.append(f"shard_size={cfg.shard_size} must divide the number of ranks, {world_size}")
     if cfg.parallel != "hsdp" and cfg.shard_size:
         found.append(f"shard_size={cfg.shard_size} is for parallel=hsdp, parallel is {cfg.parallel}")
-    return found + remat.problems(cfg) + context.problems(cfg, world_size)
+    return found + low_memory_problems(cfg, world_size) + remat.problems(cfg) + context.problems(cfg, world_size)
+
+
+def low_memory_problems(cfg, world_size):
+    """As `conflicts`, for 8-bit optimizer and bf16 weights."""
+    found = []
+    if cfg.optimizer == "adamw8bit" and cfg.precision == "fp16":
+        found.append("optimizer=adamw8bit has no loss scaler for precision=fp16; try --precision=bf16")
+    if cfg.weights == "bf16":
+        if cfg.optimizer == "adamw":
+            found.append("weights=bf16 would lose small updates with optimizer=adamw; try --optimizer=adamw8bit")
+        if cfg.precision in ("fp32", "tf32", "fp16"):
+            found.append(f"weights=bf16 cannot give precision={cfg.precision}; try --precision=bf16")
+        if not cfg.bf16_residual:
+            found.append("weights=bf16 makes the residual stream bf16 too, bf16_residual=False is not to be had")
+        if cfg.parallel == "ddp" and world_size > 1 and cfg.reduce_dtype == "fp32":
+            found.append("weights=bf16 has bf16 gradients, which DDP sums as they are; try --reduce_dtype=bf16")
+    return found
 
 
 def shard(model, cfg, world):
@@ -206,12 +233,29 @@ def reshard(model):
 
 
 def fill(tensor, function):
-    """function(tensor); of a sharded one on a whole tensor, of which this rank keeps its part: the same numbers."""
-    if not isinstance(tensor, DTensor):
+    """function(tensor); of a sharded or bf16 one on a whole in float32, of which this rank's part is kept: the same."""
+    if not isinstance(tensor, DTensor) and tensor.dtype == torch.float32:
         return function(tensor)
-    whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    whole = torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device)
     function(whole)
     copy_into(tensor, whole)
+
+
+def own_rows(tensor):
+    """(first, last): the rows of a whole tensor that this rank holds of it; FSDP2 splits them as torch.chunk does."""
+    if not isinstance(tensor, DTensor):
+        return 0, tensor.size(0)
+    along = tensor.placements.index(Shard(0))  # the mesh's only dimension, or hsdp's second
+    each = -(-tensor.size(0) // tensor.device_mesh.size(along))
+    first = min(each * tensor.device_mesh.get_local_rank(along), tensor.size(0))
+    last = min(first + each, tensor.size(0))
+    assert last - first == tensor.to_local().size(0), "not as torch.chunk splits"
+    return first, last
+
+
+def local(tensor):
+    """What this rank holds of a tensor, without gradient: a view."""
+    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def copy_into(tensor, whole):
@@ -235,7 +279,7 @@ def wrap(model, cfg, world):
     options = dict(device_ids=ids, gradient_as_bucket_view=True, broadcast_buffers=False)
     warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")  # torch 2.11 knows no other name for it
     ddp = DistributedDataParallel(model, bucket_cap_mb=cfg.bucket_mib, **options)
-    if cfg.reduce_dtype == "bf16":
+    if cfg.reduce_dtype == "bf16" and cfg.weights == "fp32":
         ddp.register_comm_hook(None, bf16_compress_hook)
     return ddp
 

@@ -62,6 +62,7 @@ class Config(models.GPTConfig):
     warmup_steps: int = 715  # steps of linear warm-up
     warmup_tokens: int | None = None  # instead, in tokens
     cooldown_fraction: float = 0.2  # wsd: the last part of the run that decays
+    optimizer: Literal["adamw", "adamw8bit"] = "adamw"  # adamw8bit: its moments in 8 bits, see adam8.py
     weight_decay: float = 0.1  # on 2-D weights, embeddings included; not on biases and norms
     beta1: float = 0.9  # AdamW
     beta2: float = 0.95  # AdamW
@@ -93,6 +94,7 @@ class Config(models.GPTConfig):
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp8"] = (
         "auto"  # auto: bf16 if the GPU has it, else fp32
     )
+    weights: Literal["fp32", "bf16"] = "fp32"  # parameters and gradients; bf16: no float32 copy, needs adamw8bit
     bf16_residual: bool = True  # in bf16 and fp8: the residual stream in bf16 as well, not in float32
     compile: bool = True  # torch.compile; needs a C++ compiler on the CPU
     ops: Literal["auto", "torch", "fused"] = "auto"  # fused: fused.py's linears and loss; auto: if they run
@@ -220,7 +222,7 @@ class Training:
 
 def choose(cfg, device):
     """(cfg with every "auto" that depends on the device resolved, rows of the start block that say why)."""
-    precision, why_precision = parallel.pick_precision(cfg.precision, device)
+    precision, why_precision = parallel.pick_precision(cfg.precision, device, cfg.weights)
     attention, why_attention = kernels.pick_attention(cfg.attention, device, precision)
     ops, why_ops = parallel.pick_ops(cfg.ops, device, precision)
     rows = [
@@ -270,6 +272,10 @@ def train(cfg, world):
     tensors, state = checkpoint.load(source) if source else ({}, {})
     if source and (wrong := checkpoint.shape_differences(state["config"], cfg)):
         raise checkpoint.CheckpointError(f"{source} is another model: {'; '.join(wrong)}; nothing was changed")
+    for name, usual in (("optimizer", "adamw"), ("weights", "fp32")) if source else ():
+        if (saved := state["config"].get(name, usual)) != getattr(cfg, name):
+            wrong = f"{source} was saved with {name}={saved}, now {getattr(cfg, name)}"
+            raise checkpoint.CheckpointError(f"{wrong}; for a new run from its weights: --init_from={source}")
 
     # data
     if cfg.verify_data:
