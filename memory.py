@@ -10,6 +10,7 @@ an H200 in bf16 and 19.7 in fp8, where this gives 21.3 and 19.4; sharded and rec
 import dataclasses
 import functools
 
+import adam8
 import kernels
 import model as models
 import remat
@@ -18,16 +19,27 @@ GIB = 2**30
 
 
 def estimate(cfg, ranks):
-    """{part: bytes on a rank} for a train.Config, `ranks` processes and, with hsdp, cfg.shard_size of them a copy."""
+    """{part: bytes on a rank} for a train.Config, `ranks` processes and, with hsdp, cfg.shard_size of them a copy.
+
+    Bytes of the GPU's memory: states that are offloaded do not count. 8-bit ones count as if no tensor were small.
+    """
     total, block = parameter_counts(*(getattr(cfg, f.name) for f in dataclasses.fields(models.GPTConfig)))
-    sharded = cfg.parallel != "ddp" and ranks > 1
+    sharded = cfg.parallel != "ddp" and (ranks > 1 or cfg.offload_states)
     shards = (cfg.shard_size or ranks) if cfg.parallel == "hsdp" else ranks if sharded else 1
     tokens = cfg.batch_size * cfg.block_size // cfg.context_parallel
     small = 1 if cfg.precision == "fp8" else 2  # bytes of a product's operands
-    parts = {"parameters": 4 * total // shards, "gradients": 4 * total // shards, "optimizer": 8 * total // shards}
+    own = 2 if cfg.weights == "bf16" else 4
+    moments = 2 * (1 + 4 / adam8.GROUP) if cfg.optimizer == "adamw8bit" else 8
+    kept = {"parameters": own, "gradients": own, "optimizer": moments}
+    offloaded = sharded and cfg.offload_states
+    parts = {part: 0 if offloaded else int(each * total / shards) for part, each in kept.items()}
     rest = total - cfg.n_layer * block
     if sharded:  # bf16: the units at work, or all of them; a block's gradients in bf16 and, being summed, in float32
         parts["gathered"] = 2 * (total if cfg.parallel == "zero2" else rest + 2 * block) + 6 * max(block, rest)
+        if offloaded:  # a unit's own part on its way in, and its gradient's on its way out
+            parts["gathered"] += 2 * own * max(block, rest) // shards
+    elif own == small:
+        parts["gathered"] = 0
     else:
         parts["gathered"] = small * (total - rest)  # the weights as they were multiplied
     whole = 0 if cfg.remat == "none" else block_per_token(cfg)
@@ -36,7 +48,7 @@ def estimate(cfg, ranks):
     loss = (
         kernels.LOGITS_BYTES * (2 if cfg.precision == "fp8" else 1)
         + tokens * cfg.n_embd * 2
-        + 4 * cfg.padded_vocab * cfg.n_embd
+        + own * cfg.padded_vocab * cfg.n_embd
     )
     backward = tokens * (whole + 2 * 2 * cfg.mlp_width)  # recomputed, and gradients
     parts["loss or a block's backward"] = max(loss, backward)
@@ -86,12 +98,18 @@ def largest_batch(cfg, ranks, budget):
     return low if low and takes(low) <= budget else 0
 
 
+def fitting(cfg, ranks, budget, changes):
+    """["--batch_size=2 --remat=block", …]: with which of the changes, {setting: value}, some batch fits."""
+    found = [(largest_batch(dataclasses.replace(cfg, **change), ranks, budget), change) for change in changes]
+    pairs = [{"batch_size": min(rows, cfg.batch_size), **change} for rows, change in found if rows]
+    return [" ".join(f"--{k}={v}" for k, v in settings.items()) for settings in pairs]
+
+
 def advice(cfg, ranks, budget):
     """What to change when a run is out of memory, in words; budget: bytes of the GPU."""
-    fits = []
-    for words, change in [("", {})] + [(f" --remat={r}", {"remat": r}) for r in ("selective", "block")]:
-        if rows := largest_batch(dataclasses.replace(cfg, **change), ranks, budget):
-            fits.append(f"--batch_size={min(rows, cfg.batch_size)}{words}")
+    changes = [{}, {"remat": "selective"}, {"remat": "block"}]
+    low = {"parallel": "fsdp"} if ranks > 1 and cfg.parallel == "ddp" else {"optimizer": "adamw8bit", "weights": "bf16"}
+    fits = fitting(cfg, ranks, budget, changes) or fitting(cfg, ranks, budget, [{"remat": "block", **low}])
     takes = sum(estimate(cfg, ranks).values()) / GIB
     more = " --parallel=fsdp" if ranks > 1 and cfg.parallel == "ddp" else ""
     tries = " or ".join(f for f in fits if f != f"--batch_size={cfg.batch_size}") or f"more GPUs{more}"

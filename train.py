@@ -98,6 +98,7 @@ class Config(models.GPTConfig):
     bf16_residual: bool = True  # in bf16 and fp8: the residual stream in bf16 as well, not in float32
     compile: bool = True  # torch.compile; needs a C++ compiler on the CPU
     ops: Literal["auto", "torch", "fused"] = "auto"  # fused: fused.py's linears and loss; auto: if they run
+    offload_states: bool = False  # fsdp, zero2, hsdp: parameters, gradients and moments in the CPU's memory
     remat: Literal["none", "selective", "attention", "block"] = (
         "none"  # less memory: what of a block is kept, the rest being computed again, see remat.py
     )
@@ -217,7 +218,7 @@ class Training:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        return loss, norm
+        return loss, norm.to(loss)
 
 
 def choose(cfg, device):
@@ -240,7 +241,7 @@ def build(cfg, world, tensors=None):
     """
     raw = models.on_meta(cfg)
     parallel.prepare(raw, cfg, world)
-    models.allocate(raw, world.device, cfg.seed, fill=parallel.fill)
+    models.allocate(raw, "cpu" if cfg.offload_states else world.device, cfg.seed, fill=parallel.fill)
     if tensors:
         checkpoint.load_model_tensors(raw, tensors)
     elif cfg.init_from:
@@ -253,7 +254,7 @@ def build(cfg, world, tensors=None):
 
 
 def main(cfg):
-    world = parallel.start(cfg.device, cfg.backend, cfg.timeout_s)
+    world = parallel.start(cfg.device, parallel.pick_backend(cfg), cfg.timeout_s)
     try:
         train(cfg, world)
     except torch.OutOfMemoryError:

@@ -1,21 +1,23 @@
 """adam8.py: codes against the numbers they stand for, the kernel against plain torch, runs against AdamW's and against
-each other; weights in bf16."""
+each other; weights in bf16 and states on the CPU, which are for the same purpose."""
 
+import dataclasses
 import os
 import shutil
 
 import pytest
 import torch
-from conftest import flags, losses, read_log, train_here, train_ranks
+from conftest import ROOT, flags, losses, read_log, train_here, train_ranks
 from safetensors.torch import load_file
 from torch.nn import Parameter
 
 import adam8
+import memory
 import model as models
 import parallel
 import train
 from checkpoint import CheckpointError
-from configurator import UserError
+from configurator import UserError, configure
 
 GPU = torch.cuda.is_available()
 M, V = (adam8.M_LEVELS, True), (adam8.V_LEVELS, False)  # levels, whether small ones go to zero
@@ -293,11 +295,30 @@ def test_bf16_weights_begin_as_the_float32_ones():
         assert q.dtype == torch.bfloat16 and torch.equal(p.bfloat16(), q)
 
 
+def test_llama3_8b_fits_one_gpu():
+    """The arithmetic of the recipe; what does not fit in float32 is advised."""
+    cfg = configure(train.Config, [str(ROOT / "config/llama3_8b_one_gpu.py"), "--precision=bf16"])
+    parts = memory.estimate(cfg, 1)
+    for part, each in (("parameters", 2), ("gradients", 2), ("optimizer", 2.03)):
+        assert parts[part] == pytest.approx(8_030_261_248 * each, rel=1e-3)
+    assert sum(parts.values()) < 72 * memory.GIB
+    plain = dataclasses.replace(cfg, optimizer="adamw", weights="fp32")
+    assert "--optimizer=adamw8bit --weights=bf16" in memory.advice(plain, 1, 80 * memory.GIB)
+    away = dataclasses.replace(plain, parallel="fsdp", offload_states=True)
+    assert memory.estimate(away, 1)["optimizer"] == 0 and sum(memory.estimate(away, 1).values()) < 72 * memory.GIB
+
+
 @pytest.mark.parametrize(
     "settings, message",
     [
         (dict(weights="bf16"), "weights=bf16 would lose small updates with optimizer=adamw; try --optimizer=adamw8bit"),
         (dict(precision="fp32", **LOW), "weights=bf16 cannot give precision=fp32"),
+        (dict(offload_states=True), "offload_states=True needs a sharded model, parallel is ddp; try --parallel=fsdp"),
+        (
+            dict(offload_states=True, parallel="fsdp"),
+            "offload_states=True needs a process group; start it with torchrun",
+        ),
+        (dict(offload_states=True, parallel="fsdp", **LOW), "where adamw8bit is slow; try --optimizer=adamw"),
     ],
 )
 def test_settings_that_do_not_go_together(data_dir, tmp_path, settings, message):
