@@ -374,7 +374,9 @@ def load_optimizer_tensors(model, optimizer, tensors):
     for key, value in tensors.items():
         name, _, kind = key.rpartition(".")
         param = params[name]
-        if value.shape == param.shape:
+        if kind in optimizer.state[param]:  # made with the optimizer, of a dtype of its own
+            copy_into(optimizer.state[param][kind], value)
+        elif value.shape == param.shape:
             optimizer.state[param][kind] = torch.empty_like(param, requires_grad=False)
             parallel.copy_into(optimizer.state[param][kind], value)
         else:

@@ -18,7 +18,7 @@ def validate(model, loader, tokens, autocast, own=lambda batch: batch):
 
     own: cuts a batch to this rank's part of its sequences, where several share them.
     """
-    device = next(model.parameters()).device
+    device = parallel.device_of(model)
     exact = torch.float32 if device.type == "mps" else torch.float64
     sizes = None if loader.token_bytes is None else torch.as_tensor(loader.token_bytes, device=device)
     total = torch.zeros(3, dtype=exact, device=device)  # nats, targets, bytes
@@ -70,7 +70,7 @@ class Evaluator:
         return loss
 
     def validation(self, step, log):
-        device = next(self.model.parameters()).device
+        device = parallel.device_of(self.model)
         began = parallel.synchronize(device)
         loss, bpb = validate(self.model, self.val_loader, self.cfg.eval_tokens, self.autocast, self.own)
         seconds = parallel.synchronize(device) - began
@@ -80,7 +80,7 @@ class Evaluator:
         return loss
 
     def hellaswag(self, step, log):
-        device = next(self.model.parameters()).device
+        device = parallel.device_of(self.model)
         with context.alone(self.model):
             score = hellaswag.evaluate(self.model, self.examples, device, autocast=self.autocast)
         log.print(

@@ -2,14 +2,14 @@
 
     python bench.py memory config/llama3_8b.py --world=8 --gpu_gib=80
 
-Counts what --ops=fused in bf16 and fp8 keeps, GiB a rank: states, what a sharded model gathers, the activations that
-wait for the backward, the loss, and the largest piece of work on top. GPT-2 124M, 64 x 1,024 tokens, took 21.4 GiB of
-an H200 in bf16 and 19.7 in fp8, where this gives 21.3 and 19.4; sharded and recomputed runs are not compared yet.
+Counts what --ops=fused in bf16 and fp8 keeps, GiB a rank, at the three moments that a step may have its peak: when the
+loss is computed, in the backward of the first block that it reaches, and in the optimizer's update.
 """
 
 import dataclasses
 import functools
 
+import adam8
 import kernels
 import model as models
 import remat
@@ -18,29 +18,35 @@ GIB = 2**30
 
 
 def estimate(cfg, ranks):
-    """{part: bytes on a rank} for a train.Config, `ranks` processes and, with hsdp, cfg.shard_size of them a copy."""
-    total, block = parameter_counts(*(getattr(cfg, f.name) for f in dataclasses.fields(models.GPTConfig)))
-    sharded = cfg.parallel != "ddp" and ranks > 1
-    shards = (cfg.shard_size or ranks) if cfg.parallel == "hsdp" else ranks if sharded else 1
-    tokens = cfg.batch_size * cfg.block_size // cfg.context_parallel
-    small = 1 if cfg.precision == "fp8" else 2  # bytes of a product's operands
-    parts = {"parameters": 4 * total // shards, "gradients": 4 * total // shards, "optimizer": 8 * total // shards}
+    """{part: bytes on a rank} for a train.Config, `ranks` processes and, with hsdp, cfg.shard_size of them a copy.
+
+    Bytes of the GPU's memory: what is offloaded does not count. 8-bit states count as if no tensor were small.
+    """
+    total, block = parameter_counts(*shape_of(cfg))
     rest = total - cfg.n_layer * block
-    if sharded:  # bf16: the units at work, or all of them; a block's gradients in bf16 and, being summed, in float32
-        parts["gathered"] = 2 * (total if cfg.parallel == "zero2" else rest + 2 * block) + 6 * max(block, rest)
-    else:
-        parts["gathered"] = small * (total - rest)  # the weights as they were multiplied
-    whole = 0 if cfg.remat == "none" else block_per_token(cfg)
-    plain = cfg.n_layer - (0 if cfg.remat == "none" else -(-cfg.n_layer // cfg.remat_every))
-    parts["activations"] = tokens * (plain * block_per_token(cfg) + (cfg.n_layer - plain) * kept_per_token(cfg))
-    loss = (
-        kernels.LOGITS_BYTES * (2 if cfg.precision == "fp8" else 1)
-        + tokens * cfg.n_embd * 2
-        + 4 * cfg.padded_vocab * cfg.n_embd
-    )
-    backward = tokens * (whole + 2 * 2 * cfg.mlp_width)  # recomputed, and gradients
-    parts["loss or a block's backward"] = max(loss, backward)
-    return parts
+    shards, sharded, own = shards_of(cfg, ranks), is_sharded(cfg, ranks), bytes_of_weight(cfg)
+    tokens = cfg.batch_size * cfg.block_size // cfg.context_parallel
+    here = 0 if cfg.offload_states else total / shards
+    parts = {"parameters": own * here, "gradients": 0.0, "optimizer": bytes_of_moments(cfg) * here}
+    repeats = cfg.batch_tokens > tokens * ranks  # micro-steps: gradients of the one before are there all the time
+    if repeats or not sharded:
+        parts["gradients"] = own * here
+    parts["gathered"] = gathered(cfg, total, block, rest, shards) if sharded else copied(cfg, total - rest, own)
+    every = cfg.remat_every if cfg.remat != "none" else 1
+    again = 0 if cfg.remat == "none" else -(-cfg.n_layer // every)
+    on_host = cfg.remat_offload and again > 2
+    kept = 2 if on_host else again  # double-buffered
+    parts["activations"] = tokens * ((cfg.n_layer - again) * block_per_token(cfg) + kept * kept_per_token(cfg))
+    parts["loss or a block's backward"] = max(loss_bytes(cfg, tokens, own), backward_bytes(cfg, tokens, again))
+    states = sum(parts[name] for name in ("parameters", "gradients", "optimizer"))
+    update = (0 if parts["gradients"] else own * here) + states
+    if update > sum(parts.values()):  # the gradients of a lone micro-step come as activations go
+        return {"parameters": parts["parameters"], "gradients": own * here, "optimizer": parts["optimizer"]}
+    return {name: int(size) for name, size in parts.items()}
+
+
+def shape_of(cfg):
+    return tuple(getattr(cfg, f.name) for f in dataclasses.fields(models.GPTConfig))
 
 
 @functools.cache
@@ -51,23 +57,78 @@ def parameter_counts(*shape):
     return sum(p.numel() for _, p in parameters), sum(in_block)
 
 
+def is_sharded(cfg, ranks):
+    return cfg.parallel != "ddp" and (ranks > 1 or cfg.offload_states)
+
+
+def shards_of(cfg, ranks):
+    """Ranks that share a copy of the model."""
+    if not is_sharded(cfg, ranks):
+        return 1
+    return (cfg.shard_size or ranks) if cfg.parallel == "hsdp" else ranks
+
+
+def bytes_of_weight(cfg):
+    return 2 if cfg.weights == "bf16" else 4
+
+
+def bytes_of_moments(cfg):
+    return 2 * (1 + 4 / adam8.GROUP) if cfg.optimizer == "adamw8bit" else 8
+
+
+def gathered(cfg, total, block, rest, shards):
+    """Of FSDP: units in bf16, two blocks at a time and the head, or all; a unit's gradients, whole and being summed."""
+    summed = 2 if cfg.reduce_dtype == "bf16" else 4
+    whole = 2 * (total if cfg.parallel == "zero2" else rest // (1 if cfg.tie_embeddings else 2) + 2 * block)
+    return whole + (2 + summed) * max(block, rest // (1 if cfg.tie_embeddings else 2)) * (1 + 1 / shards)
+
+
+def copied(cfg, in_blocks, own):
+    """Of a whole model: the blocks' weights as they are multiplied, kept from the forward, if in another type."""
+    small = 1 if cfg.precision == "fp8" else 2  # fp8: the transposes alone
+    return 0 if own == small or cfg.remat not in ("none", "selective") else small * in_blocks
+
+
+def loss_bytes(cfg, tokens, own):
+    logits = min(kernels.LOGITS_BYTES, 2 * tokens * cfg.padded_vocab) * (2 if cfg.precision == "fp8" else 1)
+    return logits + tokens * cfg.n_embd * 2 + own * cfg.padded_vocab * cfg.n_embd
+
+
+def backward_bytes(cfg, tokens, again):
+    """At work in a block's backward: gradients beside its activations, and these if they are computed again."""
+    C, wide = cfg.n_embd, 2 * (2 * cfg.mlp_width + 2 * cfg.hidden)
+    if not again:
+        return tokens * (wide + 2 * 3 * C)
+    if cfg.remat == "selective":
+        return tokens * (wide + block_per_token(cfg) - kept_per_token(cfg))
+    tile = min(tokens, cfg.remat_tile or tokens)
+    attention = 2 * (3 * cfg.qkv_width + 7 * C) + 4 * C  # q, k, v, their gradients, and dq in float32
+    return tokens * attention + tile * (wide + 2 * cfg.mlp_width + 2 * 4 * C)
+
+
 def block_per_token(cfg):
     """Bytes a token that a block keeps for its backward."""
     C, fp8 = cfg.n_embd, cfg.precision == "fp8"
     residual = 2 * 2 * C  # the sums before both norms
     attention = 2 * cfg.qkv_width + 2 * C + 4 * cfg.n_head  # q, k, v, the output, logsumexp
-    operands = (1 if fp8 else 2) * (2 * C + cfg.hidden)  # of the products, attention's output apart:
-    operands += C if fp8 else 0  # in bf16 it is above
+    if cfg.positions == "rope":
+        attention += 2 * (
+            cfg.qkv_width - cfg.kv_heads * cfg.head_dim
+        )  # q and k turned, beside v in the product's whole
+    operands = (1 if fp8 else 2) * (2 * C + (0 if cfg.mlp == "swiglu" and not fp8 else cfg.hidden))
+    operands += C if fp8 else 0  # attention's output, in bf16 the one above
     return residual + attention + operands + 2 * cfg.mlp_width + 16
 
 
 def kept_per_token(cfg):
     """Bytes a token that a rematerialised block keeps."""
-    entering = 2 * 2 * cfg.n_embd  # the residual stream and the branch to be added
+    C = cfg.n_embd
     if cfg.remat == "block":
-        return entering
+        return 2 * C
+    if cfg.remat == "attention":
+        return 2 * 2 * C + 4 * cfg.n_head
     products = sum(2 * n for n, k in cfg.block_matmuls if n <= remat.WIDE * k)
-    return entering + products + 2 * cfg.n_embd + 4 * cfg.n_head
+    return 2 * 2 * C + products + 2 * C + 4 * cfg.n_head  # a residual stream and the branch to be added to it
 
 
 def largest_batch(cfg, ranks, budget):
@@ -86,12 +147,18 @@ def largest_batch(cfg, ranks, budget):
     return low if low and takes(low) <= budget else 0
 
 
+def fitting(cfg, ranks, budget, changes):
+    """["--batch_size=2 --remat=block", …]: with which of the changes, {setting: value}, some batch fits."""
+    found = [(largest_batch(dataclasses.replace(cfg, **change), ranks, budget), change) for change in changes]
+    pairs = [{"batch_size": min(rows, cfg.batch_size), **change} for rows, change in found if rows]
+    return [" ".join(f"--{k}={v}" for k, v in settings.items()) for settings in pairs]
+
+
 def advice(cfg, ranks, budget):
     """What to change when a run is out of memory, in words; budget: bytes of the GPU."""
-    fits = []
-    for words, change in [("", {})] + [(f" --remat={r}", {"remat": r}) for r in ("selective", "block")]:
-        if rows := largest_batch(dataclasses.replace(cfg, **change), ranks, budget):
-            fits.append(f"--batch_size={min(rows, cfg.batch_size)}{words}")
+    changes = [{}, {"remat": "selective"}, {"remat": "block"}]
+    low = {"parallel": "fsdp"} if ranks > 1 and cfg.parallel == "ddp" else {"optimizer": "adamw8bit", "weights": "bf16"}
+    fits = fitting(cfg, ranks, budget, changes) or fitting(cfg, ranks, budget, [{"remat": "block", **low}])
     takes = sum(estimate(cfg, ranks).values()) / GIB
     more = " --parallel=fsdp" if ranks > 1 and cfg.parallel == "ddp" else ""
     tries = " or ".join(f for f in fits if f != f"--batch_size={cfg.batch_size}") or f"more GPUs{more}"

@@ -4,6 +4,8 @@ import math
 
 import torch
 
+import adam8
+
 
 def param_groups(model, weight_decay):
     """Two AdamW groups: matrices and embeddings (2-D and up) decay, biases and norms do not."""
@@ -14,10 +16,16 @@ def param_groups(model, weight_decay):
 
 
 def make_optimizer(model, cfg):
-    """AdamW (https://arxiv.org/abs/1711.05101), its whole update in one fused kernel where the device has one."""
+    """AdamW (https://arxiv.org/abs/1711.05101), its whole update in one fused kernel where the device has one.
+
+    cfg.optimizer: adamw, torch's, or adamw8bit, adam8.py's.
+    """
     fused = next(model.parameters()).device.type in ("cuda", "cpu")
     groups = param_groups(model, cfg.weight_decay)
-    return torch.optim.AdamW(groups, lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.adam_eps, fused=fused)
+    options = dict(lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.adam_eps)
+    if cfg.optimizer == "adamw8bit":
+        return adam8.AdamW8bit(groups, **options, seed=cfg.seed)
+    return torch.optim.AdamW(groups, **options, fused=fused)
 
 
 def warmup_steps(cfg):

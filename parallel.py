@@ -13,7 +13,13 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -43,9 +49,15 @@ def start(device="auto", backend="auto", timeout_s=600):
         torch.cuda.set_device(device)
     if "RANK" in os.environ and not dist.is_initialized():
         backend = ("nccl" if device.type == "cuda" else "gloo") if backend == "auto" else backend
-        bound = device if backend == "nccl" else None  # the communicator is made now, not in the first step
+        bound = device if "nccl" in backend else None  # the communicator is made now, not in the first step
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), device_id=bound)
     return World(rank, size, device)
+
+
+def pick_backend(cfg):
+    """cfg.backend, where auto is also for tensors on the CPU if states are there: the gradients' norm, checkpoints."""
+    both = cfg.offload_states and cfg.backend == "auto" and pick_device(cfg.device).type == "cuda"
+    return "cpu:gloo,cuda:nccl" if both else cfg.backend
 
 
 def pick_device(name, local_rank=0):
@@ -70,8 +82,10 @@ def stop():
         dist.destroy_process_group()
 
 
-def pick_precision(name, device):
-    """(precision, reason), with auto resolved for the device."""
+def pick_precision(name, device, weights="fp32"):
+    """(precision, reason), with auto resolved for the device and what the weights are kept in."""
+    if name == "auto" and weights == "bf16":
+        return "bf16", "the weights' own"
     if name == "auto" and device.type == "cuda":
         if torch.cuda.is_bf16_supported(including_emulation=False):
             return "bf16", "this GPU has bf16 matrix units"
@@ -86,7 +100,7 @@ def pick_precision(name, device):
 
 
 def autocast(precision, device):
-    """The context that a forward runs in. Weights stay float32; TF32 serves what is left in float32."""
+    """The context that a forward runs in. Weights stay what they are; TF32 serves what is left in float32."""
     torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
     dtype = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}.get(precision)
     return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype)
@@ -140,6 +154,11 @@ def compile_model(model, by_block, sharded=False):
 def prepare(model, cfg, world):
     """What is done to a model on meta, in a fixed order: other layers put in, compiled, its parameters sharded."""
     sharded = dist.is_initialized() and cfg.parallel != "ddp"
+    if cfg.offload_states and not sharded:
+        raise UserError("offload_states=True needs a process group; start it with torchrun, --nproc_per_node=1 for one")
+    if cfg.weights == "bf16":
+        for parameter in model.parameters():  # all of them: FSDP2 wants one dtype a unit
+            parameter.data = parameter.data.bfloat16()
     if cfg.precision in ("bf16", "fp8") and cfg.bf16_residual:
         bf16_residual(model)
     if cfg.ops == "fused":
@@ -170,7 +189,31 @@ def conflicts(cfg, world_size):
         found.append(f"shard_size={cfg.shard_size} must divide the number of ranks, {world_size}")
     if cfg.parallel != "hsdp" and cfg.shard_size:
         found.append(f"shard_size={cfg.shard_size} is for parallel=hsdp, parallel is {cfg.parallel}")
-    return found + remat.problems(cfg) + context.problems(cfg, world_size)
+    return found + low_memory_problems(cfg, world_size) + remat.problems(cfg) + context.problems(cfg, world_size)
+
+
+def low_memory_problems(cfg, world_size):
+    """As `conflicts`, for 8-bit optimizer, bf16 weights and states on the CPU."""
+    found = []
+    if cfg.optimizer == "adamw8bit" and cfg.precision == "fp16":
+        found.append("optimizer=adamw8bit has no loss scaler for precision=fp16; try --precision=bf16")
+    if cfg.weights == "bf16":
+        if cfg.optimizer == "adamw":
+            found.append("weights=bf16 would lose small updates with optimizer=adamw; try --optimizer=adamw8bit")
+        if cfg.precision in ("fp32", "tf32", "fp16"):
+            found.append(f"weights=bf16 cannot give precision={cfg.precision}; try --precision=bf16")
+        if not cfg.bf16_residual:
+            found.append("weights=bf16 makes the residual stream bf16 too, bf16_residual=False is not to be had")
+        if cfg.parallel == "ddp" and world_size > 1 and cfg.reduce_dtype == "fp32":
+            found.append("weights=bf16 has bf16 gradients, which DDP sums as they are; try --reduce_dtype=bf16")
+    if cfg.offload_states:
+        if cfg.parallel == "ddp":
+            found.append("offload_states=True needs a sharded model, parallel is ddp; try --parallel=fsdp")
+        if cfg.optimizer == "adamw8bit":
+            found.append("offload_states=True updates on the CPU, where adamw8bit is slow; try --optimizer=adamw")
+        if cfg.backend == "nccl":
+            found.append("offload_states=True needs gloo beside backend=nccl; try --backend=auto")
+    return found
 
 
 def shard(model, cfg, world):
@@ -179,6 +222,8 @@ def shard(model, cfg, world):
     fsdp: parameters, gradients and optimizer states; a block's parameters are gathered for its forward and again for
     its backward. zero2: parameters stay gathered through a step. hsdp: as fsdp in groups of shard_size ranks, each of
     which holds a copy. In bf16 and fp8 gathers are in bf16; gradients are summed in cfg.reduce_dtype.
+    offload_states: what is sharded is in the CPU's memory, and so is the optimizer's work; a unit travels to the device
+    when it is gathered.
     """
     size = cfg.shard_size or int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
     shape = {"hsdp": (world.size // size, size)}.get(cfg.parallel, (world.size,))
@@ -187,6 +232,8 @@ def shard(model, cfg, world):
     reduce_dtype = torch.bfloat16 if cfg.reduce_dtype == "bf16" else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if low else None, reduce_dtype=reduce_dtype)
     options = dict(mesh=mesh, mp_policy=policy)
+    if cfg.offload_states:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
     for block in model.blocks:
         fully_shard(block, reshard_after_forward=cfg.parallel != "zero2", **options)
     if not cfg.tie_embeddings:  # a shared weight is the last unit's
@@ -206,10 +253,12 @@ def reshard(model):
 
 
 def fill(tensor, function):
-    """function(tensor); of a sharded one on a whole tensor, of which this rank keeps its part: the same numbers."""
-    if not isinstance(tensor, DTensor):
+    """function(tensor); of a sharded or bf16 one on a whole in float32, of which this rank's part is kept: the same."""
+    sharded = isinstance(tensor, DTensor)
+    if not sharded and tensor.dtype == torch.float32:
         return function(tensor)
-    whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    device = tensor.device_mesh.device_type if sharded else tensor.device
+    whole = torch.empty(tensor.shape, dtype=torch.float32, device=device)
     function(whole)
     copy_into(tensor, whole)
 
@@ -255,15 +304,25 @@ def whole(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def device_of(model):
+    """Where a model computes: its parameters may be kept elsewhere."""
+    parameter = next(model.parameters())
+    if not isinstance(parameter, DTensor) or parameter.device_mesh.device_type == "cpu":
+        return parameter.device
+    return torch.device(parameter.device_mesh.device_type, torch.cuda.current_device())
+
+
 def wrap(model, cfg, world):
-    """The model as the loop calls it: under DDP if there are ranks and it is not sharded."""
+    """The model as the loop calls it: under DDP if there are ranks and it is not sharded; its buffers on the device."""
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(world.device)
     if not dist.is_initialized() or cfg.parallel != "ddp":
         return model
     ids = [world.device.index] if world.device.type == "cuda" else None
     options = dict(device_ids=ids, gradient_as_bucket_view=True, broadcast_buffers=False)
     warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")  # torch 2.11 knows no other name for it
     ddp = DistributedDataParallel(model, bucket_cap_mb=cfg.bucket_mib, **options)
-    if cfg.reduce_dtype == "bf16":
+    if cfg.reduce_dtype == "bf16" and cfg.weights == "fp32":
         ddp.register_comm_hook(None, bf16_compress_hook)
     return ddp
 

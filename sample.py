@@ -64,7 +64,7 @@ def pick(logits, temperature, top_k, generator):
 
 def texts(model, tokenizer, prompt, n, max_new_tokens, temperature, top_k, seed):
     """n continuations of `prompt` as strings, the prompt included; each ends before its first separator."""
-    device = next(model.parameters()).device
+    device = parallel.device_of(model)
     ids = torch.tensor([[tokenizer.eot, *tokenizer.encode(prompt)]] * n, device=device)
     rows = generate(model, ids, max_new_tokens, temperature, top_k, seed)[:, 1:].tolist()
     ended = [row[: row.index(tokenizer.eot)] if tokenizer.eot in row else row for row in rows]

@@ -62,6 +62,7 @@ class Config(models.GPTConfig):
     warmup_steps: int = 715  # steps of linear warm-up
     warmup_tokens: int | None = None  # instead, in tokens
     cooldown_fraction: float = 0.2  # wsd: the last part of the run that decays
+    optimizer: Literal["adamw", "adamw8bit"] = "adamw"  # adamw8bit: its moments in 8 bits, see adam8.py
     weight_decay: float = 0.1  # on 2-D weights, embeddings included; not on biases and norms
     beta1: float = 0.9  # AdamW
     beta2: float = 0.95  # AdamW
@@ -94,9 +95,11 @@ class Config(models.GPTConfig):
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp8"] = (
         "auto"  # auto: bf16 if the GPU has it, else fp32
     )
+    weights: Literal["fp32", "bf16"] = "fp32"  # parameters and gradients; bf16: no float32 copy, needs adamw8bit
     bf16_residual: bool = True  # in bf16 and fp8: the residual stream in bf16 as well, not in float32
     compile: bool = True  # torch.compile; needs a C++ compiler on the CPU
     ops: Literal["auto", "torch", "fused"] = "auto"  # fused: fused.py's linears and loss; auto: if they run
+    offload_states: bool = False  # fsdp, zero2, hsdp: parameters, gradients and moments in the CPU's memory
     remat: Literal["none", "selective", "attention", "block"] = (
         "none"  # less memory: what of a block is kept, the rest being computed again, see remat.py
     )
@@ -210,12 +213,12 @@ class Training:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        return loss, norm
+        return loss, norm.to(loss)
 
 
 def choose(cfg, device):
     """(cfg with every "auto" that depends on the device resolved, rows of the start block that say why)."""
-    precision, why_precision = parallel.pick_precision(cfg.precision, device)
+    precision, why_precision = parallel.pick_precision(cfg.precision, device, cfg.weights)
     attention, why_attention = kernels.pick_attention(cfg.attention, device, precision)
     ops, why_ops = parallel.pick_ops(cfg.ops, device, precision)
     rows = [
@@ -233,7 +236,7 @@ def build(cfg, world, tensors=None):
     """
     raw = models.on_meta(cfg)
     parallel.prepare(raw, cfg, world)
-    models.allocate(raw, world.device, cfg.seed, fill=parallel.fill)
+    models.allocate(raw, "cpu" if cfg.offload_states else world.device, cfg.seed, fill=parallel.fill)
     if tensors:
         checkpoint.load_model_tensors(raw, tensors)
     elif cfg.init_from:
@@ -246,7 +249,7 @@ def build(cfg, world, tensors=None):
 
 
 def main(cfg):
-    world = parallel.start(cfg.device, cfg.backend, cfg.timeout_s)
+    world = parallel.start(cfg.device, parallel.pick_backend(cfg), cfg.timeout_s)
     try:
         train(cfg, world)
     except torch.OutOfMemoryError:
@@ -265,6 +268,10 @@ def train(cfg, world):
     tensors, state = checkpoint.open_folder(source) if source else ({}, {})
     if source and (wrong := checkpoint.shape_differences(state["config"], cfg)):
         raise checkpoint.CheckpointError(f"{source} is another model: {'; '.join(wrong)}; nothing was changed")
+    for name, usual in (("optimizer", "adamw"), ("weights", "fp32")) if source else ():
+        if (saved := state["config"].get(name, usual)) != getattr(cfg, name):
+            wrong = f"{source} was saved with {name}={saved}, now {getattr(cfg, name)}"
+            raise checkpoint.CheckpointError(f"{wrong}; for a new run from its weights: --init_from={source}")
 
     # data
     if cfg.verify_data:

@@ -15,6 +15,7 @@ CPU = torch.device("cpu")
 def settings(**changes):
     defaults = dict(lr=1e-3, min_lr_ratio=0.1, schedule="cosine", warmup_steps=10, warmup_tokens=None, max_steps=100)
     defaults |= dict(batch_tokens=1000, cooldown_fraction=0.2, weight_decay=0.1, beta1=0.9, beta2=0.95, adam_eps=1e-8)
+    defaults |= dict(optimizer="adamw", seed=1337)
     return SimpleNamespace(**{**defaults, **changes})
 
 

@@ -1,0 +1,11 @@
+# python train.py config/llama3_8b_one_gpu.py
+# Llama 3 8B on one GPU of 80 GiB: weights and gradients in bf16, AdamW's moments in 8 bits, 15 GiB each.
+from config.llama3_8b import *  # noqa: F403
+
+out_dir = "out/llama3_8b_one_gpu"
+parallel = "ddp"
+weights, optimizer = "bf16", "adamw8bit"
+remat = "selective"
+batch_size = 1
+batch_tokens = 131_072
+max_steps = 10_000

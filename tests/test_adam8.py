@@ -1,0 +1,326 @@
+"""adam8.py: codes against the numbers they stand for, the kernel against plain torch, runs against AdamW's and against
+each other; weights in bf16 and states on the CPU, which are for the same purpose."""
+
+import dataclasses
+import os
+import shutil
+
+import pytest
+import torch
+from conftest import ROOT, flags, losses, read_log, train_here, train_ranks
+from safetensors.torch import load_file
+from torch.nn import Parameter
+
+import adam8
+import memory
+import model as models
+import parallel
+import train
+from checkpoint import CheckpointError
+from configurator import UserError, configure
+
+GPU = torch.cuda.is_available()
+M, V = (adam8.M_LEVELS, True), (adam8.V_LEVELS, False)  # levels, whether small ones go to zero
+
+
+def bits(shape, count=adam8.SHIFT):
+    return torch.randint(0, 2**count, shape, dtype=torch.int32)
+
+
+def round_trip(x, levels, to_zero, noise=None):
+    codes, scale = adam8.encoded(x, bits(x.shape) if noise is None else noise, levels, to_zero)
+    assert codes.min() >= 0 and codes.max() <= levels
+    return adam8.decoded(codes, scale, levels)
+
+
+@pytest.mark.parametrize("levels, to_zero", [M, V])
+def test_a_code_is_a_neighbour_on_the_grid(levels, to_zero):
+    torch.manual_seed(0)
+    x = torch.exp2(-15 * torch.rand(50, 256)) * torch.exp2(torch.randint(-60, 60, (50, 1)))  # a group's 15 octaves
+    y = round_trip(x, levels, to_zero)
+    assert ((y - x).abs() / x).max() < 1 / 8  # three bits of mantissa
+    assert torch.equal(round_trip(y, levels, to_zero), y)  # what is on the grid stays there, whatever the noise
+    y = round_trip(torch.exp2(-8 * torch.rand(50, 256)), levels, to_zero)
+    y[:, 0] = 64.0  # and whatever the scale
+    assert torch.equal(round_trip(y, levels, to_zero), y)
+    assert not round_trip(torch.zeros(3, 256), levels, to_zero).any()
+
+
+def test_the_smallest_go_to_zero_in_the_first_moment_alone():
+    x = torch.full((1, 256), 2.0**-40)
+    x[0, 0], x[0, 1] = 1.0, 0.0
+    assert round_trip(x, *M)[0, 1:].max() <= 2.0**-15
+    second = round_trip(x, *V)[0]
+    assert second[1] == 0 and torch.all(second[2:] == second[2]) and 2.0**-32 < second[2] < 2.0**-31
+
+
+def test_rounding_is_right_in_the_mean():
+    """Of 20,000 draws: each mean within six standard errors, of which a step has half its width at most."""
+    torch.manual_seed(0)
+    draws = 20_000
+    x = torch.exp2(-20 * torch.rand(256))
+    x[0] = 1.0
+    y = round_trip(x.expand(draws, 256), *M).double().mean(0)
+    step = torch.where(x < 2.0**-15.8, 2.0**-15.7, x / 8)
+    assert ((y - x).abs() < 6 * step / 2 / draws**0.5).all()
+    above = x > 2.0**-15
+    y = round_trip(x.expand(draws, 256), *V).double().mean(0)
+    assert ((y - x).abs() < 6 * step / 2 / draws**0.5)[above].all()
+    w = torch.randn(256)
+    y = adam8.rounded(w.expand(draws, 256), bits((draws, 256), 16), torch.bfloat16)
+    assert ((y.double().mean(0) - w).abs() < 6 * w.abs() * 2**-7 / 2 / draws**0.5).all()
+    assert torch.equal(adam8.rounded(w, bits((256,), 16), torch.float32), w)
+
+
+def test_random_numbers_are_even_and_differ():
+    """Of 65,536 numbers: means and correlations within five standard errors of what they are to be."""
+    some = [adam8.noises(0, 64, 1024, adam8.random_key(1, step, 0), "cpu") for step in (1, 2)]
+    flat = [n.flatten().double() / 2**b for noises in some for n, b in zip(noises, (20, 20, 16))]
+    for n in flat:
+        assert 0 <= n.min() and n.max() < 1
+        assert abs(n.mean() - 0.5) < 5 * 12**-0.5 / 256
+        assert abs(n.var() - 1 / 12) < 5 * 180**-0.5 / 256
+    centred = torch.stack([*flat, flat[0].roll(1), flat[0].roll(1024)])
+    correlations = torch.corrcoef(centred) - torch.eye(8)
+    assert correlations.abs().max() < 5 / 256
+
+
+def tensors(rows, cols, dtype, device="cpu"):
+    groups = -(-cols // adam8.GROUP)
+    codes = [
+        torch.zeros(rows, n, dtype=t, device=device) for n, t in ((cols, torch.uint8), (groups, torch.float32)) * 2
+    ]
+    return [torch.randn(rows, cols, device=device).to(dtype), *codes]
+
+
+def numbers(step, lr=1e-3, beta1=0.9, beta2=0.95, decay=0.1, eps=1e-8):
+    root = (1 - beta2**step) ** -0.5
+    return (
+        adam8.random_key(0, step),
+        1 - lr * decay,
+        lr / (1 - beta1**step),
+        beta1,
+        1 - beta1,
+        beta2,
+        1 - beta2,
+        root,
+        eps,
+    )
+
+
+def compare_kernel(rows, cols, dtype, device, differing):
+    """Five steps from the same state each; gradients of very different sizes. differing: share of codes that may."""
+    import adam8_kernel
+
+    torch.manual_seed(0)
+    own = tensors(rows, cols, dtype, device)
+    for step in range(1, 6):
+        other = [t.clone() for t in own]
+        g = (torch.randn(rows, cols, device=device) * torch.exp(4 * torch.randn(rows, cols, device=device))).to(dtype)
+        adam8.update_torch(own[0], g, *own[1:], 3, *numbers(step))
+        adam8_kernel.update(other[0], g, *other[1:], 3, *numbers(step))
+        for a, b in zip(own[1:], other[1:]):
+            assert (a != b).float().mean() <= differing
+            torch.testing.assert_close(a.float(), b.float(), rtol=1 / 8, atol=1 if a.dtype == torch.uint8 else 0)
+        tolerance = dict(rtol=2**-7, atol=1e-9) if dtype == torch.bfloat16 else dict(rtol=1e-5, atol=1e-9)
+        torch.testing.assert_close(own[0], other[0], **tolerance)
+        assert (own[0] != other[0]).float().mean() <= (differing if dtype == torch.bfloat16 else 1)
+
+
+@pytest.mark.skipif(GPU or os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
+@pytest.mark.parametrize("rows, cols", [(7, 300), (9, 256), (20, 72)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_kernel_equals_plain_torch(rows, cols, dtype):
+    """Codes bit for bit; a float32 weight but for the last bit of a square root, which NumPy takes otherwise."""
+    pytest.importorskip("triton")
+    compare_kernel(rows, cols, dtype, "cpu", 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_kernel_on_a_gpu(dtype):
+    """Products and sums are rounded once, roots approximate: last bits differ, and a code where that tips it over."""
+    compare_kernel(4096, 14_336, dtype, "cuda", 1e-4)
+
+
+def test_rows_apart_are_as_together():
+    """What a rank does with its rows is what one process does with them."""
+    torch.manual_seed(0)
+    whole = tensors(10, 300, torch.bfloat16)
+    parts = [[t[a:b].clone() for t in whole] for a, b in ((0, 4), (4, 10))]
+    for step in (1, 2):
+        g = torch.randn(10, 300).bfloat16()
+        adam8.update_torch(whole[0], g, *whole[1:], 0, *numbers(step))
+        for (a, b), part in zip(((0, 4), (4, 10)), parts):
+            adam8.update_torch(part[0], g[a:b], *part[1:], a, *numbers(step))
+    for together, apart in zip(whole, zip(*parts)):
+        assert torch.equal(together, torch.cat(apart))
+
+
+def test_moments_decay_as_they_should_and_stay_if_rounded_to_the_nearest():
+    """40 steps without a gradient: 0.95^40 and 0.9^40 of what was, in the mean over 16,384 elements."""
+    torch.manual_seed(0)
+    square = start = torch.rand(64, 256) + 0.5
+    nearest = square
+    for _ in range(40):
+        square = round_trip(square * 0.95, *V)
+        nearest = round_trip(nearest * 0.95, *V, noise=torch.full(square.shape, 2**19, dtype=torch.int32))
+    # an element's variance grows by (its step / 2)^2 at most, 0.4% of its square, a step
+    assert (square.sum() / start.sum()).item() == pytest.approx(0.95**40, rel=5 * (40 * 0.004 / 16_384) ** 0.5)
+    assert nearest.sum() > 2 * 0.95**40 * start.sum()
+    state = tensors(64, 256, torch.float32)
+    for step in range(1, 400):
+        adam8.update_torch(
+            state[0], torch.randn(64, 256) if step < 5 else torch.zeros(64, 256), *state[1:], 0, *numbers(step)
+        )
+    assert adam8.decoded(state[3].int().view(64, 1, 256), state[4], V[0]).max() < 1e-7  # 0.95^395 = 1.6e-9
+
+
+def test_small_tensors_are_torchs_adamw_and_bf16_ones_keep_their_float32_numbers():
+    torch.manual_seed(0)
+    start, options = torch.ones(300), dict(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    plain, full, half = (Parameter(start.clone().to(t)) for t in (torch.float32, torch.float32, torch.bfloat16))
+    optimizers = [torch.optim.AdamW([plain], **options), *(adam8.AdamW8bit([p], **options) for p in (full, half))]
+    for _ in range(50):
+        g = torch.randn(300).bfloat16() + 0.3
+        for p, optimizer in zip((plain, full, half), optimizers):
+            p.grad = g.to(p.dtype)
+            optimizer.step()
+    assert torch.equal(plain, full)
+    assert torch.equal(half, plain.bfloat16()) and not torch.equal(half, start.bfloat16())  # no step of 2^-8 at once
+
+
+def test_a_step_is_adamws_but_for_the_codes():
+    """The first step begins with moments of zero, so that nothing is rounded yet but the weight."""
+    torch.manual_seed(0)
+    start, options = torch.randn(80, 300), dict(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    plain, coded = Parameter(start.clone()), Parameter(start.clone())
+    a, b = torch.optim.AdamW([plain], **options), adam8.AdamW8bit([coded], **options)
+    for step in range(20):
+        plain.grad = torch.randn(80, 300) + 0.5
+        coded.grad = plain.grad.clone()
+        a.step(), b.step()
+        if step == 0:
+            torch.testing.assert_close(plain, coded, rtol=1e-6, atol=1e-7)
+    moved = plain - start
+    assert (plain - coded).norm() / moved.norm() < 0.05 and abs((plain - coded).mean() / moved.mean()) < 0.005
+
+
+def test_state_dict_round_trip():
+    torch.manual_seed(0)
+    first = [Parameter(torch.randn(80, 300).bfloat16()), Parameter(torch.ones(300).bfloat16())]
+    second = [Parameter(p.detach().clone()) for p in first]
+    a, b = (adam8.AdamW8bit(p, lr=1e-2) for p in (first, second))
+    for step in range(4):
+        for p, q in zip(first, second):
+            p.grad = q.grad = torch.randn_like(p)
+        a.step()
+        if step == 1:
+            b.load_state_dict(a.state_dict())
+            for p, q in zip(first, second):
+                q.data.copy_(p)
+        if step > 1:
+            b.step()
+    assert all(torch.equal(p, q) for p, q in zip(first, second))
+
+
+# -- whole runs
+
+
+LOW = dict(optimizer="adamw8bit", weights="bf16")
+
+
+def test_runs_follow_adamws(data_dir, tmp_path):
+    """100 steps of real text. Over eight seeds (500,000 tokens) the means were 2.921, 2.913 and 2.919, each +-0.03."""
+    common = dict(max_steps=100, batch_tokens=128, lr=2e-3, save_interval=0, log_interval=100)
+    runs = {"plain": {}, "8bit": dict(optimizer="adamw8bit"), "low": LOW}
+    logs = {name: losses(train_here(data_dir, tmp_path / name, **common, **s)) for name, s in runs.items()}
+    last = {name: sum(loss[step] for step in range(81, 101)) / 20 for name, loss in logs.items()}
+    assert last["plain"] < 3.5
+    assert last["8bit"] == pytest.approx(last["plain"], abs=0.08) and last["low"] == pytest.approx(
+        last["plain"], abs=0.08
+    )
+
+
+def test_resumed_equals_uninterrupted_bitwise(data_dir, tmp_path):
+    settings = dict(save_interval=5, keep_last=9, **LOW)
+    whole = losses(train_here(data_dir, tmp_path / "a", **settings))
+    shutil.copytree(tmp_path / "a" / "step_00000005", tmp_path / "b" / "step_00000005")
+    again = losses(train_here(data_dir, tmp_path / "b", resume="auto", **settings))
+    assert all(again[s] == whole[s] for s in range(6, 13))
+    for name, dtypes in (("model", {torch.bfloat16}), ("optimizer", {torch.uint8, torch.float32})):
+        a, b = (load_file(tmp_path / run / "step_00000012" / f"{name}.safetensors") for run in "ab")
+        assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+        assert {t.dtype for t in a.values()} == dtypes
+    with pytest.raises(CheckpointError, match="saved with optimizer=adamw8bit, now adamw; .* --init_from="):
+        train_here(data_dir, tmp_path / "b", resume="auto", save_interval=5)
+    train_here(data_dir, tmp_path / "c", init_from=tmp_path / "b", max_steps=1)  # in float32
+
+
+def test_two_ranks_equal_one_process_and_resume(data_dir, tmp_path):
+    """Gradients are summed in another order, which tips a code over here and there; other noise costs 2e-5 and more."""
+    settings = dict(optimizer="adamw8bit", save_interval=6, keep_last=9, batch_size=2, vocab_multiple=1)  # 257 rows
+    one = losses(train_here(data_dir, tmp_path / "one", **settings))
+    many = train_ranks(2, flags(data_dir, tmp_path / "two", parallel="fsdp", **settings))
+    assert many.returncode == 0, many.stderr
+    two = losses(read_log(tmp_path / "two"))
+    assert all(two[s] == pytest.approx(one[s], rel=2e-6) for s in one)
+    shutil.copytree(tmp_path / "two" / "step_00000006", tmp_path / "back" / "step_00000006")
+    back = losses(train_here(data_dir, tmp_path / "back", resume="auto", **settings))
+    assert all(back[s] == pytest.approx(one[s], rel=2e-6) for s in range(7, 13))
+
+
+@pytest.mark.slow
+def test_bf16_weights_over_ranks(data_dir, tmp_path):
+    """As in one process but for the order of sums in bf16; DDP and FSDP2, whose ranks must agree."""
+    settings = dict(save_interval=0, batch_size=2, **LOW)
+    one = losses(train_here(data_dir, tmp_path / "one", **settings))
+    for name, more in (("ddp", dict(reduce_dtype="bf16")), ("hsdp", dict(parallel="hsdp", shard_size=1))):
+        many = train_ranks(2, flags(data_dir, tmp_path / name, **settings, **more))
+        assert many.returncode == 0, many.stderr
+        two = losses(read_log(tmp_path / name))
+        assert all(two[s] == pytest.approx(one[s], rel=2e-4) for s in one)
+
+
+def test_bf16_weights_begin_as_the_float32_ones():
+    cfg = train.Config(vocab_size=100, n_layer=2, n_head=2, n_embd=16, block_size=8, compile=False, precision="fp32")
+    built = []
+    for dtype in (torch.float32, torch.bfloat16):
+        model = models.on_meta(cfg)
+        for p in model.parameters():
+            p.data = p.data.to(dtype)
+        built.append(models.allocate(model, "cpu", seed=1, fill=parallel.fill))
+    for p, q in zip(*(m.parameters() for m in built)):
+        assert q.dtype == torch.bfloat16 and torch.equal(p.bfloat16(), q)
+
+
+def test_llama3_8b_fits_one_gpu():
+    """The arithmetic of the recipe; what does not fit in float32 is advised."""
+    cfg = configure(train.Config, [str(ROOT / "config/llama3_8b_one_gpu.py"), "--precision=bf16"])
+    parts = memory.estimate(cfg, 1)
+    for part, each in (("parameters", 2), ("gradients", 2), ("optimizer", 2.03)):
+        assert parts[part] == pytest.approx(8_030_261_248 * each, rel=1e-3)
+    assert sum(parts.values()) < 72 * memory.GIB
+    plain = dataclasses.replace(cfg, optimizer="adamw", weights="fp32")
+    assert "--optimizer=adamw8bit --weights=bf16" in memory.advice(plain, 1, 80 * memory.GIB)
+    away = dataclasses.replace(plain, parallel="fsdp", offload_states=True)
+    assert memory.estimate(away, 1)["optimizer"] == 0 and sum(memory.estimate(away, 1).values()) < 72 * memory.GIB
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (dict(weights="bf16"), "weights=bf16 would lose small updates with optimizer=adamw; try --optimizer=adamw8bit"),
+        (dict(precision="fp32", **LOW), "weights=bf16 cannot give precision=fp32"),
+        (dict(offload_states=True), "offload_states=True needs a sharded model, parallel is ddp; try --parallel=fsdp"),
+        (
+            dict(offload_states=True, parallel="fsdp"),
+            "offload_states=True needs a process group; start it with torchrun",
+        ),
+        (dict(offload_states=True, parallel="fsdp", **LOW), "where adamw8bit is slow; try --optimizer=adamw"),
+    ],
+)
+def test_settings_that_do_not_go_together(data_dir, tmp_path, settings, message):
+    with pytest.raises(UserError, match=message):
+        train_here(data_dir, tmp_path / "run", **settings)
