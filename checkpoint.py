@@ -375,7 +375,7 @@ def load_optimizer_tensors(model, optimizer, tensors):
         name, _, kind = key.rpartition(".")
         param = params[name]
         if kind in optimizer.state[param]:  # made with the optimizer, of a dtype of its own
-            copy_into(optimizer.state[param][kind], value)
+            parallel.copy_into(optimizer.state[param][kind], value)
         elif value.shape == param.shape:
             optimizer.state[param][kind] = torch.empty_like(param, requires_grad=False)
             parallel.copy_into(optimizer.state[param][kind], value)

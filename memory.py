@@ -31,7 +31,8 @@ def estimate(cfg, ranks):
     repeats = cfg.batch_tokens > tokens * ranks  # micro-steps: gradients of the one before are there all the time
     if repeats or not sharded:
         parts["gradients"] = own * here
-    parts["gathered"] = gathered(cfg, total, block, rest, shards) if sharded else copied(cfg, total - rest, own)
+    parts["gathered"] = gathered(cfg, total, block, rest, shards) if sharded else 0
+    parts["gathered"] += copied(cfg, total - rest, 2 if sharded else own)
     every = cfg.remat_every if cfg.remat != "none" else 1
     again = 0 if cfg.remat == "none" else -(-cfg.n_layer // every)
     on_host = cfg.remat_offload and again > 2
@@ -127,8 +128,9 @@ def kept_per_token(cfg):
         return 2 * C
     if cfg.remat == "attention":
         return 2 * 2 * C + 4 * cfg.n_head
-    products = sum(2 * n for n, k in cfg.block_matmuls if n <= remat.WIDE * k)
-    return 2 * 2 * C + products + 2 * C + 4 * cfg.n_head  # a residual stream and the branch to be added to it
+    products = sum(2 * n for n, k in cfg.block_matmuls[:-1] if n <= remat.WIDE * k)
+    traded = 2 * (cfg.qkv_width + C) if cfg.context_parallel > 1 else 0
+    return 2 * 2 * C + products + traded + 2 * C + 4 * cfg.n_head  # a residual stream and the branch to be added to it
 
 
 def largest_batch(cfg, ranks, budget):
