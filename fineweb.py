@@ -579,7 +579,8 @@ class TokenLoader:
         self.tokens = self.ends[-1]
         manifest = read_json(Path(data_dir) / "manifest.json") or {}
         self._check_shards(manifest, data_dir, split, min_tokens)
-        self.tokenizer, sizes = manifest.get("tokenizer"), Path(data_dir) / "token_bytes.npy"
+        self.tokenizer, self.eot = manifest.get("tokenizer"), manifest.get("eot")
+        sizes = Path(data_dir) / "token_bytes.npy"
         self.token_bytes = np.load(sizes) if sizes.exists() else None
         self._starts = self._aligned_starts(manifest, data_dir) if align else None
         self.rows_per_epoch = -(-self.tokens // T) if self._starts is None else len(self._starts)

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import context
+import documents
 import remat
 from configurator import UserError
 
@@ -136,8 +137,11 @@ def compile_model(model, by_block):
     model.head.compile()
 
 
-def prepare(model, cfg, world):
-    """What is done to a model on meta, in a fixed order: other layers put in, compiled, its parameters sharded."""
+def prepare(model, cfg, world, eot=None):
+    """What is done to a model on meta, in a fixed order: other layers put in, compiled, its parameters sharded.
+
+    eot: the token that precedes each document, for cfg.document_mask; None: rows are taken for single documents.
+    """
     sharded = dist.is_initialized() and cfg.parallel != "ddp"
     if cfg.precision in ("bf16", "fp8") and cfg.bf16_residual:
         bf16_residual(model)
@@ -149,6 +153,8 @@ def prepare(model, cfg, world):
         import fp8
 
         fp8.swap(model)
+    if cfg.document_mask:
+        documents.apply(model, eot)
     if cfg.context_parallel > 1:
         context.apply(model, cfg, world)
     if cfg.remat != "none":
@@ -168,7 +174,7 @@ def conflicts(cfg, world_size):
         found.append(f"shard_size={cfg.shard_size} must divide the number of ranks, {world_size}")
     if cfg.parallel != "hsdp" and cfg.shard_size:
         found.append(f"shard_size={cfg.shard_size} is for parallel=hsdp, parallel is {cfg.parallel}")
-    return found + context.problems(cfg, world_size)
+    return found + context.problems(cfg, world_size) + documents.problems(cfg)
 
 
 def shard(model, cfg, world):
