@@ -312,7 +312,7 @@ def train(cfg, world):
             ("step", f"{cfg.batch_tokens:,} tokens: {micro} x {world.size} ranks x {job.accumulation} micro-steps"),
             ("run", f"steps {step} to {cfg.max_steps}: {human(cfg.max_steps * cfg.batch_tokens)} tokens"),
             *([("resumed", f"{source}")] if source else []),
-            *(("warning", w) for w in evaluate.warnings),
+            *(("warning", w) for w in [*loader.warnings, *evaluate.warnings]),
         ]
     )
     stop = 0.0  # set to 1 by SIGTERM; the ranks agree on it at the end of each step
