@@ -20,8 +20,8 @@ class Packer:
 
     A group begins with the document that has waited longest and goes on with others as they come, while there is room
     for more than SPARE more; then documents are looked for that fill it exactly, the oldest that do. If none do, those
-    that leave the least are taken, and the longest of the others is cut. The choice depends on the room and on what waits
-    alone, so that a run can go on from a `position`: done and order are what it gave, and `rows` start at its first.
+    that leave the least are taken, and the longest of the others is cut. The choice depends on the room and on what
+    waits alone, so that a run can go on from a `position`: done and order as it gave them, `rows` from its first on.
     """
 
     def __init__(self, rows, size, done=0, order=()):

@@ -1,18 +1,21 @@
 """Document masks against float64 with an explicit mask, against documents alone, compiled, and over ranks."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
 import torch
-from conftest import flags, losses, read_log, stdlib_bytes, train_here, train_ranks, write_shard
+from conftest import ROOT, flags, losses, read_log, stdlib_bytes, train_here, train_ranks, write_shard
 from torch._dynamo.utils import counters
 
+import checkpoint
+import convert
 import documents
 import parallel
 import remat
 import train
-from configurator import UserError
+from configurator import UserError, configure
 from model import GPTConfig, build
 
 CPU, EOT = torch.device("cpu"), 7
@@ -277,6 +280,22 @@ def test_context_parallel_equals_one_process(short_documents, tmp_path, settings
         many = losses(read_log(tmp_path / "many"), kind)
         for step, loss in losses(one, kind).items():
             assert many[step] == pytest.approx(loss, rel=4e-6), (kind, step)  # float32, other orders of sums
+
+
+def test_the_recipe_has_the_shape_of_llama_3_1(tmp_path):
+    """config.json of meta-llama/Llama-3.1-8B as published; init_from would refuse another shape."""
+    scaling = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+    published = dict(
+        model_type="llama", vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
+        num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=131072, rms_norm_eps=1e-05,
+        rope_theta=500000.0, rope_scaling={**scaling, "rope_type": "llama3"}, tie_word_embeddings=False,
+        attention_bias=False, mlp_bias=False, hidden_act="silu", torch_dtype="bfloat16", attention_dropout=0.0,
+    )  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    cfg = configure(train.Config, [str(ROOT / "config/llama3_8b_128k.py")])
+    assert checkpoint.shape_differences(vars(convert.read_config(tmp_path)), cfg, ["vocab_multiple"]) == []
+    for n in (4, 8):
+        train.check(dataclasses.replace(cfg, context_parallel=n), 8)
 
 
 @pytest.mark.gpu
