@@ -96,15 +96,13 @@ def synthetic(cfg, world, count=8):
 
 def step_times(job, next_batch, cfg):
     """Seconds of each of cfg.steps steps, launched as train.py does: on CUDA one ahead of the one waited for."""
-    times, waiting, mark, ahead = [], [], None, int(next(job.raw.parameters()).is_cuda)
-    for _ in range(cfg.steps + 1 + ahead):
-        waiting.append(parallel.Later(torch.stack(job.step(next_batch, cfg.lr))))
-        if len(waiting) > ahead:
-            waiting.pop(0).get()
-            now = time.perf_counter()
-            times += [now - mark] if mark else []
-            mark = now
-    return times
+    results, ahead = [], int(next(job.raw.parameters()).is_cuda)
+    for step in range(cfg.steps + 1):
+        results.append(parallel.Later(torch.stack(job.step(next_batch, cfg.lr))))
+        if step >= ahead:
+            results[step - ahead].get()
+    results[-1].get()
+    return [b.moment.since(a.moment) for a, b in itertools.pairwise(results)]
 
 
 def breakdown(job, next_batch, cfg, world, say):

@@ -56,18 +56,18 @@ def workspace(device, stream):
     return torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
 
-def matmul(a, b, out, *, bias=None, gelu=None, dgelu=None, accumulate=False, scales=None, tune=True):
+def matmul(a, b, out, *, bias=None, gelu=None, dgelu=None, accumulate=False, scales=None, fast=False, tune=True):
     """out = a @ b (+ out), on the current stream. a: (M, K), b: (K, N), of contiguous rows or columns; out: (M, N).
 
     bias: (N,), added. gelu: (M, N), receives the product with its bias, and `out` its tanh GELU. dgelu: (M, N), what
     `gelu` received: `out` is the product times the GELU's derivative there. tune: time the algorithms at the first call
     of a shape. For fp8 operands, a must have contiguous rows and b contiguous columns; scales: the two float32 scalars
-    that they are multiplied with.
+    that they are multiplied with; fast: sums keep some 14 bits until they end, which long ones do not bear.
     """
     aux = gelu if dgelu is None else dgelu
     parts = WITH_BIAS * (bias is not None) + (GELU + KEEP) * (gelu is not None) + (DGELU + KEEP) * (dgelu is not None)
     key = (a.device, *a.shape, b.shape[1], a.stride(), b.stride(), a.dtype, b.dtype, out.dtype, parts or PLAIN)
-    key += (accumulate, None if bias is None else bias.dtype)
+    key += (accumulate, fast, None if bias is None else bias.dtype)
     plan = PLANS.get(key) or PLANS.setdefault(key, Plan(*key))
     pointers = [(BIAS, bias), (AUX, aux), *zip((A_SCALE, B_SCALE), reversed(scales or ()))]
     for attribute, tensor in pointers:
@@ -87,7 +87,7 @@ class Plan:
 
     def __init__(self, device, M, K, N, a_strides, b_strides, a_type, b_type, out_type, epilogue, *options):
         lib, _ = library()
-        accumulate, bias_type = options
+        accumulate, fast, bias_type = options
         ta, tb = (strides[1] != 1 for strides in (a_strides, b_strides))
         self.device, self.tuned, self.fastest = device, False, 0
         self.alpha, self.beta = ctypes.c_float(1), ctypes.c_float(accumulate)
@@ -101,7 +101,7 @@ class Plan:
             self.set(BIAS_TYPE, ctypes.c_int32(CUDA_TYPES[bias_type]))
         if epilogue & KEEP:
             self.set(AUX_LD, ctypes.c_int64(N))
-        if a_type.itemsize == 1:
+        if fast:
             self.set(FAST_ACCUM, ctypes.c_int8(1))  # sums reach float32 registers at the end, not every few terms
         self.layouts = [
             layout(b_type, K, N, b_strides[1]) if tb else layout(b_type, N, K, b_strides[0]),

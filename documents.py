@@ -1,6 +1,6 @@
 """Document masks: a token attends to earlier tokens of its own document only, though a row holds many.
 
-    python train.py config/llama3_8b_128k.py --document_mask
+    python train.py config/llama_124m.py --document_mask
 
 A document begins at its separator, as fineweb.py writes them, or where the row does. Llama 3 was trained so
 (https://arxiv.org/abs/2407.21783, section 3.2). Positions run on through the row: to RoPE that is all one, as it sees
@@ -33,6 +33,8 @@ def problems(cfg):
         found.append(f"document_mask has no dropout={cfg.dropout} in attention; try --dropout=0")
     if cfg.document_mask and cfg.attention != "auto":
         found.append(f"document_mask has an attention of its own, not {cfg.attention}; leave --attention=auto")
+    if cfg.document_mask and cfg.remat == "attention":
+        found.append("document_mask cannot have remat=attention, which keeps that of whole rows; try --remat=block")
     if cfg.document_mask and (D % 8 or D > 256):
         found.append(f"document_mask needs n_embd / n_head = {D} to be a multiple of 8, at most 256")
     return found

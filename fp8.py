@@ -17,6 +17,7 @@ from torch.library import custom_op
 
 import cublas
 import fused
+import model as models
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 COPY, GELU, DGELU = 0, 1, 2  # what `cast` computes on the way
@@ -28,7 +29,7 @@ HEAD_SCALE = 2.0**14  # of the gradient of the logits, which is in [-1, 1]: e5m2
 def swap(model):
     """Puts the classes below in place of fused.py's where all widths are multiples of 16; parameters stay."""
     kinds = {fused.Linear: Linear, fused.DeferredBias: DeferredBias, fused.GeluMLP: GeluMLP, fused.Head: Head}
-    kinds[fused.Attention] = Attention
+    kinds |= {fused.Attention: Attention, fused.SwiGLU: models.SwiGLU}
     for module in list(model.modules()):
         if any(size % 16 for p in module.parameters() for size in p.shape):
             continue
@@ -72,12 +73,12 @@ class GeluMLP(fused.GeluMLP):
 
 
 class Attention(fused.Attention):
-    def project(self, x):
+    def split(self, x):
         qkv = self.qkv
         if x.shape[:-1].numel() % 16:
-            return super().project(x)
+            return super().split(x)
         tops = (qkv.x_top, qkv.w_top, qkv.dy_top)
-        return QKV.apply(x.to(torch.bfloat16), qkv.weight, qkv.bias, self.heads, self.head_dim, *tops)
+        return QKV.apply(x, qkv.weight, qkv.bias, self.heads, self.head_dim, *tops)
 
 
 class Head(fused.Head):
@@ -133,15 +134,15 @@ def linear_forward(ctx, x, weight, bias, x_top, w_top, dy_top):
     w8, w8t, ws, _ = cast(weight, w_top, None, COPY, False, False)
     ctx.save_for_backward(x8t, xs, w8t, ws, dy_top)
     ctx.dtypes = fused.dtypes_of(weight, bias)
-    return product(x8, w8.t(), xs, ws, None if bias is None else bias.to(x.dtype), x.dtype)
+    return product(x8, w8.t(), xs, ws, None if bias is None else bias.to(x.dtype), x.dtype, True)
 
 
 def linear_backward(ctx, dy, sums):
     """(dx, dw, column sums of dy or None) of dy: (M, N)."""
     x8t, xs, w8t, ws, dy_top = ctx.saved_tensors
     dy8, dy8t, ds, columns = cast(dy, dy_top, None, COPY, True, sums)
-    dx = product(dy8, w8t.t(), ds, ws, None, dy.dtype)
-    return dx, product(dy8t, x8t.t(), ds, xs, None, ctx.dtypes[0]), columns if sums else None
+    dx = product(dy8, w8t.t(), ds, ws, None, dy.dtype, True)
+    return dx, product(dy8t, x8t.t(), ds, xs, None, ctx.dtypes[0], False), columns if sums else None
 
 
 class GeluMLPFunction(torch.autograd.Function):
@@ -152,21 +153,21 @@ class GeluMLPFunction(torch.autograd.Function):
         w28, w28t, w2s, _ = cast(w2, w2_top, None, COPY, False, False)
         ctx.dtypes = fused.dtypes_of(w1, b1, w2, b2)
         b1, b2 = (None if b is None else b.to(x.dtype) for b in (b1, b2))
-        before = product(x8, w18.t(), xs, w1s, b1, x.dtype)
+        before = product(x8, w18.t(), xs, w1s, b1, x.dtype, True)
         act8, act8t, acts, _ = cast(before, act_top, None, GELU, False, False)
         ctx.save_for_backward(x8t, xs, w18t, w1s, w28t, w2s, before, act8t, acts, dbefore_top, dy_top)
-        return product(act8, w28.t(), acts, w2s, b2, x.dtype).unflatten(0, x.shape[:-1])
+        return product(act8, w28.t(), acts, w2s, b2, x.dtype, True).unflatten(0, x.shape[:-1])
 
     @staticmethod
     def backward(ctx, dy):
         x8t, xs, w18t, w1s, w28t, w2s, before, act8t, acts, dbefore_top, dy_top = ctx.saved_tensors
         w1_dtype, b1_dtype, w2_dtype, b2_dtype = ctx.dtypes
         dy8, dy8t, ds, db2 = cast(dy.flatten(0, -2).contiguous(), dy_top, None, COPY, True, b2_dtype is not None)
-        dact = product(dy8, w28t.t(), ds, w2s, None, dy.dtype)
-        dw2 = product(dy8t, act8t.t(), ds, acts, None, w2_dtype)
+        dact = product(dy8, w28t.t(), ds, w2s, None, dy.dtype, True)
+        dw2 = product(dy8t, act8t.t(), ds, acts, None, w2_dtype, False)
         db8, db8t, bs, db1 = cast(dact, dbefore_top, before, DGELU, True, b1_dtype is not None)
-        dx = product(db8, w18t.t(), bs, w1s, None, dy.dtype).unflatten(0, dy.shape[:-1])
-        dw1 = product(db8t, x8t.t(), bs, xs, None, w1_dtype)
+        dx = product(db8, w18t.t(), bs, w1s, None, dy.dtype, True).unflatten(0, dy.shape[:-1])
+        dw1 = product(db8t, x8t.t(), bs, xs, None, w1_dtype, False)
         db1 = None if b1_dtype is None else db1.to(b1_dtype)
         return (dx, dw1, db1, dw2, None if b2_dtype is None else db2.to(b2_dtype)) + (None,) * 6
 
@@ -179,14 +180,18 @@ def product(
     b_scale: torch.Tensor,
     bias: torch.Tensor | None,
     dtype: torch.dtype,
+    fast: bool,
 ) -> torch.Tensor:
-    """a @ b * a_scale * b_scale + bias, of contiguous rows of a and columns of b."""
+    """a @ b * a_scale * b_scale + bias, of contiguous rows of a and columns of b; fast: see cublas.matmul.
+
+    Weight gradients, sums over all tokens, are not fast: they were, and GPT-2's loss fell behind from the first steps.
+    """
     out = a.new_empty(a.size(0), b.size(1), dtype=dtype)
-    return cublas.matmul(a, b, out, bias=bias, scales=(a_scale, b_scale))
+    return cublas.matmul(a, b, out, bias=bias, scales=(a_scale, b_scale), fast=fast)
 
 
 @product.register_fake
-def _(a, b, a_scale, b_scale, bias, dtype):
+def _(a, b, a_scale, b_scale, bias, dtype, fast):
     return a.new_empty(a.size(0), b.size(1), dtype=dtype)
 
 
@@ -343,7 +348,7 @@ def cross_entropy_chunks8(
         xi, ti = x8[i : i + rows], targets[i : i + rows]
         n = xi.size(0)
         li, gi = logits[:n], small[:n]
-        cublas.matmul(xi, w8.t(), li, scales=(xs, ws), tune=grad)
+        cublas.matmul(xi, w8.t(), li, scales=(xs, ws), fast=True, tune=grad)
         options = (vocab_size, softcap, smoothing, z_loss, grad)
         fused.cross_entropy_rows(li, ti, losses[i : i + n], gi, HEAD_SCALE, *options)
         if grad:

@@ -18,9 +18,10 @@ import kernels
 import model as models
 
 CHUNK_BYTES = kernels.LOGITS_BYTES  # logits alive at a time in the loss
-NORM_ROWS, NORM_WARPS = 4, 2  # in the norm's forward
-NORM_BACK_PROGRAMS, NORM_BACK_WARPS, NORM_BACK_STAGES = 8, 1, 3  # programs a multiprocessor; 154 us, 4 x 2 x 1: 313
+NORM_WIDTH = 1024  # columns of a row that a warp takes
+NORM_BACK_WARPS, NORM_BACK_STAGES = 8, 3  # warps a multiprocessor; C = 768: 154 us, four programs of two warps: 313
 PACK_PROGRAMS, PACK_WARPS, PACK_STAGES = 8, 1, 3
+SWIGLU_BLOCK, SWIGLU_WARPS = 2048, 8
 CE_BLOCK, CE_WARPS = 2048, 8  # 4.2 ms for 65,536 rows of 50,304 on an H200; 4,096 x 8: 4.8, 1,024 x 4: 5.2
 
 
@@ -50,6 +51,8 @@ def swap_modules(model):
             module.__class__ = Linear
         elif type(module) is models.MLP and module.activation is models.gelu:
             module.__class__ = GeluMLP
+        elif type(module) is models.SwiGLU:
+            module.__class__ = SwiGLU
         elif type(module) is models.Head:
             module.__class__ = Head
         elif type(module) is models.Attention and isinstance(module.rope, models.NoRope):
@@ -80,18 +83,25 @@ class GeluMLP(models.MLP):
         return GeluMLPFunction.apply(x, up.weight, up.bias, proj.weight, bias, torch.is_grad_enabled())
 
 
+class SwiGLU(models.SwiGLU):
+    """The backward computes silu(gate) * up again, with the gradients of both, in one pass."""
+
+    def forward(self, x):
+        gate_up, proj = self.gate_up, self.proj
+        bias = None if isinstance(proj, DeferredBias) else proj.bias
+        x = x.to(torch.bfloat16)
+        return SwiGLUFunction.apply(x, gate_up.weight, gate_up.bias, proj.weight, bias, torch.is_grad_enabled())
+
+
 class Attention(models.Attention):
     """Without RoPE, the gradients of q, k and v are packed and summed for the bias in one pass."""
 
-    def forward(self, x):
-        B, T, C = x.shape
-        q, k, v = self.project(x)  # (B, H, T, D)
-        y = self.attend(self.q_norm(q), self.k_norm(k), v)
-        return self.proj(y.transpose(1, 2).reshape(B, T, C))
-
     def project(self, x):
-        qkv, grad = self.qkv, torch.is_grad_enabled()
-        return QKV.apply(x.to(torch.bfloat16), qkv.weight, qkv.bias, self.heads, self.head_dim, grad)
+        q, k, v = self.split(x.to(torch.bfloat16))
+        return self.q_norm(q), self.k_norm(k), v
+
+    def split(self, x):
+        return QKV.apply(x, self.qkv.weight, self.qkv.bias, self.heads, self.head_dim, torch.is_grad_enabled())
 
 
 class Pending(NamedTuple):
@@ -102,13 +112,33 @@ class Pending(NamedTuple):
     bias: torch.Tensor | None
 
 
+def settled(x):
+    """The residual stream of a Pending, its addition done."""
+    if not isinstance(x, Pending):
+        return x
+    total = x.x + x.branch
+    return total if x.bias is None else total + x.bias.to(total.dtype)
+
+
 class Block(models.Block):
     """Takes the residual stream or a Pending, and returns a Pending."""
 
     def forward(self, x):
         x, h = add_norm(x, self.norm_1)
-        x, h = add_norm(Pending(x, self.attn(h), self.attn.proj.bias), self.norm_2)
+        return self.feed(x, self.attn(h))
+
+    def feed(self, x, branch):
+        """The block from its first residual addition on."""
+        x, h = add_norm(Pending(x, branch, self.attn.proj.bias), self.norm_2)
         return Pending(x, self.mlp(h), self.mlp.proj.bias if isinstance(self.mlp.proj, DeferredBias) else None)
+
+    def before(self, x):
+        """As remat.before."""
+        return self.attn.project(add_norm(x, self.norm_1)[1])
+
+    def after(self, x, y):
+        """As remat.after."""
+        return settled(self.feed(x, self.attn.combine(y)))
 
 
 class LayerNorm(nn.LayerNorm):
@@ -236,6 +266,81 @@ class GeluMLPFunction(torch.autograd.Function):
         return dx, dw1, db1, dw2, db2, None
 
 
+class SwiGLUFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w1, b1, w2, b2, tune):
+        ctx.dtypes = dtypes_of(w1, b1, w2, b2)
+        w1, w2 = w1.to(x.dtype), w2.to(x.dtype)
+        b1, b2 = (None if b is None else b.to(x.dtype) for b in (b1, b2))
+        flat = x.flatten(0, -2)
+        gate_up = product(flat, w1.t(), b1, x.dtype, tune)
+        ctx.save_for_backward(flat, w1, w2, gate_up)
+        return product(swiglu(gate_up), w2.t(), b2, x.dtype, tune).unflatten(0, x.shape[:-1])
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, w1, w2, gate_up = ctx.saved_tensors
+        flat = dy.flatten(0, -2).contiguous()
+        dgate_up, act = swiglu_backward(product(flat, w2, None, flat.dtype, True), gate_up)
+        dw2, db2 = weight_gradients(flat, act, *ctx.dtypes[2:])
+        dw1, db1 = weight_gradients(dgate_up, x, *ctx.dtypes[:2])
+        dx = product(dgate_up, w1, None, flat.dtype, True).unflatten(0, dy.shape[:-1])
+        return dx, dw1, db1, dw2, db2, None
+
+
+@custom_op("pretrain::swiglu", mutates_args=())
+def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up of the halves of contiguous (N, 2 H) -> (N, H)"""
+    N, H = gate_up.size(0), gate_up.size(1) // 2
+    act = gate_up.new_empty(N, H)
+    _swiglu[(N, triton.cdiv(H, SWIGLU_BLOCK))](gate_up, act, H=H, BLOCK=SWIGLU_BLOCK, num_warps=SWIGLU_WARPS)
+    return act
+
+
+@swiglu.register_fake
+def _(gate_up):
+    return gate_up.new_empty(gate_up.size(0), gate_up.size(1) // 2)
+
+
+@custom_op("pretrain::swiglu_backward", mutates_args=())
+def swiglu_backward(dact: torch.Tensor, gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(gradient of gate_up, silu(gate) * up) of the gradient of the latter."""
+    N, H = dact.shape
+    dgate_up, act = torch.empty_like(gate_up), torch.empty_like(dact)
+    grid = N, triton.cdiv(H, SWIGLU_BLOCK)
+    _swiglu_backward[grid](dact, gate_up, dgate_up, act, H=H, BLOCK=SWIGLU_BLOCK, num_warps=SWIGLU_WARPS)
+    return dgate_up, act
+
+
+@swiglu_backward.register_fake
+def _(dact, gate_up):
+    return torch.empty_like(gate_up), torch.empty_like(dact)
+
+
+@triton.jit
+def _swiglu(gate_up, act, H: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(gate_up + row * 2 * H + cols, mask=cols < H, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * H + H + cols, mask=cols < H, other=0.0).to(tl.float32)
+    tl.store(act + row * H + cols, (gate * tl.sigmoid(gate) * up).to(act.dtype.element_ty), mask=cols < H)
+
+
+@triton.jit
+def _swiglu_backward(dact, gate_up, dgate_up, act, H: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    d = tl.load(dact + row * H + cols, mask=cols < H, other=0.0).to(tl.float32)
+    gate = tl.load(gate_up + row * 2 * H + cols, mask=cols < H, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * H + H + cols, mask=cols < H, other=0.0).to(tl.float32)
+    s = tl.sigmoid(gate)
+    silu = gate * s
+    out = dgate_up + row * 2 * H + cols
+    tl.store(act + row * H + cols, (silu * up).to(act.dtype.element_ty), mask=cols < H)
+    tl.store(out, (d * up * (s + silu * (1 - s))).to(act.dtype.element_ty), mask=cols < H)
+    tl.store(out + H, (d * silu).to(act.dtype.element_ty), mask=cols < H)
+
+
 class QKV(torch.autograd.Function):
     """The linear layer before attention, (B, T, C) -> q, k, v: (B, H, T, D)."""
 
@@ -359,9 +464,11 @@ def norm_forward(
     """(x + branch + bias, its norm in bf16, (mean, 1 / deviation) of each row); the sum is empty without a branch."""
     total, h, stats = norm_results(x, branch)
     C, N = x.size(-1), x.numel() // x.size(-1)
-    _norm_forward[(triton.cdiv(N, NORM_ROWS),)](
+    block = triton.next_power_of_2(C)
+    rows = max(1, 4096 // block)
+    _norm_forward[(triton.cdiv(N, rows),)](
         x.contiguous(), branch, bias, weight, shift, total, h, stats, N, eps,
-        C=C, CENTRED=centred, BLOCK=triton.next_power_of_2(C), ROWS=NORM_ROWS, num_warps=NORM_WARPS,
+        C=C, CENTRED=centred, BLOCK=block, ROWS=rows, num_warps=max(2, block // NORM_WIDTH),
     )  # fmt: skip
     return total, h, stats
 
@@ -387,12 +494,14 @@ def norm_backward(
     Each program keeps its rows' part of the column sums in registers: nothing is read twice.
     """
     C, N = total.size(-1), total.numel() // total.size(-1)
-    programs = min(N, NORM_BACK_PROGRAMS * sm_count(total.device))
+    block = triton.next_power_of_2(C)
+    warps = max(1, block // NORM_WIDTH)
+    programs = min(N, max(1, NORM_BACK_WARPS // warps) * sm_count(total.device))
     dx, parts = torch.empty_like(total), torch.empty(programs, 3, C, dtype=torch.float32, device=total.device)
     _norm_backward[(programs,)](
         None if dtotal is None else dtotal.contiguous(), dh.contiguous(), total, stats, weight, dx, parts, N,
-        C=C, CENTRED=centred, BLOCK=triton.next_power_of_2(C), PROGRAMS=programs, STEPS=triton.cdiv(N, programs),
-        STAGES=NORM_BACK_STAGES, num_warps=NORM_BACK_WARPS,
+        C=C, CENTRED=centred, BLOCK=block, PROGRAMS=programs, STEPS=triton.cdiv(N, programs),
+        STAGES=NORM_BACK_STAGES, num_warps=warps,
     )  # fmt: skip
     return dx, parts.sum(0)
 

@@ -42,6 +42,42 @@ def attention(q, k, v, backend, dropout=0.0):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout, enable_gqa=grouped)
 
 
+def attention_kept(q, k, v, backend):
+    """(`attention` without dropout, what its backward takes besides): for KeptAttention, on CUDA cuDNN's or flash."""
+    aten = torch.ops.aten
+    if not q.is_cuda:
+        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
+    if backend == "cudnn":
+        return aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True)[:8]
+    return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[:8]
+
+
+class KeptAttention(torch.autograd.Function):
+    """Attention of q, k, v whose result, from attention_kept, is at hand: no forward, the usual backward."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, backend, *kept):
+        ctx.save_for_backward(q, k, v)
+        ctx.backend, ctx.kept = backend, kept
+        return kept[0].view_as(kept[0])
+
+    @staticmethod
+    def backward(ctx, dy):
+        (q, k, v), (out, lse, *rest), aten = ctx.saved_tensors, ctx.kept, torch.ops.aten
+        if not q.is_cuda:
+            grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(dy, q, k, v, out, lse, 0.0, True)
+            return *grads, None, *(None for _ in ctx.kept)
+        *lengths, seed, offset = rest
+        if ctx.backend == "cudnn":
+            state, last = (seed, offset, None), ()
+            backward = aten._scaled_dot_product_cudnn_attention_backward
+        else:
+            state, last = (), (seed, offset)
+            backward = aten._scaled_dot_product_flash_attention_backward
+        grads = backward(dy, q, k, v, out, lse, *state, *lengths, 0.0, True, *last)
+        return *grads, None, *(None for _ in ctx.kept)
+
+
 def apply_rope(x, cos, sin):
     """Rotates x (B, H, T, D) by position, halves paired as Hugging Face does (dim i with i + D/2); in float32.
 

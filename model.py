@@ -150,11 +150,15 @@ class Attention(nn.Module):
         self.rope = rope
 
     def forward(self, x):
-        B, T, C = x.shape
-        q, k, v = self.qkv(x).view(B, T, -1, self.head_dim).transpose(1, 2).split(self.heads, dim=1)  # (B, H, T, D)
-        q, k = self.rope(self.q_norm(q), self.k_norm(k))
-        y = self.attend(q, k, v)
-        return self.proj(y.transpose(1, 2).reshape(B, T, C))
+        return self.combine(self.attend(*self.project(x)))
+
+    def project(self, x):
+        """(B, T, C) -> q, k, v, (B, H, T, D) each"""
+        q, k, v = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2).split(self.heads, dim=1)
+        return *self.rope(self.q_norm(q), self.k_norm(k)), v
+
+    def combine(self, y):
+        return self.proj(y.transpose(1, 2).flatten(2))
 
     def attend(self, q, k, v):
         return kernels.attention(q, k, v, self.backend, self.dropout * self.training)

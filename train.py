@@ -91,17 +91,19 @@ class Config(models.GPTConfig):
     context_parallel: int = 1  # ranks that share a sequence, see context.py
     shard_size: int | None = None  # hsdp: ranks that share a copy of the model; None: those of a node
     bucket_mib: int = 25  # DDP: gradients are reduced in pieces of this size, while the backward goes on
-    reduce_dtype: Literal["fp32", "bf16"] = "fp32"  # DDP: what gradients are summed over the ranks in
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"  # what gradients are summed over the ranks in
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp8"] = (
         "auto"  # auto: bf16 if the GPU has it, else fp32
     )
     bf16_residual: bool = True  # in bf16 and fp8: the residual stream in bf16 as well, not in float32
     compile: bool = True  # torch.compile; needs a C++ compiler on the CPU
     ops: Literal["auto", "torch", "fused"] = "auto"  # fused: fused.py's linears and loss; auto: if they run
-    remat: Literal["none", "selective", "block"] = (
-        "none"  # less memory: what of a block is computed again, see remat.py
+    remat: Literal["none", "selective", "attention", "block"] = (
+        "none"  # less memory: what of a block is kept, the rest being computed again, see remat.py
     )
     remat_every: int = 1  # in every so-manieth block only
+    remat_tile: int | None = None  # attention, block: tokens of an MLP's at a time; None: all
+    remat_offload: bool = False  # attention, block: what is kept waits in the host's memory
     # console and logs
     log_interval: int = 1  # print every so many steps; log.jsonl has them all
     wandb: bool = False  # log to Weights & Biases as well
@@ -210,12 +212,12 @@ class Training:
             self.scaler.scale(micro_loss).backward()
             loss += micro_loss.detach()
         self.scaler.unscale_(self.optimizer)
-        norm = torch.nn.utils.clip_grad_norm_(self.raw.parameters(), self.clip or math.inf, foreach=True)
+        norm = parallel.clip_gradients(self.raw, self.clip)
         optim.set_learning_rate(self.optimizer, lr)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        return loss, parallel.whole(norm)
+        return loss, norm
 
 
 def choose(cfg, device):
@@ -333,10 +335,9 @@ def train(cfg, world):
         """Waits for a step's figures, prints and records them; True if a rank was told to stop."""
         nonlocal mark
         loss, norm, stopping = result.get()
-        now = time.perf_counter()
-        seconds, mark = now - mark, now
+        seconds, mark = result.moment.since(mark), result.moment
         if step == first + 1:
-            log.print(f"first step after {now - began:.1f} s, {seconds:.1f} s of them its own")
+            log.print(f"first step after {time.perf_counter() - began:.1f} s, {seconds:.1f} s of them its own")
         log.step(step, loss, lr, norm, seconds)
         if not math.isfinite(loss):
             raise NotFinite(f"step {step}: the loss is {loss}; nothing was saved since step {saved}; try a lower --lr")
@@ -359,7 +360,7 @@ def train(cfg, world):
         if last:
             break
         if not waiting:
-            mark = time.perf_counter()
+            mark = parallel.Moment(device)
         lr = optim.learning_rate(step, cfg)
         loss, norm = job.step(next_batch, lr)
         step += 1

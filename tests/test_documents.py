@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -189,7 +190,10 @@ def test_compiled_equals_eager_and_is_compiled_once(way, by_block, kind):
     for m in (eager, model):
         documents.apply(m, EOT)
     if kind != "none":
-        remat.apply(model, kind)
+        options = dict(
+            remat_every=1, remat_tile=24 if kind == "block" else None, remat_offload=False, attention="flash"
+        )
+        remat.apply(model, SimpleNamespace(remat=kind, **options))
     torch._dynamo.reset()
     parallel.compile_model(model, by_block)
     for seed, share in enumerate([0.1, 0.3, 0.0, 1.0, 0.2]):
@@ -233,6 +237,7 @@ def test_off_is_the_plain_model(way):
 def test_mistakes(data_dir, tmp_path):
     for settings, words in [
         (dict(dropout=0.1), "no dropout=0.1 in attention; try --dropout=0"),
+        (dict(remat="attention"), "cannot have remat=attention.*try --remat=block"),
         (dict(attention="math"), "leave --attention=auto"),
         (dict(n_embd=48), "n_embd / n_head = 12 to be a multiple of 8"),
         (dict(tokenizer="None"), "needs to know the separator.*set --tokenizer"),

@@ -48,7 +48,7 @@ def test_cast(M, N, what, e5m2, std):
         assert 1.99 <= room <= 4.1 and torch.frexp(scale)[0].item() == 0.5
         assert torch.equal(out.t().view(torch.uint8), out_t.view(torch.uint8))
         clamped = exact.clamp(-limit * scale.item(), limit * scale.item())
-        assert error(out.double() * scale, clamped) < (6e-2 if e5m2 else 3e-2)
+        assert error(out.double() * scale, clamped) < (7e-2 if e5m2 else 4e-2)  # the mean of few numbers
         assert torch.allclose(sums.double(), exact.sum(0), rtol=1e-3, atol=1e-3 * std * 4**call * M**0.5)
 
 

@@ -193,6 +193,20 @@ def test_gelu_mlp(rows, C, H, bias):
 
 
 @either
+@pytest.mark.parametrize("rows, H", [(1, 8), (37, 200), (9, 4104)])
+def test_swiglu(rows, H):
+    wide = torch.bfloat16 if GPU else torch.float32
+    gate_up, dact = leaf(rows, 2 * H, dtype=wide, std=2), leaf(rows, H, dtype=wide)
+    exact = gate_up.detach().double().requires_grad_()
+    gate, up = exact.chunk(2, 1)
+    expected = F.silu(gate) * up
+    (expected_grad,) = torch.autograd.grad(expected, exact, dact.double())
+    dgate_up, act = fused.swiglu_backward(dact, gate_up)
+    assert torch.equal(act, fused.swiglu(gate_up)) and error(act, expected) < 3e-3  # one rounding to bf16
+    assert error(dgate_up, expected_grad) < 3e-3
+
+
+@either
 @pytest.mark.parametrize("compiled", [False, True] if GPU else [False])
 @pytest.mark.parametrize(
     "shape",

@@ -88,13 +88,13 @@ def test_two_ranks_equal_one_process_and_resume_across(data_dir, tmp_path):
         (2, dict(parallel="zero2", mlp="swiglu", norm="rmsnorm", positions="rope", n_kv_head=2, bias=False)),
         (2, dict(parallel="fsdp", context_parallel=2, tie_embeddings=False, remat="block", compile=True)),
         (4, dict(parallel="hsdp", shard_size=2)),
-        (2, dict(context_parallel=2)),
+        (2, dict(context_parallel=2, remat="attention", remat_tile=6, remat_offload=True)),
         (4, dict(context_parallel=2, parallel="fsdp", mlp="swiglu", positions="rope", n_kv_head=1, remat="selective")),
     ],
 )
 def test_any_mode_equals_one_process_and_resumes_across(data_dir, tmp_path, ranks, settings):
     """As for DDP; what sharded ranks saved goes on in one process, and the other way round, sampling included."""
-    modes = ("parallel", "shard_size", "context_parallel", "remat", "compile")
+    modes = ("parallel", "shard_size", "context_parallel", "remat", "remat_tile", "remat_offload", "compile")
     shape = {k: v for k, v in settings.items() if k not in modes}
     common = dict(eval_interval=6, save_interval=6, keep_last=9, batch_size=2, sample_interval=6, sample_tokens=4)
     one = train_here(data_dir, tmp_path / "one", **common, **shape)
