@@ -99,6 +99,16 @@ def exchange(parts, group):
     return flat.unflatten(0, parts.shape[:2])
 
 
+def whole_sequences(model, idx):
+    """(B, T) ids of whole sequences, gathered from the ranks that share them; `idx` itself where it is whole."""
+    spread = getattr(model.blocks[0].attn, "spread", None)
+    if spread is None or not spread.on:
+        return idx
+    parts = [torch.empty_like(idx, memory_format=torch.contiguous_format) for _ in range(spread.size)]
+    dist.all_gather(parts, idx.contiguous(), group=spread.group)
+    return torch.cat(parts, dim=1)
+
+
 def own_tokens(cfg, world, batch):
     """(x, y), of whole sequences, cut to this rank's part of each."""
     T = cfg.block_size // cfg.context_parallel

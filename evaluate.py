@@ -5,6 +5,7 @@ import math
 import torch
 
 import context
+import documents
 import hellaswag
 import parallel
 import sample
@@ -81,7 +82,7 @@ class Evaluator:
 
     def hellaswag(self, step, log):
         device = parallel.device_of(self.model)
-        with context.alone(self.model):
+        with context.alone(self.model), documents.off(self.model):
             score = hellaswag.evaluate(self.model, self.examples, device, autocast=self.autocast)
         log.print(
             f"hellaswag {step} | acc_norm {score['acc_norm']:.4f} | acc {score['acc']:.4f} | "
@@ -92,7 +93,7 @@ class Evaluator:
     def samples(self, step, log):
         cfg = self.cfg
         options = (cfg.n_samples, cfg.sample_tokens, cfg.temperature, cfg.top_k, cfg.seed)
-        with self.autocast, context.alone(self.model):
+        with self.autocast, context.alone(self.model), documents.off(self.model):
             texts = sample.texts(self.model, self.tokenizer, cfg.sample_prompt, *options)
         for text in texts:
             log.print(f"sample {step} | {text!r}")

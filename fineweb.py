@@ -3,6 +3,7 @@
     python fineweb.py                                          # FineWeb-Edu sample-10BT into data/fineweb-edu, 20 GB
     python fineweb.py --dataset=kjj0/fineweb10B-gpt2 --max_shards=10      # ready-made GPT-2 shards of FineWeb
     python fineweb.py --dataset="books/*.txt,notes.jsonl.zst" --out_dir=data/mine
+    python fineweb.py --pack=131072 --min_document_tokens=8192            # for long sequences, see packing.py
 
 As a script it writes llm.c shards (a 1,024-byte header, then uint16 or uint32 tokens, the separator before each
 document), manifest.json with checksums, and token_bytes.npy. Validation gets whole documents from the front; none is
@@ -34,6 +35,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+import packing
 import tokenizer as tokenizers
 from configurator import UserError, run
 
@@ -64,10 +66,12 @@ class Config:
     streaming: bool = False  # read as it downloads, keeping no copy; shuffle_seed then mixes within a buffer only
     out_dir: str | None = None  # where the shards go; None: data/<name of the dataset>
     tokenizer: str = "gpt2"  # gpt2, another tiktoken encoding, bytes, or a path to a tokenizer.model or tokenizer.json
-    shard_tokens: int = 100_000_000  # tokens in a shard
+    shard_tokens: int = 100_000_000  # tokens in a shard; with pack the whole rows that fit in so many
     val_tokens: int | None = None  # validation tokens, at least; None: shard_tokens, of local files about 1%
     shuffle_seed: int | None = None  # documents in the order of this seed; None: as they come
     max_tokens: int | None = None  # training tokens to stop after; None: all
+    pack: int | None = None  # a block_size: documents in an order in which its rows cut few of them; None: as they come
+    min_document_tokens: int | None = None  # leave out documents that are shorter; None: only empty ones
     max_shards: int | None = None  # of a ready-made dataset: training shards to fetch; None: all
 
 
@@ -99,16 +103,24 @@ def main(cfg):
     for split in ("train", "val"):
         n = sum(f"_{split}_" in shard["name"] for shard in progress.shards)
         print(f"{split:5}  {n} shards, {progress.total('tokens', split):,} tokens")
+    if cfg.pack:
+        cut = read_json(out / "manifest.json")["documents_cut"]
+        print(f"pack   rows of {cfg.pack:,} tokens cut {cut['packed']:.2%} of documents, not {cut['by_chance']:.2%}")
     print(f"go on with  python train.py --data_dir={out} --vocab_size={tokenizer.vocab_size}")
 
 
 def check(cfg):
     """Raises one UserError for every setting out of range."""
     least = {"shard_tokens": 1, "val_tokens": 0, "max_tokens": 1, "max_shards": 1, "shuffle_seed": 0}
+    least |= {"pack": 2, "min_document_tokens": 1}
     given = {k: getattr(cfg, k) for k in least if getattr(cfg, k) is not None}
     wrong = [f"{k}={v} must be at least {least[k]}" for k, v in given.items() if v < least[k]]
     if cfg.shard_tokens >= 1 << 31:
         wrong.append(f"shard_tokens={cfg.shard_tokens} must be below 2**31, what the header can count")
+    if cfg.pack and cfg.pack > cfg.shard_tokens:
+        wrong.append(f"shard_tokens={cfg.shard_tokens} must be at least pack={cfg.pack}, since shards hold whole rows")
+    if (cfg.pack or cfg.min_document_tokens) and cfg.dataset in READY_MADE:
+        wrong.append(f"pack and min_document_tokens are for texts; {cfg.dataset} is tokenized already")
     if cfg.max_shards is not None and cfg.dataset not in READY_MADE:
         wrong.append(f"max_shards={cfg.max_shards} is for {', '.join(READY_MADE)} alone; here it is --max_tokens")
     if wrong:
@@ -165,6 +177,7 @@ def settings(cfg, name, files, tokenizer):
     """What decides the shards' bytes; a folder that was started with other values is refused."""
     chosen = {"dataset": name, "text_key": cfg.text_key, "tokenizer": cfg.tokenizer, "vocab_size": tokenizer.vocab_size}
     chosen |= {k: getattr(cfg, k) for k in ("shard_tokens", "val_tokens", "max_tokens", "shuffle_seed")}
+    chosen |= {k: getattr(cfg, k) for k in ("pack", "min_document_tokens") if getattr(cfg, k) is not None}
     if cfg.shuffle_seed is not None:
         chosen["streaming"] = cfg.streaming  # the two shuffle differently
     if files is None:
@@ -242,22 +255,18 @@ def load_files(cfg, files):
 
 def write_shards(texts, progress, tokenizer, short):
     """Writes the shards that are still missing; `texts` yields lists of documents from progress.document on."""
-    writer = ShardWriter(progress, tokenizer, short)
-    number, done, begun = progress.document, progress.tokens, progress.total("tokens")
+    writer, pack = ShardWriter(progress, tokenizer, short), progress.settings.get("pack")
+    begun, least = progress.total("tokens"), progress.settings.get("min_document_tokens", 1)
     bar = tqdm(desc=short, initial=begun, unit=" tokens", unit_scale=True, disable=None)
     with bar, contextlib.closing(Ahead(texts, 4)) as batches:
-        for batch in batches:
-            if writer.complete:
-                break
-            for ids in tokenizer.encode_batch([text or "" for text in batch]):
-                if len(ids):
-                    row = np.empty(len(ids) + 1, tokenizer.dtype)
-                    row[0], row[1:] = tokenizer.eot, ids
-                    bar.update(len(row) - done)
-                    while done < len(row) and not writer.complete:
-                        done = writer.take(row, number, done)
-                number, done = number + 1, 0
-    writer.close(number, 0)
+        rows = tokenized(batches, tokenizer, progress.document, least)
+        if writer.val:  # as they come, with pack too
+            writer.take_all(rows, bar)
+        if pack:
+            rows = packing.Packer(rows, pack, progress.tokens, progress.order)
+            writer.position = rows.position
+        writer.take_all(rows, bar)
+    writer.close(0)
     if not progress.total("tokens", "train"):
         found = progress.total("documents")
         progress.discard()
@@ -267,12 +276,25 @@ def write_shards(texts, progress, tokenizer, short):
         )
 
 
+def tokenized(batches, tokenizer, number, least):
+    """Yields (number, tokens) of the documents of at least `least` tokens, a separator put first."""
+    for batch in batches:
+        for ids in tokenizer.encode_batch([text or "" for text in batch]):
+            if len(ids) >= least:
+                row = np.empty(len(ids) + 1, tokenizer.dtype)
+                row[0], row[1:] = tokenizer.eot, ids
+                yield number, row
+            number += 1
+
+
 class ShardWriter:
     """Gathers tokens into the open shard and closes it when it is full."""
 
     def __init__(self, progress, tokenizer, short):
         self.progress, self.tokenizer, self.short = progress, tokenizer, short
         self.shard_tokens, self.val_tokens = progress.settings["shard_tokens"], progress.settings["val_tokens"]
+        self.shard_tokens -= self.shard_tokens % progress.settings.get("pack", 1)
+        self.number = progress.document - 1  # the document last taken
         self.max_tokens = progress.settings["max_tokens"] or math.inf
         self._open()
 
@@ -282,17 +304,35 @@ class ShardWriter:
         left = self.max_tokens - self.progress.total("tokens", "train")
         self.room, self.complete = min(self.shard_tokens, left), left <= 0 and not self.val
 
-    def take(self, row, number, done):
-        """Takes what fits of row[done:], row being document `number`; returns how much of the row is then done."""
+    def position(self, number, done):
+        """Where to go on, for Progress: document `number` was the last, cut after `done` tokens, or whole (0)."""
+        return (number, done, []) if done else (number + 1, 0, [])
+
+    def take_all(self, rows, bar):
+        """Takes documents until validation is full, or all is, or there are none left; the first as far as undone."""
+        val, done = self.val, self.progress.tokens
+        if self.complete:
+            return
+        for number, row in rows:
+            self.number = number
+            bar.update(len(row) - done)
+            while done < len(row) and not self.complete:
+                done = self.take(row, done)
+            done = 0
+            if self.complete or self.val != val:
+                return
+
+    def take(self, row, done):
+        """Takes what fits of row[done:]; returns how much of the row is then done."""
         end = len(row) if self.val else min(len(row), done + self.room - self.count)
         self.buffer += row[done:end].tobytes()
         self.count += end - done
         if self.count >= (self.val_tokens if self.val else self.room):
-            self.close(*((number, end) if end < len(row) else (number + 1, 0)))
+            self.close(end if end < len(row) else 0)
         return end
 
-    def close(self, number, done):
-        """Writes the open shard; the next one begins at token `done` of document `number`."""
+    def close(self, done):
+        """Writes the open shard; `done` tokens of the last document are in it, or all of them (0)."""
         if self.count:
             index = len(self.progress.shards) + (self.val_tokens == 0)  # 0 is validation
             name = f"{self.short}_{'val' if self.val else 'train'}_{index:06d}.bin"
@@ -301,18 +341,19 @@ class ShardWriter:
             magic = next(magic for magic, (_, dtype) in FORMATS.items() if dtype == tokens.dtype)
             header[:3] = magic, FORMATS[magic][0], len(tokens)
             write_atomic(self.progress.out / name, header.astype("<i4"), tokens)
-            self.progress.add(name, tokens, self.tokenizer, (number, done))
+            self.progress.add(name, tokens, self.tokenizer, self.position(self.number, done))
         self._open()
 
 
 class Progress:
     """The record of a run in its folder: progress.json while it lasts, manifest.json once all is done.
 
-    document, tokens: the next shard begins in that document of the source, after so many tokens of it.
+    document, tokens: the next shard begins in that document of the source, after so many tokens of it. Of packed data
+    `document` is the first that is not all in place, and order: which one is cut, and those that are in place after it.
     """
 
     def __init__(self, out, settings):
-        self.out, self.settings, self.shards, self.document, self.tokens = out, settings, [], 0, 0
+        self.out, self.settings, self.shards, self.document, self.tokens, self.order = out, settings, [], 0, 0, []
         saved = read_json(out / "progress.json") or read_json(out / "manifest.json")
         self.finished = (out / "manifest.json").exists()
         for leftover in [*out.glob("*.tmp"), *([out / "progress.json"] if self.finished else [])]:
@@ -329,13 +370,14 @@ class Progress:
             wrong = "; ".join(f"{k}={old.get(k)}, not {settings.get(k)}" for k in wrong)
             raise UserError(f"out_dir={out} was begun with {wrong}; use another --out_dir, or remove the folder")
         self.shards, (self.document, self.tokens) = saved["shards"], saved.get("next", (0, 0))
+        self.order = saved.get("order", [])
         if gone := [shard["name"] for shard in self.shards if not (out / shard["name"]).is_file()]:
             raise DataError(
                 f"{out / gone[0]} was written and is gone; put it back, or remove the folder to start again"
             )
 
     def add(self, name, tokens, tokenizer, position):
-        """Records a shard that is in place, what it holds, and the position (document, tokens) after it."""
+        """Records a shard that is in place, what it holds, and the position (document, tokens, order) after it."""
         sizes = tokenizer.token_bytes()
         parts = np.array_split(tokens, (len(tokens) >> 24) + 1)  # as bincount makes int64 of its argument
         counts = sum(np.bincount(part, minlength=tokenizer.vocab_size) for part in parts)
@@ -343,11 +385,12 @@ class Progress:
         shard = {"name": name, "tokens": len(tokens), "documents": int(counts[tokenizer.eot])}  # that begin in it
         shard |= {"text_bytes": int(counts @ sizes), "bytes": path.stat().st_size, "sha256": file_sha256(path)}
         self.shards.append(shard)
-        self.document, self.tokens = position
+        self.document, self.tokens, self.order = position
         self.save()
 
     def save(self):
         state = {"settings": self.settings, "shards": self.shards, "next": (self.document, self.tokens)}
+        state |= {"order": self.order} if "pack" in self.settings else {}
         write_atomic(self.out / "progress.json", json.dumps(state, indent=1).encode())
 
     def total(self, key, split=""):
@@ -364,6 +407,9 @@ class Progress:
         manifest = {"tokenizer": tokenizer.name, "vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot}
         manifest |= {"dtype": tokenizer.dtype.name, "source": self.settings["dataset"], "settings": self.settings}
         manifest |= {key: self.total(key) for key in ("documents", "tokens", "text_bytes")} | {"shards": self.shards}
+        if pack := self.settings.get("pack"):
+            shards = [open_shard(self.out / shard["name"]) for shard in self.shards if "_train_" in shard["name"]]
+            manifest["documents_cut"] = packing.shares_cut(begins(shards, tokenizer.eot), sum(map(len, shards)), pack)
         write_atomic(self.out / "manifest.json", (json.dumps(manifest, indent=1) + "\n").encode())
         (self.out / "progress.json").unlink()
 
@@ -382,7 +428,7 @@ def fetch_shards(name, max_shards, progress, tokenizer):
                 raise DataError(
                     f"{progress.out / file} holds token {tokens.max()}, which GPT-2 has not; remove it and rerun"
                 )
-            progress.add(file, tokens, tokenizer, (0, 0))
+            progress.add(file, tokens, tokenizer, (0, 0, []))
     except UserError:
         raise
     except Exception as error:  # the hub's own, httpx's, the disk's
@@ -579,10 +625,12 @@ class TokenLoader:
         self.tokens = self.ends[-1]
         manifest = read_json(Path(data_dir) / "manifest.json") or {}
         self._check_shards(manifest, data_dir, split, min_tokens)
-        self.tokenizer, sizes = manifest.get("tokenizer"), Path(data_dir) / "token_bytes.npy"
+        self.tokenizer, self.eot = manifest.get("tokenizer"), manifest.get("eot")
+        sizes = Path(data_dir) / "token_bytes.npy"
         self.token_bytes = np.load(sizes) if sizes.exists() else None
         self._starts = self._aligned_starts(manifest, data_dir) if align else None
         self.rows_per_epoch = -(-self.tokens // T) if self._starts is None else len(self._starts)
+        self.warnings = self._pack_warnings(manifest.get("settings", {}).get("pack"), data_dir)
         self.rows = 0  # handed out to all ranks together, those prefetched not counted
         listing = "".join(f"{Path(path).name} {len(shard)}\n" for path, shard in zip(self.paths, self.shards))
         self.fingerprint = hashlib.sha256(listing.encode()).hexdigest()[:16]
@@ -611,14 +659,20 @@ class TokenLoader:
                 "lower --block_size, or make more data"
             )
 
+    def _pack_warnings(self, pack, data_dir):
+        if pack and pack != self.T:
+            return [
+                f"{data_dir} is packed for block_size={pack}; rows of {self.T} cut more documents than they need to"
+            ]
+        if pack and self._starts is not None:
+            return [f"{data_dir} is packed for rows that lie end to end; align_documents moves them off"]
+        return []
+
     def _aligned_starts(self, manifest, data_dir):
         """Where the rows of an epoch begin, int64."""
         if "eot" not in manifest:
             raise DataError(f"align_documents needs to know the separator, and {data_dir}/manifest.json is not there")
-        found = [
-            np.flatnonzero(shard == manifest["eot"]) + end - len(shard) for shard, end in zip(self.shards, self.ends)
-        ]
-        return aligned_starts(np.concatenate(found), self.tokens, self.T)
+        return aligned_starts(begins(self.shards, manifest["eot"]), self.tokens, self.T)
 
     def next(self):
         """(x, y), each int64 (B, T) on the device: the tokens and, for each, the one after it."""
@@ -717,6 +771,12 @@ class TokenLoader:
     def _to_device(self, batch):
         batch = batch.to(self.device, non_blocking=True)
         return batch[:, :-1].long(), batch[:, 1:].long()
+
+
+def begins(shards, eot):
+    """Sorted positions in `shards`, laid end to end, at which documents begin, int64."""
+    ends = np.cumsum([len(shard) for shard in shards])
+    return np.concatenate([np.flatnonzero(shard == eot) + end - len(shard) for shard, end in zip(shards, ends)])
 
 
 def aligned_starts(documents, n, T):

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import context
+import documents
 import remat
 from configurator import UserError
 
@@ -151,8 +152,11 @@ def compile_model(model, by_block, sharded=False):
     model.head.compile()
 
 
-def prepare(model, cfg, world):
-    """What is done to a model on meta, in a fixed order: other layers put in, compiled, its parameters sharded."""
+def prepare(model, cfg, world, eot=None):
+    """What is done to a model on meta, in a fixed order: other layers put in, compiled, its parameters sharded.
+
+    eot: the token that precedes each document, for cfg.document_mask; None: rows are taken for single documents.
+    """
     sharded = dist.is_initialized() and cfg.parallel != "ddp"
     if cfg.offload_states and not sharded:
         raise UserError("offload_states=True needs a process group; start it with torchrun, --nproc_per_node=1 for one")
@@ -169,6 +173,8 @@ def prepare(model, cfg, world):
         import fp8
 
         fp8.swap(model)
+    if cfg.document_mask:
+        documents.apply(model, eot)
     if cfg.remat != "none":
         remat.apply(model, cfg)
     if cfg.context_parallel > 1:
@@ -189,7 +195,8 @@ def conflicts(cfg, world_size):
         found.append(f"shard_size={cfg.shard_size} must divide the number of ranks, {world_size}")
     if cfg.parallel != "hsdp" and cfg.shard_size:
         found.append(f"shard_size={cfg.shard_size} is for parallel=hsdp, parallel is {cfg.parallel}")
-    return found + low_memory_problems(cfg, world_size) + remat.problems(cfg) + context.problems(cfg, world_size)
+    found += low_memory_problems(cfg, world_size) + remat.problems(cfg) + context.problems(cfg, world_size)
+    return found + documents.problems(cfg)
 
 
 def low_memory_problems(cfg, world_size):

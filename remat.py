@@ -20,7 +20,13 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import kernels
 from configurator import UserError
 
-DEAR = ("scaled_dot_product", "flash_attention", "flex_attention", "wait_tensor")  # attention; what ranks have traded
+DEAR = (
+    "scaled_dot_product",
+    "flash_attention",
+    "flex_attention",
+    "varlen_attn",
+    "wait_tensor",
+)  # attention; what ranks have traded
 PRODUCTS = {
     "aten::mm": 0,
     "aten::addmm": 1,

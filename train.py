@@ -25,6 +25,7 @@ import torch
 
 import checkpoint
 import context
+import documents
 import kernels
 import memory
 import model as models
@@ -50,6 +51,7 @@ class Config(models.GPTConfig):
     tokenizer: str | None = None  # for samples and HellaSwag; None: the one in the data's manifest
     shuffle_seed: int | None = None  # windows in an order drawn anew each epoch; None: as they lie
     align_documents: bool = False  # every row starts where a document does, if one begins in it
+    document_mask: bool = False  # a token attends within its document only, see documents.py
     verify_data: bool = False  # check every shard against the manifest's SHA-256 first
     allow_data_change: bool = False  # resume even though the shards are not the ones of the checkpoint
     # batch and schedule
@@ -226,16 +228,17 @@ def choose(cfg, device):
         ("attention", f"{attention} ({why_attention})"),
         ("ops", f"{ops} ({why_ops})"),
     ]
+    rows += [("documents", documents.describe(device, precision))] if cfg.document_mask else []
     return dataclasses.replace(cfg, precision=precision, attention=attention, ops=ops), rows
 
 
-def build(cfg, world, tensors=None):
+def build(cfg, world, tensors=None, eot=None):
     """The Training of a cfg from `choose`: model on meta, prepared, allocated, loaded, wrapped; its optimizer.
 
-    tensors: the weights of a checkpoint; None: cfg.init_from's, or new ones.
+    tensors: the weights of a checkpoint; None: cfg.init_from's, or new ones. eot: see documents.separator.
     """
     raw = models.on_meta(cfg)
-    parallel.prepare(raw, cfg, world)
+    parallel.prepare(raw, cfg, world, eot)
     models.allocate(raw, "cpu" if cfg.offload_states else world.device, cfg.seed, fill=parallel.fill)
     if tensors:
         checkpoint.load_model_tensors(raw, tensors)
@@ -285,7 +288,7 @@ def train(cfg, world):
     cfg = dataclasses.replace(cfg, tokenizer=cfg.tokenizer or loader.tokenizer)  # recorded for sample.py
 
     # model
-    job = build(own, world, tensors.get("model"))
+    job = build(own, world, tensors.get("model"), documents.separator(cfg, loader.eot))
     raw, optimizer, scaler = job.raw, job.optimizer, job.scaler
     if cfg.overfit:
         next_batch = itertools.cycle([next_batch() for _ in range(job.accumulation)]).__next__
@@ -313,7 +316,7 @@ def train(cfg, world):
             ("step", f"{cfg.batch_tokens:,} tokens: {micro} x {world.size} ranks x {job.accumulation} micro-steps"),
             ("run", f"steps {step} to {cfg.max_steps}: {human(cfg.max_steps * cfg.batch_tokens)} tokens"),
             *([("resumed", f"{source}")] if source else []),
-            *(("warning", w) for w in evaluate.warnings),
+            *(("warning", w) for w in [*loader.warnings, *evaluate.warnings]),
         ]
     )
     stop = 0.0  # set to 1 by SIGTERM; the ranks agree on it at the end of each step

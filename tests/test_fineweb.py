@@ -260,6 +260,62 @@ def test_finished_shards_are_not_made_again(tmp_path, clean, monkeypatch):
     assert sorted(name for name in written if name.endswith(".bin")) == sorted(shards)[6 - 1 : -1]
 
 
+PACK = dict(KILLS, shard_tokens=140_000, pack=32_768)
+
+
+def test_packed_shards_hold_every_document_once(tmp_path, clean):
+    """In groups of 32,768 tokens, 4 to a shard; validation and what a document holds are as without it."""
+    said = prepare(tmp_path / "d", **PACK)
+    plain = np.concatenate([np.frombuffer(clean[name], np.uint16, offset=1024) for name in clean if "_train_" in name])
+    shards = shard_tokens(tmp_path / "d", "train")
+    assert {len(shard) for shard in shards[:-1]} == {4 * 32_768}
+    documents = lambda tokens: sorted(tuple(part) for part in np.split(tokens, np.flatnonzero(tokens == 50256)[1:]))
+    packed = np.concatenate(shards)
+    assert documents(packed) == documents(plain) and not np.array_equal(packed, plain)
+    assert contents(tmp_path / "d")["text_val_000000.bin"] == clean["text_val_000000.bin"]
+
+    def cut(tokens):
+        begins = np.append(np.flatnonzero(tokens == 50256), len(tokens))
+        return np.mean([a // 32_768 != (b - 1) // 32_768 for a, b in zip(begins, begins[1:])])
+
+    shares = json.loads((tmp_path / "d/manifest.json").read_text())["documents_cut"]
+    assert shares["packed"] == pytest.approx(cut(packed)) and cut(packed) < 0.5 * cut(plain)
+    assert shares["by_chance"] == pytest.approx(cut(plain), abs=0.02)  # some 300 documents
+    assert f"cut {shares['packed']:.2%} of documents, not {shares['by_chance']:.2%}" in said
+
+    loader = TokenLoader(tmp_path / "d", "train", 2, 32_768)
+    assert not loader.warnings
+    expected = np.stack([packed[w * 32_768 :][:32_769] for w in range(20)])
+    assert np.array_equal(read(loader, 10), expected), "rows are groups, the last target the next one's first token"
+    loader.close()
+    warnings = [TokenLoader(tmp_path / "d", "train", 1, T, align=T > 1024).warnings for T in (1024, 32_768)]
+    assert "packed for block_size=32768; rows of 1024" in warnings[0][0] and "align_documents" in warnings[1][0]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_packing_killed_after_any_shard_goes_on(tmp_path, monkeypatch, streaming):
+    monkeypatch.setattr(fineweb.packing, "DOCUMENTS", 40)  # a fifth of them
+    settings = dict(PACK, streaming=streaming)
+    prepare(tmp_path / "whole", **settings)
+    whole = contents(tmp_path / "whole")
+    assert sum(name.endswith(".bin") for name in whole) == 19
+    add = fineweb.Progress.add
+    for count in range(2, 19, 4):
+        stop = lambda self, *args, n=count: 1 / 0 if len(self.shards) == n else add(self, *args)
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
+            patch.setattr(fineweb.Progress, "add", stop)
+            prepare(tmp_path / "d", **settings)
+    prepare(tmp_path / "d", **settings)
+    assert contents(tmp_path / "d") == whole
+
+
+def test_short_documents_are_left_out(tmp_path):
+    prepare(tmp_path / "d", STDLIB / "json", tokenizer="bytes", min_document_tokens=9000, val_tokens=0)
+    texts = [Path(path).read_text() for path in fineweb.local_files(str(STDLIB / "json"))]
+    _, train = rebuild([text for text in texts if len(text) >= 9000], tokenizer.load("bytes"), 0)
+    assert np.array_equal(shard_tokens(tmp_path / "d", "train")[0], train) and len(train) < sum(map(len, texts))
+
+
 def test_two_at_once_are_refused(tmp_path):
     with fineweb.claim(tmp_path / "d"), pytest.raises(UserError, match="another fineweb.py"):
         prepare(tmp_path / "d", STDLIB / "json")
@@ -376,6 +432,9 @@ def test_mistakes_in_the_settings(tmp_path):
         (dict(out="/proc/x"), 2, "can't be written"),
         (dict(shard_tokens=0, val_tokens=-1), 2, "shard_tokens=0 must be at least 1; val_tokens=-1 must"),
         (dict(tokenizer="gpt5"), 2, "tokenizer=gpt5"),
+        (dict(pack=1, min_document_tokens=0), 2, "min_document_tokens=0 must be at least 1"),
+        (dict(pack=4096, shard_tokens=4000), 2, "shard_tokens=4000 must be at least pack=4096"),
+        (dict(dataset="kjj0/fineweb10B-gpt2", pack=4096), 2, "is tokenized already"),
     ]:
         with pytest.raises(UserError) as error:
             prepare(**{"out": tmp_path / "d", **settings})
