@@ -289,11 +289,11 @@ class Shelf:
             torch.cuda.current_stream().wait_event(kept.ready)
         tensors, kept.tensors = kept.tensors, None
         for host in kept.host or ():
-            self.buffers[host.shape, host.dtype].append(host)
+            self.buffers[host.shape, host.stride(), host.dtype].append(host)
         return tensors
 
     def fetch(self, kept):
-        kept.tensors = [torch.empty(h.shape, dtype=h.dtype, device=kept.device) for h in kept.host]
+        kept.tensors = [torch.empty_like(host, device=kept.device) for host in kept.host]
         with self.copying(kept.device) as stream:
             for host, tensor in zip(kept.host, kept.tensors, strict=True):
                 tensor.copy_(host, non_blocking=True)
@@ -306,8 +306,9 @@ class Shelf:
         kept.tensors = None
 
     def buffer(self, tensor):
-        free = self.buffers[tensor.shape, tensor.dtype]
-        return free.pop() if free else torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        """On the host, laid out as the tensor: PyTorch's cuDNN attention takes its result's layout for a given one."""
+        free = self.buffers[tensor.shape, tensor.stride(), tensor.dtype]
+        return free.pop() if free else torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
 
     @contextlib.contextmanager
     def copying(self, device):

@@ -121,7 +121,11 @@ def compare_kernel(rows, cols, dtype, device, differing):
         adam8_kernel.update(other[0], g, *other[1:], 3, *numbers(step))
         for a, b in zip(own[1:], other[1:]):
             assert (a != b).float().mean() <= differing
-            torch.testing.assert_close(a.float(), b.float(), rtol=1 / 8, atol=1 if a.dtype == torch.uint8 else 0)
+            if a.dtype == torch.uint8:  # next to each other, or next to zero, whose sign is anyone's
+                near, zero = (a.int() - b.int()).abs() <= 1, ((a & 127) <= 1) & ((b & 127) <= 1)
+                assert (near | zero).all()
+            else:
+                torch.testing.assert_close(a, b, rtol=1 / 8, atol=0)
         tolerance = dict(rtol=2**-7, atol=1e-9) if dtype == torch.bfloat16 else dict(rtol=1e-5, atol=1e-9)
         torch.testing.assert_close(own[0], other[0], **tolerance)
         assert (own[0] != other[0]).float().mean() <= (differing if dtype == torch.bfloat16 else 1)
