@@ -32,7 +32,8 @@ def seconds(cfg, ranks):
     moved = tokens * L * (64 * C + 28 * cfg.hidden) * (1 + again / 3) * (1.3 if fp8 else 1)
     shards = memory.shards_of(cfg, ranks)
     copies = 18 * total if shards > 1 else 0  # what FSDP packs and unpacks around its collectives
-    states = memory.bytes_per_parameter(cfg) + 24  # read and written once by the update, gradients twice for clipping
+    # the update reads and writes weights and moments and reads gradients, which clipping has read twice and written
+    states = 6 * memory.bytes_of_weight(cfg) + 2 * memory.bytes_of_moments(cfg)
     parts["elementwise"] = micros * (moved + copies) / BYTES + total / shards * states / BYTES
     compute = sum(parts.values())
     parts["communication, exposed"] = exposed(cfg, ranks, micros, total, tokens, compute)
