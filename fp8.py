@@ -134,15 +134,15 @@ def linear_forward(ctx, x, weight, bias, x_top, w_top, dy_top):
     w8, w8t, ws, _ = cast(weight, w_top, None, COPY, False, False)
     ctx.save_for_backward(x8t, xs, w8t, ws, dy_top)
     ctx.dtypes = fused.dtypes_of(weight, bias)
-    return product(x8, w8.t(), xs, ws, None if bias is None else bias.to(x.dtype), x.dtype, True)
+    return product(x8, w8.t(), xs, ws, None if bias is None else bias.to(x.dtype), x.dtype)
 
 
 def linear_backward(ctx, dy, sums):
     """(dx, dw, column sums of dy or None) of dy: (M, N)."""
     x8t, xs, w8t, ws, dy_top = ctx.saved_tensors
     dy8, dy8t, ds, columns = cast(dy, dy_top, None, COPY, True, sums)
-    dx = product(dy8, w8t.t(), ds, ws, None, dy.dtype, True)
-    return dx, product(dy8t, x8t.t(), ds, xs, None, ctx.dtypes[0], False), columns if sums else None
+    dx = product(dy8, w8t.t(), ds, ws, None, dy.dtype)
+    return dx, product(dy8t, x8t.t(), ds, xs, None, ctx.dtypes[0]), columns if sums else None
 
 
 class GeluMLPFunction(torch.autograd.Function):
@@ -153,21 +153,21 @@ class GeluMLPFunction(torch.autograd.Function):
         w28, w28t, w2s, _ = cast(w2, w2_top, None, COPY, False, False)
         ctx.dtypes = fused.dtypes_of(w1, b1, w2, b2)
         b1, b2 = (None if b is None else b.to(x.dtype) for b in (b1, b2))
-        before = product(x8, w18.t(), xs, w1s, b1, x.dtype, True)
+        before = product(x8, w18.t(), xs, w1s, b1, x.dtype)
         act8, act8t, acts, _ = cast(before, act_top, None, GELU, False, False)
         ctx.save_for_backward(x8t, xs, w18t, w1s, w28t, w2s, before, act8t, acts, dbefore_top, dy_top)
-        return product(act8, w28.t(), acts, w2s, b2, x.dtype, True).unflatten(0, x.shape[:-1])
+        return product(act8, w28.t(), acts, w2s, b2, x.dtype).unflatten(0, x.shape[:-1])
 
     @staticmethod
     def backward(ctx, dy):
         x8t, xs, w18t, w1s, w28t, w2s, before, act8t, acts, dbefore_top, dy_top = ctx.saved_tensors
         w1_dtype, b1_dtype, w2_dtype, b2_dtype = ctx.dtypes
         dy8, dy8t, ds, db2 = cast(dy.flatten(0, -2).contiguous(), dy_top, None, COPY, True, b2_dtype is not None)
-        dact = product(dy8, w28t.t(), ds, w2s, None, dy.dtype, True)
-        dw2 = product(dy8t, act8t.t(), ds, acts, None, w2_dtype, False)
+        dact = product(dy8, w28t.t(), ds, w2s, None, dy.dtype)
+        dw2 = product(dy8t, act8t.t(), ds, acts, None, w2_dtype)
         db8, db8t, bs, db1 = cast(dact, dbefore_top, before, DGELU, True, b1_dtype is not None)
-        dx = product(db8, w18t.t(), bs, w1s, None, dy.dtype, True).unflatten(0, dy.shape[:-1])
-        dw1 = product(db8t, x8t.t(), bs, xs, None, w1_dtype, False)
+        dx = product(db8, w18t.t(), bs, w1s, None, dy.dtype).unflatten(0, dy.shape[:-1])
+        dw1 = product(db8t, x8t.t(), bs, xs, None, w1_dtype)
         db1 = None if b1_dtype is None else db1.to(b1_dtype)
         return (dx, dw1, db1, dw2, None if b2_dtype is None else db2.to(b2_dtype)) + (None,) * 6
 
@@ -180,18 +180,14 @@ def product(
     b_scale: torch.Tensor,
     bias: torch.Tensor | None,
     dtype: torch.dtype,
-    fast: bool,
 ) -> torch.Tensor:
-    """a @ b * a_scale * b_scale + bias, of contiguous rows of a and columns of b; fast: see cublas.matmul.
-
-    Weight gradients, sums over all tokens, are not fast: they were, and GPT-2's loss fell behind from the first steps.
-    """
+    """a @ b * a_scale * b_scale + bias, of contiguous rows of a and columns of b."""
     out = a.new_empty(a.size(0), b.size(1), dtype=dtype)
-    return cublas.matmul(a, b, out, bias=bias, scales=(a_scale, b_scale), fast=fast)
+    return cublas.matmul(a, b, out, bias=bias, scales=(a_scale, b_scale))
 
 
 @product.register_fake
-def _(a, b, a_scale, b_scale, bias, dtype, fast):
+def _(a, b, a_scale, b_scale, bias, dtype):
     return a.new_empty(a.size(0), b.size(1), dtype=dtype)
 
 
@@ -348,7 +344,7 @@ def cross_entropy_chunks8(
         xi, ti = x8[i : i + rows], targets[i : i + rows]
         n = xi.size(0)
         li, gi = logits[:n], small[:n]
-        cublas.matmul(xi, w8.t(), li, scales=(xs, ws), fast=True, tune=grad)
+        cublas.matmul(xi, w8.t(), li, scales=(xs, ws), tune=grad)
         options = (vocab_size, softcap, smoothing, z_loss, grad)
         fused.cross_entropy_rows(li, ti, losses[i : i + n], gi, HEAD_SCALE, *options)
         if grad:

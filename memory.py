@@ -129,8 +129,7 @@ def kept_per_token(cfg):
     if cfg.remat == "attention":
         return 2 * 2 * C + 4 * cfg.n_head
     products = sum(2 * n for n, k in cfg.block_matmuls[:-1] if n <= remat.WIDE * k)
-    traded = 2 * (cfg.qkv_width + C) if cfg.context_parallel > 1 else 0
-    return 2 * 2 * C + products + traded + 2 * C + 4 * cfg.n_head  # a residual stream and the branch to be added to it
+    return 2 * 2 * C + products + 2 * C + 4 * cfg.n_head  # a residual stream and the branch to be added to it
 
 
 def largest_batch(cfg, ranks, budget):

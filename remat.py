@@ -20,7 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import kernels
 from configurator import UserError
 
-DEAR = (
+ATTENTION = (
     "scaled_dot_product",
     "flash_attention",
     "flex_attention",
@@ -84,7 +84,7 @@ def selective(block_class, random):
 def keep(context, op, *args, **kwargs):
     """Whether the output of an operation is kept."""
     name = op.name().split(".")[0]
-    if any(part in name for part in DEAR):
+    if any(part in name for part in ATTENTION):
         return CheckpointPolicy.MUST_SAVE
     if name in PRODUCTS:
         left, right = args[PRODUCTS[name] : PRODUCTS[name] + 2]
