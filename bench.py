@@ -450,10 +450,10 @@ def plan_table(cfg):
             f"nothing fits {cfg.gpu_gib:g} GiB on {cfg.world} GPUs; try a larger --world, --optimizer=adamw8bit "
             "--weights=bf16, or a shorter --block_size"
         )
-    print(f"{'s a step':>9}{'tokens/s/GPU':>14}{'GiB':>8}  settings")
+    print(f"{'s a step':>9}{'tokens/s/GPU':>14}{'GiB':>8}  settings, beside those given")
     for seconds, takes, other in found[: cfg.show]:
         rate = cfg.batch_tokens / seconds / cfg.world
-        print(f"{seconds:9.2f}{rate:14,.0f}{takes / memory.GIB:8.1f}  {plan.as_flags(other, MemoryConfig())}")
+        print(f"{seconds:9.2f}{rate:14,.0f}{takes / memory.GIB:8.1f}  {plan.as_flags(other, cfg)}")
     print(f"\n{'the first':<28}s a step")
     for name, seconds in plan.seconds(found[0][2], cfg.world).items():
         print(f"{name:<28}{seconds:8.2f}")

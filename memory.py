@@ -101,10 +101,11 @@ def backward_bytes(cfg, tokens, again):
     if not again:
         return tokens * (wide + 2 * 3 * C)
     if cfg.remat == "selective":
-        return tokens * (wide + block_per_token(cfg) - kept_per_token(cfg))
-    tile = min(tokens, cfg.remat_tile or tokens)
-    attention = 2 * (3 * cfg.qkv_width + 7 * C) + 4 * C  # q, k, v, their gradients, and dq in float32
-    return tokens * attention + tile * (wide + 2 * cfg.mlp_width + 2 * 4 * C)
+        return tokens * (wide + 2 * 4 * C)
+    turned = cfg.qkv_width - cfg.kv_heads * cfg.head_dim if cfg.positions == "rope" else 0
+    alive = 2 * (cfg.qkv_width + turned + 6 * C)  # q, k, v before and after RoPE; x, y, the norm of x, three gradients
+    tile = min(tokens, cfg.remat_tile or tokens) * (wide + 2 * cfg.mlp_width + 2 * 4 * C)
+    return tokens * alive + max(tile, tokens * (2 * cfg.qkv_width + 4 * C))  # attention's: three, and dq in float32
 
 
 def block_per_token(cfg):
@@ -112,10 +113,6 @@ def block_per_token(cfg):
     C, fp8 = cfg.n_embd, cfg.precision == "fp8"
     residual = 2 * 2 * C  # the sums before both norms
     attention = 2 * cfg.qkv_width + 2 * C + 4 * cfg.n_head  # q, k, v, the output, logsumexp
-    if cfg.positions == "rope":
-        attention += 2 * (
-            cfg.qkv_width - cfg.kv_heads * cfg.head_dim
-        )  # q and k turned, beside v in the product's whole
     operands = (1 if fp8 else 2) * (2 * C + (0 if cfg.mlp == "swiglu" and not fp8 else cfg.hidden))
     operands += C if fp8 else 0  # attention's output, in bf16 the one above
     return residual + attention + operands + 2 * cfg.mlp_width + 16

@@ -11,10 +11,13 @@ import itertools
 
 import memory
 import remat
+from configurator import UserError
 
 MATMUL, MATMUL_FP8, ATTENTION = 680e12, 1250e12, 540e12  # FLOP/s, attention's with the causal half left out
 BYTES, LINK, ALL_TO_ALL, HOST = 3.6e12, 320e9, 170e9, 45e9  # bytes/s: memory, NCCL's bus in a node, CP's, pinned
 HIDDEN = 0.8  # share of a step's computation that can hide communication
+SLOWED = 0.5  # what hidden communication costs all the same, of its time: it takes multiprocessors, memory and power
+LAUNCH = 1e-4  # seconds a layer and micro-step between kernels
 
 
 def seconds(cfg, ranks):
@@ -34,7 +37,7 @@ def seconds(cfg, ranks):
     copies = 18 * total if shards > 1 else 0  # what FSDP packs and unpacks around its collectives
     # the update reads and writes weights and moments and reads gradients, which clipping has read twice and written
     states = 6 * memory.bytes_of_weight(cfg) + 2 * memory.bytes_of_moments(cfg)
-    parts["elementwise"] = micros * (moved + copies) / BYTES + total / shards * states / BYTES
+    parts["elementwise"] = micros * (moved + copies) / BYTES + total / shards * states / BYTES + micros * L * LAUNCH
     compute = sum(parts.values())
     parts["communication, exposed"] = exposed(cfg, ranks, micros, total, tokens, compute)
     return parts
@@ -53,7 +56,7 @@ def exposed(cfg, ranks, micros, total, tokens, compute):
     shards = memory.shards_of(cfg, ranks)
     small = 2 if cfg.precision in ("bf16", "fp8") else 4
     summed = 2 if cfg.reduce_dtype == "bf16" else 4
-    hidden = 0.0
+    hidden = open_ = 0.0
     if shards > 1:
         gathers = 1 if cfg.parallel == "zero2" else 2 * micros
         hidden = (gathers * small + micros * summed) * total * ring
@@ -61,13 +64,12 @@ def exposed(cfg, ranks, micros, total, tokens, compute):
         hidden = 2 * summed * total * ring
     if cfg.remat_offload:
         kept = tokens * memory.kept_per_token(cfg) * cfg.n_layer / cfg.remat_every
-        hidden = max(hidden, micros * kept / HOST * 2)
-    open_ = 0.0
+        open_ = max(0.0, micros * kept / HOST * 2 - HIDDEN * compute)
     if cfg.context_parallel > 1:
         traded = 2 * tokens * (cfg.qkv_width + cfg.n_embd) * (cfg.context_parallel - 1) / cfg.context_parallel
-        open_ = micros * cfg.n_layer * traded * (2 + (cfg.remat != "none")) / ALL_TO_ALL
+        open_ += micros * cfg.n_layer * traded * (2 + (cfg.remat != "none")) / ALL_TO_ALL
     ends = (summed + small) * cfg.padded_vocab * cfg.n_embd * ring if shards > 1 else 0  # first and last unit
-    return max(0.0, hidden - HIDDEN * compute) + micros * ends + open_
+    return max(SLOWED * hidden, hidden - HIDDEN * compute) + micros * ends + open_
 
 
 def candidates(cfg, ranks):
@@ -91,7 +93,7 @@ def candidates(cfg, ranks):
             rows *= 2
             try:
                 check(found, ranks)
-            except Exception:
+            except UserError:
                 continue
             yield found
 
@@ -107,6 +109,6 @@ def search(cfg, ranks, budget):
 
 
 def as_flags(cfg, base):
-    """The settings in which cfg differs from base, as on a command line."""
+    """The settings in which cfg differs from base, as on a command line; "as given" if in none."""
     pairs = [(f.name, getattr(cfg, f.name)) for f in dataclasses.fields(cfg)]
-    return " ".join(f"--{name}={value}" for name, value in pairs if value != getattr(base, name))
+    return " ".join(f"--{name}={value}" for name, value in pairs if value != getattr(base, name)) or "as given"

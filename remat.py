@@ -116,8 +116,12 @@ def rematerialised(block_class):
             x = x if isinstance(x, torch.Tensor) else settled(x)
             if torch.is_grad_enabled():
                 return Recompute.apply(self, x, *self.parameters())
+            return self.tiled(x, self.attended(x))
+
+        def attended(self, x):
+            """y: (B, H, T, D), a tensor proper: one that a collective has not brought yet is not for graphs."""
             y = self.attn.attend(*self.before(x))
-            return self.tiled(x, y)
+            return y if type(y) is torch.Tensor else y.clone()
 
         def tiled(self, x, y):
             return torch.cat([self.after(x[:, t], y[:, :, t]) for t in self.tiles(x)], 1)
@@ -182,7 +186,7 @@ class Recompute(torch.autograd.Function):
         ctx.state = random_state(x.device) if block.random else None
         tape = []
         with on_tape(block.attn, tape):
-            y = block.attn.attend(*block.before(x))
+            y = block.attended(x)
         out = block.tiled(x, y)
         ctx.small = tape[2:]  # numbers and states, beside attention's output and logsumexp
         ctx.kept = block.shelf.put([x, *tape[:2]])
@@ -201,7 +205,7 @@ class Recompute(torch.autograd.Function):
         ):
             x = x.detach().requires_grad_()
             with on_tape(block.attn, [*tape, *ctx.small] if tape else None):
-                y = block.attn.attend(*block.before(x))
+                y = block.attended(x)
             dx, dy, grads = after_backward(block, x.detach(), y.detach(), dout, ctx.parameters)
             more = torch.autograd.grad(y, [x, *ctx.parameters], dy, allow_unused=True)
         grads = [a if b is None else b if a is None else a + b for a, b in zip(grads, more[1:], strict=True)]

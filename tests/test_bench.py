@@ -8,6 +8,7 @@ import torch
 from conftest import ROOT, train_ranks
 
 import memory
+import plan
 import train
 from configurator import UserError, configure
 
@@ -41,6 +42,49 @@ def test_memory_is_what_an_h200_took(precision, measured):
     """The peak that `bench.py step config/gpt2_124m.py` printed on one H200, in GiB."""
     cfg = configure(train.Config, [str(ROOT / "config/gpt2_124m.py"), f"--precision={precision}"])
     assert sum(memory.estimate(cfg, 1).values()) / memory.GIB == pytest.approx(measured, rel=0.05)
+
+
+LLAMA, LONG = ["config/llama3_8b.py"], ["--block_size=131072", "--batch_tokens=131072"]
+HELD = ["--remat=attention", "--remat_offload=True", "--remat_tile=16384"]
+
+
+@pytest.mark.parametrize(
+    "ranks, words, gib, rate",
+    [
+        (1, ["config/gpt2_124m.py"], 21.4, 622_705),
+        (4, ["config/gpt2_124m.py"], None, 593_195),
+        (4, [*LLAMA, "--batch_tokens=262144", "--reduce_dtype=bf16"], 63.6, 10_189),
+        (4, [*LLAMA, *LONG, "--context_parallel=4", "--remat=selective"], 75.5, 3_179),
+        (1, ["config/llama3_8b_one_gpu.py", *LONG, *HELD], 62.2, 3_169),
+    ],
+)
+def test_memory_and_speed_are_what_h200s_showed(ranks, words, gib, rate):
+    """GiB and tokens/s a GPU that `bench.py step` printed, bf16; memory is to be known, speed only to be compared."""
+    cfg = configure(train.Config, [str(ROOT / words[0]), *words[1:], "--precision=bf16"])
+    if gib:
+        assert sum(memory.estimate(cfg, ranks).values()) / memory.GIB == pytest.approx(gib, rel=0.05)
+    assert cfg.batch_tokens / sum(plan.seconds(cfg, ranks).values()) / ranks == pytest.approx(rate, rel=0.1)
+
+
+def test_plan_finds_what_fits_and_is_fastest():
+    """A batch that fits is kept; a model that does not fit one GPU is sharded; a long context is recomputed."""
+    budget = 80 * memory.GIB
+
+    def best(ranks, *words):
+        cfg = configure(train.Config, [str(ROOT / words[0]), *words[1:], "--precision=bf16"])
+        found = plan.search(cfg, ranks, budget)
+        assert all(takes <= budget for _, takes, _ in found)
+        assert [s for s, _, _ in found] == sorted(s for s, _, _ in found)
+        return cfg, found[0][2] if found else None
+
+    cfg, first = best(1, "config/gpt2_124m.py")
+    assert first.batch_size >= 64 and first.remat == "none"
+    assert best(1, *LLAMA, "--parallel=ddp")[1] is None
+    cfg, first = best(8, *LLAMA)
+    assert first.parallel in ("fsdp", "zero2")
+    again = configure(train.Config, [str(ROOT / LLAMA[0]), "--precision=bf16", *plan.as_flags(first, cfg).split()])
+    assert again == first
+    assert best(1, "config/llama3_8b_one_gpu.py", *LONG)[1].remat == "attention"
 
 
 def test_memory_falls_as_it_must():
