@@ -123,15 +123,10 @@ class Logger:
                 self.wandb = None
 
     def describe_model(self, model):
-        """Rows of the start block: how large it is, and what its states take."""
+        """The row of the start block that says how large it is."""
         count = model.parameter_counts()
-        return [
-            (
-                "parameters",
-                f"{count['total']:,}, of them {count['matmul']:,} in matmuls; vocabulary padding not counted",
-            ),
-            ("memory", f"{16 * count['total'] / 2**30:.2f} GiB for weights, gradients and AdamW's state in float32"),
-        ]
+        words = f"{count['total']:,}, of them {count['matmul']:,} in matmuls; vocabulary padding not counted"
+        return "parameters", words
 
     def start(self, rows):
         """The start block: aligned name and value; last, the settings that differ from the defaults."""

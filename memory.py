@@ -46,6 +46,14 @@ def estimate(cfg, ranks):
     return {name: int(size) for name, size in parts.items()}
 
 
+def describe(cfg, ranks):
+    """The estimate in words, for a run's start; the whole of it where the operations are those that it counts."""
+    parts = estimate(cfg, ranks)
+    states = sum(parts[name] for name in ("parameters", "gradients", "optimizer")) / GIB
+    words = f"{states:.2f} GiB a rank for weights, gradients and optimizer states"
+    return words + f", about {sum(parts.values()) / GIB:.1f} in all" * (cfg.ops == "fused")
+
+
 def shape_of(cfg):
     return tuple(getattr(cfg, f.name) for f in dataclasses.fields(models.GPTConfig))
 

@@ -311,7 +311,8 @@ def train(cfg, world):
     log.start(
         [
             *chosen,
-            *log.describe_model(raw),
+            log.describe_model(raw),
+            ("memory", memory.describe(own, world.size)),
             ("data", f"{cfg.data_dir}: {human(loader.tokens)} training tokens, tokenizer {cfg.tokenizer or 'unknown'}"),
             ("step", f"{cfg.batch_tokens:,} tokens: {micro} x {world.size} ranks x {job.accumulation} micro-steps"),
             ("run", f"steps {step} to {cfg.max_steps}: {human(cfg.max_steps * cfg.batch_tokens)} tokens"),
