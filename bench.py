@@ -62,6 +62,8 @@ def step(cfg):
     world = parallel.start(cfg.device, parallel.pick_backend(cfg), cfg.timeout_s)
     began = time.perf_counter()
     train.check(cfg, world.size)
+    if cfg.steps < 1:
+        raise UserError(f"steps={cfg.steps} must be at least 1")
     if cfg.gpu_gib and world.device.type == "cuda":
         most = torch.cuda.mem_get_info(world.device)[1]
         torch.cuda.set_per_process_memory_fraction(min(1.0, cfg.gpu_gib * 2**30 / most), world.device)
@@ -104,7 +106,7 @@ def synthetic(cfg, world, count=8):
 
 def step_times(job, next_batch, cfg):
     """Seconds of each of cfg.steps steps, launched as train.py does: on CUDA one ahead of the one waited for."""
-    results, ahead = [], int(next(job.raw.parameters()).is_cuda)
+    results, ahead = [], int(parallel.device_of(job.raw).type == "cuda")
     for step in range(cfg.steps + 1):
         results.append(parallel.Later(torch.stack(job.step(next_batch, cfg.lr))))
         if step >= ahead:
@@ -418,10 +420,18 @@ class MemoryConfig(train.Config):
     gpu_gib: float = 80.0  # memory of a GPU that may be used
 
 
+def for_arithmetic(cfg):
+    """cfg with the precision that the arithmetic is for."""
+    if cfg.world < 1:
+        raise UserError(f"world={cfg.world} must be at least 1")
+    if cfg.precision not in ("auto", "bf16", "fp8"):
+        raise UserError(f"precision={cfg.precision}: the arithmetic is for bf16 and fp8; try --precision=bf16")
+    return dataclasses.replace(cfg, precision="bf16" if cfg.precision == "auto" else cfg.precision)
+
+
 def memory_table(cfg):
     """GiB a rank of the settings given, part by part, and of the other ways to shard and to recompute."""
-    if cfg.precision in ("auto", "fp32", "tf32", "fp16"):
-        cfg = dataclasses.replace(cfg, precision="bf16")
+    cfg = for_arithmetic(cfg)
     train.check(cfg, cfg.world)
     parts = memory.estimate(cfg, cfg.world)
     for name, size in [*parts.items(), ("all", sum(parts.values()))]:
@@ -430,6 +440,10 @@ def memory_table(cfg):
     for kind in ("ddp", "zero2", "fsdp") if cfg.world > 1 else ("ddp",):
         for remat in ("none", "selective", "attention", "block"):
             other = dataclasses.replace(cfg, parallel=kind, remat=remat, shard_size=None)
+            if remat in ("none", "selective"):
+                other = dataclasses.replace(other, remat_tile=None, remat_offload=False)
+            if not train.legal(other, cfg.world):
+                continue
             rows = memory.largest_batch(other, cfg.world, cfg.gpu_gib * memory.GIB)
             takes = sum(memory.estimate(other, cfg.world).values()) / memory.GIB
             print(f"{kind:<10}{remat:<12}{takes:>12.1f}{rows or 'none fits':>36}")
@@ -442,8 +456,7 @@ class PlanConfig(MemoryConfig):
 
 def plan_table(cfg):
     """The fastest settings that fit, by arithmetic, and what the first would spend its time on."""
-    if cfg.precision in ("auto", "fp32", "tf32", "fp16"):
-        cfg = dataclasses.replace(cfg, precision="bf16")
+    cfg = for_arithmetic(cfg)
     found = plan.search(cfg, cfg.world, cfg.gpu_gib * memory.GIB)
     if not found:
         raise UserError(
@@ -477,6 +490,11 @@ if __name__ == "__main__":
     def main(cfg):
         try:
             command(cfg)
+        except torch.OutOfMemoryError:
+            _, budget = torch.cuda.mem_get_info()
+            budget = min(budget, (getattr(cfg, "gpu_gib", None) or budget) * 2**30)
+            ranks = dist.get_world_size() if dist.is_initialized() else 1
+            raise UserError(memory.advice(cfg, ranks, budget, train.legal)) from None
         finally:
             parallel.stop()  # after what holds the process group is gone: it may hang otherwise
 

@@ -45,6 +45,10 @@ def run(main, cls):
     """Runs main(cfg) as a script; a UserError becomes one line on stderr (from rank 0) and the exit code."""
     try:
         main(configure(cls))
+        sys.stdout.flush()
+    except BrokenPipeError:  # | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
     except UserError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr, flush=True)

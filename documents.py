@@ -28,14 +28,16 @@ GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn)
 
 def problems(cfg):
     """What cannot be masked so, a line each."""
+    if not cfg.document_mask or cfg.problems():
+        return []
     found, D = [], cfg.head_dim
-    if cfg.document_mask and cfg.dropout:
+    if cfg.dropout:
         found.append(f"document_mask has no dropout={cfg.dropout} in attention; try --dropout=0")
-    if cfg.document_mask and cfg.attention != "auto":
+    if cfg.attention != "auto":
         found.append(f"document_mask has an attention of its own, not {cfg.attention}; leave --attention=auto")
-    if cfg.document_mask and cfg.remat == "attention":
+    if cfg.remat == "attention":
         found.append("document_mask cannot have remat=attention, which keeps that of whole rows; try --remat=block")
-    if cfg.document_mask and (D % 8 or D > 256):
+    if D % 8 or D > 256:
         found.append(f"document_mask needs n_embd / n_head = {D} to be a multiple of 8, at most 256")
     return found
 

@@ -8,6 +8,7 @@ loss is computed, in the backward of the first block that it reaches, and in the
 
 import dataclasses
 import functools
+import os
 
 import adam8
 import kernels
@@ -35,7 +36,7 @@ def estimate(cfg, ranks):
     parts["gathered"] += copied(cfg, total - rest, 2 if sharded else own)
     every = cfg.remat_every if cfg.remat != "none" else 1
     again = 0 if cfg.remat == "none" else -(-cfg.n_layer // every)
-    on_host = cfg.remat_offload and again > 2
+    on_host = cfg.remat_offload and again > 2 and cfg.remat in ("attention", "block")
     kept = 2 if on_host else again  # double-buffered
     parts["activations"] = tokens * ((cfg.n_layer - again) * block_per_token(cfg) + kept * kept_per_token(cfg))
     parts["loss or a block's backward"] = max(loss_bytes(cfg, tokens, own), backward_bytes(cfg, tokens, again))
@@ -48,10 +49,12 @@ def estimate(cfg, ranks):
 
 def describe(cfg, ranks):
     """The estimate in words, for a run's start; the whole of it where the operations are those that it counts."""
-    parts = estimate(cfg, ranks)
-    states = sum(parts[name] for name in ("parameters", "gradients", "optimizer")) / GIB
-    words = f"{states:.2f} GiB a rank for weights, gradients and optimizer states"
-    return words + f", about {sum(parts.values()) / GIB:.1f} in all" * (cfg.ops == "fused")
+    each = 2 * bytes_of_weight(cfg) + bytes_of_moments(cfg)
+    states = each * parameter_counts(*shape_of(cfg))[0] / shards_of(cfg, ranks) / GIB
+    where = "of the CPU's memory " if cfg.offload_states else ""
+    words = f"{states:.2f} GiB {where}a rank for weights, gradients and optimizer states"
+    takes = sum(estimate(cfg, ranks).values()) / GIB
+    return words + f", about {takes:.1f} GiB of a GPU in all" * (cfg.ops == "fused")
 
 
 def shape_of(cfg):
@@ -74,7 +77,8 @@ def shards_of(cfg, ranks):
     """Ranks that share a copy of the model."""
     if not is_sharded(cfg, ranks):
         return 1
-    return (cfg.shard_size or ranks) if cfg.parallel == "hsdp" else ranks
+    node = int(os.environ.get("LOCAL_WORLD_SIZE", min(8, ranks)))  # torchrun's, as in parallel.shard
+    return (cfg.shard_size or node) if cfg.parallel == "hsdp" else ranks
 
 
 def bytes_of_weight(cfg):
@@ -153,18 +157,30 @@ def largest_batch(cfg, ranks, budget):
     return low if low and takes(low) <= budget else 0
 
 
-def fitting(cfg, ranks, budget, changes):
-    """["--batch_size=2 --remat=block", …]: with which of the changes, {setting: value}, some batch fits."""
-    found = [(largest_batch(dataclasses.replace(cfg, **change), ranks, budget), change) for change in changes]
-    pairs = [{"batch_size": min(rows, cfg.batch_size), **change} for rows, change in found if rows]
-    return [" ".join(f"--{k}={v}" for k, v in settings.items()) for settings in pairs]
+def fitting(cfg, ranks, budget, changes, legal):
+    """["--batch_size=2 --remat=block", …]: with which of the changes, {setting: value}, some legal batch fits."""
+    found = []
+    for change in changes:
+        other = dataclasses.replace(cfg, **change)
+        rows = min(cfg.batch_size, largest_batch(other, ranks, budget))
+        while rows and not legal(dataclasses.replace(other, batch_size=rows), ranks):
+            rows -= 1
+        if rows:
+            changed = {k: v for k, v in change.items() if v != getattr(cfg, k)}
+            found.append(" ".join(f"--{k}={v}" for k, v in {"batch_size": rows, **changed}.items()))
+    return found
 
 
-def advice(cfg, ranks, budget):
-    """What to change when a run is out of memory, in words; budget: bytes of the GPU."""
-    changes = [{}, {"remat": "selective"}, {"remat": "block"}]
+def advice(cfg, ranks, budget, legal):
+    """What to change when a run is out of memory, in words; budget: bytes of the GPU; legal(cfg, ranks): as train's."""
+    plain = {"remat_tile": None, "remat_offload": False}
+    changes = [{}, {"remat": "selective", **plain}, {"remat": "block"}]
+    least = {"remat": "attention", "remat_tile": 16_384, "remat_offload": True}
     low = {"parallel": "fsdp"} if ranks > 1 and cfg.parallel == "ddp" else {"optimizer": "adamw8bit", "weights": "bf16"}
-    fits = fitting(cfg, ranks, budget, changes) or fitting(cfg, ranks, budget, [{"remat": "block", **low}])
+    fits = fitting(cfg, ranks, budget, changes, legal)
+    fits = fits or list(
+        dict.fromkeys(fitting(cfg, ranks, budget, [least, {"remat": "block", **low}, least | low], legal))
+    )
     takes = sum(estimate(cfg, ranks).values()) / GIB
     more = " --parallel=fsdp" if ranks > 1 and cfg.parallel == "ddp" else ""
     tries = " or ".join(f for f in fits if f != f"--batch_size={cfg.batch_size}") or f"more GPUs{more}"

@@ -10,7 +10,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.nn as nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
@@ -176,7 +175,7 @@ def prepare(model, cfg, world, eot=None):
     if cfg.document_mask:
         documents.apply(model, eot)
     if cfg.remat != "none":
-        remat.apply(model, cfg)
+        remat.apply(model, cfg, world.device.type)
     if cfg.context_parallel > 1:
         context.apply(model, cfg, world)
     if cfg.compile:
@@ -187,13 +186,13 @@ def prepare(model, cfg, world, eot=None):
 
 
 def conflicts(cfg, world_size):
-    """Settings that cannot be combined, a line each: the only such table."""
+    """Settings that cannot be combined, a line each; remat.py, context.py and documents.py say what theirs refuse."""
     found = []
     if cfg.parallel != "ddp" and cfg.precision == "fp16":
         found.append(f"parallel={cfg.parallel} has no loss scaler for precision=fp16; try --precision=bf16")
-    if cfg.parallel == "hsdp" and cfg.shard_size and world_size % cfg.shard_size:
+    if cfg.parallel == "hsdp" and cfg.shard_size is not None and (cfg.shard_size < 1 or world_size % cfg.shard_size):
         found.append(f"shard_size={cfg.shard_size} must divide the number of ranks, {world_size}")
-    if cfg.parallel != "hsdp" and cfg.shard_size:
+    if cfg.parallel != "hsdp" and cfg.shard_size is not None:
         found.append(f"shard_size={cfg.shard_size} is for parallel=hsdp, parallel is {cfg.parallel}")
     found += low_memory_problems(cfg, world_size) + remat.problems(cfg) + context.problems(cfg, world_size)
     return found + documents.problems(cfg)
@@ -244,7 +243,7 @@ def shard(model, cfg, world):
     for block in model.blocks:
         fully_shard(block, reshard_after_forward=cfg.parallel != "zero2", **options)
     if not cfg.tie_embeddings:  # a shared weight is the last unit's
-        fully_shard(model.wte, **options)
+        fully_shard(model.wte, reshard_after_forward=cfg.parallel != "zero2", **options)
         fully_shard([model.norm, model.head], reshard_after_forward=False, **options)
         register_fsdp_forward_method(model.head, "logits")
     fully_shard(model, **options)
@@ -306,11 +305,6 @@ def copy_into(tensor, whole, rows=None):
         local(tensor)[: last - first].copy_(whole[first:last])
 
 
-def whole(tensor):
-    """A sharded tensor gathered, which all its ranks must ask for; another as it is."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def device_of(model):
     """Where a model computes: its parameters may be kept elsewhere."""
     parameter = next(model.parameters())
@@ -360,10 +354,6 @@ def clip_gradients(model, limit):
     return norm
 
 
-def unwrap(model) -> nn.Module:
-    return model.module if isinstance(model, DistributedDataParallel) else model
-
-
 def sum_over_ranks(tensor):
     """All-reduced in place and returned."""
     if dist.is_initialized():
@@ -398,13 +388,15 @@ def synchronize(device):
 
 
 class Moment:
-    """A point in what the device was given to do: on the CPU, and on others without events, a time."""
+    """A point in what the device was given to do, waited for where it has no events."""
 
     def __init__(self, device):
-        self.time, self.event = time.perf_counter(), None
+        self.time, self.event = None, None
         if device.type == "cuda":
             self.event = torch.cuda.Event(enable_timing=True)
             self.event.record()
+        else:
+            self.time = synchronize(device)
 
     def since(self, earlier):
         """Seconds; both moments must be over."""

@@ -12,6 +12,7 @@ import itertools
 import memory
 import remat
 from configurator import UserError
+from train import check
 
 MATMUL, MATMUL_FP8, ATTENTION = 680e12, 1250e12, 540e12  # FLOP/s, attention's with the causal half left out
 BYTES, LINK, ALL_TO_ALL, HOST = 3.6e12, 320e9, 170e9, 45e9  # bytes/s: memory, NCCL's bus in a node, CP's, pinned
@@ -73,18 +74,14 @@ def exposed(cfg, ranks, micros, total, tokens, compute):
 
 
 def candidates(cfg, ranks):
-    """Legal settings of the axes that decide memory and speed; what else cfg says stays."""
-    from train import check  # which imports memory
-
+    """Legal settings of the axes that decide memory and speed; what else cfg says stays. UserError if none is legal."""
+    error, legal = None, 0
     kinds = ["ddp", "zero2", "fsdp"] if ranks > 1 else ["ddp"]
     splits = [n for n in range(1, ranks + 1) if ranks % n == 0]
     recompute = [("none", 1), *((r, e) for r in ("selective", "attention", "block") for e in (2, 1))]
     for kind, split, (kept, every), tile, offload in itertools.product(
         kinds, splits, recompute, (None, 16_384), (False, True)
     ):
-        plain = kept in ("none", "selective")
-        if plain and (tile or offload) or kept == "attention" and cfg.dropout:
-            continue
         options = dict(parallel=kind, context_parallel=split, remat=kept, remat_every=every, shard_size=None)
         options |= dict(remat_tile=tile, remat_offload=offload)
         rows = 1
@@ -93,9 +90,13 @@ def candidates(cfg, ranks):
             rows *= 2
             try:
                 check(found, ranks)
-            except UserError:
+            except UserError as refused:
+                error = refused
                 continue
+            legal += 1
             yield found
+    if not legal:
+        raise error
 
 
 def search(cfg, ranks, budget):

@@ -20,13 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import kernels
 from configurator import UserError
 
-ATTENTION = (
-    "scaled_dot_product",
-    "flash_attention",
-    "flex_attention",
-    "varlen_attn",
-    "wait_tensor",
-)  # attention; what ranks have traded
+ATTENTION = ("scaled_dot_product", "flash_attention", "varlen_attn")
 PRODUCTS = {
     "aten::mm": 0,
     "aten::addmm": 1,
@@ -36,10 +30,12 @@ PRODUCTS = {
 WIDE = 2  # a product more than this many times as wide as its operand is not kept: MLP's first, mostly
 
 
-def apply(model, cfg):
+def apply(model, cfg, device_type="cpu"):
     """Puts cfg.remat in place in every cfg.remat_every-th block, from the first; numbers do not change."""
-    if cfg.remat == "attention" and cfg.attention not in ("cudnn", "flash"):
-        raise UserError(f"remat=attention needs attention=cudnn or flash, it is {cfg.attention}; try --remat=block")
+    if cfg.remat == "attention" and device_type != "cpu":
+        if device_type != "cuda" or cfg.attention not in ("cudnn", "flash") or cfg.precision in ("fp32", "tf32"):
+            words = f"it is {cfg.attention} in {cfg.precision} on {device_type}"
+            raise UserError(f"remat=attention needs attention=cudnn or flash in 16 bits, {words}; try --remat=block")
     shelf = Shelf(cfg.remat_offload)
     for block in model.blocks[:: cfg.remat_every]:
         if cfg.remat == "selective":
@@ -58,6 +54,8 @@ def problems(cfg):
         found.append(f"remat_tile and remat_offload are for remat=block and remat=attention, remat is {cfg.remat}")
     if cfg.remat == "attention" and cfg.dropout:
         found.append(f"remat=attention cannot have dropout={cfg.dropout}; try --remat=block")
+    if cfg.remat == "attention" and not cfg.problems() and cfg.head_dim % 8:
+        found.append(f"remat=attention needs n_embd / n_head = {cfg.head_dim} to be a multiple of 8; try --remat=block")
     if cfg.remat_tile is not None and cfg.remat_tile < 1:
         found.append(f"remat_tile={cfg.remat_tile} must be at least 1, or None for all tokens at once")
     return found
@@ -127,10 +125,10 @@ def rematerialised(block_class):
             return torch.cat([self.after(x[:, t], y[:, :, t]) for t in self.tiles(x)], 1)
 
         def tiles(self, x):
-            """Slices of the tokens of x: (B, T, C), of equal lengths if T can be divided so."""
+            """Slices of the tokens of x: (B, T, C), of equal lengths if T can be divided so, and multiples of 16."""
             T = x.size(1)
             count = -(-T // (self.tile or T))
-            size = -(-T // count)
+            size = -(-T // count // 16) * 16  # as fp8's products want them
             return [slice(i, min(T, i + size)) for i in range(0, T, size)]
 
         def compile(self, **options):
@@ -154,6 +152,7 @@ def keeping(attention_class):
         def attend(self, q, k, v):
             if self.tape is None:
                 return super().attend(q, k, v)
+            q, k = q.to(v.dtype), k.to(v.dtype)  # autocast's RMSNorm gives float32; SDPA itself would cast
             if not q.is_cuda and q.size(1) != k.size(1):  # the CPU's operator has no grouped heads
                 k, v = (t.repeat_interleave(q.size(1) // t.size(1), dim=1) for t in (k, v))
             if not self.tape:

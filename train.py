@@ -143,6 +143,15 @@ def check(cfg, world_size):
         raise UserError("; ".join(found))
 
 
+def legal(cfg, world_size):
+    """Whether check lets it pass."""
+    try:
+        check(cfg, world_size)
+    except UserError:
+        return False
+    return True
+
+
 def claim_out_dir(cfg):
     """The checkpoint folder to resume from, or None for a fresh run, whose out_dir must be unused."""
     if cfg.resume not in ("none", "auto"):
@@ -155,6 +164,18 @@ def claim_out_dir(cfg):
             f"out_dir={cfg.out_dir} holds an earlier run; try --resume=auto, --overwrite or another --out_dir"
         )
     return None
+
+
+def refuse_other(cfg, source, tensors, state):
+    """Raises CheckpointError if the checkpoint is none of a run of this model, optimizer and kind of weights."""
+    if wrong := checkpoint.shape_differences(state["config"], cfg):
+        raise checkpoint.CheckpointError(f"{source} is another model: {'; '.join(wrong)}; nothing was changed")
+    new = f"for a new run from its weights: --init_from={source}"
+    if "optimizer" not in tensors:
+        raise checkpoint.CheckpointError(f"{source} holds weights alone; {new}")
+    for name, usual in (("optimizer", "adamw"), ("weights", "fp32")):
+        if (saved := state["config"].get(name, usual)) != getattr(cfg, name):
+            raise checkpoint.CheckpointError(f"{source} was saved with {name}={saved}, now {getattr(cfg, name)}; {new}")
 
 
 def clear_out_dir(cfg):
@@ -256,7 +277,8 @@ def main(cfg):
     try:
         train(cfg, world)
     except torch.OutOfMemoryError:
-        raise UserError(memory.advice(cfg, world.size, torch.cuda.mem_get_info(world.device)[1])) from None
+        budget = torch.cuda.mem_get_info(world.device)[1]
+        raise UserError(memory.advice(cfg, world.size, budget, legal)) from None
     finally:
         parallel.stop()
 
@@ -267,14 +289,11 @@ def train(cfg, world):
     if cfg.dry_run:
         cfg = dataclasses.replace(cfg, max_steps=2)
     own, chosen = choose(cfg, device)
+    check(dataclasses.replace(cfg, precision=own.precision), world.size)  # auto has become what may be in conflict
     source = claim_out_dir(cfg)
     tensors, state = checkpoint.open_folder(source) if source else ({}, {})
-    if source and (wrong := checkpoint.shape_differences(state["config"], cfg)):
-        raise checkpoint.CheckpointError(f"{source} is another model: {'; '.join(wrong)}; nothing was changed")
-    for name, usual in (("optimizer", "adamw"), ("weights", "fp32")) if source else ():
-        if (saved := state["config"].get(name, usual)) != getattr(cfg, name):
-            wrong = f"{source} was saved with {name}={saved}, now {getattr(cfg, name)}"
-            raise checkpoint.CheckpointError(f"{wrong}; for a new run from its weights: --init_from={source}")
+    if source:
+        refuse_other(cfg, source, tensors, state)
 
     # data
     if cfg.verify_data:

@@ -4,7 +4,7 @@
 #   python fineweb.py --subset=sample-100BT --streaming --tokenizer=data/llama3/tokenizer.json --pack=131072 \
 #       --min_document_tokens=16384 --val_tokens=4194304 --out_dir=data/fineweb-edu-128k
 # Or books: --dataset="books/*.jsonl.zst". Four ranks share a sequence, 32,768 tokens each; a node works on two. By
-# arithmetic (bench.py memory) 47 GiB a rank of eight, 35 with --context_parallel=8; neither is measured yet.
+# arithmetic (bench.py memory) 38 GiB a rank of eight, 29 with --context_parallel=8; neither is measured yet.
 from config.llama3_8b import *  # noqa: F403
 
 out_dir = "out/llama3_8b_128k"

@@ -307,7 +307,7 @@ def test_llama3_8b_fits_one_gpu():
         assert parts[part] == pytest.approx(8_030_261_248 * each, rel=1e-3)
     assert sum(parts.values()) < 72 * memory.GIB
     plain = dataclasses.replace(cfg, optimizer="adamw", weights="fp32")
-    assert "--optimizer=adamw8bit --weights=bf16" in memory.advice(plain, 1, 80 * memory.GIB)
+    assert "--optimizer=adamw8bit --weights=bf16" in memory.advice(plain, 1, 80 * memory.GIB, train.legal)
     away = dataclasses.replace(plain, parallel="fsdp", offload_states=True)
     assert memory.estimate(away, 1)["optimizer"] == 0 and sum(memory.estimate(away, 1).values()) < 72 * memory.GIB
 

@@ -119,6 +119,11 @@ def test_out_of_memory_says_what_would_fit(monkeypatch):
 def test_mistakes_are_one_line():
     for words, expected in [
         (["steps"], "error: bench.py steps: expected one of step, ops, comm, memory"),
+        (["memory", "--world=0"], "error: world=0 must be at least 1"),
+        (["memory", "--precision=fp32"], "error: precision=fp32: the arithmetic is for bf16 and fp8"),
+        (["plan", "config/llama3_8b.py", "--world=8", "--n_head=7"], "n_embd=4096 must be divisible by n_head=7"),
+        (["plan", "config/llama3_8b.py", "--parallel=ddp", "--gpu_gib=8"], "error: nothing fits 8 GiB on 1 GPUs"),
+        (["memory", "--n_head=0"], "error: n_head=0 must be at least 1"),
         (["ops"], "error: bench.py ops needs an NVIDIA GPU"),
         (["comm"], "error: bench.py comm needs several ranks"),
         (["step", "--stepss=3"], "unknown setting --stepss; did you mean steps?"),

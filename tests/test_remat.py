@@ -147,9 +147,8 @@ def test_kept_attention(backend, heads, T, D):
 def test_offload_on_a_gpu(kind):
     """Gradients with what is kept on the host, in tiles and fused, are those of the same model that keeps all."""
     fused = pytest.importorskip("fused")
-    cfg = models.GPTConfig(
-        vocab_size=512, n_layer=5, n_head=4, n_embd=256, block_size=1024, **LLAMA | {"n_hidden": 704}
-    )
+    shape = LLAMA | {"n_hidden": 704, "qk_norm": True}  # whose norm gives float32 under autocast
+    cfg = models.GPTConfig(vocab_size=512, n_layer=5, n_head=4, n_embd=256, block_size=1024, **shape)
     plain, own = (fused.swap(models.build(cfg, torch.device("cuda"), 0)) for _ in range(2))
     remat.apply(own, settings(kind, tile=256, offload=True))
     parallel.compile_model(own, by_block=True)
