@@ -52,6 +52,7 @@ KINDS = [  # a kernel is of the first kind whose pattern is in its name
 class StepConfig(train.Config):
     steps: int = 50  # steps timed
     settle: int = 5  # steps before
+    document_tokens: int = 8192  # with document_mask: how long documents are, in the mean
     gpu_gib: float | None = None  # memory that may be used, of a GPU with more; None: all
     breakdown: bool = True  # what the time goes into, by kind of kernel; two more steps and the floor's operations
     trace: str | None = None  # write a chrome trace of two steps here
@@ -70,7 +71,7 @@ def step(cfg):
     own, rows = train.choose(cfg, world.device)
     if cfg.snapshot and world.device.type == "cuda":
         torch.cuda.memory._record_memory_history()
-    job = train.build(own, world)
+    job = train.build(own, world, eot=separator(own) if own.document_mask else None)
     next_batch = synthetic(own, world)
     say = print if world.main else lambda *_: None
     show([describe_device(world), *rows], say)
@@ -102,6 +103,12 @@ def synthetic(cfg, world, count=8):
     batches = rows.view(count, cfg.batch_size, cfg.block_size + 1).to(world.device)
     pairs = [context.own_tokens(cfg, world, (b[:, :-1], b[:, 1:])) for b in batches]
     return itertools.cycle([(x.contiguous(), y.contiguous()) for x, y in pairs]).__next__
+
+
+def separator(cfg):
+    """The id that is once in cfg.document_tokens of synthetic's."""
+    harmonic = sum(1 / n for n in range(1, cfg.vocab_size + 1))
+    return min(cfg.vocab_size, max(1, round(cfg.document_tokens / harmonic))) - 1
 
 
 def step_times(job, next_batch, cfg):
