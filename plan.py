@@ -35,7 +35,7 @@ def seconds(cfg, ranks):
     parts = {"matmul": micros * flops / (MATMUL_FP8 if fp8 else MATMUL), "attention": micros * attention / ATTENTION}
     moved = tokens * L * (64 * C + 28 * cfg.hidden) * (1 + again / 3) * (1.3 if fp8 else 1)
     shards = memory.shards_of(cfg, ranks)
-    copies = 18 * total if shards > 1 else 0  # what FSDP packs and unpacks around its collectives
+    copies = (4 * gathers(cfg, micros) / micros + 2 + summed(cfg)) * total if shards > 1 else 0  # around collectives
     # the update reads and writes weights and moments and reads gradients, which clipping has read twice and written
     states = 6 * memory.bytes_of_weight(cfg) + 2 * memory.bytes_of_moments(cfg)
     parts["elementwise"] = micros * (moved + copies) / BYTES + total / shards * states / BYTES + micros * L * LAUNCH
@@ -56,21 +56,29 @@ def exposed(cfg, ranks, micros, total, tokens, compute):
     ring = (ranks - 1) / ranks / LINK
     shards = memory.shards_of(cfg, ranks)
     small = 2 if cfg.precision in ("bf16", "fp8") else 4
-    summed = 2 if cfg.reduce_dtype == "bf16" else 4
     hidden = open_ = 0.0
     if shards > 1:
-        gathers = 1 if cfg.parallel == "zero2" else 2 * micros
-        hidden = (gathers * small + micros * summed) * total * ring
+        hidden = (gathers(cfg, micros) * small + micros * summed(cfg)) * total * ring
     elif ranks > 1:
-        hidden = 2 * summed * total * ring
+        hidden = 2 * summed(cfg) * total * ring
     if cfg.remat_offload:
         kept = tokens * memory.kept_per_token(cfg) * cfg.n_layer / cfg.remat_every
         open_ = max(0.0, micros * kept / HOST * 2 - HIDDEN * compute)
     if cfg.context_parallel > 1:
         traded = 2 * tokens * (cfg.qkv_width + cfg.n_embd) * (cfg.context_parallel - 1) / cfg.context_parallel
         open_ += micros * cfg.n_layer * traded * (2 + (cfg.remat != "none")) / ALL_TO_ALL
-    ends = (summed + small) * cfg.padded_vocab * cfg.n_embd * ring if shards > 1 else 0  # first and last unit
+    ends = (summed(cfg) + small) * cfg.padded_vocab * cfg.n_embd * ring if shards > 1 else 0  # first and last unit
     return max(SLOWED * hidden, hidden - HIDDEN * compute) + micros * ends + open_
+
+
+def gathers(cfg, micros):
+    """Times a step that FSDP gathers the parameters."""
+    return 1 if cfg.parallel == "zero2" else 2 * micros
+
+
+def summed(cfg):
+    """Bytes of a gradient as it is summed over ranks."""
+    return 2 if cfg.reduce_dtype == "bf16" else 4
 
 
 def candidates(cfg, ranks):
