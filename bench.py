@@ -452,7 +452,7 @@ def memory_table(cfg):
             if not train.legal(other, cfg.world):
                 continue
             rows = memory.largest_batch(other, cfg.world, cfg.gpu_gib * memory.GIB)
-            takes = sum(memory.estimate(other, cfg.world).values()) / memory.GIB
+            takes = memory.takes(other, cfg.world) / memory.GIB
             print(f"{kind:<10}{remat:<12}{takes:>12.1f}{rows or 'none fits':>36}")
 
 

@@ -218,11 +218,15 @@ class LinearFunction(torch.autograd.Function):
 
 def linear_forward(ctx, x, weight, bias, tune):
     """(..., K) -> (M, N), with what the backward needs kept in ctx."""
-    w, b = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
-    flat = x.flatten(0, -2)
+    flat, w, b = operands(ctx, x, weight, bias)
     ctx.save_for_backward(flat, w)
-    ctx.dtypes = dtypes_of(weight, bias)
     return product(flat, w.t(), b, x.dtype, tune)
+
+
+def operands(ctx, x, *parameters):
+    """(rows of x: (..., K), the parameters in its dtype); what dtypes their gradients are to be in is kept in ctx."""
+    ctx.dtypes = dtypes_of(*parameters)
+    return x.flatten(0, -2), *[None if p is None else p.to(x.dtype) for p in parameters]
 
 
 def dtypes_of(*parameters):
@@ -247,10 +251,7 @@ def linear(x, weight, bias, tune=True):
 class GeluMLPFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w1, b1, w2, b2, tune):
-        ctx.dtypes = dtypes_of(w1, b1, w2, b2)
-        w1, w2 = w1.to(x.dtype), w2.to(x.dtype)
-        b1, b2 = (None if b is None else b.to(x.dtype) for b in (b1, b2))
-        flat = x.flatten(0, -2)
+        flat, w1, b1, w2, b2 = operands(ctx, x, w1, b1, w2, b2)
         act, before = product_gelu(flat, w1.t(), b1, tune)
         ctx.save_for_backward(flat, w1, w2, act, before)
         return product(act, w2.t(), b2, x.dtype, tune).unflatten(0, x.shape[:-1])
@@ -260,19 +261,20 @@ class GeluMLPFunction(torch.autograd.Function):
         x, w1, w2, act, before = ctx.saved_tensors
         flat = dy.flatten(0, -2).contiguous()
         dbefore = product_dgelu(flat, w2, before)
-        dw2, db2 = weight_gradients(flat, act, *ctx.dtypes[2:])
-        dw1, db1 = weight_gradients(dbefore, x, *ctx.dtypes[:2])
-        dx = product(dbefore, w1, None, flat.dtype, True).unflatten(0, dy.shape[:-1])
-        return dx, dw1, db1, dw2, db2, None
+        return *mlp_gradients(ctx, flat, act, dbefore, x, w1, dy.shape[:-1]), None
+
+
+def mlp_gradients(ctx, dy, act, dbefore, x, w1, shape):
+    """(dx, dw1, db1, dw2, db2) of w2 act(w1 x + b1) + b2; dbefore: gradient of what the activation takes; all rows."""
+    dw2, db2 = weight_gradients(dy, act, *ctx.dtypes[2:])
+    dw1, db1 = weight_gradients(dbefore, x, *ctx.dtypes[:2])
+    return product(dbefore, w1, None, dy.dtype, True).unflatten(0, shape), dw1, db1, dw2, db2
 
 
 class SwiGLUFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w1, b1, w2, b2, tune):
-        ctx.dtypes = dtypes_of(w1, b1, w2, b2)
-        w1, w2 = w1.to(x.dtype), w2.to(x.dtype)
-        b1, b2 = (None if b is None else b.to(x.dtype) for b in (b1, b2))
-        flat = x.flatten(0, -2)
+        flat, w1, b1, w2, b2 = operands(ctx, x, w1, b1, w2, b2)
         gate_up = product(flat, w1.t(), b1, x.dtype, tune)
         ctx.save_for_backward(flat, w1, w2, gate_up)
         return product(swiglu(gate_up), w2.t(), b2, x.dtype, tune).unflatten(0, x.shape[:-1])
@@ -282,10 +284,7 @@ class SwiGLUFunction(torch.autograd.Function):
         x, w1, w2, gate_up = ctx.saved_tensors
         flat = dy.flatten(0, -2).contiguous()
         dgate_up, act = swiglu_backward(product(flat, w2, None, flat.dtype, True), gate_up)
-        dw2, db2 = weight_gradients(flat, act, *ctx.dtypes[2:])
-        dw1, db1 = weight_gradients(dgate_up, x, *ctx.dtypes[:2])
-        dx = product(dgate_up, w1, None, flat.dtype, True).unflatten(0, dy.shape[:-1])
-        return dx, dw1, db1, dw2, db2, None
+        return *mlp_gradients(ctx, flat, act, dgate_up, x, w1, dy.shape[:-1]), None
 
 
 @custom_op("pretrain::swiglu", mutates_args=())

@@ -28,23 +28,24 @@ def estimate(cfg, ranks):
     shards, sharded, own = shards_of(cfg, ranks), is_sharded(cfg, ranks), bytes_of_weight(cfg)
     tokens = cfg.batch_size * cfg.block_size // cfg.context_parallel
     here = 0 if cfg.offload_states else total / shards
-    parts = {"parameters": own * here, "gradients": 0.0, "optimizer": bytes_of_moments(cfg) * here}
-    repeats = cfg.batch_tokens > tokens * ranks  # micro-steps: gradients of the one before are there all the time
-    if repeats or not sharded:
-        parts["gradients"] = own * here
+    states = {"parameters": own * here, "gradients": own * here, "optimizer": bytes_of_moments(cfg) * here}
+    parts = dict(states)
+    if sharded and cfg.batch_tokens <= cfg.micro_tokens(ranks):
+        parts["gradients"] = 0  # of a lone micro-step: they come as activations go
     parts["gathered"] = gathered(cfg, total, block, rest, shards) if sharded else 0
     parts["gathered"] += copied(cfg, total - rest, 2 if sharded else own)
-    every = cfg.remat_every if cfg.remat != "none" else 1
-    again = 0 if cfg.remat == "none" else -(-cfg.n_layer // every)
+    again = 0 if cfg.remat == "none" else -(-cfg.n_layer // cfg.remat_every)
     on_host = cfg.remat_offload and again > 2 and cfg.remat in ("attention", "block")
     kept = 2 if on_host else again  # double-buffered
     parts["activations"] = tokens * ((cfg.n_layer - again) * block_per_token(cfg) + kept * kept_per_token(cfg))
     parts["loss or a block's backward"] = max(loss_bytes(cfg, tokens, own), backward_bytes(cfg, tokens, again))
-    states = sum(parts[name] for name in ("parameters", "gradients", "optimizer"))
-    update = (0 if parts["gradients"] else own * here) + states
-    if update > sum(parts.values()):  # the gradients of a lone micro-step come as activations go
-        return {"parameters": parts["parameters"], "gradients": own * here, "optimizer": parts["optimizer"]}
-    return {name: int(size) for name, size in parts.items()}
+    most = max(parts, states, key=lambda moment: sum(moment.values()))
+    return {name: int(size) for name, size in most.items()}
+
+
+def takes(cfg, ranks):
+    """The whole of the estimate, in bytes."""
+    return sum(estimate(cfg, ranks).values())
 
 
 def describe(cfg, ranks):
@@ -53,8 +54,7 @@ def describe(cfg, ranks):
     states = each * parameter_counts(*shape_of(cfg))[0] / shards_of(cfg, ranks) / GIB
     where = "of the CPU's memory " if cfg.offload_states else ""
     words = f"{states:.2f} GiB {where}a rank for weights, gradients and optimizer states"
-    takes = sum(estimate(cfg, ranks).values()) / GIB
-    return words + f", about {takes:.1f} GiB of a GPU in all" * (cfg.ops == "fused")
+    return words + f", about {takes(cfg, ranks) / GIB:.1f} GiB of a GPU in all" * (cfg.ops == "fused")
 
 
 def shape_of(cfg):
@@ -144,17 +144,17 @@ def kept_per_token(cfg):
 def largest_batch(cfg, ranks, budget):
     """The largest batch_size whose estimate is within `budget` bytes, 0 if none is."""
 
-    def takes(rows):
-        return sum(estimate(dataclasses.replace(cfg, batch_size=rows), ranks).values())
+    def fits(rows):
+        return takes(dataclasses.replace(cfg, batch_size=rows), ranks) <= budget
 
     rows = 1
-    while takes(rows) <= budget and rows < 2**20:
+    while fits(rows) and rows < 2**20:
         rows *= 2
     low, high = rows // 2, rows
     while low + 1 < high:
         middle = (low + high) // 2
-        low, high = (middle, high) if takes(middle) <= budget else (low, middle)
-    return low if low and takes(low) <= budget else 0
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low  # the last that fitted, or 0
 
 
 def fitting(cfg, ranks, budget, changes, legal):
@@ -181,7 +181,7 @@ def advice(cfg, ranks, budget, legal):
     fits = fits or list(
         dict.fromkeys(fitting(cfg, ranks, budget, [least, {"remat": "block", **low}, least | low], legal))
     )
-    takes = sum(estimate(cfg, ranks).values()) / GIB
     more = " --parallel=fsdp" if ranks > 1 and cfg.parallel == "ddp" else ""
     tries = " or ".join(f for f in fits if f != f"--batch_size={cfg.batch_size}") or f"more GPUs{more}"
-    return f"out of memory: this takes about {takes:.1f} GiB of {budget / GIB:.1f} a GPU by estimate; try {tries}"
+    why = f"this takes about {takes(cfg, ranks) / GIB:.1f} GiB of {budget / GIB:.1f} a GPU by estimate"
+    return f"out of memory: {why}; try {tries}"

@@ -238,17 +238,18 @@ def shard(model, cfg, world):
     reduce_dtype = torch.bfloat16 if cfg.reduce_dtype == "bf16" else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if low else None, reduce_dtype=reduce_dtype)
     options = dict(mesh=mesh, mp_policy=policy)
+    frees = cfg.parallel != "zero2"  # gathered parameters, after each use and micro-step, not after the last alone
     if cfg.offload_states:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
     for block in model.blocks:
-        fully_shard(block, reshard_after_forward=cfg.parallel != "zero2", **options)
+        fully_shard(block, reshard_after_forward=frees, **options)
     if not cfg.tie_embeddings:  # a shared weight is the last unit's
-        fully_shard(model.wte, reshard_after_forward=cfg.parallel != "zero2", **options)
+        fully_shard(model.wte, reshard_after_forward=frees, **options)
         fully_shard([model.norm, model.head], reshard_after_forward=False, **options)
         register_fsdp_forward_method(model.head, "logits")
     fully_shard(model, **options)
     register_fsdp_forward_method(model, "logits")
-    model.frees_gathered = cfg.parallel != "zero2"  # after each micro-step, not the last alone
+    model.frees_gathered = frees
 
 
 def reshard(model):

@@ -23,7 +23,7 @@ LAUNCH = 1e-4  # seconds a layer and micro-step between kernels
 
 def seconds(cfg, ranks):
     """{part: seconds} of a whole optimizer step on each of `ranks` GPUs of a node, for a train.Config."""
-    micros = max(1, cfg.batch_tokens * cfg.context_parallel // (cfg.batch_size * cfg.block_size * ranks))
+    micros = max(1, cfg.batch_tokens // cfg.micro_tokens(ranks))
     tokens = cfg.batch_size * cfg.block_size // cfg.context_parallel
     total, block = memory.parameter_counts(*memory.shape_of(cfg))
     C, L, T = cfg.n_embd, cfg.n_layer, cfg.block_size
@@ -111,7 +111,7 @@ def search(cfg, ranks, budget):
     """[(seconds a step, bytes a rank, cfg)], fastest first, of what takes at most `budget` bytes a GPU."""
     found = []
     for other in candidates(cfg, ranks):
-        takes = sum(memory.estimate(other, ranks).values())
+        takes = memory.takes(other, ranks)
         if takes <= budget:
             found.append((sum(seconds(other, ranks).values()), takes, other))
     return sorted(found, key=lambda f: (f[0], f[1]))

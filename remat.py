@@ -21,12 +21,8 @@ import kernels
 from configurator import UserError
 
 ATTENTION = ("scaled_dot_product", "flash_attention", "varlen_attn")
-PRODUCTS = {
-    "aten::mm": 0,
-    "aten::addmm": 1,
-    "pretrain::product": 0,
-    "pretrain::product8": 0,
-}  # place of the left operand
+# place of the left operand
+PRODUCTS = {"aten::mm": 0, "aten::addmm": 1, "pretrain::product": 0, "pretrain::product8": 0}
 WIDE = 2  # a product more than this many times as wide as its operand is not kept: MLP's first, mostly
 
 

@@ -117,6 +117,10 @@ class Config(models.GPTConfig):
     overfit: bool = False  # train on the first batch for ever: the loss must go to zero
     dry_run: bool = False  # two steps and a validation of everything, nothing written
 
+    def micro_tokens(self, ranks):
+        """Tokens of a micro-step, all ranks together."""
+        return self.batch_size * self.block_size * (ranks // self.context_parallel)
+
 
 def check(cfg, world_size):
     """Raises one UserError that names every setting out of range."""
@@ -131,7 +135,7 @@ def check(cfg, world_size):
     if cfg.clip is not None and cfg.clip <= 0:
         found.append(f"clip={cfg.clip} must be over 0, or None for off")
     if not found:
-        micro = cfg.batch_size * cfg.block_size * (world_size // cfg.context_parallel)
+        micro = cfg.micro_tokens(world_size)
         if cfg.batch_tokens % micro:
             below = cfg.batch_tokens // micro * micro
             rows = f"{cfg.batch_size}*{cfg.block_size}*{world_size // cfg.context_parallel}"
@@ -268,7 +272,7 @@ def build(cfg, world, tensors=None, eot=None):
     model = parallel.wrap(raw, cfg, world)
     scaler = torch.amp.GradScaler(world.device.type, enabled=cfg.precision == "fp16")
     autocast = parallel.autocast(cfg.precision, world.device)
-    accumulation = cfg.batch_tokens * cfg.context_parallel // (cfg.batch_size * cfg.block_size * world.size)
+    accumulation = cfg.batch_tokens // cfg.micro_tokens(world.size)
     return Training(raw, model, optim.make_optimizer(raw, cfg), scaler, autocast, accumulation, cfg.clip)
 
 
