@@ -50,7 +50,7 @@ KINDS = [  # a kernel is of the first kind whose pattern is in its name
 
 @dataclass
 class StepConfig(train.Config):
-    steps: int = 50  # steps timed
+    steps: int = 50  # steps timed; 0: the first alone, for what takes minutes
     settle: int = 5  # steps before
     document_tokens: int = 8192  # with document_mask: how long documents are, in the mean
     gpu_gib: float | None = None  # memory that may be used, of a GPU with more; None: all
@@ -63,8 +63,8 @@ def step(cfg):
     world = parallel.start(cfg.device, parallel.pick_backend(cfg), cfg.timeout_s)
     began = time.perf_counter()
     train.check(cfg, world.size)
-    if cfg.steps < 1:
-        raise UserError(f"steps={cfg.steps} must be at least 1")
+    if min(cfg.steps, cfg.settle) < 0:
+        raise UserError(f"steps={cfg.steps}, settle={cfg.settle}: expected neither to be negative")
     if cfg.gpu_gib and world.device.type == "cuda":
         most = torch.cuda.mem_get_info(world.device)[1]
         torch.cuda.set_per_process_memory_fraction(min(1.0, cfg.gpu_gib * 2**30 / most), world.device)
@@ -80,12 +80,12 @@ def step(cfg):
     say(f"{'first step':<12} {time.perf_counter() - began:.1f} s after the start, compilation included")
     for _ in range(cfg.settle):
         job.step(next_batch, cfg.lr)
-    times = step_times(job, next_batch, cfg)
-    median = statistics.median(times)
-    rate, peak = cfg.batch_tokens / median, peak_flops(world.device, own.precision)
-    mfu = "n/a" if peak is None else f"{rate * job.raw.flops_per_token() / peak / world.size:.1%}"
-    spread = f"median of {len(times)} ({min(times) * 1e3:.1f} to {max(times) * 1e3:.1f})"
-    say(f"{'step':<12} {median * 1e3:.1f} ms, {spread}; {rate:,.0f} tokens/s, MFU {mfu}")
+    if times := step_times(job, next_batch, cfg):
+        median = statistics.median(times)
+        rate, peak = cfg.batch_tokens / median, peak_flops(world.device, own.precision)
+        mfu = "n/a" if peak is None else f"{rate * job.raw.flops_per_token() / peak / world.size:.1%}"
+        spread = f"median of {len(times)} ({min(times) * 1e3:.1f} to {max(times) * 1e3:.1f})"
+        say(f"{'step':<12} {median * 1e3:.1f} ms, {spread}; {rate:,.0f} tokens/s, MFU {mfu}")
     if world.device.type == "cuda":
         say(f"{'memory':<12} {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB at the peak, {power(world.device)}")
         if cfg.snapshot:
@@ -113,13 +113,16 @@ def separator(cfg):
 
 def step_times(job, next_batch, cfg):
     """Seconds of each of cfg.steps steps, launched as train.py does: on CUDA one ahead of the one waited for."""
-    results, ahead = [], int(parallel.device_of(job.raw).type == "cuda")
-    for step in range(cfg.steps + 1):
+    device = parallel.device_of(job.raw)
+    moments, results, ahead = [parallel.Moment(device)], [], int(device.type == "cuda")
+    for step in range(cfg.steps):
         results.append(parallel.Later(torch.stack(job.step(next_batch, cfg.lr))))
+        moments.append(results[-1].moment)
         if step >= ahead:
             results[step - ahead].get()
-    results[-1].get()
-    return [b.moment.since(a.moment) for a, b in itertools.pairwise(results)]
+    if results:
+        results[-1].get()
+    return [b.since(a) for a, b in itertools.pairwise(moments)]
 
 
 def breakdown(job, next_batch, cfg, world, say):

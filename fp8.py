@@ -108,7 +108,7 @@ class LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        dx, dw, sums = linear_backward(ctx, dy.flatten(0, -2).contiguous(), ctx.dtypes[1] is not None)
+        dx, dw, sums = linear_backward(ctx, [dy.flatten(0, -2).contiguous()], ctx.dtypes[1] is not None)
         return dx.unflatten(0, dy.shape[:-1]), dw, None if sums is None else sums.to(ctx.dtypes[1]), None, None, None
 
 
@@ -122,39 +122,38 @@ class QKV(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dq, dk, dv):
-        dy, sums = fused.pack_heads(dq, dk, dv)
-        dx, dw, _ = linear_backward(ctx, dy, False)
-        db = None if ctx.dtypes[1] is None else sums.to(ctx.dtypes[1])
+        dx, dw, sums = linear_backward(ctx, fused.join_heads(dq, dk, dv), ctx.dtypes[1] is not None)
+        db = None if sums is None else sums.to(ctx.dtypes[1])
         return dx.unflatten(0, (dq.size(0), dq.size(2))), dw, db, None, None, None, None, None
 
 
 def linear_forward(ctx, x, weight, bias, x_top, w_top, dy_top):
     """(..., K) -> (M, N), with what linear_backward needs kept in ctx."""
-    x8, x8t, xs, _ = cast(x.flatten(0, -2), x_top, None, COPY, False, False)
-    w8, w8t, ws, _ = cast(weight, w_top, None, COPY, False, False)
+    x8, x8t, xs, _ = cast([x.flatten(0, -2)], x_top, None, COPY, False, False)
+    w8, w8t, ws, _ = cast([weight], w_top, None, COPY, False, False)
     ctx.save_for_backward(x8t, xs, w8t, ws, dy_top)
     ctx.dtypes = fused.dtypes_of(weight, bias)
     return product(x8, w8.t(), xs, ws, None if bias is None else bias.to(x.dtype), x.dtype)
 
 
 def linear_backward(ctx, dy, sums):
-    """(dx, dw, column sums of dy or None) of dy: (M, N)."""
+    """(dx, dw, column sums of dy or None) of dy: (M, N), a list as `cast` takes it."""
     x8t, xs, w8t, ws, dy_top = ctx.saved_tensors
     dy8, dy8t, ds, columns = cast(dy, dy_top, None, COPY, True, sums)
-    dx = product(dy8, w8t.t(), ds, ws, None, dy.dtype)
+    dx = product(dy8, w8t.t(), ds, ws, None, dy[0].dtype)
     return dx, product(dy8t, x8t.t(), ds, xs, None, ctx.dtypes[0]), columns if sums else None
 
 
 class GeluMLPFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w1, b1, w2, b2, x_top, w1_top, dbefore_top, act_top, w2_top, dy_top):
-        x8, x8t, xs, _ = cast(x.flatten(0, -2), x_top, None, COPY, False, False)
-        w18, w18t, w1s, _ = cast(w1, w1_top, None, COPY, False, False)
-        w28, w28t, w2s, _ = cast(w2, w2_top, None, COPY, False, False)
+        x8, x8t, xs, _ = cast([x.flatten(0, -2)], x_top, None, COPY, False, False)
+        w18, w18t, w1s, _ = cast([w1], w1_top, None, COPY, False, False)
+        w28, w28t, w2s, _ = cast([w2], w2_top, None, COPY, False, False)
         ctx.dtypes = fused.dtypes_of(w1, b1, w2, b2)
         b1, b2 = (None if b is None else b.to(x.dtype) for b in (b1, b2))
         before = product(x8, w18.t(), xs, w1s, b1, x.dtype)
-        act8, act8t, acts, _ = cast(before, act_top, None, GELU, False, False)
+        act8, act8t, acts, _ = cast([before], act_top, None, GELU, False, False)
         ctx.save_for_backward(x8t, xs, w18t, w1s, w28t, w2s, before, act8t, acts, dbefore_top, dy_top)
         return product(act8, w28.t(), acts, w2s, b2, x.dtype).unflatten(0, x.shape[:-1])
 
@@ -162,10 +161,10 @@ class GeluMLPFunction(torch.autograd.Function):
     def backward(ctx, dy):
         x8t, xs, w18t, w1s, w28t, w2s, before, act8t, acts, dbefore_top, dy_top = ctx.saved_tensors
         w1_dtype, b1_dtype, w2_dtype, b2_dtype = ctx.dtypes
-        dy8, dy8t, ds, db2 = cast(dy.flatten(0, -2).contiguous(), dy_top, None, COPY, True, b2_dtype is not None)
+        dy8, dy8t, ds, db2 = cast([dy.flatten(0, -2).contiguous()], dy_top, None, COPY, True, b2_dtype is not None)
         dact = product(dy8, w28t.t(), ds, w2s, None, dy.dtype)
         dw2 = product(dy8t, act8t.t(), ds, acts, None, w2_dtype)
-        db8, db8t, bs, db1 = cast(dact, dbefore_top, before, DGELU, True, b1_dtype is not None)
+        db8, db8t, bs, db1 = cast([dact], dbefore_top, before, DGELU, True, b1_dtype is not None)
         dx = product(db8, w18t.t(), bs, w1s, None, dy.dtype).unflatten(0, dy.shape[:-1])
         dw1 = product(db8t, x8t.t(), bs, xs, None, w1_dtype)
         db1 = None if b1_dtype is None else db1.to(b1_dtype)
@@ -193,31 +192,37 @@ def _(a, b, a_scale, b_scale, bias, dtype):
 
 @custom_op("pretrain::cast8", mutates_args=())
 def cast(
-    x: torch.Tensor, top: torch.Tensor, before: torch.Tensor | None, what: int, e5m2: bool, sums: bool
+    parts: list[torch.Tensor], top: torch.Tensor, before: torch.Tensor | None, what: int, e5m2: bool, sums: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(x in fp8, its transpose, what they are to be multiplied with, float32 column sums if asked for). x: (M, N).
+    """(x in fp8, its transpose, what they are to be multiplied with, float32 column sums if asked for) of x: (M, N).
 
+    parts: x, or up to three tensors (M, N1), (M, N2), (M, N3) that are x side by side, all contiguous.
     what: COPY; GELU: of gelu(x); DGELU: of x gelu'(before). top: the largest magnitudes [that the scale is made from,
     that this call saw]; it belongs to this caller alone and is updated, which the compiler need not know.
     """
-    (M, N), dtype = x.shape, E5M2 if e5m2 else E4M3
-    out, out_t, scale, columns = cast_results(x, top, before, what, e5m2, sums)
-    strips = triton.cdiv(N, CAST_COLS)
-    programs = min(triton.cdiv(M, CAST_ROWS), triton.cdiv(CAST_PROGRAMS * fused.sm_count(x.device), strips))
-    parts = torch.empty(programs if sums else 0, N, dtype=torch.float32, device=x.device)
+    dtype = E5M2 if e5m2 else E4M3
+    out, out_t, scale, columns = cast_results(parts, top, before, what, e5m2, sums)
+    M, N = out.shape
+    device, widths = out.device, [x.size(1) for x in parts] + [0] * (3 - len(parts))
+    strips = sum(triton.cdiv(width, CAST_COLS) for width in widths)
+    programs = min(triton.cdiv(M, CAST_ROWS), triton.cdiv(CAST_PROGRAMS * fused.sm_count(device), strips))
+    sums_of = torch.empty(programs if sums else 0, N, dtype=torch.float32, device=device)
     limit = torch.finfo(dtype).max
-    _prepare[(1,)](x, before, top, scale, M * N, limit, WHAT=what, BLOCK=4096, num_warps=8)
+    abc = *parts, *[parts[0]] * (3 - len(parts))
+    _prepare[(1,)](*abc, before, top, scale, M, limit, *widths, WHAT=what, BLOCK=4096, num_warps=8)
     _cast[(programs, strips)](
-        x, before, out, parts, top, scale, M, N, limit, WHAT=what, SUMS=sums, ROWS=CAST_ROWS, COLS=CAST_COLS,
-        PROGRAMS=programs, STEPS=triton.cdiv(M, programs * CAST_ROWS), STAGES=CAST_STAGES, num_warps=CAST_WARPS,
+        *abc, before, out, sums_of, top, scale, M, limit, *widths, WHAT=what, SUMS=sums, ROWS=CAST_ROWS,
+        COLS=CAST_COLS, PROGRAMS=programs, STEPS=triton.cdiv(M, programs * CAST_ROWS), STAGES=CAST_STAGES,
+        num_warps=CAST_WARPS,
     )  # fmt: skip
     transpose(out, out_t)
-    return out, out_t, scale, parts.sum(0) if sums else columns
+    return out, out_t, scale, sums_of.sum(0) if sums else columns
 
 
 @cast.register_fake
-def cast_results(x, top, before, what, e5m2, sums):
-    (M, N), dtype = x.shape, E5M2 if e5m2 else E4M3
+def cast_results(parts, top, before, what, e5m2, sums):
+    x, dtype = parts[0], E5M2 if e5m2 else E4M3
+    M, N = x.size(0), sum(x.size(1) for x in parts)
     out, out_t = x.new_empty(M, N, dtype=dtype), x.new_empty(N, M, dtype=dtype)
     return out, out_t, x.new_empty((), dtype=torch.float32), x.new_empty(N if sums else 0, dtype=torch.float32)
 
@@ -236,19 +241,20 @@ def _value(x, before, at, inside, WHAT: tl.constexpr):
 
 
 @triton.jit
-def _prepare(x, before, top, scale, size, limit, WHAT: tl.constexpr, BLOCK: tl.constexpr):
+def _prepare(
+    a, b, c, before, top, scale, M, limit,
+    A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, WHAT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """The scale of this call: from what the last one saw, at the first from x."""
     seen = tl.load(top + 1)
     if seen == 0.0:
         seen = tl.load(top)
     if seen == 0.0:
-        most = tl.zeros((BLOCK,), tl.float32)
-        start = tl.cast(0, tl.int64)
-        while start < size:
-            at = start + tl.arange(0, BLOCK)
-            most = tl.maximum(most, tl.abs(_value(x, before, at, at < size, WHAT)))
-            start += BLOCK
-        seen = tl.max(most)
+        seen = _largest(a, before, M, A, WHAT, BLOCK)
+        if B > 0:
+            seen = tl.maximum(seen, _largest(b, before, M, B, WHAT, BLOCK))
+        if C > 0:
+            seen = tl.maximum(seen, _largest(c, before, M, C, WHAT, BLOCK))
     tl.store(top, seen)
     tl.store(top + 1, 0.0)
     power = tl.floor(tl.log2(limit / tl.maximum(seen, 1e-30))) - 1  # -1: room for twice as much
@@ -256,31 +262,51 @@ def _prepare(x, before, top, scale, size, limit, WHAT: tl.constexpr, BLOCK: tl.c
 
 
 @triton.jit
+def _largest(x, before, M, WIDTH: tl.constexpr, WHAT: tl.constexpr, BLOCK: tl.constexpr):
+    most = tl.zeros((BLOCK,), tl.float32)
+    start, size = tl.cast(0, tl.int64), tl.cast(M, tl.int64) * WIDTH
+    while start < size:
+        at = start + tl.arange(0, BLOCK)
+        most = tl.maximum(most, tl.abs(_value(x, before, at, at < size, WHAT)))
+        start += BLOCK
+    return tl.max(most)
+
+
+@triton.jit
 def _cast(
-    x, before, out, parts, top, scale, M, N, limit,
-    WHAT: tl.constexpr, SUMS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    PROGRAMS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
+    a, b, c, before, out, parts, top, scale, M, limit,
+    A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, WHAT: tl.constexpr, SUMS: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, PROGRAMS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program casts a strip of COLS columns, ROWS rows at a time; maximum and column sums stay in registers."""
-    program, first_col = tl.program_id(0), tl.program_id(1) * COLS
-    cols = first_col + tl.arange(0, COLS)
-    at = tl.arange(0, ROWS)[:, None] * N + cols[None, :]
+    N: tl.constexpr = A + B + C
+    program, strip = tl.program_id(0), tl.program_id(1)
+    x, width, left = a, A, 0
+    if B > 0:
+        if strip >= (A + COLS - 1) // COLS:
+            x, width, left = b, B, A
+            strip -= (A + COLS - 1) // COLS
+    if C > 0:
+        if (left == A) & (strip >= (B + COLS - 1) // COLS):
+            x, width, left = c, C, A + B
+            strip -= (B + COLS - 1) // COLS
+    rows, cols = tl.arange(0, ROWS), strip * COLS + tl.arange(0, COLS)
     factor = 1 / tl.load(scale)
     most = tl.zeros((ROWS, COLS), tl.float32)
     sums = tl.zeros((ROWS, COLS), tl.float32)
     for step in tl.range(STEPS, num_stages=STAGES):
-        first_row = (program + step * PROGRAMS) * ROWS
-        start = tl.cast(first_row, tl.int64) * N
-        inside = (first_row + tl.arange(0, ROWS) < M)[:, None] & (cols < N)[None, :]
-        v = _value(x + start, before + start if WHAT == 2 else before, at, inside, WHAT)
+        first = tl.cast((program + step * PROGRAMS) * ROWS, tl.int64)
+        at = rows[:, None] * width + cols[None, :]
+        inside = (first + rows < M)[:, None] & (cols < width)[None, :]
+        v = _value(x + first * width, before + first * width if WHAT == 2 else before, at, inside, WHAT)
         most = tl.maximum(most, tl.abs(v))
         if SUMS:
             sums += v
-        small = tl.minimum(tl.maximum(v * factor, -limit), limit)
-        tl.store(out + start + at, small.to(out.dtype.element_ty), mask=inside)
+        small = tl.minimum(tl.maximum(v * factor, -limit), limit).to(out.dtype.element_ty)
+        tl.store(out + (first * N + left) + (rows[:, None] * N + cols[None, :]), small, mask=inside)
     tl.atomic_max(top + 1, tl.max(most))
     if SUMS:
-        tl.store(parts + program * N + cols, tl.sum(sums, 0), mask=cols < N)
+        tl.store(parts + program * N + left + cols, tl.sum(sums, 0), mask=cols < width)
 
 
 def transpose(x, out):
@@ -335,8 +361,8 @@ def cross_entropy_chunks8(
     N, P = x.size(0), weight.size(0)
     rows = min(N, fused.chunk_rows(P))
     losses, dx, dw = fused.empty_results(x, weight, grad)
-    x8, x8t, xs, _ = cast(x, x_top, None, COPY, False, False)
-    w8, w8t, ws, _ = cast(weight, w_top, None, COPY, False, False)
+    x8, x8t, xs, _ = cast([x], x_top, None, COPY, False, False)
+    w8, w8t, ws, _ = cast([weight], w_top, None, COPY, False, False)
     gs = head_scale(x.device)
     logits = x.new_empty(rows, P)
     small = x.new_empty(rows, P, dtype=E5M2) if grad else logits

@@ -350,7 +350,7 @@ class QKV(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dq, dk, dv):
         x, w = ctx.saved_tensors
-        dy, sums = pack_heads(dq, dk, dv)
+        dy, sums = pack(*join_heads(dq, dk, dv))
         dx = product(dy, w, None, dy.dtype, True).unflatten(0, (dq.size(0), dq.size(2)))
         weight_dtype, bias_dtype = ctx.dtypes
         dw = product(dy.t(), x, None, weight_dtype, True)
@@ -362,9 +362,9 @@ def split_heads(y, shape, heads, head_dim):
     return y.view(*shape, sum(heads), head_dim).transpose(1, 2).split(heads, dim=1)
 
 
-def pack_heads(*parts):
-    """The reverse for gradients, (B, H, T, D) each, with the column sums of what it gives."""
-    return pack(*(d.transpose(1, 2).flatten(0, 1).flatten(1).contiguous() for d in parts))
+def join_heads(*parts):
+    """The reverse for gradients, (B, H, T, D) each -> [(B * T, H * D), ...], contiguous, not yet side by side."""
+    return [d.transpose(1, 2).flatten(0, 1).flatten(1).contiguous() for d in parts]
 
 
 @custom_op("pretrain::pack", mutates_args=())
@@ -777,11 +777,13 @@ def _ce_grad(x, shift, gain, uniform, softcap, CAP: tl.constexpr, SMOOTH: tl.con
 def _dithered(x, at, seed):
     """x rounded up or down to two bits behind the point, e5m2's, at random in proportion: right in the mean.
 
-    A token's probability is much the same at most positions, so that the error of the nearest value would add up.
+    A token's probability is much the same at most positions, so that the error of the nearest value would add up. A
+    row begins at a place of its own, from which a golden step leads from column to column: one multiplication each.
     """
-    h = (at.to(tl.uint32) + seed.to(tl.float32).to(tl.uint32, bitcast=True)) * 0x9E3779B1
-    h = (h ^ (h >> 15)) * 0x85EBCA77
-    bits = x.to(tl.uint32, bitcast=True) + ((h ^ (h >> 13)) & 0x1FFFFF)
+    start = seed.to(tl.float32).to(tl.uint32, bitcast=True) * 0x9E3779B1
+    start = (start ^ (start >> 15)) * 0x85EBCA77
+    start = (start ^ (start >> 13)) * 0xC2B2AE3D
+    bits = x.to(tl.uint32, bitcast=True) + ((at.to(tl.uint32) * 0x9E3779B1 + start) >> 11)
     return (bits & 0xFFE00000).to(tl.float32, bitcast=True)
 
 

@@ -209,7 +209,10 @@ class Recompute(torch.autograd.Function):
 
 def after_backward(block, x, y, dout, parameters):
     """Gradients of `after` by x, y and the parameters it uses, tile by tile; None for the other parameters."""
-    dx, dy, sums = torch.empty_like(x), torch.empty_like(y), [None] * len(parameters)
+    dx, sums = torch.empty_like(x), [None] * len(parameters)
+    # laid out (B, T, H, D) as a block that keeps all would get it: PyTorch finds a plan of cuDNN's attention backward
+    # by the layouts of q, k and v alone, and runs one made for another layout of dy as well, with wrong numbers
+    dy = torch.empty_like(y.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
     tiles = block.tiles(x)
     for t in tiles:
         xt, yt = x[:, t].detach().requires_grad_(), y[:, :, t].detach().requires_grad_()
