@@ -60,7 +60,7 @@ class StepConfig(train.Config):
 
 
 def step(cfg):
-    world = parallel.start(cfg.device, parallel.pick_backend(cfg), cfg.timeout_s)
+    world = parallel.join(cfg)
     began = time.perf_counter()
     train.check(cfg, world.size)
     if min(cfg.steps, cfg.settle) < 0:

@@ -183,5 +183,7 @@ def advice(cfg, ranks, budget, legal):
     )
     more = " --parallel=fsdp" if ranks > 1 and cfg.parallel == "ddp" else ""
     tries = " or ".join(f for f in fits if f != f"--batch_size={cfg.batch_size}") or f"more GPUs{more}"
-    why = f"this takes about {takes(cfg, ranks) / GIB:.1f} GiB of {budget / GIB:.1f} a GPU by estimate"
+    need = takes(cfg, ranks)
+    why = f"this takes about {need / GIB:.1f} GiB of {budget / GIB:.1f} a GPU by estimate"
+    why += ", so that another process may be on it (nvidia-smi)" if need < budget else ""
     return f"out of memory: {why}; try {tries}"

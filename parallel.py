@@ -41,11 +41,24 @@ class World:
         return self.rank == 0
 
 
-def start(device="auto", backend="auto", timeout_s=600):
-    """Joins the process group that torchrun describes (none without it) and claims this process's device."""
+def join(cfg):
+    """`start`, as a train.Config wants it."""
+    tight = cfg.parallel != "ddp" or cfg.remat != "none"
+    return start(cfg.device, pick_backend(cfg), cfg.timeout_s, expandable=tight)
+
+
+def start(device="auto", backend="auto", timeout_s=600, expandable=False):
+    """Joins the process group that torchrun describes (none without it) and claims this process's device.
+
+    expandable: GPU memory in pages that are put together anew, unless the environment says otherwise. Without it, small
+    tensors in the place of a large one that is gone keep the next large one from it, and near the limit steps wait
+    while room is made.
+    """
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     device = pick_device(device, int(os.environ.get("LOCAL_RANK", 0)))
     if device.type == "cuda":
+        if expandable and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+            os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
         torch.cuda.set_device(device)
     if "RANK" in os.environ and not dist.is_initialized():
         backend = ("nccl" if device.type == "cuda" else "gloo") if backend == "auto" else backend

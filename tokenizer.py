@@ -26,14 +26,15 @@ LLAMA3_PATTERN = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 GIGATOKEN_PATTERNS = {"gpt2": "gpt2", "r50k_base": "gpt2", "cl100k_base": "gpt4"}  # schemes compared with tiktoken's
-SEPARATORS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "[EOS]")  # of a tokenizer.json, the first it has
+# What precedes each document, of a tokenizer.json the first it has. Llama 3 was trained with its begin_of_text there.
+SEPARATORS = ("<|begin_of_text|>", "<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "[EOS]")
 PROBE = "I'll re-tokenize  3,141.59 naïve  \n\n\tcafés <|endoftext|> 東京 🙂\u00a0DON'T\r\n x = f(y)  \n"
 
 
 class Tokenizer:
     """One interface over every kind; `load` makes them.
 
-    vocab_size: ids that can be produced, special ones included. eot: the id that separates documents.
+    vocab_size: ids that can be produced, special ones included. eot: the id that precedes each document.
     """
 
     def __init__(self, name, vocab_size, eot, encode_batch, decode, token_lengths):
@@ -136,7 +137,7 @@ def _from_llama3(name, path):
     names += [f"reserved_special_token_{i}" for i in range(5, 251)]
     special = {f"<|{s}|>": len(ranks) + i for i, s in enumerate(names)}
     encoding = tiktoken.Encoding(name, pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=special)
-    return _from_tiktoken(name, encoding, "<|end_of_text|>", "gpt4")
+    return _from_tiktoken(name, encoding, "<|begin_of_text|>", "gpt4")
 
 
 def _from_tiktoken(name, encoding, separator="<|endoftext|>", scheme=None):
@@ -185,7 +186,7 @@ def _from_json(name, path):
     special = {token.content: i for i, token in inner.get_added_tokens_decoder().items() if token.special}
     eot = next((special[s] for s in SEPARATORS if s in special), None)
     if eot is None:
-        raise UserError(f"tokenizer={name} has no end-of-text token; looked for {', '.join(SEPARATORS)}")
+        raise UserError(f"tokenizer={name} has no token to separate documents; looked for {', '.join(SEPARATORS)}")
     vocabulary = inner.get_vocab()
 
     def encode_batch(texts):

@@ -277,7 +277,7 @@ def build(cfg, world, tensors=None, eot=None):
 
 
 def main(cfg):
-    world = parallel.start(cfg.device, parallel.pick_backend(cfg), cfg.timeout_s)
+    world = parallel.join(cfg)
     try:
         train(cfg, world)
     except torch.OutOfMemoryError:
@@ -330,14 +330,17 @@ def train(cfg, world):
     if world.main and not source and not cfg.dry_run:
         clear_out_dir(cfg)
     log = Logger(cfg, world, raw.flops_per_token(), own.precision, state.get("wandb_id"))
-    micro = f"{cfg.batch_size} x {cfg.block_size}"
+    ranks = f"{world.size} ranks"
+    if cfg.context_parallel > 1:
+        ranks = f"{world.size // cfg.context_parallel} groups of {cfg.context_parallel} ranks"
+    micro = f"{cfg.batch_size} x {cfg.block_size} x {ranks} x {job.accumulation} micro-steps"
     log.start(
         [
             *chosen,
             log.describe_model(raw),
             ("memory", memory.describe(own, world.size)),
             ("data", f"{cfg.data_dir}: {human(loader.tokens)} training tokens, tokenizer {cfg.tokenizer or 'unknown'}"),
-            ("step", f"{cfg.batch_tokens:,} tokens: {micro} x {world.size} ranks x {job.accumulation} micro-steps"),
+            ("step", f"{cfg.batch_tokens:,} tokens: {micro}"),
             ("run", f"steps {step} to {cfg.max_steps}: {human(cfg.max_steps * cfg.batch_tokens)} tokens"),
             *([("resumed", f"{source}")] if source else []),
             *(("warning", w) for w in [*loader.warnings, *evaluate.warnings]),

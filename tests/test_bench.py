@@ -114,6 +114,8 @@ def test_out_of_memory_says_what_would_fit(monkeypatch):
     rows = int(re.search(r"try --batch_size=(\d+) or", str(error.value))[1])
     assert sum(memory.estimate(dataclasses.replace(cfg, batch_size=rows), 1).values()) <= 24 * memory.GIB
     assert 64 <= rows < 128 and "--batch_size=128 --remat=block" in str(error.value)
+    assert "another process" not in str(error.value)
+    assert "another process" in memory.advice(cfg, 1, 200 * memory.GIB, train.legal)
 
 
 def test_mistakes_are_one_line():

@@ -112,8 +112,8 @@ def test_llama3_model_file(texts, tmp_path):
     path.write_bytes(b"".join(base64.b64encode(token) + b" %d\n" % rank for token, rank in ranks))
     tok = tokenizer.load(str(path))
     # Real Llama 3 has 128,000 ranks: <|begin_of_text|> is 128000, <|end_of_text|> 128001, <|eot_id|> 128009.
-    assert tok.vocab_size == len(ranks) + 256 and tok.eot == len(ranks) + 1
-    assert tok.decode([tok.eot + 8]) == "<|eot_id|>" and tok.decode([tok.eot + 254]) == "<|reserved_special_token_250|>"
+    assert tok.vocab_size == len(ranks) + 256 and tok.eot == len(ranks)
+    assert tok.decode([tok.eot + 9]) == "<|eot_id|>" and tok.decode([tok.eot + 255]) == "<|reserved_special_token_250|>"
     split = tiktoken.Encoding("x", pat_str=tokenizer.LLAMA3_PATTERN, mergeable_ranks=dict(ranks), special_tokens={})
     assert [ids.tolist() for ids in tok.encode_batch(texts)] == split.encode_ordinary_batch(texts)
     check_bytes(tok, texts)
