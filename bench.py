@@ -446,7 +446,8 @@ def memory_table(cfg):
     parts = memory.estimate(cfg, cfg.world)
     for name, size in [*parts.items(), ("all", sum(parts.values()))]:
         print(f"{name:<28}{size / memory.GIB:8.2f} GiB")
-    print(f"\n{'parallel':<10}{'remat':<12}{'GiB a rank':>12}{f'largest batch_size in {cfg.gpu_gib:g} GiB':>36}")
+    print(f"\n{'':<34}{f'largest in {cfg.gpu_gib:g} GiB':>28}")
+    print(f"{'parallel':<10}{'remat':<12}{'GiB a rank':>12}{'batch_size':>14}{'or block_size':>14}")
     for kind in ("ddp", "zero2", "fsdp") if cfg.world > 1 else ("ddp",):
         for remat in ("none", "selective", "attention", "block"):
             other = dataclasses.replace(cfg, parallel=kind, remat=remat, shard_size=None)
@@ -454,9 +455,13 @@ def memory_table(cfg):
                 other = dataclasses.replace(other, remat_tile=None, remat_offload=False)
             if not train.legal(other, cfg.world):
                 continue
-            rows = memory.largest_batch(other, cfg.world, cfg.gpu_gib * memory.GIB)
+            rows, length = (
+                find(other, cfg.world, cfg.gpu_gib * memory.GIB) for find in (memory.largest_batch, memory.longest_row)
+            )
             takes = memory.takes(other, cfg.world) / memory.GIB
-            print(f"{kind:<10}{remat:<12}{takes:>12.1f}{rows or 'none fits':>36}")
+            print(
+                f"{kind:<10}{remat:<12}{takes:>12.1f}{rows or 'none fits':>14}{f'{length:,}' if length else 'none fits':>14}"
+            )
 
 
 @dataclass

@@ -16,6 +16,7 @@ import model as models
 import remat
 
 GIB = 2**30
+WORKSPACE = 2**25  # cuBLAS's
 
 
 def estimate(cfg, ranks):
@@ -29,6 +30,7 @@ def estimate(cfg, ranks):
     tokens = cfg.batch_size * cfg.block_size // cfg.context_parallel
     here = 0 if cfg.offload_states else total / shards
     states = {"parameters": own * here, "gradients": own * here, "optimizer": bytes_of_moments(cfg) * here}
+    states["buffers"] = WORKSPACE + (8 * cfg.block_size * cfg.head_dim if cfg.positions == "rope" else 0)  # its tables
     parts = dict(states)
     if sharded and cfg.batch_tokens <= cfg.micro_tokens(ranks):
         parts["gradients"] = 0  # of a lone micro-step: they come as activations go
@@ -58,6 +60,7 @@ def describe(cfg, ranks):
 
 
 def shape_of(cfg):
+    cfg = dataclasses.replace(cfg, block_size=1) if cfg.positions == "rope" else cfg  # which has no weights
     return tuple(getattr(cfg, f.name) for f in dataclasses.fields(models.GPTConfig))
 
 
@@ -143,14 +146,21 @@ def kept_per_token(cfg):
 
 def largest_batch(cfg, ranks, budget):
     """The largest batch_size whose estimate is within `budget` bytes, 0 if none is."""
+    return largest(lambda rows: takes(dataclasses.replace(cfg, batch_size=rows), ranks) <= budget)
 
-    def fits(rows):
-        return takes(dataclasses.replace(cfg, batch_size=rows), ranks) <= budget
 
-    rows = 1
-    while fits(rows) and rows < 2**20:
-        rows *= 2
-    low, high = rows // 2, rows
+def longest_row(cfg, ranks, budget):
+    """The largest block_size, in steps of 1,024 a rank, that fits `budget` bytes with batch_size=1, 0 if none does."""
+    step = 1024 * cfg.context_parallel
+    return step * largest(lambda n: takes(dataclasses.replace(cfg, batch_size=1, block_size=n * step), ranks) <= budget)
+
+
+def largest(fits):
+    """The largest whole number for which, as for all below it, fits(number), up to 2^20; 0 if there is none."""
+    count = 1
+    while fits(count) and count < 2**20:
+        count *= 2
+    low, high = count // 2, count
     while low + 1 < high:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)

@@ -54,6 +54,7 @@ HELD = ["--remat=attention", "--remat_offload=True", "--remat_tile=16384"]
         (1, ["config/gpt2_124m.py"], 21.4, 622_705),
         (4, ["config/gpt2_124m.py"], None, 593_195),
         (4, [*LLAMA, "--batch_tokens=262144", "--reduce_dtype=bf16"], 63.6, 10_189),
+        (4, [*LLAMA, "--batch_tokens=262144", "--reduce_dtype=bf16", "--parallel=zero2"], 77.2, 10_640),
         (4, [*LLAMA, *LONG, "--context_parallel=4", "--remat=selective"], 75.5, 3_179),
         (1, ["config/llama3_8b_one_gpu.py", *LONG, *HELD], 62.2, 3_169),
     ],
@@ -100,6 +101,10 @@ def test_memory_falls_as_it_must():
     rows = memory.largest_batch(dataclasses.replace(cfg, remat="block"), 8, budget)
     fits, over = (dataclasses.replace(cfg, remat="block", batch_size=b) for b in (rows, rows + 1))
     assert sum(memory.estimate(fits, 8).values()) <= budget < sum(memory.estimate(over, 8).values())
+    length = memory.longest_row(dataclasses.replace(cfg, remat="block"), 8, budget)
+    fits, over = (dataclasses.replace(cfg, remat="block", block_size=t) for t in (length, length + 1024))
+    assert memory.takes(fits, 8) <= budget < memory.takes(over, 8)
+    assert memory.longest_row(cfg, 8, 2 * memory.GIB) == 0
 
 
 def test_out_of_memory_says_what_would_fit(monkeypatch):
