@@ -448,6 +448,7 @@ def memory_table(cfg):
         print(f"{name:<28}{size / memory.GIB:8.2f} GiB")
     print(f"\n{'':<34}{f'largest in {cfg.gpu_gib:g} GiB':>28}")
     print(f"{'parallel':<10}{'remat':<12}{'GiB a rank':>12}{'batch_size':>14}{'or block_size':>14}")
+    budget = cfg.gpu_gib * memory.GIB
     for kind in ("ddp", "zero2", "fsdp") if cfg.world > 1 else ("ddp",):
         for remat in ("none", "selective", "attention", "block"):
             other = dataclasses.replace(cfg, parallel=kind, remat=remat, shard_size=None)
@@ -455,13 +456,9 @@ def memory_table(cfg):
                 other = dataclasses.replace(other, remat_tile=None, remat_offload=False)
             if not train.legal(other, cfg.world):
                 continue
-            rows, length = (
-                find(other, cfg.world, cfg.gpu_gib * memory.GIB) for find in (memory.largest_batch, memory.longest_row)
-            )
-            takes = memory.takes(other, cfg.world) / memory.GIB
-            print(
-                f"{kind:<10}{remat:<12}{takes:>12.1f}{rows or 'none fits':>14}{f'{length:,}' if length else 'none fits':>14}"
-            )
+            found = (memory.largest_batch(other, cfg.world, budget), memory.longest_row(other, cfg.world, budget))
+            most = "".join(f"{f'{n:,}' if n else 'none fits':>14}" for n in found)
+            print(f"{kind:<10}{remat:<12}{memory.takes(other, cfg.world) / memory.GIB:>12.1f}{most}")
 
 
 @dataclass

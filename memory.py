@@ -13,6 +13,7 @@ import os
 import adam8
 import kernels
 import model as models
+import parallel
 import remat
 
 GIB = 2**30
@@ -93,7 +94,8 @@ def bytes_of_moments(cfg):
 
 
 def gathered(cfg, total, block, rest, shards):
-    """Of FSDP: units in bf16, two blocks at a time and the head, or all; a unit's gradients, whole and being summed."""
+    """Of FSDP: units in bf16, two of blocks and the head at a time, or all; a unit's gradients, whole and summed."""
+    block = min(block * parallel.blocks_a_unit(cfg, block), total - rest)
     summed = 2 if cfg.reduce_dtype == "bf16" else 4
     whole = 2 * (total if cfg.parallel == "zero2" else rest // (1 if cfg.tie_embeddings else 2) + 2 * block)
     return whole + (2 + summed) * max(block, rest // (1 if cfg.tie_embeddings else 2)) * (1 + 1 / shards)

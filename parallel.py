@@ -207,6 +207,8 @@ def conflicts(cfg, world_size):
         found.append(f"shard_size={cfg.shard_size} must divide the number of ranks, {world_size}")
     if cfg.parallel != "hsdp" and cfg.shard_size is not None:
         found.append(f"shard_size={cfg.shard_size} is for parallel=hsdp, parallel is {cfg.parallel}")
+    if cfg.unit_mib is not None and (cfg.parallel == "ddp" or cfg.unit_mib < 1):
+        found.append(f"unit_mib={cfg.unit_mib} is for a sharded model and at least 1, parallel is {cfg.parallel}")
     found += low_memory_problems(cfg, world_size) + remat.problems(cfg) + context.problems(cfg, world_size)
     return found + documents.problems(cfg)
 
@@ -238,6 +240,8 @@ def low_memory_problems(cfg, world_size):
 def shard(model, cfg, world):
     """FSDP2 (https://arxiv.org/abs/2304.11277), a unit for each block, embedding and head; rows of tensors are split.
 
+    cfg.unit_mib makes one unit of several blocks: fewer and larger messages where blocks are small.
+
     fsdp: parameters, gradients and optimizer states; a block's parameters are gathered for its forward and again for
     its backward. zero2: parameters stay gathered through a step. hsdp: as fsdp in groups of shard_size ranks, each of
     which holds a copy. In bf16 and fp8 gathers are in bf16; gradients are summed in cfg.reduce_dtype.
@@ -254,8 +258,9 @@ def shard(model, cfg, world):
     frees = cfg.parallel != "zero2"  # gathered parameters, after each use and micro-step, not after the last alone
     if cfg.offload_states:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
-    for block in model.blocks:
-        fully_shard(block, reshard_after_forward=frees, **options)
+    blocks, count = list(model.blocks), blocks_a_unit(cfg, sum(p.numel() for p in model.blocks[0].parameters()))
+    for i in range(0, len(blocks), count):
+        fully_shard(blocks[i : i + count], reshard_after_forward=frees, **options)
     if not cfg.tie_embeddings:  # a shared weight is the last unit's
         fully_shard(model.wte, reshard_after_forward=frees, **options)
         fully_shard([model.norm, model.head], reshard_after_forward=False, **options)
@@ -263,6 +268,11 @@ def shard(model, cfg, world):
     fully_shard(model, **options)
     register_fsdp_forward_method(model, "logits")
     model.frees_gathered = frees
+
+
+def blocks_a_unit(cfg, numbers):
+    """Blocks of so many numbers each that FSDP gathers as one."""
+    return 1 if cfg.unit_mib is None else max(1, cfg.unit_mib * 2**20 // (2 * numbers))
 
 
 def reshard(model):

@@ -92,6 +92,7 @@ class Config(models.GPTConfig):
     parallel: Literal["ddp", "fsdp", "zero2", "hsdp"] = "ddp"  # over ranks: each holds all; FSDP2's ways to shard
     context_parallel: int = 1  # ranks that share a sequence, see context.py
     shard_size: int | None = None  # hsdp: ranks that share a copy of the model; None: those of a node
+    unit_mib: int | None = None  # fsdp, zero2, hsdp: blocks gathered as one up to this size in 16 bits; None: singly
     bucket_mib: int = 25  # DDP: gradients are reduced in pieces of this size, while the backward goes on
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"  # what gradients are summed over the ranks in
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp8"] = (

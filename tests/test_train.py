@@ -88,8 +88,8 @@ def test_two_ranks_equal_one_process_and_resume_across(data_dir, tmp_path):
     [
         (2, dict(parallel="fsdp")),
         (2, dict(parallel="zero2", mlp="swiglu", norm="rmsnorm", positions="rope", n_kv_head=2, bias=False)),
-        (2, dict(parallel="fsdp", context_parallel=2, tie_embeddings=False, remat="block", compile=True)),
-        (4, dict(parallel="hsdp", shard_size=2)),
+        (2, dict(parallel="fsdp", context_parallel=2, tie_embeddings=False, remat="block", compile=True, unit_mib=1)),
+        (4, dict(parallel="hsdp", shard_size=2, unit_mib=1)),
         (2, dict(context_parallel=2, remat="attention", remat_tile=6, remat_offload=True)),
         (2, dict(parallel="fsdp", offload_states=True)),
         (4, dict(context_parallel=2, parallel="fsdp", mlp="swiglu", positions="rope", n_kv_head=1, remat="selective")),
@@ -98,7 +98,7 @@ def test_two_ranks_equal_one_process_and_resume_across(data_dir, tmp_path):
 def test_any_mode_equals_one_process_and_resumes_across(data_dir, tmp_path, ranks, settings):
     """As for DDP; what sharded ranks saved goes on in one process, and the other way round, sampling included."""
     modes = ("parallel", "shard_size", "context_parallel", "remat", "remat_tile", "remat_offload")
-    modes += ("compile", "offload_states")
+    modes += ("compile", "offload_states", "unit_mib")
     shape = {k: v for k, v in settings.items() if k not in modes}
     rows = 1 if settings.get("compile") else 2
     common = dict(eval_interval=6, save_interval=6, keep_last=9, batch_size=rows, sample_interval=6, sample_tokens=4)
