@@ -1,4 +1,4 @@
-"""Tokens to train on: shards from the Hugging Face hub or from local files, and the loader that reads them.
+"""Tokens to train on: shards from the Hugging Face hub or from local files.
 
     python fineweb.py                                          # FineWeb-Edu sample-10BT into data/fineweb-edu, 20 GB
     python fineweb.py --dataset=kjj0/fineweb10B-gpt2 --max_shards=10      # ready-made GPT-2 shards of FineWeb
@@ -9,10 +9,9 @@ As a script it writes llm.c shards (a 1,024-byte header, then uint16 or uint32 t
 document), manifest.json with checksums, and token_bytes.npy. Validation gets whole documents from the front; none is
 in both splits. Training shards are exactly shard_tokens long, save the last; documents run on from one to the next.
 Empty documents are left out. A killed run, started again, goes on where it was and ends with the same bytes.
-As a module: `TokenLoader`, `read_header` and `verify`.
+loader.py reads them.
 """
 
-import bisect
 import contextlib
 import fcntl
 import glob
@@ -22,25 +21,21 @@ import itertools
 import json
 import math
 import os
-import queue
 import re
 import shutil
 import sys
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 from tqdm import tqdm
 
 import packing
 import tokenizer as tokenizers
 from configurator import UserError, run
+from loader import FORMATS, HEADER_BYTES, Ahead, DataError, begins, file_sha256, open_shard, read_json
 
-HEADER_BYTES = 1024
-FORMATS = {20240520: (1, np.uint16), 20240801: (7, np.uint32)}  # magic: (version, tokens), as llm.c has them
 SHORT_NAMES = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW/fineweb-edu"}
 READY_MADE = ("kjj0/fineweb10B-gpt2", "kjj0/fineweb100B-gpt2", "kjj0/finewebedu10B-gpt2")  # GPT-2 shards on the hub
 COMPRESSED = (".zst", ".gz", ".xz", ".bz2")
@@ -50,11 +45,6 @@ RECORDS = {
     ".parquet": "parquet",
 }  # other files are one document each
 AS_DOCUMENTS = {"sample_by": "document", "encoding_errors": "replace"}
-MAKE_DATA = "make the data with python fineweb.py (--help lists its settings)"
-
-
-class DataError(UserError):
-    exit_code = 3
 
 
 @dataclass
@@ -73,9 +63,6 @@ class Config:
     pack: int | None = None  # a block_size: documents in an order in which its rows cut few of them; None: as they come
     min_document_tokens: int | None = None  # leave out documents that are shorter; None: only empty ones
     max_shards: int | None = None  # of a ready-made dataset: training shards to fetch; None: all
-
-
-# ---- writing
 
 
 def main(cfg):
@@ -456,345 +443,6 @@ def write_atomic(path, *chunks):
             f"{path}: {error.strerror}: it needs {need:,} bytes, {free:,} are free; finished shards are kept, "
             "make room and run the same command again"
         ) from None
-
-
-def read_json(path):
-    """The object in `path`, or None where there is no such file. Raises DataError."""
-    try:
-        return json.loads(path.read_text())
-    except FileNotFoundError:
-        return None
-    except ValueError as error:
-        raise DataError(f"{path} is damaged ({error}); remove it and {MAKE_DATA}") from None
-
-
-def file_sha256(path):
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-# ---- reading
-
-
-class Ahead:
-    """Iterates over `items` in a daemon thread, at most `depth` ahead; what the thread raises, next() raises."""
-
-    def __init__(self, items, depth):
-        self._queue, self._stop, self._error = queue.Queue(max(1, depth)), threading.Event(), None
-        self._thread = threading.Thread(target=self._fill, args=(items,), daemon=True)
-        self._thread.start()
-
-    def _fill(self, items):
-        try:
-            for item in items:
-                if not self._put((item, None)):
-                    return
-            self._put((None, StopIteration()))
-        except BaseException as error:
-            self._put((None, error))
-
-    def _put(self, pair):
-        while not self._stop.is_set():
-            try:
-                self._queue.put(pair, timeout=0.1)
-                return True
-            except queue.Full:
-                pass
-        return False
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        if self._error is None:
-            item, self._error = self._queue.get()
-        if self._error is not None:
-            raise self._error
-        return item
-
-    def close(self):
-        self._stop.set()
-        self._thread.join(1)  # no longer: it may wait for the network, and dies with the process
-
-
-def read_header(path):
-    """(tokens, dtype) of shard `path`, whose header and length are checked. Raises DataError."""
-    size = os.path.getsize(path)
-    with open(path, "rb") as file:
-        header = np.frombuffer(file.read(HEADER_BYTES).ljust(12, b"\0")[:12], "<i4")
-    magic, version, count = map(int, header)
-    if size < HEADER_BYTES:
-        raise DataError(f"{path} holds {size} bytes, less than a header of {HEADER_BYTES}; {MAKE_DATA}")
-    if magic not in FORMATS:
-        raise DataError(
-            f"{path} is no shard: it begins with {magic}, not {' or '.join(map(str, FORMATS))}; {MAKE_DATA}, "
-            "or if it is a nanoGPT raw file, name it train.bin or val.bin and set --data_format=nanogpt"
-        )
-    expected, dtype = FORMATS[magic]
-    kind = f"{np.dtype(dtype).name} shard ({'Llama 3' if dtype == np.uint32 else 'GPT-2'}, magic {magic})"
-    if version != expected:
-        raise DataError(f"{path}: version {version} in the header of a {kind}, expected {expected}; {MAKE_DATA}")
-    if count <= 0:
-        raise DataError(f"{path}: the header counts {count} tokens, expected 1 to 2**31-1; {MAKE_DATA}")
-    need = HEADER_BYTES + count * np.dtype(dtype).itemsize
-    if size != need:
-        raise DataError(f"{path}: expected {need} bytes for {count} tokens of a {kind}, it has {size}; {MAKE_DATA}")
-    return count, np.dtype(dtype)
-
-
-def open_shard(path, data_format="llmc"):
-    """The tokens of a shard as a read-only memory map."""
-    if data_format == "llmc":
-        count, dtype = read_header(path)
-        return np.memmap(path, dtype.newbyteorder("<"), "r", HEADER_BYTES, (count,))
-    size = os.path.getsize(path)
-    with open(path, "rb") as file:
-        if int.from_bytes(file.read(4), "little") in FORMATS:
-            raise DataError(f"{path} has an llm.c header, so it is no nanoGPT file; leave --data_format=llmc")
-    if size == 0 or size % 2:
-        raise DataError(f"{path} holds {size} bytes, which is no whole number of uint16 tokens; write it again")
-    return np.memmap(path, "<u2", "r")
-
-
-def find_shards(data_dir, split, data_format="llmc"):
-    """Sorted paths of a split's shards. Raises DataError where there are none."""
-    pattern = os.path.join(data_dir, f"*_{split}_*.bin" if data_format == "llmc" else f"{split}.bin")
-    if paths := sorted(glob.glob(pattern)):
-        return paths
-    hint = MAKE_DATA
-    if os.path.exists(os.path.join(data_dir, f"{split}.bin")):
-        hint = "there is a nanoGPT file: --data_format=nanogpt"
-    elif split == "val" and glob.glob(os.path.join(data_dir, "*train*.bin")):
-        hint = "make one, or do without: --eval_interval=0"
-    elif os.path.exists(os.path.join(data_dir, "progress.json")):
-        hint = "fineweb.py has begun there and not come so far; run it again"
-    raise DataError(f"no {split} split: nothing matches {pattern}; {hint}")
-
-
-def verify(data_dir):
-    """Compares every shard with the manifest's SHA-256. Raises DataError."""
-    manifest = read_json(Path(data_dir) / "manifest.json")
-    if manifest is None:
-        raise DataError(f"{data_dir}/manifest.json is missing, so there are no checksums to verify; {MAKE_DATA}")
-    for shard in manifest["shards"]:
-        path = Path(data_dir) / shard["name"]
-        if not path.is_file():
-            raise DataError(f"{path} is in the manifest and not in the folder; {MAKE_DATA}")
-        read_header(path)
-        if (digest := file_sha256(path)) != shard["sha256"]:
-            raise DataError(
-                f"{path} is damaged: SHA-256 {digest[:16]}..., expected {shard['sha256'][:16]}...; "
-                f"remove {data_dir} and {MAKE_DATA}"
-            )
-
-
-class TokenLoader:
-    """Batches for one rank out of a split's shards, which count as one circle of `tokens` tokens.
-
-    Row w is the T+1 tokens from w*T on, and an epoch is ceil(tokens/T) rows, so none is lost at a shard's end; the last
-    row runs on into the beginning. Rows have one global order: micro-step k takes world*B rows, from k*world*B on, and
-    of them rank r takes B, from r*B on. So a global batch is the same rows for every B and world.
-
-    shuffle_seed: the rows of epoch e in the order of numpy's default_rng((seed, e)).permutation.
-    align: a row begins at the last document start within the row before (or at its end, in a document longer than T); a
-    document that is cut is thus read again from its start, and no token is left out.
-    min_tokens: what the caller needs (a global batch). Raises DataError.
-    """
-
-    def __init__(
-        self,
-        data_dir,
-        split,
-        B,
-        T,
-        rank=0,
-        world=1,
-        vocab_size=None,
-        device="cpu",
-        shuffle_seed=None,
-        align=False,
-        data_format="llmc",
-        prefetch=2,
-        min_tokens=0,
-    ):
-        self.B, self.T, self.rank, self.world, self.vocab_size = B, T, rank, world, vocab_size
-        self.device, self.shuffle_seed, self.prefetch = torch.device(device), shuffle_seed, prefetch
-        self.paths = find_shards(data_dir, split, data_format)
-        self.shards = [open_shard(path, data_format) for path in self.paths]
-        self.ends = np.cumsum([len(shard) for shard in self.shards]).tolist()
-        self.tokens = self.ends[-1]
-        manifest = read_json(Path(data_dir) / "manifest.json") or {}
-        self._check_shards(manifest, data_dir, split, min_tokens)
-        self.tokenizer, self.eot = manifest.get("tokenizer"), manifest.get("eot")
-        sizes = Path(data_dir) / "token_bytes.npy"
-        self.token_bytes = np.load(sizes) if sizes.exists() else None
-        self._starts = self._aligned_starts(manifest, data_dir) if align else None
-        self.rows_per_epoch = -(-self.tokens // T) if self._starts is None else len(self._starts)
-        self.warnings = self._pack_warnings(manifest.get("settings", {}).get("pack"), data_dir)
-        self.rows = 0  # handed out to all ranks together, those prefetched not counted
-        listing = "".join(f"{Path(path).name} {len(shard)}\n" for path, shard in zip(self.paths, self.shards))
-        self.fingerprint = hashlib.sha256(listing.encode()).hexdigest()[:16]
-        self._order, self._order_epoch, self._ahead, self._cuda = None, None, None, None
-        if self.device.type == "cuda":
-            self._cuda = self.device.index if self.device.index is not None else torch.cuda.current_device()
-
-    def _check_shards(self, manifest, data_dir, split, min_tokens):
-        dtype = np.dtype(manifest.get("dtype", self.shards[0].dtype))
-        for path, shard in zip(self.paths, self.shards):
-            if shard.dtype != dtype:
-                raise DataError(
-                    f"{path} holds {shard.dtype.name} tokens, the rest of {data_dir} {dtype.name}; remove it"
-                )
-        if self.vocab_size is not None and manifest.get("vocab_size", 0) > self.vocab_size:
-            name, size = manifest["tokenizer"], manifest["vocab_size"]
-            raise DataError(f"vocab_size={self.vocab_size} is less than {data_dir}'s ({name}); try --vocab_size={size}")
-        if self.tokens < min_tokens:
-            raise DataError(
-                f"{data_dir}: a global batch needs {min_tokens:,} tokens, the {split} split has {self.tokens:,}; "
-                "lower --batch_tokens, or make more data"
-            )
-        if self.tokens <= self.T:
-            raise DataError(
-                f"{data_dir}: a row needs block_size+1 = {self.T + 1:,} tokens, the {split} split has {self.tokens:,}; "
-                "lower --block_size, or make more data"
-            )
-
-    def _pack_warnings(self, pack, data_dir):
-        if pack and pack != self.T:
-            return [
-                f"{data_dir} is packed for block_size={pack}; rows of {self.T} cut more documents than they need to"
-            ]
-        if pack and self._starts is not None:
-            return [f"{data_dir} is packed for rows that lie end to end; align_documents moves them off"]
-        return []
-
-    def _aligned_starts(self, manifest, data_dir):
-        """Where the rows of an epoch begin, int64."""
-        if "eot" not in manifest:
-            raise DataError(f"align_documents needs to know the separator, and {data_dir}/manifest.json is not there")
-        return aligned_starts(begins(self.shards, manifest["eot"]), self.tokens, self.T)
-
-    def next(self):
-        """(x, y), each int64 (B, T) on the device: the tokens and, for each, the one after it."""
-        if self._ahead is None:
-            self._ahead = Ahead(self._batches(self.rows), self.prefetch)
-        batch = next(self._ahead)
-        self.rows += self.world * self.B
-        return self._to_device(batch)
-
-    @property
-    def epoch(self):
-        return self.rows // self.rows_per_epoch
-
-    def state_dict(self):
-        order = {"block_size": self.T, "shuffle_seed": self.shuffle_seed, "align_documents": self._starts is not None}
-        return {"rows": self.rows, "tokens": self.tokens, "fingerprint": self.fingerprint, **order}
-
-    def load_state_dict(self, state, allow_data_change=False):
-        """Goes on exactly after the saved row, with whatever B and world. Raises DataError if the data is another."""
-        own = self.state_dict()
-        wrong = [f"{k} {own[k]}, not {state[k]}" for k in own if k != "rows" and own[k] != state[k]]
-        if wrong and not allow_data_change:
-            raise DataError(
-                f"the data of {Path(self.paths[0]).parent} is not what the checkpoint had: {'; '.join(wrong)}; "
-                "to go on with it all the same: --allow_data_change"
-            )
-        self.close()
-        self.rows = state["rows"]
-
-    def close(self):
-        """Ends the thread."""
-        if self._ahead is not None:
-            self._ahead.close()
-            self._ahead = None
-
-    def eval_batches(self, tokens):
-        """Yields this rank's (x, y) of rows 0 to tokens//T - 1, unshuffled: the same rows for every B and world.
-
-        All batches have shape (B, T), and all ranks the same number of them: y is -100 where there is no row left.
-        """
-        rows = min(tokens, self.tokens - 1) // self.T
-        if rows == 0:
-            raise DataError(f"eval_tokens={tokens} is less than one row of block_size={self.T}; raise --eval_tokens")
-        for first in range(0, rows, self.world * self.B):
-            mine = range(first + self.rank * self.B, first + (self.rank + 1) * self.B)
-            x, y = self._to_device(self._gather([w * self.T if w < rows else 0 for w in mine]))
-            y[max(0, rows - mine.start) :] = -100
-            yield x, y
-
-    def _batches(self, row):
-        if self._cuda is not None:
-            torch.cuda.set_device(self._cuda)  # a thread starts on GPU 0, and pinning would take memory there
-        row += self.rank * self.B
-        while True:
-            yield self._gather([self._start(i) for i in range(row, row + self.B)])
-            row += self.world * self.B
-
-    def _start(self, row):
-        """The token at which a row begins, rows counted from the start of training."""
-        epoch, w = divmod(row, self.rows_per_epoch)
-        if self.shuffle_seed is not None:
-            if self._order_epoch != epoch:
-                self._order = np.random.default_rng((self.shuffle_seed, epoch)).permutation(self.rows_per_epoch)
-                self._order_epoch = epoch
-            w = int(self._order[w])
-        return w * self.T if self._starts is None else int(self._starts[w])
-
-    def _gather(self, starts):
-        """int32 (B, T+1), in pinned memory for CUDA: half the bytes of int64 over the bus."""
-        batch = torch.empty(len(starts), self.T + 1, dtype=torch.int32, pin_memory=self._cuda is not None)
-        rows = batch.numpy().view(np.uint32)
-        for row, start in zip(rows, starts):
-            self._read(start, row)
-        if self.vocab_size is not None and rows.max() >= self.vocab_size:
-            b, t = np.argwhere(rows >= self.vocab_size)[0].tolist()
-            shard, at = self._locate((starts[b] + t) % self.tokens)
-            raise DataError(
-                f"{self.paths[shard]}: token {at} is {rows[b, t]}, not below vocab_size={self.vocab_size}; "
-                "raise --vocab_size if the tokenizer is another, else make the data again"
-            )
-        return batch
-
-    def _locate(self, position):
-        shard = bisect.bisect_right(self.ends, position)
-        return shard, position - self.ends[shard] + len(self.shards[shard])
-
-    def _read(self, position, row):
-        """Fills `row` from the circle of tokens."""
-        filled = 0
-        while filled < len(row):
-            shard, at = self._locate((position + filled) % self.tokens)
-            part = self.shards[shard][at : at + len(row) - filled]
-            row[filled : filled + len(part)] = part
-            filled += len(part)
-
-    def _to_device(self, batch):
-        batch = batch.to(self.device, non_blocking=True)
-        return batch[:, :-1].long(), batch[:, 1:].long()
-
-
-def begins(shards, eot):
-    """Sorted positions in `shards`, laid end to end, at which documents begin, int64."""
-    ends = np.cumsum([len(shard) for shard in shards])
-    return np.concatenate([np.flatnonzero(shard == eot) + end - len(shard) for shard, end in zip(shards, ends)])
-
-
-def aligned_starts(documents, n, T):
-    """Row starts of one epoch over n tokens, int64: each the last of `documents` in (p, p+T] after start p, else p+T.
-
-    documents: sorted positions at which documents begin. Arrays do the work, since 10B tokens have 10M rows: from a
-    document on lie `whole` rows inside it, then one that leads to document `after`; only those hops are a loop.
-    """
-    edges = np.union1d([0, n], documents).astype(np.int64)
-    whole = -(-np.diff(edges) // T) - 1  # steps of T that end before the next document begins
-    after = (np.searchsorted(edges, edges[:-1] + (whole + 1) * T, side="right") - 1).tolist()
-    hops, at = [], 0
-    while at < len(after):
-        hops.append(at)
-        at = after[at]
-    repeats = whole[hops] + 1
-    steps = np.arange(repeats.sum()) - np.repeat(np.cumsum(repeats) - repeats, repeats)
-    return np.repeat(edges[hops], repeats) + steps * T
 
 
 if __name__ == "__main__":

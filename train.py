@@ -33,7 +33,7 @@ import optim
 import parallel
 from configurator import UserError, run
 from evaluate import Evaluator
-from fineweb import TokenLoader, verify
+from loader import TokenLoader, verify
 from logger import Logger, human
 
 

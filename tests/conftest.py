@@ -18,12 +18,31 @@ if not torch.cuda.is_available():
 ROOT = Path(__file__).parent.parent
 
 
-def write_shard(path, tokens, magic=20240520, version=1, dtype="<u2"):
+def write_shard(path, tokens, dtype=np.uint16):
     """An llm.c shard: 256 int32 of header, then the tokens."""
-    header = np.zeros(256, dtype="<i4")
+    magic, version = {np.uint16: (20240520, 1), np.uint32: (20240801, 7)}[dtype]
+    header = np.zeros(256, "<i4")
     header[:3] = magic, version, len(tokens)
-    path.write_bytes(header.tobytes() + np.asarray(tokens, dtype=dtype).tobytes())
+    path.write_bytes(header.tobytes() + np.asarray(tokens, dtype).tobytes())
     return path
+
+
+def read_rows(loader, steps):
+    """(steps*B, T+1) rows out of a loader's batches."""
+    out = []
+    for _ in range(steps):
+        x, y = loader.next()
+        assert x.shape == y.shape == (loader.B, loader.T) and x.dtype == y.dtype == torch.int64
+        assert torch.equal(x[:, 1:], y[:, :-1])
+        out.append(torch.cat([x, y[:, -1:]], 1).numpy())
+    return np.concatenate(out)
+
+
+def one_line(error):
+    """The text of a pytest.raises, which is to be one line."""
+    text = str(error.value)
+    assert "\n" not in text and text
+    return text
 
 
 def stdlib_bytes(count):

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 import convert
 import train
 from configurator import UserError, configure
-from fineweb import DataError
+from loader import DataError
 from model import build
 
 

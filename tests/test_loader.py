@@ -1,0 +1,305 @@
+"""loader.py: damaged shards, and the order of rows against a naive numpy reference."""
+
+import json
+import shutil
+import time
+
+import numpy as np
+import pytest
+import torch
+from conftest import one_line, read_rows, write_shard
+
+from loader import Ahead, DataError, TokenLoader, aligned_starts, file_sha256, verify
+
+# ---- damaged files
+
+
+@pytest.fixture
+def data(tmp_path):
+    """A folder of small shards: three of train (odd sizes), one of val, and a manifest."""
+    rng = np.random.default_rng(0)
+    stream = rng.integers(0, 256, 1000)
+    stream[np.unique(rng.integers(0, 1000, 40))] = 256
+    stream[0] = 256
+    (tmp_path / "d").mkdir()
+    paths = []
+    for i, part in enumerate(np.split(stream, [333, 640])):
+        paths.append(write_shard(tmp_path / f"d/x_train_{i + 1:06d}.bin", part))
+    paths.append(write_shard(tmp_path / "d/x_val_000000.bin", stream[:203]))
+    shards = [{"name": path.name, "sha256": file_sha256(path)} for path in paths]
+    manifest = {"tokenizer": "bytes", "vocab_size": 257, "eot": 256, "dtype": "uint16", "shards": shards}
+    (tmp_path / "d/manifest.json").write_text(json.dumps(manifest))
+    return tmp_path / "d", stream
+
+
+def patch(path, offset, data):
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        file.write(data)
+
+
+def test_damaged_shards(data):
+    folder, _ = data
+    path = folder / "x_train_000002.bin"
+    good = path.read_bytes()
+    int32 = lambda *values: np.array(values, "<i4").tobytes()
+    for row, damage, words in [
+        (1, good[:-1], "expected 1638 bytes for 307 tokens of a uint16 shard (GPT-2, magic 20240520), it has 1637"),
+        (2, good + b"\0", "expected 1638 bytes for 307 tokens of a uint16 shard (GPT-2, magic 20240520), it has 1639"),
+        (1, good[:100], "holds 100 bytes, less than a header of 1024"),
+        (1, b"", "holds 0 bytes"),
+        (3, b"abcd" + good[4:], "is no shard: it begins with 1684234849, not 20240520 or 20240801"),
+        (3, b"abcd" + good[4:], "if it is a nanoGPT raw file"),
+        (4, int32(20240520, 2) + good[8:], "version 2 in the header of a uint16 shard (GPT-2"),
+        (
+            4,
+            int32(20240801) + good[4:],
+            "version 1 in the header of a uint32 shard (Llama 3, magic 20240801), expected 7",
+        ),
+        (4, int32(20240801, 7) + good[8:], "expected 2252 bytes for 307 tokens of a uint32 shard (Llama 3"),
+        (4, int32(20240801, 7, 307) + bytes(1012 + 4 * 307), "holds uint32 tokens"),
+        (5, good[:8] + int32(0) + good[12:], "counts 0 tokens"),
+        (5, good[:8] + int32(-5) + good[12:], "counts -5 tokens"),
+        (5, good[:8] + int32(2**31 - 1) + good[12:], "expected 4294968318 bytes for 2147483647 tokens"),
+    ]:
+        path.write_bytes(damage)
+        with pytest.raises(DataError) as error:
+            TokenLoader(folder, "train", 2, 8, vocab_size=257)
+        assert words in one_line(error) and str(path) in str(error.value), row
+        assert error.value.exit_code == 3
+
+
+def test_token_beyond_the_vocabulary(data):  # row 6
+    folder, _ = data
+    patch(folder / "x_train_000002.bin", 1024 + 2 * 100, np.uint16(60000).tobytes())
+    loader = TokenLoader(folder, "train", 4, 16, vocab_size=257)
+    with pytest.raises(DataError) as error:
+        for _ in range(100):
+            loader.next()
+    assert "x_train_000002.bin: token 100 is 60000, not below vocab_size=257" in one_line(error)
+    with pytest.raises(DataError):
+        loader.next()  # and does not hang the second time
+    loader.close()
+
+
+def test_vocabulary_smaller_than_the_tokenizers(data):
+    with pytest.raises(DataError, match="vocab_size=100 is less .*try --vocab_size=257"):
+        TokenLoader(data[0], "train", 4, 16, vocab_size=100)
+
+
+def test_flipped_bit(data):  # row 7
+    folder, _ = data
+    verify(folder)
+    patch(folder / "x_train_000003.bin", 1500, bytes([(folder / "x_train_000003.bin").read_bytes()[1500] ^ 1]))
+    TokenLoader(folder, "train", 4, 16, vocab_size=1000)
+    with pytest.raises(DataError, match="x_train_000003.bin is damaged: SHA-256"):
+        verify(folder)
+    (folder / "x_train_000003.bin").unlink()
+    with pytest.raises(DataError, match="x_train_000003.bin is in the manifest"):
+        verify(folder)
+    (folder / "manifest.json").write_text("{")
+    with pytest.raises(DataError, match="manifest.json is damaged"):
+        verify(folder)
+    (folder / "manifest.json").unlink()
+    with pytest.raises(DataError, match="no checksums"):
+        verify(folder)
+
+
+def test_no_data(data, tmp_path):  # rows 8 to 10
+    folder, _ = data
+    with pytest.raises(DataError, match=r"nothing matches .*absent/\*_train_\*.bin; .*python fineweb.py"):
+        TokenLoader(tmp_path / "absent", "train", 4, 16)
+    with pytest.raises(DataError, match="needs 4,096 tokens, the train split has 1,000; lower --batch_tokens"):
+        TokenLoader(folder, "train", 4, 16, min_tokens=4096)
+    with pytest.raises(DataError, match="block_size.1 = 1,001 tokens, the train split has 1,000; lower --block_size"):
+        TokenLoader(folder, "train", 1, 1000)
+    (folder / "x_val_000000.bin").unlink()
+    with pytest.raises(DataError, match="no val split.*--eval_interval=0"):
+        TokenLoader(folder, "val", 4, 16)
+
+
+def test_nanogpt_files(data, tmp_path):
+    folder, stream = data
+    stream.astype("<u2").tofile(tmp_path / "train.bin")
+    with pytest.raises(DataError, match="--data_format=nanogpt"):
+        TokenLoader(tmp_path, "train", 2, 8)
+    loader = TokenLoader(tmp_path, "train", 2, 8, data_format="nanogpt")
+    assert loader.next()[0].flatten().tolist() == stream[:16].tolist()
+    assert loader.tokenizer is None and loader.token_bytes is None
+    loader.close()
+    patch(tmp_path / "train.bin", 2000, b"x")
+    with pytest.raises(DataError, match="2001 bytes"):
+        TokenLoader(tmp_path, "train", 2, 8, data_format="nanogpt")
+    shutil.copy(folder / "x_train_000001.bin", tmp_path / "train.bin")
+    with pytest.raises(DataError, match="llm.c header"):
+        TokenLoader(tmp_path, "train", 2, 8, data_format="nanogpt")
+
+
+# ---- the order
+
+
+def naive_starts(stream, T, align):
+    """Starts of the rows of one epoch, by the definition."""
+    n, p, starts = len(stream), 0, []
+    while p < n:
+        starts.append(p)
+        inside = [q for q in range(p + 1, p + T + 1) if q == n or (q < n and stream[q] == 256)]
+        p = inside[-1] if align and inside else p + T
+    return starts
+
+
+def naive_rows(stream, T, seed=None, align=False):
+    """All rows for ever, each T+1 tokens."""
+    starts, epoch = naive_starts(stream, T, align), 0
+    while True:
+        order = range(len(starts))
+        if seed is not None:
+            order = np.random.default_rng((seed, epoch)).permutation(len(starts))
+        for w in order:
+            yield np.take(stream, range(starts[w], starts[w] + T + 1), mode="wrap")
+        epoch += 1
+
+
+def take(rows, n):
+    return np.stack([next(rows) for _ in range(n)])
+
+
+@pytest.mark.parametrize("seed", [None, 7])
+@pytest.mark.parametrize("align", [False, True])
+@pytest.mark.parametrize("T", [7, 16, 50, 999])
+def test_order_is_the_naive_one(data, seed, align, T):
+    folder, stream = data
+    loader = TokenLoader(folder, "train", 3, T, vocab_size=257, shuffle_seed=seed, align=align)
+    expected = take(naive_rows(stream, T, seed, align), 300)
+    assert np.array_equal(read_rows(loader, 100), expected)
+    assert loader.rows_per_epoch == len(naive_starts(stream, T, align)) and loader.tokens == 1000
+    assert loader.epoch == 300 // loader.rows_per_epoch
+    loader.close()
+
+
+def test_every_token_is_a_target_once_an_epoch(data):
+    folder, stream = data
+    loader = TokenLoader(folder, "train", 1, 9)
+    targets = read_rows(loader, loader.rows_per_epoch)[:, 1:].ravel()
+    assert np.array_equal(targets[:1000], np.roll(stream, -1)) and len(targets) == 112 * 9
+    loader.close()
+
+
+def test_aligned_rows_begin_at_documents(data):
+    folder, stream = data
+    rng = np.random.default_rng(1)
+    for _ in range(200):  # the vectorised starts against the definition, on streams of all kinds
+        n, T = rng.integers(2, 120), rng.integers(1, 40)
+        stream = np.where(rng.random(n) < rng.choice([0, 0.02, 0.2, 1]), 256, 0)
+        starts = aligned_starts(np.flatnonzero(stream == 256), n, T)
+        assert starts.tolist() == naive_starts(stream, T, True)
+        seen = np.unique((starts[:, None] + np.arange(1, T + 1)) % n)
+        assert len(seen) == n, "every token is a target at least once"
+    (folder / "manifest.json").unlink()
+    with pytest.raises(DataError, match="align_documents"):
+        TokenLoader(folder, "train", 3, 16, align=True)
+
+
+@pytest.mark.parametrize("order", [{}, {"shuffle_seed": 3}, {"shuffle_seed": 3, "align": True}])
+def test_a_global_batch_does_not_depend_on_ranks_or_batch_size(data, order):
+    folder, stream = data
+    expected = take(naive_rows(stream, 16, order.get("shuffle_seed"), order.get("align", False)), 24 * 8)
+    for world, B in [(1, 24), (1, 4), (2, 12), (2, 3), (3, 2), (8, 1)]:
+        loaders = [TokenLoader(folder, "train", B, 16, rank, world, **order) for rank in range(world)]
+        micro_steps = 24 * 8 // (B * world)
+        rows = np.stack([read_rows(loader, micro_steps).reshape(micro_steps, B, 17) for loader in loaders], 1)
+        assert np.array_equal(rows.reshape(-1, 17), expected)
+        for loader in loaders:
+            assert loader.state_dict()["rows"] == 24 * 8
+            loader.close()
+
+
+@pytest.mark.parametrize("order", [{}, {"shuffle_seed": 3}, {"shuffle_seed": 3, "align": True}])
+def test_resume_is_exact_on_other_ranks_too(data, order):
+    folder, stream = data
+    first = TokenLoader(folder, "train", 6, 16, **order)
+    read_rows(first, 11)
+    time.sleep(0.05)  # the thread is ahead by now, and the state must not be
+    state = json.loads(json.dumps(first.state_dict()))
+    expected = read_rows(first, 20)
+    first.close()
+    for world, B in [(1, 6), (2, 3), (3, 2), (1, 1)]:
+        rows = []
+        for rank in range(world):
+            loader = TokenLoader(folder, "train", B, 16, rank, world, **order)
+            read_rows(loader, 2)  # a loader in use can be set back as well
+            loader.load_state_dict(state)
+            rows.append(read_rows(loader, 120 // (B * world)).reshape(-1, B, 17))
+            loader.close()
+        assert np.array_equal(np.stack(rows, 1).reshape(-1, 17), expected)
+
+
+def test_resume_on_other_data(data):  # FAULTS 11
+    folder, stream = data
+    state = TokenLoader(folder, "train", 6, 16).state_dict()
+    with pytest.raises(DataError, match="shuffle_seed 1, not None"):
+        TokenLoader(folder, "train", 6, 16, shuffle_seed=1).load_state_dict(state)
+    write_shard(folder / "x_train_000004.bin", [256, 1, 2])
+    loader = TokenLoader(folder, "train", 6, 16)
+    with pytest.raises(DataError) as error:
+        loader.load_state_dict({**state, "rows": 12})
+    assert "tokens 1003, not 1000" in one_line(error) and "--allow_data_change" in str(error.value)
+    loader.load_state_dict({**state, "rows": 12}, allow_data_change=True)
+    assert np.array_equal(read_rows(loader, 1)[0], stream[12 * 16 : 13 * 16 + 1])
+    loader.close()
+
+
+@pytest.mark.parametrize("tokens, rows", [(1, 0), (64, 4), (100, 6), (10**9, 12)])
+def test_validation_is_the_same_for_any_world_and_batch(data, tokens, rows):
+    folder, stream = data
+    expected = [stream[w * 16 : w * 16 + 17].tolist() for w in range(rows)]
+    for world, B in [(1, 1), (1, 5), (2, 3), (4, 8)]:
+        got, batches = [], set()
+        for rank in range(world):
+            loader = TokenLoader(folder, "val", B, 16, rank, world, vocab_size=257, shuffle_seed=1)
+            if not rows:
+                with pytest.raises(DataError, match="raise --eval_tokens"):
+                    next(loader.eval_batches(tokens))
+                continue
+            for _ in range(2):  # it can be run again, with the same outcome
+                pairs = list(loader.eval_batches(tokens))
+            batches.add(len(pairs))
+            for x, y in pairs:
+                assert x.shape == y.shape == (B, 16)
+                real = (y >= 0).all(1)
+                assert (y[~real] == -100).all()
+                got += torch.cat([x, y[:, -1:]], 1)[real].tolist()
+        assert sorted(got) == sorted(expected) and len(batches) == (rows > 0)
+
+
+def test_the_threads_errors_arrive_and_close_ends_it(data):
+    def items():
+        yield 1
+        raise DataError("from the thread")
+
+    ahead = Ahead(items(), 2)
+    assert next(ahead) == 1
+    for _ in range(2):
+        with pytest.raises(DataError, match="from the thread"):
+            next(ahead)
+    assert list(Ahead(range(5), 2)) == list(range(5))
+    loader = TokenLoader(data[0], "train", 2, 8)
+    loader.next()
+    thread = loader._ahead._thread
+    loader.close()
+    loader.close()
+    assert not thread.is_alive()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_a_gpu(data):
+    folder, stream = data
+    for device in ("cuda", torch.device("cuda", torch.cuda.device_count() - 1)):
+        loader = TokenLoader(folder, "train", 3, 16, vocab_size=257, device=device, shuffle_seed=3)
+        batches = [loader.next() for _ in range(40)]
+        assert all(x.is_cuda and y.is_cuda for x, y in batches)
+        rows = torch.cat([torch.cat([x, y[:, -1:]], 1) for x, y in batches]).cpu().numpy()
+        assert np.array_equal(rows, take(naive_rows(stream, 16, 3), 120))
+        assert loader._gather([0]).is_pinned()
+        loader.close()
