@@ -50,7 +50,7 @@ KINDS = [  # a kernel is of the first kind whose pattern is in its name
 
 @dataclass
 class StepConfig(train.Config):
-    steps: int = 50  # steps timed; 0: the first alone, for what takes minutes
+    steps: int = 50  # steps timed; 0: none, with --settle=0 --breakdown=False there is but the first
     settle: int = 5  # steps before
     document_tokens: int = 8192  # with document_mask: how long documents are, in the mean
     gpu_gib: float | None = None  # memory that may be used, of a GPU with more; None: all
@@ -451,7 +451,8 @@ def memory_table(cfg):
     budget = cfg.gpu_gib * memory.GIB
     for kind in ("ddp", "zero2", "fsdp") if cfg.world > 1 else ("ddp",):
         for remat in ("none", "selective", "attention", "block"):
-            other = dataclasses.replace(cfg, parallel=kind, remat=remat, shard_size=None)
+            unit = None if kind == "ddp" else cfg.unit_mib
+            other = dataclasses.replace(cfg, parallel=kind, remat=remat, shard_size=None, unit_mib=unit)
             if remat in ("none", "selective"):
                 other = dataclasses.replace(other, remat_tile=None, remat_offload=False)
             if not train.legal(other, cfg.world):

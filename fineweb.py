@@ -162,7 +162,8 @@ def _is_text(path, root):
 
 def settings(cfg, name, files, tokenizer):
     """What decides the shards' bytes; a folder that was started with other values is refused."""
-    chosen = {"dataset": name, "text_key": cfg.text_key, "tokenizer": cfg.tokenizer, "vocab_size": tokenizer.vocab_size}
+    chosen = {"dataset": name, "text_key": cfg.text_key}
+    chosen |= {"tokenizer": cfg.tokenizer, "vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot}
     chosen |= {k: getattr(cfg, k) for k in ("shard_tokens", "val_tokens", "max_tokens", "shuffle_seed")}
     chosen |= {k: getattr(cfg, k) for k in ("pack", "min_document_tokens") if getattr(cfg, k) is not None}
     if cfg.shuffle_seed is not None:

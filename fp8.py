@@ -196,27 +196,28 @@ def cast(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(x in fp8, its transpose, what they are to be multiplied with, float32 column sums if asked for) of x: (M, N).
 
-    parts: x, or up to three tensors (M, N1), (M, N2), (M, N3) that are x side by side, all contiguous.
+    parts: x, or, with COPY and GELU, up to three tensors (M, N1), (M, N2), (M, N3) that are x side by side; contiguous.
     what: COPY; GELU: of gelu(x); DGELU: of x gelu'(before). top: the largest magnitudes [that the scale is made from,
     that this call saw]; it belongs to this caller alone and is updated, which the compiler need not know.
     """
+    assert what != DGELU or len(parts) == 1
     dtype = E5M2 if e5m2 else E4M3
     out, out_t, scale, columns = cast_results(parts, top, before, what, e5m2, sums)
     M, N = out.shape
     device, widths = out.device, [x.size(1) for x in parts] + [0] * (3 - len(parts))
     strips = sum(triton.cdiv(width, CAST_COLS) for width in widths)
     programs = min(triton.cdiv(M, CAST_ROWS), triton.cdiv(CAST_PROGRAMS * fused.sm_count(device), strips))
-    sums_of = torch.empty(programs if sums else 0, N, dtype=torch.float32, device=device)
+    partial = torch.empty(programs if sums else 0, N, dtype=torch.float32, device=device)
     limit = torch.finfo(dtype).max
     abc = *parts, *[parts[0]] * (3 - len(parts))
     _prepare[(1,)](*abc, before, top, scale, M, limit, *widths, WHAT=what, BLOCK=4096, num_warps=8)
     _cast[(programs, strips)](
-        *abc, before, out, sums_of, top, scale, M, limit, *widths, WHAT=what, SUMS=sums, ROWS=CAST_ROWS,
+        *abc, before, out, partial, top, scale, M, limit, *widths, WHAT=what, SUMS=sums, ROWS=CAST_ROWS,
         COLS=CAST_COLS, PROGRAMS=programs, STEPS=triton.cdiv(M, programs * CAST_ROWS), STAGES=CAST_STAGES,
         num_warps=CAST_WARPS,
     )  # fmt: skip
     transpose(out, out_t)
-    return out, out_t, scale, sums_of.sum(0) if sums else columns
+    return out, out_t, scale, partial.sum(0) if sums else columns
 
 
 @cast.register_fake
@@ -274,7 +275,7 @@ def _largest(x, before, M, WIDTH: tl.constexpr, WHAT: tl.constexpr, BLOCK: tl.co
 
 @triton.jit
 def _cast(
-    a, b, c, before, out, parts, top, scale, M, limit,
+    a, b, c, before, out, partial, top, scale, M, limit,
     A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, WHAT: tl.constexpr, SUMS: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, PROGRAMS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -306,7 +307,7 @@ def _cast(
         tl.store(out + (first * N + left) + (rows[:, None] * N + cols[None, :]), small, mask=inside)
     tl.atomic_max(top + 1, tl.max(most))
     if SUMS:
-        tl.store(parts + program * N + left + cols, tl.sum(sums, 0), mask=cols < width)
+        tl.store(partial + program * N + left + cols, tl.sum(sums, 0), mask=cols < width)
 
 
 def transpose(x, out):

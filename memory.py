@@ -97,7 +97,8 @@ def gathered(cfg, total, block, rest, shards):
     """Of FSDP: units in bf16, two of blocks and the head at a time, or all; a unit's gradients, whole and summed."""
     block = min(block * parallel.blocks_a_unit(cfg, block), total - rest)
     summed = 2 if cfg.reduce_dtype == "bf16" else 4
-    whole = 2 * (total if cfg.parallel == "zero2" else rest // (1 if cfg.tie_embeddings else 2) + 2 * block)
+    two = min(2 * block, total - rest)
+    whole = 2 * (total if cfg.parallel == "zero2" else rest // (1 if cfg.tie_embeddings else 2) + two)
     return whole + (2 + summed) * max(block, rest // (1 if cfg.tie_embeddings else 2)) * (1 + 1 / shards)
 
 
@@ -158,7 +159,7 @@ def longest_row(cfg, ranks, budget):
 
 
 def largest(fits):
-    """The largest whole number for which, as for all below it, fits(number), up to 2^20; 0 if there is none."""
+    """The largest number that fits, up to 2^20, 0 if none does; what is below one that fits is taken to fit."""
     count = 1
     while fits(count) and count < 2**20:
         count *= 2
@@ -196,6 +197,7 @@ def advice(cfg, ranks, budget, legal):
     more = " --parallel=fsdp" if ranks > 1 and cfg.parallel == "ddp" else ""
     tries = " or ".join(f for f in fits if f != f"--batch_size={cfg.batch_size}") or f"more GPUs{more}"
     need = takes(cfg, ranks)
+    roomy = need < 0.9 * budget and cfg.ops != "torch"  # for which the estimate is not
     why = f"this takes about {need / GIB:.1f} GiB of {budget / GIB:.1f} a GPU by estimate"
-    why += ", so that another process may be on it (nvidia-smi)" if need < budget else ""
+    why += ", so that another process may be on it (nvidia-smi)" if roomy else ""
     return f"out of memory: {why}; try {tries}"

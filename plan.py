@@ -91,7 +91,7 @@ def candidates(cfg, ranks):
         kinds, splits, recompute, (None, 16_384), (False, True)
     ):
         options = dict(parallel=kind, context_parallel=split, remat=kept, remat_every=every, shard_size=None)
-        options |= dict(remat_tile=tile, remat_offload=offload)
+        options |= dict(remat_tile=tile, remat_offload=offload, unit_mib=None if kind == "ddp" else cfg.unit_mib)
         rows = 1
         while rows * cfg.block_size * ranks // split <= cfg.batch_tokens and rows <= 256:
             found = dataclasses.replace(cfg, batch_size=rows, **options)

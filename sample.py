@@ -4,6 +4,7 @@ python sample.py --checkpoint=out/gpt2_124m --prompt="Once upon a time" --n_samp
 python sample.py --pretrained=gpt2 --temperature=0.8 --top_k=50
 """
 
+import itertools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -63,12 +64,11 @@ def pick(logits, temperature, top_k, generator):
 
 
 def texts(model, tokenizer, prompt, n, max_new_tokens, temperature, top_k, seed):
-    """n continuations of `prompt` as strings, the prompt included; each ends before its first separator."""
+    """n continuations of `prompt` as strings, the prompt included; each ends where its document does."""
     device = parallel.device_of(model)
     ids = torch.tensor([[tokenizer.eot, *tokenizer.encode(prompt)]] * n, device=device)
     rows = generate(model, ids, max_new_tokens, temperature, top_k, seed)[:, 1:].tolist()
-    ended = [row[: row.index(tokenizer.eot)] if tokenizer.eot in row else row for row in rows]
-    return [tokenizer.decode(row) for row in ended]
+    return [tokenizer.decode(itertools.takewhile(lambda i: i not in tokenizer.ends, row)) for row in rows]
 
 
 def load(cfg, device):

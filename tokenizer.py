@@ -26,7 +26,7 @@ LLAMA3_PATTERN = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 GIGATOKEN_PATTERNS = {"gpt2": "gpt2", "r50k_base": "gpt2", "cl100k_base": "gpt4"}  # schemes compared with tiktoken's
-# What precedes each document, of a tokenizer.json the first it has. Llama 3 was trained with its begin_of_text there.
+# Of what precedes each document the first that a tokenizer has: Llama 3 was trained with its begin_of_text there.
 SEPARATORS = ("<|begin_of_text|>", "<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "[EOS]")
 PROBE = "I'll re-tokenize  3,141.59 naïve  \n\n\tcafés <|endoftext|> 東京 🙂\u00a0DON'T\r\n x = f(y)  \n"
 
@@ -34,11 +34,12 @@ PROBE = "I'll re-tokenize  3,141.59 naïve  \n\n\tcafés <|endoftext|> 東京 �
 class Tokenizer:
     """One interface over every kind; `load` makes them.
 
-    vocab_size: ids that can be produced, special ones included. eot: the id that precedes each document.
+    vocab_size: ids that can be produced, special ones included. eot: the id that precedes each document; ends: those
+    that tell that one is over, eot among them.
     """
 
-    def __init__(self, name, vocab_size, eot, encode_batch, decode, token_lengths):
-        self.name, self.vocab_size, self.eot = name, vocab_size, eot
+    def __init__(self, name, vocab_size, separators, encode_batch, decode, token_lengths):
+        self.name, self.vocab_size, self.eot, self.ends = name, vocab_size, separators[0], set(separators)
         self.dtype = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
         self._encode_batch, self._decode, self._token_lengths = encode_batch, decode, token_lengths
 
@@ -103,7 +104,7 @@ def _bytes():
     def encode_batch(texts):
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
-    return Tokenizer("bytes", 257, 256, encode_batch, decode, lambda: ((i, 1) for i in range(256)))
+    return Tokenizer("bytes", 257, [256], encode_batch, decode, lambda: ((i, 1) for i in range(256)))
 
 
 def _packaged_gpt2():
@@ -137,14 +138,14 @@ def _from_llama3(name, path):
     names += [f"reserved_special_token_{i}" for i in range(5, 251)]
     special = {f"<|{s}|>": len(ranks) + i for i, s in enumerate(names)}
     encoding = tiktoken.Encoding(name, pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=special)
-    return _from_tiktoken(name, encoding, "<|begin_of_text|>", "gpt4")
+    return _from_tiktoken(name, encoding, "gpt4")
 
 
-def _from_tiktoken(name, encoding, separator="<|endoftext|>", scheme=None):
+def _from_tiktoken(name, encoding, scheme=None):
     encode_batch = _gigatoken(encoding, scheme or GIGATOKEN_PATTERNS.get(name)) or encoding.encode_ordinary_batch
     lengths = lambda: ((i, len(token)) for token, i in encoding._mergeable_ranks.items())
-    eot = encoding._special_tokens[separator]
-    return Tokenizer(name, encoding.n_vocab, eot, encode_batch, encoding.decode, lengths)
+    separators = [encoding._special_tokens[s] for s in SEPARATORS if s in encoding._special_tokens]
+    return Tokenizer(name, encoding.n_vocab, separators, encode_batch, encoding.decode, lengths)
 
 
 def _gigatoken(encoding, scheme):
@@ -184,8 +185,8 @@ def _from_json(name, path):
     inner.no_truncation()
     inner.no_padding()
     special = {token.content: i for i, token in inner.get_added_tokens_decoder().items() if token.special}
-    eot = next((special[s] for s in SEPARATORS if s in special), None)
-    if eot is None:
+    separators = [special[s] for s in SEPARATORS if s in special]
+    if not separators:
         raise UserError(f"tokenizer={name} has no token to separate documents; looked for {', '.join(SEPARATORS)}")
     vocabulary = inner.get_vocab()
 
@@ -200,7 +201,7 @@ def _from_json(name, path):
                 yield i, len(token) if byte_level else len(plain.encode())
 
     decode = lambda ids: inner.decode(ids, skip_special_tokens=False)
-    return Tokenizer(name, max(vocabulary.values()) + 1, eot, encode_batch, decode, lengths)
+    return Tokenizer(name, max(vocabulary.values()) + 1, separators, encode_batch, decode, lengths)
 
 
 def _first_line(error):

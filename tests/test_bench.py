@@ -31,6 +31,12 @@ def test_step_of_a_sharded_model_with_sequences_over_two_ranks():
     assert done.returncode == 0 and "median of 2" in done.stdout, done.stderr
 
 
+def test_the_first_step_alone():
+    done = bench("step", "config/test.py", "--device=cpu", "--steps=0", "--settle=0", "--vocab_size=257")
+    assert done.returncode == 0 and re.search(r"^first step +[\d.]+ s", done.stdout, re.MULTILINE), done.stderr
+    assert not re.search("^step ", done.stdout, re.MULTILINE)
+
+
 def test_collectives_over_two_ranks():
     done = bench("comm", "--device=cpu", "--max_mib=1", ranks=2)
     assert done.returncode == 0, done.stderr

@@ -116,6 +116,7 @@ def test_llama3_model_file(texts, tmp_path):
     assert tok.decode([tok.eot + 9]) == "<|eot_id|>" and tok.decode([tok.eot + 255]) == "<|reserved_special_token_250|>"
     split = tiktoken.Encoding("x", pat_str=tokenizer.LLAMA3_PATTERN, mergeable_ranks=dict(ranks), special_tokens={})
     assert [ids.tolist() for ids in tok.encode_batch(texts)] == split.encode_ordinary_batch(texts)
+    assert tok.ends == {tok.eot, tok.eot + 1}  # begin_of_text, end_of_text
     check_bytes(tok, texts)
     path.write_bytes(b"\x0a\x0esentencepiece\x00\x01\n")
     with pytest.raises(UserError, match="SentencePiece"):
@@ -130,6 +131,16 @@ def test_tokenizer_json(small, texts):
     assert [ids.tolist() for ids in tok.encode_batch(plain)] == [reference.encode(text).ids for text in plain]
     check_bytes(tok, texts)
     assert tokenizer.load(str(path.parent)).encode("def f(x):") == tok.encode("def f(x):")
+
+
+def test_documents_begin_as_llama_3_was_trained(texts, tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    inner = tokenizers.ByteLevelBPETokenizer()
+    special = ["<|end_of_text|>", "<|begin_of_text|>"]
+    inner.train_from_iterator(texts[:3], vocab_size=400, special_tokens=special, show_progress=False)
+    inner.save(str(tmp_path / "tokenizer.json"))
+    tok = tokenizer.load(str(tmp_path))
+    assert (tok.eot, tok.ends) == (1, {0, 1})
 
 
 def test_tokenizer_json_without_the_package(small, monkeypatch):
