@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -130,7 +131,7 @@ def test_out_of_memory_says_what_would_fit(monkeypatch):
 
 
 def test_mistakes_are_one_line():
-    for words, expected in [
+    mistakes = [
         (["steps"], "error: bench.py steps: expected one of step, ops, comm, memory"),
         (["memory", "--world=0"], "error: world=0 must be at least 1"),
         (["memory", "--precision=fp32"], "error: precision=fp32: the arithmetic is for bf16 and fp8"),
@@ -141,6 +142,8 @@ def test_mistakes_are_one_line():
         (["comm"], "error: bench.py comm needs several ranks"),
         (["step", "--stepss=3"], "unknown setting --stepss; did you mean steps?"),
         (["step", "config/test.py", "--precision=fp8", "--device=cpu"], "error: precision=fp8 needs a CUDA device"),
-    ]:
-        done = bench(*words)
+    ]
+    with ThreadPoolExecutor(2) as pool:
+        ended = list(pool.map(lambda mistake: bench(*mistake[0]), mistakes))
+    for (_, expected), done in zip(mistakes, ended, strict=True):
         assert done.returncode != 0 and expected in done.stderr and "Traceback" not in done.stderr, done.stderr
