@@ -114,15 +114,14 @@ def separator(cfg):
 def step_times(job, next_batch, cfg):
     """Seconds of each of cfg.steps steps, launched as train.py does: on CUDA one ahead of the one waited for."""
     device = parallel.device_of(job.raw)
-    moments, results, ahead = [parallel.Moment(device)], [], int(device.type == "cuda")
+    begin, results, ahead = parallel.Moment(device), [], int(device.type == "cuda")
     for step in range(cfg.steps):
         results.append(parallel.Later(torch.stack(job.step(next_batch, cfg.lr))))
-        moments.append(results[-1].moment)
         if step >= ahead:
             results[step - ahead].get()
     if results:
         results[-1].get()
-    return [b.since(a) for a, b in itertools.pairwise(moments)]
+    return [b.since(a) for a, b in itertools.pairwise([begin, *(r.moment for r in results)])]
 
 
 def breakdown(job, next_batch, cfg, world, say):
@@ -451,8 +450,7 @@ def memory_table(cfg):
     budget = cfg.gpu_gib * memory.GIB
     for kind in ("ddp", "zero2", "fsdp") if cfg.world > 1 else ("ddp",):
         for remat in ("none", "selective", "attention", "block"):
-            unit = None if kind == "ddp" else cfg.unit_mib
-            other = dataclasses.replace(cfg, parallel=kind, remat=remat, shard_size=None, unit_mib=unit)
+            other = plan.spread(cfg, kind, remat=remat)
             if remat in ("none", "selective"):
                 other = dataclasses.replace(other, remat_tile=None, remat_offload=False)
             if not train.legal(other, cfg.world):
@@ -506,8 +504,7 @@ if __name__ == "__main__":
         except torch.OutOfMemoryError:
             _, budget = torch.cuda.mem_get_info()
             budget = min(budget, (getattr(cfg, "gpu_gib", None) or budget) * 2**30)
-            ranks = dist.get_world_size() if dist.is_initialized() else 1
-            raise UserError(memory.advice(cfg, ranks, budget, train.legal)) from None
+            raise UserError(memory.advice(cfg, parallel.rank_and_size()[1], budget, train.legal)) from None
         finally:
             parallel.stop()  # after what holds the process group is gone: it may hang otherwise
 

@@ -108,8 +108,8 @@ class LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        dx, dw, sums = linear_backward(ctx, [dy.flatten(0, -2).contiguous()], ctx.dtypes[1] is not None)
-        return dx.unflatten(0, dy.shape[:-1]), dw, None if sums is None else sums.to(ctx.dtypes[1]), None, None, None
+        dx, dw, db = linear_backward(ctx, [dy.flatten(0, -2).contiguous()])
+        return dx.unflatten(0, dy.shape[:-1]), dw, db, None, None, None
 
 
 class QKV(torch.autograd.Function):
@@ -122,8 +122,7 @@ class QKV(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dq, dk, dv):
-        dx, dw, sums = linear_backward(ctx, fused.join_heads(dq, dk, dv), ctx.dtypes[1] is not None)
-        db = None if sums is None else sums.to(ctx.dtypes[1])
+        dx, dw, db = linear_backward(ctx, fused.join_heads(dq, dk, dv))
         return dx.unflatten(0, (dq.size(0), dq.size(2))), dw, db, None, None, None, None, None
 
 
@@ -136,12 +135,14 @@ def linear_forward(ctx, x, weight, bias, x_top, w_top, dy_top):
     return product(x8, w8.t(), xs, ws, None if bias is None else bias.to(x.dtype), x.dtype)
 
 
-def linear_backward(ctx, dy, sums):
-    """(dx, dw, column sums of dy or None) of dy: (M, N), a list as `cast` takes it."""
+def linear_backward(ctx, dy):
+    """(dx, dw, db or None) of dy: (M, N), a list as `cast` takes it."""
     x8t, xs, w8t, ws, dy_top = ctx.saved_tensors
-    dy8, dy8t, ds, columns = cast(dy, dy_top, None, COPY, True, sums)
+    w_dtype, b_dtype = ctx.dtypes
+    dy8, dy8t, ds, sums = cast(dy, dy_top, None, COPY, True, b_dtype is not None)
     dx = product(dy8, w8t.t(), ds, ws, None, dy[0].dtype)
-    return dx, product(dy8t, x8t.t(), ds, xs, None, ctx.dtypes[0]), columns if sums else None
+    dw = product(dy8t, x8t.t(), ds, xs, None, w_dtype)
+    return dx, dw, None if b_dtype is None else sums.to(b_dtype)
 
 
 class GeluMLPFunction(torch.autograd.Function):

@@ -93,13 +93,17 @@ def bytes_of_moments(cfg):
     return 2 * (1 + 4 / adam8.GROUP) if cfg.optimizer == "adamw8bit" else 8
 
 
+def bytes_of_sum(cfg):
+    """Of a gradient as it is summed over ranks."""
+    return 2 if cfg.reduce_dtype == "bf16" else 4
+
+
 def gathered(cfg, total, block, rest, shards):
     """Of FSDP: units in bf16, two of blocks and the head at a time, or all; a unit's gradients, whole and summed."""
-    block = min(block * parallel.blocks_a_unit(cfg, block), total - rest)
-    summed = 2 if cfg.reduce_dtype == "bf16" else 4
-    two = min(2 * block, total - rest)
-    whole = 2 * (total if cfg.parallel == "zero2" else rest // (1 if cfg.tie_embeddings else 2) + two)
-    return whole + (2 + summed) * max(block, rest // (1 if cfg.tie_embeddings else 2)) * (1 + 1 / shards)
+    blocks = total - rest
+    unit, head = min(block * parallel.blocks_a_unit(cfg, block), blocks), rest // (1 if cfg.tie_embeddings else 2)
+    whole = 2 * (total if cfg.parallel == "zero2" else head + min(2 * unit, blocks))
+    return whole + (2 + bytes_of_sum(cfg)) * max(unit, head) * (1 + 1 / shards)
 
 
 def copied(cfg, in_blocks, own):
@@ -189,12 +193,13 @@ def advice(cfg, ranks, budget, legal):
     plain = {"remat_tile": None, "remat_offload": False}
     changes = [{}, {"remat": "selective", **plain}, {"remat": "block"}]
     least = {"remat": "attention", "remat_tile": 16_384, "remat_offload": True}
-    low = {"parallel": "fsdp"} if ranks > 1 and cfg.parallel == "ddp" else {"optimizer": "adamw8bit", "weights": "bf16"}
+    copies = ranks > 1 and cfg.parallel == "ddp"
+    low = {"parallel": "fsdp"} if copies else {"optimizer": "adamw8bit", "weights": "bf16"}
     fits = fitting(cfg, ranks, budget, changes, legal)
     fits = fits or list(
         dict.fromkeys(fitting(cfg, ranks, budget, [least, {"remat": "block", **low}, least | low], legal))
     )
-    more = " --parallel=fsdp" if ranks > 1 and cfg.parallel == "ddp" else ""
+    more = " --parallel=fsdp" if copies else ""
     tries = " or ".join(f for f in fits if f != f"--batch_size={cfg.batch_size}") or f"more GPUs{more}"
     need = takes(cfg, ranks)
     roomy = need < 0.9 * budget and cfg.ops != "torch"  # for which the estimate is not

@@ -35,7 +35,9 @@ def seconds(cfg, ranks):
     parts = {"matmul": micros * flops / (MATMUL_FP8 if fp8 else MATMUL), "attention": micros * attention / ATTENTION}
     moved = tokens * L * (64 * C + 28 * cfg.hidden) * (1 + again / 3) * (1.3 if fp8 else 1)
     shards = memory.shards_of(cfg, ranks)
-    copies = (4 * gathers(cfg, micros) / micros + 2 + summed(cfg)) * total if shards > 1 else 0  # around collectives
+    copies = (
+        (4 * gathers(cfg, micros) / micros + 2 + memory.bytes_of_sum(cfg)) * total if shards > 1 else 0
+    )  # around collectives
     # the update reads and writes weights and moments and reads gradients, which clipping has read twice and written
     states = 6 * memory.bytes_of_weight(cfg) + 2 * memory.bytes_of_moments(cfg)
     parts["elementwise"] = micros * (moved + copies) / BYTES + total / shards * states / BYTES + micros * L * LAUNCH
@@ -58,27 +60,24 @@ def exposed(cfg, ranks, micros, total, tokens, compute):
     small = 2 if cfg.precision in ("bf16", "fp8") else 4
     hidden = open_ = 0.0
     if shards > 1:
-        hidden = (gathers(cfg, micros) * small + micros * summed(cfg)) * total * ring
+        hidden = (gathers(cfg, micros) * small + micros * memory.bytes_of_sum(cfg)) * total * ring
     elif ranks > 1:
-        hidden = 2 * summed(cfg) * total * ring
+        hidden = 2 * memory.bytes_of_sum(cfg) * total * ring
     if cfg.remat_offload:
         kept = tokens * memory.kept_per_token(cfg) * cfg.n_layer / cfg.remat_every
         open_ = max(0.0, micros * kept / HOST * 2 - HIDDEN * compute)
     if cfg.context_parallel > 1:
         traded = 2 * tokens * (cfg.qkv_width + cfg.n_embd) * (cfg.context_parallel - 1) / cfg.context_parallel
         open_ += micros * cfg.n_layer * traded * (2 + (cfg.remat != "none")) / ALL_TO_ALL
-    ends = (summed(cfg) + small) * cfg.padded_vocab * cfg.n_embd * ring if shards > 1 else 0  # first and last unit
+    ends = (
+        (memory.bytes_of_sum(cfg) + small) * cfg.padded_vocab * cfg.n_embd * ring if shards > 1 else 0
+    )  # first and last unit
     return max(SLOWED * hidden, hidden - HIDDEN * compute) + micros * ends + open_
 
 
 def gathers(cfg, micros):
     """Times a step that FSDP gathers the parameters."""
     return 1 if cfg.parallel == "zero2" else 2 * micros
-
-
-def summed(cfg):
-    """Bytes of a gradient as it is summed over ranks."""
-    return 2 if cfg.reduce_dtype == "bf16" else 4
 
 
 def candidates(cfg, ranks):
@@ -90,11 +89,10 @@ def candidates(cfg, ranks):
     for kind, split, (kept, every), tile, offload in itertools.product(
         kinds, splits, recompute, (None, 16_384), (False, True)
     ):
-        options = dict(parallel=kind, context_parallel=split, remat=kept, remat_every=every, shard_size=None)
-        options |= dict(remat_tile=tile, remat_offload=offload, unit_mib=None if kind == "ddp" else cfg.unit_mib)
+        options = dict(context_parallel=split, remat=kept, remat_every=every, remat_tile=tile, remat_offload=offload)
         rows = 1
         while rows * cfg.block_size * ranks // split <= cfg.batch_tokens and rows <= 256:
-            found = dataclasses.replace(cfg, batch_size=rows, **options)
+            found = spread(cfg, kind, batch_size=rows, **options)
             rows *= 2
             try:
                 check(found, ranks)
@@ -105,6 +103,12 @@ def candidates(cfg, ranks):
             yield found
     if not legal:
         raise error
+
+
+def spread(cfg, kind, **options):
+    """cfg with parallel=kind and other options, without what only its own kind takes."""
+    unit = None if kind == "ddp" else cfg.unit_mib
+    return dataclasses.replace(cfg, parallel=kind, shard_size=None, unit_mib=unit, **options)
 
 
 def search(cfg, ranks, budget):
