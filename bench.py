@@ -87,7 +87,7 @@ def step(cfg):
         spread = f"median of {len(times)} ({min(times) * 1e3:.1f} to {max(times) * 1e3:.1f})"
         say(f"{'step':<12} {median * 1e3:.1f} ms, {spread}; {rate:,.0f} tokens/s, MFU {mfu}")
     if world.device.type == "cuda":
-        say(f"{'memory':<12} {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB at the peak, {power(world.device)}")
+        say(f"{'memory':<12} {memory_peak()}, {power(world.device)}")
         if cfg.snapshot:
             torch.cuda.memory._dump_snapshot(cfg.snapshot)
             torch.cuda.memory._record_memory_history(enabled=None)
@@ -240,6 +240,13 @@ def clock(work, rounds=10, repeat=3):
         times.append((begin, end))
     torch.cuda.synchronize()
     return statistics.median(b.elapsed_time(e) for b, e in times) / repeat
+
+
+def memory_peak():
+    """In words, with how often there was no room for a tensor, so that all waited while freed memory was collected."""
+    peak, held = torch.cuda.max_memory_allocated() / 2**30, torch.cuda.max_memory_reserved() / 2**30
+    waits = torch.cuda.memory_stats().get("num_alloc_retries", 0)
+    return f"{peak:.1f} GiB at the peak, {held:.1f} held" + f", {waits} waits for room" * (waits > 0)
 
 
 def power(device):

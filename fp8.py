@@ -17,10 +17,9 @@ from torch.library import custom_op
 
 import cublas
 import fused
-import model as models
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-COPY, GELU, DGELU = 0, 1, 2  # what `cast` computes on the way
+COPY, GELU, DGELU, SWIGLU, DSWIGLU = range(5)  # what `cast` computes on the way
 CAST_ROWS, CAST_COLS, CAST_PROGRAMS, CAST_STAGES, CAST_WARPS = 8, 256, 8, 3, 4  # programs: a multiprocessor's
 TRANSPOSE_TILE = 128
 HEAD_SCALE = 2.0**14  # of the gradient of the logits, which is in [-1, 1]: e5m2 reaches from 57,344 down to 2^-16
@@ -29,7 +28,7 @@ HEAD_SCALE = 2.0**14  # of the gradient of the logits, which is in [-1, 1]: e5m2
 def swap(model):
     """Puts the classes below in place of fused.py's where all widths are multiples of 16; parameters stay."""
     kinds = {fused.Linear: Linear, fused.DeferredBias: DeferredBias, fused.GeluMLP: GeluMLP, fused.Head: Head}
-    kinds |= {fused.Attention: Attention, fused.SwiGLU: models.SwiGLU}
+    kinds |= {fused.Attention: Attention, fused.SwiGLU: SwiGLU}
     for module in list(model.modules()):
         if any(size % 16 for p in module.parameters() for size in p.shape):
             continue
@@ -64,12 +63,14 @@ class GeluMLP(fused.GeluMLP):
     """The GELU and its derivative are computed where their results are cast."""
 
     def forward(self, x):
-        up, proj = self.up, self.proj
-        if x.shape[:-1].numel() % 16:
-            return super().forward(x)
-        bias = None if isinstance(proj, fused.DeferredBias) else proj.bias
-        tops = (up.x_top, up.w_top, up.dy_top, proj.x_top, proj.w_top, proj.dy_top)
-        return GeluMLPFunction.apply(x.to(torch.bfloat16), up.weight, up.bias, proj.weight, bias, *tops)
+        return super().forward(x) if x.shape[:-1].numel() % 16 else mlp(x, self.up, self.proj, GELU, DGELU)
+
+
+class SwiGLU(fused.SwiGLU):
+    """As GeluMLP."""
+
+    def forward(self, x):
+        return super().forward(x) if x.shape[:-1].numel() % 16 else mlp(x, self.gate_up, self.proj, SWIGLU, DSWIGLU)
 
 
 class Attention(fused.Attention):
@@ -92,6 +93,12 @@ class Head(fused.Head):
         tops = (self.x_top, self.w_top, torch.is_grad_enabled())
         loss = HeadFunction.apply(x.to(torch.bfloat16), self.weight, targets, self.options(), *tops)
         return fused.reduced(loss, targets, reduction)
+
+
+def mlp(x, up, proj, act, dact):
+    bias = None if isinstance(proj, fused.DeferredBias) else proj.bias
+    tops = (up.x_top, up.w_top, up.dy_top, proj.x_top, proj.w_top, proj.dy_top)
+    return MLPFunction.apply(act, dact, x.to(torch.bfloat16), up.weight, up.bias, proj.weight, bias, *tops)
 
 
 def apply(layer, x, bias):
@@ -145,16 +152,18 @@ def linear_backward(ctx, dy):
     return dx, dw, None if b_dtype is None else sums.to(b_dtype)
 
 
-class GeluMLPFunction(torch.autograd.Function):
+class MLPFunction(torch.autograd.Function):
+    """what, dwhat: GELU and DGELU, or SWIGLU and DSWIGLU."""
+
     @staticmethod
-    def forward(ctx, x, w1, b1, w2, b2, x_top, w1_top, dbefore_top, act_top, w2_top, dy_top):
+    def forward(ctx, what, dwhat, x, w1, b1, w2, b2, x_top, w1_top, dbefore_top, act_top, w2_top, dy_top):
         x8, x8t, xs, _ = cast([x.flatten(0, -2)], x_top, None, COPY, False, False)
         w18, w18t, w1s, _ = cast([w1], w1_top, None, COPY, False, False)
         w28, w28t, w2s, _ = cast([w2], w2_top, None, COPY, False, False)
-        ctx.dtypes = fused.dtypes_of(w1, b1, w2, b2)
+        ctx.dwhat, ctx.dtypes = dwhat, fused.dtypes_of(w1, b1, w2, b2)
         b1, b2 = (None if b is None else b.to(x.dtype) for b in (b1, b2))
         before = product(x8, w18.t(), xs, w1s, b1, x.dtype)
-        act8, act8t, acts, _ = cast([before], act_top, None, GELU, False, False)
+        act8, act8t, acts, _ = cast([before], act_top, None, what, False, False)
         ctx.save_for_backward(x8t, xs, w18t, w1s, w28t, w2s, before, act8t, acts, dbefore_top, dy_top)
         return product(act8, w28.t(), acts, w2s, b2, x.dtype).unflatten(0, x.shape[:-1])
 
@@ -165,11 +174,11 @@ class GeluMLPFunction(torch.autograd.Function):
         dy8, dy8t, ds, db2 = cast([dy.flatten(0, -2).contiguous()], dy_top, None, COPY, True, b2_dtype is not None)
         dact = product(dy8, w28t.t(), ds, w2s, None, dy.dtype)
         dw2 = product(dy8t, act8t.t(), ds, acts, None, w2_dtype)
-        db8, db8t, bs, db1 = cast([dact], dbefore_top, before, DGELU, True, b1_dtype is not None)
+        db8, db8t, bs, db1 = cast([dact], dbefore_top, before, ctx.dwhat, True, b1_dtype is not None)
         dx = product(db8, w18t.t(), bs, w1s, None, dy.dtype).unflatten(0, dy.shape[:-1])
         dw1 = product(db8t, x8t.t(), bs, xs, None, w1_dtype)
         db1 = None if b1_dtype is None else db1.to(b1_dtype)
-        return (dx, dw1, db1, dw2, None if b2_dtype is None else db2.to(b2_dtype)) + (None,) * 6
+        return (None, None, dx, dw1, db1, dw2, None if b2_dtype is None else db2.to(b2_dtype)) + (None,) * 6
 
 
 @custom_op("pretrain::product8", mutates_args=())
@@ -198,14 +207,16 @@ def cast(
     """(x in fp8, its transpose, what they are to be multiplied with, float32 column sums if asked for) of x: (M, N).
 
     parts: x, or, with COPY and GELU, up to three tensors (M, N1), (M, N2), (M, N3) that are x side by side; contiguous.
-    what: COPY; GELU: of gelu(x); DGELU: of x gelu'(before). top: the largest magnitudes [that the scale is made from,
-    that this call saw]; it belongs to this caller alone and is updated, which the compiler need not know.
+    what: COPY; GELU: of gelu(x); DGELU: of x gelu'(before); SWIGLU: of silu(gate) up, x being gate and up side by side,
+    (M, 2 N); DSWIGLU: of both's gradients, (M, N), x being that of silu(gate) up, (M, N / 2), and `before` both.
+    top: the largest magnitudes [that the scale is made from, that this call saw]; it belongs to this caller alone and
+    is updated, which the compiler need not know.
     """
-    assert what != DGELU or len(parts) == 1
+    assert what in (COPY, GELU) or len(parts) == 1
     dtype = E5M2 if e5m2 else E4M3
     out, out_t, scale, columns = cast_results(parts, top, before, what, e5m2, sums)
     M, N = out.shape
-    device, widths = out.device, [x.size(1) for x in parts] + [0] * (3 - len(parts))
+    device, widths = out.device, [x.size(1) // (1 + (what == SWIGLU)) for x in parts] + [0] * (3 - len(parts))
     strips = sum(triton.cdiv(width, CAST_COLS) for width in widths)
     programs = min(triton.cdiv(M, CAST_ROWS), triton.cdiv(CAST_PROGRAMS * fused.sm_count(device), strips))
     partial = torch.empty(programs if sums else 0, N, dtype=torch.float32, device=device)
@@ -225,21 +236,33 @@ def cast(
 def cast_results(parts, top, before, what, e5m2, sums):
     x, dtype = parts[0], E5M2 if e5m2 else E4M3
     M, N = x.size(0), sum(x.size(1) for x in parts)
+    N = {SWIGLU: N // 2, DSWIGLU: 2 * N}.get(what, N)
     out, out_t = x.new_empty(M, N, dtype=dtype), x.new_empty(N, M, dtype=dtype)
     return out, out_t, x.new_empty((), dtype=torch.float32), x.new_empty(N if sums else 0, dtype=torch.float32)
 
 
 @triton.jit
-def _value(x, before, at, inside, WHAT: tl.constexpr):
-    """x, gelu(x) or x gelu'(before), in float32"""
+def _values(x, before, rows, cols, inside, width, WHAT: tl.constexpr):
+    """What is cast, in float32; of DSWIGLU the gradients of gate and up, else the same twice. Rows are `width` long."""
+    wide = rows * (2 * width) + cols  # in what has gate and up
+    at = wide if WHAT == 3 else rows * width + cols
     v = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    w = v
     if WHAT == 1:
         v = v * tl.sigmoid(1.5957691216057308 * (v + 0.044715 * v * v * v))  # x sigmoid(2 u) = x (1 + tanh u) / 2
     if WHAT == 2:
         b = tl.load(before + at, mask=inside, other=0.0).to(tl.float32)
         s = tl.sigmoid(1.5957691216057308 * (b + 0.044715 * b * b * b))
         v *= s + b * s * (1 - s) * 1.5957691216057308 * (1 + 0.134145 * b * b)
-    return v
+    if WHAT == 3:
+        v *= tl.sigmoid(v) * tl.load(x + wide + width, mask=inside, other=0.0).to(tl.float32)
+    if WHAT == 4:
+        gate = tl.load(before + wide, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(before + wide + width, mask=inside, other=0.0).to(tl.float32)
+        s = tl.sigmoid(gate)
+        w = v * gate * s
+        v *= up * (s + gate * s * (1 - s))
+    return v, w
 
 
 @triton.jit
@@ -269,7 +292,10 @@ def _largest(x, before, M, WIDTH: tl.constexpr, WHAT: tl.constexpr, BLOCK: tl.co
     start, size = tl.cast(0, tl.int64), tl.cast(M, tl.int64) * WIDTH
     while start < size:
         at = start + tl.arange(0, BLOCK)
-        most = tl.maximum(most, tl.abs(_value(x, before, at, at < size, WHAT)))
+        v, w = _values(x, before, at // WIDTH, at % WIDTH, at < size, WIDTH, WHAT)
+        most = tl.maximum(most, tl.abs(v))
+        if WHAT == 4:
+            most = tl.maximum(most, tl.abs(w))
         start += BLOCK
     return tl.max(most)
 
@@ -281,7 +307,7 @@ def _cast(
     ROWS: tl.constexpr, COLS: tl.constexpr, PROGRAMS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program casts a strip of COLS columns, ROWS rows at a time; maximum and column sums stay in registers."""
-    N: tl.constexpr = A + B + C
+    N: tl.constexpr = 2 * A if WHAT == 4 else A + B + C
     program, strip = tl.program_id(0), tl.program_id(1)
     x, width, left = a, A, 0
     if B > 0:
@@ -296,19 +322,28 @@ def _cast(
     factor = 1 / tl.load(scale)
     most = tl.zeros((ROWS, COLS), tl.float32)
     sums = tl.zeros((ROWS, COLS), tl.float32)
+    more = tl.zeros((ROWS, COLS), tl.float32)
     for step in tl.range(STEPS, num_stages=STAGES):
         first = tl.cast((program + step * PROGRAMS) * ROWS, tl.int64)
-        at = rows[:, None] * width + cols[None, :]
         inside = (first + rows < M)[:, None] & (cols < width)[None, :]
-        v = _value(x + first * width, before + first * width if WHAT == 2 else before, at, inside, WHAT)
+        here = x + first * (2 * width if WHAT == 3 else width)
+        beside = before + first * (2 * width if WHAT == 4 else width) if WHAT == 2 or WHAT == 4 else before
+        v, w = _values(here, beside, rows[:, None], cols[None, :], inside, width, WHAT)
+        to = out + (first * N + left) + (rows[:, None] * N + cols[None, :])
+        tl.store(to, tl.clamp(v * factor, -limit, limit).to(out.dtype.element_ty), mask=inside)
         most = tl.maximum(most, tl.abs(v))
         if SUMS:
             sums += v
-        small = tl.minimum(tl.maximum(v * factor, -limit), limit).to(out.dtype.element_ty)
-        tl.store(out + (first * N + left) + (rows[:, None] * N + cols[None, :]), small, mask=inside)
+        if WHAT == 4:
+            tl.store(to + width, tl.clamp(w * factor, -limit, limit).to(out.dtype.element_ty), mask=inside)
+            most = tl.maximum(most, tl.abs(w))
+            if SUMS:
+                more += w
     tl.atomic_max(top + 1, tl.max(most))
     if SUMS:
         tl.store(partial + program * N + left + cols, tl.sum(sums, 0), mask=cols < width)
+        if WHAT == 4:
+            tl.store(partial + program * N + width + cols, tl.sum(more, 0), mask=cols < width)
 
 
 def transpose(x, out):
