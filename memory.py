@@ -35,9 +35,9 @@ def estimate(cfg, ranks):
     parts = dict(states)
     if sharded and cfg.batch_tokens <= cfg.micro_tokens(ranks):
         parts["gradients"] = 0  # of a lone micro-step: they come as activations go
-    parts["gathered"] = gathered(cfg, total, block, rest, shards) if sharded else 0
-    parts["gathered"] += copied(cfg, total - rest, 2 if sharded else own)
     again = 0 if cfg.remat == "none" else -(-cfg.n_layer // cfg.remat_every)
+    parts["gathered"] = gathered(cfg, total, block, rest, shards) if sharded else 0
+    parts["gathered"] += copied(cfg, (cfg.n_layer - again) * block, 2 if sharded else own)
     on_host = cfg.remat_offload and again > 2 and cfg.remat in ("attention", "block")
     kept = 2 if on_host else again  # double-buffered
     parts["activations"] = tokens * ((cfg.n_layer - again) * block_per_token(cfg) + kept * kept_per_token(cfg))
@@ -106,10 +106,10 @@ def gathered(cfg, total, block, rest, shards):
     return whole + (2 + bytes_of_sum(cfg)) * max(unit, head) * (1 + 1 / shards)
 
 
-def copied(cfg, in_blocks, own):
-    """Of a whole model: the blocks' weights as they are multiplied, kept from the forward, if in another type."""
+def copied(cfg, numbers, own):
+    """Of the blocks that are not computed again: their weights as multiplied, if in another type, kept to the end."""
     small = 1 if cfg.precision == "fp8" else 2  # fp8: the transposes alone
-    return 0 if own == small or cfg.remat not in ("none", "selective") else small * in_blocks
+    return 0 if own == small else small * numbers
 
 
 def loss_bytes(cfg, tokens, own):
