@@ -55,6 +55,29 @@ def stdlib_bytes(count):
     raise AssertionError("the standard library is smaller than this test expects")
 
 
+@pytest.fixture
+def products(monkeypatch):
+    """Without a GPU the products of cublas.py are PyTorch's, in float32."""
+    if torch.cuda.is_available():
+        return
+    import cublas
+    import model
+
+    def matmul(a, b, out, bias=None, gelu=None, dgelu=None, accumulate=False, scales=None, tune=True):
+        product = a.float() @ b.float()
+        if scales is not None:
+            product *= scales[0] * scales[1]
+        if bias is not None:
+            product += bias
+        if gelu is not None:
+            product = model.gelu(gelu.copy_(product).float())
+        if dgelu is not None:
+            product *= torch.ops.aten.gelu_backward(torch.ones_like(product), dgelu.float(), approximate="tanh")
+        return out.add_(product) if accumulate else out.copy_(product)
+
+    monkeypatch.setattr(cublas, "matmul", matmul)
+
+
 @pytest.fixture(scope="session")
 def data_dir(tmp_path_factory):
     """Two training shards and a validation shard of a few thousand byte tokens."""

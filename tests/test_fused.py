@@ -1,5 +1,5 @@
 """fused.py and cublas.py against float64 on fresh random inputs. Without an NVIDIA GPU the kernels run in Triton's
-interpreter (conftest.py sets it), and PyTorch stands in for cuBLASLt."""
+interpreter (conftest.py sets it), and PyTorch stands in for cuBLASLt (`products`, there)."""
 
 import itertools
 import os
@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 
 pytest.importorskip("triton", reason="Triton is installed with PyTorch's CUDA builds only")
-import cublas
 import fused
 import kernels
 import model as models
@@ -18,30 +17,12 @@ GPU = torch.cuda.is_available()
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 either = pytest.mark.skipif(not (GPU or INTERPRETED), reason="needs an NVIDIA GPU or TRITON_INTERPRET=1")
 DEVICE = "cuda" if GPU else "cpu"
+pytestmark = pytest.mark.usefixtures("products")
 
 
 def error(a, b):
     """Relative error in the Frobenius norm, against a float64 reference."""
     return ((a.double() - b.double()).norm() / b.double().norm()).item()
-
-
-@pytest.fixture(autouse=True)
-def products(monkeypatch):
-    """Without a GPU the products are PyTorch's."""
-    if not GPU:
-
-        def matmul(a, b, out, bias=None, gelu=None, dgelu=None, accumulate=False, tune=True):
-            product = a.float() @ b.float()
-            if bias is not None:
-                product += bias
-            if gelu is not None:
-                product = models.gelu(gelu.copy_(product).float())
-            if dgelu is not None:
-                ones = torch.ones_like(product)
-                product *= torch.ops.aten.gelu_backward(ones, dgelu.float(), approximate="tanh")
-            return out.add_(product) if accumulate else out.copy_(product)
-
-        monkeypatch.setattr(cublas, "matmul", matmul)
 
 
 # bf16 rounds the logits and their gradient to 8 bits: 2^-9 each at worst, 1.2e-3 in the mean, a few of them together
