@@ -138,27 +138,26 @@ def breakdown(job, next_batch, cfg, world, say):
             loss = job.raw.head(x.requires_grad_(), targets, "mean")
         torch.autograd.grad(loss, [x, job.raw.head.weight])  # into no .grad, whose hooks would start a reduction
 
-    head = []  # a sharded head's matmuls are not told from the others'
-    if not isinstance(job.raw.head.weight, DTensor):
-        head_alone()
-        head = kernel_events(head_alone)
+    head, rounds = [], 16  # long enough that the clock is what it is in a step
+    if not isinstance(job.raw.head.weight, DTensor):  # a sharded head's matmuls are not told from the others'
+        head = kernel_events(lambda: [head_alone() for _ in range(rounds)])
     floor = floor_times(cfg, world.device)
     by_kind = {kind: total(events, kind) / steps for kind, _ in KINDS}
-    in_head = sum(total(head, kind) for kind, _ in KINDS) * micros
+    in_head = sum(total(head, kind) for kind, _ in KINDS) * micros / rounds
     for kind in ("matmul", "elementwise"):
-        by_kind[kind] -= total(head, kind) * micros
+        by_kind[kind] -= total(head, kind) * micros / rounds
     by_kind["head + loss"] = in_head or by_kind["head + loss"]
     busy = union(events) / steps
     by_kind["communication"] = busy - union([e for e in events if kind_of(e[0]) != "communication"]) / steps
     wall = (max(e[2] for e in events) - min(e[1] for e in events)) / steps
-    say(f"\n{'ms a step':<28}{'measured':>10}{'floor':>10}")
+    say(f"\n{'ms a step':<28}{'measured':>10}{'bf16 floor':>12}")
     for kind in ("matmul", "attention", "head + loss", "elementwise", "optimizer", "communication"):
-        least = f"{floor[kind] * micros:10.1f}" if kind in floor else " " * 10
+        least = f"{floor[kind] * micros:12.1f}" if kind in floor else ""
         name = {"communication": "communication, exposed", "matmul": "matmul, head's apart"}.get(kind, kind)
         say(f"{name:<28}{by_kind[kind]:10.1f}{least}")
     say(f"{'idle':<28}{wall - busy:10.1f}")
     least = sum(floor.values()) * micros
-    say(f"{'all':<28}{wall:10.1f}{least:10.1f}   the floor is {cfg.batch_tokens / least * 1e3:,.0f} tokens/s")
+    say(f"{'all':<28}{wall:10.1f}{least:12.1f}   the floor is {cfg.batch_tokens / least * 1e3:,.0f} tokens/s")
     say("\nmost time in                                                        ms a step   times      us each")
     names = {name for name, *_ in events}
     for name in sorted(names, key=lambda n: -sum(e[2] - e[1] for e in events if e[0] == n))[:16]:
@@ -285,7 +284,7 @@ def loss_table(N, C, V, vocab, rounds):
 
     def ours(mib):
         def loss():
-            fused.CHUNK_BYTES = mib * 2**20
+            kernels.LOGITS_BYTES = mib * 2**20
             return fused.linear_cross_entropy(x, weight, targets, "mean", vocab)
 
         return loss
@@ -455,7 +454,7 @@ def memory_table(cfg):
     print(f"\n{'':<34}{f'largest in {cfg.gpu_gib:g} GiB':>28}")
     print(f"{'parallel':<10}{'remat':<12}{'GiB a rank':>12}{'batch_size':>14}{'or block_size':>14}")
     budget = cfg.gpu_gib * memory.GIB
-    for kind in ("ddp", "zero2", "fsdp") if cfg.world > 1 else ("ddp",):
+    for kind in plan.ways_to_shard(cfg, cfg.world):
         for remat in ("none", "selective", "attention", "block"):
             other = plan.spread(cfg, kind, remat=remat)
             if remat in ("none", "selective"):

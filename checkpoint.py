@@ -194,16 +194,19 @@ def _publish(final, manifest, keep_last):
         _remove(final)
     os.rename(aside, final)
     _sync(final.parent)
-    prune(final.parent, keep_last)
+    prune(final, keep_last)
 
 
 def folder_of(out_dir, step):
     return Path(out_dir) / f"step_{step:08d}"
 
 
-def prune(out_dir, keep_last):
-    """Removes all but the newest `keep_last` checkpoints and the one with the lowest validation loss."""
-    folders = _folders(out_dir)
+def prune(final, keep_last):
+    """Keeps the newest keep_last checkpoints up to `final` and that with the lowest validation loss, removes others.
+
+    What is later than `final` is another attempt's, or damaged: it stays.
+    """
+    folders = [f for f in _folders(final.parent) if f <= final]
     losses = {f: _read_state(f).get("val_loss") for f in folders}
     scored = [f for f in folders if losses[f] is not None]
     keep = set(folders[-keep_last:]) | ({min(scored, key=losses.get)} if scored else set())
@@ -267,6 +270,12 @@ def find(path):
         if parallel.rank_and_size()[0] == 0:
             print(f"warning: {folder} is damaged ({wrong}); left in place", file=sys.stderr)
     raise CheckpointError(f"{path}: no whole checkpoint there ({len(folders)} damaged); expected step_*/manifest.json")
+
+
+def later(out_dir, folder):
+    """The newest checkpoint in out_dir if its step is beyond that of the checkpoint `folder`, else None."""
+    newest = max(_folders(out_dir), key=lambda f: f.name, default=None)
+    return newest if newest and newest.name > folder.name else None
 
 
 def exists(out_dir):

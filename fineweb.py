@@ -34,7 +34,7 @@ from tqdm import tqdm
 import packing
 import tokenizer as tokenizers
 from configurator import UserError, run
-from loader import FORMATS, HEADER_BYTES, Ahead, DataError, begins, file_sha256, open_shard, read_json
+from loader import FORMATS, HEADER_BYTES, Ahead, DataError, begins, file_sha256, open_shard, read_json, split_of
 
 SHORT_NAMES = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW/fineweb-edu"}
 READY_MADE = ("kjj0/fineweb10B-gpt2", "kjj0/fineweb100B-gpt2", "kjj0/finewebedu10B-gpt2")  # GPT-2 shards on the hub
@@ -88,7 +88,7 @@ def main(cfg):
             rate = (progress.total("tokens") - before) / (time.perf_counter() - began)
             print(f"{progress.total('documents'):,} documents, {rate / 1e6:.2f}M tokens/s")
     for split in ("train", "val"):
-        n = sum(f"_{split}_" in shard["name"] for shard in progress.shards)
+        n = sum(split_of(shard["name"]) == split for shard in progress.shards)
         print(f"{split:5}  {n} shards, {progress.total('tokens', split):,} tokens")
     if cfg.pack:
         cut = read_json(out / "manifest.json")["documents_cut"]
@@ -381,8 +381,8 @@ class Progress:
         state |= {"order": self.order} if "pack" in self.settings else {}
         write_atomic(self.out / "progress.json", json.dumps(state, indent=1).encode())
 
-    def total(self, key, split=""):
-        return sum(shard[key] for shard in self.shards if f"_{split}" in shard["name"])
+    def total(self, key, split=None):
+        return sum(shard[key] for shard in self.shards if split in (None, split_of(shard["name"])))
 
     def discard(self):
         for name in [*(shard["name"] for shard in self.shards), "progress.json"]:
@@ -396,7 +396,9 @@ class Progress:
         manifest |= {"dtype": tokenizer.dtype.name, "source": self.settings["dataset"], "settings": self.settings}
         manifest |= {key: self.total(key) for key in ("documents", "tokens", "text_bytes")} | {"shards": self.shards}
         if pack := self.settings.get("pack"):
-            shards = [open_shard(self.out / shard["name"]) for shard in self.shards if "_train_" in shard["name"]]
+            shards = [
+                open_shard(self.out / shard["name"]) for shard in self.shards if split_of(shard["name"]) == "train"
+            ]
             manifest["documents_cut"] = packing.shares_cut(begins(shards, tokenizer.eot), sum(map(len, shards)), pack)
         write_atomic(self.out / "manifest.json", (json.dumps(manifest, indent=1) + "\n").encode())
         (self.out / "progress.json").unlink()
@@ -408,7 +410,8 @@ def fetch_shards(name, max_shards, progress, tokenizer):
 
     try:
         files = [f for f in huggingface_hub.HfApi().list_repo_files(name, repo_type="dataset") if f.endswith(".bin")]
-        names = sorted(f for f in files if "_val_" in f) + sorted(f for f in files if "_train_" in f)[:max_shards]
+        val, training = (sorted(f for f in files if split_of(f) == split) for split in ("val", "train"))
+        names = val + training[:max_shards]
         for file in tqdm(names[len(progress.shards) :], desc=name, unit=" shards", disable=None):
             huggingface_hub.hf_hub_download(name, file, repo_type="dataset", local_dir=progress.out)
             tokens = open_shard(progress.out / file)

@@ -3,8 +3,8 @@
 A tensor has one scale, a power of two, so that it decides what overflows but not how numbers are rounded. Activations
 and weights are e4m3, gradients e5m2 (https://arxiv.org/abs/2209.05433). A scale comes from the largest magnitude at the
 call before, with a factor of two to spare; the first from the tensor itself. Hopper multiplies fp8 along contiguous
-rows only, so that what is cast is transposed as well, for the gradients. All else is as in bf16: master weights in
-float32, residual stream, norms, attention, softmax.
+rows only, so that what is cast is transposed as well, for the gradients. All else is as in bf16: the weights that are
+trained, residual stream, norms, attention, softmax.
 """
 
 import functools
@@ -63,36 +63,41 @@ class GeluMLP(fused.GeluMLP):
     """The GELU and its derivative are computed where their results are cast."""
 
     def forward(self, x):
-        return super().forward(x) if x.shape[:-1].numel() % 16 else mlp(x, self.up, self.proj, GELU, DGELU)
+        return mlp(x, self.up, self.proj, GELU, DGELU) if suits(x) else super().forward(x)
 
 
 class SwiGLU(fused.SwiGLU):
     """As GeluMLP."""
 
     def forward(self, x):
-        return super().forward(x) if x.shape[:-1].numel() % 16 else mlp(x, self.gate_up, self.proj, SWIGLU, DSWIGLU)
+        return mlp(x, self.gate_up, self.proj, SWIGLU, DSWIGLU) if suits(x) else super().forward(x)
 
 
 class Attention(fused.Attention):
     def split(self, x):
-        qkv = self.qkv
-        if x.shape[:-1].numel() % 16:
+        if not suits(x):
             return super().split(x)
+        qkv = self.qkv
         tops = (qkv.x_top, qkv.w_top, qkv.dy_top)
         return QKV.apply(x, qkv.weight, qkv.bias, self.heads, self.head_dim, *tops)
 
 
 class Head(fused.Head):
-    """Logits and both their gradients in fp8, softmax and loss in float32."""
+    """Logits and both their gradients in fp8, softmax and loss in float32; a validation's logits in bf16."""
 
     reset_tables = reset_tops
 
     def forward(self, x, targets, reduction):
-        if reduction == "none" or targets.numel() % 16:
+        if reduction == "none" or not suits(x):
             return super().forward(x, targets, reduction)
         tops = (self.x_top, self.w_top, torch.is_grad_enabled())
         loss = HeadFunction.apply(x.to(torch.bfloat16), self.weight, targets, self.options(), *tops)
         return fused.reduced(loss, targets, reduction)
+
+
+def suits(x):
+    """Whether x: (..., K) has as many rows as the backward's products, which sum over them, want; samples may not."""
+    return x.shape[:-1].numel() % 16 == 0
 
 
 def mlp(x, up, proj, act, dact):
@@ -103,7 +108,7 @@ def mlp(x, up, proj, act, dact):
 
 def apply(layer, x, bias):
     x = x.to(torch.bfloat16)
-    if x.shape[:-1].numel() % 16:  # the products of the backward want that; such shapes are a sample's, not training's
+    if not suits(x):
         return fused.linear(x, layer.weight, bias, False)
     return LinearFunction.apply(x, layer.weight, bias, layer.x_top, layer.w_top, layer.dy_top)
 

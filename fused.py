@@ -17,7 +17,6 @@ import cublas
 import kernels
 import model as models
 
-CHUNK_BYTES = kernels.LOGITS_BYTES  # logits alive at a time in the loss
 NORM_WIDTH = 1024  # columns of a row that a warp takes
 NORM_BACK_WARPS, NORM_BACK_STAGES = 8, 3  # warps a multiprocessor; C = 768: 154 us, four programs of two warps: 313
 PACK_PROGRAMS, PACK_WARPS, PACK_STAGES = 8, 1, 3
@@ -667,8 +666,8 @@ def _(x, weight, targets, vocab_size, softcap, smoothing, z_loss, grad):
 
 
 def chunk_rows(P):
-    """Rows of P logits in CHUNK_BYTES, a power of two."""
-    return 2 ** max(4, (CHUNK_BYTES // (2 * P)).bit_length() - 1)
+    """Rows of P logits in kernels.LOGITS_BYTES, a power of two."""
+    return 2 ** max(4, (kernels.LOGITS_BYTES // (2 * P)).bit_length() - 1)
 
 
 def cross_entropy_rows(logits, targets, losses, grads, scale, vocab_size, softcap, smoothing, z_loss, grad):
@@ -760,6 +759,8 @@ def _cross_entropy(
         at_target = _ce_grad(picked, shift, gain, uniform, 1.0, False, SMOOTH, LOG2E) - (1 - smoothing) * scale
         if CAP:
             at_target *= 1 - (picked / softcap) * (picked / softcap)
+        if DITHER:
+            at_target = _dithered(at_target, target, lse)
         tl.store(grads + target, at_target.to(grads.dtype.element_ty))
 
 

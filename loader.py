@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import queue
+import re
 import threading
 from pathlib import Path
 
@@ -121,10 +122,16 @@ def open_shard(path, data_format="llmc"):
     return np.memmap(path, "<u2", "r")
 
 
+def split_of(name):
+    """train or val, of a shard's file name: what stands before its number; None if it has neither."""
+    found = re.search(r"_(train|val)_[^_]*\.bin$", name)
+    return found and found[1]
+
+
 def find_shards(data_dir, split, data_format="llmc"):
     """Sorted paths of a split's shards. Raises DataError where there are none."""
     pattern = os.path.join(data_dir, f"*_{split}_*.bin" if data_format == "llmc" else f"{split}.bin")
-    if paths := sorted(glob.glob(pattern)):
+    if paths := sorted(p for p in glob.glob(pattern) if data_format != "llmc" or split_of(p) == split):
         return paths
     hint = MAKE_DATA
     if os.path.exists(os.path.join(data_dir, f"{split}.bin")):

@@ -280,8 +280,8 @@ def blocks_a_unit(cfg, numbers):
 def gather_all(model, *_):
     """Begins to gather all that is not (zero2, a step's first forward), a unit after the other while blocks compute.
 
-    A unit's own hook would take the memory for it on another stream, where it stays for nothing until the next step:
-    near the limit, steps of Llama 3 8B (four H200s, 80 GiB) waited 240 ms of 6,300 for room.
+    A unit's own hook would take the memory for it from another stream's, where it stays for nothing till the next step:
+    near the limit, steps of Llama 3 8B (four H200s, 80 GiB) waited 230 ms of 6,300 for room.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -2,8 +2,8 @@
 
     python bench.py plan config/llama3_8b.py --world=8 --gpu_gib=80
 
-The rates are those that H200s reached in this repository's own steps (README, "Speed"): the order of two settings is
-to be trusted more than the figure of either.
+The rates are those that H200s reached in this repository's own steps (README, "Repeat the figures"): the order of two
+settings is to be trusted more than the figure of either.
 """
 
 import dataclasses
@@ -83,11 +83,10 @@ def gathers(cfg, micros):
 def candidates(cfg, ranks):
     """Legal settings of the axes that decide memory and speed; what else cfg says stays. UserError if none is legal."""
     error, legal = None, 0
-    kinds = ["ddp", "zero2", "fsdp"] if ranks > 1 else ["ddp"]
     splits = [n for n in range(1, ranks + 1) if ranks % n == 0]
     recompute = [("none", 1), *((r, e) for r in ("selective", "attention", "block") for e in (2, 1))]
     for kind, split, (kept, every), tile, offload in itertools.product(
-        kinds, splits, recompute, (None, 16_384), (False, True)
+        ways_to_shard(cfg, ranks), splits, recompute, (None, 16_384), (False, True)
     ):
         options = dict(context_parallel=split, remat=kept, remat_every=every, remat_tile=tile, remat_offload=offload)
         rows = 1
@@ -103,6 +102,11 @@ def candidates(cfg, ranks):
             yield found
     if not legal:
         raise error
+
+
+def ways_to_shard(cfg, ranks):
+    """Values of `parallel` that differ for so many ranks."""
+    return ("ddp", "zero2", "fsdp") if memory.is_sharded(dataclasses.replace(cfg, parallel="fsdp"), ranks) else ("ddp",)
 
 
 def spread(cfg, kind, **options):

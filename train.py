@@ -106,7 +106,7 @@ class Config(models.GPTConfig):
     remat: Literal["none", "selective", "attention", "block"] = (
         "none"  # less memory: what of a block is kept, the rest being computed again, see remat.py
     )
-    remat_every: int = 1  # in every so-manieth block only
+    remat_every: int = 1  # in every k-th block only
     remat_tile: int | None = None  # attention, block: tokens of an MLP's at a time; None: all
     remat_offload: bool = False  # attention, block: what is kept waits in the host's memory
     # console and logs
@@ -160,7 +160,14 @@ def legal(cfg, world_size):
 def claim_out_dir(cfg):
     """The checkpoint folder to resume from, or None for a fresh run, whose out_dir must be unused."""
     if cfg.resume not in ("none", "auto"):
-        return checkpoint.find(cfg.resume)
+        source = checkpoint.find(cfg.resume)
+        newer = checkpoint.later(cfg.out_dir, source)
+        if newer and source == Path(cfg.resume) and not cfg.dry_run:  # of a run's folder, newer ones are damaged
+            raise UserError(
+                f"out_dir={cfg.out_dir} holds {newer.name}, beyond {source}, which the next --resume=auto would take; "
+                "remove it, or give another --out_dir"
+            )
+        return source
     if cfg.resume == "auto" and checkpoint.exists(cfg.out_dir):
         return checkpoint.find(cfg.out_dir)
     used = checkpoint.exists(cfg.out_dir) or (Path(cfg.out_dir) / "log.jsonl").exists()
@@ -374,7 +381,8 @@ def train(cfg, world):
         if written == 1 or not math.isfinite(loss):  # a save in the background is through, on every rank
             saver.wait()
         if not math.isfinite(loss):
-            raise NotFinite(f"step {step}: the loss is {loss}; nothing was saved since step {saved}; try a lower --lr")
+            since = "yet" if saved is None else f"since step {saved}"
+            raise NotFinite(f"step {step}: the loss is {loss}; nothing was saved {since}; try a lower --lr")
         return stopping > 0
 
     val_loss, saved, stopping = None, first if source else None, False

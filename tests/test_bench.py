@@ -99,6 +99,7 @@ def test_plan_finds_what_fits_and_is_fastest():
     again = configure(train.Config, [str(ROOT / LLAMA[0]), "--precision=bf16", *plan.as_flags(first, cfg).split()])
     assert again == first
     assert best(1, "config/llama3_8b_one_gpu.py", *LONG)[1].remat == "attention"
+    assert best(1, *LLAMA, "--offload_states=True")[1].parallel in ("fsdp", "zero2")
 
 
 def test_memory_falls_as_it_must():

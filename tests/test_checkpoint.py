@@ -77,6 +77,14 @@ def test_keeps_the_last_and_the_best(tmp_path):
     assert [int(p.name[5:]) for p in checkpoint._folders(tmp_path)] == [2, 4, 5]
 
 
+def test_what_is_saved_behind_later_ones_stays(tmp_path):
+    """Of a run that goes on from step 100: 200 and 300 are another attempt's, and are not what keep_last counts."""
+    for step in (100, 200, 300, 110, 120, 130):
+        save(tmp_path, step, keep_last=2)
+        assert checkpoint.problem(checkpoint.folder_of(tmp_path, step)) is None
+    assert [f.name[-3:] for f in sorted(tmp_path.glob("step_*"))] == ["120", "130", "200", "300"]
+
+
 @pytest.mark.parametrize("harm", ["truncate", "flip", "no_manifest", "no_file"])
 def test_a_damaged_newest_is_passed_over_and_kept(tmp_path, harm, capsys):
     good, bad = save(tmp_path, 1, 1.0), save(tmp_path, 2, 2.0)

@@ -140,6 +140,17 @@ def test_shuffle_is_numpys_permutation(tmp_path):
     assert [p.name for p in (tmp_path / "d").glob("*.bin")] == ["a_train_000001.bin"], "val_tokens=0: no val shard"
 
 
+def test_a_source_may_be_called_train(tmp_path):
+    (tmp_path / "my_train.jsonl").write_text("".join(json.dumps({"text": f"document {i}"}) + "\n" for i in range(99)))
+    prepare(tmp_path / "d", tmp_path / "my_train.jsonl", tokenizer="bytes", val_tokens=100)
+    assert [p.name for p in sorted((tmp_path / "d").glob("*.bin"))] == [
+        "my_train_train_000001.bin",
+        "my_train_val_000000.bin",
+    ]
+    loader = TokenLoader(tmp_path / "d", "train", 1, 16)
+    assert loader.tokens == read_header(tmp_path / "d/my_train_train_000001.bin")[0]
+
+
 def test_max_tokens_and_default_val(tmp_path):
     prepare(tmp_path / "d", STDLIB / "asyncio", tokenizer="bytes", shard_tokens=40_000, max_tokens=100_001)
     assert [len(shard) for shard in shard_tokens(tmp_path / "d", "train")] == [40_000, 40_000, 20_001]

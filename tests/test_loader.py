@@ -1,6 +1,7 @@
 """loader.py: damaged shards, and the order of rows against a naive numpy reference."""
 
 import json
+import os
 import shutil
 import time
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from conftest import one_line, read_rows, write_shard
 
-from loader import Ahead, DataError, TokenLoader, aligned_starts, file_sha256, verify
+from loader import Ahead, DataError, TokenLoader, aligned_starts, file_sha256, find_shards, split_of, verify
 
 # ---- damaged files
 
@@ -103,6 +104,16 @@ def test_flipped_bit(data):  # row 7
     (folder / "manifest.json").unlink()
     with pytest.raises(DataError, match="no checksums"):
         verify(folder)
+
+
+def test_the_last_word_before_the_number_is_the_split(tmp_path):
+    names = {"my_train_val_000000.bin": "val", "my_train_train_000001.bin": "train", "a_val_train_000001.bin": "train"}
+    for name in names:
+        write_shard(tmp_path / name, range(100))
+    for split in ("train", "val"):
+        found = [os.path.basename(p) for p in find_shards(tmp_path, split)]
+        assert found == sorted(name for name in names if names[name] == split)
+    assert split_of("train.bin") is split_of("some_training_000001.bin") is None
 
 
 def test_no_data(data, tmp_path):  # rows 8 to 10

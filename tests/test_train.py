@@ -348,6 +348,18 @@ def test_used_folder_is_refused_and_kept(data_dir, tmp_path):
     assert sorted(losses(log)) == [1, 2]
 
 
+def test_going_back_in_a_folder_with_later_checkpoints_is_refused(data_dir, tmp_path):
+    settings = dict(max_steps=4, save_interval=2, keep_last=9)
+    train_here(data_dir, tmp_path / "run", **settings)
+    with pytest.raises(UserError, match="holds step_00000004, beyond .*step_00000002.*another --out_dir"):
+        train_here(data_dir, tmp_path / "run", resume=tmp_path / "run/step_00000002", **settings)
+    aside = train_here(data_dir, tmp_path / "aside", resume=tmp_path / "run/step_00000002", **settings)
+    assert sorted(losses(aside)) == [3, 4]
+    assert (
+        train_here(data_dir, tmp_path / "run", resume=tmp_path / "run", **{**settings, "max_steps": 5})[-1]["step"] == 5
+    )
+
+
 def test_resume_refuses_another_model_and_other_data(data_dir, tmp_path):
     train_here(data_dir, tmp_path / "run", max_steps=4)
     with open(tmp_path / "run" / "log.jsonl", "a") as file:
