@@ -35,7 +35,7 @@ import model as models
 import parallel
 import plan
 import train
-from configurator import UserError, run
+from configurator import UserError, run, too_small
 from logger import describe_device, device_name, peak_flops, show
 
 KINDS = [  # a kernel is of the first kind whose pattern is in its name
@@ -389,6 +389,8 @@ class CommConfig:
 
 def comm(cfg):
     """Bus bandwidth as NCCL's own tests define it: comparable with the links' speed, whatever the number of ranks."""
+    if found := too_small(cfg, {"rounds": 1, "max_mib": 1}):
+        raise UserError("; ".join(found))
     world = parallel.start(cfg.device)
     if world.size == 1:
         raise UserError("bench.py comm needs several ranks; try torchrun --standalone --nproc_per_node=4 bench.py comm")
@@ -437,8 +439,8 @@ class MemoryConfig(train.Config):
 
 def for_arithmetic(cfg):
     """cfg with the precision that the arithmetic is for."""
-    if cfg.world < 1:
-        raise UserError(f"world={cfg.world} must be at least 1")
+    if found := too_small(cfg, {"world": 1, "gpu_gib": 1}):
+        raise UserError("; ".join(found))
     if cfg.precision not in ("auto", "bf16", "fp8"):
         raise UserError(f"precision={cfg.precision}: the arithmetic is for bf16 and fp8; try --precision=bf16")
     return dataclasses.replace(cfg, precision="bf16" if cfg.precision == "auto" else cfg.precision)
@@ -454,7 +456,7 @@ def memory_table(cfg):
     print(f"\n{'':<34}{f'largest in {cfg.gpu_gib:g} GiB':>28}")
     print(f"{'parallel':<10}{'remat':<12}{'GiB a rank':>12}{'batch_size':>14}{'or block_size':>14}")
     budget = cfg.gpu_gib * memory.GIB
-    for kind in plan.ways_to_shard(cfg, cfg.world):
+    for kind in dict.fromkeys([*plan.ways_to_shard(cfg, cfg.world), cfg.parallel]):
         for remat in ("none", "selective", "attention", "block"):
             other = plan.spread(cfg, kind, remat=remat)
             if remat in ("none", "selective"):

@@ -19,6 +19,7 @@ file system that all nodes share. `python convert.py --checkpoint=FOLDER --out=N
 import contextlib
 import hashlib
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -208,7 +209,7 @@ def prune(final, keep_last):
     """
     folders = [f for f in _folders(final.parent) if f <= final]
     losses = {f: _read_state(f).get("val_loss") for f in folders}
-    scored = [f for f in folders if losses[f] is not None]
+    scored = [f for f in folders if losses[f] is not None and math.isfinite(losses[f])]
     keep = set(folders[-keep_last:]) | ({min(scored, key=losses.get)} if scored else set())
     for folder in folders:
         if folder not in keep:

@@ -55,6 +55,12 @@ def run(main, cls):
         sys.exit(error.exit_code)
 
 
+def too_small(cfg, least):
+    """What is wrong, a line each, with settings below their least value, {name: value}; NaN is, None is not."""
+    pairs = {name: getattr(cfg, name) for name in least}
+    return [f"{k}={v} must be at least {least[k]}" for k, v in pairs.items() if v is not None and not v >= least[k]]
+
+
 def changed(cfg):
     """The settings of `cfg` that differ from the defaults, as a dict."""
     return {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg) if getattr(cfg, f.name) != f.default}
@@ -87,7 +93,7 @@ def _as(kind, value):
     if isinstance(value, str) and kind in (int, float):
         try:
             value = int(value) if re.fullmatch(r"[+-]?[\d_]+", value) else float(value)
-        except ValueError:
+        except (ValueError, OverflowError):
             return False, None
     if kind in (int, float) and isinstance(value, (int, float)) and not isinstance(value, bool):
         if kind is float or value % 1 == 0:  # 1e6 is a fine int, 0.5 and inf are not
@@ -124,7 +130,10 @@ def _file(cls, path):
     if not os.path.isfile(path):
         recipes = ", ".join(sorted(map(str, Path("config").glob("*.py")))) or "none in config/"
         raise UserError(f"{path}: no such config file; a flag is written --key=value; recipes: {recipes}")
-    source, space = Path(path).read_text(), {}
+    try:
+        source, space = Path(path).read_text(), {}
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not a text in UTF-8 ({error.reason} at byte {error.start})") from None
     here = os.path.dirname(os.path.abspath(__file__))
     sys.path[:0] = [] if here in sys.path else [here]  # so that `from config.gpt2_124m import *` works anywhere
     try:

@@ -171,7 +171,7 @@ def read_config(folder):
     path = Path(folder) / "config.json"
     hf = _read_json(path)
     family = hf.get("model_type")
-    if family not in SUPPORTED:
+    if not isinstance(family, str) or family not in SUPPORTED:
         raise UserError(f"{path}: model_type={family} is not supported, only gpt2 and llama are")
     for key, values in SUPPORTED[family].items():
         if hf.get(key, values[0]) not in values:
@@ -184,7 +184,9 @@ def read_config(folder):
         cfg = ImportedConfig(**settings, tokenizer=_tokenizer_of(folder, hf))
         cfg.n_kv_head = None if cfg.n_kv_head == cfg.n_head else cfg.n_kv_head  # as the recipes spell it
         cfg.n_hidden = None if cfg.n_hidden == 4 * cfg.n_embd else cfg.n_hidden
-        wrong = cfg.problems()
+        counts = ("vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "n_hidden", "block_size")
+        wrong = [f"{k}={v} is not a whole number" for k in counts if not isinstance(v := getattr(cfg, k), int | None)]
+        wrong = wrong or cfg.problems()
     except KeyError as error:
         raise UserError(f"{path}: {error.args[0]} is missing") from None
     except (TypeError, ZeroDivisionError) as error:
@@ -247,7 +249,12 @@ def fetch(name):
 def open_tensors(folder, family):
     """{full Hugging Face name: slice of safetensors} over one file or the shards of an index; buffers left out."""
     index = folder / "model.safetensors.index.json"
-    files = sorted(set(_read_json(index).get("weight_map", {}).values())) if index.exists() else ["model.safetensors"]
+    files = ["model.safetensors"]
+    if index.exists():
+        places = _read_json(index).get("weight_map", {})
+        if not isinstance(places, dict):
+            raise UserError(f"{index}: weight_map is no JSON object")
+        files = sorted(set(places.values()))
     tensors = {}
     for file in files:
         if not (folder / file).is_file():
@@ -394,8 +401,9 @@ def _write_json(path, value):
 
 
 def refuse_used(out):
-    if Path(out).exists() and any(Path(out).iterdir()):
-        raise UserError(f"out={out} is not empty; nothing was written, try another name")
+    if Path(out).exists() and (not Path(out).is_dir() or any(Path(out).iterdir())):
+        what = "not empty" if Path(out).is_dir() else "no folder"
+        raise UserError(f"out={out} is {what}; nothing was written, try another name")
 
 
 def main(cfg):

@@ -40,7 +40,7 @@ class Evaluator:
         self.cfg, self.model, self.val_loader, self.autocast, self.own = cfg, model, val_loader, autocast, own
         self.warnings, self.examples, self.tokenizer = [], None, None
         if cfg.hellaswag_interval or cfg.sample_interval:
-            self.tokenizer = tokenizers.load(tokenizer)
+            self.tokenizer = tokenizers.load(tokenizer, cfg.vocab_size)
         if cfg.hellaswag_interval:
             try:
                 examples = hellaswag.load(cfg.hellaswag_file)

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from configurator import UserError, run
+from configurator import UserError, run, too_small
 from logger import progress
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
@@ -194,13 +194,14 @@ def main(cfg):
     import sample
     import tokenizer as tokenizers
 
-    if cfg.limit is not None and cfg.limit < 1:
-        raise UserError(f"limit={cfg.limit}: expected at least 1 example, or None for all")
+    if found := too_small(cfg, {"limit": 1, "batch_tokens": 1}):
+        raise UserError("; ".join(found))
     device = parallel.pick_device(cfg.device)
     precision, _ = parallel.pick_precision(cfg.precision, device)
     autocast = parallel.autocast(precision, device)
     model, saved = sample.load(cfg, device)
-    tokenizer = tokenizers.load(cfg.tokenizer or getattr(saved, "tokenizer", None) or "gpt2")
+    name = cfg.tokenizer or getattr(saved, "tokenizer", None) or "gpt2"
+    tokenizer = tokenizers.load(name, model.cfg.vocab_size)
     prepared = prepare(load(cfg.file)[: cfg.limit], tokenizer, model.cfg.block_size)
     score = evaluate(model.eval(), prepared, device, cfg.batch_tokens, autocast)
     print("acc_norm {acc_norm:.4f} | acc {acc:.4f} | {n:,} examples, {truncated} cut | {seconds:.1f} s".format(**score))

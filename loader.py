@@ -30,11 +30,27 @@ class DataError(UserError):
 def read_json(path):
     """The object in `path`, or None where there is no such file. Raises DataError."""
     try:
-        return json.loads(path.read_text())
+        found = json.loads(path.read_text())
+        if not isinstance(found, dict):
+            raise ValueError("not a JSON object")
+        return found
     except FileNotFoundError:
         return None
     except ValueError as error:
         raise DataError(f"{path} is damaged ({error}); remove it and {MAKE_DATA}") from None
+
+
+def read_sizes(path, vocab_size):
+    """The bytes of text in each id, or None where there is no such file. Raises DataError."""
+    try:
+        sizes = np.load(path)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} is damaged ({error}); remove it and {MAKE_DATA}") from None
+    if sizes.ndim != 1 or len(sizes) < vocab_size:
+        raise DataError(f"{path} has {sizes.shape} numbers, expected {vocab_size}; remove it and {MAKE_DATA}")
+    return sizes
 
 
 def file_sha256(path):
@@ -85,6 +101,8 @@ class Ahead:
 
 def read_header(path):
     """(tokens, dtype) of shard `path`, whose header and length are checked. Raises DataError."""
+    if not os.path.isfile(path):
+        raise DataError(f"{path} is no file; remove it, or {MAKE_DATA}")
     size = os.path.getsize(path)
     with open(path, "rb") as file:
         header = np.frombuffer(file.read(HEADER_BYTES).ljust(12, b"\0")[:12], "<i4")
@@ -148,7 +166,7 @@ def verify(data_dir):
     manifest = read_json(Path(data_dir) / "manifest.json")
     if manifest is None:
         raise DataError(f"{data_dir}/manifest.json is missing, so there are no checksums to verify; {MAKE_DATA}")
-    for shard in manifest["shards"]:
+    for shard in manifest.get("shards", []):
         path = Path(data_dir) / shard["name"]
         if not path.is_file():
             raise DataError(f"{path} is in the manifest and not in the folder; {MAKE_DATA}")
@@ -196,13 +214,15 @@ class TokenLoader:
         self.ends = np.cumsum([len(shard) for shard in self.shards]).tolist()
         self.tokens = self.ends[-1]
         manifest = read_json(Path(data_dir) / "manifest.json") or {}
-        self._check_shards(manifest, data_dir, split, min_tokens)
+        try:
+            self._check_shards(manifest, data_dir, split, min_tokens)
+            self.warnings = self._pack_warnings(manifest.get("settings", {}).get("pack"), data_dir)
+        except (TypeError, KeyError, AttributeError) as error:
+            raise DataError(f"{data_dir}/manifest.json is damaged ({error}); remove it and {MAKE_DATA}") from None
         self.tokenizer, self.eot = manifest.get("tokenizer"), manifest.get("eot")
-        sizes = Path(data_dir) / "token_bytes.npy"
-        self.token_bytes = np.load(sizes) if sizes.exists() else None
+        self.token_bytes = read_sizes(Path(data_dir) / "token_bytes.npy", manifest.get("vocab_size") or 0)
         self._starts = self._aligned_starts(manifest, data_dir) if align else None
         self.rows_per_epoch = -(-self.tokens // T) if self._starts is None else len(self._starts)
-        self.warnings = self._pack_warnings(manifest.get("settings", {}).get("pack"), data_dir)
         self.rows = 0  # handed out to all ranks together, those prefetched not counted
         listing = "".join(f"{Path(path).name} {len(shard)}\n" for path, shard in zip(self.paths, self.shards))
         self.fingerprint = hashlib.sha256(listing.encode()).hexdigest()[:16]

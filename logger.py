@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from configurator import changed
+from configurator import UserError, changed
 
 # Dense peak TFLOP/s by precision, from the vendors' data sheets; the first name found in the device's name counts.
 PEAK_TFLOPS = {
@@ -82,8 +82,11 @@ class Logger:
         self.file = self.wandb = None
         self.began, self.rate = time.time(), None
         if self.on and not cfg.dry_run:
-            Path(cfg.out_dir).mkdir(parents=True, exist_ok=True)
-            (Path(cfg.out_dir) / "config.json").write_text(json.dumps(asdict(cfg), indent=1) + "\n")
+            try:
+                Path(cfg.out_dir).mkdir(parents=True, exist_ok=True)
+                (Path(cfg.out_dir) / "config.json").write_text(json.dumps(asdict(cfg), indent=1) + "\n")
+            except OSError as error:
+                raise UserError(f"out_dir={cfg.out_dir}: {error.strerror}; try another --out_dir") from None
             path = Path(cfg.out_dir) / "log.jsonl"
             if path.exists():  # a kill or a full disk may have torn the last line: what follows must stay readable
                 os.truncate(path, path.read_bytes().rfind(b"\n") + 1)

@@ -79,7 +79,11 @@ class GPTConfig:
         """What is wrong with the shape, one line each; empty when it can be built."""
         sizes = ["vocab_size", "vocab_multiple", "block_size", "n_layer", "n_head", "n_embd"]
         found = [f"{s}={getattr(self, s)} must be at least 1" for s in sizes if getattr(self, s) < 1]
-        found += [f"{s}={v} must be at least 1" for s in ("n_kv_head", "n_hidden") if (v := getattr(self, s, 1)) == 0]
+        found += [
+            f"{s}={v} must be at least 1"
+            for s in ("n_kv_head", "n_hidden")
+            if (v := getattr(self, s)) is not None and v < 1
+        ]
         if not found and self.n_embd % self.n_head:
             found.append(f"n_embd={self.n_embd} must be divisible by n_head={self.n_head}")
         if not found and self.n_head % self.kv_heads:

@@ -63,7 +63,11 @@ def start(device="auto", backend="auto", timeout_s=600, expandable=False):
     if "RANK" in os.environ and not dist.is_initialized():
         backend = ("nccl" if device.type == "cuda" else "gloo") if backend == "auto" else backend
         bound = device if "nccl" in backend else None  # the communicator is made now, not in the first step
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), device_id=bound)
+        try:
+            dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), device_id=bound)
+        except (ValueError, RuntimeError) as error:
+            reason = str(error).partition("\n")[0]
+            raise UserError(f"backend={backend}: the ranks could not join ({reason}); try --backend=auto") from None
     return World(rank, size, device)
 
 
@@ -85,9 +89,15 @@ def pick_device(name, local_rank=0):
             )
         return torch.device("cuda", local_rank)
     try:
-        return torch.device(name)
+        device = torch.device(name)
     except RuntimeError:
-        raise UserError(f"device={name}: expected auto, cpu, cuda, cuda:N or mps") from None
+        device = None
+    found = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
+    if device is None or device.type not in found:
+        raise UserError(f"device={name}: expected auto, cpu, cuda, cuda:N or mps")
+    if (device.index or 0) >= found[device.type]:
+        raise UserError(f"device={name}: {found[device.type]} of that kind found; try --device=cpu")
+    return device
 
 
 def stop():

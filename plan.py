@@ -12,7 +12,7 @@ import itertools
 import memory
 import remat
 from configurator import UserError
-from train import check
+from train import check, legal
 
 MATMUL, MATMUL_FP8, ATTENTION = 680e12, 1250e12, 540e12  # FLOP/s, attention's with the causal half left out
 BYTES, LINK, ALL_TO_ALL, HOST = 3.6e12, 320e9, 170e9, 45e9  # bytes/s: memory, NCCL's bus in a node, CP's, pinned
@@ -82,7 +82,7 @@ def gathers(cfg, micros):
 
 def candidates(cfg, ranks):
     """Legal settings of the axes that decide memory and speed; what else cfg says stays. UserError if none is legal."""
-    error, legal = None, 0
+    found_any = False
     splits = [n for n in range(1, ranks + 1) if ranks % n == 0]
     recompute = [("none", 1), *((r, e) for r in ("selective", "attention", "block") for e in (2, 1))]
     for kind, split, (kept, every), tile, offload in itertools.product(
@@ -93,15 +93,12 @@ def candidates(cfg, ranks):
         while rows * cfg.block_size * ranks // split <= cfg.batch_tokens and rows <= 256:
             found = spread(cfg, kind, batch_size=rows, **options)
             rows *= 2
-            try:
-                check(found, ranks)
-            except UserError as refused:
-                error = refused
-                continue
-            legal += 1
-            yield found
-    if not legal:
-        raise error
+            if legal(found, ranks):
+                found_any = True
+                yield found
+    if not found_any:
+        check(dataclasses.replace(cfg, batch_size=1), ranks)
+        raise UserError(f"no setting is legal for {ranks} ranks and batch_tokens={cfg.batch_tokens}; try others")
 
 
 def ways_to_shard(cfg, ranks):
@@ -111,8 +108,8 @@ def ways_to_shard(cfg, ranks):
 
 def spread(cfg, kind, **options):
     """cfg with parallel=kind and other options, without what only its own kind takes."""
-    unit = None if kind == "ddp" else cfg.unit_mib
-    return dataclasses.replace(cfg, parallel=kind, shard_size=None, unit_mib=unit, **options)
+    unit, size = None if kind == "ddp" else cfg.unit_mib, cfg.shard_size if kind == "hsdp" else None
+    return dataclasses.replace(cfg, parallel=kind, shard_size=size, unit_mib=unit, **options)
 
 
 def search(cfg, ranks, budget):

@@ -9,6 +9,7 @@ learning rate, gradient norm, tokens a second. --reference: {"name": …, "point
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -33,11 +34,13 @@ def read(run):
         lines = path.read_text().splitlines()
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; expected the folder of a run of train.py") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: not a text in UTF-8, so no log") from None
     found = {}
     for number, line in enumerate(lines, 1):
         try:
             entry = json.loads(line)
-            found.setdefault(entry["kind"], {})[entry["step"]] = entry
+            found.setdefault(entry["kind"], {})[int(entry["step"])] = entry
         except (ValueError, KeyError, TypeError):
             if number < len(lines):
                 raise UserError(f"{path}:{number}: not a line of a log: {line[:60]!r}") from None
@@ -51,7 +54,7 @@ def read_reference(path):
     try:
         given = json.loads(Path(path).read_text())
         points = {int(step): float(loss) for step, loss in given["points"].items()}
-        if points:
+        if points and all(map(math.isfinite, points.values())):
             return {"name": str(given["name"]), "points": points}
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; expected a JSON file for --reference") from None
@@ -97,8 +100,8 @@ def draw(runs, out_path, reference=None):
             draw_small(figure.add_subplot(grid[1, i]), logs, key, title)
         try:
             figure.savefig(out_path, dpi=110, facecolor="white")
-        except OSError as error:
-            raise UserError(f"{out_path}: cannot write the picture ({error.strerror})") from None
+        except (OSError, ValueError) as error:  # ValueError: a kind of picture that matplotlib does not know
+            raise UserError(f"{out_path}: cannot write the picture ({error})") from None
         finally:
             plt.close(figure)
 
@@ -167,6 +170,8 @@ def main(words=None):
     given = parser.parse_args(words)
     out = given.out or Path(given.runs[0]) / "curves.png"
     reference = read_reference(given.reference) if given.reference else None
+    if Path(out).is_dir():
+        raise UserError(f"{out} is a folder; expected a file's name, say {Path(out) / 'curves.png'}")
     draw(given.runs, out, reference)
     print(f"drawn: {out}")
 

@@ -13,7 +13,7 @@ import torch
 import checkpoint
 import parallel
 import tokenizer as tokenizers
-from configurator import UserError, run
+from configurator import UserError, run, too_small
 
 
 @dataclass
@@ -83,10 +83,15 @@ def load(cfg, device):
 
 
 def main(cfg):
+    found = too_small(cfg, {"n_samples": 1, "max_new_tokens": 0, "temperature": 0, "top_k": 1, "seed": 0})
+    found += [f"seed={cfg.seed} must be below 2**63"] if cfg.seed >= 2**63 else []
+    if found:
+        raise UserError("; ".join(found))
     device = parallel.pick_device(cfg.device)
     precision, _ = parallel.pick_precision(cfg.precision, device)
     model, saved = load(cfg, device)
-    tokenizer = tokenizers.load(cfg.tokenizer or getattr(saved, "tokenizer", None) or "gpt2")
+    name = cfg.tokenizer or getattr(saved, "tokenizer", None) or "gpt2"
+    tokenizer = tokenizers.load(name, model.cfg.vocab_size)
     with parallel.autocast(precision, device):
         options = (cfg.n_samples, cfg.max_new_tokens, cfg.temperature, cfg.top_k, cfg.seed)
         for text in texts(model.eval(), tokenizer, cfg.prompt, *options):

@@ -69,8 +69,19 @@ class Tokenizer:
         return sizes
 
 
-def load(name):
-    """The Tokenizer called `name`, or in file `name`. Raises UserError where it is unknown or can't be fetched."""
+def load(name, vocab_size=None):
+    """The Tokenizer called `name`, or in file `name`, for a model of vocab_size ids.
+
+    Raises UserError where it is unknown or can't be fetched, or has more ids.
+    """
+    tokenizer = _load(name)
+    if vocab_size is not None and tokenizer.vocab_size > vocab_size:
+        sizes = f"{tokenizer.vocab_size:,} ids, the model {vocab_size:,}"
+        raise UserError(f"tokenizer={name} has {sizes}; give the one that its data was made with, --tokenizer=NAME")
+    return tokenizer
+
+
+def _load(name):
     path = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
     if name == "bytes":
         return _bytes()

@@ -31,7 +31,7 @@ import memory
 import model as models
 import optim
 import parallel
-from configurator import UserError, run
+from configurator import UserError, run, too_small
 from evaluate import Evaluator
 from loader import TokenLoader, verify
 from logger import Logger, human
@@ -127,14 +127,18 @@ def check(cfg, world_size):
     """Raises one UserError that names every setting out of range."""
     found = cfg.problems() + parallel.conflicts(cfg, world_size)
     least = {"batch_size": 1, "batch_tokens": 1, "max_steps": 1, "warmup_steps": 0, "keep_last": 1, "log_interval": 1}
-    least |= dict.fromkeys(["lr", "min_lr_ratio", "weight_decay", "beta1", "beta2", "temperature", "timeout_s"], 0)
+    least |= dict.fromkeys(["lr", "min_lr_ratio", "weight_decay", "beta1", "beta2", "temperature"], 0)
     least |= dict.fromkeys(["eval_interval", "hellaswag_interval", "sample_interval", "save_interval"], 0)
-    least |= {"bucket_mib": 1, "remat_every": 1}
+    least |= {"bucket_mib": 1, "remat_every": 1, "timeout_s": 1, "seed": 0, "shuffle_seed": 0, "top_k": 1}
     least |= {"eval_tokens": cfg.block_size, "n_samples": 1, "sample_tokens": 1}
-    found += [f"{k}={getattr(cfg, k)} must be at least {v}" for k, v in least.items() if getattr(cfg, k) < v]
+    found += too_small(cfg, least)
     found += [f"{k}={getattr(cfg, k)} must be below 1" for k in ("beta1", "beta2") if getattr(cfg, k) >= 1]
     if cfg.clip is not None and cfg.clip <= 0:
         found.append(f"clip={cfg.clip} must be over 0, or None for off")
+    if not cfg.adam_eps > 0:
+        found.append(f"adam_eps={cfg.adam_eps} must be over 0: a gradient of zero would be divided by it")
+    if cfg.seed >= 2**63:
+        found.append(f"seed={cfg.seed} must be below 2**63")
     if not found:
         micro = cfg.micro_tokens(world_size)
         if cfg.batch_tokens % micro:
@@ -149,12 +153,12 @@ def check(cfg, world_size):
 
 
 def legal(cfg, world_size):
-    """Whether check lets it pass."""
+    """Whether check lets it pass, and a GPU would."""
     try:
         check(cfg, world_size)
     except UserError:
         return False
-    return True
+    return not (cfg.remat == "attention" and cfg.attention in ("efficient", "math"))  # as remat.apply has it
 
 
 def claim_out_dir(cfg):
@@ -298,14 +302,17 @@ def main(cfg):
 def train(cfg, world):
     began, device = time.perf_counter(), world.device
     check(cfg, world.size)
-    if cfg.dry_run:
-        cfg = dataclasses.replace(cfg, max_steps=2)
     own, chosen = choose(cfg, device)
     check(dataclasses.replace(cfg, precision=own.precision), world.size)  # auto has become what may be in conflict
     source = claim_out_dir(cfg)
     tensors, state = checkpoint.open_folder(source) if source else ({}, {})
     if source:
         refuse_other(cfg, source, tensors, state)
+    first = step = state.get("step", 0)
+    if cfg.dry_run:
+        cfg = dataclasses.replace(cfg, max_steps=step + 2)
+    if step > cfg.max_steps:
+        raise UserError(f"{source} is beyond max_steps={cfg.max_steps}; try a larger --max_steps")
 
     # data
     if cfg.verify_data:
@@ -325,7 +332,6 @@ def train(cfg, world):
         next_batch = itertools.cycle([next_batch() for _ in range(job.accumulation)]).__next__
     evaluate = Evaluator(cfg, raw, val_loader, cfg.tokenizer or "gpt2", job.autocast, own_tokens)
     torch.manual_seed(cfg.seed + world.rank)  # dropout differs by rank
-    first = step = state.get("step", 0)
     if source:
         checkpoint.load_optimizer_tensors(raw, optimizer, tensors["optimizer"])
         scaler.load_state_dict(state["scaler"])
@@ -380,10 +386,15 @@ def train(cfg, world):
         log.step(step, loss, lr, norm, seconds)
         if written == 1 or not math.isfinite(loss):  # a save in the background is through, on every rank
             saver.wait()
-        if not math.isfinite(loss):
-            since = "yet" if saved is None else f"since step {saved}"
-            raise NotFinite(f"step {step}: the loss is {loss}; nothing was saved {since}; try a lower --lr")
+        refuse_nan(step, "loss", loss)
+        if not scaler.is_enabled():  # fp16's scaler leaves such steps out
+            refuse_nan(step, "gradient norm", norm)
         return stopping > 0
+
+    def refuse_nan(step, name, value):
+        if not math.isfinite(value):
+            since = "yet" if saved is None else f"since step {saved}"
+            raise NotFinite(f"step {step}: the {name} is {value}; nothing was saved {since}; try a lower --lr")
 
     val_loss, saved, stopping = None, first if source else None, False
     waiting, ahead = collections.deque(), int(device.type == "cuda")  # steps launched whose figures are not read yet
@@ -397,6 +408,7 @@ def train(cfg, world):
                 stopping |= finish(*waiting.popleft())
         if step != saved:  # a resumed run did this before it was saved
             val_loss = evaluate(step, log) if evaluate.due_at(step) else None
+            refuse_nan(step, "validation loss", val_loss or 0.0)
         if save_due:
             saved = save()
         if last:

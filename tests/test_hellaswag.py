@@ -196,7 +196,7 @@ def test_command_line_scores_a_checkpoint_and_refuses_no_examples(tmp_path, caps
     hellaswag.main(cfg)
     acc, acc_norm = naive(model, made_up(5)[:3], tokenizers.load("bytes"))
     assert f"acc_norm {acc_norm:.4f} | acc {acc:.4f} | 3 examples" in capsys.readouterr().out
-    with pytest.raises(UserError, match="limit=0: expected at least 1"):
+    with pytest.raises(UserError, match="limit=0 must be at least 1"):
         hellaswag.main(hellaswag.Config(limit=0))
 
 

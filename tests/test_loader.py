@@ -116,6 +116,24 @@ def test_the_last_word_before_the_number_is_the_split(tmp_path):
     assert split_of("train.bin") is split_of("some_training_000001.bin") is None
 
 
+@pytest.mark.parametrize(
+    "name, content",
+    [
+        ("manifest.json", '"text"'),
+        ("manifest.json", '{"settings": null}'),
+        ("manifest.json", '{"vocab_size": null}'),
+        ("manifest.json", '{"dtype": "foo"}'),
+        ("manifest.json", '{"vocab_size": 500}'),
+        ("token_bytes.npy", "no array"),
+    ],
+)
+def test_what_lies_beside_the_shards_is_damaged(data, name, content):
+    folder, _ = data
+    (folder / name).write_text(content)
+    with pytest.raises(DataError, match=f"{name} is damaged"):
+        TokenLoader(folder, "train", 4, 16, vocab_size=257)
+
+
 def test_no_data(data, tmp_path):  # rows 8 to 10
     folder, _ = data
     with pytest.raises(DataError, match=r"nothing matches .*absent/\*_train_\*.bin; .*python fineweb.py"):

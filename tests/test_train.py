@@ -418,6 +418,12 @@ def test_wandb_offline_resumes_the_same_run(data_dir, tmp_path, monkeypatch):
         (dict(beta2=1, clip=0), "beta2=1.0 must be below 1; clip=0.0 must be over 0"),
         (dict(precision="tf32"), "precision=tf32 needs a CUDA device"),
         (dict(device="gpu"), "device=gpu: expected auto, cpu, cuda"),
+        (dict(device="meta"), "device=meta: expected auto, cpu, cuda"),
+        (dict(device="cuda:99"), r"device=cuda:99: \d+ of that kind found"),
+        (dict(shuffle_seed=-1, top_k=0, seed=-3), "seed=-3 must .*shuffle_seed=-1 must .*top_k=0 must be at least 1"),
+        (dict(lr=float("nan"), adam_eps=0), "lr=nan must be at least 0; adam_eps=0.0 must be over 0"),
+        (dict(n_kv_head=-1, n_hidden=-5), "n_kv_head=-1 must be at least 1; n_hidden=-5 must be at least 1"),
+        (dict(tokenizer="gpt2", sample_interval=2), "tokenizer=gpt2 has 50,257 ids, the model 257; give the one"),
         (dict(resume="out/none/step_00000001"), "is damaged|no whole checkpoint"),
         (dict(batch_tokens=262_144), "262,?144"),
         (dict(data_dir="no/such"), "no/such"),
@@ -428,6 +434,21 @@ def test_user_errors(data_dir, tmp_path, settings, message):
         train_here(settings.pop("data_dir", data_dir), tmp_path / "run", **settings)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "run").exists()
+
+
+def test_an_out_dir_that_cannot_be_is_refused(data_dir, tmp_path):
+    (tmp_path / "file").touch()
+    for out in (tmp_path / "file", tmp_path / "file/run"):
+        with pytest.raises(UserError, match="out_dir=.*file.*try another --out_dir"):
+            train_here(data_dir, out)
+
+
+def test_a_run_that_is_beyond_max_steps_is_refused_and_tried_out_for_two(data_dir, tmp_path, capsys):
+    train_here(data_dir, tmp_path / "run", max_steps=4)
+    with pytest.raises(UserError, match="step_00000004 is beyond max_steps=2"):
+        train_here(data_dir, tmp_path / "run", max_steps=2, resume="auto")
+    log = train_here(data_dir, tmp_path / "run", max_steps=8, resume="auto", dry_run=True)
+    assert max(losses(log)) == 4 and "step 6/6 |" in capsys.readouterr().out
 
 
 def test_token_out_of_range_is_named(data_dir, tmp_path):
