@@ -384,7 +384,7 @@ def train(cfg, world):
         if step == first + 1:
             log.print(f"first step after {time.perf_counter() - began:.1f} s, {seconds:.1f} s of them its own")
         log.step(step, loss, lr, norm, seconds)
-        if written == 1 or not math.isfinite(loss):  # a save in the background is through, on every rank
+        if written == 1:  # a save in the background is through, on every rank
             saver.wait()
         refuse_nan(step, "loss", loss)
         if not scaler.is_enabled():  # fp16's scaler leaves such steps out
@@ -393,6 +393,7 @@ def train(cfg, world):
 
     def refuse_nan(step, name, value):
         if not math.isfinite(value):
+            saver.wait()
             since = "yet" if saved is None else f"since step {saved}"
             raise NotFinite(f"step {step}: the {name} is {value}; nothing was saved {since}; try a lower --lr")
 

@@ -385,6 +385,21 @@ def test_a_loss_that_is_not_finite_stops_the_run(data_dir, tmp_path):
         train_here(data_dir, tmp_path / "run", resume="auto", max_steps=8)
 
 
+def test_weights_after_a_gradient_that_is_not_finite_are_not_saved(data_dir, tmp_path, monkeypatch):
+    clip, calls = train.parallel.clip_gradients, []
+
+    def poisoned(model, limit):
+        calls.append(model)
+        if len(calls) == 4:
+            next(model.parameters()).grad[0, 0] = float("nan")
+        return clip(model, limit)
+
+    monkeypatch.setattr(train.parallel, "clip_gradients", poisoned)
+    with pytest.raises(train.NotFinite, match="step 4: the gradient norm is nan; nothing was saved since step 3"):
+        train_here(data_dir, tmp_path / "run", max_steps=8, save_interval=1)
+    assert train.checkpoint.find(tmp_path / "run").name == "step_00000003"
+
+
 def test_hellaswag_in_the_loop_and_without_its_file(data_dir, tmp_path, capsys):
     path = tmp_path / "hellaswag.jsonl"
     example = {"ctx": "A man", "endings": [" runs", " eats", " sits", " falls"], "label": 2}
