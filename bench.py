@@ -63,8 +63,8 @@ def step(cfg):
     world = parallel.join(cfg)
     began = time.perf_counter()
     train.check(cfg, world.size)
-    if min(cfg.steps, cfg.settle) < 0:
-        raise UserError(f"steps={cfg.steps}, settle={cfg.settle}: expected neither to be negative")
+    if found := too_small(cfg, {"steps": 0, "settle": 0, "gpu_gib": 1}):
+        raise UserError("; ".join(found))
     if cfg.gpu_gib and world.device.type == "cuda":
         most = torch.cuda.mem_get_info(world.device)[1]
         torch.cuda.set_per_process_memory_fraction(min(1.0, cfg.gpu_gib * 2**30 / most), world.device)

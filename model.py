@@ -93,6 +93,8 @@ class GPTConfig:
         for name in ("dropout", "label_smoothing"):
             if not 0 <= getattr(self, name) < 1:
                 found.append(f"{name}={getattr(self, name)} must be in [0, 1)")
+        if self.softcap is not None and not self.softcap > 0:
+            found.append(f"softcap={self.softcap} must be over 0, or None for off")
         if self.z_loss < 0:
             found.append(f"z_loss={self.z_loss} must be at least 0")
         return found

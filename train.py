@@ -126,11 +126,11 @@ class Config(models.GPTConfig):
 def check(cfg, world_size):
     """Raises one UserError that names every setting out of range."""
     found = cfg.problems() + parallel.conflicts(cfg, world_size)
-    least = {"batch_size": 1, "batch_tokens": 1, "max_steps": 1, "warmup_steps": 0, "keep_last": 1, "log_interval": 1}
-    least |= dict.fromkeys(["lr", "min_lr_ratio", "weight_decay", "beta1", "beta2", "temperature"], 0)
-    least |= dict.fromkeys(["eval_interval", "hellaswag_interval", "sample_interval", "save_interval"], 0)
-    least |= {"bucket_mib": 1, "remat_every": 1, "timeout_s": 1, "seed": 0, "shuffle_seed": 0, "top_k": 1}
-    least |= {"eval_tokens": cfg.block_size, "n_samples": 1, "sample_tokens": 1}
+    one = ["batch_size", "batch_tokens", "max_steps", "keep_last", "log_interval", "bucket_mib", "remat_every"]
+    one += ["timeout_s", "top_k", "n_samples", "sample_tokens"]
+    zero = ["lr", "min_lr_ratio", "cooldown_fraction", "weight_decay", "beta1", "beta2", "warmup_steps", "temperature"]
+    zero += ["eval_interval", "hellaswag_interval", "sample_interval", "save_interval", "seed", "shuffle_seed"]
+    least = dict.fromkeys(one, 1) | dict.fromkeys(zero, 0) | {"eval_tokens": cfg.block_size}
     found += too_small(cfg, least)
     found += [f"{k}={getattr(cfg, k)} must be below 1" for k in ("beta1", "beta2") if getattr(cfg, k) >= 1]
     if cfg.clip is not None and cfg.clip <= 0:

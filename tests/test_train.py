@@ -431,6 +431,10 @@ def test_wandb_offline_resumes_the_same_run(data_dir, tmp_path, monkeypatch):
         (dict(batch_tokens=1000), r"batch_tokens=1000 is not divisible .* 4\*32\*1 = 128; nearest: 896 or 1024"),
         (dict(n_head=5, lr=-1), "n_embd=64 must be divisible by n_head=5; lr=-1.0 must be at least 0"),
         (dict(beta2=1, clip=0), "beta2=1.0 must be below 1; clip=0.0 must be over 0"),
+        (
+            dict(softcap=-3, cooldown_fraction=-1),
+            "softcap=-3.0 must be over 0.*cooldown_fraction=-1.0 must be at least 0",
+        ),
         (dict(precision="tf32"), "precision=tf32 needs a CUDA device"),
         (dict(device="gpu"), "device=gpu: expected auto, cpu, cuda"),
         (dict(device="meta"), "device=meta: expected auto, cpu, cuda"),
