@@ -216,13 +216,14 @@ class TokenLoader:
         manifest = read_json(Path(data_dir) / "manifest.json") or {}
         try:
             self._check_shards(manifest, data_dir, split, min_tokens)
-            self.warnings = self._pack_warnings(manifest.get("settings", {}).get("pack"), data_dir)
-        except (TypeError, KeyError, AttributeError) as error:
+            pack = dict(manifest.get("settings", {})).get("pack")
+        except (TypeError, KeyError) as error:
             raise DataError(f"{data_dir}/manifest.json is damaged ({error}); remove it and {MAKE_DATA}") from None
         self.tokenizer, self.eot = manifest.get("tokenizer"), manifest.get("eot")
         self.token_bytes = read_sizes(Path(data_dir) / "token_bytes.npy", manifest.get("vocab_size") or 0)
         self._starts = self._aligned_starts(manifest, data_dir) if align else None
         self.rows_per_epoch = -(-self.tokens // T) if self._starts is None else len(self._starts)
+        self.warnings = self._pack_warnings(pack, data_dir)
         self.rows = 0  # handed out to all ranks together, those prefetched not counted
         listing = "".join(f"{Path(path).name} {len(shard)}\n" for path, shard in zip(self.paths, self.shards))
         self.fingerprint = hashlib.sha256(listing.encode()).hexdigest()[:16]
