@@ -35,7 +35,7 @@ import model as models
 import parallel
 import plan
 import train
-from configurator import UserError, run, too_small
+from configurator import UserError, refuse, run, too_small
 from logger import describe_device, device_name, peak_flops, show
 
 KINDS = [  # a kernel is of the first kind whose pattern is in its name
@@ -63,8 +63,7 @@ def step(cfg):
     world = parallel.join(cfg)
     began = time.perf_counter()
     train.check(cfg, world.size)
-    if found := too_small(cfg, {"steps": 0, "settle": 0, "gpu_gib": 1}):
-        raise UserError("; ".join(found))
+    refuse(too_small(cfg, {"steps": 0, "settle": 0, "gpu_gib": 1}))
     if cfg.gpu_gib and world.device.type == "cuda":
         most = torch.cuda.mem_get_info(world.device)[1]
         torch.cuda.set_per_process_memory_fraction(min(1.0, cfg.gpu_gib * 2**30 / most), world.device)
@@ -389,8 +388,7 @@ class CommConfig:
 
 def comm(cfg):
     """Bus bandwidth as NCCL's own tests define it: comparable with the links' speed, whatever the number of ranks."""
-    if found := too_small(cfg, {"rounds": 1, "max_mib": 1}):
-        raise UserError("; ".join(found))
+    refuse(too_small(cfg, {"rounds": 1, "max_mib": 1}))
     world = parallel.start(cfg.device)
     if world.size == 1:
         raise UserError("bench.py comm needs several ranks; try torchrun --standalone --nproc_per_node=4 bench.py comm")
@@ -439,8 +437,7 @@ class MemoryConfig(train.Config):
 
 def for_arithmetic(cfg):
     """cfg with the precision that the arithmetic is for."""
-    if found := too_small(cfg, {"world": 1, "gpu_gib": 1}):
-        raise UserError("; ".join(found))
+    refuse(too_small(cfg, {"world": 1, "gpu_gib": 1}))
     if cfg.precision not in ("auto", "bf16", "fp8"):
         raise UserError(f"precision={cfg.precision}: the arithmetic is for bf16 and fp8; try --precision=bf16")
     return dataclasses.replace(cfg, precision="bf16" if cfg.precision == "auto" else cfg.precision)

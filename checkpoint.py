@@ -275,8 +275,8 @@ def find(path):
 
 def later(out_dir, folder):
     """The newest checkpoint in out_dir if its step is beyond that of the checkpoint `folder`, else None."""
-    newest = max(_folders(out_dir), key=lambda f: f.name, default=None)
-    return newest if newest and newest.name > folder.name else None
+    newest = _folders(out_dir)[-1:]
+    return newest[0] if newest and newest[0].name > folder.name else None
 
 
 def exists(out_dir):

@@ -61,6 +61,12 @@ def too_small(cfg, least):
     return [f"{k}={v} must be at least {least[k]}" for k, v in pairs.items() if v is not None and not v >= least[k]]
 
 
+def refuse(found):
+    """Raises one UserError of all that was found wrong, a line each; none if nothing was."""
+    if found:
+        raise UserError("; ".join(found))
+
+
 def changed(cfg):
     """The settings of `cfg` that differ from the defaults, as a dict."""
     return {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg) if getattr(cfg, f.name) != f.default}

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from configurator import UserError, run, too_small
+from configurator import UserError, refuse, run, too_small
 from logger import progress
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
@@ -192,16 +192,13 @@ def pad(prepared, numbers, B, T):
 def main(cfg):
     import parallel
     import sample
-    import tokenizer as tokenizers
 
-    if found := too_small(cfg, {"limit": 1, "batch_tokens": 1}):
-        raise UserError("; ".join(found))
+    refuse(too_small(cfg, {"limit": 1, "batch_tokens": 1}))
     device = parallel.pick_device(cfg.device)
     precision, _ = parallel.pick_precision(cfg.precision, device)
     autocast = parallel.autocast(precision, device)
     model, saved = sample.load(cfg, device)
-    name = cfg.tokenizer or getattr(saved, "tokenizer", None) or "gpt2"
-    tokenizer = tokenizers.load(name, model.cfg.vocab_size)
+    tokenizer = sample.load_tokenizer(cfg, model, saved)
     prepared = prepare(load(cfg.file)[: cfg.limit], tokenizer, model.cfg.block_size)
     score = evaluate(model.eval(), prepared, device, cfg.batch_tokens, autocast)
     print("acc_norm {acc_norm:.4f} | acc {acc:.4f} | {n:,} examples, {truncated} cut | {seconds:.1f} s".format(**score))

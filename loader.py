@@ -163,10 +163,11 @@ def find_shards(data_dir, split, data_format="llmc"):
 
 def verify(data_dir):
     """Compares every shard with the manifest's SHA-256. Raises DataError."""
-    manifest = read_json(Path(data_dir) / "manifest.json")
-    if manifest is None:
-        raise DataError(f"{data_dir}/manifest.json is missing, so there are no checksums to verify; {MAKE_DATA}")
-    for shard in manifest.get("shards", []):
+    manifest = read_json(Path(data_dir) / "manifest.json") or {}
+    if not manifest.get("shards"):
+        why = "is missing or lists no shards, so there are no checksums to verify"
+        raise DataError(f"{data_dir}/manifest.json {why}; {MAKE_DATA}")
+    for shard in manifest["shards"]:
         path = Path(data_dir) / shard["name"]
         if not path.is_file():
             raise DataError(f"{path} is in the manifest and not in the folder; {MAKE_DATA}")

@@ -293,16 +293,18 @@ def gather_all(model, *_):
     A unit's own hook would take the memory for it from another stream's, where it stays for nothing till the next step:
     near the limit, steps of Llama 3 8B (four H200s, 80 GiB) waited 230 ms of 6,300 for room.
     """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.unshard(async_op=True)
+    for unit in units(model):
+        unit.unshard(async_op=True)
 
 
 def reshard(model):
     """Frees gathered parameters that an evaluation left (zero2): the model's are the sharded ones again."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    for unit in units(model):
+        unit.reshard()
+
+
+def units(model):
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def fill(tensor, function):

@@ -35,9 +35,8 @@ def seconds(cfg, ranks):
     parts = {"matmul": micros * flops / (MATMUL_FP8 if fp8 else MATMUL), "attention": micros * attention / ATTENTION}
     moved = tokens * L * (64 * C + 28 * cfg.hidden) * (1 + again / 3) * (1.3 if fp8 else 1)
     shards = memory.shards_of(cfg, ranks)
-    copies = (
-        (4 * gathers(cfg, micros) / micros + 2 + memory.bytes_of_sum(cfg)) * total if shards > 1 else 0
-    )  # around collectives
+    around = 4 * gathers(cfg, micros) / micros + 2 + memory.bytes_of_sum(cfg)  # copies before and after collectives
+    copies = around * total if shards > 1 else 0
     # the update reads and writes weights and moments and reads gradients, which clipping has read twice and written
     states = 6 * memory.bytes_of_weight(cfg) + 2 * memory.bytes_of_moments(cfg)
     parts["elementwise"] = micros * (moved + copies) / BYTES + total / shards * states / BYTES + micros * L * LAUNCH
@@ -57,21 +56,19 @@ def exposed(cfg, ranks, micros, total, tokens, compute):
     """Seconds of collectives and copies to the host that nothing hides."""
     ring = (ranks - 1) / ranks / LINK
     shards = memory.shards_of(cfg, ranks)
-    small = 2 if cfg.precision in ("bf16", "fp8") else 4
+    small, summed = 2 if cfg.precision in ("bf16", "fp8") else 4, memory.bytes_of_sum(cfg)
     hidden = open_ = 0.0
     if shards > 1:
-        hidden = (gathers(cfg, micros) * small + micros * memory.bytes_of_sum(cfg)) * total * ring
+        hidden = (gathers(cfg, micros) * small + micros * summed) * total * ring
     elif ranks > 1:
-        hidden = 2 * memory.bytes_of_sum(cfg) * total * ring
+        hidden = 2 * summed * total * ring
     if cfg.remat_offload:
         kept = tokens * memory.kept_per_token(cfg) * cfg.n_layer / cfg.remat_every
         open_ = max(0.0, micros * kept / HOST * 2 - HIDDEN * compute)
     if cfg.context_parallel > 1:
         traded = 2 * tokens * (cfg.qkv_width + cfg.n_embd) * (cfg.context_parallel - 1) / cfg.context_parallel
         open_ += micros * cfg.n_layer * traded * (2 + (cfg.remat != "none")) / ALL_TO_ALL
-    ends = (
-        (memory.bytes_of_sum(cfg) + small) * cfg.padded_vocab * cfg.n_embd * ring if shards > 1 else 0
-    )  # first and last unit
+    ends = (summed + small) * cfg.padded_vocab * cfg.n_embd * ring if shards > 1 else 0  # first and last unit
     return max(SLOWED * hidden, hidden - HIDDEN * compute) + micros * ends + open_
 
 
@@ -81,8 +78,7 @@ def gathers(cfg, micros):
 
 
 def candidates(cfg, ranks):
-    """Legal settings of the axes that decide memory and speed; what else cfg says stays. UserError if none is legal."""
-    found_any = False
+    """Legal settings of the axes that decide memory and speed; what else cfg says stays."""
     splits = [n for n in range(1, ranks + 1) if ranks % n == 0]
     recompute = [("none", 1), *((r, e) for r in ("selective", "attention", "block") for e in (2, 1))]
     for kind, split, (kept, every), tile, offload in itertools.product(
@@ -94,11 +90,7 @@ def candidates(cfg, ranks):
             found = spread(cfg, kind, batch_size=rows, **options)
             rows *= 2
             if legal(found, ranks):
-                found_any = True
                 yield found
-    if not found_any:
-        check(dataclasses.replace(cfg, batch_size=1), ranks)
-        raise UserError(f"no setting is legal for {ranks} ranks and batch_tokens={cfg.batch_tokens}; try others")
 
 
 def ways_to_shard(cfg, ranks):
@@ -113,12 +105,15 @@ def spread(cfg, kind, **options):
 
 
 def search(cfg, ranks, budget):
-    """[(seconds a step, bytes a rank, cfg)], fastest first, of what takes at most `budget` bytes a GPU."""
-    found = []
-    for other in candidates(cfg, ranks):
-        takes = memory.takes(other, ranks)
-        if takes <= budget:
-            found.append((sum(seconds(other, ranks).values()), takes, other))
+    """[(seconds a step, bytes a rank, cfg)], fastest first, of what takes at most `budget` bytes a GPU.
+
+    UserError if no candidate is legal.
+    """
+    sizes = [(memory.takes(other, ranks), other) for other in candidates(cfg, ranks)]
+    if not sizes:
+        check(dataclasses.replace(cfg, batch_size=1), ranks)
+        raise UserError(f"no setting is legal for {ranks} ranks and batch_tokens={cfg.batch_tokens}; try others")
+    found = [(sum(seconds(other, ranks).values()), takes, other) for takes, other in sizes if takes <= budget]
     return sorted(found, key=lambda f: (f[0], f[1]))
 
 

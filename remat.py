@@ -23,13 +23,14 @@ from configurator import UserError
 ATTENTION = ("scaled_dot_product", "flash_attention", "varlen_attn")
 # place of the left operand
 PRODUCTS = {"aten::mm": 0, "aten::addmm": 1, "pretrain::product": 0, "pretrain::product8": 0}
+KEEPERS = ("cudnn", "flash")  # SDPA backends whose output remat=attention can keep on a GPU
 WIDE = 2  # a product more than this many times as wide as its operand is not kept: MLP's first, mostly
 
 
 def apply(model, cfg, device_type="cpu"):
     """Puts cfg.remat in place in every cfg.remat_every-th block, from the first; numbers do not change."""
     if cfg.remat == "attention" and device_type != "cpu":
-        if device_type != "cuda" or cfg.attention not in ("cudnn", "flash") or cfg.precision in ("fp32", "tf32"):
+        if device_type != "cuda" or cfg.attention not in KEEPERS or cfg.precision in ("fp32", "tf32"):
             words = f"it is {cfg.attention} in {cfg.precision} on {device_type}"
             raise UserError(f"remat=attention needs attention=cudnn or flash in 16 bits, {words}; try --remat=block")
     shelf = Shelf(cfg.remat_offload)

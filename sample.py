@@ -13,7 +13,7 @@ import torch
 import checkpoint
 import parallel
 import tokenizer as tokenizers
-from configurator import UserError, run, too_small
+from configurator import UserError, refuse, run, too_small
 
 
 @dataclass
@@ -82,16 +82,19 @@ def load(cfg, device):
     return convert.load_hf(cfg.pretrained, device)
 
 
+def load_tokenizer(cfg, model, saved):
+    """cfg.tokenizer, or the one that the model of `load` was trained with; GPT-2's where nobody says."""
+    name = cfg.tokenizer or getattr(saved, "tokenizer", None) or "gpt2"
+    return tokenizers.load(name, model.cfg.vocab_size)
+
+
 def main(cfg):
     found = too_small(cfg, {"n_samples": 1, "max_new_tokens": 0, "temperature": 0, "top_k": 1, "seed": 0})
-    found += [f"seed={cfg.seed} must be below 2**63"] if cfg.seed >= 2**63 else []
-    if found:
-        raise UserError("; ".join(found))
+    refuse(found + [f"seed={cfg.seed} must be below 2**63"] * (cfg.seed >= 2**63))
     device = parallel.pick_device(cfg.device)
     precision, _ = parallel.pick_precision(cfg.precision, device)
     model, saved = load(cfg, device)
-    name = cfg.tokenizer or getattr(saved, "tokenizer", None) or "gpt2"
-    tokenizer = tokenizers.load(name, model.cfg.vocab_size)
+    tokenizer = load_tokenizer(cfg, model, saved)
     with parallel.autocast(precision, device):
         options = (cfg.n_samples, cfg.max_new_tokens, cfg.temperature, cfg.top_k, cfg.seed)
         for text in texts(model.eval(), tokenizer, cfg.prompt, *options):

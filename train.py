@@ -31,7 +31,8 @@ import memory
 import model as models
 import optim
 import parallel
-from configurator import UserError, run, too_small
+import remat
+from configurator import UserError, refuse, run, too_small
 from evaluate import Evaluator
 from loader import TokenLoader, verify
 from logger import Logger, human
@@ -148,8 +149,7 @@ def check(cfg, world_size):
                 f"batch_tokens={cfg.batch_tokens} is not divisible by batch_size*block_size*ranks = {rows} = {micro}; "
                 f"nearest: {f'{below} or ' * (below > 0)}{below + micro}"
             )
-    if found:
-        raise UserError("; ".join(found))
+    refuse(found)
 
 
 def legal(cfg, world_size):
@@ -158,7 +158,7 @@ def legal(cfg, world_size):
         check(cfg, world_size)
     except UserError:
         return False
-    return not (cfg.remat == "attention" and cfg.attention in ("efficient", "math"))  # as remat.apply has it
+    return cfg.remat != "attention" or cfg.attention in ("auto", *remat.KEEPERS)
 
 
 def claim_out_dir(cfg):

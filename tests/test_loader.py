@@ -101,6 +101,9 @@ def test_flipped_bit(data):  # row 7
     (folder / "manifest.json").write_text("{")
     with pytest.raises(DataError, match="manifest.json is damaged"):
         verify(folder)
+    (folder / "manifest.json").write_text("{}")
+    with pytest.raises(DataError, match="lists no shards, so there are no checksums"):
+        verify(folder)
     (folder / "manifest.json").unlink()
     with pytest.raises(DataError, match="no checksums"):
         verify(folder)
