@@ -4,24 +4,27 @@ A tensor has one scale, a power of two, so that it decides what overflows but no
 and weights are e4m3, gradients e5m2 (https://arxiv.org/abs/2209.05433). A scale comes from the largest magnitude at the
 call before, with a factor of two to spare; the first from the tensor itself. Hopper multiplies fp8 along contiguous
 rows only, so that what is cast is transposed as well, for the gradients. All else is as in bf16: the weights that are
-trained, residual stream, norms, attention, softmax.
+trained, residual stream, norms, attention, softmax. FSDP2 gathers the blocks' weights in 8 bits (`Rows`).
 """
 
 import functools
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch.library import custom_op
+from torch.utils._mode_utils import no_dispatch
 
 import cublas
 import fused
 
+aten = torch.ops.aten
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 COPY, GELU, DGELU, SWIGLU, DSWIGLU = range(5)  # what `cast` computes on the way
 CAST_ROWS, CAST_COLS, CAST_PROGRAMS, CAST_STAGES, CAST_WARPS = 8, 256, 8, 3, 4  # programs: a multiprocessor's
-TRANSPOSE_TILE = 128
+TRANSPOSE_TILE, COPY_BLOCK = 128, 8192
 HEAD_SCALE = 2.0**14  # of the gradient of the logits, which is in [-1, 1]: e5m2 reaches from 57,344 down to 2^-16
 
 
@@ -63,20 +66,20 @@ class GeluMLP(fused.GeluMLP):
     """The GELU and its derivative are computed where their results are cast."""
 
     def forward(self, x):
-        return mlp(x, self.up, self.proj, GELU, DGELU) if suits(x) else super().forward(x)
+        return mlp(x, self.up, self.proj, GELU, DGELU)
 
 
 class SwiGLU(fused.SwiGLU):
     """As GeluMLP."""
 
     def forward(self, x):
-        return mlp(x, self.gate_up, self.proj, SWIGLU, DSWIGLU) if suits(x) else super().forward(x)
+        return mlp(x, self.gate_up, self.proj, SWIGLU, DSWIGLU)
 
 
 class Attention(fused.Attention):
     def split(self, x):
         if not suits(x):
-            return super().split(x)
+            return tuple(t[:, :, : x.size(1)] for t in self.split(padded(x)))
         qkv = self.qkv
         tops = (qkv.x_top, qkv.w_top, qkv.dy_top)
         return QKV.apply(x, qkv.weight, qkv.bias, self.heads, self.head_dim, *tops)
@@ -96,21 +99,27 @@ class Head(fused.Head):
 
 
 def suits(x):
-    """Whether x: (..., K) has as many rows as the backward's products, which sum over them, want; samples may not."""
+    """Whether x: (..., T, K) has as many rows as the backward's products, which sum over them, want."""
     return x.shape[:-1].numel() % 16 == 0
 
 
+def padded(x):
+    """x: (..., T, K) with zeros appended to T, so that it suits."""
+    return F.pad(x, (0, 0, 0, -x.size(-2) % 16))
+
+
 def mlp(x, up, proj, act, dact):
+    if not suits(x):
+        return mlp(padded(x), up, proj, act, dact)[..., : x.size(-2), :]
     bias = None if isinstance(proj, fused.DeferredBias) else proj.bias
     tops = (up.x_top, up.w_top, up.dy_top, proj.x_top, proj.w_top, proj.dy_top)
     return MLPFunction.apply(act, dact, x.to(torch.bfloat16), up.weight, up.bias, proj.weight, bias, *tops)
 
 
 def apply(layer, x, bias):
-    x = x.to(torch.bfloat16)
     if not suits(x):
-        return fused.linear(x, layer.weight, bias, False)
-    return LinearFunction.apply(x, layer.weight, bias, layer.x_top, layer.w_top, layer.dy_top)
+        return apply(layer, padded(x), bias)[..., : x.size(-2), :]
+    return LinearFunction.apply(x.to(torch.bfloat16), layer.weight, bias, layer.x_top, layer.w_top, layer.dy_top)
 
 
 class LinearFunction(torch.autograd.Function):
@@ -141,18 +150,26 @@ class QKV(torch.autograd.Function):
 def linear_forward(ctx, x, weight, bias, x_top, w_top, dy_top):
     """(..., K) -> (M, N), with what linear_backward needs kept in ctx."""
     x8, x8t, xs, _ = cast([x.flatten(0, -2)], x_top, None, COPY, False, False)
-    w8, w8t, ws, _ = cast([weight], w_top, None, COPY, False, False)
-    ctx.save_for_backward(x8t, xs, w8t, ws, dy_top)
+    w, wt, ws = operands(weight, w_top)
+    ctx.save_for_backward(x8t, xs, w, ws, dy_top)
     ctx.dtypes = fused.dtypes_of(weight, bias)
-    return product(x8, w8.t(), xs, ws, None if bias is None else bias.to(x.dtype), x.dtype)
+    return product(x8, wt, xs, ws, None if bias is None else bias.to(x.dtype), x.dtype)
+
+
+def operands(weight, top):
+    """(right operand of the gradient's product, of the forward's, scale) of a weight, which `Rows` may have cast."""
+    if top.dim() == 0:
+        return weight, weight.t(), top
+    w8, w8t, scale, _ = cast([weight], top, None, COPY, False, False)
+    return w8t.t(), w8.t(), scale
 
 
 def linear_backward(ctx, dy):
     """(dx, dw, db or None) of dy: (M, N), a list as `cast` takes it."""
-    x8t, xs, w8t, ws, dy_top = ctx.saved_tensors
+    x8t, xs, w, ws, dy_top = ctx.saved_tensors
     w_dtype, b_dtype = ctx.dtypes
     dy8, dy8t, ds, sums = cast(dy, dy_top, None, COPY, True, b_dtype is not None)
-    dx = product(dy8, w8t.t(), ds, ws, None, dy[0].dtype)
+    dx = product(dy8, w, ds, ws, None, dy[0].dtype)
     dw = product(dy8t, x8t.t(), ds, xs, None, w_dtype)
     return dx, dw, None if b_dtype is None else sums.to(b_dtype)
 
@@ -163,24 +180,24 @@ class MLPFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, what, dwhat, x, w1, b1, w2, b2, x_top, w1_top, dbefore_top, act_top, w2_top, dy_top):
         x8, x8t, xs, _ = cast([x.flatten(0, -2)], x_top, None, COPY, False, False)
-        w18, w18t, w1s, _ = cast([w1], w1_top, None, COPY, False, False)
-        w28, w28t, w2s, _ = cast([w2], w2_top, None, COPY, False, False)
         ctx.dwhat, ctx.dtypes = dwhat, fused.dtypes_of(w1, b1, w2, b2)
+        w1, w1t, w1s = operands(w1, w1_top)
+        w2, w2t, w2s = operands(w2, w2_top)
         b1, b2 = (None if b is None else b.to(x.dtype) for b in (b1, b2))
-        before = product(x8, w18.t(), xs, w1s, b1, x.dtype)
+        before = product(x8, w1t, xs, w1s, b1, x.dtype)
         act8, act8t, acts, _ = cast([before], act_top, None, what, False, False)
-        ctx.save_for_backward(x8t, xs, w18t, w1s, w28t, w2s, before, act8t, acts, dbefore_top, dy_top)
-        return product(act8, w28.t(), acts, w2s, b2, x.dtype).unflatten(0, x.shape[:-1])
+        ctx.save_for_backward(x8t, xs, w1, w1s, w2, w2s, before, act8t, acts, dbefore_top, dy_top)
+        return product(act8, w2t, acts, w2s, b2, x.dtype).unflatten(0, x.shape[:-1])
 
     @staticmethod
     def backward(ctx, dy):
-        x8t, xs, w18t, w1s, w28t, w2s, before, act8t, acts, dbefore_top, dy_top = ctx.saved_tensors
+        x8t, xs, w1, w1s, w2, w2s, before, act8t, acts, dbefore_top, dy_top = ctx.saved_tensors
         w1_dtype, b1_dtype, w2_dtype, b2_dtype = ctx.dtypes
         dy8, dy8t, ds, db2 = cast([dy.flatten(0, -2).contiguous()], dy_top, None, COPY, True, b2_dtype is not None)
-        dact = product(dy8, w28t.t(), ds, w2s, None, dy.dtype)
+        dact = product(dy8, w2, ds, w2s, None, dy.dtype)
         dw2 = product(dy8t, act8t.t(), ds, acts, None, w2_dtype)
         db8, db8t, bs, db1 = cast([dact], dbefore_top, before, ctx.dwhat, True, b1_dtype is not None)
-        dx = product(db8, w18t.t(), bs, w1s, None, dy.dtype).unflatten(0, dy.shape[:-1])
+        dx = product(db8, w1, bs, w1s, None, dy.dtype).unflatten(0, dy.shape[:-1])
         dw1 = product(db8t, x8t.t(), bs, xs, None, w1_dtype)
         db1 = None if b1_dtype is None else db1.to(b1_dtype)
         return (None, None, dx, dw1, db1, dw2, None if b2_dtype is None else db2.to(b2_dtype)) + (None,) * 6
@@ -195,7 +212,10 @@ def product(
     bias: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """a @ b * a_scale * b_scale + bias, of contiguous rows of a and columns of b."""
+    """a @ b * a_scale * b_scale + bias, of contiguous rows of a and columns of b, or what `operands` made of `Rows`."""
+    if b.dtype == torch.bfloat16:
+        straight, across = halves(b.t() if b.stride(0) == 1 else b)
+        b = straight.t() if b.stride(0) == 1 else across.t()
     out = a.new_empty(a.size(0), b.size(1), dtype=dtype)
     return cublas.matmul(a, b, out, bias=bias, scales=(a_scale, b_scale))
 
@@ -368,6 +388,87 @@ def _transpose(x, out, M, N, TILE: tl.constexpr):
     across = tl.cast(first_col, tl.int64) * M + first_row
     at = tl.arange(0, TILE)[:, None] * M + tl.arange(0, TILE)[None, :]
     tl.store(out + across + at, tl.trans(tile), mask=tl.trans(inside))
+
+
+# -- gathered weights
+
+
+def gather_in_8_bits(model, ranks):
+    """Before fully_shard among so many ranks: the weights of the blocks' layers become `Rows`, w_top their scale."""
+    for layer in model.blocks.modules():
+        if isinstance(layer, (Linear, DeferredBias)) and layer.weight.size(0) % ranks == 0:
+            layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Rows))
+            layer.w_top = layer.w_top.new_zeros(())
+
+
+class Rows(torch.Tensor):
+    """A rank's rows of a weight, which FSDP2's extension, the two functions, gathers in e4m3.
+
+    What it gathers into is a bf16 tensor (N, K) by name, so that the gradient is one; its bytes are the weight in e4m3
+    and then its transpose. Both are made where the weight is gathered: with zero2 once a step.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, operation, types, args=(), kwargs=None):
+        """As of any tensor; what FSDP2 makes of it remains one."""
+        with no_dispatch():
+            out = operation(*args, **(kwargs or {}))
+        kept = (aten.new_zeros, aten.slice, aten.detach, aten.empty_like)
+        return out.as_subclass(cls) if operation.overloadpacket in kept else out
+
+    def fsdp_pre_all_gather(self, mesh, size, stride, layer, policy):
+        rows = self.as_subclass(torch.Tensor)
+        top = torch.linalg.vector_norm(rows, float("inf"), dtype=torch.float32).view(1)
+        rows8 = torch.empty_like(rows, dtype=E4M3)
+        _shrink[(triton.cdiv(rows.numel(), COPY_BLOCK),)](rows, top, rows8, rows.numel(), BLOCK=COPY_BLOCK, num_warps=8)
+        return (rows8, top), layer.w_top
+
+    def fsdp_post_all_gather(self, gathered, scale, dtype, *, out=None):
+        rows8, tops = gathered
+        both = torch.empty_like(rows8, dtype=dtype) if out is None else out.detach()
+        straight, across = halves(both)
+        ranks, each = tops.numel(), rows8.numel() // tops.numel()
+        more = triton.next_power_of_2(ranks)
+        grid = ranks, triton.cdiv(each, COPY_BLOCK)
+        _align[grid](rows8, tops, straight, scale, each, RANKS=ranks, MORE=more, BLOCK=COPY_BLOCK, num_warps=8)
+        transpose(straight, across)
+        rows8.untyped_storage().resize_(0)  # FSDP2 would keep it as long as `both`, and allocates it again
+        return None if out is not None else (both, (both,))
+
+
+def halves(both):
+    """(N, K) and (K, N) in e4m3: the bytes of a tensor (N, K) in bf16."""
+    N, K = both.shape
+    first, second = both.view(E4M3).view(2, N * K)
+    return first.view(N, K), second.view(K, N)
+
+
+@triton.jit
+def _power(top):
+    """The largest power of two with which e4m3 holds `top`, as its exponent."""
+    return tl.minimum(tl.floor(tl.log2(448.0 / tl.maximum(top, 1e-30))), 100.0)
+
+
+@triton.jit
+def _shrink(x, top, out, size, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    v = tl.load(x + at, mask=at < size, other=0.0).to(tl.float32) * tl.exp2(_power(tl.load(top)))
+    tl.store(out + at, tl.clamp(v, -448.0, 448.0).to(out.dtype.element_ty), mask=at < size)
+
+
+@triton.jit
+def _align(x, tops, out, scale, each, RANKS: tl.constexpr, MORE: tl.constexpr, BLOCK: tl.constexpr):
+    """Numbers of ranks, `each` of one after the other, to one scale: that of the rank with the largest."""
+    rank, ranks = tl.program_id(0), tl.arange(0, MORE)
+    power = _power(tl.max(tl.load(tops + ranks, mask=ranks < RANKS, other=0.0)))
+    start = rank.to(tl.int64) * each
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    v = tl.load(x + start + at, mask=at < each, other=0.0).to(tl.float32)
+    v *= tl.exp2(power - _power(tl.load(tops + rank)))
+    tl.store(out + start + at, v.to(out.dtype.element_ty), mask=at < each)
+    tl.store(scale, tl.exp2(-power))  # the same from all
 
 
 # -- the head

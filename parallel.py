@@ -254,7 +254,8 @@ def shard(model, cfg, world):
 
     fsdp: parameters, gradients and optimizer states; a block's parameters are gathered for its forward and again for
     its backward. zero2: parameters stay gathered through a step. hsdp: as fsdp in groups of shard_size ranks, each of
-    which holds a copy. In bf16 and fp8 gathers are in bf16; gradients are summed in cfg.reduce_dtype.
+    which holds a copy. In bf16 and fp8 gathers are in bf16, in fp8 those of the blocks' weights in 8 bits; gradients
+    are summed in cfg.reduce_dtype.
     offload_states: what is sharded is in the CPU's memory, and so is the optimizer's work; a unit travels to the device
     when it is gathered.
     """
@@ -268,6 +269,10 @@ def shard(model, cfg, world):
     frees = cfg.parallel != "zero2"  # gathered parameters, after each use and micro-step, not after the last alone
     if cfg.offload_states:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
+    if cfg.precision == "fp8" and mesh.size(-1) > 1 and not cfg.offload_states:
+        import fp8
+
+        fp8.gather_in_8_bits(model, mesh.size(-1))
     blocks, count = list(model.blocks), blocks_a_unit(cfg, sum(p.numel() for p in model.blocks[0].parameters()))
     for i in range(0, len(blocks), count):
         fully_shard(blocks[i : i + count], reshard_after_forward=frees, **options)

@@ -56,7 +56,8 @@ def exposed(cfg, ranks, micros, total, tokens, compute):
     """Seconds of collectives and copies to the host that nothing hides."""
     ring = (ranks - 1) / ranks / LINK
     shards = memory.shards_of(cfg, ranks)
-    small, summed = 2 if cfg.precision in ("bf16", "fp8") else 4, memory.bytes_of_sum(cfg)
+    small = 1 if memory.gathers_8_bits(cfg, ranks) else 2 if cfg.precision in ("bf16", "fp8") else 4
+    summed = memory.bytes_of_sum(cfg)
     hidden = open_ = 0.0
     if shards > 1:
         hidden = (gathers(cfg, micros) * small + micros * summed) * total * ring

@@ -1,12 +1,14 @@
 """fp8.py against float64. Without an NVIDIA GPU the kernels run in Triton's interpreter (conftest.py sets it), and
 PyTorch stands in for cuBLASLt."""
 
+import json
 import os
 
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from conftest import train_ranks
 
 pytest.importorskip("triton", reason="Triton is installed with PyTorch's CUDA builds only")
 import fp8
@@ -137,3 +139,52 @@ def test_a_sample_of_any_length():
     own = fp8.swap(fused.swap(models.build(cfg, DEVICE, 0)))
     with torch.no_grad(), torch.autocast(DEVICE.type, torch.bfloat16):
         assert own.logits(torch.zeros(1, 7, dtype=torch.long, device=DEVICE)).shape == (1, 7, 1000)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("each, K, ranks", [(16, 48, 3)] + [(1024, 4096, 4), (16, 16, 1)] * GPU)
+def test_rows_of_ranks_are_gathered_to_one_scale(dtype, each, K, ranks):
+    layer = nn.Module()
+    layer.w_top = torch.zeros((), device=DEVICE)
+    out = None
+    for _ in range(2):  # the second time in place
+        w = randn(each * ranks, K, std=0.02, dtype=dtype)
+        w[-each:] *= 50
+        parts = [
+            fp8.Rows.fsdp_pre_all_gather(p.clone().as_subclass(fp8.Rows), *[None] * 3, layer, None)
+            for p in w.split(each)
+        ]
+        rows8, tops = (torch.cat(tensors) for tensors in zip(*(p[0] for p in parts)))
+        before = out
+        result = fp8.Rows.fsdp_post_all_gather(None, (rows8, tops), parts[0][1], torch.bfloat16, out=before)
+        assert (result is None) == (before is not None)
+        out = before if result is None else result[0]
+        assert out.shape == w.shape and out.dtype == torch.bfloat16 and rows8.untyped_storage().size() == 0
+        straight, across = fp8.halves(out)
+        assert torch.equal(straight.t().view(torch.uint8), across.view(torch.uint8))
+        scale = layer.w_top.item()
+        assert torch.frexp(layer.w_top)[0].item() == 0.5 and 223 < w.abs().max().item() / scale <= 448
+        assert error(straight.double() * scale, w) < E4M3
+
+
+@pytest.mark.skipif(GPU and torch.cuda.device_count() < 2, reason="needs two GPUs, or none")
+@pytest.mark.parametrize("words", [["--parallel=fsdp"], ["--parallel=zero2", "--remat=selective", "--compile=True"]])
+def test_two_ranks_step_as_one_process(words, one_process):
+    steps = fp8_steps(2, *words)
+    for (loss, norm), (one_loss, one_norm) in zip(steps, one_process, strict=True):
+        assert abs(loss - one_loss) < 5e-3 * one_loss and abs(norm - one_norm) < 2e-2 * one_norm
+
+
+@pytest.fixture(scope="module")
+def one_process():
+    return fp8_steps(0)
+
+
+def fp8_steps(ranks, *words):
+    shape = dict(n_embd=64, n_layer=2, n_head=4, n_kv_head=2, norm="rmsnorm", positions="rope", mlp="swiglu")
+    shape |= dict(vocab_size=200, bias=False, tie_embeddings=False, batch_size=2, batch_tokens=256, backend="auto")
+    done = train_ranks(
+        ranks, ["config/test.py", *(f"--{k}={v}" for k, v in shape.items()), *words], "tests/fp8_steps.py"
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])

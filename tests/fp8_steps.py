@@ -1,0 +1,51 @@
+"""Prints [[loss, gradient norm] of each step] in fp8, for test_fp8.py: the steps of train.py on random rows."""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import conftest
+import torch
+
+STEPS = 2
+
+
+def main(words):
+    import parallel
+    import train
+    from configurator import configure
+
+    cfg = configure(train.Config, words)
+    world = parallel.join(cfg)
+    attention = "flash"
+    if world.device.type == "cpu":
+        attention = "math"
+        conftest.stand_in_for_cublas()
+    cfg = dataclasses.replace(cfg, precision="fp8", ops="fused", attention=attention)
+    found = steps(cfg, world, train.build(cfg, world), parallel.sum_over_ranks)
+    if world.main:
+        print(json.dumps(found))
+    parallel.stop()  # nothing is left that uses the process group
+
+
+def steps(cfg, world, job, sum_over_ranks):
+    torch.manual_seed(1)
+    rows = torch.randint(0, cfg.vocab_size, (STEPS, cfg.batch_tokens // cfg.block_size, cfg.block_size + 1))
+    mine = rows[:, world.rank :: world.size].to(world.device)
+    found = []
+    for step in range(STEPS):
+        micros = iter(mine[step].split(cfg.batch_size))
+
+        def next_batch(micros=micros):
+            batch = next(micros)
+            return batch[:, :-1], batch[:, 1:]
+
+        loss, norm = job.step(next_batch, cfg.lr)
+        found.append([sum_over_ranks(loss).item() / world.size, norm.item()])
+    return found
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent.parent))
+    main(sys.argv[1:])
