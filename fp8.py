@@ -14,7 +14,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 import triton
 import triton.language as tl
-from torch.library import custom_op
 from torch.utils._mode_utils import no_dispatch
 
 import cublas
@@ -203,7 +202,7 @@ class MLPFunction(torch.autograd.Function):
         return (None, None, dx, dw1, db1, dw2, None if b2_dtype is None else db2.to(b2_dtype)) + (None,) * 6
 
 
-@custom_op("pretrain::product8", mutates_args=())
+@fused.operator("product8")
 def product(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -225,7 +224,7 @@ def _(a, b, a_scale, b_scale, bias, dtype):
     return a.new_empty(a.size(0), b.size(1), dtype=dtype)
 
 
-@custom_op("pretrain::cast8", mutates_args=())
+@fused.operator("cast8")
 def cast(
     parts: list[torch.Tensor], top: torch.Tensor, before: torch.Tensor | None, what: int, e5m2: bool, sums: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -487,7 +486,7 @@ class HeadFunction(torch.autograd.Function):
         return fused.kept_gradients(ctx, grad) + (None,) * 5
 
 
-@custom_op("pretrain::cross_entropy_chunks8", mutates_args=())
+@fused.operator("cross_entropy_chunks8")
 def cross_entropy_chunks8(
     x: torch.Tensor,
     weight: torch.Tensor,
