@@ -217,8 +217,6 @@ def conflicts(cfg, world_size):
         found.append(f"shard_size={cfg.shard_size} must divide the number of ranks, {world_size}")
     if cfg.parallel != "hsdp" and cfg.shard_size is not None:
         found.append(f"shard_size={cfg.shard_size} is for parallel=hsdp, parallel is {cfg.parallel}")
-    if cfg.unit_mib is not None and (cfg.parallel == "ddp" or cfg.unit_mib < 1):
-        found.append(f"unit_mib={cfg.unit_mib} is for a sharded model and at least 1, parallel is {cfg.parallel}")
     found += low_memory_problems(cfg, world_size) + remat.problems(cfg) + context.problems(cfg, world_size)
     return found + documents.problems(cfg)
 
@@ -250,7 +248,7 @@ def low_memory_problems(cfg, world_size):
 def shard(model, cfg, world):
     """FSDP2 (https://arxiv.org/abs/2304.11277), a unit for each block, embedding and head; rows of tensors are split.
 
-    cfg.unit_mib makes one unit of several blocks: fewer and larger messages where blocks are small.
+    Small blocks, up to cfg.unit_mib, are one unit: fewer and larger messages, and less for the host to do.
 
     fsdp: parameters, gradients and optimizer states; a block's parameters are gathered for its forward and again for
     its backward. zero2: parameters stay gathered through a step. hsdp: as fsdp in groups of shard_size ranks, each of
@@ -289,7 +287,7 @@ def shard(model, cfg, world):
 
 def blocks_a_unit(cfg, numbers):
     """Blocks of so many numbers each that FSDP gathers as one."""
-    return 1 if cfg.unit_mib is None else max(1, cfg.unit_mib * 2**20 // (2 * numbers))
+    return max(1, (cfg.unit_mib or 0) * 2**20 // (2 * numbers))
 
 
 def gather_all(model, *_):

@@ -101,8 +101,7 @@ def ways_to_shard(cfg, ranks):
 
 def spread(cfg, kind, **options):
     """cfg with parallel=kind and other options, without what only its own kind takes."""
-    unit, size = None if kind == "ddp" else cfg.unit_mib, cfg.shard_size if kind == "hsdp" else None
-    return dataclasses.replace(cfg, parallel=kind, shard_size=size, unit_mib=unit, **options)
+    return dataclasses.replace(cfg, parallel=kind, shard_size=cfg.shard_size if kind == "hsdp" else None, **options)
 
 
 def search(cfg, ranks, budget):

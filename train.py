@@ -93,7 +93,7 @@ class Config(models.GPTConfig):
     parallel: Literal["ddp", "fsdp", "zero2", "hsdp"] = "ddp"  # over ranks: each holds all; FSDP2's ways to shard
     context_parallel: int = 1  # ranks that share a sequence, see context.py
     shard_size: int | None = None  # hsdp: ranks that share a copy of the model; None: those of a node
-    unit_mib: int | None = None  # fsdp, zero2, hsdp: blocks gathered as one up to this size in 16 bits; None: singly
+    unit_mib: int | None = 100  # fsdp, zero2, hsdp: blocks are gathered as one up to this size in 16 bits; None: singly
     bucket_mib: int = 25  # DDP: gradients are reduced in pieces of this size, while the backward goes on
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"  # what gradients are summed over the ranks in
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp8"] = (
@@ -127,8 +127,8 @@ class Config(models.GPTConfig):
 def check(cfg, world_size):
     """Raises one UserError that names every setting out of range."""
     found = cfg.problems() + parallel.conflicts(cfg, world_size)
-    one = ["batch_size", "batch_tokens", "max_steps", "keep_last", "log_interval", "bucket_mib", "remat_every"]
-    one += ["timeout_s", "top_k", "n_samples", "sample_tokens"]
+    one = ["batch_size", "batch_tokens", "max_steps", "keep_last", "log_interval", "bucket_mib", "unit_mib"]
+    one += ["remat_every", "timeout_s", "top_k", "n_samples", "sample_tokens"]
     zero = ["lr", "min_lr_ratio", "cooldown_fraction", "weight_decay", "beta1", "beta2", "warmup_steps", "temperature"]
     zero += ["eval_interval", "hellaswag_interval", "sample_interval", "save_interval", "seed", "shuffle_seed"]
     least = dict.fromkeys(one, 1) | dict.fromkeys(zero, 0) | {"eval_tokens": cfg.block_size}

@@ -86,12 +86,17 @@ def test_two_ranks_equal_one_process_and_resume_across(data_dir, tmp_path):
 @pytest.mark.parametrize(
     "ranks, settings",
     [
-        (2, dict(parallel="fsdp")),
-        (2, dict(parallel="zero2", mlp="swiglu", norm="rmsnorm", positions="rope", n_kv_head=2, bias=False)),
-        (2, dict(parallel="fsdp", context_parallel=2, tie_embeddings=False, remat="block", compile=True, unit_mib=1)),
+        (2, dict(parallel="fsdp", unit_mib=None)),
+        (
+            2,
+            dict(
+                parallel="zero2", unit_mib=None, mlp="swiglu", norm="rmsnorm", positions="rope", n_kv_head=2, bias=False
+            ),
+        ),
+        (2, dict(parallel="fsdp", context_parallel=2, tie_embeddings=False, remat="block", compile=True)),
         (4, dict(parallel="hsdp", shard_size=2, unit_mib=1, n_layer=12)),  # units of ten and two
         (2, dict(context_parallel=2, remat="attention", remat_tile=6, remat_offload=True)),
-        (2, dict(parallel="fsdp", offload_states=True)),
+        (2, dict(parallel="fsdp", unit_mib=None, offload_states=True)),
         (4, dict(context_parallel=2, parallel="fsdp", mlp="swiglu", positions="rope", n_kv_head=1, remat="selective")),
     ],
 )
