@@ -2,9 +2,10 @@
 
 A tensor has one scale, a power of two, so that it decides what overflows but not how numbers are rounded. Activations
 and weights are e4m3, gradients e5m2 (https://arxiv.org/abs/2209.05433). A scale comes from the largest magnitude at the
-call before, with a factor of two to spare; the first from the tensor itself. Hopper multiplies fp8 along contiguous
-rows only, so that what is cast is transposed as well, for the gradients. All else is as in bf16: the weights that are
-trained, residual stream, norms, attention, softmax. FSDP2 gathers the blocks' weights in 8 bits (`Rows`).
+call before, with a factor of two to spare; the first, and that of a gathered weight, from the tensor itself. Hopper
+multiplies fp8 along contiguous rows only, so that what is cast is transposed as well, for the gradients. All else is as
+in bf16: the weights that are trained, residual stream, norms, attention, softmax. FSDP2 gathers the blocks' weights in
+8 bits (`Rows`).
 """
 
 import functools
@@ -391,11 +392,17 @@ def _transpose(x, out, M, N, TILE: tl.constexpr):
 
 # -- gathered weights
 
+PARENTS = fused.GeluMLP, fused.SwiGLU, fused.Attention
+
 
 def gather_in_8_bits(model, ranks):
     """Before fully_shard among so many ranks: the weights of the blocks' layers become `Rows`, w_top their scale."""
+    raw = set()  # layers whose weights are read by what fp8 left as it was
+    for module in model.blocks.modules():
+        if isinstance(module, PARENTS) and not isinstance(module, (GeluMLP, SwiGLU, Attention)):
+            raw.update(module.children())
     for layer in model.blocks.modules():
-        if isinstance(layer, (Linear, DeferredBias)) and layer.weight.size(0) % ranks == 0:
+        if isinstance(layer, (Linear, DeferredBias)) and layer not in raw and layer.weight.size(0) % ranks == 0:
             layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Rows))
             layer.w_top = layer.w_top.new_zeros(())
 

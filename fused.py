@@ -167,8 +167,9 @@ class Head(models.Head):
 def operator(name):
     """Makes a function of tensors one operation to torch.compile, pretrain::name, with no gradient of its own.
 
-    As torch.library.custom_op, without the Python that it runs around each call: fp8's step has 2,700, and with it
-    a slow host takes longer than the GPU.
+    As torch.library.custom_op, without the Python that it runs around each call: with it a slow host launched a
+    micro-step of GPT-2 in fp8 in 85 ms, without in 63, and the GPU computes it in 86. To be called from an
+    autograd.Function, which has the gradient.
     """
 
     def define(function):
@@ -483,7 +484,7 @@ def norm_forward(
     block = triton.next_power_of_2(C)
     rows = max(1, 4096 // block)
     _norm_forward[(triton.cdiv(N, rows),)](
-        x.contiguous(), branch, bias, weight, shift, total, h, stats, N, eps,
+        x.contiguous(), None if branch is None else branch.contiguous(), bias, weight, shift, total, h, stats, N, eps,
         C=C, CENTRED=centred, BLOCK=block, ROWS=rows, num_warps=max(2, block // NORM_WIDTH),
     )  # fmt: skip
     return total, h, stats

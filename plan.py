@@ -56,11 +56,12 @@ def exposed(cfg, ranks, micros, total, tokens, compute):
     """Seconds of collectives and copies to the host that nothing hides."""
     ring = (ranks - 1) / ranks / LINK
     shards = memory.shards_of(cfg, ranks)
-    small = 1 if memory.gathers_8_bits(cfg, ranks) else 2 if cfg.precision in ("bf16", "fp8") else 4
-    summed = memory.bytes_of_sum(cfg)
+    small, summed = 2 if cfg.precision in ("bf16", "fp8") else 4, memory.bytes_of_sum(cfg)
+    blocks = cfg.n_layer * memory.parameter_counts(*memory.shape_of(cfg))[1]
+    gathered = small * total - (blocks if memory.gathers_8_bits(cfg, ranks) else 0)
     hidden = open_ = 0.0
     if shards > 1:
-        hidden = (gathers(cfg, micros) * small + micros * summed) * total * ring
+        hidden = (gathers(cfg, micros) * gathered + micros * summed * total) * ring
     elif ranks > 1:
         hidden = 2 * summed * total * ring
     if cfg.remat_offload:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import sys
+import time
 from pathlib import Path
 
 import conftest
@@ -26,7 +27,8 @@ def main(words):
     found = steps(cfg, world, train.build(cfg, world), parallel.sum_over_ranks)
     if world.main:
         print(json.dumps(found))
-    parallel.stop()  # nothing is left that uses the process group
+    parallel.stop()
+    time.sleep(0.2)  # a thread of gloo's that frees the last tensor while Python ends would abort
 
 
 def steps(cfg, world, job, sum_over_ranks):
