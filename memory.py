@@ -37,7 +37,7 @@ def estimate(cfg, ranks):
         parts["gradients"] = 0  # of a lone micro-step: they come as activations go
     again = 0 if cfg.remat == "none" else -(-cfg.n_layer // cfg.remat_every)
     parts["gathered"] = gathered(cfg, total, block, rest, shards) if sharded else 0
-    if not gathers_8_bits(cfg, ranks):
+    if not parallel.gathers_8_bits(cfg, shards):
         parts["gathered"] += copied(cfg, (cfg.n_layer - again) * block, 2 if sharded else own)
     on_host = cfg.remat_offload and again > 2 and cfg.remat in ("attention", "block")
     kept = 2 if on_host else again  # double-buffered
@@ -84,11 +84,6 @@ def shards_of(cfg, ranks):
         return 1
     node = int(os.environ.get("LOCAL_WORLD_SIZE", min(8, ranks)))  # torchrun's, as in parallel.shard
     return (cfg.shard_size or node) if cfg.parallel == "hsdp" else ranks
-
-
-def gathers_8_bits(cfg, ranks):
-    """Whether FSDP gathers the blocks' weights in fp8, with their transposes: as many bytes as in bf16."""
-    return cfg.precision == "fp8" and shards_of(cfg, ranks) > 1 and not cfg.offload_states
 
 
 def bytes_of_weight(cfg):

@@ -267,7 +267,7 @@ def shard(model, cfg, world):
     frees = cfg.parallel != "zero2"  # gathered parameters, after each use and micro-step, not after the last alone
     if cfg.offload_states:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
-    if cfg.precision == "fp8" and mesh.size(-1) > 1 and not cfg.offload_states:
+    if gathers_8_bits(cfg, mesh.size(-1)):
         import fp8
 
         fp8.gather_in_8_bits(model, mesh.size(-1))
@@ -288,6 +288,11 @@ def shard(model, cfg, world):
 def blocks_a_unit(cfg, numbers):
     """Blocks of so many numbers each that FSDP gathers as one."""
     return max(1, (cfg.unit_mib or 0) * 2**20 // (2 * numbers))
+
+
+def gathers_8_bits(cfg, shards):
+    """Whether FSDP among so many ranks gathers the blocks' weights in fp8, with their transposes: bytes as in bf16."""
+    return cfg.precision == "fp8" and shards > 1 and not cfg.offload_states
 
 
 def gather_all(model, *_):

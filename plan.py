@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 
 import memory
+import parallel
 import remat
 from configurator import UserError
 from train import check, legal
@@ -58,7 +59,7 @@ def exposed(cfg, ranks, micros, total, tokens, compute):
     shards = memory.shards_of(cfg, ranks)
     small, summed = 2 if cfg.precision in ("bf16", "fp8") else 4, memory.bytes_of_sum(cfg)
     blocks = cfg.n_layer * memory.parameter_counts(*memory.shape_of(cfg))[1]
-    gathered = small * total - (blocks if memory.gathers_8_bits(cfg, ranks) else 0)
+    gathered = small * total - (blocks if parallel.gathers_8_bits(cfg, shards) else 0)
     hidden = open_ = 0.0
     if shards > 1:
         hidden = (gathers(cfg, micros) * gathered + micros * summed * total) * ring
