@@ -2,10 +2,10 @@
 
 A tensor has one scale, a power of two, so that it decides what overflows but not how numbers are rounded. Activations
 and weights are e4m3, gradients e5m2 (https://arxiv.org/abs/2209.05433). A scale comes from the largest magnitude at the
-call before, with a factor of two to spare; the first, and that of a gathered weight, from the tensor itself. Hopper
-multiplies fp8 along contiguous rows only, so that what is cast is transposed as well, for the gradients. All else is as
-in bf16: the weights that are trained, residual stream, norms, attention, softmax. FSDP2 gathers the blocks' weights in
-8 bits (`Rows`).
+call before, with room to spare; the first, and that of a gathered weight, from the tensor itself. Hopper multiplies fp8
+along contiguous rows only, so that what is cast is transposed as well, for the gradients. All else is as in bf16: the
+weights that are trained, residual stream, norms, attention, softmax. FSDP2 gathers the blocks' weights in 8 bits
+(`Rows`). What does not train (validation, HellaSwag, samples) runs in bf16.
 """
 
 import functools
@@ -25,6 +25,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 COPY, GELU, DGELU, SWIGLU, DSWIGLU = range(5)  # what `cast` computes on the way
 CAST_ROWS, CAST_COLS, CAST_PROGRAMS, CAST_STAGES, CAST_WARPS = 8, 256, 8, 3, 4  # programs: a multiprocessor's
 TRANSPOSE_TILE, COPY_BLOCK = 128, 8192
+ROOM, GRADIENT_ROOM = 2.0, 64.0  # times what the call before saw are held, at least; what is beyond is cut off
 HEAD_SCALE = 2.0**14  # of the gradient of the logits, which is in [-1, 1]: e5m2 reaches from 57,344 down to 2^-16
 
 
@@ -48,36 +49,43 @@ def reset_tops(layer):
         top.zero_()
 
 
+def bf16_matrix(layer):
+    """Its weight for what runs in bf16: of `Rows` what was gathered."""
+    return layer.weight if layer.w_top.dim() else widened(layer.weight, layer.w_top)
+
+
 class Linear(fused.Linear):
-    reset_tables = reset_tops
+    reset_tables, matrix = reset_tops, bf16_matrix
 
     def forward(self, x):
-        return apply(self, x, self.bias)
+        return apply(self, x, self.bias) if self.training else super().forward(x)
 
 
 class DeferredBias(fused.DeferredBias):
-    reset_tables = reset_tops
+    reset_tables, matrix = reset_tops, bf16_matrix
 
     def forward(self, x):
-        return apply(self, x, None)
+        return apply(self, x, None) if self.training else super().forward(x)
 
 
 class GeluMLP(fused.GeluMLP):
     """The GELU and its derivative are computed where their results are cast."""
 
     def forward(self, x):
-        return mlp(x, self.up, self.proj, GELU, DGELU)
+        return mlp(x, self.up, self.proj, GELU, DGELU) if self.training else super().forward(x)
 
 
 class SwiGLU(fused.SwiGLU):
     """As GeluMLP."""
 
     def forward(self, x):
-        return mlp(x, self.gate_up, self.proj, SWIGLU, DSWIGLU)
+        return mlp(x, self.gate_up, self.proj, SWIGLU, DSWIGLU) if self.training else super().forward(x)
 
 
 class Attention(fused.Attention):
     def split(self, x):
+        if not self.training:
+            return super().split(x)
         if not suits(x):
             return tuple(t[:, :, : x.size(1)] for t in self.split(padded(x)))
         qkv = self.qkv
@@ -86,12 +94,12 @@ class Attention(fused.Attention):
 
 
 class Head(fused.Head):
-    """Logits and both their gradients in fp8, softmax and loss in float32; a validation's logits in bf16."""
+    """Logits and both their gradients in fp8, softmax and loss in float32."""
 
     reset_tables = reset_tops
 
     def forward(self, x, targets, reduction):
-        if reduction == "none" or not suits(x):
+        if not self.training or reduction == "none" or not suits(x):
             return super().forward(x, targets, reduction)
         tops = (self.x_top, self.w_top, torch.is_grad_enabled())
         loss = HeadFunction.apply(x.to(torch.bfloat16), self.weight, targets, self.options(), *tops)
@@ -246,8 +254,9 @@ def cast(
     programs = min(triton.cdiv(M, CAST_ROWS), triton.cdiv(CAST_PROGRAMS * fused.sm_count(device), strips))
     partial = torch.empty(programs if sums else 0, N, dtype=torch.float32, device=device)
     limit = torch.finfo(dtype).max
+    room = GRADIENT_ROOM if e5m2 else ROOM
     abc = *parts, *[parts[0]] * (3 - len(parts))
-    _prepare[(1,)](*abc, before, top, scale, M, limit, *widths, WHAT=what, BLOCK=4096, num_warps=8)
+    _prepare[(1,)](*abc, before, top, scale, M, limit / room, *widths, WHAT=what, BLOCK=4096, num_warps=8)
     _cast[(programs, strips)](
         *abc, before, out, partial, top, scale, M, limit, *widths, WHAT=what, SUMS=sums, ROWS=CAST_ROWS,
         COLS=CAST_COLS, PROGRAMS=programs, STEPS=triton.cdiv(M, programs * CAST_ROWS), STAGES=CAST_STAGES,
@@ -307,7 +316,7 @@ def _prepare(
             seen = tl.maximum(seen, _largest(c, before, M, C, WHAT, BLOCK))
     tl.store(top, seen)
     tl.store(top + 1, 0.0)
-    power = tl.floor(tl.log2(limit / tl.maximum(seen, 1e-30))) - 1  # -1: room for twice as much
+    power = tl.floor(tl.log2(limit / tl.maximum(seen, 1e-30)))
     tl.store(scale, tl.exp2(-tl.minimum(power, 100.0)))
 
 
@@ -442,6 +451,17 @@ class Rows(torch.Tensor):
         transpose(straight, across)
         rows8.untyped_storage().resize_(0)  # FSDP2 would keep it as long as `both`, and allocates it again
         return None if out is not None else (both, (both,))
+
+
+@fused.operator("widened")
+def widened(both: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """What `Rows` were gathered into, as numbers in bf16."""
+    return halves(both)[0].to(both.dtype) * scale
+
+
+@widened.register_fake
+def _(both, scale):
+    return torch.empty_like(both)
 
 
 def halves(both):

@@ -62,14 +62,18 @@ class Linear(nn.Linear):
     """y = x W^T + b in bf16, weight gradient in the weight's own dtype; algorithms chosen by timing."""
 
     def forward(self, x):
-        return linear(x.to(torch.bfloat16), self.weight, self.bias, torch.is_grad_enabled())
+        return linear(x.to(torch.bfloat16), self.matrix(), self.bias, torch.is_grad_enabled())
+
+    def matrix(self):
+        """The weight, as the layer's forward and its parents' take it."""
+        return self.weight
 
 
 class DeferredBias(Linear):
     """Its bias is added by the next norm's kernel, with the residual stream."""
 
     def forward(self, x):
-        return linear(x.to(torch.bfloat16), self.weight, None, torch.is_grad_enabled())
+        return linear(x.to(torch.bfloat16), self.matrix(), None, torch.is_grad_enabled())
 
 
 class GeluMLP(models.MLP):
@@ -79,7 +83,7 @@ class GeluMLP(models.MLP):
         up, proj = self.up, self.proj
         bias = None if isinstance(proj, DeferredBias) else proj.bias
         x = x.to(torch.bfloat16)
-        return GeluMLPFunction.apply(x, up.weight, up.bias, proj.weight, bias, torch.is_grad_enabled())
+        return GeluMLPFunction.apply(x, up.matrix(), up.bias, proj.matrix(), bias, torch.is_grad_enabled())
 
 
 class SwiGLU(models.SwiGLU):
@@ -89,7 +93,7 @@ class SwiGLU(models.SwiGLU):
         gate_up, proj = self.gate_up, self.proj
         bias = None if isinstance(proj, DeferredBias) else proj.bias
         x = x.to(torch.bfloat16)
-        return SwiGLUFunction.apply(x, gate_up.weight, gate_up.bias, proj.weight, bias, torch.is_grad_enabled())
+        return SwiGLUFunction.apply(x, gate_up.matrix(), gate_up.bias, proj.matrix(), bias, torch.is_grad_enabled())
 
 
 class Attention(models.Attention):
@@ -100,7 +104,7 @@ class Attention(models.Attention):
         return self.q_norm(q), self.k_norm(k), v
 
     def split(self, x):
-        return QKV.apply(x, self.qkv.weight, self.qkv.bias, self.heads, self.head_dim, torch.is_grad_enabled())
+        return QKV.apply(x, self.qkv.matrix(), self.qkv.bias, self.heads, self.head_dim, torch.is_grad_enabled())
 
 
 class Pending(NamedTuple):

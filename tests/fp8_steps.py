@@ -1,4 +1,4 @@
-"""Prints [[loss, gradient norm] of each step] in fp8, for test_fp8.py: the steps of train.py on random rows."""
+"""Prints [[loss, gradient norm, validation loss] of each step] in fp8, for test_fp8.py: train.py's on random rows."""
 
 import dataclasses
 import json
@@ -44,7 +44,12 @@ def steps(cfg, world, job, sum_over_ranks):
             return batch[:, :-1], batch[:, 1:]
 
         loss, norm = job.step(next_batch, cfg.lr)
+        job.raw.eval()
+        with torch.no_grad(), job.autocast:
+            after = torch.stack([job.raw(r[:, :-1], r[:, 1:], "none").mean() for r in mine[step].split(cfg.batch_size)])
+        job.raw.train()
         found.append([sum_over_ranks(loss).item() / world.size, norm.item()])
+        found[-1].append(sum_over_ranks(after.mean()).item() / world.size)
     return found
 
 
