@@ -316,8 +316,13 @@ def _prepare(
             seen = tl.maximum(seen, _largest(c, before, M, C, WHAT, BLOCK))
     tl.store(top, seen)
     tl.store(top + 1, 0.0)
-    power = tl.floor(tl.log2(limit / tl.maximum(seen, 1e-30)))
-    tl.store(scale, tl.exp2(-tl.minimum(power, 100.0)))
+    tl.store(scale, tl.exp2(-_power(seen, limit)))
+
+
+@triton.jit
+def _power(top, limit):
+    """The exponent of the largest power of two that, times `top`, is within `limit`."""
+    return tl.minimum(tl.floor(tl.log2(limit / tl.maximum(top, 1e-30))), 100.0)
 
 
 @triton.jit
@@ -472,15 +477,9 @@ def halves(both):
 
 
 @triton.jit
-def _power(top):
-    """The largest power of two with which e4m3 holds `top`, as its exponent."""
-    return tl.minimum(tl.floor(tl.log2(448.0 / tl.maximum(top, 1e-30))), 100.0)
-
-
-@triton.jit
 def _shrink(x, top, out, size, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    v = tl.load(x + at, mask=at < size, other=0.0).to(tl.float32) * tl.exp2(_power(tl.load(top)))
+    v = tl.load(x + at, mask=at < size, other=0.0).to(tl.float32) * tl.exp2(_power(tl.load(top), 448.0))
     tl.store(out + at, tl.clamp(v, -448.0, 448.0).to(out.dtype.element_ty), mask=at < size)
 
 
@@ -488,11 +487,11 @@ def _shrink(x, top, out, size, BLOCK: tl.constexpr):
 def _align(x, tops, out, scale, each, RANKS: tl.constexpr, MORE: tl.constexpr, BLOCK: tl.constexpr):
     """Numbers of ranks, `each` of one after the other, to one scale: that of the rank with the largest."""
     rank, ranks = tl.program_id(0), tl.arange(0, MORE)
-    power = _power(tl.max(tl.load(tops + ranks, mask=ranks < RANKS, other=0.0)))
+    power = _power(tl.max(tl.load(tops + ranks, mask=ranks < RANKS, other=0.0)), 448.0)
     start = rank.to(tl.int64) * each
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     v = tl.load(x + start + at, mask=at < each, other=0.0).to(tl.float32)
-    v *= tl.exp2(power - _power(tl.load(tops + rank)))
+    v *= tl.exp2(power - _power(tl.load(tops + rank), 448.0))
     tl.store(out + start + at, v.to(out.dtype.element_ty), mask=at < each)
     tl.store(scale, tl.exp2(-power))  # the same from all
 

@@ -116,7 +116,6 @@ class Prepared:
     starts: list
     labels: np.ndarray
     truncated: int
-    vocab_size: int
 
 
 def prepare(examples, tokenizer, block_size):
@@ -133,7 +132,7 @@ def prepare(examples, tokenizer, block_size):
         rows.append(np.concatenate([context[cut:], ending]).astype(np.int64))
         starts.append(len(context) - cut)
     labels = np.array([e["label"] for e in examples])
-    return Prepared(rows, starts, labels, truncated, tokenizer.vocab_size)
+    return Prepared(rows, starts, labels, truncated)
 
 
 def batches(prepared, batch_tokens, block_size):

@@ -1,7 +1,10 @@
 # torchrun --nnodes=8 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 train.py config/llama3_70b.py
-# The shape of Llama 3 70B. 1,052 GiB of weights, gradients and AdamW state: 16 GiB on each of 64 GPUs.
+# The shape of Llama 3 70B. 1,052 GiB of weights, gradients and AdamW state: 16 GiB on each of 64 GPUs, of 74 GiB in all
+# by estimate (bench.py memory --world=64).
 from config.llama3_8b import *  # noqa: F403
 
 out_dir = "out/llama3_70b"
 n_layer, n_head, n_kv_head, n_embd, n_hidden = 80, 64, 8, 8192, 28_672
+batch_size = 2
 lr = 1.5e-4
+remat = "attention"
