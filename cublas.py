@@ -19,9 +19,7 @@ MAX_WORKSPACE, MIN_ALIGNMENTS = 1, (5, 6, 7, 8)  # of the preference
 PLAIN, WITH_BIAS, GELU, DGELU, KEEP = 1, 4, 32, 64, 128  # epilogues are sums of these, but for PLAIN
 WORKSPACE_BYTES = 32 * 2**20  # NVIDIA's advice for Hopper
 CANDIDATES, ROUNDS = 8, 5  # algorithms timed per shape, and how often
-FAST_TERMS = (
-    4096  # sums of fp8 products up to this long stay in the matrix units, which keep some 14 bits, to their end
-)
+FAST_TERMS = 4096  # in longer sums `fast` is not: their error grows
 
 
 class Algorithm(ctypes.Structure):
@@ -59,18 +57,19 @@ def workspace(device, stream):
     return torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
 
-def matmul(a, b, out, *, bias=None, gelu=None, dgelu=None, accumulate=False, scales=None, tune=True):
+def matmul(a, b, out, *, bias=None, gelu=None, dgelu=None, accumulate=False, scales=None, fast=False, tune=True):
     """out = a @ b (+ out), on the current stream. a: (M, K), b: (K, N), of contiguous rows or columns; out: (M, N).
 
     bias: (N,), added. gelu: (M, N), receives the product with its bias, and `out` its tanh GELU. dgelu: (M, N), what
     `gelu` received: `out` is the product times the GELU's derivative there. tune: time the algorithms at the first call
     of a shape. For fp8 operands, a must have contiguous rows and b contiguous columns; scales: the two float32 scalars
-    that they are multiplied with.
+    that they are multiplied with; fast: sums stay in the matrix units, which keep some 14 bits, to their end. That is
+    for sums of like terms: where large ones cancel, as over the tokens of a weight's gradient, small ones are lost.
     """
     aux = gelu if dgelu is None else dgelu
     parts = WITH_BIAS * (bias is not None) + (GELU + KEEP) * (gelu is not None) + (DGELU + KEEP) * (dgelu is not None)
     key = (a.device, *a.shape, b.shape[1], a.stride(), b.stride(), a.dtype, b.dtype, out.dtype, parts or PLAIN)
-    key += (accumulate, None if bias is None else bias.dtype)
+    key += (accumulate, fast, None if bias is None else bias.dtype)
     plan = PLANS.get(key) or PLANS.setdefault(key, Plan(*key))
     pointers = [(BIAS, bias), (AUX, aux), *zip((A_SCALE, B_SCALE), reversed(scales or ()))]
     for attribute, tensor in pointers:
@@ -90,7 +89,7 @@ class Plan:
 
     def __init__(self, device, M, K, N, a_strides, b_strides, a_type, b_type, out_type, epilogue, *options):
         lib, _ = library()
-        accumulate, bias_type = options
+        accumulate, fast, bias_type = options
         ta, tb = (strides[1] != 1 for strides in (a_strides, b_strides))
         self.device, self.tuned, self.fastest = device, False, 0
         self.alpha, self.beta = ctypes.c_float(1), ctypes.c_float(accumulate)
@@ -104,7 +103,7 @@ class Plan:
             self.set(BIAS_TYPE, ctypes.c_int32(CUDA_TYPES[bias_type]))
         if epilogue & KEEP:
             self.set(AUX_LD, ctypes.c_int64(N))
-        if b_type.itemsize == 1 and K <= FAST_TERMS:
+        if fast and K <= FAST_TERMS:
             self.set(FAST_ACCUM, ctypes.c_int8(1))
         self.layouts = [
             layout(b_type, K, N, b_strides[1]) if tb else layout(b_type, N, K, b_strides[0]),

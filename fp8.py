@@ -51,7 +51,7 @@ def reset_tops(layer):
 
 def bf16_matrix(layer):
     """Its weight for what runs in bf16: of `Rows` what was gathered."""
-    return layer.weight if layer.w_top.dim() else widened(layer.weight, layer.w_top)
+    return layer.weight if layer.w_top.dim() else Widened.apply(layer.weight, layer.w_top)
 
 
 class Linear(fused.Linear):
@@ -161,7 +161,7 @@ def linear_forward(ctx, x, weight, bias, x_top, w_top, dy_top):
     w, wt, ws = operands(weight, w_top)
     ctx.save_for_backward(x8t, xs, w, ws, dy_top)
     ctx.dtypes = fused.dtypes_of(weight, bias)
-    return product(x8, wt, xs, ws, None if bias is None else bias.to(x.dtype), x.dtype)
+    return product(x8, wt, xs, ws, None if bias is None else bias.to(x.dtype), x.dtype, True)
 
 
 def operands(weight, top):
@@ -177,7 +177,7 @@ def linear_backward(ctx, dy):
     x8t, xs, w, ws, dy_top = ctx.saved_tensors
     w_dtype, b_dtype = ctx.dtypes
     dy8, dy8t, ds, sums = cast(dy, dy_top, None, COPY, True, b_dtype is not None)
-    dx = product(dy8, w, ds, ws, None, dy[0].dtype)
+    dx = product(dy8, w, ds, ws, None, dy[0].dtype, True)
     dw = product(dy8t, x8t.t(), ds, xs, None, w_dtype)
     return dx, dw, None if b_dtype is None else sums.to(b_dtype)
 
@@ -192,20 +192,20 @@ class MLPFunction(torch.autograd.Function):
         w1, w1t, w1s = operands(w1, w1_top)
         w2, w2t, w2s = operands(w2, w2_top)
         b1, b2 = (None if b is None else b.to(x.dtype) for b in (b1, b2))
-        before = product(x8, w1t, xs, w1s, b1, x.dtype)
+        before = product(x8, w1t, xs, w1s, b1, x.dtype, True)
         act8, act8t, acts, _ = cast([before], act_top, None, what, False, False)
         ctx.save_for_backward(x8t, xs, w1, w1s, w2, w2s, before, act8t, acts, dbefore_top, dy_top)
-        return product(act8, w2t, acts, w2s, b2, x.dtype).unflatten(0, x.shape[:-1])
+        return product(act8, w2t, acts, w2s, b2, x.dtype, True).unflatten(0, x.shape[:-1])
 
     @staticmethod
     def backward(ctx, dy):
         x8t, xs, w1, w1s, w2, w2s, before, act8t, acts, dbefore_top, dy_top = ctx.saved_tensors
         w1_dtype, b1_dtype, w2_dtype, b2_dtype = ctx.dtypes
         dy8, dy8t, ds, db2 = cast([dy.flatten(0, -2).contiguous()], dy_top, None, COPY, True, b2_dtype is not None)
-        dact = product(dy8, w2, ds, w2s, None, dy.dtype)
+        dact = product(dy8, w2, ds, w2s, None, dy.dtype, True)
         dw2 = product(dy8t, act8t.t(), ds, acts, None, w2_dtype)
         db8, db8t, bs, db1 = cast([dact], dbefore_top, before, ctx.dwhat, True, b1_dtype is not None)
-        dx = product(db8, w1, bs, w1s, None, dy.dtype).unflatten(0, dy.shape[:-1])
+        dx = product(db8, w1, bs, w1s, None, dy.dtype, True).unflatten(0, dy.shape[:-1])
         dw1 = product(db8t, x8t.t(), bs, xs, None, w1_dtype)
         db1 = None if b1_dtype is None else db1.to(b1_dtype)
         return (None, None, dx, dw1, db1, dw2, None if b2_dtype is None else db2.to(b2_dtype)) + (None,) * 6
@@ -219,17 +219,21 @@ def product(
     b_scale: torch.Tensor,
     bias: torch.Tensor | None,
     dtype: torch.dtype,
+    fast: bool = False,
 ) -> torch.Tensor:
-    """a @ b * a_scale * b_scale + bias, of contiguous rows of a and columns of b, or what `operands` made of `Rows`."""
+    """a @ b * a_scale * b_scale + bias, of contiguous rows of a and columns of b, or what `operands` made of `Rows`.
+
+    fast: as for cublas.matmul; a layer's results and the gradients of what it was given are, those of weights are not.
+    """
     if b.dtype == torch.bfloat16:
         straight, across = halves(b.t() if b.stride(0) == 1 else b)
         b = straight.t() if b.stride(0) == 1 else across.t()
     out = a.new_empty(a.size(0), b.size(1), dtype=dtype)
-    return cublas.matmul(a, b, out, bias=bias, scales=(a_scale, b_scale))
+    return cublas.matmul(a, b, out, bias=bias, scales=(a_scale, b_scale), fast=fast)
 
 
 @product.register_fake
-def _(a, b, a_scale, b_scale, bias, dtype):
+def _(a, b, a_scale, b_scale, bias, dtype, fast=False):
     return a.new_empty(a.size(0), b.size(1), dtype=dtype)
 
 
@@ -458,6 +462,16 @@ class Rows(torch.Tensor):
         return None if out is not None else (both, (both,))
 
 
+class Widened(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, both, scale):
+        return widened(both, scale)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
 @fused.operator("widened")
 def widened(both: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """What `Rows` were gathered into, as numbers in bf16."""
@@ -538,7 +552,7 @@ def cross_entropy_chunks8(
         xi, ti = x8[i : i + rows], targets[i : i + rows]
         n = xi.size(0)
         li, gi = logits[:n], small[:n]
-        cublas.matmul(xi, w8.t(), li, scales=(xs, ws), tune=grad)
+        cublas.matmul(xi, w8.t(), li, scales=(xs, ws), fast=True, tune=grad)
         options = (vocab_size, softcap, smoothing, z_loss, grad)
         fused.cross_entropy_rows(li, ti, losses[i : i + n], gi, HEAD_SCALE, *options)
         if grad:

@@ -86,12 +86,34 @@ def swiglu(x):
 
 
 @pytest.mark.skipif(not GPU, reason="is about the GPU's matrix units")
-@pytest.mark.parametrize("terms, limit", [(768, 1e-3), (4096, 3e-3), (4112, 3e-4), (65_536, 3e-4)])
-def test_long_sums_are_exact(terms, limit):
-    """Short ones keep some 14 bits of the largest sum on the way, those over cublas.FAST_TERMS go on in float32."""
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("terms", [768, 4096, 4112, 65_536])
+def test_sums(terms, fast):
+    """Those that are fast keep some 14 bits of the largest one on the way; none over cublas.FAST_TERMS is."""
     a, b = randn(512, terms).to(torch.float8_e4m3fn), randn(256, terms).to(torch.float8_e5m2)
     one, out = torch.ones((), device=DEVICE), torch.full((512, 256), torch.nan, device=DEVICE)
-    assert error(cublas.matmul(a, b.t(), out, scales=(one, one)), a.double() @ b.double().t()) < limit
+    out = cublas.matmul(a, b.t(), out, scales=(one, one), fast=fast)
+    assert error(out, a.double() @ b.double().t()) < (3e-3 if fast and terms <= cublas.FAST_TERMS else 3e-4)
+
+
+def test_weight_gradients_are_not_fast(monkeypatch):
+    cfg = models.GPTConfig(vocab_size=200, n_layer=1, n_head=4, n_embd=64, block_size=32)
+    own, real, asked = fp8.swap(fused.swap(models.build(cfg, DEVICE, 0))), cublas.matmul, []
+
+    def matmul(a, b, out, **options):
+        asked.append((out.dtype, options.get("fast", False)))
+        return real(a, b, out, **options)
+
+    monkeypatch.setattr(cublas, "matmul", matmul)
+    idx, targets = torch.randint(0, 200, (2, 4, 32), device=DEVICE)
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        own(idx, targets).backward()
+    # qkv, proj, up, down and the head: results, gradients of what they were given, of their weights in float32; the
+    # head's gradient of what it was given is a sum over the vocabulary
+    assert (
+        sorted(asked, key=str)
+        == [(torch.bfloat16, False)] + [(torch.bfloat16, True)] * 9 + [(torch.float32, False)] * 5
+    )
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -154,18 +176,25 @@ def test_what_does_not_train_is_as_in_bf16(shape):
     with torch.no_grad(), torch.autocast(DEVICE.type, torch.bfloat16):
         assert torch.equal(own(idx, targets), bf16(idx, targets))
         assert torch.equal(own.logits(idx), bf16.logits(idx))
+        assert not any(top.any() for name, top in own.named_buffers() if name.endswith("_top"))  # no scale was touched
         assert not torch.equal(own.train()(idx, targets), bf16(idx, targets))
 
 
 def test_rows_of_any_length():
+    """Rows are padded for the products; the gradients are of those that were given."""
     cfg = models.GPTConfig(vocab_size=1000, n_layer=1, n_head=4, n_embd=256, block_size=128)
-    own = fp8.swap(fused.swap(models.build(cfg, DEVICE, 0))).train()
-    ids = torch.randint(0, 1000, (1, 7), device=DEVICE).expand(3, 7)
-    with torch.no_grad(), torch.autocast(DEVICE.type, torch.bfloat16):
-        one, *others = own.logits(ids)
+    own, plain = models.build(cfg, DEVICE, 0), models.build(cfg, DEVICE, 0).double()
+    fp8.swap(fused.swap(own))
+    ids, targets = (torch.randint(0, 1000, (1, 7), device=DEVICE).expand(3, 7) for _ in range(2))
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        with torch.no_grad():
+            one, *others = own.logits(ids)
+        own(ids, targets).backward()
     assert one.shape == (7, 1000) and all(torch.equal(one, other) for other in others)
-    plain = models.build(cfg, DEVICE, 0).double()
     assert F.cosine_similarity(one.double().flatten(), plain.logits(ids[:1])[0].double().flatten(), 0) > ALIKE
+    plain(ids, targets).backward()
+    for (name, p), ref in zip(own.named_parameters(), plain.parameters(), strict=True):
+        assert F.cosine_similarity(p.grad.double().flatten(), ref.grad.flatten(), 0) > ALIKE - 0.03, name
 
 
 @pytest.mark.parametrize("shape", [dict(mlp="swiglu", n_hidden=72), dict(qk_norm=True, n_embd=32), {}])
@@ -221,7 +250,7 @@ def test_two_ranks_step_as_one_process(words, one_process):
     for (loss, norm, after), (one_loss, one_norm, one_after) in zip(
         fp8_steps(2, name, *words), one_process[name], strict=True
     ):
-        assert abs(loss - one_loss) < 2e-3 * one_loss and abs(norm - one_norm) < 2e-2 * one_norm
+        assert abs(loss - one_loss) < 2e-3 * one_loss and abs(norm - one_norm) < 3e-2 * one_norm
         assert abs(after - one_after) < 2e-3 * one_after  # whose weights are in e4m3
 
 
@@ -231,7 +260,7 @@ def one_process():
 
 
 def fp8_steps(ranks, name, *words):
-    shape = dict(n_layer=2, n_head=4, vocab_size=200, batch_size=2, batch_tokens=256, backend="auto")
+    shape = dict(n_layer=2, n_head=4, vocab_size=200, block_size=16, batch_size=2, batch_tokens=128, backend="auto")
     if name == "llama":
         shape |= dict(n_kv_head=2, norm="rmsnorm", positions="rope", mlp="swiglu", bias=False, tie_embeddings=False)
     done = train_ranks(
