@@ -3,6 +3,7 @@ PyTorch stands in for cuBLASLt."""
 
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -256,7 +257,9 @@ def test_two_ranks_step_as_one_process(words, one_process):
 
 @pytest.fixture(scope="module")
 def one_process():
-    return {name: fp8_steps(0, name) for name in ("llama", "gpt2")}
+    names = "llama", "gpt2"
+    with ThreadPoolExecutor() as pool:  # each waits for a process
+        return dict(zip(names, pool.map(lambda name: fp8_steps(0, name), names)))
 
 
 def fp8_steps(ranks, name, *words):
