@@ -30,11 +30,21 @@ HEAD_SCALE = 2.0**14  # of the gradient of the logits, which is in [-1, 1]: e5m2
 
 
 def swap(model):
-    """Puts the classes below in place of fused.py's where all widths are multiples of 16; parameters stay."""
+    """Puts the classes below in place of fused.py's where all widths are multiples of 16; parameters stay.
+
+    A layer whose weight is read by a module that stays as it is, stays too.
+    """
     kinds = {fused.Linear: Linear, fused.DeferredBias: DeferredBias, fused.GeluMLP: GeluMLP, fused.Head: Head}
     kinds |= {fused.Attention: Attention, fused.SwiGLU: SwiGLU}
-    for module in list(model.modules()):
+    stay = set()
+    for module in list(model.modules()):  # each before its layers
         if any(size % 16 for p in module.parameters() for size in p.shape):
+            if isinstance(module, fused.Attention):
+                stay.add(module.qkv)
+            if isinstance(module, (fused.GeluMLP, fused.SwiGLU)):
+                stay.update(module.children())
+            continue
+        if module in stay:
             continue
         if isinstance(module, nn.Linear) and type(module) in kinds:
             for name in ("x_top", "w_top", "dy_top"):  # see `cast`
@@ -99,10 +109,11 @@ class Head(fused.Head):
     reset_tables = reset_tops
 
     def forward(self, x, targets, reduction):
-        if not self.training or reduction == "none" or not suits(x):
+        trains = self.training and torch.is_grad_enabled()
+        if not trains or reduction == "none" or not suits(x):
             return super().forward(x, targets, reduction)
-        tops = (self.x_top, self.w_top, torch.is_grad_enabled())
-        loss = HeadFunction.apply(x.to(torch.bfloat16), self.weight, targets, self.options(), *tops)
+        x = x.to(torch.bfloat16)
+        loss = HeadFunction.apply(x, self.weight, targets, self.options(), self.x_top, self.w_top)
         return fused.reduced(loss, targets, reduction)
 
 
@@ -410,17 +421,11 @@ def _transpose(x, out, M, N, TILE: tl.constexpr):
 
 # -- gathered weights
 
-PARENTS = fused.GeluMLP, fused.SwiGLU, fused.Attention
-
 
 def gather_in_8_bits(model, ranks):
     """Before fully_shard among so many ranks: the weights of the blocks' layers become `Rows`, w_top their scale."""
-    raw = set()  # layers whose weights are read by what fp8 left as it was
-    for module in model.blocks.modules():
-        if isinstance(module, PARENTS) and not isinstance(module, (GeluMLP, SwiGLU, Attention)):
-            raw.update(module.children())
     for layer in model.blocks.modules():
-        if isinstance(layer, (Linear, DeferredBias)) and layer not in raw and layer.weight.size(0) % ranks == 0:
+        if isinstance(layer, (Linear, DeferredBias)) and layer.weight.size(0) % ranks == 0:
             layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Rows))
             layer.w_top = layer.w_top.new_zeros(())
 
@@ -515,15 +520,15 @@ def _align(x, tops, out, scale, each, RANKS: tl.constexpr, MORE: tl.constexpr, B
 
 class HeadFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, targets, options, x_top, w_top, grad):
+    def forward(ctx, x, weight, targets, options, x_top, w_top):
         flat = x.flatten(0, -2)
-        losses, dx, dw = cross_entropy_chunks8(flat, weight, targets.flatten(), *options, x_top, w_top, grad)
+        losses, dx, dw = cross_entropy_chunks8(flat, weight, targets.flatten(), *options, x_top, w_top)
         fused.keep_gradients(ctx, x, weight, dx, dw)
         return losses.sum()
 
     @staticmethod
     def backward(ctx, grad):
-        return fused.kept_gradients(ctx, grad) + (None,) * 5
+        return fused.kept_gradients(ctx, grad) + (None,) * 4
 
 
 @fused.operator("cross_entropy_chunks8")
@@ -537,36 +542,33 @@ def cross_entropy_chunks8(
     z_loss: float,
     x_top: torch.Tensor,
     w_top: torch.Tensor,
-    grad: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As fused.cross_entropy_chunks, with the three products in fp8; the number of tokens is a multiple of 16."""
+    """As fused.cross_entropy_chunks with gradients, the products in fp8; the number of tokens is a multiple of 16."""
     N, P = x.size(0), weight.size(0)
     rows = min(N, fused.chunk_rows(P))
-    losses, dx, dw = fused.empty_results(x, weight, grad)
+    losses, dx, dw = fused.empty_results(x, weight, True)
     x8, x8t, xs, _ = cast([x], x_top, None, COPY, False, False)
     w8, w8t, ws, _ = cast([weight], w_top, None, COPY, False, False)
     gs = head_scale(x.device)
-    logits = x.new_empty(rows, P)
-    small = x.new_empty(rows, P, dtype=E5M2) if grad else logits
+    logits, small = x.new_empty(rows, P), x.new_empty(rows, P, dtype=E5M2)
     for i in range(0, N, rows):
         xi, ti = x8[i : i + rows], targets[i : i + rows]
         n = xi.size(0)
         li, gi = logits[:n], small[:n]
-        cublas.matmul(xi, w8.t(), li, scales=(xs, ws), fast=True, tune=grad)
-        options = (vocab_size, softcap, smoothing, z_loss, grad)
+        cublas.matmul(xi, w8.t(), li, scales=(xs, ws), fast=True)
+        options = (vocab_size, softcap, smoothing, z_loss, True)
         fused.cross_entropy_rows(li, ti, losses[i : i + n], gi, HEAD_SCALE, *options)
-        if grad:
-            git = x.new_empty(P, n, dtype=E5M2)
-            transpose(gi, git)
-            cublas.matmul(gi, w8t.t(), dx[i : i + n], scales=(gs, ws))
-            xit = x8t[:, i : i + n]
-            cublas.matmul(git, xit.t(), dw, scales=(gs, xs), accumulate=i > 0)
+        git = x.new_empty(P, n, dtype=E5M2)
+        transpose(gi, git)
+        cublas.matmul(gi, w8t.t(), dx[i : i + n], scales=(gs, ws))
+        xit = x8t[:, i : i + n]
+        cublas.matmul(git, xit.t(), dw, scales=(gs, xs), accumulate=i > 0)
     return losses, dx, dw
 
 
 @cross_entropy_chunks8.register_fake
-def _(x, weight, targets, vocab_size, softcap, smoothing, z_loss, x_top, w_top, grad):
-    return fused.empty_results(x, weight, grad)
+def _(x, weight, targets, vocab_size, softcap, smoothing, z_loss, x_top, w_top):
+    return fused.empty_results(x, weight, True)
 
 
 @functools.cache

@@ -42,7 +42,7 @@ def seconds(cfg, ranks):
     states = 6 * memory.bytes_of_weight(cfg) + 2 * memory.bytes_of_moments(cfg)
     parts["elementwise"] = micros * (moved + copies) / BYTES + total / shards * states / BYTES + micros * L * LAUNCH
     compute = sum(parts.values())
-    parts["communication, exposed"] = exposed(cfg, ranks, micros, total, tokens, compute)
+    parts["communication, exposed"] = exposed(cfg, ranks, micros, total, L * block, tokens, compute)
     return parts
 
 
@@ -53,12 +53,11 @@ def recomputed(cfg, products):
     return share / cfg.remat_every
 
 
-def exposed(cfg, ranks, micros, total, tokens, compute):
-    """Seconds of collectives and copies to the host that nothing hides."""
+def exposed(cfg, ranks, micros, total, blocks, tokens, compute):
+    """Seconds of collectives and copies to the host that nothing hides. blocks: their part of the total parameters."""
     ring = (ranks - 1) / ranks / LINK
     shards = memory.shards_of(cfg, ranks)
     small, summed = 2 if cfg.precision in ("bf16", "fp8") else 4, memory.bytes_of_sum(cfg)
-    blocks = cfg.n_layer * memory.parameter_counts(*memory.shape_of(cfg))[1]
     gathered = small * total - (blocks if parallel.gathers_8_bits(cfg, shards) else 0)
     hidden = open_ = 0.0
     if shards > 1:

@@ -36,6 +36,10 @@ def steps(cfg, world, job, sum_over_ranks):
     rows = torch.randint(0, cfg.vocab_size, (STEPS, cfg.batch_tokens // cfg.block_size, cfg.block_size + 1))
     mine = rows[:, world.rank :: world.size].to(world.device)
     found = []
+
+    def mean(value):
+        return sum_over_ranks(value).item() / world.size
+
     for step in range(STEPS):
         micros = iter(mine[step].split(cfg.batch_size))
 
@@ -48,8 +52,7 @@ def steps(cfg, world, job, sum_over_ranks):
         with torch.no_grad(), job.autocast:
             after = torch.stack([job.raw(r[:, :-1], r[:, 1:], "none").mean() for r in mine[step].split(cfg.batch_size)])
         job.raw.train()
-        found.append([sum_over_ranks(loss).item() / world.size, norm.item()])
-        found[-1].append(sum_over_ranks(after.mean()).item() / world.size)
+        found.append([mean(loss), norm.item(), mean(after.mean())])
     return found
 
 

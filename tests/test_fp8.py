@@ -42,6 +42,7 @@ def randn(*shape, std=1.0, dtype=torch.bfloat16):
 SHAPES = [(65, [300]), (33, [8, 264]), (20, [48, 16, 16])]
 SHAPES += [(16, [16]), (100, [48]), (512, [768]), (70, [300, 520, 8])] * GPU
 SEVERAL = (fp8.COPY, fp8.GELU)  # what is computed of tensors side by side too
+LLAMA = dict(mlp="swiglu", norm="rmsnorm", positions="rope", bias=False)
 KINDS = (*SEVERAL, fp8.DGELU, fp8.SWIGLU, fp8.DSWIGLU)
 
 
@@ -138,7 +139,7 @@ def test_linear(B, T, K, N, bias):
         assert not bias or error(layer[0].bias.grad, exact.bias.grad) < 1e-3  # summed before it is cast
 
 
-@pytest.mark.parametrize("shape", [{}, {"mlp": "swiglu", "norm": "rmsnorm", "positions": "rope", "bias": False}])
+@pytest.mark.parametrize("shape", [{}, LLAMA])
 @pytest.mark.parametrize("compiled", [False, True] if GPU else [True])
 def test_a_swapped_model_trains_as_the_plain_one(shape, compiled):
     T, V = (128, 1000) if GPU else (32, 200)
@@ -168,7 +169,7 @@ def test_a_swapped_model_trains_as_the_plain_one(shape, compiled):
             assert F.cosine_similarity(p.grad.double().flatten(), ref.grad.flatten(), 0) > ALIKE, name
 
 
-@pytest.mark.parametrize("shape", [{}, {"mlp": "swiglu", "norm": "rmsnorm", "positions": "rope", "bias": False}])
+@pytest.mark.parametrize("shape", [{}, LLAMA])
 def test_what_does_not_train_is_as_in_bf16(shape):
     cfg = models.GPTConfig(vocab_size=200, n_layer=2, n_head=4, n_embd=64, block_size=32, **shape)
     own, bf16 = (fused.swap(models.build(cfg, DEVICE, 0)).eval() for _ in range(2))
@@ -265,7 +266,7 @@ def one_process():
 def fp8_steps(ranks, name, *words):
     shape = dict(n_layer=2, n_head=4, vocab_size=200, block_size=16, batch_size=2, batch_tokens=128, backend="auto")
     if name == "llama":
-        shape |= dict(n_kv_head=2, norm="rmsnorm", positions="rope", mlp="swiglu", bias=False, tie_embeddings=False)
+        shape |= dict(n_kv_head=2, tie_embeddings=False, **LLAMA)
     done = train_ranks(
         ranks, ["config/test.py", *(f"--{k}={v}" for k, v in shape.items()), *words], "tests/fp8_steps.py"
     )
