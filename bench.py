@@ -8,7 +8,7 @@
     python bench.py plan config/llama3_8b.py --world=8 --gpu_gib=80              # the fastest settings that fit
 
 `step` builds what train.py builds and feeds it random tokens with the frequencies of text. It prints the median step,
-the share of matmuls, attention, and so on, and the floor: every matmul and the attention alone, timed in the same run.
+the share of matmuls, attention, and so on, and the floor: every matmul and the attention alone, and all of them in turn.
 --trace=FILE writes a chrome trace (chrome://tracing, ui.perfetto.dev), --snapshot=FILE the allocations
 (pytorch.org/memory_viz).
 """
@@ -140,7 +140,7 @@ def breakdown(job, next_batch, cfg, world, say):
     head, rounds = [], 16  # long enough that the clock is what it is in a step
     if not isinstance(job.raw.head.weight, DTensor):  # a sharded head's matmuls are not told from the others'
         head = kernel_events(lambda: [head_alone() for _ in range(rounds)])
-    floor = floor_times(cfg, world.device)
+    floor, hot, watts = floor_times(cfg, world.device)
     by_kind = {kind: total(events, kind) / steps for kind, _ in KINDS}
     in_head = sum(total(head, kind) for kind, _ in KINDS) * micros / rounds
     for kind in ("matmul", "elementwise"):
@@ -155,8 +155,9 @@ def breakdown(job, next_batch, cfg, world, say):
         name = {"communication": "communication, exposed", "matmul": "matmul, head's apart"}.get(kind, kind)
         say(f"{name:<28}{by_kind[kind]:10.1f}{least}")
     say(f"{'idle':<28}{wall - busy:10.1f}")
-    least = sum(floor.values()) * micros
+    least, hot = sum(floor.values()) * micros, hot * micros
     say(f"{'all':<28}{wall:10.1f}{least:12.1f}   the floor is {cfg.batch_tokens / least * 1e3:,.0f} tokens/s")
+    say(f"{'the same in turn, for 3 s':<38}{hot:12.1f}   {cfg.batch_tokens / hot * 1e3:,.0f} tokens/s, {watts}")
     say("\nmost time in                                                        ms a step   times      us each")
     names = {name for name, *_ in events}
     for name in sorted(names, key=lambda n: -sum(e[2] - e[1] for e in events if e[0] == n))[:16]:
@@ -195,30 +196,58 @@ def union(events):
 
 
 def floor_times(cfg, device):
-    """{"matmul", "attention", "head + loss"}: ms a micro-batch of the matmuls and causal attention alone, in bf16."""
+    """What the matmuls and causal attention of a micro-batch take in bf16: ({"matmul", "attention", "head + loss"}: ms,
+    each timed alone, ms of all in turn at the clock that the chip's power allows, what `power` says of that)."""
+    layer, head = floor_work(cfg, device)
+    floor = {kind: cfg.n_layer * sum(clock(work) for work in works) for kind, works in layer.items()}
+    floor["head + loss"] = sum(clock(work) for work in head)
+
+    def micro_batch():
+        for work in [*itertools.chain(*layer.values())] * cfg.n_layer + head:
+            work()
+
+    return floor, *sustained(micro_batch, device)
+
+
+def floor_work(cfg, device):
+    """({"matmul", "attention"}: what a layer's forward and backward call, the head's three matmuls)."""
     ranks = cfg.context_parallel
     N, C, D = cfg.batch_size * cfg.block_size // ranks, cfg.n_embd, cfg.head_dim
-    floor = {"matmul": cfg.n_layer * sum(three_matmuls(N, K, M, device) for M, K in cfg.block_matmuls)}
     q, k, v = (
         torch.randn(cfg.batch_size, h, cfg.block_size, D, device=device, dtype=torch.bfloat16, requires_grad=True)
         for h in (cfg.n_head // ranks, max(1, cfg.kv_heads // ranks), max(1, cfg.kv_heads // ranks))
     )
     y = kernels.attention(q, k, v, cfg.attention)
     dy = torch.randn_like(y)
-    forward = clock(lambda: kernels.attention(q, k, v, cfg.attention))
-    floor["attention"] = cfg.n_layer * (
-        forward + clock(lambda: torch.autograd.grad(y, (q, k, v), dy, retain_graph=True))
-    )
-    floor["head + loss"] = three_matmuls(N, C, cfg.padded_vocab, device)
-    return floor
+    layer = {
+        "matmul": [work for M, K in cfg.block_matmuls for work in three_matmuls(N, K, M, device)],
+        "attention": [
+            lambda: kernels.attention(q, k, v, cfg.attention),
+            lambda: torch.autograd.grad(y, (q, k, v), dy, retain_graph=True),
+        ],
+    }
+    return layer, three_matmuls(N, C, cfg.padded_vocab, device)
 
 
 def three_matmuls(N, K, M, device):
-    """ms of x @ W.T, dy @ W and dy.T @ x for x: (N, K), W: (M, K)."""
+    """[x @ W.T, dy @ W, dy.T @ x] for x: (N, K), W: (M, K), each to be called."""
     x, w, dy = (torch.randn(s, device=device, dtype=torch.bfloat16) for s in ((N, K), (M, K), (N, M)))
     y, dx, dw = torch.empty_like(dy), torch.empty_like(x), torch.empty_like(w)
     products = [(x, w.t(), y), (dy, w, dx), (dy.t(), x, dw)]
-    return sum(clock(lambda p=p: torch.mm(p[0], p[1], out=p[2])) for p in products)
+    return [lambda p=p: torch.mm(p[0], p[1], out=p[2]) for p in products]
+
+
+def sustained(work, device, seconds=3):
+    """(median ms of work(), called over and over for so long, in the second half; what the chip draws at the end)"""
+    moments, began = [], time.perf_counter()
+    while time.perf_counter() - began < seconds or len(moments) < 3:
+        work()
+        moments.append(torch.cuda.Event(enable_timing=True))
+        moments[-1].record()
+        moments[-2:][0].synchronize()  # one ahead of the one waited for
+    watts = power(device)
+    torch.cuda.synchronize()
+    return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(moments[len(moments) // 2 :])), watts
 
 
 def clock(work, rounds=10, repeat=3):
@@ -250,7 +279,7 @@ def memory_peak():
 def power(device):
     """What the chip draws and its clock just now; n/a where the driver's library is not at hand."""
     try:
-        return f"{torch.cuda.power_draw(device) / 1e3:.0f} W at {torch.cuda.clock_rate(device)} MHz after the last step"
+        return f"{torch.cuda.power_draw(device) / 1e3:.0f} W at {torch.cuda.clock_rate(device)} MHz just now"
     except Exception:  # pynvml missing
         return "power n/a (pip install nvidia-ml-py)"
 
@@ -296,7 +325,7 @@ def loss_table(N, C, V, vocab, rounds):
         ("CCE", cce(x, weight, targets)),
     ]
     print(f"{N:,} x {C:,} x {V:,}")
-    print(f"{'  three matmuls alone':<44}{three_matmuls(N, C, V, 'cuda'):10.1f}")
+    print(f"{'  three matmuls alone':<44}{sum(map(clock, three_matmuls(N, C, V, 'cuda'))):10.1f}")
     torch.cuda.empty_cache()
     for name, loss in rows:
         if loss is None:
