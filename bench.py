@@ -8,7 +8,7 @@
     python bench.py plan config/llama3_8b.py --world=8 --gpu_gib=80              # the fastest settings that fit
 
 `step` builds what train.py builds and feeds it random tokens with the frequencies of text. It prints the median step,
-the share of matmuls, attention, and so on, and the floor: every matmul and the attention alone, and all of them in turn.
+the share of matmuls, attention, and so on, and the floor: every matmul and the attention alone, and all in turn.
 --trace=FILE writes a chrome trace (chrome://tracing, ui.perfetto.dev), --snapshot=FILE the allocations
 (pytorch.org/memory_viz).
 """

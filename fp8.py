@@ -22,7 +22,8 @@ import fused
 
 aten = torch.ops.aten
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-COPY, GELU, DGELU, SWIGLU, DSWIGLU = range(5)  # what `cast` computes on the way
+COPY, GELU, RELU2, SWIGLU = "copy", "gelu", "relu2", "swiglu"  # what `cast` computes on the way
+DGELU, DRELU2, DSWIGLU = "dgelu", "drelu2", "dswiglu"
 CAST_ROWS, CAST_COLS, CAST_PROGRAMS, CAST_STAGES, CAST_WARPS = 8, 256, 8, 3, 4  # programs: a multiprocessor's
 TRANSPOSE_TILE, COPY_BLOCK = 128, 8192
 ROOM, GRADIENT_ROOM = 2.0, 64.0  # times what the call before saw are held, at least; what is beyond is cut off
@@ -35,13 +36,13 @@ def swap(model):
     A layer whose weight is read by a module that stays as it is, stays too.
     """
     kinds = {fused.Linear: Linear, fused.DeferredBias: DeferredBias, fused.GeluMLP: GeluMLP, fused.Head: Head}
-    kinds |= {fused.Attention: Attention, fused.SwiGLU: SwiGLU}
+    kinds |= {fused.Attention: Attention, fused.SwiGLU: SwiGLU, fused.Relu2MLP: Relu2MLP}
     stay = set()
     for module in list(model.modules()):  # each before its layers
         if any(size % 16 for p in module.parameters() for size in p.shape):
             if isinstance(module, fused.Attention):
                 stay.add(module.qkv)
-            if isinstance(module, (fused.GeluMLP, fused.SwiGLU)):
+            if isinstance(module, (fused.GeluMLP, fused.Relu2MLP, fused.SwiGLU)):
                 stay.update(module.children())
             continue
         if module in stay:
@@ -83,6 +84,13 @@ class GeluMLP(fused.GeluMLP):
 
     def forward(self, x):
         return mlp(x, self.up, self.proj, GELU, DGELU) if self.training else super().forward(x)
+
+
+class Relu2MLP(fused.Relu2MLP):
+    """As GeluMLP."""
+
+    def forward(self, x):
+        return mlp(x, self.up, self.proj, RELU2, DRELU2) if self.training else super().forward(x)
 
 
 class SwiGLU(fused.SwiGLU):
@@ -194,7 +202,7 @@ def linear_backward(ctx, dy):
 
 
 class MLPFunction(torch.autograd.Function):
-    """what, dwhat: GELU and DGELU, or SWIGLU and DSWIGLU."""
+    """what, dwhat: GELU and DGELU, RELU2 and DRELU2, or SWIGLU and DSWIGLU."""
 
     @staticmethod
     def forward(ctx, what, dwhat, x, w1, b1, w2, b2, x_top, w1_top, dbefore_top, act_top, w2_top, dy_top):
@@ -250,17 +258,18 @@ def _(a, b, a_scale, b_scale, bias, dtype, fast=False):
 
 @fused.operator("cast8")
 def cast(
-    parts: list[torch.Tensor], top: torch.Tensor, before: torch.Tensor | None, what: int, e5m2: bool, sums: bool
+    parts: list[torch.Tensor], top: torch.Tensor, before: torch.Tensor | None, what: str, e5m2: bool, sums: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(x in fp8, its transpose, what they are to be multiplied with, float32 column sums if asked for) of x: (M, N).
 
-    parts: x, or, with COPY and GELU, up to three tensors (M, N1), (M, N2), (M, N3) that are x side by side; contiguous.
-    what: COPY; GELU: of gelu(x); DGELU: of x gelu'(before); SWIGLU: of silu(gate) up, x being gate and up side by side,
-    (M, 2 N); DSWIGLU: of both's gradients, (M, N), x being that of silu(gate) up, (M, N / 2), and `before` both.
+    parts: x, or, with COPY, GELU and RELU2, up to three tensors (M, N1), (M, N2), (M, N3) that are x side by side;
+    contiguous. what: COPY; GELU: of gelu(x); DGELU: of x gelu'(before); RELU2 and DRELU2 likewise; SWIGLU: of
+    silu(gate) up, x being gate and up side by side, (M, 2 N); DSWIGLU: of both's gradients, (M, N), x being that of
+    silu(gate) up, (M, N / 2), and `before` both.
     top: the largest magnitudes [that the scale is made from, that this call saw]; it belongs to this caller alone and
     is updated, which the compiler need not know.
     """
-    assert what in (COPY, GELU) or len(parts) == 1
+    assert what in (COPY, GELU, RELU2) or len(parts) == 1
     dtype = E5M2 if e5m2 else E4M3
     out, out_t, scale, columns = cast_results(parts, top, before, what, e5m2, sums)
     M, N = out.shape
@@ -294,18 +303,22 @@ def cast_results(parts, top, before, what, e5m2, sums):
 def _values(x, before, rows, cols, inside, width, WHAT: tl.constexpr):
     """What is cast, in float32; of DSWIGLU the gradients of gate and up, else the same twice. Rows are `width` long."""
     wide = rows * (2 * width) + cols  # in what has gate and up
-    at = wide if WHAT == 3 else rows * width + cols
+    at = wide if WHAT == "swiglu" else rows * width + cols
     v = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     w = v
-    if WHAT == 1:
+    if WHAT == "gelu":
         v = v * tl.sigmoid(1.5957691216057308 * (v + 0.044715 * v * v * v))  # x sigmoid(2 u) = x (1 + tanh u) / 2
-    if WHAT == 2:
+    if WHAT == "dgelu":
         b = tl.load(before + at, mask=inside, other=0.0).to(tl.float32)
         s = tl.sigmoid(1.5957691216057308 * (b + 0.044715 * b * b * b))
         v *= s + b * s * (1 - s) * 1.5957691216057308 * (1 + 0.134145 * b * b)
-    if WHAT == 3:
+    if WHAT == "relu2":
+        v = tl.maximum(v, 0.0) * tl.maximum(v, 0.0)
+    if WHAT == "drelu2":
+        v *= 2 * tl.maximum(tl.load(before + at, mask=inside, other=0.0).to(tl.float32), 0.0)
+    if WHAT == "swiglu":
         v *= tl.sigmoid(v) * tl.load(x + wide + width, mask=inside, other=0.0).to(tl.float32)
-    if WHAT == 4:
+    if WHAT == "dswiglu":
         gate = tl.load(before + wide, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(before + wide + width, mask=inside, other=0.0).to(tl.float32)
         s = tl.sigmoid(gate)
@@ -348,7 +361,7 @@ def _largest(x, before, M, WIDTH: tl.constexpr, WHAT: tl.constexpr, BLOCK: tl.co
         at = start + tl.arange(0, BLOCK)
         v, w = _values(x, before, at // WIDTH, at % WIDTH, at < size, WIDTH, WHAT)
         most = tl.maximum(most, tl.abs(v))
-        if WHAT == 4:
+        if WHAT == "dswiglu":
             most = tl.maximum(most, tl.abs(w))
         start += BLOCK
     return tl.max(most)
@@ -361,7 +374,7 @@ def _cast(
     ROWS: tl.constexpr, COLS: tl.constexpr, PROGRAMS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program casts a strip of COLS columns, ROWS rows at a time; maximum and column sums stay in registers."""
-    N: tl.constexpr = 2 * A if WHAT == 4 else A + B + C
+    N: tl.constexpr = 2 * A if WHAT == "dswiglu" else A + B + C
     program, strip = tl.program_id(0), tl.program_id(1)
     x, width, left = a, A, 0
     if B > 0:
@@ -380,15 +393,17 @@ def _cast(
     for step in tl.range(STEPS, num_stages=STAGES):
         first = tl.cast((program + step * PROGRAMS) * ROWS, tl.int64)
         inside = (first + rows < M)[:, None] & (cols < width)[None, :]
-        here = x + first * (2 * width if WHAT == 3 else width)
-        beside = before + first * (2 * width if WHAT == 4 else width) if WHAT == 2 or WHAT == 4 else before
+        here = x + first * (2 * width if WHAT == "swiglu" else width)
+        beside = before
+        if before is not None:
+            beside += first * (2 * width if WHAT == "dswiglu" else width)
         v, w = _values(here, beside, rows[:, None], cols[None, :], inside, width, WHAT)
         to = out + (first * N + left) + (rows[:, None] * N + cols[None, :])
         tl.store(to, tl.clamp(v * factor, -limit, limit).to(out.dtype.element_ty), mask=inside)
         most = tl.maximum(most, tl.abs(v))
         if SUMS:
             sums += v
-        if WHAT == 4:
+        if WHAT == "dswiglu":
             tl.store(to + width, tl.clamp(w * factor, -limit, limit).to(out.dtype.element_ty), mask=inside)
             most = tl.maximum(most, tl.abs(w))
             if SUMS:
@@ -396,7 +411,7 @@ def _cast(
     tl.atomic_max(top + 1, tl.max(most))
     if SUMS:
         tl.store(partial + program * N + left + cols, tl.sum(sums, 0), mask=cols < width)
-        if WHAT == 4:
+        if WHAT == "dswiglu":
             tl.store(partial + program * N + width + cols, tl.sum(more, 0), mask=cols < width)
 
 

@@ -21,6 +21,7 @@ NORM_WIDTH = 1024  # columns of a row that a warp takes
 NORM_BACK_WARPS, NORM_BACK_STAGES = 8, 3  # warps a multiprocessor; C = 768: 154 us, four programs of two warps: 313
 PACK_PROGRAMS, PACK_WARPS, PACK_STAGES = 8, 1, 3
 SWIGLU_BLOCK, SWIGLU_WARPS = 2048, 8
+RELU2_ROWS, RELU2_COLS, RELU2_PROGRAMS, RELU2_STAGES, RELU2_WARPS = 8, 256, 8, 3, 4  # programs: a multiprocessor's
 CE_BLOCK, CE_WARPS = 2048, 8  # 4.2 ms for 65,536 rows of 50,304 on an H200; 4,096 x 8: 4.8, 1,024 x 4: 5.2
 
 
@@ -48,14 +49,16 @@ def swap_modules(model):
             continue
         if type(module) is nn.Linear:
             module.__class__ = Linear
-        elif type(module) is models.MLP and module.activation is models.gelu:
-            module.__class__ = GeluMLP
+        elif type(module) is models.MLP:
+            module.__class__ = {models.gelu: GeluMLP, models.relu2: Relu2MLP}[module.activation]
         elif type(module) is models.SwiGLU:
             module.__class__ = SwiGLU
         elif type(module) is models.Head:
             module.__class__ = Head
-        elif type(module) is models.Attention and isinstance(module.rope, models.NoRope):
+        elif type(module) is models.Attention:
             module.__class__ = Attention
+        elif type(module) is models.Rope:
+            module.__class__ = Rope
 
 
 class Linear(nn.Linear):
@@ -86,6 +89,16 @@ class GeluMLP(models.MLP):
         return GeluMLPFunction.apply(x, up.matrix(), up.bias, proj.matrix(), bias, torch.is_grad_enabled())
 
 
+class Relu2MLP(models.MLP):
+    """The backward squares again, and sums the gradients for the bias in the pass that computes them."""
+
+    def forward(self, x):
+        up, proj = self.up, self.proj
+        bias = None if isinstance(proj, DeferredBias) else proj.bias
+        x = x.to(torch.bfloat16)
+        return Relu2MLPFunction.apply(x, up.matrix(), up.bias, proj.matrix(), bias, torch.is_grad_enabled())
+
+
 class SwiGLU(models.SwiGLU):
     """The backward computes silu(gate) * up again, with the gradients of both, in one pass."""
 
@@ -97,14 +110,34 @@ class SwiGLU(models.SwiGLU):
 
 
 class Attention(models.Attention):
-    """Without RoPE, the gradients of q, k and v are packed and summed for the bias in one pass."""
+    """The gradients of q, k and v are packed and summed for the bias in one pass."""
 
     def project(self, x):
         q, k, v = self.split(x.to(torch.bfloat16))
-        return self.q_norm(q), self.k_norm(k), v
+        return *self.rope(self.q_norm(q), self.k_norm(k)), v
 
     def split(self, x):
         return QKV.apply(x, self.qkv.matrix(), self.qkv.bias, self.heads, self.head_dim, torch.is_grad_enabled())
+
+
+class Rope(models.Rope):
+    """Its backward turns back as the forward turns; what torch.compile derives from the forward took three times it."""
+
+    def forward(self, q, k):
+        cos, sin = self.tables(q.size(2))
+        return Turn.apply(q, cos, sin), Turn.apply(k, cos, sin)
+
+
+class Turn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        return kernels.apply_rope(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx, dy):
+        cos, sin = ctx.saved_tensors
+        return kernels.apply_rope(dy, cos, -sin), None, None
 
 
 class Pending(NamedTuple):
@@ -260,9 +293,12 @@ def as_gradients(sums, dtypes):
     return [None if dtype is None else s.to(dtype) for s, dtype in zip(sums, dtypes, strict=True)]
 
 
-def weight_gradients(dy, x, weight_dtype, bias_dtype):
+def weight_gradients(dy, x, weight_dtype, bias_dtype, sums=None):
+    """Of y = x W^T + b, for all rows; sums: the columns' of dy, if they are at hand."""
     dw = product(dy.t(), x, None, weight_dtype, True)
-    return dw, None if bias_dtype is None else dy.sum(0, dtype=torch.float32).to(bias_dtype)
+    if bias_dtype is None:
+        return dw, None
+    return dw, (dy.sum(0, dtype=torch.float32) if sums is None else sums).to(bias_dtype)
 
 
 def linear(x, weight, bias, tune=True):
@@ -286,11 +322,68 @@ class GeluMLPFunction(torch.autograd.Function):
         return *mlp_gradients(ctx, flat, act, dbefore, x, w1, dy.shape[:-1]), None
 
 
-def mlp_gradients(ctx, dy, act, dbefore, x, w1, shape):
-    """(dx, dw1, db1, dw2, db2) of w2 act(w1 x + b1) + b2; dbefore: gradient of what the activation takes; all rows."""
+def mlp_gradients(ctx, dy, act, dbefore, x, w1, shape, sums=None):
+    """(dx, dw1, db1, dw2, db2) of w2 act(w1 x + b1) + b2; dbefore: gradient of what the activation takes, sums: its
+    columns', if they are at hand; all rows."""
     dw2, db2 = weight_gradients(dy, act, *ctx.dtypes[2:])
-    dw1, db1 = weight_gradients(dbefore, x, *ctx.dtypes[:2])
+    dw1, db1 = weight_gradients(dbefore, x, *ctx.dtypes[:2], sums)
     return product(dbefore, w1, None, dy.dtype, True).unflatten(0, shape), dw1, db1, dw2, db2
+
+
+class Relu2MLPFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w1, b1, w2, b2, tune):
+        flat, w1, b1, w2, b2 = operands(ctx, x, w1, b1, w2, b2)
+        before = product(flat, w1.t(), b1, x.dtype, tune)
+        act = models.relu2(before)
+        ctx.save_for_backward(flat, w1, w2, act, before)
+        return product(act, w2.t(), b2, x.dtype, tune).unflatten(0, x.shape[:-1])
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, w1, w2, act, before = ctx.saved_tensors
+        flat = dy.flatten(0, -2).contiguous()
+        dbefore, sums = relu2_backward(product(flat, w2, None, flat.dtype, True), before)
+        return *mlp_gradients(ctx, flat, act, dbefore, x, w1, dy.shape[:-1], sums), None
+
+
+@operator("relu2_backward")
+def relu2_backward(dact: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(gradient of `before`, its float32 column sums) of that of relu(before)^2; contiguous (N, H)."""
+    N, H = dact.shape
+    dbefore, strips = torch.empty_like(dact), triton.cdiv(H, RELU2_COLS)
+    programs = min(triton.cdiv(N, RELU2_ROWS), triton.cdiv(RELU2_PROGRAMS * sm_count(dact.device), strips))
+    parts = torch.empty(programs, H, dtype=torch.float32, device=dact.device)
+    _relu2_backward[(programs, strips)](
+        dact, before, dbefore, parts, N, H=H, ROWS=RELU2_ROWS, COLS=RELU2_COLS, PROGRAMS=programs,
+        STEPS=triton.cdiv(N, programs * RELU2_ROWS), STAGES=RELU2_STAGES, num_warps=RELU2_WARPS,
+    )  # fmt: skip
+    return dbefore, parts.sum(0)
+
+
+@relu2_backward.register_fake
+def _(dact, before):
+    return torch.empty_like(dact), dact.new_empty(dact.size(1), dtype=torch.float32)
+
+
+@triton.jit
+def _relu2_backward(
+    dact, before, dbefore, parts, N,
+    H: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, PROGRAMS: tl.constexpr, STEPS: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    rows, cols = tl.arange(0, ROWS), tl.program_id(1) * COLS + tl.arange(0, COLS)
+    sums = tl.zeros((ROWS, COLS), tl.float32)
+    for step in tl.range(STEPS, num_stages=STAGES):
+        first = tl.cast((program + step * PROGRAMS) * ROWS, tl.int64)
+        inside = (first + rows < N)[:, None] & (cols < H)[None, :]
+        at = first * H + (rows[:, None] * H + cols[None, :])
+        grad = tl.load(dact + at, mask=inside, other=0.0).to(tl.float32)
+        grad *= 2 * tl.maximum(tl.load(before + at, mask=inside, other=0.0).to(tl.float32), 0.0)
+        tl.store(dbefore + at, grad.to(dbefore.dtype.element_ty), mask=inside)
+        sums += grad
+    tl.store(parts + program * H + cols, tl.sum(sums, 0), mask=cols < H)
 
 
 class SwiGLUFunction(torch.autograd.Function):
@@ -374,9 +467,7 @@ class QKV(torch.autograd.Function):
         x, w = ctx.saved_tensors
         dy, sums = pack(*join_heads(dq, dk, dv))
         dx = product(dy, w, None, dy.dtype, True).unflatten(0, (dq.size(0), dq.size(2)))
-        weight_dtype, bias_dtype = ctx.dtypes
-        dw = product(dy.t(), x, None, weight_dtype, True)
-        return dx, dw, None if bias_dtype is None else sums.to(bias_dtype), None, None, None
+        return dx, *weight_gradients(dy, x, *ctx.dtypes, sums), None, None, None
 
 
 def split_heads(y, shape, heads, head_dim):

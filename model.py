@@ -134,8 +134,12 @@ class Rope(nn.Module):
         keep = ((turns - cfg.rope_low_freq) / (cfg.rope_high_freq - cfg.rope_low_freq)).clamp(0, 1)
         return keep * freq + (1 - keep) * freq / cfg.rope_factor
 
+    def tables(self, T):
+        """cos and sin of T tokens, (T, D) each"""
+        return [table[self.first : self.first + T] for table in (self.cos, self.sin)]
+
     def forward(self, q, k):
-        cos, sin = (table[self.first : self.first + q.size(2)] for table in (self.cos, self.sin))
+        cos, sin = self.tables(q.size(2))
         return kernels.apply_rope(q, cos, sin), kernels.apply_rope(k, cos, sin)
 
 

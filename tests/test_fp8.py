@@ -41,9 +41,9 @@ def randn(*shape, std=1.0, dtype=torch.bfloat16):
 
 SHAPES = [(65, [300]), (33, [8, 264]), (20, [48, 16, 16])]
 SHAPES += [(16, [16]), (100, [48]), (512, [768]), (70, [300, 520, 8])] * GPU
-SEVERAL = (fp8.COPY, fp8.GELU)  # what is computed of tensors side by side too
+SEVERAL = (fp8.COPY, fp8.GELU, fp8.RELU2)  # what is computed of tensors side by side too
 LLAMA = dict(mlp="swiglu", norm="rmsnorm", positions="rope", bias=False)
-KINDS = (*SEVERAL, fp8.DGELU, fp8.SWIGLU, fp8.DSWIGLU)
+KINDS = (*SEVERAL, fp8.DGELU, fp8.DRELU2, fp8.SWIGLU, fp8.DSWIGLU)
 
 
 @pytest.mark.parametrize("M, widths, what", [(M, w, k) for M, w in SHAPES for k in (KINDS if len(w) == 1 else SEVERAL)])
@@ -51,7 +51,7 @@ KINDS = (*SEVERAL, fp8.DGELU, fp8.SWIGLU, fp8.DSWIGLU)
 @pytest.mark.parametrize("std", [1e-7, 1.0, 1e4] if GPU else [1e-7, 1e4])
 def test_cast(M, widths, what, e5m2, std):
     """Value, transpose, column sums, and the scale: a power of two that leaves the room it should."""
-    std = min(std, 100.0) if what == fp8.SWIGLU else std  # whose result is a square
+    std = min(std, 100.0) if what in (fp8.RELU2, fp8.SWIGLU) else std  # whose result is a square
     top = torch.zeros(2, device=DEVICE)
     limit = torch.finfo(torch.float8_e5m2 if e5m2 else torch.float8_e4m3fn).max
     seen = None
@@ -64,12 +64,16 @@ def test_cast(M, widths, what, e5m2, std):
         if what == fp8.DGELU:
             b = before.double().requires_grad_()
             exact = torch.autograd.grad(F.gelu(b, approximate="tanh"), b, exact)[0]
+        if what == fp8.RELU2:
+            exact = models.relu2(exact)
+        if what == fp8.DRELU2:
+            exact = exact * 2 * before.double().relu()
         if what == fp8.SWIGLU:
             exact = swiglu(exact)
         if what == fp8.DSWIGLU:
             b = before.double().requires_grad_()
             exact = torch.autograd.grad(swiglu(b), b, exact)[0]
-        given = before if what in (fp8.DGELU, fp8.DSWIGLU) else None
+        given = before if what in (fp8.DGELU, fp8.DRELU2, fp8.DSWIGLU) else None
         out, out_t, scale, sums = fp8.cast(parts, top, given, what, e5m2, True)
         most = exact.abs().max().item()
         room = limit * scale.item() / (seen or most)
@@ -139,7 +143,7 @@ def test_linear(B, T, K, N, bias):
         assert not bias or error(layer[0].bias.grad, exact.bias.grad) < 1e-3  # summed before it is cast
 
 
-@pytest.mark.parametrize("shape", [{}, LLAMA])
+@pytest.mark.parametrize("shape", [{}, LLAMA, {"mlp": "relu2"}])
 @pytest.mark.parametrize("compiled", [False, True] if GPU else [True])
 def test_a_swapped_model_trains_as_the_plain_one(shape, compiled):
     T, V = (128, 1000) if GPU else (32, 200)

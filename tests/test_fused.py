@@ -174,15 +174,16 @@ def test_linear(B, T, K, N, dtype, bias):
 
 @either
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("rows, C, H", [(111, 64, 256), (512, 768, 3072)])
-def test_gelu_mlp(rows, C, H, bias):
+@pytest.mark.parametrize("activation", [models.gelu, models.relu2])
+@pytest.mark.parametrize("rows, C, H", [(111, 64, 264), (512, 768, 3072)])
+def test_mlp(rows, C, H, activation, bias):
     cfg = models.GPTConfig(n_embd=C, n_hidden=H, bias=bias, n_head=1)
     with torch.device(DEVICE):
-        plain, mlp = (models.MLP(cfg, models.gelu) for _ in range(2))
+        plain, mlp = (models.MLP(cfg, activation) for _ in range(2))
     plain.load_state_dict({k: v.to(torch.bfloat16) for k, v in mlp.state_dict().items()})
     plain.double()
     fused.swap_modules(torch.nn.ModuleList([mlp]))
-    assert isinstance(mlp, fused.GeluMLP)
+    assert type(mlp) is {models.gelu: fused.GeluMLP, models.relu2: fused.Relu2MLP}[activation]
     x, dy = leaf(1, rows, C), torch.randn(1, rows, C, device=DEVICE, dtype=torch.bfloat16)
     xd = x.detach().double().requires_grad_()
     y, expected = mlp(x), plain(xd)
@@ -207,6 +208,22 @@ def test_swiglu(rows, H):
     assert error(dgate_up, expected_grad) < 3e-3
 
 
+def test_rope_turns_gradients_back():
+    """From a token in the middle of the tables on; a length of its own for q, k and v's heads."""
+    cfg = models.GPTConfig(n_embd=96, n_head=4, n_kv_head=2, block_size=40, positions="rope")
+    plain, own = (models.Rope(cfg).to(DEVICE) for _ in range(2))
+    for rope in (plain, own):
+        rope.reset_tables()
+        rope.first = 7
+    own.__class__ = fused.Rope
+    q, k = (torch.randn(2, heads, 33, 24, device=DEVICE, dtype=torch.float64, requires_grad=True) for heads in (4, 2))
+    dy = torch.randn_like(q), torch.randn_like(k)
+    for ours, theirs in zip(own(q, k), plain(q, k), strict=True):
+        assert torch.equal(ours, theirs)
+    for ours, theirs in zip(*(torch.autograd.grad(r(q, k), (q, k), dy) for r in (own, plain)), strict=True):
+        assert error(ours, theirs) < 1e-6  # in float32
+
+
 @either
 @pytest.mark.parametrize("compiled", [False, True] if GPU else [False])
 @pytest.mark.parametrize(
@@ -216,6 +233,7 @@ def test_swiglu(rows, H):
         {"dropout": 1e-9, "n_kv_head": 2, "qk_norm": True},
         {"n_hidden": 100},  # not a multiple of 8: the MLP stays as it is
         {"mlp": "swiglu", "n_kv_head": 2, "norm": "rmsnorm", "positions": "rope", "bias": False},
+        {"mlp": "relu2", "positions": "rope", "qk_norm": True},
     ],
 )
 def test_a_swapped_model_trains_as_the_plain_one(shape, compiled):
@@ -223,6 +241,8 @@ def test_a_swapped_model_trains_as_the_plain_one(shape, compiled):
     cfg = models.GPTConfig(vocab_size=1000, n_layer=2, n_head=4, n_embd=256 if GPU else 64, block_size=128, **shape)
     B, T = (4, 128) if GPU else (2, 12)
     exact, own = (models.build(cfg, torch.device(DEVICE), 0) for _ in range(2))
+    for block in [*exact.blocks, *own.blocks]:
+        block.attn.qkv.weight.data *= 8  # or tokens attend to all alike, wherever they are
     names = list(own.state_dict())
     fused.swap(own)
     assert list(own.state_dict()) == names
