@@ -83,30 +83,21 @@ class GeluMLP(models.MLP):
     """The GELU is computed in the first product's epilogue, its derivative in that of the second's backward."""
 
     def forward(self, x):
-        up, proj = self.up, self.proj
-        bias = None if isinstance(proj, DeferredBias) else proj.bias
-        x = x.to(torch.bfloat16)
-        return GeluMLPFunction.apply(x, up.matrix(), up.bias, proj.matrix(), bias, torch.is_grad_enabled())
+        return mlp(GeluMLPFunction, x, self.up, self.proj)
 
 
 class Relu2MLP(models.MLP):
     """The backward squares again, and sums the gradients for the bias in the pass that computes them."""
 
     def forward(self, x):
-        up, proj = self.up, self.proj
-        bias = None if isinstance(proj, DeferredBias) else proj.bias
-        x = x.to(torch.bfloat16)
-        return Relu2MLPFunction.apply(x, up.matrix(), up.bias, proj.matrix(), bias, torch.is_grad_enabled())
+        return mlp(Relu2MLPFunction, x, self.up, self.proj)
 
 
 class SwiGLU(models.SwiGLU):
     """The backward computes silu(gate) * up again, with the gradients of both, in one pass."""
 
     def forward(self, x):
-        gate_up, proj = self.gate_up, self.proj
-        bias = None if isinstance(proj, DeferredBias) else proj.bias
-        x = x.to(torch.bfloat16)
-        return SwiGLUFunction.apply(x, gate_up.matrix(), gate_up.bias, proj.matrix(), bias, torch.is_grad_enabled())
+        return mlp(SwiGLUFunction, x, self.gate_up, self.proj)
 
 
 class Attention(models.Attention):
@@ -304,6 +295,12 @@ def weight_gradients(dy, x, weight_dtype, bias_dtype, sums=None):
 def linear(x, weight, bias, tune=True):
     """x: (..., K) in 16 bits; weight: (N, K), bias: (N,) or None, of a dtype that their gradients get -> (..., N)."""
     return LinearFunction.apply(x, weight, bias, tune)
+
+
+def mlp(function, x, up, proj):
+    """The autograd.Function of an MLP, of x: (..., K) and what its two layers hold."""
+    bias = None if isinstance(proj, DeferredBias) else proj.bias
+    return function.apply(x.to(torch.bfloat16), up.matrix(), up.bias, proj.matrix(), bias, torch.is_grad_enabled())
 
 
 class GeluMLPFunction(torch.autograd.Function):
