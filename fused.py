@@ -50,7 +50,7 @@ def swap_modules(model):
         if type(module) is nn.Linear:
             module.__class__ = Linear
         elif type(module) is models.MLP:
-            module.__class__ = {models.gelu: GeluMLP, models.relu2: Relu2MLP}[module.activation]
+            module.__class__ = {models.gelu: GeluMLP, models.relu2: Relu2MLP}.get(module.activation, models.MLP)
         elif type(module) is models.SwiGLU:
             module.__class__ = SwiGLU
         elif type(module) is models.Head:
@@ -87,7 +87,7 @@ class GeluMLP(models.MLP):
 
 
 class Relu2MLP(models.MLP):
-    """The backward squares again, and sums the gradients for the bias in the pass that computes them."""
+    """The gradients for the first bias are summed in the pass that computes them."""
 
     def forward(self, x):
         return mlp(Relu2MLPFunction, x, self.up, self.proj)
@@ -303,45 +303,66 @@ def mlp(function, x, up, proj):
     return function.apply(x.to(torch.bfloat16), up.matrix(), up.bias, proj.matrix(), bias, torch.is_grad_enabled())
 
 
-class GeluMLPFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, w1, b1, w2, b2, tune):
-        flat, w1, b1, w2, b2 = operands(ctx, x, w1, b1, w2, b2)
-        act, before = product_gelu(flat, w1.t(), b1, tune)
-        ctx.save_for_backward(flat, w1, w2, act, before)
-        return product(act, w2.t(), b2, x.dtype, tune).unflatten(0, x.shape[:-1])
+def mlp_function(up, down):
+    """The autograd.Function of w2 act(w1 x + b1) + b2.
 
-    @staticmethod
-    def backward(ctx, dy):
-        x, w1, w2, act, before = ctx.saved_tensors
-        flat = dy.flatten(0, -2).contiguous()
-        dbefore = product_dgelu(flat, w2, before)
-        return *mlp_gradients(ctx, flat, act, dbefore, x, w1, dy.shape[:-1]), None
+    up(x, w1^T, b1, tune) -> (act(w1 x + b1), what `down` takes of it); down(dy, w2, *that) -> (gradient of what the
+    activation takes, the activation, the gradient's column sums if they are at hand or None); of all rows.
+    """
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, w1, b1, w2, b2, tune):
+            flat, w1, b1, w2, b2 = operands(ctx, x, w1, b1, w2, b2)
+            act, kept = up(flat, w1.t(), b1, tune)
+            ctx.save_for_backward(flat, w1, w2, *kept)
+            return product(act, w2.t(), b2, x.dtype, tune).unflatten(0, x.shape[:-1])
+
+        @staticmethod
+        def backward(ctx, dy):
+            x, w1, w2, *kept = ctx.saved_tensors
+            flat = dy.flatten(0, -2).contiguous()
+            dbefore, act, sums = down(flat, w2, *kept)
+            dw2, db2 = weight_gradients(flat, act, *ctx.dtypes[2:])
+            dw1, db1 = weight_gradients(dbefore, x, *ctx.dtypes[:2], sums)
+            dx = product(dbefore, w1, None, dy.dtype, True).unflatten(0, dy.shape[:-1])
+            return dx, dw1, db1, dw2, db2, None
+
+    return Function
 
 
-def mlp_gradients(ctx, dy, act, dbefore, x, w1, shape, sums=None):
-    """(dx, dw1, db1, dw2, db2) of w2 act(w1 x + b1) + b2; dbefore: gradient of what the activation takes, sums: its
-    columns', if they are at hand; all rows."""
-    dw2, db2 = weight_gradients(dy, act, *ctx.dtypes[2:])
-    dw1, db1 = weight_gradients(dbefore, x, *ctx.dtypes[:2], sums)
-    return product(dbefore, w1, None, dy.dtype, True).unflatten(0, shape), dw1, db1, dw2, db2
+def gelu_up(x, w, bias, tune):
+    act, before = product_gelu(x, w, bias, tune)
+    return act, (act, before)
 
 
-class Relu2MLPFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, w1, b1, w2, b2, tune):
-        flat, w1, b1, w2, b2 = operands(ctx, x, w1, b1, w2, b2)
-        before = product(flat, w1.t(), b1, x.dtype, tune)
-        act = models.relu2(before)
-        ctx.save_for_backward(flat, w1, w2, act, before)
-        return product(act, w2.t(), b2, x.dtype, tune).unflatten(0, x.shape[:-1])
+def gelu_down(dy, w, act, before):
+    return product_dgelu(dy, w, before), act, None
 
-    @staticmethod
-    def backward(ctx, dy):
-        x, w1, w2, act, before = ctx.saved_tensors
-        flat = dy.flatten(0, -2).contiguous()
-        dbefore, sums = relu2_backward(product(flat, w2, None, flat.dtype, True), before)
-        return *mlp_gradients(ctx, flat, act, dbefore, x, w1, dy.shape[:-1], sums), None
+
+def relu2_up(x, w, bias, tune):
+    before = product(x, w, bias, x.dtype, tune)
+    act = models.relu2(before)
+    return act, (act, before)
+
+
+def relu2_down(dy, w, act, before):
+    dbefore, sums = relu2_backward(product(dy, w, None, dy.dtype, True), before)
+    return dbefore, act, sums
+
+
+def swiglu_up(x, w, bias, tune):
+    gate_up = product(x, w, bias, x.dtype, tune)
+    return swiglu(gate_up), (gate_up,)
+
+
+def swiglu_down(dy, w, gate_up):
+    return *swiglu_backward(product(dy, w, None, dy.dtype, True), gate_up), None
+
+
+GeluMLPFunction = mlp_function(gelu_up, gelu_down)
+Relu2MLPFunction = mlp_function(relu2_up, relu2_down)
+SwiGLUFunction = mlp_function(swiglu_up, swiglu_down)
 
 
 @operator("relu2_backward")
@@ -381,22 +402,6 @@ def _relu2_backward(
         tl.store(dbefore + at, grad.to(dbefore.dtype.element_ty), mask=inside)
         sums += grad
     tl.store(parts + program * H + cols, tl.sum(sums, 0), mask=cols < H)
-
-
-class SwiGLUFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, w1, b1, w2, b2, tune):
-        flat, w1, b1, w2, b2 = operands(ctx, x, w1, b1, w2, b2)
-        gate_up = product(flat, w1.t(), b1, x.dtype, tune)
-        ctx.save_for_backward(flat, w1, w2, gate_up)
-        return product(swiglu(gate_up), w2.t(), b2, x.dtype, tune).unflatten(0, x.shape[:-1])
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, w1, w2, gate_up = ctx.saved_tensors
-        flat = dy.flatten(0, -2).contiguous()
-        dgate_up, act = swiglu_backward(product(flat, w2, None, flat.dtype, True), gate_up)
-        return *mlp_gradients(ctx, flat, act, dgate_up, x, w1, dy.shape[:-1]), None
 
 
 @operator("swiglu")

@@ -208,6 +208,12 @@ def test_swiglu(rows, H):
     assert error(dgate_up, expected_grad) < 3e-3
 
 
+def test_an_activation_of_ones_own_is_left_as_it_is():
+    mlp = models.MLP(models.GPTConfig(n_embd=16, n_head=1), torch.sin)
+    fused.swap_modules(torch.nn.ModuleList([mlp]))
+    assert type(mlp) is models.MLP and type(mlp.up) is type(mlp.proj) is fused.Linear
+
+
 def test_rope_turns_gradients_back():
     """From a token in the middle of the tables on; a length of its own for q, k and v's heads."""
     cfg = models.GPTConfig(n_embd=96, n_head=4, n_kv_head=2, block_size=40, positions="rope")
