@@ -342,7 +342,7 @@ def gelu_down(dy, w, act, before):
 
 def relu2_up(x, w, bias, tune):
     before = product(x, w, bias, x.dtype, tune)
-    act = models.relu2(before)
+    act = models.relu2(before).to(x.dtype)  # autocast squares in float32
     return act, (act, before)
 
 

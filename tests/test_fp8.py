@@ -82,7 +82,8 @@ def test_cast(M, widths, what, e5m2, std):
         assert 0.99 * least <= room <= 2.05 * least and torch.frexp(scale)[0].item() == 0.5
         assert torch.equal(out.t().view(torch.uint8), out_t.view(torch.uint8))
         clamped = exact.clamp(-limit * scale.item(), limit * scale.item())
-        assert error(out.double() * scale, clamped) < (E5M2 if e5m2 else E4M3)  # the mean of few numbers
+        few = 1.5 if exact.numel() < 1000 else 1.0  # numbers, whose errors do not even out
+        assert error(out.double() * scale, clamped) < few * (E5M2 if e5m2 else E4M3)
         assert torch.allclose(sums.double(), exact.sum(0), rtol=1e-3, atol=1e-3 * most * M**0.5)
 
 

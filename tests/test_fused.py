@@ -248,7 +248,7 @@ def test_a_swapped_model_trains_as_the_plain_one(shape, compiled):
     B, T = (4, 128) if GPU else (2, 12)
     exact, own = (models.build(cfg, torch.device(DEVICE), 0) for _ in range(2))
     for block in [*exact.blocks, *own.blocks]:
-        block.attn.qkv.weight.data *= 8  # or tokens attend to all alike, wherever they are
+        block.attn.qkv.weight.data *= 3 if GPU else 8  # or tokens attend to all alike; by width, more is all rounding
     names = list(own.state_dict())
     fused.swap(own)
     assert list(own.state_dict()) == names
