@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 import cublas
+import hopper
 import kernels
 import model as models
 
@@ -228,6 +229,8 @@ def product_gelu(
     a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, tune: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(GELU of the product, the product)"""
+    if on_hopper(a):
+        return hopper.gelu(a, b.t(), bias)
     out, before = (a.new_empty(a.size(0), b.size(1)) for _ in range(2))
     return cublas.matmul(a, b, out, bias=bias, gelu=before, tune=tune), before
 
@@ -238,14 +241,21 @@ def _(a, b, bias, tune):
 
 
 @operator("product_dgelu")
-def product_dgelu(a: torch.Tensor, b: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    """The product times the GELU's derivative at `before`"""
-    return cublas.matmul(a, b, torch.empty_like(before), dgelu=before)
+def product_dgelu(a: torch.Tensor, b: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the product times the GELU's derivative at `before`, its float32 column sums or, where it has none, nothing)"""
+    if on_hopper(a):
+        return hopper.dgelu(a, b, before)
+    return cublas.matmul(a, b, torch.empty_like(before), dgelu=before), before.new_empty(0, dtype=torch.float32)
 
 
 @product_dgelu.register_fake
 def _(a, b, before):
-    return torch.empty_like(before)
+    return torch.empty_like(before), before.new_empty(before.size(1) * on_hopper(a), dtype=torch.float32)
+
+
+def on_hopper(x):
+    """Whether hopper.py multiplies it."""
+    return x.dtype == torch.bfloat16 and hopper.available(x.device)
 
 
 class LinearFunction(torch.autograd.Function):
@@ -337,7 +347,8 @@ def gelu_up(x, w, bias, tune):
 
 
 def gelu_down(dy, w, act, before):
-    return product_dgelu(dy, w, before), act, None
+    dbefore, sums = product_dgelu(dy, w, before)
+    return dbefore, act, sums if len(sums) else None
 
 
 def relu2_up(x, w, bias, tune):

@@ -1,0 +1,438 @@
+"""The MLP's first product with its GELU, and the second's backward with the GELU's slope and the first bias' gradient,
+as one CUDA kernel for Hopper, compiled by NVRTC at its first call.
+
+cuBLASLt has these epilogues too, but its matrix units wait for them. Here two warpgroups of a thread block take turns:
+while one multiplies its tile the other finishes the one before, and a thread of its own fetches what is multiplied.
+Two blocks at a time (a cluster) have the same columns, of which each fetches half for both.
+
+The instructions (wgmma, mbarrier, cp.async.bulk.tensor): https://docs.nvidia.com/cuda/parallel-thread-execution; the
+calls: https://docs.nvidia.com/cuda/nvrtc and https://docs.nvidia.com/cuda/cuda-driver-api.
+"""
+
+import ctypes
+import functools
+from pathlib import Path
+
+import torch
+
+BM, BN, BK, STAGES = 128, 192, 64, 4  # a warpgroup's tile and its steps of K; steps in shared memory
+CHUNK = 64  # columns that a warp finishes at once, of its 32 rows
+TEAM = 2  # blocks that share columns; four: 1.7 times slower
+THREADS = 3 * 128
+SHARED = STAGES * (BM + BN) * BK * 2 + 2 * 2 * BM * CHUNK * 2 + 256  # bytes: stages, each warp's two buffers, barriers
+FORWARD, BACKWARD = 0, 1
+
+SOURCE = r"""
+typedef unsigned int u32;
+typedef unsigned long long u64;
+struct alignas(64) Map { u64 opaque[16]; };  // a CUtensorMap
+
+constexpr u32 A_BYTES = BM * BK * 2, B_BYTES = BN * BK * 2, STAGE = A_BYTES + B_BYTES, BUFFER = 32 * CHUNK * 2;
+
+__device__ void arrive_expecting(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+__device__ void arrive_at(u32 barrier, u32 block) {  // of the cluster
+    asm volatile(
+        "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %0, %1;"
+        " mbarrier.arrive.shared::cluster.b64 _, [remote]; }" ::"r"(barrier), "r"(block) : "memory");
+}
+
+__device__ void wait(u32 barrier, u32 parity) {
+    u32 done = 0;
+    while (!done)
+        asm volatile(
+            "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+            : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+}
+
+__device__ void load(u32 to, const Map* map, u32 x, u32 y, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
+        ::"r"(to), "l"(map), "r"(barrier), "r"(x), "r"(y) : "memory");
+}
+
+__device__ void load_for_team(u32 to, const Map* map, u32 x, u32 y, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+        " [%0], [%1, {%4, %5}], [%2], %3;"
+        ::"r"(to), "l"(map), "r"(barrier), "h"((unsigned short)((1 << TEAM) - 1)), "r"(x), "r"(y) : "memory");
+}
+
+__device__ void store(const Map* map, u32 x, u32 y, u32 from) {
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];"
+        " cp.async.bulk.commit_group;" ::"l"(map), "r"(from), "r"(x), "r"(y) : "memory");
+}
+
+template <int LEFT> __device__ void stores_read() {  // all of this thread's but the last LEFT have left shared memory
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(LEFT) : "memory");
+}
+
+__device__ void written() {  // what this warp has written into shared memory is there for a store
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    __syncwarp();
+}
+
+// A tile for wgmma, of swizzled rows of 128 bytes, by eights. K along the rows: the eights are `eights` bytes apart.
+// K down the rows: they are too, and 64 columns are `columns` bytes from the next 64.
+__device__ u64 described(u32 tile, u32 eights, u32 columns = 16) {
+    return (u64)((tile & 0x3ffff) >> 4) | (u64)(columns >> 4) << 16 | (u64)(eights >> 4) << 32 | (u64)1 << 62;
+}
+
+__device__ void multiply(float (&d)[96], u64 a, u64 b, u32 add) {
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %98, 0;"
+        " wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 {@REGISTERS}, %96, %97, p, 1, 1, 0, %99; }"
+        : @OPERANDS : "l"(a), "l"(b), "r"(add), "n"(BACKWARD));
+}
+
+__device__ void hold(float (&d)[96]) {  // registers that wgmma writes are not to be touched before
+#pragma unroll
+    for (int i = 0; i < 96; i++) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+// four 8 x 8 blocks from or to shared memory; of each a lane has two neighbours, as of wgmma's results
+__device__ void read(u32 (&r)[4], u32 at) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+        : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at));
+}
+__device__ void write(u32 at, const u32 (&r)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+        ::"r"(at), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
+}
+
+__device__ u32 packed(float low, float high) {
+    u32 both;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
+__device__ float low(u32 both) { return __uint_as_float(both << 16); }
+__device__ float high(u32 both) { return __uint_as_float(both & 0xffff0000u); }
+
+constexpr float ROOT = 0.7978845608f, CUBE = 0.044715f;  // GELU(x) = x / 2 (1 + tanh(ROOT (x + CUBE x^3)))
+
+__device__ float tanh_of(float x, float square) {  // to 2^-11, as in cuBLASLt's
+    float t;
+    asm("tanh.approx.f32 %0, %1;" : "=f"(t) : "f"(x * fmaf(square, ROOT * CUBE, ROOT)));
+    return t;
+}
+__device__ float gelu(float x) {
+    const float half = .5f * x;
+    return fmaf(half, tanh_of(x, x * x), half);
+}
+__device__ float slope(float x) {
+    const float square = x * x, t = tanh_of(x, square);
+    return fmaf(fmaf(-t, t, 1.f), x * fmaf(square, 1.5f * ROOT * CUBE, .5f * ROOT), fmaf(t, .5f, .5f));
+}
+
+// All matrices are bf16. FORWARD: a: (M, K), b: (N, K), before = a b^T + bias, out = GELU(before).
+// BACKWARD: a: (M, K), b: (K, N), out = a b * slope(before); sums: (M / 32, N) gets the column sums of each 32 rows.
+extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(TEAM, 1, 1)
+product_gelu(const __grid_constant__ Map a_map, const __grid_constant__ Map b_map, const __grid_constant__ Map out_map,
+        const __grid_constant__ Map before_map, const unsigned short* bias, float* sums, u32 M, u32 N, u32 K) {
+    extern __shared__ __align__(1024) unsigned char shared[];
+    const u32 stages = (u32)__cvta_generic_to_shared(shared), buffers = stages + STAGES * STAGE;
+    const u32 full = buffers + 16 * BUFFER, empty = full + 8 * STAGES, come = empty + 8 * STAGES;  // barriers
+    const u32 group = threadIdx.x / 128, thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
+    const u32 block = blockIdx.x % TEAM, team = blockIdx.x / TEAM, teams = gridDim.x / TEAM;
+    const u32 steps = (K + BK - 1) / BK, across = (N + BN - 1) / BN;
+    const u32 tiles = (M + TEAM * BM - 1) / (TEAM * BM) * across;
+
+    if (threadIdx.x == 0) {
+        for (u32 i = 0; i < STAGES; i++) {
+            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(full + 8 * i));
+            asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(empty + 8 * i), "n"(TEAM));
+        }
+        for (u32 i = 0; i < 16; i++) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(come + 8 * i));
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
+
+    if (group == 2) {  // fetches
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+        if (thread == 0) {
+            u32 stage = 0, parity = 1;
+            for (u32 tile = team; tile < tiles; tile += teams) {
+                const u32 row = (tile / across * TEAM + block) * BM, column = tile % across * BN;
+                for (u32 k = 0; k < K; k += BK) {
+                    const u32 a = stages + stage * STAGE, b = a + A_BYTES, barrier = full + 8 * stage;
+                    wait(empty + 8 * stage, parity);
+                    arrive_expecting(barrier, STAGE);
+                    load(a, &a_map, k, row, barrier);
+                    const u32 mine = block * (BACKWARD ? BK : BN) / TEAM;  // rows of b's tile
+                    if (BACKWARD)
+                        for (u32 n = 0; n < BN; n += 64)
+                            load_for_team(b + n * BK * 2 + mine * 128, &b_map, column + n, k + mine, barrier);
+                    else
+                        load_for_team(b + mine * 128, &b_map, k, column + mine, barrier);
+                    if (++stage == STAGES) stage = 0, parity ^= 1;
+                }
+            }
+        }
+        __syncwarp();
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+        float d[2][96];
+        const u32 mine = buffers + (group * 4 + warp) * 2 * BUFFER, arrived = come + (group * 4 + warp) * 16;
+        const u32 turn = 1 + group, other_turn = 2 - group;
+        // d[h]'s rows are eights 0 and 2, or 1 and 3, of the warp's 32; blocks 2 j and 2 j + 1 of their columns:
+        const u32 place = (lane / 8 % 2 * 16 + lane % 8) * 128;
+#define PLACE(j, h) (place + h * (8 * 128) + ((2 * j + lane / 16) ^ lane % 8) * 16)
+        u32 stage = group * steps % STAGES, parity = group * steps / STAGES & 1, turns = 0;  // turns: of the two buffers
+        u32 tile = team + group * teams;
+        u32 row = (tile / across * TEAM + block) * BM, column = tile % across * BN;
+        const auto fetch = [&](u32 x, u32 y, u32 turn) {
+            arrive_expecting(arrived + 8 * (turn % 2), BUFFER);
+            load(mine + turn % 2 * BUFFER, &before_map, x, y + 32 * warp, arrived + 8 * (turn % 2));
+        };
+        if (BACKWARD && lane == 0 && tile < tiles)
+            for (u32 c = 0; c < 2; c++) fetch(column + c * CHUNK, row, c);
+        if (group == 1) asm volatile("bar.arrive %0, 256;" ::"r"(other_turn) : "memory");
+
+        while (tile < tiles) {
+            asm volatile("bar.sync %0, 256;" ::"r"(turn) : "memory");
+            for (u32 k = 0; k < steps; k++) {
+                wait(full + 8 * stage, parity);
+                const u32 tile_a = stages + stage * STAGE;
+                const u64 a = described(tile_a, 2048);  // every other eight rows, so that a warp has 32 side by side
+                const u64 b = described(tile_a + A_BYTES, 1024, BACKWARD ? BK * 128 : 16);
+                hold(d[0]);
+                hold(d[1]);
+                asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+                for (u32 i = 0; i < BK / 16; i++)
+#pragma unroll
+                    for (u32 h = 0; h < 2; h++)
+                        multiply(d[h], a + (i * 32 + h * 1024) / 16, b + i * (BACKWARD ? 2048 : 32) / 16, k | i);
+                asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+                hold(d[0]);
+                hold(d[1]);
+                if (k) {  // the step before is done
+                    asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+                    if (thread < TEAM) arrive_at(empty + 8 * ((stage + STAGES - 1) % STAGES), thread);
+                }
+                if (++stage == STAGES) stage = 0, parity ^= 1;
+            }
+            asm volatile("bar.arrive %0, 256;" ::"r"(other_turn) : "memory");
+            asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+            hold(d[0]);
+            hold(d[1]);
+            if (thread < TEAM) arrive_at(empty + 8 * ((stage + STAGES - 1) % STAGES), thread);
+            stage += steps;  // the other warpgroup's tile is between
+            parity ^= stage / STAGES & 1;
+            stage %= STAGES;
+
+            const u32 next = tile + 2 * teams;
+            const u32 next_row = (next / across * TEAM + block) * BM, next_column = next % across * BN;
+#pragma unroll
+            for (u32 c = 0; c < BN / CHUNK; c++, turns++) {
+                const u32 n = column + c * CHUNK, y = row + 32 * warp;
+                const u32 buffer = mine + (BACKWARD ? turns % 2 * BUFFER : BUFFER), past = BACKWARD ? buffer : mine;
+                if (BACKWARD) {
+                    wait(arrived + 8 * (turns % 2), turns / 2 & 1);
+                } else {
+                    if (lane == 0) stores_read<1>();
+                    __syncwarp();
+#pragma unroll
+                    for (u32 j = 0; j < CHUNK / 16; j++) {
+                        u32 added[2] = {0, 0};
+#pragma unroll
+                        for (u32 i = 0; i < 2; i++) {
+                            const u32 at = n + 16 * j + 8 * i + lane % 4 * 2;
+                            if (bias) added[i] = __ldg((const u32*)(bias + min(at, N - 2)));
+                        }
+#pragma unroll
+                        for (u32 h = 0; h < 2; h++) {
+                            const float* v = &d[h][c * (CHUNK / 2) + j * 8];
+                            u32 r[4];
+#pragma unroll
+                            for (u32 i = 0; i < 4; i++)
+                                r[i] = packed(v[2 * i] + low(added[i / 2]), v[2 * i + 1] + high(added[i / 2]));
+                            write(mine + PLACE(j, h), r);
+                        }
+                    }
+                    written();
+                    if (lane == 0) {
+                        store(&before_map, n, y, mine);
+                        stores_read<1>();
+                    }
+                    __syncwarp();
+                }
+                float total[8];  // of 32 columns: two neighbours in each eight
+#pragma unroll
+                for (u32 j = 0; j < CHUNK / 16; j++) {
+                    u32 r[2][4];
+#pragma unroll
+                    for (u32 h = 0; h < 2; h++) read(r[h], past + PLACE(j, h));
+#pragma unroll
+                    for (u32 h = 0; h < 2; h++) {
+                        const float* v = &d[h][c * (CHUNK / 2) + j * 8];
+#pragma unroll
+                        for (u32 i = 0; i < 4; i++) {
+                            float left = low(r[h][i]), right = high(r[h][i]);
+                            if (BACKWARD) {
+                                left = v[2 * i] * slope(left), right = v[2 * i + 1] * slope(right);
+                                float* t = &total[j % 2 * 4 + i / 2 * 2];
+                                t[0] = left + (h || i % 2 ? t[0] : 0.f);
+                                t[1] = right + (h || i % 2 ? t[1] : 0.f);
+                            } else {
+                                left = gelu(left), right = gelu(right);
+                            }
+                            r[h][i] = packed(left, right);
+                        }
+                    }
+#pragma unroll
+                    for (u32 h = 0; h < 2; h++) write(buffer + PLACE(j, h), r[h]);
+                    if (BACKWARD && j % 2) {  // eight lanes have rows of the same columns
+#pragma unroll
+                        for (u32 half = 4; half > 1; half /= 2) {  // of two lanes, each goes on with half of them
+                            const bool upper = lane & half * 4;
+#pragma unroll
+                            for (u32 i = 0; i < half; i++) {
+                                const float first = total[i], second = total[i + half];
+                                const float other = __shfl_xor_sync(~0u, upper ? first : second, half * 4);
+                                total[i] = (upper ? second : first) + other;
+                            }
+                        }
+                        for (u32 i = 0; i < 2; i++) total[i] += __shfl_xor_sync(~0u, total[i], 4);
+                        const u32 at = n + j / 2 * 32 + lane / 8 * 8 + lane % 4 * 2;
+                        float2* to = (float2*)(sums + (u64)(y / 32) * N + at);
+                        if (lane % 8 < 4 && at < N) *to = make_float2(total[0], total[1]);
+                    }
+                    if (BACKWARD && j == 1 && lane == 0 && turns) {  // the chunk before this has left its buffer
+                        stores_read<0>();
+                        if (c + 1 < BN / CHUNK) fetch(n + CHUNK, row, turns + 1);
+                        else if (next < tiles) fetch(next_column, next_row, turns + 1);
+                    }
+                }
+                written();
+                if (lane == 0) store(&out_map, n, y, buffer);
+            }
+            tile = next, row = next_row, column = next_column;
+        }
+        if (lane == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+        __syncwarp();
+    }
+    // a block does not end while the other one may still reach its barriers and its stages
+    asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+"""
+
+
+@functools.cache
+def available(device):
+    """Whether the kernel runs there: a Hopper GPU, and NVRTC, which PyTorch for CUDA brings."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return False
+    try:
+        return bool(nvrtc())
+    except OSError:
+        return False
+
+
+def gelu(a, b, bias):
+    """(GELU of a b^T + bias, what it was taken of). a: (M, K), b: (N, K), bias: (N,) or None; all bf16, contiguous, of
+    widths that are multiples of 8."""
+    out, before = (a.new_empty(a.size(0), b.size(0)) for _ in range(2))
+    launch(FORWARD, a, b, out, before, bias, None, (BN // TEAM, BK))
+    return out, before
+
+
+def dgelu(a, b, before):
+    """(a b times the GELU's slope at `before`, its column sums in float32). a: (M, K), b: (K, N), before: (M, N), as
+    in `gelu`."""
+    out = torch.empty_like(before)
+    rows = -(-a.size(0) // (TEAM * BM)) * TEAM * BM
+    sums = torch.empty(rows // 32, out.size(1), dtype=torch.float32, device=a.device)
+    launch(BACKWARD, a, b, out, before, None, sums, (BK // TEAM, 64))
+    return out, sums.sum(0)
+
+
+def launch(kind, a, b, out, before, bias, sums, b_box):
+    (M, K), N, device = a.shape, out.size(1), a.device.index
+    boxes = (a, (BM, BK)), (b, b_box), (out, (32, CHUNK)), (before, (32, CHUNK))
+    arguments = [tensor_map(x, *box) for x, box in boxes]
+    arguments += [ctypes.c_void_p(None if x is None else x.data_ptr()) for x in (bias, sums)]
+    arguments += [ctypes.c_uint32(n) for n in (M, N, K)]
+    addresses = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    blocks = TEAM * min(processors // TEAM, -(-M // (TEAM * BM)) * -(-N // BN))
+    stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
+    grid = blocks, 1, 1, THREADS, 1, 1
+    check(driver().cuLaunchKernel(kernel(kind, device), *grid, SHARED, stream, addresses, None), "cuLaunchKernel")
+
+
+def tensor_map(x, rows, columns):
+    """How the copy engine is to take boxes of a contiguous bf16 matrix, rows of 128 bytes swizzled: a CUtensorMap."""
+    memory = ctypes.create_string_buffer(128 + 64)
+    aligned = (ctypes.c_char * 128).from_buffer(memory, -ctypes.addressof(memory) % 64)
+    sizes, stride = (ctypes.c_uint64 * 2)(x.size(1), x.size(0)), ctypes.c_uint64(x.size(1) * 2)
+    box, steps = (ctypes.c_uint32 * 2)(columns, rows), (ctypes.c_uint32 * 2)(1, 1)
+    bf16, plain, swizzle_128, promote_256, zeros = 9, 0, 3, 3, 0
+    status = driver().cuTensorMapEncodeTiled(
+        aligned, bf16, 2, ctypes.c_void_p(x.data_ptr()), sizes, ctypes.byref(stride), box, steps, plain, swizzle_128,
+        promote_256, zeros,
+    )  # fmt: skip
+    check(status, "cuTensorMapEncodeTiled")
+    return aligned
+
+
+def check(status, what):
+    if status:
+        raise RuntimeError(f"{what} failed with status {status}")
+
+
+@functools.cache
+def driver():
+    return ctypes.PyDLL("libcuda.so.1")
+
+
+@functools.cache
+def nvrtc():
+    """The library as PyTorch's packages have it, or the system's; OSError where there is none."""
+    name = f"libnvrtc.so.{torch.version.cuda.split('.')[0]}"
+    packaged = sorted(Path(torch.__file__).parents[1].glob(f"nvidia/*/lib/{name}"))
+    return ctypes.CDLL(str(packaged[0]) if packaged else name)
+
+
+@functools.cache
+def kernel(kind, device):
+    module, function, most_shared = ctypes.c_void_p(), ctypes.c_void_p(), 8
+    check(driver().cuModuleLoadData(ctypes.byref(module), compiled(kind)), "cuModuleLoadData")
+    check(driver().cuModuleGetFunction(ctypes.byref(function), module, b"product_gelu"), "cuModuleGetFunction")
+    check(driver().cuFuncSetAttribute(function, most_shared, SHARED), "cuFuncSetAttribute")
+    return function
+
+
+@functools.cache
+def compiled(kind):
+    """The kernel's machine code; RuntimeError with the compiler's words if it has any."""
+    registers = ", ".join(f"%{i}" for i in range(96))
+    operands = ", ".join(f'"+f"(d[{i}])' for i in range(96))
+    source = SOURCE.replace("@REGISTERS", registers).replace("@OPERANDS", operands)
+    values = {
+        "BACKWARD": kind,
+        "BM": BM,
+        "BN": BN,
+        "BK": BK,
+        "STAGES": STAGES,
+        "CHUNK": CHUNK,
+        "TEAM": TEAM,
+        "THREADS": THREADS,
+    }
+    options = [b"--gpu-architecture=sm_90a", *(f"-D{name}={value}u".encode() for name, value in values.items())]
+    lib, program = nvrtc(), ctypes.c_void_p()
+    check(lib.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"hopper.cu", 0, None, None), "NVRTC")
+    status = lib.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
+    if status:
+        raise RuntimeError(text(program, "ProgramLog").decode())
+    return text(program, "CUBIN")
+
+
+def text(program, what):
+    size = ctypes.c_size_t()
+    check(getattr(nvrtc(), f"nvrtcGet{what}Size")(program, ctypes.byref(size)), "NVRTC")
+    content = ctypes.create_string_buffer(size.value)
+    check(getattr(nvrtc(), f"nvrtcGet{what}")(program, content), "NVRTC")
+    return content.raw
