@@ -1,5 +1,5 @@
 """cuBLASLt called directly: what PyTorch does not pass on, a GELU and its gradient in the product's epilogue, and a
-choice among its algorithms by timing where PyTorch takes its first guess.
+choice among its algorithms, and hopper.py's, by timing where PyTorch takes its first guess.
 
 Constants and structures: https://docs.nvidia.com/cuda/cublas, section cuBLASLt API. Every operation is one call of
 `matmul`; a shape's descriptors and its fastest algorithm are kept from the first call on.
@@ -10,6 +10,8 @@ import functools
 import statistics
 
 import torch
+
+import hopper
 
 CUDA_TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}
 COMPUTE_32F, SUCCESS = 68, 0
@@ -76,7 +78,9 @@ def matmul(a, b, out, *, bias=None, gelu=None, dgelu=None, accumulate=False, sca
         if tensor is not None:
             plan.set(attribute, ctypes.c_uint64(tensor.data_ptr()))
     if tune and not plan.tuned:
-        plan.tune(a, b, torch.empty_like(out) if accumulate else out)
+        plan.tune(a, b, bias, torch.empty_like(out) if accumulate else out)
+    if plan.fastest == len(plan.found):
+        return hopper.linear(a, b, bias, out)
     plan.run(a, b, out, plan.fastest)
     return out
 
@@ -111,6 +115,8 @@ class Plan:
             layout(out_type, N, M, N),
         ]
         self.found = self.candidates()
+        self.by_hopper = epilogue in (PLAIN, WITH_BIAS) and a_type == b_type == out_type == torch.bfloat16
+        self.by_hopper &= bias_type in (None, torch.bfloat16) and not (ta or accumulate) and hopper.available(device)
 
     def set(self, attribute, value):
         lib, _ = library()
@@ -147,26 +153,34 @@ class Plan:
         )  # fmt: skip
         check(status, "cublasLtMatmul")
 
-    def tune(self, a, b, out):
-        """Times the candidates in turn, several rounds over, since the clock drifts with the chip's power."""
+    def tune(self, a, b, bias, out):
         self.tuned = True
-        times = {which: [] for which in range(len(self.found))}
-        for _ in range(ROUNDS):
-            for which in list(times):
-                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                try:
-                    self.run(a, b, out, which)
-                except RuntimeError:  # some are offered that do not run
-                    del times[which]
-                    continue
-                begin.record()
-                self.run(a, b, out, which)
-                self.run(a, b, out, which)
-                end.record()
-                times[which].append((begin, end))
-        torch.cuda.synchronize(self.device)
-        medians = {w: statistics.median(begin.elapsed_time(end) for begin, end in t) for w, t in times.items()}
-        self.fastest = min(medians, key=medians.get)
+        ways = [functools.partial(self.run, a, b, out, which) for which in range(len(self.found))]
+        if self.by_hopper:
+            ways.append(functools.partial(hopper.linear, a, b, bias, out))
+        self.fastest = fastest(ways, self.device)
+
+
+def fastest(ways, device):
+    """Index of the function that takes the GPU the least time, tried in turn, several rounds over, since the clock
+    drifts with the chip's power. Those that raise a RuntimeError, as some algorithms that cuBLAS offers do, are left out."""
+    times = {which: [] for which in range(len(ways))}
+    for _ in range(ROUNDS):
+        for which in list(times):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            try:
+                ways[which]()
+            except RuntimeError:
+                del times[which]
+                continue
+            begin.record()
+            ways[which]()
+            ways[which]()
+            end.record()
+            times[which].append((begin, end))
+    torch.cuda.synchronize(device)
+    medians = {w: statistics.median(begin.elapsed_time(end) for begin, end in t) for w, t in times.items()}
+    return min(medians, key=medians.get)
 
 
 def layout(dtype, rows, columns, stride):

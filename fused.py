@@ -478,9 +478,43 @@ class QKV(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dq, dk, dv):
         x, w = ctx.saved_tensors
-        dy, sums = pack(*join_heads(dq, dk, dv))
-        dx = product(dy, w, None, dy.dtype, True).unflatten(0, (dq.size(0), dq.size(2)))
-        return dx, *weight_gradients(dy, x, *ctx.dtypes, sums), None, None, None
+        dx, dw, db = qkv_gradients(*join_heads(dq, dk, dv), x, w, ctx.dtypes[0])
+        return dx.unflatten(0, (dq.size(0), dq.size(2))), *as_gradients((dw, db), ctx.dtypes), None, None, None
+
+
+@operator("qkv_gradients")
+def qkv_gradients(
+    dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, x: torch.Tensor, w: torch.Tensor, weight_dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(gradient of x, of w, the float32 column sums) of y = x w^T, whose gradient is dq, dk and dv side by side."""
+    parts = dq, dk, dv
+    if not (on_hopper(x) and all(part.size(1) % hopper.PART == 0 for part in parts)):
+        return packed_gradients(parts, x, w, weight_dtype)
+    ways = packed_gradients, parts_gradients
+    key = x.device, *x.shape, *w.shape, weight_dtype
+    if key not in QKV_WAYS:
+        tried = [functools.partial(way, parts, x, w, weight_dtype) for way in ways]
+        QKV_WAYS[key] = ways[cublas.fastest(tried, x.device)]
+    return QKV_WAYS[key](parts, x, w, weight_dtype)
+
+
+@qkv_gradients.register_fake
+def _(dq, dk, dv, x, w, weight_dtype):
+    return torch.empty_like(x), torch.empty_like(w, dtype=weight_dtype), w.new_empty(w.size(0), dtype=torch.float32)
+
+
+QKV_WAYS = {}  # the faster one for a shape
+
+
+def parts_gradients(parts, x, w, weight_dtype):
+    dx, dw, sums = hopper.linear_backward(parts, x, w)
+    return dx, dw.to(weight_dtype), sums
+
+
+def packed_gradients(parts, x, w, weight_dtype):
+    dy, sums = pack(*parts)
+    dx = cublas.matmul(dy, w, torch.empty_like(x))
+    return dx, cublas.matmul(dy.t(), x, torch.empty_like(w, dtype=weight_dtype)), sums
 
 
 def split_heads(y, shape, heads, head_dim):

@@ -1,9 +1,11 @@
-"""The MLP's first product with its GELU, and the second's backward with the GELU's slope and the first bias' gradient,
-as one CUDA kernel for Hopper, compiled by NVRTC at its first call.
+"""Products in bf16 as CUDA kernels of our own for Hopper, compiled by NVRTC at their first call, where cuBLASLt's are
+slower or want another pass over memory: the MLP's first product with its GELU, the second's backward with the GELU's
+slope and the first bias' gradient; and those of the layer before attention, from the gradients of q, k and v where they
+are, bias gradient included.
 
-cuBLASLt has these epilogues too, but its matrix units wait for them. Here two warpgroups of a thread block take turns:
-while one multiplies its tile the other finishes the one before, and a thread of its own fetches what is multiplied.
-Two blocks at a time (a cluster) have the same columns, of which each fetches half for both.
+hopper_product: two warpgroups of a thread block take turns. While one multiplies its tile, the other finishes the one
+before; cuBLASLt's matrix units wait for their epilogues. hopper_weight: both multiply halves of one tile. In both a
+thread of its own fetches what is multiplied, and what two neighbouring blocks (a cluster) have in common, each by half.
 
 The instructions (wgmma, mbarrier, cp.async.bulk.tensor): https://docs.nvidia.com/cuda/parallel-thread-execution; the
 calls: https://docs.nvidia.com/cuda/nvrtc and https://docs.nvidia.com/cuda/cuda-driver-api.
@@ -17,12 +19,14 @@ import torch
 
 BM, BN, BK, STAGES = 128, 192, 64, 4  # a warpgroup's tile and its steps of K; steps in shared memory
 CHUNK = 64  # columns that a warp finishes at once, of its 32 rows
-TEAM = 2  # blocks that share columns; four: 1.7 times slower
+TEAM = 2  # blocks of a cluster
 THREADS = 3 * 128
-SHARED = STAGES * (BM + BN) * BK * 2 + 2 * 2 * BM * CHUNK * 2 + 256  # bytes: stages, each warp's two buffers, barriers
-FORWARD, BACKWARD = 0, 1
+PRODUCT_SHARED = STAGES * (BM + BN) * BK * 2 + 2 * 2 * BM * CHUNK * 2 + 256  # bytes; each warp has two buffers
+WEIGHT_SHARED = STAGES * (2 * BM + BN) * BK * 2 + 1024 + 128  # a kilobyte of ones
+PART = 2 * BM  # of whose multiples the widths must be of what is side by side in linear_backward
+LINEAR, LINEAR_BACKWARD, GELU, GELU_BACKWARD = range(4)  # kinds of hopper_product
 
-SOURCE = r"""
+COMMON = r"""
 typedef unsigned int u32;
 typedef unsigned long long u64;
 struct alignas(64) Map { u64 opaque[16]; };  // a CUtensorMap
@@ -80,16 +84,24 @@ __device__ u64 described(u32 tile, u32 eights, u32 columns = 16) {
     return (u64)((tile & 0x3ffff) >> 4) | (u64)(columns >> 4) << 16 | (u64)(eights >> 4) << 32 | (u64)1 << 62;
 }
 
-__device__ void multiply(float (&d)[96], u64 a, u64 b, u32 add) {
+// A_DOWN, B_DOWN: K is down the rows of a, of b
+template <int A_DOWN, int B_DOWN> __device__ void multiply(float (&d)[96], u64 a, u64 b, u32 add) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %98, 0;"
-        " wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 {@REGISTERS}, %96, %97, p, 1, 1, 0, %99; }"
-        : @OPERANDS : "l"(a), "l"(b), "r"(add), "n"(BACKWARD));
+        " wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 {@REGISTERS}, %96, %97, p, 1, 1, %99, %100; }"
+        : @OPERANDS : "l"(a), "l"(b), "r"(add), "n"(A_DOWN), "n"(B_DOWN));
 }
 
-__device__ void hold(float (&d)[96]) {  // registers that wgmma writes are not to be touched before
+__device__ void add_up(float (&d)[4], u64 a, u64 ones, u32 add) {  // K is down the rows of a
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %6, 0;"
+        " wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, %4, %5, p, 1, 1, 1, 0; }"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "l"(a), "l"(ones), "r"(add));
+}
+
+template <int N> __device__ void hold(float (&d)[N]) {  // registers that wgmma writes are not to be touched before
 #pragma unroll
-    for (int i = 0; i < 96; i++) asm volatile("" : "+f"(d[i])::"memory");
+    for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
 }
 
 // four 8 x 8 blocks from or to shared memory; of each a lane has two neighbours, as of wgmma's results
@@ -125,12 +137,19 @@ __device__ float slope(float x) {
     const float square = x * x, t = tanh_of(x, square);
     return fmaf(fmaf(-t, t, 1.f), x * fmaf(square, 1.5f * ROOT * CUBE, .5f * ROOT), fmaf(t, .5f, .5f));
 }
+"""
 
-// All matrices are bf16. FORWARD: a: (M, K), b: (N, K), before = a b^T + bias, out = GELU(before).
-// BACKWARD: a: (M, K), b: (K, N), out = a b * slope(before); sums: (M / 32, N) gets the column sums of each 32 rows.
+PRODUCT = r"""
+// out = a b^T (BACKWARD: a b) + bias. a: (M, K), three side by side of which the second begins at K1, the third at K2;
+// b: (N, K) (BACKWARD: (K, N)); all bf16. WITH_GELU: `before` receives that, out its GELU; BACKWARD too: out is that
+// * slope(before), and sums: (M / 32, N) gets the column sums of each 32 rows.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(TEAM, 1, 1)
-product_gelu(const __grid_constant__ Map a_map, const __grid_constant__ Map b_map, const __grid_constant__ Map out_map,
-        const __grid_constant__ Map before_map, const unsigned short* bias, float* sums, u32 M, u32 N, u32 K) {
+hopper_product(const __grid_constant__ Map a0_map, const __grid_constant__ Map a1_map,
+               const __grid_constant__ Map a2_map, const __grid_constant__ Map b_map,
+               const __grid_constant__ Map out_map,
+               const __grid_constant__ Map before_map, const unsigned short* bias, float* sums,
+               u32 M, u32 N, u32 K, u32 K1, u32 K2) {
+    constexpr bool SLOPE = BACKWARD && WITH_GELU;
     extern __shared__ __align__(1024) unsigned char shared[];
     const u32 stages = (u32)__cvta_generic_to_shared(shared), buffers = stages + STAGES * STAGE;
     const u32 full = buffers + 16 * BUFFER, empty = full + 8 * STAGES, come = empty + 8 * STAGES;  // barriers
@@ -159,7 +178,9 @@ product_gelu(const __grid_constant__ Map a_map, const __grid_constant__ Map b_ma
                     const u32 a = stages + stage * STAGE, b = a + A_BYTES, barrier = full + 8 * stage;
                     wait(empty + 8 * stage, parity);
                     arrive_expecting(barrier, STAGE);
-                    load(a, &a_map, k, row, barrier);
+                    if (k < K1) load(a, &a0_map, k, row, barrier);
+                    else if (k < K2) load(a, &a1_map, k - K1, row, barrier);
+                    else load(a, &a2_map, k - K2, row, barrier);
                     const u32 mine = block * (BACKWARD ? BK : BN) / TEAM;  // rows of b's tile
                     if (BACKWARD)
                         for (u32 n = 0; n < BN; n += 64)
@@ -179,14 +200,15 @@ product_gelu(const __grid_constant__ Map a_map, const __grid_constant__ Map b_ma
         // d[h]'s rows are eights 0 and 2, or 1 and 3, of the warp's 32; blocks 2 j and 2 j + 1 of their columns:
         const u32 place = (lane / 8 % 2 * 16 + lane % 8) * 128;
 #define PLACE(j, h) (place + h * (8 * 128) + ((2 * j + lane / 16) ^ lane % 8) * 16)
-        u32 stage = group * steps % STAGES, parity = group * steps / STAGES & 1, turns = 0;  // turns: of the two buffers
+        u32 turns = 0;  // of the two buffers
+        u32 stage = group * steps % STAGES, parity = group * steps / STAGES & 1;
         u32 tile = team + group * teams;
         u32 row = (tile / across * TEAM + block) * BM, column = tile % across * BN;
         const auto fetch = [&](u32 x, u32 y, u32 turn) {
             arrive_expecting(arrived + 8 * (turn % 2), BUFFER);
             load(mine + turn % 2 * BUFFER, &before_map, x, y + 32 * warp, arrived + 8 * (turn % 2));
         };
-        if (BACKWARD && lane == 0 && tile < tiles)
+        if (SLOPE && lane == 0 && tile < tiles)
             for (u32 c = 0; c < 2; c++) fetch(column + c * CHUNK, row, c);
         if (group == 1) asm volatile("bar.arrive %0, 256;" ::"r"(other_turn) : "memory");
 
@@ -197,6 +219,7 @@ product_gelu(const __grid_constant__ Map a_map, const __grid_constant__ Map b_ma
                 const u32 tile_a = stages + stage * STAGE;
                 const u64 a = described(tile_a, 2048);  // every other eight rows, so that a warp has 32 side by side
                 const u64 b = described(tile_a + A_BYTES, 1024, BACKWARD ? BK * 128 : 16);
+                const u32 b_step = BACKWARD ? 2048 : 32;
                 hold(d[0]);
                 hold(d[1]);
                 asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -204,7 +227,7 @@ product_gelu(const __grid_constant__ Map a_map, const __grid_constant__ Map b_ma
                 for (u32 i = 0; i < BK / 16; i++)
 #pragma unroll
                     for (u32 h = 0; h < 2; h++)
-                        multiply(d[h], a + (i * 32 + h * 1024) / 16, b + i * (BACKWARD ? 2048 : 32) / 16, k | i);
+                        multiply<0, BACKWARD>(d[h], a + (i * 32 + h * 1024) / 16, b + i * b_step / 16, k | i);
                 asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
                 hold(d[0]);
                 hold(d[1]);
@@ -228,10 +251,12 @@ product_gelu(const __grid_constant__ Map a_map, const __grid_constant__ Map b_ma
 #pragma unroll
             for (u32 c = 0; c < BN / CHUNK; c++, turns++) {
                 const u32 n = column + c * CHUNK, y = row + 32 * warp;
-                const u32 buffer = mine + (BACKWARD ? turns % 2 * BUFFER : BUFFER), past = BACKWARD ? buffer : mine;
-                if (BACKWARD) {
+                const bool takes_turns = SLOPE || !WITH_GELU;
+                const u32 buffer = mine + (takes_turns ? turns % 2 * BUFFER : BUFFER), past = SLOPE ? buffer : mine;
+                if (SLOPE) {
                     wait(arrived + 8 * (turns % 2), turns / 2 & 1);
                 } else {
+                    const u32 first = WITH_GELU ? mine : buffer;
                     if (lane == 0) stores_read<1>();
                     __syncwarp();
 #pragma unroll
@@ -249,14 +274,13 @@ product_gelu(const __grid_constant__ Map a_map, const __grid_constant__ Map b_ma
 #pragma unroll
                             for (u32 i = 0; i < 4; i++)
                                 r[i] = packed(v[2 * i] + low(added[i / 2]), v[2 * i + 1] + high(added[i / 2]));
-                            write(mine + PLACE(j, h), r);
+                            write(first + PLACE(j, h), r);
                         }
                     }
                     written();
-                    if (lane == 0) {
-                        store(&before_map, n, y, mine);
-                        stores_read<1>();
-                    }
+                    if (lane == 0) store(WITH_GELU ? &before_map : &out_map, n, y, first);
+                    if (!WITH_GELU) continue;
+                    if (lane == 0) stores_read<1>();
                     __syncwarp();
                 }
                 float total[8];  // of 32 columns: two neighbours in each eight
@@ -271,7 +295,7 @@ product_gelu(const __grid_constant__ Map a_map, const __grid_constant__ Map b_ma
 #pragma unroll
                         for (u32 i = 0; i < 4; i++) {
                             float left = low(r[h][i]), right = high(r[h][i]);
-                            if (BACKWARD) {
+                            if (SLOPE) {
                                 left = v[2 * i] * slope(left), right = v[2 * i + 1] * slope(right);
                                 float* t = &total[j % 2 * 4 + i / 2 * 2];
                                 t[0] = left + (h || i % 2 ? t[0] : 0.f);
@@ -284,7 +308,7 @@ product_gelu(const __grid_constant__ Map a_map, const __grid_constant__ Map b_ma
                     }
 #pragma unroll
                     for (u32 h = 0; h < 2; h++) write(buffer + PLACE(j, h), r[h]);
-                    if (BACKWARD && j % 2) {  // eight lanes have rows of the same columns
+                    if (SLOPE && j % 2) {  // eight lanes have rows of the same columns
 #pragma unroll
                         for (u32 half = 4; half > 1; half /= 2) {  // of two lanes, each goes on with half of them
                             const bool upper = lane & half * 4;
@@ -300,7 +324,7 @@ product_gelu(const __grid_constant__ Map a_map, const __grid_constant__ Map b_ma
                         float2* to = (float2*)(sums + (u64)(y / 32) * N + at);
                         if (lane % 8 < 4 && at < N) *to = make_float2(total[0], total[1]);
                     }
-                    if (BACKWARD && j == 1 && lane == 0 && turns) {  // the chunk before this has left its buffer
+                    if (SLOPE && j == 1 && lane == 0 && turns) {  // the chunk before this has left its buffer
                         stores_read<0>();
                         if (c + 1 < BN / CHUNK) fetch(n + CHUNK, row, turns + 1);
                         else if (next < tiles) fetch(next_column, next_row, turns + 1);
@@ -319,6 +343,125 @@ product_gelu(const __grid_constant__ Map a_map, const __grid_constant__ Map b_ma
 }
 """
 
+WEIGHT = r"""
+// out: (P, Q) float32 += dy^T x, sums: (P) += the column sums of dy. dy: (T, P), side by side of three of which the
+// second begins at column P1, the third at P2; x: (T, Q). Of a tile's T / BK steps a cluster adds up `each` at a time.
+extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(TEAM, 1, 1)
+hopper_weight(const __grid_constant__ Map dy0_map, const __grid_constant__ Map dy1_map,
+              const __grid_constant__ Map dy2_map, const __grid_constant__ Map x_map, float* out, float* sums,
+              u32 P, u32 Q, u32 T, u32 P1, u32 P2, u32 each) {
+    constexpr u32 SLICE = 64 * BK * 2, A_SLICES = 2 * BM / 64, B_SLICES = BN / 64, BOTH = (A_SLICES + B_SLICES) * SLICE;
+    extern __shared__ __align__(1024) unsigned char shared[];
+    const u32 stages = (u32)__cvta_generic_to_shared(shared), ones = stages + STAGES * BOTH;
+    const u32 full = ones + 1024, empty = full + 8 * STAGES;
+    const u32 group = threadIdx.x / 128, thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
+    const u32 block = blockIdx.x % TEAM, team = blockIdx.x / TEAM, teams = gridDim.x / TEAM;
+    const u32 steps = (T + BK - 1) / BK, across = (Q + TEAM * BN - 1) / (TEAM * BN);
+    const u32 tiles = (P + 2 * BM - 1) / (2 * BM) * across;
+    const u32 units = tiles * ((steps + each - 1) / each);  // those of the same steps side by side, for L2's sake
+
+    if (threadIdx.x < 256) ((u32*)(shared + STAGES * BOTH))[threadIdx.x] = 0x3f803f80;
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    if (threadIdx.x == 0) {
+        for (u32 i = 0; i < STAGES; i++) {
+            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(full + 8 * i));
+            asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(empty + 8 * i), "n"(2 * TEAM));
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
+
+    if (group == 2) {  // fetches
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+        if (thread == 0) {
+            u32 stage = 0, parity = 1;
+            for (u32 unit = team; unit < units; unit += teams) {
+                const u32 tile = unit % tiles, first = unit / tiles * each, last = min(first + each, steps);
+                const u32 row = tile / across * 2 * BM, column = (tile % across * TEAM + block) * BN;
+                const Map* dy_map = row < P1 ? &dy0_map : row < P2 ? &dy1_map : &dy2_map;
+                const u32 from = row - (row < P1 ? 0 : row < P2 ? P1 : P2), mine = block * BK / TEAM;
+                for (u32 step = first; step < last; step++) {
+                    const u32 a = stages + stage * BOTH, b = a + A_SLICES * SLICE, barrier = full + 8 * stage;
+                    wait(empty + 8 * stage, parity);
+                    arrive_expecting(barrier, BOTH);
+                    for (u32 i = 0; i < A_SLICES; i++)
+                        load_for_team(a + i * SLICE + mine * 128, dy_map, from + 64 * i, step * BK + mine, barrier);
+                    for (u32 i = 0; i < B_SLICES; i++)
+                        load(b + i * SLICE, &x_map, column + 64 * i, step * BK, barrier);
+                    if (++stage == STAGES) stage = 0, parity ^= 1;
+                }
+            }
+        }
+        __syncwarp();
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+        float d[2][96], s[2][4];
+        u32 stage = 0, parity = 0;
+        for (u32 unit = team; unit < units; unit += teams) {
+            const u32 tile = unit % tiles, chunk = unit / tiles, count = min(each, steps - chunk * each);
+            const u32 row = tile / across * 2 * BM + group * BM, column = (tile % across * TEAM + block) * BN;
+            const bool adds_up = block == 0 && tile % across == chunk % across;  // one of those that have these rows
+            for (u32 k = 0; k < count; k++) {
+                wait(full + 8 * stage, parity);
+                const u32 tile_a = stages + stage * BOTH + group * 2 * SLICE;
+                const u64 a = described(tile_a, 1024, SLICE);
+                const u64 b = described(stages + stage * BOTH + A_SLICES * SLICE, 1024, SLICE);
+                hold(d[0]);
+                hold(d[1]);
+                hold(s[0]);
+                hold(s[1]);
+                asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+                for (u32 i = 0; i < BK / 16; i++)
+#pragma unroll
+                    for (u32 h = 0; h < 2; h++)
+                        multiply<1, 1>(d[h], a + (i * 2048 + h * SLICE) / 16, b + i * 2048 / 16, k | i);
+                if (adds_up) {
+#pragma unroll
+                    for (u32 i = 0; i < BK / 16; i++)
+#pragma unroll
+                        for (u32 h = 0; h < 2; h++)
+                            add_up(s[h], a + (i * 2048 + h * SLICE) / 16, described(ones, 1024), k | i);
+                }
+                asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+                hold(d[0]);
+                hold(d[1]);
+                hold(s[0]);
+                hold(s[1]);
+                if (k) {  // the step before is done
+                    asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+                    if (thread < TEAM) arrive_at(empty + 8 * ((stage + STAGES - 1) % STAGES), thread);
+                }
+                if (++stage == STAGES) stage = 0, parity ^= 1;
+            }
+            asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+            hold(d[0]);
+            hold(d[1]);
+            hold(s[0]);
+            hold(s[1]);
+            if (thread < TEAM) arrive_at(empty + 8 * ((stage + STAGES - 1) % STAGES), thread);
+#pragma unroll
+            for (u32 h = 0; h < 2; h++)
+#pragma unroll
+                for (u32 i = 0; i < 2; i++) {
+                    const u32 y = row + h * 64 + warp * 16 + lane / 4 + i * 8;
+                    if (y >= P) continue;
+                    if (adds_up && lane % 4 == 0) atomicAdd(sums + y, s[h][2 * i]);
+                    float* to = out + (u64)y * Q;
+#pragma unroll
+                    for (u32 j = 0; j < 24; j++) {
+                        const u32 x = column + j * 8 + lane % 4 * 2;
+                        if (x < Q)
+                            asm volatile("red.global.add.v2.f32 [%0], {%1, %2};"
+                                ::"l"(to + x), "f"(d[h][4 * j + 2 * i]), "f"(d[h][4 * j + 2 * i + 1]) : "memory");
+                    }
+                }
+        }
+    }
+    asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+"""
+
 
 @functools.cache
 def available(device):
@@ -331,43 +474,100 @@ def available(device):
         return False
 
 
+def linear(a, b, bias, out):
+    """out = a b + bias. a: (M, K), of contiguous rows; b: (K, N), of contiguous rows or columns; bias: (N,) or None;
+    out: (M, N); all bf16, of widths that are multiples of 8."""
+    if b.stride(1) == 1:
+        launch_product(LINEAR_BACKWARD, [a], b, out, bias=bias)
+    else:
+        launch_product(LINEAR, [a], b.t(), out, bias=bias)
+    return out
+
+
 def gelu(a, b, bias):
-    """(GELU of a b^T + bias, what it was taken of). a: (M, K), b: (N, K), bias: (N,) or None; all bf16, contiguous, of
-    widths that are multiples of 8."""
+    """(GELU of a b^T + bias, what it was taken of). a: (M, K), b: (N, K), as of `linear`."""
     out, before = (a.new_empty(a.size(0), b.size(0)) for _ in range(2))
-    launch(FORWARD, a, b, out, before, bias, None, (BN // TEAM, BK))
+    launch_product(GELU, [a], b, out, before, bias)
     return out, before
 
 
 def dgelu(a, b, before):
-    """(a b times the GELU's slope at `before`, its column sums in float32). a: (M, K), b: (K, N), before: (M, N), as
-    in `gelu`."""
+    """(a b times the GELU's slope at `before`, its column sums in float32). a: (M, K), b: (K, N), before: (M, N)."""
     out = torch.empty_like(before)
     rows = -(-a.size(0) // (TEAM * BM)) * TEAM * BM
     sums = torch.empty(rows // 32, out.size(1), dtype=torch.float32, device=a.device)
-    launch(BACKWARD, a, b, out, before, None, sums, (BK // TEAM, 64))
+    launch_product(GELU_BACKWARD, [a], b, out, before, sums=sums)
     return out, sums.sum(0)
 
 
-def launch(kind, a, b, out, before, bias, sums, b_box):
-    (M, K), N, device = a.shape, out.size(1), a.device.index
-    boxes = (a, (BM, BK)), (b, b_box), (out, (32, CHUNK)), (before, (32, CHUNK))
-    arguments = [tensor_map(x, *box) for x, box in boxes]
-    arguments += [ctypes.c_void_p(None if x is None else x.data_ptr()) for x in (bias, sums)]
-    arguments += [ctypes.c_uint32(n) for n in (M, N, K)]
+def linear_backward(parts, x, w):
+    """Gradients of y = x w^T + b: (that of x, those of w and b in float32).
+
+    parts: three (T, P_i), dy's columns, each P_i a multiple of PART; x: (T, Q); w: (sum of P_i, Q); all bf16 and
+    contiguous. Those of w and b are sums whose terms are added in no fixed order: from call to call they differ by
+    float32's rounding.
+    """
+    (T, Q), P = x.shape, w.size(0)
+    dx = torch.empty_like(x)
+    launch_product(LINEAR_BACKWARD, parts, w, dx)
+    dw, db = (torch.zeros(size, dtype=torch.float32, device=x.device) for size in ((P, Q), P))
+    clusters = processors(x.device) // TEAM
+    each = steps_at_once(-(-P // (2 * BM)) * -(-Q // (TEAM * BN)), -(-T // BK), clusters)
+    maps = [*(tensor_map(part, BK // TEAM, 64) for part in parts), tensor_map(x, BK, 64)]
+    numbers = P, Q, T, *starts(parts), each
+    launch("hopper_weight", LINEAR, x.device.index, TEAM * clusters, WEIGHT_SHARED, maps, (dw, db), numbers)
+    return dx, dw, db
+
+
+@functools.cache
+def steps_at_once(tiles, steps, clusters):
+    """How many of a tile's steps a cluster is to add up: few pieces, but all clusters have work to the end."""
+
+    def longest(pieces):  # in steps; to add a piece up takes as long as some two
+        return -(-tiles * pieces // clusters) * (-(-steps // pieces) + 2)
+
+    return -(-steps // min(range(1, 17), key=longest))
+
+
+def launch_product(kind, parts, b, out, before=None, bias=None, sums=None):
+    """parts: a, or three whose columns side by side are a's."""
+    backward = kind in (LINEAR_BACKWARD, GELU_BACKWARD)
+    M, (K, N) = out.size(0), (b.shape if backward else b.shape[::-1])
+    maps = [tensor_map(part, BM, BK) for part in (parts if len(parts) == 3 else parts * 3)]
+    maps += [tensor_map(b, *((BK // TEAM, 64) if backward else (BN // TEAM, BK)))]
+    maps += [tensor_map(out if x is None else x, 32, CHUNK) for x in (out, before)]
+    clusters = min(processors(out.device) // TEAM, -(-M // (TEAM * BM)) * -(-N // BN))
+    numbers = M, N, K, *starts(parts)
+    launch("hopper_product", kind, out.device.index, TEAM * clusters, PRODUCT_SHARED, maps, (bias, sums), numbers)
+
+
+def starts(parts):
+    """Columns at which the second and the third part begin, if there are any."""
+    widths = [part.size(1) for part in parts]
+    return widths[0], sum(widths[:2])
+
+
+@functools.cache
+def processors(device):
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def launch(name, kind, device, blocks, shared, maps, tensors, numbers):
+    in_context(device)
+    arguments = [*maps, *(ctypes.c_void_p(None if x is None else x.data_ptr()) for x in tensors)]
+    arguments += [ctypes.c_uint32(n) for n in numbers]
     addresses = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    blocks = TEAM * min(processors // TEAM, -(-M // (TEAM * BM)) * -(-N // BN))
     stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
+    function = kernel(name, kind, shared, device)
     grid = blocks, 1, 1, THREADS, 1, 1
-    check(driver().cuLaunchKernel(kernel(kind, device), *grid, SHARED, stream, addresses, None), "cuLaunchKernel")
+    check(driver().cuLaunchKernel(function, *grid, shared, stream, addresses, None), "cuLaunchKernel")
 
 
 def tensor_map(x, rows, columns):
-    """How the copy engine is to take boxes of a contiguous bf16 matrix, rows of 128 bytes swizzled: a CUtensorMap."""
+    """A CUtensorMap: how to copy boxes of a bf16 matrix of contiguous rows, swizzled by 128 bytes."""
     memory = ctypes.create_string_buffer(128 + 64)
     aligned = (ctypes.c_char * 128).from_buffer(memory, -ctypes.addressof(memory) % 64)
-    sizes, stride = (ctypes.c_uint64 * 2)(x.size(1), x.size(0)), ctypes.c_uint64(x.size(1) * 2)
+    sizes, stride = (ctypes.c_uint64 * 2)(x.size(1), x.size(0)), ctypes.c_uint64(x.stride(0) * 2)
     box, steps = (ctypes.c_uint32 * 2)(columns, rows), (ctypes.c_uint32 * 2)(1, 1)
     bf16, plain, swizzle_128, promote_256, zeros = 9, 0, 3, 3, 0
     status = driver().cuTensorMapEncodeTiled(
@@ -376,6 +576,15 @@ def tensor_map(x, rows, columns):
     )  # fmt: skip
     check(status, "cuTensorMapEncodeTiled")
     return aligned
+
+
+def in_context(device):
+    """Sees to it that the driver's calls of this thread, perhaps its first ones, are for that GPU."""
+    context = ctypes.c_void_p()
+    check(driver().cuCtxGetCurrent(ctypes.byref(context)), "cuCtxGetCurrent")
+    if not context:
+        check(driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), device), "cuDevicePrimaryCtxRetain")
+        check(driver().cuCtxSetCurrent(context), "cuCtxSetCurrent")
 
 
 def check(status, what):
@@ -397,31 +606,27 @@ def nvrtc():
 
 
 @functools.cache
-def kernel(kind, device):
+def kernel(name, kind, shared, device):
     module, function, most_shared = ctypes.c_void_p(), ctypes.c_void_p(), 8
-    check(driver().cuModuleLoadData(ctypes.byref(module), compiled(kind)), "cuModuleLoadData")
-    check(driver().cuModuleGetFunction(ctypes.byref(function), module, b"product_gelu"), "cuModuleGetFunction")
-    check(driver().cuFuncSetAttribute(function, most_shared, SHARED), "cuFuncSetAttribute")
+    check(driver().cuModuleLoadData(ctypes.byref(module), compiled(name, kind)), "cuModuleLoadData")
+    check(driver().cuModuleGetFunction(ctypes.byref(function), module, name.encode()), "cuModuleGetFunction")
+    check(driver().cuFuncSetAttribute(function, most_shared, shared), "cuFuncSetAttribute")
     return function
 
 
 @functools.cache
-def compiled(kind):
+def compiled(name, kind):
     """The kernel's machine code; RuntimeError with the compiler's words if it has any."""
     registers = ", ".join(f"%{i}" for i in range(96))
     operands = ", ".join(f'"+f"(d[{i}])' for i in range(96))
-    source = SOURCE.replace("@REGISTERS", registers).replace("@OPERANDS", operands)
-    values = {
-        "BACKWARD": kind,
-        "BM": BM,
-        "BN": BN,
-        "BK": BK,
-        "STAGES": STAGES,
-        "CHUNK": CHUNK,
-        "TEAM": TEAM,
-        "THREADS": THREADS,
-    }
-    options = [b"--gpu-architecture=sm_90a", *(f"-D{name}={value}u".encode() for name, value in values.items())]
+    source = (
+        (COMMON + {"hopper_product": PRODUCT, "hopper_weight": WEIGHT}[name])
+        .replace("@REGISTERS", registers)
+        .replace("@OPERANDS", operands)
+    )
+    values = {"BACKWARD": kind in (LINEAR_BACKWARD, GELU_BACKWARD), "WITH_GELU": kind in (GELU, GELU_BACKWARD)}
+    values |= {"BM": BM, "BN": BN, "BK": BK, "STAGES": STAGES, "CHUNK": CHUNK, "TEAM": TEAM, "THREADS": THREADS}
+    options = [b"--gpu-architecture=sm_90a", *(f"-D{key}={int(value)}u".encode() for key, value in values.items())]
     lib, program = nvrtc(), ctypes.c_void_p()
     check(lib.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"hopper.cu", 0, None, None), "NVRTC")
     status = lib.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
