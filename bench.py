@@ -41,7 +41,7 @@ from logger import describe_device, device_name, peak_flops, show
 KINDS = [  # a kernel is of the first kind whose pattern is in its name
     ("communication", "nccl"),
     ("attention", "sdpa|flash|fmha|cudnn::fusion|pytorch_flash"),
-    ("matmul", "nvjet|gemm|cutlass|xmma|splitk|product_gelu"),
+    ("matmul", "nvjet|gemm|cutlass|xmma|splitk|hopper_"),
     ("head + loss", "cross_entropy|log_softmax|nll_loss"),
     ("optimizer", "multi_tensor_apply|fusedadam|lpnorm"),
     ("elementwise", ""),
