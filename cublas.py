@@ -163,7 +163,7 @@ class Plan:
 
 def fastest(ways, device):
     """Index of the function that takes the GPU the least time, tried in turn, several rounds over, since the clock
-    drifts with the chip's power. Those that raise a RuntimeError are left out: cuBLAS offers algorithms that do not run.
+    drifts with the chip's power. Those that raise a RuntimeError are left out: cuBLAS offers some that do not run.
     """
     times = {which: [] for which in range(len(ways))}
     for _ in range(ROUNDS):

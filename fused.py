@@ -1,6 +1,7 @@
 """Faster versions of the model's parts for CUDA in bf16, put in from outside by `swap`; model.py does not know.
 
-Triton kernels and cuBLASLt products stand behind custom operators, so that torch.compile takes them as they are.
+Triton kernels and the products of cublas.py and hopper.py stand behind custom operators, so that torch.compile takes
+them as they are.
 tests/test_fused.py compares each with float64.
 """
 
@@ -81,7 +82,8 @@ class DeferredBias(Linear):
 
 
 class GeluMLP(models.MLP):
-    """The GELU is computed in the first product's epilogue, its derivative in that of the second's backward."""
+    """The GELU is computed in the first product's epilogue, its derivative in that of the second's backward; on Hopper
+    the gradient of the first bias too."""
 
     def forward(self, x):
         return mlp(GeluMLPFunction, x, self.up, self.proj)
@@ -102,7 +104,7 @@ class SwiGLU(models.SwiGLU):
 
 
 class Attention(models.Attention):
-    """The gradients of q, k and v are packed and summed for the bias in one pass."""
+    """The gradients of q, k and v are packed and summed for the bias in one pass; on Hopper neither, where that is faster."""
 
     def project(self, x):
         q, k, v = self.split(x.to(torch.bfloat16))

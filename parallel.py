@@ -144,7 +144,7 @@ def pick_ops(name, device, precision):
         raise UserError(f"precision=fp8 needs ops=fused: {missing or 'ops is torch'}; try --precision=bf16")
     if name != "auto":
         return name, "as set"
-    return ("torch", missing) if missing else ("fused", "cuBLASLt and Triton, fused.py")
+    return ("torch", missing) if missing else ("fused", "cuBLASLt and Triton, on Hopper also CUDA: fused.py")
 
 
 def bf16_residual(model):

@@ -12,7 +12,7 @@ import hopper
 
 GPU = torch.device("cuda", 0)
 HOPPER = torch.cuda.is_available() and hopper.available(GPU)
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
+on_hopper = lambda test: pytest.mark.gpu(pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")(test))
 # one tile; several rounds of both warpgroups; ragged in each direction; fewer rows than a warp's; K shorter than a step
 SHAPES = [(256, 192, 64), (20_000, 3072, 768), (1000, 1000, 200), (37, 72, 8), (5000, 4096, 1024), (513, 200, 3072)]
 
@@ -31,6 +31,7 @@ def guarded(M, N):
     return flat[1024:-1024].view(M, N), lambda: (flat[:1024] == 7).all() and (flat[-1024:] == 7).all()
 
 
+@on_hopper
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("down", [True, False])
 @pytest.mark.parametrize("M, N, K", SHAPES)
@@ -42,6 +43,7 @@ def test_linear(M, N, K, down, bias):
     assert whole()
 
 
+@on_hopper
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("M, N, K", SHAPES)
 def test_gelu(M, N, K, bias):
@@ -53,6 +55,7 @@ def test_gelu(M, N, K, bias):
         assert all(map(torch.equal, hopper.gelu(a, b, bias), (act, before)))
 
 
+@on_hopper
 @pytest.mark.parametrize("M, N, K", SHAPES)
 def test_dgelu(M, N, K):
     a, b, before = randn(M, K), randn(K, N, std=2 / K**0.5), randn(M, N, std=2)
@@ -65,6 +68,7 @@ def test_dgelu(M, N, K):
         assert all(map(torch.equal, hopper.dgelu(a, b, before), (out, sums)))
 
 
+@on_hopper
 def test_numbers_that_are_not_finite_stay_where_they_are():
     a, b = randn(300, 64), randn(192, 64)
     a[7] = float("inf")
@@ -79,9 +83,11 @@ def test_numbers_that_are_not_finite_stay_where_they_are():
     assert error(out, exact) < 2e-3 and sums[5] == 0
 
 
+@on_hopper
 @pytest.mark.parametrize(
     "T, widths, Q", [(20_000, [768] * 3, 768), (1000, [512, 256, 256], 200), (40, [256] * 3, 1024)]
 )
+@on_hopper
 def test_linear_backward(T, widths, Q):
     parts, x, w = [randn(T, width) for width in widths], randn(T, Q), randn(sum(widths), Q)
     dx, dw, db = hopper.linear_backward(parts, x, w)
@@ -99,6 +105,7 @@ def test_steps_at_once():
             assert 0 < each <= steps and (steps < 1024 or -(-units // 66) * 66 * each <= 1.12 * tiles * steps)
 
 
+@on_hopper
 @pytest.mark.parametrize("way", [fused.packed_gradients, fused.parts_gradients])
 def test_attention_takes_the_faster_way(way, monkeypatch):
     """Both give the gradients of the layer before attention."""
@@ -119,6 +126,7 @@ def test_attention_takes_the_faster_way(way, monkeypatch):
     assert list(fused.QKV_WAYS.values()) == [way]
 
 
+@on_hopper
 def test_any_thread_may_be_the_first():
     """Autograd's has no context of the driver's at its start."""
     found = []
