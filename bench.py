@@ -29,6 +29,8 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 import context
+import cublas
+import hopper
 import kernels
 import memory
 import model as models
@@ -300,6 +302,29 @@ def ops(cfg):
         loss_table(N, C, V, vocab, cfg.rounds)
     print(f"\n{'65,536 x 768':<44}{'ms':>10}")
     sublayer_table(cfg.rounds)
+    if hopper.available(torch.device(cfg.device)):
+        print(f"\n{'products, 65,536 x 768 x 3,072, 200 on end':<55}{'us':>9}")
+        product_table(cfg.rounds)
+
+
+def product_table(rounds):
+    """Those that hopper.py has, beside cuBLASLt's; so many that the chip is at its power limit, as in a step."""
+    M, C, H = 65_536, 768, 3072
+    x, up, down, before = (
+        torch.randn(*shape, device="cuda", dtype=torch.bfloat16) for shape in ((M, C), (H, C), (C, H), (M, H))
+    )
+    bias, out, aux = before[0].clone(), torch.empty_like(before), torch.empty_like(before)
+    rows = {
+        "plain, cuBLASLt": lambda: cublas.matmul(x, up.t(), out),
+        "bias and GELU, both results kept, cuBLASLt": lambda: cublas.matmul(x, up.t(), out, bias=bias, gelu=aux),
+        "  ours": lambda: hopper.gelu(x, up, bias),
+        "times the GELU's slope, and column sums, cuBLASLt": lambda: cublas.matmul(x, down, out, dgelu=before).sum(
+            0, dtype=torch.float32
+        ),
+        "  ours ": lambda: hopper.dgelu(x, down, before),
+    }
+    for name, work in rows.items():
+        print(f"{name:<55}{clock(work, rounds, 200) * 1e3:9.0f}", flush=True)
 
 
 def loss_table(N, C, V, vocab, rounds):

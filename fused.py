@@ -104,7 +104,8 @@ class SwiGLU(models.SwiGLU):
 
 
 class Attention(models.Attention):
-    """The gradients of q, k and v are packed and summed for the bias in one pass; on Hopper neither, where that is faster."""
+    """The gradients of q, k and v are packed and summed for the bias in one pass; on Hopper they are multiplied where
+    they are, if that is faster."""
 
     def project(self, x):
         q, k, v = self.split(x.to(torch.bfloat16))
