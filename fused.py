@@ -33,6 +33,8 @@ def swap(model, sharded=False):
     sharded: a block's parameters are at hand in its own forward only, so that none is left to the next block's. Layers
     whose widths are not multiples of 8 (16 bytes in bf16) are left as they are; so are residual additions with dropout.
     """
+    if torch.cuda.is_available() and hopper.available(torch.device("cuda", torch.cuda.current_device())):
+        hopper.compiling()
     swap_modules(model)
     blocks = model.blocks
     if all(type(b.attn.proj) is type(b.mlp.proj) is Linear and b.dropout.p == 0 for b in blocks):

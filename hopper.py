@@ -1,4 +1,4 @@
-"""Products in bf16 as CUDA kernels of our own for Hopper, compiled by NVRTC at their first call, where cuBLASLt's are
+"""Products in bf16 as CUDA kernels of our own for Hopper, compiled by NVRTC as a run starts, where cuBLASLt's are
 slower or want another pass over memory: the MLP's first product with its GELU, the second's backward with the GELU's
 slope and the first bias' gradient; and those of the layer before attention, from the gradients of q, k and v where they
 are, bias gradient included.
@@ -13,6 +13,7 @@ calls: https://docs.nvidia.com/cuda/nvrtc and https://docs.nvidia.com/cuda/cuda-
 
 import ctypes
 import functools
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -24,7 +25,7 @@ THREADS = 3 * 128
 PRODUCT_SHARED = STAGES * (BM + BN) * BK * 2 + 2 * 2 * BM * CHUNK * 2 + 256  # bytes; each warp has two buffers
 WEIGHT_SHARED = STAGES * (2 * BM + BN) * BK * 2 + 1024 + 128  # a kilobyte of ones
 PART = 2 * BM  # of whose multiples the widths must be of what is side by side in linear_backward
-LINEAR, LINEAR_BACKWARD, GELU, GELU_BACKWARD = range(4)  # kinds of hopper_product
+LINEAR, LINEAR_BACKWARD, GELU, GELU_BACKWARD = KINDS = range(4)  # of hopper_product
 
 COMMON = r"""
 typedef unsigned int u32;
@@ -608,13 +609,20 @@ def nvrtc():
 @functools.cache
 def kernel(name, kind, shared, device):
     module, function, most_shared = ctypes.c_void_p(), ctypes.c_void_p(), 8
-    check(driver().cuModuleLoadData(ctypes.byref(module), compiled(name, kind)), "cuModuleLoadData")
+    check(driver().cuModuleLoadData(ctypes.byref(module), compiling()[name, kind].result()), "cuModuleLoadData")
     check(driver().cuModuleGetFunction(ctypes.byref(function), module, name.encode()), "cuModuleGetFunction")
     check(driver().cuFuncSetAttribute(function, most_shared, shared), "cuFuncSetAttribute")
     return function
 
 
 @functools.cache
+def compiling():
+    """The machine code of each kernel, in the making: a thread each, so that it is there when torch.compile is done."""
+    kernels = [("hopper_product", kind) for kind in KINDS] + [("hopper_weight", LINEAR)]
+    threads = ThreadPoolExecutor(len(kernels))
+    return {kernel: threads.submit(compiled, *kernel) for kernel in kernels}
+
+
 def compiled(name, kind):
     """The kernel's machine code; RuntimeError with the compiler's words if it has any."""
     registers = ", ".join(f"%{i}" for i in range(96))
