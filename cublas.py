@@ -60,7 +60,8 @@ def workspace(device, stream):
 
 
 def matmul(a, b, out, *, bias=None, gelu=None, dgelu=None, accumulate=False, scales=None, fast=False, tune=True):
-    """out = a @ b (+ out), on the current stream. a: (M, K), b: (K, N), of contiguous rows or columns; out: (M, N).
+    """out = a @ b (+ out), on the current stream. a: (M, K), b: (K, N), of contiguous rows or columns; out: (M, N). All
+    begin at multiples of 16 bytes.
 
     bias: (N,), added. gelu: (M, N), receives the product with its bias, and `out` its tanh GELU. dgelu: (M, N), what
     `gelu` received: `out` is the product times the GELU's derivative there. tune: time the algorithms at the first call
@@ -79,7 +80,7 @@ def matmul(a, b, out, *, bias=None, gelu=None, dgelu=None, accumulate=False, sca
             plan.set(attribute, ctypes.c_uint64(tensor.data_ptr()))
     if tune and not plan.tuned:
         plan.tune(a, b, bias, torch.empty_like(out) if accumulate else out)
-    if plan.fastest == len(plan.found):
+    if plan.by_hopper and plan.fastest == len(plan.found):
         return hopper.linear(a, b, bias, out)
     plan.run(a, b, out, plan.fastest)
     return out

@@ -141,7 +141,7 @@ __device__ float slope(float x) {
 """
 
 PRODUCT = r"""
-// out = a b^T (BACKWARD: a b) + bias. a: (M, K), three side by side of which the second begins at K1, the third at K2;
+// out = a b^T + bias (BACKWARD: a b). a: (M, K), three side by side of which the second begins at K1, the third at K2;
 // b: (N, K) (BACKWARD: (K, N)); all bf16. WITH_GELU: `before` receives that, out its GELU; BACKWARD too: out is that
 // * slope(before), and sums: (M / 32, N) gets the column sums of each 32 rows.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(TEAM, 1, 1)
@@ -412,18 +412,18 @@ hopper_weight(const __grid_constant__ Map dy0_map, const __grid_constant__ Map d
                 hold(s[0]);
                 hold(s[1]);
                 asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-#pragma unroll
-                for (u32 i = 0; i < BK / 16; i++)
-#pragma unroll
-                    for (u32 h = 0; h < 2; h++)
-                        multiply<1, 1>(d[h], a + (i * 2048 + h * SLICE) / 16, b + i * 2048 / 16, k | i);
-                if (adds_up) {
+                if (adds_up) {  // before the others: after a branch, the compiler waits for what was left in flight
 #pragma unroll
                     for (u32 i = 0; i < BK / 16; i++)
 #pragma unroll
                         for (u32 h = 0; h < 2; h++)
                             add_up(s[h], a + (i * 2048 + h * SLICE) / 16, described(ones, 1024), k | i);
                 }
+#pragma unroll
+                for (u32 i = 0; i < BK / 16; i++)
+#pragma unroll
+                    for (u32 h = 0; h < 2; h++)
+                        multiply<1, 1>(d[h], a + (i * 2048 + h * SLICE) / 16, b + i * 2048 / 16, k | i);
                 asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
                 hold(d[0]);
                 hold(d[1]);
@@ -532,6 +532,7 @@ def steps_at_once(tiles, steps, clusters):
 
 def launch_product(kind, parts, b, out, before=None, bias=None, sums=None):
     """parts: a, or three whose columns side by side are a's."""
+    in_context(out.device.index)
     backward = kind in (LINEAR_BACKWARD, GELU_BACKWARD)
     M, (K, N) = out.size(0), (b.shape if backward else b.shape[::-1])
     maps = [tensor_map(part, BM, BK) for part in (parts if len(parts) == 3 else parts * 3)]
@@ -554,7 +555,6 @@ def processors(device):
 
 
 def launch(name, kind, device, blocks, shared, maps, tensors, numbers):
-    in_context(device)
     arguments = [*maps, *(ctypes.c_void_p(None if x is None else x.data_ptr()) for x in tensors)]
     arguments += [ctypes.c_uint32(n) for n in numbers]
     addresses = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
@@ -580,7 +580,7 @@ def tensor_map(x, rows, columns):
 
 
 def in_context(device):
-    """Sees to it that the driver's calls of this thread, perhaps its first ones, are for that GPU."""
+    """Gives this thread, if it has made no call to that GPU, the current one, yet, its context."""
     context = ctypes.c_void_p()
     check(driver().cuCtxGetCurrent(ctypes.byref(context)), "cuCtxGetCurrent")
     if not context:
