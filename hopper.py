@@ -141,9 +141,9 @@ __device__ float slope(float x) {
 """
 
 PRODUCT = r"""
-// out = a b^T + bias (BACKWARD: a b). a: (M, K), three side by side of which the second begins at K1, the third at K2;
-// b: (N, K) (BACKWARD: (K, N)); all bf16. WITH_GELU: `before` receives that, out its GELU; BACKWARD too: out is that
-// * slope(before), and sums: (M / 32, N) gets the column sums of each 32 rows.
+// out = a b^T (BACKWARD: a b) + bias. a: (M, K), three side by side of which the second begins at K1, the third at K2;
+// b: (N, K) (BACKWARD: (K, N)); all bf16. WITH_GELU: `before` receives that, and out its GELU. WITH_GELU and BACKWARD:
+// out = a b * slope(before), and sums gets the column sums of each 32 rows, (M / 32, N), M up to whole TEAM * BM.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(TEAM, 1, 1)
 hopper_product(const __grid_constant__ Map a0_map, const __grid_constant__ Map a1_map,
                const __grid_constant__ Map a2_map, const __grid_constant__ Map b_map,
