@@ -3,7 +3,7 @@
 out_dir/step_00000250/
     model.safetensors       weights by name, shared ones once
     optimizer.safetensors   optimizer state by parameter name
-    rng.safetensors         random-number state of every rank
+    rng.safetensors         random-number state of every rank, and its magnitudes for fp8's scales
     state.json              step, configuration, loader position, schedule, git revision
     manifest.json           bytes and SHA-256 of the files above
 
@@ -72,7 +72,7 @@ class Saver:
         parallel.reshard(model)
         final = folder_of(self.cfg.out_dir, step)
         groups = {"model": model_tensors(model), "optimizer": optimizer_tensors(model, optimizer)}
-        ranks, rooms = zip(*parallel.gather_objects((rng_tensors(self.world.device), _room(final, groups))))
+        ranks, rooms = zip(*parallel.gather_objects((rank_tensors(model, self.world.device), _room(final, groups))))
 
         def begin():
             if self.world.main:
@@ -393,22 +393,35 @@ def load_optimizer_tensors(model, optimizer, tensors):
             optimizer.state[param][kind] = value[...].to(param.device)
 
 
-def rng_tensors(device):
-    """This rank's random-number state."""
+def rank_tensors(model, device):
+    """This rank's random-number state and, with fp8, the magnitudes that its next scales follow from."""
     state = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
+    tops = magnitudes(model)
+    if tops:
+        state["magnitudes"] = torch.cat([top.flatten() for top in tops]).cpu()
     return state
 
 
-def load_rng_tensors(tensors, rank, device):
+def load_rank_tensors(tensors, model, rank, device):
     """Restores this rank's state; False where the checkpoint has none for it (another number of ranks or device)."""
     if f"{rank}.{device.type}" not in tensors:
         return False
     torch.set_rng_state(tensors[f"{rank}.cpu"][...])
     if device.type == "cuda":
         torch.cuda.set_rng_state(tensors[f"{rank}.cuda"][...], device)
+    tops, saved = magnitudes(model), tensors.get(f"{rank}.magnitudes")
+    if tops and saved is not None:
+        saved = saved[...].to(device).split([top.numel() for top in tops])
+        for top, value in zip(tops, saved, strict=True):
+            top.copy_(value.view_as(top))
     return True
+
+
+def magnitudes(model):
+    """fp8.py's buffers for the largest magnitudes of the call before, in the model's order."""
+    return [buffer for name, buffer in model.named_buffers() if name.endswith("_top")]
 
 
 def save_model(folder, model, cfg, step=0):

@@ -336,8 +336,9 @@ def train(cfg, world):
         checkpoint.load_optimizer_tensors(raw, optimizer, tensors["optimizer"])
         scaler.load_state_dict(state["scaler"])
         loader.load_state_dict(state["loader"], allow_data_change=cfg.allow_data_change)
-        if state["world_size"] != world.size or not checkpoint.load_rng_tensors(tensors["rng"], world.rank, device):
-            evaluate.warnings.append(f"saved by {state['world_size']} ranks: random state (dropout) starts anew")
+        same = state["world_size"] == world.size
+        if not (same and checkpoint.load_rank_tensors(tensors["rng"], raw, world.rank, device)):
+            evaluate.warnings.append(f"saved by {state['world_size']} ranks: dropout and fp8's scales start anew")
     del tensors
 
     # console and files
