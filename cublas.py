@@ -80,9 +80,7 @@ def matmul(a, b, out, *, bias=None, gelu=None, dgelu=None, accumulate=False, sca
             plan.set(attribute, ctypes.c_uint64(tensor.data_ptr()))
     if tune and not plan.tuned:
         plan.tune(a, b, bias, torch.empty_like(out) if accumulate else out)
-    if plan.by_hopper and plan.fastest == len(plan.found):
-        return hopper.linear(a, b, bias, out)
-    plan.run(a, b, out, plan.fastest)
+    plan.run(a, b, bias, out, plan.fastest)
     return out
 
 
@@ -140,7 +138,9 @@ class Plan:
         check(status, "cublasLtMatmulAlgoGetHeuristic")
         return found[: count.value]
 
-    def run(self, a, b, out, which):
+    def run(self, a, b, bias, out, which):  # of `found`, or behind those hopper.py's
+        if self.by_hopper and which == len(self.found):
+            return hopper.linear(a, b, bias, out)
         lib, handle = library()
         la, lb, lo = self.layouts
         stream = torch.cuda.current_stream(self.device).cuda_stream
@@ -156,9 +156,8 @@ class Plan:
 
     def tune(self, a, b, bias, out):
         self.tuned = True
-        ways = [functools.partial(self.run, a, b, out, which) for which in range(len(self.found))]
-        if self.by_hopper:
-            ways.append(functools.partial(hopper.linear, a, b, bias, out))
+        ways = range(len(self.found) + self.by_hopper)
+        ways = [functools.partial(self.run, a, b, bias, out, which) for which in ways]
         self.fastest = fastest(ways, self.device)
 
 

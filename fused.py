@@ -17,6 +17,7 @@ import cublas
 import hopper
 import kernels
 import model as models
+from hopper import sm_count
 
 LIBRARY = torch.library.Library("pretrain", "FRAGMENT")  # of this file's operations and fp8.py's
 NORM_WIDTH = 1024  # columns of a row that a warp takes
@@ -673,11 +674,6 @@ def norm_backward(
 @norm_backward.register_fake
 def _(dtotal, dh, total, stats, weight, centred):
     return torch.empty_like(total), torch.empty(3, total.size(-1), dtype=torch.float32, device=total.device)
-
-
-@functools.cache
-def sm_count(device):
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 @triton.jit

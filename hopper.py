@@ -22,10 +22,13 @@ BM, BN, BK, STAGES = 128, 192, 64, 4  # a warpgroup's tile and its steps of K; s
 CHUNK = 64  # columns that a warp finishes at once, of its 32 rows
 TEAM = 2  # blocks of a cluster
 THREADS = 3 * 128
-PRODUCT_SHARED = STAGES * (BM + BN) * BK * 2 + 2 * 2 * BM * CHUNK * 2 + 256  # bytes; each warp has two buffers
-WEIGHT_SHARED = STAGES * (2 * BM + BN) * BK * 2 + 1024 + 128  # a kilobyte of ones
+SHARED = {  # bytes
+    "hopper_product": STAGES * (BM + BN) * BK * 2 + 2 * 2 * BM * CHUNK * 2 + 256,  # each warp has two buffers
+    "hopper_weight": STAGES * (2 * BM + BN) * BK * 2 + 1024 + 128,  # a kilobyte of ones
+}
 PART = 2 * BM  # of whose multiples the widths must be of what is side by side in linear_backward
 LINEAR, LINEAR_BACKWARD, GELU, GELU_BACKWARD = KINDS = range(4)  # of hopper_product
+BACKWARD = LINEAR_BACKWARD, GELU_BACKWARD
 
 COMMON = r"""
 typedef unsigned int u32;
@@ -105,6 +108,37 @@ template <int N> __device__ void hold(float (&d)[N]) {  // registers that wgmma 
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
 }
 
+template <int N> __device__ void hold(float (&d)[2][N]) {
+    hold(d[0]);
+    hold(d[1]);
+}
+
+__device__ void meet() {  // all threads of the cluster
+    asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// Barriers: of each stage `full` and, released so many times, `empty`; behind those `more` of one arrival each.
+__device__ void make_barriers(u32 full, u32 empty, u32 releases, u32 more) {
+    if (threadIdx.x == 0) {
+        for (u32 i = 0; i < STAGES; i++) {
+            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(full + 8 * i));
+            asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(empty + 8 * i), "r"(releases));
+        }
+        for (u32 i = 0; i < more; i++)
+            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(empty + 8 * (STAGES + i)));
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    meet();
+}
+
+__device__ void advance(u32& stage, u32& parity) {
+    if (++stage == STAGES) stage = 0, parity ^= 1;
+}
+
+__device__ void release_before(u32 stage, u32 empty, u32 thread) {  // the stage before that, to all of the cluster
+    if (thread < TEAM) arrive_at(empty + 8 * ((stage + STAGES - 1) % STAGES), thread);
+}
+
 // four 8 x 8 blocks from or to shared memory; of each a lane has two neighbours, as of wgmma's results
 __device__ void read(u32 (&r)[4], u32 at) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -159,15 +193,7 @@ hopper_product(const __grid_constant__ Map a0_map, const __grid_constant__ Map a
     const u32 steps = (K + BK - 1) / BK, across = (N + BN - 1) / BN;
     const u32 tiles = (M + TEAM * BM - 1) / (TEAM * BM) * across;
 
-    if (threadIdx.x == 0) {
-        for (u32 i = 0; i < STAGES; i++) {
-            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(full + 8 * i));
-            asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(empty + 8 * i), "n"(TEAM));
-        }
-        for (u32 i = 0; i < 16; i++) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(come + 8 * i));
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    }
-    asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    make_barriers(full, empty, TEAM, 16);
 
     if (group == 2) {  // fetches
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
@@ -188,7 +214,7 @@ hopper_product(const __grid_constant__ Map a0_map, const __grid_constant__ Map a
                             load_for_team(b + n * BK * 2 + mine * 128, &b_map, column + n, k + mine, barrier);
                     else
                         load_for_team(b + mine * 128, &b_map, k, column + mine, barrier);
-                    if (++stage == STAGES) stage = 0, parity ^= 1;
+                    advance(stage, parity);
                 }
             }
         }
@@ -221,8 +247,7 @@ hopper_product(const __grid_constant__ Map a0_map, const __grid_constant__ Map a
                 const u64 a = described(tile_a, 2048);  // every other eight rows, so that a warp has 32 side by side
                 const u64 b = described(tile_a + A_BYTES, 1024, BACKWARD ? BK * 128 : 16);
                 const u32 b_step = BACKWARD ? 2048 : 32;
-                hold(d[0]);
-                hold(d[1]);
+                hold(d);
                 asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
                 for (u32 i = 0; i < BK / 16; i++)
@@ -230,19 +255,17 @@ hopper_product(const __grid_constant__ Map a0_map, const __grid_constant__ Map a
                     for (u32 h = 0; h < 2; h++)
                         multiply<0, BACKWARD>(d[h], a + (i * 32 + h * 1024) / 16, b + i * b_step / 16, k | i);
                 asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-                hold(d[0]);
-                hold(d[1]);
+                hold(d);
                 if (k) {  // the step before is done
                     asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-                    if (thread < TEAM) arrive_at(empty + 8 * ((stage + STAGES - 1) % STAGES), thread);
+                    release_before(stage, empty, thread);
                 }
-                if (++stage == STAGES) stage = 0, parity ^= 1;
+                advance(stage, parity);
             }
             asm volatile("bar.arrive %0, 256;" ::"r"(other_turn) : "memory");
             asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-            hold(d[0]);
-            hold(d[1]);
-            if (thread < TEAM) arrive_at(empty + 8 * ((stage + STAGES - 1) % STAGES), thread);
+            hold(d);
+            release_before(stage, empty, thread);
             stage += steps;  // the other warpgroup's tile is between
             parity ^= stage / STAGES & 1;
             stage %= STAGES;
@@ -340,7 +363,7 @@ hopper_product(const __grid_constant__ Map a0_map, const __grid_constant__ Map a
         __syncwarp();
     }
     // a block does not end while the other one may still reach its barriers and its stages
-    asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    meet();
 }
 """
 
@@ -363,14 +386,7 @@ hopper_weight(const __grid_constant__ Map dy0_map, const __grid_constant__ Map d
 
     if (threadIdx.x < 256) ((u32*)(shared + STAGES * BOTH))[threadIdx.x] = 0x3f803f80;
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    if (threadIdx.x == 0) {
-        for (u32 i = 0; i < STAGES; i++) {
-            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(full + 8 * i));
-            asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(empty + 8 * i), "n"(2 * TEAM));
-        }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    }
-    asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    make_barriers(full, empty, 2 * TEAM, 0);
 
     if (group == 2) {  // fetches
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
@@ -389,7 +405,7 @@ hopper_weight(const __grid_constant__ Map dy0_map, const __grid_constant__ Map d
                         load_for_team(a + i * SLICE + mine * 128, dy_map, from + 64 * i, step * BK + mine, barrier);
                     for (u32 i = 0; i < B_SLICES; i++)
                         load(b + i * SLICE, &x_map, column + 64 * i, step * BK, barrier);
-                    if (++stage == STAGES) stage = 0, parity ^= 1;
+                    advance(stage, parity);
                 }
             }
         }
@@ -407,10 +423,8 @@ hopper_weight(const __grid_constant__ Map dy0_map, const __grid_constant__ Map d
                 const u32 tile_a = stages + stage * BOTH + group * 2 * SLICE;
                 const u64 a = described(tile_a, 1024, SLICE);
                 const u64 b = described(stages + stage * BOTH + A_SLICES * SLICE, 1024, SLICE);
-                hold(d[0]);
-                hold(d[1]);
-                hold(s[0]);
-                hold(s[1]);
+                hold(d);
+                hold(s);
                 asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
                 if (adds_up) {  // before the others: after a branch, the compiler waits for what was left in flight
 #pragma unroll
@@ -425,22 +439,18 @@ hopper_weight(const __grid_constant__ Map dy0_map, const __grid_constant__ Map d
                     for (u32 h = 0; h < 2; h++)
                         multiply<1, 1>(d[h], a + (i * 2048 + h * SLICE) / 16, b + i * 2048 / 16, k | i);
                 asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-                hold(d[0]);
-                hold(d[1]);
-                hold(s[0]);
-                hold(s[1]);
+                hold(d);
+                hold(s);
                 if (k) {  // the step before is done
                     asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-                    if (thread < TEAM) arrive_at(empty + 8 * ((stage + STAGES - 1) % STAGES), thread);
+                    release_before(stage, empty, thread);
                 }
-                if (++stage == STAGES) stage = 0, parity ^= 1;
+                advance(stage, parity);
             }
             asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-            hold(d[0]);
-            hold(d[1]);
-            hold(s[0]);
-            hold(s[1]);
-            if (thread < TEAM) arrive_at(empty + 8 * ((stage + STAGES - 1) % STAGES), thread);
+            hold(d);
+            hold(s);
+            release_before(stage, empty, thread);
 #pragma unroll
             for (u32 h = 0; h < 2; h++)
 #pragma unroll
@@ -459,7 +469,7 @@ hopper_weight(const __grid_constant__ Map dy0_map, const __grid_constant__ Map d
                 }
         }
     }
-    asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    meet();
 }
 """
 
@@ -512,11 +522,11 @@ def linear_backward(parts, x, w):
     dx = torch.empty_like(x)
     launch_product(LINEAR_BACKWARD, parts, w, dx)
     dw, db = (torch.zeros(size, dtype=torch.float32, device=x.device) for size in ((P, Q), P))
-    clusters = processors(x.device) // TEAM
-    each = steps_at_once(-(-P // (2 * BM)) * -(-Q // (TEAM * BN)), -(-T // BK), clusters)
+    clusters = sm_count(x.device) // TEAM
+    each = steps_at_once(-(-P // PART) * -(-Q // (TEAM * BN)), -(-T // BK), clusters)
     maps = [*(tensor_map(part, BK // TEAM, 64) for part in parts), tensor_map(x, BK, 64)]
     numbers = P, Q, T, *starts(parts), each
-    launch("hopper_weight", LINEAR, x.device.index, TEAM * clusters, WEIGHT_SHARED, maps, (dw, db), numbers)
+    launch("hopper_weight", LINEAR, x.device.index, TEAM * clusters, maps, (dw, db), numbers)
     return dx, dw, db
 
 
@@ -533,14 +543,14 @@ def steps_at_once(tiles, steps, clusters):
 def launch_product(kind, parts, b, out, before=None, bias=None, sums=None):
     """parts: a, or three whose columns side by side are a's."""
     in_context(out.device.index)
-    backward = kind in (LINEAR_BACKWARD, GELU_BACKWARD)
+    backward = kind in BACKWARD
     M, (K, N) = out.size(0), (b.shape if backward else b.shape[::-1])
     maps = [tensor_map(part, BM, BK) for part in (parts if len(parts) == 3 else parts * 3)]
     maps += [tensor_map(b, *((BK // TEAM, 64) if backward else (BN // TEAM, BK)))]
     maps += [tensor_map(out if x is None else x, 32, CHUNK) for x in (out, before)]
-    clusters = min(processors(out.device) // TEAM, -(-M // (TEAM * BM)) * -(-N // BN))
+    clusters = min(sm_count(out.device) // TEAM, -(-M // (TEAM * BM)) * -(-N // BN))
     numbers = M, N, K, *starts(parts)
-    launch("hopper_product", kind, out.device.index, TEAM * clusters, PRODUCT_SHARED, maps, (bias, sums), numbers)
+    launch("hopper_product", kind, out.device.index, TEAM * clusters, maps, (bias, sums), numbers)
 
 
 def starts(parts):
@@ -550,16 +560,16 @@ def starts(parts):
 
 
 @functools.cache
-def processors(device):
-    return torch.cuda.get_device_properties(device).multi_processor_count
+def sm_count(device):
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def launch(name, kind, device, blocks, shared, maps, tensors, numbers):
+def launch(name, kind, device, blocks, maps, tensors, numbers):
     arguments = [*maps, *(ctypes.c_void_p(None if x is None else x.data_ptr()) for x in tensors)]
     arguments += [ctypes.c_uint32(n) for n in numbers]
     addresses = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
     stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
-    function = kernel(name, kind, shared, device)
+    function, shared = kernel(name, kind, device), SHARED[name]
     grid = blocks, 1, 1, THREADS, 1, 1
     check(driver().cuLaunchKernel(function, *grid, shared, stream, addresses, None), "cuLaunchKernel")
 
@@ -607,11 +617,11 @@ def nvrtc():
 
 
 @functools.cache
-def kernel(name, kind, shared, device):
+def kernel(name, kind, device):
     module, function, most_shared = ctypes.c_void_p(), ctypes.c_void_p(), 8
     check(driver().cuModuleLoadData(ctypes.byref(module), compiling()[name, kind].result()), "cuModuleLoadData")
     check(driver().cuModuleGetFunction(ctypes.byref(function), module, name.encode()), "cuModuleGetFunction")
-    check(driver().cuFuncSetAttribute(function, most_shared, shared), "cuFuncSetAttribute")
+    check(driver().cuFuncSetAttribute(function, most_shared, SHARED[name]), "cuFuncSetAttribute")
     return function
 
 
@@ -620,7 +630,9 @@ def compiling():
     """The machine code of each kernel, in the making: a thread each, so that it is there when torch.compile is done."""
     kernels = [("hopper_product", kind) for kind in KINDS] + [("hopper_weight", LINEAR)]
     threads = ThreadPoolExecutor(len(kernels))
-    return {kernel: threads.submit(compiled, *kernel) for kernel in kernels}
+    codes = {kernel: threads.submit(compiled, *kernel) for kernel in kernels}
+    threads.shutdown(wait=False)
+    return codes
 
 
 def compiled(name, kind):
@@ -632,7 +644,7 @@ def compiled(name, kind):
         .replace("@REGISTERS", registers)
         .replace("@OPERANDS", operands)
     )
-    values = {"BACKWARD": kind in (LINEAR_BACKWARD, GELU_BACKWARD), "WITH_GELU": kind in (GELU, GELU_BACKWARD)}
+    values = {"BACKWARD": kind in BACKWARD, "WITH_GELU": kind in (GELU, GELU_BACKWARD)}
     values |= {"BM": BM, "BN": BN, "BK": BK, "STAGES": STAGES, "CHUNK": CHUNK, "TEAM": TEAM, "THREADS": THREADS}
     options = [b"--gpu-architecture=sm_90a", *(f"-D{key}={int(value)}u".encode() for key, value in values.items())]
     lib, program = nvrtc(), ctypes.c_void_p()
