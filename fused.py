@@ -811,14 +811,21 @@ def cross_entropy_chunks(
     rows = min(N, chunk_rows(P))
     losses, dx, dw = empty_results(x, weight, grad)
     logits, w = x.new_empty(rows, P), weight.to(x.dtype)
+    in_product = on_hopper(x) and softcap is None and not smoothing and not z_loss
+    shifts, factors = target_logits(x, w, targets) if in_product else None, torch.empty_like(losses)
     for i in range(0, N, rows):
         xi, ti = x[i : i + rows], targets[i : i + rows]
-        li = logits[: xi.size(0)]
-        cublas.matmul(xi, w.t(), li, tune=grad)
-        cross_entropy_rows(li, ti, losses[i : i + rows], li, 1.0, vocab_size, softcap, smoothing, z_loss, grad)
+        li, own = logits[: xi.size(0)], slice(i, i + rows)
+        if in_product:
+            xi = exponential_rows(xi, w, ti, shifts[own], losses[own], factors[own], li, vocab_size, grad)
+        else:
+            cublas.matmul(xi, w.t(), li, tune=grad)
+            cross_entropy_rows(li, ti, losses[own], li, 1.0, vocab_size, softcap, smoothing, z_loss, grad)
         if grad:
-            cublas.matmul(li, w, dx[i : i + rows])
+            cublas.matmul(li, w, dx[own])
             cublas.matmul(li.t(), xi, dw, accumulate=i > 0)
+    if in_product and grad:
+        dx.mul_(factors[:, None])
     return losses, dx, dw
 
 
@@ -924,6 +931,113 @@ def _cross_entropy(
         if DITHER:
             at_target = _dithered(at_target, target, lse)
         tl.store(grads + target, at_target.to(grads.dtype.element_ty))
+
+
+def target_logits(x, w, targets):
+    """(N,) float32: each row's logit of its target by log2(e), infinite where that is ignored."""
+    shifts = torch.empty(x.size(0), dtype=torch.float32, device=x.device)
+    C = x.size(1)
+    _target_logits[(x.size(0),)](x, w, targets, shifts, C=C, BLOCK=min(2048, triton.next_power_of_2(C)))
+    return shifts
+
+
+def exponential_rows(x, w, targets, shifts, losses, factors, grads, vocab_size, grad):
+    """The loss of rows as log sum exp(logit - the target's), the exponentials taken in the logits' product: they are
+    not read once more. Fills `losses`, (rows,), and with grad `factors`, (rows,), and `grads`, (rows, P): times its
+    factor a row is the gradient of its logits. -> x with its rows times their factors, for the weight's gradient.
+    """
+    sums = hopper.exponentials(x, w, shifts, vocab_size, grads if grad else None)
+    scaled = torch.empty_like(x) if grad else x
+    (rows, C), (P, parts) = x.shape, (w.size(0), sums.size(1))
+    _exponential_rows[(rows,)](
+        grads, sums, x, w, targets, shifts, losses, factors, scaled, parts, sums.stride(0),
+        P=P, V=vocab_size, C=C, GRAD=grad, PARTS=triton.next_power_of_2(parts),
+        BLOCK=min(2048, triton.next_power_of_2(C)),
+    )  # fmt: skip
+    return scaled
+
+
+@triton.jit
+def _target_logits(x, w, targets, shifts, C: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    target = tl.load(targets + row)
+    products = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, C, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        a = tl.load(x + row * C + at, mask=at < C, other=0.0).to(tl.float32)
+        b = tl.load(w + tl.maximum(target, 0) * C + at, mask=at < C, other=0.0).to(tl.float32)
+        products += a * b
+    shift = tl.sum(products) * 1.4426950408889634
+    tl.store(shifts + row, tl.where(target < 0, float("inf"), shift))
+
+
+@triton.jit
+def _exponential_rows(
+    grads, sums, x, w, targets, shifts, losses, factors, scaled, parts, stride,
+    P: tl.constexpr, V: tl.constexpr, C: tl.constexpr, GRAD: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row a program, of exponentials against its target's logit, whose partial sums are at hand.
+
+    In the rare row that has a logit so far above the target's that they overflow, all is computed again against the
+    largest: slowly.
+    """
+    LARGEST: tl.constexpr = 2.0**100
+    LOG2E: tl.constexpr = 1.4426950408889634
+    row = tl.program_id(0).to(tl.int64)
+    grads += row * P
+    x += row * C
+    scaled += row * C
+    target = tl.load(targets + row)
+    if target < 0:  # its exponentials are zeros
+        tl.store(losses + row, 0.0)
+        if GRAD:
+            tl.store(factors + row, 0.0)
+            for start in range(0, C, BLOCK):
+                at = start + tl.arange(0, BLOCK)
+                tl.store(scaled + at, tl.zeros((BLOCK,), scaled.dtype.element_ty), mask=at < C)
+        return
+    part = tl.arange(0, PARTS)
+    total = tl.sum(tl.load(sums + row * stride + part, mask=part < parts, other=0.0))
+    own = total * 0 + 1  # exp(the target's logit - what is subtracted of all)
+    if total > LARGEST:
+        ROWS: tl.constexpr = 16
+        COLS: tl.constexpr = 64
+        highest = tl.full((ROWS,), float("-inf"), tl.float32)
+        for start in range(0, P, ROWS):
+            cols = start + tl.arange(0, ROWS)
+            logits = tl.zeros((ROWS,), tl.float32)
+            for first in range(0, C, COLS):
+                at = first + tl.arange(0, COLS)
+                a = tl.load(x + at, mask=at < C, other=0.0).to(tl.float32)
+                inside = (cols < V)[:, None] & (at < C)[None, :]
+                b = tl.load(w + cols.to(tl.int64)[:, None] * C + at[None, :], mask=inside, other=0.0)
+                logits += tl.sum(a[None, :] * b.to(tl.float32), 1)
+            logits = tl.where(cols < V, logits, float("-inf"))
+            highest = tl.maximum(highest, logits)
+            tl.store(grads + cols, logits.to(grads.dtype.element_ty), mask=cols < P)
+        top = tl.max(highest) * LOG2E
+        tl.debug_barrier()
+        norms = tl.zeros((ROWS * COLS,), tl.float32)
+        for start in range(0, P, ROWS * COLS):
+            cols = start + tl.arange(0, ROWS * COLS)
+            logits = tl.load(grads + cols, mask=cols < P, other=float("-inf")).to(tl.float32)
+            powers = tl.exp2(logits * LOG2E - top)
+            norms += powers
+            tl.store(grads + cols, powers.to(grads.dtype.element_ty), mask=cols < P)
+        total = tl.sum(norms)
+        shift = tl.load(shifts + row)
+        own = tl.exp2(shift - top)
+        tl.store(losses + row, tl.log(total) + (top - shift) / LOG2E)
+        tl.debug_barrier()
+    else:
+        tl.store(losses + row, tl.log(total))
+    if GRAD:
+        tl.store(grads + target, (own - total).to(grads.dtype.element_ty))
+        tl.store(factors + row, 1 / total)
+        for start in range(0, C, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            a = tl.load(x + at, mask=at < C, other=0.0).to(tl.float32)
+            tl.store(scaled + at, (a / total).to(scaled.dtype.element_ty), mask=at < C)
 
 
 @triton.jit

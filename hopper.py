@@ -27,7 +27,7 @@ SHARED = {  # bytes
     "hopper_weight": STAGES * (2 * BM + BN) * BK * 2 + 1024 + 128,  # a kilobyte of ones
 }
 PART = 2 * BM  # of whose multiples the widths must be of what is side by side in linear_backward
-LINEAR, LINEAR_BACKWARD, GELU, GELU_BACKWARD = KINDS = range(4)  # of hopper_product
+LINEAR, LINEAR_BACKWARD, GELU, GELU_BACKWARD, EXPONENTIALS = KINDS = range(5)  # of hopper_product
 BACKWARD = LINEAR_BACKWARD, GELU_BACKWARD
 
 COMMON = r"""
@@ -157,6 +157,12 @@ __device__ u32 packed(float low, float high) {
 __device__ float low(u32 both) { return __uint_as_float(both << 16); }
 __device__ float high(u32 both) { return __uint_as_float(both & 0xffff0000u); }
 
+__device__ float power(float x, float shift) {  // e^x 2^-shift
+    float p;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(p) : "f"(fmaf(x, 1.4426950409f, -shift)));
+    return p;
+}
+
 constexpr float ROOT = 0.7978845608f, CUBE = 0.044715f;  // GELU(x) = x / 2 (1 + tanh(ROOT (x + CUBE x^3)))
 
 __device__ float tanh_of(float x, float square) {  // to 2^-11, as in cuBLASLt's
@@ -178,12 +184,14 @@ PRODUCT = r"""
 // out = a b^T (BACKWARD: a b) + bias. a: (M, K), three side by side of which the second begins at K1, the third at K2;
 // b: (N, K) (BACKWARD: (K, N)); all bf16. WITH_GELU: `before` receives that, and out its GELU. WITH_GELU and BACKWARD:
 // out = a b * slope(before), and sums gets the column sums of each 32 rows, (M / 32, N), M up to whole TEAM * BM.
+// EXPONENTIAL: out = 2^(a b^T log2(e) - shifts[row]), if there is an out, of the first `real` columns, 0 behind; and
+// sums gets the row sums of each BN columns, (M, N / BN), both rounded up.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(TEAM, 1, 1)
 hopper_product(const __grid_constant__ Map a0_map, const __grid_constant__ Map a1_map,
                const __grid_constant__ Map a2_map, const __grid_constant__ Map b_map,
                const __grid_constant__ Map out_map,
-               const __grid_constant__ Map before_map, const unsigned short* bias, float* sums,
-               u32 M, u32 N, u32 K, u32 K1, u32 K2) {
+               const __grid_constant__ Map before_map, const unsigned short* bias, const float* shifts, float* sums,
+               u32 M, u32 N, u32 K, u32 K1, u32 K2, u32 real, u32 keep) {
     constexpr bool SLOPE = BACKWARD && WITH_GELU;
     extern __shared__ __align__(1024) unsigned char shared[];
     const u32 stages = (u32)__cvta_generic_to_shared(shared), buffers = stages + STAGES * STAGE;
@@ -191,7 +199,10 @@ hopper_product(const __grid_constant__ Map a0_map, const __grid_constant__ Map a
     const u32 group = threadIdx.x / 128, thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
     const u32 block = blockIdx.x % TEAM, team = blockIdx.x / TEAM, teams = gridDim.x / TEAM;
     const u32 steps = (K + BK - 1) / BK, across = (N + BN - 1) / BN;
-    const u32 tiles = (M + TEAM * BM - 1) / (TEAM * BM) * across;
+    const u32 down = (M + TEAM * BM - 1) / (TEAM * BM), tiles = down * across;
+    // those side by side in time have the larger operand in common, so that it comes to L2 but once
+    const auto row_of = [&](u32 tile) { return ((EXPONENTIAL ? tile % down : tile / across) * TEAM + block) * BM; };
+    const auto column_of = [&](u32 tile) { return (EXPONENTIAL ? tile / down : tile % across) * BN; };
 
     make_barriers(full, empty, TEAM, 16);
 
@@ -200,7 +211,7 @@ hopper_product(const __grid_constant__ Map a0_map, const __grid_constant__ Map a
         if (thread == 0) {
             u32 stage = 0, parity = 1;
             for (u32 tile = team; tile < tiles; tile += teams) {
-                const u32 row = (tile / across * TEAM + block) * BM, column = tile % across * BN;
+                const u32 row = row_of(tile), column = column_of(tile);
                 for (u32 k = 0; k < K; k += BK) {
                     const u32 a = stages + stage * STAGE, b = a + A_BYTES, barrier = full + 8 * stage;
                     wait(empty + 8 * stage, parity);
@@ -230,7 +241,7 @@ hopper_product(const __grid_constant__ Map a0_map, const __grid_constant__ Map a
         u32 turns = 0;  // of the two buffers
         u32 stage = group * steps % STAGES, parity = group * steps / STAGES & 1;
         u32 tile = team + group * teams;
-        u32 row = (tile / across * TEAM + block) * BM, column = tile % across * BN;
+        u32 row = row_of(tile), column = column_of(tile);
         const auto fetch = [&](u32 x, u32 y, u32 turn) {
             arrive_expecting(arrived + 8 * (turn % 2), BUFFER);
             load(mine + turn % 2 * BUFFER, &before_map, x, y + 32 * warp, arrived + 8 * (turn % 2));
@@ -271,7 +282,15 @@ hopper_product(const __grid_constant__ Map a0_map, const __grid_constant__ Map a
             stage %= STAGES;
 
             const u32 next = tile + 2 * teams;
-            const u32 next_row = (next / across * TEAM + block) * BM, next_column = next % across * BN;
+            const u32 next_row = row_of(next), next_column = column_of(next);
+            float shift[2][2], row_sum[2][2];  // of this lane's rows
+            if (EXPONENTIAL)
+#pragma unroll
+                for (u32 i = 0; i < 4; i++) {
+                    const u32 y = row + 32 * warp + i % 2 * 16 + i / 2 * 8 + lane / 4;
+                    shift[i / 2][i % 2] = __ldg(shifts + min(y, M - 1));
+                    row_sum[i / 2][i % 2] = 0.f;
+                }
 #pragma unroll
             for (u32 c = 0; c < BN / CHUNK; c++, turns++) {
                 const u32 n = column + c * CHUNK, y = row + 32 * warp;
@@ -289,20 +308,28 @@ hopper_product(const __grid_constant__ Map a0_map, const __grid_constant__ Map a
 #pragma unroll
                         for (u32 i = 0; i < 2; i++) {
                             const u32 at = n + 16 * j + 8 * i + lane % 4 * 2;
-                            if (bias) added[i] = __ldg((const u32*)(bias + min(at, N - 2)));
+                            if (!EXPONENTIAL && bias) added[i] = __ldg((const u32*)(bias + min(at, N - 2)));
                         }
 #pragma unroll
                         for (u32 h = 0; h < 2; h++) {
                             const float* v = &d[h][c * (CHUNK / 2) + j * 8];
                             u32 r[4];
 #pragma unroll
-                            for (u32 i = 0; i < 4; i++)
-                                r[i] = packed(v[2 * i] + low(added[i / 2]), v[2 * i + 1] + high(added[i / 2]));
+                            for (u32 i = 0; i < 4; i++) {
+                                float left = v[2 * i] + low(added[i / 2]), right = v[2 * i + 1] + high(added[i / 2]);
+                                if (EXPONENTIAL) {
+                                    const u32 at = n + 16 * j + i / 2 * 8 + lane % 4 * 2;
+                                    left = at < real ? power(left, shift[h][i % 2]) : 0.f;
+                                    right = at + 1 < real ? power(right, shift[h][i % 2]) : 0.f;
+                                    row_sum[h][i % 2] += left + right;
+                                }
+                                r[i] = packed(left, right);
+                            }
                             write(first + PLACE(j, h), r);
                         }
                     }
                     written();
-                    if (lane == 0) store(WITH_GELU ? &before_map : &out_map, n, y, first);
+                    if (lane == 0 && (!EXPONENTIAL || keep)) store(WITH_GELU ? &before_map : &out_map, n, y, first);
                     if (!WITH_GELU) continue;
                     if (lane == 0) stores_read<1>();
                     __syncwarp();
@@ -356,6 +383,18 @@ hopper_product(const __grid_constant__ Map a0_map, const __grid_constant__ Map a
                 }
                 written();
                 if (lane == 0) store(&out_map, n, y, buffer);
+            }
+            if (EXPONENTIAL) {  // four lanes have columns of the same rows; of each four, every lane has one of them
+                float sum = 0.f;
+#pragma unroll
+                for (u32 i = 0; i < 4; i++) {
+                    float whole = row_sum[i / 2][i % 2];
+                    whole += __shfl_xor_sync(~0u, whole, 1);
+                    whole += __shfl_xor_sync(~0u, whole, 2);
+                    sum = lane % 4 == i ? whole : sum;
+                }
+                const u32 y = row + 32 * warp + lane % 2 * 16 + lane % 4 / 2 * 8 + lane / 4;
+                sums[(u64)y * across + column / BN] = sum;
             }
             tile = next, row = next_row, column = next_column;
         }
@@ -511,6 +550,19 @@ def dgelu(a, b, before):
     return out, sums.sum(0)
 
 
+def exponentials(a, b, shifts, real, out=None):
+    """Sums of 2^(a b^T log2(e) - shifts[row]) over each BN of the first `real` columns, (M, N / BN rounded up) float32.
+
+    a: (M, K), b: (N, K), as of `linear`; shifts: (M,) float32; out: (M, N) bf16, receives what was summed, rounded, and
+    0 in the other columns.
+    """
+    rows = -(-a.size(0) // (TEAM * BM)) * TEAM * BM
+    sums = torch.empty(rows, -(-b.size(0) // BN), dtype=torch.float32, device=a.device)
+    keep = out is not None
+    launch_product(EXPONENTIALS, [a], b, out if keep else a, shifts=shifts, sums=sums, real=real, keep=keep)
+    return sums[: a.size(0)]
+
+
 def linear_backward(parts, x, w):
     """Gradients of y = x w^T + b: (that of x, those of w and b in float32).
 
@@ -540,7 +592,7 @@ def steps_at_once(tiles, steps, clusters):
     return -(-steps // min(range(1, 17), key=longest))
 
 
-def launch_product(kind, parts, b, out, before=None, bias=None, sums=None):
+def launch_product(kind, parts, b, out, before=None, bias=None, shifts=None, sums=None, real=0, keep=True):
     """parts: a, or three whose columns side by side are a's."""
     in_context(out.device.index)
     backward = kind in BACKWARD
@@ -549,8 +601,8 @@ def launch_product(kind, parts, b, out, before=None, bias=None, sums=None):
     maps += [tensor_map(b, *((BK // TEAM, 64) if backward else (BN // TEAM, BK)))]
     maps += [tensor_map(out if x is None else x, 32, CHUNK) for x in (out, before)]
     clusters = min(sm_count(out.device) // TEAM, -(-M // (TEAM * BM)) * -(-N // BN))
-    numbers = M, N, K, *starts(parts)
-    launch("hopper_product", kind, out.device.index, TEAM * clusters, maps, (bias, sums), numbers)
+    numbers = M, N, K, *starts(parts), real, keep
+    launch("hopper_product", kind, out.device.index, TEAM * clusters, maps, (bias, shifts, sums), numbers)
 
 
 def starts(parts):
@@ -644,7 +696,11 @@ def compiled(name, kind):
         .replace("@REGISTERS", registers)
         .replace("@OPERANDS", operands)
     )
-    values = {"BACKWARD": kind in BACKWARD, "WITH_GELU": kind in (GELU, GELU_BACKWARD)}
+    values = {
+        "BACKWARD": kind in BACKWARD,
+        "WITH_GELU": kind in (GELU, GELU_BACKWARD),
+        "EXPONENTIAL": kind == EXPONENTIALS,
+    }
     values |= {"BM": BM, "BN": BN, "BK": BK, "STAGES": STAGES, "CHUNK": CHUNK, "TEAM": TEAM, "THREADS": THREADS}
     options = [b"--gpu-architecture=sm_90a", *(f"-D{key}={int(value)}u".encode() for key, value in values.items())]
     lib, program = nvrtc(), ctypes.c_void_p()

@@ -2,6 +2,7 @@
 interpreter (conftest.py sets it), and PyTorch stands in for cuBLASLt (`products`, there)."""
 
 import itertools
+import math
 import os
 
 import pytest
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton", reason="Triton is installed with PyTorch's CUDA builds only")
 import fused
+import hopper
 import kernels
 import model as models
 
@@ -31,12 +33,37 @@ MANY = 300 if GPU else 20  # rows; the interpreter takes milliseconds for each
 SHAPES = [(20, 16, 128, 100), (37, 8, 136, 136), (5, 64, 4104, 4100), (MANY, 24, 2048, 3), (7, 40, 6200, 4096)]
 
 
+def exponentials(a, b, shifts, real, out=None):
+    """hopper.exponentials in PyTorch."""
+    powers = torch.exp2((a.float() @ b.float().t()) / math.log(2) - shifts[:, None])
+    powers[:, real:] = 0
+    if out is not None:
+        out.copy_(powers)
+    return F.pad(powers, (0, -b.size(0) % 192)).unflatten(1, (-1, 192)).sum(-1)
+
+
+@pytest.fixture(params=[False, True])
+def in_product(request, monkeypatch):
+    """The loss with its exponentials taken in the logits' product, as on Hopper, and without."""
+    hopper_gpu = GPU and hopper.available(torch.device("cuda", 0))
+    if not request.param:
+        monkeypatch.setattr(fused, "on_hopper", lambda x: False)
+    elif GPU and not hopper_gpu:
+        pytest.skip("needs a Hopper GPU")
+    elif not GPU:
+        monkeypatch.setattr(fused, "on_hopper", lambda x: True)
+        monkeypatch.setattr(hopper, "exponentials", exponentials)
+    return request.param
+
+
 @either
 @pytest.mark.parametrize("N, C, P, V", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16] if GPU else [torch.float32])
-def test_linear_cross_entropy(N, C, P, V, dtype, monkeypatch):
+def test_linear_cross_entropy(N, C, P, V, dtype, in_product, monkeypatch):
     monkeypatch.setattr(kernels, "LOGITS_BYTES", 16 * P * 4)  # several chunks, the last one ragged
     for cap, smoothing, z_loss, ignored in itertools.product((None, 5.0), (0.0, 0.1), (0.0, 1e-2), (False, True)):
+        if in_product and (cap or smoothing or z_loss):  # as if it were False
+            continue
         x = torch.randn(1, N, C, device=DEVICE, dtype=dtype, requires_grad=True)
         weight = (torch.randn(P, C, device=DEVICE) * 2 / C**0.5).requires_grad_()  # logits of a few units
         targets = torch.randint(0, V, (1, N), device=DEVICE)
@@ -63,7 +90,7 @@ def test_linear_cross_entropy(N, C, P, V, dtype, monkeypatch):
 
 
 @either
-def test_logits_far_above_the_first_block_overflow_nowhere(monkeypatch):
+def test_logits_far_above_the_first_block_overflow_nowhere(in_product):
     """The sum of exponentials starts from the target's and the last block's logits: others may be hundreds above."""
     V, C = 3 * fused.CE_BLOCK + 40, 16
     dtype = torch.bfloat16 if GPU else torch.float32

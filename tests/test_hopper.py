@@ -1,5 +1,6 @@
 """hopper.py against float64 on fresh random inputs."""
 
+import math
 import threading
 
 import pytest
@@ -74,6 +75,21 @@ def test_dgelu(M, N, K):
     assert error(sums, exact.sum(0)) < 5e-4  # of what was not rounded yet; the slope is right to 2^-11
     for _ in range(5):
         assert all(map(torch.equal, hopper.dgelu(a, b, before), (out, sums)))
+
+
+@on_hopper
+@pytest.mark.parametrize("M, N, K", SHAPES)
+def test_exponentials(M, N, K):
+    a, b, real = randn(M, K), randn(N, K, std=2 / K**0.5), N - N // 9
+    shifts = torch.randn(M, device=GPU) * 3
+    shifts[M // 2] = float("inf")
+    out, whole = guarded(M, N)
+    sums = hopper.exponentials(a, b, shifts, real, out)
+    exact = torch.exp2(a.double() @ b.double().t() / math.log(2) - shifts.double()[:, None])
+    exact[:, real:] = 0
+    assert error(out, exact) < 2e-3 and not out[:, real:].any() and not out[M // 2].any()
+    assert error(sums, F.pad(exact, (0, -N % hopper.BN)).unflatten(1, (-1, hopper.BN)).sum(-1)) < 1e-5
+    assert whole() and torch.equal(hopper.exponentials(a, b, shifts, real), sums)
 
 
 @on_hopper
