@@ -561,7 +561,7 @@ def cross_entropy_chunks8(
     """As fused.cross_entropy_chunks with gradients, the products in fp8; the number of tokens is a multiple of 16."""
     N, P = x.size(0), weight.size(0)
     rows = min(N, fused.chunk_rows(P))
-    losses, dx, dw = fused.empty_results(x, weight, True)
+    losses, dx, dw = fused.empty_results(x, weight, fused.sum_dtype(weight))
     x8, x8t, xs, _ = cast([x], x_top, None, COPY, False, False)
     w8, w8t, ws, _ = cast([weight], w_top, None, COPY, False, False)
     gs = head_scale(x.device)
@@ -583,7 +583,7 @@ def cross_entropy_chunks8(
 
 @cross_entropy_chunks8.register_fake
 def _(x, weight, targets, vocab_size, softcap, smoothing, z_loss, x_top, w_top):
-    return fused.empty_results(x, weight, True)
+    return fused.empty_results(x, weight, fused.sum_dtype(weight))
 
 
 @functools.cache

@@ -757,7 +757,8 @@ def linear_cross_entropy(x, weight, targets, reduction, vocab_size, softcap=None
     """As kernels.linear_cross_entropy, for x in 16 bits. "none" has no gradient."""
     options = (vocab_size, softcap, smoothing, z_loss)
     if reduction == "none":
-        losses, _, _ = cross_entropy_chunks(x.flatten(0, -2), weight, targets.flatten(), *options, False)
+        flat, w = x.flatten(0, -2), weight.to(x.dtype)
+        losses = cross_entropy_chunks(flat, w, targets.flatten(), *options, None)[0]
         return losses.view_as(targets)
     loss = LinearCrossEntropy.apply(x, weight, targets, options, torch.is_grad_enabled())
     return reduced(loss, targets, reduction)
@@ -771,8 +772,9 @@ def reduced(loss, targets, reduction):
 class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, targets, options, grad):
-        losses, dx, dw = cross_entropy_chunks(x.flatten(0, -2), weight, targets.flatten(), *options, grad)
-        keep_gradients(ctx, x, weight, dx, dw)
+        flat, w, dtype = x.flatten(0, -2), weight.to(x.dtype), sum_dtype(weight) if grad else None
+        losses, *gradients = cross_entropy_chunks(flat, w, targets.flatten(), *options, dtype)
+        keep_gradients(ctx, x, weight, *gradients)
         return losses.sum()
 
     @staticmethod
@@ -780,42 +782,50 @@ class LinearCrossEntropy(torch.autograd.Function):
         return *kept_gradients(ctx, grad), None, None, None
 
 
-def keep_gradients(ctx, x, weight, dx, dw):
-    """For the backward of a loss whose forward has computed the gradients of its sum."""
-    ctx.save_for_backward(dx, dw)
+def sum_dtype(weight):
+    """What the weight's gradient is summed in: its own dtype but for float16, whose range is too small."""
+    return torch.float32 if weight.dtype == torch.float16 else weight.dtype
+
+
+def keep_gradients(ctx, x, weight, dx, dw, factors=None):
+    """For the backward of a loss whose forward has computed the gradients of its sum; factors: as of
+    cross_entropy_chunks."""
+    ctx.save_for_backward(dx, dw, factors)
     ctx.shape, ctx.weight_dtype = x.shape, weight.dtype
 
 
 def kept_gradients(ctx, grad):
-    dx, dw = ctx.saved_tensors
-    return dx.mul_(grad).view(ctx.shape), dw.mul_(grad).to(ctx.weight_dtype)
+    dx, dw, factors = ctx.saved_tensors
+    by_row = grad if factors is None else grad * factors[:, None]
+    return dx.mul_(by_row).view(ctx.shape), dw.mul_(grad).to(ctx.weight_dtype)
 
 
 @operator("cross_entropy_chunks")
 def cross_entropy_chunks(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    w: torch.Tensor,
     targets: torch.Tensor,
     vocab_size: int,
     softcap: float | None,
     smoothing: float,
     z_loss: float,
-    grad: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(loss of each token in float32, gradients of their sum by x and by weight).
+    dw_dtype: torch.dtype | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(loss of each token in float32; the gradients of their sum by x, whose rows are yet to be multiplied with the
+    factors, and by w; the factors, (N,)); without a dtype for the gradient of w the losses alone.
 
-    x: (N, C) in 16 bits; weight: (P, C); targets: (N,). The weight's gradient is summed in its own dtype, that of a
-    float16 weight in float32, since its range is too small.
+    x: (N, C), w: (P, C), both in 16 bits; targets: (N,).
     """
-    N, P = x.size(0), weight.size(0)
-    rows = min(N, chunk_rows(P))
-    losses, dx, dw = empty_results(x, weight, grad)
-    logits, w = x.new_empty(rows, P), weight.to(x.dtype)
+    N, P = x.size(0), w.size(0)
+    rows, grad = min(N, chunk_rows(P)), dw_dtype is not None
+    losses, dx, dw = empty_results(x, w, dw_dtype)
+    factors, logits = torch.ones_like(losses), x.new_empty(rows, P)
     in_product = on_hopper(x) and softcap is None and not smoothing and not z_loss
-    shifts, factors = target_logits(x, w, targets) if in_product else None, torch.empty_like(losses)
+    shifts = target_logits(x, w, targets) if in_product else None
     for i in range(0, N, rows):
-        xi, ti = x[i : i + rows], targets[i : i + rows]
-        li, own = logits[: xi.size(0)], slice(i, i + rows)
+        own = slice(i, i + rows)
+        xi, ti = x[own], targets[own]
+        li = logits[: xi.size(0)]
         if in_product:
             xi = exponential_rows(xi, w, ti, shifts[own], losses[own], factors[own], li, vocab_size, grad)
         else:
@@ -824,14 +834,13 @@ def cross_entropy_chunks(
         if grad:
             cublas.matmul(li, w, dx[own])
             cublas.matmul(li.t(), xi, dw, accumulate=i > 0)
-    if in_product and grad:
-        dx.mul_(factors[:, None])
-    return losses, dx, dw
+    return losses, dx, dw, factors
 
 
 @cross_entropy_chunks.register_fake
-def _(x, weight, targets, vocab_size, softcap, smoothing, z_loss, grad):
-    return empty_results(x, weight, grad)
+def _(x, w, targets, vocab_size, softcap, smoothing, z_loss, dw_dtype):
+    losses, dx, dw = empty_results(x, w, dw_dtype)
+    return losses, dx, dw, torch.empty_like(losses)
 
 
 def chunk_rows(P):
@@ -849,12 +858,11 @@ def cross_entropy_rows(logits, targets, losses, grads, scale, vocab_size, softca
     )  # fmt: skip
 
 
-def empty_results(x, weight, grad):
+def empty_results(x, w, dw_dtype):
     losses = torch.empty(x.size(0), dtype=torch.float32, device=x.device)
-    dw_dtype = torch.float32 if weight.dtype == torch.float16 else weight.dtype
-    if not grad:
+    if dw_dtype is None:
         return losses, x.new_empty(0), x.new_empty(0)
-    return losses, torch.empty_like(x), torch.empty_like(weight, dtype=dw_dtype)
+    return losses, torch.empty_like(x), torch.empty_like(w, dtype=dw_dtype)
 
 
 @triton.jit
