@@ -295,7 +295,7 @@ hopper_product(const __grid_constant__ Map a0_map, const __grid_constant__ Map a
             for (u32 c = 0; c < BN / CHUNK; c++, turns++) {
                 const u32 n = column + c * CHUNK, y = row + 32 * warp;
                 const bool takes_turns = SLOPE || !WITH_GELU;
-                const u32 buffer = mine + (takes_turns ? turns % 2 * BUFFER : BUFFER), past = SLOPE ? buffer : mine;
+                const u32 buffer = mine + (takes_turns ? turns % 2 * BUFFER : BUFFER);
                 if (SLOPE) {
                     wait(arrived + 8 * (turns % 2), turns / 2 & 1);
                 } else {
@@ -312,11 +312,12 @@ hopper_product(const __grid_constant__ Map a0_map, const __grid_constant__ Map a
                         }
 #pragma unroll
                         for (u32 h = 0; h < 2; h++) {
-                            const float* v = &d[h][c * (CHUNK / 2) + j * 8];
+                            float* v = &d[h][c * (CHUNK / 2) + j * 8];
                             u32 r[4];
 #pragma unroll
                             for (u32 i = 0; i < 4; i++) {
-                                float left = v[2 * i] + low(added[i / 2]), right = v[2 * i + 1] + high(added[i / 2]);
+                                float &left = v[2 * i], &right = v[2 * i + 1];
+                                left += low(added[i / 2]), right += high(added[i / 2]);
                                 if (EXPONENTIAL) {
                                     const u32 at = n + 16 * j + i / 2 * 8 + lane % 4 * 2;
                                     left = at < real ? power(left, shift[h][i % 2]) : 0.f;
@@ -338,16 +339,17 @@ hopper_product(const __grid_constant__ Map a0_map, const __grid_constant__ Map a
 #pragma unroll
                 for (u32 j = 0; j < CHUNK / 16; j++) {
                     u32 r[2][4];
+                    if (SLOPE)
 #pragma unroll
-                    for (u32 h = 0; h < 2; h++) read(r[h], past + PLACE(j, h));
+                        for (u32 h = 0; h < 2; h++) read(r[h], buffer + PLACE(j, h));
 #pragma unroll
                     for (u32 h = 0; h < 2; h++) {
                         const float* v = &d[h][c * (CHUNK / 2) + j * 8];
 #pragma unroll
                         for (u32 i = 0; i < 4; i++) {
-                            float left = low(r[h][i]), right = high(r[h][i]);
+                            float left = v[2 * i], right = v[2 * i + 1];
                             if (SLOPE) {
-                                left = v[2 * i] * slope(left), right = v[2 * i + 1] * slope(right);
+                                left *= slope(low(r[h][i])), right *= slope(high(r[h][i]));
                                 float* t = &total[j % 2 * 4 + i / 2 * 2];
                                 t[0] = left + (h || i % 2 ? t[0] : 0.f);
                                 t[1] = right + (h || i % 2 ? t[1] : 0.f);

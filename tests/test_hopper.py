@@ -58,8 +58,8 @@ def test_linear(M, N, K, down, bias):
 def test_gelu(M, N, K, bias):
     a, b, bias = randn(M, K), randn(N, K, std=2 / K**0.5), randn(N) if bias else None
     act, before = hopper.gelu(a, b, bias)
-    assert error(before, F.linear(a.double(), b.double(), None if bias is None else bias.double())) < 2e-3
-    assert error(act, F.gelu(before.double(), approximate="tanh")) < 2e-3
+    exact = F.linear(a.double(), b.double(), None if bias is None else bias.double())
+    assert error(before, exact) < 2e-3 and error(act, F.gelu(exact, approximate="tanh")) < 2e-3
     for _ in range(5):
         assert all(map(torch.equal, hopper.gelu(a, b, bias), (act, before)))
 
@@ -88,7 +88,9 @@ def test_exponentials(M, N, K):
     exact = torch.exp2(a.double() @ b.double().t() / math.log(2) - shifts.double()[:, None])
     exact[:, real:] = 0
     assert error(out, exact) < 2e-3 and not out[:, real:].any() and not out[M // 2].any()
-    assert error(sums, F.pad(exact, (0, -N % hopper.BN)).unflatten(1, (-1, hopper.BN)).sum(-1)) < 1e-5
+    assert (
+        error(sums, F.pad(exact, (0, -N % hopper.BN)).unflatten(1, (-1, hopper.BN)).sum(-1)) < 5e-5
+    )  # logits summed in float32
     assert whole() and torch.equal(hopper.exponentials(a, b, shifts, real), sums)
 
 
