@@ -120,7 +120,7 @@ def train_ranks(ranks, words, script="train.py", **options):
     torchrun = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", f"--master_port={port}"] if ranks else []
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, *torchrun, script, *words]
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, **options)
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, **options)
 
 
 def read_log(out_dir):

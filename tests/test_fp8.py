@@ -245,6 +245,7 @@ def test_rows_of_ranks_are_gathered_to_one_scale(dtype, each, K, ranks):
         assert error(straight.double() * scale, w) < E4M3
 
 
+@pytest.mark.xdist_group("one_process")
 @pytest.mark.skipif(GPU and torch.cuda.device_count() < 2, reason="needs two GPUs, or none")
 @pytest.mark.parametrize(
     "words",

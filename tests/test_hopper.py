@@ -87,10 +87,9 @@ def test_exponentials(M, N, K):
     sums = hopper.exponentials(a, b, shifts, real, out)
     exact = torch.exp2(a.double() @ b.double().t() / math.log(2) - shifts.double()[:, None])
     exact[:, real:] = 0
-    assert error(out, exact) < 2e-3 and not out[:, real:].any() and not out[M // 2].any()
-    assert (
-        error(sums, F.pad(exact, (0, -N % hopper.BN)).unflatten(1, (-1, hopper.BN)).sum(-1)) < 5e-5
-    )  # logits summed in float32
+    sums_by_tile = F.pad(exact, (0, -N % hopper.BN)).unflatten(1, (-1, hopper.BN)).sum(-1)
+    assert error(out, exact) < 4e-3 and error(sums, sums_by_tile) < 5e-5  # a few decide, each right to 2^-8
+    assert not out[:, real:].any() and not out[M // 2].any()
     assert whole() and torch.equal(hopper.exponentials(a, b, shifts, real), sums)
 
 
