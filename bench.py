@@ -44,7 +44,7 @@ KINDS = [  # a kernel is of the first kind whose pattern is in its name
     ("communication", "nccl"),
     ("attention", "sdpa|flash|fmha|cudnn::fusion|pytorch_flash"),
     ("matmul", "nvjet|gemm|cutlass|xmma|splitk|hopper_"),
-    ("head + loss", "cross_entropy|log_softmax|nll_loss"),
+    ("head + loss", "cross_entropy|exponential_rows|target_logits|log_softmax|nll_loss"),
     ("optimizer", "multi_tensor_apply|fusedadam|lpnorm"),
     ("elementwise", ""),
 ]
