@@ -558,7 +558,8 @@ def cross_entropy_chunks8(
     x_top: torch.Tensor,
     w_top: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As fused.cross_entropy_chunks with gradients, the products in fp8; the number of tokens is a multiple of 16."""
+    """As fused.cross_entropy_chunks with gradients and no factors, the products in fp8; the number of tokens is a
+    multiple of 16."""
     N, P = x.size(0), weight.size(0)
     rows = min(N, fused.chunk_rows(P))
     losses, dx, dw = fused.empty_results(x, weight, fused.sum_dtype(weight))

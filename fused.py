@@ -757,7 +757,7 @@ def linear_cross_entropy(x, weight, targets, reduction, vocab_size, softcap=None
     """As kernels.linear_cross_entropy, for x in 16 bits. "none" has no gradient."""
     options = (vocab_size, softcap, smoothing, z_loss)
     if reduction == "none":
-        flat, w = x.flatten(0, -2), weight.to(x.dtype)
+        flat, w = x.flatten(0, -2).contiguous(), weight.to(x.dtype)
         losses = cross_entropy_chunks(flat, w, targets.flatten(), *options, None)[0]
         return losses.view_as(targets)
     loss = LinearCrossEntropy.apply(x, weight, targets, options, torch.is_grad_enabled())
@@ -772,7 +772,8 @@ def reduced(loss, targets, reduction):
 class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, targets, options, grad):
-        flat, w, dtype = x.flatten(0, -2), weight.to(x.dtype), sum_dtype(weight) if grad else None
+        flat, w = x.flatten(0, -2).contiguous(), weight.to(x.dtype)
+        dtype = sum_dtype(weight) if grad else None
         losses, *gradients = cross_entropy_chunks(flat, w, targets.flatten(), *options, dtype)
         keep_gradients(ctx, x, weight, *gradients)
         return losses.sum()
@@ -812,16 +813,16 @@ def cross_entropy_chunks(
     dw_dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(loss of each token in float32; the gradients of their sum by x, whose rows are yet to be multiplied with the
-    factors, and by w; the factors, (N,)); without a dtype for the gradient of w the losses alone.
+    factors, and by w; the factors, (N,)); without a dtype for the gradient of w no gradients.
 
-    x: (N, C), w: (P, C), both in 16 bits; targets: (N,).
+    x: (N, C), w: (P, C), both contiguous, in 16 bits; targets: (N,).
     """
     N, P = x.size(0), w.size(0)
     rows, grad = min(N, chunk_rows(P)), dw_dtype is not None
     losses, dx, dw = empty_results(x, w, dw_dtype)
-    factors, logits = torch.ones_like(losses), x.new_empty(rows, P)
     in_product = on_hopper(x) and softcap is None and not smoothing and not z_loss
-    shifts = target_logits(x, w, targets) if in_product else None
+    shifts, factors = target_logits(x, w, targets) if in_product else None, torch.ones_like(losses)
+    logits = x.new_empty(rows if grad or not in_product else 0, P)
     for i in range(0, N, rows):
         own = slice(i, i + rows)
         xi, ti = x[own], targets[own]
@@ -958,7 +959,7 @@ def exponential_rows(x, w, targets, shifts, losses, factors, grads, vocab_size, 
     scaled = torch.empty_like(x) if grad else x
     (rows, C), (P, parts) = x.shape, (w.size(0), sums.size(1))
     _exponential_rows[(rows,)](
-        grads, sums, x, w, targets, shifts, losses, factors, scaled, parts, sums.stride(0),
+        grads, sums, x, w, targets, shifts, losses, factors, scaled, parts,
         P=P, V=vocab_size, C=C, GRAD=grad, PARTS=triton.next_power_of_2(parts),
         BLOCK=min(2048, triton.next_power_of_2(C)),
     )  # fmt: skip
@@ -981,13 +982,13 @@ def _target_logits(x, w, targets, shifts, C: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _exponential_rows(
-    grads, sums, x, w, targets, shifts, losses, factors, scaled, parts, stride,
+    grads, sums, x, w, targets, shifts, losses, factors, scaled, parts,
     P: tl.constexpr, V: tl.constexpr, C: tl.constexpr, GRAD: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One row a program, of exponentials against its target's logit, whose partial sums are at hand.
 
-    In the rare row that has a logit so far above the target's that they overflow, all is computed again against the
-    largest: slowly.
+    In the rare row that has a logit so far above the target's that they, or what they are divided by, may leave bf16's
+    range, all is computed again against the largest: slowly.
     """
     LARGEST: tl.constexpr = 2.0**100
     LOG2E: tl.constexpr = 1.4426950408889634
@@ -996,7 +997,7 @@ def _exponential_rows(
     x += row * C
     scaled += row * C
     target = tl.load(targets + row)
-    if target < 0:  # its exponentials are zeros
+    if target < 0:  # its exponentials are zeros, of what is finite
         tl.store(losses + row, 0.0)
         if GRAD:
             tl.store(factors + row, 0.0)
@@ -1005,47 +1006,50 @@ def _exponential_rows(
                 tl.store(scaled + at, tl.zeros((BLOCK,), scaled.dtype.element_ty), mask=at < C)
         return
     part = tl.arange(0, PARTS)
-    total = tl.sum(tl.load(sums + row * stride + part, mask=part < parts, other=0.0))
-    own = total * 0 + 1  # exp(the target's logit - what is subtracted of all)
+    total = tl.sum(tl.load(sums + row * parts + part, mask=part < parts, other=0.0))
+    total = tl.where(total < 1, 1.0, total)  # the target's is 1, but for rounding
+    at_target = 1 - total
+    loss = tl.log(total)
     if total > LARGEST:
         ROWS: tl.constexpr = 16
-        COLS: tl.constexpr = 64
-        highest = tl.full((ROWS,), float("-inf"), tl.float32)
-        for start in range(0, P, ROWS):
-            cols = start + tl.arange(0, ROWS)
-            logits = tl.zeros((ROWS,), tl.float32)
-            for first in range(0, C, COLS):
-                at = first + tl.arange(0, COLS)
-                a = tl.load(x + at, mask=at < C, other=0.0).to(tl.float32)
-                inside = (cols < V)[:, None] & (at < C)[None, :]
-                b = tl.load(w + cols.to(tl.int64)[:, None] * C + at[None, :], mask=inside, other=0.0)
-                logits += tl.sum(a[None, :] * b.to(tl.float32), 1)
-            logits = tl.where(cols < V, logits, float("-inf"))
-            highest = tl.maximum(highest, logits)
-            tl.store(grads + cols, logits.to(grads.dtype.element_ty), mask=cols < P)
-        top = tl.max(highest) * LOG2E
-        tl.debug_barrier()
-        norms = tl.zeros((ROWS * COLS,), tl.float32)
-        for start in range(0, P, ROWS * COLS):
-            cols = start + tl.arange(0, ROWS * COLS)
-            logits = tl.load(grads + cols, mask=cols < P, other=float("-inf")).to(tl.float32)
-            powers = tl.exp2(logits * LOG2E - top)
-            norms += powers
-            tl.store(grads + cols, powers.to(grads.dtype.element_ty), mask=cols < P)
-        total = tl.sum(norms)
         shift = tl.load(shifts + row)
-        own = tl.exp2(shift - top)
-        tl.store(losses + row, tl.log(total) + (top - shift) / LOG2E)
-        tl.debug_barrier()
-    else:
-        tl.store(losses + row, tl.log(total))
+        top = shift
+        total = tl.full((), 0.0, tl.float32)
+        for start in range(0, P, ROWS):
+            logits = _logits(x, w, start + tl.arange(0, ROWS), V, C) * LOG2E
+            higher = tl.maximum(top, tl.max(logits))
+            total = total * tl.exp2(top - higher) + tl.sum(tl.exp2(logits - higher))
+            top = higher
+        if GRAD:
+            for start in range(0, P, ROWS):
+                cols = start + tl.arange(0, ROWS)
+                powers = tl.exp2(_logits(x, w, cols, V, C) * LOG2E - top)
+                tl.store(grads + cols, powers.to(grads.dtype.element_ty), mask=cols < P)
+            tl.debug_barrier()
+        at_target = -total  # beside which the target's is nothing
+        loss = tl.log(total) + (top - shift) / LOG2E
+    tl.store(losses + row, loss)
     if GRAD:
-        tl.store(grads + target, (own - total).to(grads.dtype.element_ty))
+        tl.store(grads + target, at_target.to(grads.dtype.element_ty))
         tl.store(factors + row, 1 / total)
         for start in range(0, C, BLOCK):
             at = start + tl.arange(0, BLOCK)
             a = tl.load(x + at, mask=at < C, other=0.0).to(tl.float32)
             tl.store(scaled + at, (a / total).to(scaled.dtype.element_ty), mask=at < C)
+
+
+@triton.jit
+def _logits(x, w, cols, V: tl.constexpr, C: tl.constexpr):
+    """Those of a row in some columns, -inf from V on."""
+    BLOCK: tl.constexpr = 64
+    logits = tl.zeros(cols.shape, tl.float32)
+    for start in range(0, C, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        a = tl.load(x + at, mask=at < C, other=0.0).to(tl.float32)
+        inside = (cols < V)[:, None] & (at < C)[None, :]
+        b = tl.load(w + cols.to(tl.int64)[:, None] * C + at[None, :], mask=inside, other=0.0).to(tl.float32)
+        logits += tl.sum(a[None, :] * b, 1)
+    return tl.where(cols < V, logits, -float("inf"))
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """Products in bf16 as CUDA kernels of our own for Hopper, compiled by NVRTC as a run starts, where cuBLASLt's are
 slower or want another pass over memory: the MLP's first product with its GELU, the second's backward with the GELU's
-slope and the first bias' gradient; and those of the layer before attention, from the gradients of q, k and v where they
-are, bias gradient included.
+slope and the first bias' gradient; those of the layer before attention, from the gradients of q, k and v where they
+are, bias gradient included; and the logits' with their exponentials and those's sums.
 
 hopper_product: two warpgroups of a thread block take turns. While one multiplies its tile, the other finishes the one
 before; cuBLASLt's matrix units wait for their epilogues. hopper_weight: both multiply halves of one tile. In both a
@@ -185,7 +185,7 @@ PRODUCT = r"""
 // b: (N, K) (BACKWARD: (K, N)); all bf16. WITH_GELU: `before` receives that, and out its GELU. WITH_GELU and BACKWARD:
 // out = a b * slope(before), and sums gets the column sums of each 32 rows, (M / 32, N), M up to whole TEAM * BM.
 // EXPONENTIAL: out = 2^(a b^T log2(e) - shifts[row]), if there is an out, of the first `real` columns, 0 behind; and
-// sums gets the row sums of each BN columns, (M, N / BN), both rounded up.
+// sums gets the row sums of each BN columns, (M up to whole TEAM * BM, N / BN rounded up).
 extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(TEAM, 1, 1)
 hopper_product(const __grid_constant__ Map a0_map, const __grid_constant__ Map a1_map,
                const __grid_constant__ Map a2_map, const __grid_constant__ Map b_map,
@@ -560,8 +560,7 @@ def exponentials(a, b, shifts, real, out=None):
     """
     rows = -(-a.size(0) // (TEAM * BM)) * TEAM * BM
     sums = torch.empty(rows, -(-b.size(0) // BN), dtype=torch.float32, device=a.device)
-    keep = out is not None
-    launch_product(EXPONENTIALS, [a], b, out if keep else a, shifts=shifts, sums=sums, real=real, keep=keep)
+    launch_product(EXPONENTIALS, [a], b, out, shifts=shifts, sums=sums, real=real)
     return sums[: a.size(0)]
 
 
@@ -594,17 +593,17 @@ def steps_at_once(tiles, steps, clusters):
     return -(-steps // min(range(1, 17), key=longest))
 
 
-def launch_product(kind, parts, b, out, before=None, bias=None, shifts=None, sums=None, real=0, keep=True):
+def launch_product(kind, parts, b, out, before=None, bias=None, shifts=None, sums=None, real=0):
     """parts: a, or three whose columns side by side are a's."""
-    in_context(out.device.index)
+    in_context(b.device.index)
     backward = kind in BACKWARD
-    M, (K, N) = out.size(0), (b.shape if backward else b.shape[::-1])
+    M, (K, N) = parts[0].size(0), (b.shape if backward else b.shape[::-1])
     maps = [tensor_map(part, BM, BK) for part in (parts if len(parts) == 3 else parts * 3)]
     maps += [tensor_map(b, *((BK // TEAM, 64) if backward else (BN // TEAM, BK)))]
-    maps += [tensor_map(out if x is None else x, 32, CHUNK) for x in (out, before)]
-    clusters = min(sm_count(out.device) // TEAM, -(-M // (TEAM * BM)) * -(-N // BN))
-    numbers = M, N, K, *starts(parts), real, keep
-    launch("hopper_product", kind, out.device.index, TEAM * clusters, maps, (bias, shifts, sums), numbers)
+    maps += [tensor_map(b if x is None else x, 32, CHUNK) for x in (out, before)]
+    clusters = min(sm_count(b.device) // TEAM, -(-M // (TEAM * BM)) * -(-N // BN))
+    numbers = M, N, K, *starts(parts), real, out is not None
+    launch("hopper_product", kind, b.device.index, TEAM * clusters, maps, (bias, shifts, sums), numbers)
 
 
 def starts(parts):
