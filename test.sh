@@ -6,4 +6,4 @@ cd "$(dirname "$0")"
 . .venv/bin/activate
 ruff check .
 ruff format --check .
-OMP_NUM_THREADS=1 python -m pytest -n 2 --dist loadgroup "$@"
+OMP_NUM_THREADS=1 python -m pytest -n 2 "$@"

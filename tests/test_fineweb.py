@@ -217,7 +217,6 @@ def clean(tmp_path_factory):
     return contents(out)
 
 
-@pytest.mark.xdist_group("clean")
 @pytest.mark.parametrize("how", ["at a random time", "at a random file operation"])
 def test_kill_9_leaves_no_trace(tmp_path, clean, how):
     context = multiprocessing.get_context("forkserver")

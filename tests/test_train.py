@@ -181,7 +181,6 @@ checkpoint.Stored.__getitem__ = checked
 """
 
 
-@pytest.mark.xdist_group("sharded")
 @pytest.mark.slow
 def test_sharded_and_in_the_background_as_one_process(data_dir, tmp_path, sharded):
     one = tmp_path / "one"
@@ -198,7 +197,6 @@ def test_sharded_and_in_the_background_as_one_process(data_dir, tmp_path, sharde
         same_checkpoint(sharded, tmp_path / "run", step)
 
 
-@pytest.mark.xdist_group("sharded")
 @pytest.mark.slow
 def test_resharded_from_two_ranks_to_one_to_four(data_dir, tmp_path, sharded):
     """Losses go on as uninterrupted; no rank reads more than it holds, though the tensors were cut otherwise."""
@@ -217,7 +215,6 @@ def test_resharded_from_two_ranks_to_one_to_four(data_dir, tmp_path, sharded):
             assert losses(log)[step] == pytest.approx(losses(expected)[step], rel=4e-6)
 
 
-@pytest.mark.xdist_group("sharded")
 @pytest.mark.slow
 def test_merged_goes_on_exactly_as_sharded_and_exports_the_same(data_dir, tmp_path, sharded):
     merged, part = tmp_path / "merged", sharded / "step_00000004"
@@ -261,7 +258,6 @@ checkpoint.save_file = full
     assert train.checkpoint.find(tmp_path / "run").name == "step_00000004"
 
 
-@pytest.mark.xdist_group("sharded")
 @pytest.mark.slow
 def test_kill_of_one_rank_while_it_writes(data_dir, tmp_path, sharded):
     kill = """
