@@ -1,7 +1,7 @@
 """Products in bf16 as CUDA kernels of our own for Hopper, compiled by NVRTC as a run starts, where cuBLASLt's are
 slower or want another pass over memory: the MLP's first product with its GELU, the second's backward with the GELU's
 slope and the first bias' gradient; those of the layer before attention, from the gradients of q, k and v where they
-are, bias gradient included; and the logits' with their exponentials and those's sums.
+are, bias gradient included; and that of the logits with their exponentials and the sums of these.
 
 hopper_product: two warpgroups of a thread block take turns. While one multiplies its tile, the other finishes the one
 before; cuBLASLt's matrix units wait for their epilogues. hopper_weight: both multiply halves of one tile. In both a
@@ -546,8 +546,7 @@ def gelu(a, b, bias):
 def dgelu(a, b, before):
     """(a b times the GELU's slope at `before`, its column sums in float32). a: (M, K), b: (K, N), before: (M, N)."""
     out = torch.empty_like(before)
-    rows = -(-a.size(0) // (TEAM * BM)) * TEAM * BM
-    sums = torch.empty(rows // 32, out.size(1), dtype=torch.float32, device=a.device)
+    sums = torch.empty(bands(a) * TEAM * BM // 32, out.size(1), dtype=torch.float32, device=a.device)
     launch_product(GELU_BACKWARD, [a], b, out, before, sums=sums)
     return out, sums.sum(0)
 
@@ -558,8 +557,7 @@ def exponentials(a, b, shifts, real, out=None):
     a: (M, K), b: (N, K), as of `linear`; shifts: (M,) float32; out: (M, N) bf16, receives what was summed, rounded, and
     0 in the other columns.
     """
-    rows = -(-a.size(0) // (TEAM * BM)) * TEAM * BM
-    sums = torch.empty(rows, -(-b.size(0) // BN), dtype=torch.float32, device=a.device)
+    sums = torch.empty(bands(a) * TEAM * BM, -(-b.size(0) // BN), dtype=torch.float32, device=a.device)
     launch_product(EXPONENTIALS, [a], b, out, shifts=shifts, sums=sums, real=real)
     return sums[: a.size(0)]
 
@@ -601,9 +599,14 @@ def launch_product(kind, parts, b, out, before=None, bias=None, shifts=None, sum
     maps = [tensor_map(part, BM, BK) for part in (parts if len(parts) == 3 else parts * 3)]
     maps += [tensor_map(b, *((BK // TEAM, 64) if backward else (BN // TEAM, BK)))]
     maps += [tensor_map(b if x is None else x, 32, CHUNK) for x in (out, before)]
-    clusters = min(sm_count(b.device) // TEAM, -(-M // (TEAM * BM)) * -(-N // BN))
+    clusters = min(sm_count(b.device) // TEAM, bands(parts[0]) * -(-N // BN))
     numbers = M, N, K, *starts(parts), real, out is not None
     launch("hopper_product", kind, b.device.index, TEAM * clusters, maps, (bias, shifts, sums), numbers)
+
+
+def bands(a):
+    """How many times the rows that a cluster multiplies at once go into a's, rounded up."""
+    return -(-a.size(0) // (TEAM * BM))
 
 
 def starts(parts):
