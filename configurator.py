@@ -1,206 +1,200 @@
-"""Settings for every script: dataclass defaults <- config file(s) <- --key=value.
+"""Settings of every script: dataclass defaults <- config file(s) <- --key=value, in the order given.
 
     python train.py config/gpt2_124m.py --batch_size=32 --lr=3e-4 --no_compile
 
-A config file is plain Python assignments; it may import and compute, and names that start with `_` are its own.
-Every mistake is one line that says where it stands and what would be right, with exit code 2.
+A config file is plain Python: it may import and compute, and names that start with `_` are not settings. All mistakes
+are reported together, on one line that says where each stands and what would be right, with exit code 2.
 """
 
 import ast
+import contextlib
 import dataclasses
 import difflib
 import inspect
-import io
+import itertools
+import json
 import os
 import re
 import sys
-import tokenize
+import time
 import types
 import typing
 from pathlib import Path
 
 
 class UserError(Exception):
-    """A mistake that the user can mend: printed as one line, without a traceback. Subclasses set `exit_code`."""
+    """A mistake that the user can correct: printed as one line, without a traceback. Subclasses set `exit_code`."""
 
     exit_code = 2
 
 
-def configure(cls, argv=None):
-    """Returns an instance of dataclass `cls` filled from its defaults, config files and flags, in the order given.
+def configure(cls, argv):
+    """An instance of dataclass `cls` from its defaults, config files and flags; one UserError names all mistakes.
 
-    argv: words as in sys.argv[1:]; a word without dashes is a config file. Raises UserError.
+    argv: words as in sys.argv[1:]; one without dashes is a config file. cls.gone: {removed setting: reason}, if any.
     """
-    argv = sys.argv[1:] if argv is None else argv
     if "--help" in argv or "-h" in argv:
-        print(describe(cls))
+        print(describe(cls, sys.modules["__main__"].__doc__ or ""), flush=True)
         sys.exit(0)
-    settings = {}
+    reader = _Reader(cls)
     for word in argv:
-        settings.update(_flag(cls, word) if word.startswith("--") else _file(cls, word))
-    return cls(**settings)
+        try:
+            reader.flag(word) if word.startswith("--") else reader.file(word)
+        except UserError as error:
+            reader.wrong.append(str(error))
+    refuse(reader.wrong)
+    return cls(**reader.settings)
 
 
-def run(main, cls):
-    """Runs main(cfg) as a script; a UserError becomes one line on stderr (from rank 0) and the exit code."""
-    try:
-        main(configure(cls))
+def parse(cls, check=lambda cfg: None):
+    """`configure`, then check(cfg), from the command line of a script; a mistake ends the process."""
+    with _errors_in_one_line():
+        cfg = configure(cls, sys.argv[1:])
+        check(cfg)
+        return cfg
+
+
+def run(main, cfg):
+    """Runs main(cfg) as a script; a UserError ends the process. cfg: from `parse`, or a class to parse now."""
+    with _errors_in_one_line():
+        main(configure(cfg, sys.argv[1:]) if isinstance(cfg, type) else cfg)
         sys.stdout.flush()
+
+
+@contextlib.contextmanager
+def _errors_in_one_line():
+    """Turns a UserError into a line on rank 0's stderr, the last line of torchrun's report, and an exit code."""
+    try:
+        yield
     except BrokenPipeError:  # | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except UserError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
+        if os.environ.get("RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr, flush=True)
+        if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # what torchrun prints of a rank that failed
+            message = {"message": str(error), "extraInfo": {"timestamp": str(int(time.time()))}}
+            Path(report).write_text(json.dumps({"message": message}))
         sys.exit(error.exit_code)
 
 
 def too_small(cfg, least):
-    """What is wrong, a line each, with settings below their least value, {name: value}; NaN is, None is not."""
+    """Problems, one line each, with settings below their least value, {name: value}. NaN is refused; None passes."""
     pairs = {name: getattr(cfg, name) for name in least}
     return [f"{k}={v} must be at least {least[k]}" for k, v in pairs.items() if v is not None and not v >= least[k]]
 
 
-def refuse(found):
-    """Raises one UserError of all that was found wrong, a line each; none if nothing was."""
-    if found:
-        raise UserError("; ".join(found))
+def refuse(problems):
+    """Raises one UserError that lists all problems, if there are any."""
+    if problems:
+        raise UserError("; ".join(problems))
 
 
-def changed(cfg):
-    """The settings of `cfg` that differ from the defaults, as a dict."""
-    return {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg) if getattr(cfg, f.name) != f.default}
+class _Reader:
+    """Collects `settings` from flags and files, and their mistakes in `wrong`, one line each."""
 
+    def __init__(self, cls):
+        self.cls, self.hints, self.gone = cls, typing.get_type_hints(cls), getattr(cls, "gone", {})
+        self.settings, self.wrong = {}, []
 
-def convert(cls, name, value, where):
-    """`value` (text from a flag, or a Python object from a file) as the type of field `name`, or UserError."""
-    hint = typing.get_type_hints(cls)[name]
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    if value is None or (value == "None" and type(None) in options):
-        if type(None) in options:
-            return None
-    for kind in options:
-        found, result = _as(kind, value)
-        if found:
-            return result
-    raise UserError(f"{where}: {name}={value} is not {_type_name(hint)}")
+    def flag(self, word):
+        """--key=value, --flag or --no_flag."""
+        key, equals, value = word[2:].partition("=")
+        name = key if key in self.hints else key.removeprefix("no_")
+        if not equals and (self.hints.get(name) is bool or name in self.gone):
+            key, value = name, str(key == name)
+        elif not equals and key in self.hints:
+            raise UserError(f"command line: --{key} needs a value, written --{key}=VALUE (with '=', no space)")
+        self.put(key, value, "command line", "--")
 
-
-def _as(kind, value):
-    """(True, value as `kind`) if it can be read so without loss, else (False, None)."""
-    if typing.get_origin(kind) is typing.Literal:
-        return (True, value) if value in typing.get_args(kind) else (False, None)
-    if kind is str:
-        return isinstance(value, str), value
-    if kind is bool:
-        words = {"true": True, "false": False, "1": True, "0": False}
-        value = words.get(value.lower()) if isinstance(value, str) else value
-        return isinstance(value, bool), value
-    if isinstance(value, str) and kind in (int, float):
+    def file(self, path):
+        """Runs a config file, whose path may lack its .py, and takes its settings."""
+        path = path if os.path.isfile(path) else f"{path.removesuffix('.py')}.py"
+        if not os.path.isfile(path):
+            recipes = ", ".join(sorted(map(str, Path("config").glob("*.py")))) or "none in config/"
+            raise UserError(f"{path}: no such config file; a flag is written --key=value; recipes: {recipes}")
+        sys.path[:0] = {str(Path(__file__).absolute().parent)}.difference(sys.path)  # `from config.gpt2_124m import *`
         try:
-            value = int(value) if re.fullmatch(r"[+-]?[\d_]+", value) else float(value)
-        except (ValueError, OverflowError):
-            return False, None
-    if kind in (int, float) and isinstance(value, (int, float)) and not isinstance(value, bool):
-        if kind is float or value % 1 == 0:  # 1e6 is a fine int, 0.5 and inf are not
-            return True, kind(value)
-    return False, None
+            source, space = Path(path).read_text(), {}
+            exec(compile(source, path, "exec"), space)
+        except SyntaxError as error:
+            raise UserError(f"{error.filename}:{error.lineno}: {error.msg}") from None
+        except Exception as error:
+            lines = [f.lineno for f in inspect.getinnerframes(error.__traceback__) if f.filename == path]
+            raise UserError(f"{path}:{lines[-1] if lines else '?'}: {type(error).__name__}: {error}") from None
+        for key, value in space.items():
+            if not (key.startswith("_") or isinstance(value, types.ModuleType) or callable(value)):
+                lines = [n.lineno for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Name) and n.id == key]
+                self.put(key, value, f"{path}:{max(lines, default=1)}")  # its last assignment; 1: an import's
+
+    def put(self, key, value, where, dashes=""):
+        if key in self.gone:
+            self.wrong.append(f"{where}: the setting {dashes}{key} was removed: {self.gone[key]}")
+        elif key not in self.hints:
+            hint = self.suggest(key) or ("" if dashes else "; a name that is not a setting starts with '_'")
+            self.wrong.append(f"{where}: unknown setting {dashes}{key}{hint}")
+        else:
+            try:
+                self.settings[key] = _convert(self.hints[key], value)
+            except (ValueError, OverflowError):
+                self.wrong.append(f"{where}: {key}={value} is not {_type_name(self.hints[key])}")
+
+    def suggest(self, key):
+        """A guess at what was meant: a setting of a similar name, else of a similar comment (lerning_rate: lr)."""
+        layout = _layout(self.cls)
+        meant = {name: name for name in layout}
+        for name, (_, comment) in layout.items():
+            words = re.findall(r"\w+", comment.lower())
+            for phrase in zip(words, words[1:]):
+                meant.setdefault("_".join(phrase), name)
+        close = difflib.get_close_matches(key.lower(), meant, n=1, cutoff=0.7)
+        return f"; did you mean {meant[close[0]]}?" if close else ""
+
+
+def _convert(hint, value):
+    """`value`, text of a flag or an object of a file, as a type of `hint` without loss, else ValueError."""
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    kind, text = kinds[0], isinstance(value, str)
+    if type(None) in kinds and value in (None, "None"):
+        return None
+    if typing.get_origin(kind) is typing.Literal and value in typing.get_args(kind) or kind is str and text:
+        return value
+    if kind is bool and str(value).lower() in (("true", "false", "1", "0") if text else ("true", "false")):
+        return str(value).lower() in ("true", "1")
+    if kind in (int, float) and not isinstance(value, bool):
+        number = (int if text and re.fullmatch(r"[+-]?[\d_]+", value) else float)(value) if text else value
+        if isinstance(number, (int, float)) and (kind is float or number % 1 == 0):  # 1e6 is an int; 0.5, inf are not
+            return kind(number)
+    raise ValueError
 
 
 def _type_name(hint):
-    if isinstance(hint, types.UnionType):
-        return " or ".join(_type_name(a) for a in typing.get_args(hint))
+    names = {int: "an int", float: "a float", bool: "a bool", str: "a str", type(None): "None"}
     if typing.get_origin(hint) is typing.Literal:
         return "one of " + ", ".join(map(str, typing.get_args(hint)))
-    return {int: "an int", float: "a float", bool: "a bool", str: "a str", type(None): "None"}[hint]
+    return names.get(hint) or " or ".join(map(_type_name, typing.get_args(hint)))
 
 
-def _flag(cls, word):
-    """--key=value, --flag or --no_flag as {name: value}."""
-    names = {f.name: f for f in dataclasses.fields(cls)}
-    hints = typing.get_type_hints(cls)
-    key, equals, value = word[2:].partition("=")
-    if not equals and key in names and hints[key] is bool:
-        return {key: True}
-    if not equals and key.startswith("no_") and hints.get(key[3:]) is bool:
-        return {key[3:]: False}
-    if key not in names:
-        raise UserError(f"command line: unknown setting --{key}{_suggest(key, cls)}")
-    if not equals:
-        raise UserError(f"command line: --{key} needs a value, written --{key}=VALUE (with '=', no space)")
-    return {key: convert(cls, key, value, "command line")}
+def describe(cls, doc=""):
+    """The --help text: `doc`, then the settings in sections, of each its default, type and comment."""
+    rows, hints, layout = [inspect.cleandoc(doc)], typing.get_type_hints(cls), _layout(cls)
+    for section, names in itertools.groupby(layout, lambda name: layout[name][0]):
+        rows += [f"\n{section}:"]
+        rows += [f"  --{n}={getattr(cls, n)}".ljust(38) + f" {_type_name(hints[n])}: {layout[n][1]}" for n in names]
+    return "\n".join(rows).strip()
 
 
-def _file(cls, path):
-    """Runs config file `path` and returns its settings."""
-    if not os.path.isfile(path):
-        recipes = ", ".join(sorted(map(str, Path("config").glob("*.py")))) or "none in config/"
-        raise UserError(f"{path}: no such config file; a flag is written --key=value; recipes: {recipes}")
-    try:
-        source, space = Path(path).read_text(), {}
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not a text in UTF-8 ({error.reason} at byte {error.start})") from None
-    here = os.path.dirname(os.path.abspath(__file__))
-    sys.path[:0] = [] if here in sys.path else [here]  # so that `from config.gpt2_124m import *` works anywhere
-    try:
-        exec(compile(source, path, "exec"), space)
-    except SyntaxError as error:
-        raise UserError(f"{error.filename}:{error.lineno}: {error.msg}") from None
-    except Exception as error:
-        lines = [f.lineno for f in inspect.getinnerframes(error.__traceback__) if f.filename == path]
-        raise UserError(f"{path}:{lines[-1] if lines else '?'}: {type(error).__name__}: {error}") from None
-    names = {f.name for f in dataclasses.fields(cls)}
-    settings = {}
-    for key, value in space.items():
-        if key.startswith("_") or isinstance(value, types.ModuleType) or callable(value):
-            continue
-        where = f"{path}:{_line_of(source, key)}"
-        if key not in names:
-            hint = _suggest(key, cls) or "; a name of the file's own starts with '_'"
-            raise UserError(f"{where}: unknown setting {key}{hint}")
-        settings[key] = convert(cls, key, value, where)
-    return settings
-
-
-def _line_of(source, name):
-    """Line of the last assignment to `name` in `source` (its import where there is none)."""
-    lines = [n.lineno for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Name) and n.id == name]
-    return max(lines, default=1)
-
-
-def _suggest(key, cls):
-    """A guess at what was meant: a setting of a like name, else one whose comment has like words (lerning_rate: lr)."""
-    meant = {f.name: f.name for f in dataclasses.fields(cls)}
-    for name, comment in _all_comments(cls).items():
-        words = re.findall(r"\w+", comment.lower())
-        for phrase in zip(words, words[1:]):
-            meant.setdefault("_".join(phrase), name)
-    close = difflib.get_close_matches(key.lower(), meant, n=1, cutoff=0.7)
-    return f"; did you mean {meant[close[0]]}?" if close else ""
-
-
-def describe(cls):
-    """The --help text: the class's docstring, then every setting with its type, default and comment."""
-    comments, hints = _all_comments(cls), typing.get_type_hints(cls)
-    doc = inspect.getdoc(sys.modules[cls.__module__]) or ""
-    rows = [doc, "", "Settings:"] if doc else ["Settings:"]
-    for f in dataclasses.fields(cls):
-        rows.append(f"  --{f.name}={f.default}".ljust(38) + f" {_type_name(hints[f.name])}: {comments.get(f.name, '')}")
-    return "\n".join(rows)
-
-
-def _all_comments(cls):
-    """{field: comment} of a dataclass and the ones that it inherits from."""
-    bases = [base for base in reversed(cls.__mro__) if dataclasses.is_dataclass(base)]
-    return {name: comment for base in bases for name, comment in _comments(inspect.getsource(base)).items()}
-
-
-def _comments(source):
-    """{field: its trailing comment} of a dataclass's source."""
-    found, name = {}, None
-    for token in tokenize.generate_tokens(io.StringIO(inspect.cleandoc(source)).readline):
-        if token.type == tokenize.NAME and token.start[1] == 4:
-            name = token.string
-        elif token.type == tokenize.COMMENT and token.line[:4].isspace() and not token.line.strip().startswith("#"):
-            found[name] = token.string.lstrip("# ")
+def _layout(cls):
+    """{field: (section, comment)} in source order, a class before its bases; a comment line begins a section."""
+    names, found = typing.get_type_hints(cls), {}
+    for base in filter(dataclasses.is_dataclass, cls.__mro__):
+        section, name = "Settings", None
+        for line in inspect.cleandoc(inspect.getsource(base)).splitlines():
+            comment = line.partition("  # ")[2]
+            if heading := re.match(" {4}# (.+)", line):
+                section, name = heading[1], None
+            elif field := re.match(r" {4}\w+", line):
+                name = field[0].strip()
+            if name in names and not found.get(name, ("", ""))[1]:
+                found[name] = found.get(name, (section,))[0], comment.strip()
     return found

@@ -4,11 +4,11 @@ import math
 
 import torch
 
-import adam8
+from scale import adam8
 
 
 def param_groups(model, weight_decay):
-    """Two AdamW groups: matrices and embeddings (2-D and up) decay, biases and norms do not."""
+    """Two AdamW groups: tensors of two and more dimensions (matrices, embeddings) decay; biases and norms do not."""
     params = [p for p in model.parameters() if p.requires_grad]
     decayed = [p for p in params if p.dim() >= 2]
     others = [p for p in params if p.dim() < 2]
@@ -16,10 +16,7 @@ def param_groups(model, weight_decay):
 
 
 def make_optimizer(model, cfg):
-    """AdamW (https://arxiv.org/abs/1711.05101), its whole update in one fused kernel where the device has one.
-
-    cfg.optimizer: adamw, torch's, or adamw8bit, adam8.py's.
-    """
+    """AdamW (https://arxiv.org/abs/1711.05101): PyTorch's, fused on CUDA and the CPU, or adamw8bit."""
     fused = next(model.parameters()).device.type in ("cuda", "cpu")
     groups = param_groups(model, cfg.weight_decay)
     options = dict(lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.adam_eps)
@@ -29,12 +26,12 @@ def make_optimizer(model, cfg):
 
 
 def warmup_steps(cfg):
-    """Warm-up length in steps, from warmup_tokens where that is set."""
+    """Number of warm-up steps: cfg.warmup_tokens in steps, rounded up, if it is set, else cfg.warmup_steps."""
     return cfg.warmup_steps if cfg.warmup_tokens is None else math.ceil(cfg.warmup_tokens / cfg.batch_tokens)
 
 
 def learning_rate(step, cfg):
-    """Rate of update `step` (from 0): linear warm-up, then by cfg.schedule down to lr * min_lr_ratio at max_steps.
+    """Learning rate of `step`, counted from 0: linear warm-up, then cfg.schedule to lr * min_lr_ratio at max_steps.
 
     cosine: half a cosine (https://arxiv.org/abs/1608.03983). wsd: constant, then linear over the last cooldown_fraction
     of the run (https://arxiv.org/abs/2404.06395). constant: no decay.

@@ -3,39 +3,52 @@
     python plot.py out/gpt2_124m                                   # -> out/gpt2_124m/curves.png
     python plot.py out/a out/b --out=compare.png --reference=build_nanogpt.json
 
-Reads each run's log.jsonl. Panels: loss (training thin and smoothed, validation marked), HellaSwag where there is some,
-learning rate, gradient norm, tokens a second. --reference: {"name": …, "points": {step: validation loss, …}}, dashed.
+Reads each run's log.jsonl. Panels: loss (training thin and smoothed, validation as points), HellaSwag if a run has it,
+learning rate, gradient norm, tokens per second.
 """
 
-import argparse
 import json
 import math
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
-import matplotlib
 import numpy as np
 
-from configurator import UserError
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
-from matplotlib.ticker import LogLocator, NullFormatter  # noqa: E402
+from configurator import UserError, run
 
 COLORS = ["#2563eb", "#dc2626", "#059669", "#9333ea", "#d97706", "#0891b2"]
 STYLE = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#e5e7eb"}
 STYLE |= {"font.size": 9, "axes.titlesize": 10, "axes.titlelocation": "left", "legend.frameon": False}
 
 
-def read(run):
-    """{kind: {step: line}} of a run's log.jsonl; of a step logged twice the later line, a torn last line left out."""
-    path = Path(run) / "log.jsonl"
+@dataclass
+class Config:
+    out: str | None = None  # the PNG to write; None: curves.png in the first run's folder
+    reference: str | None = None  # a JSON file, {"name": …, "points": {step: validation loss, …}}, drawn dashed
+
+
+def main(cfg, runs):
+    if not runs:
+        raise UserError("give the folder of a run, or of several: python plot.py out/gpt2_124m")
+    out = cfg.out or Path(runs[0]) / "curves.png"
+    reference = read_reference(cfg.reference) if cfg.reference else None
+    if Path(out).is_dir():
+        raise UserError(f"out={out} is a folder; expected a file's name, {Path(out) / 'curves.png'} for example")
+    draw(runs, out, reference)
+    print(f"drawn: {out}")
+
+
+def read(folder):
+    """{kind: {step: line}} of a run's log.jsonl. A later line of a step replaces an earlier one; a torn last line is
+    ignored."""
+    path = Path(folder) / "log.jsonl"
     try:
         lines = path.read_text().splitlines()
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; expected the folder of a run of train.py") from None
     except UnicodeDecodeError:
-        raise UserError(f"{path}: not a text in UTF-8, so no log") from None
+        raise UserError(f"{path}: not UTF-8 text, so it is not a log") from None
     found = {}
     for number, line in enumerate(lines, 1):
         try:
@@ -45,12 +58,12 @@ def read(run):
             if number < len(lines):
                 raise UserError(f"{path}:{number}: not a line of a log: {line[:60]!r}") from None
     if not any(len(series(found, kind, "loss")[0]) for kind in ("train", "val")):
-        raise UserError(f"{path}: no finite training or validation loss in it; nothing to draw")
+        raise UserError(f"{path}: it holds no finite training or validation loss; nothing to draw")
     return found
 
 
 def read_reference(path):
-    """{"name": str, "points": {step: loss}} of a JSON file, steps as ints."""
+    """{"name": str, "points": {step: loss}} of a JSON file, with steps as ints."""
     try:
         given = json.loads(Path(path).read_text())
         points = {int(step): float(loss) for step, loss in given["points"].items()}
@@ -64,20 +77,20 @@ def read_reference(path):
 
 
 def labels(runs):
-    """A run's folder name, or its whole path where two names are the same: each needs a curve of its own."""
-    names = [Path(run).resolve().name for run in runs]
-    return [str(run) if names.count(name) > 1 else name for run, name in zip(runs, names)]
+    """Name of each run's folder, or the whole path where two folders have the same name."""
+    names = [Path(folder).resolve().name for folder in runs]
+    return [str(folder) if names.count(name) > 1 else name for folder, name in zip(runs, names)]
 
 
 def series(log, kind, key):
-    """(steps, values) as float arrays; lines without a value, or with NaN or infinity (a diverged run), left out."""
+    """(steps, values) as float arrays, without missing, NaN or infinite values (a diverged run)."""
     points = sorted((step, line[key]) for step, line in log.get(kind, {}).items() if line.get(key) is not None)
     points = np.array(points, dtype=float).reshape(-1, 2)
     return points[np.isfinite(points[:, 1])].T
 
 
 def smooth(values, width=None):
-    """Mean over a window centred on each point (default: 1/40 of the run), cut at the ends: it does not lag behind."""
+    """Mean over a window centred on each point (default: 1/40 of the run), shorter at the ends; it does not lag."""
     half = max(1, len(values) // 40) // 2 if width is None else width // 2
     sums = np.concatenate([[0.0], np.cumsum(values)])
     low = np.maximum(np.arange(len(values)) - half, 0)
@@ -87,26 +100,32 @@ def smooth(values, width=None):
 
 def draw(runs, out_path, reference=None):
     """Draws the runs (folders) into the PNG `out_path`; reference: {"name": str, "points": {step: loss}}."""
-    logs = {label: read(run) for label, run in zip(labels(runs), runs)}
+    import matplotlib  # takes a second, and --help does without
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    logs = {label: read(folder) for label, folder in zip(labels(runs), runs)}
     small = [("lr", "learning rate"), ("norm", "gradient norm"), ("tok_per_s", "thousand tokens/s")]
     if any(log.get("hellaswag") for log in logs.values()):
         small.insert(0, ("hellaswag", "HellaSwag acc_norm"))
     with plt.rc_context(STYLE):
         figure = plt.figure(figsize=(10, 5.6), layout="constrained")
-        figure.get_layout_engine().set(w_pad=0.1, h_pad=0.06)  # inches: outer tick labels stay off the edge
+        figure.get_layout_engine().set(w_pad=0.1, h_pad=0.06)  # inches, so that outer tick labels are not cut
         grid = figure.add_gridspec(2, len(small), height_ratios=[2, 1])
         draw_loss(figure.add_subplot(grid[0, :]), logs, reference)
         for i, (key, title) in enumerate(small):
             draw_small(figure.add_subplot(grid[1, i]), logs, key, title)
         try:
             figure.savefig(out_path, dpi=110, facecolor="white")
-        except (OSError, ValueError) as error:  # ValueError: a kind of picture that matplotlib does not know
+        except (OSError, ValueError) as error:  # ValueError: an unknown kind of picture
             raise UserError(f"{out_path}: cannot write the picture ({error})") from None
         finally:
             plt.close(figure)
 
 
 def draw_loss(axes, logs, reference):
+    """Training and validation loss of every run, and the reference."""
     axes.set(title="loss, nats a token", xlabel="step")
     highest, lowest = [], []
     for color, (name, log) in zip(COLORS * len(logs), logs.items()):
@@ -119,8 +138,7 @@ def draw_loss(axes, logs, reference):
             axes.plot(at, val, "o", color=color, markersize=4.5, markeredgecolor="white", label=label)
         both = np.concatenate([loss, val])
         lowest.append(both.min())
-        # the first steps would flatten the rest
-        highest.append(np.quantile(both, 0.97) if len(both) > 20 else both.max())
+        highest.append(np.quantile(both, 0.97) if len(both) > 20 else both.max())  # without the steep first steps
     if reference:
         points = sorted((int(step), loss) for step, loss in reference["points"].items())
         axes.plot(*zip(*points), "--s", color="#374151", markersize=3, linewidth=1, label=reference["name"])
@@ -132,11 +150,15 @@ def draw_loss(axes, logs, reference):
 
 
 def draw_smoothed(axes, steps, values, color, label=None):
+    """A thin line and its running mean."""
     axes.plot(steps, values, color=color, linewidth=0.6, alpha=0.3)
     axes.plot(steps, smooth(values), color=color, linewidth=1.4, label=label)
 
 
 def draw_small(axes, logs, key, title):
+    """One of the panels below the loss."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
     axes.set_title(title)
     axes.set_xlabel("step")
     for color, log in zip(COLORS * len(logs), logs.values()):
@@ -162,23 +184,7 @@ def draw_small(axes, logs, key, title):
         axes.set_ylim(bottom=0)
 
 
-def main(words=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", help="folders of runs")
-    parser.add_argument("--out", help="the PNG; default: curves.png in the first run's folder")
-    parser.add_argument("--reference", help="a JSON file with a curve to compare with")
-    given = parser.parse_args(words)
-    out = given.out or Path(given.runs[0]) / "curves.png"
-    reference = read_reference(given.reference) if given.reference else None
-    if Path(out).is_dir():
-        raise UserError(f"{out} is a folder; expected a file's name, say {Path(out) / 'curves.png'}")
-    draw(given.runs, out, reference)
-    print(f"drawn: {out}")
-
-
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+    folders = [word for word in sys.argv[1:] if not word.startswith("-")]
+    sys.argv[1:] = [word for word in sys.argv[1:] if word.startswith("-")]
+    run(lambda cfg: main(cfg, folders), Config)

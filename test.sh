@@ -1,9 +1,34 @@
 #!/usr/bin/env bash
-# Sets up .venv and runs the linter and the tests; two tests at a time; arguments go to pytest: ./test.sh -k checkpoint
+# Runs the linter and the tests; sets up .venv first. Needs no hub.
+#   ./test.sh          every file and the main faults in it, 5 minutes on 2 CPU cores
+#   ./test.sh --all    with the tests marked slow, 15 minutes
+#   ./test.sh --gpu    what runs on a CUDA device, with this machine's python if its torch has CUDA, else with .venv
+# Further arguments go to pytest: ./test.sh -k checkpoint
 set -euo pipefail
 cd "$(dirname "$0")"
-./setup.sh requirements-dev.txt
-. .venv/bin/activate
-ruff check .
-ruff format --check .
-OMP_NUM_THREADS=1 python -m pytest -n 2 "$@"
+export HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 # a thread a process: tests run side by side
+marks=(-m "not slow") processes=2 python=python
+case ${1:-} in
+--all) marks=() && shift ;;
+--gpu) marks=(-m "gpu or device") processes=12 && shift ;;
+esac
+
+cuda() { "$1" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; }
+if [ $processes = 12 ] && cuda "${PYTHON:-python3}"; then
+    python=${PYTHON:-python3}
+else
+    ./setup.sh requirements-dev.txt
+    . .venv/bin/activate
+    ruff check .
+    ruff format --check .
+fi
+if [ $processes = 12 ] && ! cuda "$python"; then
+    echo "error: --gpu needs a CUDA device and a torch built for it" >&2
+    exit 2
+fi
+side_by_side=(-n $processes --dist worksteal)
+"$python" -c 'import xdist' 2>/dev/null || side_by_side=()
+code=0
+"$python" -m pytest "${side_by_side[@]}" "${marks[@]}" "$@" || code=$?
+echo "test.sh took $((SECONDS / 60)) min $((SECONDS % 60)) s"
+exit $code

@@ -1,6 +1,6 @@
 # python train.py config/quickstart.py
-# A 2.7M-parameter Llama on the bytes of Python's standard library: 2 to 4 minutes on 2 CPU cores,
-# validation loss to 2.04 nats a byte (the unigram entropy is 3.14).
+# A Llama of 2.7M parameters on the bytes of Python's standard library. It takes 2 to 4 minutes on 2 CPU cores and ends
+# at a validation loss of 2.17 nats a byte (the unigram entropy is 3.14).
 out_dir = "out/quickstart"
 data_dir = "data/quickstart"
 
@@ -11,18 +11,18 @@ block_size = 256
 
 batch_size = 16
 batch_tokens = 4096
-max_steps = 200
+max_steps = 160
 lr = 3e-3
 warmup_steps = 30
 min_lr_ratio = 0.05
 shuffle_seed = 1337
 compile = False  # compiling takes longer than it saves here
 
-eval_interval = 50
-eval_tokens = 32_768
-sample_interval = 100
+eval_interval = 40
+eval_tokens = 16_384
+sample_interval = 160
 sample_prompt = "def "
-n_samples = 2
-sample_tokens = 160
-save_interval = 100
+n_samples = 1
+sample_tokens = 100
+save_interval = 160
 log_interval = 10

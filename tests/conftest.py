@@ -1,21 +1,34 @@
-"""Shared by the tests: small shards of real text, and runs of train.py in this process or under torchrun."""
+"""Shared by the tests: small shards of real text, and runs of train.py in this process or over several ranks."""
 
+import functools
 import json
 import os
-import socket
-import subprocess
-import sys
 import sysconfig
 from pathlib import Path
 
+import interpreter
 import numpy as np
 import pytest
+import ranks
 import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when it is first imported
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no pool of processes, each of which imports torch
+
+interpreter.hasten()
 
 ROOT = Path(__file__).parent.parent
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses by marks
+def pytest_collection_modifyitems(items):
+    """Skips tests marked `gpu` where there is no CUDA device; marks those of kernels that run on either `device`."""
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if "products" in item.fixturenames:
+            item.add_marker("device")
 
 
 def write_shard(path, tokens, dtype=np.uint16):
@@ -63,8 +76,8 @@ def products(monkeypatch):
 
 
 def stand_in_for_cublas(put=setattr):
-    import cublas
-    import model
+    import kernels
+    from fast import cublas
 
     def matmul(a, b, out, bias=None, gelu=None, dgelu=None, accumulate=False, scales=None, fast=False, tune=True):
         product = a.float() @ b.float()
@@ -73,12 +86,31 @@ def stand_in_for_cublas(put=setattr):
         if bias is not None:
             product += bias
         if gelu is not None:
-            product = model.gelu(gelu.copy_(product).float())
+            product = kernels.gelu(gelu.copy_(product).float())
         if dgelu is not None:
             product *= torch.ops.aten.gelu_backward(torch.ones_like(product), dgelu.float(), approximate="tanh")
         return out.add_(product) if accumulate else out.copy_(product)
 
     put(cublas, "matmul", matmul)
+
+
+@pytest.fixture(params=["graphs", pytest.param("inductor", marks=pytest.mark.slow)])
+def compiler(request, monkeypatch):
+    """Runs a test twice: with TorchDynamo's graphs alone, and with all that torch.compile does.
+
+    The second builds C++ code, 4 s a kernel on a CPU. The first finds graph breaks, recompilations, and what the
+    partition into forward and backward changes.
+    """
+    torch._dynamo.reset()
+    if request.param == "graphs":
+        compile_to_graphs(monkeypatch.setattr)
+    yield request.param
+    torch._dynamo.reset()
+
+
+def compile_to_graphs(put=setattr):
+    """Lets torch.compile and Module.compile make the same graphs as for inductor, run by ATen's operators."""
+    put(torch, "compile", functools.partial(torch.compile, backend="aot_eager_decomp_partition"))
 
 
 @pytest.fixture(scope="session")
@@ -102,25 +134,41 @@ def train_here(data_dir, out_dir, **settings):
     """Runs train.main in this process; returns the lines of its log.jsonl."""
     import train
     from configurator import configure
+    from settings import Config
 
     before = os.getcwd()
     os.chdir(ROOT)
     try:
-        train.main(configure(train.Config, flags(data_dir, out_dir, **settings)))
+        train.main(configure(Config, flags(data_dir, out_dir, **settings)))
     finally:
         os.chdir(before)
     return read_log(out_dir)
 
 
-def train_ranks(ranks, words, script="train.py", **options):
-    """Runs a script under torchrun on gloo (`ranks` processes), or plainly for 0; returns the CompletedProcess."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    torchrun = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", f"--master_port={port}"] if ranks else []
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, *torchrun, script, *words]
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, **options)
+def train_ranks(number, words, script="train.py"):
+    """Runs a script in `number` ranks on gloo, or plainly for 0; returns a ranks.Ran. See ranks.py."""
+    return ranks.run(number, words, script)
+
+
+def train_in_rank(words, compiler="inductor", unit_mib=None):
+    """For ranks.call: train.py's main; (exit code, message) of a user's error, (0, "") without one.
+
+    unit_mib: instead of memory.UNIT_MIB, for models whose blocks would all be one unit.
+    """
+    import train
+    from configurator import UserError, configure
+    from scale import memory
+    from settings import Config
+
+    if unit_mib is not None:
+        memory.UNIT_MIB = unit_mib
+    if compiler == "graphs":
+        compile_to_graphs()
+    try:
+        train.main(configure(Config, words))
+    except UserError as error:
+        return error.exit_code, str(error)
+    return 0, ""
 
 
 def read_log(out_dir):

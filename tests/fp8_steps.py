@@ -1,34 +1,35 @@
-"""Prints [[loss, gradient norm, validation loss] of each step] in fp8, for test_fp8.py: train.py's on random rows."""
+"""fp8 over ranks, for test_fp8_ranks.py: train.py's steps on random rows."""
 
 import dataclasses
-import json
-import sys
-import time
-from pathlib import Path
 
 import conftest
 import torch
 
+import kernels
+from settings import Config
+
 STEPS = 2
 
 
-def main(words):
-    import parallel
+def run(words, unit_mib=None):
+    """[[loss, gradient norm, validation loss] of each step], the same on every rank. Call it through ranks.call."""
     import train
     from configurator import configure
+    from scale import memory, parallel
 
-    cfg = configure(train.Config, words)
+    cfg = configure(Config, words)
     world = parallel.join(cfg)
     attention = "flash"
     if world.device.type == "cpu":
         attention = "math"
         conftest.stand_in_for_cublas()
+        kernels.served.add("cpu")
+    if unit_mib is not None:
+        memory.UNIT_MIB = unit_mib
     cfg = dataclasses.replace(cfg, precision="fp8", ops="fused", attention=attention)
     found = steps(cfg, world, train.build(cfg, world), parallel.sum_over_ranks)
-    if world.main:
-        print(json.dumps(found))
     parallel.stop()
-    time.sleep(0.2)  # a thread of gloo's that frees the last tensor while Python ends would abort
+    return found
 
 
 def steps(cfg, world, job, sum_over_ranks):
@@ -54,8 +55,3 @@ def steps(cfg, world, job, sum_over_ranks):
         job.raw.train()
         found.append([mean(loss), norm.item(), mean(after.mean())])
     return found
-
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent.parent))
-    main(sys.argv[1:])

@@ -1,5 +1,7 @@
-"""adam8.py: codes against the numbers they stand for, the kernel against plain torch, runs against AdamW's and against
-each other; weights in bf16 and states on the CPU, which are for the same purpose."""
+"""adam8.py: codes against their values, the kernel against plain PyTorch, runs against AdamW and each other.
+
+Also bf16 weights and states in the CPU's memory, which serve the same purpose.
+"""
 
 import dataclasses
 import os
@@ -11,13 +13,13 @@ from conftest import ROOT, flags, losses, read_log, train_here, train_ranks
 from safetensors.torch import load_file
 from torch.nn import Parameter
 
-import adam8
-import memory
 import model as models
-import parallel
-import train
-from checkpoint import CheckpointError
 from configurator import UserError, configure
+from fast import adam8
+from run.checkpoint import CheckpointError
+from scale import memory, parallel
+from scale.adam8 import AdamW8bit
+from settings import Config, legal
 
 GPU = torch.cuda.is_available()
 M, V = (adam8.M_LEVELS, True), (adam8.V_LEVELS, False)  # levels, whether small ones go to zero
@@ -55,7 +57,7 @@ def test_the_smallest_go_to_zero_in_the_first_moment_alone():
 
 
 def test_rounding_is_right_in_the_mean():
-    """Of 20,000 draws: each mean within six standard errors, of which a step has half its width at most."""
+    """The mean of 20,000 draws is within six standard errors; a step's standard deviation is at most half its width."""
     torch.manual_seed(0)
     draws = 20_000
     x = torch.exp2(-20 * torch.rand(256))
@@ -73,7 +75,7 @@ def test_rounding_is_right_in_the_mean():
 
 
 def test_random_numbers_are_even_and_differ():
-    """Of 65,536 numbers: means and correlations within five standard errors of what they are to be."""
+    """Means, variances and correlations of 65,536 numbers are within five standard errors of the expected ones."""
     some = [adam8.noises(0, 64, 1024, adam8.random_key(1, step, 0), "cpu") for step in (1, 2)]
     flat = [n.flatten().double() / 2**b for noises in some for n, b in zip(noises, (20, 20, 16))]
     for n in flat:
@@ -109,8 +111,8 @@ def numbers(step, lr=1e-3, beta1=0.9, beta2=0.95, decay=0.1, eps=1e-8):
 
 
 def compare_kernel(rows, cols, dtype, device, differing):
-    """Five steps from the same state each; gradients of very different sizes. differing: share of codes that may."""
-    import adam8_kernel
+    """Five steps from equal states, gradients of very different sizes; `differing`: share of codes that may differ."""
+    from fast import adam8_triton
 
     torch.manual_seed(0)
     own = tensors(rows, cols, dtype, device)
@@ -118,7 +120,7 @@ def compare_kernel(rows, cols, dtype, device, differing):
         other = [t.clone() for t in own]
         g = (torch.randn(rows, cols, device=device) * torch.exp(4 * torch.randn(rows, cols, device=device))).to(dtype)
         adam8.update_torch(own[0], g, *own[1:], 3, *numbers(step))
-        adam8_kernel.update(other[0], g, *other[1:], 3, *numbers(step))
+        adam8_triton.update(other[0], g, *other[1:], 3, *numbers(step))
         for a, b in zip(own[1:], other[1:]):
             assert (a != b).float().mean() <= differing
             if a.dtype == torch.uint8:  # next to each other, or next to zero, whose sign is anyone's
@@ -135,7 +137,7 @@ def compare_kernel(rows, cols, dtype, device, differing):
 @pytest.mark.parametrize("rows, cols", [(7, 300), (9, 256), (20, 72)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_kernel_equals_plain_torch(rows, cols, dtype):
-    """Codes bit for bit; a float32 weight but for the last bit of a square root, which NumPy takes otherwise."""
+    """Codes are equal bit for bit; a float32 weight up to the last bit of a square root, rounded otherwise by NumPy."""
     pytest.importorskip("triton")
     compare_kernel(rows, cols, dtype, "cpu", 0)
 
@@ -144,12 +146,12 @@ def test_kernel_equals_plain_torch(rows, cols, dtype):
 @pytest.mark.skipif(not GPU, reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_kernel_on_a_gpu(dtype):
-    """Products and sums are rounded once, roots approximate: last bits differ, and a code where that tips it over."""
+    """A GPU fuses multiply and add and approximates roots: last bits differ, and so do the codes that they decide."""
     compare_kernel(4096, 14_336, dtype, "cuda", 1e-4)
 
 
 def test_rows_apart_are_as_together():
-    """What a rank does with its rows is what one process does with them."""
+    """A rank computes for its rows what one process computes for them."""
     torch.manual_seed(0)
     whole = tensors(10, 300, torch.bfloat16)
     parts = [[t[a:b].clone() for t in whole] for a, b in ((0, 4), (4, 10))]
@@ -163,7 +165,7 @@ def test_rows_apart_are_as_together():
 
 
 def test_moments_decay_as_they_should_and_stay_if_rounded_to_the_nearest():
-    """40 steps without a gradient: 0.95^40 and 0.9^40 of what was, in the mean over 16,384 elements."""
+    """After 40 steps without a gradient 0.95^40 is left of the second moment, in the mean over 16,384 elements."""
     torch.manual_seed(0)
     square = start = torch.rand(64, 256) + 0.5
     nearest = square
@@ -185,7 +187,7 @@ def test_small_tensors_are_torchs_adamw_and_bf16_ones_keep_their_float32_numbers
     torch.manual_seed(0)
     start, options = torch.ones(300), dict(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     plain, full, half = (Parameter(start.clone().to(t)) for t in (torch.float32, torch.float32, torch.bfloat16))
-    optimizers = [torch.optim.AdamW([plain], **options), *(adam8.AdamW8bit([p], **options) for p in (full, half))]
+    optimizers = [torch.optim.AdamW([plain], **options), *(AdamW8bit([p], **options) for p in (full, half))]
     for _ in range(50):
         g = torch.randn(300).bfloat16() + 0.3
         for p, optimizer in zip((plain, full, half), optimizers):
@@ -196,11 +198,11 @@ def test_small_tensors_are_torchs_adamw_and_bf16_ones_keep_their_float32_numbers
 
 
 def test_a_step_is_adamws_but_for_the_codes():
-    """The first step begins with moments of zero, so that nothing is rounded yet but the weight."""
+    """The first step starts from moments of zero, so that only the weight has been rounded."""
     torch.manual_seed(0)
     start, options = torch.randn(80, 300), dict(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     plain, coded = Parameter(start.clone()), Parameter(start.clone())
-    a, b = torch.optim.AdamW([plain], **options), adam8.AdamW8bit([coded], **options)
+    a, b = torch.optim.AdamW([plain], **options), AdamW8bit([coded], **options)
     for step in range(20):
         plain.grad = torch.randn(80, 300) + 0.5
         coded.grad = plain.grad.clone()
@@ -215,7 +217,7 @@ def test_state_dict_round_trip():
     torch.manual_seed(0)
     first = [Parameter(torch.randn(80, 300).bfloat16()), Parameter(torch.ones(300).bfloat16())]
     second = [Parameter(p.detach().clone()) for p in first]
-    a, b = (adam8.AdamW8bit(p, lr=1e-2) for p in (first, second))
+    a, b = (AdamW8bit(p, lr=1e-2) for p in (first, second))
     for step in range(4):
         for p, q in zip(first, second):
             p.grad = q.grad = torch.randn_like(p)
@@ -236,7 +238,7 @@ LOW = dict(optimizer="adamw8bit", weights="bf16")
 
 
 def test_runs_follow_adamws(data_dir, tmp_path):
-    """100 steps of real text. Over eight seeds (500,000 tokens) the means were 2.921, 2.913 and 2.919, each +-0.03."""
+    """100 steps on real text. Over eight seeds (500,000 tokens) the mean losses were 2.921, 2.913, 2.919, +-0.03."""
     common = dict(max_steps=100, batch_tokens=128, lr=2e-3, save_interval=0, log_interval=100)
     runs = {"plain": {}, "8bit": dict(optimizer="adamw8bit"), "low": LOW}
     logs = {name: losses(train_here(data_dir, tmp_path / name, **common, **s)) for name, s in runs.items()}
@@ -263,7 +265,7 @@ def test_resumed_equals_uninterrupted_bitwise(data_dir, tmp_path):
 
 
 def test_two_ranks_equal_one_process_and_resume(data_dir, tmp_path):
-    """Gradients are summed in another order, which tips a code over here and there; other noise costs 2e-5 and more."""
+    """Gradients are summed in another order, which changes a few codes; other noise costs more than 2e-5."""
     settings = dict(optimizer="adamw8bit", save_interval=6, keep_last=9, batch_size=2, vocab_multiple=1)  # 257 rows
     one = losses(train_here(data_dir, tmp_path / "one", **settings))
     many = train_ranks(2, flags(data_dir, tmp_path / "two", parallel="fsdp", **settings))
@@ -277,7 +279,7 @@ def test_two_ranks_equal_one_process_and_resume(data_dir, tmp_path):
 
 @pytest.mark.slow
 def test_bf16_weights_over_ranks(data_dir, tmp_path):
-    """As in one process but for the order of sums in bf16; DDP and FSDP2, whose ranks must agree."""
+    """DDP and FSDP2 equal one process up to the order of sums in bf16."""
     settings = dict(save_interval=0, batch_size=2, **LOW)
     one = losses(train_here(data_dir, tmp_path / "one", **settings))
     for name, more in (("ddp", dict(reduce_dtype="bf16")), ("hsdp", dict(parallel="hsdp", shard_size=1))):
@@ -288,7 +290,7 @@ def test_bf16_weights_over_ranks(data_dir, tmp_path):
 
 
 def test_bf16_weights_begin_as_the_float32_ones():
-    cfg = train.Config(vocab_size=100, n_layer=2, n_head=2, n_embd=16, block_size=8, compile=False, precision="fp32")
+    cfg = Config(vocab_size=100, n_layer=2, n_head=2, n_embd=16, block_size=8, compile=False, precision="fp32")
     built = []
     for dtype in (torch.float32, torch.bfloat16):
         model = models.on_meta(cfg)
@@ -300,14 +302,14 @@ def test_bf16_weights_begin_as_the_float32_ones():
 
 
 def test_llama3_8b_fits_one_gpu():
-    """The arithmetic of the recipe; what does not fit in float32 is advised."""
-    cfg = configure(train.Config, [str(ROOT / "config/llama3_8b_one_gpu.py"), "--precision=bf16"])
+    """The memory of the recipe by arithmetic; where float32 states do not fit, the advice is 8-bit AdamW."""
+    cfg = configure(Config, [str(ROOT / "config/llama3_8b_one_gpu.py"), "--precision=bf16"])
     parts = memory.estimate(cfg, 1)
     for part, each in (("parameters", 2), ("gradients", 2), ("optimizer", 2.03)):
         assert parts[part] == pytest.approx(8_030_261_248 * each, rel=1e-3)
     assert sum(parts.values()) < 72 * memory.GIB
     plain = dataclasses.replace(cfg, optimizer="adamw", weights="fp32")
-    assert "--optimizer=adamw8bit --weights=bf16" in memory.advice(plain, 1, 80 * memory.GIB, train.legal)
+    assert "--optimizer=adamw8bit --weights=bf16" in memory.advice(plain, 1, 80 * memory.GIB, legal)
     away = dataclasses.replace(plain, parallel="fsdp", offload_states=True)
     assert memory.estimate(away, 1)["optimizer"] == 0 and sum(memory.estimate(away, 1).values()) < 72 * memory.GIB
 

@@ -1,23 +1,21 @@
-"""checkpoint.py: what is saved comes back, what is torn or damaged is passed over, nothing older is lost."""
+"""run/checkpoint.py: saved states come back, damaged folders are skipped, and no older checkpoint is lost."""
 
 import errno
 import json
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import threading
-import time
 
 import pytest
+import ranks
 import torch
-from conftest import ROOT
 from safetensors.torch import save_file
 
-import checkpoint
 import optim
-from model import GPTConfig, build
+from model import build
+from run import checkpoint
+from settings import GPTConfig
 
 CPU = torch.device("cpu")
 
@@ -78,7 +76,7 @@ def test_keeps_the_last_and_the_best(tmp_path):
 
 
 def test_what_is_saved_behind_later_ones_stays(tmp_path):
-    """Of a run that goes on from step 100: 200 and 300 are another attempt's, and are not what keep_last counts."""
+    """In a run resumed from step 100, 200 and 300 belong to another attempt, and keep_last does not count them."""
     for step in (100, 200, 300, 110, 120, 130):
         save(tmp_path, step, keep_last=2)
         assert checkpoint.problem(checkpoint.folder_of(tmp_path, step)) is None
@@ -201,23 +199,25 @@ def test_a_part_that_is_gone_is_missed(tmp_path, omit):
         checkpoint.open_folder(tmp_path)
 
 
+def save_until_killed(folder, step, seconds):
+    """For ranks.attempt: saves without end; killed so long after the first is saved. Prints the steps that are."""
+    while True:
+        checkpoint.save(
+            folder, step, {"model": {f"w{i}": torch.full((20_000,), float(step)) for i in range(4)}}, {"config": {}}, 2
+        )
+        os.write(1, f"{step}\n".encode())
+        if seconds is not None:
+            threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        step, seconds = step + 1, None
+
+
 def test_kill_in_the_middle_of_saving(tmp_path):
     """kill -9 at random moments of a process that saves without end: the newest is whole each time."""
-    code = (
-        "import sys, torch, checkpoint\n"
-        "for step in range(int(sys.argv[2]), 10**6):\n"
-        "    w = {f'w{i}': torch.full((20_000,), float(step)) for i in range(4)}\n"
-        "    checkpoint.save(sys.argv[1], step, {'model': w}, {'config': {}}, 2)\n"
-        "    print(step, flush=True)\n"
-    )
     newest = 0
     for round_ in range(6):
-        words = [sys.executable, "-c", code, str(tmp_path), str(newest + 1)]
-        process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-        process.stdout.readline()  # one is saved
-        time.sleep(0.003 * round_)
-        process.send_signal(signal.SIGKILL)
-        said = [newest + 1, *(int(x) for x in process.communicate()[0].split())]
+        done, _ = ranks.attempt(0, save_until_killed, tmp_path, newest + 1, 0.003 * round_)
+        assert done.codes == [-signal.SIGKILL], done.stderr
+        said = [int(x) for x in done.stdout.split()]
         folder = checkpoint.find(tmp_path)
         tensors, state = checkpoint.load(folder)
         newest = state["step"]

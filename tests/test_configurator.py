@@ -1,11 +1,16 @@
 """configurator.py: values, files, help, and every mistake as one line that names its place."""
 
+import json
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
 from typing import Literal
 
 import pytest
+from conftest import ROOT
 
-from configurator import UserError, changed, configure, describe
+from configurator import UserError, configure, describe
 
 
 @dataclass
@@ -29,7 +34,6 @@ def test_defaults_and_flags():
     assert type(cfg.lr) is float
     assert make("--compile=False", "--n_layer=1e3", "--compile") == Config(n_layer=1000)
     assert make("--n_layer=1_000").n_layer == 1000
-    assert changed(make("--lr=1e-3")) == {"lr": 1e-3}
 
 
 def test_file_imports_computes_and_is_overridden(tmp_path):
@@ -83,3 +87,75 @@ def test_help_lists_every_setting():
     text = describe(Config)
     assert "--n_layer=12" in text and "an int: blocks" in text
     assert "--kind=a" in text and "one of a, b: which one" in text and "an int or None: None: all" in text
+
+
+def test_a_setting_of_a_file_needs_no_ending(tmp_path):
+    (tmp_path / "c.py").write_text("n_layer = 2\n")
+    assert make(str(tmp_path / "c")).n_layer == make(str(tmp_path / "c.py")).n_layer == 2
+
+
+def test_all_mistakes_at_once(tmp_path):
+    (tmp_path / "c.py").write_text("n_layer = 'two'\nlerning_rate = 1\nlr = 2\n")
+    with pytest.raises(UserError) as error:
+        make(str(tmp_path / "c.py"), "--lr=abc", "no/such.py", "--kind", "--zzz=1")
+    text = str(error.value)
+    found = [
+        "c.py:1: n_layer=two",
+        "c.py:2: unknown setting lerning_rate",
+        "lr=abc",
+        "no/such.py",
+        "--kind needs",
+        "--zzz",
+    ]
+    places = [text.index(word) for word in found]
+    assert places == sorted(places) and "\n" not in text
+
+
+def test_sections_and_comments_of_the_class_before_those_of_its_base():
+    @dataclass
+    class More(Config):
+        alone: int = 1
+        # Second
+        lr: float = 1e-3  # another default
+        kind: Literal["a", "b"] = (
+            "b"  # in brackets, as the formatter leaves a field whose comment is too long for one line with the field
+        )
+
+    rows = describe(More, "What it is.").splitlines()
+    assert rows[:3] == ["What it is.", "", "Settings:"] and rows[3].split() == ["--alone=1", "an", "int:"]
+    assert rows[5] == "Second:" and "--lr=0.001" in rows[6] and rows[6].endswith("a float: another default")
+    assert "one of a, b: in brackets, as" in rows[7] and rows[9] == "Settings:" and "--n_layer=12" in rows[10]
+    assert sum("--lr=" in row for row in rows) == 1
+
+
+def script(words, code="", **env):
+    """train.py as a script, then `code` in the same process; its CompletedProcess."""
+    before = f"import runpy, sys\nsys.argv = ['train.py', *{words!r}]\ncode = 0\n"
+    run = (
+        "try:\n    runpy.run_path('train.py', run_name='__main__')\nexcept SystemExit as stop:\n    code = stop.code\n"
+    )
+    words = [sys.executable, "-c", f"{before}{run}{code}\nsys.exit(code)"]
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env={**os.environ, **env})
+
+
+NO_TORCH = "assert 'torch' not in sys.modules"
+
+
+def test_help_and_mistakes_of_train_need_no_torch():
+    done = script(["--help"], NO_TORCH)
+    assert done.returncode == 0 and "torchrun" in done.stdout and "--n_layer=12" in done.stdout, done.stderr
+    done = script(["config/test", "--lerning_rate=1"], NO_TORCH)
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
+    assert done.stderr == "error: command line: unknown setting --lerning_rate; did you mean lr?\n"
+    done = script(["config/test", "--n_head=5"], NO_TORCH)
+    assert done.returncode == 2 and done.stderr == "error: n_embd=64 must be divisible by n_head=5\n"
+
+
+def test_under_torchrun_rank_0_prints_and_every_rank_leaves_the_error_to_the_report(tmp_path):
+    for rank in "01":
+        report = tmp_path / rank
+        done = script(["--lr=x"], RANK=rank, WORLD_SIZE="2", TORCHELASTIC_ERROR_FILE=str(report))
+        assert done.returncode == 2 and done.stderr.count("error: ") == (rank == "0")
+        message = json.loads(report.read_text())["message"]  # as torch.distributed.elastic reads it
+        assert message["message"] == "command line: lr=x is not a float"
+        assert int(message["extraInfo"]["timestamp"]) > 0

@@ -1,9 +1,10 @@
-"""convert.py: logits and losses equal transformers', files go there and back bit for bit, the rest is refused."""
+"""convert.py and run/hf.py: logits and losses equal transformers', both ways are exact, the rest is refused."""
 
 import errno
 import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 
@@ -15,10 +16,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-import checkpoint
 import convert
+import model
 from configurator import UserError
-from model import GPTConfig, Rope, build
+from model import Rope, build
+from run import checkpoint, hf
+from run.account import parameter_counts
+from settings import GPTConfig
 
 CPU = torch.device("cpu")
 SCALING = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
@@ -102,7 +106,7 @@ def refused(action, *words):
 @models
 def test_logits_and_loss_equal_transformers(make, tmp_path):
     theirs = make()
-    ours, cfg = convert.load_hf(saved(theirs, tmp_path))
+    ours, cfg = hf.load_hf(saved(theirs, tmp_path))
     x = ids_for(theirs)
     expected, got = theirs(x, labels=x), ours.logits(x)
     assert got.shape == expected.logits.shape and got.dtype == torch.float32
@@ -111,7 +115,7 @@ def test_logits_and_loss_equal_transformers(make, tmp_path):
     assert (got - expected.logits).abs().max() <= 5e-6 * expected.logits.abs().max()
     loss = ours(x[:, :-1], x[:, 1:])
     assert abs(loss - expected.loss) <= 2e-6 * expected.loss
-    assert ours.parameter_counts()["total"] == sum(p.numel() for p in theirs.parameters())
+    assert parameter_counts(ours)[0] == sum(p.numel() for p in theirs.parameters())
 
 
 @torch.no_grad()
@@ -119,7 +123,7 @@ def test_logits_and_loss_equal_transformers(make, tmp_path):
 def test_gpt2_in_float64(changes, tmp_path):
     """To 1e-12: only rounding is left, so that no small systematic difference can hide under float32's."""
     theirs = gpt2(**changes)
-    ours, _ = convert.load_hf(saved(theirs, tmp_path))
+    ours, _ = hf.load_hf(saved(theirs, tmp_path))
     x = ids_for(theirs)
     expected, got = theirs.double().transformer(x).last_hidden_state, ours.double().hidden(x)
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
@@ -128,8 +132,8 @@ def test_gpt2_in_float64(changes, tmp_path):
 @models
 def test_there_and_back_is_bitwise(make, tmp_path):
     theirs = make()
-    ours, cfg = convert.load_hf(saved(theirs, tmp_path / "a"))
-    convert.save_hf(ours, tmp_path / "b")
+    ours, cfg = hf.load_hf(saved(theirs, tmp_path / "a"))
+    hf.save_hf(ours, tmp_path / "b")
     before, after = (load_file(tmp_path / d / "model.safetensors") for d in "ab")
     assert before.keys() == after.keys() and all(torch.equal(before[k], after[k]) for k in before)
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "b")
@@ -137,7 +141,7 @@ def test_there_and_back_is_bitwise(make, tmp_path):
     x = ids_for(theirs)
     with torch.no_grad():
         assert torch.equal(theirs(x).logits, again(x).logits)  # so the settings came back as well
-    _, cfg_again = convert.load_hf(tmp_path / "b")
+    _, cfg_again = hf.load_hf(tmp_path / "b")
     assert cfg_again == cfg
 
 
@@ -155,7 +159,7 @@ def test_there_and_back_is_bitwise(make, tmp_path):
 def test_ours_in_transformers(changes, tmp_path):
     cfg = GPTConfig(vocab_size=300, block_size=64, n_layer=2, n_head=2, n_embd=32, **changes)
     ours = randomized(build(cfg, CPU, seed=0))
-    theirs = AutoModelForCausalLM.from_pretrained(convert.save_hf(ours, tmp_path / "hf")).eval()
+    theirs = AutoModelForCausalLM.from_pretrained(hf.save_hf(ours, tmp_path / "hf")).eval()
     written = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert written.get("num_key_value_heads", cfg.kv_heads) == cfg.kv_heads  # not every reader takes null
     x = ids_for(theirs)
@@ -163,7 +167,7 @@ def test_ours_in_transformers(changes, tmp_path):
     with torch.no_grad():
         expected = theirs(x).logits
         assert (ours.logits(x) - expected).abs().max() <= 5e-6 * expected.abs().max()  # as above
-    again, cfg_again = convert.load_hf(tmp_path / "hf")
+    again, cfg_again = hf.load_hf(tmp_path / "hf")
     if changes != dict(bias=False):
         assert not checkpoint.shape_differences(vars(cfg_again), cfg)
         names = dict(again.named_parameters())
@@ -173,9 +177,9 @@ def test_ours_in_transformers(changes, tmp_path):
 
 @both
 def test_bfloat16(make, tmp_path):
-    ours, _ = convert.load_hf(saved(make(), tmp_path / "a"))
-    convert.save_hf(ours, tmp_path / "b", torch.bfloat16)
-    again, _ = convert.load_hf(tmp_path / "b")
+    ours, _ = hf.load_hf(saved(make(), tmp_path / "a"))
+    hf.save_hf(ours, tmp_path / "b", torch.bfloat16)
+    again, _ = hf.load_hf(tmp_path / "b")
     for p, q in zip(ours.parameters(), again.parameters()):
         assert q.dtype == torch.float32 and torch.equal(q, p.bfloat16().float())
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "b", dtype="auto").dtype == torch.bfloat16
@@ -184,35 +188,35 @@ def test_bfloat16(make, tmp_path):
 @both
 def test_shards(make, tmp_path):
     theirs = make()
-    whole, _ = convert.load_hf(saved(theirs, tmp_path / "whole"))
+    whole, _ = hf.load_hf(saved(theirs, tmp_path / "whole"))
     saved(theirs, tmp_path / "sharded", max_shard_size="60KB")
     assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 2
-    convert.save_hf(whole, tmp_path / "ours", max_shard_bytes=60_000)
+    hf.save_hf(whole, tmp_path / "ours", max_shard_bytes=60_000)
     files = list((tmp_path / "ours").glob("model-*-of-*.safetensors"))
     assert len(files) > 2 and not (tmp_path / "ours" / "model.safetensors").exists()
     for folder in ("sharded", "ours"):
-        model, _ = convert.load_hf(tmp_path / folder)
+        model, _ = hf.load_hf(tmp_path / folder)
         assert all(torch.equal(p, q) for p, q in zip(whole.parameters(), model.parameters()))
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     assert all(torch.equal(p, q) for p, q in zip(theirs.parameters(), again.parameters()))
     index = json.loads((tmp_path / "ours" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == 4 * sum(p.numel() for p in theirs.parameters())
     files[0].unlink()
-    refused(lambda: convert.load_hf(tmp_path / "ours"), files[0].name)
+    refused(lambda: hf.load_hf(tmp_path / "ours"), files[0].name)
 
 
 @pytest.mark.parametrize("make, prefix", [(gpt2, "transformer."), (llama, "model.")])
 def test_dump_without_prefix_and_with_buffers(make, prefix, tmp_path):
     """As GPT-2 lies on the hub: no prefix, masks among the weights, half precision here and there."""
     theirs = make(tie_word_embeddings=True)
-    expected, _ = convert.load_hf(saved(theirs, tmp_path))
+    expected, _ = hf.load_hf(saved(theirs, tmp_path))
     tensors = {k.removeprefix(prefix): v for k, v in load_file(tmp_path / "model.safetensors").items()}
     for i in range(2):
         tensors[f"h.{i}.attn.bias"] = torch.ones(1, 1, 64, 64, dtype=torch.uint8)
         tensors[f"h.{i}.attn.masked_bias"] = torch.tensor(-1e4)
         tensors[f"layers.{i}.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
     save_file(tensors, tmp_path / "model.safetensors")
-    got, _ = convert.load_hf(tmp_path)
+    got, _ = hf.load_hf(tmp_path)
     assert all(torch.equal(p, q) for p, q in zip(expected.parameters(), got.parameters()))
 
 
@@ -221,25 +225,25 @@ def test_tied_head_in_the_file(tmp_path):
     path = saved(theirs, tmp_path) / "model.safetensors"
     tensors = load_file(path)
     save_file({**tensors, "lm_head.weight": tensors["transformer.wte.weight"].clone()}, path)
-    convert.load_hf(tmp_path)
+    hf.load_hf(tmp_path)
     save_file({**tensors, "lm_head.weight": tensors["transformer.wte.weight"] + 1}, path)
-    refused(lambda: convert.load_hf(tmp_path), "lm_head.weight differs", "tie_word_embeddings")
+    refused(lambda: hf.load_hf(tmp_path), "lm_head.weight differs", "tie_word_embeddings")
 
 
 @pytest.mark.parametrize("name", ["llama3", "llama31"])
 def test_old_spelling_of_rope(name, tmp_path):
-    _, cfg = convert.load_hf(saved(MODELS[name](), tmp_path))
+    _, cfg = hf.load_hf(saved(MODELS[name](), tmp_path))
     old_spelling(tmp_path)
     assert "rope_parameters" not in json.loads((tmp_path / "config.json").read_text())
-    assert convert.load_hf(tmp_path)[1] == cfg
+    assert hf.load_hf(tmp_path)[1] == cfg
     assert (cfg.rope_theta, cfg.rope_factor) == (500_000.0, 8.0 if name == "llama31" else None)
 
 
 @pytest.mark.parametrize("family, theirs", [("gpt2", GPT2Config()), ("llama", LlamaConfig())])
 def test_absent_keys_mean_what_they_mean_to_transformers(family, theirs):
-    for key, value in convert.ABSENT[family].items():
+    for key, value in hf.ABSENT[family].items():
         assert value == getattr(theirs, key) or value is None and theirs.num_key_value_heads == 32, key
-    for key, values in convert.SUPPORTED[family].items():
+    for key, values in hf.SUPPORTED[family].items():
         assert values[0] == getattr(theirs, key, None), key
 
 
@@ -288,18 +292,18 @@ def test_tables_of_llama31_equal_transformers():
 )
 def test_unsupported_is_one_line(make, changes, words, tmp_path):
     edit_config(saved(make(), tmp_path), **changes)
-    refused(lambda: convert.load_hf(tmp_path), *words)
+    refused(lambda: hf.load_hf(tmp_path), *words)
 
 
 def test_damaged_or_missing_files(tmp_path, monkeypatch):
-    refused(lambda: convert.load_hf(tmp_path), "config.json", "cannot be read")
+    refused(lambda: hf.load_hf(tmp_path), "config.json", "No such file", "Hugging Face model's folder")
     path = saved(gpt2(), tmp_path) / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
-    refused(lambda: convert.load_hf(tmp_path), "model.safetensors", "damaged")
+    refused(lambda: hf.load_hf(tmp_path), "model.safetensors", "damaged")
     (tmp_path / "config.json").write_text('{"model_type": ')
-    refused(lambda: convert.load_hf(tmp_path), "config.json", "not JSON")
+    refused(lambda: hf.load_hf(tmp_path), "config.json", "is damaged")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    refused(lambda: convert.load_hf("no-such/model"), "no-such/model", "no such folder")
+    refused(lambda: hf.load_hf("no-such/model"), "no-such/model", "no such folder")
 
 
 def test_a_hub_name_is_fetched_without_pickles(tmp_path, monkeypatch):
@@ -312,7 +316,7 @@ def test_a_hub_name_is_fetched_without_pickles(tmp_path, monkeypatch):
         return str(saved(gpt2(), tmp_path))
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
-    assert convert.load_hf("someone/gpt2-none")[1].n_embd == 48
+    assert hf.load_hf("someone/gpt2-none")[1].n_embd == 48
 
 
 class Trap:
@@ -327,7 +331,7 @@ def test_pickles_are_never_opened(tmp_path):
     path = saved(gpt2(), tmp_path) / "model.safetensors"
     path.unlink()
     (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(Trap(str(tmp_path / "sprung"))))
-    refused(lambda: convert.load_hf(tmp_path), "pytorch_model.bin", "safetensors")
+    refused(lambda: hf.load_hf(tmp_path), "pytorch_model.bin", "safetensors")
     assert not (tmp_path / "sprung").exists()
 
 
@@ -347,7 +351,7 @@ LLAMA = dict(norm="rmsnorm", positions="rope", mlp="swiglu", bias=False)
 )
 def test_neither_gpt2_nor_llama_is_refused(changes, words, tmp_path):
     cfg = GPTConfig(vocab_size=50, block_size=8, n_layer=1, n_head=2, n_embd=16, **changes)
-    refused(lambda: convert.save_hf(build(cfg, CPU, seed=0), tmp_path / "hf"), *words)
+    refused(lambda: hf.save_hf(build(cfg, CPU, seed=0), tmp_path / "hf"), *words)
     assert not any(tmp_path.iterdir())
 
 
@@ -361,16 +365,16 @@ def test_an_export_is_whole_or_absent(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(convert, "save_file", full)
-        refused(lambda: convert.save_hf(tiny(), tmp_path / "hf"), "No space left")
+        patch.setattr(hf, "save_file", full)
+        refused(lambda: hf.save_hf(tiny(), tmp_path / "hf"), "No space left")
     assert not any(tmp_path.iterdir())
     (tmp_path / ".writing_hf").mkdir()  # left by a kill
     (tmp_path / ".writing_hf" / "junk").touch()
     (tmp_path / "hf").mkdir()  # an empty folder may be taken
-    convert.save_hf(tiny(), tmp_path / "hf")
+    hf.save_hf(tiny(), tmp_path / "hf")
     assert sorted(p.name for p in tmp_path.rglob("*")) == ["config.json", "hf", "model.safetensors"]
     before = (tmp_path / "hf" / "model.safetensors").stat()
-    refused(lambda: convert.save_hf(tiny(), tmp_path / "hf"), "not an empty folder")
+    refused(lambda: hf.save_hf(tiny(), tmp_path / "hf"), "not an empty folder")
     assert (tmp_path / "hf" / "model.safetensors").stat() == before
 
 
@@ -379,7 +383,8 @@ def test_script_both_ways(make, tmp_path, capsys):
     saved(make(), tmp_path / "a")
     convert.main(convert.Config(from_hf=str(tmp_path / "a"), out=str(tmp_path / "run")))
     convert.main(convert.Config(checkpoint=str(tmp_path / "run"), to_hf=str(tmp_path / "b")))
-    assert "init_from" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "init_from" in said and "transformers computes the same logits from it: largest difference" in said
     before, after = (load_file(tmp_path / d / "model.safetensors") for d in "ab")
     assert before.keys() == after.keys() and all(torch.equal(before[k], after[k]) for k in before)
     again = convert.Config(from_hf=str(tmp_path / "a"), out=str(tmp_path / "run"))
@@ -387,13 +392,76 @@ def test_script_both_ways(make, tmp_path, capsys):
     refused(lambda: convert.main(convert.Config(from_hf="x", to_hf="y")), "--from_hf", "--to_hf")
 
 
+def exported(folder, **options):
+    """Exports a small checkpoint in `folder`, made of today's model.py."""
+    if not (folder / "run").exists():
+        made = randomized(tiny())
+        checkpoint.save_model(folder / "run", made, made.cfg)
+    convert.main(convert.Config(checkpoint=str(folder / "run"), to_hf=str(folder / "hf"), **options))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_export_is_compared_with_transformers(tmp_path, capsys, monkeypatch, dtype):
+    exported(tmp_path, dtype=dtype)
+    assert f"in {dtype}, and transformers computes the same logits" in capsys.readouterr().out
+
+
+EDITS = {
+    "half of attention": (model.Block, lambda self, x: half(x + 0.5 * self.attn(self.norm_1(x)), self)),
+    "another activation": (model.MLP, lambda self, x: self.proj(torch.relu(self.up(x)))),
+    "a norm after the sum": (model.Block, lambda self, x: half(self.norm_1(x + self.attn(x)), self)),
+}
+
+
+def half(x, block):
+    return x + block.mlp(block.norm_2(x))
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_export_of_an_edited_model_is_refused(tmp_path, monkeypatch, edit):
+    """An edit without new parameters has the names and shapes of a GPT-2; only the logits tell them apart."""
+    changed_class, forward = EDITS[edit]
+    monkeypatch.setattr(changed_class, "forward", forward)
+    line = refused(lambda: exported(tmp_path), "model.py likely computes something else", "--no_verify keeps it")
+    assert "other logits" in line and not (tmp_path / "hf").exists()
+    exported(tmp_path, verify=False)
+    assert (tmp_path / "hf" / "model.safetensors").exists()
+
+
+def test_an_export_with_new_parameters_is_refused(tmp_path, monkeypatch):
+    build_block = model.Block.__init__
+
+    def gated(self, cfg, rope):
+        build_block(self, cfg, rope)
+        self.gate = torch.nn.Linear(cfg.n_embd, 1)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model.Block, "__init__", gated)
+        words = ["parameters that a Hugging Face gpt2 does not have", "blocks.0.gate.bias, blocks.0.gate.weight"]
+        refused(lambda: exported(tmp_path), *words)
+    # the same checkpoint and the model.py of before: its weights must not be dropped silently
+    refused(lambda: exported(tmp_path), "not those of today's model.py", "blocks.0.gate.bias")
+    assert not (tmp_path / "hf").exists()
+
+
+def test_what_cannot_be_compared_is_said(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(convert, "MOST", 100)
+    exported(tmp_path)
+    assert "not compared with transformers: 0.0B parameters are more than" in capsys.readouterr().out
+    monkeypatch.undo()
+    shutil.rmtree(tmp_path / "hf")
+    monkeypatch.setattr(convert.importlib.util, "find_spec", lambda name: None)
+    exported(tmp_path)
+    assert "not compared with transformers, which is not installed" in capsys.readouterr().out
+
+
 def test_the_tokenizer_is_noted(tmp_path):
     saved(gpt2(vocab_size=50257, n_embd=6), tmp_path / "a")
-    assert convert.read_config(tmp_path / "a").tokenizer == "gpt2"
+    assert hf.read_config(tmp_path / "a").tokenizer == "gpt2"
     saved(llama(), tmp_path / "b")
-    assert convert.read_config(tmp_path / "b").tokenizer is None
+    assert hf.read_config(tmp_path / "b").tokenizer is None
     (tmp_path / "b" / "tokenizer.json").write_text("{}")
-    assert convert.read_config(tmp_path / "b").tokenizer == str(tmp_path / "b" / "tokenizer.json")
+    assert hf.read_config(tmp_path / "b").tokenizer == str(tmp_path / "b" / "tokenizer.json")
 
 
 def test_mistake_on_the_command_line():

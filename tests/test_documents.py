@@ -6,18 +6,27 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import ranks
 import torch
-from conftest import ROOT, flags, losses, read_log, stdlib_bytes, train_here, train_ranks, write_shard
+from conftest import (
+    ROOT,
+    compile_to_graphs,
+    flags,
+    losses,
+    read_log,
+    stdlib_bytes,
+    train_here,
+    train_in_rank,
+    write_shard,
+)
 from torch._dynamo.utils import counters
 
-import checkpoint
-import convert
-import documents
-import parallel
-import remat
 import train
 from configurator import UserError, configure
-from model import GPTConfig, build
+from model import build
+from run import checkpoint, hf
+from scale import documents, parallel, remat
+from settings import Config, GPTConfig, check
 
 CPU, EOT = torch.device("cpu"), 7
 LLAMA = dict(norm="rmsnorm", positions="rope", mlp="swiglu", bias=False, n_kv_head=2)
@@ -174,17 +183,11 @@ def test_a_packed_row_is_its_documents_alone(way, shape):
 
 
 @pytest.mark.parametrize(
-    "way, by_block, kind",
-    [
-        ("masked", True, "none"),
-        ("varlen", True, "none"),
-        ("varlen", False, "none"),
-        ("varlen", True, "block"),
-        ("varlen", True, "selective"),
-    ],
+    "way, kind",
+    [("masked", "none"), ("varlen", "none"), ("varlen", "block"), ("varlen", "selective")],
     indirect=["way"],
 )
-def test_compiled_equals_eager_and_is_compiled_once(way, by_block, kind):
+def test_compiled_equals_eager_and_is_compiled_once(way, compiler, kind):
     """Over batches with other numbers of documents, from one to all tokens, with and without gradients."""
     eager, model = (build(small(**LLAMA), CPU, seed=3) for _ in range(2))
     for m in (eager, model):
@@ -194,8 +197,7 @@ def test_compiled_equals_eager_and_is_compiled_once(way, by_block, kind):
             remat_every=1, remat_tile=24 if kind == "block" else None, remat_offload=False, attention="flash"
         )
         remat.apply(model, SimpleNamespace(remat=kind, **options))
-    torch._dynamo.reset()
-    parallel.compile_model(model, by_block)
+    parallel.compile_model(model)
     for seed, share in enumerate([0.1, 0.3, 0.0, 1.0, 0.2]):
         idx, targets = rows(seed=seed, share=share), rows(seed=9 + seed)
         expected, refs = gradients(eager, idx, targets)
@@ -208,12 +210,13 @@ def test_compiled_equals_eager_and_is_compiled_once(way, by_block, kind):
         assert counters["stats"]["unique_graphs"] == 0 and not counters["graph_break"], share
 
 
-def test_blocks_share_a_graph(way):
+def test_blocks_share_a_graph(way, monkeypatch):
+    compile_to_graphs(monkeypatch.setattr)
     model = build(small(**LLAMA), CPU, seed=3)
     documents.apply(model, EOT)
     torch._dynamo.reset()
     counters.clear()
-    parallel.compile_model(model, by_block=True)
+    parallel.compile_model(model)
     gradients(model, rows(), rows(seed=1))
     assert counters["stats"]["unique_graphs"] == 3 and not counters["graph_break"]  # embedding, blocks, head
 
@@ -265,24 +268,26 @@ def test_training_with_the_mask(short_documents, tmp_path, capsys):
     whole = train_here(short_documents, tmp_path / "c", init_from=tmp_path / "a", **common)
     assert losses(masked, "val")[12] < losses(masked, "val")[0] - 0.1
     assert losses(same, "val")[0] == losses(masked, "val")[12] != losses(whole, "val")[0]
-    assert "documents    a token sees its own (T x T masks" in capsys.readouterr().out
+    assert "documents    a token attends within its own (T x T masks" in capsys.readouterr().out
+
+
+COMPILED = dict(parallel="fsdp", n_kv_head=1, remat="block", compile=True, sample_interval=0)
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [
-        dict(context_parallel=2),
-        dict(context_parallel=2, parallel="fsdp", n_kv_head=1, remat="block", compile=True, sample_interval=0),
-    ],
+    "settings, compiler",
+    [({}, None), (COMPILED, "graphs"), pytest.param(COMPILED, "inductor", marks=pytest.mark.slow)],
 )
-def test_context_parallel_equals_one_process(short_documents, tmp_path, settings):
+def test_context_parallel_equals_one_process(short_documents, tmp_path, settings, compiler):
     shape = dict(positions="rope", norm="rmsnorm", mlp="swiglu", n_kv_head=settings.get("n_kv_head", 2))
-    common = dict(document_mask=True, eval_interval=6, sample_interval=6, sample_tokens=4, batch_size=2, **shape)
+    common = dict(document_mask=True, eval_interval=3, sample_interval=3, sample_tokens=4, n_samples=1, batch_size=2)
+    common |= dict(max_steps=6, batch_tokens=256, eval_tokens=256, **shape)
     one = train_here(short_documents, tmp_path / "one", **common)
-    many = train_ranks(2, flags(short_documents, tmp_path / "many", **{**common, **settings}))
-    assert many.returncode == 0, many.stderr
+    words = flags(short_documents, tmp_path / "many", **{**common, "context_parallel": 2, **settings})
+    assert ranks.call(2, train_in_rank, words, compiler) == [(0, "")] * 2
     for kind in ("train", "val"):
         many = losses(read_log(tmp_path / "many"), kind)
+        assert len(many) > 2
         for step, loss in losses(one, kind).items():
             assert many[step] == pytest.approx(loss, rel=4e-6), (kind, step)  # float32, other orders of sums
 
@@ -297,14 +302,13 @@ def test_the_recipe_has_the_shape_of_llama_3_1(tmp_path):
         attention_bias=False, mlp_bias=False, hidden_act="silu", torch_dtype="bfloat16", attention_dropout=0.0,
     )  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(published))
-    cfg = configure(train.Config, [str(ROOT / "config/llama3_8b_128k.py")])
-    assert checkpoint.shape_differences(vars(convert.read_config(tmp_path)), cfg, ["vocab_multiple"]) == []
+    cfg = configure(Config, [str(ROOT / "config/llama3_8b_128k.py")])
+    assert checkpoint.shape_differences(vars(hf.read_config(tmp_path)), cfg, ["vocab_multiple"]) == []
     for n in (4, 8):
-        train.check(dataclasses.replace(cfg, context_parallel=n), 8)
+        check(dataclasses.replace(cfg, context_parallel=n), 8)
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kv_heads, D", [(8, 64), (2, 128), (1, 128)])
 @pytest.mark.parametrize("B, T", [(2, 1000), (1, 8192)])
@@ -336,12 +340,11 @@ def test_varlen_on_a_gpu(dtype, kv_heads, D, B, T, compiled):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("ops", ["torch", "fused"])
 @pytest.mark.parametrize("shape", [{}, LLAMA], ids=["gpt2", "llama"])
 def test_model_on_a_gpu(ops, shape):
     """As train.py builds it in bf16, compiled: near float32, and compiled once for any number of documents."""
-    cfg = train.Config(vocab_size=100, block_size=512, n_layer=3, n_head=4, n_embd=256, document_mask=True, **shape)
+    cfg = Config(vocab_size=100, block_size=512, n_layer=3, n_head=4, n_embd=256, document_mask=True, **shape)
     device = torch.device("cuda", torch.cuda.current_device())
     own, _ = train.choose(dataclasses.replace(cfg, precision="bf16", ops=ops, batch_tokens=4096), device)
     world = parallel.World(0, 1, device)

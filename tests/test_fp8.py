@@ -1,22 +1,20 @@
 """fp8.py against float64. Without an NVIDIA GPU the kernels run in Triton's interpreter (conftest.py sets it), and
 PyTorch stands in for cuBLASLt."""
 
-import json
 import os
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from conftest import train_ranks
+
+from settings import GPTConfig
 
 pytest.importorskip("triton", reason="Triton is installed with PyTorch's CUDA builds only")
-import checkpoint
-import cublas
-import fp8
-import fused
+import kernels
 import model as models
+from fast import cublas, fp8
+from run import checkpoint
 
 GPU = torch.cuda.is_available()
 RUNS = torch.cuda.get_device_capability() >= (8, 9) if GPU else os.environ.get("TRITON_INTERPRET") == "1"
@@ -30,6 +28,19 @@ pytestmark = [
 # number just below a power of two becomes half of it.
 E4M3, E5M2, FORWARD, BACKWARD = (4e-2, 7e-2, 5e-2, 1e-1) if GPU else (0.2, 0.35, 0.2, 0.3)
 WHOLE, ALIKE = (0.25, 0.97) if GPU else (0.35, 0.95)  # of a model's gradients: several layers' rounding
+
+
+@pytest.fixture(autouse=True)
+def fast_forms(monkeypatch):
+    monkeypatch.setattr(kernels, "served", {DEVICE.type})
+
+
+def tracked(model):
+    """The model with fp8 in all its layers, as scale/parallel.py's `prepare` sets it up."""
+    for layer in model.modules():
+        if isinstance(layer, (models.Linear, models.Head)):
+            fp8.track(layer)
+    return model
 
 
 def error(a, b):
@@ -66,7 +77,7 @@ def test_cast(M, widths, what, e5m2, std):
             b = before.double().requires_grad_()
             exact = torch.autograd.grad(F.gelu(b, approximate="tanh"), b, exact)[0]
         if what == fp8.RELU2:
-            exact = models.relu2(exact)
+            exact = kernels.relu2(exact)
         if what == fp8.DRELU2:
             exact = exact * 2 * before.double().relu()
         if what == fp8.SWIGLU:
@@ -105,8 +116,8 @@ def test_sums(terms, fast):
 
 
 def test_weight_gradients_are_not_fast(monkeypatch):
-    cfg = models.GPTConfig(vocab_size=200, n_layer=1, n_head=4, n_embd=64, block_size=32)
-    own, real, asked = fp8.swap(fused.swap(models.build(cfg, DEVICE, 0))), cublas.matmul, []
+    cfg = GPTConfig(vocab_size=200, n_layer=1, n_head=4, n_embd=64, block_size=32)
+    own, real, asked = tracked(models.build(cfg, DEVICE, 0)), cublas.matmul, []
 
     def matmul(a, b, out, **options):
         asked.append((out.dtype, options.get("fast", False)))
@@ -127,34 +138,32 @@ def test_weight_gradients_are_not_fast(monkeypatch):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("B, T, K, N", [(3, 32, 64, 208)] + [(2, 512, 768, 2304)] * GPU)
 def test_linear(B, T, K, N, bias):
-    layer = nn.ModuleList([nn.Linear(K, N, bias=bias, device=DEVICE)])
-    exact = nn.Linear(K, N, bias=bias, device=DEVICE)
-    exact.load_state_dict(layer[0].state_dict())
+    layer, exact = (models.Linear(K, N, bias=bias, device=DEVICE) for _ in range(2))
+    exact.load_state_dict(layer.state_dict())
     exact.double()
-    fused.swap_modules(layer)
-    fp8.swap(layer)
-    assert type(layer[0]) is fp8.Linear and list(layer.state_dict()) == ["0.weight"] + ["0.bias"] * bias
+    fp8.track(layer)
+    assert list(layer.state_dict()) == ["weight"] + ["bias"] * bias
     for _ in range(2):
         x, dy = randn(B, T, K).requires_grad_(), randn(B, T, N, std=1e-6)
         xd = x.detach().double().requires_grad_()
-        y, expected = layer[0](x), exact(xd)
+        y, expected = layer(x), F.linear(xd, exact.weight, exact.bias)
         layer.zero_grad(), exact.zero_grad()
         y.backward(dy), expected.backward(dy.double())
         assert error(y, expected) < FORWARD and error(x.grad, xd.grad) < BACKWARD
-        assert error(layer[0].weight.grad, exact.weight.grad) < BACKWARD
-        assert not bias or error(layer[0].bias.grad, exact.bias.grad) < 1e-3  # summed before it is cast
+        assert error(layer.weight.grad, exact.weight.grad) < BACKWARD
+        assert not bias or error(layer.bias.grad, exact.bias.grad) < 1e-3  # summed before it is cast
 
 
 @pytest.mark.parametrize("shape", [{}, LLAMA])
 @pytest.mark.parametrize("compiled", [False, True] if GPU else [True])
-def test_a_swapped_model_trains_as_the_plain_one(shape, compiled):
+def test_a_model_trains_in_fp8_as_in_float64(shape, compiled):
     T, V = (128, 1000) if GPU else (32, 200)
-    cfg = models.GPTConfig(vocab_size=V, n_layer=2, n_head=4, n_embd=2 * T, block_size=T, **shape)
+    cfg = GPTConfig(vocab_size=V, n_layer=2, n_head=4, n_embd=2 * T, block_size=T, **shape)
     exact, own = (models.build(cfg, DEVICE, 0) for _ in range(2))
     names = list(own.state_dict())
-    fp8.swap(fused.swap(own))
+    tracked(own)
     assert list(own.state_dict()) == names
-    assert type(own.head) is fp8.Head and type(own.blocks[0].attn.proj) is fp8.DeferredBias
+    assert fp8.tracked(own.head) and fp8.tracked(own.blocks[0].attn.proj)
     if compiled:
         own.hidden = torch.compile(own.hidden, fullgraph=True, backend="inductor" if GPU else "aot_eager")
     for block in exact.blocks:
@@ -177,23 +186,23 @@ def test_a_swapped_model_trains_as_the_plain_one(shape, compiled):
 
 @pytest.mark.parametrize("shape", [{}, LLAMA])
 def test_what_does_not_train_is_as_in_bf16(shape):
-    cfg = models.GPTConfig(vocab_size=200, n_layer=2, n_head=4, n_embd=64, block_size=32, **shape)
-    own, bf16 = (fused.swap(models.build(cfg, DEVICE, 0)).eval() for _ in range(2))
-    fp8.swap(own)
+    cfg = GPTConfig(vocab_size=200, n_layer=2, n_head=4, n_embd=64, block_size=32, **shape)
+    own, bf16 = (models.build(cfg, DEVICE, 0).eval() for _ in range(2))
+    tracked(own)
     idx, targets = torch.randint(0, 200, (2, 4, 32), device=DEVICE)
     with torch.no_grad(), torch.autocast(DEVICE.type, torch.bfloat16):
         assert torch.equal(own(idx, targets), bf16(idx, targets))
         assert torch.equal(own.logits(idx), bf16.logits(idx))
-        assert not any(top.any() for name, top in own.named_buffers() if name.endswith("_top"))  # no scale was touched
+        assert not any(top.any() for name, top in own.named_buffers() if name.endswith("_amax"))  # no scale was touched
         assert not torch.equal(own.train()(idx, targets), bf16(idx, targets))
 
 
 @pytest.mark.parametrize("mlp", ["gelu", "relu2"])
 def test_rows_of_any_length(mlp):
     """Rows are padded for the products; the gradients are of those that were given."""
-    cfg = models.GPTConfig(vocab_size=1000, n_layer=1, n_head=4, n_embd=256, block_size=128, mlp=mlp)
+    cfg = GPTConfig(vocab_size=1000, n_layer=1, n_head=4, n_embd=256, block_size=128, mlp=mlp)
     own, plain = models.build(cfg, DEVICE, 0), models.build(cfg, DEVICE, 0).double()
-    fp8.swap(fused.swap(own))
+    tracked(own)
     ids, targets = (torch.randint(0, 1000, (1, 7), device=DEVICE).expand(3, 7) for _ in range(2))
     with torch.autocast(DEVICE.type, torch.bfloat16):
         with torch.no_grad():
@@ -206,24 +215,21 @@ def test_rows_of_any_length(mlp):
         assert F.cosine_similarity(p.grad.double().flatten(), ref.grad.flatten(), 0) > ALIKE - 0.03, name
 
 
-@pytest.mark.parametrize("shape", [dict(mlp="swiglu", n_hidden=72), dict(qk_norm=True, n_embd=32), {}])
-def test_only_what_fp8_reads_is_gathered_in_8_bits(shape):
-    """Layers of parents that stay bf16's, some width of theirs being no multiple of 16, stay too."""
-    cfg = models.GPTConfig(vocab_size=64, n_layer=1, n_head=4, **{"n_embd": 64, "block_size": 32, **shape})
-    own = fp8.swap(fused.swap(models.build(cfg, DEVICE, 0), sharded=True))
-    fp8.gather_in_8_bits(own, 2)
-    attn, mlp = own.blocks[0].attn, own.blocks[0].mlp
-    first = mlp.gate_up if "mlp" in shape else mlp.up
-    found = [isinstance(layer.weight, fp8.Rows) for layer in (attn.qkv, first)]
-    reads = [isinstance(attn, fp8.Attention), isinstance(mlp, (fp8.GeluMLP, fp8.SwiGLU))]
-    assert found == reads == ["qk_norm" not in shape, "n_hidden" not in shape]
+def test_only_tracked_layers_are_gathered_in_8_bits():
+    """A layer with a width that is no multiple of 16, or that model.py calls by itself, is gathered in bf16."""
+    cfg = GPTConfig(vocab_size=64, n_layer=1, n_head=4, n_embd=64, block_size=32, mlp="swiglu", n_hidden=72)
+    own = models.build(cfg, DEVICE, 0)
+    own.blocks[0].extra = nn.Linear(64, 64)
+    fp8.gather_in_8_bits(tracked(own).blocks.modules(), 2)
+    found = {name for name, layer in own.blocks[0].named_modules() if isinstance(getattr(layer, "weight", 0), fp8.Rows)}
+    assert found == {"attn.qkv", "attn.proj", "mlp.gate_up"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("each, K, ranks", [(16, 48, 3)] + [(1024, 4096, 4), (16, 16, 1)] * GPU)
 def test_rows_of_ranks_are_gathered_to_one_scale(dtype, each, K, ranks):
     layer = nn.Module()
-    layer.w_top = torch.zeros((), device=DEVICE)
+    layer.w_amax = torch.zeros((), device=DEVICE)
     out = None
     for _ in range(2):  # the second time in place
         w = randn(each * ranks, K, std=0.02, dtype=dtype)
@@ -240,51 +246,15 @@ def test_rows_of_ranks_are_gathered_to_one_scale(dtype, each, K, ranks):
         assert out.shape == w.shape and out.dtype == torch.bfloat16 and rows8.untyped_storage().size() == 0
         straight, across = fp8.halves(out)
         assert torch.equal(straight.t().view(torch.uint8), across.view(torch.uint8))
-        scale = layer.w_top.item()
-        assert torch.frexp(layer.w_top)[0].item() == 0.5 and 223 < w.abs().max().item() / scale <= 448
+        scale = layer.w_amax.item()
+        assert torch.frexp(layer.w_amax)[0].item() == 0.5 and 223 < w.abs().max().item() / scale <= 448
         assert error(straight.double() * scale, w) < E4M3
-
-
-@pytest.mark.skipif(GPU and torch.cuda.device_count() < 2, reason="needs two GPUs, or none")
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["llama", "--parallel=fsdp", "--unit_mib=None"],
-        ["llama", "--parallel=zero2", "--remat=selective", "--compile=True"],
-        ["gpt2", "--parallel=hsdp", "--shard_size=2", "--remat=block"],
-    ],
-)
-def test_two_ranks_step_as_one_process(words, one_process):
-    name, *words = words
-    for (loss, norm, after), (one_loss, one_norm, one_after) in zip(
-        fp8_steps(2, name, *words), one_process[name], strict=True
-    ):
-        assert abs(loss - one_loss) < 2e-3 * one_loss and abs(norm - one_norm) < 3e-2 * one_norm
-        assert abs(after - one_after) < 2e-3 * one_after  # whose weights are in e4m3
-
-
-@pytest.fixture(scope="module")
-def one_process():
-    names = "llama", "gpt2"
-    with ThreadPoolExecutor() as pool:  # each waits for a process
-        return dict(zip(names, pool.map(lambda name: fp8_steps(0, name), names)))
-
-
-def fp8_steps(ranks, name, *words):
-    shape = dict(n_layer=2, n_head=4, vocab_size=200, block_size=8, batch_size=2, batch_tokens=64, backend="auto")
-    if name == "llama":
-        shape |= dict(n_kv_head=2, tie_embeddings=False, **LLAMA)
-    done = train_ranks(
-        ranks, ["config/test.py", *(f"--{k}={v}" for k, v in shape.items()), *words], "tests/fp8_steps.py"
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def test_scales_go_on_where_they_were():
     """A resumed model's next loss and gradients are those of the one that was saved, on the CPU to the last bit."""
-    cfg = models.GPTConfig(vocab_size=64, n_layer=1, n_head=2, n_embd=32, block_size=16)
-    one, other = (fp8.swap(fused.swap(models.build(cfg, DEVICE, 0))) for _ in range(2))
+    cfg = GPTConfig(vocab_size=64, n_layer=1, n_head=2, n_embd=32, block_size=16)
+    one, other = (tracked(models.build(cfg, DEVICE, 0)) for _ in range(2))
     idx, targets = torch.randint(0, 64, (2, 2, 16), device=DEVICE)
     same = (lambda a, b: error(a, b) < 1e-3) if GPU else torch.equal  # attention's gradients may differ by rounding
 

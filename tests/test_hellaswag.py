@@ -1,29 +1,29 @@
-"""hellaswag.py: scores against one row at a time, the same for any batch size and number of ranks, and bad files."""
+"""hellaswag.py, run/multiple_choice.py: scores equal one row at a time, whatever the batch and ranks; damaged files."""
 
 import http.client
 import io
 import json
-import os
-import subprocess
-import sys
 import urllib.error
 
 import pytest
+import ranks
 import torch
 from conftest import ROOT
 
-import checkpoint
 import hellaswag
-import tokenizer as tokenizers
 from configurator import UserError
-from model import GPTConfig, build
+from corpus import tokenizer as tokenizers
+from model import build
+from run import checkpoint, multiple_choice
+from scale import parallel
+from settings import GPTConfig
 
 REAL = ROOT.parent / "shared" / "hellaswag" / "hellaswag_val.jsonl"
 WORDS = "the man walks his dog and then she rides a red bike over some hill while they sing".split()
 
 
 def made_up(count, seed=0):
-    """Examples of real words in random order and of varied length, as json lines."""
+    """Examples of real words in random order and of varied length."""
     draw = torch.Generator().manual_seed(seed)
     text = lambda n: " ".join(WORDS[int(i)] for i in torch.randint(len(WORDS), (n,), generator=draw))
     size = lambda: int(torch.randint(1, 9, (1,), generator=draw))
@@ -39,7 +39,7 @@ def small():
 
 
 def naive(model, examples, tokenizer):
-    """(acc, acc_norm), one ending a forward, from the logits."""
+    """(acc, acc_norm) from the logits, with one ending per forward."""
     hits = torch.zeros(2)
     for example in examples:
         context, sums, means = tokenizer.encode(example["ctx"]), [], []
@@ -57,16 +57,16 @@ def naive(model, examples, tokenizer):
 @pytest.mark.parametrize("batch_tokens", [64, 1024, 100_000])
 def test_equals_one_row_at_a_time(batch_tokens):
     model, tokenizer, examples = small(), tokenizers.load("bytes"), made_up(30)
-    prepared = hellaswag.prepare(examples, tokenizer, 128)
-    score = hellaswag.evaluate(model, prepared, "cpu", batch_tokens)
+    prepared = multiple_choice.prepare(examples, tokenizer, 128)
+    score = multiple_choice.evaluate(model, prepared, "cpu", batch_tokens)
     acc, acc_norm = naive(model, examples, tokenizer)
     assert (score["acc"], score["acc_norm"]) == (pytest.approx(acc), pytest.approx(acc_norm))
     assert score["n"] == 30 and score["truncated"] == 0
 
 
 def test_batches_hold_every_row_once_in_few_shapes():
-    prepared = hellaswag.prepare(made_up(200), tokenizers.load("bytes"), 128)
-    jobs = list(hellaswag.batches(prepared, 2048, 128))
+    prepared = multiple_choice.prepare(made_up(200), tokenizers.load("bytes"), 128)
+    jobs = list(multiple_choice.batches(prepared, 2048, 128))
     assert sorted(i for numbers, _, _ in jobs for i in numbers) == list(range(800))
     assert len({(B, T) for _, B, T in jobs}) <= 4 and all(B * T <= 2048 and len(n) <= B for n, B, T in jobs)
 
@@ -74,38 +74,31 @@ def test_batches_hold_every_row_once_in_few_shapes():
 def test_a_long_context_is_cut_on_its_left():
     tokenizer = tokenizers.load("bytes")
     example = {"ctx": "a" * 300 + "b", "endings": ["cc"] * 4, "label": 0}
-    prepared = hellaswag.prepare([example], tokenizer, 32)
+    prepared = multiple_choice.prepare([example], tokenizer, 32)
     assert prepared.truncated == 4 and all(len(row) == 33 for row in prepared.rows)
     assert tokenizer.decode(prepared.rows[0]) == "a" * 29 + "b cc"
-    with pytest.raises(hellaswag.HellaSwagError, match="example 0: an ending of 41 tokens does not fit"):
-        hellaswag.prepare([{**example, "endings": ["c" * 40] * 4}], tokenizer, 32)
+    with pytest.raises(multiple_choice.HellaSwagError, match="example 0: an ending of 41 tokens does not fit"):
+        multiple_choice.prepare([{**example, "endings": ["c" * 40] * 4}], tokenizer, 32)
 
 
-def test_two_ranks_equal_one(tmp_path):
-    code = """
-import sys, torch.distributed as dist, hellaswag, json
-sys.path.insert(0, "tests")
-import test_hellaswag as t
-prepared = hellaswag.prepare(t.made_up(30), t.tokenizers.load("bytes"), 128)
-alone = hellaswag.evaluate(t.small(), prepared, "cpu", 512)
-dist.init_process_group("gloo")
-model, calls = t.small(), []
-model.register_forward_hook(lambda *_: calls.append(1))
-both = hellaswag.evaluate(model, prepared, "cpu", 512)
-assert [alone[k] for k in ("acc", "acc_norm", "n")] == [both[k] for k in ("acc", "acc_norm", "n")], (alone, both)
-assert len(list(hellaswag.batches(prepared, 512, 128))) % 2 == 1  # else dealing them out is no test
-counts = [None, None]
-dist.all_gather_object(counts, len(calls))
-assert counts[0] == counts[1] > 1, counts  # FSDP's collectives hang otherwise
-print("same" * (dist.get_rank() == 0))
-dist.destroy_process_group()
-"""
-    script = tmp_path / "two.py"
-    script.write_text(code)
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/tests", "OMP_NUM_THREADS": "1"}
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
-    result = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
-    assert result.returncode == 0 and "same" in result.stdout, result.stderr
+def scored_in_rank():
+    """Scores alone and then, as a rank of two, together -> (alone, together, forwards of this rank)."""
+    prepared = multiple_choice.prepare(made_up(30), tokenizers.load("bytes"), 128)
+    assert len(list(multiple_choice.batches(prepared, 512, 128))) % 2 == 1  # else one rank needs no extra forward
+    alone = multiple_choice.evaluate(small(), prepared, "cpu", 512)
+    parallel.start("cpu", "gloo")
+    model, calls = small(), []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    together = multiple_choice.evaluate(model, prepared, "cpu", 512)
+    parallel.stop()
+    return alone, together, len(calls)
+
+
+def test_two_ranks_equal_one():
+    (alone, first, forwards), (_, second, others) = ranks.call(2, scored_in_rank)
+    for key in ("acc", "acc_norm", "n", "truncated"):
+        assert alone[key] == first[key] == second[key]
+    assert forwards == others > 1  # FSDP2's collectives hang otherwise
 
 
 @pytest.mark.parametrize(
@@ -115,29 +108,29 @@ dist.destroy_process_group()
         ('{"ctx": "a", "endings": ["b", "c", "d"], "label": 0}', "expected 4 endings .* got 3"),
         ('{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": 4}', "got 4 and 4"),
         ('{"ctx": "a", "endings": ["b", "c", "d", "e"]}', "label"),
-        ('{"ctx": 3, "endings": ["b", "c", "d", "e"], "label": 0}', "ctx must be a text"),
+        ('{"ctx": 3, "endings": ["b", "c", "d", "e"], "label": 0}', "ctx must be a string, not empty"),
         ('{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": 2.7}', "got 4 and 2.7"),
         ('{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": true}', "got 4 and True"),
         ('{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": Infinity}', "got 4 and inf"),
-        ('{"ctx": "", "endings": ["b", "c", "d", "e"], "label": 0}', "ctx is empty"),
+        ('{"ctx": "", "endings": ["b", "c", "d", "e"], "label": 0}', "ctx must be a string, not empty"),
         ("[1]", "not an example"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path, line, message):
     path = tmp_path / "h.jsonl"
     path.write_text(json.dumps(made_up(1)[0]) + "\n" + line + "\n")
-    with pytest.raises(hellaswag.HellaSwagError, match=f"h.jsonl:2: .*{message}"):
-        hellaswag.load(path)
+    with pytest.raises(multiple_choice.HellaSwagError, match=f"h.jsonl:2: .*{message}"):
+        multiple_choice.load(path)
 
 
 def test_bytes_that_are_no_utf8_and_an_empty_file(tmp_path):
     path = tmp_path / "h.jsonl"
     path.write_bytes(b'{"ctx": "\xff"}\n')
-    with pytest.raises(hellaswag.HellaSwagError, match="h.jsonl:1: not an example"):
-        hellaswag.load(path)
+    with pytest.raises(multiple_choice.HellaSwagError, match="h.jsonl:1: not an example"):
+        multiple_choice.load(path)
     path.write_text("\n")
-    with pytest.raises(hellaswag.HellaSwagError, match="h.jsonl: no examples") as caught:
-        hellaswag.load(path)
+    with pytest.raises(multiple_choice.HellaSwagError, match="h.jsonl: no examples") as caught:
+        multiple_choice.load(path)
     assert caught.value.exit_code == 3
 
 
@@ -146,7 +139,7 @@ def test_the_raw_file_is_read_its_line_separators_and_text_labels_too(tmp_path):
     raw |= {"ctx": "[header] a\u2028b\x85c", "endings": ["d", "e", "f", "g"], "label": "3"}
     path = tmp_path / "h.jsonl"
     path.write_text(json.dumps(raw, ensure_ascii=False) + "\r\n", encoding="utf-8", newline="")
-    assert hellaswag.load(path) == [{k: raw[k] for k in ("ctx", "endings")} | {"label": 3}]
+    assert multiple_choice.load(path) == [{k: raw[k] for k in ("ctx", "endings")} | {"label": 3}]
 
 
 @pytest.mark.parametrize("page", [None, b"<html>log in</html>", b""])
@@ -158,34 +151,34 @@ def test_a_short_read_and_a_foreign_page_are_not_kept(tmp_path, monkeypatch, pag
             return page
 
     tries = []
-    monkeypatch.setattr(hellaswag.urllib.request, "urlopen", lambda *_, **__: tries.append(1) or Reply())
-    monkeypatch.setattr(hellaswag.time, "sleep", lambda _: None)
-    with pytest.raises(hellaswag.Unavailable, match="can't be fetched"):
-        hellaswag.download(tmp_path)
+    monkeypatch.setattr(multiple_choice.urllib.request, "urlopen", lambda *_, **__: tries.append(1) or Reply())
+    monkeypatch.setattr(multiple_choice.time, "sleep", lambda _: None)
+    with pytest.raises(multiple_choice.Unavailable, match="cannot be downloaded"):
+        multiple_choice.download(tmp_path)
     assert len(tries) == 3 and not list(tmp_path.iterdir())
 
 
 def test_a_missing_file_and_a_dead_network_are_unavailable(tmp_path, monkeypatch):
-    with pytest.raises(hellaswag.Unavailable, match="No such file"):
-        hellaswag.load(tmp_path / "none.jsonl")
+    with pytest.raises(multiple_choice.Unavailable, match="No such file"):
+        multiple_choice.load(tmp_path / "none.jsonl")
 
     def refuse(*_, **__):
         raise urllib.error.URLError("no network")
 
-    monkeypatch.setattr(hellaswag.urllib.request, "urlopen", refuse)
-    monkeypatch.setattr(hellaswag.time, "sleep", lambda _: None)
-    with pytest.raises(hellaswag.Unavailable, match="can't be fetched .*no network"):
-        hellaswag.download(tmp_path)
+    monkeypatch.setattr(multiple_choice.urllib.request, "urlopen", refuse)
+    monkeypatch.setattr(multiple_choice.time, "sleep", lambda _: None)
+    with pytest.raises(multiple_choice.Unavailable, match="cannot be downloaded .*no network"):
+        multiple_choice.download(tmp_path)
     assert not list(tmp_path.iterdir())
 
 
 def test_download_through_the_network_and_the_cache(tmp_path):
     source = tmp_path / "source.jsonl"
     source.write_text("".join(json.dumps(example) + "\n" for example in made_up(3)))
-    path = hellaswag.download(tmp_path / "cache", url=source.as_uri())
+    path = multiple_choice.download(tmp_path / "cache", url=source.as_uri())
     source.unlink()
-    assert hellaswag.download(tmp_path / "cache", url=source.as_uri()) == path
-    assert len(hellaswag.load(path)) == 3
+    assert multiple_choice.download(tmp_path / "cache", url=source.as_uri()) == path
+    assert len(multiple_choice.load(path)) == 3
 
 
 def test_command_line_scores_a_checkpoint_and_refuses_no_examples(tmp_path, capsys):
@@ -202,6 +195,6 @@ def test_command_line_scores_a_checkpoint_and_refuses_no_examples(tmp_path, caps
 
 @pytest.mark.skipif(not REAL.exists(), reason="needs the validation file beside the project")
 def test_the_whole_validation_set_is_read():
-    examples = hellaswag.load(REAL)
-    prepared = hellaswag.prepare(examples, tokenizers.load("gpt2"), 1024)
+    examples = multiple_choice.load(REAL)
+    prepared = multiple_choice.prepare(examples, tokenizers.load("gpt2"), 1024)
     assert len(examples) == 10_042 and len(prepared.rows) == 40_168 and prepared.truncated == 0

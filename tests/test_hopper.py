@@ -1,20 +1,24 @@
-"""hopper.py against float64 on fresh random inputs."""
+"""hopper.py against float64 on fresh random inputs, on a Hopper GPU; without one, that its kernels compile wherever
+NVRTC is found, and which operands it takes.
+"""
 
+import ctypes
 import math
 import threading
 
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import one_line
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-pytest.importorskip("triton", reason="Triton is installed with PyTorch's CUDA builds only")
-import fused
-import hopper
+from fast import cublas, hopper
 
 GPU = torch.device("cuda", 0)
 HOPPER = torch.cuda.is_available() and hopper.available(GPU)
 on_hopper = lambda test: pytest.mark.gpu(pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")(test))
-# one tile; several rounds of both warpgroups; ragged in each direction; fewer rows than a warp's; K shorter than a step
+# One tile; several tiles for every warpgroup; partial tiles in each direction; fewer rows than a warp's 32; K shorter
+# than a k-tile.
 SHAPES = [
     (256, 192, 64),
     (20_000, 3072, 768),
@@ -31,25 +35,26 @@ def randn(*shape, std=1.0):
 
 
 def error(a, b):
+    """Relative error of a against b in the Frobenius norm."""
     return ((a.double() - b.double()).norm() / b.double().norm()).item()
 
 
 def guarded(M, N):
-    """(an (M, N) matrix in the middle of known numbers, what checks that they are still there)"""
+    """(an (M, N) matrix between two blocks of sevens, a function that says whether these are intact)"""
     flat = torch.full((M * N + 2048,), 7.0, device=GPU, dtype=torch.bfloat16)
     return flat[1024:-1024].view(M, N), lambda: (flat[:1024] == 7).all() and (flat[-1024:] == 7).all()
 
 
 @on_hopper
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("down", [True, False])
+@pytest.mark.parametrize("n_major", [True, False])
 @pytest.mark.parametrize("M, N, K", SHAPES)
-def test_linear(M, N, K, down, bias):
+def test_linear(M, N, K, n_major, bias):
     a, b, bias = randn(M, K), randn(K, N, std=2 / K**0.5), randn(N) if bias else None
-    out, whole = guarded(M, N)
-    hopper.linear(a, b if down else b.t().contiguous().t(), bias, out)
+    out, intact = guarded(M, N)
+    hopper.linear(a, b if n_major else b.t().contiguous().t(), bias, out)
     assert error(out, a.double() @ b.double() + (0 if bias is None else bias.double())) < 2e-3  # one rounding to bf16
-    assert whole()
+    assert intact()
 
 
 @on_hopper
@@ -57,52 +62,54 @@ def test_linear(M, N, K, down, bias):
 @pytest.mark.parametrize("M, N, K", SHAPES)
 def test_gelu(M, N, K, bias):
     a, b, bias = randn(M, K), randn(N, K, std=2 / K**0.5), randn(N) if bias else None
-    act, before = hopper.gelu(a, b, bias)
+    act, preact = hopper.gelu(a, b, bias)
     exact = F.linear(a.double(), b.double(), None if bias is None else bias.double())
-    assert error(before, exact) < 2e-3 and error(act, F.gelu(exact, approximate="tanh")) < 2e-3
+    assert error(preact, exact) < 2e-3 and error(act, F.gelu(exact, approximate="tanh")) < 2e-3
     for _ in range(5):
-        assert all(map(torch.equal, hopper.gelu(a, b, bias), (act, before)))
+        assert all(map(torch.equal, hopper.gelu(a, b, bias), (act, preact)))
 
 
 @on_hopper
 @pytest.mark.parametrize("M, N, K", SHAPES)
 def test_dgelu(M, N, K):
-    a, b, before = randn(M, K), randn(K, N, std=2 / K**0.5), randn(M, N, std=2)
-    out, sums = hopper.dgelu(a, b, before)
-    x = before.double().requires_grad_()
+    a, b, preact = randn(M, K), randn(K, N, std=2 / K**0.5), randn(M, N, std=2)
+    out, sums = hopper.dgelu(a, b, preact)
+    x = preact.double().requires_grad_()
     (exact,) = torch.autograd.grad(F.gelu(x, approximate="tanh"), x, a.double() @ b.double())
     assert error(out, exact) < 2.5e-3
-    assert error(sums, exact.sum(0)) < 5e-4  # of what was not rounded yet; the slope is right to 2^-11
+    assert error(sums, exact.sum(0)) < 5e-4  # summed before rounding to bf16; tanh is right to 2^-11
     for _ in range(5):
-        assert all(map(torch.equal, hopper.dgelu(a, b, before), (out, sums)))
+        assert all(map(torch.equal, hopper.dgelu(a, b, preact), (out, sums)))
 
 
 @on_hopper
 @pytest.mark.parametrize("M, N, K", SHAPES)
 def test_exponentials(M, N, K):
-    a, b, real = randn(M, K), randn(N, K, std=2 / K**0.5), N - N // 9
+    a, b, vocab_size = randn(M, K), randn(N, K, std=2 / K**0.5), N - N // 9
     shifts = torch.randn(M, device=GPU) * 3
     shifts[M // 2] = float("inf")
-    out, whole = guarded(M, N)
-    sums = hopper.exponentials(a, b, shifts, real, out)
+    out, intact = guarded(M, N)
+    sums = hopper.exponentials(a, b, shifts, vocab_size, out)
     exact = torch.exp2(a.double() @ b.double().t() / math.log(2) - shifts.double()[:, None])
-    exact[:, real:] = 0
+    exact[:, vocab_size:] = 0
     sums_by_tile = F.pad(exact, (0, -N % hopper.BN)).unflatten(1, (-1, hopper.BN)).sum(-1)
-    assert error(out, exact) < 4e-3 and error(sums, sums_by_tile) < 5e-5  # a few decide, each right to 2^-8
-    assert not out[:, real:].any() and not out[M // 2].any()
-    assert whole() and torch.equal(hopper.exponentials(a, b, shifts, real), sums)
+    assert (
+        error(out, exact) < 4e-3 and error(sums, sums_by_tile) < 5e-5
+    )  # a few large ones dominate, each right to 2^-8
+    assert not out[:, vocab_size:].any() and not out[M // 2].any()
+    assert intact() and torch.equal(hopper.exponentials(a, b, shifts, vocab_size), sums)
 
 
 @on_hopper
-def test_numbers_that_are_not_finite_stay_where_they_are():
+def test_infinities_stay_in_their_row_or_column():
     a, b = randn(300, 64), randn(192, 64)
     a[7] = float("inf")
     act, _ = hopper.gelu(a, b, None)
     assert act.isfinite().all(1).tolist() == [i != 7 for i in range(300)]
-    before = torch.full((300, 192), 100.0, device=GPU).bfloat16()  # its slope there is 1
-    before[:, 5] = -100.0  # and there 0
+    preact = torch.full((300, 192), 100.0, device=GPU).bfloat16()  # GELU's derivative is 1 there
+    preact[:, 5] = -100.0  # and 0 here
     a[7] = 1.0
-    out, sums = hopper.dgelu(a, b.t().contiguous(), before)
+    out, sums = hopper.dgelu(a, b.t().contiguous(), preact)
     exact = a.double() @ b.double().t()
     exact[:, 5] = 0
     assert error(out, exact) < 2e-3 and sums[5] == 0
@@ -120,25 +127,38 @@ def test_linear_backward(T, widths, Q):
     assert error(dw, dy.t() @ x.double()) < 1e-5 and error(db, dy.sum(0)) < 1e-5  # in float32
 
 
-def test_steps_at_once():
-    """All steps are taken, in pieces that 66 clusters share out evenly."""
+@on_hopper
+def test_width_that_tma_does_not_take():
+    """cuBLASLt multiplies what hopper.py does not take."""
+    a, b = randn(300, 64), randn(100, 64)
+    out = torch.empty(300, 100, device=GPU, dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match="multiples of 16 bytes"):
+        hopper.linear(a, b.t(), None, out)
+    assert error(cublas.matmul(a, b.t(), out), a.double() @ b.double().t()) < 2e-3
+
+
+def test_unit_k_tiles():
+    """The work units cover all k-tiles and keep 66 clusters evenly busy."""
     for tiles in (6, 18, 24, 32, 264):
-        for steps in (1, 7, 128, 1024):
-            each = hopper.steps_at_once(tiles, steps, 66)
-            units = tiles * -(-steps // each)
-            assert 0 < each <= steps and (steps < 1024 or -(-units // 66) * 66 * each <= 1.12 * tiles * steps)
+        for k_tiles in (1, 7, 128, 1024):
+            unit = hopper.unit_k_tiles(tiles, k_tiles, 66)
+            units = tiles * -(-k_tiles // unit)
+            assert 0 < unit <= k_tiles and (k_tiles < 1024 or -(-units // 66) * 66 * unit <= 1.12 * tiles * k_tiles)
 
 
 @on_hopper
-@pytest.mark.parametrize("way", [fused.packed_gradients, fused.parts_gradients])
-def test_attention_takes_the_faster_way(way, monkeypatch):
-    """Both give the gradients of the layer before attention."""
+@pytest.mark.parametrize("way", ["packed_gradients", "parts_gradients"])
+def test_qkv_backward_takes_the_faster_way(way, monkeypatch):
+    """Both ways give the gradients of the layer before attention."""
+    from fast import linear
+
+    way = getattr(linear, way)
     first = lambda ways, device: next((i for i, w in enumerate(ways) if w.func is way), 0)
-    monkeypatch.setattr(fused.cublas, "fastest", first)
-    monkeypatch.setattr(fused, "QKV_WAYS", {})
+    monkeypatch.setattr(cublas, "fastest", first)
+    monkeypatch.setattr(linear, "QKV_WAYS", {})
     x, w = randn(2, 100, 256).requires_grad_(), randn(768, 256, std=0.1).requires_grad_()
     bias = randn(768).requires_grad_()
-    out = torch.cat(fused.QKV.apply(x, w, bias, (4, 4, 4), 64, True), 1)
+    out = torch.cat(linear.QKV.apply(x, w, bias, (4, 4, 4), 64, True), 1)
     dy = randn(*out.shape)
     exact = [t.detach().double().requires_grad_() for t in (x, w, bias)]
     expected = F.linear(*exact).view(2, 100, 12, 64).transpose(1, 2)
@@ -147,15 +167,100 @@ def test_attention_takes_the_faster_way(way, monkeypatch):
         *(torch.autograd.grad(y, to, dy.to(y.dtype)) for y, to in ((out, (x, w, bias)), (expected, exact)))
     ):
         assert error(ours, theirs) < 5e-3
-    assert list(fused.QKV_WAYS.values()) == [way]
+    assert list(linear.QKV_WAYS.values()) == [way]
 
 
 @on_hopper
 def test_any_thread_may_be_the_first():
-    """Autograd's has no context of the driver's at its start."""
-    found, (a, b, before) = [], (randn(64, 64) for _ in range(3))
-    thread = threading.Thread(target=lambda: found.append(hopper.dgelu(a, b, before)))
+    """A thread of autograd's may start with no CUDA context of its own."""
+    found, (a, b, preact) = [], (randn(64, 64) for _ in range(3))
+    thread = threading.Thread(target=lambda: found.append(hopper.dgelu(a, b, preact)))
     thread.start()
     thread.join()
     assert len(found) == 1
-    assert fused.on_hopper(randn(8, 8)) and not fused.on_hopper(torch.zeros(8, 8, device=GPU))
+
+
+@pytest.fixture
+def nvrtc(monkeypatch):
+    """NVRTC as hopper.py finds it, or with a PyTorch that is not for CUDA the system's."""
+    if torch.version.cuda is None:
+        monkeypatch.setattr(hopper, "nvrtc", any_nvrtc)
+    try:
+        hopper.nvrtc()
+    except OSError:
+        pytest.skip("needs libnvrtc")
+
+
+def any_nvrtc():
+    for version in (13, 12):
+        try:
+            return ctypes.CDLL(f"libnvrtc.so.{version}")
+        except OSError:
+            pass
+    raise OSError("no libnvrtc")
+
+
+@pytest.mark.parametrize("kernel", hopper.KERNELS, ids=" ".join)
+def test_kernels_compile(kernel, nvrtc):
+    """NVRTC needs no GPU to compile for sm_90a."""
+    cubin = hopper.compiled(kernel)
+    assert cubin.startswith(b"\x7fELF") and b".text." + kernel[0].encode() in cubin
+
+
+def test_compiler_log_is_raised(nvrtc):
+    with pytest.raises(RuntimeError, match="NO_SUCH_EPILOGUE"):
+        hopper.compiled(("hopper_gemm", "EPILOGUE=NO_SUCH_EPILOGUE", "B_N_MAJOR=0"))
+
+
+def test_shared_memory_fits():
+    """A block of Hopper has 227 KiB."""
+    assert max(hopper.SHARED_BYTES.values()) <= 227 * 2**10
+
+
+def zeros(*shape, dtype=torch.bfloat16):
+    return torch.zeros(shape, dtype=dtype)
+
+
+def test_takes():
+    wide = zeros(16, 32)
+    assert hopper.takes(wide, zeros(1, 8), wide[:, 8:16], wide[3:5], zeros(24), None, (5, 8), torch.Size([16, 192]))
+    refused = {
+        "float32": zeros(16, 32, dtype=torch.float32),
+        "float16": zeros(16, 32, dtype=torch.float16),
+        "width": zeros(16, 12),
+        "row stride": zeros(16, 12)[:, :8],
+        "columns, not rows, are contiguous": zeros(32, 16).t(),
+        "repeated row": zeros(1, 8).expand(16, 8),
+        "address": zeros(1000)[4:132].view(16, 8),
+        "bias' address": zeros(24)[4:20],
+        "three dimensions": zeros(2, 16, 8),
+        "empty": zeros(0, 8),
+        "width of a shape": (16, 50257),
+        "empty shape": (0, 8),
+    }
+    assert [why for why, operand in refused.items() if hopper.takes(operand)] == []
+    assert not hopper.takes(wide, refused["width"])
+
+
+def test_takes_traced_tensors(recwarn):
+    """torch.compile asks with tensors that have no address."""
+    with FakeTensorMode():
+        wide = zeros(16, 32)
+        assert hopper.takes(wide, wide[:, 8:16]) and not hopper.takes(wide[:, 4:12])
+    assert not recwarn
+
+
+def test_operands_that_do_not_fit_are_one_line():
+    with pytest.raises(RuntimeError, match=r"multiples of 16 bytes, not torch.bfloat16, shape \(300, 100\)") as error:
+        hopper.tensor_map(zeros(300, 100), 32, 64)
+    one_line(error)
+
+
+def test_available_on_nvidia_alone(monkeypatch):
+    """AMD's MI200 is a "cuda" device of capability (9, 0) to PyTorch."""
+    assert not hopper.available(torch.device("cpu"))
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert not hopper.available.__wrapped__(torch.device("cuda", 0))
+    with pytest.raises(OSError, match="built for CUDA"):
+        cublas.library.__wrapped__()

@@ -10,7 +10,8 @@ import pytest
 import torch
 from conftest import one_line, read_rows, write_shard
 
-from loader import Ahead, DataError, TokenLoader, aligned_starts, file_sha256, find_shards, split_of, verify
+from corpus.loader import Ahead, DataError, TokenLoader, aligned_starts, find_shards, split_of, verify
+from run.files import digest
 
 # ---- damaged files
 
@@ -27,7 +28,7 @@ def data(tmp_path):
     for i, part in enumerate(np.split(stream, [333, 640])):
         paths.append(write_shard(tmp_path / f"d/x_train_{i + 1:06d}.bin", part))
     paths.append(write_shard(tmp_path / "d/x_val_000000.bin", stream[:203]))
-    shards = [{"name": path.name, "sha256": file_sha256(path)} for path in paths]
+    shards = [{"name": path.name, "sha256": digest(path)[1]} for path in paths]
     manifest = {"tokenizer": "bytes", "vocab_size": 257, "eot": 256, "dtype": "uint16", "shards": shards}
     (tmp_path / "d/manifest.json").write_text(json.dumps(manifest))
     return tmp_path / "d", stream
@@ -49,8 +50,8 @@ def test_damaged_shards(data):
         (2, good + b"\0", "expected 1638 bytes for 307 tokens of a uint16 shard (GPT-2, magic 20240520), it has 1639"),
         (1, good[:100], "holds 100 bytes, less than a header of 1024"),
         (1, b"", "holds 0 bytes"),
-        (3, b"abcd" + good[4:], "is no shard: it begins with 1684234849, not 20240520 or 20240801"),
-        (3, b"abcd" + good[4:], "if it is a nanoGPT raw file"),
+        (3, b"abcd" + good[4:], "is not a shard: it begins with 1684234849, not 20240520 or 20240801"),
+        (3, b"abcd" + good[4:], "if it is a headerless file of nanoGPT, name it train.bin"),
         (4, int32(20240520, 2) + good[8:], "version 2 in the header of a uint16 shard (GPT-2"),
         (
             4,
@@ -70,7 +71,7 @@ def test_damaged_shards(data):
         assert error.value.exit_code == 3
 
 
-def test_token_beyond_the_vocabulary(data):  # row 6
+def test_token_beyond_the_vocabulary(data):
     folder, _ = data
     patch(folder / "x_train_000002.bin", 1024 + 2 * 100, np.uint16(60000).tobytes())
     loader = TokenLoader(folder, "train", 4, 16, vocab_size=257)
@@ -88,7 +89,7 @@ def test_vocabulary_smaller_than_the_tokenizers(data):
         TokenLoader(data[0], "train", 4, 16, vocab_size=100)
 
 
-def test_flipped_bit(data):  # row 7
+def test_flipped_bit(data):
     folder, _ = data
     verify(folder)
     patch(folder / "x_train_000003.bin", 1500, bytes([(folder / "x_train_000003.bin").read_bytes()[1500] ^ 1]))
@@ -130,16 +131,16 @@ def test_the_last_word_before_the_number_is_the_split(tmp_path):
         ("token_bytes.npy", "no array"),
     ],
 )
-def test_what_lies_beside_the_shards_is_damaged(data, name, content):
+def test_damaged_files_beside_the_shards(data, name, content):
     folder, _ = data
     (folder / name).write_text(content)
     with pytest.raises(DataError, match=f"{name} is damaged"):
         TokenLoader(folder, "train", 4, 16, vocab_size=257)
 
 
-def test_no_data(data, tmp_path):  # rows 8 to 10
+def test_no_data(data, tmp_path):
     folder, _ = data
-    with pytest.raises(DataError, match=r"nothing matches .*absent/\*_train_\*.bin; .*python fineweb.py"):
+    with pytest.raises(DataError, match=r"absent/\*_train_\*.bin, and .* train.bin; .*python fineweb.py"):
         TokenLoader(tmp_path / "absent", "train", 4, 16)
     with pytest.raises(DataError, match="needs 4,096 tokens, the train split has 1,000; lower --batch_tokens"):
         TokenLoader(folder, "train", 4, 16, min_tokens=4096)
@@ -153,25 +154,41 @@ def test_no_data(data, tmp_path):  # rows 8 to 10
 def test_nanogpt_files(data, tmp_path):
     folder, stream = data
     stream.astype("<u2").tofile(tmp_path / "train.bin")
-    with pytest.raises(DataError, match="--data_format=nanogpt"):
-        TokenLoader(tmp_path, "train", 2, 8)
-    loader = TokenLoader(tmp_path, "train", 2, 8, data_format="nanogpt")
+    loader = TokenLoader(tmp_path, "train", 2, 8)
     assert loader.next()[0].flatten().tolist() == stream[:16].tolist()
     assert loader.tokenizer is None and loader.token_bytes is None
     loader.close()
-    patch(tmp_path / "train.bin", 2000, b"x")
-    with pytest.raises(DataError, match="2001 bytes"):
-        TokenLoader(tmp_path, "train", 2, 8, data_format="nanogpt")
+    with pytest.raises(DataError, match="no val split: .* no val.bin; make one, or do without: --eval_interval=0"):
+        TokenLoader(tmp_path, "val", 2, 8)
+    stream[:203].astype("<u2").tofile(tmp_path / "val.bin")
+    assert TokenLoader(tmp_path, "val", 2, 8).tokens == 203
+    for name in ("train.bin", "val.bin"):
+        patch(tmp_path / name, (tmp_path / name).stat().st_size, b"x")
+    with pytest.raises(DataError, match="2001 bytes and no header"):
+        TokenLoader(tmp_path, "train", 2, 8)
+    (tmp_path / "train.bin").write_bytes(b"")
+    with pytest.raises(DataError, match="holds 0 bytes"):
+        TokenLoader(tmp_path, "train", 2, 8)
+
+
+def test_a_train_bin_with_a_header_is_a_shard_and_two_kinds_are_refused(data, tmp_path):
+    folder, stream = data
     shutil.copy(folder / "x_train_000001.bin", tmp_path / "train.bin")
-    with pytest.raises(DataError, match="llm.c header"):
-        TokenLoader(tmp_path, "train", 2, 8, data_format="nanogpt")
+    assert TokenLoader(tmp_path, "train", 2, 8).tokens == 333
+    with open(tmp_path / "train.bin", "ab") as file:
+        file.write(b"ab")
+    with pytest.raises(DataError, match="train.bin: expected 1690 bytes for 333 tokens .* it has 1692"):
+        TokenLoader(tmp_path, "train", 2, 8)
+    shutil.copy(folder / "x_train_000001.bin", tmp_path)
+    with pytest.raises(DataError, match="holds x_train_000001.bin and train.bin; keep one kind"):
+        TokenLoader(tmp_path, "train", 2, 8)
 
 
 # ---- the order
 
 
 def naive_starts(stream, T, align):
-    """Starts of the rows of one epoch, by the definition."""
+    """First tokens of the rows of one epoch, by the definition."""
     n, p, starts = len(stream), 0, []
     while p < n:
         starts.append(p)
@@ -181,7 +198,7 @@ def naive_starts(stream, T, align):
 
 
 def naive_rows(stream, T, seed=None, align=False):
-    """All rows for ever, each T+1 tokens."""
+    """Yields all rows of T+1 tokens, epoch after epoch."""
     starts, epoch = naive_starts(stream, T, align), 0
     while True:
         order = range(len(starts))
@@ -266,7 +283,7 @@ def test_resume_is_exact_on_other_ranks_too(data, order):
         assert np.array_equal(np.stack(rows, 1).reshape(-1, 17), expected)
 
 
-def test_resume_on_other_data(data):  # FAULTS 11
+def test_resume_on_other_data(data):
     folder, stream = data
     state = TokenLoader(folder, "train", 6, 16).state_dict()
     with pytest.raises(DataError, match="shuffle_seed 1, not None"):

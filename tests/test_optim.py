@@ -1,13 +1,17 @@
 """optim.py: decay groups, AdamW against a naive loop, and the schedules at their corners."""
 
 import math
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import ROOT
 
 import optim
-from model import GPTConfig, build
+from model import build
+from settings import GPTConfig
 
 CPU = torch.device("cpu")
 
@@ -17,6 +21,11 @@ def settings(**changes):
     defaults |= dict(batch_tokens=1000, cooldown_fraction=0.2, weight_decay=0.1, beta1=0.9, beta2=0.95, adam_eps=1e-8)
     defaults |= dict(optimizer="adamw", seed=1337)
     return SimpleNamespace(**{**defaults, **changes})
+
+
+def test_importing_optim_loads_no_model_or_tokenizer():
+    code = "import sys, optim; sys.exit(bool({'corpus', 'model', 'run', 'scale.parallel'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
 def test_groups_hold_every_parameter_once_and_decay_matrices_alone():

@@ -1,4 +1,4 @@
-"""packing.py: every document once, few of them cut, and an order that can be gone on with from any group's end."""
+"""packing.py: every document once, few of them cut, and an order that can be resumed from the end of any group."""
 
 import itertools
 import json
@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-import packing
+from corpus import packing
 
 KINDS = {
     "articles": lambda rng: rng.lognormal(6, 1.1, 4000),
@@ -26,7 +26,7 @@ def source(kind):
 
 
 def cut(rows):
-    """How many documents lie across a multiple of SIZE, counted one by one."""
+    """Number of documents that cross a multiple of SIZE, counted one by one."""
     at = found = 0
     for _, row in rows:
         found += at // SIZE != (at + len(row) - 1) // SIZE
@@ -72,8 +72,8 @@ def test_shares_by_chance():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_goes_on_from_any_groups_end(kind):
-    """What a later run gives is the rest of what an earlier one would have, its position kept as JSON."""
+def test_resumes_from_the_end_of_any_group(kind):
+    """A run that resumes from a position kept as JSON gives the rest of the first run's order."""
     rows = source(kind)
     packer = packing.Packer(iter(rows), SIZE)
     stream, at = [], 0
@@ -81,7 +81,7 @@ def test_goes_on_from_any_groups_end(kind):
     for number, row in packer:
         for end in range(SIZE - at % SIZE, len(row) + 1, SIZE):  # ends of groups within this document or at its end
             done = end if end < len(row) else 0
-            if len(positions) < 5 or (at + end) // SIZE % 17 == 0:
+            if len(positions) < 5 or (at + end) // SIZE % 97 == 0:
                 positions[len(stream) + (not done)] = json.dumps(packer.position(number, done))
         stream.append(number)
         at += len(row)

@@ -1,10 +1,13 @@
-"""plot.py: what is read of a log, and that a picture comes of it."""
+"""plot.py: how a log is read, and that a picture is drawn."""
 
 import json
+import subprocess
+import sys
 
 import matplotlib.image
 import numpy as np
 import pytest
+from conftest import ROOT
 
 import plot
 from configurator import UserError
@@ -75,7 +78,7 @@ def test_a_bad_reference_is_one_line(tmp_path, text):
     if text is not None:
         (tmp_path / "r.json").write_text(text)
     with pytest.raises(UserError, match="r.json: (No such file|expected)"):
-        plot.main([str(tmp_path), f"--reference={tmp_path / 'r.json'}"])
+        plot.main(plot.Config(reference=str(tmp_path / "r.json")), [str(tmp_path)])
 
 
 def test_a_picture_that_cannot_be_written(tmp_path):
@@ -86,5 +89,17 @@ def test_a_picture_that_cannot_be_written(tmp_path):
 
 def test_command_line(tmp_path, capsys):
     write(tmp_path / "run", training([1, 2, 3]))
-    plot.main([str(tmp_path / "run")])
+    plot.main(plot.Config(), [str(tmp_path / "run")])
     assert (tmp_path / "run" / "curves.png").stat().st_size > 10_000 and "curves.png" in capsys.readouterr().out
+
+
+def test_as_a_script(tmp_path):
+    write(tmp_path / "run", training([1, 2, 3]))
+    for words, code, said in [
+        ([f"{tmp_path}/run", f"--out={tmp_path}/c.png"], 0, f"drawn: {tmp_path}/c.png"),
+        (["--out=c.png"], 2, "error: give the folder of a run"),
+        ([f"{tmp_path}/run", "--refrence=r.json"], 2, "did you mean reference?"),
+    ]:
+        done = subprocess.run([sys.executable, "plot.py", *words], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == code and said in done.stdout + done.stderr and "Traceback" not in done.stderr
+    assert (tmp_path / "c.png").exists()

@@ -1,12 +1,13 @@
-"""sample.py's command line; what it generates is tested in test_model.py and test_train.py."""
+"""sample.py's command line; test_model.py and test_train.py test the generated tokens."""
 
 import pytest
 import torch
 
-import checkpoint
 import sample
 from configurator import UserError
-from model import GPTConfig, build
+from model import build
+from run import checkpoint, source
+from settings import GPTConfig
 
 
 @pytest.fixture
@@ -21,6 +22,12 @@ def test_as_many_samples_as_asked_for_each_with_its_prompt(run, capsys):
     sample.main(cfg)
     texts = capsys.readouterr().out.split("-" * 80)
     assert len(texts) == 4 and all(text.lstrip("\n").startswith("so") for text in texts[:3])
+
+
+def test_code_that_has_changed_since_the_run_is_announced(run, capsys, monkeypatch):
+    monkeypatch.setattr(source, "warning", lambda folder: f"model.py differs from that of {folder}")
+    sample.main(sample.Config(checkpoint=run, tokenizer="bytes", n_samples=1, max_new_tokens=1, device="cpu"))
+    assert capsys.readouterr().err == f"warning: model.py differs from that of {run}\n"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""tokenizer.py: every kind of tokenizer against its own reference, on the source of Python's standard library."""
+"""tokenizer.py: every kind of tokenizer against its reference, on the source of Python's standard library."""
 
 import base64
 import os
@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import tiktoken
 
-import tokenizer
 from configurator import UserError
+from corpus import tokenizer
 
 STDLIB = Path(sysconfig.get_path("stdlib"))
 CACHE = Path(__file__).parents[2] / "shared" / "tiktoken"
@@ -60,6 +60,26 @@ def test_gpt2_without_gigatoken_is_the_same(texts, monkeypatch):
     assert all(np.array_equal(a, b) for a, b in zip(fast.encode_batch(texts), plain.encode_batch(texts)))
 
 
+BROKEN = {  # what importing or using a gigatoken without its own dependencies raises
+    "at import": "import numpy; numpy.of_another_version",
+    "a module that it needs": "import a_module_that_nobody_has",
+    "in use": "",
+}
+
+
+@pytest.mark.parametrize("source", BROKEN.values(), ids=BROKEN)
+def test_a_broken_gigatoken_falls_back_to_tiktoken_with_one_warning(source, texts, tmp_path, monkeypatch, capsys):
+    (tmp_path / "gigatoken.py").write_text(source + "\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "gigatoken", raising=False)
+    tokenizer._warn.cache_clear()
+    tokens = [tokenizer.load("gpt2") for _ in range(2)][1].encode_batch(texts)
+    assert [ids.tolist() for ids in tokens] == tokenizer._packaged_gpt2().encode_ordinary_batch(texts)
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and said.startswith("warning: gigatoken is installed but does not work (")
+    monkeypatch.delitem(sys.modules, "gigatoken", raising=False)
+
+
 def test_gigatoken_that_differs_is_not_used(monkeypatch):
     pytest.importorskip("gigatoken")
     encoding = tokenizer._packaged_gpt2()
@@ -69,7 +89,7 @@ def test_gigatoken_that_differs_is_not_used(monkeypatch):
 
 def test_gpt2_needs_no_network_and_no_cache(tmp_path):
     env = {**os.environ, "TIKTOKEN_CACHE_DIR": str(tmp_path), "HTTPS_PROXY": "http://127.0.0.1:9"}
-    code = "import tokenizer; print(tokenizer.load('gpt2').encode('Hello world'))"
+    code = "from corpus import tokenizer; print(tokenizer.load('gpt2').encode('Hello world'))"
     got = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
     assert got.stdout.strip() == "[15496, 995]", got.stderr
 
@@ -156,10 +176,10 @@ def test_mistakes_are_one_line(tmp_path, monkeypatch):
         "tiktoken.load.read_file", lambda path: (_ for _ in ()).throw(ConnectionError("no route\nto it"))
     )
     for name, words in {
-        "gpt5": "is none of bytes, gpt2",
+        "gpt5": "is unknown: expected bytes, gpt2",
         str(tmp_path / "absent.json"): "no such file",
-        str(tmp_path / "tokenizer.json"): "no tokenizer.json",
-        "p50k_base": "can't be fetched .*no route",
+        str(tmp_path / "tokenizer.json"): "is not a tokenizer.json",
+        "p50k_base": "cannot be fetched .*no route",
     }.items():
         with pytest.raises(UserError, match=words) as caught:
             tokenizer.load(name)

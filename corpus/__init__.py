@@ -1,0 +1,9 @@
+"""From text to tokens to batches.
+
+tokenizer     text to token ids and back
+writer        shards of tokens and their manifest, written so that a killed run can continue
+packing       the order of documents in which few of them cross the rows of a long context
+loader        shards opened, verified and read as batches, in an order that a run can resume in
+
+Any wing and script may import this wing. It imports configurator and run/files.py alone, and no model.
+"""

@@ -1,0 +1,402 @@
+"""Shards of tokens as fineweb.py writes them: opened, verified, and read in an order that a run can resume in.
+
+The format is llm.c's: a header of 1,024 bytes, then uint16 or uint32 tokens, a separator before each document.
+nanoGPT's headerless train.bin and val.bin (uint16) are read too; name and missing header tell them apart.
+"""
+
+import bisect
+import glob
+import hashlib
+import os
+import queue
+import re
+import threading
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from configurator import UserError
+from run.files import digest, read_json
+
+HEADER_BYTES = 1024
+FORMATS = {20240520: (1, np.uint16), 20240801: (7, np.uint32)}  # magic: (version, token dtype), as in llm.c
+MAKE_DATA = "make the data with python fineweb.py (--help lists its settings)"
+
+
+class DataError(UserError):
+    exit_code = 3
+
+
+def read_manifest(data_dir):
+    """The object in data_dir/manifest.json, {} where there is no such file. Raises DataError."""
+    path = Path(data_dir) / "manifest.json"
+    if not path.exists():
+        return {}
+    try:
+        found = read_json(path, DataError)
+    except DataError as error:
+        raise DataError(f"{error}; remove it and {MAKE_DATA}") from None
+    if not isinstance(found, dict):
+        raise DataError(f"{path} is damaged: it holds no JSON object; remove it and {MAKE_DATA}")
+    return found
+
+
+def read_sizes(path, vocab_size):
+    """UTF-8 bytes of each token id from token_bytes.npy, None where there is no such file. Raises DataError."""
+    try:
+        sizes = np.load(path)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} is damaged ({error}); remove it and {MAKE_DATA}") from None
+    if sizes.ndim != 1 or len(sizes) < vocab_size:
+        raise DataError(f"{path} has {sizes.shape} numbers, expected {vocab_size}; remove it and {MAKE_DATA}")
+    return sizes
+
+
+class Ahead:
+    """Iterates over `items` in a daemon thread, at most `depth` ahead; next() raises the thread's exceptions."""
+
+    def __init__(self, items, depth):
+        self._queue, self._stop, self._error = queue.Queue(max(1, depth)), threading.Event(), None
+        self._thread = threading.Thread(target=self._fill, args=(items,), daemon=True)
+        self._thread.start()
+
+    def _fill(self, items):
+        try:
+            for item in items:
+                if not self._put((item, None)):
+                    return
+            self._put((None, StopIteration()))
+        except BaseException as error:
+            self._put((None, error))
+
+    def _put(self, pair):
+        while not self._stop.is_set():
+            try:
+                self._queue.put(pair, timeout=0.1)
+                return True
+            except queue.Full:
+                pass
+        return False
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self._error is None:
+            item, self._error = self._queue.get()
+        if self._error is not None:
+            raise self._error
+        return item
+
+    def close(self):
+        self._stop.set()
+        self._thread.join(1)  # not longer: it may wait for the network, and it ends with the process
+
+
+def read_header(path):
+    """(tokens, dtype) of a shard, whose header and length are checked; dtype is little-endian. Raises DataError."""
+    if not os.path.isfile(path):
+        raise DataError(f"{path} is not a file; remove it, or {MAKE_DATA}")
+    size = os.path.getsize(path)
+    with open(path, "rb") as file:
+        header = np.frombuffer(file.read(HEADER_BYTES).ljust(12, b"\0")[:12], "<i4")
+    magic, version, count = map(int, header)
+    if size < HEADER_BYTES:
+        raise DataError(f"{path} holds {size} bytes, less than a header of {HEADER_BYTES}; {MAKE_DATA}")
+    if magic not in FORMATS:
+        raise DataError(
+            f"{path} is not a shard: it begins with {magic}, not {' or '.join(map(str, FORMATS))}; {MAKE_DATA}, "
+            "or if it is a headerless file of nanoGPT, name it train.bin or val.bin"
+        )
+    expected, dtype = FORMATS[magic]
+    kind = f"{np.dtype(dtype).name} shard ({'Llama 3' if dtype == np.uint32 else 'GPT-2'}, magic {magic})"
+    if version != expected:
+        raise DataError(f"{path}: version {version} in the header of a {kind}, expected {expected}; {MAKE_DATA}")
+    if count <= 0:
+        raise DataError(f"{path}: the header counts {count} tokens, expected 1 to 2**31-1; {MAKE_DATA}")
+    need = HEADER_BYTES + count * np.dtype(dtype).itemsize
+    if size != need:
+        raise DataError(f"{path}: expected {need} bytes for {count} tokens of a {kind}, it has {size}; {MAKE_DATA}")
+    return count, np.dtype(dtype).newbyteorder("<")
+
+
+def open_shard(path):
+    """The tokens of a shard, or of a headerless train.bin or val.bin of nanoGPT, as a read-only memory map."""
+    if is_headerless(path):
+        size = os.path.getsize(path)
+        if size == 0 or size % 2:
+            raise DataError(
+                f"{path} holds {size} bytes and no header, so it would be nanoGPT's format, a whole number of uint16 "
+                f"tokens; write it again, or {MAKE_DATA}"
+            )
+        return np.memmap(path, "<u2", "r")
+    count, dtype = read_header(path)
+    return np.memmap(path, dtype, "r", HEADER_BYTES, (count,))
+
+
+def is_headerless(path):
+    """Whether a file is nanoGPT's: its name is train.bin or val.bin, and it does not begin with a shard's magic.
+
+    A file of GPT-2 tokens cannot be mistaken for a shard: both magics contain 16-bit values above 50,256.
+    """
+    if os.path.basename(path) not in ("train.bin", "val.bin") or not os.path.isfile(path):
+        return False
+    with open(path, "rb") as file:
+        return int.from_bytes(file.read(4), "little") not in FORMATS
+
+
+def split_of(name):
+    """train or val: the last word before the number in a shard's file name; None if it is neither."""
+    found = re.search(r"_(train|val)_[^_]*\.bin$", name)
+    return found and found[1]
+
+
+def find_shards(data_dir, split):
+    """Sorted paths of a split: shards, or else nanoGPT's <split>.bin. Raises DataError for none or for both."""
+    pattern, single = os.path.join(data_dir, f"*_{split}_*.bin"), os.path.join(data_dir, f"{split}.bin")
+    paths = sorted(path for path in glob.glob(pattern) if split_of(path) == split)
+    if paths and os.path.exists(single):
+        raise DataError(f"{data_dir} holds {os.path.basename(paths[0])} and {split}.bin; keep one kind, move the other")
+    if paths or os.path.exists(single):
+        return paths or [single]
+    hint = MAKE_DATA
+    if split == "val" and glob.glob(os.path.join(data_dir, "*train*.bin")):
+        hint = "make one, or do without: --eval_interval=0"
+    elif os.path.exists(os.path.join(data_dir, "progress.json")):
+        hint = "fineweb.py has begun there and has not written any yet; run it again"
+    raise DataError(f"no {split} split: nothing matches {pattern}, and there is no {split}.bin; {hint}")
+
+
+def verify(data_dir):
+    """Compares every shard with the manifest's SHA-256. Raises DataError."""
+    manifest = read_manifest(data_dir)
+    if not manifest.get("shards"):
+        why = "is missing or lists no shards, so there are no checksums to verify"
+        raise DataError(f"{data_dir}/manifest.json {why}; {MAKE_DATA}")
+    for shard in manifest["shards"]:
+        path = Path(data_dir) / shard["name"]
+        if not path.is_file():
+            raise DataError(f"{path} is in the manifest and not in the folder; {MAKE_DATA}")
+        read_header(path)
+        found = digest(path)[1]
+        if found != shard["sha256"]:
+            raise DataError(
+                f"{path} is damaged: SHA-256 {found[:16]}..., expected {shard['sha256'][:16]}...; "
+                f"remove {data_dir} and {MAKE_DATA}"
+            )
+
+
+class TokenLoader:
+    """Batches for one rank from a split's shards, which together form one circle of `tokens` tokens.
+
+    Row w is the T+1 tokens from token w*T on. An epoch is ceil(tokens/T) rows, so that no token is lost at the end of a
+    shard; the last row wraps around to the first tokens. All ranks share one order of rows: micro-step k takes world*B
+    rows from row k*world*B on, and rank r of them the B rows from r*B on. A global batch therefore holds the same rows
+    for every B and world.
+
+    shuffle_seed: epoch e has its rows in the order of numpy's default_rng((seed, e)).permutation.
+    align: a row begins at the last document start inside the row before it, or at that row's end where its document is
+    longer than T. A document that was cut is read again from its start, and no token is left out.
+    min_tokens: raises DataError if the split has fewer, a global batch for example.
+    """
+
+    def __init__(
+        self,
+        data_dir,
+        split,
+        B,
+        T,
+        rank=0,
+        world=1,
+        vocab_size=None,
+        device="cpu",
+        shuffle_seed=None,
+        align=False,
+        prefetch=2,
+        min_tokens=0,
+    ):
+        self.B, self.T, self.rank, self.world, self.vocab_size = B, T, rank, world, vocab_size
+        self.device, self.shuffle_seed, self.prefetch = torch.device(device), shuffle_seed, prefetch
+        self.paths = find_shards(data_dir, split)
+        self.shards = [open_shard(path) for path in self.paths]
+        self.ends = np.cumsum([len(shard) for shard in self.shards]).tolist()
+        self.tokens = self.ends[-1]
+        manifest = read_manifest(data_dir)
+        try:
+            self._check_shards(manifest, data_dir, split, min_tokens)
+            pack = dict(manifest.get("settings", {})).get("pack")
+        except (TypeError, KeyError) as error:
+            raise DataError(f"{data_dir}/manifest.json is damaged ({error}); remove it and {MAKE_DATA}") from None
+        self.tokenizer, self.eot = manifest.get("tokenizer"), manifest.get("eot")
+        self.token_bytes = read_sizes(Path(data_dir) / "token_bytes.npy", manifest.get("vocab_size") or 0)
+        self._starts = self._aligned_starts(manifest, data_dir) if align else None
+        self.rows_per_epoch = -(-self.tokens // T) if self._starts is None else len(self._starts)
+        self.warnings = self._pack_warnings(pack, data_dir)
+        self.rows = 0  # rows returned on all ranks together; prefetched rows do not count
+        listing = "".join(f"{Path(path).name} {len(shard)}\n" for path, shard in zip(self.paths, self.shards))
+        self.fingerprint = hashlib.sha256(listing.encode()).hexdigest()[:16]
+        self._order, self._order_epoch, self._ahead, self._cuda = None, None, None, None
+        if self.device.type == "cuda":
+            self._cuda = self.device.index if self.device.index is not None else torch.cuda.current_device()
+
+    def _check_shards(self, manifest, data_dir, split, min_tokens):
+        dtype = np.dtype(manifest.get("dtype", self.shards[0].dtype))
+        for path, shard in zip(self.paths, self.shards):
+            if shard.dtype != dtype:
+                raise DataError(
+                    f"{path} holds {shard.dtype.name} tokens, the rest of {data_dir} holds {dtype.name}; remove it"
+                )
+        if self.vocab_size is not None and manifest.get("vocab_size", 0) > self.vocab_size:
+            name, size = manifest["tokenizer"], manifest["vocab_size"]
+            raise DataError(f"vocab_size={self.vocab_size} is less than {data_dir}'s ({name}); try --vocab_size={size}")
+        if self.tokens < min_tokens:
+            raise DataError(
+                f"{data_dir}: a global batch needs {min_tokens:,} tokens, the {split} split has {self.tokens:,}; "
+                "lower --batch_tokens, or make more data"
+            )
+        if self.tokens <= self.T:
+            raise DataError(
+                f"{data_dir}: a row needs block_size+1 = {self.T + 1:,} tokens, the {split} split has {self.tokens:,}; "
+                "lower --block_size, or make more data"
+            )
+
+    def _pack_warnings(self, pack, data_dir):
+        if pack and pack != self.T:
+            return [
+                f"{data_dir} is packed for block_size={pack}; rows of {self.T} cut more documents than they need to"
+            ]
+        if pack and self._starts is not None:
+            return [f"{data_dir} is packed for rows that lie end to end; with align_documents they do not"]
+        return []
+
+    def _aligned_starts(self, manifest, data_dir):
+        """First token of each row of an epoch, int64."""
+        if "eot" not in manifest:
+            raise DataError(f"align_documents needs the separator, and there is no {data_dir}/manifest.json")
+        return aligned_starts(begins(self.shards, manifest["eot"]), self.tokens, self.T)
+
+    def next(self):
+        """(x, y), each int64 (B, T) on the device; y is the token after each token of x."""
+        if self._ahead is None:
+            self._ahead = Ahead(self._batches(self.rows), self.prefetch)
+        batch = next(self._ahead)
+        self.rows += self.world * self.B
+        return self._to_device(batch)
+
+    @property
+    def epoch(self):
+        return self.rows // self.rows_per_epoch
+
+    def state_dict(self):
+        order = {"block_size": self.T, "shuffle_seed": self.shuffle_seed, "align_documents": self._starts is not None}
+        return {"rows": self.rows, "tokens": self.tokens, "fingerprint": self.fingerprint, **order}
+
+    def load_state_dict(self, state, allow_data_change=False):
+        """Continues exactly after the saved row, for any B and world. Raises DataError if the data differs."""
+        own = self.state_dict()
+        wrong = [f"{k} {own[k]}, not {state[k]}" for k in own if k != "rows" and own[k] != state[k]]
+        if wrong and not allow_data_change:
+            raise DataError(
+                f"the data of {Path(self.paths[0]).parent} is not the data of the checkpoint: {'; '.join(wrong)}; "
+                "to continue on it anyway: --allow_data_change"
+            )
+        self.close()
+        self.rows = state["rows"]
+
+    def close(self):
+        """Stops the prefetching thread."""
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
+
+    def eval_batches(self, tokens):
+        """Yields this rank's (x, y) of rows 0 to tokens//T - 1, unshuffled: the same rows for every B and world.
+
+        All batches have shape (B, T), and all ranks get equally many; y is -100 in rows that only fill a batch up.
+        """
+        rows = min(tokens, self.tokens - 1) // self.T
+        if rows == 0:
+            raise DataError(f"eval_tokens={tokens} is less than one row of block_size={self.T}; raise --eval_tokens")
+        for first in range(0, rows, self.world * self.B):
+            mine = range(first + self.rank * self.B, first + (self.rank + 1) * self.B)
+            x, y = self._to_device(self._gather([w * self.T if w < rows else 0 for w in mine]))
+            y[max(0, rows - mine.start) :] = -100
+            yield x, y
+
+    def _batches(self, row):
+        if self._cuda is not None:
+            torch.cuda.set_device(self._cuda)  # a thread starts on GPU 0; pinning would allocate a context there
+        row += self.rank * self.B
+        while True:
+            yield self._gather([self._start(i) for i in range(row, row + self.B)])
+            row += self.world * self.B
+
+    def _start(self, row):
+        """First token of a row; rows are counted from the start of training."""
+        epoch, w = divmod(row, self.rows_per_epoch)
+        if self.shuffle_seed is not None:
+            if self._order_epoch != epoch:
+                self._order = np.random.default_rng((self.shuffle_seed, epoch)).permutation(self.rows_per_epoch)
+                self._order_epoch = epoch
+            w = int(self._order[w])
+        return w * self.T if self._starts is None else int(self._starts[w])
+
+    def _gather(self, starts):
+        """Rows as int32 (B, T+1), in pinned memory for CUDA: half as many bytes as int64 over the bus."""
+        batch = torch.empty(len(starts), self.T + 1, dtype=torch.int32, pin_memory=self._cuda is not None)
+        rows = batch.numpy().view(np.uint32)
+        for row, start in zip(rows, starts):
+            self._read(start, row)
+        if self.vocab_size is not None and rows.max() >= self.vocab_size:
+            b, t = np.argwhere(rows >= self.vocab_size)[0].tolist()
+            shard, at = self._locate((starts[b] + t) % self.tokens)
+            raise DataError(
+                f"{self.paths[shard]}: token {at} is {rows[b, t]}, not below vocab_size={self.vocab_size}; "
+                "raise --vocab_size if the data has another tokenizer, else make the data again"
+            )
+        return batch
+
+    def _locate(self, position):
+        """(index of the shard, index in it) of a token."""
+        shard = bisect.bisect_right(self.ends, position)
+        return shard, position - self.ends[shard] + len(self.shards[shard])
+
+    def _read(self, position, row):
+        """Fills `row` with tokens from `position` on, wrapping around at the end of the split."""
+        filled = 0
+        while filled < len(row):
+            shard, at = self._locate((position + filled) % self.tokens)
+            part = self.shards[shard][at : at + len(row) - filled]
+            row[filled : filled + len(part)] = part
+            filled += len(part)
+
+    def _to_device(self, batch):
+        batch = batch.to(self.device, non_blocking=True)
+        return batch[:, :-1].long(), batch[:, 1:].long()
+
+
+def begins(shards, eot):
+    """Sorted int64 positions at which documents begin in the concatenated shards."""
+    ends = np.cumsum([len(shard) for shard in shards])
+    return np.concatenate([np.flatnonzero(shard == eot) + end - len(shard) for shard, end in zip(shards, ends)])
+
+
+def aligned_starts(documents, n, T):
+    """Row starts of one epoch over n tokens, int64: after start p the last of `documents` in (p, p+T], else p+T.
+
+    documents: sorted positions at which documents begin. 10B tokens have 10M rows, so arrays do the work: a document
+    holds `whole` rows, and the row after them ends in document `after`; only that chain of documents is a loop.
+    """
+    edges = np.union1d([0, n], documents).astype(np.int64)
+    whole = -(-np.diff(edges) // T) - 1  # rows of T that end before the next document begins
+    after = (np.searchsorted(edges, edges[:-1] + (whole + 1) * T, side="right") - 1).tolist()
+    hops, at = [], 0
+    while at < len(after):
+        hops.append(at)
+        at = after[at]
+    repeats = whole[hops] + 1
+    steps = np.arange(repeats.sum()) - np.repeat(np.cumsum(repeats) - repeats, repeats)
+    return np.repeat(edges[hops], repeats) + steps * T

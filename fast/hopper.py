@@ -1,0 +1,296 @@
+"""GEMMs in bf16 for Hopper GPUs (H100, H200) whose epilogues do what cuBLASLt's do slower or not at all.
+
+- linear: a plain GEMM with an optional bias, which cublas.py times beside cuBLASLt's algorithms.
+- gelu, dgelu: the MLP's first GEMM with GELU; the backward of its second with GELU's derivative and the gradient of
+  the first bias.
+- exponentials: the GEMM that gives the logits, with the numerators of their softmax and their row sums.
+- linear_backward: the backward of the layer before attention, straight from the gradients of q, k and v.
+
+The kernels are CUDA: hopper_gemm.cu, hopper_wgrad.cu and what both include, hopper.cuh. NVRTC compiles them when a run
+starts, which takes seconds, and this file launches them through the driver, without a host compiler.
+
+NVRTC: https://docs.nvidia.com/cuda/nvrtc; the driver's calls: https://docs.nvidia.com/cuda/cuda-driver-api
+"""
+
+import ctypes
+import functools
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+FOLDER = Path(__file__).parent
+HEADER = (FOLDER / "hopper.cuh").read_text()
+
+
+def constant(name):
+    """The value of a constant of hopper.cuh."""
+    return int(re.search(rf"constexpr u32 {name} = (\d+);", HEADER)[1])
+
+
+BM, BN, BK, STAGES, CHUNK = map(constant, ("BM", "BN", "BK", "STAGES", "CHUNK"))  # tile sizes, explained there
+CLUSTER, THREADS = constant("CLUSTER"), constant("THREADS")
+PART = 2 * BM  # the widths of linear_backward's parts must be multiples of this: a tile of hopper_wgrad takes one part
+
+# Every kernel that is compiled: its name, which is also its file's, and its -D options.
+LINEAR = "hopper_gemm", "EPILOGUE=BIAS", "B_N_MAJOR=0"  # b: (N, K)
+LINEAR_N_MAJOR = "hopper_gemm", "EPILOGUE=BIAS", "B_N_MAJOR=1"  # b: (K, N)
+GELU = "hopper_gemm", "EPILOGUE=GELU", "B_N_MAJOR=0"
+DGELU = "hopper_gemm", "EPILOGUE=DGELU", "B_N_MAJOR=1"
+EXPONENTIALS = "hopper_gemm", "EPILOGUE=EXP", "B_N_MAJOR=0"
+WGRAD = ("hopper_wgrad",)
+KERNELS = LINEAR, LINEAR_N_MAJOR, GELU, DGELU, EXPONENTIALS, WGRAD
+
+SHARED_BYTES = {
+    # pipeline stages; two staging buffers for each of the 8 consumer warps; mbarriers
+    "hopper_gemm": STAGES * (BM + BN) * BK * 2 + 8 * 2 * 32 * CHUNK * 2 + 256,
+    # pipeline stages; a matrix of ones; mbarriers
+    "hopper_wgrad": STAGES * (2 * BM + BN) * BK * 2 + 1024 + 128,
+}
+
+
+@functools.cache
+def available(device):
+    """Whether the kernels run on this torch.device: a Hopper GPU, with NVRTC, which PyTorch for CUDA brings along."""
+    # ROCm devices are "cuda" to PyTorch too, and an MI200's capability is also (9, 0).
+    if device.type != "cuda" or torch.version.cuda is None or torch.cuda.get_device_capability(device) != (9, 0):
+        return False
+    try:
+        return bool(nvrtc())
+    except OSError:
+        return False
+
+
+def takes(*operands):
+    """Whether the kernels can read and write these operands: each a tensor, a shape, or None for one that is absent.
+
+    A tensor must be a bf16 matrix, or a vector such as a bias, that is not empty, has contiguous rows, begins at a
+    multiple of 16 bytes, and has a width and a row stride that are multiples of 8: TMA copies in units of 16 bytes. A
+    shape stands for a new contiguous bf16 tensor. The device is not looked at: see `available`.
+    """
+    return all(x is None or (tensor_fits(x) if isinstance(x, torch.Tensor) else shape_fits(x)) for x in operands)
+
+
+def shape_fits(shape):
+    return shape[-1] % 8 == 0 and min(shape) > 0
+
+
+def tensor_fits(x):
+    if x.dtype != torch.bfloat16 or x.dim() not in (1, 2) or not shape_fits(x.shape):
+        return False
+    *row, element = x.stride()
+    if element != 1 or row and (row[0] % 8 or row[0] < x.size(1)):
+        return False
+    # A tensor that torch.compile traces has no address; storages begin at multiples of 512 bytes.
+    return (x.storage_offset() * 2 if isinstance(x, FakeTensor) else x.data_ptr()) % 16 == 0
+
+
+def linear(a, b, bias, out):
+    """out = a b + bias; returns out.
+
+    a: (M, K); b: (K, N), with contiguous rows or columns; bias: (N,) or None; out: (M, N). `takes` must hold for a, b
+    (b.t() if its columns are contiguous), bias and out; a RuntimeError otherwise, as in every function here.
+    """
+    if b.stride(1) == 1:
+        launch_gemm(LINEAR_N_MAJOR, [a], b, out, bias=bias)
+    else:
+        launch_gemm(LINEAR, [a], b.t(), out, bias=bias)
+    return out
+
+
+def gelu(a, b, bias):
+    """Returns (tanh GELU of the pre-activation a b^T + bias, the pre-activation), both (M, N) bf16.
+
+    a: (M, K), b: (N, K), bias: (N,) or None, all bf16.
+    """
+    out, preact = (a.new_empty(a.size(0), b.size(0)) for _ in range(2))
+    launch_gemm(GELU, [a], b, out, preact, bias)
+    return out, preact
+
+
+def dgelu(a, b, preact):
+    """Returns (a b times GELU's derivative at the pre-activation, (M, N) bf16; its column sums, (N,) float32).
+
+    a: (M, K), b: (K, N), preact: (M, N), all bf16. With a and b the gradient of the output and the weight of an MLP's
+    second layer, these are the gradients of the pre-activation and of the first layer's bias.
+    """
+    out = torch.empty_like(preact)
+    sums = torch.empty(cluster_rows(a) // 32, out.size(1), dtype=torch.float32, device=a.device)
+    launch_gemm(DGELU, [a], b, out, preact, sums=sums)
+    return out, sums.sum(0)
+
+
+def exponentials(a, b, shifts, vocab_size, out=None):
+    """Softmax numerators 2^(logits log2(e) - shifts[row]) of the logits a b^T, summed over every BN columns.
+
+    a: (M, K), b: (N, K), bf16; shifts: (M,) float32; the columns from vocab_size on count as 0. Returns the sums,
+    (M, N / BN rounded up) float32; `out`, (M, N) bf16, receives the numerators.
+    """
+    sums = torch.empty(cluster_rows(a), -(-b.size(0) // BN), dtype=torch.float32, device=a.device)
+    launch_gemm(EXPONENTIALS, [a], b, out, shifts=shifts, sums=sums, n_valid=vocab_size)
+    return sums[: a.size(0)]
+
+
+def linear_backward(parts, x, w):
+    """Backward of y = x w^T + b: returns the gradients of x, (T, Q) bf16, of w, (P, Q), and b, (P,), both float32.
+
+    parts: the gradient of y as three matrices (T, P_i), side by side, each P_i a multiple of PART; x: (T, Q); w:
+    (P = sum of P_i, Q); all bf16 and contiguous. The terms of the last two are added in no fixed order: from call to
+    call the gradients of w and b differ by float32's rounding.
+    """
+    (T, Q), P = x.shape, w.size(0)
+    dx = torch.empty_like(x)
+    launch_gemm(LINEAR_N_MAJOR, parts, w, dx)
+    dw, db = (torch.zeros(size, dtype=torch.float32, device=x.device) for size in ((P, Q), P))
+    clusters = sm_count(x.device) // CLUSTER
+    unit = unit_k_tiles(-(-P // PART) * -(-Q // (CLUSTER * BN)), -(-T // BK), clusters)
+    maps = [*(tensor_map(part, BK // CLUSTER, 64) for part in parts), tensor_map(x, BK, 64)]
+    launch(WGRAD, x.device.index, clusters, maps, (dw, db), (P, Q, T, *offsets(parts), unit))
+    return dx, dw, db
+
+
+@functools.cache
+def unit_k_tiles(tiles, k_tiles, clusters):
+    """How many of a tile's k-tiles hopper_wgrad makes a work unit: few units, but every cluster is busy to the end."""
+
+    def longest(splits):  # time of the busiest cluster, in k-tiles; adding a unit to dw takes as long as about two
+        return -(-tiles * splits // clusters) * (-(-k_tiles // splits) + 2)
+
+    return -(-k_tiles // min(range(1, 17), key=longest))
+
+
+def launch_gemm(kernel, parts, b, out, preact=None, bias=None, shifts=None, sums=None, n_valid=0):
+    """Launches hopper_gemm. parts: [a], or three matrices whose columns side by side are a's; b as the kernel reads
+    it, (K, N) or (N, K); None for what its epilogue does not use."""
+    ensure_context(b.device.index)
+    n_major = kernel in (LINEAR_N_MAJOR, DGELU)
+    M, (K, N) = parts[0].size(0), (b.shape if n_major else b.shape[::-1])
+    a_maps = [tensor_map(part, BM, BK) for part in parts]
+    b_map = tensor_map(b, *((BK // CLUSTER, 64) if n_major else (BN // CLUSTER, BK)))
+    out_map, preact_map = (b_map if x is None else tensor_map(x, 32, CHUNK) for x in (out, preact))
+    maps = [*(a_maps if len(parts) == 3 else a_maps * 3), b_map, out_map, preact_map]
+    clusters = min(sm_count(b.device) // CLUSTER, cluster_rows(parts[0]) // (CLUSTER * BM) * -(-N // BN))
+    numbers = M, N, K, *offsets(parts), n_valid, out is not None
+    launch(kernel, b.device.index, clusters, maps, (bias, shifts, sums), numbers)
+
+
+def cluster_rows(a):
+    """a's rows, rounded up to whole tiles of a cluster."""
+    return -(-a.size(0) // (CLUSTER * BM)) * CLUSTER * BM
+
+
+def offsets(parts):
+    """The columns at which the second and the third part begin; with a single part, its end."""
+    widths = [part.size(1) for part in parts]
+    return widths[0], sum(widths[:2])
+
+
+@functools.cache
+def sm_count(device):
+    """Streaming multiprocessors of a torch.device; 1 for a CPU, where Triton's interpreter runs the kernels."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def launch(kernel, device, clusters, maps, tensors, numbers):
+    """Launches a kernel with these arguments, in this order, on the device's current stream."""
+    arguments = [*maps, *(ctypes.c_void_p(None if x is None else x.data_ptr()) for x in tensors)]
+    arguments += [ctypes.c_uint32(n) for n in numbers]
+    addresses = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
+    stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
+    grid_and_block = CLUSTER * clusters, 1, 1, THREADS, 1, 1
+    function, shared_bytes = loaded(kernel, device), SHARED_BYTES[kernel[0]]
+    check(driver().cuLaunchKernel(function, *grid_and_block, shared_bytes, stream, addresses, None), "cuLaunchKernel")
+
+
+def tensor_map(x, rows, columns):
+    """A CUtensorMap, TMA's descriptor of a matrix, for copies of boxes of rows x columns with the 128-byte swizzle."""
+    if not takes(x) or x.dim() != 2:
+        found = f"{x.dtype}, shape {tuple(x.shape)}, strides {x.stride()}, address {x.data_ptr():#x}"
+        raise RuntimeError(
+            "fast/hopper.py takes bf16 matrices with contiguous rows whose width, row stride and address are multiples "
+            f"of 16 bytes, not {found}; use fast/cublas.py for others"
+        )
+    memory = ctypes.create_string_buffer(128 + 64)
+    aligned = (ctypes.c_char * 128).from_buffer(memory, -ctypes.addressof(memory) % 64)
+    sizes, stride = (ctypes.c_uint64 * 2)(x.size(1), x.size(0)), ctypes.c_uint64(x.stride(0) * 2)
+    box, steps = (ctypes.c_uint32 * 2)(columns, rows), (ctypes.c_uint32 * 2)(1, 1)
+    bf16, no_interleave, swizzle_128, promote_256, fill_zeros = 9, 0, 3, 3, 0
+    status = driver().cuTensorMapEncodeTiled(
+        aligned, bf16, 2, ctypes.c_void_p(x.data_ptr()), sizes, ctypes.byref(stride), box, steps, no_interleave,
+        swizzle_128, promote_256, fill_zeros,
+    )  # fmt: skip
+    check(status, "cuTensorMapEncodeTiled")
+    return aligned
+
+
+def ensure_context(device):
+    """Makes the GPU's primary context current in this thread if none is: autograd's threads may start without one."""
+    context = ctypes.c_void_p()
+    check(driver().cuCtxGetCurrent(ctypes.byref(context)), "cuCtxGetCurrent")
+    if not context:
+        check(driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), device), "cuDevicePrimaryCtxRetain")
+        check(driver().cuCtxSetCurrent(context), "cuCtxSetCurrent")
+
+
+def check(status, call):
+    if status:
+        raise RuntimeError(f"{call} failed with status {status}")
+
+
+@functools.cache
+def driver():
+    return ctypes.PyDLL("libcuda.so.1")
+
+
+@functools.cache
+def nvrtc():
+    """NVRTC from PyTorch's packages or else from the system; OSError where there is none."""
+    name = f"libnvrtc.so.{torch.version.cuda.split('.')[0]}"
+    packaged = sorted(Path(torch.__file__).parents[1].glob(f"nvidia/*/lib/{name}"))
+    return ctypes.CDLL(str(packaged[0]) if packaged else name)
+
+
+@functools.cache
+def loaded(kernel, device):
+    """The kernel's CUfunction on that GPU."""
+    module, function, max_dynamic_shared_size_bytes = ctypes.c_void_p(), ctypes.c_void_p(), 8
+    name = kernel[0]
+    check(driver().cuModuleLoadData(ctypes.byref(module), compiling()[kernel].result()), "cuModuleLoadData")
+    check(driver().cuModuleGetFunction(ctypes.byref(function), module, name.encode()), "cuModuleGetFunction")
+    status = driver().cuFuncSetAttribute(function, max_dynamic_shared_size_bytes, SHARED_BYTES[name])
+    check(status, "cuFuncSetAttribute")
+    return function
+
+
+@functools.cache
+def compiling():
+    """Starts to compile every kernel, a thread each, and returns their futures: they end before torch.compile does."""
+    threads = ThreadPoolExecutor(len(KERNELS))
+    cubins = {kernel: threads.submit(compiled, kernel) for kernel in KERNELS}
+    threads.shutdown(wait=False)
+    return cubins
+
+
+def compiled(kernel):
+    """The kernel's cubin, its machine code for sm_90a; RuntimeError with the compiler's log if it does not compile."""
+    name, *definitions = kernel
+    source = (FOLDER / f"{name}.cu").read_bytes()
+    options = [b"--gpu-architecture=sm_90a", *(b"-D" + definition.encode() for definition in definitions)]
+    headers, include_names = (ctypes.c_char_p * 1)(HEADER.encode()), (ctypes.c_char_p * 1)(b"hopper.cuh")
+    lib, program = nvrtc(), ctypes.c_void_p()
+    file = f"{name}.cu".encode()
+    status = lib.nvrtcCreateProgram(ctypes.byref(program), source, file, 1, headers, include_names)
+    check(status, "nvrtcCreateProgram")
+    if lib.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options)):
+        raise RuntimeError(nvrtc_output(program, "ProgramLog").rstrip(b"\0").decode())
+    return nvrtc_output(program, "CUBIN")
+
+
+def nvrtc_output(program, what):
+    size = ctypes.c_size_t()
+    check(getattr(nvrtc(), f"nvrtcGet{what}Size")(program, ctypes.byref(size)), "NVRTC")
+    content = ctypes.create_string_buffer(size.value)
+    check(getattr(nvrtc(), f"nvrtcGet{what}")(program, content), "NVRTC")
+    return content.raw

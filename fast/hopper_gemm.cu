@@ -1,0 +1,382 @@
+// hopper_gemm: out = epilogue(a b), bf16 with float32 accumulators. -DEPILOGUE picks what happens to the accumulators
+// before they are rounded and stored, -DB_N_MAJOR the layout of b. hopper.py compiles each pair in use and launches it.
+//
+// A persistent grid, one block per SM, in clusters of two. In a block two consumer warpgroups alternate (CUTLASS calls
+// this ping-pong): while one multiplies its tile, the other runs the epilogue of the tile before, so that the tensor
+// cores do not idle. One thread of the third warpgroup, the producer, loads the operands by TMA. The two blocks of a
+// cluster work on neighbouring rows and share the tile of b: each loads half and multicasts it to both.
+#include "hopper.cuh"
+
+enum Epilogue {
+    BIAS,   // out = a b + bias
+    GELU,   // preact = a b + bias, out = GELU(preact)
+    DGELU,  // out = a b * GELU'(preact), sums[m / 32][n] = column sums of 32 rows of it before it is rounded
+    EXP,    // out = 2^(a b log2(e) - shifts[m]) in the first n_valid columns and 0 behind them;
+            // sums[m][n / BN] = row sums of BN columns of it before it is rounded
+};
+
+#ifndef EPILOGUE  // for editors
+#define EPILOGUE GELU
+#define B_N_MAJOR 0
+#endif
+
+constexpr u32 A_BYTES = BM * BK * 2, B_BYTES = BN * BK * 2, STAGE_BYTES = A_BYTES + B_BYTES;
+constexpr u32 STAGING_BYTES = 32 * CHUNK * 2;  // a warp stages 32 rows of a chunk at once
+constexpr u32 CHUNKS = BN / CHUNK;             // of a tile
+
+// ---- pointwise functions ---------------------------------------------------------------------------------------
+
+__device__ float exp_shifted(float x, float shift) {  // e^x 2^-shift
+    float p;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(p) : "f"(fmaf(x, 1.4426950409f, -shift)));
+    return p;
+}
+
+// GELU(x) = x / 2 (1 + tanh(SQRT_2_PI (x + CUBIC x^3)))
+constexpr float SQRT_2_PI = 0.7978845608f, CUBIC = 0.044715f;
+
+__device__ float gelu_tanh(float x, float square) {  // to 2^-11, as in cuBLASLt's epilogue
+    float t;
+    asm("tanh.approx.f32 %0, %1;" : "=f"(t) : "f"(x * fmaf(square, SQRT_2_PI * CUBIC, SQRT_2_PI)));
+    return t;
+}
+
+__device__ float gelu(float x) {
+    const float half = .5f * x;
+    return fmaf(half, gelu_tanh(x, x * x), half);
+}
+
+__device__ float gelu_derivative(float x) {
+    const float square = x * x, t = gelu_tanh(x, square);
+    return fmaf(fmaf(-t, t, 1.f), x * fmaf(square, 1.5f * SQRT_2_PI * CUBIC, .5f * SQRT_2_PI), fmaf(t, .5f, .5f));
+}
+
+// ---- epilogues -------------------------------------------------------------------------------------------------
+
+// A consumer warp's accumulators. A tile's 128 rows take two wgmma instructions, h = 0 and 1, of 64 rows each. The
+// descriptor of a skips every other group of 8 rows, so that a warp's rows of both are 32 consecutive ones: d[0] holds
+// their groups 0 and 2, d[1] their groups 1 and 3. In the 16 columns j, for i = 0..3, a lane holds d[h][8 j + 2 i] and
+// its right neighbour d[h][8 j + 2 i + 1]: row 16 (i % 2) + 8 h + lane / 4, column 16 j + 8 (i / 2) + 2 (lane % 4).
+typedef float Accumulators[2][96];
+
+struct Tile {
+    u32 row, column;  // of the output, where the block's tile begins
+};
+
+struct Warp {
+    u32 index, lane;
+    u32 staging;  // this warp's two buffers in shared memory, (32, CHUNK) bf16 each
+    u32 loaded;   // DGELU: their two mbarriers; a phase ends when a chunk of preact has arrived
+    u32 offset;   // of this lane's row in a buffer, for ldmatrix and stmatrix
+    u32 chunk;    // chunks that this warp has finished; the buffers alternate
+
+    __device__ u32 buffer() const { return staging + chunk % 2 * STAGING_BYTES; }
+    // Offset in a buffer of the 16 columns j of d[h]'s rows, with the 128-byte swizzle.
+    __device__ u32 matrix(u32 j, u32 h) const { return offset + h * (8 * 128) + ((2 * j + lane / 16) ^ lane % 8) * 16; }
+};
+
+// Waits until TMA has read a buffer, so that it is free: all but the last PENDING stores are done with theirs.
+template <u32 PENDING> __device__ void acquire_staging(const Warp& warp) {
+    if (warp.lane == 0) tma_store_wait_read<PENDING>();
+    __syncwarp();
+}
+
+__device__ void commit_staging() {  // makes the whole warp's writes visible to TMA
+    fence_proxy_async();
+    __syncwarp();
+}
+
+// Adds the bias to chunk c of d, which begins at column n, and writes it into `buffer` as bf16.
+__device__ void stage_with_bias(const Warp& warp, Accumulators& d, u32 c, u32 n, const u16* bias, u32 N, u32 buffer) {
+#pragma unroll
+    for (u32 j = 0; j < CHUNK / 16; j++) {
+        u32 added[2] = {0, 0};
+#pragma unroll
+        for (u32 i = 0; i < 2; i++) {
+            const u32 at = n + 16 * j + 8 * i + warp.lane % 4 * 2;
+            if (bias) added[i] = __ldg((const u32*)(bias + min(at, N - 2)));
+        }
+#pragma unroll
+        for (u32 h = 0; h < 2; h++) {
+            float* v = &d[h][c * (CHUNK / 2) + j * 8];
+            u32 r[4];
+#pragma unroll
+            for (u32 i = 0; i < 4; i++) {
+                float &left = v[2 * i], &right = v[2 * i + 1];
+                left += low_bf16(added[i / 2]), right += high_bf16(added[i / 2]);
+                r[i] = pack_bf16x2(left, right);
+            }
+            stmatrix_x4(buffer + warp.matrix(j, h), r);
+        }
+    }
+    commit_staging();
+}
+
+__device__ void epilogue_bias(Warp& warp, Accumulators& d, Tile tile, const TensorMap* out_map, const u16* bias,
+                              u32 N) {
+#pragma unroll
+    for (u32 c = 0; c < CHUNKS; c++, warp.chunk++) {
+        const u32 n = tile.column + c * CHUNK, m = tile.row + 32 * warp.index, buffer = warp.buffer();
+        acquire_staging<1>(warp);
+        stage_with_bias(warp, d, c, n, bias, N, buffer);
+        if (warp.lane == 0) tma_store(out_map, n, m, buffer);
+    }
+}
+
+// preact goes through the first buffer, out through the second. GELU is applied to the float32 sum, not to its
+// rounded value.
+__device__ void epilogue_gelu(Warp& warp, Accumulators& d, Tile tile, const TensorMap* out_map,
+                              const TensorMap* preact_map, const u16* bias, u32 N) {
+#pragma unroll
+    for (u32 c = 0; c < CHUNKS; c++) {
+        const u32 n = tile.column + c * CHUNK, m = tile.row + 32 * warp.index;
+        const u32 preact = warp.staging, out = warp.staging + STAGING_BYTES;
+        acquire_staging<1>(warp);
+        stage_with_bias(warp, d, c, n, bias, N, preact);
+        if (warp.lane == 0) tma_store(preact_map, n, m, preact);
+        acquire_staging<1>(warp);
+#pragma unroll
+        for (u32 j = 0; j < CHUNK / 16; j++) {
+            u32 r[2][4];
+#pragma unroll
+            for (u32 h = 0; h < 2; h++) {
+                const float* v = &d[h][c * (CHUNK / 2) + j * 8];
+#pragma unroll
+                for (u32 i = 0; i < 4; i++) r[h][i] = pack_bf16x2(gelu(v[2 * i]), gelu(v[2 * i + 1]));
+            }
+#pragma unroll
+            for (u32 h = 0; h < 2; h++) stmatrix_x4(out + warp.matrix(j, h), r[h]);
+        }
+        commit_staging();
+        if (warp.lane == 0) tma_store(out_map, n, m, out);
+    }
+}
+
+// Loads the warp's rows of preact, from column x and the block's row y on, into the buffer of chunk number `chunk`.
+// One lane calls this.
+__device__ void load_preact(const Warp& warp, const TensorMap* preact_map, u32 x, u32 y, u32 chunk) {
+    const u32 barrier = warp.loaded + 8 * (chunk % 2);
+    mbarrier_arrive_expect_tx(barrier, STAGING_BYTES);
+    tma_load(warp.staging + chunk % 2 * STAGING_BYTES, preact_map, x, y + 32 * warp.index, barrier);
+}
+
+// Stores the sums of 32 columns, from n on, over a warp's 32 rows. total: this lane's sums over its four rows, of two
+// neighbouring columns in each group of 8. Eight lanes hold the same columns: at each exchange, two lanes split the
+// columns that they have in common.
+__device__ void store_column_sums(float (&total)[8], u32 lane, u32 n, float* sums, u32 N) {
+#pragma unroll
+    for (u32 half = 4; half > 1; half /= 2) {
+        const bool upper = lane & half * 4;
+#pragma unroll
+        for (u32 i = 0; i < half; i++) {
+            const float first = total[i], second = total[i + half];
+            const float other = __shfl_xor_sync(~0u, upper ? first : second, half * 4);
+            total[i] = (upper ? second : first) + other;
+        }
+    }
+    for (u32 i = 0; i < 2; i++) total[i] += __shfl_xor_sync(~0u, total[i], 4);
+    const u32 at = n + lane / 8 * 8 + lane % 4 * 2;
+    float2* to = (float2*)(sums + at);
+    if (lane % 8 < 4 && at < N) *to = make_float2(total[0], total[1]);
+}
+
+// A chunk's preact is loaded into a buffer and overwritten there by out. When the store of the chunk before has read
+// the other buffer, the preact of the chunk after is loaded into that one. The kernel loads a warp's first two chunks.
+__device__ void epilogue_dgelu(Warp& warp, Accumulators& d, Tile tile, Tile next, bool has_next,
+                               const TensorMap* out_map, const TensorMap* preact_map, float* sums, u32 N) {
+#pragma unroll
+    for (u32 c = 0; c < CHUNKS; c++, warp.chunk++) {
+        const u32 n = tile.column + c * CHUNK, m = tile.row + 32 * warp.index, buffer = warp.buffer();
+        mbarrier_wait(warp.loaded + 8 * (warp.chunk % 2), warp.chunk / 2 & 1);
+        float total[8];  // of 32 columns: two neighbours in each 8
+#pragma unroll
+        for (u32 j = 0; j < CHUNK / 16; j++) {
+            u32 r[2][4];
+#pragma unroll
+            for (u32 h = 0; h < 2; h++) ldmatrix_x4(r[h], buffer + warp.matrix(j, h));
+#pragma unroll
+            for (u32 h = 0; h < 2; h++) {
+                const float* v = &d[h][c * (CHUNK / 2) + j * 8];
+#pragma unroll
+                for (u32 i = 0; i < 4; i++) {
+                    float left = v[2 * i], right = v[2 * i + 1];
+                    left *= gelu_derivative(low_bf16(r[h][i])), right *= gelu_derivative(high_bf16(r[h][i]));
+                    float* t = &total[j % 2 * 4 + i / 2 * 2];
+                    t[0] = left + (h || i % 2 ? t[0] : 0.f);
+                    t[1] = right + (h || i % 2 ? t[1] : 0.f);
+                    r[h][i] = pack_bf16x2(left, right);
+                }
+            }
+#pragma unroll
+            for (u32 h = 0; h < 2; h++) stmatrix_x4(buffer + warp.matrix(j, h), r[h]);
+            if (j % 2) store_column_sums(total, warp.lane, n + j / 2 * 32, sums + (u64)(m / 32) * N, N);
+            if (j == 1 && warp.lane == 0 && warp.chunk) {
+                tma_store_wait_read<0>();
+                if (c + 1 < CHUNKS) load_preact(warp, preact_map, n + CHUNK, tile.row, warp.chunk + 1);
+                else if (has_next) load_preact(warp, preact_map, next.column, next.row, warp.chunk + 1);
+            }
+        }
+        commit_staging();
+        if (warp.lane == 0) tma_store(out_map, n, m, buffer);
+    }
+}
+
+// tiles_n: the output's width in tiles, the row stride of sums. Rows behind M, up to a whole tile, are written too.
+__device__ void epilogue_exp(Warp& warp, Accumulators& d, Tile tile, const TensorMap* out_map, const float* shifts,
+                             float* sums, u32 M, u32 n_valid, u32 tiles_n, u32 has_out) {
+    float shift[2][2], row_sum[2][2];  // of this lane's rows: [h][i % 2]
+#pragma unroll
+    for (u32 i = 0; i < 4; i++) {
+        const u32 m = tile.row + 32 * warp.index + i % 2 * 16 + i / 2 * 8 + warp.lane / 4;
+        shift[i / 2][i % 2] = __ldg(shifts + min(m, M - 1));
+        row_sum[i / 2][i % 2] = 0.f;
+    }
+#pragma unroll
+    for (u32 c = 0; c < CHUNKS; c++, warp.chunk++) {
+        const u32 n = tile.column + c * CHUNK, m = tile.row + 32 * warp.index, buffer = warp.buffer();
+        acquire_staging<1>(warp);
+#pragma unroll
+        for (u32 j = 0; j < CHUNK / 16; j++)
+#pragma unroll
+            for (u32 h = 0; h < 2; h++) {
+                const float* v = &d[h][c * (CHUNK / 2) + j * 8];
+                u32 r[4];
+#pragma unroll
+                for (u32 i = 0; i < 4; i++) {
+                    const u32 at = n + 16 * j + i / 2 * 8 + warp.lane % 4 * 2;
+                    const float left = at < n_valid ? exp_shifted(v[2 * i], shift[h][i % 2]) : 0.f;
+                    const float right = at + 1 < n_valid ? exp_shifted(v[2 * i + 1], shift[h][i % 2]) : 0.f;
+                    row_sum[h][i % 2] += left + right;
+                    r[i] = pack_bf16x2(left, right);
+                }
+                stmatrix_x4(buffer + warp.matrix(j, h), r);
+            }
+        commit_staging();
+        if (warp.lane == 0 && has_out) tma_store(out_map, n, m, buffer);
+    }
+    float sum = 0.f;  // four lanes have columns of the same four rows; each of them ends with the sum of one row
+#pragma unroll
+    for (u32 i = 0; i < 4; i++) {
+        float whole = row_sum[i / 2][i % 2];
+        whole += __shfl_xor_sync(~0u, whole, 1);
+        whole += __shfl_xor_sync(~0u, whole, 2);
+        sum = warp.lane % 4 == i ? whole : sum;
+    }
+    const u32 m = tile.row + 32 * warp.index + warp.lane % 2 * 16 + warp.lane % 4 / 2 * 8 + warp.lane / 4;
+    sums[(u64)m * tiles_n + tile.column / BN] = sum;
+}
+
+// ---- the kernel ------------------------------------------------------------------------------------------------
+
+// a: (M, K), three matrices side by side (the gradients of q, k and v), of which the second begins at column K1 and
+// the third at K2; b: (N, K), or (K, N) with B_N_MAJOR; out, preact: (M, N); all bf16 with contiguous rows.
+// bias: (N,) bf16 or null. shifts: (M,) float32. sums: float32, (M / 32, N) for DGELU, (M, N / BN rounded up) for EXP,
+// with M rounded up to whole clusters' tiles of CLUSTER * BM rows. EXP writes no out where has_out is 0.
+extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTER, 1, 1)
+hopper_gemm(const __grid_constant__ TensorMap a0_map, const __grid_constant__ TensorMap a1_map,
+            const __grid_constant__ TensorMap a2_map, const __grid_constant__ TensorMap b_map,
+            const __grid_constant__ TensorMap out_map, const __grid_constant__ TensorMap preact_map,
+            const u16* bias, const float* shifts, float* sums,
+            u32 M, u32 N, u32 K, u32 K1, u32 K2, u32 n_valid, u32 has_out) {
+    extern __shared__ __align__(1024) unsigned char shared[];
+    const u32 stages = (u32)__cvta_generic_to_shared(shared), staging = stages + STAGES * STAGE_BYTES;
+    const u32 full = staging + 16 * STAGING_BYTES, empty = full + 8 * STAGES, loaded = empty + 8 * STAGES;  // mbarriers
+    const u32 warpgroup = threadIdx.x / 128, thread = threadIdx.x % 128, lane = thread % 32;
+    const u32 cta_rank = blockIdx.x % CLUSTER, cluster = blockIdx.x / CLUSTER, clusters = gridDim.x / CLUSTER;
+    const u32 k_tiles = (K + BK - 1) / BK, tiles_n = (N + BN - 1) / BN;
+    const u32 tiles_m = (M + CLUSTER * BM - 1) / (CLUSTER * BM), tiles = tiles_m * tiles_n;
+
+    // Tile scheduler: clusters take tiles in turn, and tiles that run at the same time share their part of the larger
+    // operand (EXP: b, the vocabulary; else a), so that L2 reads it from memory once.
+    const auto tile_at = [&](u32 index) {
+        const u32 row = ((EPILOGUE == EXP ? index % tiles_m : index / tiles_n) * CLUSTER + cta_rank) * BM;
+        return Tile{row, (EPILOGUE == EXP ? index / tiles_m : index % tiles_n) * BN};
+    };
+
+    init_barriers(full, empty, CLUSTER, 16);
+
+    if (warpgroup == 2) {  // producer
+        warpgroup_reg_dealloc<24>();
+        if (thread == 0) {
+            u32 stage = 0, phase = 1;
+            for (u32 index = cluster; index < tiles; index += clusters) {
+                const Tile tile = tile_at(index);
+                for (u32 k = 0; k < K; k += BK) {
+                    const u32 a = stages + stage * STAGE_BYTES, b = a + A_BYTES, barrier = full + 8 * stage;
+                    mbarrier_wait(empty + 8 * stage, phase);
+                    mbarrier_arrive_expect_tx(barrier, STAGE_BYTES);
+                    if (k < K1) tma_load(a, &a0_map, k, tile.row, barrier);
+                    else if (k < K2) tma_load(a, &a1_map, k - K1, tile.row, barrier);
+                    else tma_load(a, &a2_map, k - K2, tile.row, barrier);
+                    const u32 half = cta_rank * (B_N_MAJOR ? BK : BN) / CLUSTER;  // this block's rows of b's tile
+                    if (B_N_MAJOR)
+                        for (u32 n = 0; n < BN; n += 64)
+                            tma_load_multicast(b + n * BK * 2 + half * 128, &b_map, tile.column + n, k + half, barrier);
+                    else
+                        tma_load_multicast(b + half * 128, &b_map, k, tile.column + half, barrier);
+                    advance(stage, phase);
+                }
+            }
+        }
+        __syncwarp();
+    } else {  // consumers
+        warpgroup_reg_alloc<240>();
+        Accumulators d;
+        const u32 index_in_block = warpgroup * 4 + thread / 32;
+        Warp warp{thread / 32, lane, staging + index_in_block * 2 * STAGING_BYTES, loaded + index_in_block * 16,
+                  (lane / 8 % 2 * 16 + lane % 8) * 128, 0};
+        const u32 turn = 1 + warpgroup, other_turn = 2 - warpgroup;  // named barriers: whose turn it is to multiply
+        u32 stage = warpgroup * k_tiles % STAGES, phase = warpgroup * k_tiles / STAGES & 1;
+        u32 index = cluster + warpgroup * clusters;
+        Tile tile = tile_at(index);
+        if (EPILOGUE == DGELU && lane == 0 && index < tiles)
+            for (u32 c = 0; c < 2; c++) load_preact(warp, &preact_map, tile.column + c * CHUNK, tile.row, c);
+        if (warpgroup == 1) named_barrier_arrive(other_turn, 256);
+
+        while (index < tiles) {
+            named_barrier_sync(turn, 256);
+            for (u32 k = 0; k < k_tiles; k++) {
+                mbarrier_wait(full + 8 * stage, phase);
+                const u32 a_tile = stages + stage * STAGE_BYTES;
+                const u64 a = make_smem_desc(a_tile, 2048);  // every other group of 8 rows: see Accumulators
+                const u64 b = make_smem_desc(a_tile + A_BYTES, 1024, B_N_MAJOR ? BK * 128 : 16);
+                const u32 b_step = B_N_MAJOR ? 2048 : 32;  // bytes to the next 16 of K
+                warpgroup_fence_operand(d);
+                warpgroup_arrive();
+#pragma unroll
+                for (u32 i = 0; i < BK / 16; i++)
+#pragma unroll
+                    for (u32 h = 0; h < 2; h++)
+                        wgmma_m64n192k16<0, B_N_MAJOR>(d[h], a + (i * 32 + h * 1024) / 16, b + i * b_step / 16, k | i);
+                warpgroup_commit();
+                warpgroup_fence_operand(d);
+                if (k) {  // the k-tile before is multiplied
+                    warpgroup_wait<1>();
+                    release_previous_stage(stage, empty, thread);
+                }
+                advance(stage, phase);
+            }
+            named_barrier_arrive(other_turn, 256);
+            warpgroup_wait<0>();
+            warpgroup_fence_operand(d);
+            release_previous_stage(stage, empty, thread);
+            stage += k_tiles;  // skips the stages of the other warpgroup's tile
+            phase ^= stage / STAGES & 1;
+            stage %= STAGES;
+
+            const u32 next_index = index + 2 * clusters;
+            const Tile next = tile_at(next_index);
+            if (EPILOGUE == BIAS) epilogue_bias(warp, d, tile, &out_map, bias, N);
+            if (EPILOGUE == GELU) epilogue_gelu(warp, d, tile, &out_map, &preact_map, bias, N);
+            if (EPILOGUE == DGELU)
+                epilogue_dgelu(warp, d, tile, next, next_index < tiles, &out_map, &preact_map, sums, N);
+            if (EPILOGUE == EXP)
+                epilogue_exp(warp, d, tile, &out_map, shifts, sums, M, n_valid, tiles_n, has_out);
+            index = next_index, tile = next;
+        }
+        if (lane == 0) tma_store_wait_all();
+        __syncwarp();
+    }
+    // A block stays until the cluster's other block no longer reaches into its barriers and its stages.
+    cluster_sync();
+}

@@ -1,0 +1,343 @@
+"""Linear layer and cross-entropy in chunks of tokens, the gradients computed in the forward: logits are never whole.
+
+On Hopper the exponentials of the softmax are taken in the logits GEMM's epilogue, so that the logits are not read once
+more.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from fast import cublas, hopper
+from fast.operators import on_hopper, operator
+
+LOGITS_BYTES = 2**30  # of logits alive at a time
+CE_BLOCK, CE_WARPS = 2048, 8  # 4.2 ms for 65,536 rows of 50,304 on an H200; 4,096 x 8: 4.8, 1,024 x 4: 5.2
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+def linear_cross_entropy(x, weight, targets, reduction, vocab_size, softcap=None, smoothing=0.0, z_loss=0.0):
+    """The operation of kernels.linear_cross_entropy, for x in 16 bits and the head's weight. "none" has no gradient."""
+    options = (vocab_size, softcap, smoothing, z_loss)
+    if reduction == "none":
+        flat, w = x.flatten(0, -2).contiguous(), weight.to(x.dtype)
+        losses = cross_entropy_chunks(flat, w, targets.flatten(), *options, None)[0]
+        return losses.view_as(targets)
+    loss = LinearCrossEntropy.apply(x, weight, targets, options, torch.is_grad_enabled())
+    return reduced(loss, targets, reduction)
+
+
+def reduced(loss, targets, reduction):
+    """The sum of the tokens' losses, divided for "mean" by the number of targets that are not ignored."""
+    return loss / (targets >= 0).sum() if reduction == "mean" else loss
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, targets, options, grad):
+        flat, w = x.flatten(0, -2).contiguous(), weight.to(x.dtype)
+        dtype = sum_dtype(weight) if grad else None
+        losses, *gradients = cross_entropy_chunks(flat, w, targets.flatten(), *options, dtype)
+        keep_gradients(ctx, x, weight, *gradients)
+        return losses.sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return *kept_gradients(ctx, grad), None, None, None
+
+
+def sum_dtype(weight):
+    """The dtype in which the chunks' weight gradients are summed: the weight's; float32 for float16."""
+    return torch.float32 if weight.dtype == torch.float16 else weight.dtype
+
+
+def keep_gradients(ctx, x, weight, dx, dw, factors=None):
+    """Saves the gradients that the forward computed, for the backward; factors: see cross_entropy_chunks."""
+    ctx.save_for_backward(dx, dw, factors)
+    ctx.shape, ctx.weight_dtype = x.shape, weight.dtype
+
+
+def kept_gradients(ctx, grad):
+    dx, dw, factors = ctx.saved_tensors
+    by_row = grad if factors is None else grad * factors[:, None]
+    return dx.mul_(by_row).view(ctx.shape), dw.mul_(grad).to(ctx.weight_dtype)
+
+
+@operator("cross_entropy_chunks")
+def cross_entropy_chunks(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    targets: torch.Tensor,
+    vocab_size: int,
+    softcap: float | None,
+    smoothing: float,
+    z_loss: float,
+    dw_dtype: torch.dtype | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(losses (N,) float32, dx (N, C), dw (P, C), factors (N,)); dw_dtype None: losses alone, the gradients are empty.
+
+    dx and dw are the gradients of the summed loss; the rows of dx still have to be multiplied with `factors`.
+    x: (N, C), w: (P, C), both contiguous, in 16 bits; targets: (N,).
+    """
+    N, P = x.size(0), w.size(0)
+    rows, grad = min(N, chunk_rows(P)), dw_dtype is not None
+    losses, dx, dw = empty_results(x, w, dw_dtype)
+    in_product = on_hopper(x) and hopper.takes(x, w, (N, P)) and softcap is None and not smoothing and not z_loss
+    shifts, factors = target_logits(x, w, targets) if in_product else None, torch.ones_like(losses)
+    logits = x.new_empty(rows if grad or not in_product else 0, P)
+    for i in range(0, N, rows):
+        own = slice(i, i + rows)
+        xi, ti = x[own], targets[own]
+        li = logits[: xi.size(0)]
+        if in_product:
+            xi = exponential_rows(xi, w, ti, shifts[own], losses[own], factors[own], li, vocab_size, grad)
+        else:
+            cublas.matmul(xi, w.t(), li, tune=grad)
+            cross_entropy_rows(li, ti, losses[own], li, 1.0, vocab_size, softcap, smoothing, z_loss, grad)
+        if grad:
+            cublas.matmul(li, w, dx[own])
+            cublas.matmul(li.t(), xi, dw, accumulate=i > 0)
+    return losses, dx, dw, factors
+
+
+@cross_entropy_chunks.register_fake
+def _(x, w, targets, vocab_size, softcap, smoothing, z_loss, dw_dtype):
+    losses, dx, dw = empty_results(x, w, dw_dtype)
+    return losses, dx, dw, torch.empty_like(losses)
+
+
+def chunk_rows(P):
+    """How many rows of P logits in 16 bits fit in LOGITS_BYTES, rounded down to a power of two."""
+    return 2 ** max(4, (LOGITS_BYTES // (2 * P)).bit_length() - 1)
+
+
+def cross_entropy_rows(logits, targets, losses, grads, scale, vocab_size, softcap, smoothing, z_loss, grad):
+    """Fills `losses` (rows,) and, with grad, `grads` (rows, P), the logits' gradient times scale; may be in place."""
+    _cross_entropy[(logits.size(0),)](
+        logits, targets, losses, grads, softcap or 0.0, smoothing, z_loss, scale,
+        P=logits.size(1), V=vocab_size, CAP=softcap is not None, SMOOTH=smoothing > 0, GRAD=grad,
+        DITHER=grads.dtype == torch.float8_e5m2,
+        BLOCK=CE_BLOCK, num_warps=CE_WARPS,
+    )  # fmt: skip
+
+
+def empty_results(x, w, dw_dtype):
+    losses = torch.empty(x.size(0), dtype=torch.float32, device=x.device)
+    if dw_dtype is None:
+        return losses, x.new_empty(0), x.new_empty(0)
+    return losses, torch.empty_like(x), torch.empty_like(w, dtype=dw_dtype)
+
+
+@triton.jit
+def _cross_entropy(
+    logits, targets, losses, grads, softcap, smoothing, z_loss, scale,
+    P: tl.constexpr, V: tl.constexpr, CAP: tl.constexpr, SMOOTH: tl.constexpr, GRAD: tl.constexpr, DITHER: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row a program: its loss, and with GRAD the gradient of its logits, scaled. Rows are P long, V of it real.
+
+    exp is taken against the largest of the last block's logits and the target's, so that the pass needs no running
+    maximum; in the rare row where that overflows it is taken again against the true one. The second pass goes
+    backwards: it begins with what the cache still holds. Blocks but the last are full, so that they need no mask.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * P
+    grads += row * P
+    target = tl.load(targets + row)
+    cols = tl.arange(0, BLOCK)
+    FULL: tl.constexpr = V // BLOCK * BLOCK
+    if target < 0:
+        tl.store(losses + row, 0.0)
+        if GRAD:
+            for start in range(0, P, BLOCK):
+                tl.store(grads + start + cols, tl.zeros((BLOCK,), grads.dtype.element_ty), mask=start + cols < P)
+        return
+    picked = _capped(tl.load(logits + target), softcap, CAP)
+    tail = tl.load(logits + FULL + cols, mask=FULL + cols < V, other=-float("inf"))
+    tail = tl.where(FULL + cols < V, _capped(tail, softcap, CAP), -float("inf"))
+    top = tl.maximum(picked, tl.max(tail))
+    norms = tl.exp2((tail - top) * LOG2E)
+    totals = tl.where(FULL + cols < V, tail, 0.0)
+    for start in range(0, FULL, BLOCK):
+        x = _capped(tl.load(logits + start + cols), softcap, CAP)
+        norms += tl.exp2(x * LOG2E - top * LOG2E)
+        if SMOOTH:
+            totals += x
+    norm = tl.sum(norms)
+    if norm == float("inf"):
+        highest = tail
+        for start in range(0, FULL, BLOCK):
+            highest = tl.maximum(highest, _capped(tl.load(logits + start + cols), softcap, CAP))
+        top = tl.max(highest)
+        norms = tl.exp2((tail - top) * LOG2E)
+        for start in range(0, FULL, BLOCK):
+            norms += tl.exp2((_capped(tl.load(logits + start + cols), softcap, CAP) - top) * LOG2E)
+        norm = tl.sum(norms)
+    lse = top + tl.log(norm)
+    smooth = tl.sum(totals) / V if SMOOTH else 0.0
+    tl.store(losses + row, lse - (1 - smoothing) * picked - smoothing * smooth + z_loss * lse * lse)
+    if GRAD:
+        gain = (1 + 2 * z_loss * lse) * scale  # d (lse + z lse^2) = (1 + 2 z lse) softmax
+        uniform = smoothing / V * scale
+        shift = lse * LOG2E
+        grad = _ce_grad(tail, shift, gain, uniform, softcap, CAP, SMOOTH)
+        if DITHER:
+            grad = _dithered(grad, FULL + cols, lse)
+        grad = tl.where(FULL + cols < V, grad, 0.0)
+        tl.store(grads + FULL + cols, grad.to(grads.dtype.element_ty), mask=FULL + cols < P)
+        for back in range(BLOCK, FULL + 1, BLOCK):
+            at = FULL - back + cols
+            x = _capped(tl.load(logits + at), softcap, CAP)
+            grad = _ce_grad(x, shift, gain, uniform, softcap, CAP, SMOOTH)
+            if DITHER:
+                grad = _dithered(grad, at, lse)
+            tl.store(grads + at, grad.to(grads.dtype.element_ty))
+        for start in range(FULL + BLOCK, P, BLOCK):  # padding that reaches beyond the tail's block
+            tl.store(grads + start + cols, tl.zeros((BLOCK,), grads.dtype.element_ty), mask=start + cols < P)
+        tl.debug_barrier()  # the target's own gradient goes over what the loop stored there
+        at_target = _ce_grad(picked, shift, gain, uniform, 1.0, False, SMOOTH) - (1 - smoothing) * scale
+        if CAP:
+            at_target *= 1 - (picked / softcap) * (picked / softcap)
+        if DITHER:
+            at_target = _dithered(at_target, target, lse)
+        tl.store(grads + target, at_target.to(grads.dtype.element_ty))
+
+
+def target_logits(x, w, targets):
+    """(N,) float32: the logit of each row's target times log2(e); infinite where the target is ignored."""
+    shifts = torch.empty(x.size(0), dtype=torch.float32, device=x.device)
+    C = x.size(1)
+    _target_logits[(x.size(0),)](x, w, targets, shifts, C=C, BLOCK=min(2048, triton.next_power_of_2(C)))
+    return shifts
+
+
+def exponential_rows(x, w, targets, shifts, losses, factors, grads, vocab_size, grad):
+    """The loss of each row as log sum exp(logit - logit of its target), exponentials from the GEMM's epilogue.
+
+    Fills `losses` (rows,) and, with grad, `factors` (rows,) and `grads` (rows, P): a row of `grads` times its factor is
+    the gradient of its logits. Returns x with its rows times their factors, for the weight's gradient.
+    """
+    sums = hopper.exponentials(x, w, shifts, vocab_size, grads if grad else None)
+    scaled = torch.empty_like(x) if grad else x
+    (rows, C), (P, parts) = x.shape, (w.size(0), sums.size(1))
+    _exponential_rows[(rows,)](
+        grads, sums, x, w, targets, shifts, losses, factors, scaled, parts,
+        P=P, V=vocab_size, C=C, GRAD=grad, PARTS=triton.next_power_of_2(parts),
+        BLOCK=min(2048, triton.next_power_of_2(C)),
+    )  # fmt: skip
+    return scaled
+
+
+@triton.jit
+def _target_logits(x, w, targets, shifts, C: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    target = tl.load(targets + row)
+    products = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, C, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        a = tl.load(x + row * C + at, mask=at < C, other=0.0).to(tl.float32)
+        b = tl.load(w + tl.maximum(target, 0) * C + at, mask=at < C, other=0.0).to(tl.float32)
+        products += a * b
+    shift = tl.sum(products) * LOG2E
+    tl.store(shifts + row, tl.where(target < 0, float("inf"), shift))
+
+
+@triton.jit
+def _exponential_rows(
+    grads, sums, x, w, targets, shifts, losses, factors, scaled, parts,
+    P: tl.constexpr, V: tl.constexpr, C: tl.constexpr, GRAD: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row a program: its loss from the partial sums of exponentials, which are relative to the target's logit.
+
+    The exponentials of an ignored row are zeros, and so are its gradients. In a rare row some logit is so far above the
+    target's that an exponential or their sum may leave bf16's range: such a row is computed again, slowly, relative to
+    its largest logit.
+    """
+    LARGEST: tl.constexpr = 2.0**100
+    row = tl.program_id(0).to(tl.int64)
+    grads += row * P
+    x += row * C
+    scaled += row * C
+    target = tl.load(targets + row)
+    part = tl.arange(0, PARTS)
+    total = tl.sum(tl.load(sums + row * parts + part, mask=part < parts, other=0.0))
+    total = tl.where(total < 1, 1.0, total)  # the target's is 1, but for rounding
+    at_target = 1 - total
+    loss = tl.log(total)
+    if total > LARGEST:
+        ROWS: tl.constexpr = 16
+        shift = tl.load(shifts + row)
+        top = shift
+        total = tl.full((), 0.0, tl.float32)
+        for start in range(0, P, ROWS):
+            logits = _logits(x, w, start + tl.arange(0, ROWS), V, C) * LOG2E
+            higher = tl.maximum(top, tl.max(logits))
+            total = total * tl.exp2(top - higher) + tl.sum(tl.exp2(logits - higher))
+            top = higher
+        if GRAD:
+            for start in range(0, P, ROWS):
+                cols = start + tl.arange(0, ROWS)
+                powers = tl.exp2(_logits(x, w, cols, V, C) * LOG2E - top)
+                tl.store(grads + cols, powers.to(grads.dtype.element_ty), mask=cols < P)
+            tl.debug_barrier()
+        at_target = -total  # beside which the target's is nothing
+        loss = tl.log(total) + (top - shift) / LOG2E
+    tl.store(losses + row, tl.where(target < 0, 0.0, loss))
+    if GRAD:
+        tl.store(grads + target, at_target.to(grads.dtype.element_ty), mask=target >= 0)
+        tl.store(factors + row, 1 / total)
+        for start in range(0, C, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            a = tl.load(x + at, mask=at < C, other=0.0).to(tl.float32)
+            tl.store(scaled + at, (a / total).to(scaled.dtype.element_ty), mask=at < C)
+
+
+@triton.jit
+def _logits(x, w, cols, V: tl.constexpr, C: tl.constexpr):
+    """The logits of one row in the given columns; -inf from column V on."""
+    BLOCK: tl.constexpr = 64
+    logits = tl.zeros(cols.shape, tl.float32)
+    for start in range(0, C, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        a = tl.load(x + at, mask=at < C, other=0.0).to(tl.float32)
+        inside = (cols < V)[:, None] & (at < C)[None, :]
+        b = tl.load(w + cols.to(tl.int64)[:, None] * C + at[None, :], mask=inside, other=0.0).to(tl.float32)
+        logits += tl.sum(a[None, :] * b, 1)
+    return tl.where(cols < V, logits, -float("inf"))
+
+
+@triton.jit
+def _ce_grad(x, shift, gain, uniform, softcap, CAP: tl.constexpr, SMOOTH: tl.constexpr):
+    grad = tl.exp2(x * LOG2E - shift) * gain
+    if SMOOTH:
+        grad -= uniform
+    if CAP:
+        grad *= 1 - (x / softcap) * (x / softcap)
+    return grad
+
+
+@triton.jit
+def _dithered(x, at, seed):
+    """x rounded stochastically to e5m2's two mantissa bits, so that it is right in the mean.
+
+    A token has much the same probability at most positions, so that round-to-nearest errors would add up over tokens.
+    The random bits are a hash of the row's seed plus a golden-ratio step per column: one multiplication each.
+    """
+    start = seed.to(tl.float32).to(tl.uint32, bitcast=True) * 0x9E3779B1
+    start = (start ^ (start >> 15)) * 0x85EBCA77
+    start = (start ^ (start >> 13)) * 0xC2B2AE3D
+    bits = x.to(tl.uint32, bitcast=True) + ((at.to(tl.uint32) * 0x9E3779B1 + start) >> 11)
+    return (bits & 0xFFE00000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _capped(x, softcap, CAP: tl.constexpr):
+    x = x.to(tl.float32)
+    if CAP:
+        x = softcap * _tanh(x / softcap)
+    return x
+
+
+@triton.jit
+def _tanh(x):
+    return 2 * tl.sigmoid(2 * x) - 1

@@ -1,0 +1,212 @@
+"""MLPs in bf16, GEMM, activation, GEMM, with as few passes over memory as possible: GELU, ReLU^2 and SwiGLU.
+
+GELU: the activation is in the first GEMM's epilogue, its derivative in that of the second GEMM's backward, on Hopper
+with the first bias gradient. ReLU^2: the derivative and the bias gradient take one pass. SwiGLU: the backward computes
+silu(gate) * up again together with the gradients of both, in one pass.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from fast import cublas, hopper
+from fast.hopper import sm_count
+from fast.linear import operands, product, weight_gradients
+from fast.operators import on_hopper, operator
+
+SWIGLU_BLOCK, SWIGLU_WARPS = 2048, 8
+RELU2_ROWS, RELU2_COLS, RELU2_PROGRAMS, RELU2_STAGES, RELU2_WARPS = 8, 256, 8, 3, 4  # programs a multiprocessor
+
+
+def mlp(kind, x, w1, b1, w2, b2, tune=True):
+    """w2 act(w1 x + b1) + b2; kind: "gelu" (tanh form), "relu2" or "swiglu" (w1 holds gate and up).
+
+    x: (..., K) in 16 bits; w1: (H, K) or for swiglu (2 H, K); w2: (N, H); biases or None -> (..., N) in x's dtype.
+    """
+    return FUNCTIONS[kind].apply(x, w1, b1, w2, b2, tune)
+
+
+@operator("product_gelu")
+def product_gelu(
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, tune: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(GELU of a b + bias, a b + bias: the pre-activation)"""
+    if on_hopper(a):
+        return hopper.gelu(a, b.t(), bias)
+    out, before = (a.new_empty(a.size(0), b.size(1)) for _ in range(2))
+    return cublas.matmul(a, b, out, bias=bias, gelu=before, tune=tune), before
+
+
+@product_gelu.register_fake
+def _(a, b, bias, tune):
+    return a.new_empty(a.size(0), b.size(1)), a.new_empty(a.size(0), b.size(1))
+
+
+@operator("product_dgelu")
+def product_dgelu(a: torch.Tensor, b: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(a b times GELU's derivative at the pre-activation `before`, its float32 column sums; empty without hopper.py)"""
+    if on_hopper(a):
+        return hopper.dgelu(a, b, before)
+    return cublas.matmul(a, b, torch.empty_like(before), dgelu=before), before.new_empty(0, dtype=torch.float32)
+
+
+@product_dgelu.register_fake
+def _(a, b, before):
+    return torch.empty_like(before), before.new_empty(before.size(1) * on_hopper(a), dtype=torch.float32)
+
+
+def mlp_function(up, down):
+    """The autograd.Function of w2 act(w1 x + b1) + b2.
+
+    up(x, w1^T, b1, tune) -> (activation, tensors saved for `down`); down(dy, w2, *saved) -> (gradient of the
+    pre-activation, activation, column sums of that gradient or None).
+    """
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, w1, b1, w2, b2, tune):
+            flat, w1, b1, w2, b2 = operands(ctx, x, w1, b1, w2, b2)
+            act, kept = up(flat, w1.t(), b1, tune)
+            ctx.save_for_backward(flat, w1, w2, *kept)
+            return product(act, w2.t(), b2, x.dtype, tune).unflatten(0, x.shape[:-1])
+
+        @staticmethod
+        def backward(ctx, dy):
+            x, w1, w2, *kept = ctx.saved_tensors
+            flat = dy.flatten(0, -2).contiguous()
+            dbefore, act, sums = down(flat, w2, *kept)
+            dw2, db2 = weight_gradients(flat, act, *ctx.dtypes[2:])
+            dw1, db1 = weight_gradients(dbefore, x, *ctx.dtypes[:2], sums)
+            dx = product(dbefore, w1, None, dy.dtype, True).unflatten(0, dy.shape[:-1])
+            return dx, dw1, db1, dw2, db2, None
+
+    return Function
+
+
+def gelu_up(x, w, bias, tune):
+    act, before = product_gelu(x, w, bias, tune)
+    return act, (act, before)
+
+
+def gelu_down(dy, w, act, before):
+    dbefore, sums = product_dgelu(dy, w, before)
+    return dbefore, act, sums if len(sums) else None
+
+
+def relu2_up(x, w, bias, tune):
+    before = product(x, w, bias, x.dtype, tune)
+    act = torch.relu(before).square().to(x.dtype)  # autocast squares in float32
+    return act, (act, before)
+
+
+def relu2_down(dy, w, act, before):
+    dbefore, sums = relu2_backward(product(dy, w, None, dy.dtype, True), before)
+    return dbefore, act, sums
+
+
+def swiglu_up(x, w, bias, tune):
+    gate_up = product(x, w, bias, x.dtype, tune)
+    return swiglu(gate_up), (gate_up,)
+
+
+def swiglu_down(dy, w, gate_up):
+    return *swiglu_backward(product(dy, w, None, dy.dtype, True), gate_up), None
+
+
+FUNCTIONS = {
+    "gelu": mlp_function(gelu_up, gelu_down),
+    "relu2": mlp_function(relu2_up, relu2_down),
+    "swiglu": mlp_function(swiglu_up, swiglu_down),
+}
+
+
+@operator("relu2_backward")
+def relu2_backward(dact: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(gradient of the pre-activation, its float32 column sums) from that of relu(before)^2; contiguous (N, H)."""
+    N, H = dact.shape
+    dbefore, strips = torch.empty_like(dact), triton.cdiv(H, RELU2_COLS)
+    programs = min(triton.cdiv(N, RELU2_ROWS), triton.cdiv(RELU2_PROGRAMS * sm_count(dact.device), strips))
+    parts = torch.empty(programs, H, dtype=torch.float32, device=dact.device)
+    _relu2_backward[(programs, strips)](
+        dact, before, dbefore, parts, N, H=H, ROWS=RELU2_ROWS, COLS=RELU2_COLS, PROGRAMS=programs,
+        STEPS=triton.cdiv(N, programs * RELU2_ROWS), STAGES=RELU2_STAGES, num_warps=RELU2_WARPS,
+    )  # fmt: skip
+    return dbefore, parts.sum(0)
+
+
+@relu2_backward.register_fake
+def _(dact, before):
+    return torch.empty_like(dact), dact.new_empty(dact.size(1), dtype=torch.float32)
+
+
+@triton.jit
+def _relu2_backward(
+    dact, before, dbefore, parts, N,
+    H: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, PROGRAMS: tl.constexpr, STEPS: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    rows, cols = tl.arange(0, ROWS), tl.program_id(1) * COLS + tl.arange(0, COLS)
+    sums = tl.zeros((ROWS, COLS), tl.float32)
+    for step in tl.range(STEPS, num_stages=STAGES):
+        first = tl.cast((program + step * PROGRAMS) * ROWS, tl.int64)
+        inside = (first + rows < N)[:, None] & (cols < H)[None, :]
+        at = first * H + (rows[:, None] * H + cols[None, :])
+        grad = tl.load(dact + at, mask=inside, other=0.0).to(tl.float32)
+        grad *= 2 * tl.maximum(tl.load(before + at, mask=inside, other=0.0).to(tl.float32), 0.0)
+        tl.store(dbefore + at, grad.to(dbefore.dtype.element_ty), mask=inside)
+        sums += grad
+    tl.store(parts + program * H + cols, tl.sum(sums, 0), mask=cols < H)
+
+
+@operator("swiglu")
+def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up; gate_up: contiguous (N, 2 H), gate in the first half -> (N, H)."""
+    N, H = gate_up.size(0), gate_up.size(1) // 2
+    act = gate_up.new_empty(N, H)
+    _swiglu[(N, triton.cdiv(H, SWIGLU_BLOCK))](gate_up, act, H=H, BLOCK=SWIGLU_BLOCK, num_warps=SWIGLU_WARPS)
+    return act
+
+
+@swiglu.register_fake
+def _(gate_up):
+    return gate_up.new_empty(gate_up.size(0), gate_up.size(1) // 2)
+
+
+@operator("swiglu_backward")
+def swiglu_backward(dact: torch.Tensor, gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(gradient of gate_up, silu(gate) * up) from dact, the gradient of silu(gate) * up."""
+    N, H = dact.shape
+    dgate_up, act = torch.empty_like(gate_up), torch.empty_like(dact)
+    grid = N, triton.cdiv(H, SWIGLU_BLOCK)
+    _swiglu_backward[grid](dact, gate_up, dgate_up, act, H=H, BLOCK=SWIGLU_BLOCK, num_warps=SWIGLU_WARPS)
+    return dgate_up, act
+
+
+@swiglu_backward.register_fake
+def _(dact, gate_up):
+    return torch.empty_like(gate_up), torch.empty_like(dact)
+
+
+@triton.jit
+def _swiglu(gate_up, act, H: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(gate_up + row * 2 * H + cols, mask=cols < H, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * H + H + cols, mask=cols < H, other=0.0).to(tl.float32)
+    tl.store(act + row * H + cols, (gate * tl.sigmoid(gate) * up).to(act.dtype.element_ty), mask=cols < H)
+
+
+@triton.jit
+def _swiglu_backward(dact, gate_up, dgate_up, act, H: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    d = tl.load(dact + row * H + cols, mask=cols < H, other=0.0).to(tl.float32)
+    gate = tl.load(gate_up + row * 2 * H + cols, mask=cols < H, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * H + H + cols, mask=cols < H, other=0.0).to(tl.float32)
+    s = tl.sigmoid(gate)
+    silu = gate * s
+    out = dgate_up + row * 2 * H + cols
+    tl.store(act + row * H + cols, (silu * up).to(act.dtype.element_ty), mask=cols < H)
+    tl.store(out, (d * up * (s + silu * (1 - s))).to(act.dtype.element_ty), mask=cols < H)
+    tl.store(out + H, (d * silu).to(act.dtype.element_ty), mask=cols < H)

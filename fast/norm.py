@@ -1,0 +1,191 @@
+"""Residual addition and LayerNorm or RMSNorm in one pass, output in bf16; so is their backward.
+
+The statistics are computed in float32. The backward sums the gradients of weight and shift in registers, so that no
+tensor is read twice; it also adds the gradient that reaches the sum by the residual path, and sums the columns of the
+result, which are the bias gradient of the layer that computed the update (fusion.py).
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from fast.hopper import sm_count
+from fast.operators import as_gradients, dtypes_of, operator
+
+NORM_WIDTH = 1024  # columns of a row for each warp
+NORM_BACK_WARPS, NORM_BACK_STAGES = 8, 3  # warps a multiprocessor; C = 768: 154 us, four programs of two warps: 313
+
+
+def norm(x, weight, shift, eps, centred):
+    """LayerNorm (centred) or RMSNorm of x: (..., C) in bf16 or float32, in bf16; weight, shift: (C,) or None."""
+    return Norm.apply(x, weight, shift, eps, centred)
+
+
+def add_norm(x, update, weight, shift, eps, centred):
+    """(x + update in x's dtype, its norm in bf16); arguments as for `norm`."""
+    return AddNorm.apply(x, update, weight, shift, eps, centred)
+
+
+class AddNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, update, weight, shift, eps, centred):
+        total, h, stats = norm_forward(x, update, weight, shift, eps, centred)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(total, stats, weight)
+        ctx.centred, ctx.dtypes, ctx.update_dtype = centred, dtypes_of(weight, shift), update.dtype
+        return total, h
+
+    @staticmethod
+    def backward(ctx, dtotal, dh):
+        total, stats, weight = ctx.saved_tensors
+        if dh is None:  # only the sum was used
+            return dtotal, None if dtotal is None else dtotal.to(ctx.update_dtype), None, None, None, None
+        dx, sums = norm_backward(dtotal, dh, total, stats, weight, ctx.centred)
+        dweight, dshift = as_gradients(sums[:2].unbind(), ctx.dtypes)
+        return dx, dx.to(ctx.update_dtype), dweight, dshift, None, None
+
+
+class Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, shift, eps, centred):
+        _, h, stats = norm_forward(x, None, weight, shift, eps, centred)
+        ctx.save_for_backward(x, stats, weight)
+        ctx.centred, ctx.dtypes = centred, dtypes_of(weight, shift)
+        return h
+
+    @staticmethod
+    def backward(ctx, dh):
+        dx, sums = norm_backward(None, dh, *ctx.saved_tensors, ctx.centred)
+        dweight, dshift = as_gradients(sums[:2].unbind(), ctx.dtypes)
+        return dx, dweight, dshift, None, None
+
+
+@operator("norm_forward")
+def norm_forward(
+    x: torch.Tensor,
+    update: torch.Tensor | None,
+    weight: torch.Tensor,
+    shift: torch.Tensor | None,
+    eps: float,
+    centred: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(x + update, its norm in bf16, float32 (2, rows): mean and 1 / deviation); the sum is empty without update."""
+    total, h, stats = norm_results(x, update)
+    C, N = x.size(-1), x.numel() // x.size(-1)
+    block = triton.next_power_of_2(C)
+    rows = max(1, 4096 // block)
+    _norm_forward[(triton.cdiv(N, rows),)](
+        x.contiguous(), None if update is None else update.contiguous(), weight, shift, total, h, stats, N, eps,
+        C=C, CENTRED=centred, BLOCK=block, ROWS=rows, num_warps=max(2, block // NORM_WIDTH),
+    )  # fmt: skip
+    return total, h, stats
+
+
+@norm_forward.register_fake
+def norm_results(x, update=None, *_):
+    total = x.new_empty(0) if update is None else torch.empty_like(x, memory_format=torch.contiguous_format)
+    stats = torch.empty(2, x.numel() // x.size(-1), dtype=torch.float32, device=x.device)
+    return total, torch.empty(x.shape, dtype=torch.bfloat16, device=x.device), stats
+
+
+@operator("norm_backward")
+def norm_backward(
+    dtotal: torch.Tensor | None,
+    dh: torch.Tensor,
+    total: torch.Tensor,
+    stats: torch.Tensor,
+    weight: torch.Tensor,
+    centred: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(dx, float32 (3, C): gradients of weight and shift, column sums of dx) of the norm of `total`.
+
+    dtotal: the gradient that reaches the sum by the residual path, added to dx; None: there is none.
+    """
+    C, N = total.size(-1), total.numel() // total.size(-1)
+    block = triton.next_power_of_2(C)
+    warps = max(1, block // NORM_WIDTH)
+    programs = min(N, max(1, NORM_BACK_WARPS // warps) * sm_count(total.device))
+    dx, parts = torch.empty_like(total), torch.empty(programs, 3, C, dtype=torch.float32, device=total.device)
+    _norm_backward[(programs,)](
+        None if dtotal is None else dtotal.contiguous(), dh.contiguous(), total, stats, weight, dx, parts, N,
+        C=C, CENTRED=centred, BLOCK=block, PROGRAMS=programs, STEPS=triton.cdiv(N, programs),
+        STAGES=NORM_BACK_STAGES, num_warps=warps,
+    )  # fmt: skip
+    return dx, parts.sum(0)
+
+
+@norm_backward.register_fake
+def _(dtotal, dh, total, stats, weight, centred):
+    return torch.empty_like(total), torch.empty(3, total.size(-1), dtype=torch.float32, device=total.device)
+
+
+@triton.jit
+def _norm_forward(
+    x, update, weight, shift, total, h, stats, N, eps,
+    C: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0) * ROWS
+    start = tl.cast(first, tl.int64) * C  # 64 bits once, not for each element
+    cols = tl.arange(0, BLOCK)
+    rows = first + tl.arange(0, ROWS)
+    inside = (rows < N)[:, None] & (cols < C)[None, :]
+    at = tl.arange(0, ROWS)[:, None] * C + cols[None, :]
+    x, total, h = x + start, total + start, h + start
+    if update is not None:
+        update += start
+    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    if update is not None:
+        value += tl.load(update + at, mask=inside, other=0.0).to(tl.float32)
+        rounded = value.to(total.dtype.element_ty)
+        tl.store(total + at, rounded, mask=inside)
+        value = rounded.to(tl.float32)  # what the backward reads
+    mean = tl.zeros((ROWS,), tl.float32)
+    if CENTRED:
+        mean = tl.sum(value, 1) / C
+        value = tl.where(inside, value - mean[:, None], 0.0)
+    rstd = 1 / tl.sqrt(tl.sum(value * value, 1) / C + eps)
+    tl.store(stats + rows, mean, mask=rows < N)
+    tl.store(stats + N + rows, rstd, mask=rows < N)
+    out = value * rstd[:, None] * tl.load(weight + cols, mask=cols < C).to(tl.float32)[None, :]
+    if shift is not None:
+        out += tl.load(shift + cols, mask=cols < C).to(tl.float32)[None, :]
+    tl.store(h + at, out.to(h.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _norm_backward(
+    dtotal, dh, total, stats, weight, dx, parts, N,
+    C: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr, STEPS: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    cols = tl.arange(0, BLOCK)
+    w = tl.load(weight + cols, mask=cols < C, other=0.0).to(tl.float32)
+    dweight = tl.zeros((BLOCK,), tl.float32)
+    dshift = tl.zeros((BLOCK,), tl.float32)
+    column = tl.zeros((BLOCK,), tl.float32)
+    for step in tl.range(STEPS, num_stages=STAGES):
+        row = program + step * PROGRAMS
+        inside = (cols < C) & (row < N)
+        start = tl.cast(row, tl.int64) * C
+        given = tl.load(dh + start + cols, mask=inside, other=0.0).to(tl.float32)
+        value = tl.load(total + start + cols, mask=inside, other=0.0).to(tl.float32)
+        rstd = tl.load(stats + N + row, mask=row < N, other=0.0)
+        if CENTRED:
+            value = tl.where(inside, value - tl.load(stats + row, mask=row < N, other=0.0), 0.0)
+        value *= rstd
+        dweight += given * value
+        dshift += given
+        given *= w
+        grad = given - value * (tl.sum(given * value) / C)
+        if CENTRED:
+            grad -= tl.sum(given) / C
+        grad *= rstd
+        if dtotal is not None:
+            grad += tl.load(dtotal + start + cols, mask=inside, other=0.0).to(tl.float32)
+        column += grad
+        tl.store(dx + start + cols, grad.to(dx.dtype.element_ty), mask=inside)
+    parts += program * 3 * C + cols
+    tl.store(parts, dweight, mask=cols < C)
+    tl.store(parts + C, dshift, mask=cols < C)
+    tl.store(parts + 2 * C, column, mask=cols < C)

@@ -1,0 +1,44 @@
+"""Registers the kernels of this wing as PyTorch operators, which torch.compile takes as they are."""
+
+import functools
+
+import torch
+
+from fast import hopper
+
+LIBRARY = torch.library.Library("pretrain", "FRAGMENT")
+
+
+def operator(name, mutates=()):
+    """Decorator: makes a function of tensors the operator pretrain::<name>, without a gradient of its own.
+
+    It does what torch.library.custom_op does, less the Python that custom_op runs around each call: with that, a slow
+    host launched a micro-step of GPT-2 in fp8 in 85 ms, without it in 63 ms, and the GPU computes it in 86 ms. The
+    operator is called from an autograd.Function, which defines the gradient. mutates: names of the arguments that it
+    writes to.
+    """
+
+    def define(function):
+        schema = torch.library.infer_schema(function, mutates_args=mutates)
+        LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+        operation = getattr(torch.ops.pretrain, name).default
+        operation.register_fake = functools.partial(torch.library.register_fake, f"pretrain::{name}", lib=LIBRARY)
+        return operation
+
+    return define
+
+
+def on_hopper(x):
+    """Whether the CUDA kernels of hopper.py can multiply this tensor."""
+    return x.dtype == torch.bfloat16 and hopper.available(x.device)
+
+
+def dtypes_of(*parameters):
+    """The dtypes that the parameters' gradients must have; None where there is no parameter."""
+    return [None if p is None else p.dtype for p in parameters]
+
+
+def as_gradients(sums, dtypes):
+    """Casts float32 sums to the dtypes of `dtypes_of`; None where there is no parameter."""
+    return [None if dtype is None else s.to(dtype) for s, dtype in zip(sums, dtypes, strict=True)]

@@ -1,0 +1,10 @@
+"""What bench.py calls: times of training steps, operations and collectives; memory and speed by arithmetic.
+
+step          a training step, as train.py runs it, by kind of kernel
+floor         the lower bound of a step: its GEMMs and attention alone
+ops           single operations: the forms of fast/ beside torch.compile's
+comm          the bus bandwidth of collectives
+tables        the tables of scale/memory.py and scale/plan.py; imports no torch
+
+Only bench.py and the tests import this wing. It may import everything, train.py included.
+"""

@@ -1,0 +1,95 @@
+"""Lower bounds for a training step on one GPU: its GEMMs and attention alone, in bf16; and clocks for kernels."""
+
+import itertools
+import statistics
+import time
+
+import torch
+
+import kernels
+from scale import parallel
+
+
+def floor_times(cfg, device):
+    """Times of the GEMMs and the causal attention of a micro-batch in bf16.
+
+    Returns ({"matmul", "attention", "head + loss"}: ms with each kernel timed alone, ms of all kernels back to back for
+    3 s, at the clock that the GPU's power cap allows, and `power`'s words at the end of that).
+    """
+    layer, head = floor_work(cfg, device)
+    floor = {kind: cfg.n_layer * sum(clock(work) for work in works) for kind, works in layer.items()}
+    floor["head + loss"] = sum(clock(work) for work in head)
+
+    def micro_batch():
+        for work in [*itertools.chain(*layer.values())] * cfg.n_layer + head:
+            work()
+
+    return floor, *sustained(micro_batch, device)
+
+
+def floor_work(cfg, device):
+    """({"matmul", "attention"}: the calls of a layer's forward and backward, the head's three GEMMs)."""
+    ranks = cfg.context_parallel
+    N, C, D = cfg.batch_size * cfg.block_size // ranks, cfg.n_embd, cfg.head_dim
+    q, k, v = (
+        torch.randn(cfg.batch_size, h, cfg.block_size, D, device=device, dtype=torch.bfloat16, requires_grad=True)
+        for h in (cfg.n_head // ranks, max(1, cfg.kv_heads // ranks), max(1, cfg.kv_heads // ranks))
+    )
+    y = kernels.attention(q, k, v, cfg.attention)
+    dy = torch.randn_like(y)
+    layer = {
+        "matmul": [work for M, K in cfg.block_matmuls for work in three_matmuls(N, K, M, device)],
+        "attention": [
+            lambda: kernels.attention(q, k, v, cfg.attention),
+            lambda: torch.autograd.grad(y, (q, k, v), dy, retain_graph=True),
+        ],
+    }
+    return layer, three_matmuls(N, C, cfg.padded_vocab, device)
+
+
+def three_matmuls(N, K, M, device):
+    """Calls of a linear layer's three GEMMs, x @ W.T, dy @ W and dy.T @ x, for x: (N, K) and W: (M, K)."""
+    x, w, dy = (torch.randn(s, device=device, dtype=torch.bfloat16) for s in ((N, K), (M, K), (N, M)))
+    y, dx, dw = torch.empty_like(dy), torch.empty_like(x), torch.empty_like(w)
+    products = [(x, w.t(), y), (dy, w, dx), (dy.t(), x, dw)]
+    return [lambda p=p: torch.mm(p[0], p[1], out=p[2]) for p in products]
+
+
+def sustained(work, device, seconds=3):
+    """(median ms of work() in the second half of `seconds` of back-to-back calls, `power`'s words at their end)."""
+    moments, began = [], time.perf_counter()
+    while time.perf_counter() - began < seconds or len(moments) < 3:
+        work()
+        moments.append(torch.cuda.Event(enable_timing=True))
+        moments[-1].record()
+        moments[-2:][0].synchronize()  # one call is queued while the one before it runs
+    watts = power(device)
+    torch.cuda.synchronize()
+    return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(moments[len(moments) // 2 :])), watts
+
+
+def clock(work, rounds=10, repeat=3):
+    """Median ms of work() on the GPU; `repeat` calls are queued at once so that launch overhead does not count."""
+    for _ in range(2):
+        began = parallel.synchronize(torch.device("cuda"))
+        work()
+    if parallel.synchronize(torch.device("cuda")) - began > 0.1:  # long work needs no repetition
+        rounds, repeat = 3, 1
+    times = []
+    for _ in range(rounds):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(repeat):
+            work()
+        end.record()
+        times.append((begin, end))
+    torch.cuda.synchronize()
+    return statistics.median(b.elapsed_time(e) for b, e in times) / repeat
+
+
+def power(device):
+    """The GPU's power draw and clock at this moment, in words; n/a without NVIDIA's management library."""
+    try:
+        return f"{torch.cuda.power_draw(device) / 1e3:.0f} W at {torch.cuda.clock_rate(device)} MHz"
+    except Exception:  # pynvml is missing, or the driver refuses
+        return "power n/a (pip install nvidia-ml-py)"

@@ -1,0 +1,200 @@
+"""A training step timed as train.py runs it, on random tokens, and its GPU time by kind of kernel."""
+
+import itertools
+import re
+import statistics
+import time
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
+
+from configurator import refuse, too_small
+from measure.floor import floor_times, power
+from run.logger import describe_device, peak_flops, show
+from scale import context, parallel
+from settings import check
+
+KINDS = [  # a kernel is of the first kind whose pattern its name contains
+    ("communication", "nccl"),
+    ("attention", "sdpa|flash|fmha|cudnn::fusion|pytorch_flash"),
+    ("matmul", "nvjet|gemm|cutlass|xmma|splitk|hopper_"),
+    ("head + loss", "cross_entropy|exponential_rows|target_logits|log_softmax|nll_loss"),
+    ("optimizer", "multi_tensor_apply|fusedadam|lpnorm"),
+    ("elementwise", ""),
+]
+
+
+def measure(cfg):
+    """Times cfg.steps training steps and prints the result; cfg: a bench.StepConfig."""
+    world = parallel.join(cfg)
+    began = time.perf_counter()
+    check(cfg, world.size)
+    refuse(too_small(cfg, {"steps": 0, "settle": 0, "gpu_gib": 1}))
+    on_gpu, say = world.device.type == "cuda", print if world.main else lambda *_: None
+    if cfg.gpu_gib and on_gpu:
+        most = torch.cuda.mem_get_info(world.device)[1]
+        torch.cuda.set_per_process_memory_fraction(min(1.0, cfg.gpu_gib * 2**30 / most), world.device)
+    if cfg.snapshot and on_gpu:
+        torch.cuda.memory._record_memory_history()
+    own, rows, job = build(cfg, world)
+    next_batch = synthetic(own, world)
+    show([describe_device(world), *rows, *job.account.rows()], say)
+    job.step(next_batch, cfg.lr)
+    parallel.synchronize(world.device)
+    say(f"{'first step':<12} {time.perf_counter() - began:.1f} s after the start, compilation included")
+    for _ in range(cfg.settle):
+        job.step(next_batch, cfg.lr)
+    if times := step_times(job, next_batch, cfg):
+        say(f"{'step':<12} {rates(times, own, world, job.account.flops_per_token)}")
+    if on_gpu:
+        say(f"{'memory':<12} {memory_peak()}, {power(world.device)}")
+        if cfg.snapshot:
+            torch.cuda.memory._dump_snapshot(cfg.snapshot)
+            torch.cuda.memory._record_memory_history(enabled=None)
+        if cfg.breakdown:
+            breakdown(job, next_batch, own, world, say)
+
+
+def build(cfg, world):
+    """(Config with every "auto" resolved, rows of the start block, the Training) as train.py builds them."""
+    import train
+
+    own, rows = train.choose(cfg, world.device)
+    return own, rows, train.build(own, world, eot=separator(own) if own.document_mask else None)
+
+
+def synthetic(cfg, world, count=8):
+    """Endless batches of random tokens on the device with the frequencies of text: token n has odds 1/n (Zipf)."""
+    generator = torch.Generator().manual_seed(cfg.seed + world.rank // cfg.context_parallel)
+    odds = 1 / torch.arange(1, cfg.vocab_size + 1, dtype=torch.float64)
+    rows = torch.multinomial(odds, count * cfg.batch_size * (cfg.block_size + 1), True, generator=generator)
+    batches = rows.view(count, cfg.batch_size, cfg.block_size + 1).to(world.device)
+    pairs = [context.own_tokens(cfg, world, (b[:, :-1], b[:, 1:])) for b in batches]
+    return itertools.cycle([(x.contiguous(), y.contiguous()) for x, y in pairs]).__next__
+
+
+def separator(cfg):
+    """The id that occurs once in cfg.document_tokens of `synthetic`'s tokens."""
+    harmonic = sum(1 / n for n in range(1, cfg.vocab_size + 1))
+    return min(cfg.vocab_size, max(1, round(cfg.document_tokens / harmonic))) - 1
+
+
+def step_times(job, next_batch, cfg):
+    """Seconds of each of cfg.steps steps; as in train.py, a GPU always has the next step queued."""
+    device = parallel.device_of(job.raw)
+    begin, results, ahead = parallel.Moment(device), [], int(device.type == "cuda")
+    for step in range(cfg.steps):
+        results.append(parallel.Later(torch.stack(job.step(next_batch, cfg.lr))))
+        if step >= ahead:
+            results[step - ahead].get()
+    if results:
+        results[-1].get()
+    return [b.since(a) for a, b in itertools.pairwise([begin, *(r.moment for r in results)])]
+
+
+def rates(times, cfg, world, flops_per_token):
+    """Median step, tokens/s and MFU in words."""
+    median = statistics.median(times)
+    rate, peak = cfg.batch_tokens / median, peak_flops(world.device, cfg.precision)
+    known = peak is not None and flops_per_token is not None
+    mfu = f"{rate * flops_per_token / peak / world.size:.1%}" if known else "n/a"
+    spread = f"median of {len(times)} ({min(times) * 1e3:.1f} to {max(times) * 1e3:.1f})"
+    return f"{median * 1e3:.1f} ms, {spread}; {rate:,.0f} tokens/s, MFU {mfu}"
+
+
+def memory_peak():
+    """Peak memory in words, and how often the allocator had to wait and collect freed blocks before an allocation."""
+    peak, held = torch.cuda.max_memory_allocated() / 2**30, torch.cuda.max_memory_reserved() / 2**30
+    waits = torch.cuda.memory_stats().get("num_alloc_retries", 0)
+    return f"{peak:.1f} GiB at the peak, {held:.1f} reserved" + f", {waits} allocation retries" * (waits > 0)
+
+
+def breakdown(job, next_batch, cfg, world, say):
+    """Prints the GPU time of a step by kind of kernel beside the floor, and the kernels that take most of it."""
+    micros, steps = job.accumulation, 2
+    trace = cfg.trace if world.main else None
+    events = kernel_events(lambda: [job.step(next_batch, cfg.lr) for _ in range(steps)], trace)
+    by_kind, wall, busy = times_by_kind(events, head_events(job, next_batch, cfg, world), micros, steps)
+    floor, hot, watts = floor_times(cfg, world.device)
+    say(f"\n{'ms a step':<28}{'measured':>10}{'bf16 floor':>12}")
+    for kind in ("matmul", "attention", "head + loss", "elementwise", "optimizer", "communication"):
+        least = f"{floor[kind] * micros:12.1f}" if kind in floor else ""
+        name = {"communication": "communication, exposed", "matmul": "matmul without the head"}.get(kind, kind)
+        say(f"{name:<28}{by_kind[kind]:10.1f}{least}")
+    say(f"{'idle':<28}{wall - busy:10.1f}")
+    least, hot = sum(floor.values()) * micros, hot * micros
+    say(f"{'all':<28}{wall:10.1f}{least:12.1f}   the floor is {cfg.batch_tokens / least * 1e3:,.0f} tokens/s")
+    say(f"{'floor back to back for 3 s':<38}{hot:12.1f}   {cfg.batch_tokens / hot * 1e3:,.0f} tokens/s, {watts}")
+    say("\nkernels by time                                                     ms a step   times      us each")
+    names = {name for name, *_ in events}
+    for name in sorted(names, key=lambda n: -sum(e[2] - e[1] for e in events if e[0] == n))[:16]:
+        times = [e[2] - e[1] for e in events if e[0] == name]
+        each = f"{len(times) / steps:7.0f} {sum(times) / len(times) * 1e3:12.1f}"
+        say(f"  {name[:64]:<64} {sum(times) / steps:10.2f} {each}")
+
+
+def head_events(job, next_batch, cfg, world, rounds=16):
+    """Kernel events of the head and loss alone, forward and backward, divided by `rounds`; [] for a sharded head.
+
+    16 rounds are long enough for the GPU to reach the clock that it has in a step.
+    """
+    targets = next_batch()[1]
+    x = torch.randn(*targets.shape, cfg.n_embd, device=world.device, dtype=torch.bfloat16)
+
+    def head_alone():
+        with job.autocast:
+            loss = job.raw.head(x.requires_grad_(), targets, "mean")
+        torch.autograd.grad(loss, [x, job.raw.head.weight])  # not into .grad, whose hooks would start a reduction
+
+    if isinstance(job.raw.head.weight, DTensor):
+        return []
+    events = kernel_events(lambda: [head_alone() for _ in range(rounds)])
+    return [(name, begin / rounds, end / rounds) for name, begin, end in events]
+
+
+def times_by_kind(events, head, micros, steps):
+    """({kind: ms a step}, ms from the first kernel to the last, ms with any kernel running).
+
+    head: events of the head alone, whose GEMMs and elementwise kernels are moved to "head + loss".
+    """
+    by_kind = {kind: total(events, kind) / steps for kind, _ in KINDS}
+    in_head = sum(total(head, kind) for kind, _ in KINDS) * micros
+    for kind in ("matmul", "elementwise"):
+        by_kind[kind] -= total(head, kind) * micros
+    by_kind["head + loss"] = in_head or by_kind["head + loss"]
+    busy = union(events) / steps
+    by_kind["communication"] = busy - union([e for e in events if kind_of(e[0]) != "communication"]) / steps
+    wall = (max(e[2] for e in events) - min(e[1] for e in events)) / steps
+    return by_kind, wall, busy
+
+
+def kernel_events(work, trace=None):
+    """[(name, begin, end) in ms] of the GPU kernels of work(); trace: a file for a chrome trace."""
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as prof:
+        work()
+        torch.cuda.synchronize()
+    if trace:
+        prof.export_chrome_trace(trace)
+    events = [e for e in prof.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    return [(e.name, e.time_range.start / 1e3, e.time_range.end / 1e3) for e in events]
+
+
+def kind_of(name):
+    """The kind of a kernel by its name."""
+    return next(kind for kind, pattern in KINDS if re.search(pattern, name, re.IGNORECASE))
+
+
+def total(events, kind):
+    """Sum of the durations of the events of a kind, in ms."""
+    return sum(end - begin for name, begin, end in events if kind_of(name) == kind)
+
+
+def union(events):
+    """ms in which at least one of the events was running."""
+    covered, reached = 0.0, float("-inf")
+    for _, begin, end in sorted(events, key=lambda e: e[1]):
+        covered += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return covered

@@ -1,0 +1,107 @@
+"""Builds a run: settings resolved for the device, loaders, the model in its fixed order, the start block."""
+
+import dataclasses
+import functools
+import itertools
+
+import model as models
+from configurator import UserError
+from corpus.loader import TokenLoader
+from fast.attention import best_attention
+from run import checkpoint
+from run.account import Account, parameter_counts
+from run.logger import human
+from scale import context, documents, memory, parallel
+
+
+def choose(cfg, device):
+    """(cfg with every "auto" resolved for the device, rows of the start block with the reasons)."""
+    precision, why_precision = parallel.pick_precision(cfg.precision, device, cfg.weights)
+    attention, why_attention = cfg.attention, "as set"
+    if attention == "auto":
+        attention, why_attention = best_attention(device, precision)
+    ops, why_ops = parallel.pick_ops(cfg.ops, device, precision)
+    rows = [
+        ("precision", f"{precision} ({why_precision}), compile {'on' if cfg.compile else 'off'}"),
+        ("attention", f"{attention} ({why_attention})"),
+        ("ops", f"{ops} ({why_ops})"),
+    ]
+    rows += [("documents", documents.describe(device, precision))] if cfg.document_mask else []
+    return dataclasses.replace(cfg, precision=precision, attention=attention, ops=ops), rows
+
+
+def make_loaders(cfg, world):
+    """(training loader, validation loader or None)."""
+    rank, ranks = world.rank // cfg.context_parallel, world.size // cfg.context_parallel
+    common = dict(data_dir=cfg.data_dir, vocab_size=cfg.vocab_size, B=cfg.batch_size, T=cfg.block_size)
+    common |= dict(rank=rank, world=ranks, device=world.device)
+    order = dict(shuffle_seed=cfg.shuffle_seed, align=cfg.align_documents, min_tokens=cfg.batch_tokens)
+    loader = TokenLoader(split="train", **order, **common)
+    return loader, TokenLoader(split="val", **common) if cfg.eval_interval else None
+
+
+def make_batches(cfg, world, loader):
+    """A function that returns this rank's part of the next (x, y); with cfg.overfit it repeats the first step's."""
+    own_tokens = functools.partial(context.own_tokens, cfg, world)
+
+    def next_batch():
+        return own_tokens(loader.next())
+
+    if not cfg.overfit:
+        return next_batch
+    return itertools.cycle([next_batch() for _ in range(cfg.batch_tokens // cfg.micro_tokens(world.size))]).__next__
+
+
+def build_model(cfg, world, weights=None, eot=None):
+    """(model, the model as the loop calls it, Account). The order: on meta, prepared, allocated, loaded, wrapped.
+
+    cfg: from `choose`. weights: {name: Stored} of a checkpoint; None: the weights of cfg.init_from, or new ones. eot:
+    see documents.separator.
+    """
+    account = Account(cfg, world.device)
+    if account.bypassed and (cfg.document_mask or cfg.context_parallel > 1):
+        setting = "document_mask" if cfg.document_mask else "context_parallel"
+        raise UserError(
+            f"{setting} goes around attn.core, which model.py's attention does not call: see docs/experiment.md"
+        )
+    raw = models.on_meta(cfg)
+    parallel.prepare(raw, cfg, world, eot, account.regular)
+    models.allocate(raw, "cpu" if cfg.offload_states else world.device, cfg.seed, fill=parallel.fill)
+    if weights:
+        checkpoint.load_model_tensors(raw, weights)
+    elif cfg.init_from:
+        load_initial_weights(raw, cfg)
+    return raw, parallel.wrap(raw, cfg, world, bool(account.unused)), account
+
+
+def load_initial_weights(model, cfg):
+    """Copies the weights that cfg.init_from names into a new model of the same shape, on each rank its rows."""
+    if cfg.init_from.startswith("hf:"):
+        from run import hf
+
+        tensors, shape = hf.open_hf(cfg.init_from[3:])
+    else:
+        tensors, shape, _ = checkpoint.open_model(cfg.init_from)
+    free = ["vocab_multiple"]
+    free += ["block_size"] if cfg.positions == "rope" else []  # no weight of a RoPE model depends on it
+    if wrong := checkpoint.shape_differences(dataclasses.asdict(shape), cfg, free):
+        raise UserError(f"init_from={cfg.init_from} is another model: {'; '.join(wrong)}")
+    checkpoint.load_model_tensors(model, tensors, cfg.vocab_size)  # the padding rows keep their initial values
+
+
+def describe(cfg, world, job, loader, start):
+    """Rows of the start block: the model, its memory, the data, batch and length of the run, and where it resumes."""
+    ranks = f"{world.size} ranks"
+    if cfg.context_parallel > 1:
+        ranks = f"{world.size // cfg.context_parallel} groups of {cfg.context_parallel} ranks"
+    micro = f"{cfg.batch_size} x {cfg.block_size} x {ranks} x {job.accumulation} micro-steps"
+    total, matmul = parameter_counts(job.raw)
+    rows = [
+        ("parameters", f"{total:,}, of them {matmul:,} in matmuls; vocabulary padding not counted"),
+        *job.account.rows(),
+        ("memory", memory.describe(cfg, world.size, job.account.parameters, job.account.as_settings_say(cfg))),
+        ("data", f"{cfg.data_dir}: {human(loader.tokens)} training tokens, tokenizer {cfg.tokenizer or 'unknown'}"),
+        ("step", f"{cfg.batch_tokens:,} tokens: {micro}"),
+        ("run", f"steps {start.step} to {cfg.max_steps}: {human(cfg.max_steps * cfg.batch_tokens)} tokens"),
+    ]
+    return rows + ([("resumed", str(start.folder))] if start.folder else [])

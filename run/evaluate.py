@@ -1,0 +1,101 @@
+"""Evaluation during a run: validation loss, bits per byte, HellaSwag, and samples to read."""
+
+import functools
+import math
+
+import torch
+
+from corpus import tokenizer as tokenizers
+from run import generate, multiple_choice
+from run.logger import progress
+from scale import context, documents, parallel
+
+
+@torch.no_grad()
+def validate(model, loader, tokens, autocast, own=lambda batch: batch):
+    """(nats per token, bits per byte or None) over the first `tokens` validation tokens; all ranks call it.
+
+    The result does not depend on the number of ranks or the batch size. own: a function that cuts a batch to this
+    rank's tokens, for context parallelism.
+    """
+    device = parallel.device_of(model)
+    exact = torch.float32 if device.type == "mps" else torch.float64
+    sizes = None if loader.token_bytes is None else torch.as_tensor(loader.token_bytes, device=device)
+    total = torch.zeros(3, dtype=exact, device=device)  # nats, targets, bytes
+    for x, y in progress(map(own, loader.eval_batches(tokens)), "validation"):
+        with autocast:
+            loss = model(x, y, "none")
+        real = y >= 0
+        text = real.sum() * 0 if sizes is None else (sizes[y.clamp(min=0)] * real).sum()
+        total += torch.stack([loss.sum(dtype=exact), real.sum(), text])
+    nats, targets, text = parallel.sum_over_ranks(total).tolist()
+    return nats / targets, nats / math.log(2) / text if text else None
+
+
+class Evaluator:
+    """Runs the evaluations that are due after a step. Every rank calls it. `warnings` says which cannot run."""
+
+    def __init__(self, cfg, world, job, val_loader):
+        """job: a train.Training; its model is evaluated under its autocast."""
+        self.cfg, self.model, self.autocast, self.val_loader = cfg, job.raw, job.autocast, val_loader
+        self.own = functools.partial(context.own_tokens, cfg, world)
+        self.warnings, self.examples, self.tokenizer = [], None, None
+        if cfg.hellaswag_interval or cfg.sample_interval:
+            self.tokenizer = tokenizers.load(cfg.tokenizer or "gpt2", cfg.vocab_size)
+        if cfg.hellaswag_interval:
+            try:
+                examples = multiple_choice.load(cfg.hellaswag_file)
+                self.examples = multiple_choice.prepare(examples, self.tokenizer, cfg.block_size)
+            except multiple_choice.Unavailable as error:
+                self.warnings.append(f"no HellaSwag in this run: {error}")
+            if not all(parallel.gather_objects(self.examples is not None)):  # all ranks take part or none
+                self.warnings = self.warnings or ["no HellaSwag in this run: another rank has no file"]
+                self.examples = None
+
+    def due(self, interval, step):
+        return interval and (step % interval == 0 or step == self.cfg.max_steps)
+
+    def due_at(self, step):
+        """Whether any evaluation is due after `step`."""
+        cfg = self.cfg
+        return any(self.due(i, step) for i in (cfg.eval_interval, cfg.hellaswag_interval, cfg.sample_interval))
+
+    def __call__(self, step, log):
+        """Evaluates, prints and records to `log`; returns the validation loss, or None if it was not due."""
+        self.model.eval()
+        loss = self.validation(step, log) if self.due(self.cfg.eval_interval, step) else None
+        if self.examples is not None and self.due(self.cfg.hellaswag_interval, step):
+            self.hellaswag(step, log)
+        if self.due(self.cfg.sample_interval, step):
+            self.samples(step, log)
+        self.model.train()
+        return loss
+
+    def validation(self, step, log):
+        device = parallel.device_of(self.model)
+        began = parallel.synchronize(device)
+        loss, bpb = validate(self.model, self.val_loader, self.cfg.eval_tokens, self.autocast, self.own)
+        seconds = parallel.synchronize(device) - began
+        bits = "" if bpb is None else f"{bpb:.4f} bits/byte | "
+        log.print(f"val {step} | loss {loss:.4f} | {bits}{seconds:.1f} s")
+        log.record("val", step, loss=loss, bpb=bpb, seconds=seconds)
+        return loss
+
+    def hellaswag(self, step, log):
+        device = parallel.device_of(self.model)
+        with context.alone(self.model), documents.off(self.model):
+            score = multiple_choice.evaluate(self.model, self.examples, device, autocast=self.autocast)
+        log.print(
+            f"hellaswag {step} | acc_norm {score['acc_norm']:.4f} | acc {score['acc']:.4f} | "
+            f"{score['n']:,} examples | {score['seconds']:.1f} s"
+        )
+        log.record("hellaswag", step, **score)
+
+    def samples(self, step, log):
+        cfg = self.cfg
+        options = (cfg.n_samples, cfg.sample_tokens, cfg.temperature, cfg.top_k, cfg.seed)
+        with self.autocast, context.alone(self.model), documents.off(self.model):
+            texts = generate.texts(self.model, self.tokenizer, cfg.sample_prompt, *options)
+        for text in texts:
+            log.print(f"sample {step} | {text!r}")
+        log.record("sample", step, texts=texts)

@@ -1,0 +1,191 @@
+"""The console and logs of a run: the start block, one aligned line per step, log.jsonl, and wandb when asked for."""
+
+import json
+import os
+import sys
+from dataclasses import asdict, fields
+from pathlib import Path
+
+import torch
+
+from configurator import UserError
+from run import files
+
+# Dense peak TFLOP/s by precision, from the vendors' data sheets; the first key found in the device's name counts.
+# AMD's fp32 figures are those of its matrix units.
+PEAK_TFLOPS = {
+    "B200": {"fp8": 4500, "bf16": 2250, "fp16": 2250, "tf32": 1125, "fp32": 75},
+    "H200": {"fp8": 1979, "bf16": 989, "fp16": 989, "tf32": 494, "fp32": 67},
+    "H100 PCIe": {"fp8": 1513, "bf16": 756, "fp16": 756, "tf32": 378, "fp32": 51},
+    "H100 NVL": {"fp8": 1671, "bf16": 835, "fp16": 835, "tf32": 417, "fp32": 60},
+    "H100": {"fp8": 1979, "bf16": 989, "fp16": 989, "tf32": 494, "fp32": 67},
+    "H800": {"fp8": 1979, "bf16": 989, "fp16": 989, "tf32": 494, "fp32": 67},
+    "A100": {"bf16": 312, "fp16": 312, "tf32": 156, "fp32": 19.5},
+    "A800": {"bf16": 312, "fp16": 312, "tf32": 156, "fp32": 19.5},
+    "L40S": {"fp8": 733, "bf16": 362, "fp16": 362, "tf32": 183, "fp32": 91.6},
+    "L4": {"fp8": 242, "bf16": 121, "fp16": 121, "tf32": 60, "fp32": 30.3},
+    "A10": {"bf16": 125, "fp16": 125, "tf32": 62.5, "fp32": 31.2},
+    "RTX 5090": {"fp8": 419, "bf16": 209.5, "fp16": 209.5, "tf32": 104.8, "fp32": 104.8},
+    "RTX 4090": {"fp8": 330, "bf16": 165, "fp16": 165, "tf32": 82.6, "fp32": 82.6},
+    "RTX 3090": {"bf16": 71, "fp16": 71, "tf32": 35.6, "fp32": 35.6},
+    "V100": {"fp16": 125, "fp32": 15.7},
+    "T4": {"fp16": 65, "fp32": 8.1},
+    "MI300X": {"fp8": 2615, "bf16": 1307, "fp16": 1307, "tf32": 654, "fp32": 163},  # as in "AMD Instinct MI300X"
+    "MI250X": {"bf16": 191.5, "fp16": 191.5, "fp32": 47.9},  # of a die, half the card's: PyTorch sees two devices
+}
+
+
+def peak_flops(device, precision):
+    """Peak FLOP/s of one device at this precision; None where it is unknown (the MFU is then n/a)."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    for key, peaks in PEAK_TFLOPS.items():
+        if key in name:
+            return peaks[precision] * 1e12 if precision in peaks else None
+    return None
+
+
+def device_name(device):
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def describe_device(world):
+    """A row of the start block."""
+    return "device", f"{world.size} x {device_name(world.device)}, torch {torch.__version__}"
+
+
+def show(rows, say=print):
+    """Prints the rows (name, value) of a start block."""
+    for name, value in rows:
+        say(f"{name:<12} {value}")
+
+
+def human(n):
+    """12,345,678 -> 12.3M."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if n >= size:
+            return f"{n / size:.4g}{unit}"
+    return f"{n:.4g}"
+
+
+def changed(cfg):
+    """The settings of a dataclass instance that differ from the defaults, {name: value}."""
+    return {f.name: getattr(cfg, f.name) for f in fields(cfg) if getattr(cfg, f.name) != f.default}
+
+
+def duration(seconds):
+    minutes, s = divmod(int(seconds), 60)
+    h, m = divmod(minutes, 60)
+    return f"{h}h{m:02d}m" if h else f"{m}m{s:02d}s" if m else f"{seconds:.1f}s"
+
+
+class Logger:
+    """Prints and records on rank 0 only; every method may be called on every rank."""
+
+    def __init__(self, cfg, world, flops_per_token, precision, saved_id=None):
+        self.cfg, self.on, self.device, self.world = cfg, world.main, world.device, world
+        peak = peak_flops(world.device, precision)
+        known = peak is not None and flops_per_token is not None
+        self.mfu_per_rate = flops_per_token / (peak * world.size) if known else None
+        self.file = self.wandb = None
+        self.first, self.average = True, None  # running seconds per step, without the first: that one compiles
+        if self.on and not cfg.dry_run:
+            try:
+                Path(cfg.out_dir).mkdir(parents=True, exist_ok=True)
+                files.write_json(Path(cfg.out_dir) / "config.json", asdict(cfg))
+            except OSError as error:
+                raise UserError(f"out_dir={cfg.out_dir}: {error.strerror}; try another --out_dir") from None
+            path = Path(cfg.out_dir) / "log.jsonl"
+            if path.exists():  # a kill or a full disk may have cut the last line short: it would spoil the next one
+                os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+            self.file = open(path, "a")  # noqa: SIM115
+            self.wandb = self._start_wandb(saved_id) if cfg.wandb else None
+        self.run_id = self.wandb.id if self.wandb else saved_id
+
+    def _start_wandb(self, saved_id):
+        """A wandb run, the saved one on a resume; where wandb fails, training goes on without it."""
+        try:
+            import wandb
+
+            settings = {"project": "pretrain", "name": self.cfg.run_name, "dir": self.cfg.out_dir}
+            run = wandb.init(id=saved_id, resume="allow" if saved_id else None, config=vars(self.cfg), **settings)
+            run.define_metric("*", step_metric="step")  # a resumed run steps back; wandb's own step may not
+            return run
+        except Exception as error:  # not installed, no key, no network: wandb has a type for each
+            self.print(
+                f"warning: wandb is off ({type(error).__name__}: {str(error).splitlines()[0]}); log.jsonl goes on"
+            )
+            return None
+
+    def print(self, *words):
+        if self.on:
+            print(*words, flush=True)
+
+    def record(self, kind, step, **values):
+        """One line in log.jsonl, and in wandb as kind/name."""
+        if self.file:
+            self.file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+            self.file.flush()
+        if self.wandb:
+            try:
+                self.wandb.log({"step": step, **{f"{kind}/{k}": v for k, v in values.items() if v is not None}})
+            except Exception as error:
+                self.print(f"warning: wandb stopped ({type(error).__name__}); log.jsonl goes on")
+                self.wandb = None
+
+    def start(self, rows, settings):
+        """The start block: aligned names and values; last, the settings that the user changed, {name: value}."""
+        show([describe_device(self.world), *rows], self.print)
+        words = [f"{k}={v}" for k, v in settings.items()]
+        self.print(f"{'settings':<12} " + (" ".join(words) or "all defaults"))
+
+    def step(self, step, loss, lr, norm, seconds):
+        """The line of a finished training step (steps counted from 1), its time in seconds."""
+        cfg, rate = self.cfg, self.cfg.batch_tokens / seconds
+        if not self.first:
+            self.average = seconds if self.average is None else 0.9 * self.average + 0.1 * seconds
+        self.first = False
+        mfu = None if self.mfu_per_rate is None else rate * self.mfu_per_rate
+        gib = torch.cuda.max_memory_allocated(self.device) / 2**30 if self.device.type == "cuda" else None
+        values = {
+            "loss": loss,
+            "lr": lr,
+            "norm": norm,
+            "dt_ms": seconds * 1e3,
+            "tok_per_s": rate,
+            "mfu": mfu,
+            "gib": gib,
+        }
+        self.record("train", step, **values, tokens=step * cfg.batch_tokens)
+        if step % cfg.log_interval == 0 or step == cfg.max_steps:
+            width, eta = len(str(cfg.max_steps)), self.eta(cfg.max_steps - step)
+            self.print(
+                f"step {step:>{width}}/{cfg.max_steps} | loss {loss:8.4f} | lr {lr:.2e} | norm {norm:7.3f} | "
+                f"{seconds * 1e3:8.1f} ms | {rate:>11,.0f} tok/s | mfu {'  n/a' if mfu is None else f'{mfu:5.1%}'} | "
+                f"{'' if gib is None else f'{gib:5.1f} GiB | '}eta {eta}"
+            )
+
+    def eta(self, steps):
+        """The time that so many more steps will take, in words; n/a while only the first step has been timed."""
+        return "n/a" if steps and self.average is None else duration(steps * (self.average or 0))
+
+    def close(self, step, saved, seconds):
+        """The closing summary after `step` steps; saved: the step of the last checkpoint, None without one."""
+        out_dir = self.cfg.out_dir
+        self.print(f"{'done' if step == self.cfg.max_steps else 'stopped':<12} step {step} after {duration(seconds)}")
+        if saved is not None:
+            self.print(f"{'checkpoint':<12} {out_dir} at step {saved}; to go on, the same command with --resume=auto")
+            self.print(f"{'next':<12} python sample.py --checkpoint={out_dir}; python plot.py {out_dir}")
+        if self.file:
+            self.file.close()
+        if self.wandb:
+            self.wandb.finish()
+
+
+def progress(iterable, label, total=None):
+    """A tqdm bar on rank 0 in a terminal; elsewhere the iterable itself."""
+    from tqdm import tqdm
+
+    quiet = os.environ.get("RANK", "0") != "0" or not sys.stderr.isatty()
+    return tqdm(iterable, desc=label, total=total, leave=False, disable=quiet)

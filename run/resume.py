@@ -1,0 +1,91 @@
+"""Where a run starts: afresh in an unused folder, or at a checkpoint, of which everything is restored."""
+
+import shutil
+import sys
+from pathlib import Path
+
+from configurator import UserError
+from run import checkpoint, source
+from scale.parallel import rank_and_size
+
+
+class Start:
+    """The checkpoint that a run resumes from. For a new run `folder` is None and `step` is 0.
+
+    All ranks make one. Raises UserError or CheckpointError where cfg does not go with out_dir or the checkpoint.
+    """
+
+    def __init__(self, cfg):
+        self.folder = claim_out_dir(cfg)
+        self._tensors, self.state = checkpoint.open_folder(self.folder) if self.folder else ({}, {})
+        self.warnings = []
+        if self.folder:
+            refuse_other(cfg, self.folder, self._tensors, self.state)
+            if (words := source.warning(self.folder)) and rank_and_size()[0] == 0:
+                print(f"warning: {words}", file=sys.stderr)  # now: an edited model may not fit the checkpoint
+        self.step = self.state.get("step", 0)
+        if self.step > cfg.max_steps and not cfg.dry_run:
+            raise UserError(f"{self.folder} is beyond max_steps={cfg.max_steps}; try a larger --max_steps")
+
+    @property
+    def weights(self):
+        """{name: Stored} of the checkpoint, None for a new run."""
+        return self._tensors.get("model")
+
+    def restore(self, job, loader, world, allow_data_change):
+        """Optimizer, loss scaler, data position and random-number states, into what was built with `weights`."""
+        if not self.folder:
+            return
+        checkpoint.load_optimizer_tensors(job.raw, job.optimizer, self._tensors["optimizer"])
+        job.scaler.load_state_dict(self.state["scaler"])
+        loader.load_state_dict(self.state["loader"], allow_data_change=allow_data_change)
+        saved_ranks, rng = self.state["world_size"], self._tensors["rng"]
+        same = saved_ranks == world.size
+        if not (same and checkpoint.load_rank_tensors(rng, job.raw, world.rank, world.device)):
+            self.warnings.append(f"saved by {saved_ranks} ranks: dropout and fp8's scales start afresh")
+        self._tensors = {}  # closes the files
+
+    def prepare_out_dir(self, cfg):
+        """Clears out_dir for a new run, and keeps the code of this run in it. Called on rank 0, not in a dry run."""
+        if not self.folder:
+            clear_out_dir(cfg.out_dir)
+        self.warnings += filter(None, [source.record(cfg.out_dir, self.step)])
+
+
+def claim_out_dir(cfg):
+    """The checkpoint folder to resume from, or None for a new run, whose out_dir must be unused."""
+    if cfg.resume not in ("none", "auto"):
+        found = checkpoint.find(cfg.resume)
+        newer = checkpoint.later(cfg.out_dir, found)
+        if newer and found == Path(cfg.resume) and not cfg.dry_run:  # of a run's folder, newer ones are damaged
+            raise UserError(
+                f"out_dir={cfg.out_dir} holds {newer.name}, beyond {found}, which the next --resume=auto would take; "
+                "remove it, or give another --out_dir"
+            )
+        return found
+    if cfg.resume == "auto" and checkpoint.exists(cfg.out_dir):
+        return checkpoint.find(cfg.out_dir)
+    used = checkpoint.exists(cfg.out_dir) or (Path(cfg.out_dir) / "log.jsonl").exists()
+    if used and not (cfg.overwrite or cfg.dry_run or cfg.resume == "auto"):
+        raise UserError(
+            f"out_dir={cfg.out_dir} holds an earlier run; try --resume=auto, --overwrite or another --out_dir"
+        )
+    return None
+
+
+def refuse_other(cfg, folder, tensors, state):
+    """Raises CheckpointError unless the checkpoint is of a run with this model, optimizer and type of weights."""
+    if wrong := checkpoint.shape_differences(state["config"], cfg):
+        raise checkpoint.CheckpointError(f"{folder} is another model: {'; '.join(wrong)}; nothing was changed")
+    new = f"for a new run from its weights: --init_from={folder}"
+    if "optimizer" not in tensors:
+        raise checkpoint.CheckpointError(f"{folder} holds weights alone; {new}")
+    for name, usual in (("optimizer", "adamw"), ("weights", "fp32")):
+        if (saved := state["config"].get(name, usual)) != getattr(cfg, name):
+            raise checkpoint.CheckpointError(f"{folder} was saved with {name}={saved}, now {getattr(cfg, name)}; {new}")
+
+
+def clear_out_dir(out_dir):
+    """Removes an earlier run's checkpoints and log."""
+    for path in [*Path(out_dir).glob("step_*"), *Path(out_dir).glob("log.jsonl")]:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -1,0 +1,130 @@
+"""Context parallelism: ranks share a sequence, whose activations do not fit on one GPU; each has a part of its tokens.
+
+    torchrun --standalone --nproc_per_node=4 train.py config/llama3_8b.py --parallel=fsdp --context_parallel=4
+
+Only attention's core mixes tokens. An all-to-all before it exchanges tokens for heads, so that a rank has all tokens of
+some heads, and another one after it reverses the exchange (Ulysses, https://arxiv.org/abs/2309.14509). All ranks have
+the same share of causal attention's work. For parameters and gradients they are data-parallel ranks. An edit of
+model.py that mixes tokens outside attn.core gives wrong results under context parallelism.
+"""
+
+import contextlib
+import math
+
+import torch
+import torch.distributed as dist
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+
+import kernels
+import model as models
+from configurator import UserError
+
+
+def apply(model, cfg, world):
+    """Wraps the cores of all attentions; neighbouring ranks share a sequence. All ranks call it."""
+    N = cfg.context_parallel
+    groups = [dist.new_group(range(i, i + N)) for i in range(0, world.size, N)]
+    spread = model.spread = Spread(groups[world.rank // N], N)
+    for module in attentions(model, "context_parallel", any_core=True):
+        module.core = Ulysses(module.core, spread)
+    for module in positions(model):
+        module.first = world.rank % N * (cfg.block_size // N)
+
+
+def attentions(model, setting, any_core=False):
+    """The modules that have kernels.attention, perhaps wrapped, as their `core`; UserError if a block has none.
+
+    any_core: also models.Attention with another function as its core.
+    """
+
+    def innermost(core):
+        return innermost(core.core) if hasattr(core, "core") else core
+
+    def suits(module):
+        usual = innermost(getattr(module, "core", None)) is kernels.attention
+        return usual or any_core and isinstance(module, models.Attention)
+
+    found = [module for module in model.modules() if suits(module)]
+    for i, block in enumerate(model.blocks):
+        if not any(module in found for module in block.modules()):
+            raise UserError(
+                f"{setting} goes around attn.core, and block {i} of model.py has none: see docs/experiment.md"
+            )
+    return found
+
+
+def positions(model):
+    """The modules that know the position of a row's first token, `first`."""
+    return [module for module in model.modules() if hasattr(module, "first")]
+
+
+class Spread:
+    """The process group of the ranks that share a sequence; `on` is False while each rank has whole sequences."""
+
+    def __init__(self, group, size):
+        self.group, self.size, self.on = group, size, True
+
+
+@contextlib.contextmanager
+def alone(model):
+    """Within it, each rank works on whole, separate sequences: for short ones, as in HellaSwag and samples."""
+    spread = getattr(model, "spread", None)
+    if spread is None:
+        yield
+        return
+    modules = positions(model)
+    firsts = [m.first for m in modules]
+    spread.on = False
+    for module in modules:
+        module.first = 0
+    try:
+        yield
+    finally:
+        spread.on = True
+        for module, first in zip(modules, firsts, strict=True):
+            module.first = first
+
+
+class Ulysses:
+    """attn.core between two all-to-alls."""
+
+    def __init__(self, core, spread):
+        self.core, self.spread = core, spread
+
+    def __call__(self, q, k, v, *options):
+        """For this rank's tokens, q: (B, H, T/N, D); k, v: (B, H_kv, T/N, D) -> (B, H, T/N, D)."""
+        if not self.spread.on:
+            return self.core(q, k, v, *options)
+        N, group = self.spread.size, self.spread.group
+        q, k = q.to(v.dtype), k.to(v.dtype)  # RMSNorm under autocast gives float32
+        k, v = (x.repeat_interleave(math.lcm(x.size(1), N) // x.size(1), dim=1) for x in (k, v))
+        heads = [x.size(1) // N for x in (q, k, v)]
+        parts = torch.cat([x.unflatten(1, (N, -1)) for x in (q, k, v)], dim=2)  # (B, N, h, T/N, D)
+        parts = exchange(parts.movedim(1, 0), group)  # all tokens, of this rank's heads
+        q, k, v = parts.movedim(0, 2).flatten(2, 3).split(heads, dim=1)  # (B, h, T, D)
+        y = self.core(q, k, v, *options)
+        y = exchange(y.unflatten(2, (N, -1)).movedim(2, 0), group)  # this rank's tokens, of all heads
+        return y.movedim(0, 1).flatten(1, 2)  # (B, H, T/N, D)
+
+
+def exchange(parts, group):
+    """All-to-all: parts[i] goes to rank i of the group and is replaced by the part that rank i sends to this rank."""
+    flat = all_to_all_single_autograd(parts.contiguous().flatten(0, 1), None, None, group)
+    return flat.unflatten(0, parts.shape[:2])
+
+
+def whole_sequences(model, idx):
+    """(B, T) ids of whole sequences, gathered from the ranks that share them; `idx` itself where it is whole."""
+    spread = getattr(model, "spread", None)
+    if spread is None or not spread.on:
+        return idx
+    parts = [torch.empty_like(idx, memory_format=torch.contiguous_format) for _ in range(spread.size)]
+    dist.all_gather(parts, idx.contiguous(), group=spread.group)
+    return torch.cat(parts, dim=1)
+
+
+def own_tokens(cfg, world, batch):
+    """This rank's tokens of (x, y), (B, T/N) each, of a batch of whole sequences, (B, T)."""
+    T = cfg.block_size // cfg.context_parallel
+    first = world.rank % cfg.context_parallel * T
+    return tuple(t[:, first : first + T] for t in batch)

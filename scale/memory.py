@@ -1,0 +1,234 @@
+"""GPU memory that a run will take, by arithmetic alone: it needs neither a GPU nor torch.
+
+    python bench.py memory config/llama3_8b.py --world=8 --gpu_gib=80
+
+Counts what the fast forms (--ops=fused) in bf16 and fp8 keep, in bytes a rank, at the three moments where a step may
+have its peak: when the loss is computed, in the backward of the last block, and in the optimizer's update. The tests
+compare the constants below with the modules that they describe, and the parameter counts with real models.
+"""
+
+import dataclasses
+import os
+
+GIB = 2**30
+WORKSPACE = 2**25  # bytes of cuBLAS's workspace
+LOGITS_BYTES = 2**30  # logits alive at a time where the loss is computed in chunks, as in fast/loss.py
+UNIT_MIB = 100  # parallel.shard gathers consecutive blocks as one unit up to this size in 16 bits; 0: a block a unit
+GROUP = 256  # elements that share a float32 scale in adamw8bit's moments, as in fast/adam8.py
+
+
+def estimate(cfg, ranks):
+    """{part: bytes of GPU memory on a rank} for a settings.Config and `ranks` processes.
+
+    Offloaded states do not count. 8-bit states are counted as if no tensor were small enough to stay in float32.
+    """
+    total, block = parameter_counts(cfg)
+    rest = total - cfg.n_layer * block
+    shards, sharded, own = shards_of(cfg, ranks), is_sharded(cfg, ranks), bytes_of_weight(cfg)
+    tokens = cfg.batch_size * cfg.block_size // cfg.context_parallel
+    here = 0 if cfg.offload_states else total / shards
+    states = {"parameters": own * here, "gradients": own * here, "optimizer": bytes_of_moments(cfg) * here}
+    rope_tables = 8 * cfg.block_size * cfg.head_dim if cfg.positions == "rope" else 0
+    states["buffers"] = WORKSPACE + rope_tables
+    parts = dict(states)
+    if sharded and cfg.batch_tokens <= cfg.micro_tokens(ranks):
+        parts["gradients"] = 0  # of a single micro-step: they grow while activations are freed
+    again = 0 if cfg.remat == "none" else -(-cfg.n_layer // cfg.remat_every)  # blocks under activation checkpointing
+    parts["gathered"] = gathered(cfg, total, block, rest, shards) if sharded else 0
+    if not gathers_8_bits(cfg, shards):
+        parts["gathered"] += copied(cfg, (cfg.n_layer - again) * block, 2 if sharded else own)
+    on_host = cfg.remat_offload and again > 2 and cfg.remat in ("attention", "block")
+    kept = 2 if on_host else again  # two blocks on the GPU while the others wait on the host
+    parts["activations"] = tokens * ((cfg.n_layer - again) * block_per_token(cfg) + kept * kept_per_token(cfg))
+    parts["loss or a block's backward"] = max(loss_bytes(cfg, tokens, own), backward_bytes(cfg, tokens, again))
+    most = max(parts, states, key=lambda moment: sum(moment.values()))
+    return {name: int(size) for name, size in most.items()}
+
+
+def takes(cfg, ranks):
+    """Total of the estimate, in bytes."""
+    return sum(estimate(cfg, ranks).values())
+
+
+def describe(cfg, ranks, parameters=None, usual=True):
+    """The estimate in words, for the start of a run; the total only where the operations are those that it counts.
+
+    parameters: the number that the model really has. usual: its FLOPs are those that the settings say; in an edited
+    model.py either may differ.
+    """
+    counted = parameter_counts(cfg)[0]
+    each = 2 * bytes_of_weight(cfg) + bytes_of_moments(cfg)
+    states = each * (parameters or counted) / shards_of(cfg, ranks) / GIB
+    where = "of the CPU's memory " if cfg.offload_states else ""
+    words = f"{states:.2f} GiB {where}a rank for weights, gradients and optimizer states"
+    if parameters not in (None, counted) or not usual:
+        return words + "; activations are not estimated, since model.py computes something else than the settings say"
+    return words + f", about {takes(cfg, ranks) / GIB:.1f} GiB of a GPU in all" * (cfg.ops == "fused")
+
+
+def parameter_counts(cfg):
+    """(of the model, of a block) for the settings of a GPTConfig: shared weights once, padding rows included."""
+    C = cfg.n_embd
+    norm = C * (1 + (cfg.norm == "layernorm" and cfg.bias))
+    linears = sum(n * k + n * cfg.bias for n, k in cfg.block_matmuls)
+    block = 2 * norm + linears + 2 * cfg.head_dim * cfg.qk_norm
+    tables = cfg.padded_vocab * (1 if cfg.tie_embeddings else 2)
+    tables += cfg.block_size if cfg.positions == "learned" else 0
+    return tables * C + cfg.n_layer * block + norm, block
+
+
+def blocks_a_unit(numbers):
+    """Blocks of `numbers` parameters each that FSDP2 gathers as one unit."""
+    return max(1, UNIT_MIB * 2**20 // (2 * numbers))
+
+
+def gathers_8_bits(cfg, shards):
+    """Whether FSDP2 gathers the blocks' weights in fp8: both the matrix and its transpose, as many bytes as in bf16."""
+    return cfg.precision == "fp8" and shards > 1 and not cfg.offload_states
+
+
+def is_sharded(cfg, ranks):
+    return cfg.parallel != "ddp" and (ranks > 1 or cfg.offload_states)
+
+
+def shards_of(cfg, ranks):
+    """Ranks among which one copy of the model is sharded."""
+    if not is_sharded(cfg, ranks):
+        return 1
+    node = int(os.environ.get("LOCAL_WORLD_SIZE", min(8, ranks)))  # set by torchrun; parallel.shard reads it too
+    return (cfg.shard_size or node) if cfg.parallel == "hsdp" else ranks
+
+
+def bytes_of_weight(cfg):
+    return 2 if cfg.weights == "bf16" else 4
+
+
+def bytes_of_moments(cfg):
+    return 2 * (1 + 4 / GROUP) if cfg.optimizer == "adamw8bit" else 8
+
+
+def bytes_of_sum(cfg):
+    """Bytes of a gradient's element in the reduction over ranks."""
+    return 2 if cfg.reduce_dtype == "bf16" else 4
+
+
+def gathered(cfg, total, block, rest, shards):
+    """FSDP2's buffers: the gathered weights of two units of blocks and the head (zero2: of all), in 16 bits, and one
+    unit's gradients before and after the reduction."""
+    blocks = total - rest
+    unit, head = min(block * blocks_a_unit(block), blocks), rest // (1 if cfg.tie_embeddings else 2)
+    whole = 2 * (total if cfg.parallel == "zero2" else head + min(2 * unit, blocks))
+    return whole + (2 + bytes_of_sum(cfg)) * max(unit, head) * (1 + 1 / shards)
+
+
+def copied(cfg, numbers, own):
+    """Casts of the weights of blocks without activation checkpointing, which autocast keeps until the backward."""
+    small = 1 if cfg.precision == "fp8" else 2  # fp8 keeps the transposes alone
+    return 0 if own == small else small * numbers
+
+
+def loss_bytes(cfg, tokens, own):
+    """Bytes while the loss is computed: a chunk of logits, the hidden state's gradient and the head's gradient."""
+    logits = min(LOGITS_BYTES, 2 * tokens * cfg.padded_vocab) * (2 if cfg.precision == "fp8" else 1)
+    return logits + tokens * cfg.n_embd * 2 + own * cfg.padded_vocab * cfg.n_embd
+
+
+def backward_bytes(cfg, tokens, again):
+    """Working memory of a block's backward: gradients, and activations where they are computed again."""
+    C, wide = cfg.n_embd, 2 * (2 * cfg.mlp_width + 2 * cfg.hidden)
+    if not again:
+        return tokens * (wide + 2 * 3 * C)
+    if cfg.remat == "selective":
+        return min(tokens, cfg.remat_tile or tokens) * wide + tokens * 2 * 4 * C
+    rotated = cfg.qkv_width - cfg.kv_heads * cfg.head_dim if cfg.positions == "rope" else 0
+    alive = 2 * (cfg.qkv_width + rotated + 6 * C)  # q, k, v before and after RoPE; x, y, norm_1(x), three gradients
+    tile = min(tokens, cfg.remat_tile or tokens) * (wide + 2 * cfg.mlp_width + 2 * 4 * C)
+    return tokens * alive + max(tile, tokens * (2 * cfg.qkv_width + 4 * C))  # dq, dk, dv, and dq in float32
+
+
+def block_per_token(cfg):
+    """Bytes a token that a block without activation checkpointing keeps for its backward."""
+    C, fp8 = cfg.n_embd, cfg.precision == "fp8"
+    residual = 2 * 2 * C  # the residual stream before both norms
+    attention = 2 * cfg.qkv_width + 2 * C + 4 * cfg.n_head  # q, k, v, the output, logsumexp
+    attention += C if fp8 else 0  # the output in 8 bits; in bf16 the projection reads the one above
+    return residual + attention + (1 if fp8 else 2) * 2 * C + mlp_per_token(cfg) + 16  # both norms' outputs
+
+
+def mlp_per_token(cfg):
+    """Bytes a token that the inside of an MLP keeps: the pre-activation and the second GEMM's operand."""
+    fp8 = cfg.precision == "fp8"
+    if cfg.mlp == "swiglu" and not fp8:
+        return 2 * cfg.mlp_width  # the backward computes silu(gate) * up again
+    return 2 * cfg.mlp_width + (1 if fp8 else 2) * cfg.hidden
+
+
+def kept_per_token(cfg):
+    """Bytes a token that a block keeps with cfg.remat.
+
+    block: the residual stream before it. attention: attention's output and logsumexp besides. selective: everything
+    but the inside of the MLP, whose input stays in bf16.
+    """
+    C = cfg.n_embd
+    if cfg.remat == "block":
+        return 2 * C
+    if cfg.remat == "attention":
+        return 2 * 2 * C + 4 * cfg.n_head
+    return block_per_token(cfg) - mlp_per_token(cfg) + (C if cfg.precision == "fp8" else 0)
+
+
+def largest_batch(cfg, ranks, budget):
+    """The largest batch_size whose estimate is within `budget` bytes, 0 if none is."""
+    return largest(lambda rows: takes(dataclasses.replace(cfg, batch_size=rows), ranks) <= budget)
+
+
+def longest_row(cfg, ranks, budget):
+    """The largest block_size, in steps of 1,024 a rank, that fits `budget` bytes with batch_size=1, 0 if none does."""
+    step = 1024 * cfg.context_parallel
+    return step * largest(lambda n: takes(dataclasses.replace(cfg, batch_size=1, block_size=n * step), ranks) <= budget)
+
+
+def largest(fits):
+    """The largest number that fits, up to 2^20, 0 if none does; fits must be monotonic."""
+    count = 1
+    while fits(count) and count < 2**20:
+        count *= 2
+    low, high = count // 2, count
+    while low + 1 < high:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low  # the last that fitted, or 0
+
+
+def fitting(cfg, ranks, budget, changes, legal):
+    """["--batch_size=2 --remat=block", …]: the changes, each {setting: value}, with which some legal batch fits."""
+    found = []
+    for change in changes:
+        other = dataclasses.replace(cfg, **change)
+        rows = min(cfg.batch_size, largest_batch(other, ranks, budget))
+        while rows and not legal(dataclasses.replace(other, batch_size=rows), ranks):
+            rows -= 1
+        if rows:
+            changed = {k: v for k, v in change.items() if v != getattr(cfg, k)}
+            found.append(" ".join(f"--{k}={v}" for k, v in {"batch_size": rows, **changed}.items()))
+    return found
+
+
+def advice(cfg, ranks, budget, legal):
+    """What to change after a run was out of memory, in words. budget: bytes of the GPU; legal: as settings.legal."""
+    plain = {"remat_tile": None, "remat_offload": False}
+    changes = [{}, {"remat": "selective", **plain}, {"remat": "block"}]
+    least = {"remat": "attention", "remat_tile": 16_384, "remat_offload": True}
+    copies = ranks > 1 and cfg.parallel == "ddp"
+    low = {"parallel": "fsdp"} if copies else {"optimizer": "adamw8bit", "weights": "bf16"}
+    fits = fitting(cfg, ranks, budget, changes, legal)
+    fits = fits or list(
+        dict.fromkeys(fitting(cfg, ranks, budget, [least, {"remat": "block", **low}, least | low], legal))
+    )
+    more = " --parallel=fsdp" if copies else ""
+    tries = " or ".join(f for f in fits if f != f"--batch_size={cfg.batch_size}") or f"more GPUs{more}"
+    need = takes(cfg, ranks)
+    roomy = need < 0.9 * budget and cfg.ops != "torch"  # the estimate does not count ops=torch
+    why = f"this takes about {need / GIB:.1f} GiB of {budget / GIB:.1f} a GPU by estimate"
+    why += ", so that another process may be on it (nvidia-smi)" if roomy else ""
+    return f"out of memory: {why}; try {tries}"

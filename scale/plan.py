@@ -1,0 +1,126 @@
+"""Speed of a run by arithmetic, and a search for the fastest settings of parallel, remat and so on that fit in memory.
+
+    python bench.py plan config/llama3_8b.py --world=8 --gpu_gib=80
+
+Needs no torch. The rates are those that H200s reached in training steps of this repository (docs/results.md): the order
+of two candidates is more reliable than the figure of either.
+"""
+
+import dataclasses
+import itertools
+
+from configurator import UserError
+from scale import memory
+from settings import check, legal
+
+MATMUL, MATMUL_FP8, ATTENTION = 680e12, 1250e12, 540e12  # FLOP/s; attention counts the causal half alone
+BYTES, LINK, ALL_TO_ALL, HOST = (
+    3.6e12,
+    320e9,
+    170e9,
+    45e9,
+)  # bytes/s: HBM, NCCL's bus in a node, all-to-all, host copies
+HIDDEN = 0.8  # share of a step's computation that can hide communication
+SLOWED = 0.5  # share of hidden communication's time that it costs all the same: it takes SMs, bandwidth and power
+LAUNCH = 1e-4  # seconds a layer and micro-step during which no kernel runs
+
+
+def seconds(cfg, ranks):
+    """{part: seconds} of an optimizer step on `ranks` GPUs of one node, for a settings.Config."""
+    micros = max(1, cfg.batch_tokens // cfg.micro_tokens(ranks))
+    tokens = cfg.batch_size * cfg.block_size // cfg.context_parallel
+    total, block = memory.parameter_counts(cfg)
+    C, L, T = cfg.n_embd, cfg.n_layer, cfg.block_size
+    fp8 = cfg.precision == "fp8"
+    products = sum(n * k for n, k in cfg.block_matmuls)
+    again = recomputed(cfg, products)
+    flops = 2 * tokens * (L * (3 * products + again * products) + 3 * cfg.padded_vocab * C)
+    attention = 2 * tokens * C * T * L * (3.5 + (cfg.remat == "block") / cfg.remat_every)
+    parts = {"matmul": micros * flops / (MATMUL_FP8 if fp8 else MATMUL), "attention": micros * attention / ATTENTION}
+    moved = tokens * L * (64 * C + 28 * cfg.hidden) * (1 + again / 3) * (1.3 if fp8 else 1)
+    shards = memory.shards_of(cfg, ranks)
+    around = 4 * gathers(cfg, micros) / micros + 2 + memory.bytes_of_sum(cfg)  # copies around collectives
+    copies = around * total if shards > 1 else 0
+    # the update reads and writes weights and moments; clipping reads gradients twice and writes them once
+    states = 6 * memory.bytes_of_weight(cfg) + 2 * memory.bytes_of_moments(cfg)
+    parts["elementwise"] = micros * (moved + copies) / BYTES + total / shards * states / BYTES + micros * L * LAUNCH
+    compute = sum(parts.values())
+    parts["communication, exposed"] = exposed(cfg, ranks, micros, total, L * block, tokens, compute)
+    return parts
+
+
+def recomputed(cfg, products):
+    """Share of a block's GEMM FLOPs that the backward computes again; selective: the MLP's first GEMM."""
+    share = {"none": 0.0, "selective": cfg.mlp_width * cfg.n_embd / products}.get(cfg.remat, 1.0)
+    return share / cfg.remat_every
+
+
+def exposed(cfg, ranks, micros, total, blocks, tokens, compute):
+    """Seconds of collectives and host copies that computation does not hide. blocks: parameters in all blocks."""
+    ring = (ranks - 1) / ranks / LINK
+    shards = memory.shards_of(cfg, ranks)
+    small, summed = 2 if cfg.precision in ("bf16", "fp8") else 4, memory.bytes_of_sum(cfg)
+    gathered = small * total - (blocks if memory.gathers_8_bits(cfg, shards) else 0)
+    hidden = open_ = 0.0
+    if shards > 1:
+        hidden = (gathers(cfg, micros) * gathered + micros * summed * total) * ring
+    elif ranks > 1:
+        hidden = 2 * summed * total * ring
+    if cfg.remat_offload:
+        kept = tokens * memory.kept_per_token(cfg) * cfg.n_layer / cfg.remat_every
+        open_ = max(0.0, micros * kept / HOST * 2 - HIDDEN * compute)
+    if cfg.context_parallel > 1:
+        traded = 2 * tokens * (cfg.qkv_width + cfg.n_embd) * (cfg.context_parallel - 1) / cfg.context_parallel
+        open_ += micros * cfg.n_layer * traded * (2 + (cfg.remat != "none")) / ALL_TO_ALL
+    ends = (summed + small) * cfg.padded_vocab * cfg.n_embd * ring if shards > 1 else 0  # first and last unit
+    return max(SLOWED * hidden, hidden - HIDDEN * compute) + micros * ends + open_
+
+
+def gathers(cfg, micros):
+    """How often FSDP2 gathers the parameters in a step."""
+    return 1 if cfg.parallel == "zero2" else 2 * micros
+
+
+def candidates(cfg, ranks):
+    """Legal combinations of the settings that decide memory and speed; the other settings stay as in cfg."""
+    splits = [n for n in range(1, ranks + 1) if ranks % n == 0]
+    recompute = [("none", 1), *((r, e) for r in ("selective", "attention", "block") for e in (2, 1))]
+    for kind, split, (kept, every), tile, offload in itertools.product(
+        ways_to_shard(cfg, ranks), splits, recompute, (None, 16_384), (False, True)
+    ):
+        options = dict(context_parallel=split, remat=kept, remat_every=every, remat_tile=tile, remat_offload=offload)
+        rows = 1
+        while rows * cfg.block_size * ranks // split <= cfg.batch_tokens and rows <= 256:
+            found = spread(cfg, kind, batch_size=rows, **options)
+            rows *= 2
+            if legal(found, ranks):
+                yield found
+
+
+def ways_to_shard(cfg, ranks):
+    """Values of `parallel` that make a difference for so many ranks."""
+    return ("ddp", "zero2", "fsdp") if memory.is_sharded(dataclasses.replace(cfg, parallel="fsdp"), ranks) else ("ddp",)
+
+
+def spread(cfg, kind, **options):
+    """cfg with parallel=kind and other options; shard_size is dropped where only hsdp takes it."""
+    return dataclasses.replace(cfg, parallel=kind, shard_size=cfg.shard_size if kind == "hsdp" else None, **options)
+
+
+def search(cfg, ranks, budget):
+    """[(seconds a step, bytes a rank, cfg)], fastest first, of the candidates that take at most `budget` bytes a GPU.
+
+    Raises UserError if no candidate is legal.
+    """
+    sizes = [(memory.takes(other, ranks), other) for other in candidates(cfg, ranks)]
+    if not sizes:
+        check(dataclasses.replace(cfg, batch_size=1), ranks)
+        raise UserError(f"no setting is legal for {ranks} ranks and batch_tokens={cfg.batch_tokens}; try others")
+    found = [(sum(seconds(other, ranks).values()), takes, other) for takes, other in sizes if takes <= budget]
+    return sorted(found, key=lambda f: (f[0], f[1]))
+
+
+def as_flags(cfg, base):
+    """The settings in which cfg differs from base, as on a command line; "as given" where none does."""
+    pairs = [(f.name, getattr(cfg, f.name)) for f in dataclasses.fields(cfg)]
+    return " ".join(f"--{name}={value}" for name, value in pairs if value != getattr(base, name)) or "as given"

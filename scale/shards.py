@@ -1,0 +1,40 @@
+"""The rows of a sharded tensor (FSDP2's DTensor) that a rank holds, read and written."""
+
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
+
+
+def own_rows(tensor):
+    """(first, last): the rows of the whole tensor that this rank holds; FSDP2 splits rows as torch.chunk does."""
+    if not isinstance(tensor, DTensor):
+        return 0, tensor.size(0)
+    along = tensor.placements.index(Shard(0))  # the mesh's only dimension, or the second with hsdp
+    each = -(-tensor.size(0) // tensor.device_mesh.size(along))
+    first = min(each * tensor.device_mesh.get_local_rank(along), tensor.size(0))
+    last = min(first + each, tensor.size(0))
+    assert last - first == tensor.to_local().size(0), "FSDP2 does not split rows as torch.chunk does"
+    return first, last
+
+
+def local(tensor):
+    """A view of the rows that this rank holds, detached."""
+    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def is_first_copy(tensor):
+    """Whether no lower rank holds the same rows. Only the first copy is saved."""
+    if not isinstance(tensor, DTensor):
+        return (dist.get_rank() if dist.is_initialized() else 0) == 0
+    places = zip(tensor.device_mesh.get_coordinate(), tensor.placements)
+    return all(at == 0 for at, placement in places if placement.is_replicate())
+
+
+def copy_into(tensor, whole, rows=None):
+    """tensor[:rows] = whole[:rows] for the rows that this rank holds; rows=None: all.
+
+    whole: a tensor, or an object whose whole[a:b] reads rows a to b (checkpoint.Stored); no other rows are read.
+    """
+    first, last = own_rows(tensor)
+    last = last if rows is None else min(last, rows)
+    if first < last:
+        local(tensor)[: last - first].copy_(whole[first:last])

@@ -1,0 +1,255 @@
+"""Runs scripts and functions over several ranks on this machine, without importing torch again for each of them.
+
+    done = ranks.run(2, ["config/test.py", "--max_steps=3"])    # `python train.py WORDS` in each of two ranks
+    done = ranks.run(0, words, script="convert.py")             # one process without a process group
+    values = ranks.call(2, function, *arguments)                # [function(*arguments) in rank 0, in rank 1]
+
+torchrun starts a new Python for every rank, and each imports torch and its compiler for 5 to 10 s of CPU time. Here one
+server process per pytest process imports them once, starts no thread and touches no device; for each run it forks one
+child per rank. A child starts from the state after the imports, whatever an earlier run has patched, compiled, seeded
+or left open, and ends without Python's shutdown. Each child leads a session of its own, which is killed with all its
+processes at the end. Tests of torchrun itself, of exit at shutdown and of signals from outside use `torchrun` below.
+"""
+
+import atexit
+import contextlib
+import faulthandler
+import functools
+import importlib
+import json
+import os
+import pickle
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+@dataclass
+class Ran:
+    """The end of a run: like subprocess.CompletedProcess, with the exit code and the texts of each rank besides."""
+
+    returncode: int  # 0, or the code of the rank that failed first; negative: killed by that signal
+    codes: list  # of each rank
+    outputs: list  # each rank's stdout
+    errors: list  # each rank's stderr
+
+    @property
+    def stdout(self):
+        return "".join(self.outputs)
+
+    @property
+    def stderr(self):
+        return "".join(self.errors)
+
+
+def run(ranks, words, script="train.py", **limits):
+    """`python script words` from the repository's root in each rank (0: one process, no rank) -> Ran.
+
+    limits: timeout, s; grace, s that the other ranks have to end once one has failed. Whoever is left then is killed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        return _pool().ask(folder, ranks, script=str(script), words=list(map(str, words)), **limits)
+
+
+def call(ranks, function, *arguments, **limits):
+    """[value of function(*arguments) in each rank]; AssertionError with the ranks' output where one failed.
+
+    The function is one at the top level of a module in tests/ and joins the process group itself (parallel.start).
+    Arguments and values are pickled.
+    """
+    done, values = attempt(ranks, function, *arguments, **limits)
+    assert done.returncode == 0, f"exit codes {done.codes}\n{done.stdout}\n{done.stderr}"
+    return values
+
+
+def attempt(ranks, function, *arguments, **limits):
+    """As `call`, for ranks that may fail -> (Ran, values, None from a rank that did)."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "arguments").write_bytes(pickle.dumps(arguments))
+        done = _pool().ask(folder, ranks, function=[function.__module__, function.__qualname__], **limits)
+        files = [Path(folder) / f"value_{rank}" for rank in range(max(ranks, 1))]
+        return done, [pickle.loads(file.read_bytes()) if file.exists() else None for file in files]
+
+
+def torchrun(ranks, words, script="train.py", timeout=120):
+    """The same script under torchrun, or as a plain new process for 0 ranks -> subprocess.CompletedProcess."""
+    options = [f"--nproc_per_node={ranks}", f"--master_port={free_port()}"]
+    command = [sys.executable, *(["-m", "torch.distributed.run", *options] if ranks else []), str(script), *words]
+    return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=timeout)
+
+
+def environment():
+    """Variables of a run: one thread a rank, since ranks share the cores; no hub."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+# -- the client's end
+
+
+class _Pool:
+    """The server process. One that died or hangs is replaced by the next run."""
+
+    def __init__(self):
+        # NVML: torch.cuda.is_available() would otherwise initialise CUDA, which does not survive a fork
+        env = {**environment(), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+        self.server = subprocess.Popen(
+            [sys.executable, __file__], cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def alive(self):
+        return self.server.poll() is None
+
+    def ask(self, folder, ranks, timeout=120, grace=20, **what):
+        request = dict(folder=folder, ranks=ranks, port=free_port(), timeout=timeout, grace=grace, env=environment())
+        reply = ""
+        with contextlib.suppress(BrokenPipeError):
+            self.server.stdin.write(json.dumps(request | what) + "\n")
+            self.server.stdin.flush()
+            # the first run waits for the server's imports too
+            ready = select.select([self.server.stdout], [], [], timeout + grace + 100)[0]
+            reply = self.server.stdout.readline() if ready else ""
+        if not reply:
+            self.close()
+            raise RuntimeError(f"the server of ranks died or hung in {what}")
+        found = json.loads(reply)
+        texts = [
+            [(Path(folder) / f"{name}_{rank}").read_text(errors="replace") for rank in range(max(ranks, 1))]
+            for name in ("stdout", "stderr")
+        ]
+        return Ran(found["first"], found["codes"], *texts)
+
+    def close(self):
+        self.server.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.server.wait(5)
+        self.server.kill()
+        self.server.wait()
+
+
+_running = None
+
+
+def _pool():
+    global _running
+    if _running is None or not _running.alive():
+        _running = _Pool()
+        atexit.register(_running.close)
+    return _running
+
+
+# -- the server's end
+
+
+def serve():
+    """Answers each line of stdin, a request, with a line of stdout: the exit codes of its ranks."""
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # nothing else may come between the replies
+    sys.stdout.reconfigure(line_buffering=True)  # what a killed rank has printed is kept
+    sys.path[:0] = [str(ROOT)]  # beside tests/, where this script lies
+    for module in ("torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.fsdp", "train", "pytest"):
+        importlib.import_module(module)
+    threads = Path("/proc/self/task")
+    assert not threads.is_dir() or len(list(threads.iterdir())) == 1, "an import started a thread: no fork is safe"
+    for line in sys.stdin:
+        request = json.loads(line)
+        codes, first = wait_for(start(request), request["timeout"], request["grace"])
+        replies.write(json.dumps({"codes": codes, "first": first}) + "\n")
+        replies.flush()
+
+
+def start(request):
+    """The ranks' process ids."""
+    pids = []
+    for rank in range(max(request["ranks"], 1)):
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                code = be_rank(rank, request)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                with contextlib.suppress(Exception):
+                    sys.stdout.flush()
+                    sys.stderr.flush()
+                os._exit(code)
+        pids.append(pid)
+    return pids
+
+
+def wait_for(pids, timeout, grace):
+    """(exit codes, the first that is not 0). Ranks that are over the time, or outlive a failed one, are killed."""
+    codes, first, deadline = {}, 0, time.monotonic() + timeout
+    while len(codes) < len(pids):
+        for pid in (pid for pid in pids if pid not in codes):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                codes[pid] = os.waitstatus_to_exitcode(status)
+                kill(pid)  # what it has started and left
+                if codes[pid] and not first:
+                    first, deadline = codes[pid], min(deadline, time.monotonic() + grace)
+        if time.monotonic() > deadline:
+            for pid in (pid for pid in pids if pid not in codes):
+                kill(pid)
+        time.sleep(0.005)
+    return [codes[pid] for pid in pids], first
+
+
+def kill(pid):
+    with contextlib.suppress(ProcessLookupError):  # none of its session is left
+        os.killpg(pid, signal.SIGKILL)
+
+
+def be_rank(rank, request):
+    """In the child: runs what is asked and returns the exit code."""
+    os.setsid()
+    folder = Path(request["folder"])
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        os.dup2(os.open(folder / f"{name}_{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    faulthandler.dump_traceback_later(request["timeout"] - 1)  # where a rank hangs that is killed a second later
+    os.environ.clear()
+    os.environ.update(request["env"])
+    if request["ranks"]:
+        size = str(request["ranks"])
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(request["port"]))
+    try:
+        if "function" in request:
+            call_asked(request["function"], folder, rank)
+        else:
+            sys.argv = [request["script"], *request["words"]]
+            sys.path.insert(0, str(Path(request["script"]).resolve().parent))
+            runpy.run_path(request["script"], run_name="__main__")
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    return 0
+
+
+def call_asked(name, folder, rank):
+    module, path = name
+    function = functools.reduce(getattr, path.split("."), importlib.import_module(module))
+    value = function(*pickle.loads((folder / "arguments").read_bytes()))
+    (folder / f"value_{rank}").write_bytes(pickle.dumps(value))
+
+
+if __name__ == "__main__":
+    serve()

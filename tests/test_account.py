@@ -1,0 +1,127 @@
+"""run/account.py: operations, FLOPs and parameters of the model that runs, edited or not."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import kernels
+import model as models
+from run.account import Account
+from settings import Config
+
+CPU = torch.device("cpu")
+SMALL = dict(vocab_size=200, n_layer=3, n_head=4, n_embd=64, block_size=32, precision="bf16")
+LLAMA = dict(mlp="swiglu", norm="rmsnorm", positions="rope", bias=False, n_kv_head=2, n_hidden=96)
+
+
+@pytest.fixture(autouse=True)
+def fast_forms(monkeypatch):
+    monkeypatch.setattr(kernels, "served", {"cpu"})
+
+
+def account(**settings):
+    cfg = Config(**{**SMALL, **settings})
+    return Account(cfg, CPU), cfg
+
+
+@pytest.mark.parametrize("vocab_multiple", [1, 64])
+@pytest.mark.parametrize("shape", [{}, LLAMA, dict(qk_norm=True, mlp="relu2"), dict(tie_embeddings=False)])
+def test_flops_are_those_of_the_formula_and_of_a_real_step(shape, vocab_multiple):
+    """PyTorch's counter sees whole T x T attention matrices and the padding rows; MFU's convention leaves both out."""
+    found, cfg = account(vocab_multiple=vocab_multiple, **shape)
+    assert found.as_settings_say(cfg) and found.regular and not found.unused and not found.problem
+    model = models.build(dataclasses.replace(cfg, attention="math"), CPU, 0)
+    x = torch.randint(0, 200, (2, cfg.block_size))
+    with FlopCounterMode(display=False) as counter:
+        model(x, x).backward()
+    whole, causal = (6 * 2 * cfg.n_layer * cfg.n_embd * keys for keys in (cfg.block_size, (cfg.block_size + 1) / 2))
+    padding = 6 * (cfg.padded_vocab - cfg.vocab_size) * cfg.n_embd
+    assert counter.get_total_flops() / x.numel() == found.flops_per_token + whole - causal + padding
+
+
+def test_calls_of_the_model_as_it_is():
+    found, _ = account()
+    per_block = dict(norm=3 + 1, qkv=3, linear=3, add_norm=3, mlp=3, linear_cross_entropy=1)
+    assert found.calls == {(name, None): n for name, n in per_block.items()}
+    assert found.rows() == [
+        ("operations", "fast: norm 4, qkv 3, linear 3, add_norm 3, mlp 3, linear_cross_entropy 1")
+    ]  # fmt: skip
+
+
+def test_reasons_of_plain_calls(monkeypatch):
+    found, cfg = account(n_hidden=100)
+    assert found.calls["mlp", "a width is no multiple of 8"] == 3 and "plain: mlp 3, linear 6 (a width" in str(
+        found.rows()
+    )
+    found, _ = account(precision="fp32")
+    assert all(reason == "computed in float32" for _, reason in found.calls)
+    monkeypatch.setattr(kernels, "served", set())
+    assert all(reason == "no fast forms here" for _, reason in account()[0].calls)
+
+
+def test_an_edited_model_is_counted_as_it_is(monkeypatch):
+    """An extra layer, another activation, and the last block left out."""
+    init, plain = models.Block.__init__, account()[0]
+
+    def wider(self, cfg, rope):
+        init(self, cfg, rope)
+        self.extra = nn.Linear(cfg.n_embd, cfg.n_embd)
+        self.mlp.activation = torch.sin
+
+    def forward(self, x):
+        x, h = kernels.add_norm(x, self.attn(self.norm_1(x)), self.norm_2)
+        return x + self.mlp(h) + self.extra(h)
+
+    def hidden(self, idx):
+        x = self.embed(idx)
+        for block in self.stack[:-1]:
+            x = block(x)
+        return self.norm(x)
+
+    monkeypatch.setattr(models.Block, "__init__", wider)
+    monkeypatch.setattr(models.Block, "forward", forward)
+    monkeypatch.setattr(models.GPT, "hidden", hidden)
+    found, cfg = account()
+    extra, block = 6 * 64 * 64, 6 * (12 * 64 * 64 + 64 * 33)
+    assert found.flops_per_token == plain.flops_per_token + 2 * extra - block
+    assert not found.as_settings_say(cfg) and not found.regular
+    assert found.calls["mlp", "another activation"] == 2 and found.calls["linear", None] == 2 + 2 * 2
+    assert "blocks.2.attn.qkv.weight" in found.unused and len(found.unused) == 14
+    assert [name for name, _ in found.rows()] == ["operations", "warning"] and "3 nn.Linear" in found.rows()[0][1]
+
+
+def test_an_edit_that_reads_a_value_is_not_counted(monkeypatch):
+    monkeypatch.setattr(models.GPT, "embed", lambda self, idx: self.wte(idx) * idx.float().mean().item())
+    found, cfg = account()
+    assert found.flops_per_token is None and not found.as_settings_say(cfg) and "not counted" in found.rows()[0][1]
+
+
+@pytest.mark.parametrize("setting", [dict(document_mask=True, remat="none"), dict(context_parallel=2)])
+def test_what_wraps_attention_refuses_an_attention_that_it_does_not_reach(setting, monkeypatch):
+    """One that computes softmax by itself instead of calling self.core, and one that has no core."""
+    from configurator import UserError
+    from run import build
+    from scale import context
+    from scale.parallel import World
+
+    def forward(self, x):
+        q, k, v = kernels.qkv(x, self.qkv, self.heads, self.head_dim)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.proj(y.transpose(1, 2).flatten(2))
+
+    class Mixer(nn.Linear):
+        def __init__(self, cfg, rope):
+            super().__init__(cfg.n_embd, cfg.n_embd)
+
+    assert not account()[0].bypassed and account()[0].attention_calls == 3
+    with monkeypatch.context() as patch:
+        patch.setattr(models.Attention, "forward", forward)
+        assert account()[0].bypassed
+        with pytest.raises(UserError, match="goes around attn.core, which model.py's attention does not call"):
+            build.build_model(Config(**{**SMALL, **setting}), World(0, 2, CPU))
+    monkeypatch.setattr(models, "Attention", Mixer)
+    with pytest.raises(UserError, match="block 0 of model.py has none"):
+        context.attentions(models.GPT(Config(**SMALL)), "document_mask")

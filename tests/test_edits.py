@@ -1,0 +1,469 @@
+"""Edits of model.py, as people make them, take effect and are right: with the fast forms of operations, every remat,
+document masks, context parallelism, DDP, FSDP2 and fp8.
+
+Each edit exchanges lines of model.py's text, which is then a module of its own in the place of `model`. Three steps of
+train.py's Training, with SGD, are compared with the same edit in plain PyTorch: the definitions of kernels.py in
+float32 in one process. SGD, because the change of a parameter is then the sum of three gradients, of which AdamW would
+keep little more than the signs. The weights are drawn by name, so that an edit leaves those of the other layers alone,
+and are large enough that every part of a block shows in the loss.
+
+On the CPU the fast forms run in Triton's interpreter, on a GPU for real, compiled block by block.
+
+Tolerances. bf16 keeps 8 bits, a relative error of 2^-9 for each number, and a gradient has gone through some twenty
+such roundings: 2e-3 in a loss of 16 tokens and 3e-2 in the change of a parameter are what PyTorch's own autocast does
+to model.py as it is. Some edits are more sensitive (another norm: 1e-1), so the bound is twice the error of autocast
+with the same edit where that is more. Without the edit some parameter changes by 0.3 otherwise at least, in most edits
+by 1. fp8 keeps 4 bits, of gradients 3, and the interpreter loses a carry (see test_fp8.py): the directions of changes
+are compared, which without the edit are clearly others.
+"""
+
+import functools
+import os
+import sys
+import types
+import zlib
+
+import pytest
+import ranks
+import torch
+import torch.nn.functional as F
+from conftest import ROOT, compile_to_graphs, stand_in_for_cublas
+
+pytest.importorskip("triton", reason="Triton is installed with PyTorch's CUDA builds only")
+import kernels
+import model as unedited
+import train
+from fast.attention import best_attention
+from run.account import Account
+from scale import context, memory, parallel
+from scale.shards import copy_into
+from settings import Config
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+pytestmark = [
+    pytest.mark.device,
+    pytest.mark.skipif(not GPU and os.environ.get("TRITON_INTERPRET") != "1", reason="needs a GPU or TRITON_INTERPRET"),
+]
+two_ranks = pytest.mark.skipif(GPU and torch.cuda.device_count() < 2, reason="needs two GPUs, or none")
+
+LOSS, CHANGE, OTHER = 2e-3, 3e-2, 0.3  # relative; see above
+LOSS_FP8, ALIKE = (1e-2, 0.95) if GPU else (4e-2, 0.85)  # relative; cosine of changes
+
+STEPS, ROWS, SEPARATOR = 3, 2, 7
+SHAPE = dict(n_layer=2, n_head=4, vocab_size=200, vocab_multiple=8, batch_size=2, clip=None, compile=GPU)
+SHAPE |= dict(n_embd=256, block_size=128) if GPU else dict(n_embd=64, block_size=8)
+TILE = 64 if GPU else 16
+LLAMA = dict(mlp="swiglu", norm="rmsnorm", positions="rope", bias=False, n_kv_head=2, tie_embeddings=False)
+
+# -- the edits: {name: [(lines of model.py, what stands there instead), ...]}
+
+ATTEND = "x, h = kernels.add_norm(x, self.dropout(self.attn(self.norm_1(x))), self.norm_2)  # x + attention, its norm\n"
+TRANSFORM = "return x + self.dropout(self.mlp(h))\n"
+BLOCK_PARTS = "        self.norm_2, self.mlp = make_norm(cfg), make_mlp(cfg)\n"
+ATTENTION_PROJ = "        self.proj = Linear(cfg.n_embd, cfg.n_embd, bias=cfg.bias)\n"
+MIX = "return self.proj(y.transpose(1, 2).flatten(2))  # (B, T, C)\n"
+QKV = "self.qkv = Linear("
+LOOP = "        for block in self.stack:\n            x = block(x)\n"
+
+EDITS = {
+    "attention and MLP in parallel": [
+        (ATTEND, "h = self.norm_1(x)\n"),  # norm_2 is left without a use, as in PaLM
+        (TRANSFORM, "return x + self.attn(h) + self.mlp(h)\n"),
+    ],
+    "half of attention": [("self.dropout(self.attn(self.norm_1(x)))", "0.5 * self.attn(self.norm_1(x))")],
+    "post-norm": [
+        (ATTEND, "x = self.norm_1(x + self.attn(x))\n"),
+        (TRANSFORM, "return self.norm_2(x + self.mlp(x))\n"),
+    ],
+    "sandwich norms": [
+        (BLOCK_PARTS, BLOCK_PARTS + "        self.norm_3, self.norm_4 = make_norm(cfg), make_norm(cfg)\n"),
+        (ATTEND, "x, h = kernels.add_norm(x, self.norm_3(self.attn(self.norm_1(x))), self.norm_2)\n"),
+        (TRANSFORM, "return x + self.norm_4(self.mlp(h))\n"),
+    ],
+    "another activation": [('{"gelu": kernels.gelu,', '{"gelu": torch.sin,')],
+    "another gated activation": [
+        ("kernels.swiglu", "lambda gate_up: torch.sin(gate_up.chunk(2, -1)[0]) * gate_up.chunk(2, -1)[1]")
+    ],
+    "an MLP that calls its layers": [
+        ("self.core(x, self.up, self.activation, self.proj)", "self.proj(F.relu(self.up(x)) ** 2)")
+    ],
+    "a gate": [
+        (ATTENTION_PROJ, ATTENTION_PROJ + "        self.gate = Linear(cfg.n_embd, cfg.n_embd)\n"),
+        (MIX, "return self.proj(torch.sigmoid(self.gate(x)) * y.transpose(1, 2).flatten(2))\n"),
+    ],
+    "a gate for each head": [  # before the transposition: it changes the memory layout of attention's gradient
+        (ATTENTION_PROJ, ATTENTION_PROJ + "        self.gate = Linear(cfg.n_embd, cfg.n_head)\n"),
+        (MIX, "return self.proj((torch.sigmoid(self.gate(x)).mT.unsqueeze(-1) * y).transpose(1, 2).flatten(2))\n"),
+    ],
+    "an adapter": [  # of a layer that has a fast form and one of PyTorch's
+        (BLOCK_PARTS, BLOCK_PARTS + "        self.down, self.up = Linear(cfg.n_embd, 16), nn.Linear(16, cfg.n_embd)\n"),
+        (TRANSFORM, "return x + self.mlp(h) + self.up(F.silu(self.down(h)))\n"),
+    ],
+    "value residual": [  # the first block's values go on to all others: a block takes and returns two tensors
+        ("    def forward(self, x):\n        q, k, v =", "    def forward(self, x, first):\n        q, k, v ="),
+        ("        y = self.core(", "        v = v if first is None else 0.5 * (v + first)\n        y = self.core("),
+        (MIX, "return self.proj(y.transpose(1, 2).flatten(2)), v if first is None else first\n"),
+        ("    def forward(self, x):\n        x, h =", "    def forward(self, x, first):\n        x, h ="),
+        (ATTEND, "update, first = self.attn(self.norm_1(x), first)\n        " + ATTEND),
+        ("self.dropout(self.attn(self.norm_1(x)))", "update"),
+        (TRANSFORM, "return x + self.mlp(h), first\n"),
+        (LOOP, "        first = None\n        for block in self.stack:\n            x, first = block(x, first)\n"),
+    ],
+    "a second norm on q and k": [
+        (
+            ATTENTION_PROJ,
+            ATTENTION_PROJ + "        self.q_norm_2, self.k_norm_2 = (nn.RMSNorm(cfg.head_dim) for _ in 'qk')\n",
+        ),
+        ("        y = self.core(", "        q, k = self.q_norm_2(q), self.k_norm_2(k)\n        y = self.core("),
+    ],
+    "a norm of q and k over views": [  # kernels.RMSNorm, of tensors that are not contiguous
+        (
+            ATTENTION_PROJ,
+            ATTENTION_PROJ
+            + "        self.q_norm_2, self.k_norm_2 = (RMSNorm(cfg.head_dim, cfg.norm_eps) for _ in 'qk')\n",
+        ),
+        ("        y = self.core(", "        q, k = self.q_norm_2(q), self.k_norm_2(k)\n        y = self.core("),
+    ],
+    "norms without weights": [
+        ("return LayerNorm(cfg.n_embd, cfg.norm_eps, bias=cfg.bias)", "return RMSNorm(cfg.n_embd, None, False)")
+    ],
+    "one update for all tokens": [
+        ("self.dropout(self.attn(self.norm_1(x)))", "self.attn(self.norm_1(x)).mean(1, keepdim=True)")
+    ],
+    "a layer of every other channel": [
+        (BLOCK_PARTS, BLOCK_PARTS + "        self.extra = Linear(cfg.n_embd // 2, cfg.n_embd)\n"),
+        (TRANSFORM, "return x + self.mlp(h) + self.extra(h[..., ::2])\n"),
+    ],
+    "a layer before the head": [
+        (
+            "        self.head = Head(cfg)\n",
+            "        self.head, self.last = Head(cfg), Linear(cfg.n_embd, cfg.n_embd)\n",
+        ),
+        ("return self.norm(x)\n", "return F.normalize(self.last(self.norm(x)), dim=-1) * x.size(-1) ** 0.5\n"),
+    ],
+    "scaled logits": [("linear_cross_entropy(x, self,", "linear_cross_entropy(x / 2, self,")],
+    "a loss of PyTorch's": [
+        (
+            "return kernels.linear_cross_entropy(x, self, targets, reduction, self.vocab_size, self.softcap, *extra)\n",
+            "return F.cross_entropy(1.5 * self.logits(x).flatten(0, 1), targets.flatten(), reduction=reduction)\n",
+        )
+    ],
+    "a skipped layer": [(LOOP, LOOP.replace("self.stack", "self.stack[::2]"))],
+    "layers run twice": [(LOOP, LOOP.replace("self.stack", "[*self.stack, *self.stack]"))],
+    "the embedding in every block": [  # by name
+        (
+            "    def forward(self, x):\n        x, h =",
+            "    def forward(self, x, x0):\n        x = x + x0\n        x, h =",
+        ),
+        (LOOP, "        x0 = x\n" + LOOP.replace("block(x)", "block(x, x0=x0)")),
+    ],
+    "LoRA": [
+        (
+            "class Attention(nn.Module):\n",
+            "class LoRA(Linear):\n"
+            "    def __init__(self, width, out, bias):\n"
+            "        super().__init__(width, out, bias)\n"
+            "        self.a, self.b = Linear(width, 16, bias=False), Linear(16, out, bias=False)\n\n"
+            "    def forward(self, x):\n"
+            "        return super().forward(x) + 0.5 * self.b(self.a(x))\n\n\n"
+            "class Attention(nn.Module):\n",
+        ),
+        (QKV, "self.qkv = LoRA("),
+    ],
+    "another norm": [  # by the mean absolute value, times 1 + weight
+        (
+            "def make_norm(cfg):\n",
+            "class Norm(RMSNorm):\n"
+            "    def reset_parameters(self):\n"
+            "        nn.init.zeros_(self.weight)\n\n"
+            "    def forward(self, x):\n"
+            "        return (1 + self.weight) * x / (x.float().abs().mean(-1, keepdim=True) + self.eps)\n\n\n"
+            "def make_norm(cfg):\n",
+        ),
+        ("return RMSNorm(cfg.n_embd, cfg.norm_eps)", "return Norm(cfg.n_embd, cfg.norm_eps)"),
+    ],
+}
+OF_LLAMA = {"another gated activation", "another norm", "sandwich norms", "a second norm on q and k"}
+
+
+def edited(edit):
+    """model.py's module with an edit; None: as it is."""
+    if edit is None:
+        return unedited
+    text = (ROOT / "model.py").read_text()
+    for old, new in EDITS[edit]:
+        assert text.count(old) == 1, f"{edit}: model.py has this {text.count(old)} times, not once:\n{old}"
+        text = text.replace(old, new)
+    module = types.ModuleType("model")
+    exec(compile(text, f"model.py with {edit}", "exec"), vars(module))
+    return module
+
+
+def put_in_place(module, patch):
+    """Has all that imported `model` use this module instead, as though model.py had been edited before."""
+    assert sys.modules["model"] is unedited
+    patch.setitem(sys.modules, "model", module)
+    for importer in list(sys.modules.values()):
+        if getattr(importer, "__dict__", {}).get("models") is unedited:
+            patch.setattr(importer, "models", module)
+
+
+# -- three steps
+
+
+def config(edit, settings):
+    shape = LLAMA if edit in OF_LLAMA else {}
+    cfg = Config(**{**SHAPE, **shape, "device": DEVICE, **settings})
+    cfg.batch_tokens = ROWS * cfg.block_size
+    return cfg
+
+
+def steps(edit, shape_of=None, fast=True, unit_mib=None, **settings):
+    """(losses, {parameter: its change}) of three steps of a model with an edit; the same on every rank.
+
+    shape_of: the edit whose shape the model has, for edit=None. fast: in bf16 (or settings' fp8) with fast forms.
+    """
+    cfg = config(shape_of or edit, dict(precision="bf16" if fast else "fp32") | settings)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "served", set())
+        patch.setattr(memory, "UNIT_MIB", memory.UNIT_MIB if unit_mib is None else unit_mib)
+        put_in_place(edited(edit), patch)
+        world = parallel.join(cfg)
+        cfg.attention = best_attention(world.device)[0] if fast else "math"
+        if fast and GPU:
+            kernels.serve(world.device)
+        elif fast:
+            kernels.served.add("cpu")
+            stand_in_for_cublas(patch.setattr)
+        if cfg.compile:
+            torch._dynamo.reset()
+        job = train.build(cfg, world, eot=SEPARATOR)
+        return three_steps(job, cfg, world)
+
+
+def three_steps(job, cfg, world):
+    draw(job.raw)
+    before = whole_parameters(job.raw)
+    job.optimizer = torch.optim.SGD(job.raw.parameters())
+    groups, group = world.size // cfg.context_parallel, world.rank // cfg.context_parallel
+    generator = torch.Generator().manual_seed(0)
+    losses = []
+    for _ in range(STEPS):
+        rows = torch.randint(0, cfg.vocab_size, (ROWS, cfg.block_size + 1), generator=generator)
+        rows[:, cfg.block_size // 3] = SEPARATOR
+        micros = iter(rows[group::groups].to(world.device).split(cfg.batch_size))
+
+        def next_batch(micros=micros):
+            batch = next(micros)
+            return context.own_tokens(cfg, world, (batch[:, :-1], batch[:, 1:]))
+
+        loss, _ = job.step(next_batch, lr=0.1)
+        losses.append(parallel.sum_over_ranks(loss.clone()).item() / world.size)
+    after = whole_parameters(job.raw)
+    return losses, {name: after[name] - p for name, p in before.items()}
+
+
+def draw(model):
+    """Weights that depend on their names and shapes alone; a layer's results are about as large as its inputs."""
+    for name, initial in whole_parameters(model).items():
+        whole = torch.randn(initial.shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
+        whole = whole * initial.size(1) ** -0.5 if initial.dim() == 2 else 0.1 * whole + initial  # norms and biases
+        copy_into(model.get_parameter(name), whole)
+
+
+def whole_parameters(model):
+    whole = ((n, p.full_tensor() if hasattr(p, "full_tensor") else p) for n, p in model.named_parameters())
+    return {name: p.detach().float().cpu().clone() for name, p in whole}
+
+
+def steps_in_rank(edit, settings):
+    """For ranks.call."""
+    found = steps(edit, **settings)
+    parallel.stop()
+    return found
+
+
+@functools.cache
+def plain(edit, shape_of=None, precision="fp32", **settings):
+    """steps() with the definitions of kernels.py and in one process."""
+    return steps(edit, shape_of, fast=False, compile=False, precision=precision, **settings)
+
+
+def errors(found, reference):
+    """(largest relative error of a loss, of a parameter's change), of the parameters that both have."""
+    losses = [abs(a - b) / b for a, b in zip(found[0], reference[0], strict=True)]
+    common = [name for name in found[1].keys() & reference[1].keys() if reference[1][name].any()]
+    return max(losses), max(distance(found[1][name], reference[1][name]) for name in common)
+
+
+def distance(a, b):
+    return ((a - b).norm() / b.norm()).item()
+
+
+def least_alike(found, reference):
+    """Smallest cosine of a parameter's change with the one of the reference."""
+    pairs = [(found[1][name], change) for name, change in reference[1].items() if name in found[1] and change.any()]
+    return min(F.cosine_similarity(a.flatten(), b.flatten(), 0).item() for a, b in pairs)
+
+
+def check(edit, found, **settings):
+    """Asserts that three steps are those of plain PyTorch with the edit, and not those without."""
+    reference, other = plain(edit, **settings), plain(None, edit, **settings)
+    autocast = errors(plain(edit, precision="bf16", **settings), reference)
+    loss, change = errors(found, reference)
+    assert loss < max(LOSS, 2 * autocast[0]) and change < max(CHANGE, 2 * autocast[1]), (loss, change, autocast)
+    assert errors(found, other)[1] > OTHER, "the edit has no effect"
+    same_parameters_changed(found, reference)
+
+
+def check_fp8(edit, found, **settings):
+    reference, other = plain(edit, **settings), plain(None, edit, **settings)
+    assert errors(found, reference)[0] < LOSS_FP8 and least_alike(found, reference) > ALIKE
+    assert least_alike(found, other) < ALIKE - 0.05, "the edit has no effect"
+    same_parameters_changed(found, reference)
+
+
+def same_parameters_changed(found, reference):
+    assert {name: bool(p.any()) for name, p in found[1].items()} == {n: bool(p.any()) for n, p in reference[1].items()}
+
+
+# -- with the fast forms
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_fast_forms(edit):
+    check(edit, steps(edit))
+
+
+REMAT = {
+    "selective": dict(remat="selective"),
+    "block": dict(remat="block"),
+    "block, every other": dict(remat="block", remat_every=2),
+    "attention": dict(remat="attention", remat_offload=True),
+    "selective in tiles": dict(remat="selective", remat_tile=TILE, block_size=2 * TILE),
+    "attention in tiles": dict(remat="attention", remat_tile=TILE, block_size=2 * TILE, remat_offload=True),
+}
+FAST = {"selective", "block", "attention", "selective in tiles"}
+TWO_TENSORS = [("value residual", remat) for remat in REMAT] + [("the embedding in every block", "block")]
+FLOAT32 = [("a second norm on q and k", remat) for remat in ("attention", "attention in tiles")]
+REMAT_OF = [
+    pytest.param(edit, remat, marks=[pytest.mark.slow] * (remat not in FAST)) for edit, remat in TWO_TENSORS + FLOAT32
+]
+
+
+@pytest.mark.parametrize("edit, remat", REMAT_OF)
+def test_remat(edit, remat):
+    """Of a block that takes and returns two tensors, and with q and k in float32."""
+    settings = REMAT[remat]
+    check(edit, steps(edit, **settings), block_size=settings.get("block_size", SHAPE["block_size"]))
+
+
+@pytest.mark.parametrize("edit", ["value residual", "a gate for each head"])
+def test_document_masks(edit):
+    """Also differs from the same edit without masks."""
+    found = steps(edit, document_mask=True)
+    check(edit, found, document_mask=True)
+    assert errors(found, plain(edit))[1] > OTHER
+
+
+@pytest.mark.parametrize(
+    "edit", ["LoRA", "a layer of every other channel", pytest.param("value residual", marks=pytest.mark.slow)]
+)
+def test_fp8(edit):
+    check_fp8(edit, steps(edit, precision="fp8"))
+
+
+@pytest.mark.skipif(GPU, reason="on a GPU the other tests are compiled")
+@pytest.mark.parametrize("edit", ["value residual", pytest.param("LoRA", marks=pytest.mark.slow)])
+def test_compiled_to_graphs(edit, monkeypatch):
+    compile_to_graphs(monkeypatch.setattr)
+    check(edit, steps(edit, compile=True))
+
+
+# -- over ranks
+
+SHARDED = dict(parallel="fsdp", unit_mib=0)
+MODES = [
+    ("value residual", dict(context_parallel=2)),
+    ("value residual", SHARDED),
+    ("a layer before the head", dict(parallel="zero2", unit_mib=0, remat="block")),
+    ("a skipped layer", {}),  # parameters without a gradient under DDP
+    ("a skipped layer", dict(parallel="fsdp")),  # of blocks that would be one unit
+    ("attention and MLP in parallel", dict(parallel="fsdp", context_parallel=2, remat="selective", document_mask=True)),
+    pytest.param("layers run twice", dict(parallel="fsdp"), marks=pytest.mark.slow),
+    pytest.param("a second norm on q and k", dict(context_parallel=2, remat="attention"), marks=pytest.mark.slow),
+]
+
+
+@two_ranks
+@pytest.mark.parametrize(
+    "edit, mode", MODES, ids=lambda value: value if isinstance(value, str) else "-".join(value) or "ddp"
+)
+def test_over_two_ranks(edit, mode):
+    found = ranks.call(
+        2, steps_in_rank, edit, dict(batch_size=1 if mode.get("context_parallel", 1) == 1 else 2, **mode)
+    )
+    assert found[0][0] == found[1][0]
+    check(edit, found[0], **{name: value for name, value in mode.items() if name == "document_mask"})
+
+
+FP8_MODES = [
+    ("LoRA", dict(parallel="zero2", unit_mib=0)),
+    pytest.param("value residual", SHARDED, marks=pytest.mark.slow),
+]
+
+
+@two_ranks
+@pytest.mark.parametrize("edit, mode", FP8_MODES)
+def test_fp8_over_two_ranks(edit, mode):
+    """Blocks' weights are gathered in 8 bits, those of a layer with another forward in bf16."""
+    check_fp8(edit, ranks.call(2, steps_in_rank, edit, dict(batch_size=1, precision="fp8", **mode))[0])
+
+
+# -- the start of a run
+
+
+UNUSUAL = "a norm without weight or eps, or over several dimensions"
+PLAIN = {  # operations that take their definitions, and why; of all others not one does
+    "another activation": {("mlp", "another activation"): 2},
+    "another gated activation": {("mlp", "another activation"): 2},
+    "a gate for each head": {("linear", "a width is no multiple of 8"): 2},
+    "norms without weights": {("norm", UNUSUAL): 5, ("add_norm", UNUSUAL): 2},
+    "one update for all tokens": {("add_norm", "the sum has another shape or dtype than its terms"): 2},
+    "LoRA": {("qkv", "another kind of layer"): 2},
+    "another norm": {("add_norm", "another kind of layer"): 2},
+}
+
+
+def account(edit):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "served", {DEVICE})
+        put_in_place(edited(edit), patch)
+        return Account(config(edit, dict(precision="bf16")), torch.device(DEVICE))
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_which_operations_become_plain(edit):
+    found = account(edit)
+    assert found.problem is None
+    assert {call: n for call, n in found.calls.items() if call[1]} == PLAIN.get(edit, {})
+    assert sum(n for call, n in found.calls.items() if call[1] is None) >= 4
+
+
+def test_what_the_start_of_a_run_says_of_an_edit():
+    (_, words), *others = account("LoRA").rows()
+    assert words == (
+        "fast: norm 3, linear 8, add_norm 2, mlp 2, linear_cross_entropy 1; plain: qkv 2 (another kind of layer)"
+    )
+    assert others == []
+    (_, words), (kind, unused) = account("attention and MLP in parallel").rows()
+    assert words == "fast: norm 3, qkv 2, linear 2, mlp 2, linear_cross_entropy 1"
+    names = [f"blocks.{i}.norm_2.{name}" for i in (0, 1) for name in ("weight", "bias")]
+    assert kind == "warning" and unused.startswith(f"the loss does not depend on {', '.join(names[:3])} and 1 more")
+
+
+def test_an_edit_whose_lines_are_gone_fails(monkeypatch):
+    monkeypatch.setitem(EDITS, "stale", [("a line that model.py has not", "")])
+    with pytest.raises(AssertionError, match="0 times, not once"):
+        edited("stale")

@@ -1,0 +1,323 @@
+"""The fast forms of operations against float64 on fresh random inputs. Without an NVIDIA GPU the Triton kernels run in
+Triton's interpreter (conftest.py sets it), and PyTorch stands in for cuBLASLt (`products`, there)."""
+
+import itertools
+import math
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from settings import GPTConfig
+
+pytest.importorskip("triton", reason="Triton is installed with PyTorch's CUDA builds only")
+import kernels
+import model as models
+from fast import hopper, linear, loss, mlp, norm
+from run.account import census
+
+GPU = torch.cuda.is_available()
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+either = pytest.mark.skipif(not (GPU or INTERPRETED), reason="needs an NVIDIA GPU or TRITON_INTERPRET=1")
+DEVICE = "cuda" if GPU else "cpu"
+pytestmark = pytest.mark.usefixtures("products")
+
+
+def error(a, b):
+    """Relative error in the Frobenius norm, against a float64 reference."""
+    return ((a.double() - b.double()).norm() / b.double().norm()).item()
+
+
+# bf16 rounds the logits and their gradient to 8 bits: 2^-9 each at worst, 1.2e-3 in the mean, a few of them together
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1.5e-3}
+MANY = 300 if GPU else 20  # rows; the interpreter takes milliseconds for each
+SHAPES = [(20, 16, 128, 100), (37, 8, 136, 136), (5, 64, 4104, 4100), (MANY, 24, 2048, 3), (7, 40, 6200, 4096)]
+
+
+def plain(x, weight, targets, reduction, *options):
+    """The definition of kernels.linear_cross_entropy."""
+    return kernels.plain_cross_entropy(F.linear(x, weight), targets, reduction, *options)
+
+
+def exponentials(a, b, shifts, real, out=None):
+    """hopper.exponentials in PyTorch."""
+    powers = torch.exp2((a.float() @ b.float().t()) / math.log(2) - shifts[:, None])
+    powers[:, real:] = 0
+    if out is not None:
+        out.copy_(powers)
+    return F.pad(powers, (0, -b.size(0) % hopper.BN)).unflatten(1, (-1, hopper.BN)).sum(-1)
+
+
+@pytest.fixture(params=[False, True])
+def in_product(request, monkeypatch):
+    """The loss with its exponentials taken in the logits' product, as on Hopper, and without."""
+    hopper_gpu = GPU and hopper.available(torch.device("cuda", 0))
+    if not request.param:
+        monkeypatch.setattr(loss, "on_hopper", lambda x: False)
+    elif GPU and not hopper_gpu:
+        pytest.skip("needs a Hopper GPU")
+    elif not GPU:
+        monkeypatch.setattr(loss, "on_hopper", lambda x: True)
+        monkeypatch.setattr(hopper, "takes", lambda *operands: True)
+        monkeypatch.setattr(hopper, "exponentials", exponentials)
+    return request.param
+
+
+@either
+@pytest.mark.parametrize("N, C, P, V", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16] if GPU else [torch.float32])
+def test_linear_cross_entropy(N, C, P, V, dtype, in_product, monkeypatch):
+    monkeypatch.setattr(loss, "LOGITS_BYTES", 16 * P * 4)  # several chunks, the last one ragged
+    for cap, smoothing, z_loss, ignored in itertools.product((None, 5.0), (0.0, 0.1), (0.0, 1e-2), (False, True)):
+        if in_product and (cap or smoothing or z_loss):  # as if it were False
+            continue
+        x = torch.randn(1, N, C, device=DEVICE, dtype=dtype, requires_grad=True)
+        weight = (torch.randn(P, C, device=DEVICE) * 2 / C**0.5).requires_grad_()  # logits of a few units
+        targets = torch.randint(0, V, (1, N), device=DEVICE)
+        if ignored:
+            targets[torch.rand(1, N, device=DEVICE) < 0.3] = -100
+            targets[0, 0], targets[0, -1] = 0, -100
+        options = (V, cap, smoothing, z_loss)
+        xd, wd = x.detach().double().requires_grad_(), weight.detach().to(dtype).double().requires_grad_()
+        for reduction in ("mean", "sum"):
+            expected = plain(xd, wd, targets, reduction, *options)
+            value = loss.linear_cross_entropy(x, weight, targets, reduction, *options)
+            (3 * expected).backward()
+            (3 * value).backward()
+            assert error(value, expected) < TOLERANCE[dtype]
+            assert error(x.grad, xd.grad) < TOLERANCE[dtype]
+            assert error(weight.grad, wd.grad) < TOLERANCE[dtype]
+            assert not weight.grad[V:].any() and weight.grad.dtype == torch.float32
+            for t in (x, weight, xd, wd):
+                t.grad = None
+        with torch.no_grad():
+            each = loss.linear_cross_entropy(x, weight, targets, "none", *options)
+            expected = plain(xd, wd, targets, "none", *options)
+        assert each.shape == (1, N) and error(each, expected) < TOLERANCE[dtype]
+
+
+@either
+def test_losses_of_hundreds_of_nats_and_of_none(in_product):
+    """exp is taken against the target's logit, or that and the last block's: others may be hundreds above, or below."""
+    blocks = 1 if in_product and not GPU else 3  # in the interpreter such rows take seconds
+    V, C = blocks * loss.CE_BLOCK + 40, 72
+    dtype = torch.bfloat16 if GPU else torch.float32
+    x = (1 + torch.randn(1, 6, C, device=DEVICE) / 8).to(dtype).requires_grad_()
+    weight = torch.randn(V + 16, C, device=DEVICE) / 8 - 4
+    weight[5:7] += 8
+    weight = weight.to(dtype).float().requires_grad_()  # rounded last: near 4 and near -4 bf16 has other steps
+    targets = torch.tensor([[5, 6, V - 1, 0, -100, 9]], device=DEVICE)
+    value = loss.linear_cross_entropy(x, weight, targets, "sum", V)
+    value.backward()
+    xd, wd = x.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
+    each = plain(xd, wd, targets, "none", V, None, 0.0, 0.0)
+    each.sum().backward()
+    assert each[0, :2].max() < 20 and each[0, [2, 3, 5]].min() > 300
+    bound = 5e-3 if GPU and not in_product else 1e-5  # where logits of hundreds are rounded to bf16
+    assert error(value, each.sum()) < bound
+    with torch.no_grad():
+        assert error(loss.linear_cross_entropy(x, weight, targets, "none", V), each) < bound
+    if bound == 1e-5:  # of tokens 5 and 6 each probability hangs on the difference of such logits
+        assert error(x.grad, xd.grad) < 1e-2 and error(weight.grad, wd.grad) < 1e-2
+    assert torch.isfinite(x.grad).all() and not x.grad[0, 4].any() and not weight.grad[V:].any()
+
+
+@either
+def test_tokens_that_do_not_count_and_numbers_that_are_none(in_product):
+    x, weight = torch.randn(1, 40, 16, device=DEVICE), torch.randn(136, 16, device=DEVICE).requires_grad_()
+    x = x.to(torch.bfloat16 if GPU else torch.float32).requires_grad_()
+    ignored = torch.full((1, 40), -100, device=DEVICE)
+    value = loss.linear_cross_entropy(x, weight, ignored, "sum", 130)
+    value.backward()
+    assert value == 0 and not x.grad.any() and not weight.grad.any()
+    with torch.no_grad():
+        x[0, 7, 3] = float("nan")
+        each = loss.linear_cross_entropy(x, weight, ignored + 101, "none", 130)[0]
+    assert each.isnan().nonzero().flatten().tolist() == [7]
+
+
+@either
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
+@pytest.mark.parametrize("rows, C", [(1, 64), (37, 96), (MANY, 768), (5, 5000)])
+@pytest.mark.parametrize("residual", [torch.float32, torch.bfloat16])
+def test_add_norm(rows, C, kind, residual):
+    """Both outputs and every gradient, with and without the addition; of the sum, the norm, or both."""
+    if not GPU and residual == torch.bfloat16:
+        pytest.skip("NumPy, the interpreter's arithmetic, has no bf16")
+    for shifted, total_used, norm_used in itertools.product((False, True), repeat=3):
+        if not (total_used or norm_used):
+            continue
+        cfg = GPTConfig(n_embd=C, norm=kind, bias=shifted)
+        layer = models.make_norm(cfg).to(DEVICE)
+        exact = models.make_norm(cfg).to(DEVICE).double()
+        with torch.no_grad():
+            for p, q in zip(layer.parameters(), exact.parameters(), strict=True):
+                p.copy_(torch.randn(C)), q.copy_(p)
+        wide = torch.bfloat16 if GPU else torch.float32
+        inputs = [leaf(2, rows, C, dtype=residual), leaf(2, rows, C, dtype=wide)]
+        doubles = [i.detach().double().requires_grad_() for i in inputs]
+        dtotal, dh = torch.randn(2, 2, rows, C, device=DEVICE, dtype=torch.float64)
+        total, h = norm.add_norm(*inputs, *kernels.norm_options(layer))
+        expected = sum(doubles)
+        expected_h = exact(expected)
+        assert error(h, expected_h) < 6e-3 and error(total, expected) < (1e-6 if residual == torch.float32 else 3e-3)
+        value = (h * dh).sum() * norm_used + (total * dtotal).sum() * total_used
+        ref = (expected_h * dh).sum() * norm_used + (expected * dtotal).sum() * total_used
+        grads = torch.autograd.grad(value, [*inputs, *layer.parameters()])
+        refs = torch.autograd.grad(ref, [*doubles, *exact.parameters()])
+        for grad, g in zip(grads, refs, strict=True):
+            # dh is rounded to bf16 on its way in, x + update on its way out
+            assert error(grad, g) < 8e-3 if g.any() else not grad.any()
+
+        y = leaf(rows, C, dtype=residual)
+        yd = y.detach().double().requires_grad_()
+        h = norm.norm(y, *kernels.norm_options(layer))
+        grads = torch.autograd.grad((h * dh[0]).sum(), [y, *layer.parameters()])
+        refs = torch.autograd.grad((exact(yd) * dh[0]).sum(), [yd, *exact.parameters()])
+        for grad, g in zip(grads, refs, strict=True):
+            assert error(grad, g) < 8e-3
+
+
+@either
+def test_gradients_of_logits_in_8_bits_are_right_in_the_mean():
+    """Of many rows with much the same logits; the means of the nearest e5m2 values are 3% off, the target's 5%."""
+    rows, P = 400, 256
+    logits = torch.randn(1, P) * 1.5
+    logits[0, 0] = logits[0, 1:].logsumexp(0) - 3  # the target's probability is 0.047: the nearest to -0.953 is -1
+    logits = (logits + torch.randn(rows, P) * 0.02).to(DEVICE, torch.bfloat16)
+    exact = torch.softmax(logits.double(), -1)
+    exact[:, 0] -= 1
+    grads = torch.empty(rows, P, dtype=torch.float8_e5m2, device=DEVICE)
+    losses = torch.empty(rows, device=DEVICE)
+    targets = torch.zeros(rows, dtype=torch.long, device=DEVICE)
+    loss.cross_entropy_rows(logits, targets, losses, grads, 2.0**14, P, None, 0.0, 0.0, True)
+    got = grads.float().double() / 2**14
+    assert 0.03 < error(got, exact) < 0.12
+    means, nearest = (x.mean(0) / exact.mean(0) - 1 for x in (got, (exact * 2**14).to(grads.dtype).double() / 2**14))
+    assert means[0].abs() < 0.01 < 0.04 < nearest[0]
+    assert means.square().mean() < 0.01**2 < 0.02**2 < nearest.square().mean()
+
+
+@either
+@pytest.mark.parametrize("rows, widths", [(1, (8, 8, 8)), (333, (96, 32, 32)), (40, (768, 768, 768))])
+def test_pack(rows, widths):
+    parts = [leaf(rows, w, dtype=torch.bfloat16 if GPU else torch.float32).detach() for w in widths]
+    packed, sums = linear.pack(*parts)
+    assert torch.equal(packed, torch.cat(parts, 1))
+    assert error(sums, packed.double().sum(0)) < 1e-6
+
+
+def leaf(*shape, dtype=torch.bfloat16, std=1.0):
+    return (torch.randn(*shape, device=DEVICE) * std).to(dtype).requires_grad_()
+
+
+@either
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("B, T, K, N", [(3, 37, 64, 200), (2, 128, 768, 2304), (1, 1, 8, 16)])
+def test_linear(B, T, K, N, dtype, bias):
+    x, weight, b = leaf(B, T, K), leaf(N, K, dtype=dtype), leaf(N, dtype=dtype) if bias else None
+    inputs = [x, weight] + [b] * bias
+    y = linear.linear(x, weight, b)
+    doubles = [i.detach().to(torch.bfloat16).double().requires_grad_() for i in inputs]
+    expected = F.linear(*doubles)
+    dy = torch.randn_like(y)
+    grads = torch.autograd.grad(y, inputs, dy)
+    assert error(y, expected) < 4e-3  # one rounding to bf16
+    for grad, ref, i in zip(grads, torch.autograd.grad(expected, doubles, dy.double()), inputs, strict=True):
+        assert grad.dtype == i.dtype and grad.shape == i.shape and error(grad, ref) < 4e-3
+
+
+@either
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", ["gelu", "relu2", "swiglu"])
+@pytest.mark.parametrize("rows, C, H", [(111, 64, 264), (512, 768, 3072)] if GPU else [(111, 64, 264)])
+def test_mlp(rows, C, H, kind, bias):
+    shapes = [(H * (1 + (kind == "swiglu")), C), (C, H)]
+    parameters = [leaf(*shape, dtype=torch.float32, std=0.05) for shape in shapes]
+    biases = [leaf(shape[0], dtype=torch.float32, std=0.05) if bias else None for shape in shapes]
+    inputs = [p for pair in zip(parameters, biases) for p in pair]  # w1, b1, w2, b2
+    x, dy = leaf(1, rows, C), torch.randn(1, rows, C, device=DEVICE, dtype=torch.bfloat16)
+    xd, *doubles = (
+        None if i is None else i.detach().to(torch.bfloat16).double().requires_grad_() for i in (x, *inputs)
+    )
+    w1, b1, w2, b2 = doubles
+    y, expected = mlp.mlp(kind, x, *inputs), F.linear(getattr(kernels, kind)(F.linear(xd, w1, b1)), w2, b2)
+    y.backward(dy)
+    expected.backward(dy.double())
+    assert error(y, expected) < 8e-3 and error(x.grad, xd.grad) < 1e-2
+    for p, ref in zip(inputs, doubles):
+        assert p is None or (p.grad.dtype == torch.float32 and error(p.grad, ref.grad) < 1e-2)
+
+
+@either
+@pytest.mark.parametrize("rows, H", [(1, 8), (37, 200), (9, 4104)])
+def test_swiglu(rows, H):
+    wide = torch.bfloat16 if GPU else torch.float32
+    gate_up, dact = leaf(rows, 2 * H, dtype=wide, std=2), leaf(rows, H, dtype=wide)
+    exact = gate_up.detach().double().requires_grad_()
+    gate, up = exact.chunk(2, 1)
+    expected = F.silu(gate) * up
+    (expected_grad,) = torch.autograd.grad(expected, exact, dact.double())
+    dgate_up, act = mlp.swiglu_backward(dact, gate_up)
+    assert torch.equal(act, mlp.swiglu(gate_up)) and error(act, expected) < 3e-3  # one rounding to bf16
+    assert error(dgate_up, expected_grad) < 3e-3
+
+
+def test_rope_turns_gradients_back():
+    """Backward of RoPE is RoPE with the opposite angle; numbers of heads differ between q and k."""
+    cfg = GPTConfig(n_embd=96, n_head=4, n_kv_head=2, block_size=40, positions="rope")
+    rope = models.Rope(cfg).to(DEVICE)
+    rope.reset_tables()
+    rope.first = 7  # a token in the middle of the tables
+    q, k = (torch.randn(2, heads, 33, 24, device=DEVICE, dtype=torch.float64, requires_grad=True) for heads in (4, 2))
+    dy = torch.randn_like(q), torch.randn_like(k)
+    ours = rope(q, k)
+    theirs = [kernels.rotated(x, rope.cos[7:40], rope.sin[7:40]) for x in (q, k)]
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs))
+    for a, b in zip(*(torch.autograd.grad(y, (q, k), dy) for y in (ours, theirs)), strict=True):
+        assert error(a, b) < 1e-6  # in float32
+
+
+SHAPES_OF_MODELS = [
+    {},
+    {"dropout": 1e-9, "n_kv_head": 2, "qk_norm": True},
+    {"n_hidden": 100},  # no multiple of 8: the MLP takes its definition
+    {"mlp": "swiglu", "n_kv_head": 2, "norm": "rmsnorm", "positions": "rope", "bias": False},
+    {"mlp": "relu2", "positions": "rope", "qk_norm": True},
+]
+
+
+@either
+@pytest.mark.parametrize("compiled", [False, True] if GPU else [False])
+@pytest.mark.parametrize("shape", SHAPES_OF_MODELS)
+def test_a_model_trains_with_fast_forms_as_with_the_definitions(shape, compiled, monkeypatch):
+    """Loss and gradients are within what two bf16 computations differ by; all but the narrow MLP is fast."""
+    cfg = GPTConfig(vocab_size=1000, n_layer=2, n_head=4, n_embd=256 if GPU else 64, block_size=128, **shape)
+    B, T = (4, 128) if GPU else (2, 12)
+    exact, own = (models.build(cfg, torch.device(DEVICE), 0) for _ in range(2))
+    for block in [*exact.blocks, *own.blocks]:
+        block.attn.qkv.weight.data *= 3 if GPU else 8  # or tokens attend to all alike; by width, more is all rounding
+    monkeypatch.setattr(kernels, "served", {DEVICE})
+    if compiled:
+        own.hidden = torch.compile(own.hidden, fullgraph=True)
+        own.head.compile(fullgraph=True)
+    idx, targets = torch.randint(0, 1000, (2, B, T), device=DEVICE)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        value = own(idx, targets)
+    value.backward()
+    with census(DEVICE, torch.bfloat16) as seen:
+        own(idx.cpu(), targets.cpu()) if not GPU else None
+    if not GPU:
+        plain_calls = {name for name, reason in seen.calls if reason}
+        assert plain_calls == ({"mlp", "linear"} if "n_hidden" in shape else set())
+    for block in exact.blocks:
+        block.attn.backend = "math"
+    monkeypatch.setattr(kernels, "served", set())
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        expected = exact.double()(idx, targets)
+    expected.backward()
+    assert error(value, expected) < 1e-3
+    for (name, p), ref in zip(own.named_parameters(), exact.parameters(), strict=True):
+        assert error(p.grad, ref.grad) < 3e-2, name

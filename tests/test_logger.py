@@ -1,0 +1,75 @@
+"""run/logger.py: figures, peaks by device, the time that is left, and a log that stays readable."""
+
+import json
+
+import pytest
+import torch
+
+from run import logger
+from run.logger import Logger
+from scale.parallel import World
+from settings import Config
+
+CPU = torch.device("cpu")
+
+
+def make(tmp_path, **settings):
+    cfg = Config(out_dir=str(tmp_path / "run"), batch_tokens=1000, max_steps=1000, **settings)
+    return Logger(cfg, World(0, 1, CPU), flops_per_token=1e6, precision="fp32")
+
+
+@pytest.mark.parametrize(
+    "name, precision, tflops",
+    [
+        ("NVIDIA H200", "bf16", 989),
+        ("NVIDIA H100 PCIe", "bf16", 756),
+        ("AMD Instinct MI300X", "bf16", 1307),
+        ("AMD Instinct MI300X", "fp8", 2615),
+        ("AMD Instinct MI300X", "tf32", 654),
+        ("AMD Instinct MI250X", "bf16", 191.5),  # of one of the two devices that PyTorch sees of a card
+        ("AMD Instinct MI250X", "fp32", 47.9),
+        ("AMD Instinct MI250X", "fp8", None),
+        ("Some GPU", "bf16", None),
+    ],
+)
+def test_peaks(monkeypatch, name, precision, tflops):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert logger.peak_flops(torch.device("cuda", 0), precision) == (tflops and tflops * 1e12)
+    assert logger.peak_flops(CPU, precision) is None
+
+
+def test_the_first_step_of_a_process_is_left_out_of_the_time_that_is_left(tmp_path, capsys):
+    log = make(tmp_path)
+    for step, seconds in ((501, 60.0), (502, 0.5), (503, 0.5)):  # a resumed run, whose first step compiles
+        log.step(step, 3.0, 1e-3, 1.0, seconds)
+    ends = [line.split("eta ")[1] for line in capsys.readouterr().out.splitlines()]
+    assert ends == ["n/a", "4m09s", "4m08s"]
+    log.step(504, 3.0, 1e-3, 1.0, 1.0)  # a running average: 0.55 s
+    assert capsys.readouterr().out.endswith("eta 4m32s\n")
+    assert make(tmp_path).eta(0) == "0.0s"
+
+
+def test_lines_at_an_interval_and_all_in_the_log(tmp_path, capsys):
+    log = make(tmp_path, log_interval=5)
+    for step in range(1, 11):
+        log.step(step, 3.0, 1e-3, 1.0, 0.5)
+    assert [line[:14] for line in capsys.readouterr().out.splitlines()] == ["step    5/1000", "step   10/1000"]
+    log.close(10, None, 5)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 11)) and lines[0]["tok_per_s"] == 2000
+    assert lines[3]["tokens"] == 4000 and lines[0]["mfu"] is None
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["log_interval"] == 5
+
+
+def test_a_log_that_was_cut_short_stays_readable(tmp_path):
+    make(tmp_path).record("train", 1, loss=1.0)
+    with open(tmp_path / "run" / "log.jsonl", "a") as file:
+        file.write('{"kind": "tr')
+    make(tmp_path).record("train", 2, loss=float("inf"))
+    lines = (tmp_path / "run" / "log.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2]
+
+
+def test_words():
+    assert [logger.human(n) for n in (12, 12_345_678, 3e12)] == ["12", "12.35M", "3T"]
+    assert [logger.duration(s) for s in (1.24, 61, 7320)] == ["1.2s", "1m01s", "2h02m"]

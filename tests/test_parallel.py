@@ -1,0 +1,318 @@
+"""train.py over several ranks: every mode equals one process, checkpoints go on under any other, failures end all."""
+
+import errno
+import os
+import shutil
+import signal
+import time
+
+import pytest
+import ranks
+import torch
+from conftest import ROOT, flags, losses, read_log, train_here, train_in_rank, train_ranks
+from safetensors.torch import load_file
+
+import convert
+import train
+from configurator import configure
+from model import build
+from run import checkpoint, hf
+from settings import Config
+
+
+def weights(out_dir, step):
+    return checkpoint.load(out_dir / f"step_{step:08d}")[0]["model"]
+
+
+def same_run(one, other, rel=4e-6):
+    """Asserts that two run folders have the same training and validation losses, and weights at the end."""
+    for kind in ("train", "val"):
+        a, b = losses(read_log(one), kind), losses(read_log(other), kind)
+        assert a.keys() == b.keys() and len(a) > 2
+        for step in a:
+            assert a[step] == pytest.approx(b[step], rel=rel), (kind, step)
+    for name, tensor in weights(one, max(a)).items():
+        torch.testing.assert_close(weights(other, max(a))[name], tensor, rtol=0, atol=2e-5, msg=name)
+
+
+def same_end(folder, one, rel=4e-6):
+    """Asserts that a run resumed after step 3 has the losses of an uninterrupted one."""
+    found, expected = losses(read_log(folder)), losses(read_log(one))
+    assert sorted(found) == [4, 5, 6]
+    assert all(found[step] == pytest.approx(expected[step], rel=rel) for step in found)
+
+
+def copied(run, step, to):
+    shutil.copytree(run / f"step_{step:08d}", to / f"step_{step:08d}")
+    return to
+
+
+def over_ranks(number, data_dir, folder, **settings):
+    """A run of train.py that succeeds; returns its folder."""
+    unit_mib = settings.pop("unit_mib", None)
+    done = ranks.call(number, train_in_rank, flags(data_dir, folder, **settings), "inductor", unit_mib)
+    assert done == [(0, "")] * number
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(data_dir, tmp_path_factory):
+    """alone(**settings) -> the folder of that run in one process, trained once for all tests that ask for it."""
+    done = {}
+
+    def run(**settings):
+        key = tuple(sorted(settings.items()))
+        if key not in done:
+            done[key] = tmp_path_factory.mktemp("alone")
+            train_here(data_dir, done[key], **settings)
+        return done[key]
+
+    return run
+
+
+SHORT = dict(max_steps=6, batch_tokens=256, batch_size=2, eval_interval=3, eval_tokens=256, save_interval=3)
+SHORT |= dict(keep_last=9, sample_interval=3, n_samples=1, sample_tokens=4)
+LLAMA = dict(mlp="swiglu", norm="rmsnorm", positions="rope", bias=False)
+MODES = {
+    "ddp": (2, {}, {}),
+    "fsdp": (2, dict(parallel="fsdp", unit_mib=0), {}),
+    "zero2": (2, dict(parallel="zero2", unit_mib=0), dict(n_kv_head=2, **LLAMA)),
+    "hsdp": (4, dict(parallel="hsdp", shard_size=2, unit_mib=1), dict(n_embd=128, n_layer=3, batch_size=1)),  # 2 + 1
+    "context": (2, dict(context_parallel=2, remat="attention", remat_tile=6, remat_offload=True), {}),
+    "states on the host": (2, dict(parallel="fsdp", unit_mib=0, offload_states=True), {}),
+    "context in fsdp": (
+        4,
+        dict(context_parallel=2, parallel="fsdp", remat="selective"),
+        dict(mlp="swiglu", positions="rope", n_kv_head=1),
+    ),
+}
+
+
+@pytest.mark.parametrize("number, mode, shape", MODES.values(), ids=MODES)
+def test_any_mode_equals_one_process_and_resumes_across(data_dir, tmp_path, alone, number, mode, shape):
+    """The same global batches in float32, two micro-steps a step on any number of ranks: equal but for sums' orders.
+
+    What the ranks saved goes on in one process, and the other way round, sampling included.
+    """
+    settings = SHORT | shape
+    one = alone(**settings)
+    many = over_ranks(number, data_dir, tmp_path / "many", **settings, **mode)
+    same_run(one, many)
+    train_here(data_dir, copied(many, 3, tmp_path / "back"), resume="auto", **settings)
+    same_end(tmp_path / "back", one)
+    out = over_ranks(number, data_dir, copied(one, 3, tmp_path / "out"), resume="auto", **settings, **mode)
+    same_end(out, one)
+
+
+@pytest.mark.parametrize("compiler", ["graphs", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_ranks_equal_one_process_and_resume_there(data_dir, tmp_path, alone, compiler):
+    settings = SHORT | dict(batch_size=1, tie_embeddings=False, sample_interval=0)
+    mode = dict(parallel="fsdp", context_parallel=2, remat="block", compile=True)
+    words = flags(data_dir, tmp_path / "many", **settings, **mode)
+    assert ranks.call(2, train_in_rank, words, compiler, timeout=300) == [(0, "")] * 2
+    same_run(alone(**settings), tmp_path / "many")
+    train_here(data_dir, copied(tmp_path / "many", 3, tmp_path / "back"), resume="auto", **settings)
+    same_end(tmp_path / "back", alone(**settings))
+
+
+def test_under_torchrun_as_one_process(data_dir, tmp_path, alone):
+    """The command that people start, whose ranks import, join, end and report by themselves."""
+    result = ranks.torchrun(2, flags(data_dir, tmp_path / "two", **SHORT))
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("step 6/6 |") == 1
+    same_run(alone(**SHORT), tmp_path / "two")
+
+
+@pytest.mark.slow
+def test_errors_under_torchrun_are_one_line_and_end_every_rank(tmp_path):
+    began = time.time()
+    result = ranks.torchrun(2, flags(tmp_path, tmp_path / "run"))  # a folder without shards
+    assert result.returncode != 0 and time.time() - began < 60
+    assert result.stderr.count("error: ") == 1 and str(tmp_path) in result.stderr and "exitcode  : 3" in result.stderr
+
+
+def test_errors_are_one_line_and_end_every_rank(tmp_path):
+    result = train_ranks(2, flags(tmp_path, tmp_path / "run"))
+    assert result.codes == [3, 3] and result.stdout == ""
+    assert result.stderr.startswith("error: ") and str(tmp_path) in result.stderr and result.stderr.count("\n") == 1
+
+
+SHARDED = dict(eval_interval=6, save_interval=4, keep_last=9, batch_size=2)  # and dropout off: ranks draw their own
+
+
+@pytest.fixture(scope="module")
+def sharded(data_dir, tmp_path_factory):
+    """The folder of 12 steps on two FSDP ranks, saved by each rank after steps 4, 8 and 12."""
+    return over_ranks(2, data_dir, tmp_path_factory.mktemp("sharded") / "run", parallel="fsdp", **SHARDED)
+
+
+def same_checkpoint(one, other, step):
+    """Asserts that two runs saved the same numbers after a step, in whatever files."""
+    (a, x), (b, y) = (checkpoint.load(checkpoint.find(run / f"step_{step:08d}")) for run in (one, other))
+    assert a.keys() == b.keys() and x["loader"] == y["loader"]
+    for group in a:
+        assert a[group].keys() == b[group].keys() and all(torch.equal(a[group][k], b[group][k]) for k in a[group])
+
+
+# -- for ranks.call: a patch ends with its process
+
+
+def train_from_own_rows(words):
+    """As train_in_rank; fails where a rank reads more than its part of a tensor.
+
+    Of a file's 257 rows the first of two ranks needs 192, since the model's are padded to 384.
+    """
+    read, size = checkpoint.Stored.__getitem__, int(os.environ["WORLD_SIZE"])
+
+    def checked(stored, rows):
+        if len(stored.shape) and "float" in str(stored.dtype):
+            assert rows is not ... and rows.stop - rows.start <= -(-stored.shape[0] // size) * 1.5, (stored.shape, rows)
+        return read(stored, rows)
+
+    checkpoint.Stored.__getitem__ = checked
+    return train_in_rank(words)
+
+
+def train_with_a_full_disk(words):
+    """As train_in_rank; rank 1 cannot write its files of step 8."""
+    save_file = checkpoint.save_file
+
+    def full(tensors, path, header):
+        if os.environ["RANK"] == "1" and "step_00000008" in str(path):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save_file(tensors, path, header)
+
+    checkpoint.save_file = full
+    return train_in_rank(words)
+
+
+def train_until_killed(words):
+    """As train_in_rank; rank 1 is killed once it has written a file of step 8."""
+    save_file = checkpoint.save_file
+
+    def killed(tensors, path, header):
+        save_file(tensors, path, header)
+        if os.environ["RANK"] == "1" and "step_00000008" in str(path):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    checkpoint.save_file = killed
+    return train_in_rank(words)
+
+
+def test_sharded_and_in_the_background_as_one_process(data_dir, tmp_path, alone, sharded):
+    same_run(alone(**SHARDED, async_save=True), sharded)
+    files = {f"{kind}.rank0000{rank}.safetensors" for kind in ("model", "optimizer") for rank in (0, 1)}
+    assert {p.name for p in (sharded / "step_00000008").glob("*.safetensors")} == files | {"rng.safetensors"}
+    words = flags(data_dir, tmp_path / "run", parallel="fsdp", async_save=True, **SHARDED)
+    result = train_ranks(2, words)
+    assert result.returncode == 0, result.stderr
+    assert [line for line in result.stdout.splitlines() if line.startswith("saved")] == [
+        f"saved {tmp_path / 'run'}/step_{step:08d}" for step in (4, 8, 12)
+    ]
+    for step in (4, 8, 12):
+        same_checkpoint(sharded, tmp_path / "run", step)
+
+
+def test_resharded_from_two_ranks_to_one_to_four(data_dir, tmp_path, sharded):
+    """Losses go on as uninterrupted; no rank reads more than it holds, though the tensors were cut otherwise."""
+    settings = dict(SHARDED, resume="auto")
+    train_here(data_dir, copied(sharded, 4, tmp_path / "1"), **settings)
+    words = flags(data_dir, copied(tmp_path / "1", 8, tmp_path / "4"), parallel="fsdp", **settings)
+    assert ranks.call(4, train_from_own_rows, words) == [(0, "")] * 4
+    over_ranks(4, data_dir, copied(sharded, 8, tmp_path / "24"), parallel="hsdp", shard_size=2, **settings)
+    expected = losses(read_log(sharded))
+    for name, steps in (("1", range(5, 13)), ("4", range(9, 13)), ("24", range(9, 13))):
+        found = losses(read_log(tmp_path / name))
+        assert sorted(found) == list(steps)
+        assert all(found[step] == pytest.approx(expected[step], rel=4e-6) for step in steps), name
+
+
+def test_merged_goes_on_exactly_as_sharded_and_exports_the_same(data_dir, tmp_path, sharded):
+    merged, part = tmp_path / "merged", sharded / "step_00000004"
+    convert.main(convert.Config(checkpoint=str(part), out=str(merged)))
+    names = {"model.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json", "manifest.json"}
+    assert {p.name for p in (merged / "step_00000004").iterdir()} == names
+    same_checkpoint(sharded, merged, 4)
+    models = [checkpoint.load_model(folder, "cpu")[0] for folder in (part, merged)]
+    assert all(torch.equal(p, q) for p, q in zip(*(model.parameters() for model in models)))
+    for name, source in (("a", part), ("b", merged)):
+        convert.main(convert.Config(checkpoint=str(source), to_hf=str(tmp_path / name)))
+    a, b = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
+    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+    over_ranks(2, data_dir, merged, parallel="fsdp", resume="auto", **SHARDED)
+    same_checkpoint(sharded, merged, 12)
+    for kind in ("train", "val"):
+        expected = losses(read_log(sharded), kind)
+        assert all(loss == expected[step] for step, loss in losses(read_log(merged), kind).items())
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_disk_full_on_one_rank_ends_all_with_the_same_line(data_dir, tmp_path, async_save):
+    words = flags(data_dir, tmp_path / "run", parallel="fsdp", async_save=async_save, **SHARDED)
+    (code, text), other = ranks.call(2, train_with_a_full_disk, words, timeout=60)
+    assert code == 4 and other == (code, text)
+    assert "rank 1: [Errno 28] No space left" in text and "\n" not in text
+    assert [p.name for p in (tmp_path / "run").iterdir() if p.is_dir()] == ["step_00000004"]
+    assert checkpoint.find(tmp_path / "run").name == "step_00000004"
+
+
+def test_kill_of_one_rank_while_it_writes(data_dir, tmp_path, sharded):
+    words = flags(data_dir, tmp_path / "run", parallel="fsdp", async_save=True, **SHARDED)
+    done, _ = ranks.attempt(2, train_until_killed, words)
+    assert done.codes[1] == -signal.SIGKILL and done.codes[0] == 1, done.stderr  # the other sees its partner is gone
+    assert checkpoint.find(tmp_path / "run").name == "step_00000004"
+    again = train_here(data_dir, tmp_path / "run", resume="auto", **SHARDED)
+    assert losses(again)[12] == pytest.approx(losses(read_log(sharded))[12], rel=4e-6)
+    assert not list((tmp_path / "run").glob(".writing_*"))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_hugging_face_weights_straight_into_shards(data_dir, tmp_path, family):
+    """q, k and v, gate and up lie in one tensor of ours, GPT-2's are transposed, 257 rows of embedding are 384 here."""
+    shape = dict(tie_embeddings=False, **(dict(n_kv_head=2, n_hidden=96, **LLAMA) if family == "llama" else {}))
+    cfg = configure(Config, [str(ROOT / "config/test.py"), *flags("", "", **shape)[1:]])
+    hf.save_hf(build(cfg, torch.device("cpu"), seed=5), tmp_path / "hf")
+    settings = dict(init_from=f"hf:{tmp_path / 'hf'}", eval_interval=2, max_steps=2, batch_size=2, **shape)
+    one = train_here(data_dir, tmp_path / "one", **settings)
+    words = flags(data_dir, tmp_path / "two", parallel="fsdp", **settings)
+    assert ranks.call(2, train_from_own_rows, words) == [(0, "")] * 2
+    two = read_log(tmp_path / "two")
+    for kind in ("train", "val"):
+        assert losses(two, kind) == pytest.approx(losses(one, kind), rel=4e-6)
+    model, _ = hf.load_hf(tmp_path / "hf")
+    untrained = build(cfg, torch.device("cpu"), seed=cfg.seed)
+    for name, param in (("wte", model.wte), ("head", model.head)):  # two steps of 5e-4 from where it began
+        found = weights(tmp_path / "two", 2)[f"{name}.weight"]
+        begun = torch.cat([param.weight[:257], getattr(untrained, name).weight[257:]])
+        assert (found - begun).abs().max() < 5e-3
+
+
+# -- ranks.py itself
+
+
+def mark_and_see(mark):
+    """This rank, and what an earlier call left in a module, in the environment and in the random state."""
+    seen = getattr(train, "mark", None), os.environ.get("MARK"), torch.initial_seed() == 7
+    train.mark, os.environ["MARK"] = mark, mark
+    torch.manual_seed(7)
+    return os.environ["RANK"], os.environ["WORLD_SIZE"], seen
+
+
+def fail_on_rank_1(how):
+    print("rank 1 ends" if os.environ["RANK"] == "1" else "rank 0 waits")
+    if os.environ["RANK"] == "1" and how == "raises":
+        raise ValueError("of rank 1")
+    time.sleep(60)
+
+
+def test_ranks_start_from_the_same_state_each_time():
+    for mark in "ab":
+        assert ranks.call(2, mark_and_see, mark) == [(str(rank), "2", (None, None, False)) for rank in range(2)]
+
+
+@pytest.mark.parametrize("how, codes", [("raises", [-signal.SIGKILL, 1]), ("hangs", [-signal.SIGKILL] * 2)])
+def test_ranks_that_fail_or_hang_are_ended_and_quoted(how, codes):
+    done, values = ranks.attempt(2, fail_on_rank_1, how, timeout=5 if how == "hangs" else 60, grace=2)
+    assert done.codes == codes and done.returncode == codes[1] and values == [None, None]
+    assert done.outputs == ["rank 0 waits\n", "rank 1 ends\n"]
+    assert ("ValueError: of rank 1" if how == "raises" else "in fail_on_rank_1") in done.errors[1]
