@@ -28,10 +28,11 @@ class UserError(Exception):
     exit_code = 2
 
 
-def configure(cls, argv):
+def configure(cls, argv, complete=dict):
     """An instance of dataclass `cls` from its defaults, config files and flags; one UserError names all mistakes.
 
     argv: words as in sys.argv[1:]; one without dashes is a config file. cls.gone: {removed setting: reason}, if any.
+    complete: given the settings that were set, {name: value}, returns them with more.
     """
     if "--help" in argv or "-h" in argv:
         print(describe(cls, sys.modules["__main__"].__doc__ or ""), flush=True)
@@ -43,13 +44,13 @@ def configure(cls, argv):
         except UserError as error:
             reader.wrong.append(str(error))
     refuse(reader.wrong)
-    return cls(**reader.settings)
+    return cls(**complete(reader.settings))
 
 
-def parse(cls, check=lambda cfg: None):
+def parse(cls, check=lambda cfg: None, complete=dict):
     """`configure`, then check(cfg), from the command line of a script; a mistake ends the process."""
     with _errors_in_one_line():
-        cfg = configure(cls, sys.argv[1:])
+        cfg = configure(cls, sys.argv[1:], complete)
         check(cfg)
         return cfg
 

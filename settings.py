@@ -33,6 +33,7 @@ class GPTConfig:
     rope_low_freq: float = 1.0  # wavelengths over rope_original / this are divided by rope_factor
     rope_high_freq: float = 4.0  # wavelengths under rope_original / this are left alone
     rope_original: int = 8192  # context that the model was trained with before scaling
+    max_positions: int | None = None  # context of the weights in init_from, if longer; for exports. None: block_size
     mlp: Literal["gelu", "relu2", "swiglu"] = "gelu"  # GPT-2's, squared ReLU, Llama's
     bias: bool = True  # biases in linear layers and LayerNorm
     qk_norm: bool = False  # RMSNorm on queries and keys before RoPE

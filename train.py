@@ -10,10 +10,11 @@ Exit codes: 0 done, 2 a setting, 3 data, 4 a checkpoint, 5 a loss that is not fi
 """
 
 from configurator import UserError, parse, run
+from run.hf_config import adopt
 from settings import Config, check, legal
 
 if __name__ == "__main__":  # torch takes seconds to import: --help and a mistake in a setting answer before
-    cfg = parse(Config, check)
+    cfg = parse(Config, check, adopt)
 
 import dataclasses
 import signal

@@ -6,9 +6,9 @@ import itertools
 
 import model as models
 from configurator import UserError
-from corpus.loader import TokenLoader
+from corpus.loader import DataError, TokenLoader
 from fast.attention import best_attention
-from run import checkpoint
+from run import checkpoint, hf_config
 from run.account import Account, parameter_counts
 from run.logger import human
 from scale import context, documents, memory, parallel
@@ -37,6 +37,12 @@ def make_loaders(cfg, world):
     common |= dict(rank=rank, world=ranks, device=world.device)
     order = dict(shuffle_seed=cfg.shuffle_seed, align=cfg.align_documents, min_tokens=cfg.batch_tokens)
     loader = TokenLoader(split="train", **order, **common)
+    if cfg.tokenizer and loader.tokenizer and (cfg.init_from or "").startswith("hf:"):
+        if not hf_config.same_tokenizer(cfg.tokenizer, loader.token_bytes):
+            raise DataError(
+                f"data_dir={cfg.data_dir} was tokenized with {loader.tokenizer}, the weights of {cfg.init_from} with "
+                f"another tokenizer; make the data with python fineweb.py --tokenizer={cfg.tokenizer}"
+            )
     return loader, TokenLoader(split="val", **common) if cfg.eval_interval else None
 
 
@@ -83,9 +89,12 @@ def load_initial_weights(model, cfg):
     else:
         tensors, shape, _ = checkpoint.open_model(cfg.init_from)
     free = ["vocab_multiple"]
-    free += ["block_size"] if cfg.positions == "rope" else []  # no weight of a RoPE model depends on it
+    if cfg.positions == "rope" or cfg.block_size < shape.block_size:  # no weight of a RoPE model depends on it
+        free.append("block_size")
     if wrong := checkpoint.shape_differences(dataclasses.asdict(shape), cfg, free):
         raise UserError(f"init_from={cfg.init_from} is another model: {'; '.join(wrong)}")
+    if cfg.positions == "learned":
+        tensors["wpe.weight"] = tensors["wpe.weight"][: cfg.block_size]
     checkpoint.load_model_tensors(model, tensors, cfg.vocab_size)  # the padding rows keep their initial values
 
 
@@ -104,4 +113,6 @@ def describe(cfg, world, job, loader, start):
         ("step", f"{cfg.batch_tokens:,} tokens: {micro}"),
         ("run", f"steps {start.step} to {cfg.max_steps}: {human(cfg.max_steps * cfg.batch_tokens)} tokens"),
     ]
+    if (cfg.init_from or "").startswith("hf:"):
+        rows.append(("init_from", f"{cfg.init_from}: {hf_config.adopted(cfg)}"))
     return rows + ([("resumed", str(start.folder))] if start.folder else [])

@@ -6,7 +6,6 @@ Pickled weights are never read. RoPE pairs dimension i with i + D/2 in both, so 
 import itertools
 import os
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,8 +15,8 @@ from safetensors.torch import save_file
 from configurator import UserError
 from model import build, on_meta
 from run import checkpoint
-from run.files import read_json, write_json
-from settings import GPTConfig
+from run.files import write_json
+from run.hf_config import context_of, family_of, fetch, hf_config, read_config, read_object, write_tokenizer
 
 MAX_SHARD_BYTES = 5_000_000_000  # largest file, which a save holds in memory; transformers 4's default
 
@@ -46,6 +45,7 @@ BLOCK = {  # our names follow "blocks.{i}."
 }
 PREFIX = {"gpt2": "transformer.", "llama": "model."}  # absent if the model was saved without its head
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # masks and tables in old files
+
 
 def hf_parts(model):
     """{Hugging Face name: (our name, first row, last row, transposed)}: the place of each of their tensors in ours.
@@ -97,7 +97,7 @@ def open_tensors(folder, family):
     index = folder / "model.safetensors.index.json"
     files = ["model.safetensors"]
     if index.exists():
-        places = _read_object(index).get("weight_map", {})
+        places = read_object(index).get("weight_map", {})
         if not isinstance(places, dict):
             raise UserError(f"{index}: weight_map is not a JSON object")
         files = sorted(set(places.values()))
@@ -176,10 +176,11 @@ def load_hf(name, device="cpu"):
     return model.eval(), cfg
 
 
-def save_hf(model, path, dtype=torch.float32, max_shard_bytes=MAX_SHARD_BYTES, tensors=None):
+def save_hf(model, path, dtype=torch.float32, max_shard_bytes=MAX_SHARD_BYTES, tensors=None, tokenizer=None):
     """Writes a folder that transformers' AutoModelForCausalLM loads, complete or not at all; returns its path.
 
     tensors: {our name: tensor or Stored} for a model on meta, read one file at a time; None: the model's parameters.
+    tokenizer: its corpus.tokenizer.Tokenizer; None: a folder without one.
     Raises UserError for a model that is neither a GPT-2 nor a Llama, a `path` in use, or a full disk.
     """
     path, parts = Path(path), hf_parts(model)
@@ -195,7 +196,8 @@ def save_hf(model, path, dtype=torch.float32, max_shard_bytes=MAX_SHARD_BYTES, t
     shutil.rmtree(aside, ignore_errors=True)  # left by a killed save
     try:
         aside.mkdir(parents=True)
-        write_json(aside / "config.json", hf_config(model.cfg, dtype))
+        ids = write_tokenizer(aside, tokenizer, context_of(model.cfg)) if tokenizer else {}
+        write_json(aside / "config.json", hf_config(model.cfg, dtype, **ids))
         _write_shards(aside, parts, tensors, dtype, max_shard_bytes)
         os.rename(aside, path)
     except (OSError, SafetensorError) as error:

@@ -1,11 +1,17 @@
-"""Hugging Face's GPT-2 and Llama: config.json as our settings, and the small files beside it. Imports no torch."""
+"""Hugging Face's GPT-2 and Llama: config.json as our settings, the tokenizer and the files beside it, in and out.
+
+Importing this file loads no torch: train.py reads the shape of --init_from=hf:NAME with it before it checks settings.
+"""
 
 import json
 import shutil
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from configurator import UserError
+from corpus import tokenizer as tokenizers
 from run.files import read_json, write_json
 from settings import GPTConfig
 
@@ -57,6 +63,8 @@ SUPPORTED = {  # values that model.py computes, the default first
     },
     "llama": {"hidden_act": ("silu", "swish"), "quantization_config": (None,)},
 }
+COPIED = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model")
+COPIED += ("chat_template.jinja", "generation_config.json")
 
 
 @dataclass
@@ -77,10 +85,45 @@ def family_of(cfg):
     return family
 
 
+def adopt(given):
+    """The settings `given` by the user, completed by the shape, RoPE and tokenizer of init_from's Hugging Face weights.
+
+    block_size is the user's choice; if it is not given, it is the default or the weights' context, whichever is less.
+    Raises UserError that lists every given setting which the weights contradict.
+    """
+    name = given.get("init_from") or ""
+    if not name.startswith("hf:"):
+        return given
+    from run.checkpoint import shape_differences  # imports torch
+
+    shape = read_config(fetch(name[3:]))
+    context, shape.block_size = shape.block_size, min(shape.block_size, GPTConfig.block_size)
+    shape.max_positions = context if shape.positions == "rope" else None
+    wanted = replace(shape, **{k: v for k, v in given.items() if k in vars(shape)})
+    wrong = shape_differences(vars(shape), wanted, ["vocab_multiple", "block_size"])
+    if shape.positions == "learned" and wanted.block_size > context:
+        wrong.append(f"block_size: checkpoint {context} at most, now {wanted.block_size}")
+    if wrong:
+        raise UserError(
+            f"init_from={name} has another shape than the settings given: {'; '.join(wrong)}; "
+            "leave these settings out to take those of the weights"
+        )
+    return vars(shape) | given
+
+
+def adopted(cfg):
+    """The settings that `adopt` takes from config.json, in words, for the start block."""
+    names = [*KEYS[family_of(cfg)].values(), "rope_theta", "rope_factor", "max_positions", "tokenizer"]
+    values = {name: getattr(cfg, name) for name in names if name != "block_size"}
+    if cfg.positions == "learned":
+        del values["rope_theta"]
+    return " ".join(f"{k}={v}" for k, v in values.items() if v is not None)
+
+
 def read_config(folder):
     """The ImportedConfig of a Hugging Face folder. Raises UserError for settings that model.py does not compute."""
     path = Path(folder) / "config.json"
-    hf = _read_object(path)
+    hf = read_object(path)
     family = hf.get("model_type")
     if not isinstance(family, str) or family not in SUPPORTED:
         raise UserError(f"{path}: model_type={family} is not supported, only gpt2 and llama are")
@@ -126,14 +169,20 @@ def _llama_settings(hf, path):
 
 
 def _tokenizer_of(folder, hf):
-    """gpt2, or the path of tokenizer.json; None if there is no such file."""
-    if hf["vocab_size"] == 50257:
-        return "gpt2"
+    """The path of tokenizer.json, or gpt2 if that is what it holds; None if there is no such file."""
     path = Path(folder) / "tokenizer.json"
-    return str(path) if path.is_file() else None
+    if not path.is_file():
+        return "gpt2" if hf["vocab_size"] == 50257 else None
+    is_gpt2 = hf["vocab_size"] == 50257 and same_tokenizer(path, tokenizers.load("gpt2").token_bytes())
+    return "gpt2" if is_gpt2 else str(path)
 
 
-def _read_object(path):
+def same_tokenizer(name, token_bytes):
+    """Whether the ids of a tokenizer stand for as many bytes each as token_bytes says; no two in use agree in that."""
+    return np.array_equal(tokenizers.load(str(name)).token_bytes(), token_bytes)
+
+
+def read_object(path):
     """The object in a JSON file. Raises UserError."""
     try:
         value = read_json(path)
@@ -150,7 +199,7 @@ def fetch(name):
         return Path(name)
     import huggingface_hub
 
-    kinds = ["*.json", "*.safetensors", "tokenizer*", "merges.txt"]
+    kinds = ["*.json", "*.jinja", "*.safetensors", "tokenizer*", "merges.txt"]
     try:
         # subfolders hold other formats of the same weights
         return Path(huggingface_hub.snapshot_download(str(name), allow_patterns=kinds, ignore_patterns=["*/*"]))
@@ -161,17 +210,58 @@ def fetch(name):
         ) from None
 
 
-def hf_config(cfg, dtype):
-    """The content of config.json as transformers 4 writes it, which version 5 and other readers accept too."""
-    separator = 50256 if cfg.vocab_size == 50257 else None  # GPT-2's; other tokenizers' ids are not known here
+def write_tokenizer(folder, tokenizer, context):
+    """Writes the files of a tokenizer and of generation, and returns {"bos_token_id", "eos_token_id"}.
+
+    tokenizer_config.json, a chat template and generation_config.json are copied from the folder of the tokenizer.json
+    where they lie beside it. Where we trained, a separator preceded each document: generation stops at it as well.
+    """
+    text = tokenizer.to_json()
+    (folder / "tokenizer.json").write_text(text, "utf-8")
+    for name in COPIED:
+        if tokenizer.folder and (tokenizer.folder / name).is_file():
+            shutil.copyfile(tokenizer.folder / name, folder / name)
+    content = json.loads(text)
+    names = {token["id"]: token["content"] for token in content["added_tokens"]}
+    bos, eos = tokenizer.eot, min(tokenizer.ends - {tokenizer.eot}, default=tokenizer.eot)
+    if (folder / COPIED[0]).exists():
+        config, ids = read_object(folder / COPIED[0]), {name: i for i, name in names.items()}
+        said = (config.get(key) for key in ("bos_token", "eos_token"))
+        said = [token.get("content") if isinstance(token, dict) else token for token in said]
+        bos, eos = ids.get(said[0], bos), ids.get(said[1], eos)
+    else:
+        config = dict(tokenizer_class="PreTrainedTokenizerFast", clean_up_tokenization_spaces=False)
+        config |= dict(bos_token=names[bos], eos_token=names[eos], model_max_length=context)
+        write_json(folder / COPIED[0], config | dict(unk_token=content["model"].get("unk_token") or names[eos]))
+    generation = dict(bos_token_id=bos, eos_token_id=eos)
+    if (folder / COPIED[-1]).exists():
+        generation |= read_object(folder / COPIED[-1])
+    eos = generation["eos_token_id"]
+    ends = sorted(tokenizer.ends.union(eos if isinstance(eos, list) else [eos]))
+    generation["eos_token_id"] = ends if len(ends) > 1 else ends[0]
+    write_json(folder / COPIED[-1], generation)
+    return {key: generation[key] for key in ("bos_token_id", "eos_token_id")}
+
+
+def context_of(cfg):
+    """The longest context that a model was trained for: its own, or that of the weights which it started from."""
+    return max(cfg.block_size, cfg.max_positions or 0)
+
+
+def hf_config(cfg, dtype, **ids):
+    """The content of config.json as transformers 4 writes it, which version 5 and other readers accept too.
+
+    ids: those of `write_tokenizer`.
+    """
     family = family_of(cfg)
     config = {theirs: getattr(cfg, ours) for theirs, ours in KEYS[family].items()}
-    config |= dict(bos_token_id=separator, eos_token_id=separator, torch_dtype=str(dtype).removeprefix("torch."))
+    config |= dict(bos_token_id=None, eos_token_id=None, torch_dtype=str(dtype).removeprefix("torch.")) | ids
     if family == "gpt2":
         config |= dict(model_type="gpt2", architectures=["GPT2LMHeadModel"], activation_function="gelu_new")
         return config | dict.fromkeys(["embd_pdrop", "attn_pdrop", "resid_pdrop"], cfg.dropout)
     scaling = {"rope_type": "llama3", **{theirs: getattr(cfg, ours) for theirs, ours in ROPE_KEYS.items()}}
     config |= dict(model_type="llama", architectures=["LlamaForCausalLM"], hidden_act="silu", head_dim=cfg.head_dim)
     config |= dict(num_key_value_heads=cfg.kv_heads, intermediate_size=cfg.hidden, mlp_bias=cfg.bias)
+    config |= dict(max_position_embeddings=context_of(cfg))
     config |= dict(rope_theta=cfg.rope_theta, rope_scaling=None if cfg.rope_factor is None else scaling)
     return config | dict(attention_dropout=cfg.dropout)
