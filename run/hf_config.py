@@ -85,14 +85,18 @@ def family_of(cfg):
     return family
 
 
+def names_hf(init_from):
+    return bool(init_from) and init_from.startswith("hf:")
+
+
 def adopt(given):
     """The settings `given` by the user, completed by the shape, RoPE and tokenizer of init_from's Hugging Face weights.
 
     block_size is the user's choice; if it is not given, it is the default or the weights' context, whichever is less.
     Raises UserError that lists every given setting which the weights contradict.
     """
-    name = given.get("init_from") or ""
-    if not name.startswith("hf:"):
+    name = given.get("init_from")
+    if not names_hf(name):
         return given
     from run.checkpoint import shape_differences  # imports torch
 
