@@ -93,53 +93,46 @@ class Muon(torch.optim.AdamW):
     orthogonalises a matrix for all: updates of DDP's copies are all-gathered, and rows of FSDP2's shards travel to
     their matrix' owner and back, in two all-to-alls for a batch of matrices of one shape.
 
-    State of a matrix: step, (1,) on the CPU, and momentum, sharded as the parameter is. parts: {parameter: rows of each
-    matrix in it}. momentum: rises from 0.85 over the first `warmup` steps.
+    State of a matrix: step, (1,), and momentum, sharded as the parameter is. parts: {parameter: rows of each matrix in
+    it}. momentum: rises from 0.85 over the first `warmup` steps. As in PyTorch's fused AdamW, a step for which
+    `found_inf` is set to a tensor that is not 0 changes nothing.
     """
 
     def __init__(self, groups, parts, momentum=0.95, warmup=0, compiled=False, **options):
         super().__init__(groups, **options)
-        self.momentum, self.warmup = momentum, warmup
-        self.weights = [p for group in self.param_groups if group["kind"] == "matrix" for p in group["params"]]
-        for p in self.weights:
-            self.state[p] = dict(step=torch.zeros(1), momentum=torch.zeros_like(p))
-        self.batches = batches([m for p in self.weights for m in split(p, parts[p])])
-        self.descend = torch.compile(descend, dynamic=False) if compiled and self.weights[0].is_cuda else descend
+        self.momentum, self.warmup, self.found_inf = momentum, warmup, None
+        (self.group,) = [group for group in self.param_groups if group["kind"] == "matrix"]
+        for p in self.group["params"]:
+            self.state[p] = dict(step=torch.zeros(1, device=p.device), momentum=torch.zeros_like(p))
+        self.batches = batches({p: parts[p] for p in self.group["params"]})
+        compiled = compiled and self.group["params"][0].is_cuda
+        self.accumulate, self.descend = ((torch.compile(f) if compiled else f) for f in (accumulate, descend))
 
     @torch.no_grad()
     def step(self):
         """One update; the matrices' gradients are overwritten and dropped."""
-        (group,) = [group for group in self.param_groups if group["kind"] == "matrix"]
-        weights = [p for p in self.weights if p.grad is not None]
-        grads, moments = [local(p.grad) for p in weights], [local(self.state[p]["momentum"]) for p in weights]
-        for p in weights:
-            self.state[p]["step"] += 1
-        momentum = self.momentum_at(int(self.state[weights[0]]["step"]))
-        torch._foreach_lerp_(moments, grads, 1 - momentum)
-        torch._foreach_lerp_(grads, moments, momentum)
+        weights = [p for p in self.group["params"] if p.grad is not None]
+        steps, moments = ([self.state[p][kind] for p in weights] for kind in ("step", "momentum"))
+        grads, skip = [local(p.grad) for p in weights], steps[0] * 0 if self.found_inf is None else self.found_inf
+        torch._foreach_add_(steps, (1 - skip).squeeze())
+        warm = (steps[0] / max(1, self.warmup)).clamp(max=1)
+        self.accumulate([local(m) for m in moments], grads, 0.85 + (self.momentum - 0.85) * warm, skip)
         for batch in self.batches:
             orthogonalize_gradients([m for m in batch if m.weight.grad is not None])
-        rates = torch.tensor([group["lr"], group["lr"] * group["weight_decay"]]).unbind()
+        rates = torch.tensor([self.group["lr"], self.group["lr"] * self.group["weight_decay"]]).unbind()
         self.descend([local(p) for p in weights], grads, *rates)
         for p in weights:
             p.grad = None  # AdamW passes over them
         super().step()
 
-    def momentum_at(self, step):
-        """The momentum of a step, counted from 1."""
-        return self.momentum - (self.momentum - 0.85) * max(0.0, 1 - step / max(1, self.warmup))
 
-
-def split(weight, rows):
-    """The matrices in a weight, which have so many rows each."""
-    return [Matrix(weight, sum(rows[:i]), rows[i]) for i in range(len(rows))]
-
-
-def batches(matrices, most=2**27):
+def batches(parts, most=2**27):
     """Lists of matrices of one shape, up to transposition, with at most about `most` elements for a rank to work on."""
     shapes = {}
-    for matrix in matrices:
-        shapes.setdefault(tuple(sorted(matrix.shape)), []).append(matrix)
+    for weight, rows in parts.items():
+        for i, count in enumerate(rows):
+            matrix = Matrix(weight, sum(rows[:i]), count)
+            shapes.setdefault(tuple(sorted(matrix.shape)), []).append(matrix)
     found = []
     for (short, long), alike in shapes.items():
         count = ranks_of(alike[0].weight)[1] * max(1, most // (short * long))
@@ -154,14 +147,11 @@ def ranks_of(weight):
 
 
 def orthogonalize_gradients(matrices):
-    """Replaces the gradients of matrices, of one shape up to transposition, by their scaled orthogonal factors.
-
-    Matrix i is the work of rank i // ceil(n / ranks). GEMMs are in bf16 on GPUs; the CPU is no faster at that.
-    """
+    """Replaces gradients of matrices, of one shape up to transposition, by their scaled orthogonal factors."""
     if not matrices:
         return
     rank, size, group = ranks_of(matrices[0].weight)
-    each, (short, long) = -(-len(matrices) // size), sorted(matrices[0].shape)
+    each, (short, long) = -(-len(matrices) // size), sorted(matrices[0].shape)  # matrix i is for rank i // each
     own, held = matrices[rank * each : (rank + 1) * each], [m.gradient() for m in matrices]
     stack = held[0].new_zeros(each, short, long, dtype=torch.bfloat16 if held[0].is_cuda else torch.float32)
     views = upright(stack, own)
@@ -220,6 +210,13 @@ def orthogonalize(x):
         poly = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.baddbmm(x, poly, x, beta=a)
     return x
+
+
+def accumulate(moments, grads, momentum, skip):
+    """m = momentum m + (1 - momentum) g, and g is replaced by the same of the new m; skip: m stays, g becomes 0."""
+    for m, g in zip(moments, grads):
+        m.copy_(torch.where(skip > 0, m, torch.lerp(g, m, momentum)))
+        g.copy_(torch.where(skip > 0, 0, torch.lerp(g, m, momentum)))
 
 
 def descend(weights, updates, rate, decay):

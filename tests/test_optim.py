@@ -108,6 +108,25 @@ def test_muon_is_a_naive_one_in_float64():
         assert off.sum() <= 1, name  # an element whose update is zero but for rounding decays in one of the two
 
 
+def test_a_skipped_step_of_muon_changes_nothing():
+    model = build(small(), CPU, seed=0)
+    cfg = settings(optimizer="muon", n_head=4, kv_heads=4, head_dim=8, hidden=128, momentum_warmup=3)
+    optimizer = optim.make_optimizer(model, cfg)
+
+    def step(value, found_inf):
+        torch.manual_seed(0)
+        for p in model.parameters():
+            p.grad = torch.randn_like(p) * value
+        optimizer.found_inf = torch.tensor(found_inf)
+        optimizer.step()
+        states = [t for state in optimizer.state.values() for t in state.values()]
+        return [t.clone() for t in (*model.parameters(), *states)]
+
+    before, after, then = step(1.0, 0.0), step(math.nan, 1.0), step(1.0, 0.0)
+    assert all(torch.equal(a, b) for a, b in zip(before, after))
+    assert all(t.isfinite().all() for t in then) and not torch.equal(then[0], after[0])
+
+
 @pytest.mark.parametrize("rows, columns", [(64, 64), (96, 384)])
 def test_orthogonalized_singular_values_are_near_one(rows, columns):
     torch.manual_seed(1)
