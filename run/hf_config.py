@@ -16,8 +16,8 @@ from run.files import read_json, write_json
 from settings import GPTConfig
 
 SHAPES = {  # the settings that describe one of their models
-    "gpt2": dict(norm="layernorm", positions="learned", mlp="gelu", qk_norm=False, softcap=None),
-    "llama": dict(norm="rmsnorm", positions="rope", mlp="swiglu", qk_norm=False, softcap=None),
+    "gpt2": dict(norm="layernorm", positions="learned", mlp="gelu", qk_norm=False, embed_norm=False, softcap=None),
+    "llama": dict(norm="rmsnorm", positions="rope", mlp="swiglu", qk_norm=False, embed_norm=False, softcap=None),
 }
 KEYS = {  # their key in config.json -> our setting, for import and export
     "gpt2": {
