@@ -8,10 +8,7 @@ import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
-
 from configurator import UserError
-from corpus import tokenizer as tokenizers
 from run.files import read_json, write_json
 from settings import GPTConfig
 
@@ -177,13 +174,21 @@ def _tokenizer_of(folder, hf):
     path = Path(folder) / "tokenizer.json"
     if not path.is_file():
         return "gpt2" if hf["vocab_size"] == 50257 else None
-    is_gpt2 = hf["vocab_size"] == 50257 and same_tokenizer(path, tokenizers.load("gpt2").token_bytes())
+    is_gpt2 = hf["vocab_size"] == 50257 and same_tokenizer(path, "gpt2")
     return "gpt2" if is_gpt2 else str(path)
 
 
-def same_tokenizer(name, token_bytes):
-    """Whether the ids of a tokenizer stand for as many bytes each as token_bytes says; no two in use agree in that."""
-    return np.array_equal(tokenizers.load(str(name)).token_bytes(), token_bytes)
+def same_tokenizer(*two):
+    """Whether the ids of two tokenizers stand for as many bytes each; no two that are in use agree in that.
+
+    two: names, or arrays as in token_bytes.npy.
+    """
+    import numpy as np
+
+    from corpus import tokenizer as tokenizers
+
+    sizes = (one if isinstance(one, np.ndarray) else tokenizers.load(str(one)).token_bytes() for one in two)
+    return np.array_equal(*sizes)
 
 
 def read_object(path):
