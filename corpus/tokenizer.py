@@ -174,10 +174,12 @@ def _from_tiktoken(name, encoding, scheme=None):
     separators = [encoding._special_tokens[s] for s in SEPARATORS if s in encoding._special_tokens]
 
     def to_json():
-        gpt2 = encoding._pat_str == GPT2_PATTERN
-        text = byte_level_json(encoding._mergeable_ranks, encoding._special_tokens, None if gpt2 else LLAMA3_PATTERN)
+        rule = encoding._pat_str
+        if "++" in rule:  # possessive, which tokenizers reads otherwise: GPT-2's rule, or cl100k_base's, now Llama 3's
+            rule = None if rule == GPT2_PATTERN else LLAMA3_PATTERN
+        text = byte_level_json(encoding._mergeable_ranks, encoding._special_tokens, rule)
         if _from_json(name, text).encode(PROBE) != encoding.encode_ordinary(PROBE):
-            raise UserError(f"tokenizer={name}: its splitting rule cannot be written as a tokenizer.json")
+            raise UserError(f"tokenizer={name}: its splitting rule fits no tokenizer.json; give one, --tokenizer=FILE")
         return text
 
     return Tokenizer(name, encoding.n_vocab, separators, encode_batch, encoding.decode, lengths, to_json)

@@ -200,7 +200,7 @@ def save_hf(model, path, dtype=torch.float32, max_shard_bytes=MAX_SHARD_BYTES, t
         write_json(aside / "config.json", hf_config(model.cfg, dtype, **ids))
         _write_shards(aside, parts, tensors, dtype, max_shard_bytes)
         os.rename(aside, path)
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, UserError) as error:
         shutil.rmtree(aside, ignore_errors=True)
         raise UserError(f"{path}: cannot be written ({error}); nothing of it is kept") from None
     return path
