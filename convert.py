@@ -1,7 +1,7 @@
 """Checkpoints from and to Hugging Face weights (GPT-2 and Llama as safetensors), and checkpoints of many ranks merged.
 
     python convert.py --from_hf=gpt2 --out=out/gpt2                 # a hub name or a folder -> a checkpoint
-    python convert.py --checkpoint=out/gpt2_124m --to_hf=out/hf     # -> a folder for AutoModelForCausalLM
+    python convert.py --checkpoint=out/gpt2_124m --to_hf=out/hf     # -> a folder for transformers, with the tokenizer
     python convert.py --checkpoint=out/llama3_8b --out=out/merged   # files of many ranks -> one file for all weights
 
 An export is compared with transformers, where that is installed: both models get random tokens, and their logits must

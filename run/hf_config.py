@@ -60,8 +60,8 @@ SUPPORTED = {  # values that model.py computes, the default first
     },
     "llama": {"hidden_act": ("silu", "swish"), "quantization_config": (None,)},
 }
-COPIED = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model")
-COPIED += ("chat_template.jinja", "generation_config.json")
+TOKENIZER, GENERATION = "tokenizer_config.json", "generation_config.json"
+COPIED = (TOKENIZER, GENERATION, "special_tokens_map.json", "tokenizer.model", "chat_template.jinja")
 
 
 @dataclass
@@ -232,23 +232,25 @@ def write_tokenizer(folder, tokenizer, context):
             shutil.copyfile(tokenizer.folder / name, folder / name)
     content = json.loads(text)
     names = {token["id"]: token["content"] for token in content["added_tokens"]}
+    ids = {name: i for i, name in names.items()}
     bos, eos = tokenizer.eot, min(tokenizer.ends - {tokenizer.eot}, default=tokenizer.eot)
-    if (folder / COPIED[0]).exists():
-        config, ids = read_object(folder / COPIED[0]), {name: i for i, name in names.items()}
-        said = (config.get(key) for key in ("bos_token", "eos_token"))
+    if (folder / TOKENIZER).exists():
+        config = read_object(folder / TOKENIZER)
+        said = [config.get("bos_token"), config.get("eos_token")]
         said = [token.get("content") if isinstance(token, dict) else token for token in said]
         bos, eos = ids.get(said[0], bos), ids.get(said[1], eos)
     else:
         config = dict(tokenizer_class="PreTrainedTokenizerFast", clean_up_tokenization_spaces=False)
         config |= dict(bos_token=names[bos], eos_token=names[eos], model_max_length=context)
-        write_json(folder / COPIED[0], config | dict(unk_token=content["model"].get("unk_token") or names[eos]))
+        config["unk_token"] = content["model"].get("unk_token") or names[eos]
+        write_json(folder / TOKENIZER, config)
     generation = dict(bos_token_id=bos, eos_token_id=eos)
-    if (folder / COPIED[-1]).exists():
-        generation |= read_object(folder / COPIED[-1])
+    if (folder / GENERATION).exists():
+        generation |= {k: v for k, v in read_object(folder / GENERATION).items() if v is not None}
     eos = generation["eos_token_id"]
     ends = sorted(tokenizer.ends.union(eos if isinstance(eos, list) else [eos]))
     generation["eos_token_id"] = ends if len(ends) > 1 else ends[0]
-    write_json(folder / COPIED[-1], generation)
+    write_json(folder / GENERATION, generation)
     return {key: generation[key] for key in ("bos_token_id", "eos_token_id")}
 
 
