@@ -21,7 +21,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from configurator import UserError, refuse, run, too_small
+from configurator import UserError, parse, refuse, run, too_small
 
 SHORT_NAMES = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW/fineweb-edu"}
 READY_MADE = ("kjj0/fineweb10B-gpt2", "kjj0/fineweb100B-gpt2", "kjj0/finewebedu10B-gpt2")  # GPT-2 shards on the hub
@@ -197,4 +197,4 @@ def load_files(cfg, files):
 
 
 if __name__ == "__main__":
-    run(main, Config)
+    run(main, parse(Config, check))

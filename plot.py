@@ -13,7 +13,6 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 
 from configurator import UserError, run
 
