@@ -172,9 +172,10 @@ def draw_loss(axes, runs, x, y, reference):
 def show_end(axes):
     """Cuts a panel of losses to the second half of its x axis."""
     lines = [line.get_data() for line in axes.lines if not line.get_label().startswith("_child")]
-    end = max(x[-1] for x, _ in lines)
-    values = np.concatenate([np.asarray(y)[np.asarray(x) >= end / 2] for x, y in lines])
-    axes.set_xlim(end / 2, end * 1.015 or 1)
+    first, last = min(x[0] for x, _ in lines), max(x[-1] for x, _ in lines)
+    middle = (first + last) / 2
+    values = np.concatenate([np.asarray(y)[np.asarray(x) >= middle] for x, y in lines])
+    axes.set_xlim(middle, last + 0.03 * (last - middle) if last > first else last + 1)
     fit_y(axes, values.min(), values.max())
     axes.set_title("second half")
     axes.get_legend().remove()

@@ -1,5 +1,6 @@
 """The console and logs of a run: the start block, one aligned line per step, log.jsonl, and wandb when asked for."""
 
+import contextlib
 import json
 import os
 import sys
@@ -106,18 +107,24 @@ class Logger:
 
     def _start_wandb(self, saved_id):
         """A wandb run, the saved one on a resume; where wandb fails, training goes on without it."""
-        try:
+        with self._without_wandb("is off"):
             import wandb
 
-            folder = os.environ.get("WANDB_DIR", self.cfg.out_dir)
+            folder = os.environ.get("WANDB_DIR") or self.cfg.out_dir
             settings = {"project": "pretrain", "name": self.cfg.run_name, "dir": folder}
             run = wandb.init(id=saved_id, resume="allow" if saved_id else None, config=vars(self.cfg), **settings)
             run.define_metric("*", step_metric="step")  # a resumed run steps back; wandb's own step may not
             return run
+
+    @contextlib.contextmanager
+    def _without_wandb(self, what):
+        """Turns any failure of wandb within it into a warning, after which the run goes on without wandb."""
+        try:
+            yield
         except Exception as error:  # not installed, no key, no network: wandb has a type for each
             why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            self.print(f"warning: wandb is off ({why}); log.jsonl goes on")
-            return None
+            self.print(f"warning: wandb {what} ({why}); log.jsonl goes on")
+            self.wandb = None
 
     def print(self, *words):
         if self.on:
@@ -128,12 +135,9 @@ class Logger:
         if self.file:
             self.file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
             self.file.flush()
-        if self.wandb:
-            try:
+        if self.wandb and kind != "start":  # wandb records the settings and the machine by itself
+            with self._without_wandb("stopped"):
                 self.wandb.log({"step": step, **{f"{kind}/{k}": v for k, v in values.items() if v is not None}})
-            except Exception as error:
-                self.print(f"warning: wandb stopped ({type(error).__name__}); log.jsonl goes on")
-                self.wandb = None
 
     def start(self, step, rows, settings):
         """The start block: aligned names and values; last, the settings that the user changed, {name: value}."""
@@ -182,7 +186,8 @@ class Logger:
         if self.file:
             self.file.close()
         if self.wandb:
-            self.wandb.finish()
+            with self._without_wandb("did not finish"):
+                self.wandb.finish()
 
 
 def progress(iterable, label, total=None):
