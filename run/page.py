@@ -92,5 +92,6 @@ def samples(runs):
     """A table with a row for each step that has samples, the last first."""
     texts = [{step: line["texts"] for step, line in run.log.get("sample", {}).items()} for run in runs]
     steps = sorted({step for found in texts for step in found}, reverse=True)
-    columns = [{f"step {step:,}": "\n\n".join(map(str.rstrip, found.get(step, []))) for step in steps} for found in texts]
+    joined = [{step: "\n\n".join(map(str.rstrip, words)) for step, words in found.items()} for found in texts]
+    columns = [{f"step {step:,}": found.get(step, "") for step in steps} for found in joined]
     return f'<div class="samples">{table(runs, columns)}</div>' if steps else "<p>none</p>"

@@ -166,7 +166,7 @@ def script(words, code="", name="train.py", **env):
     return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env={**os.environ, **env})
 
 
-NO_TORCH = "assert not {'torch', 'numpy', 'datasets', 'matplotlib'}.intersection(sys.modules)"  # slow to import
+NO_TORCH = "assert not {'torch', 'datasets', 'matplotlib'}.intersection(sys.modules)"  # slow to import
 
 
 @pytest.mark.parametrize("name", ["fineweb", "sample", "hellaswag", "convert", "plot", "bench", "bench step"])
