@@ -69,20 +69,25 @@ def configure(cls, argv, check=lambda cfg: None):
 
 def parse(cls, check=lambda cfg: None):
     """`configure` from the command line of a script; a mistake ends the process."""
-    with _errors_in_one_line():
+    with _errors_in_one_line(everywhere=True):
         return configure(cls, sys.argv[1:], check)
 
 
 def run(main, cfg):
     """Runs main(cfg) as a script; a UserError ends the process. cfg: from `parse`, or a class to parse now."""
+    cfg = parse(cfg) if isinstance(cfg, type) else cfg
     with _errors_in_one_line():
-        main(configure(cfg, sys.argv[1:]) if isinstance(cfg, type) else cfg)
+        main(cfg)
         sys.stdout.flush()
 
 
 @contextlib.contextmanager
-def _errors_in_one_line():
-    """Turns a UserError into lines on rank 0's stderr, the end of torchrun's report, and an exit code."""
+def _errors_in_one_line(everywhere=False):
+    """Turns a UserError into lines on rank 0's stderr, the end of torchrun's report, and an exit code.
+
+    everywhere: all ranks find it. Then local rank 0 alone reports it: the others wait to be ended by torchrun, whose
+    report has seven lines for each rank that fails.
+    """
     try:
         yield
     except BrokenPipeError:  # | head
@@ -94,7 +99,7 @@ def _errors_in_one_line():
         if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # what torchrun prints of a rank that failed
             message = {"message": "\n".join(map(str, error.args)), "extraInfo": {"timestamp": str(int(time.time()))}}
             Path(report).write_text(json.dumps({"message": message}))
-            if os.environ.get("LOCAL_RANK", "0") != "0":  # wait to be ended with local rank 0, so as not to be reported
+            if everywhere and os.environ.get("LOCAL_RANK", "0") != "0":
                 signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
                 time.sleep(5)
         sys.exit(error.exit_code)

@@ -44,9 +44,9 @@ PANELS = {  # key of a log's lines: (their kind, title, factor)
 class Config:
     words = ()  # folders of runs
     x: Literal["steps", "tokens", "seconds", "flops"] = "steps"  # seconds: of training steps alone
-    y: Literal["auto", "loss", "bpb"] = "auto"  # auto: bits per byte where the runs' tokenizers differ, else the loss
-    html: bool = False  # write a page with the curves over each x, the differing settings, the machine, the samples
-    out: str | None = None  # the file to write: .png, .svg, .pdf, .html; None: curves.png or .html in the first folder
+    y: Literal["auto", "loss", "bpb"] = "auto"  # auto: bits per byte where the tokenizers differ, else loss
+    html: bool = False  # write a page: curves over each x, differing settings, machine, samples
+    out: str | None = None  # file to write: .png, .svg, .pdf, .html; None: curves.png in the first folder
     reference: str | None = None  # a JSON file, {"name": …, "points": {step: validation loss, …}}, drawn dashed
 
 

@@ -159,9 +159,7 @@ def test_sections_and_comments_of_the_class_before_those_of_its_base():
 def script(words, code="", name="train.py", **env):
     """A script, then `code` in the same process; its CompletedProcess."""
     before = f"import runpy, sys\nsys.argv = [{name!r}, *{words!r}]\ncode = 0\n"
-    run = (
-        f"try:\n    runpy.run_path({name!r}, run_name='__main__')\nexcept SystemExit as stop:\n    code = stop.code\n"
-    )
+    run = f"try:\n    runpy.run_path({name!r}, run_name='__main__')\nexcept SystemExit as stop:\n    code = stop.code\n"
     words = [sys.executable, "-c", f"{before}{run}{code}\nsys.exit(code)"]
     return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env={**os.environ, **env})
 
