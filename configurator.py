@@ -182,10 +182,9 @@ class _Reader:
 
 
 def _find(word):
-    """The config file that a word names, here or in config/, with or without its ending; None if there is none."""
-    here = Path(__file__).parent
-    names = [word, f"{word}.py", f"config/{word}", f"config/{word}.py", here / "config" / f"{word}.py"]
-    return next((str(name) for name in names if os.path.isfile(name)), None)
+    """The config file that a word names, with or without config/ and .py, here or beside this file; None if none."""
+    parts = itertools.product(("", Path(__file__).parent), ("", "config"), (word, f"{word}.py"))
+    return next(filter(os.path.isfile, itertools.starmap(os.path.join, parts)), None)
 
 
 def _instead(word, hints):
@@ -227,8 +226,8 @@ def describe(cls, doc=""):
     for section, names in itertools.groupby(layout, lambda name: layout[name][0]):
         rows += [f"\n{section}:"]
         for name in names:
-            kind, default = _kind(hints[name], getattr(cls, name)), getattr(cls, name)
-            rows += [f"  --{name}={default}".ljust(33) + f" {kind}{layout[name][1]}"]
+            default = getattr(cls, name)
+            rows += [f"  --{name}={default}".ljust(33) + f" {_kind(hints[name], default)}{layout[name][1]}"]
     return "\n".join(rows).strip()
 
 

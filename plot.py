@@ -124,15 +124,14 @@ def drawing(runs, x, y, reference=None):
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(10, 3.7 + 1.9 * rows), layout="constrained")
         figure.get_layout_engine().set(w_pad=0.1, h_pad=0.06)  # inches, so that outer tick labels are not cut
-        top, *below = figure.subfigures(1 + (rows > 0), 1, height_ratios=[2, rows][: 1 + (rows > 0)], squeeze=False)[
-            :, 0
-        ]
-        whole, end = top.subplots(1, 2, width_ratios=[3, 2])
+        heights = [2, rows] if rows else [2]
+        parts = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
+        whole, end = parts[0].subplots(1, 2, width_ratios=[3, 2])
         draw_loss(whole, runs, x, y, reference)
         draw_loss(end, runs, x, y, reference)
         show_end(end)
         for i, key in enumerate(panels):
-            axes = below[0].add_subplot(rows, columns, i + 1, xlim=whole.get_xlim())
+            axes = parts[1].add_subplot(rows, columns, i + 1, xlim=whole.get_xlim())
             draw_panel(axes, runs, x, key)
             axes.locator_params(axis="x", nbins=5)
         for axes in figure.axes:
