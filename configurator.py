@@ -227,7 +227,8 @@ def describe(cls, doc=""):
         rows += [f"\n{section}:"]
         for name in names:
             default = getattr(cls, name)
-            rows += [f"  --{name}={default}".ljust(33) + f" {_kind(hints[name], default)}{layout[name][1]}"]
+            shown = repr(default) if re.search(r"\s", str(default)) else default
+            rows += [f"  --{name}={shown}".ljust(33) + f" {_kind(hints[name], default)}{layout[name][1]}"]
     return "\n".join(rows).strip()
 
 
