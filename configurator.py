@@ -69,8 +69,12 @@ def configure(cls, argv, check=lambda cfg: None):
 
 def parse(cls, check=lambda cfg: None):
     """`configure` from the command line of a script; a mistake ends the process."""
-    with _errors_in_one_line(everywhere=True):
-        return configure(cls, sys.argv[1:], check)
+    with _errors_in_one_line():
+        try:
+            return configure(cls, sys.argv[1:], check)
+        except UserError:
+            _leave_the_report_to_local_rank_0()
+            raise
 
 
 def run(main, cfg):
@@ -82,12 +86,8 @@ def run(main, cfg):
 
 
 @contextlib.contextmanager
-def _errors_in_one_line(everywhere=False):
-    """Turns a UserError into lines on rank 0's stderr, the end of torchrun's report, and an exit code.
-
-    everywhere: all ranks find it. Then local rank 0 alone reports it: the others wait to be ended by torchrun, whose
-    report has seven lines for each rank that fails.
-    """
+def _errors_in_one_line():
+    """Turns a UserError into lines on rank 0's stderr, the last line of torchrun's report, and an exit code."""
     try:
         yield
     except BrokenPipeError:  # | head
@@ -97,12 +97,16 @@ def _errors_in_one_line(everywhere=False):
         if os.environ.get("RANK", "0") == "0":
             print("".join(f"error: {problem}\n" for problem in error.args), end="", file=sys.stderr, flush=True)
         if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # what torchrun prints of a rank that failed
-            message = {"message": "\n".join(map(str, error.args)), "extraInfo": {"timestamp": str(int(time.time()))}}
+            message = {"message": str(error), "extraInfo": {"timestamp": str(int(time.time()))}}
             Path(report).write_text(json.dumps({"message": message}))
-            if everywhere and os.environ.get("LOCAL_RANK", "0") != "0":
-                signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-                time.sleep(5)
         sys.exit(error.exit_code)
+
+
+def _leave_the_report_to_local_rank_0():
+    """Other local ranks, which find the same mistake, wait for torchrun to end them: it reports each that fails."""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ and os.environ.get("LOCAL_RANK", "0") != "0":
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+        time.sleep(5)
 
 
 def too_small(cfg, least):

@@ -1,6 +1,5 @@
 """The console and logs of a run: the start block, one aligned line per step, log.jsonl, and wandb when asked for."""
 
-import contextlib
 import json
 import os
 import sys
@@ -107,7 +106,7 @@ class Logger:
 
     def _start_wandb(self, saved_id):
         """A wandb run, the saved one on a resume; where wandb fails, training goes on without it."""
-        with self._without_wandb("is off"):
+        try:
             import wandb
 
             folder = os.environ.get("WANDB_DIR") or self.cfg.out_dir
@@ -115,16 +114,11 @@ class Logger:
             run = wandb.init(id=saved_id, resume="allow" if saved_id else None, config=vars(self.cfg), **settings)
             run.define_metric("*", step_metric="step")  # a resumed run steps back; wandb's own step may not
             return run
-
-    @contextlib.contextmanager
-    def _without_wandb(self, what):
-        """Turns any failure of wandb within it into a warning, after which the run goes on without wandb."""
-        try:
-            yield
         except Exception as error:  # not installed, no key, no network: wandb has a type for each
-            why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            self.print(f"warning: wandb {what} ({why}); log.jsonl goes on")
-            self.wandb = None
+            self.print(
+                f"warning: wandb is off ({type(error).__name__}: {str(error).splitlines()[0]}); log.jsonl goes on"
+            )
+            return None
 
     def print(self, *words):
         if self.on:
@@ -135,9 +129,12 @@ class Logger:
         if self.file:
             self.file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
             self.file.flush()
-        if self.wandb and kind != "start":  # wandb records the settings and the machine by itself
-            with self._without_wandb("stopped"):
+        if self.wandb:
+            try:
                 self.wandb.log({"step": step, **{f"{kind}/{k}": v for k, v in values.items() if v is not None}})
+            except Exception as error:
+                self.print(f"warning: wandb stopped ({type(error).__name__}); log.jsonl goes on")
+                self.wandb = None
 
     def start(self, step, rows, settings):
         """The start block: aligned names and values; last, the settings that the user changed, {name: value}."""
@@ -186,8 +183,7 @@ class Logger:
         if self.file:
             self.file.close()
         if self.wandb:
-            with self._without_wandb("did not finish"):
-                self.wandb.finish()
+            self.wandb.finish()
 
 
 def progress(iterable, label, total=None):
