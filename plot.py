@@ -64,7 +64,7 @@ def main(cfg, folders):
 
 def load(folders):
     """[Run]; the later ones have narrower lines, so that equal curves do not hide one another."""
-    widths = np.linspace(1.3 + 1.1 * min(len(folders) - 1, 3), 1.3, len(folders))
+    widths = np.linspace(1.3 + 0.9 * min(len(folders) - 1, 2), 1.3, len(folders))
     colors = COLORS * math.ceil(len(folders) / len(COLORS))
     return [Run(*each) for each in zip(folders, labels(folders), colors, widths)]
 
