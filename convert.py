@@ -30,7 +30,7 @@ class Config:
     to_hf: str | None = None  # where the Hugging Face folder goes, with checkpoint
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the exported weights
     tokenizer: str | None = None  # of the export: its name or file; None: the one that the checkpoint was trained with
-    verify: bool = True  # compare the export's logits with those of model.py on random tokens (needs transformers)
+    verify: bool = True  # compare the export's logits with model.py's on random tokens (needs transformers)
 
 
 def main(cfg):

@@ -99,7 +99,7 @@ class GPTConfig:
 class Config(GPTConfig):
     # Run
     out_dir: str = "out/run"  # the run's folder: log.jsonl, config.json, model.py as it was, checkpoints
-    resume: str = "none"  # none; auto: from the newest complete checkpoint in out_dir if there is one; or a folder
+    resume: str = "none"  # none; auto: the newest complete checkpoint in out_dir, if there is one; or a folder
     overwrite: bool = False  # start afresh in a used out_dir; its log and checkpoints are removed
     init_from: str | None = None  # initial weights: a checkpoint's folder, or hf:NAME, which sets the shape too
     dry_run: bool = False  # two steps and a validation of everything; nothing is written

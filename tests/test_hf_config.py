@@ -20,7 +20,7 @@ TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
 def settings(*words):
-    return configure(Config, list(words), hf_config.adopt)
+    return configure(Config, list(words), complete=hf_config.adopt)
 
 
 @pytest.fixture

@@ -143,6 +143,9 @@ def test_errors_under_torchrun_are_one_line_and_end_every_rank(tmp_path):
     result = ranks.torchrun(2, flags(tmp_path, tmp_path / "run"))  # a folder without shards
     assert result.returncode != 0 and time.time() - began < 60
     assert result.stderr.count("error: ") == 1 and str(tmp_path) in result.stderr and "exitcode  : 3" in result.stderr
+    result = ranks.torchrun(2, ["config/test", "--lr=x"])
+    assert result.stderr.startswith("error: command line: lr=x is not a float") and "exitcode  : 2" in result.stderr
+    assert "rank      : 0" in result.stderr and "rank      : 1" not in result.stderr  # one report for all ranks
 
 
 def test_errors_are_one_line_and_end_every_rank(tmp_path):
