@@ -4,6 +4,7 @@ import itertools
 
 import torch
 
+from run import cache
 from scale import parallel
 
 
@@ -15,11 +16,35 @@ def texts(model, tokenizer, prompt, n, max_new_tokens, temperature, top_k, seed)
     return [tokenizer.decode(itertools.takewhile(lambda i: i not in tokenizer.ends, row)) for row in rows]
 
 
-def generate(model, ids, max_new_tokens, temperature=1.0, top_k=None, seed=0):
-    """Continues each row of ids (B, T) int64 by max_new_tokens; returns (B, T + max_new_tokens).
+def pieces(decode, ids):
+    """The text of an iterable of lists of ids, in pieces as they come; an incomplete character waits for its rest.
 
-    The window has one width throughout, so that a compiled model sees a single shape; causal attention does not see the
-    zeros on its right. Beyond block_size the context is the last block_size tokens. The generator is not training's.
+    A tokenizer may decode an id differently at the start of a text, so the last piece is decoded with each new one.
+    """
+    before, new = [], []
+    for more in ids:
+        new = new + more
+        text = decode(before + new)[len(decode(before)) :]
+        if not text.endswith("\ufffd"):
+            yield text
+            before, new = new, []
+    yield decode(before + new)[len(decode(before)) :]
+
+
+def generate(model, ids, max_new_tokens, temperature=1.0, top_k=None, seed=0, cached=True):
+    """Continues each row of ids (B, T) int64 by max_new_tokens; returns (B, T + max_new_tokens)."""
+    new = steps(model, ids, max_new_tokens, temperature, top_k, seed, cached)
+    return torch.cat([ids, *(row[:, None] for row in new)], 1)
+
+
+@torch.no_grad()
+def steps(model, ids, max_new_tokens, temperature=1.0, top_k=None, seed=0, cached=True):
+    """Yields the next id of each row of ids (B, T) int64, (B,), max_new_tokens times.
+
+    Up to block_size tokens a KV cache is used, unless the model is edited so that it gives other logits. Beyond, and
+    without it, every step computes the whole context: the last block_size tokens. That window has one width throughout,
+    so that a compiled model sees a single shape; causal attention does not see the zeros on its right. The generator is
+    not training's.
     """
     generator = torch.Generator(ids.device).manual_seed(seed)
     B, T = ids.shape
@@ -27,13 +52,16 @@ def generate(model, ids, max_new_tokens, temperature=1.0, top_k=None, seed=0):
     width = min(model.cfg.block_size, -(-total // 64) * 64)
     buffer = torch.zeros(B, max(total, width), dtype=torch.long, device=ids.device)
     buffer[:, :T] = ids
-    with torch.no_grad():
-        for end in range(T, total):
+    kept = cache.make(model, width) if cached else None
+    for end in range(T, total):
+        if kept and end <= width:
+            logits = kept.logits(buffer[:, kept.length : end])
+        else:
             begin = max(0, end - width)
             at = torch.tensor([end - begin - 1], device=ids.device)
             logits = model.logits(buffer[:, begin : begin + width], at)[:, 0]  # (B, V)
-            buffer[:, end] = pick(logits, temperature, top_k, generator)
-    return buffer[:, :total]
+        buffer[:, end] = pick(logits, temperature, top_k, generator)
+        yield buffer[:, end]
 
 
 def pick(logits, temperature, top_k, generator):
