@@ -3,7 +3,8 @@
     tokenizer = load("gpt2")  # or "cl100k_base", "bytes", "path/tokenizer.model", "path/tokenizer.json"
     tokenizer.decode(tokenizer.encode("Hello"))
 
-Special tokens are never parsed: "<|endoftext|>" in a document is encoded as ordinary characters.
+Special tokens are not parsed: "<|endoftext|>" in a document is encoded as ordinary characters. Only `encode_special`,
+for the text of a chat template, parses them.
 """
 
 import base64
@@ -41,10 +42,11 @@ class Tokenizer:
     the end of a document, eot among them.
     """
 
-    def __init__(self, name, vocab_size, separators, encode_batch, decode, token_lengths):
+    def __init__(self, name, vocab_size, separators, encode_batch, decode, token_lengths, encode_special=None):
         self.name, self.vocab_size, self.eot, self.ends = name, vocab_size, separators[0], set(separators)
         self.dtype = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
         self._encode_batch, self._decode, self._token_lengths = encode_batch, decode, token_lengths
+        self.encode_special = encode_special or self.encode  # as encode, but special tokens are parsed: for chat
 
     def encode_batch(self, texts):
         """One array of ids (uint16, or uint32 above 65,536 ids) for each text, without separators.
@@ -163,7 +165,8 @@ def _from_tiktoken(name, encoding, scheme=None):
     encode_batch = _gigatoken(encoding, scheme or GIGATOKEN_PATTERNS.get(name)) or encoding.encode_ordinary_batch
     lengths = lambda: ((i, len(token)) for token, i in encoding._mergeable_ranks.items())
     separators = [encoding._special_tokens[s] for s in SEPARATORS if s in encoding._special_tokens]
-    return Tokenizer(name, encoding.n_vocab, separators, encode_batch, encoding.decode, lengths)
+    special = functools.partial(encoding.encode, allowed_special="all")
+    return Tokenizer(name, encoding.n_vocab, separators, encode_batch, encoding.decode, lengths, special)
 
 
 def _gigatoken(encoding, scheme):
@@ -228,6 +231,13 @@ def _from_json(name, path):
     def encode_batch(texts):
         return [row.ids for row in inner.encode_batch_fast(texts, add_special_tokens=False)]
 
+    def encode_special(text):
+        inner.encode_special_tokens = False
+        try:
+            return inner.encode(text, add_special_tokens=False).ids
+        finally:
+            inner.encode_special_tokens = True
+
     def lengths():
         byte_level = '"ByteLevel"' in text  # a byte-level vocabulary has one character for each byte
         for token, i in vocabulary.items():
@@ -236,7 +246,7 @@ def _from_json(name, path):
                 yield i, len(token) if byte_level else len(plain.encode())
 
     decode = lambda ids: inner.decode(ids, skip_special_tokens=False)
-    return Tokenizer(name, max(vocabulary.values()) + 1, separators, encode_batch, decode, lengths)
+    return Tokenizer(name, max(vocabulary.values()) + 1, separators, encode_batch, decode, lengths, encode_special)
 
 
 def _first_line(error):

@@ -1,6 +1,7 @@
 """Continues text with a model, token by token."""
 
 import itertools
+import time
 
 import torch
 
@@ -16,14 +17,41 @@ def texts(model, tokenizer, prompt, n, max_new_tokens, temperature, top_k, seed)
     return [tokenizer.decode(itertools.takewhile(lambda i: i not in tokenizer.ends, row)) for row in rows]
 
 
-def pieces(decode, ids):
-    """The text of an iterable of lists of ids, in pieces as they come; an incomplete character waits for its rest.
+class Printer:
+    """Prints text as it is generated; `tokens` and `seconds`: how many, and how long it took, in all calls."""
 
-    A tokenizer may decode an id differently at the start of a text, so the last piece is decoded with each new one.
+    def __init__(self, model, tokenizer, stop, *options):
+        """stop: whether to end where the model ends its text. options: of `steps`, from max_new_tokens to top_k."""
+        self.model, self.tokenizer, self.stop, self.options = model, tokenizer, stop, options
+        self.tokens, self.seconds = 0, 0.0
+
+    def __call__(self, ids, seed, shown=()):
+        """Prints the text of `shown` and of what continues `ids`, both lists of ids; returns it."""
+        began, text = time.perf_counter(), ""
+        for piece in pieces(self.tokenizer.decode, itertools.chain([list(shown)], self.continued(ids, seed))):
+            print(piece, end="", flush=True)
+            text += piece
+        print()
+        self.seconds += time.perf_counter() - began
+        return text
+
+    def continued(self, ids, seed):
+        idx = torch.tensor([ids], device=parallel.device_of(self.model))
+        for new in steps(self.model, idx, *self.options, seed):
+            self.tokens += 1
+            if self.stop and new.item() in self.tokenizer.ends:
+                return
+            yield new.tolist()
+
+
+def pieces(decode, rows):
+    """The text of lists of ids, which come one after another, in pieces; an incomplete character waits for its rest.
+
+    The piece before is decoded again with each new one, since some tokenizers drop the space at the start of a text.
     """
     before, new = [], []
-    for more in ids:
-        new = new + more
+    for ids in rows:
+        new = new + ids
         text = decode(before + new)[len(decode(before)) :]
         if not text.endswith("\ufffd"):
             yield text
