@@ -18,11 +18,11 @@ from run.files import read_json
 
 
 def stop_ids(folder, tokenizer):
-    """The ids of the end of a text or of a reply that a folder's files name; the empty set if they name none."""
-    found = [_read(folder, name).get("eos_token_id") for name in ("generation_config.json", "config.json")]
-    ids = {i for value in found for i in (value if isinstance(value, list) else [value]) if isinstance(i, int)}
+    """The ids that a folder's files name as the end of a text or of a reply, as a set."""
+    files = [_read(folder, name) for name in ("generation_config.json", "config.json")]
+    found = next((file["eos_token_id"] for file in files if file.get("eos_token_id") is not None), [])
     token = _special_tokens(folder).get("eos_token")
-    return ids | set(tokenizer.encode_special(token) if token else [])
+    return {*(found if isinstance(found, list) else [found]), *(tokenizer.encode_special(token) if token else [])}
 
 
 class Template:

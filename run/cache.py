@@ -24,7 +24,7 @@ def make(model, size):
     try:
         trial = Cache(model, size=idx.size(1))
     except UserError as error:
-        return warn(error)
+        return warn(str(error))
     expected = trial.uncached(idx)
     trial.logits(idx[:, :-1])
     found = trial.logits(idx[:, -1:])
