@@ -21,8 +21,9 @@ def stop_ids(folder, tokenizer):
     """The ids that a folder's files name as the end of a text or of a reply, as a set."""
     files = [_read(folder, name) for name in ("generation_config.json", "config.json")]
     found = next((file["eos_token_id"] for file in files if file.get("eos_token_id") is not None), [])
-    token = _special_tokens(folder).get("eos_token")
-    return {*(found if isinstance(found, list) else [found]), *(tokenizer.encode_special(token) if token else [])}
+    ids = {i for i in (found if isinstance(found, list) else [found]) if isinstance(i, int)}
+    token = tokenizer.encode_special(_special_tokens(folder).get("eos_token", ""))
+    return ids.union(token if len(token) == 1 else [])  # another tokenizer may not have it
 
 
 class Template:
@@ -36,8 +37,9 @@ class Template:
         environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
         environment.globals["raise_exception"] = _raise
         self.folder, self.tokenizer, self.special = folder, tokenizer, _special_tokens(folder)
+        text = _template(folder)
         with self.errors_in_one_line():
-            self.template = environment.from_string(_template(folder))
+            self.template = environment.from_string(text)
 
     def ids(self, messages):
         """The ids of a conversation up to where the next reply begins. messages: [{"role": "user", "content": ...}]"""
@@ -49,7 +51,7 @@ class Template:
     def errors_in_one_line(self):
         try:
             yield
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
+        except Exception as error:  # a template computes: any can come of it
             raise UserError(f"{self.folder}: its chat template fails ({' '.join(str(error).split())})") from None
 
 
@@ -60,10 +62,11 @@ def _raise(words):
 def _template(folder):
     path = Path(folder, "chat_template.jinja")
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8", errors="replace")
     found = _read(folder, "tokenizer_config.json").get("chat_template")
     if isinstance(found, list):  # several of them
-        found = {entry["name"]: entry["template"] for entry in found}.get("default")
+        named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
+        found = named.get("default")
     if not isinstance(found, str):
         raise UserError(
             f"chat: {folder} has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json); "

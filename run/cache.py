@@ -42,8 +42,8 @@ def warn(reason):
 class Cache:
     """The keys and values of rows of up to `size` tokens; `length`: how many tokens of each row it has.
 
-    Raises UserError for a model with another attn.core than kernels.attention. For a model with context parallelism or
-    document masks, use it within context.alone and documents.off.
+    Raises UserError for a model with another attn.core than kernels.attention. Use it under torch.no_grad, and for a
+    model with context parallelism or document masks within context.alone and documents.off.
     """
 
     def __init__(self, model, size):
@@ -59,7 +59,6 @@ class Cache:
         self.length += idx.size(1)
         return logits
 
-    @torch.no_grad()
     def uncached(self, idx):
         with torch.compiler.set_stance("force_eager"):
             return self.model.logits(idx, slice(-1, None))[:, 0]
