@@ -11,7 +11,9 @@ import sys
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import sdpa_kernel
 
+import kernels
 from configurator import UserError
 from scale import context, parallel
 
@@ -82,7 +84,8 @@ class Kept:
         assert v.size(2) == 1, "several tokens after cached ones would need a mask"
         keys, values = self.kept[:, :, :, : self.first + 1]
         shared = q.reshape(B, H, -1, D).to(v.dtype)  # the heads of q that share keys, as rows of one product
-        return F.scaled_dot_product_attention(shared, keys, values).reshape(q.shape)
+        with sdpa_kernel(kernels.BACKENDS["flash"], set_priority=True):  # cuDNN would make a plan for every length
+            return F.scaled_dot_product_attention(shared, keys, values).reshape(q.shape)
 
 
 @contextlib.contextmanager
