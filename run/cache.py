@@ -74,18 +74,18 @@ class Kept:
 
     def __call__(self, q, k, v, *options):
         """For the tokens from position `first` on, q: (B, H, T, D); k, v: (B, H_kv, T, D) -> (B, H, T, D)."""
-        B, H, D = v.size(0), v.size(1), v.size(3)
+        B, T, last = v.size(0), v.size(2), self.first + v.size(2)
         if self.kept is None:
-            self.kept = v.new_empty(2, B, H, self.size, D)
-        self.kept[0, :, :, self.first : self.first + v.size(2)] = k
-        self.kept[1, :, :, self.first : self.first + v.size(2)] = v
+            self.kept = v.new_empty(2, *v.shape[:2], self.size, v.size(3))
+        self.kept[0, :, :, self.first : last], self.kept[1, :, :, self.first : last] = k, v
         if self.first == 0:
             return self.core(q, k, v, *options)
-        assert v.size(2) == 1, "several tokens after cached ones would need a mask"
-        keys, values = self.kept[:, :, :, : self.first + 1]
-        shared = q.reshape(B, H, -1, D).to(v.dtype)  # the heads of q that share keys, as rows of one product
+        assert T == 1, "several tokens after cached ones would need a mask"
+        keys, values = self.kept[:, :, :, :last]
+        shared = q.to(v.dtype).reshape(B, v.size(1), -1, v.size(3))  # heads that share keys, as if they were tokens
         with sdpa_kernel(kernels.BACKENDS["flash"], set_priority=True):  # cuDNN would make a plan for every length
-            return F.scaled_dot_product_attention(shared, keys, values).reshape(q.shape)
+            y = F.scaled_dot_product_attention(shared, keys, values)
+        return y.reshape(B, 1, q.size(1), -1).transpose(1, 2)  # in memory as (B, T, H, D), which fast GEMMs read
 
 
 @contextlib.contextmanager

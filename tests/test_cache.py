@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import kernels
 from model import GPT, Block, build
 from run import cache, generate
 from scale import parallel
@@ -106,3 +107,18 @@ def test_a_compiled_model_keeps_its_graphs(compiler):
     assert graphs > 0 and torch.equal(generate.generate(model, ids, 8, temperature=0), expected)
     assert model(ids, ids) == loss and counters["stats"]["unique_graphs"] == graphs
     assert [list(vars(module)) for module in model.modules()] == before
+
+
+@pytest.mark.gpu
+def test_one_token_through_the_fast_forms():
+    """As test_logits_are_close, with the operations of fast/."""
+    device, ids = torch.device("cuda"), prompt(1, 40).cuda()
+    model = random_model(n_embd=128, **LLAMA).to(device)
+    kernels.serve(device)
+    try:
+        with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+            kept, expected = cache.make(model, 40), model.logits(ids)[:, 9:]
+            found = [kept.logits(ids[:, :10]), *(kept.logits(ids[:, i : i + 1]) for i in range(10, 40))]
+    finally:
+        kernels.serve(device, "torch")
+    assert (torch.stack(found, 1) - expected).abs().max() < 0.1 * expected.std()
