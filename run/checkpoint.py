@@ -459,8 +459,9 @@ def model_of(tensors, shape, device, precision="fp32"):
     for parameter in model.parameters() if precision == "bf16" else ():
         parameter.data = parameter.data.bfloat16()
     models.allocate(model, device)
-    for table in (model.wte, model.head):
-        table.weight[shape.vocab_size :] = 0  # padding rows, which Hugging Face's files do not have
+    for name, parameter in model.named_parameters():
+        if name in ("wte.weight", "head.weight"):
+            parameter[shape.vocab_size :] = 0  # padding, which Hugging Face's files do not have
     load_model_tensors(model, tensors, shape.vocab_size)
     return model.eval()
 
