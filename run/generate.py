@@ -80,7 +80,7 @@ def steps(model, ids, max_new_tokens, temperature=1.0, top_k=None, seed=0, cache
     width = min(model.cfg.block_size, -(-total // 64) * 64)
     buffer = torch.zeros(B, max(total, width), dtype=torch.long, device=ids.device)
     buffer[:, :T] = ids
-    kept = cache.make(model, width) if cached else None
+    kept = cache.make(model, width) if cached and width > 1 else None
     for end in range(T, total):
         if kept and end <= width:
             logits = kept.logits(buffer[:, kept.length : end])
