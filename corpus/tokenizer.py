@@ -3,7 +3,8 @@
     tokenizer = load("gpt2")  # or "cl100k_base", "bytes", "path/tokenizer.model", "path/tokenizer.json"
     tokenizer.decode(tokenizer.encode("Hello"))
 
-Special tokens are never parsed: "<|endoftext|>" in a document is encoded as ordinary characters.
+Special tokens are not parsed: "<|endoftext|>" in a document is encoded as ordinary characters. Only `encode_special`,
+for the text of a chat template, parses them.
 """
 
 import base64
@@ -48,11 +49,12 @@ class Tokenizer:
 
     folder = None
 
-    def __init__(self, name, vocab_size, separators, encode_batch, decode, token_lengths, to_json):
+    def __init__(self, name, vocab_size, separators, encode_batch, decode, token_lengths, to_json, encode_special=None):
         self.name, self.vocab_size, self.eot, self.ends = name, vocab_size, separators[0], set(separators)
         self.dtype = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
         self._encode_batch, self._decode, self._token_lengths = encode_batch, decode, token_lengths
         self.to_json = to_json
+        self.encode_special = encode_special or self.encode  # as encode, but special tokens are parsed: for chat
 
     def encode_batch(self, texts):
         """One array of ids (uint16, or uint32 above 65,536 ids) for each text, without separators.
@@ -182,7 +184,8 @@ def _from_tiktoken(name, encoding, scheme=None):
             raise UserError(f"tokenizer={name}: its splitting rule fits no tokenizer.json; give one, --tokenizer=FILE")
         return text
 
-    return Tokenizer(name, encoding.n_vocab, separators, encode_batch, encoding.decode, lengths, to_json)
+    special = functools.partial(encoding.encode, allowed_special="all")
+    return Tokenizer(name, encoding.n_vocab, separators, encode_batch, encoding.decode, lengths, to_json, special)
 
 
 def byte_level_json(ranks, special, pattern=None):
@@ -282,6 +285,13 @@ def _from_json(name, text):
     def encode_batch(texts):
         return [row.ids for row in inner.encode_batch_fast(texts, add_special_tokens=False)]
 
+    def encode_special(text):
+        inner.encode_special_tokens = False
+        try:
+            return inner.encode(text, add_special_tokens=False).ids
+        finally:
+            inner.encode_special_tokens = True
+
     def lengths():
         byte_level = '"ByteLevel"' in text  # a byte-level vocabulary has one character for each byte
         for token, i in vocabulary.items():
@@ -290,7 +300,8 @@ def _from_json(name, text):
                 yield i, len(token) if byte_level else len(plain.encode())
 
     decode = lambda ids: inner.decode(ids, skip_special_tokens=False)
-    return Tokenizer(name, max(vocabulary.values()) + 1, separators, encode_batch, decode, lengths, lambda: text)
+    size = max(vocabulary.values()) + 1
+    return Tokenizer(name, size, separators, encode_batch, decode, lengths, lambda: text, encode_special)
 
 
 def _first_line(error):
