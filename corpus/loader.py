@@ -141,7 +141,7 @@ def open_shard(path):
 
 def mask_path(path):
     """The file beside a shard that says which tokens carry loss: a bit a token, the lowest of a byte first."""
-    return os.path.splitext(path)[0] + ".mask"
+    return Path(path).with_suffix(".mask")
 
 
 def open_mask(path, tokens):
@@ -199,7 +199,7 @@ def _verify_folder(data_dir):
         raise DataError(f"{data_dir}/manifest.json {why}; {MAKE_DATA}")
     for shard in manifest["shards"]:
         path = Path(data_dir) / shard["name"]
-        for file, expected in [(path, shard["sha256"]), (Path(mask_path(path)), shard.get("mask_sha256"))]:
+        for file, expected in [(path, shard["sha256"]), (mask_path(path), shard.get("mask_sha256"))]:
             if expected is None:
                 continue
             if not file.is_file():
@@ -259,7 +259,7 @@ class Split:
 
     def _open_masks(self, recorded):
         """The masks beside the shards, if there are any; `recorded`: names of the shards with one in the manifest."""
-        if any(os.path.basename(p) in recorded or os.path.exists(mask_path(p)) for p in self.paths):
+        if any(os.path.basename(p) in recorded or mask_path(p).exists() for p in self.paths):
             return [open_mask(mask_path(path), len(shard)) for path, shard in zip(self.paths, self.shards)]
 
     def _pack_warnings(self, pack, data_dir):
