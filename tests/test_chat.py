@@ -12,7 +12,7 @@ import ranks
 import torch
 import torch.nn.functional as F
 from conftest import flags, losses, one_line, read_log, train_here, train_in_rank, write_shard
-from test_fineweb import hub_cache, prepare, shard_tokens  # noqa: F401: a fixture
+from test_fineweb import hub_cache, prepare, shard_tokens  # noqa: F401
 
 import model as models
 import train
@@ -35,8 +35,9 @@ CHATML = (
 )
 PLAIN = CHATML.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
 LLAMA3 = (  # the form of Llama 3's
-    "{{ bos_token }}{% for m in messages %}{{ '<|start|>' + m['role'] + '<|end|>\n\n' + m['content'] | trim + eos_token }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|start|>assistant<|end|>\n\n' }}{% endif %}"
+    "{{ bos_token }}{% for m in messages %}"
+    "{{ '<|start|>' + m['role'] + '<|end|>\n\n' + m['content'] | trim + eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant<|end|>\n\n' }}{% endif %}"
 )
 
 
