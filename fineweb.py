@@ -78,7 +78,8 @@ def main(cfg):
             progress.finish(tokenizer)
             rate = (progress.total("tokens") - before) / (time.perf_counter() - began)
             print(f"{progress.total('documents'):,} documents, {rate / 1e6:.2f}M tokens/s")
-    print("\n".join(progress.summary()))
+    warnings = [f"warning: {words}" for words in dialogues.warnings] if dialogues else []
+    print("\n".join([*progress.summary(), *warnings]))
     print(f"go on with  python train.py --data_dir={out} --vocab_size={tokenizer.vocab_size}")
 
 

@@ -41,6 +41,7 @@ class Chat:
         if isinstance(self.template, list):  # several, by name
             self.template = {entry["name"]: entry["template"] for entry in self.template}.get("default")
         self.digest = hashlib.sha256(json.dumps([self.template, self.special]).encode()).hexdigest()
+        self.warnings = []
         self.row = np.dtype([("token", tokenizer.dtype), ("loss", bool)])
         self.eos = tokenizer.eot
         if found:
@@ -101,6 +102,8 @@ class Chat:
             inside = np.flatnonzero((ends > len(before)) & (begins < len(after)))
             special = [n for n, token in enumerate(row["token"][inside]) if int(token) in self.parsed]
             row["loss"][inside[: special[-1] + 1] if special else inside] = True
+        if self.tokenizer.eot in row["token"][1:] and not self.warnings:
+            self.warnings.append("the chat template has the separator within dialogues: --document_mask would cut them")
         if row["token"][0] == self.tokenizer.eot:
             return row
         return np.concatenate([np.array([(self.tokenizer.eot, False)], self.row), row])
