@@ -3,7 +3,7 @@
     python fineweb.py                                          # FineWeb-Edu sample-10BT into data/fineweb-edu, 20 GB
     python fineweb.py --dataset=kjj0/fineweb10B-gpt2 --max_shards=10      # ready-made GPT-2 shards of FineWeb
     python fineweb.py --dataset="books/*.txt,notes.jsonl.zst" --out_dir=data/mine
-    python fineweb.py --dataset=chats.jsonl --text_key=messages --tokenizer=FOLDER  # see corpus/chat.py
+    python fineweb.py --dataset=chats.jsonl --text_key=messages --tokenizer=FOLDER  # see corpus/dialogues.py
     python fineweb.py --pack=131072 --min_document_tokens=8192            # for long sequences, see corpus/packing.py
 
 Writes llm.c shards (a 1,024-byte header, then uint16 or uint32 tokens, a separator before each document), manifest.json
@@ -51,15 +51,16 @@ class Config:
 
 def main(cfg):
     check(cfg)
-    from corpus import chat, writer
     from corpus import tokenizer as tokenizers
+    from corpus import writer
+    from corpus.dialogues import Dialogues
 
     name = SHORT_NAMES.get(cfg.dataset, cfg.dataset)
     files = None if name in READY_MADE else local_files(name)
     short = "text" if files and len(files) > 1 else re.sub(r"[^\w-].*", "", Path(name).name) or "text"
     out = Path(cfg.out_dir or f"data/{short}")
     tokenizer = tokenizers.load("gpt2" if name in READY_MADE else cfg.tokenizer)
-    dialogues = chat.Chat(tokenizer) if is_chat(cfg) else None
+    dialogues = Dialogues(tokenizer) if is_chat(cfg) else None
     encode = dialogues.rows if dialogues else functools.partial(writer.text_rows, tokenizer)
     with writer.claim(out):
         decisive = {"dataset": name, "max_shards": cfg.max_shards}

@@ -19,7 +19,6 @@ class Config:
     pretrained: str | None = None  # instead: Hugging Face weights, a folder or a hub name
     tokenizer: str | None = None  # None: the tokenizer that the checkpoint was trained with, gpt2 for pretrained
     prompt: str = "\n"  # text to continue
-    chat: bool = False  # the prompt is a user's message, put into the tokenizer's chat template
     n_samples: int = 4  # number of continuations
     max_new_tokens: int = 200  # tokens to generate for each
     temperature: float = 0.8  # divides the logits; 0: always the most likely token
@@ -32,7 +31,6 @@ class Config:
 def main(cfg):
     found = too_small(cfg, {"n_samples": 1, "max_new_tokens": 0, "temperature": 0, "top_k": 1, "seed": 0})
     refuse(found + [f"seed={cfg.seed} must be below 2**63"] * (cfg.seed >= 2**63))
-    from corpus import chat
     from run import generate, trained
     from scale import parallel
 
@@ -40,7 +38,6 @@ def main(cfg):
     precision, _ = parallel.pick_precision(cfg.precision, device)
     model, saved = trained.load(cfg, device)
     tokenizer = trained.load_tokenizer(cfg, model, saved)
-    tokenizer = chat.Chat(tokenizer) if cfg.chat else tokenizer
     with parallel.autocast(precision, device):
         options = (cfg.n_samples, cfg.max_new_tokens, cfg.temperature, cfg.top_k, cfg.seed)
         for text in generate.texts(model.eval(), tokenizer, cfg.prompt, *options):

@@ -1,7 +1,7 @@
 """From text to tokens to batches.
 
 tokenizer     text to token ids and back
-chat          dialogues to token ids, of which the answers alone carry loss
+dialogues     dialogues to token ids, of which the answers alone carry loss
 writer        shards of tokens and their manifest, written so that a killed run can continue
 packing       the order of documents in which few of them cross the rows of a long context
 mixture       the folders of a mixture, and which of them gives each row

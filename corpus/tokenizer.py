@@ -60,10 +60,6 @@ class Tokenizer:
     def encode(self, text):
         return self.encode_batch([text])[0].tolist()
 
-    def prompt(self, text):
-        """The ids that a text to continue begins with."""
-        return [self.eot, *self.encode(text)]
-
     def decode(self, ids):
         """The text of `ids`; invalid UTF-8 becomes U+FFFD."""
         return self._decode([int(i) for i in ids])

@@ -53,7 +53,7 @@ def claim(out):
 def write_shards(batches, encode, progress, tokenizer, short):
     """Writes the missing shards, named after `short`; `batches` yields lists of documents from progress.document on.
 
-    encode: gives a row of tokens for each document of a list: text_rows, or chat.Chat.rows, which has masks too.
+    encode: yields a row of tokens for each document of a list: text_rows, or Dialogues.rows, which says what has loss.
     """
     writer, pack = ShardWriter(progress, tokenizer, short), progress.settings.get("pack")
     begun, least = progress.total("tokens"), progress.settings.get("min_document_tokens", 1)

@@ -8,15 +8,11 @@ from scale import parallel
 
 
 def texts(model, tokenizer, prompt, n, max_new_tokens, temperature, top_k, seed):
-    """n strings that continue `prompt`, which they include; each ends at the end of its document, or of an answer.
-
-    tokenizer: a Tokenizer, or a chat.Chat, for which the prompt is a user's message.
-    """
-    start = tokenizer.prompt(prompt)
-    ids = torch.tensor([start] * n, device=parallel.device_of(model))
-    rows = generate(model, ids, max_new_tokens, temperature, top_k, seed)[:, len(start) :].tolist()
-    kept = [itertools.takewhile(lambda i: i not in tokenizer.ends, row) for row in rows]
-    return [tokenizer.decode([*start[1:], *row]) for row in kept]
+    """n strings that continue `prompt`, which they include; each ends at the end of its document."""
+    device = parallel.device_of(model)
+    ids = torch.tensor([[tokenizer.eot, *tokenizer.encode(prompt)]] * n, device=device)
+    rows = generate(model, ids, max_new_tokens, temperature, top_k, seed)[:, 1:].tolist()
+    return [tokenizer.decode(itertools.takewhile(lambda i: i not in tokenizer.ends, row)) for row in rows]
 
 
 def generate(model, ids, max_new_tokens, temperature=1.0, top_k=None, seed=0):

@@ -19,10 +19,11 @@ import numpy as np
 
 from configurator import UserError
 from corpus.loader import DataError
+from corpus.tokenizer import without_surrogates
 from run.files import read_json
 
 
-class Chat:
+class Dialogues:
     """The chat template of a Hugging Face tokenizer's folder; `template` is None where there is none.
 
     eos: the id that ends a completion. digest: of all that decides the tokens besides the tokenizer.
@@ -32,8 +33,9 @@ class Chat:
         path = Path(tokenizer.name)
         folder = path if path.is_dir() else path.parent
         settings = folder / "tokenizer_config.json"
-        found = read_json(settings, UserError) if path.suffix != ".model" and settings.is_file() else {}
-        self.tokenizer, self.decode = tokenizer, tokenizer.decode
+        of_json = path.is_dir() or path.suffix == ".json"  # not the name of an encoding
+        found = read_json(settings, UserError) if of_json and settings.is_file() else {}
+        self.tokenizer = tokenizer
         self.special = {k: _content(found[k]) for k in ("bos_token", "eos_token") if found.get(k)}
         self.template = found.get("chat_template")
         if found and (folder / "chat_template.jinja").is_file():
@@ -89,7 +91,7 @@ class Chat:
             return np.empty(0, self.row)
         text = self.render(messages)
         encoded = self.inner.encode(text, add_special_tokens=False)
-        begins, ends = np.array(encoded.offsets).T
+        begins, ends = np.array(encoded.offsets).reshape(-1, 2).T
         row = np.zeros(len(begins), self.row)
         row["token"] = encoded.ids
         for i in answers:
@@ -102,6 +104,8 @@ class Chat:
             inside = np.flatnonzero((ends > len(before)) & (begins < len(after)))
             special = [n for n, token in enumerate(row["token"][inside]) if int(token) in self.parsed]
             row["loss"][inside[: special[-1] + 1] if special else inside] = True
+        if not row["loss"].any():
+            return row[:0]
         if self.tokenizer.eot in row["token"][1:] and not self.warnings:
             self.warnings.append("the chat template has the separator within dialogues: --document_mask would cut them")
         if row["token"][0] == self.tokenizer.eot:
@@ -117,22 +121,10 @@ class Chat:
             )
         options = dict(add_generation_prompt=add_generation_prompt, tools=None, documents=None)
         try:
-            return _compiled(self.template).render(messages=messages, **options, **self.special)
+            return without_surrogates(_compiled(self.template).render(messages=messages, **options, **self.special))
         except Exception as error:  # a template is a program
             what = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             raise DataError(f"the chat template of {self.tokenizer.name} fails on {_short(messages)}: {what}") from None
-
-    def prompt(self, text):
-        """The ids that a user's message begins a dialogue with, up to where the answer begins."""
-        rendered = self.render([{"role": "user", "content": text}], add_generation_prompt=True)
-        ids = self.inner.encode(rendered, add_special_tokens=False).ids
-        return ids if ids[0] == self.tokenizer.eot else [self.tokenizer.eot, *ids]
-
-    @functools.cached_property
-    def ends(self):
-        """The ids that end an answer."""
-        row = self._dialogue([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
-        return self.tokenizer.ends | ({int(row["token"][row["loss"]][-1])} & self.parsed)
 
 
 @functools.cache

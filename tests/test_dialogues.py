@@ -1,4 +1,4 @@
-"""chat.py and its masks: against transformers' templates, a loss written out, other ranks, damage and bad dialogues."""
+"""dialogues.py and masks: against transformers, a loss written out, other ranks, damage and bad dialogues."""
 
 import ast
 import json
@@ -12,14 +12,14 @@ import ranks
 import torch
 import torch.nn.functional as F
 from conftest import flags, losses, one_line, read_log, train_here, train_in_rank, write_shard
-from test_fineweb import hub_cache, prepare, shard_tokens  # noqa: F401
+from test_fineweb import contents, hub_cache, prepare, shard_tokens  # noqa: F401
 
 import model as models
 import train
 from configurator import UserError, configure
-from corpus import chat, tokenizer
+from corpus import tokenizer, writer
+from corpus.dialogues import Dialogues
 from corpus.loader import DataError, TokenLoader, mask_path, verify
-from run import generate
 from settings import Config
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -85,7 +85,7 @@ def data(tmp_path_factory, chatml, hub_cache):  # noqa: F811
 
 
 def rows_of(folder, *documents):
-    return list(chat.Chat(tokenizer.load(str(folder))).rows(documents))
+    return list(Dialogues(tokenizer.load(str(folder))).rows(documents))
 
 
 def read_mask(folder, split):
@@ -164,10 +164,19 @@ def test_shards_and_loader_hold_every_dialogue_for_any_rank(data, chatml):
         [loader.close() for loader in loaders]
 
 
-def test_packing_keeps_masks_with_their_tokens(data, tmp_path, chatml):
+def test_packing_keeps_masks_with_their_tokens_and_goes_on_after_a_stop(data, tmp_path, chatml, monkeypatch):
     _, file = data
     settings = dict(text_key="messages", tokenizer=str(chatml), val_tokens=2000, shard_tokens=3001, pack=256)
     prepare(tmp_path / "d", file, **settings)
+    add = writer.Progress.add
+    monkeypatch.setattr(
+        writer.Progress, "add", lambda self, *args: 1 / 0 if len(self.shards) == 3 else add(self, *args)
+    )
+    with pytest.raises(ZeroDivisionError):
+        prepare(tmp_path / "stopped", file, **settings)
+    monkeypatch.undo()
+    prepare(tmp_path / "stopped", file, **settings)
+    assert contents(tmp_path / "stopped") == contents(tmp_path / "d")
 
     def documents(folder):
         tokens, loss = read_mask(folder, "train")
@@ -249,14 +258,18 @@ def test_damaged_masks(data, tmp_path):
             "renders message 2 otherwise when others follow",
         ),
         (PLAIN, "not a list", "expected a list of {role, content}, got 'not a list'"),
+        ("{% if false %}{% endif %}", [("user", "a"), ("assistant", "\ud800")], None),
         (PLAIN, [("", "a")], "expected a list of {role, content}"),
     ],
 )
 def test_what_cannot_be_told_is_one_line(chatml, tmp_path, template, messages, words):
-    tok = chat.Chat(tokenizer.load(str(chatml)))
+    tok = Dialogues(tokenizer.load(str(chatml)))
     tok.template = template
     if isinstance(messages, list):
         messages = [{"role": role, "content": content} for role, content in messages]
+    if words is None:  # nothing is rendered, so nothing has loss
+        assert [len(row) for row in tok.rows([messages])] == [0]
+        return
     with pytest.raises(UserError) as error:
         list(tok.rows([messages]))
     assert words in one_line(error)
@@ -273,15 +286,3 @@ def test_bad_lines_name_the_document(tmp_path, chatml):
         prepare(tmp_path / "e", tmp_path / "a.jsonl", text_key="prompt,completion", tokenizer="bytes")
     with pytest.raises(UserError, match="text_key=a,b,c must be one field, or two"):
         prepare(tmp_path / "f", tmp_path / "a.jsonl", text_key="a,b,c", tokenizer="bytes")
-
-
-def test_a_sample_begins_as_the_template_says_and_ends_with_the_answer(chatml):
-    tok = chat.Chat(tokenizer.load(str(chatml)))
-    assert tok.ends == {0, 2}
-    cfg = Config(vocab_size=400, block_size=64, n_layer=1, n_head=2, n_embd=32)
-    model = models.build(cfg, torch.device("cpu"), 1)
-    begin = "<|im_start|>user\nWhat?<|im_end|>\n<|im_start|>assistant\n"
-    (text,) = generate.texts(model, tok, "What?", 1, 8, 0, None, 1)
-    assert text.startswith(begin) and len(text) > len(begin)
-    model.head.weight.data[2] = 9 * model.norm(model.hidden(torch.tensor([tok.prompt("What?")])))[0, -1].detach()
-    assert generate.texts(model, tok, "What?", 1, 8, 0, None, 1) == [begin]
