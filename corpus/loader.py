@@ -277,6 +277,12 @@ class Split:
             raise DataError(f"align_documents needs the separator, and there is no {data_dir}/manifest.json")
         return aligned_starts(begins(self.shards, manifest["eot"]), self.tokens, self.T)
 
+    def same_tokens(self, other):
+        """Whether both have the same tokenizer, perhaps by another path: then each id has as many bytes."""
+        known = self.token_bytes is not None and other.token_bytes is not None
+        same = np.array_equal(self.token_bytes, other.token_bytes) if known else self.tokenizer == other.tokenizer
+        return same and self.eot == other.eot
+
     def start(self, row):
         """First token of a row; rows are counted from the start of training."""
         epoch, w = divmod(row, self.rows_per_epoch)
@@ -363,7 +369,7 @@ class TokenLoader:
         first = self.splits[0]
         self.tokenizer, self.eot, self.token_bytes = first.tokenizer, first.eot, first.token_bytes
         for folder, other in zip(self.folders, self.splits):
-            if (other.tokenizer, other.eot) != (self.tokenizer, self.eot):
+            if not other.same_tokens(first):
                 raise DataError(
                     f"data_dir={data_dir}: {folder} has the tokenizer {other.tokenizer}, {self.folders[0]} has "
                     f"{self.tokenizer}; make one of them again with the other's, fineweb.py --tokenizer=NAME"

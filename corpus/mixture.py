@@ -14,7 +14,7 @@ def folders(data_dir):
 
     A colon before a number begins a weight; without any weight the whole text is one folder.
     """
-    parts = data_dir.split(",")
+    parts = [part.strip() for part in data_dir.split(",")]
     found = [re.fullmatch(r"(.+):([-+]?\.?\d[^/]*|[-+]?(?:inf|nan))", part) for part in parts]
     if not any(found) and (len(parts) == 1 or os.path.isdir(data_dir)):
         return [(data_dir, 1)]

@@ -46,7 +46,7 @@ def test_every_prefix_has_the_shares_to_within_a_row(number):
 
 
 def test_names_and_weights():
-    assert mixture.folders("data/a:0.7,data/b:0.3") == [("data/a", 7), ("data/b", 3)]
+    assert mixture.folders("data/a:0.7, data/b:0.3") == [("data/a", 7), ("data/b", 3)]
     assert mixture.folders("a:2,b:2,c:2e0") == [("a", 1), ("b", 1), ("c", 1)]
     assert mixture.folders("data/a") == mixture.folders("data/a:0.2") == [("data/a", 1)]
     assert mixture.folders("c:/data/a") == [("c:/data/a", 1)]
