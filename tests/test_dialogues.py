@@ -250,8 +250,8 @@ def test_damaged_masks(data, tmp_path):
     "template, messages, words",
     [
         (None, [("user", "a"), ("assistant", "b")], "has no chat template; give a folder with tokenizer.json"),
-        ("{% for", [("user", "a"), ("assistant", "b")], "TemplateSyntaxError"),
-        ("{{ raise_exception('no system here') }}", [("assistant", "b")], "TemplateError: no system here"),
+        ("{% for", [("user", "a"), ("assistant", "b")], "Expected an expression"),
+        ("{{ raise_exception('no system here') }}", [("assistant", "b")], "no system here"),
         (
             "{% for m in messages %}{{ m.content if loop.last else m.content | upper }}{% endfor %}",
             [("user", "a"), ("assistant", "b"), ("user", "c")],
@@ -263,15 +263,15 @@ def test_damaged_masks(data, tmp_path):
     ],
 )
 def test_what_cannot_be_told_is_one_line(chatml, tmp_path, template, messages, words):
-    tok = Dialogues(tokenizer.load(str(chatml)))
-    tok.template = template
+    folder = shutil.copytree(chatml, tmp_path / "t")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     if isinstance(messages, list):
         messages = [{"role": role, "content": content} for role, content in messages]
     if words is None:  # nothing is rendered, so nothing has loss
-        assert [len(row) for row in tok.rows([messages])] == [0]
+        assert [len(row) for row in rows_of(folder, messages)] == [0]
         return
     with pytest.raises(UserError) as error:
-        list(tok.rows([messages]))
+        rows_of(folder, messages)
     assert words in one_line(error)
 
 
