@@ -250,7 +250,7 @@ def test_damaged_masks(data, tmp_path):
     "template, messages, words",
     [
         (None, [("user", "a"), ("assistant", "b")], "has no chat template; give a folder with tokenizer.json"),
-        ("{% for", [("user", "a"), ("assistant", "b")], "Expected an expression"),
+        ("{% for", [("user", "a"), ("assistant", "b")], "unexpected 'end of template'"),
         ("{{ raise_exception('no system here') }}", [("assistant", "b")], "no system here"),
         (
             "{% for m in messages %}{{ m.content if loop.last else m.content | upper }}{% endfor %}",
