@@ -29,7 +29,7 @@ class Config:
     checkpoint: str | None = None  # folder of a run or of a checkpoint, to export or to merge
     to_hf: str | None = None  # where the Hugging Face folder goes, with checkpoint
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the exported weights
-    verify: bool = True  # compare the export's logits with those of model.py on random tokens (needs transformers)
+    verify: bool = True  # compare the export's logits with model.py's on random tokens (needs transformers)
 
 
 def main(cfg):

@@ -39,7 +39,7 @@ def main(cfg):
     examples = multiple_choice.load(cfg.file)[: cfg.limit]
     prepared = multiple_choice.prepare(examples, tokenizer, model.cfg.block_size)
     score = multiple_choice.evaluate(model.eval(), prepared, device, cfg.batch_tokens, autocast)
-    print("acc_norm {acc_norm:.4f} | acc {acc:.4f} | {n:,} examples, {truncated} cut | {seconds:.1f} s".format(**score))
+    print(multiple_choice.in_words(score))
 
 
 if __name__ == "__main__":

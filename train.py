@@ -118,7 +118,7 @@ def train(cfg, world):
         start.prepare_out_dir(cfg)
     log = Logger(cfg, world, job.account.flops_per_token, cfg.precision, start.state.get("wandb_id"))
     warnings = [("warning", words) for words in [*loader.warnings, *evaluate.warnings, *start.warnings]]
-    log.start([*chosen, *describe(cfg, world, job, loader, start), *warnings], settings)
+    log.start(start.step, [*chosen, *describe(cfg, world, job, loader, start), *warnings], settings)
     saver = checkpoint.Saver(cfg, world, log.print, last=start.step if start.folder else None)
     meter = Meter(log, saver, job.scaler, world, StopSignal(), began)
 

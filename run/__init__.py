@@ -11,6 +11,8 @@ multiple_choice   HellaSwag's file, rows and score
 generate          continues text with a model
 meter             the figures of each step: read, recorded, checked
 logger            the console, log.jsonl and wandb
+history           a run as its log.jsonl tells it, for plot.py; imports no torch
+page              plot.py's HTML page, of the template page.html; imports no torch
 hf                Hugging Face's GPT-2 and Llama: read and written
 trained           loads a trained model and its tokenizer
 
