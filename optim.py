@@ -255,4 +255,4 @@ def learning_rate(step, cfg):
 def set_learning_rate(optimizer, lr):
     """Each group's rate is its `factor`, the ratio of its peak to cfg.lr, times lr."""
     for group in optimizer.param_groups:
-        group["lr"] = group["factor"] * lr
+        group["lr"] = group.get("factor", 1.0) * lr

@@ -43,7 +43,7 @@ def test_model_round_trip(tmp_path):
 def test_optimizer_round_trip_goes_on_bitwise(tmp_path):
     class Settings:
         lr, beta1, beta2, adam_eps, weight_decay = 1e-3, 0.9, 0.95, 1e-8, 0.1
-        optimizer = "adamw"
+        optimizer, lr_embedding, lr_head, lr_vector = "adamw", None, None, None
 
     def steps(model, optimizer, seeds):
         for seed in seeds:
