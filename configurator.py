@@ -31,7 +31,8 @@ class UserError(Exception):
 def configure(cls, argv):
     """An instance of dataclass `cls` from its defaults, config files and flags; one UserError names all mistakes.
 
-    argv: words as in sys.argv[1:]; one without dashes is a config file. cls.gone: {removed setting: reason}, if any.
+    argv: words as in sys.argv[1:]; one without dashes is a config file. cls.gone: {removed setting: reason}, if any;
+    cls.nanogpt: {nanoGPT's name of a setting: ours}, if any.
     """
     if "--help" in argv or "-h" in argv:
         print(describe(cls, sys.modules["__main__"].__doc__ or ""), flush=True)
@@ -95,13 +96,14 @@ class _Reader:
 
     def __init__(self, cls):
         self.cls, self.hints, self.gone = cls, typing.get_type_hints(cls), getattr(cls, "gone", {})
+        self.nanogpt = getattr(cls, "nanogpt", {})
         self.settings, self.wrong = {}, []
 
     def flag(self, word):
         """--key=value, --flag or --no_flag."""
         key, equals, value = word[2:].partition("=")
         name = key if key in self.hints else key.removeprefix("no_")
-        if not equals and (self.hints.get(name) is bool or name in self.gone):
+        if not equals and (self.hints.get(name) is bool or name in self.gone | self.nanogpt):
             key, value = name, str(key == name)
         elif not equals and key in self.hints:
             raise UserError(f"command line: --{key} needs a value, written --{key}=VALUE (with '=', no space)")
@@ -130,6 +132,8 @@ class _Reader:
     def put(self, key, value, where, dashes=""):
         if key in self.gone:
             self.wrong.append(f"{where}: the setting {dashes}{key} was removed: {self.gone[key]}")
+        elif key in self.nanogpt:
+            self.wrong.append(f"{where}: nanoGPT's {dashes}{key} is {dashes}{self.nanogpt[key]}")
         elif key not in self.hints:
             hint = self.suggest(key) or ("" if dashes else "; a name that is not a setting starts with '_'")
             self.wrong.append(f"{where}: unknown setting {dashes}{key}{hint}")

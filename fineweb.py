@@ -3,10 +3,12 @@
     python fineweb.py                                          # FineWeb-Edu sample-10BT into data/fineweb-edu, 20 GB
     python fineweb.py --dataset=kjj0/fineweb10B-gpt2 --max_shards=10      # ready-made GPT-2 shards of FineWeb
     python fineweb.py --dataset="books/*.txt,notes.jsonl.zst" --out_dir=data/mine
+    python fineweb.py --dataset=input.txt --tokenizer=chars --out_dir=data/shakespeare_char
     python fineweb.py --pack=131072 --min_document_tokens=8192            # for long sequences, see corpus/packing.py
 
 Writes llm.c shards (a 1,024-byte header, then uint16 or uint32 tokens, a separator before each document), manifest.json
-with checksums, and token_bytes.npy. Validation gets whole documents from the front; no document is in both splits.
+with checksums, and token_bytes.npy. Validation gets whole documents from the front; no document is in both splits. Of a
+single text it gets the last tenth.
 Every training shard but the last is exactly shard_tokens long, and documents continue from one shard into the next.
 A killed run continues when it is started again (corpus/writer.py). corpus/loader.py reads the shards.
 """
@@ -16,6 +18,7 @@ import hashlib
 import itertools
 import os
 import re
+import shlex
 import sys
 import time
 from dataclasses import dataclass
@@ -37,9 +40,9 @@ class Config:
     text_key: str = "text"  # the field that holds the text in jsonl and parquet
     streaming: bool = False  # read while downloading, without a local copy; shuffle_seed then shuffles a buffer only
     out_dir: str | None = None  # where the shards go; None: data/<name of the dataset>
-    tokenizer: str = "gpt2"  # gpt2, another tiktoken encoding, bytes, or a path to a tokenizer.model or tokenizer.json
+    tokenizer: str = "gpt2"  # gpt2, another tiktoken encoding, bytes, chars, or path of a tokenizer.model or .json
     shard_tokens: int = 100_000_000  # tokens in a shard; with pack rounded down to whole rows
-    val_tokens: int | None = None  # validation tokens at least; None: shard_tokens, of local files about 1%
+    val_tokens: int | None = None  # validation tokens at least; None: shard_tokens, of files about 1%, of one text 10%
     shuffle_seed: int | None = None  # seed that shuffles the documents; None: in the source's order
     max_tokens: int | None = None  # training tokens to stop after; None: all
     pack: int | None = None  # a block_size: documents are reordered so that few cross a multiple of it; None: off
@@ -56,8 +59,9 @@ def main(cfg):
     files = None if name in READY_MADE else local_files(name)
     short = "text" if files and len(files) > 1 else re.sub(r"[^\w-].*", "", Path(name).name) or "text"
     out = Path(cfg.out_dir or f"data/{short}")
-    tokenizer = tokenizers.load("gpt2" if name in READY_MADE else cfg.tokenizer)
+    tokenizer = None if cfg.tokenizer == "chars" else tokenizers.load(cfg.tokenizer)
     with writer.claim(out):
+        tokenizer = tokenizer or characters(cfg, name, files, out)
         decisive = {"dataset": name, "max_shards": cfg.max_shards}
         progress = writer.Progress(out, decisive if name in READY_MADE else settings(cfg, name, files, tokenizer))
         if progress.finished:
@@ -72,7 +76,27 @@ def main(cfg):
             rate = (progress.total("tokens") - before) / (time.perf_counter() - began)
             print(f"{progress.total('documents'):,} documents, {rate / 1e6:.2f}M tokens/s")
     print("\n".join(progress.summary()))
-    print(f"go on with  python train.py --data_dir={out} --vocab_size={tokenizer.vocab_size}")
+    print(f"go on with  {train_command(cfg, out, tokenizer)}")
+
+
+def train_command(cfg, out, tokenizer):
+    """What to type next: GPT-2 124M, or on a machine without a GPU a model that its CPU trains in minutes."""
+    import torch
+
+    recipe = "config/shakespeare_char.py" if cfg.tokenizer == "chars" else "config/quickstart.py"
+    words = [] if torch.accelerator.is_available() and cfg.tokenizer != "chars" else [recipe]
+    words += [f"--data_dir={out}", f"--out_dir=out/{out.name}", f"--vocab_size={tokenizer.vocab_size}"]
+    return shlex.join(["python", "train.py", *words])
+
+
+def characters(cfg, name, files, out):
+    """The tokenizer of the characters of all documents, from out/tokenizer.json, which is written if need be."""
+    from corpus import tokenizer as tokenizers
+
+    path = out / "tokenizer.json"
+    if not path.exists() or not ((out / "progress.json").exists() or (out / "manifest.json").exists()):
+        tokenizers.write_characters((texts for texts, _ in documents(cfg, name, files, 0)), path)
+    return tokenizers.load(str(path))
 
 
 def check(cfg):
@@ -120,6 +144,8 @@ def _is_text(path, root):
 
 def settings(cfg, name, files, tokenizer):
     """The settings that decide the shards' bytes; a folder that was started with other values is refused."""
+    if cfg.val_tokens and alone(files):
+        raise UserError(f"val_tokens={cfg.val_tokens}: of a single text the last tenth is validation; try 0 or None")
     chosen = {"dataset": name, "text_key": cfg.text_key}
     chosen |= {"tokenizer": cfg.tokenizer, "vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot}
     chosen |= {k: getattr(cfg, k) for k in ("shard_tokens", "val_tokens", "max_tokens", "shuffle_seed")}
@@ -135,15 +161,19 @@ def settings(cfg, name, files, tokenizer):
         chosen |= {"files": len(files), "files_sha256": hashlib.sha256(listing).hexdigest()}
         # about 1% of the tokens: a token is one byte, or about four; of a compressed file, whose size counts, less
         one_percent = sum(sizes) // (100 if tokenizer.name == "bytes" else 400)
-        default_val = max(1, min(one_percent, cfg.shard_tokens))
+        default_val = 1 if alone(files) else max(1, min(one_percent, cfg.shard_tokens))
     if cfg.val_tokens is None:
         chosen["val_tokens"] = default_val
     return chosen
 
 
 def documents(cfg, name, files, first):
-    """Yields lists of texts from document number `first` on. Raises DataError after the hub's own retries failed."""
+    """Yields (texts, share of all bytes read so far) from document number `first` on; share is None if unknown.
+
+    Raises DataError after the hub's own retries failed.
+    """
     import datasets  # takes a second to import
+    import pyarrow.compute as arrow
 
     from corpus.loader import DataError
 
@@ -157,12 +187,23 @@ def documents(cfg, name, files, first):
             fields = ", ".join(data.column_names)
             raise DataError(f"dataset={cfg.dataset} has no field text_key={cfg.text_key}; it has {fields}")
         data = data.select_columns([cfg.text_key])
+        if alone(files):
+            text = next(iter(data), {cfg.text_key: ""})[cfg.text_key]
+            cut = len(text) if cfg.val_tokens == 0 else len(text) * 9 // 10
+            yield [part for part in (text[cut:], text[:cut]) if part][first:], None
+            return
         if cfg.shuffle_seed is not None:
             data = data.shuffle(seed=cfg.shuffle_seed)
         if first:
             data = data.skip(first) if cfg.streaming else data.select(range(min(first, len(data)), len(data)))
+        size, read = None, 0
+        if not cfg.streaming and len(data):
+            column = data.data.column(cfg.text_key)  # of all documents, even where `data` holds some of them
+            size = (arrow.sum(arrow.binary_length(column)).as_py() or 0) * len(data) / len(column)
         for batch in data.iter(batch_size=256):  # about 200,000 tokens
-            yield batch[cfg.text_key]
+            texts = batch[cfg.text_key]
+            read += sum(len((text or "").encode()) for text in texts)
+            yield texts, read / size if size else None
     except UserError:
         raise
     except Exception as error:  # of the hub, a parser or the disk: datasets documents no narrower type
@@ -174,14 +215,23 @@ def documents(cfg, name, files, first):
         ) from None
 
 
+def builder_of(path):
+    """The kind of a file: json, parquet, or text, which is one document."""
+    suffixes = [suffix for suffix in Path(path).suffixes if suffix not in COMPRESSED]
+    return RECORDS.get(suffixes[-1], "text") if suffixes else "text"
+
+
+def alone(files):
+    """Whether there is one document only, since `files`, from `local_files`, are one text."""
+    return files is not None and len(files) == 1 and builder_of(files[0]) == "text"
+
+
 def load_files(cfg, files):
     """A dataset of the documents in `files`, in order: consecutive files of one kind are one part, parts are joined."""
     import datasets
 
     def part_of(path):  # equal neighbours are one part; a jsonl file is one alone, since its fields may differ
-        suffixes = [suffix for suffix in Path(path).suffixes if suffix not in COMPRESSED]
-        builder = RECORDS.get(suffixes[-1], "text") if suffixes else "text"
-        return builder, path if builder == "json" else ""
+        return builder_of(path), path if builder_of(path) == "json" else ""
 
     parts, whole = [], {"sample_by": "document", "encoding_errors": "replace"}
     for (builder, _), paths in itertools.groupby(files, part_of):

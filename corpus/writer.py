@@ -41,12 +41,20 @@ def claim(out):
 
 
 def write_shards(texts, progress, tokenizer, short):
-    """Writes the missing shards, named after `short`; `texts` yields lists of documents from progress.document on."""
+    """Writes the missing shards, named after `short`.
+
+    texts: yields (documents from progress.document on, share of the source's bytes that they end at or None).
+    """
     writer, pack = ShardWriter(progress, tokenizer, short), progress.settings.get("pack")
     begun, least = progress.total("tokens"), progress.settings.get("min_document_tokens", 1)
     bar = tqdm(desc=short, initial=begun, unit=" tokens", unit_scale=True, disable=None)
+
+    def expect(tokens, share):  # the bar's total, from the tokens in a share of the source
+        total = min(begun + tokens / share if share else math.inf, writer.max_tokens + writer.val_tokens)
+        bar.total = int(total) if total < math.inf else None
+
     with bar, contextlib.closing(Ahead(texts, 4)) as batches:
-        rows = tokenized(batches, tokenizer, progress.document, least)
+        rows = tokenized(batches, tokenizer, progress.document, least, expect)
         if writer.val:  # validation documents keep their order, with pack too
             writer.take_all(rows, bar)
         if pack:
@@ -63,10 +71,17 @@ def write_shards(texts, progress, tokenizer, short):
         )
 
 
-def tokenized(batches, tokenizer, number, least):
-    """Yields (number, tokens) of the documents of at least `least` tokens, each preceded by a separator."""
-    for batch in batches:
-        for ids in tokenizer.encode_batch([text or "" for text in batch]):
+def tokenized(batches, tokenizer, number, least, expect):
+    """Yields (number, tokens) of the documents of at least `least` tokens, each preceded by a separator.
+
+    Calls expect(tokens so far, share of the source that they are) after each batch.
+    """
+    seen = 0
+    for batch, share in batches:
+        rows = tokenizer.encode_batch([text or "" for text in batch])
+        seen += sum(len(ids) + 1 for ids in rows if len(ids) >= least)
+        expect(seen, share)
+        for ids in rows:
             if len(ids) >= least:
                 row = np.empty(len(ids) + 1, tokenizer.dtype)
                 row[0], row[1:] = tokenizer.eot, ids

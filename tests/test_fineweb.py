@@ -414,6 +414,7 @@ def test_ready_made_shards(tmp_path, monkeypatch):
 
 def test_mistakes_in_the_settings(tmp_path):
     (tmp_path / "one.txt").write_text("only one document")
+    (tmp_path / "one.jsonl").write_text('{"text": "only one document"}')
     (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\n{"text": "a \\ud800 b"}\n')
     (tmp_path / "other.jsonl").write_text('{"body": "x"}\n{"body": "y"}\n')
     (tmp_path / "empty").mkdir()
@@ -423,7 +424,8 @@ def test_mistakes_in_the_settings(tmp_path):
         (dict(dataset="no/such/*.txt"), 2, "no file matches 'no/such/*.txt'"),
         (dict(dataset="absent.jsonl"), 2, "no file matches 'absent.jsonl'"),
         (dict(dataset=str(tmp_path / "empty")), 2, "no text files"),
-        (dict(dataset=str(tmp_path / "one.txt")), 3, "nothing is left to train on"),
+        (dict(dataset=str(tmp_path / "one.jsonl")), 3, "nothing is left to train on"),
+        (dict(dataset=str(tmp_path / "one.txt"), val_tokens=9), 2, "of a single text the last tenth is validation"),
         (dict(dataset=str(tmp_path / "bad.jsonl")), 3, "surrogate pair"),
         (dict(dataset=str(tmp_path / "other.jsonl")), 3, "no field text_key=text; it has body"),
         (dict(out=tmp_path / "used"), 2, "holds x_train_000001.bin"),
@@ -439,6 +441,6 @@ def test_mistakes_in_the_settings(tmp_path):
         assert words in one_line(error) and error.value.exit_code == code
         shutil.rmtree(tmp_path / "d", ignore_errors=True)
     with pytest.raises(DataError):
-        prepare(tmp_path / "d", tmp_path / "one.txt")
-    prepare(tmp_path / "d", tmp_path / "one.txt", val_tokens=0)  # the advice given, into the same folder
+        prepare(tmp_path / "d", tmp_path / "one.jsonl")
+    prepare(tmp_path / "d", tmp_path / "one.jsonl", val_tokens=0)  # the advice given, into the same folder
     assert len(shard_tokens(tmp_path / "d", "train")[0]) == 4

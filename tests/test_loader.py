@@ -140,7 +140,7 @@ def test_damaged_files_beside_the_shards(data, name, content):
 
 def test_no_data(data, tmp_path):
     folder, _ = data
-    with pytest.raises(DataError, match=r"absent/\*_train_\*.bin, and .* train.bin; .*python fineweb.py"):
+    with pytest.raises(DataError, match=r"absent/\*_train_\*.bin, or .npy, and .* train.bin; .*python fineweb.py"):
         TokenLoader(tmp_path / "absent", "train", 4, 16)
     with pytest.raises(DataError, match="needs 4,096 tokens, the train split has 1,000; lower --batch_tokens"):
         TokenLoader(folder, "train", 4, 16, min_tokens=4096)
