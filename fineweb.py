@@ -27,7 +27,7 @@ from pathlib import Path
 from configurator import UserError, refuse, run, too_small
 
 SHORT_NAMES = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW/fineweb-edu"}
-READY_MADE = ("kjj0/fineweb10B-gpt2", "kjj0/fineweb100B-gpt2", "kjj0/finewebedu10B-gpt2")  # GPT-2 shards on the hub
+READY_MADE = ("kjj0/fineweb10B-gpt2", "kjj0/fineweb100B-gpt2", "kjj0/finewebedu10B-gpt2")  # known to need no --shards
 COMPRESSED = (".zst", ".gz", ".xz", ".bz2")
 RECORDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # any other file is one document
 
@@ -37,6 +37,8 @@ class Config:
     dataset: str = "fineweb-edu"  # fineweb, fineweb-edu, a hub name, or local files, folders and globs between commas
     subset: str = "sample-10BT"  # subset of FineWeb and FineWeb-Edu; of another hub dataset if not the default
     split: str = "train"  # the hub's split to read
+    revision: str | None = None  # the hub's branch, tag or commit; None: main
+    shards: bool = False  # the hub dataset holds shards (.bin or .npy), which are fetched as they are
     text_key: str = "text"  # the field that holds the text in jsonl and parquet
     streaming: bool = False  # read while downloading, without a local copy; shuffle_seed then shuffles a buffer only
     out_dir: str | None = None  # where the shards go; None: data/<name of the dataset>
@@ -47,7 +49,7 @@ class Config:
     max_tokens: int | None = None  # training tokens to stop after; None: all
     pack: int | None = None  # a block_size: documents are reordered so that few cross a multiple of it; None: off
     min_document_tokens: int | None = None  # leave out shorter documents; None: only empty ones
-    max_shards: int | None = None  # training shards to fetch of a ready-made dataset; None: all
+    max_shards: int | None = None  # with shards: training shards to fetch; None: all
 
 
 def main(cfg):
@@ -56,20 +58,22 @@ def main(cfg):
     from corpus import writer
 
     name = SHORT_NAMES.get(cfg.dataset, cfg.dataset)
-    files = None if name in READY_MADE else local_files(name)
+    ready_made = cfg.shards or name in READY_MADE
+    files = None if ready_made else local_files(name)
     short = "text" if files and len(files) > 1 else re.sub(r"[^\w-].*", "", Path(name).name) or "text"
     out = Path(cfg.out_dir or f"data/{short}")
     tokenizer = None if cfg.tokenizer == "chars" else tokenizers.load(cfg.tokenizer)
     with writer.claim(out):
         tokenizer = tokenizer or characters(cfg, name, files, out)
-        decisive = {"dataset": name, "max_shards": cfg.max_shards}
-        progress = writer.Progress(out, decisive if name in READY_MADE else settings(cfg, name, files, tokenizer))
+        fetched = {"dataset": name, "max_shards": cfg.max_shards}
+        decisive = fetched if ready_made else settings(cfg, name, files, tokenizer)
+        progress = writer.Progress(out, decisive | ({"revision": cfg.revision} if cfg.revision else {}))
         if progress.finished:
             print(f"{out} is finished already; nothing was done")
         else:
             began, before = time.perf_counter(), progress.total("tokens")
-            if name in READY_MADE:
-                writer.fetch_shards(name, cfg.max_shards, progress, tokenizer)
+            if ready_made:
+                writer.fetch_shards(name, cfg.revision, cfg.max_shards, progress, tokenizer)
             else:
                 writer.write_shards(documents(cfg, name, files, progress.document), progress, tokenizer, short)
             progress.finish(tokenizer)
@@ -107,10 +111,13 @@ def check(cfg):
         wrong.append(f"shard_tokens={cfg.shard_tokens} must be below 2**31, the largest count in a header")
     if cfg.pack and cfg.pack > cfg.shard_tokens:
         wrong.append(f"shard_tokens={cfg.shard_tokens} must be at least pack={cfg.pack}, since shards hold whole rows")
-    if (cfg.pack or cfg.min_document_tokens) and cfg.dataset in READY_MADE:
+    ready_made = cfg.shards or cfg.dataset in READY_MADE
+    if (cfg.pack or cfg.min_document_tokens) and ready_made:
         wrong.append(f"pack and min_document_tokens are for texts; {cfg.dataset} is tokenized already")
-    if cfg.max_shards is not None and cfg.dataset not in READY_MADE:
-        wrong.append(f"max_shards={cfg.max_shards} is for {', '.join(READY_MADE)}; for other data use --max_tokens")
+    if cfg.tokenizer == "chars" and ready_made:
+        wrong.append(f"tokenizer=chars is for texts; {cfg.dataset} is tokenized already")
+    if cfg.max_shards is not None and not ready_made:
+        wrong.append(f"max_shards={cfg.max_shards} needs --shards, for a hub dataset of shards; else use --max_tokens")
     refuse(wrong)
 
 
@@ -176,13 +183,15 @@ def documents(cfg, name, files, first):
     import pyarrow.compute as arrow
 
     from corpus.loader import DataError
+    from run.files import patiently
 
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     try:
+        # the default subset is one of FineWeb alone
         subset = cfg.subset if name in SHORT_NAMES.values() or cfg.subset != Config.subset else None
-        hub = dict(name=subset, split=cfg.split, streaming=cfg.streaming)  # the default subset is one of FineWeb alone
-        data = load_files(cfg, files) if files else datasets.load_dataset(name, **hub)
+        hub = dict(name=subset, split=cfg.split, revision=cfg.revision, streaming=cfg.streaming)
+        data = load_files(cfg, files) if files else patiently(datasets.load_dataset, name, **hub)
         if data.column_names and cfg.text_key not in data.column_names:
             fields = ", ".join(data.column_names)
             raise DataError(f"dataset={cfg.dataset} has no field text_key={cfg.text_key}; it has {fields}")
@@ -210,6 +219,7 @@ def documents(cfg, name, files, first):
         if isinstance(error, datasets.exceptions.DatasetGenerationError) and error.__cause__:
             error = error.__cause__
         what = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        what += "; try --revision=refs/convert/parquet" if "scripts are no longer supported" in what else ""
         raise DataError(
             f"dataset={cfg.dataset} cannot be read: {what}; finished shards are kept; run the same command again"
         ) from None

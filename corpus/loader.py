@@ -199,7 +199,7 @@ def verify(data_dir):
         path = Path(data_dir) / shard["name"]
         if not path.is_file():
             raise DataError(f"{path} is in the manifest and not in the folder; {MAKE_DATA}")
-        read_header(path)
+        open_shard(path)
         found = digest(path)[1]
         if found != shard["sha256"]:
             raise DataError(

@@ -252,21 +252,27 @@ def write(path, data):
         ) from None
 
 
-def fetch_shards(name, max_shards, progress, tokenizer):
+def fetch_shards(name, revision, max_shards, progress, tokenizer):
     """Downloads the missing shards of `name`, a hub dataset that is tokenized already."""
     import huggingface_hub
 
+    hub = dict(repo_type="dataset", revision=revision)
     try:
-        listed = huggingface_hub.HfApi().list_repo_files(name, repo_type="dataset")
-        val, training = (sorted(f for f in listed if f.endswith(".bin") and split_of(f) == s) for s in ("val", "train"))
+        listed = [file for file in huggingface_hub.HfApi().list_repo_files(name, **hub) if "/" not in file]
+        val, training = (sorted(file for file in listed if split_of(file) == split) for split in ("val", "train"))
+        if not training:
+            raise DataError(
+                f"dataset={name} holds no *_train_000001.bin or .npy; for a dataset of texts, without --shards"
+            )
         names = val + training[:max_shards]
         for file in tqdm(names[len(progress.shards) :], desc=name, unit=" shards", disable=None):
-            huggingface_hub.hf_hub_download(name, file, repo_type="dataset", local_dir=progress.out)
+            files.patiently(huggingface_hub.hf_hub_download, name, file, local_dir=progress.out, **hub)
             tokens = open_shard(progress.out / file)
-            if tokens.max() >= tokenizer.vocab_size:
+            if tokens.dtype != tokenizer.dtype or tokens.max() >= tokenizer.vocab_size:
                 raise DataError(
-                    f"{progress.out / file} holds token {tokens.max()}, which GPT-2's tokenizer does not have; "
-                    "remove it and run the same command again"
+                    f"{progress.out / file} holds {tokens.dtype} tokens up to {tokens.max()}, {tokenizer.name} has "
+                    f"{tokenizer.dtype} ids below {tokenizer.vocab_size}; name their --tokenizer, or remove the file "
+                    "and run the same command again"
                 )
             progress.add(file, tokens, tokenizer, (0, 0, []))
     except UserError:

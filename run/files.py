@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import time
 from pathlib import Path
 
 from configurator import UserError
@@ -55,3 +56,18 @@ def sync(path):
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def patiently(call, *args, **options):
+    """A call of huggingface_hub or datasets, again after 2 and 4 s at a server's error or half a file.
+
+    These end a download there at once, while they go on by themselves after a lost connection or a 429.
+    """
+    for wait in (2, 4, None):
+        try:
+            return call(*args, **options)
+        except Exception as error:
+            status = getattr(getattr(error, "response", None), "status_code", 0)
+            if wait is None or not (status >= 500 or "Consistency check failed" in str(error)):
+                raise
+        time.sleep(wait)

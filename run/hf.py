@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from configurator import UserError
 from model import build, on_meta
 from run import checkpoint
-from run.files import read_json, write_json
+from run.files import patiently, read_json, write_json
 from settings import GPTConfig
 
 MAX_SHARD_BYTES = 5_000_000_000  # largest file, which a save holds in memory; transformers 4's default
@@ -236,7 +236,8 @@ def fetch(name):
     kinds = ["*.json", "*.safetensors", "tokenizer*", "merges.txt"]
     try:
         # subfolders hold other formats of the same weights
-        return Path(huggingface_hub.snapshot_download(str(name), allow_patterns=kinds, ignore_patterns=["*/*"]))
+        chosen = dict(allow_patterns=kinds, ignore_patterns=["*/*"])
+        return Path(patiently(huggingface_hub.snapshot_download, str(name), **chosen))
     except Exception as error:  # of the hub, its HTTP client or the disk
         reason = str(error).partition("\n")[0]
         raise UserError(
