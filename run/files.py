@@ -59,15 +59,16 @@ def sync(path):
 
 
 def patiently(call, *args, **options):
-    """A call of huggingface_hub or datasets, again after 2 and 4 s at a server's error or half a file.
+    """A call of huggingface_hub or datasets, up to five times at a server's error or half a file.
 
     These end a download there at once, while they go on by themselves after a lost connection or a 429.
     """
-    for wait in (2, 4, None):
+    for wait in (1, 2, 4, 8, None):
         try:
             return call(*args, **options)
         except Exception as error:
-            status = getattr(getattr(error, "response", None), "status_code", 0)
-            if wait is None or not (status >= 500 or "Consistency check failed" in str(error)):
+            causes = [error, error.__cause__]  # LocalEntryNotFoundError: nothing is cached, because of its cause
+            busy = any(getattr(getattr(e, "response", None), "status_code", 0) >= 500 for e in causes)
+            if wait is None or not (busy or "Consistency check failed" in str(error)):
                 raise
         time.sleep(wait)
