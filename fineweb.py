@@ -87,8 +87,13 @@ def train_command(cfg, out, tokenizer):
     """What to type next: GPT-2 124M, or on a machine without a GPU a model that its CPU trains in minutes."""
     import torch
 
-    recipe = "config/shakespeare_char.py" if cfg.tokenizer == "chars" else "config/quickstart.py"
-    words = [] if torch.accelerator.is_available() and cfg.tokenizer != "chars" else [recipe]
+    words = []
+    if cfg.tokenizer == "chars":
+        words = ["config/shakespeare_char.py"]
+    elif not torch.accelerator.is_available():
+        words = ["config/quickstart.py"]
+        if tokenizer.vocab_size > 1000:  # the head of a large vocabulary takes most of the time
+            words += ["--batch_size=4", "--batch_tokens=1024"]
     words += [f"--data_dir={out}", f"--out_dir=out/{out.name}", f"--vocab_size={tokenizer.vocab_size}"]
     return shlex.join(["python", "train.py", *words])
 
