@@ -227,6 +227,7 @@ def _from_json(name, path):
     if not separators:
         raise UserError(f"tokenizer={name} has no token to separate documents; looked for {', '.join(SEPARATORS)}")
     vocabulary = inner.get_vocab()
+    byte_level = '"ByteLevel"' in text  # such a vocabulary has one character for each byte
 
     def slow(texts):
         return [row.ids for row in inner.encode_batch_fast(texts, add_special_tokens=False)]
@@ -237,13 +238,13 @@ def _from_json(name, path):
         return gigatoken.Tokenizer.from_json(json.dumps(parts | {"added_tokens": ordinary, "post_processor": None}))
 
     def lengths():
-        byte_level = '"ByteLevel"' in text  # a byte-level vocabulary has one character for each byte
         for token, i in vocabulary.items():
             if token not in special:
                 plain = "." if re.fullmatch("<0x[0-9A-F]{2}>", token) else token.replace("\u2581", " ")
                 yield i, len(token) if byte_level else len(plain.encode())
 
-    encode_batch = _gigatoken(plain, slow, PROBE + "".join(special)) or slow
+    # compared on 15M tokens of GPT-2's, Llama 3's and DeepSeek's files; other kinds were not
+    encode_batch = byte_level and _gigatoken(plain, slow, PROBE + "".join(special)) or slow
     decode = lambda ids: inner.decode(ids, skip_special_tokens=False)
     return Tokenizer(name, max(vocabulary.values()) + 1, separators, encode_batch, decode, lengths)
 
