@@ -51,6 +51,10 @@ class Config:
     min_document_tokens: int | None = None  # leave out shorter documents; None: only empty ones
     max_shards: int | None = None  # with shards: training shards to fetch; None: all
 
+    @property
+    def ready_made(self):
+        return self.shards or self.dataset in READY_MADE
+
 
 def main(cfg):
     check(cfg)
@@ -58,21 +62,20 @@ def main(cfg):
     from corpus import writer
 
     name = SHORT_NAMES.get(cfg.dataset, cfg.dataset)
-    ready_made = cfg.shards or name in READY_MADE
-    files = None if ready_made else local_files(name)
+    files = None if cfg.ready_made else local_files(name)
     short = "text" if files and len(files) > 1 else re.sub(r"[^\w-].*", "", Path(name).name) or "text"
     out = Path(cfg.out_dir or f"data/{short}")
     tokenizer = None if cfg.tokenizer == "chars" else tokenizers.load(cfg.tokenizer)
     with writer.claim(out):
         tokenizer = tokenizer or characters(cfg, name, files, out)
         fetched = {"dataset": name, "max_shards": cfg.max_shards}
-        decisive = fetched if ready_made else settings(cfg, name, files, tokenizer)
+        decisive = fetched if cfg.ready_made else settings(cfg, name, files, tokenizer)
         progress = writer.Progress(out, decisive | ({"revision": cfg.revision} if cfg.revision else {}))
         if progress.finished:
             print(f"{out} is finished already; nothing was done")
         else:
             began, before = time.perf_counter(), progress.total("tokens")
-            if ready_made:
+            if cfg.ready_made:
                 writer.fetch_shards(name, cfg.revision, cfg.max_shards, progress, tokenizer)
             else:
                 writer.write_shards(documents(cfg, name, files, progress.document), progress, tokenizer, short)
@@ -116,12 +119,11 @@ def check(cfg):
         wrong.append(f"shard_tokens={cfg.shard_tokens} must be below 2**31, the largest count in a header")
     if cfg.pack and cfg.pack > cfg.shard_tokens:
         wrong.append(f"shard_tokens={cfg.shard_tokens} must be at least pack={cfg.pack}, since shards hold whole rows")
-    ready_made = cfg.shards or cfg.dataset in READY_MADE
-    if (cfg.pack or cfg.min_document_tokens) and ready_made:
+    if (cfg.pack or cfg.min_document_tokens) and cfg.ready_made:
         wrong.append(f"pack and min_document_tokens are for texts; {cfg.dataset} is tokenized already")
-    if cfg.tokenizer == "chars" and ready_made:
+    if cfg.tokenizer == "chars" and cfg.ready_made:
         wrong.append(f"tokenizer=chars is for texts; {cfg.dataset} is tokenized already")
-    if cfg.max_shards is not None and not ready_made:
+    if cfg.max_shards is not None and not cfg.ready_made:
         wrong.append(f"max_shards={cfg.max_shards} needs --shards, for a hub dataset of shards; else use --max_tokens")
     refuse(wrong)
 

@@ -149,6 +149,8 @@ def open_array(path):
     if tokens.ndim != 1 or tokens.dtype not in (np.uint16, np.uint32) or not len(tokens):
         found = f"{tokens.dtype} {tokens.shape}"
         raise DataError(f"{path} is not a shard: expected a row of uint16 or uint32 tokens, got {found}; {MAKE_DATA}")
+    if (need := tokens.offset + tokens.nbytes) != (size := os.path.getsize(path)):
+        raise DataError(f"{path}: expected {need} bytes for {len(tokens)} tokens, it has {size}; fetch it again")
     return tokens
 
 

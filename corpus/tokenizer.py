@@ -234,7 +234,7 @@ def _from_json(name, path):
 
     def plain(gigatoken):  # without the special tokens, which it would find in a text, and what adds some to it
         parts = json.loads(text)
-        ordinary = [token for token in parts["added_tokens"] if not token["special"]]
+        ordinary = [token for token in parts.get("added_tokens", []) if not token["special"]]
         return gigatoken.Tokenizer.from_json(json.dumps(parts | {"added_tokens": ordinary, "post_processor": None}))
 
     def lengths():

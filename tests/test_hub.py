@@ -43,15 +43,15 @@ def add(hub, path, data):
     return path
 
 
-def shards(hub, name="me/shards"):
+def shards(hub, name="me/shards", vocab_size=257):
     folder = add(hub, f"datasets/{name}/README.md", b"").parent
     for i, split in enumerate(["val", "train", "train", "train"]):
-        write_shard(folder / f"fw_{split}_{i:06d}.bin", np.random.default_rng(i).integers(0, 50257, 30_000))
+        write_shard(folder / f"fw_{split}_{i:06d}.bin", np.random.default_rng(i).integers(0, vocab_size, 30_000))
     return {path.name: path.read_bytes() for path in folder.glob("*.bin")}
 
 
 def prepare(out, **settings):
-    fineweb.main(fineweb.Config(out_dir=str(out), **settings))
+    fineweb.main(fineweb.Config(out_dir=str(out), tokenizer="bytes", **settings))
 
 
 def test_shards_survive_faults(hub, tmp_path):
@@ -70,7 +70,7 @@ def test_shards_survive_faults(hub, tmp_path):
     asked = [(path.rpartition("/")[2], part) for how, path, part in hub.asked if how == "GET" and part]
     assert ("fw_train_000001.bin", "bytes=28672-") in asked, "goes on where the connection was lost"
     verify(tmp_path / "d")
-    assert TokenLoader(tmp_path / "d", "train", 1, 8, vocab_size=50257).tokens == 60_000
+    assert TokenLoader(tmp_path / "d", "train", 1, 8, vocab_size=257).tokens == 60_000
     assert json.loads((tmp_path / "d/manifest.json").read_text())["settings"]["revision"] == "v2"
 
 
@@ -96,19 +96,20 @@ def test_shards_that_do_not_come_end_in_one_line_and_the_next_run_goes_on(hub, t
     add(hub, "datasets/me/texts/a.jsonl", b"")
     with pytest.raises(DataError, match="dataset=me/texts holds no .*_train_000001.bin .*without --shards"):
         prepare(tmp_path / "f", dataset="me/texts", shards=True)
+    shards(hub, "me/gpt2", 50257)
     with pytest.raises(
         DataError, match="uint16 tokens up to .*, bytes has uint16 ids below 257; name their --tokenizer"
     ):
-        prepare(tmp_path / "g", dataset="me/shards", shards=True, tokenizer="bytes")
+        prepare(tmp_path / "g", dataset="me/gpt2", shards=True)
 
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_texts_survive_faults(hub, tmp_path, streaming):
     lines = "".join(json.dumps({"text": f"document {i} " * 20}) + "\n" for i in range(500)).encode()
     local = add(hub, "datasets/me/texts/a.jsonl", lines)
-    prepare(tmp_path / "local", dataset=str(local), tokenizer="bytes", val_tokens=1000)
+    prepare(tmp_path / "local", dataset=str(local), val_tokens=1000)
     hub.faults = {"a.jsonl": ["drop", 429, 503, "short"], "api/datasets/me/texts": [503]}
-    prepare(tmp_path / "hub", dataset="me/texts", tokenizer="bytes", val_tokens=1000, streaming=streaming)
+    prepare(tmp_path / "hub", dataset="me/texts", val_tokens=1000, streaming=streaming)
     assert not any(hub.faults.values())
     train = [next((tmp_path / out).glob("*_train_000001.bin")).read_bytes() for out in ("local", "hub")]
     assert train[0] == train[1]

@@ -184,13 +184,14 @@ def test_npy_shards_of_build_nanogpt(data, tmp_path):
     good = second.read_bytes()
     for content, words in {
         good[:-2]: "mmap length is greater than file size",
+        good + b"x": "expected 1128 bytes for 500 tokens, it has 1129",
         b"": "is not a shard",
         npy(np.zeros((2, 5), np.uint16)): r"got uint16 \(2, 5\)",
         npy(stream): "got int64",
         npy(np.array([Canary()], object)): "is not a shard",
     }.items():
         second.write_bytes(content)
-        with pytest.raises(DataError, match=f"edufineweb_train_000002.npy .*{words}") as error:
+        with pytest.raises(DataError, match=f"edufineweb_train_000002.npy.* {words}") as error:
             TokenLoader(tmp_path, "train", 1, 32)
         assert one_line(error)
     assert not Canary.read
