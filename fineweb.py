@@ -24,7 +24,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from configurator import UserError, refuse, run, too_small
+from configurator import UserError, parse, refuse, run, too_small
 
 SHORT_NAMES = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW/fineweb-edu"}
 READY_MADE = ("kjj0/fineweb10B-gpt2", "kjj0/fineweb100B-gpt2", "kjj0/finewebedu10B-gpt2")  # known to need no --shards
@@ -40,14 +40,14 @@ class Config:
     revision: str | None = None  # the hub's branch, tag or commit; None: main
     shards: bool = False  # the hub dataset holds shards (.bin or .npy), which are fetched as they are
     text_key: str = "text"  # the field that holds the text in jsonl and parquet
-    streaming: bool = False  # read while downloading, without a local copy; shuffle_seed then shuffles a buffer only
+    streaming: bool = False  # read while downloading, keep no copy; shuffle_seed then shuffles a buffer only
     out_dir: str | None = None  # where the shards go; None: data/<name of the dataset>
-    tokenizer: str = "gpt2"  # gpt2, another tiktoken encoding, bytes, chars, or path of a tokenizer.model or .json
+    tokenizer: str = "gpt2"  # gpt2, another tiktoken encoding, bytes, chars, a tokenizer.model or tokenizer.json
     shard_tokens: int = 100_000_000  # tokens in a shard; with pack rounded down to whole rows
-    val_tokens: int | None = None  # validation tokens at least; None: shard_tokens, of files about 1%, of one text 10%
+    val_tokens: int | None = None  # validation tokens at least; None: shard_tokens, of files 1%, of one text 10%
     shuffle_seed: int | None = None  # seed that shuffles the documents; None: in the source's order
     max_tokens: int | None = None  # training tokens to stop after; None: all
-    pack: int | None = None  # a block_size: documents are reordered so that few cross a multiple of it; None: off
+    pack: int | None = None  # reorders documents so that few cross a multiple of this block_size; None: off
     min_document_tokens: int | None = None  # leave out shorter documents; None: only empty ones
     max_shards: int | None = None  # with shards: training shards to fetch; None: all
 
@@ -264,4 +264,4 @@ def load_files(cfg, files):
 
 
 if __name__ == "__main__":
-    run(main, Config)
+    run(main, parse(Config, check))

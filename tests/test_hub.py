@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 import fineweb
 from configurator import UserError
 from corpus.loader import DataError, TokenLoader, verify
-from run import hf, multiple_choice
+from run import hf_config, multiple_choice
 
 
 @pytest.fixture
@@ -121,11 +121,11 @@ def test_weights_survive_faults(hub, tmp_path):
     add(hub, "models/me/gpt/config.json", json.dumps({"model_type": "gpt2"}).encode())
     save_file({"w": torch.randn(64, 64)}, add(hub, "models/me/gpt/model.safetensors", b""))
     hub.faults = {"model.safetensors": ["drop", 503, 429, "short"], "revision/main": [503]}
-    folder = hf.fetch("me/gpt")
+    folder = hf_config.fetch("me/gpt")
     assert not any(hub.faults.values())
     assert (folder / "model.safetensors").read_bytes() == (hub.folder / "models/me/gpt/model.safetensors").read_bytes()
     with pytest.raises(UserError, match="me/other: no such folder, and it cannot be downloaded") as error:
-        hf.fetch("me/other")
+        hf_config.fetch("me/other")
     one_line(error)
 
 
