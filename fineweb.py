@@ -4,6 +4,7 @@
     python fineweb.py --dataset=kjj0/fineweb10B-gpt2 --max_shards=10      # ready-made GPT-2 shards of FineWeb
     python fineweb.py --dataset="books/*.txt,notes.jsonl.zst" --out_dir=data/mine
     python fineweb.py --dataset=input.txt --tokenizer=chars --out_dir=data/shakespeare_char
+    python fineweb.py --dataset=chats.jsonl --text_key=messages --tokenizer=FOLDER  # see corpus/dialogues.py
     python fineweb.py --pack=131072 --min_document_tokens=8192            # for long sequences, see corpus/packing.py
 
 Writes llm.c shards (a 1,024-byte header, then uint16 or uint32 tokens, a separator before each document), manifest.json
@@ -13,6 +14,7 @@ Every training shard but the last is exactly shard_tokens long, and documents co
 A killed run continues when it is started again (corpus/writer.py). corpus/loader.py reads the shards.
 """
 
+import functools
 import glob
 import hashlib
 import itertools
@@ -39,7 +41,7 @@ class Config:
     split: str = "train"  # the hub's split to read
     revision: str | None = None  # the hub's branch, tag or commit; None: main
     shards: bool = False  # the hub dataset holds shards (.bin or .npy), which are fetched as they are
-    text_key: str = "text"  # the field that holds the text in jsonl and parquet
+    text_key: str = "text"  # field of the text; messages or prompt,completion: loss on the answers alone
     streaming: bool = False  # read while downloading, keep no copy; shuffle_seed then shuffles a buffer only
     out_dir: str | None = None  # where the shards go; None: data/<name of the dataset>
     tokenizer: str = "gpt2"  # gpt2, another tiktoken encoding, bytes, chars, a tokenizer.model or tokenizer.json
@@ -60,6 +62,7 @@ def main(cfg):
     check(cfg)
     from corpus import tokenizer as tokenizers
     from corpus import writer
+    from corpus.dialogues import Dialogues
 
     name = SHORT_NAMES.get(cfg.dataset, cfg.dataset)
     files = None if cfg.ready_made else local_files(name)
@@ -68,8 +71,10 @@ def main(cfg):
     tokenizer = None if cfg.tokenizer == "chars" else tokenizers.load(cfg.tokenizer)
     with writer.claim(out):
         tokenizer = tokenizer or characters(cfg, name, files, out)
+        dialogues = Dialogues(tokenizer) if is_chat(cfg) else None
+        encode = dialogues.rows if dialogues else functools.partial(writer.text_rows, tokenizer)
         fetched = {"dataset": name, "max_shards": cfg.max_shards}
-        decisive = fetched if cfg.ready_made else settings(cfg, name, files, tokenizer)
+        decisive = fetched if cfg.ready_made else settings(cfg, name, files, tokenizer, dialogues)
         progress = writer.Progress(out, decisive | ({"revision": cfg.revision} if cfg.revision else {}))
         if progress.finished:
             print(f"{out} is finished already; nothing was done")
@@ -78,11 +83,13 @@ def main(cfg):
             if cfg.ready_made:
                 writer.fetch_shards(name, cfg.revision, cfg.max_shards, progress, tokenizer)
             else:
-                writer.write_shards(documents(cfg, name, files, progress.document), progress, tokenizer, short)
+                batches = documents(cfg, name, files, progress.document)
+                writer.write_shards(batches, encode, progress, tokenizer, short)
             progress.finish(tokenizer)
             rate = (progress.total("tokens") - before) / (time.perf_counter() - began)
             print(f"{progress.total('documents'):,} documents, {rate / 1e6:.2f}M tokens/s")
-    print("\n".join(progress.summary()))
+    warnings = [f"warning: {words}" for words in dialogues.warnings] if dialogues else []
+    print("\n".join([*progress.summary(), *warnings]))
     print(f"go on with  {train_command(cfg, out, tokenizer)}")
 
 
@@ -121,8 +128,10 @@ def check(cfg):
         wrong.append(f"shard_tokens={cfg.shard_tokens} must be at least pack={cfg.pack}, since shards hold whole rows")
     if (cfg.pack or cfg.min_document_tokens) and cfg.ready_made:
         wrong.append(f"pack and min_document_tokens are for texts; {cfg.dataset} is tokenized already")
-    if cfg.tokenizer == "chars" and cfg.ready_made:
-        wrong.append(f"tokenizer=chars is for texts; {cfg.dataset} is tokenized already")
+    if cfg.text_key.count(",") > 1:
+        wrong.append(f"text_key={cfg.text_key} must be one field, or two for prompt,completion")
+    if cfg.tokenizer == "chars" and (cfg.ready_made or is_chat(cfg)):
+        wrong.append("tokenizer=chars is for texts, not for dialogues or shards")
     if cfg.max_shards is not None and not cfg.ready_made:
         wrong.append(f"max_shards={cfg.max_shards} needs --shards, for a hub dataset of shards; else use --max_tokens")
     refuse(wrong)
@@ -156,7 +165,12 @@ def _is_text(path, root):
         return path.suffix in (*COMPRESSED, ".parquet") or b"\0" not in file.read(8192)
 
 
-def settings(cfg, name, files, tokenizer):
+def is_chat(cfg):
+    """Whether the documents are dialogues, or prompts with their completions, of which the answers alone carry loss."""
+    return cfg.text_key == "messages" or "," in cfg.text_key
+
+
+def settings(cfg, name, files, tokenizer, dialogues):
     """The settings that decide the shards' bytes; a folder that was started with other values is refused."""
     if cfg.val_tokens and alone(files):
         raise UserError(f"val_tokens={cfg.val_tokens}: of a single text the last tenth is validation; try 0 or None")
@@ -164,6 +178,8 @@ def settings(cfg, name, files, tokenizer):
     chosen |= {"tokenizer": cfg.tokenizer, "vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot}
     chosen |= {k: getattr(cfg, k) for k in ("shard_tokens", "val_tokens", "max_tokens", "shuffle_seed")}
     chosen |= {k: getattr(cfg, k) for k in ("pack", "min_document_tokens") if getattr(cfg, k) is not None}
+    if dialogues:
+        chosen["chat_sha256"] = dialogues.digest
     if cfg.shuffle_seed is not None:
         chosen["streaming"] = cfg.streaming  # the two shuffle differently
     if files is None:
@@ -182,7 +198,7 @@ def settings(cfg, name, files, tokenizer):
 
 
 def documents(cfg, name, files, first):
-    """Yields (texts, share of all bytes read so far) from document number `first` on; share is None if unknown.
+    """Yields (texts, messages or pairs; share of all bytes read so far, or None) from document number `first` on.
 
     Raises DataError after the hub's own retries failed.
     """
@@ -199,10 +215,11 @@ def documents(cfg, name, files, first):
         subset = cfg.subset if name in SHORT_NAMES.values() or cfg.subset != Config.subset else None
         hub = dict(name=subset, split=cfg.split, revision=cfg.revision, streaming=cfg.streaming)
         data = load_files(cfg, files) if files else patiently(datasets.load_dataset, name, **hub)
-        if data.column_names and cfg.text_key not in data.column_names:
+        keys = cfg.text_key.split(",")
+        if data.column_names and not set(keys) <= set(data.column_names):
             fields = ", ".join(data.column_names)
             raise DataError(f"dataset={cfg.dataset} has no field text_key={cfg.text_key}; it has {fields}")
-        data = data.select_columns([cfg.text_key])
+        data = data.select_columns(keys)
         if alone(files):
             text = next(iter(data), {cfg.text_key: ""})[cfg.text_key]
             cut = len(text) if cfg.val_tokens == 0 else len(text) * 9 // 10
@@ -213,13 +230,13 @@ def documents(cfg, name, files, first):
         if first:
             data = data.skip(first) if cfg.streaming else data.select(range(min(first, len(data)), len(data)))
         size, read = None, 0
-        if not cfg.streaming and len(data):
+        if not cfg.streaming and len(data) and not is_chat(cfg):
             column = data.data.column(cfg.text_key)  # of all documents, even where `data` holds some of them
             size = (arrow.sum(arrow.binary_length(column)).as_py() or 0) * len(data) / len(column)
         for batch in data.iter(batch_size=256):  # about 200,000 tokens
-            texts = batch[cfg.text_key]
-            read += sum(len((text or "").encode()) for text in texts)
-            yield texts, read / size if size else None
+            found = batch[keys[0]] if len(keys) == 1 else list(zip(*(batch[key] for key in keys)))
+            read += sum(len((text or "").encode()) for text in found) if size else 0
+            yield found, read / size if size else None
     except UserError:
         raise
     except Exception as error:  # of the hub, a parser or the disk: datasets documents no narrower type
@@ -250,16 +267,17 @@ def load_files(cfg, files):
     def part_of(path):  # equal neighbours are one part; a jsonl file is one alone, since its fields may differ
         return builder_of(path), path if builder_of(path) == "json" else ""
 
+    keys = cfg.text_key.split(",")
     parts, whole = [], {"sample_by": "document", "encoding_errors": "replace"}
     for (builder, _), paths in itertools.groupby(files, part_of):
-        options = {"parquet": {"columns": [cfg.text_key]}, "text": whole}.get(builder, {})
+        options = {"parquet": {"columns": keys}, "text": whole}.get(builder, {})
         paths = [glob.escape(os.path.abspath(path)) for path in paths]
         part = datasets.load_dataset(
             builder, data_files={"train": paths}, split="train", streaming=cfg.streaming, **options
         )
-        if builder == "text" and cfg.text_key != "text":
+        if builder == "text" and cfg.text_key != "text" and not is_chat(cfg):
             part = part.rename_column("text", cfg.text_key)
-        parts.append(part.select_columns([cfg.text_key]) if cfg.text_key in (part.column_names or []) else part)
+        parts.append(part.select_columns(keys) if set(keys) <= set(part.column_names or []) else part)
     return parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
 
 

@@ -33,8 +33,9 @@ def main(cfg):
     from scale import parallel
 
     device = parallel.pick_device(cfg.device)
-    autocast = parallel.autocast(parallel.pick_precision(cfg.precision, device)[0], device)
-    model, saved = trained.load(cfg, device)
+    precision, _ = parallel.pick_precision(cfg.precision, device)
+    autocast = parallel.autocast(precision, device)
+    model, saved = trained.load(cfg, device, precision)
     tokenizer = trained.load_tokenizer(cfg, model, saved)
     examples = multiple_choice.load(cfg.file)[: cfg.limit]
     prepared = multiple_choice.prepare(examples, tokenizer, model.cfg.block_size)

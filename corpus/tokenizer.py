@@ -3,7 +3,8 @@
     tokenizer = load("gpt2")  # or "cl100k_base", "bytes", "path/tokenizer.model", "path/tokenizer.json"
     tokenizer.decode(tokenizer.encode("Hello"))
 
-Special tokens are never parsed: "<|endoftext|>" in a document is encoded as ordinary characters.
+Special tokens are not parsed: "<|endoftext|>" in a document is encoded as ordinary characters. Only `encode_special`,
+for the text of a chat template, parses them.
 """
 
 import base64
@@ -49,11 +50,12 @@ class Tokenizer:
 
     folder = None
 
-    def __init__(self, name, vocab_size, separators, encode_batch, decode, token_lengths, to_json):
+    def __init__(self, name, vocab_size, separators, encode_batch, decode, token_lengths, to_json, encode_special=None):
         self.name, self.vocab_size, self.eot, self.ends = name, vocab_size, separators[0], set(separators)
         self.dtype = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
         self._encode_batch, self._decode, self._token_lengths = encode_batch, decode, token_lengths
         self.to_json = to_json
+        self.encode_special = encode_special or self.encode  # as encode, but special tokens are parsed: for chat
 
     def encode_batch(self, texts):
         """One array of ids (uint16, or uint32 above 65,536 ids) for each text, without separators.
@@ -185,7 +187,8 @@ def _from_tiktoken(name, encoding, scheme=None):
         return text
 
     encode_batch = fast or encoding.encode_ordinary_batch
-    return Tokenizer(name, encoding.n_vocab, separators, encode_batch, encoding.decode, lengths, to_json)
+    special = functools.partial(encoding.encode, allowed_special="all")
+    return Tokenizer(name, encoding.n_vocab, separators, encode_batch, encoding.decode, lengths, to_json, special)
 
 
 def byte_level_json(ranks, special, pattern=None):
@@ -291,6 +294,13 @@ def _from_json(name, text):
         ordinary = [token for token in parts.get("added_tokens", []) if not token["special"]]
         return gigatoken.Tokenizer.from_json(json.dumps(parts | {"added_tokens": ordinary, "post_processor": None}))
 
+    def encode_special(text):
+        inner.encode_special_tokens = False
+        try:
+            return inner.encode(text, add_special_tokens=False).ids
+        finally:
+            inner.encode_special_tokens = True
+
     def lengths():
         for token, i in vocabulary.items():
             if token not in special:
@@ -300,7 +310,8 @@ def _from_json(name, text):
     # compared on 15M tokens of GPT-2's, Llama 3's and DeepSeek's files; other kinds were not
     encode_batch = byte_level and _gigatoken(plain, slow, PROBE + "".join(special)) or slow
     decode = lambda ids: inner.decode(ids, skip_special_tokens=False)
-    return Tokenizer(name, max(vocabulary.values()) + 1, separators, encode_batch, decode, lengths, lambda: text)
+    size = max(vocabulary.values()) + 1
+    return Tokenizer(name, size, separators, encode_batch, decode, lengths, lambda: text, encode_special)
 
 
 def write_characters(batches, path):

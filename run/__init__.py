@@ -9,6 +9,7 @@ files             files written atomically, read as JSON, hashed; imports no tor
 evaluate          the evaluations during a run
 multiple_choice   HellaSwag's file, rows and score
 generate          continues text with a model
+cache             the KV cache of generate
 meter             the figures of each step: read, recorded, checked
 logger            the console, log.jsonl and wandb
 history           a run as its log.jsonl tells it, for plot.py; imports no torch

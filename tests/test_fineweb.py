@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import functools
 import io
 import json
 import multiprocessing
@@ -190,7 +191,8 @@ def test_the_number_of_tokens_is_estimated_from_the_bytes_read(tmp_path, first):
     path, totals = str(tmp_path / "a.jsonl"), []
     texts = fineweb.documents(Config(dataset=path), path, [path], first)
     expect = lambda tokens, share: totals.append(tokens / share)
-    tokens = sum(len(row) for _, row in writer.tokenized(texts, tokenizer.load("bytes"), first, 1, expect))
+    encode = functools.partial(writer.text_rows, tokenizer.load("bytes"))
+    tokens = sum(len(row) for _, row in writer.tokenized(texts, encode, first, 1, expect))
     assert totals[-1] == tokens and totals[0] == pytest.approx(tokens, rel=0.01)
 
 

@@ -25,7 +25,9 @@ def weights(out_dir, step):
 
 
 def same_run(one, other, rel=4e-6):
-    """Asserts that two run folders have the same training and validation losses, and weights at the end."""
+    """Asserts that two run folders have the same training and validation losses, samples, and weights at the end."""
+    texts = [[line["texts"] for line in read_log(run) if line["kind"] == "sample"] for run in (one, other)]
+    assert texts[0] == texts[1]
     for kind in ("train", "val"):
         a, b = losses(read_log(one), kind), losses(read_log(other), kind)
         assert a.keys() == b.keys() and len(a) > 2
