@@ -37,7 +37,8 @@ def configure(cls, argv, check=lambda cfg: None, complete=dict):
     """An instance of dataclass `cls` from its defaults, config files and flags; one UserError names all mistakes.
 
     argv: words as in sys.argv[1:]; one without dashes is a config file, or goes into `words` of the instance if cls has
-    such a list. check(cfg) raises UserError. cls.gone: {removed setting: reason}, if any.
+    such a list. check(cfg) raises UserError. cls.gone: {removed setting: reason}, if any. cls.nanogpt: {nanoGPT's name
+    of a setting: ours}, if any.
     complete: given the settings that were set, {name: value}, returns them with more; called where none is mistaken.
     """
     if "--help" in argv or "-h" in argv:
@@ -127,12 +128,14 @@ class _Reader:
 
     def __init__(self, cls):
         self.cls, self.hints, self.gone = cls, typing.get_type_hints(cls), getattr(cls, "gone", {})
+        self.nanogpt = getattr(cls, "nanogpt", {})
         self.settings, self.wrong, self.words = {}, [], []
 
     def flag(self, word, rest):
         """--key=value, --key value, --flag or --no_flag. rest: the words that follow; a value is taken from them."""
         key, equals, value = word[2:].partition("=")
         name = key if key in self.hints else key.removeprefix("no_")
+        key = name if name in self.nanogpt else key
         follows = bool(rest) and not rest[0].startswith("--")
         if not equals and (self.hints.get(name) is bool or name in self.gone):
             said = follows and key == name and rest[0].lower() in ("true", "false")
@@ -165,6 +168,8 @@ class _Reader:
     def put(self, key, value, where, dashes=""):
         if key in self.gone:
             self.wrong.append(f"{where}: the setting {dashes}{key} was removed: {self.gone[key]}")
+        elif key in self.nanogpt:
+            self.wrong.append(f"{where}: nanoGPT's {dashes}{key} is {dashes}{self.nanogpt[key]}")
         elif key not in self.hints:
             hint = self.suggest(key) or ("" if dashes else "; a name that is not a setting starts with '_'")
             self.wrong.append(f"{where}: unknown setting {dashes}{key}{hint}")

@@ -3,11 +3,13 @@
     python fineweb.py                                          # FineWeb-Edu sample-10BT into data/fineweb-edu, 20 GB
     python fineweb.py --dataset=kjj0/fineweb10B-gpt2 --max_shards=10      # ready-made GPT-2 shards of FineWeb
     python fineweb.py --dataset="books/*.txt,notes.jsonl.zst" --out_dir=data/mine
+    python fineweb.py --dataset=input.txt --tokenizer=chars --out_dir=data/shakespeare_char
     python fineweb.py --dataset=chats.jsonl --text_key=messages --tokenizer=FOLDER  # see corpus/dialogues.py
     python fineweb.py --pack=131072 --min_document_tokens=8192            # for long sequences, see corpus/packing.py
 
 Writes llm.c shards (a 1,024-byte header, then uint16 or uint32 tokens, a separator before each document), manifest.json
-with checksums, and token_bytes.npy. Validation gets whole documents from the front; no document is in both splits.
+with checksums, and token_bytes.npy. Validation gets whole documents from the front; no document is in both splits. Of a
+single text it gets the last tenth.
 Every training shard but the last is exactly shard_tokens long, and documents continue from one shard into the next.
 A killed run continues when it is started again (corpus/writer.py). corpus/loader.py reads the shards.
 """
@@ -18,6 +20,7 @@ import hashlib
 import itertools
 import os
 import re
+import shlex
 import sys
 import time
 from dataclasses import dataclass
@@ -26,7 +29,7 @@ from pathlib import Path
 from configurator import UserError, parse, refuse, run, too_small
 
 SHORT_NAMES = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW/fineweb-edu"}
-READY_MADE = ("kjj0/fineweb10B-gpt2", "kjj0/fineweb100B-gpt2", "kjj0/finewebedu10B-gpt2")  # GPT-2 shards on the hub
+READY_MADE = ("kjj0/fineweb10B-gpt2", "kjj0/fineweb100B-gpt2", "kjj0/finewebedu10B-gpt2")  # known to need no --shards
 COMPRESSED = (".zst", ".gz", ".xz", ".bz2")
 RECORDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # any other file is one document
 
@@ -36,17 +39,23 @@ class Config:
     dataset: str = "fineweb-edu"  # fineweb, fineweb-edu, a hub name, or local files, folders and globs between commas
     subset: str = "sample-10BT"  # subset of FineWeb and FineWeb-Edu; of another hub dataset if not the default
     split: str = "train"  # the hub's split to read
+    revision: str | None = None  # the hub's branch, tag or commit; None: main
+    shards: bool = False  # the hub dataset holds shards (.bin or .npy), which are fetched as they are
     text_key: str = "text"  # field of the text; messages or prompt,completion: loss on the answers alone
     streaming: bool = False  # read while downloading, keep no copy; shuffle_seed then shuffles a buffer only
     out_dir: str | None = None  # where the shards go; None: data/<name of the dataset>
-    tokenizer: str = "gpt2"  # gpt2, another tiktoken encoding, bytes, a tokenizer.model or tokenizer.json
+    tokenizer: str = "gpt2"  # gpt2, another tiktoken encoding, bytes, chars, a tokenizer.model or tokenizer.json
     shard_tokens: int = 100_000_000  # tokens in a shard; with pack rounded down to whole rows
-    val_tokens: int | None = None  # validation tokens at least; None: shard_tokens, of local files about 1%
+    val_tokens: int | None = None  # validation tokens at least; None: shard_tokens, of files 1%, of one text 10%
     shuffle_seed: int | None = None  # seed that shuffles the documents; None: in the source's order
     max_tokens: int | None = None  # training tokens to stop after; None: all
     pack: int | None = None  # reorders documents so that few cross a multiple of this block_size; None: off
     min_document_tokens: int | None = None  # leave out shorter documents; None: only empty ones
-    max_shards: int | None = None  # training shards to fetch of a ready-made dataset; None: all
+    max_shards: int | None = None  # with shards: training shards to fetch; None: all
+
+    @property
+    def ready_made(self):
+        return self.shards or self.dataset in READY_MADE
 
 
 def main(cfg):
@@ -56,23 +65,23 @@ def main(cfg):
     from corpus.dialogues import Dialogues
 
     name = SHORT_NAMES.get(cfg.dataset, cfg.dataset)
-    files = None if name in READY_MADE else local_files(name)
+    files = None if cfg.ready_made else local_files(name)
     short = "text" if files and len(files) > 1 else re.sub(r"[^\w-].*", "", Path(name).name) or "text"
     out = Path(cfg.out_dir or f"data/{short}")
-    tokenizer = tokenizers.load("gpt2" if name in READY_MADE else cfg.tokenizer)
-    dialogues = Dialogues(tokenizer) if is_chat(cfg) else None
-    encode = dialogues.rows if dialogues else functools.partial(writer.text_rows, tokenizer)
+    tokenizer = None if cfg.tokenizer == "chars" else tokenizers.load(cfg.tokenizer)
     with writer.claim(out):
-        decisive = {"dataset": name, "max_shards": cfg.max_shards}
-        progress = writer.Progress(
-            out, decisive if name in READY_MADE else settings(cfg, name, files, tokenizer, dialogues)
-        )
+        tokenizer = tokenizer or characters(cfg, name, files, out)
+        dialogues = Dialogues(tokenizer) if is_chat(cfg) else None
+        encode = dialogues.rows if dialogues else functools.partial(writer.text_rows, tokenizer)
+        fetched = {"dataset": name, "max_shards": cfg.max_shards}
+        decisive = fetched if cfg.ready_made else settings(cfg, name, files, tokenizer, dialogues)
+        progress = writer.Progress(out, decisive | ({"revision": cfg.revision} if cfg.revision else {}))
         if progress.finished:
             print(f"{out} is finished already; nothing was done")
         else:
             began, before = time.perf_counter(), progress.total("tokens")
-            if name in READY_MADE:
-                writer.fetch_shards(name, cfg.max_shards, progress, tokenizer)
+            if cfg.ready_made:
+                writer.fetch_shards(name, cfg.revision, cfg.max_shards, progress, tokenizer)
             else:
                 batches = documents(cfg, name, files, progress.document)
                 writer.write_shards(batches, encode, progress, tokenizer, short)
@@ -81,7 +90,32 @@ def main(cfg):
             print(f"{progress.total('documents'):,} documents, {rate / 1e6:.2f}M tokens/s")
     warnings = [f"warning: {words}" for words in dialogues.warnings] if dialogues else []
     print("\n".join([*progress.summary(), *warnings]))
-    print(f"go on with  python train.py --data_dir={out} --vocab_size={tokenizer.vocab_size}")
+    print(f"go on with  {train_command(cfg, out, tokenizer)}")
+
+
+def train_command(cfg, out, tokenizer):
+    """What to type next: GPT-2 124M, or on a machine without a GPU a model that its CPU trains in minutes."""
+    import torch
+
+    words = []
+    if cfg.tokenizer == "chars":
+        words = ["config/shakespeare_char.py"]
+    elif not torch.accelerator.is_available():
+        words = ["config/quickstart.py"]
+        if tokenizer.vocab_size > 1000:  # the head of a large vocabulary takes most of the time
+            words += ["--batch_size=4", "--batch_tokens=1024"]
+    words += [f"--data_dir={out}", f"--out_dir=out/{out.name}", f"--vocab_size={tokenizer.vocab_size}"]
+    return shlex.join(["python", "train.py", *words])
+
+
+def characters(cfg, name, files, out):
+    """The tokenizer of the characters of all documents, from out/tokenizer.json, which is written if need be."""
+    from corpus import tokenizer as tokenizers
+
+    path = out / "tokenizer.json"
+    if not path.exists() or not ((out / "progress.json").exists() or (out / "manifest.json").exists()):
+        tokenizers.write_characters((texts for texts, _ in documents(cfg, name, files, 0)), path)
+    return tokenizers.load(str(path))
 
 
 def check(cfg):
@@ -92,12 +126,14 @@ def check(cfg):
         wrong.append(f"shard_tokens={cfg.shard_tokens} must be below 2**31, the largest count in a header")
     if cfg.pack and cfg.pack > cfg.shard_tokens:
         wrong.append(f"shard_tokens={cfg.shard_tokens} must be at least pack={cfg.pack}, since shards hold whole rows")
-    if (cfg.pack or cfg.min_document_tokens) and cfg.dataset in READY_MADE:
+    if (cfg.pack or cfg.min_document_tokens) and cfg.ready_made:
         wrong.append(f"pack and min_document_tokens are for texts; {cfg.dataset} is tokenized already")
     if cfg.text_key.count(",") > 1:
         wrong.append(f"text_key={cfg.text_key} must be one field, or two for prompt,completion")
-    if cfg.max_shards is not None and cfg.dataset not in READY_MADE:
-        wrong.append(f"max_shards={cfg.max_shards} is for {', '.join(READY_MADE)}; for other data use --max_tokens")
+    if cfg.tokenizer == "chars" and (cfg.ready_made or is_chat(cfg)):
+        wrong.append("tokenizer=chars is for texts, not for dialogues or shards")
+    if cfg.max_shards is not None and not cfg.ready_made:
+        wrong.append(f"max_shards={cfg.max_shards} needs --shards, for a hub dataset of shards; else use --max_tokens")
     refuse(wrong)
 
 
@@ -136,6 +172,8 @@ def is_chat(cfg):
 
 def settings(cfg, name, files, tokenizer, dialogues):
     """The settings that decide the shards' bytes; a folder that was started with other values is refused."""
+    if cfg.val_tokens and alone(files):
+        raise UserError(f"val_tokens={cfg.val_tokens}: of a single text the last tenth is validation; try 0 or None")
     chosen = {"dataset": name, "text_key": cfg.text_key}
     chosen |= {"tokenizer": cfg.tokenizer, "vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot}
     chosen |= {k: getattr(cfg, k) for k in ("shard_tokens", "val_tokens", "max_tokens", "shuffle_seed")}
@@ -153,47 +191,73 @@ def settings(cfg, name, files, tokenizer, dialogues):
         chosen |= {"files": len(files), "files_sha256": hashlib.sha256(listing).hexdigest()}
         # about 1% of the tokens: a token is one byte, or about four; of a compressed file, whose size counts, less
         one_percent = sum(sizes) // (100 if tokenizer.name == "bytes" else 400)
-        default_val = max(1, min(one_percent, cfg.shard_tokens))
+        default_val = 1 if alone(files) else max(1, min(one_percent, cfg.shard_tokens))
     if cfg.val_tokens is None:
         chosen["val_tokens"] = default_val
     return chosen
 
 
 def documents(cfg, name, files, first):
-    """Yields lists of texts, messages or pairs from document number `first` on.
+    """Yields (texts, messages or pairs; share of all bytes read so far, or None) from document number `first` on.
 
     Raises DataError after the hub's own retries failed.
     """
     import datasets  # takes a second to import
+    import pyarrow.compute as arrow
 
     from corpus.loader import DataError
+    from run.files import patiently
 
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     try:
+        # the default subset is one of FineWeb alone
         subset = cfg.subset if name in SHORT_NAMES.values() or cfg.subset != Config.subset else None
-        hub = dict(name=subset, split=cfg.split, streaming=cfg.streaming)  # the default subset is one of FineWeb alone
-        data = load_files(cfg, files) if files else datasets.load_dataset(name, **hub)
+        hub = dict(name=subset, split=cfg.split, revision=cfg.revision, streaming=cfg.streaming)
+        data = load_files(cfg, files) if files else patiently(datasets.load_dataset, name, **hub)
         keys = cfg.text_key.split(",")
         if data.column_names and not set(keys) <= set(data.column_names):
             fields = ", ".join(data.column_names)
             raise DataError(f"dataset={cfg.dataset} has no field text_key={cfg.text_key}; it has {fields}")
         data = data.select_columns(keys)
+        if alone(files):
+            text = next(iter(data), {cfg.text_key: ""})[cfg.text_key]
+            cut = len(text) if cfg.val_tokens == 0 else len(text) * 9 // 10
+            yield [part for part in (text[cut:], text[:cut]) if part][first:], None
+            return
         if cfg.shuffle_seed is not None:
             data = data.shuffle(seed=cfg.shuffle_seed)
         if first:
             data = data.skip(first) if cfg.streaming else data.select(range(min(first, len(data)), len(data)))
+        size, read = None, 0
+        if not cfg.streaming and len(data) and not is_chat(cfg):
+            column = data.data.column(cfg.text_key)  # of all documents, even where `data` holds some of them
+            size = (arrow.sum(arrow.binary_length(column)).as_py() or 0) * len(data) / len(column)
         for batch in data.iter(batch_size=256):  # about 200,000 tokens
-            yield batch[keys[0]] if len(keys) == 1 else list(zip(*(batch[key] for key in keys)))
+            found = batch[keys[0]] if len(keys) == 1 else list(zip(*(batch[key] for key in keys)))
+            read += sum(len((text or "").encode()) for text in found) if size else 0
+            yield found, read / size if size else None
     except UserError:
         raise
     except Exception as error:  # of the hub, a parser or the disk: datasets documents no narrower type
         if isinstance(error, datasets.exceptions.DatasetGenerationError) and error.__cause__:
             error = error.__cause__
         what = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        what += "; try --revision=refs/convert/parquet" if "scripts are no longer supported" in what else ""
         raise DataError(
             f"dataset={cfg.dataset} cannot be read: {what}; finished shards are kept; run the same command again"
         ) from None
+
+
+def builder_of(path):
+    """The kind of a file: json, parquet, or text, which is one document."""
+    suffixes = [suffix for suffix in Path(path).suffixes if suffix not in COMPRESSED]
+    return RECORDS.get(suffixes[-1], "text") if suffixes else "text"
+
+
+def alone(files):
+    """Whether there is one document only, since `files`, from `local_files`, are one text."""
+    return files is not None and len(files) == 1 and builder_of(files[0]) == "text"
 
 
 def load_files(cfg, files):
@@ -201,9 +265,7 @@ def load_files(cfg, files):
     import datasets
 
     def part_of(path):  # equal neighbours are one part; a jsonl file is one alone, since its fields may differ
-        suffixes = [suffix for suffix in Path(path).suffixes if suffix not in COMPRESSED]
-        builder = RECORDS.get(suffixes[-1], "text") if suffixes else "text"
-        return builder, path if builder == "json" else ""
+        return builder_of(path), path if builder_of(path) == "json" else ""
 
     keys = cfg.text_key.split(",")
     parts, whole = [], {"sample_by": "document", "encoding_errors": "replace"}

@@ -32,6 +32,8 @@ class Config:
     device: str = "auto"  # auto, cpu, cuda, mps
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"  # auto: bf16 where the GPU supports it
 
+    nanogpt = {"out_dir": "checkpoint", "start": "prompt", "num_samples": "n_samples", "dtype": "precision"}
+
 
 def main(cfg):
     found = too_small(cfg, {"n_samples": 1, "max_new_tokens": 0, "temperature": 0, "top_k": 1, "seed": 0})

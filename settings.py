@@ -180,6 +180,23 @@ class Config(GPTConfig):
         "wandb_project": "the project is always pretrain; --run_name names the run",
         "bf16_residual": "the residual stream is always bf16 with precision=bf16 and fp8",
     }
+    nanogpt = {  # its names of settings
+        "dataset": "data_dir, the folder of train.bin and val.bin",
+        "max_iters": "max_steps",
+        "gradient_accumulation_steps": "batch_tokens, gradient_accumulation_steps * batch_size * block_size",
+        "learning_rate": "lr",
+        "min_lr": "min_lr_ratio, min_lr / learning_rate",
+        "warmup_iters": "warmup_steps",
+        "lr_decay_iters": "max_steps, with which the schedule ends",
+        "decay_lr": "schedule, constant for False",
+        "grad_clip": "clip, None for 0.0",
+        "eval_iters": "eval_tokens, eval_iters * batch_size * block_size",
+        "eval_only": "eval_interval (a run evaluates before its first step)",
+        "always_save_checkpoint": "save_interval (the best checkpoint is always kept)",
+        "wandb_log": "wandb",
+        "wandb_run_name": "run_name",
+        "dtype": "precision, bf16 for bfloat16",
+    }
 
     def micro_tokens(self, ranks):
         """Tokens in a micro-step, all ranks together."""

@@ -1,7 +1,8 @@
 """Shards of tokens as fineweb.py writes them: opened, verified, and read in an order that a run can resume in.
 
 The format is llm.c's: a header of 1,024 bytes, then uint16 or uint32 tokens, a separator before each document.
-nanoGPT's headerless train.bin and val.bin (uint16) are read too; name and missing header tell them apart.
+nanoGPT's headerless train.bin and val.bin (uint16) are read too; name and missing header tell them apart. So are the
+.npy shards of build-nanogpt, arrays of uint16 (or uint32).
 """
 
 import bisect
@@ -127,6 +128,8 @@ def read_header(path):
 
 def open_shard(path):
     """The tokens of a shard, or of a headerless train.bin or val.bin of nanoGPT, as a read-only memory map."""
+    if str(path).endswith(".npy"):
+        return open_array(path)
     if is_headerless(path):
         size = os.path.getsize(path)
         if size == 0 or size % 2:
@@ -137,6 +140,20 @@ def open_shard(path):
         return np.memmap(path, "<u2", "r")
     count, dtype = read_header(path)
     return np.memmap(path, dtype, "r", HEADER_BYTES, (count,))
+
+
+def open_array(path):
+    """The tokens of an .npy file as a read-only memory map. Raises DataError."""
+    try:
+        tokens = np.lib.format.open_memmap(path, mode="r")
+    except (OSError, ValueError) as error:  # cut short, no .npy, or Python objects, which are not unpickled
+        raise DataError(f"{path} is not a shard: {error}; fetch it again, or {MAKE_DATA}") from None
+    if tokens.ndim != 1 or tokens.dtype not in (np.uint16, np.uint32) or not len(tokens):
+        found = f"{tokens.dtype} {tokens.shape}"
+        raise DataError(f"{path} is not a shard: expected a row of uint16 or uint32 tokens, got {found}; {MAKE_DATA}")
+    if (need := tokens.offset + tokens.nbytes) != (size := os.path.getsize(path)):
+        raise DataError(f"{path}: expected {need} bytes for {len(tokens)} tokens, it has {size}; fetch it again")
+    return tokens
 
 
 def mask_path(path):
@@ -166,24 +183,28 @@ def is_headerless(path):
 
 def split_of(name):
     """train or val: the last word before the number in a shard's file name; None if it is neither."""
-    found = re.search(r"_(train|val)_[^_]*\.bin$", name)
+    found = re.search(r"_(train|val)_[^_]*\.(bin|npy)$", name)
     return found and found[1]
 
 
 def find_shards(data_dir, split):
-    """Sorted paths of a split: shards, or else nanoGPT's <split>.bin. Raises DataError for none or for both."""
-    pattern, single = os.path.join(data_dir, f"*_{split}_*.bin"), os.path.join(data_dir, f"{split}.bin")
-    paths = sorted(path for path in glob.glob(pattern) if split_of(path) == split)
-    if paths and os.path.exists(single):
-        raise DataError(f"{data_dir} holds {os.path.basename(paths[0])} and {split}.bin; keep one kind, move the other")
-    if paths or os.path.exists(single):
-        return paths or [single]
+    """Sorted paths of a split: shards, or else nanoGPT's <split>.bin. Raises DataError for none or for two kinds."""
+    folder = glob.escape(str(data_dir))
+    pattern, single = f"{data_dir}/*_{split}_*.bin", os.path.join(data_dir, f"{split}.bin")
+    paths = sorted(path for path in glob.glob(f"{folder}/*_{split}_*") if split_of(path) == split)
+    kinds = [[path for path in paths if path.endswith(end)] for end in (".bin", ".npy")]
+    kinds += [[single] * os.path.exists(single)]
+    if len(kinds := [kind for kind in kinds if kind]) > 1:
+        two = " and ".join(os.path.basename(kind[0]) for kind in kinds[:2])
+        raise DataError(f"{data_dir} holds {two}; keep one kind, move the other")
+    if kinds:
+        return kinds[0]
     hint = MAKE_DATA
-    if split == "val" and glob.glob(os.path.join(data_dir, "*train*.bin")):
+    if split == "val" and glob.glob(f"{folder}/*train*"):
         hint = "make one, or do without: --eval_interval=0"
     elif os.path.exists(os.path.join(data_dir, "progress.json")):
         hint = "fineweb.py has begun there and has not written any yet; run it again"
-    raise DataError(f"no {split} split: nothing matches {pattern}, and there is no {split}.bin; {hint}")
+    raise DataError(f"no {split} split: nothing matches {pattern}, or .npy, and there is no {split}.bin; {hint}")
 
 
 def verify(data_dir):
@@ -205,7 +226,7 @@ def _verify_folder(data_dir):
             if not file.is_file():
                 raise DataError(f"{file} is in the manifest and not in the folder; {MAKE_DATA}")
             if file == path:
-                read_header(path)
+                open_shard(path)
             found = digest(file)[1]
             if found != expected:
                 raise DataError(
@@ -239,6 +260,11 @@ class Split:
         self.starts = self._aligned_starts(manifest, data_dir) if align else None
         self.rows_per_epoch = -(-self.tokens // T) if self.starts is None else len(self.starts)
         self.warnings = self._pack_warnings(pack, data_dir)
+        if not manifest and os.path.exists(os.path.join(data_dir, "meta.pkl")):
+            self.warnings.append(
+                f"{data_dir}/meta.pkl is left alone, since a pickle can run any code: samples take --tokenizer, else "
+                "GPT-2's; for characters: python fineweb.py --dataset=input.txt --tokenizer=chars"
+            )
         self._order, self._order_epoch = None, None
 
     def _check_shards(self, manifest, data_dir, split, vocab_size):

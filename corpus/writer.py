@@ -51,15 +51,21 @@ def claim(out):
 
 
 def write_shards(batches, encode, progress, tokenizer, short):
-    """Writes the missing shards, named after `short`; `batches` yields lists of documents from progress.document on.
+    """Writes the missing shards, named after `short`.
 
+    batches: yields (documents from progress.document on, share of the source's bytes that they end at or None).
     encode: yields a row of tokens for each document of a list: text_rows, or Dialogues.rows, which says what has loss.
     """
     writer, pack = ShardWriter(progress, tokenizer, short), progress.settings.get("pack")
     begun, least = progress.total("tokens"), progress.settings.get("min_document_tokens", 1)
     bar = tqdm(desc=short, initial=begun, unit=" tokens", unit_scale=True, disable=None)
+
+    def expect(tokens, share):  # the bar's total, from the tokens in a share of the source
+        total = min(begun + tokens / share if share else math.inf, writer.max_tokens + writer.val_tokens)
+        bar.total = int(total) if total < math.inf else None
+
     with bar, contextlib.closing(Ahead(batches, 4)) as batches:
-        rows = tokenized(batches, encode, progress.document, least)
+        rows = tokenized(batches, encode, progress.document, least, expect)
         if writer.val:  # validation documents keep their order, with pack too
             writer.take_all(rows, bar)
         if pack:
@@ -76,9 +82,13 @@ def write_shards(batches, encode, progress, tokenizer, short):
         )
 
 
-def tokenized(batches, encode, number, least):
-    """Yields (number, row) of the documents of at least `least` tokens, besides the separator before each."""
-    for batch in batches:
+def tokenized(batches, encode, number, least, expect):
+    """Yields (number, row) of the documents of at least `least` tokens, besides the separator before each.
+
+    Calls expect(tokens so far, share of the source that they are) after each batch.
+    """
+    seen = 0
+    for batch, share in batches:
         rows = encode(batch)
         for _ in batch:
             try:
@@ -86,8 +96,10 @@ def tokenized(batches, encode, number, least):
             except UserError as error:
                 raise DataError(f"document {number + 1}: {error}") from None
             if len(row) > least:
+                seen += len(row)
                 yield number, row
             number += 1
+        expect(seen, share)
 
 
 def text_rows(tokenizer, texts):
@@ -275,21 +287,27 @@ def write(path, data):
         ) from None
 
 
-def fetch_shards(name, max_shards, progress, tokenizer):
+def fetch_shards(name, revision, max_shards, progress, tokenizer):
     """Downloads the missing shards of `name`, a hub dataset that is tokenized already."""
     import huggingface_hub
 
+    hub = dict(repo_type="dataset", revision=revision)
     try:
-        listed = huggingface_hub.HfApi().list_repo_files(name, repo_type="dataset")
-        val, training = (sorted(f for f in listed if f.endswith(".bin") and split_of(f) == s) for s in ("val", "train"))
+        listed = [file for file in huggingface_hub.HfApi().list_repo_files(name, **hub) if "/" not in file]
+        val, training = (sorted(file for file in listed if split_of(file) == split) for split in ("val", "train"))
+        if not training:
+            raise DataError(
+                f"dataset={name} holds no *_train_000001.bin or .npy; for a dataset of texts, without --shards"
+            )
         names = val + training[:max_shards]
         for file in tqdm(names[len(progress.shards) :], desc=name, unit=" shards", disable=None):
-            huggingface_hub.hf_hub_download(name, file, repo_type="dataset", local_dir=progress.out)
+            files.patiently(huggingface_hub.hf_hub_download, name, file, local_dir=progress.out, **hub)
             tokens = open_shard(progress.out / file)
-            if tokens.max() >= tokenizer.vocab_size:
+            if tokens.dtype != tokenizer.dtype or tokens.max() >= tokenizer.vocab_size:
                 raise DataError(
-                    f"{progress.out / file} holds token {tokens.max()}, which GPT-2's tokenizer does not have; "
-                    "remove it and run the same command again"
+                    f"{progress.out / file} holds {tokens.dtype} tokens up to {tokens.max()}, {tokenizer.name} has "
+                    f"{tokenizer.dtype} ids below {tokenizer.vocab_size}; name their --tokenizer, or remove the file "
+                    "and run the same command again"
                 )
             progress.add(file, tokens, tokenizer, (0, 0, []))
     except UserError:

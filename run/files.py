@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import time
 from pathlib import Path
 
 from configurator import UserError
@@ -55,3 +56,19 @@ def sync(path):
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def patiently(call, *args, **options):
+    """A call of huggingface_hub or datasets, up to five times at a server's error or half a file.
+
+    These end a download there at once, while they go on by themselves after a lost connection or a 429.
+    """
+    for wait in (1, 2, 4, 8, None):
+        try:
+            return call(*args, **options)
+        except Exception as error:
+            causes = [error, error.__cause__]  # LocalEntryNotFoundError: nothing is cached, because of its cause
+            busy = any(getattr(getattr(e, "response", None), "status_code", 0) >= 500 for e in causes)
+            if wait is None or not (busy or "Consistency check failed" in str(error)):
+                raise
+        time.sleep(wait)

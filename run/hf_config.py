@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from configurator import UserError
-from run.files import read_json, write_json
+from run.files import patiently, read_json, write_json
 from settings import GPTConfig
 
 SHAPES = {  # the settings that describe one of their models
@@ -211,7 +211,8 @@ def fetch(name):
     kinds = ["*.json", "*.jinja", "*.safetensors", "tokenizer*", "merges.txt"]
     try:
         # subfolders hold other formats of the same weights
-        return Path(huggingface_hub.snapshot_download(str(name), allow_patterns=kinds, ignore_patterns=["*/*"]))
+        chosen = dict(allow_patterns=kinds, ignore_patterns=["*/*"])
+        return Path(patiently(huggingface_hub.snapshot_download, str(name), **chosen))
     except Exception as error:  # of the hub, its HTTP client or the disk
         reason = str(error).partition("\n")[0]
         raise UserError(

@@ -82,8 +82,8 @@ def download(folder=CACHE, url=URL, tries=3):
             files.write_atomic(path, data)  # several ranks may download at the same time
             break
         except (OSError, http.client.HTTPException, HellaSwagError) as error:  # urllib's errors are OSErrors
-            failure = error
-            time.sleep(attempt)
+            failure, wait = error, str((getattr(error, "headers", None) or {}).get("Retry-After"))
+            time.sleep(min(int(wait), 30) if wait.isdigit() else attempt)
     if path.exists():
         return path
     raise Unavailable(f"{url} cannot be downloaded ({failure}); give a local copy with --file")

@@ -188,6 +188,20 @@ def test_help_and_mistakes_of_train_need_no_torch():
     assert done.returncode == 2 and done.stderr == "error: n_embd=64 must be divisible by n_head=5\n"
 
 
+def test_nanogpts_names_are_all_named_with_ours(tmp_path):
+    (tmp_path / "train_x.py").write_text("wandb_log = True\nseed = 1\nmax_iters = 600000\nmin_lr = 6e-5\n")
+    done = script([str(tmp_path / "train_x.py"), "--learning_rate", "1e-3", "--no_decay_lr", "--n_head=x"], NO_TORCH)
+    assert done.returncode == 2
+    assert done.stderr.replace("error: ", "").replace(f"{tmp_path}/", "").splitlines() == [
+        "train_x.py:1: nanoGPT's wandb_log is wandb",
+        "train_x.py:3: nanoGPT's max_iters is max_steps",
+        "train_x.py:4: nanoGPT's min_lr is min_lr_ratio, min_lr / learning_rate",
+        "command line: nanoGPT's --learning_rate is --lr",
+        "command line: nanoGPT's --decay_lr is --schedule, constant for False",
+        "command line: n_head=x is not an int",
+    ]
+
+
 def test_under_torchrun_rank_0_prints_and_every_rank_leaves_the_error_to_the_report(tmp_path):
     for rank in "01":
         report = tmp_path / rank

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import functools
 import io
 import json
 import multiprocessing
@@ -19,10 +20,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import one_line, read_rows, write_shard
+from conftest import one_line, read_rows
 
 import fineweb
-from configurator import UserError
+import settings as settings_of_a_run
+from configurator import UserError, configure
 from corpus import tokenizer, writer
 from corpus.loader import DataError, TokenLoader, read_header, verify
 from fineweb import Config
@@ -156,6 +158,42 @@ def test_max_tokens_and_default_val(tmp_path):
     assert [len(shard) for shard in shard_tokens(tmp_path / "d", "train")] == [40_000, 40_000, 20_001]
     size = sum(os.path.getsize(path) for path in fineweb.local_files(str(STDLIB / "asyncio")))
     assert json.loads((tmp_path / "d/manifest.json").read_text())["settings"]["val_tokens"] == size // 100
+
+
+def test_characters_of_one_text_with_its_last_tenth_for_validation(tmp_path, monkeypatch):
+    """A killed run goes on, and what fineweb.py prints at its end names settings that train.py takes."""
+    text = (STDLIB / "argparse.py").read_text() + "\U0001f642"
+    (tmp_path / "input.txt").write_text(text)
+    settings = dict(dataset=tmp_path / "input.txt", tokenizer="chars", shard_tokens=40_000)
+    add = writer.Progress.add
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(writer.Progress, "add", lambda self, *args: 1 / 0 if len(self.shards) == 2 else add(self, *args))
+        prepare(tmp_path / "d", **settings)
+    said = prepare(tmp_path / "d", **settings)
+    manifest = json.loads((tmp_path / "d/manifest.json").read_text())
+    tok, size = tokenizer.load(manifest["tokenizer"]), len(set(text)) + 2  # U+FFFD, the separator
+    assert tok.vocab_size == size and manifest["text_bytes"] == len(text.encode())
+    val, train = (np.concatenate(shard_tokens(tmp_path / "d", split)) for split in ("val", "train"))
+    cut = len(text) * 9 // 10
+    assert (tok.decode(val[1:]), tok.decode(train[1:])) == (text[cut:], text[:cut]) and val[0] == train[0] == tok.eot
+    assert tok.decode(tok.encode("a\u00e9b<|endoftext|>")) == "a\ufffdb" + "<|endoftext|>"
+    words = said.splitlines()[-1].split("train.py ")[1].split()
+    monkeypatch.chdir(ROOT)
+    cfg = configure(settings_of_a_run.Config, words)
+    assert (cfg.vocab_size, cfg.n_embd, cfg.data_dir) == (size, 128, str(tmp_path / "d"))
+    prepare(tmp_path / "whole", **{**settings, "val_tokens": 0})
+    assert tok.decode(np.concatenate(shard_tokens(tmp_path / "whole", "train"))[1:]) == text
+
+
+@pytest.mark.parametrize("first", [0, 1000])
+def test_the_number_of_tokens_is_estimated_from_the_bytes_read(tmp_path, first):
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": "abcd\u00e9" * (i % 7)}) + "\n" for i in range(3000)))
+    path, totals = str(tmp_path / "a.jsonl"), []
+    texts = fineweb.documents(Config(dataset=path), path, [path], first)
+    expect = lambda tokens, share: totals.append(tokens / share)
+    encode = functools.partial(writer.text_rows, tokenizer.load("bytes"))
+    tokens = sum(len(row) for _, row in writer.tokenized(texts, encode, first, 1, expect))
+    assert totals[-1] == tokens and totals[0] == pytest.approx(tokens, rel=0.01)
 
 
 def test_uint32_shards(tmp_path):
@@ -382,38 +420,9 @@ def test_network_lost_midway(tmp_path, monkeypatch, clean):
     assert contents(tmp_path / "d") == clean
 
 
-def test_ready_made_shards(tmp_path, monkeypatch):
-    import huggingface_hub
-
-    source = tmp_path / "hub"
-    source.mkdir()
-    names = ["fineweb_val_000000.bin", *(f"fineweb_train_{i:06d}.bin" for i in range(1, 6))]
-    for i, name in enumerate(names):
-        write_shard(source / name, [50256, 464, 290 + i, 50256, 11])
-    fetched = []
-
-    def download(repo, name, repo_type, local_dir):
-        fetched.append(name)
-        if fetched == names[:3]:
-            raise ConnectionError("gone")
-        return shutil.copy(source / name, local_dir)
-
-    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda *_, **__: ["README.md", *names[::-1]])
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    settings = dict(dataset="kjj0/fineweb10B-gpt2", max_shards=3)
-    with pytest.raises(DataError, match="ConnectionError: gone"):
-        prepare(tmp_path / "d", **settings)
-    prepare(tmp_path / "d", **settings)
-    assert fetched == names[:3] + names[2:4], "what had come is not fetched again"
-    verify(tmp_path / "d")
-    manifest = json.loads((tmp_path / "d/manifest.json").read_text())
-    assert [s["name"] for s in manifest["shards"]] == names[:4] and manifest["documents"] == 8
-    loader = TokenLoader(tmp_path / "d", "train", 1, 4, vocab_size=50257)
-    assert loader.tokenizer == "gpt2" and loader.tokens == 15 and loader.token_bytes[464] == 3
-
-
 def test_mistakes_in_the_settings(tmp_path):
     (tmp_path / "one.txt").write_text("only one document")
+    (tmp_path / "one.jsonl").write_text('{"text": "only one document"}')
     (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\n{"text": "a \\ud800 b"}\n')
     (tmp_path / "other.jsonl").write_text('{"body": "x"}\n{"body": "y"}\n')
     (tmp_path / "empty").mkdir()
@@ -423,7 +432,8 @@ def test_mistakes_in_the_settings(tmp_path):
         (dict(dataset="no/such/*.txt"), 2, "no file matches 'no/such/*.txt'"),
         (dict(dataset="absent.jsonl"), 2, "no file matches 'absent.jsonl'"),
         (dict(dataset=str(tmp_path / "empty")), 2, "no text files"),
-        (dict(dataset=str(tmp_path / "one.txt")), 3, "nothing is left to train on"),
+        (dict(dataset=str(tmp_path / "one.jsonl")), 3, "nothing is left to train on"),
+        (dict(dataset=str(tmp_path / "one.txt"), val_tokens=9), 2, "of a single text the last tenth is validation"),
         (dict(dataset=str(tmp_path / "bad.jsonl")), 3, "surrogate pair"),
         (dict(dataset=str(tmp_path / "other.jsonl")), 3, "no field text_key=text; it has body"),
         (dict(out=tmp_path / "used"), 2, "holds x_train_000001.bin"),
@@ -439,6 +449,6 @@ def test_mistakes_in_the_settings(tmp_path):
         assert words in one_line(error) and error.value.exit_code == code
         shutil.rmtree(tmp_path / "d", ignore_errors=True)
     with pytest.raises(DataError):
-        prepare(tmp_path / "d", tmp_path / "one.txt")
-    prepare(tmp_path / "d", tmp_path / "one.txt", val_tokens=0)  # the advice given, into the same folder
+        prepare(tmp_path / "d", tmp_path / "one.jsonl")
+    prepare(tmp_path / "d", tmp_path / "one.jsonl", val_tokens=0)  # the advice given, into the same folder
     assert len(shard_tokens(tmp_path / "d", "train")[0]) == 4

@@ -1,7 +1,9 @@
 """loader.py: damaged shards, and the order of rows against a naive numpy reference."""
 
+import io
 import json
 import os
+import pickle
 import shutil
 import time
 
@@ -140,7 +142,7 @@ def test_damaged_files_beside_the_shards(data, name, content):
 
 def test_no_data(data, tmp_path):
     folder, _ = data
-    with pytest.raises(DataError, match=r"absent/\*_train_\*.bin, and .* train.bin; .*python fineweb.py"):
+    with pytest.raises(DataError, match=r"absent/\*_train_\*.bin, or .npy, and .* train.bin; .*python fineweb.py"):
         TokenLoader(tmp_path / "absent", "train", 4, 16)
     with pytest.raises(DataError, match="needs 4,096 tokens, the train split has 1,000; lower --batch_tokens"):
         TokenLoader(folder, "train", 4, 16, batch_tokens=4096)
@@ -169,6 +171,56 @@ def test_nanogpt_files(data, tmp_path):
     (tmp_path / "train.bin").write_bytes(b"")
     with pytest.raises(DataError, match="holds 0 bytes"):
         TokenLoader(tmp_path, "train", 2, 8)
+
+
+def test_npy_shards_of_build_nanogpt(data, tmp_path):
+    _, stream = data
+    np.save(tmp_path / "edufineweb_train_000001.npy", stream[:500].astype(np.uint16))
+    np.save(tmp_path / "edufineweb_train_000002.npy", stream[500:].astype(np.uint16))
+    np.save(tmp_path / "edufineweb_val_000000.npy", stream[:100].astype(np.uint16))
+    assert np.array_equal(read_rows(TokenLoader(tmp_path, "train", 1, 32), 25)[:, :-1].ravel(), stream[:800])
+    assert TokenLoader(tmp_path, "val", 1, 32).tokens == 100
+    second = tmp_path / "edufineweb_train_000002.npy"
+    good = second.read_bytes()
+    for content, words in {
+        good[:-2]: "mmap length is greater than file size",
+        good + b"x": "expected 1128 bytes for 500 tokens, it has 1129",
+        b"": "is not a shard",
+        npy(np.zeros((2, 5), np.uint16)): r"got uint16 \(2, 5\)",
+        npy(stream): "got int64",
+        npy(np.array([Canary()], object)): "is not a shard",
+    }.items():
+        second.write_bytes(content)
+        with pytest.raises(DataError, match=f"edufineweb_train_000002.npy.* {words}") as error:
+            TokenLoader(tmp_path, "train", 1, 32)
+        assert one_line(error)
+    assert not Canary.read
+    second.write_bytes(good)
+    write_shard(tmp_path / "x_train_000001.bin", stream[:50])
+    with pytest.raises(DataError, match="holds x_train_000001.bin and edufineweb_train_000001.npy; keep one kind"):
+        TokenLoader(tmp_path, "train", 1, 32)
+
+
+class Canary:
+    """An object whose unpickling leaves a trace."""
+
+    read = False
+
+    def __reduce__(self):
+        return setattr, (Canary, "read", True)
+
+
+def npy(array):
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
+def test_nanogpts_meta_pkl_is_not_unpickled(data, tmp_path):
+    data[1].astype("<u2").tofile(tmp_path / "train.bin")
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps(Canary()))
+    (warning,) = TokenLoader(tmp_path, "train", 2, 8).warnings
+    assert "meta.pkl is left alone" in warning and "--tokenizer=chars" in warning and not Canary.read
 
 
 def test_a_train_bin_with_a_header_is_a_shard_and_two_kinds_are_refused(data, tmp_path):

@@ -101,8 +101,9 @@ def test_a_broken_gigatoken_falls_back_to_tiktoken_with_one_warning(source, text
 def test_gigatoken_that_differs_is_not_used(monkeypatch):
     pytest.importorskip("gigatoken")
     encoding = tokenizer._packaged_gpt2()
-    assert tokenizer._gigatoken(encoding, "gpt2") is not None
-    assert tokenizer._gigatoken(encoding, "gpt4") is None, "another splitting rule must be noticed"
+    for scheme, used in {"gpt2": True, "gpt4": False}.items():  # another splitting rule must be noticed
+        load = lambda package, scheme=scheme: tokenizer._ranked(package, encoding, scheme)
+        assert (tokenizer._gigatoken(load, encoding.encode_ordinary_batch) is not None) == used
 
 
 def test_gpt2_needs_no_network_and_no_cache(tmp_path):
@@ -171,6 +172,26 @@ def test_tokenizer_json(small, texts):
     assert [ids.tolist() for ids in tok.encode_batch(plain)] == [reference.encode(text).ids for text in plain]
     check_bytes(tok, texts)
     assert tokenizer.load(str(path.parent)).encode("def f(x):") == tok.encode("def f(x):")
+
+
+def test_tokenizer_json_with_and_without_gigatoken(small, texts, monkeypatch):
+    """gigatoken encodes a file that has special tokens and a processor that adds some; tokenizers a kind it lacks."""
+    pytest.importorskip("gigatoken")
+    tokenizers = pytest.importorskip("tokenizers")
+    reference, path = small
+    reference.post_processor = tokenizers.processors.TemplateProcessing(
+        "<|endoftext|> $A", None, [("<|endoftext|>", 0)]
+    )
+    reference.save(str(path))
+    used, load = [], tokenizer._gigatoken
+    monkeypatch.setattr(tokenizer, "_gigatoken", lambda *args: used.append(load(*args)) or used[-1])
+    fast = tokenizer.load(str(path)).encode_batch(texts[-20:])
+    reference.encode_special_tokens = True
+    assert [ids.tolist() for ids in fast] == [reference.encode(t, add_special_tokens=False).ids for t in texts[-20:]]
+    reference.normalizer = tokenizers.normalizers.NFKC()
+    reference.save(str(path))
+    tokenizer.load(str(path)).encode_batch(texts[:3])
+    assert [encode is not None for encode in used] == [True, False]
 
 
 def test_documents_begin_as_llama_3_was_trained(texts, tmp_path):

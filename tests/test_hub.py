@@ -1,0 +1,143 @@
+"""Downloads from a server that speaks the hub's protocol, and its faults: what comes is whole, or one line says why."""
+
+import json
+import time
+
+import numpy as np
+import pytest
+from conftest import one_line, write_shard
+from hub import Hub
+from safetensors.torch import save_file
+
+import fineweb
+from configurator import UserError
+from corpus.loader import DataError, TokenLoader, verify
+from run import hf_config, multiple_choice
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A hub with a data set of shards, one of texts, and a folder for weights, whose answers nobody waits for."""
+    import datasets
+    from huggingface_hub import constants
+
+    sleep = time.sleep
+    with Hub(tmp_path / "hub") as server:
+        monkeypatch.setattr(time, "sleep", lambda seconds: sleep(min(seconds, 0.01)))
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}"
+        )
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 4096)
+        monkeypatch.setattr(datasets.config, "HF_ENDPOINT", server.url)
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+        monkeypatch.setattr(datasets.config, "HF_MODULES_CACHE", tmp_path / "modules")
+        yield server
+
+
+def add(hub, path, data):
+    path = hub.folder / path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    return path
+
+
+def shards(hub, name="me/shards", vocab_size=257):
+    folder = add(hub, f"datasets/{name}/README.md", b"").parent
+    for i, split in enumerate(["val", "train", "train", "train"]):
+        write_shard(folder / f"fw_{split}_{i:06d}.bin", np.random.default_rng(i).integers(0, vocab_size, 30_000))
+    return {path.name: path.read_bytes() for path in folder.glob("*.bin")}
+
+
+def prepare(out, **settings):
+    fineweb.main(fineweb.Config(out_dir=str(out), tokenizer="bytes", **settings))
+
+
+def test_shards_survive_faults(hub, tmp_path):
+    files = shards(hub)
+    hub.faults = {
+        "tree/v2": [503, "drop"],
+        "val_000000.bin": [429, "short", 503],
+        "train_000001.bin": ["drop", "drop"],
+        "train_000002.bin": [503, "short"],
+    }
+    prepare(tmp_path / "d", dataset="me/shards", shards=True, max_shards=2, revision="v2")
+    assert not any(hub.faults.values())
+    for name in ("fw_val_000000.bin", "fw_train_000001.bin", "fw_train_000002.bin"):
+        assert (tmp_path / "d" / name).read_bytes() == files[name]
+    assert not (tmp_path / "d/fw_train_000003.bin").exists()
+    asked = [(path.rpartition("/")[2], part) for how, path, part in hub.asked if how == "GET" and part]
+    assert ("fw_train_000001.bin", "bytes=28672-") in asked, "goes on where the connection was lost"
+    verify(tmp_path / "d")
+    assert TokenLoader(tmp_path / "d", "train", 1, 8, vocab_size=257).tokens == 60_000
+    assert json.loads((tmp_path / "d/manifest.json").read_text())["settings"]["revision"] == "v2"
+
+
+def test_shards_that_do_not_come_end_in_one_line_and_the_next_run_goes_on(hub, tmp_path):
+    files, settings = shards(hub), dict(dataset="me/shards", shards=True)
+    for fault, words in {503: "503 Service Unavailable", "short": "should be of size 61024 but has size 30512"}.items():
+        hub.faults = {"train_000002.bin": [fault] * 9}
+        with pytest.raises(
+            DataError, match=f"dataset=me/shards cannot be fetched: .*{words}.*run the same command"
+        ) as e:
+            prepare(tmp_path / "d", **settings)
+        assert one_line(e) and len(hub.faults["train_000002.bin"]) == 4, "five tries"
+    hub.faults, hub.asked[:] = {}, []
+    prepare(tmp_path / "d", **settings)
+    assert {name: (tmp_path / "d" / name).read_bytes() for name in files} == files
+    assert {path.rpartition("/")[2] for _, path, _ in hub.asked} == {
+        "main",
+        "fw_train_000002.bin",
+        "fw_train_000003.bin",
+    }
+    with pytest.raises(DataError, match="dataset=me/other cannot be fetched: RepositoryNotFoundError"):
+        prepare(tmp_path / "e", dataset="me/other", shards=True)
+    add(hub, "datasets/me/texts/a.jsonl", b"")
+    with pytest.raises(DataError, match="dataset=me/texts holds no .*_train_000001.bin .*without --shards"):
+        prepare(tmp_path / "f", dataset="me/texts", shards=True)
+    shards(hub, "me/gpt2", 50257)
+    with pytest.raises(
+        DataError, match="uint16 tokens up to .*, bytes has uint16 ids below 257; name their --tokenizer"
+    ):
+        prepare(tmp_path / "g", dataset="me/gpt2", shards=True)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_texts_survive_faults(hub, tmp_path, streaming):
+    lines = "".join(json.dumps({"text": f"document {i} " * 20}) + "\n" for i in range(500)).encode()
+    local = add(hub, "datasets/me/texts/a.jsonl", lines)
+    prepare(tmp_path / "local", dataset=str(local), val_tokens=1000)
+    hub.faults = {"a.jsonl": ["drop", 429, 503, "short"], "api/datasets/me/texts": [503]}
+    prepare(tmp_path / "hub", dataset="me/texts", val_tokens=1000, streaming=streaming)
+    assert not any(hub.faults.values())
+    train = [next((tmp_path / out).glob("*_train_000001.bin")).read_bytes() for out in ("local", "hub")]
+    assert train[0] == train[1]
+
+
+def test_weights_survive_faults(hub, tmp_path):
+    import torch
+
+    add(hub, "models/me/gpt/config.json", json.dumps({"model_type": "gpt2"}).encode())
+    save_file({"w": torch.randn(64, 64)}, add(hub, "models/me/gpt/model.safetensors", b""))
+    hub.faults = {"model.safetensors": ["drop", 503, 429, "short"], "revision/main": [503]}
+    folder = hf_config.fetch("me/gpt")
+    assert not any(hub.faults.values())
+    assert (folder / "model.safetensors").read_bytes() == (hub.folder / "models/me/gpt/model.safetensors").read_bytes()
+    with pytest.raises(UserError, match="me/other: no such folder, and it cannot be downloaded") as error:
+        hf_config.fetch("me/other")
+    one_line(error)
+
+
+def test_hellaswag_survives_faults(hub, tmp_path):
+    example = {"ctx": "A man", "endings": ["a", "b", "c", "d"], "label": 1}
+    lines = (json.dumps(example) + "\n").encode() * 51  # half of it ends within a line
+    add(hub, "datasets/me/h/hellaswag_val.jsonl", lines)
+    url = f"{hub.url}/datasets/me/h/resolve/main/hellaswag_val.jsonl"
+    for i, faults in enumerate([[429, "drop"], [503, "short"]]):
+        hub.faults = {"hellaswag_val.jsonl": faults}
+        assert multiple_choice.download(tmp_path / f"{i}", url).read_bytes() == lines
+    hub.faults = {"hellaswag_val.jsonl": [503] * 9}
+    with pytest.raises(multiple_choice.Unavailable, match="cannot be downloaded .*503.*--file") as error:
+        multiple_choice.download(tmp_path / "none", url)
+    assert one_line(error) and len(hub.faults["hellaswag_val.jsonl"]) == 6
