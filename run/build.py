@@ -106,7 +106,7 @@ def load_initial_weights(model, cfg):
         free.append("block_size")
     if wrong := checkpoint.shape_differences(dataclasses.asdict(shape), cfg, free):
         raise UserError(f"init_from={cfg.init_from} is another model: {'; '.join(wrong)}")
-    if cfg.positions == "learned":
+    if cfg.positions == "learned" and cfg.block_size < shape.block_size:
         tensors["wpe.weight"] = tensors["wpe.weight"][0 : cfg.block_size]
     checkpoint.load_model_tensors(model, tensors, cfg.vocab_size)  # the padding rows keep their initial values
 
