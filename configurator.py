@@ -26,6 +26,7 @@ class UserError(Exception):
     """A mistake that the user can correct: printed as one line, without a traceback. Subclasses set `exit_code`."""
 
     exit_code = 2
+    loud = None  # whether this process prints it; None: rank 0 does
 
 
 def configure(cls, argv):
@@ -55,27 +56,43 @@ def parse(cls, check=lambda cfg: None):
 
 
 def run(main, cfg):
-    """Runs main(cfg) as a script; a UserError ends the process. cfg: from `parse`, or a class to parse now."""
+    """Runs main(cfg), which may return an exit code, as a script; a UserError ends the process.
+
+    cfg: from `parse`, or a class to parse now.
+    """
     with _errors_in_one_line():
-        main(configure(cfg, sys.argv[1:]) if isinstance(cfg, type) else cfg)
+        code = main(configure(cfg, sys.argv[1:]) if isinstance(cfg, type) else cfg)
         sys.stdout.flush()
+    leave(code or 0)
 
 
 @contextlib.contextmanager
 def _errors_in_one_line():
-    """Turns a UserError into a line on rank 0's stderr, the last line of torchrun's report, and an exit code."""
+    """Turns a UserError into a line on one rank's stderr, the last line of torchrun's report, and an exit code."""
     try:
         yield
     except BrokenPipeError:  # | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except UserError as error:
-        if os.environ.get("RANK", "0") == "0":
+        if os.environ.get("RANK", "0") == "0" if error.loud is None else error.loud:
             print(f"error: {error}", file=sys.stderr, flush=True)
-        if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # what torchrun prints of a rank that failed
-            message = {"message": str(error), "extraInfo": {"timestamp": str(int(time.time()))}}
-            Path(report).write_text(json.dumps({"message": message}))
-        sys.exit(error.exit_code)
+        leave(error.exit_code, str(error))
+
+
+def leave(code, message=None, at_once=False):
+    """Ends the process; a rank, or any process that is to end `at_once`, without Python's shutdown.
+
+    There a rank's DDP model may wait for gloo's threads, which wait for Python. message: what torchrun prints of it.
+    """
+    if message and (report := os.environ.get("TORCHELASTIC_ERROR_FILE")):
+        words = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
+        Path(report).write_text(json.dumps({"message": words}))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if at_once or "RANK" in os.environ:
+        os._exit(code)
+    sys.exit(code)
 
 
 def too_small(cfg, least):

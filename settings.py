@@ -127,6 +127,7 @@ class Config(GPTConfig):
     beta2: float = 0.95  # AdamW
     adam_eps: float = 1e-8  # AdamW
     clip: float | None = 1.0  # largest gradient norm, over all ranks; None: off
+    max_skipped_steps: int = 0  # steps in a row whose loss or gradients may be inf or NaN: they change nothing
     # Evaluation, each at an interval of steps and at the end; 0: never
     eval_interval: int = 250  # validation loss
     eval_tokens: int = 10_485_760  # validation tokens, the same each time, divided among the ranks
@@ -203,6 +204,7 @@ def out_of_range(cfg, ranks):
     one += ["n_samples", "sample_tokens", "remat_tile"]
     zero = ["lr", "min_lr_ratio", "cooldown_fraction", "weight_decay", "beta1", "beta2", "warmup_steps", "temperature"]
     zero += ["eval_interval", "hellaswag_interval", "sample_interval", "save_interval", "seed", "shuffle_seed"]
+    zero += ["max_skipped_steps"]
     found = too_small(cfg, dict.fromkeys(one, 1) | dict.fromkeys(zero, 0) | {"eval_tokens": cfg.block_size})
     found += [f"{k}={getattr(cfg, k)} must be below 1" for k in ("beta1", "beta2") if getattr(cfg, k) >= 1]
     if cfg.clip is not None and not cfg.clip > 0:

@@ -8,7 +8,7 @@ import model as models
 from configurator import UserError
 from corpus.loader import TokenLoader
 from fast.attention import best_attention
-from run import checkpoint
+from run import checkpoint, watch
 from run.account import Account, parameter_counts
 from run.logger import human
 from scale import context, documents, memory, parallel
@@ -47,9 +47,17 @@ def make_batches(cfg, world, loader):
     def next_batch():
         return own_tokens(loader.next())
 
-    if not cfg.overfit:
-        return next_batch
-    return itertools.cycle([next_batch() for _ in range(cfg.batch_tokens // cfg.micro_tokens(world.size))]).__next__
+    if cfg.overfit:
+        steps = range(cfg.batch_tokens // cfg.micro_tokens(world.size))
+        next_batch = itertools.cycle([next_batch() for _ in steps]).__next__
+
+    def watched():
+        watch.boundary("data")
+        batch = next_batch()
+        watch.mark("forward and backward")
+        return batch
+
+    return watched
 
 
 def build_model(cfg, world, weights=None, eot=None):
@@ -104,4 +112,4 @@ def describe(cfg, world, job, loader, start):
         ("step", f"{cfg.batch_tokens:,} tokens: {micro}"),
         ("run", f"steps {start.step} to {cfg.max_steps}: {human(cfg.max_steps * cfg.batch_tokens)} tokens"),
     ]
-    return rows + ([("resumed", str(start.folder))] if start.folder else [])
+    return rows + ([("resumed", str(start.folder)), *start.schedule(cfg)] if start.folder else [])

@@ -26,7 +26,7 @@ import model as models
 from configurator import UserError
 from scale import context, documents, remat
 from scale.memory import blocks_a_unit, gathers_8_bits
-from scale.shards import copy_into
+from scale.shards import copy_into, local
 
 BUCKET_MIB = 25  # DDP all-reduces gradients in buckets of this size during the backward; PyTorch's default
 
@@ -106,6 +106,16 @@ def pick_device(name, local_rank=0):
 def stop():
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def store_connection():
+    """A connection of its own to the store with which the process group was made, for a thread; None without ranks."""
+    return dist.distributed_c10d._get_default_store().clone() if dist.is_initialized() else None
+
+
+def lost_connection(error):
+    """Whether an exception says that another rank could not be reached; gloo has no type for it."""
+    return isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and "gloo" in str(error)
 
 
 def pick_precision(name, device, weights="fp32"):
@@ -313,6 +323,18 @@ def sum_over_ranks(tensor):
     if dist.is_initialized():
         dist.all_reduce(tensor)
     return tensor
+
+
+def not_finite(loss, norm):
+    """1.0 if the loss or the gradients' norm of any rank is not finite, else 0.0: a tensor beside the norm."""
+    return sum_over_ranks((~torch.isfinite(loss.to(norm) + norm)).float()).clamp(max=1)
+
+
+def all_finite(model):
+    """Whether no weight of any rank is inf or NaN; waits for the device."""
+    own = [part for part in map(local, model.parameters()) if part.numel()]  # a rank may hold no rows of a short tensor
+    tops = torch.stack([top.float() for top in torch._foreach_norm(own, float("inf"))] or [torch.zeros(())])
+    return not not_finite(tops.max(), tops.max()).item()
 
 
 def rank_and_size():
