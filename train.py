@@ -128,7 +128,7 @@ def train(cfg, world, watch):
             saver.save(step, job.raw, job.optimizer, state)
         if last:
             break
-        meter.launching()
+        meter.launching(step + 1)
         lr = optim.learning_rate(step, cfg)
         with watch.stoppable(loader):  # told to stop in the middle of a step, the run gives that step up
             loss, norm = job.step(next_batch, lr)

@@ -186,6 +186,8 @@ class Logger:
         watch.note(state="stopped" if stopped else "done", step=step)
         self.print(f"{'done' if step == self.cfg.max_steps else 'stopped':<12} step {step} after {duration(seconds)}")
         if saved is not None:
+            if saved != step:
+                self.print(f"{'not saved':<12} steps {saved + 1} to {step}")
             self.print(f"{'checkpoint':<12} {out_dir} at step {saved}; to go on, the same command with --resume=auto")
             self.print(f"{'next':<12} python sample.py --checkpoint={out_dir}; python plot.py {out_dir}")
         elif stopped:

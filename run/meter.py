@@ -35,14 +35,15 @@ class Meter:
         self._ahead = int(world.device.type == "cuda")  # steps that may be launched and unread
         self._launched, self._mark, self._first = collections.deque(), None, True
 
-    def launching(self):
+    def launching(self, step):
         """Call before a step is launched: the time of evaluation and saving is not counted as the step's."""
+        watch.mark("data", step)
         if not self._launched:
             self._mark = parallel.Moment(self.world.device)
 
     def launched(self, step, lr, loss, norm):
         """Takes the loss and gradient norm of a step, tensors on the device, and reads the step before."""
-        watch.mark("reduce", step)
+        watch.mark("reduce")
         figures = torch.stack([loss, norm, torch.full_like(loss, self.saver.written())])
         mean = parallel.sum_over_ranks(figures) / self.world.size
         self._launched.append((step, lr, parallel.Later(mean)))

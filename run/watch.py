@@ -14,6 +14,7 @@ import datetime
 import faulthandler
 import json
 import os
+import re
 import select
 import signal
 import socket
@@ -76,14 +77,12 @@ class Watch:
         self._frozen, self._agreed, self._mutex = None, None, threading.Lock()
         self._agreed_boundary = threading.Event()
         self._seen, self._news, self._beats, self._failing, self._closing = {}, 0, 0, False, threading.Event()
-        self._told, self._status_at, self._lost_since = None, 0, None
+        self._told, self._status_at, self._lost_since, self._looked = None, 0, None, 0
         self._parent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
 
     def __enter__(self):
         global current
         current = self
-        if self.writes and os.path.isdir(self.cfg.out_dir):
-            self.lock.take()
         self._wakeup = socket.socketpair()  # gets the number of each signal, while the main thread waits in C++ too
         for end in self._wakeup:
             end.setblocking(False)
@@ -92,6 +91,11 @@ class Watch:
         self._before_wakeup = signal.set_wakeup_fd(self._wakeup[1].fileno(), warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
+        try:
+            if self.writes and os.path.isdir(self.cfg.out_dir):  # else there is nothing to protect yet
+                self.lock.take()
+        except UserError as error:
+            self.__exit__(UserError, error, None)
         return self
 
     def __exit__(self, kind, error, _):
@@ -105,7 +109,9 @@ class Watch:
                 self._fail(error)
         finally:
             self._closing.set()
+            self._wakeup[1].send(b"\0")
             self._thread.join()
+            self._leave_store()
             self._write_status()
             self.lock.release()
             current = None
@@ -151,15 +157,27 @@ class Watch:
             if loader:
                 loader.rows = rows
 
+    def _leave_store(self):
+        """Rank 0, whose process may hold the store, waits for the other ranks' threads."""
+        if self.store is not None and not self._failing:
+            with contextlib.suppress(RuntimeError):
+                self.store.add("left", 1)
+                if self.world.main:
+                    self._wait(lambda: self.store.add("left", 0) >= self.world.size, PATIENCE)
+
     def _fail(self, error):
         """Makes this rank's error known. Raises it, as a UserError where it has an explanation, or ends the process."""
         error = explain(error, self.cfg, self.world) or error
         self._failing = True
+        self._leave_orphan()
         if self.store is None:
             raise error from None
         lost = not isinstance(error, UserError) and parallel.lost_connection(error)
-        if lost and not self._cause(wait=3):
-            error = UserError(f"{self.where()}: another rank was lost{self._silent_ranks()}: {first_line(error)}")
+        if lost and not self._cause(wait=2):
+            reason = re.sub(
+                r"^\[.*?\] |\. This is typically .*", "", first_line(error)
+            )  # gloo's, in which words repeat
+            error = UserError(f"{self.where()}: lost {self._silent_ranks() or 'another rank'} ({reason})")
             error.exit_code = 1
         code, text = getattr(error, "exit_code", 1), str(error) or type(error).__name__
         with contextlib.suppress(RuntimeError):  # the store may be gone
@@ -211,11 +229,7 @@ class Watch:
 
     def _watch(self):
         while not self._closing.is_set():
-            ready = select.select([self._wakeup[0]], [], [], POLL)[0]
-            for number in self._wakeup[0].recv(64) if ready else b"":
-                self._signalled(number)
-            if self._parent and os.getppid() != self._parent:
-                self._end(1, "torchrun is gone")
+            self._leave_orphan()
             if self.store is not None:
                 try:
                     self._look()
@@ -227,6 +241,9 @@ class Watch:
             if time.monotonic() - self._status_at > ALIVE:
                 self.lock.renew()
                 self._write_status()
+            if select.select([self._wakeup[0]], [], [], POLL)[0]:
+                for number in self._wakeup[0].recv(64):
+                    self._signalled(number)
 
     def _signalled(self, number):
         """The first signal asks to stop, a second one ends the process: a checkpoint is whole or not there."""
@@ -235,10 +252,18 @@ class Watch:
             if self._told and time.monotonic() - self._told > TWICE:
                 self.status.update(state="killed")
                 self._end(128 + number, "a second signal")
-            elif not self._told and self.world.main:
-                name = signal.Signals(number).name
-                print(f"{name}: stopping at the end of {self.where()}; a second one ends it at once", flush=True)
-            self._told = self._told or time.monotonic()
+            if not self._told:
+                self._told = time.monotonic()
+                self._announce()
+
+    def _leave_orphan(self):
+        if self._parent and os.getppid() != self._parent:
+            self._end(1, "torchrun is gone")
+
+    def _announce(self):
+        if self.world.main:
+            name = signal.Signals(self.asked).name
+            print(f"{name} in {self.where()}: this run saves and stops; a second signal ends it at once", flush=True)
 
     def _look(self):
         """Reads from the store what the other ranks have to say, and tells them of this one."""
@@ -267,6 +292,8 @@ class Watch:
         with self._mutex:
             self.asked, self._frozen, self._frozen_at = number, number, time.monotonic()
             self.store.set(f"stop/{self.world.rank}", str(self.boundaries))
+        if not self._told:
+            self._announce()
 
     def _follow(self, cause):
         """Ends this rank after another one has failed, unless it fails by itself in the meantime."""
@@ -288,8 +315,8 @@ class Watch:
         limit, now, rank = 0.9 * self.cfg.timeout_s, time.monotonic(), self.world.rank
         if self._seen.get(rank, (None,))[0] != self.marks:
             self._seen = {rank: (self.marks, now)}
-        elif self.world.size > 1 and now - self._seen[rank][1] > limit / 2 and self._beats % 4 == 0:
-            others = self._others()
+        elif now - self._seen[rank][1] > limit / 2 and now - self._looked > limit / 20:
+            self._looked, others = now, self._others()
             for other, (marks, *_) in others.items():
                 if self._seen.get(other, (None,))[0] != marks:
                     self._seen[other] = marks, now
@@ -316,8 +343,7 @@ class Watch:
             time.sleep(3 * POLL)
             after = self._others()
             dead = [f"rank {r}, last in {after[r][1]}" for r in before if before[r][2] == after[r][2]]
-            return f" ({'; '.join(dead[:3])}{f' and {len(dead) - 3} more' * (len(dead) > 3)})" if dead else ""
-        return ""
+            return ", ".join(dead[:3]) + f" and {len(dead) - 3} more" * (len(dead) > 3)
 
     def _end(self, code, why):
         print(f"rank {self.world.rank}, {self.where()}: {why}", file=sys.stderr, flush=True)
