@@ -19,7 +19,7 @@ def param_groups(model, weight_decay):
 def make_optimizer(model, cfg):
     """AdamW (https://arxiv.org/abs/1711.05101): PyTorch's, fused on CUDA and the CPU, or adamw8bit."""
     fused = next(model.parameters()).device.type in ("cuda", "cpu")
-    if cfg.max_skipped_steps and not fused and cfg.optimizer == "adamw":
+    if not fused and cfg.optimizer == "adamw" and cfg.max_skipped_steps:
         raise UserError("max_skipped_steps needs PyTorch's fused AdamW, which this device does not have; leave it at 0")
     groups = param_groups(model, cfg.weight_decay)
     options = dict(lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.adam_eps)

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -66,11 +67,19 @@ def start(device="auto", backend="auto", timeout_s=600, expandable=False):
     if "RANK" in os.environ and not dist.is_initialized():
         backend = ("nccl" if device.type == "cuda" else "gloo") if backend == "auto" else backend
         bound = device if "nccl" in backend else None  # NCCL connects now instead of in the first step
+        limit, attempt = timedelta(seconds=timeout_s), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         try:
-            dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), device_id=bound)
+            store = next(rendezvous("env://", timeout=limit))[0]
+            store = dist.PrefixStore(
+                f"attempt_{attempt}", store
+            )  # torchrun's store outlives a restart, addresses in it
+            options = dict(store=store, rank=rank, world_size=size, timeout=limit, device_id=bound)
+            dist.init_process_group(backend, **options)
         except (ValueError, RuntimeError) as error:
             reason = str(error).partition("\n")[0]
-            raise UserError(f"backend={backend}: the ranks could not join ({reason}); try --backend=auto") from None
+            hint = "another process has the port: give torchrun --standalone, or another --master_port"
+            hint = hint if "EADDRINUSE" in reason else "try --backend=auto"
+            raise UserError(f"backend={backend}: the ranks could not join ({reason}); {hint}") from None
     return World(rank, size, device)
 
 

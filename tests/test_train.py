@@ -128,12 +128,18 @@ def test_resume_refuses_another_model_and_other_data(data_dir, tmp_path):
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(data_dir, tmp_path):
-    with pytest.raises(NotFinite, match="the loss is nan.*since step 4"):
-        train_here(data_dir, tmp_path / "run", max_steps=4)
-        folder = tmp_path / "run" / "step_00000004"
-        tensors, state = train.checkpoint.load(folder)
-        tensors["model"]["blocks.0.mlp.up.weight"][0, 0] = float("nan")
-        train.checkpoint.save(tmp_path / "run", 4, tensors, state)
+    with pytest.raises(NotFinite, match="step 2: the loss is nan.*since step 1"):
+        train_here(data_dir, tmp_path / "run", max_steps=4, lr=1e30, warmup_steps=0, save_interval=1)
+
+
+def test_weights_that_are_not_finite_are_neither_saved_nor_resumed_into(data_dir, tmp_path):
+    with pytest.raises(NotFinite, match="step 1: weights are inf or NaN and were not saved; nothing was saved yet"):
+        train_here(data_dir, tmp_path / "run", lr=1e38, weight_decay=10, warmup_steps=0, save_interval=1)
+    train_here(data_dir, tmp_path / "run", overwrite=True, max_steps=4)
+    tensors, state = train.checkpoint.load(tmp_path / "run" / "step_00000004")
+    tensors["model"]["blocks.0.mlp.up.weight"][0, 0] = float("nan")
+    train.checkpoint.save(tmp_path / "run", 4, tensors, state)
+    with pytest.raises(train.checkpoint.CheckpointError, match="step_00000004 holds weights that are inf or NaN"):
         train_here(data_dir, tmp_path / "run", resume="auto", max_steps=8)
 
 
@@ -276,9 +282,9 @@ def test_figures_read_a_step_late_are_the_same(data_dir, tmp_path, monkeypatch):
             super().__init__(*args)
             self._ahead = 1
 
-        def launching(self):
+        def launching(self, step):
             unread.append(len(self._launched))
-            super().launching()
+            super().launching(step)
 
     monkeypatch.setattr(train, "Meter", Late)
     late = train_here(data_dir, tmp_path / "b", **settings)
@@ -311,7 +317,7 @@ def train_until_terminated(words):
         set_learning_rate(*arguments)
 
     train.optim.set_learning_rate = told_to_stop
-    train.main(configure(Config, words))
+    sys.exit(train.main(configure(Config, words)))
 
 
 def test_sigterm_saves_and_the_resumed_run_is_the_same(data_dir, tmp_path):
