@@ -69,9 +69,7 @@ class Start:
             return []
         before, now = (optim.learning_rate(self.step, dataclasses.replace(cfg, **of)) for of in (old, new))
         changes = ", ".join(f"{name} {old[name]} to {new[name]}" for name in names if old[name] != new[name])
-        return [
-            ("schedule", f"changed ({changes}): the next learning rate is {now:.3g}, it would have been {before:.3g}")
-        ]
+        return [("schedule", f"changed ({changes}): the next learning rate is {now:.3g} instead of {before:.3g}")]
 
 
 def claim_out_dir(cfg):

@@ -366,7 +366,9 @@ def explain(error, cfg, world):
         budget = torch.cuda.mem_get_info(world.device)[1]
         return UserError(memory.advice(cfg, world.size, budget, legal))
     if isinstance(error, torch._dynamo.exc.BackendCompilerFailed):
-        return UserError(f"torch.compile failed ({first_line(error)}); try --compile=False, or mend the compiler")
+        inner = error.inner_exception
+        reason = f"{type(inner).__name__}: {first_line(inner)}"
+        return UserError(f"torch.compile failed ({reason}); try --compile=False, or mend the compiler")
     return None
 
 

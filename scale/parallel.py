@@ -70,9 +70,7 @@ def start(device="auto", backend="auto", timeout_s=600, expandable=False):
         limit, attempt = timedelta(seconds=timeout_s), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         try:
             store = next(rendezvous("env://", timeout=limit))[0]
-            store = dist.PrefixStore(
-                f"attempt_{attempt}", store
-            )  # torchrun's store outlives a restart, addresses in it
+            store = dist.PrefixStore(f"attempt_{attempt}", store)  # torchrun's outlives a restart, with old addresses
             options = dict(store=store, rank=rank, world_size=size, timeout=limit, device_id=bound)
             dist.init_process_group(backend, **options)
         except (ValueError, RuntimeError) as error:

@@ -158,6 +158,50 @@ def test_weights_after_a_gradient_that_is_not_finite_are_not_saved(data_dir, tmp
     assert train.checkpoint.find(tmp_path / "run").name == "step_00000003"
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
+def test_a_step_that_is_not_finite_is_skipped_bitwise(data_dir, tmp_path, monkeypatch, capsys, optimizer):
+    clip, calls = train.parallel.clip_gradients, []
+    settings = dict(optimizer=optimizer, max_steps=3, save_interval=1, keep_last=9, max_skipped_steps=1)
+
+    def poisoned(model, limit):
+        calls.append(model)
+        if len(calls) in (2, 5, 6):
+            next(model.parameters()).grad[0, 0] = float("inf")
+        return clip(model, limit)
+
+    monkeypatch.setattr(train.parallel, "clip_gradients", poisoned)
+    log = train_here(data_dir, tmp_path / "run", **settings)
+    folders = [tmp_path / "run" / f"step_{step:08d}" for step in (1, 2, 3)]
+    for name in ("model", "optimizer"):
+        one, two, three = (load_file(folder / f"{name}.safetensors") for folder in folders)
+        assert all(torch.equal(one[k], two[k]) for k in one) and not all(torch.equal(one[k], three[k]) for k in one)
+    assert [(line["step"], line["in_all"]) for line in log if line["kind"] == "skipped"] == [(2, 1)]
+    assert "step 2 was skipped, the gradient norm is inf; 1 in a row" in capsys.readouterr().out
+    with pytest.raises(NotFinite, match="step 6: the gradient norm is inf"):  # its second in a row
+        train_here(data_dir, tmp_path / "run", **{**settings, "max_steps": 9}, resume="auto")
+
+
+def test_another_schedule_is_told_on_a_resume(data_dir, tmp_path, capsys):
+    train_here(data_dir, tmp_path / "run", max_steps=4)
+    train_here(data_dir, tmp_path / "run", max_steps=4, resume="auto")
+    assert "\nschedule" not in capsys.readouterr().out
+    log = train_here(data_dir, tmp_path / "run", max_steps=6, lr=2e-3, resume="auto")
+    rate = next(line["lr"] for line in log if line["step"] == 5)
+    [row] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("schedule ")]
+    assert "max_steps 4 to 6, lr 0.001 to 0.002" in row and row.endswith(f"is {rate:.3g} instead of 0.0001")
+
+
+def test_a_folder_that_cannot_be_cleared_is_one_line(data_dir, tmp_path, monkeypatch):
+    train_here(data_dir, tmp_path / "run", max_steps=1, save_interval=0)
+
+    def read_only(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(train.checkpoint.Path, "unlink", read_only)
+    with pytest.raises(UserError, match="out_dir=.*run: Permission denied; try another --out_dir"):
+        train_here(data_dir, tmp_path / "run", overwrite=True)
+
+
 def test_hellaswag_in_the_loop_and_without_its_file(data_dir, tmp_path, capsys):
     path = tmp_path / "hellaswag.jsonl"
     example = {"ctx": "A man", "endings": [" runs", " eats", " sits", " falls"], "label": 2}

@@ -32,6 +32,7 @@ def train_with_fault(words, fault, at_rank, at_micro_step):
         count.append(1)
         if len(count) == at_micro_step and os.environ.get("RANK", "0") == str(at_rank):
             FAULTS[fault]()
+        time.sleep(0.02 * (fault == "interrupt"))  # longer than the ranks take to agree
         return take(loader)
 
     TokenLoader.next = next_batch
@@ -105,8 +106,8 @@ def test_a_token_out_of_range_in_the_rows_of_another_rank_is_named(data_dir, tmp
 
 
 def test_ranks_stop_together_in_the_middle_of_a_long_step_and_resume_bitwise(data_dir, tmp_path):
-    settings = dict(max_steps=3, batch_tokens=16_384, dropout=0.1, shuffle_seed=1)  # 64 micro-steps a step
-    done = attempt(2, "interrupt", 1, 90, data_dir, tmp_path / "cut", **settings)
+    settings = dict(max_steps=2, batch_size=1, batch_tokens=4096, dropout=0.1, shuffle_seed=1)  # 64 micro-steps a step
+    done = attempt(2, "interrupt", 1, 70, data_dir, tmp_path / "cut", **settings)
     assert done.codes == [130, 130], done.stderr
     assert "SIGINT in step 2" in done.stdout and "saved" in done.stdout and "stopped      step 1" in done.stdout
     assert json.loads((tmp_path / "cut/status.json").read_text())["state"] == "stopped"
@@ -161,7 +162,7 @@ def test_a_compiler_that_fails_is_one_line(data_dir, tmp_path, monkeypatch):
         raise OSError("no C++ compiler")
 
     monkeypatch.setattr(torch, "compile", lambda f: torch._dynamo.optimize(broken)(f))
-    with pytest.raises(UserError, match="torch.compile failed .*no C.. compiler.*; try --compile=False"):
+    with pytest.raises(UserError, match="torch.compile failed .*OSError: no C.. compiler.*; try --compile=False"):
         train_here(data_dir, tmp_path / "run", compile=True)
 
 
