@@ -158,12 +158,12 @@ class Watch:
                 loader.rows = rows
 
     def _leave_store(self):
-        """Rank 0, whose process may hold the store, waits for the other ranks' threads."""
-        if self.store is not None and not self._failing:
+        """Rank 0, whose process may hold the store, waits until the other ranks need it no more."""
+        if self.store is not None:
             with contextlib.suppress(RuntimeError):
                 self.store.add("left", 1)
                 if self.world.main:
-                    self._wait(lambda: self.store.add("left", 0) >= self.world.size, PATIENCE)
+                    self._wait(lambda: self.store.add("left", 0) >= self.world.size, PATIENCE + 1)
 
     def _fail(self, error):
         """Makes this rank's error known. Raises it, as a UserError where it has an explanation, or ends the process."""
@@ -172,31 +172,28 @@ class Watch:
         self._leave_orphan()
         if self.store is None:
             raise error from None
-        lost = not isinstance(error, UserError) and parallel.lost_connection(error)
-        if lost and not self._cause(wait=2):
-            reason = re.sub(
-                r"^\[.*?\] |\. This is typically .*", "", first_line(error)
-            )  # gloo's, in which words repeat
+        if not isinstance(error, UserError) and parallel.lost_connection(error) and not self._cause(wait=2):
+            reason = re.sub(r"^\[.*?\] |\. This is typically .*", "", first_line(error))  # of a long text of gloo's
             error = UserError(f"{self.where()}: lost {self._silent_ranks() or 'another rank'} ({reason})")
             error.exit_code = 1
-        code, text = getattr(error, "exit_code", 1), str(error) or type(error).__name__
-        with contextlib.suppress(RuntimeError):  # the store may be gone
+        code, text, loud = getattr(error, "exit_code", 1), str(error) or type(error).__name__, True
+        with contextlib.suppress(RuntimeError):  # the store is gone: each rank that is left speaks for itself
             mine = {"rank": self.world.rank, "code": code, "text": text}
             first = json.loads(self.store.compare_set("cause", "", json.dumps(mine)))
-            if not lost or first["rank"] == self.world.rank:
-                loud = self._speaks()
-            else:
-                code, text, loud = first["code"], f"rank {first['rank']} failed: {first['text']}", False
             self.store.add("news", 1)
-            self._wait(lambda: self.store.add("seen", 0) >= self.world.size - 1, PATIENCE)
-            if not isinstance(error, UserError):
-                if loud:
-                    print(f"error: rank {self.world.rank}, {self.where()}:", file=sys.stderr)
-                    traceback.print_exception(error)
-                leave(code, text)
-            if loud and not self.world.main:
-                error.args = (f"rank {self.world.rank}: {error}",)
-            error.loud = loud
+            if parallel.lost_connection(error) and first["rank"] != self.world.rank:  # the consequence of another error
+                code, text, loud = first["code"], f"rank {first['rank']} failed: {first['text']}", False
+            else:
+                loud = self._speaks()
+        if not isinstance(error, UserError):
+            if loud:
+                print(f"error: rank {self.world.rank}, {self.where()}:", file=sys.stderr)
+                traceback.print_exception(error)
+            self._leave_store()
+            leave(code, text)
+        if loud and not self.world.main:
+            error.args = (f"rank {self.world.rank}: {error}",)
+        error.loud = loud
         raise error from None
 
     def _speaks(self):
@@ -297,11 +294,11 @@ class Watch:
 
     def _follow(self, cause):
         """Ends this rank after another one has failed, unless it fails by itself in the meantime."""
-        self.store.add("seen", 1)
         if cause.get("stacks") in (self.world.rank, "all"):
             print(f"stacks of rank {self.world.rank}, in {self.where()}:", file=sys.stderr, flush=True)
             faulthandler.dump_traceback()
         if not self._closing.wait(PATIENCE) and not self._failing:
+            self._leave_store()
             leave(cause["code"], f"rank {cause['rank']} failed: {cause['text']}")
         while not self._closing.wait(POLL):  # the main thread has the word
             pass
