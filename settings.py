@@ -157,7 +157,7 @@ class Config(GPTConfig):
     context_parallel: int = 1  # ranks that share a sequence, see scale/context.py
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"  # type in which gradients are summed over the ranks
     backend: str = "auto"  # of the process group; auto: nccl on CUDA, else gloo
-    timeout_s: int = 600  # how long a rank waits for the others before it gives up
+    timeout_s: int = 600  # how long ranks wait for one that hangs
     # Less memory
     remat: Literal["none", "selective", "attention", "block"] = "none"  # activation checkpointing, see scale/remat.py
     remat_every: int = 1  # in every k-th block only

@@ -101,9 +101,6 @@ class Watch:
     def __exit__(self, kind, error, _):
         global current
         try:
-            if isinstance(error, Stopped):  # before the loop
-                print("stopped before the first step; nothing was saved", flush=True)
-                raise SystemExit(128 + self.stopping) from None
             if isinstance(error, Exception):
                 self.status.update(state="failed")
                 self._fail(error)
@@ -178,7 +175,7 @@ class Watch:
             error.exit_code = 1
         code, text, loud = getattr(error, "exit_code", 1), str(error) or type(error).__name__, True
         with contextlib.suppress(RuntimeError):  # the store is gone: each rank that is left speaks for itself
-            mine = {"rank": self.world.rank, "code": code, "text": text}
+            mine = {"rank": self.world.rank, "code": code, "text": text, "stacks": "imed out" in text and "all"}
             first = json.loads(self.store.compare_set("cause", "", json.dumps(mine)))
             self.store.add("news", 1)
             if parallel.lost_connection(error) and first["rank"] != self.world.rank:  # the consequence of another error
@@ -189,8 +186,7 @@ class Watch:
             if loud:
                 print(f"error: rank {self.world.rank}, {self.where()}:", file=sys.stderr)
                 traceback.print_exception(error)
-            self._leave_store()
-            leave(code, text)
+            self._quit(code, text)
         if loud and not self.world.main:
             error.args = (f"rank {self.world.rank}: {error}",)
         error.loud = loud
@@ -247,7 +243,6 @@ class Watch:
         if number in self._before:
             self.asked = self.asked or number
             if self._told and time.monotonic() - self._told > TWICE:
-                self.status.update(state="killed")
                 self._end(128 + number, "a second signal")
             if not self._told:
                 self._told = time.monotonic()
@@ -270,8 +265,8 @@ class Watch:
         if self.asked and not self._frozen:
             store.compare_set("stop", "", str(self.asked))
             store.add("news", 1)
-        if store.add("news", 0) != self._news:
-            self._news = store.add("news", 0)
+        if (news := store.add("news", 0)) != self._news:
+            self._news = news
             if store.check(["stop"]) and not self._frozen:
                 self._freeze(int(store.get("stop")))
             if not self._failing and (cause := self._cause()):
@@ -298,8 +293,7 @@ class Watch:
             print(f"stacks of rank {self.world.rank}, in {self.where()}:", file=sys.stderr, flush=True)
             faulthandler.dump_traceback()
         if not self._closing.wait(PATIENCE) and not self._failing:
-            self._leave_store()
-            leave(cause["code"], f"rank {cause['rank']} failed: {cause['text']}")
+            self._quit(cause["code"], f"rank {cause['rank']} failed: {cause['text']}")
         while not self._closing.wait(POLL):  # the main thread has the word
             pass
 
@@ -344,7 +338,14 @@ class Watch:
 
     def _end(self, code, why):
         print(f"rank {self.world.rank}, {self.where()}: {why}", file=sys.stderr, flush=True)
+        self.store = None  # nobody is to be waited for
+        self._quit(code, why)
+
+    def _quit(self, code, why):
+        self.status.update(state="failed")
         self._write_status()
+        self.lock.release()
+        self._leave_store()
         leave(code, why, at_once=True)
 
     def _write_status(self):
