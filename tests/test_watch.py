@@ -157,6 +157,7 @@ def test_status_says_where_a_run_is(data_dir, tmp_path):
     assert found["loss"] == losses(log)[4] and found["last_checkpoint"].endswith("step_00000004")
 
 
+@pytest.mark.slow  # imports the compiler
 def test_a_compiler_that_fails_is_one_line(data_dir, tmp_path, monkeypatch):
     def broken(graph, inputs):
         raise OSError("no C++ compiler")
