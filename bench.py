@@ -17,7 +17,7 @@ import sys
 from dataclasses import dataclass
 
 from configurator import UserError, run
-from settings import Config, legal
+from settings import Config, check, legal
 
 
 @dataclass
@@ -58,6 +58,7 @@ class PlanConfig(MemoryConfig):
 
 
 def step(cfg):
+    check(cfg)  # before torch is imported, which takes seconds
     from measure import step
 
     on_device(step.measure, cfg)
@@ -116,6 +117,9 @@ COMMANDS = {
 if __name__ == "__main__":
     name = sys.argv.pop(1) if len(sys.argv) > 1 else "--help"
     if name not in COMMANDS:
+        if name not in ("--help", "-h"):
+            print(f"error: bench.py {name}: expected one of {', '.join(COMMANDS)}; see --help", file=sys.stderr)
+            sys.exit(2)
         print(__doc__)
-        sys.exit(0 if name in ("--help", "-h") else f"error: bench.py {name}: expected one of {', '.join(COMMANDS)}")
+        sys.exit()
     run(*COMMANDS[name])

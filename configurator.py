@@ -2,8 +2,9 @@
 
     python train.py config/gpt2_124m.py --batch_size=32 --lr=3e-4 --no_compile
 
-A config file is plain Python: it may import and compute, and names that start with `_` are not settings. All mistakes
-are reported together, on one line that says where each stands and what would be right, with exit code 2.
+`--key value` works too, and a recipe needs neither its folder nor its ending: `python train.py gpt2_124m --lr 3e-4`. A
+config file is plain Python: it may import and compute, and names that start with `_` are not settings. All mistakes are
+reported together, on a line each that says where it stands and what would be right, with exit code 2.
 """
 
 import ast
@@ -15,6 +16,7 @@ import itertools
 import json
 import os
 import re
+import signal
 import sys
 import time
 import types
@@ -23,36 +25,58 @@ from pathlib import Path
 
 
 class UserError(Exception):
-    """A mistake that the user can correct: printed as one line, without a traceback. Subclasses set `exit_code`."""
+    """Mistakes that the user can correct, a line each: printed without a traceback. Subclasses set `exit_code`."""
 
     exit_code = 2
     loud = None  # whether this process prints it; None: rank 0 does
 
+    def __str__(self):
+        return "; ".join(map(str, self.args))
 
-def configure(cls, argv):
+
+def configure(cls, argv, check=lambda cfg: None, complete=dict):
     """An instance of dataclass `cls` from its defaults, config files and flags; one UserError names all mistakes.
 
-    argv: words as in sys.argv[1:]; one without dashes is a config file. cls.gone: {removed setting: reason}, if any.
+    argv: words as in sys.argv[1:]; one without dashes is a config file, or goes into `words` of the instance if cls has
+    such a list. check(cfg) raises UserError. cls.gone: {removed setting: reason}, if any.
+    complete: given the settings that were set, {name: value}, returns them with more; called where none is mistaken.
     """
     if "--help" in argv or "-h" in argv:
         print(describe(cls, sys.modules["__main__"].__doc__ or ""), flush=True)
         sys.exit(0)
-    reader = _Reader(cls)
-    for word in argv:
+    reader, words, readable = _Reader(cls), list(argv), True
+    while words:
+        word = words.pop(0)
         try:
-            reader.flag(word) if word.startswith("--") else reader.file(word)
+            if word.startswith("--"):
+                reader.flag(word, words)
+            elif hasattr(cls, "words"):
+                reader.words.append(word)
+            else:
+                reader.file(word)
         except UserError as error:
-            reader.wrong.append(str(error))
+            reader.wrong, readable = [*reader.wrong, str(error)], False
+    try:
+        cfg = cls(**(reader.settings if reader.wrong else complete(reader.settings)))
+        if hasattr(cls, "words"):
+            cfg.words = reader.words
+        if readable:
+            check(cfg)
+    except UserError as error:  # without what may follow from a mistake that is named already
+        named = set(re.findall(r"\w+", str(reader.wrong))) & set(reader.hints)
+        reader.wrong += [text for text in error.args if named.isdisjoint(re.findall(r"\w+", text))]
     refuse(reader.wrong)
-    return cls(**reader.settings)
+    return cfg
 
 
-def parse(cls, check=lambda cfg: None):
-    """`configure`, then check(cfg), from the command line of a script; a mistake ends the process."""
+def parse(cls, check=lambda cfg: None, complete=dict):
+    """`configure` from the command line of a script; a mistake ends the process."""
     with _errors_in_one_line():
-        cfg = configure(cls, sys.argv[1:])
-        check(cfg)
-        return cfg
+        try:
+            return configure(cls, sys.argv[1:], check, complete)
+        except UserError:
+            _leave_the_report_to_local_rank_0()
+            raise
 
 
 def run(main, cfg):
@@ -60,15 +84,16 @@ def run(main, cfg):
 
     cfg: from `parse`, or a class to parse now.
     """
+    cfg = parse(cfg) if isinstance(cfg, type) else cfg
     with _errors_in_one_line():
-        code = main(configure(cfg, sys.argv[1:]) if isinstance(cfg, type) else cfg)
+        code = main(cfg)
         sys.stdout.flush()
     leave(code or 0)
 
 
 @contextlib.contextmanager
 def _errors_in_one_line():
-    """Turns a UserError into a line on one rank's stderr, the last line of torchrun's report, and an exit code."""
+    """Turns a UserError into lines on one rank's stderr, the last line of torchrun's report, and an exit code."""
     try:
         yield
     except BrokenPipeError:  # | head
@@ -76,7 +101,7 @@ def _errors_in_one_line():
         sys.exit(141)
     except UserError as error:
         if os.environ.get("RANK", "0") == "0" if error.loud is None else error.loud:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            print("".join(f"error: {problem}\n" for problem in error.args), end="", file=sys.stderr, flush=True)
         leave(error.exit_code, str(error))
 
 
@@ -95,6 +120,13 @@ def leave(code, message=None, at_once=False):
     sys.exit(code)
 
 
+def _leave_the_report_to_local_rank_0():
+    """Other local ranks, which find the same mistake, wait for torchrun to end them: it reports each that fails."""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ and os.environ.get("LOCAL_RANK", "0") != "0":
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+        time.sleep(5)
+
+
 def too_small(cfg, least):
     """Problems, one line each, with settings below their least value, {name: value}. NaN is refused; None passes."""
     pairs = {name: getattr(cfg, name) for name in least}
@@ -104,7 +136,7 @@ def too_small(cfg, least):
 def refuse(problems):
     """Raises one UserError that lists all problems, if there are any."""
     if problems:
-        raise UserError("; ".join(problems))
+        raise UserError(*problems)
 
 
 class _Reader:
@@ -112,24 +144,27 @@ class _Reader:
 
     def __init__(self, cls):
         self.cls, self.hints, self.gone = cls, typing.get_type_hints(cls), getattr(cls, "gone", {})
-        self.settings, self.wrong = {}, []
+        self.settings, self.wrong, self.words = {}, [], []
 
-    def flag(self, word):
-        """--key=value, --flag or --no_flag."""
+    def flag(self, word, rest):
+        """--key=value, --key value, --flag or --no_flag. rest: the words that follow; a value is taken from them."""
         key, equals, value = word[2:].partition("=")
         name = key if key in self.hints else key.removeprefix("no_")
+        follows = bool(rest) and not rest[0].startswith("--")
         if not equals and (self.hints.get(name) is bool or name in self.gone):
-            key, value = name, str(key == name)
+            said = follows and key == name and rest[0].lower() in ("true", "false")
+            key, value = name, rest.pop(0) if said else str(key == name)
+        elif not equals and follows and (key in self.hints or not _find(rest[0])):
+            value = rest.pop(0)
         elif not equals and key in self.hints:
-            raise UserError(f"command line: --{key} needs a value, written --{key}=VALUE (with '=', no space)")
+            self.wrong.append(f"command line: --{key} needs a value, written --{key}=VALUE")
+            return
         self.put(key, value, "command line", "--")
 
-    def file(self, path):
-        """Runs a config file, whose path may lack its .py, and takes its settings."""
-        path = path if os.path.isfile(path) else f"{path.removesuffix('.py')}.py"
-        if not os.path.isfile(path):
-            recipes = ", ".join(sorted(map(str, Path("config").glob("*.py")))) or "none in config/"
-            raise UserError(f"{path}: no such config file; a flag is written --key=value; recipes: {recipes}")
+    def file(self, word):
+        """Runs a config file, whose path may lack its .py and config/, and takes its settings."""
+        if not (path := _find(word)):
+            raise UserError(f"{word}: no such config file; {_instead(word, self.hints)}")
         sys.path[:0] = {str(Path(__file__).absolute().parent)}.difference(sys.path)  # `from config.gpt2_124m import *`
         try:
             source, space = Path(path).read_text(), {}
@@ -168,6 +203,21 @@ class _Reader:
         return f"; did you mean {meant[close[0]]}?" if close else ""
 
 
+def _find(word):
+    """The config file that a word names, with or without config/ and .py, here or beside this file; None if none."""
+    parts = itertools.product(("", Path(__file__).parent), ("", "config"), (word, f"{word}.py"))
+    return next(filter(os.path.isfile, itertools.starmap(os.path.join, parts)), None)
+
+
+def _instead(word, hints):
+    """What to write instead of a word that names no config file."""
+    if word.partition("=")[0].lstrip("-") in hints and "=" in word:
+        return f"a setting is written --{word.lstrip('-')}"
+    recipes = sorted(path.stem for path in Path(__file__).parent.glob("config/*.py"))
+    close = difflib.get_close_matches(Path(word).stem, recipes, n=1)
+    return f"did you mean {close[0]}?" if close else f"a setting is written --key=value; recipes: {', '.join(recipes)}"
+
+
 def _convert(hint, value):
     """`value`, text of a flag or an object of a file, as a type of `hint` without loss, else ValueError."""
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
@@ -193,12 +243,23 @@ def _type_name(hint):
 
 
 def describe(cls, doc=""):
-    """The --help text: `doc`, then the settings in sections, of each its default, type and comment."""
+    """The --help text: `doc`, then the settings in sections, a line each: its default, its choices, its comment."""
     rows, hints, layout = [inspect.cleandoc(doc)], typing.get_type_hints(cls), _layout(cls)
     for section, names in itertools.groupby(layout, lambda name: layout[name][0]):
         rows += [f"\n{section}:"]
-        rows += [f"  --{n}={getattr(cls, n)}".ljust(38) + f" {_type_name(hints[n])}: {layout[n][1]}" for n in names]
+        for name in names:
+            default = getattr(cls, name)
+            shown = repr(default) if re.search(r"\s", str(default)) else default
+            rows += [f"  --{name}={shown}".ljust(33) + f" {_kind(hints[name], default)}{layout[name][1]}"]
     return "\n".join(rows).strip()
+
+
+def _kind(hint, default):
+    """What --help says of a type that the default does not show: the choices, or the number that replaces None."""
+    if typing.get_origin(hint) is typing.Literal:
+        return "|".join(map(str, typing.get_args(hint))) + ": "
+    kind = typing.get_args(hint)[0] if default is None else str
+    return "" if kind is str else f"{kind.__name__}: "
 
 
 def _layout(cls):

@@ -1,7 +1,7 @@
 """Checkpoints from and to Hugging Face weights (GPT-2 and Llama as safetensors), and checkpoints of many ranks merged.
 
     python convert.py --from_hf=gpt2 --out=out/gpt2                 # a hub name or a folder -> a checkpoint
-    python convert.py --checkpoint=out/gpt2_124m --to_hf=out/hf     # -> a folder for AutoModelForCausalLM
+    python convert.py --checkpoint=out/gpt2_124m --to_hf=out/hf     # -> a folder for transformers, with the tokenizer
     python convert.py --checkpoint=out/llama3_8b --out=out/merged   # files of many ranks -> one file for all weights
 
 An export is compared with transformers, where that is installed: both models get random tokens, and their logits must
@@ -29,7 +29,8 @@ class Config:
     checkpoint: str | None = None  # folder of a run or of a checkpoint, to export or to merge
     to_hf: str | None = None  # where the Hugging Face folder goes, with checkpoint
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the exported weights
-    verify: bool = True  # compare the export's logits with those of model.py on random tokens (needs transformers)
+    tokenizer: str | None = None  # of the export: its name or file; None: the one that the checkpoint was trained with
+    verify: bool = True  # compare the export's logits with model.py's on random tokens (needs transformers)
 
 
 def main(cfg):
@@ -60,11 +61,24 @@ def export_hf(cfg):
 
     if warning := source.warning(cfg.checkpoint):
         print(f"warning: {warning}", file=sys.stderr)
-    tensors, shape, _ = checkpoint.open_model(cfg.checkpoint)
+    tensors, shape, saved = checkpoint.open_model(cfg.checkpoint)
     model, dtype = on_meta(shape), getattr(torch, cfg.dtype)
-    path = hf.save_hf(model, cfg.to_hf, dtype, tensors=tensors)
+    path = hf.save_hf(model, cfg.to_hf, dtype, tensors=tensors, tokenizer=tokenizer_of(cfg, shape, saved))
     checked = verify(path, model, tensors, dtype) if cfg.verify else "not compared with transformers (verify=False)"
     print(f"wrote {path} in {cfg.dtype}, {checked}")
+
+
+def tokenizer_of(cfg, shape, saved):
+    """The Tokenizer of the export; None, with a warning, where the one that the checkpoint names cannot be loaded."""
+    from corpus import tokenizer as tokenizers
+
+    name = cfg.tokenizer or saved.tokenizer or ("gpt2" if shape.vocab_size == 50257 else None)
+    try:
+        return name and tokenizers.load(name, shape.vocab_size)
+    except UserError as error:
+        if cfg.tokenizer:
+            raise
+        print(f"warning: no tokenizer in the export: {error}; to add it: --tokenizer=NAME_OR_FILE", file=sys.stderr)
 
 
 def merge(cfg):

@@ -21,7 +21,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from configurator import UserError, refuse, run, too_small
+from configurator import UserError, parse, refuse, run, too_small
 
 SHORT_NAMES = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW/fineweb-edu"}
 READY_MADE = ("kjj0/fineweb10B-gpt2", "kjj0/fineweb100B-gpt2", "kjj0/finewebedu10B-gpt2")  # GPT-2 shards on the hub
@@ -35,14 +35,14 @@ class Config:
     subset: str = "sample-10BT"  # subset of FineWeb and FineWeb-Edu; of another hub dataset if not the default
     split: str = "train"  # the hub's split to read
     text_key: str = "text"  # the field that holds the text in jsonl and parquet
-    streaming: bool = False  # read while downloading, without a local copy; shuffle_seed then shuffles a buffer only
+    streaming: bool = False  # read while downloading, keep no copy; shuffle_seed then shuffles a buffer only
     out_dir: str | None = None  # where the shards go; None: data/<name of the dataset>
-    tokenizer: str = "gpt2"  # gpt2, another tiktoken encoding, bytes, or a path to a tokenizer.model or tokenizer.json
+    tokenizer: str = "gpt2"  # gpt2, another tiktoken encoding, bytes, a tokenizer.model or tokenizer.json
     shard_tokens: int = 100_000_000  # tokens in a shard; with pack rounded down to whole rows
     val_tokens: int | None = None  # validation tokens at least; None: shard_tokens, of local files about 1%
     shuffle_seed: int | None = None  # seed that shuffles the documents; None: in the source's order
     max_tokens: int | None = None  # training tokens to stop after; None: all
-    pack: int | None = None  # a block_size: documents are reordered so that few cross a multiple of it; None: off
+    pack: int | None = None  # reorders documents so that few cross a multiple of this block_size; None: off
     min_document_tokens: int | None = None  # leave out shorter documents; None: only empty ones
     max_shards: int | None = None  # training shards to fetch of a ready-made dataset; None: all
 
@@ -197,4 +197,4 @@ def load_files(cfg, files):
 
 
 if __name__ == "__main__":
-    run(main, Config)
+    run(main, parse(Config, check))

@@ -4,7 +4,7 @@
     python hellaswag.py --pretrained=gpt2 --file=hellaswag_val.jsonl
 
 acc takes the ending with the lowest summed loss, acc_norm the ending with the lowest mean loss per token, as other
-GPT-2 reproductions do (GPT-2 124M: 0.2859 and 0.2955); lm-eval's acc_norm divides by bytes instead. Chance is 0.25.
+GPT-2 reproductions do (GPT-2 124M: 0.2859 and 0.2955); lm-eval's divides by characters instead. Chance is 0.25.
 run/multiple_choice.py reads the file and computes the score. `main` imports torch, which takes seconds, so that --help
 and a mistake in a setting answer at once.
 """
@@ -33,13 +33,14 @@ def main(cfg):
     from scale import parallel
 
     device = parallel.pick_device(cfg.device)
-    autocast = parallel.autocast(parallel.pick_precision(cfg.precision, device)[0], device)
-    model, saved = trained.load(cfg, device)
+    precision, _ = parallel.pick_precision(cfg.precision, device)
+    autocast = parallel.autocast(precision, device)
+    model, saved = trained.load(cfg, device, precision)
     tokenizer = trained.load_tokenizer(cfg, model, saved)
     examples = multiple_choice.load(cfg.file)[: cfg.limit]
     prepared = multiple_choice.prepare(examples, tokenizer, model.cfg.block_size)
     score = multiple_choice.evaluate(model.eval(), prepared, device, cfg.batch_tokens, autocast)
-    print("acc_norm {acc_norm:.4f} | acc {acc:.4f} | {n:,} examples, {truncated} cut | {seconds:.1f} s".format(**score))
+    print(multiple_choice.in_words(score))
 
 
 if __name__ == "__main__":

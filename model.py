@@ -8,6 +8,7 @@ Llama 3: https://arxiv.org/abs/2407.21783
 
 import math
 from dataclasses import fields
+from functools import partial
 
 import torch
 import torch.nn as nn
@@ -161,6 +162,7 @@ class GPT(nn.Module):
         rope = Rope(cfg) if cfg.positions == "rope" else NoRope()
         self.wte = nn.Embedding(cfg.padded_vocab, cfg.n_embd)
         self.wpe = LearnedPositions(cfg.block_size, cfg.n_embd) if cfg.positions == "learned" else nn.Identity()
+        self.embed_norm = nn.RMSNorm(cfg.n_embd, cfg.norm_eps, False) if cfg.embed_norm else nn.Identity()
         self.dropout = nn.Dropout(cfg.dropout)
         self.blocks = nn.ModuleList(Block(cfg, rope) for _ in range(cfg.n_layer))
         self.stack = list(self.blocks)  # the blocks as `hidden` calls them; scale/remat.py wraps these entries
@@ -181,7 +183,7 @@ class GPT(nn.Module):
         return self.norm(x)
 
     def embed(self, idx):
-        return kernels.residual(self.dropout(self.wpe(self.wte(idx))))
+        return kernels.residual(self.dropout(self.embed_norm(self.wpe(self.wte(idx)))))
 
     def logits(self, idx, at=slice(None)):
         """(B, T) ids -> (B, len(at), vocab_size) float32 at the positions `at` (a tensor or a slice)."""
@@ -193,20 +195,28 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, fill=lambda tensor, function: function(tensor)):
-        """GPT-2's initialisation: N(0, 0.02), and projections into the residual stream scaled by 1/sqrt(2 n_layer).
+        """Draws the weights from N(0, std), see below; norms start at one, biases at zero.
 
         fill(tensor, function) draws a tensor's numbers; parallel.fill keeps this rank's rows of a sharded one.
         """
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
-                scale = (2 * self.cfg.n_layer) ** -0.5 if name.endswith("proj") else 1.0
-                fill(module.weight, lambda weight, scale=scale: nn.init.normal_(weight, std=0.02 * scale))
+                fill(module.weight, partial(nn.init.normal_, std=self.initial_std(name)))
                 if getattr(module, "bias", None) is not None:
                     nn.init.zeros_(module.bias)
             elif hasattr(module, "reset_parameters"):  # norms to one and zero
                 module.reset_parameters()
         self.reset_tables()
         return self
+
+    def initial_std(self, layer):
+        """GPT-2's 0.02, for projections into the residual stream over sqrt(2 n_layer), unless the settings say else."""
+        cfg, projects = self.cfg, layer.endswith("proj")
+        if cfg.zero_init and (projects or layer == "head" and not cfg.tie_embeddings):
+            return 0.0
+        if cfg.embed_norm and layer == "wte":
+            return 1.0
+        return 0.02 * (2 * cfg.n_layer) ** -0.5 if projects else 0.02
 
     @torch.no_grad()
     def reset_tables(self):

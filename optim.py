@@ -1,31 +1,234 @@
-"""Parameter groups, the optimizer, and learning-rate schedules as pure functions of the step."""
+"""Parameter groups, the optimizers, and learning-rate schedules as pure functions of the step."""
 
 import math
+from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from configurator import UserError
 from scale import adam8
+from scale.shards import local, rows_of
+
+POLAR_EXPRESS = [  # (a, b, c) of five steps x -> a x + b x x^T x + c (x x^T)^2 x
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+]
 
 
-def param_groups(model, weight_decay):
-    """Two AdamW groups: tensors of two and more dimensions (matrices, embeddings) decay; biases and norms do not."""
-    params = [p for p in model.parameters() if p.requires_grad]
-    decayed = [p for p in params if p.dim() >= 2]
-    others = [p for p in params if p.dim() < 2]
-    return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+def param_groups(model, cfg):
+    """Groups of embeddings, head, matrices and vectors (biases, norms), each with its rate as a `factor` of cfg.lr.
+
+    Under AdamW all but the vectors decay; under Muon the blocks' matrices alone.
+    """
+    embeddings = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+    kinds = {"embedding": [], "head": [], "matrix": [], "vector": []}
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            outer = "embedding" if p in embeddings else "head" if name.startswith("head.") else "matrix"
+            kinds[outer if p.dim() >= 2 else "vector"].append(p)
+    rates = {"embedding": cfg.lr_embedding, "head": cfg.lr_head, "vector": cfg.lr_vector}
+    decays = ["matrix"] if cfg.optimizer == "muon" else ["embedding", "head", "matrix"]
+    groups = []
+    for kind, params in kinds.items():
+        factor = 1.0 if rates.get(kind) is None else rates[kind] / (cfg.lr or 1)
+        decay = cfg.weight_decay if kind in decays else 0.0
+        groups.append(dict(params=params, kind=kind, factor=factor, lr=cfg.lr * factor, weight_decay=decay))
+    return [group for group in groups if group["params"]]
 
 
 def make_optimizer(model, cfg):
-    """AdamW (https://arxiv.org/abs/1711.05101): PyTorch's, fused on CUDA and the CPU, or adamw8bit."""
+    """AdamW (https://arxiv.org/abs/1711.05101), PyTorch's, fused on CUDA and the CPU; adamw8bit; or Muon."""
     fused = next(model.parameters()).device.type in ("cuda", "cpu")
     if not fused and cfg.optimizer == "adamw" and cfg.max_skipped_steps:
         raise UserError("max_skipped_steps needs PyTorch's fused AdamW, which this device does not have; leave it at 0")
-    groups = param_groups(model, cfg.weight_decay)
+    groups = param_groups(model, cfg)
     options = dict(lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.adam_eps)
     if cfg.optimizer == "adamw8bit":
         return adam8.AdamW8bit(groups, **options, seed=cfg.seed)
+    if cfg.optimizer == "muon":
+        parts = {p: matrices_of(name, p, cfg) for name, p in model.named_parameters()}
+        return Muon(groups, parts, cfg.momentum, cfg.momentum_warmup, cfg.compile, **options, fused=fused)
     return torch.optim.AdamW(groups, **options, fused=fused)
+
+
+# -- Muon
+
+
+def matrices_of(name, weight, cfg):
+    """How many rows each matrix in a weight has: q, k and v, and gate and up, are matrices of their own."""
+    if name.endswith("qkv.weight"):
+        return [heads * cfg.head_dim for heads in (cfg.n_head, cfg.kv_heads, cfg.kv_heads)]
+    return [cfg.hidden] * 2 if name.endswith("gate_up.weight") else [weight.size(0)]
+
+
+@dataclass
+class Matrix:
+    """`rows` rows of a weight, from `first` on."""
+
+    weight: torch.nn.Parameter
+    first: int
+    rows: int
+
+    @property
+    def shape(self):
+        return self.rows, self.weight.size(1)
+
+    def held(self, rank=None):
+        """(first, last) of this matrix' rows that a rank of the weight's shards holds; None: this rank."""
+        return tuple(min(max(row - self.first, 0), self.rows) for row in rows_of(self.weight, rank))
+
+    def gradient(self):
+        """A view of the gradient's rows that this rank holds."""
+        first, last = (self.first + row - rows_of(self.weight)[0] for row in self.held())
+        return local(self.weight.grad)[first:last]
+
+
+class Muon(torch.optim.AdamW):
+    """Muon (https://kellerjordan.github.io/posts/muon) for groups of kind "matrix", AdamW for the others.
+
+    A matrix moves by lr * sqrt(max(1, rows / columns)) along the orthogonal factor of its momentum (Nesterov's). Decay
+    is cautious: of those elements that the update shrinks as well (https://arxiv.org/abs/2510.12402). One rank
+    orthogonalises a matrix for all: updates of DDP's copies are all-gathered, and rows of FSDP2's shards travel to
+    their matrix' owner and back, in two all-to-alls for a batch of matrices of one shape.
+
+    State of a matrix: step, (1,), and momentum, sharded as the parameter is. parts: {parameter: rows of each matrix in
+    it}. momentum: rises from 0.85 over the first `warmup` steps. As in PyTorch's fused AdamW, a step for which
+    `found_inf` is set to a tensor that is not 0 changes nothing.
+    """
+
+    def __init__(self, groups, parts, momentum=0.95, warmup=0, compiled=False, **options):
+        super().__init__(groups, **options)
+        self.momentum, self.warmup, self.found_inf = momentum, warmup, None
+        (self.group,) = [group for group in self.param_groups if group["kind"] == "matrix"]
+        for p in self.group["params"]:
+            self.state[p] = dict(step=torch.zeros(1, device=p.device), momentum=torch.zeros_like(p))
+        self.batches = batches({p: parts[p] for p in self.group["params"]})
+        compiled = compiled and self.group["params"][0].is_cuda
+        self.accumulate, self.descend = ((torch.compile(f) if compiled else f) for f in (accumulate, descend))
+
+    @torch.no_grad()
+    def step(self):
+        """One update; the matrices' gradients are overwritten and dropped."""
+        weights = [p for p in self.group["params"] if p.grad is not None]
+        steps, moments = ([self.state[p][kind] for p in weights] for kind in ("step", "momentum"))
+        grads, skip = [local(p.grad) for p in weights], steps[0] * 0 if self.found_inf is None else self.found_inf
+        torch._foreach_add_(steps, (1 - skip).squeeze())
+        warm = (steps[0] / max(1, self.warmup)).clamp(max=1)
+        self.accumulate([local(m) for m in moments], grads, 0.85 + (self.momentum - 0.85) * warm, skip)
+        for batch in self.batches:
+            orthogonalize_gradients([m for m in batch if m.weight.grad is not None])
+        rates = torch.tensor([self.group["lr"], self.group["lr"] * self.group["weight_decay"]]).unbind()
+        self.descend([local(p) for p in weights], grads, *rates)
+        for p in weights:
+            p.grad = None  # AdamW passes over them
+        super().step()
+
+
+def batches(parts, most=2**27):
+    """Lists of matrices of one shape, up to transposition, with at most about `most` elements for a rank to work on."""
+    shapes = {}
+    for weight, rows in parts.items():
+        for i, count in enumerate(rows):
+            matrix = Matrix(weight, sum(rows[:i]), count)
+            shapes.setdefault(tuple(sorted(matrix.shape)), []).append(matrix)
+    found = []
+    for (short, long), alike in shapes.items():
+        count = ranks_of(alike[0].weight)[1] * max(1, most // (short * long))
+        found += [alike[i : i + count] for i in range(0, len(alike), count)]
+    return found
+
+
+def ranks_of(weight):
+    """(rank, size, process group) of this process among those that share the work on a weight."""
+    group = weight.device_mesh.get_group("shard") if isinstance(weight, DTensor) else None
+    return (dist.get_rank(group), dist.get_world_size(group), group) if dist.is_initialized() else (0, 1, None)
+
+
+def orthogonalize_gradients(matrices):
+    """Replaces gradients of matrices, of one shape up to transposition, by their scaled orthogonal factors."""
+    if not matrices:
+        return
+    rank, size, group = ranks_of(matrices[0].weight)
+    each, (short, long) = -(-len(matrices) // size), sorted(matrices[0].shape)  # matrix i is for rank i // each
+    own, held = matrices[rank * each : (rank + 1) * each], [m.gradient() for m in matrices]
+    stack = held[0].new_zeros(each, short, long, dtype=torch.bfloat16 if held[0].is_cuda else torch.float32)
+    views = upright(stack, own)
+    here = [held[r * each : (r + 1) * each] for r in range(size)]  # by owner
+    sharded = isinstance(matrices[0].weight, DTensor)
+    if sharded:
+        there = [[view[slice(*m.held(r))] for m, view in zip(own, views)] for r in range(size)]  # by holder
+        exchange(here, there, stack, group)
+    else:
+        copy(views, here[rank])
+    stack.copy_(orthogonalize(stack))
+    for m, view in zip(own, views):
+        view *= max(1, m.rows / view.size(1)) ** 0.5
+    if sharded:
+        exchange(there, here, stack, group)
+    elif size > 1:
+        every = stack.new_empty(size * each, short, long)
+        dist.all_gather_into_tensor(every, stack)
+        copy(held, upright(every, matrices))
+    else:
+        copy(held, views)
+
+
+def upright(stack, matrices):
+    """Views of a stack's entries in the shapes of the matrices, whose shorter side comes first in the stack."""
+    return [x if x.shape == matrix.shape else x.mT for x, matrix in zip(stack, matrices)]
+
+
+def copy(targets, sources):
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
+def exchange(sources, targets, like, group):
+    """An all-to-all of lists of tensors: sources[r] go to rank r, targets[r] come from it, in the dtype of `like`."""
+    sizes = [[sum(t.numel() for t in tensors) for tensors in side] for side in (sources, targets)]
+    buffers = [like.new_empty(sum(side)) for side in sizes]
+    tensors = [sum(side, []) for side in (sources, targets)]
+    messages = [
+        [part.view(t.shape) for part, t in zip(buffer.split([t.numel() for t in side]), side)]
+        for buffer, side in zip(buffers, tensors)
+    ]
+    copy(messages[0], tensors[0])
+    dist.all_to_all_single(buffers[1], buffers[0], sizes[1], sizes[0], group)
+    copy(tensors[1], messages[1])
+
+
+def orthogonalize(x):
+    """(n, rows, columns), rows <= columns -> the orthogonal factor of each matrix' polar decomposition, roughly.
+
+    Five steps of Polar Express (https://arxiv.org/abs/2505.16932): singular values end between 0.85 and 1.15.
+    """
+    x = x / (x.norm(dim=(1, 2), keepdim=True) * 1.02 + 1e-6)
+    for a, b, c in POLAR_EXPRESS:
+        gram = x @ x.mT
+        poly = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, poly, x, beta=a)
+    return x
+
+
+def accumulate(moments, grads, momentum, skip):
+    """m = momentum m + (1 - momentum) g, and g is replaced by the same of the new m; skip: m stays, g becomes 0."""
+    for m, g in zip(moments, grads):
+        m.copy_(torch.where(skip > 0, m, torch.lerp(g, m, momentum)))
+        g.copy_(torch.where(skip > 0, 0, torch.lerp(g, m, momentum)))
+
+
+def descend(weights, updates, rate, decay):
+    """w -= rate * u + decay * w, the latter where u has w's sign; rate, decay: tensors, which compile once."""
+    for w, u in zip(weights, updates):
+        w -= rate * u + decay * torch.where(u * w > 0, w, 0)
+
+
+# -- learning rate
 
 
 def warmup_steps(cfg):
@@ -53,5 +256,6 @@ def learning_rate(step, cfg):
 
 
 def set_learning_rate(optimizer, lr):
+    """Each group's rate is its `factor`, the ratio of its peak to cfg.lr, times lr."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = group["factor"] * lr

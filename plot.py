@@ -1,79 +1,72 @@
-"""Curves of one or several runs.
+"""Curves of one or several runs, as a picture or as a page.
 
     python plot.py out/gpt2_124m                                   # -> out/gpt2_124m/curves.png
-    python plot.py out/a out/b --out=compare.png --reference=build_nanogpt.json
+    python plot.py out/a out/b --x=tokens --y=bpb --out=compare.svg
+    python plot.py out/a out/b --html                              # -> out/a/curves.html, which needs no network
+    python plot.py out/a --reference=build_nanogpt.json
 
-Reads each run's log.jsonl. Panels: loss (training thin and smoothed, validation as points), HellaSwag if a run has it,
-learning rate, gradient norm, tokens per second.
+Reads each run's log.jsonl and config.json. Panels: loss (validation with marks, training thin and smoothed), HellaSwag,
+learning rate, gradient norm, tokens per second, MFU and memory, as far as a run has them. The page adds a table of the
+runs, the settings that differ, the start block with the machine, and the samples by step.
 """
 
-import json
+import contextlib
+import io
 import math
-import sys
+import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
-from configurator import UserError, run
+import configurator
+from configurator import UserError
+from run.files import read_json
+from run.history import Run, series, smooth
 
 COLORS = ["#2563eb", "#dc2626", "#059669", "#9333ea", "#d97706", "#0891b2"]
 STYLE = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#e5e7eb"}
 STYLE |= {"font.size": 9, "axes.titlesize": 10, "axes.titlelocation": "left", "legend.frameon": False}
+STYLE |= {"axes.xmargin": 0.015, "svg.fonttype": "none"}
+AXES = {"steps": "step", "tokens": "tokens", "seconds": "seconds of training steps", "flops": "FLOPs of the model"}
+PANELS = {  # key of a log's lines: (their kind, title, factor)
+    "acc_norm": ("hellaswag", "HellaSwag acc_norm", 1),
+    "lr": ("train", "learning rate", 1),
+    "norm": ("train", "gradient norm", 1),
+    "tok_per_s": ("train", "thousand tokens/s", 1e-3),
+    "mfu": ("train", "MFU, %", 100),
+    "gib": ("train", "peak memory of a GPU, GiB", 1),
+}
 
 
 @dataclass
 class Config:
-    out: str | None = None  # the PNG to write; None: curves.png in the first run's folder
+    words = ()  # folders of runs
+    x: Literal["steps", "tokens", "seconds", "flops"] = "steps"  # seconds: of training steps alone
+    y: Literal["auto", "loss", "bpb"] = "auto"  # auto: bits per byte where the tokenizers differ, else loss
+    html: bool = False  # write a page: curves over each x, differing settings, machine, samples
+    out: str | None = None  # file to write: .png, .svg, .pdf, .html; None: curves.png in the first folder
     reference: str | None = None  # a JSON file, {"name": …, "points": {step: validation loss, …}}, drawn dashed
 
 
-def main(cfg, runs):
-    if not runs:
+def main(cfg, folders):
+    if not folders:
         raise UserError("give the folder of a run, or of several: python plot.py out/gpt2_124m")
-    out = cfg.out or Path(runs[0]) / "curves.png"
+    html = cfg.html or str(cfg.out).endswith(".html")
+    out = cfg.out or Path(folders[0]) / ("curves.html" if html else "curves.png")
     reference = read_reference(cfg.reference) if cfg.reference else None
     if Path(out).is_dir():
         raise UserError(f"out={out} is a folder; expected a file's name, {Path(out) / 'curves.png'} for example")
-    draw(runs, out, reference)
+    (write_page if html else draw)(folders, out, reference, cfg.x, cfg.y)
     print(f"drawn: {out}")
 
 
-def read(folder):
-    """{kind: {step: line}} of a run's log.jsonl. A later line of a step replaces an earlier one; a torn last line is
-    ignored."""
-    path = Path(folder) / "log.jsonl"
-    try:
-        lines = path.read_text().splitlines()
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; expected the folder of a run of train.py") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{path}: not UTF-8 text, so it is not a log") from None
-    found = {}
-    for number, line in enumerate(lines, 1):
-        try:
-            entry = json.loads(line)
-            found.setdefault(entry["kind"], {})[int(entry["step"])] = entry
-        except (ValueError, KeyError, TypeError):
-            if number < len(lines):
-                raise UserError(f"{path}:{number}: not a line of a log: {line[:60]!r}") from None
-    if not any(len(series(found, kind, "loss")[0]) for kind in ("train", "val")):
-        raise UserError(f"{path}: it holds no finite training or validation loss; nothing to draw")
-    return found
-
-
-def read_reference(path):
-    """{"name": str, "points": {step: loss}} of a JSON file, with steps as ints."""
-    try:
-        given = json.loads(Path(path).read_text())
-        points = {int(step): float(loss) for step, loss in given["points"].items()}
-        if points and all(map(math.isfinite, points.values())):
-            return {"name": str(given["name"]), "points": points}
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; expected a JSON file for --reference") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
-        pass
-    raise UserError(f'{path}: expected {{"name": "…", "points": {{"50": 6.04, …}}}}')
+def load(folders):
+    """[Run]; the later ones have narrower lines, so that equal curves do not hide one another."""
+    widths = np.linspace(1.3 + 0.9 * min(len(folders) - 1, 2), 1.3, len(folders))
+    colors = COLORS * math.ceil(len(folders) / len(COLORS))
+    return [Run(*each) for each in zip(folders, labels(folders), colors, widths)]
 
 
 def labels(runs):
@@ -82,109 +75,181 @@ def labels(runs):
     return [str(folder) if names.count(name) > 1 else name for folder, name in zip(runs, names)]
 
 
-def series(log, kind, key):
-    """(steps, values) as float arrays, without missing, NaN or infinite values (a diverged run)."""
-    points = sorted((step, line[key]) for step, line in log.get(kind, {}).items() if line.get(key) is not None)
-    points = np.array(points, dtype=float).reshape(-1, 2)
-    return points[np.isfinite(points[:, 1])].T
+def choose_y(runs, y):
+    """y, where auto is resolved; UserError if a run has no bits per byte and they are asked for."""
+    tokenizers = {run.config.get("tokenizer") for run in runs} - {None}
+    without = [run.name for run in runs if run.factor("bpb") is None]
+    if y == "bpb" and without:
+        raise UserError(f"no bits per byte in the log of {', '.join(without)}; try --y=loss")
+    if y == "auto" and len(tokenizers) > 1 and without:
+        print(f"warning: the tokenizers differ, and {', '.join(without)} has no bits per byte; losses do not compare")
+    return y if y != "auto" else "bpb" if len(tokenizers) > 1 and not without else "loss"
 
 
-def smooth(values, width=None):
-    """Mean over a window centred on each point (default: 1/40 of the run), shorter at the ends; it does not lag."""
-    half = max(1, len(values) // 40) // 2 if width is None else width // 2
-    sums = np.concatenate([[0.0], np.cumsum(values)])
-    low = np.maximum(np.arange(len(values)) - half, 0)
-    high = np.minimum(np.arange(len(values)) + half + 1, len(values))
-    return (sums[high] - sums[low]) / (high - low)
+def read_reference(path):
+    """{"name": str, "points": {step: loss}} of a JSON file, with steps as ints."""
+    given = read_json(path)
+    try:
+        points = {int(step): float(loss) for step, loss in given["points"].items()}
+        if points and all(map(math.isfinite, points.values())):
+            return {"name": str(given["name"]), "points": points}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        pass
+    raise UserError(f'{path}: expected {{"name": "…", "points": {{"50": 6.04, …}}}}')
 
 
-def draw(runs, out_path, reference=None):
-    """Draws the runs (folders) into the PNG `out_path`; reference: {"name": str, "points": {step: loss}}."""
-    import matplotlib  # takes a second, and --help does without
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    logs = {label: read(folder) for label, folder in zip(labels(runs), runs)}
-    small = [("lr", "learning rate"), ("norm", "gradient norm"), ("tok_per_s", "thousand tokens/s")]
-    if any(log.get("hellaswag") for log in logs.values()):
-        small.insert(0, ("hellaswag", "HellaSwag acc_norm"))
-    with plt.rc_context(STYLE):
-        figure = plt.figure(figsize=(10, 5.6), layout="constrained")
-        figure.get_layout_engine().set(w_pad=0.1, h_pad=0.06)  # inches, so that outer tick labels are not cut
-        grid = figure.add_gridspec(2, len(small), height_ratios=[2, 1])
-        draw_loss(figure.add_subplot(grid[0, :]), logs, reference)
-        for i, (key, title) in enumerate(small):
-            draw_small(figure.add_subplot(grid[1, i]), logs, key, title)
+def draw(folders, out_path, reference=None, x="steps", y="auto"):
+    """Draws the runs in `folders` into the picture `out_path`; reference: {"name": str, "points": {step: loss}}."""
+    runs = load(folders)
+    with drawing(runs, x, choose_y(runs, y), reference) as figure:
         try:
             figure.savefig(out_path, dpi=110, facecolor="white")
         except (OSError, ValueError) as error:  # ValueError: an unknown kind of picture
             raise UserError(f"{out_path}: cannot write the picture ({error})") from None
-        finally:
-            plt.close(figure)
 
 
-def draw_loss(axes, logs, reference):
+@contextlib.contextmanager
+def drawing(runs, x, y, reference=None):
+    """A figure of all panels, to be saved within the context, which holds its style."""
+    import matplotlib  # takes half a second, and --help does without
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
+
+    if reference and (x, y) != ("steps", "loss"):
+        raise UserError(f"--reference has losses by step, which --x={x} --y={y} cannot show")
+    known = {key for key, (kind, *_) in PANELS.items() if any(len(series(run.log, kind, key)[0]) for run in runs)}
+    panels = [key for key in PANELS if key in known]
+    columns = max(1, len(panels) if len(panels) < 5 else 3)
+    rows = math.ceil(len(panels) / columns)
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(10, 3.7 + 1.9 * rows), layout="constrained")
+        figure.get_layout_engine().set(w_pad=0.1, h_pad=0.06)  # inches, so that outer tick labels are not cut
+        heights = [2, rows] if rows else [2]
+        parts = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
+        whole, end = parts[0].subplots(1, 2, width_ratios=[3, 2])
+        draw_loss(whole, runs, x, y, reference)
+        draw_loss(end, runs, x, y, reference)
+        show_end(end)
+        for i, key in enumerate(panels):
+            axes = parts[1].add_subplot(rows, columns, i + 1, xlim=whole.get_xlim())
+            draw_panel(axes, runs, x, key)
+            axes.locator_params(axis="x", nbins=5)
+        for axes in figure.axes:
+            axes.set_xlabel(AXES[x])
+            if x in ("tokens", "flops"):
+                axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        yield figure
+
+
+def draw_loss(axes, runs, x, y, reference):
     """Training and validation loss of every run, and the reference."""
-    axes.set(title="loss, nats a token", xlabel="step")
+    unit = "nats a token" if y == "loss" else "bits per byte"
+    axes.set_title(f"loss, {unit}: training thin, validation with marks")
     highest, lowest = [], []
-    for color, (name, log) in zip(COLORS * len(logs), logs.items()):
-        steps, loss = series(log, "train", "loss")
+    for run in runs:
+        (steps, loss), (at, val) = (series(run.log, kind, "loss") for kind in ("train", "val"))
+        loss, val = loss * run.factor(y), val * run.factor(y)
         if len(loss):
-            draw_smoothed(axes, steps, loss, color, f"{name}, training")
-        at, val = series(log, "val", "loss")
+            label = f"_{run.name}, training" if len(val) else run.name
+            draw_smoothed(axes, run, run.place(steps, x), loss, label, 0.6)
         if len(val):
-            label = f"{name}, validation: {val[-1]:.3f}"
-            axes.plot(at, val, "o", color=color, markersize=4.5, markeredgecolor="white", label=label)
+            marks = dict(marker="o", markersize=run.width + 3, markeredgecolor="white", markeredgewidth=0.6)
+            label = f"{run.name}: {val[-1]:.3f}"
+            axes.plot(run.place(at, x), val, color=run.color, linewidth=run.width, zorder=3, label=label, **marks)
         both = np.concatenate([loss, val])
         lowest.append(both.min())
-        highest.append(np.quantile(both, 0.97) if len(both) > 20 else both.max())  # without the steep first steps
+        highest.append(max([np.quantile(both, 0.97), *loss[:1], *val[:1]]))
     if reference:
         points = sorted((int(step), loss) for step, loss in reference["points"].items())
         axes.plot(*zip(*points), "--s", color="#374151", markersize=3, linewidth=1, label=reference["name"])
         lowest.append(min(loss for _, loss in points))
         highest.append(max(loss for _, loss in points))
-    margin = 0.05 * (max(highest) - min(lowest)) + 1e-3
-    axes.set_ylim(min(lowest) - margin, max(highest) + margin)
+    fit_y(axes, min(lowest), max(highest))
     axes.legend(loc="upper right")
 
 
-def draw_smoothed(axes, steps, values, color, label=None):
-    """A thin line and its running mean."""
-    axes.plot(steps, values, color=color, linewidth=0.6, alpha=0.3)
-    axes.plot(steps, smooth(values), color=color, linewidth=1.4, label=label)
+def show_end(axes):
+    """Cuts a panel of losses to the second half of its x axis."""
+    lines = [line.get_data() for line in axes.lines if not line.get_label().startswith("_child")]
+    first, last = min(x[0] for x, _ in lines), max(x[-1] for x, _ in lines)
+    middle = (first + last) / 2
+    values = np.concatenate([np.asarray(y)[np.asarray(x) >= middle] for x, y in lines])
+    axes.set_xlim(middle, last + 0.03 * (last - middle) if last > first else last + 1)
+    fit_y(axes, values.min(), values.max())
+    axes.set_title("second half")
+    axes.get_legend().remove()
 
 
-def draw_small(axes, logs, key, title):
+def fit_y(axes, low, high):
+    """The limits of y, and a logarithmic scale where the first loss would press the last ones together."""
+    from matplotlib.ticker import AutoLocator, LogLocator, NullFormatter, NullLocator
+
+    if 0 < 2 * low < high:
+        axes.set_yscale("log")
+        axes.set_ylim(low / (high / low) ** 0.04, high * (high / low) ** 0.04)
+        axes.yaxis.set_major_locator(AutoLocator() if high < 5 * low else LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    else:
+        margin = 0.05 * (high - low) + 1e-3
+        axes.set_ylim(low - margin, high + margin)
+
+
+def draw_smoothed(axes, run, x, values, label, width=1):
+    """A thin line and its running mean, of at most some 2,000 points each."""
+    few = slice(None, None, max(1, len(values) // 2000))
+    axes.plot(x[few], values[few], color=run.color, linewidth=0.6, alpha=0.25, zorder=1.5)
+    axes.plot(x[few], smooth(values)[few], color=run.color, linewidth=width * run.width, label=label)
+
+
+def draw_panel(axes, runs, x, key):
     """One of the panels below the loss."""
-    from matplotlib.ticker import LogLocator, NullFormatter
-
+    kind, title, factor = PANELS[key]
     axes.set_title(title)
-    axes.set_xlabel("step")
-    for color, log in zip(COLORS * len(logs), logs.values()):
-        if key == "hellaswag":
-            axes.plot(*series(log, "hellaswag", "acc_norm"), "o-", color=color, markersize=3, linewidth=1)
-            continue
-        steps, values = series(log, "train", key)
-        if key == "norm":
-            draw_smoothed(axes, steps, values, color)
-        else:
-            axes.plot(steps, values / 1e3 if key == "tok_per_s" else values, color=color, linewidth=1)
-    if key == "hellaswag":
+    values = []
+    for run in runs:
+        steps, y = series(run.log, kind, key)
+        values += [*(y * factor)]
+        if key in ("acc_norm", "lr"):
+            marks = {"marker": "o", "markersize": run.width + 2} if key == "acc_norm" else {}
+            look = {"color": run.color, "linewidth": run.width, "label": f"_{run.name}"}
+            axes.plot(run.place(steps, x), y, **look, **marks)
+        elif len(y):
+            draw_smoothed(axes, run, run.place(steps, x), y * factor, f"_{run.name}")
+    if key == "acc_norm":
         axes.axhline(0.25, color="#9ca3af", linestyle=":", linewidth=1)
         place = {"xycoords": ("axes fraction", "data"), "ha": "right", "va": "bottom"}
         axes.annotate("chance", (0.98, 0.25), color="#6b7280", **place)
-    if key == "norm":
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_minor_formatter(NullFormatter())
-    if key in ("norm", "lr"):
+    elif key == "norm":
+        fit_y(axes, min(values), max(values))
+    elif key == "lr":
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    if key == "tok_per_s":
-        axes.set_ylim(bottom=0)
+    else:
+        axes.set_ylim(0, 1.1 * np.quantile(values, 0.98))
+
+
+def write_page(folders, out_path, reference=None, x="steps", y="auto"):
+    """Writes one HTML page about the runs in `folders`, with the curves over every x that their logs know."""
+    from run import page
+
+    runs, curves = load(folders), {}
+    y = choose_y(runs, y)
+    for name in sorted(AXES, key=lambda name: name != x):
+        try:
+            with drawing(runs, name, y, reference if name == "steps" else None) as figure:
+                picture = io.StringIO()
+                figure.savefig(picture, format="svg")
+                svg = re.sub(r".*?(?=<svg)", "", picture.getvalue(), count=1, flags=re.DOTALL)
+                curves[AXES[name]] = svg, page.readings(figure)
+        except UserError:
+            if name == x:
+                raise
+    try:
+        Path(out_path).write_text(page.build(runs, curves), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{out_path}: cannot write the page ({error.strerror})") from None
 
 
 if __name__ == "__main__":
-    folders = [word for word in sys.argv[1:] if not word.startswith("-")]
-    sys.argv[1:] = [word for word in sys.argv[1:] if word.startswith("-")]
-    run(lambda cfg: main(cfg, folders), Config)
+    configurator.run(lambda cfg: main(cfg, cfg.words), Config)

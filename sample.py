@@ -1,16 +1,19 @@
 """Generate text from a checkpoint.
 
     python sample.py --checkpoint=out/gpt2_124m --prompt="Once upon a time" --n_samples=4
-    python sample.py --pretrained=gpt2 --temperature=0.8 --top_k=50
+    python sample.py --pretrained=gpt2 --prompt=FILE:story.txt --temperature=0.8 --top_k=50
+    python sample.py --pretrained=FOLDER --chat                                       # a conversation: a line, a reply
 
-The sampling is in run/generate.py. `main` imports torch, which takes seconds, so that --help and a mistake in a setting
-answer at once.
+Prints the text as it is generated, and at the end tokens a second. The sampling is in run/generate.py. `main` imports
+torch, which takes seconds, so that --help and a mistake in a setting answer at once.
 """
 
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
-from configurator import refuse, run, too_small
+from configurator import UserError, refuse, run, too_small
 
 
 @dataclass
@@ -18,12 +21,14 @@ class Config:
     checkpoint: str | None = None  # folder of a run or of a checkpoint
     pretrained: str | None = None  # instead: Hugging Face weights, a folder or a hub name
     tokenizer: str | None = None  # None: the tokenizer that the checkpoint was trained with, gpt2 for pretrained
-    prompt: str = "\n"  # text to continue
+    prompt: str | None = None  # text to continue, or FILE:PATH of one; None: a new line, with chat the lines of stdin
+    chat: bool = False  # the prompt is a message, put into the chat template of the tokenizer's folder
     n_samples: int = 4  # number of continuations
     max_new_tokens: int = 200  # tokens to generate for each
+    stop: bool = True  # end where the model ends its text (eos); --no_stop goes on to max_new_tokens
     temperature: float = 0.8  # divides the logits; 0: always the most likely token
     top_k: int | None = 50  # sample among the k most likely tokens; None: among all
-    seed: int = 1337  # of the sampling
+    seed: int = 1337  # of the first sample; the next one's is 1 higher
     device: str = "auto"  # auto, cpu, cuda, mps
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"  # auto: bf16 where the GPU supports it
 
@@ -31,17 +36,52 @@ class Config:
 def main(cfg):
     found = too_small(cfg, {"n_samples": 1, "max_new_tokens": 0, "temperature": 0, "top_k": 1, "seed": 0})
     refuse(found + [f"seed={cfg.seed} must be below 2**63"] * (cfg.seed >= 2**63))
+    prompt = read_prompt(cfg.prompt)
+    from corpus import chat
     from run import generate, trained
     from scale import parallel
 
     device = parallel.pick_device(cfg.device)
     precision, _ = parallel.pick_precision(cfg.precision, device)
-    model, saved = trained.load(cfg, device)
+    model, saved = trained.load(cfg, device, precision)
     tokenizer = trained.load_tokenizer(cfg, model, saved)
+    printer = generate.Printer(model, tokenizer, cfg.stop, cfg.max_new_tokens, cfg.temperature, cfg.top_k)
+    template = chat.Template(trained.folders(cfg, tokenizer)[0], tokenizer) if cfg.chat else None
     with parallel.autocast(precision, device):
-        options = (cfg.n_samples, cfg.max_new_tokens, cfg.temperature, cfg.top_k, cfg.seed)
-        for text in generate.texts(model.eval(), tokenizer, cfg.prompt, *options):
-            print(text + "\n" + "-" * 80)
+        if template and prompt is None:
+            converse(printer, template, cfg.seed)
+        else:
+            shown = [] if template else tokenizer.encode("\n" if prompt is None else prompt)
+            ids = template.ids([message("user", prompt)]) if template else [tokenizer.eot, *shown]
+            for i in range(cfg.n_samples):
+                printer(ids, cfg.seed + i, shown)
+                print("-" * 80)
+    rate = printer.tokens / max(printer.seconds, 1e-9)
+    print(f"{printer.tokens:,} tokens in {printer.seconds:.1f} s, {rate:,.1f} tokens/s")
+
+
+def read_prompt(prompt):
+    if prompt is None or not prompt.startswith("FILE:"):
+        return prompt
+    try:
+        return Path(prompt[5:]).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UserError(f"prompt={prompt}: cannot be read as UTF-8 text ({error})") from None
+
+
+def converse(printer, template, seed):
+    """Replies to each line of stdin, which is to end with Ctrl-D."""
+    said = []
+    while True:
+        try:
+            said.append(message("user", input("> " if sys.stdin.isatty() else "")))
+        except EOFError:
+            return
+        said.append(message("assistant", printer(template.ids(said), seed)))
+
+
+def message(role, content):
+    return {"role": role, "content": content}
 
 
 if __name__ == "__main__":

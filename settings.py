@@ -33,9 +33,12 @@ class GPTConfig:
     rope_low_freq: float = 1.0  # wavelengths over rope_original / this are divided by rope_factor
     rope_high_freq: float = 4.0  # wavelengths under rope_original / this are left alone
     rope_original: int = 8192  # context that the model was trained with before scaling
+    max_positions: int | None = None  # context of the weights in init_from, if longer; for exports. None: block_size
     mlp: Literal["gelu", "relu2", "swiglu"] = "gelu"  # GPT-2's, squared ReLU, Llama's
     bias: bool = True  # biases in linear layers and LayerNorm
     qk_norm: bool = False  # RMSNorm on queries and keys before RoPE
+    embed_norm: bool = False  # RMSNorm without weights on the embedded tokens
+    zero_init: bool = False  # the head, and projections into the residual stream, start at zero
     tie_embeddings: bool = True  # the head shares the token embedding's weight
     softcap: float | None = None  # bounds the logits to +-softcap; None: off
     label_smoothing: float = 0.0  # share of the target's probability spread over the vocabulary, in training only
@@ -96,9 +99,9 @@ class GPTConfig:
 class Config(GPTConfig):
     # Run
     out_dir: str = "out/run"  # the run's folder: log.jsonl, config.json, model.py as it was, checkpoints
-    resume: str = "none"  # none; auto: from the newest complete checkpoint in out_dir if there is one; or a folder
+    resume: str = "none"  # none; auto: the newest complete checkpoint in out_dir, if there is one; or a folder
     overwrite: bool = False  # start afresh in a used out_dir; its log and checkpoints are removed
-    init_from: str | None = None  # weights to start from: a checkpoint's folder, or Hugging Face weights as hf:NAME
+    init_from: str | None = None  # initial weights: a checkpoint's folder, or hf:NAME, which sets the shape too
     dry_run: bool = False  # two steps and a validation of everything; nothing is written
     overfit: bool = False  # train on the first batch only: the loss must go to zero
     seed: int = 1337  # of the initial weights and dropout
@@ -121,8 +124,13 @@ class Config(GPTConfig):
     warmup_tokens: int | None = None  # warm-up in tokens; replaces warmup_steps
     cooldown_fraction: float = 0.2  # wsd: the last part of the run, in which the rate decays
     # Optimizer
-    optimizer: Literal["adamw", "adamw8bit"] = "adamw"  # adamw8bit: moments in 8 bits, see scale/adam8.py
-    weight_decay: float = 0.1  # on 2-D weights, embeddings included; not on biases and norms
+    optimizer: Literal["adamw", "adamw8bit", "muon"] = "adamw"  # adamw8bit: moments in 8 bits; muon: see optim.py
+    lr_embedding: float | None = None  # peak rate of embeddings; None: lr
+    lr_head: float | None = None  # peak rate of a head that is not tied; None: lr
+    lr_vector: float | None = None  # peak rate of biases and norms; None: lr
+    weight_decay: float = 0.1  # on 2-D weights, not on biases and norms; muon: on the blocks' matrices alone
+    momentum: float = 0.95  # muon
+    momentum_warmup: int = 0  # muon: steps in which its momentum rises from 0.85
     beta1: float = 0.9  # AdamW
     beta2: float = 0.95  # AdamW
     adam_eps: float = 1e-8  # AdamW
@@ -202,11 +210,14 @@ def out_of_range(cfg, ranks):
     """Settings of a run that are out of range by themselves, one line each."""
     one = ["batch_size", "batch_tokens", "max_steps", "keep_last", "log_interval", "remat_every", "timeout_s", "top_k"]
     one += ["n_samples", "sample_tokens", "remat_tile"]
-    zero = ["lr", "min_lr_ratio", "cooldown_fraction", "weight_decay", "beta1", "beta2", "warmup_steps", "temperature"]
+    zero = ["lr_embedding", "lr_head", "lr_vector", "momentum", "momentum_warmup"]
+    zero += ["lr", "min_lr_ratio", "cooldown_fraction", "weight_decay", "beta1", "beta2", "warmup_steps", "temperature"]
     zero += ["eval_interval", "hellaswag_interval", "sample_interval", "save_interval", "seed", "shuffle_seed"]
     zero += ["max_skipped_steps"]
     found = too_small(cfg, dict.fromkeys(one, 1) | dict.fromkeys(zero, 0) | {"eval_tokens": cfg.block_size})
-    found += [f"{k}={getattr(cfg, k)} must be below 1" for k in ("beta1", "beta2") if getattr(cfg, k) >= 1]
+    found += [f"{k}={v} must be below 1" for k in ("beta1", "beta2", "momentum") if (v := getattr(cfg, k)) >= 1]
+    rates = ("lr_embedding", "lr_head", "lr_vector")
+    found += [f"{k}={v} needs lr over 0" for k in rates if (v := getattr(cfg, k)) and not cfg.lr]
     if cfg.clip is not None and not cfg.clip > 0:
         found.append(f"clip={cfg.clip} must be over 0, or None for off")
     if not cfg.adam_eps > 0:
@@ -227,18 +238,18 @@ def conflicts(cfg, ranks):
         found.append(f"shard_size={shards} must divide the number of ranks, {ranks}")
     if cfg.parallel != "hsdp" and shards is not None:
         found.append(f"shard_size={shards} is for parallel=hsdp, parallel is {cfg.parallel}; try --shard_size=None")
-    if cfg.optimizer == "adamw8bit" and cfg.precision == "fp16":
-        found.append("optimizer=adamw8bit has no loss scaler for precision=fp16; try --precision=bf16")
-    if cfg.weights == "bf16" and cfg.optimizer == "adamw":
-        found.append("weights=bf16 would lose small updates with optimizer=adamw; try --optimizer=adamw8bit")
+    if cfg.optimizer != "adamw" and cfg.precision == "fp16":
+        found.append(f"optimizer={cfg.optimizer} has no loss scaler for precision=fp16; try --precision=bf16")
+    if cfg.weights == "bf16" and cfg.optimizer != "adamw8bit":
+        found.append(f"weights=bf16 would lose small updates with optimizer={cfg.optimizer}; try --optimizer=adamw8bit")
     if cfg.weights == "bf16" and cfg.precision in ("fp32", "tf32", "fp16"):
         found.append(f"weights=bf16 cannot give precision={cfg.precision}; try --precision=bf16")
     if cfg.weights == "bf16" and cfg.parallel == "ddp" and ranks > 1 and cfg.reduce_dtype == "fp32":
         found.append("weights=bf16 has bf16 gradients, which DDP sums in bf16; try --reduce_dtype=bf16")
     if cfg.offload_states and cfg.parallel == "ddp":
         found.append("offload_states=True needs a sharded model, parallel is ddp; try --parallel=fsdp")
-    if cfg.offload_states and cfg.optimizer == "adamw8bit":
-        found.append("offload_states=True updates on the CPU, where adamw8bit is slow; try --optimizer=adamw")
+    if cfg.offload_states and cfg.optimizer != "adamw":
+        found.append(f"offload_states=True updates on the CPU, where {cfg.optimizer} is slow; try --optimizer=adamw")
     if cfg.offload_states and cfg.backend == "nccl":
         found.append("offload_states=True needs gloo as well as backend=nccl; try --backend=auto")
     if cfg.remat == "none" and cfg.remat_tile:

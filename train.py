@@ -11,10 +11,11 @@ by SIGINT and SIGTERM; of every rank the same (docs/operations.md).
 """
 
 from configurator import parse, run
+from run.hf_config import adopt
 from settings import Config, check
 
 if __name__ == "__main__":  # torch takes seconds to import: --help and a mistake in a setting answer before
-    cfg = parse(Config, check)
+    cfg = parse(Config, check, adopt)
 
 import dataclasses
 import time
@@ -107,7 +108,7 @@ def train(cfg, world, watch):
         start.prepare_out_dir(cfg)
     log = Logger(cfg, world, job.account.flops_per_token, cfg.precision, start.state.get("wandb_id"))
     warnings = [("warning", words) for words in [*loader.warnings, *evaluate.warnings, *start.warnings]]
-    log.start([*chosen, *describe(cfg, world, job, loader, start), *warnings], settings)
+    log.start(start.step, [*chosen, *describe(cfg, world, job, loader, start), *warnings], settings)
     saver = checkpoint.Saver(cfg, world, log.print, last=start.step if start.folder else None)
     meter = Meter(log, saver, job.scaler, world, cfg.max_skipped_steps, began)
 

@@ -1,6 +1,7 @@
 """From text to tokens to batches.
 
 tokenizer     text to token ids and back
+chat          the chat template and the end-of-text ids in a Hugging Face folder
 writer        shards of tokens and their manifest, written so that a killed run can continue
 packing       the order of documents in which few of them cross the rows of a long context
 loader        shards opened, verified and read as batches, in an order that a run can resume in

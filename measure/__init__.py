@@ -6,5 +6,7 @@ ops           single operations: the forms of fast/ beside torch.compile's
 comm          the bus bandwidth of collectives
 tables        the tables of scale/memory.py and scale/plan.py; imports no torch
 
+hellaswag_local.yaml is a task for lm-evaluation-harness, see docs/checkpoints.md.
+
 Only bench.py and the tests import this wing. It may import everything, train.py included.
 """

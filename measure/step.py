@@ -52,7 +52,9 @@ def measure(cfg):
         if cfg.snapshot:
             torch.cuda.memory._dump_snapshot(cfg.snapshot)
             torch.cuda.memory._record_memory_history(enabled=None)
-        if cfg.breakdown:
+    if cfg.breakdown:
+        say(f"{'update':<12} {update_time(job, next_batch, cfg) * 1e3:.1f} ms, the optimizer's part of a step")
+        if on_gpu:
             breakdown(job, next_batch, own, world, say)
 
 
@@ -91,6 +93,24 @@ def step_times(job, next_batch, cfg):
     if results:
         results[-1].get()
     return [b.since(a) for a, b in itertools.pairwise([begin, *(r.moment for r in results)])]
+
+
+def update_time(job, next_batch, cfg):
+    """Median seconds of the optimizer's update in five steps."""
+    device, update, spans = parallel.device_of(job.raw), job.optimizer.step, []
+
+    def timed(*arguments, **options):
+        begin = parallel.Moment(device)
+        result = update(*arguments, **options)
+        spans.append((begin, parallel.Moment(device)))
+        return result
+
+    job.optimizer.step = timed
+    for _ in range(5):
+        job.step(next_batch, cfg.lr)
+    del job.optimizer.step  # the class's again
+    parallel.synchronize(device)
+    return statistics.median(end.since(begin) for begin, end in spans)
 
 
 def rates(times, cfg, world, flops_per_token):

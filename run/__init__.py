@@ -9,9 +9,13 @@ files             files written atomically, read as JSON, hashed; imports no tor
 evaluate          the evaluations during a run
 multiple_choice   HellaSwag's file, rows and score
 generate          continues text with a model
+cache             the KV cache of generate
 meter             the figures of each step: read, recorded, checked
 logger            the console, log.jsonl and wandb
-hf                Hugging Face's GPT-2 and Llama: read and written
+history           a run as its log.jsonl tells it, for plot.py; imports no torch
+page              plot.py's HTML page, of the template page.html; imports no torch
+hf                Hugging Face's GPT-2 and Llama: their weights read and written
+hf_config         their config.json and tokenizer files; imports no torch
 trained           loads a trained model and its tokenizer
 
 train.py, the other scripts and the wing measure import this wing; the wing corpus imports run.files alone. It imports

@@ -6,9 +6,9 @@ import itertools
 
 import model as models
 from configurator import UserError
-from corpus.loader import TokenLoader
+from corpus.loader import DataError, TokenLoader, read_manifest, read_sizes
 from fast.attention import best_attention
-from run import checkpoint, watch
+from run import checkpoint, hf_config, watch
 from run.account import Account, parameter_counts
 from run.logger import human
 from scale import context, documents, memory, parallel
@@ -32,12 +32,25 @@ def choose(cfg, device):
 
 def make_loaders(cfg, world):
     """(training loader, validation loader or None)."""
+    refuse_other_tokenizer(cfg)
     rank, ranks = world.rank // cfg.context_parallel, world.size // cfg.context_parallel
     common = dict(data_dir=cfg.data_dir, vocab_size=cfg.vocab_size, B=cfg.batch_size, T=cfg.block_size)
     common |= dict(rank=rank, world=ranks, device=world.device)
     order = dict(shuffle_seed=cfg.shuffle_seed, align=cfg.align_documents, min_tokens=cfg.batch_tokens)
     loader = TokenLoader(split="train", **order, **common)
     return loader, TokenLoader(split="val", **common) if cfg.eval_interval else None
+
+
+def refuse_other_tokenizer(cfg):
+    """Raises DataError unless the tokenizer of the data is that of the Hugging Face weights in init_from."""
+    if cfg.tokenizer is None or not hf_config.names_hf(cfg.init_from):
+        return
+    name, sizes = read_manifest(cfg.data_dir).get("tokenizer"), read_sizes(f"{cfg.data_dir}/token_bytes.npy", 0)
+    if name != cfg.tokenizer and sizes is not None and not hf_config.same_tokenizer(cfg.tokenizer, sizes):
+        raise DataError(
+            f"data_dir={cfg.data_dir} was tokenized with {name}, the weights of init_from={cfg.init_from} use "
+            f"{cfg.tokenizer}; make the data again with python fineweb.py --tokenizer={cfg.tokenizer}"
+        )
 
 
 def make_batches(cfg, world, loader):
@@ -84,16 +97,19 @@ def build_model(cfg, world, weights=None, eot=None):
 
 def load_initial_weights(model, cfg):
     """Copies the weights that cfg.init_from names into a new model of the same shape, on each rank its rows."""
-    if cfg.init_from.startswith("hf:"):
+    if hf_config.names_hf(cfg.init_from):
         from run import hf
 
         tensors, shape = hf.open_hf(cfg.init_from[3:])
     else:
         tensors, shape, _ = checkpoint.open_model(cfg.init_from)
     free = ["vocab_multiple"]
-    free += ["block_size"] if cfg.positions == "rope" else []  # no weight of a RoPE model depends on it
+    if cfg.positions == "rope" or cfg.block_size < shape.block_size:  # no weight of a RoPE model depends on it
+        free.append("block_size")
     if wrong := checkpoint.shape_differences(dataclasses.asdict(shape), cfg, free):
         raise UserError(f"init_from={cfg.init_from} is another model: {'; '.join(wrong)}")
+    if cfg.positions == "learned":
+        tensors["wpe.weight"] = tensors["wpe.weight"][0 : cfg.block_size]
     checkpoint.load_model_tensors(model, tensors, cfg.vocab_size)  # the padding rows keep their initial values
 
 
@@ -112,4 +128,6 @@ def describe(cfg, world, job, loader, start):
         ("step", f"{cfg.batch_tokens:,} tokens: {micro}"),
         ("run", f"steps {start.step} to {cfg.max_steps}: {human(cfg.max_steps * cfg.batch_tokens)} tokens"),
     ]
+    if hf_config.names_hf(cfg.init_from):
+        rows.append(("init_from", f"{cfg.init_from}: {hf_config.adopted(cfg)}"))
     return rows + ([("resumed", str(start.folder)), *start.schedule(cfg)] if start.folder else [])

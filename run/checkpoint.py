@@ -24,15 +24,16 @@ import os
 import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+import model as models
 from configurator import UserError
-from model import build
+from fast.attention import best_attention
 from run import files, watch
 from run.meter import NotFinite
 from run.source import git_revision
@@ -448,12 +449,27 @@ def save_model(folder, model, cfg, step=0):
     return save(folder, step, {"model": model_tensors(model)}, {"config": asdict(cfg)})
 
 
-def load_model(path, device):
-    """(model in float32 on `device`, its configuration as a namespace) from a run's or a checkpoint's folder."""
+def load_model(path, device, precision="fp32"):
+    """(model on `device`, its configuration as a namespace) from a run's or a checkpoint's folder; see model_of."""
     tensors, shape, config = open_model(path)
-    model = build(shape, torch.device(device))
-    load_model_tensors(model, tensors)
-    return model.eval(), config
+    return model_of(tensors, shape, torch.device(device), precision), config
+
+
+@torch.no_grad()
+def model_of(tensors, shape, device, precision="fp32"):
+    """A GPT for evaluation with these weights: in bf16 where that is the precision, else in float32.
+
+    tensors: {name: tensor or Stored}; one at a time is in memory in its own dtype. shape: a GPTConfig.
+    """
+    model = models.on_meta(replace(shape, attention=best_attention(device, precision)[0]))
+    for parameter in model.parameters() if precision == "bf16" else ():
+        parameter.data = parameter.data.bfloat16()
+    models.allocate(model, device)
+    for name, parameter in model.named_parameters():
+        if name in ("wte.weight", "head.weight"):
+            parameter[shape.vocab_size :] = 0  # padding, which Hugging Face's files do not have
+    load_model_tensors(model, tensors, shape.vocab_size)
+    return model.eval()
 
 
 def open_model(path):
@@ -486,7 +502,7 @@ def shape_differences(saved, cfg, free=()):
     saved: {field: value}. None is replaced by the value that it stands for before the comparison.
     """
     old = GPTConfig(**{f.name: saved.get(f.name, f.default) for f in fields(GPTConfig)})
-    free = {"attention", "dropout", "label_smoothing", "z_loss", *free}
+    free = {"attention", "dropout", "label_smoothing", "z_loss", "zero_init", "max_positions", *free}
     if old.positions == cfg.positions == "learned" or old.rope_factor == cfg.rope_factor is None:
         free |= {"rope_low_freq", "rope_high_freq", "rope_original"}
     own = {"n_kv_head": "kv_heads", "n_hidden": "hidden"}  # the property that says what None means

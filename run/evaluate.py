@@ -95,10 +95,7 @@ class Evaluator:
         device = parallel.device_of(self.model)
         with context.alone(self.model), documents.off(self.model):
             score = multiple_choice.evaluate(self.model, self.examples, device, autocast=self.autocast)
-        log.print(
-            f"hellaswag {step} | acc_norm {score['acc_norm']:.4f} | acc {score['acc']:.4f} | "
-            f"{score['n']:,} examples | {score['seconds']:.1f} s"
-        )
+        log.print(f"hellaswag {step} | {multiple_choice.in_words(score)}")
         log.record("hellaswag", step, **score)
 
     def samples(self, step, log):

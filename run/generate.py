@@ -1,9 +1,11 @@
 """Continues text with a model, token by token."""
 
 import itertools
+import time
 
 import torch
 
+from run import cache
 from scale import parallel
 
 
@@ -15,11 +17,62 @@ def texts(model, tokenizer, prompt, n, max_new_tokens, temperature, top_k, seed)
     return [tokenizer.decode(itertools.takewhile(lambda i: i not in tokenizer.ends, row)) for row in rows]
 
 
-def generate(model, ids, max_new_tokens, temperature=1.0, top_k=None, seed=0):
-    """Continues each row of ids (B, T) int64 by max_new_tokens; returns (B, T + max_new_tokens).
+class Printer:
+    """Prints text as it is generated; `tokens` and `seconds`: how many, and how long it took, in all calls."""
 
-    The window has one width throughout, so that a compiled model sees a single shape; causal attention does not see the
-    zeros on its right. Beyond block_size the context is the last block_size tokens. The generator is not training's.
+    def __init__(self, model, tokenizer, stop, *options):
+        """stop: whether to end where the model ends its text. options: of `steps`, from max_new_tokens to top_k."""
+        self.model, self.tokenizer, self.stop, self.options = model, tokenizer, stop, options
+        self.tokens, self.seconds = 0, 0.0
+
+    def __call__(self, ids, seed, shown=()):
+        """Prints the text of `shown` and of what continues `ids`, both lists of ids; returns it."""
+        began, text = time.perf_counter(), ""
+        for piece in pieces(self.tokenizer.decode, itertools.chain([list(shown)], self.continued(ids, seed))):
+            print(piece, end="", flush=True)
+            text += piece
+        print()
+        self.seconds += time.perf_counter() - began
+        return text
+
+    def continued(self, ids, seed):
+        idx = torch.tensor([ids], device=parallel.device_of(self.model))
+        for new in steps(self.model, idx, *self.options, seed):
+            self.tokens += 1
+            if self.stop and new.item() in self.tokenizer.ends:
+                return
+            yield new.tolist()
+
+
+def pieces(decode, rows):
+    """The text of lists of ids, which come one after another, in pieces; an incomplete character waits for its rest.
+
+    The piece before is decoded again with each new one, since some tokenizers drop the space at the start of a text.
+    """
+    before, new = [], []
+    for ids in rows:
+        new = new + ids
+        text = decode(before + new)[len(decode(before)) :]
+        if not text.endswith("\ufffd"):
+            yield text
+            before, new = new, []
+    yield decode(before + new)[len(decode(before)) :]
+
+
+def generate(model, ids, max_new_tokens, temperature=1.0, top_k=None, seed=0, cached=True):
+    """Continues each row of ids (B, T) int64 by max_new_tokens; returns (B, T + max_new_tokens)."""
+    new = steps(model, ids, max_new_tokens, temperature, top_k, seed, cached)
+    return torch.cat([ids, *(row[:, None] for row in new)], 1)
+
+
+@torch.no_grad()
+def steps(model, ids, max_new_tokens, temperature=1.0, top_k=None, seed=0, cached=True):
+    """Yields the next id of each row of ids (B, T) int64, (B,), max_new_tokens times.
+
+    Up to block_size tokens a KV cache is used, unless the model is edited so that it gives other logits. Beyond, and
+    without it, every step computes the whole context: the last block_size tokens. That window has one width throughout,
+    so that a compiled model sees a single shape; causal attention does not see the zeros on its right. The generator is
+    not training's.
     """
     generator = torch.Generator(ids.device).manual_seed(seed)
     B, T = ids.shape
@@ -27,13 +80,16 @@ def generate(model, ids, max_new_tokens, temperature=1.0, top_k=None, seed=0):
     width = min(model.cfg.block_size, -(-total // 64) * 64)
     buffer = torch.zeros(B, max(total, width), dtype=torch.long, device=ids.device)
     buffer[:, :T] = ids
-    with torch.no_grad():
-        for end in range(T, total):
+    kept = cache.make(model, width) if cached and width > 1 else None
+    for end in range(T, total):
+        if kept and end <= width:
+            logits = kept.logits(buffer[:, kept.length : end])
+        else:
             begin = max(0, end - width)
             at = torch.tensor([end - begin - 1], device=ids.device)
             logits = model.logits(buffer[:, begin : begin + width], at)[:, 0]  # (B, V)
-            buffer[:, end] = pick(logits, temperature, top_k, generator)
-    return buffer[:, :total]
+        buffer[:, end] = pick(logits, temperature, top_k, generator)
+        yield buffer[:, end]
 
 
 def pick(logits, temperature, top_k, generator):

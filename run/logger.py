@@ -86,6 +86,7 @@ class Logger:
 
     def __init__(self, cfg, world, flops_per_token, precision, saved_id=None):
         self.cfg, self.on, self.device, self.world = cfg, world.main, world.device, world
+        self.flops_per_token = flops_per_token
         peak = peak_flops(world.device, precision)
         known = peak is not None and flops_per_token is not None
         self.mfu_per_rate = flops_per_token / (peak * world.size) if known else None
@@ -107,7 +108,8 @@ class Logger:
         try:
             import wandb
 
-            settings = {"project": "pretrain", "name": self.cfg.run_name, "dir": self.cfg.out_dir}
+            folder = os.environ.get("WANDB_DIR") or self.cfg.out_dir
+            settings = {"project": "pretrain", "name": self.cfg.run_name, "dir": folder}
             run = wandb.init(id=saved_id, resume="allow" if saved_id else None, config=vars(self.cfg), **settings)
             run.define_metric("*", step_metric="step")  # a resumed run steps back; wandb's own step may not
             return run
@@ -143,11 +145,12 @@ class Logger:
                 self.full = True
                 self.print(f"warning: {self.file.name}: {error.strerror}; training goes on, lines of the log are lost")
 
-    def start(self, rows, settings):
+    def start(self, step, rows, settings):
         """The start block: aligned names and values; last, the settings that the user changed, {name: value}."""
-        show([describe_device(self.world), *rows], self.print)
         words = [f"{k}={v}" for k, v in settings.items()]
-        self.print(f"{'settings':<12} " + (" ".join(words) or "all defaults"))
+        rows = [describe_device(self.world), *rows, ("settings", " ".join(words) or "all defaults")]
+        show(rows, self.print)
+        self.record("start", step, flops_per_token=self.flops_per_token, rows=rows)
 
     def step(self, step, loss, lr, norm, seconds):
         """The line of a finished training step (steps counted from 1), its time in seconds."""

@@ -156,6 +156,12 @@ def evaluate(model, prepared, device, batch_tokens=None, autocast=None):
     }
 
 
+def in_words(score):
+    """A line for the console; after ±, the standard errors of the two proportions."""
+    acc_norm, acc = (f"{k} {(p := score[k]):.4f} ±{(p * (1 - p) / score['n']) ** 0.5:.4f}" for k in ("acc_norm", "acc"))
+    return f"{acc_norm} | {acc} | {score['n']:,} examples, {score['truncated']} cut | {score['seconds']:.1f} s"
+
+
 def pad(prepared, numbers, B, T):
     """(idx, targets), int64 (B, T). Rows are padded on the right; targets are -100 except for the endings' tokens."""
     idx, targets = np.zeros((B, T), np.int64), np.full((B, T), -100, np.int64)

@@ -1,27 +1,44 @@
 """Loads a trained model and its tokenizer, from a checkpoint or from Hugging Face weights, for the scripts."""
 
 import sys
+from pathlib import Path
 
 from configurator import UserError
+from corpus import chat
 from corpus import tokenizer as tokenizers
 from run import checkpoint, hf, source
 
 
-def load(cfg, device):
+def load(cfg, device, precision):
     """(model, its saved settings) from cfg.checkpoint or cfg.pretrained; warns if the code has changed since.
 
-    cfg: the settings of sample.py, hellaswag.py or the like. Raises UserError unless exactly one of the two is given.
+    cfg: the settings of sample.py, hellaswag.py or the like. precision: bf16 gives weights in bf16, every other one in
+    float32. Raises UserError unless exactly one of the two is given.
     """
     if (cfg.checkpoint is None) == (cfg.pretrained is None):
         raise UserError("give one of --checkpoint=FOLDER and --pretrained=FOLDER_OR_HUB_NAME")
     if cfg.checkpoint is None:
-        return hf.load_hf(cfg.pretrained, device)
+        tensors, shape = hf.open_hf(cfg.pretrained)
+        return checkpoint.model_of(tensors, shape, device, precision), shape
     if warning := source.warning(cfg.checkpoint):
         print(f"warning: {warning}", file=sys.stderr)
-    return checkpoint.load_model(cfg.checkpoint, device)
+    return checkpoint.load_model(cfg.checkpoint, device, precision)
 
 
 def load_tokenizer(cfg, model, saved):
-    """cfg.tokenizer, or else the tokenizer of `load`'s saved settings, or GPT-2's."""
+    """cfg.tokenizer, or else the tokenizer of `load`'s saved settings, or GPT-2's.
+
+    Its `ends` include the ids at which the files beside the weights or the tokenizer tell a model to stop.
+    """
     name = cfg.tokenizer or getattr(saved, "tokenizer", None) or "gpt2"
-    return tokenizers.load(name, model.cfg.vocab_size)
+    tokenizer = tokenizers.load(name, model.cfg.vocab_size)
+    for folder in folders(cfg, tokenizer):
+        tokenizer.ends |= chat.stop_ids(folder, tokenizer)
+    return tokenizer
+
+
+def folders(cfg, tokenizer):
+    """The folders in which Hugging Face's files may lie: beside the tokenizer, if it is a file, and the weights."""
+    path = Path(tokenizer.name)
+    beside = [path if path.is_dir() else path.parent] if path.exists() else []
+    return [*beside, hf.fetch(cfg.pretrained) if cfg.checkpoint is None else Path(cfg.checkpoint)]

@@ -104,6 +104,10 @@ def bytes_of_weight(cfg):
 
 
 def bytes_of_moments(cfg):
+    """Bytes of optimizer state for a parameter, on average: Muon keeps one moment of the blocks' matrices."""
+    if cfg.optimizer == "muon":
+        total, block = parameter_counts(cfg)
+        return 8 - 4 * cfg.n_layer * block / total
     return 2 * (1 + 4 / GROUP) if cfg.optimizer == "adamw8bit" else 8
 
 

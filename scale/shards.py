@@ -5,15 +5,20 @@ from torch.distributed.tensor import DTensor, Shard
 
 
 def own_rows(tensor):
-    """(first, last): the rows of the whole tensor that this rank holds; FSDP2 splits rows as torch.chunk does."""
+    """(first, last): the rows of the whole tensor that this rank holds."""
+    first, last = rows_of(tensor)
+    assert last - first == local(tensor).size(0), "FSDP2 does not split rows as torch.chunk does"
+    return first, last
+
+
+def rows_of(tensor, rank=None):
+    """(first, last): the rows that a shard holds, None: this rank's; FSDP2 splits rows as torch.chunk does."""
     if not isinstance(tensor, DTensor):
         return 0, tensor.size(0)
     along = tensor.placements.index(Shard(0))  # the mesh's only dimension, or the second with hsdp
     each = -(-tensor.size(0) // tensor.device_mesh.size(along))
-    first = min(each * tensor.device_mesh.get_local_rank(along), tensor.size(0))
-    last = min(first + each, tensor.size(0))
-    assert last - first == tensor.to_local().size(0), "FSDP2 does not split rows as torch.chunk does"
-    return first, last
+    first = min(each * (tensor.device_mesh.get_local_rank(along) if rank is None else rank), tensor.size(0))
+    return first, min(first + each, tensor.size(0))
 
 
 def local(tensor):

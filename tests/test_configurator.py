@@ -10,6 +10,7 @@ from typing import Literal
 import pytest
 from conftest import ROOT
 
+import settings
 from configurator import UserError, configure, describe
 
 
@@ -34,6 +35,7 @@ def test_defaults_and_flags():
     assert type(cfg.lr) is float
     assert make("--compile=False", "--n_layer=1e3", "--compile") == Config(n_layer=1000)
     assert make("--n_layer=1_000").n_layer == 1000
+    assert make("--n_layer", "3", "--lr", "-1", "--compile", "False", "--name", "x") == Config(3, -1.0, "x", False)
 
 
 def test_file_imports_computes_and_is_overridden(tmp_path):
@@ -57,6 +59,8 @@ def test_file_imports_computes_and_is_overridden(tmp_path):
         ("--compile=maybe", "compile=maybe is not a bool"),
         ("--lr", "--lr needs a value, written --lr=VALUE"),
         ("no/such.py", "no/such.py: no such config file"),
+        ("config/gpt2_124", "config/gpt2_124: no such config file; did you mean gpt2_124m?"),
+        ("lr=1", "lr=1: no such config file; a setting is written --lr=1"),
     ],
 )
 def test_bad_words(word, message):
@@ -85,13 +89,37 @@ def test_bad_files(tmp_path, text, message):
 
 def test_help_lists_every_setting():
     text = describe(Config)
-    assert "--n_layer=12" in text and "an int: blocks" in text
-    assert "--kind=a" in text and "one of a, b: which one" in text and "an int or None: None: all" in text
+    assert "  --n_layer=12                    blocks\n" in text
+    assert "  --kind=a                        a|b: which one\n" in text
 
 
 def test_a_setting_of_a_file_needs_no_ending(tmp_path):
     (tmp_path / "c.py").write_text("n_layer = 2\n")
     assert make(str(tmp_path / "c")).n_layer == make(str(tmp_path / "c.py")).n_layer == 2
+
+
+def test_a_recipe_by_its_name_alone_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert configure(settings.Config, ["llama_124m", "--seed", "3"]).mlp == "swiglu"
+    assert configure(settings.Config, ["--wandb", "llama_124m"]).wandb
+
+
+def test_conflicts_are_found_beside_mistakes_but_not_those_that_follow_from_one():
+    with pytest.raises(UserError) as error:
+        configure(settings.Config, ["--n_embed=65", "--batch_tokens=x", "--clip=-1", "--n_head=5"], settings.check)
+    assert [text.split()[-1] for text in error.value.args] == ["n_embd?", "int", "off"]
+    with pytest.raises(UserError) as error:  # nothing follows from the defaults, where a file's settings are unknown
+        configure(settings.Config, ["no/such.py", "--n_head=5"], settings.check)
+    assert len(error.value.args) == 1
+
+
+def test_words_that_are_no_config_files():
+    @dataclass
+    class Words(Config):
+        words = ()
+
+    cfg = configure(Words, ["a", "--compile", "b", "--name", "c", "d"])
+    assert cfg.words == ["a", "b", "d"] and cfg.name == "c"
 
 
 def test_all_mistakes_at_once(tmp_path):
@@ -122,28 +150,37 @@ def test_sections_and_comments_of_the_class_before_those_of_its_base():
         )
 
     rows = describe(More, "What it is.").splitlines()
-    assert rows[:3] == ["What it is.", "", "Settings:"] and rows[3].split() == ["--alone=1", "an", "int:"]
-    assert rows[5] == "Second:" and "--lr=0.001" in rows[6] and rows[6].endswith("a float: another default")
-    assert "one of a, b: in brackets, as" in rows[7] and rows[9] == "Settings:" and "--n_layer=12" in rows[10]
+    assert rows[:3] == ["What it is.", "", "Settings:"] and rows[3].split() == ["--alone=1"]
+    assert rows[5] == "Second:" and "--lr=0.001" in rows[6] and rows[6].endswith(" another default")
+    assert "a|b: in brackets, as" in rows[7] and rows[9] == "Settings:" and "--n_layer=12" in rows[10]
     assert sum("--lr=" in row for row in rows) == 1
 
 
-def script(words, code="", **env):
-    """train.py as a script, then `code` in the same process; its CompletedProcess."""
-    before = f"import runpy, sys\nsys.argv = ['train.py', *{words!r}]\ncode = 0\n"
-    run = (
-        "try:\n    runpy.run_path('train.py', run_name='__main__')\nexcept SystemExit as stop:\n    code = stop.code\n"
-    )
+def script(words, code="", name="train.py", **env):
+    """A script, then `code` in the same process; its CompletedProcess."""
+    before = f"import runpy, sys\nsys.argv = [{name!r}, *{words!r}]\ncode = 0\n"
+    run = f"try:\n    runpy.run_path({name!r}, run_name='__main__')\nexcept SystemExit as stop:\n    code = stop.code\n"
     words = [sys.executable, "-c", f"{before}{run}{code}\nsys.exit(code)"]
     return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env={**os.environ, **env})
 
 
-NO_TORCH = "assert 'torch' not in sys.modules"
+NO_TORCH = "assert not {'torch', 'datasets', 'matplotlib'}.intersection(sys.modules)"  # slow to import
+
+
+@pytest.mark.parametrize("name", ["fineweb", "sample", "hellaswag", "convert", "plot", "bench", "bench step"])
+def test_help_of_every_script_is_instant_and_fits_120_columns(name):
+    name, *command = name.split()
+    done = script([*command, "--help"], NO_TORCH, name=f"{name}.py")
+    assert done.returncode == 0 and f"python {name}.py" in done.stdout, done.stderr
+    assert max(map(len, done.stdout.splitlines())) <= 120 and "=\n" not in done.stdout
+    done = script([*command, "--lr=x", "--limit=x"], NO_TORCH, name=f"{name}.py")
+    assert done.returncode == 2 and not done.stdout and done.stderr.startswith("error: "), done
 
 
 def test_help_and_mistakes_of_train_need_no_torch():
     done = script(["--help"], NO_TORCH)
     assert done.returncode == 0 and "torchrun" in done.stdout and "--n_layer=12" in done.stdout, done.stderr
+    assert max(map(len, done.stdout.splitlines())) <= 120
     done = script(["config/test", "--lerning_rate=1"], NO_TORCH)
     assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
     assert done.stderr == "error: command line: unknown setting --lerning_rate; did you mean lr?\n"

@@ -20,7 +20,7 @@ import convert
 import model
 from configurator import UserError
 from model import Rope, build
-from run import checkpoint, hf
+from run import checkpoint, hf, hf_config
 from run.account import parameter_counts
 from settings import GPTConfig
 
@@ -241,9 +241,9 @@ def test_old_spelling_of_rope(name, tmp_path):
 
 @pytest.mark.parametrize("family, theirs", [("gpt2", GPT2Config()), ("llama", LlamaConfig())])
 def test_absent_keys_mean_what_they_mean_to_transformers(family, theirs):
-    for key, value in hf.ABSENT[family].items():
+    for key, value in hf_config.ABSENT[family].items():
         assert value == getattr(theirs, key) or value is None and theirs.num_key_value_heads == 32, key
-    for key, values in hf.SUPPORTED[family].items():
+    for key, values in hf_config.SUPPORTED[family].items():
         assert values[0] == getattr(theirs, key, None), key
 
 
@@ -457,11 +457,11 @@ def test_what_cannot_be_compared_is_said(tmp_path, capsys, monkeypatch):
 
 def test_the_tokenizer_is_noted(tmp_path):
     saved(gpt2(vocab_size=50257, n_embd=6), tmp_path / "a")
-    assert hf.read_config(tmp_path / "a").tokenizer == "gpt2"
+    assert hf_config.read_config(tmp_path / "a").tokenizer == "gpt2"
     saved(llama(), tmp_path / "b")
-    assert hf.read_config(tmp_path / "b").tokenizer is None
+    assert hf_config.read_config(tmp_path / "b").tokenizer is None
     (tmp_path / "b" / "tokenizer.json").write_text("{}")
-    assert hf.read_config(tmp_path / "b").tokenizer == str(tmp_path / "b" / "tokenizer.json")
+    assert hf_config.read_config(tmp_path / "b").tokenizer == str(tmp_path / "b" / "tokenizer.json")
 
 
 def test_mistake_on_the_command_line():

@@ -19,7 +19,8 @@ CPU = torch.device("cpu")
 def settings(**changes):
     defaults = dict(lr=1e-3, min_lr_ratio=0.1, schedule="cosine", warmup_steps=10, warmup_tokens=None, max_steps=100)
     defaults |= dict(batch_tokens=1000, cooldown_fraction=0.2, weight_decay=0.1, beta1=0.9, beta2=0.95, adam_eps=1e-8)
-    defaults |= dict(optimizer="adamw", seed=1337)
+    defaults |= dict(optimizer="adamw", seed=1337, lr_embedding=None, lr_head=None, lr_vector=None, compile=False)
+    defaults |= dict(momentum=0.95, momentum_warmup=0)
     return SimpleNamespace(**{**defaults, **changes})
 
 
@@ -28,13 +29,21 @@ def test_importing_optim_loads_no_model_or_tokenizer():
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
-def test_groups_hold_every_parameter_once_and_decay_matrices_alone():
-    model = build(GPTConfig(vocab_size=100, n_layer=2, n_head=2, n_embd=16, block_size=8), CPU, seed=0)
-    decayed, others = optim.param_groups(model, 0.1)
-    assert decayed["weight_decay"] == 0.1 and others["weight_decay"] == 0
-    assert all(p.dim() == 2 for p in decayed["params"]) and all(p.dim() == 1 for p in others["params"])
-    ids = [id(p) for p in decayed["params"] + others["params"]]
-    assert sorted(ids) == sorted(id(p) for p in model.parameters())
+def small(**changes):
+    return GPTConfig(**dict(vocab_size=100, n_layer=2, n_head=4, n_embd=32, block_size=8) | changes)
+
+
+def test_groups_hold_every_parameter_once_each_with_its_rate():
+    model = build(small(tie_embeddings=False), CPU, seed=0)
+    groups = optim.param_groups(model, settings(lr_embedding=0.1, lr_head=5e-3))
+    assert sorted(id(p) for g in groups for p in g["params"]) == sorted(id(p) for p in model.parameters())
+    embedding, head, matrix, vector = groups
+    assert embedding["params"] == [model.wte.weight, model.wpe.weight] and head["params"] == [model.head.weight]
+    assert all(p.dim() == 2 for p in matrix["params"]) and all(p.dim() == 1 for p in vector["params"])
+    assert [g["weight_decay"] for g in groups] == [0.1, 0.1, 0.1, 0]
+    assert [g["lr"] for g in groups] == pytest.approx([0.1, 5e-3, 1e-3, 1e-3])
+    muon = optim.param_groups(model, settings(optimizer="muon"))
+    assert [g["weight_decay"] for g in muon] == [0, 0, 0.1, 0]
 
 
 def test_adamw_is_the_papers():
@@ -54,6 +63,79 @@ def test_adamw_is_the_papers():
         update = (m / (1 - cfg.beta1**t)) / ((v / (1 - cfg.beta2**t)).sqrt() + cfg.adam_eps)
         w = w - cfg.lr * t * (update + cfg.weight_decay * w)
     torch.testing.assert_close(weight.weight.double(), w, rtol=1e-5, atol=1e-6)  # float32 rounding of five updates
+
+
+def naive_orthogonal(x):
+    """One matrix in float64, transposed if it is tall."""
+    x = x.T if x.size(0) > x.size(1) else x
+    x = x / (x.norm() * 1.02 + 1e-6)
+    for a, b, c in optim.POLAR_EXPRESS:
+        x = a * x + b * (x @ x.T) @ x + c * (x @ x.T) @ (x @ x.T) @ x
+    return x
+
+
+def test_muon_is_a_naive_one_in_float64():
+    """Five steps of every matrix of a Llama with grouped queries, and AdamW for the rest."""
+    shape = small(n_kv_head=2, mlp="swiglu", positions="rope", norm="rmsnorm", n_hidden=48, bias=False)
+    cfg = settings(optimizer="muon", lr=0.02, lr_embedding=1e-3, lr_vector=1e-3, momentum_warmup=3, weight_decay=0.5)
+    for name in ("n_head", "kv_heads", "head_dim", "hidden"):
+        setattr(cfg, name, getattr(shape, name))
+    model, other = (build(shape, CPU, seed=0) for _ in range(2))
+    optimizer = optim.make_optimizer(model, cfg)
+    adamw = optim.make_optimizer(other, settings(lr=1e-3, weight_decay=0.0))
+    rows = {"attn.qkv.weight": [32, 16, 16], "mlp.gate_up.weight": [48, 48]}
+    matrices = {n: p.detach().double() for n, p in model.named_parameters() if n.startswith("blocks") and p.dim() == 2}
+    momentum = {n: torch.zeros_like(w) for n, w in matrices.items()}
+    generator = torch.Generator().manual_seed(3)
+    for step in range(1, 6):
+        for p, q in zip(model.parameters(), other.parameters()):
+            p.grad = torch.randn(p.shape, generator=generator)
+            q.grad = p.grad.clone()
+        mu = 0.95 - 0.10 * max(0, 1 - step / 3)
+        for name, w in matrices.items():
+            g = model.get_parameter(name).grad.double()
+            momentum[name] = mu * momentum[name] + (1 - mu) * g
+            u = mu * momentum[name] + (1 - mu) * g
+            for part_w, part_u in zip(*(t.split(rows.get(name[9:], [len(w)])) for t in (w, u))):
+                x = naive_orthogonal(part_u)
+                x = (x.T if x.shape != part_u.shape else x) * max(1, len(part_u) / part_u.size(1)) ** 0.5
+                part_w -= 0.02 * x + 0.01 * part_w * (x * part_w > 0)
+        optimizer.step()
+        adamw.step()
+    for name, p in model.named_parameters():
+        expected = matrices.get(name, other.get_parameter(name).detach().double())
+        off = (p.detach().double() - expected).abs() > 1e-5  # lr is 0.02
+        assert off.sum() <= 1, name  # an element whose update is zero but for rounding decays in one of the two
+
+
+def test_a_skipped_step_of_muon_changes_nothing():
+    model = build(small(), CPU, seed=0)
+    cfg = settings(optimizer="muon", n_head=4, kv_heads=4, head_dim=8, hidden=128, momentum_warmup=3)
+    optimizer = optim.make_optimizer(model, cfg)
+
+    def step(value, found_inf):
+        torch.manual_seed(0)
+        for p in model.parameters():
+            p.grad = torch.randn_like(p) * value
+        optimizer.found_inf = torch.tensor(found_inf)
+        optimizer.step()
+        states = [t for state in optimizer.state.values() for t in state.values()]
+        return [t.clone() for t in (*model.parameters(), *states)]
+
+    before, after, then = step(1.0, 0.0), step(math.nan, 1.0), step(1.0, 0.0)
+    assert all(torch.equal(a, b) for a, b in zip(before, after))
+    assert all(t.isfinite().all() for t in then) and not torch.equal(then[0], after[0])
+
+
+@pytest.mark.parametrize("rows, columns", [(64, 64), (96, 384)])
+def test_orthogonalized_singular_values_are_near_one(rows, columns):
+    torch.manual_seed(1)
+    x = torch.randn(3, rows, columns)
+    u, s, v = torch.linalg.svd(x, full_matrices=False)
+    found = u.mT @ optim.orthogonalize(x) @ v.mT  # diagonal in the singular vectors of x
+    values = found.diagonal(dim1=1, dim2=2)
+    assert values[s > 0.02 * s.norm(dim=1, keepdim=True)].sub(1).abs().max() < 0.15
+    assert (found - values.diag_embed()).abs().max() < 1e-3
 
 
 def test_warmup_then_cosine():

@@ -1,16 +1,24 @@
-"""plot.py: how a log is read, and that a picture is drawn."""
+"""plot.py: how a log is read, where its points lie, and that pictures and pages are drawn."""
 
+import dataclasses
 import json
+import re
 import subprocess
 import sys
+from html.parser import HTMLParser
 
 import matplotlib.image
 import numpy as np
 import pytest
+import torch
 from conftest import ROOT
 
 import plot
 from configurator import UserError
+from run import history
+from run.logger import Logger
+from scale.parallel import World
+from settings import Config
 
 
 def write(folder, lines, tail=""):
@@ -26,13 +34,13 @@ def training(steps, **changes):
 
 def test_the_later_of_two_lines_counts_and_a_torn_one_is_left_out(tmp_path):
     run = write(tmp_path, training([1, 2, 3]) + training([2, 3, 4], loss=5.0), '{"kind": "train", "st')
-    steps, loss = plot.series(plot.read(run), "train", "loss")
+    steps, loss = history.series(history.read(run), "train", "loss")
     assert steps.tolist() == [1, 2, 3, 4] and loss.tolist() == [10.0, 5.0, 5.0, 5.0]
 
 
 def test_smoothing_is_a_centred_mean():
-    assert plot.smooth([1.0, 2.0, 6.0, 0.0], 3) == pytest.approx([1.5, 3.0, 8 / 3, 3.0])
-    assert plot.smooth([3.0] * 500) == pytest.approx([3.0] * 500)
+    assert history.smooth([1.0, 2.0, 6.0, 0.0], 3) == pytest.approx([1.5, 3.0, 8 / 3, 3.0])
+    assert history.smooth([3.0] * 500) == pytest.approx([3.0] * 500)
 
 
 @pytest.mark.parametrize("with_hellaswag", [True, False])
@@ -50,21 +58,21 @@ def test_draws_several_runs(tmp_path, with_hellaswag):
 
 def test_missing_empty_and_foreign_logs(tmp_path):
     with pytest.raises(UserError, match="No such file"):
-        plot.read(tmp_path / "none")
+        history.read(tmp_path / "none")
     with pytest.raises(UserError, match="nothing to draw"):
-        plot.read(write(tmp_path / "empty", []))
+        history.read(write(tmp_path / "empty", []))
     with pytest.raises(UserError, match="log.jsonl:1: not a line"):
-        plot.read(write(tmp_path / "foreign", ["text", *training([1])]))
+        history.read(write(tmp_path / "foreign", ["text", *training([1])]))
 
 
 def test_a_diverged_run_is_drawn_up_to_its_last_finite_loss(tmp_path):
     nan = float("nan")
     run = write(tmp_path, training(range(1, 30)) + training([30], loss=nan, norm=float("inf")))
-    steps, loss = plot.series(plot.read(run), "train", "loss")
-    assert steps[-1] == 29 and np.isfinite(plot.smooth(loss)).all()
+    steps, loss = history.series(history.read(run), "train", "loss")
+    assert steps[-1] == 29 and np.isfinite(history.smooth(loss)).all()
     plot.draw([run], tmp_path / "c.png")
     with pytest.raises(UserError, match="no finite training or validation loss"):
-        plot.read(write(tmp_path / "all", training([1, 2], loss=nan)))
+        history.read(write(tmp_path / "all", training([1, 2], loss=nan)))
 
 
 def test_runs_of_the_same_name_stay_apart(tmp_path):
@@ -72,12 +80,83 @@ def test_runs_of_the_same_name_stay_apart(tmp_path):
     assert plot.labels(["x/run", "y/run", "z"]) == ["x/run", "y/run", "z"]
 
 
+def run_of(folder, **settings):
+    """A run as the logger records it: 20 steps of 100 tokens in 0.5 s each, validated at 0, 10 and 20."""
+    cfg = dataclasses.replace(Config(out_dir=str(folder), batch_tokens=100, max_steps=20, tokenizer="gpt2"), **settings)
+    log = Logger(cfg, World(0, 1, torch.device("cpu")), flops_per_token=1e6, precision="fp32")
+    log.start(0, [("parameters", "3 <b>")], {})
+    for step in range(21):
+        if step:
+            log.step(step, 9 / step**0.3, 1e-3, 1.0, 0.5)
+        if step % 10 == 0:
+            log.record("val", step, loss=10 / (step + 1) ** 0.3, bpb=4 / (step + 1) ** 0.3, seconds=1.0)
+            log.record("sample", step, texts=[f"after {step} <script>", "x"])
+    log.close(20, None, 10)
+    return folder
+
+
+def lines(folders, **axes):
+    """{label: (x, y)} of the panel of losses."""
+    runs = plot.load(folders)
+    with plot.drawing(runs, axes.get("x", "steps"), plot.choose_y(runs, axes.get("y", "auto"))) as figure:
+        limits = [figure.axes[0].get_xlim(), figure.axes[0].get_ylim()]
+        return {line.get_label(): line.get_data() for line in figure.axes[0].lines}, limits
+
+
+@pytest.mark.parametrize("x, end", [("steps", 20), ("tokens", 2000), ("seconds", 10), ("flops", 2e9)])
+def test_validation_starts_at_step_0_within_the_panel_on_every_axis(tmp_path, x, end):
+    found, ((left, right), (low, high)) = lines([run_of(tmp_path / "a")], x=x)
+    at, loss = found[f"a: {10 / 21**0.3:.3f}"]
+    assert at == pytest.approx([0, end / 2, end]) and loss == pytest.approx([10, 10 / 11**0.3, 10 / 21**0.3])
+    assert left < 0 and end < right and low < loss[-1] and 10 < high
+    assert found["_a, training"][0] == pytest.approx(np.arange(1, 21) * end / 20)
+
+
+def test_a_log_without_what_the_axis_needs(tmp_path):
+    old = write(tmp_path / "old", training([1, 2]))
+    with pytest.raises(UserError, match="old: its log does not hold what x=flops needs"):
+        plot.draw([old], tmp_path / "c.png", x="flops")
+    with pytest.raises(UserError, match="no bits per byte in the log of old"):
+        plot.draw([old], tmp_path / "c.png", y="bpb")
+    with pytest.raises(UserError, match="--x=tokens"):
+        plot.draw([old], tmp_path / "c.png", {"name": "other", "points": {"10": 5.0}}, x="tokens")
+
+
+def test_bits_per_byte_where_the_tokenizers_differ(tmp_path):
+    a, b, c = run_of(tmp_path / "a"), run_of(tmp_path / "b"), run_of(tmp_path / "c", tokenizer="bytes")
+    assert "a: 4.012" in lines([a, b])[0] and "a: 1.605" in lines([a, c])[0]
+    assert lines([a, c])[0]["_c, training"][1] == pytest.approx(0.4 * 9 / np.arange(1, 21) ** 0.3)
+    assert "a: 1.605" in lines([a, b], y="bpb")[0] and "a: 4.012" in lines([a, c], y="loss")[0]
+
+
+def test_a_page_holds_everything_and_asks_the_network_for_nothing(tmp_path):
+    folders = [run_of(tmp_path / "a"), run_of(tmp_path / "b", lr=1e-3, tokenizer="bytes")]
+    plot.main(plot.Config(html=True), folders)
+    text = (tmp_path / "a" / "curves.html").read_text()
+    page = HTMLParser()
+    rows, cells = {}, []
+    page.handle_data = lambda words: cells.append(words)
+    page.handle_endtag = lambda tag: (rows.setdefault(cells[0], cells[1:]), cells.clear()) if tag == "tr" else None
+    page.handle_starttag = lambda tag, _: cells.clear() if tag == "tr" else None
+    page.feed(text)
+    assert rows["lr"] == ["0.0006", "0.001"] and rows["tokenizer"] == ["gpt2", "bytes"] and "n_layer" not in rows
+    assert rows["parameters"] == ["3 <b>"] * 2 and rows["device"][0].startswith("1 x cpu, torch ")
+    assert rows["step 20"] == ["after 20 <script>\n\nx"] * 2 and rows["bits per byte"] == ["1.6047"] * 2
+    assert rows["tokens a second, median"] == ["200"] * 2
+    assert text.count("<svg") == 4 and "<!--" not in re.sub(r"<svg.*?</svg>", "", text, flags=re.DOTALL)
+    assert not re.search(r"(src|href)=.(?!#)|@import|url\((?!#)|fetch\(", text)
+    readings = json.loads(re.search(r"readings = (.*)", text)[1])
+    assert [len(panels) for panels in readings] == [5] * 4
+    named = {curve["name"]: curve for curve in readings[1][0]["curves"]}
+    assert named["b: 1.605"]["x"] == [0, 1000, 2000] and named["b: 1.605"]["y"][0] == 4
+
+
 @pytest.mark.parametrize("text", [None, "[1]", "{", '{"name": "a", "points": {}}', '{"name": "a", "points": {"x": 1}}'])
 def test_a_bad_reference_is_one_line(tmp_path, text):
     write(tmp_path, training([1, 2]))
     if text is not None:
         (tmp_path / "r.json").write_text(text)
-    with pytest.raises(UserError, match="r.json: (No such file|expected)"):
+    with pytest.raises(UserError, match="r.json(: No such file|: expected| is damaged)"):
         plot.main(plot.Config(reference=str(tmp_path / "r.json")), [str(tmp_path)])
 
 
@@ -96,10 +175,10 @@ def test_command_line(tmp_path, capsys):
 def test_as_a_script(tmp_path):
     write(tmp_path / "run", training([1, 2, 3]))
     for words, code, said in [
-        ([f"{tmp_path}/run", f"--out={tmp_path}/c.png"], 0, f"drawn: {tmp_path}/c.png"),
+        (["--out", f"{tmp_path}/c.svg", f"{tmp_path}/run", "--x", "seconds"], 0, f"drawn: {tmp_path}/c.svg"),
         (["--out=c.png"], 2, "error: give the folder of a run"),
         ([f"{tmp_path}/run", "--refrence=r.json"], 2, "did you mean reference?"),
     ]:
         done = subprocess.run([sys.executable, "plot.py", *words], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == code and said in done.stdout + done.stderr and "Traceback" not in done.stderr
-    assert (tmp_path / "c.png").exists()
+    assert (tmp_path / "c.svg").exists()

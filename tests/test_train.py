@@ -95,7 +95,7 @@ def test_used_folder_is_refused_and_kept(data_dir, tmp_path):
     train_here(data_dir, tmp_path / "run", max_steps=4)
     with pytest.raises(UserError, match="holds an earlier run; try --resume=auto, --overwrite"):
         train_here(data_dir, tmp_path / "run")
-    assert len(read_log(tmp_path / "run")) == 4
+    assert sorted(losses(read_log(tmp_path / "run"))) == [1, 2, 3, 4]
     log = train_here(data_dir, tmp_path / "run", overwrite=True, max_steps=2)
     assert sorted(losses(log)) == [1, 2]
 
@@ -158,7 +158,7 @@ def test_weights_after_a_gradient_that_is_not_finite_are_not_saved(data_dir, tmp
     assert train.checkpoint.find(tmp_path / "run").name == "step_00000003"
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit", "muon"])
 def test_a_step_that_is_not_finite_is_skipped_bitwise(data_dir, tmp_path, monkeypatch, capsys, optimizer):
     clip, calls = train.parallel.clip_gradients, []
     settings = dict(optimizer=optimizer, max_steps=3, save_interval=1, keep_last=9, max_skipped_steps=1)
@@ -222,7 +222,10 @@ def test_wandb_offline_resumes_the_same_run(data_dir, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     train_here(data_dir, tmp_path / "run", wandb=True, max_steps=4)
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path / "other"))
     train_here(data_dir, tmp_path / "run", wandb=True, max_steps=6, resume="auto")
+    places = [len(list((tmp_path / name / "wandb").glob("offline-run-*"))) for name in ("run", "other")]
+    assert places == [1, 1]
     ids = [json.loads((tmp_path / "run" / f"step_{s:08d}" / "state.json").read_text())["wandb_id"] for s in (4, 6)]
     assert ids[0] is not None and ids[0] == ids[1]
 

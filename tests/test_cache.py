@@ -1,0 +1,124 @@
+"""run/cache.py: the same tokens as without a cache, models that it would not suit, nothing left behind."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import kernels
+from model import GPT, Block, build
+from run import cache, generate
+from scale import parallel
+from settings import GPTConfig
+
+CPU = torch.device("cpu")
+LLAMA = dict(norm="rmsnorm", positions="rope", mlp="swiglu", bias=False)
+MODELS = {
+    "gpt2": {},
+    "gpt2_qk_norm": dict(qk_norm=True, softcap=15.0),
+    "llama": LLAMA,
+    "llama_grouped": dict(LLAMA, n_kv_head=2, qk_norm=True, tie_embeddings=False),
+    "llama_one_kv_head": dict(LLAMA, n_kv_head=1, rope_factor=8.0, rope_original=8),
+    "math": dict(attention="math"),
+}
+
+
+def random_model(**changes):
+    """Weights so large that greedy continuations are no repetitions of a token."""
+    shape = dict(vocab_size=100, block_size=40, n_layer=2, n_head=4, n_embd=32)
+    model = build(GPTConfig(**shape | changes), CPU, seed=0).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.2 * torch.randn_like(p))
+    return model
+
+
+def prompt(B, T):
+    return torch.randint(0, 100, (B, T), generator=torch.Generator().manual_seed(B))
+
+
+@pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("B, T, new", [(1, 1, 20), (3, 5, 60), (2, 39, 3), (1, 45, 4)])
+def test_greedy_tokens_are_those_without_a_cache(changes, B, T, new):
+    """Up to block_size = 40 tokens, across it, and from a prompt beyond it."""
+    model, ids = random_model(**changes), prompt(B, T)
+    found = generate.generate(model, ids, new, temperature=0)
+    assert found.shape == (B, T + new) and len(found.unique()) > 2
+    assert torch.equal(found, generate.generate(model, ids, new, temperature=0, cached=False))
+
+
+@pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-5), (torch.bfloat16, 0.1)])
+def test_logits_are_close(changes, dtype, bound):
+    """The largest difference in standard deviations of the logits. In bf16, 0.05 is measured: attention rounds anew."""
+    model, ids = random_model(**changes), prompt(2, 40)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        kept, expected = cache.make(model, 40), model.logits(ids)[:, 9:]
+        found = [kept.logits(ids[:, :10]), *(kept.logits(ids[:, i : i + 1]) for i in range(10, 40))]
+    assert (torch.stack(found, 1) - expected).abs().max() < bound * expected.std()
+
+
+def shift(forward):
+    """A block whose second half of channels comes from the token before."""
+
+    def shifted(self, x):
+        near, far = x.chunk(2, dim=-1)
+        return forward(self, torch.cat((near, F.pad(far, (0, 0, 1, 0))[:, :-1]), dim=-1))
+
+    return shifted
+
+
+def block_twice(self, idx):
+    x = self.embed(idx)
+    for block in [*self.stack, self.stack[0]]:
+        x = block(x)
+    return self.norm(x)
+
+
+@pytest.mark.parametrize(
+    "owner, name, edit, words",
+    [
+        (Block, "forward", shift(Block.forward), "mixes tokens outside of attn.core"),
+        (GPT, "hidden", block_twice, "uses a block twice"),
+        (None, "core", lambda q, k, v, *_: v, "a KV cache goes around attn.core"),
+    ],
+)
+def test_an_edited_model_samples_without_a_cache_and_says_so(owner, name, edit, words, monkeypatch, capsys):
+    cache.warn.cache_clear()
+    model, ids = random_model(), prompt(1, 5)
+    monkeypatch.setattr(owner or model.blocks[1].attn, name, edit)
+    expected = generate.generate(model, ids, 8, temperature=0, cached=False)
+    for _ in range(2):
+        assert torch.equal(generate.generate(model, ids, 8, temperature=0), expected)
+    said = capsys.readouterr().err
+    assert words in said and said.count("warning: ") == said.count("\n") == 1
+
+
+@pytest.mark.parametrize("compiler", ["graphs"], indirect=True)
+def test_a_compiled_model_keeps_its_graphs(compiler):
+    """Sampling in the middle of a run neither makes graphs nor lets the run's own be compiled again."""
+    from torch._dynamo.utils import counters
+
+    model, ids = random_model(n_layer=1, **LLAMA), prompt(2, 16)
+    expected = generate.generate(model, ids, 8, temperature=0)
+    parallel.compile_model(model)
+    loss = model(ids, ids)
+    before = [list(vars(module)) for module in model.modules()]
+    graphs = counters["stats"]["unique_graphs"]
+    assert graphs > 0 and torch.equal(generate.generate(model, ids, 8, temperature=0), expected)
+    assert model(ids, ids) == loss and counters["stats"]["unique_graphs"] == graphs
+    assert [list(vars(module)) for module in model.modules()] == before
+
+
+@pytest.mark.gpu
+def test_one_token_through_the_fast_forms():
+    """As test_logits_are_close, with the operations of fast/."""
+    device, ids = torch.device("cuda"), prompt(1, 40).cuda()
+    model = random_model(n_embd=128, **LLAMA).to(device)
+    kernels.serve(device)
+    try:
+        with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+            kept, expected = cache.make(model, 40), model.logits(ids)[:, 9:]
+            found = [kept.logits(ids[:, :10]), *(kept.logits(ids[:, i : i + 1]) for i in range(10, 40))]
+    finally:
+        kernels.serve(device, "torch")
+    assert (torch.stack(found, 1) - expected).abs().max() < 0.1 * expected.std()

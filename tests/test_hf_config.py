@@ -1,0 +1,127 @@
+"""run/hf_config.py: settings taken from Hugging Face weights, and the tokenizer's files of an export."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from conftest import ROOT, flags
+from test_convert import edit_config, gpt2, llama, refused, saved
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import convert
+import train
+from configurator import configure
+from corpus import tokenizer
+from run import checkpoint, hf_config
+from settings import Config
+
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+def settings(*words):
+    return configure(Config, list(words), complete=hf_config.adopt)
+
+
+@pytest.fixture
+def weights(tmp_path):
+    """A Llama with a context of 96 tokens, the tokenizer of bytes, a chat template, and two ids that end a text."""
+    folder = saved(llama(vocab_size=257, max_position_embeddings=96, tie_word_embeddings=True), tmp_path / "weights")
+    (folder / "tokenizer.json").write_text(tokenizer.load("bytes").to_json())
+    special = dict(
+        eos_token={"__type": "AddedToken", "content": "<|endoftext|>"}, tokenizer_class="PreTrainedTokenizerFast"
+    )
+    (folder / "tokenizer_config.json").write_text(json.dumps(special))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "generation_config.json").write_text(json.dumps(dict(bos_token_id=1, eos_token_id=[10], max_length=70)))
+    return folder
+
+
+@pytest.fixture
+def byte_data(data_dir, tmp_path):
+    """The byte shards with the files that tell their tokenizer."""
+    folder = shutil.copytree(data_dir, tmp_path / "data")
+    (folder / "manifest.json").write_text(json.dumps(dict(tokenizer="bytes", vocab_size=257, eot=256)))
+    np.save(folder / "token_bytes.npy", tokenizer.load("bytes").token_bytes())
+    return folder
+
+
+def test_shape_rope_and_tokenizer_are_the_weights(weights):
+    cfg = settings(f"--init_from=hf:{weights}", "--dropout=0.1")
+    assert not checkpoint.shape_differences(vars(hf_config.read_config(weights)), cfg)
+    assert (cfg.n_embd, cfg.n_hidden, cfg.kv_heads, cfg.norm, cfg.tie_embeddings) == (64, 88, 2, "rmsnorm", True)
+    assert (cfg.dropout, cfg.block_size, cfg.max_positions) == (0.1, 96, 96)
+    assert cfg.tokenizer == str(weights / "tokenizer.json") and f"tokenizer={cfg.tokenizer}" in hf_config.adopted(cfg)
+    assert settings(f"--init_from=hf:{weights}", "--block_size=4096").block_size == 4096  # RoPE has no last position
+    edit_config(weights, max_position_embeddings=131_072)
+    cfg = settings(f"--init_from=hf:{weights}")
+    assert (cfg.block_size, cfg.max_positions) == (1024, 131_072)
+
+
+def test_all_contradictions_are_in_one_line(weights, tmp_path):
+    words = ["config/gpt2_124m.py", f"--init_from=hf:{weights}", "--rope_theta=5e5", "--norm=rmsnorm"]
+    words[0] = str(ROOT / words[0])
+    line = refused(lambda: settings(*words), "n_layer: checkpoint 2, now 12", "n_head", "n_embd", "rope_theta")
+    assert "norm:" not in line and "block_size" not in line and "leave these settings out" in line
+    saved(gpt2(), tmp_path / "gpt2")
+    init_from = f"--init_from=hf:{tmp_path / 'gpt2'}"
+    refused(lambda: settings(init_from, "--block_size=65"), "block_size: checkpoint 64 at most, now 65")
+    assert settings(init_from, "--block_size=32").block_size == 32
+
+
+def test_a_hub_name(weights, tmp_path, monkeypatch):
+    """As the hub's client keeps a download, which it finds without a network."""
+    folder = tmp_path / "hub" / "models--some--llama"
+    shutil.copytree(weights, folder / "snapshots" / "abc")
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    cfg = settings("--init_from=hf:some/llama")
+    assert cfg.n_embd == 64 and cfg.tokenizer == str(folder / "snapshots" / "abc" / "tokenizer.json")
+    refused(lambda: settings("--init_from=hf:some/other"), "some/other", "cannot be downloaded")
+
+
+def test_gpt2s_tokenizer_is_recognised(tmp_path):
+    saved(gpt2(vocab_size=50257, n_embd=6), tmp_path)
+    for name, noted in (("gpt2", "gpt2"), ("bytes", str(tmp_path / "tokenizer.json"))):
+        (tmp_path / "tokenizer.json").write_text(tokenizer.load(name).to_json(), "utf-8")
+        assert hf_config.read_config(tmp_path).tokenizer == noted
+
+
+def test_tuned_and_exported(weights, byte_data, tmp_path, capsys):
+    """From weights to an export: what the source folder says stays, though the run's rows are shorter."""
+    words = [f"--init_from=hf:{weights}", f"--data_dir={byte_data}", f"--out_dir={tmp_path / 'run'}", "--device=cpu"]
+    words += ["--block_size=32", "--batch_tokens=64", "--batch_size=2", "--max_steps=1", "--eval_interval=0"]
+    cfg = settings(*words, "--no_compile")
+    train.main(cfg)
+    said = capsys.readouterr().out
+    assert f"init_from    hf:{weights}: vocab_size=257 n_layer=2 n_head=4 n_kv_head=2 n_embd=64" in said
+    convert.main(convert.Config(checkpoint=str(tmp_path / "run"), to_hf=str(tmp_path / "hf")))
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert (config["max_position_embeddings"], config["bos_token_id"], config["eos_token_id"]) == (96, 1, [10, 256])
+    generation = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").generation_config
+    assert (generation.eos_token_id, generation.max_length) == ([10, 256], 70)
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert (
+        theirs.eos_token_id == 256 and theirs.chat_template == TEMPLATE and theirs("aé")["input_ids"] == [97, 195, 169]
+    )
+    np.save(byte_data / "token_bytes.npy", tokenizer.load("gpt2").token_bytes())
+    (byte_data / "manifest.json").write_text(json.dumps(dict(tokenizer="gpt2", vocab_size=50257, eot=50256)))
+    cfg.overwrite = True
+    refused(lambda: train.main(cfg), "was tokenized with gpt2", f"fineweb.py --tokenizer={weights / 'tokenizer.json'}")
+
+
+def test_an_export_of_a_run_from_scratch(byte_data, tmp_path, capsys):
+    words = flags(byte_data, tmp_path / "run", max_steps=1, save_interval=1)
+    words[0] = str(ROOT / words[0])
+    train.main(settings(*words))
+    convert.main(convert.Config(checkpoint=str(tmp_path / "run"), to_hf=str(tmp_path / "hf")))
+    theirs, model = (auto.from_pretrained(tmp_path / "hf") for auto in (AutoTokenizer, AutoModelForCausalLM))
+    assert (theirs.bos_token_id, theirs.eos_token_id, theirs.unk_token_id) == (256, 256, 256)
+    assert model.generation_config.eos_token_id == 256 and theirs.model_max_length == model.config.n_positions
+    ids = theirs("def naïve():\n", return_tensors="pt")
+    assert ids["input_ids"][0].tolist() == tokenizer.load("bytes").encode("def naïve():\n")
+    assert theirs.decode(model.generate(**ids, max_new_tokens=4)[0]).startswith("def naïve():\n")
+    again = dict(checkpoint=str(tmp_path / "run"), to_hf=str(tmp_path / "b"), verify=False)
+    refused(lambda: convert.main(convert.Config(**again, tokenizer="gpt2")), "50,257 ids, the model 257")
