@@ -28,10 +28,8 @@ class Meter:
         """began: time.perf_counter() of the process's start, for the line after the first step."""
         self.log, self.saver, self.scaler, self.world, self.began = log, saver, scaler, world, began
         self.max_skipped, self.skipped, self.in_a_row = max_skipped, 0, 0
-        self.trend, self.warned = (
-            None,
-            0,
-        )  # running mean and variance of the loss, steps in them; the step of the last warning
+        self.trend = None  # running mean and variance of the loss, and the number of steps in them
+        self.warned = 0  # step of the last warning of a spike
         self._ahead = int(world.device.type == "cuda")  # steps that may be launched and unread
         self._launched, self._mark, self._first = collections.deque(), None, True
 
