@@ -3,6 +3,7 @@
     python fineweb.py                                          # FineWeb-Edu sample-10BT into data/fineweb-edu, 20 GB
     python fineweb.py --dataset=kjj0/fineweb10B-gpt2 --max_shards=10      # ready-made GPT-2 shards of FineWeb
     python fineweb.py --dataset="books/*.txt,notes.jsonl.zst" --out_dir=data/mine
+    python fineweb.py --dataset=chats.jsonl --text_key=messages --tokenizer=FOLDER  # see corpus/dialogues.py
     python fineweb.py --pack=131072 --min_document_tokens=8192            # for long sequences, see corpus/packing.py
 
 Writes llm.c shards (a 1,024-byte header, then uint16 or uint32 tokens, a separator before each document), manifest.json
@@ -11,6 +12,7 @@ Every training shard but the last is exactly shard_tokens long, and documents co
 A killed run continues when it is started again (corpus/writer.py). corpus/loader.py reads the shards.
 """
 
+import functools
 import glob
 import hashlib
 import itertools
@@ -34,7 +36,7 @@ class Config:
     dataset: str = "fineweb-edu"  # fineweb, fineweb-edu, a hub name, or local files, folders and globs between commas
     subset: str = "sample-10BT"  # subset of FineWeb and FineWeb-Edu; of another hub dataset if not the default
     split: str = "train"  # the hub's split to read
-    text_key: str = "text"  # the field that holds the text in jsonl and parquet
+    text_key: str = "text"  # field of the text; messages or prompt,completion: loss on the answers alone
     streaming: bool = False  # read while downloading, keep no copy; shuffle_seed then shuffles a buffer only
     out_dir: str | None = None  # where the shards go; None: data/<name of the dataset>
     tokenizer: str = "gpt2"  # gpt2, another tiktoken encoding, bytes, a tokenizer.model or tokenizer.json
@@ -51,15 +53,20 @@ def main(cfg):
     check(cfg)
     from corpus import tokenizer as tokenizers
     from corpus import writer
+    from corpus.dialogues import Dialogues
 
     name = SHORT_NAMES.get(cfg.dataset, cfg.dataset)
     files = None if name in READY_MADE else local_files(name)
     short = "text" if files and len(files) > 1 else re.sub(r"[^\w-].*", "", Path(name).name) or "text"
     out = Path(cfg.out_dir or f"data/{short}")
     tokenizer = tokenizers.load("gpt2" if name in READY_MADE else cfg.tokenizer)
+    dialogues = Dialogues(tokenizer) if is_chat(cfg) else None
+    encode = dialogues.rows if dialogues else functools.partial(writer.text_rows, tokenizer)
     with writer.claim(out):
         decisive = {"dataset": name, "max_shards": cfg.max_shards}
-        progress = writer.Progress(out, decisive if name in READY_MADE else settings(cfg, name, files, tokenizer))
+        progress = writer.Progress(
+            out, decisive if name in READY_MADE else settings(cfg, name, files, tokenizer, dialogues)
+        )
         if progress.finished:
             print(f"{out} is finished already; nothing was done")
         else:
@@ -67,11 +74,13 @@ def main(cfg):
             if name in READY_MADE:
                 writer.fetch_shards(name, cfg.max_shards, progress, tokenizer)
             else:
-                writer.write_shards(documents(cfg, name, files, progress.document), progress, tokenizer, short)
+                batches = documents(cfg, name, files, progress.document)
+                writer.write_shards(batches, encode, progress, tokenizer, short)
             progress.finish(tokenizer)
             rate = (progress.total("tokens") - before) / (time.perf_counter() - began)
             print(f"{progress.total('documents'):,} documents, {rate / 1e6:.2f}M tokens/s")
-    print("\n".join(progress.summary()))
+    warnings = [f"warning: {words}" for words in dialogues.warnings] if dialogues else []
+    print("\n".join([*progress.summary(), *warnings]))
     print(f"go on with  python train.py --data_dir={out} --vocab_size={tokenizer.vocab_size}")
 
 
@@ -85,6 +94,8 @@ def check(cfg):
         wrong.append(f"shard_tokens={cfg.shard_tokens} must be at least pack={cfg.pack}, since shards hold whole rows")
     if (cfg.pack or cfg.min_document_tokens) and cfg.dataset in READY_MADE:
         wrong.append(f"pack and min_document_tokens are for texts; {cfg.dataset} is tokenized already")
+    if cfg.text_key.count(",") > 1:
+        wrong.append(f"text_key={cfg.text_key} must be one field, or two for prompt,completion")
     if cfg.max_shards is not None and cfg.dataset not in READY_MADE:
         wrong.append(f"max_shards={cfg.max_shards} is for {', '.join(READY_MADE)}; for other data use --max_tokens")
     refuse(wrong)
@@ -118,12 +129,19 @@ def _is_text(path, root):
         return path.suffix in (*COMPRESSED, ".parquet") or b"\0" not in file.read(8192)
 
 
-def settings(cfg, name, files, tokenizer):
+def is_chat(cfg):
+    """Whether the documents are dialogues, or prompts with their completions, of which the answers alone carry loss."""
+    return cfg.text_key == "messages" or "," in cfg.text_key
+
+
+def settings(cfg, name, files, tokenizer, dialogues):
     """The settings that decide the shards' bytes; a folder that was started with other values is refused."""
     chosen = {"dataset": name, "text_key": cfg.text_key}
     chosen |= {"tokenizer": cfg.tokenizer, "vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot}
     chosen |= {k: getattr(cfg, k) for k in ("shard_tokens", "val_tokens", "max_tokens", "shuffle_seed")}
     chosen |= {k: getattr(cfg, k) for k in ("pack", "min_document_tokens") if getattr(cfg, k) is not None}
+    if dialogues:
+        chosen["chat_sha256"] = dialogues.digest
     if cfg.shuffle_seed is not None:
         chosen["streaming"] = cfg.streaming  # the two shuffle differently
     if files is None:
@@ -142,7 +160,10 @@ def settings(cfg, name, files, tokenizer):
 
 
 def documents(cfg, name, files, first):
-    """Yields lists of texts from document number `first` on. Raises DataError after the hub's own retries failed."""
+    """Yields lists of texts, messages or pairs from document number `first` on.
+
+    Raises DataError after the hub's own retries failed.
+    """
     import datasets  # takes a second to import
 
     from corpus.loader import DataError
@@ -153,16 +174,17 @@ def documents(cfg, name, files, first):
         subset = cfg.subset if name in SHORT_NAMES.values() or cfg.subset != Config.subset else None
         hub = dict(name=subset, split=cfg.split, streaming=cfg.streaming)  # the default subset is one of FineWeb alone
         data = load_files(cfg, files) if files else datasets.load_dataset(name, **hub)
-        if data.column_names and cfg.text_key not in data.column_names:
+        keys = cfg.text_key.split(",")
+        if data.column_names and not set(keys) <= set(data.column_names):
             fields = ", ".join(data.column_names)
             raise DataError(f"dataset={cfg.dataset} has no field text_key={cfg.text_key}; it has {fields}")
-        data = data.select_columns([cfg.text_key])
+        data = data.select_columns(keys)
         if cfg.shuffle_seed is not None:
             data = data.shuffle(seed=cfg.shuffle_seed)
         if first:
             data = data.skip(first) if cfg.streaming else data.select(range(min(first, len(data)), len(data)))
         for batch in data.iter(batch_size=256):  # about 200,000 tokens
-            yield batch[cfg.text_key]
+            yield batch[keys[0]] if len(keys) == 1 else list(zip(*(batch[key] for key in keys)))
     except UserError:
         raise
     except Exception as error:  # of the hub, a parser or the disk: datasets documents no narrower type
@@ -183,16 +205,17 @@ def load_files(cfg, files):
         builder = RECORDS.get(suffixes[-1], "text") if suffixes else "text"
         return builder, path if builder == "json" else ""
 
+    keys = cfg.text_key.split(",")
     parts, whole = [], {"sample_by": "document", "encoding_errors": "replace"}
     for (builder, _), paths in itertools.groupby(files, part_of):
-        options = {"parquet": {"columns": [cfg.text_key]}, "text": whole}.get(builder, {})
+        options = {"parquet": {"columns": keys}, "text": whole}.get(builder, {})
         paths = [glob.escape(os.path.abspath(path)) for path in paths]
         part = datasets.load_dataset(
             builder, data_files={"train": paths}, split="train", streaming=cfg.streaming, **options
         )
-        if builder == "text" and cfg.text_key != "text":
+        if builder == "text" and cfg.text_key != "text" and not is_chat(cfg):
             part = part.rename_column("text", cfg.text_key)
-        parts.append(part.select_columns([cfg.text_key]) if cfg.text_key in (part.column_names or []) else part)
+        parts.append(part.select_columns(keys) if set(keys) <= set(part.column_names or []) else part)
     return parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
 
 

@@ -106,7 +106,7 @@ class Config(GPTConfig):
     overfit: bool = False  # train on the first batch only: the loss must go to zero
     seed: int = 1337  # of the initial weights and dropout
     # Data
-    data_dir: str = "data/fineweb-edu"  # shards, as fineweb.py writes them, or nanoGPT's train.bin and val.bin
+    data_dir: str = "data/fineweb-edu"  # shards, or nanoGPT's train.bin and val.bin; mixed: data/a:0.7,data/b:0.3
     tokenizer: str | None = None  # for samples and HellaSwag; None: the one in the data's manifest
     shuffle_seed: int | None = None  # shuffles the rows, differently in each epoch; None: in the order of the shards
     align_documents: bool = False  # every row starts where a document does, if one begins in it

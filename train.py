@@ -52,10 +52,10 @@ class Training:
         """One optimizer step over `accumulation` batches -> (loss, gradient norm), tensors on the device."""
         loss = 0.0
         for micro in range(self.accumulation):
-            x, y = next_batch()
+            x, y, *weight = next_batch()  # a weight where only some targets count, see make_batches
             parallel.sync_gradients(self.model, micro == self.accumulation - 1)
             with self.autocast:
-                micro_loss = self.model(x, y) / self.accumulation
+                micro_loss = self.model(x, y, "sum") * weight[0] if weight else self.model(x, y) / self.accumulation
             self.scaler.scale(micro_loss).backward()
             loss += micro_loss.detach()
         self.scaler.unscale_(self.optimizer)
@@ -92,13 +92,13 @@ def train(cfg, world, watch):
     # data
     if cfg.verify_data:
         verify(cfg.data_dir)
-    loader, val_loader = make_loaders(cfg, world)
+    loader, val_loaders = make_loaders(cfg, world)
     cfg = dataclasses.replace(cfg, tokenizer=cfg.tokenizer or loader.tokenizer)  # recorded for sample.py
     next_batch = make_batches(cfg, world, loader)
 
     # model and optimizer, new or as a checkpoint has them
     job = Training(cfg, world, start.weights, documents.separator(cfg, loader.eot))
-    evaluate = Evaluator(cfg, world, job, val_loader)
+    evaluate = Evaluator(cfg, world, job, val_loaders)
     torch.manual_seed(cfg.seed + world.rank)  # dropout differs by rank
     start.restore(job, loader, world, cfg.allow_data_change)
 

@@ -17,12 +17,16 @@ from corpus.tokenizer import without_surrogates
 from run.files import read_json
 
 
+class NoTemplate(UserError):
+    """The folder has no chat template."""
+
+
 def stop_ids(folder, tokenizer):
     """The ids that a folder's files name as the end of a text or of a reply, as a set."""
     files = [_read(folder, name) for name in ("generation_config.json", "config.json")]
     found = next((file["eos_token_id"] for file in files if file.get("eos_token_id") is not None), [])
     ids = {i for i in (found if isinstance(found, list) else [found]) if isinstance(i, int)}
-    token = tokenizer.encode_special(_special_tokens(folder).get("eos_token", ""))
+    token = tokenizer.encode_special(special_tokens(folder).get("eos_token", ""))
     return ids.union(token if len(token) == 1 else [])  # another tokenizer may not have it
 
 
@@ -36,16 +40,20 @@ class Template:
         environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
         environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
         environment.globals["raise_exception"] = _raise
-        self.folder, self.tokenizer, self.special = folder, tokenizer, _special_tokens(folder)
-        text = _template(folder)
+        self.folder, self.tokenizer, self.special = folder, tokenizer, special_tokens(folder)
+        self.text = _template(folder)
         with self.errors_in_one_line():
-            self.template = environment.from_string(text)
+            self.template = environment.from_string(self.text)
 
     def ids(self, messages):
         """The ids of a conversation up to where the next reply begins. messages: [{"role": "user", "content": ...}]"""
+        return self.tokenizer.encode_special(self.render(messages, add_generation_prompt=True))
+
+    def render(self, messages, add_generation_prompt=False):
+        """The text of a conversation, with the beginning of a reply if that is asked for."""
+        options = dict(add_generation_prompt=add_generation_prompt, tools=None, documents=None)
         with self.errors_in_one_line():
-            text = self.template.render(messages=messages, add_generation_prompt=True, **self.special)
-        return self.tokenizer.encode_special(without_surrogates(text))
+            return without_surrogates(self.template.render(messages=messages, **options, **self.special))
 
     @contextlib.contextmanager
     def errors_in_one_line(self):
@@ -68,14 +76,14 @@ def _template(folder):
         named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
         found = named.get("default")
     if not isinstance(found, str):
-        raise UserError(
+        raise NoTemplate(
             f"chat: {folder} has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json); "
             "give the folder of a chat model's tokenizer, --tokenizer=FOLDER, or leave --chat out"
         )
     return found
 
 
-def _special_tokens(folder):
+def special_tokens(folder):
     """{"bos_token": "<s>", ...}; each is written as a string or as an object with its `content`."""
     files = _read(folder, "special_tokens_map.json") | _read(folder, "tokenizer_config.json")
     tokens = {k: v.get("content") if isinstance(v, dict) else v for k, v in files.items() if k.endswith("_token")}

@@ -7,6 +7,7 @@ nanoGPT's headerless train.bin and val.bin (uint16) are read too; name and missi
 import bisect
 import glob
 import hashlib
+import itertools
 import os
 import queue
 import re
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 
 from configurator import UserError
+from corpus import mixture
 from run.files import digest, read_json
 
 HEADER_BYTES = 1024
@@ -137,6 +139,20 @@ def open_shard(path):
     return np.memmap(path, dtype, "r", HEADER_BYTES, (count,))
 
 
+def mask_path(path):
+    """The file beside a shard that says which tokens carry loss: a bit a token, the lowest of a byte first."""
+    return Path(path).with_suffix(".mask")
+
+
+def open_mask(path, tokens):
+    """The bytes of a shard's mask as a read-only memory map. Raises DataError."""
+    size = os.path.getsize(path) if os.path.isfile(path) else None
+    if size != -(-tokens // 8):
+        found = "is missing" if size is None else f"has {size} bytes"
+        raise DataError(f"{path} {found}, expected {-(-tokens // 8)} bytes for {tokens} tokens; {MAKE_DATA}")
+    return np.memmap(path, np.uint8, "r")
+
+
 def is_headerless(path):
     """Whether a file is nanoGPT's: its name is train.bin or val.bin, and it does not begin with a shard's magic.
 
@@ -171,36 +187,157 @@ def find_shards(data_dir, split):
 
 
 def verify(data_dir):
-    """Compares every shard with the manifest's SHA-256. Raises DataError."""
+    """Compares every shard and mask of the folders with the manifest's SHA-256. Raises DataError."""
+    for folder, _ in mixture.folders(str(data_dir)):
+        _verify_folder(folder)
+
+
+def _verify_folder(data_dir):
     manifest = read_manifest(data_dir)
     if not manifest.get("shards"):
         why = "is missing or lists no shards, so there are no checksums to verify"
         raise DataError(f"{data_dir}/manifest.json {why}; {MAKE_DATA}")
     for shard in manifest["shards"]:
         path = Path(data_dir) / shard["name"]
-        if not path.is_file():
-            raise DataError(f"{path} is in the manifest and not in the folder; {MAKE_DATA}")
-        read_header(path)
-        found = digest(path)[1]
-        if found != shard["sha256"]:
+        for file, expected in [(path, shard["sha256"]), (mask_path(path), shard.get("mask_sha256"))]:
+            if expected is None:
+                continue
+            if not file.is_file():
+                raise DataError(f"{file} is in the manifest and not in the folder; {MAKE_DATA}")
+            if file == path:
+                read_header(path)
+            found = digest(file)[1]
+            if found != expected:
+                raise DataError(
+                    f"{file} is damaged: SHA-256 {found[:16]}..., expected {expected[:16]}...; "
+                    f"remove {data_dir} and {MAKE_DATA}"
+                )
+
+
+class Split:
+    """The shards of a folder's split as one circle of `tokens` tokens, and the order of the rows in it.
+
+    Row w is the T+1 tokens from token w*T on. An epoch is ceil(tokens/T) rows, so that no token is lost at the end of a
+    shard; the last row wraps around to the first tokens. `masks`: the bits of tokens with loss, None if all have it.
+    """
+
+    def __init__(self, data_dir, split, T, vocab_size, shuffle_seed, align):
+        self.T, self.shuffle_seed = T, shuffle_seed
+        self.paths = find_shards(data_dir, split)
+        self.shards = [open_shard(path) for path in self.paths]
+        self.ends = np.cumsum([len(shard) for shard in self.shards]).tolist()
+        self.tokens = self.ends[-1]
+        manifest = read_manifest(data_dir)
+        try:
+            self._check_shards(manifest, data_dir, split, vocab_size)
+            pack = dict(manifest.get("settings", {})).get("pack")
+            self.masks = self._open_masks({shard["name"] for shard in manifest.get("shards", []) if "targets" in shard})
+        except (TypeError, KeyError) as error:
+            raise DataError(f"{data_dir}/manifest.json is damaged ({error}); remove it and {MAKE_DATA}") from None
+        self.tokenizer, self.eot = manifest.get("tokenizer"), manifest.get("eot")
+        self.token_bytes = read_sizes(Path(data_dir) / "token_bytes.npy", manifest.get("vocab_size") or 0)
+        self.starts = self._aligned_starts(manifest, data_dir) if align else None
+        self.rows_per_epoch = -(-self.tokens // T) if self.starts is None else len(self.starts)
+        self.warnings = self._pack_warnings(pack, data_dir)
+        self._order, self._order_epoch = None, None
+
+    def _check_shards(self, manifest, data_dir, split, vocab_size):
+        dtype = np.dtype(manifest.get("dtype", self.shards[0].dtype))
+        for path, shard in zip(self.paths, self.shards):
+            if shard.dtype != dtype:
+                raise DataError(
+                    f"{path} holds {shard.dtype.name} tokens, the rest of {data_dir} holds {dtype.name}; remove it"
+                )
+        if vocab_size is not None and manifest.get("vocab_size", 0) > vocab_size:
+            name, size = manifest["tokenizer"], manifest["vocab_size"]
+            raise DataError(f"vocab_size={vocab_size} is less than {data_dir}'s ({name}); try --vocab_size={size}")
+        if self.tokens <= self.T:
             raise DataError(
-                f"{path} is damaged: SHA-256 {found[:16]}..., expected {shard['sha256'][:16]}...; "
-                f"remove {data_dir} and {MAKE_DATA}"
+                f"{data_dir}: a row needs block_size+1 = {self.T + 1:,} tokens, the {split} split has {self.tokens:,}; "
+                "lower --block_size, or make more data"
             )
+
+    def _open_masks(self, recorded):
+        """The masks beside the shards, if there are any; `recorded`: names of the shards with one in the manifest."""
+        if any(os.path.basename(p) in recorded or mask_path(p).exists() for p in self.paths):
+            return [open_mask(mask_path(path), len(shard)) for path, shard in zip(self.paths, self.shards)]
+
+    def _pack_warnings(self, pack, data_dir):
+        if pack and pack != self.T:
+            return [
+                f"{data_dir} is packed for block_size={pack}; rows of {self.T} cut more documents than they need to"
+            ]
+        if pack and self.starts is not None:
+            return [f"{data_dir} is packed for rows that lie end to end; with align_documents they do not"]
+        return []
+
+    def _aligned_starts(self, manifest, data_dir):
+        """First token of each row of an epoch, int64."""
+        if "eot" not in manifest:
+            raise DataError(f"align_documents needs the separator, and there is no {data_dir}/manifest.json")
+        return aligned_starts(begins(self.shards, manifest["eot"]), self.tokens, self.T)
+
+    def same_tokens(self, other):
+        """Whether both have the same tokenizer, perhaps by another path: then each id has as many bytes."""
+        known = self.token_bytes is not None and other.token_bytes is not None
+        same = np.array_equal(self.token_bytes, other.token_bytes) if known else self.tokenizer == other.tokenizer
+        return same and self.eot == other.eot
+
+    def start(self, row):
+        """First token of a row; rows are counted from the start of training."""
+        epoch, w = divmod(row, self.rows_per_epoch)
+        if self.shuffle_seed is not None:
+            if self._order_epoch != epoch:
+                self._order = np.random.default_rng((self.shuffle_seed, epoch)).permutation(self.rows_per_epoch)
+                self._order_epoch = epoch
+            w = int(self._order[w])
+        return w * self.T if self.starts is None else int(self.starts[w])
+
+    def locate(self, position):
+        """(index of the shard, index in it) of a token; positions go around."""
+        position %= self.tokens
+        shard = bisect.bisect_right(self.ends, position)
+        return shard, position - self.ends[shard] + len(self.shards[shard])
+
+    def _pieces(self, position, count):
+        """(shard, first token, tokens) of the pieces of shards that follow each other from `position` on."""
+        while count:
+            shard, at = self.locate(position)
+            length = min(count, len(self.shards[shard]) - at)
+            yield shard, at, length
+            position, count = position + length, count - length
+
+    def read(self, position, row):
+        """Fills `row` with tokens from `position` on."""
+        filled = 0
+        for shard, at, length in self._pieces(position, len(row)):
+            row[filled : filled + length] = self.shards[shard][at : at + length]
+            filled += length
+
+    def has_loss(self, position, count):
+        """Bool (count,): which tokens from `position` on carry loss as targets."""
+        if self.masks is None:
+            return np.ones(count, bool)
+        parts = []
+        for shard, at, length in self._pieces(position, count):
+            bits = np.unpackbits(self.masks[shard][at // 8 : -(-(at + length) // 8)], bitorder="little")
+            parts.append(bits[at % 8 :][:length])
+        return np.concatenate(parts).view(bool)
 
 
 class TokenLoader:
-    """Batches for one rank from a split's shards, which together form one circle of `tokens` tokens.
+    """Batches for one rank from a split of one folder, or of several in a mixture (corpus/mixture.py).
 
-    Row w is the T+1 tokens from token w*T on. An epoch is ceil(tokens/T) rows, so that no token is lost at the end of a
-    shard; the last row wraps around to the first tokens. All ranks share one order of rows: micro-step k takes world*B
-    rows from row k*world*B on, and rank r of them the B rows from r*B on. A global batch therefore holds the same rows
-    for every B and world.
+    All ranks share one order of rows: micro-step k takes world*B rows from row k*world*B on, and rank r of them the B
+    rows from r*B on. A global batch therefore holds the same rows for every B and world. Row i of a mixture is the next
+    row of the folder that mixture.schedule names. Where a mask leaves out targets, they are -100, and `next` also
+    gives the number of those that the optimizer step has on all ranks.
 
+    data_dir: see mixture.folders.
     shuffle_seed: epoch e has its rows in the order of numpy's default_rng((seed, e)).permutation.
     align: a row begins at the last document start inside the row before it, or at that row's end where its document is
     longer than T. A document that was cut is read again from its start, and no token is left out.
-    min_tokens: raises DataError if the split has fewer, a global batch for example.
+    batch_tokens: in an optimizer step; raises DataError if the split has fewer.
     """
 
     def __init__(
@@ -216,91 +353,62 @@ class TokenLoader:
         shuffle_seed=None,
         align=False,
         prefetch=2,
-        min_tokens=0,
+        batch_tokens=0,
     ):
         self.B, self.T, self.rank, self.world, self.vocab_size = B, T, rank, world, vocab_size
+        self.data_dir, self.align, self.step_rows = data_dir, align, max(batch_tokens // T, world * B)
         self.device, self.shuffle_seed, self.prefetch = torch.device(device), shuffle_seed, prefetch
-        self.paths = find_shards(data_dir, split)
-        self.shards = [open_shard(path) for path in self.paths]
-        self.ends = np.cumsum([len(shard) for shard in self.shards]).tolist()
-        self.tokens = self.ends[-1]
-        manifest = read_manifest(data_dir)
-        try:
-            self._check_shards(manifest, data_dir, split, min_tokens)
-            pack = dict(manifest.get("settings", {})).get("pack")
-        except (TypeError, KeyError) as error:
-            raise DataError(f"{data_dir}/manifest.json is damaged ({error}); remove it and {MAKE_DATA}") from None
-        self.tokenizer, self.eot = manifest.get("tokenizer"), manifest.get("eot")
-        self.token_bytes = read_sizes(Path(data_dir) / "token_bytes.npy", manifest.get("vocab_size") or 0)
-        self._starts = self._aligned_starts(manifest, data_dir) if align else None
-        self.rows_per_epoch = -(-self.tokens // T) if self._starts is None else len(self._starts)
-        self.warnings = self._pack_warnings(pack, data_dir)
+        self.folders, self.shares = zip(*mixture.folders(str(data_dir)))
+        self.splits = [Split(folder, split, T, vocab_size, shuffle_seed, align) for folder in self.folders]
+        self.tokens, self.masked = sum(s.tokens for s in self.splits), any(s.masks for s in self.splits)
+        if self.tokens < batch_tokens:
+            raise DataError(
+                f"{data_dir}: a global batch needs {batch_tokens:,} tokens, the {split} split has {self.tokens:,}; "
+                "lower --batch_tokens, or make more data"
+            )
+        first = self.splits[0]
+        self.tokenizer, self.eot, self.token_bytes = first.tokenizer, first.eot, first.token_bytes
+        for folder, other in zip(self.folders, self.splits):
+            if not other.same_tokens(first):
+                raise DataError(
+                    f"data_dir={data_dir}: {folder} has the tokenizer {other.tokenizer}, {self.folders[0]} has "
+                    f"{self.tokenizer}; make one of them again with the other's, fineweb.py --tokenizer=NAME"
+                )
+        self.warnings = [words for split in self.splits for words in split.warnings]
+        self._turns = mixture.schedule(self.shares)
         self.rows = 0  # rows returned on all ranks together; prefetched rows do not count
-        listing = "".join(f"{Path(path).name} {len(shard)}\n" for path, shard in zip(self.paths, self.shards))
+        listing = "".join(f"{Path(p).name} {len(d)}\n" for s in self.splits for p, d in zip(s.paths, s.shards))
         self.fingerprint = hashlib.sha256(listing.encode()).hexdigest()[:16]
-        self._order, self._order_epoch, self._ahead, self._cuda = None, None, None, None
+        self._ahead, self._cuda = None, None
         if self.device.type == "cuda":
             self._cuda = self.device.index if self.device.index is not None else torch.cuda.current_device()
 
-    def _check_shards(self, manifest, data_dir, split, min_tokens):
-        dtype = np.dtype(manifest.get("dtype", self.shards[0].dtype))
-        for path, shard in zip(self.paths, self.shards):
-            if shard.dtype != dtype:
-                raise DataError(
-                    f"{path} holds {shard.dtype.name} tokens, the rest of {data_dir} holds {dtype.name}; remove it"
-                )
-        if self.vocab_size is not None and manifest.get("vocab_size", 0) > self.vocab_size:
-            name, size = manifest["tokenizer"], manifest["vocab_size"]
-            raise DataError(f"vocab_size={self.vocab_size} is less than {data_dir}'s ({name}); try --vocab_size={size}")
-        if self.tokens < min_tokens:
-            raise DataError(
-                f"{data_dir}: a global batch needs {min_tokens:,} tokens, the {split} split has {self.tokens:,}; "
-                "lower --batch_tokens, or make more data"
-            )
-        if self.tokens <= self.T:
-            raise DataError(
-                f"{data_dir}: a row needs block_size+1 = {self.T + 1:,} tokens, the {split} split has {self.tokens:,}; "
-                "lower --block_size, or make more data"
-            )
-
-    def _pack_warnings(self, pack, data_dir):
-        if pack and pack != self.T:
-            return [
-                f"{data_dir} is packed for block_size={pack}; rows of {self.T} cut more documents than they need to"
-            ]
-        if pack and self._starts is not None:
-            return [f"{data_dir} is packed for rows that lie end to end; with align_documents they do not"]
-        return []
-
-    def _aligned_starts(self, manifest, data_dir):
-        """First token of each row of an epoch, int64."""
-        if "eot" not in manifest:
-            raise DataError(f"align_documents needs the separator, and there is no {data_dir}/manifest.json")
-        return aligned_starts(begins(self.shards, manifest["eot"]), self.tokens, self.T)
-
     def next(self):
-        """(x, y), each int64 (B, T) on the device; y is the token after each token of x."""
+        """(x, y), each int64 (B, T) on the device; y is the token after each token of x. With masks (x, y, targets)."""
         if self._ahead is None:
             self._ahead = Ahead(self._batches(self.rows), self.prefetch)
-        batch = next(self._ahead)
+        batch, *targets = next(self._ahead)
         self.rows += self.world * self.B
-        return self._to_device(batch)
+        return *self._to_device(batch), *targets
 
-    @property
-    def epoch(self):
-        return self.rows // self.rows_per_epoch
+    def shares_of(self, tokens):
+        """[(folder, share of the rows, epochs)] of a run over `tokens` tokens."""
+        shares = [share / sum(self.shares) for share in self.shares]
+        rows = [tokens / self.T * share / split.rows_per_epoch for share, split in zip(shares, self.splits)]
+        return list(zip(self.folders, shares, rows))
 
     def state_dict(self):
-        order = {"block_size": self.T, "shuffle_seed": self.shuffle_seed, "align_documents": self._starts is not None}
+        order = {"block_size": self.T, "shuffle_seed": self.shuffle_seed, "align_documents": self.align}
+        order |= {"shares": list(self.shares)} if len(self.shares) > 1 else {}
         return {"rows": self.rows, "tokens": self.tokens, "fingerprint": self.fingerprint, **order}
 
     def load_state_dict(self, state, allow_data_change=False):
         """Continues exactly after the saved row, for any B and world. Raises DataError if the data differs."""
         own = self.state_dict()
-        wrong = [f"{k} {own[k]}, not {state[k]}" for k in own if k != "rows" and own[k] != state[k]]
+        wrong = [f"{k} {own[k]}, not {state.get(k)}" for k in own if k != "rows" and own[k] != state.get(k)]
         if wrong and not allow_data_change:
             raise DataError(
-                f"the data of {Path(self.paths[0]).parent} is not the data of the checkpoint: {'; '.join(wrong)}; "
+                f"the data of {self.data_dir} is not the data of the checkpoint: {'; '.join(wrong)}; "
                 "to continue on it anyway: --allow_data_change"
             )
         self.close()
@@ -315,67 +423,69 @@ class TokenLoader:
     def eval_batches(self, tokens):
         """Yields this rank's (x, y) of rows 0 to tokens//T - 1, unshuffled: the same rows for every B and world.
 
-        All batches have shape (B, T), and all ranks get equally many; y is -100 in rows that only fill a batch up.
+        All batches have shape (B, T), and all ranks get equally many; y is -100 in rows that only fill a batch up. For
+        one folder, not a mixture.
         """
+        (split,) = self.splits
         rows = min(tokens, self.tokens - 1) // self.T
         if rows == 0:
             raise DataError(f"eval_tokens={tokens} is less than one row of block_size={self.T}; raise --eval_tokens")
+        if not any(split.has_loss(w * self.T + 1, self.T).any() for w in range(rows)):
+            raise DataError(
+                f"{self.data_dir}: no token of the first eval_tokens={tokens} has loss; raise --eval_tokens"
+            )
         for first in range(0, rows, self.world * self.B):
             mine = range(first + self.rank * self.B, first + (self.rank + 1) * self.B)
-            x, y = self._to_device(self._gather([w * self.T if w < rows else 0 for w in mine]))
+            x, y = self._to_device(self._gather([(split, w * self.T if w < rows else 0) for w in mine]))
             y[max(0, rows - mine.start) :] = -100
             yield x, y
 
     def _batches(self, row):
         if self._cuda is not None:
             torch.cuda.set_device(self._cuda)  # a thread starts on GPU 0; pinning would allocate a context there
-        row += self.rank * self.B
-        while True:
-            yield self._gather([self._start(i) for i in range(row, row + self.B)])
-            row += self.world * self.B
+        for first in itertools.count(row, self.step_rows):
+            step = range(first, first + self.step_rows)
+            targets = [self._count(step)] if self.masked else []
+            for row in step[:: self.world * self.B]:
+                row += self.rank * self.B
+                yield self._gather([self._place(i) for i in range(row, row + self.B)]), *targets
 
-    def _start(self, row):
-        """First token of a row; rows are counted from the start of training."""
-        epoch, w = divmod(row, self.rows_per_epoch)
-        if self.shuffle_seed is not None:
-            if self._order_epoch != epoch:
-                self._order = np.random.default_rng((self.shuffle_seed, epoch)).permutation(self.rows_per_epoch)
-                self._order_epoch = epoch
-            w = int(self._order[w])
-        return w * self.T if self._starts is None else int(self._starts[w])
+    def _count(self, rows):
+        """Number of targets with loss in some rows."""
+        return sum(int(split.has_loss(start + 1, self.T).sum()) for split, start in map(self._place, rows))
 
-    def _gather(self, starts):
-        """Rows as int32 (B, T+1), in pinned memory for CUDA: half as many bytes as int64 over the bus."""
-        batch = torch.empty(len(starts), self.T + 1, dtype=torch.int32, pin_memory=self._cuda is not None)
+    def _place(self, row):
+        """(split, first token) of a row; rows are counted from the start of training."""
+        period, at = divmod(row, len(self._turns))
+        k, before = self._turns[at]
+        return self.splits[k], self.splits[k].start(period * self.shares[k] + before)
+
+    def _gather(self, places):
+        """Rows as int32 (B, T+1), in pinned memory for CUDA: half as many bytes as int64 over the bus.
+
+        A token without loss is ~token, which is negative.
+        """
+        batch = torch.empty(len(places), self.T + 1, dtype=torch.int32, pin_memory=self._cuda is not None)
         rows = batch.numpy().view(np.uint32)
-        for row, start in zip(rows, starts):
-            self._read(start, row)
+        for row, (split, start) in zip(rows, places):
+            split.read(start, row)
         if self.vocab_size is not None and rows.max() >= self.vocab_size:
             b, t = np.argwhere(rows >= self.vocab_size)[0].tolist()
-            shard, at = self._locate((starts[b] + t) % self.tokens)
+            split, start = places[b]
+            shard, at = split.locate(start + t)
             raise DataError(
-                f"{self.paths[shard]}: token {at} is {rows[b, t]}, not below vocab_size={self.vocab_size}; "
+                f"{split.paths[shard]}: token {at} is {rows[b, t]}, not below vocab_size={self.vocab_size}; "
                 "raise --vocab_size if the data has another tokenizer, else make the data again"
             )
+        if self.masked:
+            for row, (split, start) in zip(rows, places):
+                np.invert(row, out=row, where=~split.has_loss(start, self.T + 1))
         return batch
-
-    def _locate(self, position):
-        """(index of the shard, index in it) of a token."""
-        shard = bisect.bisect_right(self.ends, position)
-        return shard, position - self.ends[shard] + len(self.shards[shard])
-
-    def _read(self, position, row):
-        """Fills `row` with tokens from `position` on, wrapping around at the end of the split."""
-        filled = 0
-        while filled < len(row):
-            shard, at = self._locate((position + filled) % self.tokens)
-            part = self.shards[shard][at : at + len(row) - filled]
-            row[filled : filled + len(part)] = part
-            filled += len(part)
 
     def _to_device(self, batch):
         batch = batch.to(self.device, non_blocking=True)
-        return batch[:, :-1].long(), batch[:, 1:].long()
+        x, y = batch[:, :-1].long(), batch[:, 1:].long()
+        return (torch.where(x < 0, ~x, x), torch.where(y < 0, -100, y)) if self.masked else (x, y)
 
 
 def begins(shards, eot):

@@ -17,7 +17,17 @@ from tqdm import tqdm
 
 from configurator import UserError
 from corpus import packing
-from corpus.loader import FORMATS, HEADER_BYTES, Ahead, DataError, begins, open_shard, read_manifest, split_of
+from corpus.loader import (
+    FORMATS,
+    HEADER_BYTES,
+    Ahead,
+    DataError,
+    begins,
+    mask_path,
+    open_shard,
+    read_manifest,
+    split_of,
+)
 from run import files
 
 
@@ -40,13 +50,16 @@ def claim(out):
         os.close(lock)
 
 
-def write_shards(texts, progress, tokenizer, short):
-    """Writes the missing shards, named after `short`; `texts` yields lists of documents from progress.document on."""
+def write_shards(batches, encode, progress, tokenizer, short):
+    """Writes the missing shards, named after `short`; `batches` yields lists of documents from progress.document on.
+
+    encode: yields a row of tokens for each document of a list: text_rows, or Dialogues.rows, which says what has loss.
+    """
     writer, pack = ShardWriter(progress, tokenizer, short), progress.settings.get("pack")
     begun, least = progress.total("tokens"), progress.settings.get("min_document_tokens", 1)
     bar = tqdm(desc=short, initial=begun, unit=" tokens", unit_scale=True, disable=None)
-    with bar, contextlib.closing(Ahead(texts, 4)) as batches:
-        rows = tokenized(batches, tokenizer, progress.document, least)
+    with bar, contextlib.closing(Ahead(batches, 4)) as batches:
+        rows = tokenized(batches, encode, progress.document, least)
         if writer.val:  # validation documents keep their order, with pack too
             writer.take_all(rows, bar)
         if pack:
@@ -63,15 +76,26 @@ def write_shards(texts, progress, tokenizer, short):
         )
 
 
-def tokenized(batches, tokenizer, number, least):
-    """Yields (number, tokens) of the documents of at least `least` tokens, each preceded by a separator."""
+def tokenized(batches, encode, number, least):
+    """Yields (number, row) of the documents of at least `least` tokens, besides the separator before each."""
     for batch in batches:
-        for ids in tokenizer.encode_batch([text or "" for text in batch]):
-            if len(ids) >= least:
-                row = np.empty(len(ids) + 1, tokenizer.dtype)
-                row[0], row[1:] = tokenizer.eot, ids
+        rows = encode(batch)
+        for _ in batch:
+            try:
+                row = next(rows)
+            except UserError as error:
+                raise DataError(f"document {number + 1}: {error}") from None
+            if len(row) > least:
                 yield number, row
             number += 1
+
+
+def text_rows(tokenizer, texts):
+    """Yields the tokens of each text after a separator."""
+    for ids in tokenizer.encode_batch([text or "" for text in texts]):
+        row = np.empty(len(ids) + 1, tokenizer.dtype)
+        row[0], row[1:] = tokenizer.eot, ids
+        yield row
 
 
 class ShardWriter:
@@ -86,7 +110,7 @@ class ShardWriter:
         self._open()
 
     def _open(self):
-        self.buffer, self.count = bytearray(HEADER_BYTES), 0
+        self.buffer, self.count, self.mask = bytearray(HEADER_BYTES), 0, bytearray()  # mask: a byte a token
         self.val = self.val_tokens > 0 and not self.progress.shards
         left = self.max_tokens - self.progress.total("tokens", "train")
         self.room, self.complete = min(self.shard_tokens, left), left <= 0 and not self.val
@@ -112,7 +136,11 @@ class ShardWriter:
     def take(self, row, done):
         """Takes as much of row[done:] as fits the shard (validation: all of it) and returns the new `done`."""
         end = len(row) if self.val else min(len(row), done + self.room - self.count)
-        self.buffer += row[done:end].tobytes()
+        part = row[done:end]
+        if part.dtype.names:  # (token, loss)
+            self.mask += part["loss"].tobytes()
+            part = part["token"]
+        self.buffer += part.tobytes()
         self.count += end - done
         if self.count >= (self.val_tokens if self.val else self.room):
             self.close(end if end < len(row) else 0)
@@ -126,6 +154,9 @@ class ShardWriter:
             magic = next(magic for magic, (_, dtype) in FORMATS.items() if dtype == self.tokenizer.dtype)
             header = np.array([magic, FORMATS[magic][0], self.count], "<i4").tobytes()
             self.buffer[: len(header)] = header
+            if self.mask:
+                bits = np.packbits(np.frombuffer(self.mask, bool), bitorder="little")
+                write(mask_path(self.progress.out / name), bits.tobytes())
             write(self.progress.out / name, self.buffer)
             tokens = np.frombuffer(self.buffer, self.tokenizer.dtype, offset=HEADER_BYTES)
             self.progress.add(name, tokens, self.tokenizer, self.position(self.number, done))
@@ -148,7 +179,7 @@ class Progress:
             leftover.unlink(missing_ok=True)
         old = saved["settings"] if saved else None
         if not saved or (old != settings and not saved["shards"]):
-            if stray := sorted(out.glob("*.bin")):
+            if stray := sorted([*out.glob("*.bin"), *out.glob("*.mask")]):
                 raise UserError(
                     f"out_dir={out} holds {stray[0].name} but no record of how it was made; use another one"
                 )
@@ -179,7 +210,11 @@ class Progress:
         counts = sum(np.bincount(part, minlength=tokenizer.vocab_size) for part in parts)
         size, sha256 = files.digest(self.out / name)
         shard = {"name": name, "tokens": len(tokens), "documents": int(counts[tokenizer.eot])}  # that begin in it
-        self.shards.append(shard | {"text_bytes": int(counts @ sizes), "bytes": size, "sha256": sha256})
+        shard |= {"text_bytes": int(counts @ sizes), "bytes": size, "sha256": sha256}
+        if (mask := mask_path(self.out / name)).exists():
+            bits = np.fromfile(mask, np.uint8)
+            shard |= {"targets": int(np.bitwise_count(bits).sum()), "mask_sha256": files.digest(mask)[1]}
+        self.shards.append(shard)
         self.document, self.tokens, self.order = position
         self.save()
 
@@ -198,6 +233,8 @@ class Progress:
         for split in ("train", "val"):
             n = sum(split_of(shard["name"]) == split for shard in self.shards)
             lines.append(f"{split:5}  {n} shards, {self.total('tokens', split):,} tokens")
+            if n and "targets" in self.shards[0]:
+                lines[-1] += f", {self.total('targets', split):,} of them with loss"
         if pack := self.settings.get("pack"):
             cut = read_manifest(self.out)["documents_cut"]
             shares = f"{cut['packed']:.2%} of documents, not {cut['by_chance']:.2%}"
@@ -208,6 +245,7 @@ class Progress:
         """Removes the shards and the record."""
         for name in [*(shard["name"] for shard in self.shards), "progress.json"]:
             (self.out / name).unlink()
+            mask_path(self.out / name).unlink(missing_ok=True)
 
     def finish(self, tokenizer):
         """Writes token_bytes.npy and then manifest.json, which declares the folder complete."""

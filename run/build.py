@@ -1,11 +1,11 @@
 """Builds a run: settings resolved for the device, loaders, the model in its fixed order, the start block."""
 
 import dataclasses
-import functools
 import itertools
 
 import model as models
 from configurator import UserError
+from corpus import mixture
 from corpus.loader import DataError, TokenLoader, read_manifest, read_sizes
 from fast.attention import best_attention
 from run import checkpoint, hf_config, watch
@@ -31,34 +31,40 @@ def choose(cfg, device):
 
 
 def make_loaders(cfg, world):
-    """(training loader, validation loader or None)."""
+    """(training loader, [(share, validation loader)] of the folders)."""
     refuse_other_tokenizer(cfg)
     rank, ranks = world.rank // cfg.context_parallel, world.size // cfg.context_parallel
-    common = dict(data_dir=cfg.data_dir, vocab_size=cfg.vocab_size, B=cfg.batch_size, T=cfg.block_size)
+    common = dict(vocab_size=cfg.vocab_size, B=cfg.batch_size, T=cfg.block_size)
     common |= dict(rank=rank, world=ranks, device=world.device)
-    order = dict(shuffle_seed=cfg.shuffle_seed, align=cfg.align_documents, min_tokens=cfg.batch_tokens)
-    loader = TokenLoader(split="train", **order, **common)
-    return loader, TokenLoader(split="val", **common) if cfg.eval_interval else None
+    order = dict(shuffle_seed=cfg.shuffle_seed, align=cfg.align_documents, batch_tokens=cfg.batch_tokens)
+    loader = TokenLoader(cfg.data_dir, "train", **order, **common)
+    shares = loader.shares_of(cfg.eval_tokens) if cfg.eval_interval else []
+    return loader, [(share, TokenLoader(folder, "val", **common)) for folder, share, _ in shares]
 
 
 def refuse_other_tokenizer(cfg):
     """Raises DataError unless the tokenizer of the data is that of the Hugging Face weights in init_from."""
     if cfg.tokenizer is None or not hf_config.names_hf(cfg.init_from):
         return
-    name, sizes = read_manifest(cfg.data_dir).get("tokenizer"), read_sizes(f"{cfg.data_dir}/token_bytes.npy", 0)
-    if name != cfg.tokenizer and sizes is not None and not hf_config.same_tokenizer(cfg.tokenizer, sizes):
-        raise DataError(
-            f"data_dir={cfg.data_dir} was tokenized with {name}, the weights of init_from={cfg.init_from} use "
-            f"{cfg.tokenizer}; make the data again with python fineweb.py --tokenizer={cfg.tokenizer}"
-        )
+    for folder, _ in mixture.folders(cfg.data_dir):
+        name, sizes = read_manifest(folder).get("tokenizer"), read_sizes(f"{folder}/token_bytes.npy", 0)
+        if name != cfg.tokenizer and sizes is not None and not hf_config.same_tokenizer(cfg.tokenizer, sizes):
+            raise DataError(
+                f"data_dir={folder} was tokenized with {name}, the weights of init_from={cfg.init_from} use "
+                f"{cfg.tokenizer}; make the data again with python fineweb.py --tokenizer={cfg.tokenizer}"
+            )
 
 
 def make_batches(cfg, world, loader):
-    """A function that returns this rank's part of the next (x, y); with cfg.overfit it repeats the first step's."""
-    own_tokens = functools.partial(context.own_tokens, cfg, world)
+    """A function that returns this rank's part of the next (x, y); with cfg.overfit it repeats the first step's.
+
+    With a mask it returns (x, y, weight): this weight times the sum of losses, added up over micro-steps and averaged
+    over ranks, is the mean over the targets of the whole step, which are not equally many in each micro-step.
+    """
 
     def next_batch():
-        return own_tokens(loader.next())
+        x, y, *targets = loader.next()
+        return *context.own_tokens(cfg, world, (x, y)), *(world.size / max(1, n) for n in targets)
 
     if cfg.overfit:
         steps = range(cfg.batch_tokens // cfg.micro_tokens(world.size))
@@ -120,11 +126,13 @@ def describe(cfg, world, job, loader, start):
         ranks = f"{world.size // cfg.context_parallel} groups of {cfg.context_parallel} ranks"
     micro = f"{cfg.batch_size} x {cfg.block_size} x {ranks} x {job.accumulation} micro-steps"
     total, matmul = parameter_counts(job.raw)
+    shares = loader.shares_of(cfg.max_steps * cfg.batch_tokens) if len(loader.folders) > 1 else []
     rows = [
         ("parameters", f"{total:,}, of them {matmul:,} in matmuls; vocabulary padding not counted"),
         *job.account.rows(),
         ("memory", memory.describe(cfg, world.size, job.account.parameters, job.account.as_settings_say(cfg))),
         ("data", f"{cfg.data_dir}: {human(loader.tokens)} training tokens, tokenizer {cfg.tokenizer or 'unknown'}"),
+        *(("", f"{folder}: {share:.1%} of the rows, {epochs:.2f} epochs") for folder, share, epochs in shares),
         ("step", f"{cfg.batch_tokens:,} tokens: {micro}"),
         ("run", f"steps {start.step} to {cfg.max_steps}: {human(cfg.max_steps * cfg.batch_tokens)} tokens"),
     ]

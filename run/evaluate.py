@@ -35,9 +35,9 @@ def validate(model, loader, tokens, autocast, own=lambda batch: batch):
 class Evaluator:
     """Runs the evaluations that are due after a step. Every rank calls it. `warnings` says which cannot run."""
 
-    def __init__(self, cfg, world, job, val_loader):
-        """job: a train.Training; its model is evaluated under its autocast."""
-        self.cfg, self.model, self.autocast, self.val_loader = cfg, job.raw, job.autocast, val_loader
+    def __init__(self, cfg, world, job, val_loaders):
+        """job: a train.Training; its model is evaluated under its autocast. val_loaders: see build.make_loaders."""
+        self.cfg, self.model, self.autocast, self.val_loaders = cfg, job.raw, job.autocast, val_loaders
         self.own = functools.partial(context.own_tokens, cfg, world)
         self.warnings, self.examples, self.tokenizer = [], None, None
         self.done, self.loss = None, None  # the step evaluated last, its validation loss
@@ -84,11 +84,18 @@ class Evaluator:
     def validation(self, step, log):
         device = parallel.device_of(self.model)
         began = parallel.synchronize(device)
-        loss, bpb = validate(self.model, self.val_loader, self.cfg.eval_tokens, self.autocast, self.own)
+        loss, bpb, each = 0.0, None, {}
+        for share, loader in self.val_loaders:
+            tokens = max(self.cfg.block_size, round(share * self.cfg.eval_tokens))
+            nats, bpb = validate(self.model, loader, tokens, self.autocast, self.own)
+            loss, each[loader.data_dir] = loss + share * nats, nats
+        if mixed := len(each) > 1:
+            bpb = None  # bytes a token differ by folder
+        words = [f"{nats:.4f} on {folder}" for folder, nats in each.items()] * mixed
+        words += [] if bpb is None else [f"{bpb:.4f} bits/byte"]
         seconds = parallel.synchronize(device) - began
-        bits = "" if bpb is None else f"{bpb:.4f} bits/byte | "
-        log.print(f"val {step} | loss {loss:.4f} | {bits}{seconds:.1f} s")
-        log.record("val", step, loss=loss, bpb=bpb, seconds=seconds)
+        log.print(" | ".join([f"val {step}", f"loss {loss:.4f}", *words, f"{seconds:.1f} s"]))
+        log.record("val", step, loss=loss, bpb=bpb, seconds=seconds, **({"folders": each} if mixed else {}))
         return loss
 
     def hellaswag(self, step, log):

@@ -143,7 +143,7 @@ def test_no_data(data, tmp_path):
     with pytest.raises(DataError, match=r"absent/\*_train_\*.bin, and .* train.bin; .*python fineweb.py"):
         TokenLoader(tmp_path / "absent", "train", 4, 16)
     with pytest.raises(DataError, match="needs 4,096 tokens, the train split has 1,000; lower --batch_tokens"):
-        TokenLoader(folder, "train", 4, 16, min_tokens=4096)
+        TokenLoader(folder, "train", 4, 16, batch_tokens=4096)
     with pytest.raises(DataError, match="block_size.1 = 1,001 tokens, the train split has 1,000; lower --block_size"):
         TokenLoader(folder, "train", 1, 1000)
     (folder / "x_val_000000.bin").unlink()
@@ -221,15 +221,14 @@ def test_order_is_the_naive_one(data, seed, align, T):
     loader = TokenLoader(folder, "train", 3, T, vocab_size=257, shuffle_seed=seed, align=align)
     expected = take(naive_rows(stream, T, seed, align), 300)
     assert np.array_equal(read_rows(loader, 100), expected)
-    assert loader.rows_per_epoch == len(naive_starts(stream, T, align)) and loader.tokens == 1000
-    assert loader.epoch == 300 // loader.rows_per_epoch
+    assert loader.splits[0].rows_per_epoch == len(naive_starts(stream, T, align)) and loader.tokens == 1000
     loader.close()
 
 
 def test_every_token_is_a_target_once_an_epoch(data):
     folder, stream = data
     loader = TokenLoader(folder, "train", 1, 9)
-    targets = read_rows(loader, loader.rows_per_epoch)[:, 1:].ravel()
+    targets = read_rows(loader, loader.splits[0].rows_per_epoch)[:, 1:].ravel()
     assert np.array_equal(targets[:1000], np.roll(stream, -1)) and len(targets) == 112 * 9
     loader.close()
 
@@ -350,5 +349,5 @@ def test_on_a_gpu(data):
         assert all(x.is_cuda and y.is_cuda for x, y in batches)
         rows = torch.cat([torch.cat([x, y[:, -1:]], 1) for x, y in batches]).cpu().numpy()
         assert np.array_equal(rows, take(naive_rows(stream, 16, 3), 120))
-        assert loader._gather([0]).is_pinned()
+        assert loader._gather([(loader.splits[0], 0)]).is_pinned()
         loader.close()

@@ -1,0 +1,115 @@
+"""Dialogues to tokens of which the answers alone carry loss: a Hugging Face chat template, or prompt and completion.
+
+    python fineweb.py --dataset=chats.jsonl --text_key=messages --tokenizer=path/to/folder
+    python fineweb.py --dataset=pairs.jsonl --text_key=prompt,completion
+
+corpus/chat.py renders the template, special tokens in the rendered text are parsed, and an answer is what
+a dialogue with it has more than the same dialogue before it with a generation prompt, up to its last special token.
+"""
+
+import contextlib
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+
+from configurator import UserError
+from corpus import chat
+from corpus.loader import DataError
+
+
+class Dialogues:
+    """The chat template of a Hugging Face tokenizer's folder; `template` is None where there is none.
+
+    eos: the id that ends a completion. digest: of all that decides the tokens besides the tokenizer.
+    """
+
+    def __init__(self, tokenizer):
+        path = Path(tokenizer.name)
+        folder = path if path.is_dir() else path.parent
+        self.tokenizer, self.template, self.eos, special = tokenizer, None, tokenizer.eot, {}
+        if path.is_dir() or path.suffix == ".json":  # not the name of an encoding
+            special = chat.special_tokens(folder)
+            with contextlib.suppress(chat.NoTemplate):
+                self.template = chat.Template(folder, tokenizer)
+            import tokenizers
+
+            file = folder / "tokenizer.json" if path.is_dir() else path
+            self.inner = tokenizers.Tokenizer.from_file(str(file))  # unlike the tokenizer's, it gives offsets
+            self.inner.no_truncation()
+            self.inner.no_padding()
+            self.parsed = {i for i, token in self.inner.get_added_tokens_decoder().items() if token.special}
+            eos = self.inner.token_to_id(special.get("eos_token", ""))
+            self.eos = tokenizer.eot if eos is None else eos
+        decisive = [self.template and self.template.text, special]
+        self.digest = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
+        self.warnings = []
+        self.row = np.dtype([("token", tokenizer.dtype), ("loss", bool)])
+
+    def rows(self, documents):
+        """Yields for each document, a list of messages or a pair, its array of (token, loss); empty without answers."""
+        for document in documents:
+            if isinstance(document, tuple) and self.template is None:
+                yield self._pair(*document)
+            elif isinstance(document, tuple):
+                roles = zip(("user", "assistant"), document)
+                yield self._dialogue([{"role": role, "content": content} for role, content in roles])
+            else:
+                yield self._dialogue(document)
+
+    def _pair(self, prompt, completion):
+        """The separator, the prompt, the completion and eos; where eos is the separator, the next document's serves."""
+        if not (isinstance(prompt, str) and isinstance(completion, str)):
+            raise DataError("prompt and completion must be texts, got " + _short([prompt, completion]))
+        if not completion:
+            return np.empty(0, self.row)
+        prompt, completion = (ids.tolist() for ids in self.tokenizer.encode_batch([prompt, completion]))
+        shared = self.eos == self.tokenizer.eot
+        tokens = [self.tokenizer.eot, *prompt, *completion, *[self.eos] * (not shared)]
+        row = np.zeros(len(tokens), self.row)
+        row["token"], row["loss"] = tokens, np.arange(len(tokens)) > len(prompt)
+        row["loss"][0] = shared
+        return row
+
+    def _dialogue(self, messages):
+        if self.template is None:
+            raise UserError(
+                f"tokenizer={self.tokenizer.name} has no chat template; give a folder with tokenizer.json and a "
+                "tokenizer_config.json that has a chat_template, or pairs: --text_key=prompt,completion"
+            )
+        if not isinstance(messages, list) or not all(isinstance(m, dict) and m.get("role") for m in messages):
+            raise DataError("expected a list of {role, content}, got " + _short(messages))
+        messages = [{k: v for k, v in m.items() if v is not None} for m in messages]  # datasets fills fields with None
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        if not answers:
+            return np.empty(0, self.row)
+        text = self.template.render(messages)
+        encoded = self.inner.encode(text, add_special_tokens=False)
+        begins, ends = np.array(encoded.offsets).reshape(-1, 2).T
+        row = np.zeros(len(begins), self.row)
+        row["token"] = encoded.ids
+        for i in answers:
+            before, after = (
+                self.template.render(messages[:i], add_generation_prompt=True),
+                self.template.render(messages[: i + 1]),
+            )
+            if not (text.startswith(after) and after.startswith(before)):
+                raise DataError(
+                    f"the chat template of {self.tokenizer.name} renders message {i + 1} otherwise when others follow, "
+                    "so its tokens cannot be told; cut the dialogue after it, or change the template"
+                )
+            inside = np.flatnonzero((ends > len(before)) & (begins < len(after)))
+            special = [n for n, token in enumerate(row["token"][inside]) if int(token) in self.parsed]
+            row["loss"][inside[: special[-1] + 1] if special else inside] = True
+        if not row["loss"].any():
+            return row[:0]
+        if self.tokenizer.eot in row["token"][1:] and not self.warnings:
+            self.warnings.append("the chat template has the separator within dialogues: --document_mask would cut them")
+        if row["token"][0] == self.tokenizer.eot:
+            return row
+        return np.concatenate([np.array([(self.tokenizer.eot, False)], self.row), row])
+
+
+def _short(value):
+    return repr(value) if len(repr(value)) < 100 else repr(value)[:97] + "..."

@@ -1,0 +1,57 @@
+"""A mixture of folders of shards, data/a:0.7,data/b:0.3: its weights, and which folder each row of a run comes from."""
+
+import math
+import os
+import re
+
+from configurator import UserError
+
+FINEST = 10_000  # weights are rounded to multiples of 1 / FINEST
+
+
+def folders(data_dir):
+    """[(folder, share)] that `data_dir` names, the shares as integers without a common divisor. Raises UserError.
+
+    A colon before a number begins a weight; without any weight the whole text is one folder.
+    """
+    parts = [part.strip() for part in data_dir.split(",")]
+    found = [re.fullmatch(r"(.+):([-+]?\.?\d[^/]*|[-+]?(?:inf|nan))", part) for part in parts]
+    if not any(found) and (len(parts) == 1 or os.path.isdir(data_dir)):
+        return [(data_dir, 1)]
+    if bare := [part for part, match in zip(parts, found) if not match]:
+        raise UserError(f"data_dir={data_dir}: {bare[0]!r} has no weight; write a mixture as data/a:0.7,data/b:0.3")
+    names = [match[1] for match in found]
+    weights = [_weight(data_dir, match[2]) for match in found]
+    if len({os.path.realpath(name) for name in names}) < len(names):
+        raise UserError(f"data_dir={data_dir} names a folder twice; give each one weight")
+    shares = [round(FINEST * weight / sum(weights)) for weight in weights]
+    if 0 in shares:
+        least = f"less than {0.5 / FINEST} of all rows"
+        raise UserError(f"data_dir={data_dir}: {names[shares.index(0)]} would get {least}; raise its weight")
+    return [(name, share // math.gcd(*shares)) for name, share in zip(names, shares)]
+
+
+def _weight(data_dir, text):
+    try:
+        weight = float(text)
+    except ValueError:
+        weight = math.nan
+    if not 0 < weight < math.inf:
+        raise UserError(f"data_dir={data_dir}: the weight {text} must be a number over 0")
+    return weight
+
+
+def schedule(shares):
+    """(folder, number of its rows before) for each of the first sum(shares) rows; then the order repeats.
+
+    Among the first n rows a folder has its share of n, rounded up or down: its row j may come from row floor(j / share)
+    on and must come before row ceil((j + 1) / share), and the most urgent one comes first, which keeps all deadlines
+    (Liu and Layland, https://doi.org/10.1145/321738.321743).
+    """
+    period, counts, order = sum(shares), [0] * len(shares), []
+    for row in range(period):
+        allowed = [k for k, share in enumerate(shares) if counts[k] * period < (row + 1) * share]
+        k = min(allowed, key=lambda k: -(-(counts[k] + 1) * period // shares[k]))
+        order.append((k, counts[k]))
+        counts[k] += 1
+    return order

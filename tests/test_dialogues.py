@@ -1,0 +1,289 @@
+"""dialogues.py and masks: against transformers, a loss written out, other ranks, damage and bad dialogues."""
+
+import ast
+import json
+import shutil
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ranks
+import torch
+import torch.nn.functional as F
+from conftest import flags, losses, one_line, read_log, train_here, train_in_rank, write_shard
+from test_fineweb import contents, hub_cache, prepare, shard_tokens  # noqa: F401
+
+import model as models
+import train
+from configurator import UserError, configure
+from corpus import tokenizer, writer
+from corpus.dialogues import Dialogues
+from corpus.loader import DataError, TokenLoader, mask_path, verify
+from settings import Config
+
+tokenizers = pytest.importorskip("tokenizers")
+CHATML = (
+    "{%- for message in messages %}\n"
+    "    {{- '<|im_start|>' + message.role + '\\n' }}\n"
+    "    {%- if message.role == 'assistant' %}\n"
+    "        {%- generation %}{{- message.content | trim + '<|im_end|>' }}{%- endgeneration %}\n"
+    "    {%- else %}{{- message.content + '<|im_end|>' }}{%- endif %}\n"
+    "    {{- '\\n' }}\n"
+    "{%- endfor %}\n"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+PLAIN = CHATML.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
+LLAMA3 = (  # the form of Llama 3's
+    "{{ bos_token }}{% for m in messages %}"
+    "{{ '<|start|>' + m['role'] + '<|end|>\n\n' + m['content'] | trim + eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant<|end|>\n\n' }}{% endif %}"
+)
+
+
+def questions():
+    """Dialogues of one to three turns about the functions of Python's own modules, with their docstrings as answers."""
+    found, turns = [], []
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("[a-d]*.py")):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.FunctionDef) and (said := ast.get_docstring(node)):
+                turns += [("user", f"What does {path.stem}.{node.name} do?"), ("assistant", said[:120])]
+                if len(turns) // 2 > len(found) % 3:
+                    found.append([{"role": role, "content": content} for role, content in turns])
+                    turns = []
+    return found[:240]
+
+
+def save_tokenizer(folder, template, special=("<|endoftext|>", "<|im_start|>", "<|im_end|>"), **settings):
+    folder.mkdir()
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE())
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=400, special_tokens=[*special], initial_alphabet=alphabet)
+    inner.train_from_iterator([m["content"] for messages in questions() for m in messages], trainer)
+    inner.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template, **settings}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def chatml(tmp_path_factory):
+    return save_tokenizer(tmp_path_factory.mktemp("tokenizers") / "chatml", PLAIN, eos_token="<|im_end|>")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory, chatml, hub_cache):  # noqa: F811
+    """(folder of shards of the dialogues, the file of the dialogues)."""
+    root = tmp_path_factory.mktemp("chats")
+    lines = [json.dumps({"messages": messages, "id": i}) + "\n" for i, messages in enumerate(questions())]
+    (root / "chats.jsonl").write_text("".join(lines))
+    settings = dict(text_key="messages", tokenizer=str(chatml), val_tokens=2000, shard_tokens=3001)
+    said = prepare(root / "d", root / "chats.jsonl", **settings)
+    assert "of them with loss" in said
+    return root / "d", root / "chats.jsonl"
+
+
+def rows_of(folder, *documents):
+    return list(Dialogues(tokenizer.load(str(folder))).rows(documents))
+
+
+def read_mask(folder, split):
+    """(tokens, whether each carries loss) of a split."""
+    tokens = np.concatenate(shard_tokens(folder, split))
+    masks = [
+        np.unpackbits(np.fromfile(mask_path(path), np.uint8), bitorder="little")[: len(shard)]
+        for path, shard in zip(sorted(folder.glob(f"*_{split}_*.bin")), shard_tokens(folder, split))
+    ]
+    return tokens, np.concatenate(masks).astype(bool)
+
+
+def test_tokens_and_masks_are_those_of_transformers(chatml):
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(chatml)
+    for row, messages in zip(rows_of(chatml, *questions()), questions(), strict=True):
+        options = dict(chat_template=CHATML, return_dict=True, return_assistant_tokens_mask=True)
+        expected = theirs.apply_chat_template(messages, **options)
+        assert row["token"].tolist() == [0, *expected["input_ids"]]
+        assert row["loss"].tolist() == [False, *map(bool, expected["assistant_masks"])]
+
+
+def test_a_template_that_begins_with_the_separator_gets_no_second_one(tmp_path):
+    special = ("<|begin_of_text|>", "<|start|>", "<|end|>", "<|eot|>")
+    marks = dict(bos_token={"content": special[0]}, eos_token="<|eot|>")
+    folder = save_tokenizer(tmp_path / "llama", [{"name": "default", "template": LLAMA3}], special, **marks)
+    tok = tokenizer.load(str(folder))
+    (row,) = rows_of(folder, [{"role": "user", "content": "a"}, {"role": "assistant", "content": " yes ", "x": None}])
+    assert tok.decode(row["token"]) == (
+        "<|begin_of_text|><|start|>user<|end|>\n\na<|eot|><|start|>assistant<|end|>\n\nyes<|eot|>"
+    )
+    assert tok.decode(row["token"][row["loss"]]) == "yes<|eot|>"
+    (folder / "chat_template.jinja").write_text("{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}")
+    (row,) = rows_of(folder, ("a?", "yes"))  # the file has precedence; a pair is a user's message and the answer
+    assert tok.decode(row["token"]) == "<|begin_of_text|>a?yes" and tok.decode(row["token"][row["loss"]]) == "yes"
+
+
+def test_prompt_and_completion_without_a_template(tmp_path):
+    (tmp_path / "p.jsonl").write_text(
+        "".join(json.dumps({"q": f"{i}+{i}=", "a": str(2 * i)}) + "\n" for i in range(50)) + '{"q": "x", "a": ""}\n'
+    )
+    prepare(tmp_path / "d", tmp_path / "p.jsonl", text_key="q,a", tokenizer="bytes", val_tokens=0)
+    tokens, loss = read_mask(tmp_path / "d", "train")
+    expected = [(256, True)] + [(ord(c), False) for c in "7+7="] + [(ord(c), True) for c in "14"]
+    at = np.flatnonzero(tokens == 256)
+    assert len(at) == 50
+    assert list(zip(tokens[at[7] : at[8]].tolist(), loss[at[7] : at[8]].tolist())) == expected
+    folder = save_tokenizer(tmp_path / "t", None, ("<|endoftext|>", "</s>"), eos_token="</s>")
+    (row,) = rows_of(folder, ("a", "b"))
+    assert row["loss"].tolist() == [False, False, True, True] and row["token"][[0, 3]].tolist() == [0, 1]
+
+
+def test_shards_and_loader_hold_every_dialogue_for_any_rank(data, chatml):
+    folder, _ = data
+    verify(folder)
+    rows = rows_of(chatml, *questions())
+    found = {split: read_mask(folder, split) for split in ("val", "train")}
+    for k, name in enumerate(("token", "loss")):
+        both = np.concatenate([found["val"][k], found["train"][k]])
+        assert np.array_equal(both, np.concatenate([row[name] for row in rows]))
+    tokens, loss = found["train"]
+    T, n = 100, len(tokens)
+    targets = np.where(loss, tokens.astype(int), -100)
+    for world, B in [(1, 4), (2, 2)]:
+        loaders = [
+            TokenLoader(folder, "train", B, T, r, world, vocab_size=400, batch_tokens=8 * T) for r in range(world)
+        ]
+        for k in range(2 * n // (4 * T)):  # two epochs, so that rows wrap around
+            x, y, counts = zip(*[loader.next() for loader in loaders])
+            at = (np.arange(4 * k, 4 * k + 4)[:, None] % -(-n // T) * T + np.arange(T)) % n
+            assert np.array_equal(torch.cat(x), tokens[at])
+            assert np.array_equal(torch.cat(y), targets[(at + 1) % n])
+            first = 4 * (k // 2 * 2)  # of the step's 8 rows
+            step = (np.arange(first, first + 8)[:, None] % -(-n // T) * T + np.arange(1, T + 1)) % n
+            assert set(counts) == {loss[step].sum()}
+        [loader.close() for loader in loaders]
+
+
+def test_packing_keeps_masks_with_their_tokens_and_goes_on_after_a_stop(data, tmp_path, chatml, monkeypatch):
+    _, file = data
+    settings = dict(text_key="messages", tokenizer=str(chatml), val_tokens=2000, shard_tokens=3001, pack=256)
+    prepare(tmp_path / "d", file, **settings)
+    add = writer.Progress.add
+    monkeypatch.setattr(
+        writer.Progress, "add", lambda self, *args: 1 / 0 if len(self.shards) == 3 else add(self, *args)
+    )
+    with pytest.raises(ZeroDivisionError):
+        prepare(tmp_path / "stopped", file, **settings)
+    monkeypatch.undo()
+    prepare(tmp_path / "stopped", file, **settings)
+    assert contents(tmp_path / "stopped") == contents(tmp_path / "d")
+
+    def documents(folder):
+        tokens, loss = read_mask(folder, "train")
+        pairs = [(int(t), bool(m)) for t, m in zip(tokens, loss)]
+        at = [*np.flatnonzero(tokens == 0), len(tokens)]
+        return sorted(pairs[a:b] for a, b in zip(at, at[1:]))
+
+    assert documents(tmp_path / "d") == documents(data[0])
+
+
+SHAPE = dict(vocab_size=400, vocab_multiple=1, tokenizer=None, batch_tokens=512, max_steps=4, eval_interval=4)
+
+
+def test_the_loss_is_the_mean_over_all_answers_of_the_step_for_any_ranks(data, tmp_path):
+    folder, _ = data
+    log = train_here(folder, tmp_path / "one", **SHAPE, save_interval=2)
+    cfg = configure(Config, [str(train.__file__).replace("train.py", "config/test.py")])
+    for key, value in SHAPE.items():
+        setattr(cfg, key, value)
+    model = models.build(cfg, torch.device("cpu"), cfg.seed)
+
+    def reference(split, rows):
+        tokens, loss = (torch.from_numpy(a.astype(int))[: rows * 32 + 1] for a in read_mask(folder, split))
+        with torch.no_grad():
+            logits = model.logits(tokens[:-1].view(rows, 32)).flatten(0, 1)
+        return F.cross_entropy(logits[loss[1:] > 0], tokens[1:][loss[1:] > 0]).item()
+
+    assert losses(log)[1] == pytest.approx(reference("train", 16), rel=1e-6)  # 4 micro-steps of 4 rows
+    val = read_mask(folder, "val")[0]
+    assert losses(log, "val")[0] == pytest.approx(reference("val", min(1024, len(val) - 1) // 32), rel=1e-6)
+    words = flags(folder, tmp_path / "two", **SHAPE, batch_size=2, resume=tmp_path / "one/step_00000002")
+    assert ranks.call(2, train_in_rank, words) == [(0, "")] * 2
+    found = losses(read_log(tmp_path / "two"))
+    assert sorted(found) == [3, 4] and all(found[s] == pytest.approx(losses(log)[s], rel=4e-6) for s in found)
+
+
+def test_a_step_without_answers_has_a_loss_of_zero(data, tmp_path):
+    folder = tmp_path / "d"
+    folder.mkdir()
+    tokens = np.concatenate(shard_tokens(data[0], "train"))[:2001]
+    path = write_shard(folder / "x_train_000001.bin", tokens)
+    mask_path(path).write_bytes(np.packbits(np.arange(2001) > 200, bitorder="little").tobytes())
+    write_shard(folder / "x_val_000000.bin", tokens)
+    mask_path(folder / "x_val_000000.bin").write_bytes(bytes(251))
+    settings = SHAPE | dict(eval_interval=0, batch_tokens=128)
+    log = train_here(folder, tmp_path / "run", **settings)
+    first = next(line for line in log if line["kind"] == "train")
+    assert first["loss"] == first["norm"] == 0.0 and 3 < losses(log)[4] < 8
+    with pytest.raises(DataError, match="no token of the first eval_tokens=1024 has loss; raise --eval_tokens"):
+        train_here(folder, tmp_path / "val", **settings | dict(eval_interval=4))
+
+
+def test_damaged_masks(data, tmp_path):
+    folder = tmp_path / "d"
+    shutil.copytree(data[0], folder)
+    mask = folder / "chats_train_000001.mask"
+    good = mask.read_bytes()
+    mask.write_bytes(bytes([good[0] ^ 4]) + good[1:])
+    with pytest.raises(DataError, match="chats_train_000001.mask is damaged: SHA-256"):
+        verify(folder)
+    mask.write_bytes(good[:-1])
+    with pytest.raises(DataError, match="chats_train_000001.mask has 375 bytes, expected 376 bytes for 3001 tokens"):
+        TokenLoader(folder, "train", 1, 16)
+    mask.unlink()
+    with pytest.raises(DataError, match="chats_train_000001.mask is missing"):
+        TokenLoader(folder, "train", 1, 16)
+    with pytest.raises(DataError, match="chats_train_000001.mask is in the manifest"):
+        verify(folder)
+
+
+@pytest.mark.parametrize(
+    "template, messages, words",
+    [
+        (None, [("user", "a"), ("assistant", "b")], "has no chat template; give a folder with tokenizer.json"),
+        ("{% for", [("user", "a"), ("assistant", "b")], "unexpected 'end of template'"),
+        ("{{ raise_exception('no system here') }}", [("assistant", "b")], "no system here"),
+        (
+            "{% for m in messages %}{{ m.content if loop.last else m.content | upper }}{% endfor %}",
+            [("user", "a"), ("assistant", "b"), ("user", "c")],
+            "renders message 2 otherwise when others follow",
+        ),
+        (PLAIN, "not a list", "expected a list of {role, content}, got 'not a list'"),
+        ("{% if false %}{% endif %}", [("user", "a"), ("assistant", "\ud800")], None),
+        (PLAIN, [("", "a")], "expected a list of {role, content}"),
+    ],
+)
+def test_what_cannot_be_told_is_one_line(chatml, tmp_path, template, messages, words):
+    folder = shutil.copytree(chatml, tmp_path / "t")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    if isinstance(messages, list):
+        messages = [{"role": role, "content": content} for role, content in messages]
+    if words is None:  # nothing is rendered, so nothing has loss
+        assert [len(row) for row in rows_of(folder, messages)] == [0]
+        return
+    with pytest.raises(UserError) as error:
+        rows_of(folder, messages)
+    assert words in one_line(error)
+
+
+def test_bad_lines_name_the_document(tmp_path, chatml):
+    good = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    bad = {"messages": [{"role": None, "content": "a"}]}
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (good, good, bad)))
+    with pytest.raises(DataError) as error:
+        prepare(tmp_path / "d", tmp_path / "a.jsonl", text_key="messages", tokenizer=str(chatml), val_tokens=0)
+    assert "document 3: expected a list of {role, content}" in one_line(error)
+    with pytest.raises(DataError, match="has no field text_key=prompt,completion; it has messages"):
+        prepare(tmp_path / "e", tmp_path / "a.jsonl", text_key="prompt,completion", tokenizer="bytes")
+    with pytest.raises(UserError, match="text_key=a,b,c must be one field, or two"):
+        prepare(tmp_path / "f", tmp_path / "a.jsonl", text_key="a,b,c", tokenizer="bytes")

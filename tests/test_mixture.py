@@ -1,0 +1,130 @@
+"""mixture.py and the loader: folders by weight, in one order for any number of ranks, resumed exactly."""
+
+import itertools
+import json
+import random
+
+import numpy as np
+import pytest
+import ranks
+from conftest import flags, losses, one_line, read_rows, stdlib_bytes, train_here, train_in_rank, write_shard
+
+from configurator import UserError
+from corpus import mixture
+from corpus.loader import DataError, TokenLoader, verify
+from run.files import digest
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory):
+    """Three folders of byte shards, of 1,500 to 6,000 training tokens and 600 validation tokens each."""
+    root, tokens = tmp_path_factory.mktemp("three"), stdlib_bytes(14_000)
+    for i, (name, n) in enumerate([("a", 6000), ("b", 1500), ("c", 3001)]):
+        (root / name).mkdir()
+        paths = [write_shard(root / name / "x_val_000000.bin", tokens[11_000 + 600 * i :][:600])]
+        paths += [write_shard(root / name / "x_train_000001.bin", tokens[3000 * i :][:n])]
+        shards = [{"name": path.name, "sha256": digest(path)[1]} for path in paths]
+        manifest = {"tokenizer": "bytes", "vocab_size": 257, "eot": 256, "dtype": "uint16", "shards": shards}
+        (root / name / "manifest.json").write_text(json.dumps(manifest))
+    return root
+
+
+def mix(root, **weights):
+    return ",".join(f"{root / name}:{weight}" for name, weight in weights.items())
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 7, 30])
+def test_every_prefix_has_the_shares_to_within_a_row(number):
+    rng = random.Random(number)
+    shares = [share for _, share in mixture.folders(",".join(f"x{i}:{rng.random() + 1e-3}" for i in range(number)))]
+    counts, period = [0] * number, sum(shares)
+    for n, (folder, before) in enumerate(mixture.schedule(shares), 1):
+        assert before == counts[folder]
+        counts[folder] += 1
+        assert all(abs(count * period - n * share) < period for count, share in zip(counts, shares))
+    assert counts == shares
+
+
+def test_names_and_weights():
+    assert mixture.folders("data/a:0.7, data/b:0.3") == [("data/a", 7), ("data/b", 3)]
+    assert mixture.folders("a:2,b:2,c:2e0") == [("a", 1), ("b", 1), ("c", 1)]
+    assert mixture.folders("data/a") == mixture.folders("data/a:0.2") == [("data/a", 1)]
+    assert mixture.folders("c:/data/a") == [("c:/data/a", 1)]
+    for wrong, words in [
+        ("a,b", "'a' has no weight; write a mixture as data/a:0.7,data/b:0.3"),
+        ("a:1,b", "'b' has no weight"),
+        ("a:1,", "'' has no weight"),
+        ("a:0,b:1", "the weight 0 must be a number over 0"),
+        ("a:1,b:-0.5", "the weight -0.5 must"),
+        ("a:nan,b:1", "the weight nan must"),
+        ("a:1x,b:1", "the weight 1x must"),
+        ("a:1,b:2,./a:3", "names a folder twice"),
+        ("a:1e-9,b:1", "a would get less than 5e-05 of all rows"),
+    ]:
+        with pytest.raises(UserError) as error:
+            mixture.folders(wrong)
+        assert words in one_line(error) and f"data_dir={wrong}" in str(error.value)
+
+
+@pytest.mark.parametrize("order", [{}, {"shuffle_seed": 3}, {"shuffle_seed": 3, "align": True}])
+def test_rows_are_each_folders_own_in_one_order_for_all_ranks(three, order):
+    data_dir, T = mix(three, a=0.5, b=0.3, c=0.2), 16
+    alone = {name: TokenLoader(three / name, "train", 1, T, **order) for name in "abc"}
+    turns = itertools.cycle("abc"[k] for k, _ in mixture.schedule([5, 3, 2]))
+    expected = np.concatenate([read_rows(alone[next(turns)], 1) for _ in range(720)])  # two epochs of b
+    for world, B in [(1, 6), (2, 3), (3, 1)]:
+        parts = []
+        for rank in range(world):
+            loader = TokenLoader(data_dir, "train", B, T, rank, world, **order)
+            parts.append(read_rows(loader, 240 // (B * world)).reshape(-1, B, T + 1))
+            state = json.loads(json.dumps(loader.state_dict()))
+            loader.close()
+        assert np.array_equal(np.stack(parts, 1).reshape(-1, T + 1), expected[:240])
+    again = TokenLoader(data_dir, "train", 4, T, **order)
+    again.load_state_dict(state)
+    assert np.array_equal(read_rows(again, 120), expected[240:])
+    again.close()
+    other = TokenLoader(mix(three, a=0.5, b=0.4, c=0.1), "train", 4, T, **order)
+    with pytest.raises(DataError, match=r"shares \[5, 4, 1\], not \[5, 3, 2\]; to continue on it anyway"):
+        other.load_state_dict(state)
+    for loader in alone.values():
+        loader.close()
+
+
+def test_one_folder_is_that_folder(three):
+    alone, mixed = (TokenLoader(d, "train", 4, 16, shuffle_seed=1) for d in (three / "a", f"{three}/a:0.3"))
+    assert np.array_equal(read_rows(alone, 120), read_rows(mixed, 120)) and alone.state_dict() == mixed.state_dict()
+    alone.close(), mixed.close()
+
+
+def test_folders_that_do_not_go_together(three, tmp_path):
+    manifest = json.loads((three / "b/manifest.json").read_text())
+    (tmp_path / "d").mkdir()
+    path = write_shard(tmp_path / "d/x_train_000001.bin", range(100))
+    manifest |= {"tokenizer": "gpt2", "shards": [{"name": path.name, "sha256": "0"}]}
+    (tmp_path / "d/manifest.json").write_text(json.dumps(manifest))
+    data_dir = f"{three}/a:1,{tmp_path}/d:1"
+    with pytest.raises(DataError) as error:
+        TokenLoader(data_dir, "train", 4, 16)
+    assert f"{tmp_path}/d has the tokenizer gpt2, {three}/a has bytes" in one_line(error)
+    with pytest.raises(DataError, match="x_train_000001.bin is damaged: SHA-256"):
+        verify(data_dir)
+
+
+def test_a_run_shows_shares_and_each_validation_loss_and_is_the_same_over_ranks(three, tmp_path, capsys):
+    data_dir, settings = mix(three, a=3, b=1), dict(eval_interval=2, max_steps=4, save_interval=2, shuffle_seed=1)
+    log = train_here(data_dir, tmp_path / "one", **settings)
+    said = capsys.readouterr().out
+    assert f"{three}/a: 75.0% of the rows, 0.26 epochs" in said and f"{three}/b: 25.0% of the rows, 0.34" in said
+    val = [line for line in log if line["kind"] == "val"]
+    for line in val:
+        a, b = line["folders"].values()
+        assert line["loss"] == pytest.approx(0.75 * a + 0.25 * b) and a != b
+    assert f"val 4 | loss {val[-1]['loss']:.4f} | {a:.4f} on {three}/a | {b:.4f} on {three}/b" in said
+    words = flags(data_dir, tmp_path / "one", **settings | {"max_steps": 6, "resume": tmp_path / "one/step_00000002"})
+    words[2] = f"--out_dir={tmp_path / 'two'}"
+    assert ranks.call(2, train_in_rank, words) == [(0, "")] * 2
+    whole = train_here(data_dir, tmp_path / "whole", **settings | {"max_steps": 6})
+    resumed = losses(json.loads(line) for line in (tmp_path / "two/log.jsonl").read_text().splitlines())
+    assert sorted(resumed) == [3, 4, 5, 6]
+    assert all(resumed[step] == pytest.approx(losses(whole)[step], rel=4e-6) for step in resumed)
