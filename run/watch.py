@@ -175,7 +175,8 @@ class Watch:
             error.exit_code = 1
         code, text, loud = getattr(error, "exit_code", 1), str(error) or type(error).__name__, True
         with contextlib.suppress(RuntimeError):  # the store is gone: each rank that is left speaks for itself
-            mine = {"rank": self.world.rank, "code": code, "text": text, "stacks": "imed out" in text and "all"}
+            stacks = "all" if "imed out" in text else None
+            mine = {"rank": self.world.rank, "code": code, "text": text, "stacks": stacks}
             first = json.loads(self.store.compare_set("cause", "", json.dumps(mine)))
             self.store.add("news", 1)
             if parallel.lost_connection(error) and first["rank"] != self.world.rank:  # the consequence of another error
