@@ -28,6 +28,7 @@ class UserError(Exception):
     """Mistakes that the user can correct, a line each: printed without a traceback. Subclasses set `exit_code`."""
 
     exit_code = 2
+    loud = None  # whether this process prints it; None: rank 0 does
 
     def __str__(self):
         return "; ".join(map(str, self.args))
@@ -80,28 +81,44 @@ def parse(cls, check=lambda cfg: None, complete=dict):
 
 
 def run(main, cfg):
-    """Runs main(cfg) as a script; a UserError ends the process. cfg: from `parse`, or a class to parse now."""
+    """Runs main(cfg), which may return an exit code, as a script; a UserError ends the process.
+
+    cfg: from `parse`, or a class to parse now.
+    """
     cfg = parse(cfg) if isinstance(cfg, type) else cfg
     with _errors_in_one_line():
-        main(cfg)
+        code = main(cfg)
         sys.stdout.flush()
+    leave(code or 0)
 
 
 @contextlib.contextmanager
 def _errors_in_one_line():
-    """Turns a UserError into lines on rank 0's stderr, the last line of torchrun's report, and an exit code."""
+    """Turns a UserError into lines on one rank's stderr, the last line of torchrun's report, and an exit code."""
     try:
         yield
     except BrokenPipeError:  # | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except UserError as error:
-        if os.environ.get("RANK", "0") == "0":
+        if os.environ.get("RANK", "0") == "0" if error.loud is None else error.loud:
             print("".join(f"error: {problem}\n" for problem in error.args), end="", file=sys.stderr, flush=True)
-        if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # what torchrun prints of a rank that failed
-            message = {"message": str(error), "extraInfo": {"timestamp": str(int(time.time()))}}
-            Path(report).write_text(json.dumps({"message": message}))
-        sys.exit(error.exit_code)
+        leave(error.exit_code, str(error))
+
+
+def leave(code, message=None, at_once=False):
+    """Ends the process; a rank, or any process that is to end `at_once`, without Python's shutdown.
+
+    There a rank's DDP model may wait for gloo's threads, which wait for Python. message: what torchrun prints of it.
+    """
+    if message and (report := os.environ.get("TORCHELASTIC_ERROR_FILE")):
+        words = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
+        Path(report).write_text(json.dumps({"message": words}))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if at_once or "RANK" in os.environ:
+        os._exit(code)
+    sys.exit(code)
 
 
 def _leave_the_report_to_local_rank_0():

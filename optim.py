@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from configurator import UserError
 from scale import adam8
 from scale.shards import local, rows_of
 
@@ -43,6 +44,8 @@ def param_groups(model, cfg):
 def make_optimizer(model, cfg):
     """AdamW (https://arxiv.org/abs/1711.05101), PyTorch's, fused on CUDA and the CPU; adamw8bit; or Muon."""
     fused = next(model.parameters()).device.type in ("cuda", "cpu")
+    if not fused and cfg.optimizer == "adamw" and cfg.max_skipped_steps:
+        raise UserError("max_skipped_steps needs PyTorch's fused AdamW, which this device does not have; leave it at 0")
     groups = param_groups(model, cfg)
     options = dict(lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.adam_eps)
     if cfg.optimizer == "adamw8bit":

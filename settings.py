@@ -135,6 +135,7 @@ class Config(GPTConfig):
     beta2: float = 0.95  # AdamW
     adam_eps: float = 1e-8  # AdamW
     clip: float | None = 1.0  # largest gradient norm, over all ranks; None: off
+    max_skipped_steps: int = 0  # steps in a row whose loss or gradients may be inf or NaN: they change nothing
     # Evaluation, each at an interval of steps and at the end; 0: never
     eval_interval: int = 250  # validation loss
     eval_tokens: int = 10_485_760  # validation tokens, the same each time, divided among the ranks
@@ -164,7 +165,7 @@ class Config(GPTConfig):
     context_parallel: int = 1  # ranks that share a sequence, see scale/context.py
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"  # type in which gradients are summed over the ranks
     backend: str = "auto"  # of the process group; auto: nccl on CUDA, else gloo
-    timeout_s: int = 600  # how long a rank waits for the others before it gives up
+    timeout_s: int = 600  # how long ranks wait for one that hangs
     # Less memory
     remat: Literal["none", "selective", "attention", "block"] = "none"  # activation checkpointing, see scale/remat.py
     remat_every: int = 1  # in every k-th block only
@@ -229,6 +230,7 @@ def out_of_range(cfg, ranks):
     zero = ["lr_embedding", "lr_head", "lr_vector", "momentum", "momentum_warmup"]
     zero += ["lr", "min_lr_ratio", "cooldown_fraction", "weight_decay", "beta1", "beta2", "warmup_steps", "temperature"]
     zero += ["eval_interval", "hellaswag_interval", "sample_interval", "save_interval", "seed", "shuffle_seed"]
+    zero += ["max_skipped_steps"]
     found = too_small(cfg, dict.fromkeys(one, 1) | dict.fromkeys(zero, 0) | {"eval_tokens": cfg.block_size})
     found += [f"{k}={v} must be below 1" for k in ("beta1", "beta2", "momentum") if (v := getattr(cfg, k)) >= 1]
     rates = ("lr_embedding", "lr_head", "lr_vector")

@@ -6,19 +6,18 @@
 
 Settings: a config file, then --key=value (`--help` lists them). Writes out_dir/log.jsonl, config.json, the code that
 ran (model.py, kernels.py, source.json) and checkpoints, step_*/.
-Exit codes: 0 done, 2 a setting, 3 data, 4 a checkpoint, 5 a loss that is not finite, 143 saved and stopped by SIGTERM.
+Exit codes: 0 done, 2 a setting, 3 data, 4 a checkpoint, 5 numbers that are not finite, 130 and 143 saved and stopped
+by SIGINT and SIGTERM; of every rank the same (docs/operations.md).
 """
 
-from configurator import UserError, parse, run
+from configurator import parse, run
 from run.hf_config import adopt
-from settings import Config, check, legal
+from settings import Config, check
 
 if __name__ == "__main__":  # torch takes seconds to import: --help and a mistake in a setting answer before
     cfg = parse(Config, check, adopt)
 
 import dataclasses
-import signal
-import sys
 import time
 
 import torch
@@ -31,7 +30,8 @@ from run.evaluate import Evaluator
 from run.logger import Logger, changed
 from run.meter import Meter
 from run.resume import Start
-from scale import documents, memory, parallel
+from run.watch import Watch
+from scale import documents, parallel
 
 
 class Training:
@@ -46,7 +46,7 @@ class Training:
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=cfg.precision == "fp16")
         self.autocast = parallel.autocast(cfg.precision, world.device)
         self.accumulation = cfg.batch_tokens // cfg.micro_tokens(world.size)  # micro-steps in a step
-        self.clip = cfg.clip
+        self.clip, self.skips = cfg.clip, cfg.max_skipped_steps > 0 and not self.scaler.is_enabled()
 
     def step(self, next_batch, lr):
         """One optimizer step over `accumulation` batches -> (loss, gradient norm), tensors on the device."""
@@ -61,6 +61,8 @@ class Training:
         self.scaler.unscale_(self.optimizer)
         norm = parallel.clip_gradients(self.raw, self.clip)
         optim.set_learning_rate(self.optimizer, lr)
+        if self.skips:  # AdamW then leaves weights and states as they are, which no host needs to know
+            self.optimizer.found_inf = parallel.not_finite(loss, norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
@@ -70,29 +72,15 @@ class Training:
 build = Training  # the name by which bench.py and the tests call it
 
 
-class StopSignal:
-    """`asked` becomes True on SIGTERM; after each step the ranks agree whether one of them was asked (Meter)."""
-
-    def __init__(self):
-        self.asked = False
-        signal.signal(signal.SIGTERM, self)
-
-    def __call__(self, *_):
-        self.asked = True
-
-
 def main(cfg):
     world = parallel.join(cfg)
-    try:
-        train(cfg, world)
-    except torch.OutOfMemoryError:
-        budget = torch.cuda.mem_get_info(world.device)[1]
-        raise UserError(memory.advice(cfg, world.size, budget, legal)) from None
-    finally:
-        parallel.stop()
+    with Watch(cfg, world) as watch:
+        code = train(cfg, world, watch)
+    parallel.stop()
+    return code
 
 
-def train(cfg, world):
+def train(cfg, world, watch):
     began, settings = time.perf_counter(), changed(cfg)
     check(cfg, world.size)
     cfg, chosen = choose(cfg, world.device)
@@ -115,41 +103,43 @@ def train(cfg, world):
     start.restore(job, loader, world, cfg.allow_data_change)
 
     # console and files
-    if world.main and not cfg.dry_run:
+    if watch.writes:
+        watch.lock.take()
         start.prepare_out_dir(cfg)
     log = Logger(cfg, world, job.account.flops_per_token, cfg.precision, start.state.get("wandb_id"))
     warnings = [("warning", words) for words in [*loader.warnings, *evaluate.warnings, *start.warnings]]
     log.start(start.step, [*chosen, *describe(cfg, world, job, loader, start), *warnings], settings)
     saver = checkpoint.Saver(cfg, world, log.print, last=start.step if start.folder else None)
-    meter = Meter(log, saver, job.scaler, world, StopSignal(), began)
+    meter = Meter(log, saver, job.scaler, world, cfg.max_skipped_steps, began)
 
-    step = start.step
+    step, evaluate.done = start.step, start.evaluated
     job.raw.train()
     while True:
-        last = step == cfg.max_steps or meter.stopping
-        eval_due = evaluate.due_at(step) and step != saver.last  # a resumed run evaluated before it was saved
-        save_due = saver.due(step, last)
-        if last or eval_due or save_due or step == start.step + 1:
+        last = step == cfg.max_steps or watch.stopping
+        eval_due = evaluate.due_at(step) and not watch.stopping
+        if last or eval_due or saver.due(step, last) or step == start.step + 1:
             meter.catch_up()
-        val_loss = evaluate(step, log) if eval_due else None
-        meter.refuse(step, "validation loss", val_loss)
-        if save_due:
-            state = dict(config=dataclasses.asdict(cfg), val_loss=val_loss, wandb_id=log.run_id)
+        if eval_due:
+            with watch.stoppable():
+                meter.refuse(step, "validation loss", evaluate(step, log))
+            last = last or watch.stopping
+        if saver.due(step, last):
+            state = dict(config=dataclasses.asdict(cfg), wandb_id=log.run_id, **evaluate.state(step))
             state |= dict(loader=loader.state_dict(), scaler=job.scaler.state_dict())
             saver.save(step, job.raw, job.optimizer, state)
         if last:
             break
-        meter.launching()
+        meter.launching(step + 1)
         lr = optim.learning_rate(step, cfg)
-        loss, norm = job.step(next_batch, lr)
-        step += 1
-        meter.launched(step, lr, loss, norm)
+        with watch.stoppable(loader):  # told to stop in the middle of a step, the run gives that step up
+            loss, norm = job.step(next_batch, lr)
+            step += 1
+            meter.launched(step, lr, loss, norm)
 
     saver.wait()
     loader.close()
-    log.close(step, saver.last, time.perf_counter() - began)
-    if step != cfg.max_steps:
-        sys.exit(143)
+    log.close(step, saver.last, time.perf_counter() - began, watch.stopping)
+    return 128 + watch.stopping if watch.stopping else 0
 
 
 if __name__ == "__main__":

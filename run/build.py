@@ -8,7 +8,7 @@ from configurator import UserError
 from corpus import mixture
 from corpus.loader import DataError, TokenLoader, read_manifest, read_sizes
 from fast.attention import best_attention
-from run import checkpoint, hf_config
+from run import checkpoint, hf_config, watch
 from run.account import Account, parameter_counts
 from run.logger import human
 from scale import context, documents, memory, parallel
@@ -66,9 +66,17 @@ def make_batches(cfg, world, loader):
         x, y, *targets = loader.next()
         return *context.own_tokens(cfg, world, (x, y)), *(world.size / max(1, n) for n in targets)
 
-    if not cfg.overfit:
-        return next_batch
-    return itertools.cycle([next_batch() for _ in range(cfg.batch_tokens // cfg.micro_tokens(world.size))]).__next__
+    if cfg.overfit:
+        steps = range(cfg.batch_tokens // cfg.micro_tokens(world.size))
+        next_batch = itertools.cycle([next_batch() for _ in steps]).__next__
+
+    def watched():
+        watch.boundary("data")
+        batch = next_batch()
+        watch.mark("forward and backward")
+        return batch
+
+    return watched
 
 
 def build_model(cfg, world, weights=None, eot=None):
@@ -130,4 +138,4 @@ def describe(cfg, world, job, loader, start):
     ]
     if hf_config.names_hf(cfg.init_from):
         rows.append(("init_from", f"{cfg.init_from}: {hf_config.adopted(cfg)}"))
-    return rows + ([("resumed", str(start.folder))] if start.folder else [])
+    return rows + ([("resumed", str(start.folder)), *start.schedule(cfg)] if start.folder else [])

@@ -34,7 +34,8 @@ from safetensors.torch import save_file
 import model as models
 from configurator import UserError
 from fast.attention import best_attention
-from run import files
+from run import files, watch
+from run.meter import NotFinite
 from run.source import git_revision
 from scale import parallel
 from scale.shards import copy_into, is_first_copy, local, own_rows
@@ -79,8 +80,12 @@ class Saver:
     def save(self, step, model, optimizer, state):
         """Waits for the previous save, starts the one after `step` steps, and without async_save waits for it too."""
         self.wait()
-        self.last = step
+        watch.mark("save")
         parallel.reshard(model)
+        if not parallel.all_finite(model):
+            since = "nothing was saved yet" if self.last is None else f"the last checkpoint is step {self.last}'s"
+            raise NotFinite(f"step {step}: weights are inf or NaN and were not saved; {since}; try a lower --lr")
+        self.last = step
         final = folder_of(self.cfg.out_dir, step)
         groups = {"model": model_tensors(model), "optimizer": optimizer_tensors(model, optimizer)}
         ranks, rooms = zip(*parallel.gather_objects((rank_tensors(model, self.world.device), _room(final, groups))))
@@ -126,6 +131,7 @@ class Saver:
             manifest = {name: digest for part in parts for name, digest in part.items()}
             _agreed(lambda: self.world.main and _publish(final, manifest, self.cfg.keep_last))
         self.say(f"saved {final}")
+        watch.note(last_checkpoint=str(final))
 
 
 def copied(tensor):

@@ -6,7 +6,7 @@ import math
 import torch
 
 from corpus import tokenizer as tokenizers
-from run import generate, multiple_choice
+from run import generate, multiple_choice, watch
 from run.logger import progress
 from scale import context, documents, parallel
 
@@ -40,6 +40,7 @@ class Evaluator:
         self.cfg, self.model, self.autocast, self.val_loaders = cfg, job.raw, job.autocast, val_loaders
         self.own = functools.partial(context.own_tokens, cfg, world)
         self.warnings, self.examples, self.tokenizer = [], None, None
+        self.done, self.loss = None, None  # the step evaluated last, its validation loss
         if cfg.hellaswag_interval or cfg.sample_interval:
             self.tokenizer = tokenizers.load(cfg.tokenizer or "gpt2", cfg.vocab_size)
         if cfg.hellaswag_interval:
@@ -56,20 +57,29 @@ class Evaluator:
         return interval and (step % interval == 0 or step == self.cfg.max_steps)
 
     def due_at(self, step):
-        """Whether any evaluation is due after `step`."""
+        """Whether any evaluation is due after `step`, and not done: a resumed run evaluated before it was saved."""
         cfg = self.cfg
-        return any(self.due(i, step) for i in (cfg.eval_interval, cfg.hellaswag_interval, cfg.sample_interval))
+        return step != self.done and any(
+            self.due(i, step) for i in (cfg.eval_interval, cfg.hellaswag_interval, cfg.sample_interval)
+        )
 
     def __call__(self, step, log):
         """Evaluates, prints and records to `log`; returns the validation loss, or None if it was not due."""
         self.model.eval()
-        loss = self.validation(step, log) if self.due(self.cfg.eval_interval, step) else None
+        self.loss = self.validation(step, log) if self.due(self.cfg.eval_interval, step) else None
         if self.examples is not None and self.due(self.cfg.hellaswag_interval, step):
             self.hellaswag(step, log)
         if self.due(self.cfg.sample_interval, step):
+            watch.boundary("samples")
             self.samples(step, log)
         self.model.train()
-        return loss
+        self.done = step
+        return self.loss
+
+    def state(self, step):
+        """What a checkpoint says of the evaluation after `step`, which a run that was told to stop may have left."""
+        done = self.done == step
+        return {"val_loss": self.loss if done else None, "evaluated": done or not self.due_at(step)}
 
     def validation(self, step, log):
         device = parallel.device_of(self.model)

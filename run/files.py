@@ -1,5 +1,6 @@
 """Files: written atomically, read as JSON with a one-line error, hashed. Imports only the standard library."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -26,6 +27,15 @@ def write_atomic(path, data):
         aside.unlink(missing_ok=True)
         raise
     sync(path.parent)
+
+
+@contextlib.contextmanager
+def writable(out_dir):
+    """Turns a failure to write in a run's folder into a UserError."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"out_dir={out_dir}: {error.strerror}; try another --out_dir") from None
 
 
 def write_json(path, value):

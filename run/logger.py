@@ -1,5 +1,7 @@
 """The console and logs of a run: the start block, one aligned line per step, log.jsonl, and wandb when asked for."""
 
+import contextlib
+import errno
 import json
 import os
 import sys
@@ -8,8 +10,7 @@ from pathlib import Path
 
 import torch
 
-from configurator import UserError
-from run import files
+from run import files, watch
 
 # Dense peak TFLOP/s by precision, from the vendors' data sheets; the first key found in the device's name counts.
 # AMD's fp32 figures are those of its matrix units.
@@ -92,15 +93,13 @@ class Logger:
         self.file = self.wandb = None
         self.first, self.average = True, None  # running seconds per step, without the first: that one compiles
         if self.on and not cfg.dry_run:
-            try:
-                Path(cfg.out_dir).mkdir(parents=True, exist_ok=True)
-                files.write_json(Path(cfg.out_dir) / "config.json", asdict(cfg))
-            except OSError as error:
-                raise UserError(f"out_dir={cfg.out_dir}: {error.strerror}; try another --out_dir") from None
             path = Path(cfg.out_dir) / "log.jsonl"
-            if path.exists():  # a kill or a full disk may have cut the last line short: it would spoil the next one
-                os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
-            self.file = open(path, "a")  # noqa: SIM115
+            with files.writable(cfg.out_dir):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                files.write_json(path.with_name("config.json"), asdict(cfg))
+                if path.exists():  # a kill may have cut the last line short: it would spoil the next one
+                    os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+                self.file, self.full = open(path, "ab", buffering=0), False  # noqa: SIM115
             self.wandb = self._start_wandb(saved_id) if cfg.wandb else None
         self.run_id = self.wandb.id if self.wandb else saved_id
 
@@ -115,9 +114,7 @@ class Logger:
             run.define_metric("*", step_metric="step")  # a resumed run steps back; wandb's own step may not
             return run
         except Exception as error:  # not installed, no key, no network: wandb has a type for each
-            self.print(
-                f"warning: wandb is off ({type(error).__name__}: {str(error).splitlines()[0]}); log.jsonl goes on"
-            )
+            self.print(f"warning: wandb is off ({type(error).__name__}: {watch.first_line(error)}); log.jsonl goes on")
             return None
 
     def print(self, *words):
@@ -127,14 +124,26 @@ class Logger:
     def record(self, kind, step, **values):
         """One line in log.jsonl, and in wandb as kind/name."""
         if self.file:
-            self.file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
-            self.file.flush()
+            self._append(json.dumps({"kind": kind, "step": step, **values}) + "\n")
         if self.wandb:
             try:
                 self.wandb.log({"step": step, **{f"{kind}/{k}": v for k, v in values.items() if v is not None}})
             except Exception as error:
                 self.print(f"warning: wandb stopped ({type(error).__name__}); log.jsonl goes on")
                 self.wandb = None
+
+    def _append(self, line):
+        """A whole line or none; a disk that is full costs lines of the log, not the run."""
+        end = os.fstat(self.file.fileno()).st_size
+        try:
+            if self.file.write(data := line.encode()) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self.file.truncate(end)
+            if not self.full:
+                self.full = True
+                self.print(f"warning: {self.file.name}: {error.strerror}; training goes on, lines of the log are lost")
 
     def start(self, step, rows, settings):
         """The start block: aligned names and values; last, the settings that the user changed, {name: value}."""
@@ -161,6 +170,7 @@ class Logger:
             "gib": gib,
         }
         self.record("train", step, **values, tokens=step * cfg.batch_tokens)
+        watch.note(step=step, loss=loss, eta_s=self.average and round(self.average * (cfg.max_steps - step)))
         if step % cfg.log_interval == 0 or step == cfg.max_steps:
             width, eta = len(str(cfg.max_steps)), self.eta(cfg.max_steps - step)
             self.print(
@@ -173,22 +183,34 @@ class Logger:
         """The time that so many more steps will take, in words; n/a while only the first step has been timed."""
         return "n/a" if steps and self.average is None else duration(steps * (self.average or 0))
 
-    def close(self, step, saved, seconds):
+    def close(self, step, saved, seconds, stopped=None):
         """The closing summary after `step` steps; saved: the step of the last checkpoint, None without one."""
         out_dir = self.cfg.out_dir
+        watch.note(state="stopped" if stopped else "done", step=step)
         self.print(f"{'done' if step == self.cfg.max_steps else 'stopped':<12} step {step} after {duration(seconds)}")
         if saved is not None:
+            if saved != step:
+                self.print(f"{'not saved':<12} steps {saved + 1} to {step}")
             self.print(f"{'checkpoint':<12} {out_dir} at step {saved}; to go on, the same command with --resume=auto")
             self.print(f"{'next':<12} python sample.py --checkpoint={out_dir}; python plot.py {out_dir}")
+        elif stopped:
+            self.print(
+                f"{'checkpoint':<12} none: nothing was saved{' (save_interval=0)' * (not self.cfg.save_interval)}"
+            )
         if self.file:
             self.file.close()
         if self.wandb:
-            self.wandb.finish()
+            try:
+                self.wandb.finish()
+            except Exception as error:
+                self.print(f"warning: wandb did not finish ({type(error).__name__}: {watch.first_line(error)})")
 
 
 def progress(iterable, label, total=None):
-    """A tqdm bar on rank 0 in a terminal; elsewhere the iterable itself."""
+    """Yields the items; a tqdm bar shows them on rank 0 in a terminal. A run may stop at each (watch.boundary)."""
     from tqdm import tqdm
 
     quiet = os.environ.get("RANK", "0") != "0" or not sys.stderr.isatty()
-    return tqdm(iterable, desc=label, total=total, leave=False, disable=quiet)
+    for item in tqdm(iterable, desc=label, total=total, leave=False, disable=quiet):
+        watch.boundary(label)
+        yield item

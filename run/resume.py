@@ -1,12 +1,14 @@
 """Where a run starts: afresh in an unused folder, or at a checkpoint, of which everything is restored."""
 
+import dataclasses
 import shutil
 import sys
 from pathlib import Path
 
+import optim
 from configurator import UserError
-from run import checkpoint, source
-from scale.parallel import rank_and_size
+from run import checkpoint, files, source
+from scale import parallel
 
 
 class Start:
@@ -21,9 +23,10 @@ class Start:
         self.warnings = []
         if self.folder:
             refuse_other(cfg, self.folder, self._tensors, self.state)
-            if (words := source.warning(self.folder)) and rank_and_size()[0] == 0:
+            if (words := source.warning(self.folder)) and parallel.rank_and_size()[0] == 0:
                 print(f"warning: {words}", file=sys.stderr)  # now: an edited model may not fit the checkpoint
         self.step = self.state.get("step", 0)
+        self.evaluated = self.step if self.folder and self.state.get("evaluated", True) else None
         if self.step > cfg.max_steps and not cfg.dry_run:
             raise UserError(f"{self.folder} is beyond max_steps={cfg.max_steps}; try a larger --max_steps")
 
@@ -36,6 +39,10 @@ class Start:
         """Optimizer, loss scaler, data position and random-number states, into what was built with `weights`."""
         if not self.folder:
             return
+        if not parallel.all_finite(job.raw):
+            raise checkpoint.CheckpointError(
+                f"{self.folder} holds weights that are inf or NaN; remove it, and --resume=auto takes the one before"
+            )
         checkpoint.load_optimizer_tensors(job.raw, job.optimizer, self._tensors["optimizer"])
         job.scaler.load_state_dict(self.state["scaler"])
         loader.load_state_dict(self.state["loader"], allow_data_change=allow_data_change)
@@ -47,9 +54,22 @@ class Start:
 
     def prepare_out_dir(self, cfg):
         """Clears out_dir for a new run, and keeps the code of this run in it. Called on rank 0, not in a dry run."""
-        if not self.folder:
-            clear_out_dir(cfg.out_dir)
-        self.warnings += filter(None, [source.record(cfg.out_dir, self.step)])
+        with files.writable(cfg.out_dir):
+            if not self.folder:
+                clear_out_dir(cfg.out_dir)
+            self.warnings += filter(None, [source.record(cfg.out_dir, self.step)])
+
+    def schedule(self, cfg):
+        """Rows of the start block: what has changed of the learning rate's schedule since the checkpoint was saved."""
+        names = "max_steps batch_tokens lr min_lr_ratio schedule warmup_steps warmup_tokens cooldown_fraction".split()
+        saved = self.state.get("config", {})
+        new = {name: getattr(cfg, name) for name in names}
+        old = new | {name: saved[name] for name in names if name in saved}
+        if old == new:
+            return []
+        before, now = (optim.learning_rate(self.step, dataclasses.replace(cfg, **of)) for of in (old, new))
+        changes = ", ".join(f"{name} {old[name]} to {new[name]}" for name in names if old[name] != new[name])
+        return [("schedule", f"changed ({changes}): the next learning rate is {now:.3g} instead of {before:.3g}")]
 
 
 def claim_out_dir(cfg):

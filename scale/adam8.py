@@ -34,6 +34,8 @@ class AdamW8bit(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self):
+        if getattr(self, "found_inf", 0):  # as in torch.optim.AdamW, but the host waits for it
+            return
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             for p in params:

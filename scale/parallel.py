@@ -18,6 +18,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,7 +27,7 @@ import model as models
 from configurator import UserError
 from scale import context, documents, remat
 from scale.memory import blocks_a_unit, gathers_8_bits
-from scale.shards import copy_into
+from scale.shards import copy_into, local
 
 BUCKET_MIB = 25  # DDP all-reduces gradients in buckets of this size during the backward; PyTorch's default
 
@@ -66,11 +67,17 @@ def start(device="auto", backend="auto", timeout_s=600, expandable=False):
     if "RANK" in os.environ and not dist.is_initialized():
         backend = ("nccl" if device.type == "cuda" else "gloo") if backend == "auto" else backend
         bound = device if "nccl" in backend else None  # NCCL connects now instead of in the first step
+        limit, attempt = timedelta(seconds=timeout_s), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         try:
-            dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), device_id=bound)
+            store = next(rendezvous("env://", timeout=limit))[0]
+            store = dist.PrefixStore(f"attempt_{attempt}", store)  # torchrun's outlives a restart, with old addresses
+            options = dict(store=store, rank=rank, world_size=size, timeout=limit, device_id=bound)
+            dist.init_process_group(backend, **options)
         except (ValueError, RuntimeError) as error:
             reason = str(error).partition("\n")[0]
-            raise UserError(f"backend={backend}: the ranks could not join ({reason}); try --backend=auto") from None
+            hint = "another process has the port: give torchrun --standalone, or another --master_port"
+            hint = hint if "EADDRINUSE" in reason else "try --backend=auto"
+            raise UserError(f"backend={backend}: the ranks could not join ({reason}); {hint}") from None
     return World(rank, size, device)
 
 
@@ -106,6 +113,16 @@ def pick_device(name, local_rank=0):
 def stop():
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def store_connection():
+    """A connection of its own to the store with which the process group was made, for a thread; None without ranks."""
+    return dist.distributed_c10d._get_default_store().clone() if dist.is_initialized() else None
+
+
+def lost_connection(error):
+    """Whether an exception says that another rank could not be reached; gloo has no type for it."""
+    return isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and "gloo" in str(error)
 
 
 def pick_precision(name, device, weights="fp32"):
@@ -313,6 +330,18 @@ def sum_over_ranks(tensor):
     if dist.is_initialized():
         dist.all_reduce(tensor)
     return tensor
+
+
+def not_finite(loss, norm):
+    """1.0 if the loss or the gradients' norm of any rank is not finite, else 0.0: a tensor beside the norm."""
+    return sum_over_ranks((~torch.isfinite(loss.to(norm) + norm)).float()).clamp(max=1)
+
+
+def all_finite(model):
+    """Whether no weight of any rank is inf or NaN; waits for the device."""
+    own = [part for part in map(local, model.parameters()) if part.numel()]  # a rank may hold no rows of a short tensor
+    tops = torch.stack([top.float() for top in torch._foreach_norm(own, float("inf"))] or [torch.zeros(())])
+    return not not_finite(tops.max(), tops.max()).item()
 
 
 def rank_and_size():

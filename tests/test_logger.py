@@ -1,6 +1,7 @@
 """run/logger.py: figures, peaks by device, the time that is left, and a log that stays readable."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -68,6 +69,41 @@ def test_a_log_that_was_cut_short_stays_readable(tmp_path):
     make(tmp_path).record("train", 2, loss=float("inf"))
     lines = (tmp_path / "run" / "log.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2]
+
+
+def test_a_full_disk_under_the_log_costs_its_lines(tmp_path, capsys):
+    log = make(tmp_path)
+    log.record("train", 1, loss=1.0)
+    kept, log.file = log.file, open("/dev/full", "ab", buffering=0)
+    for step in (2, 3):
+        log.record("train", step, loss=1.0)
+    log.file = kept
+    log.record("train", 4, loss=1.0)
+    out = capsys.readouterr().out
+    assert out.count("warning: /dev/full: No space left on device; training goes on") == 1
+    assert [json.loads(line)["step"] for line in (tmp_path / "run/log.jsonl").read_text().splitlines()] == [1, 4]
+
+
+class FailingWandb:
+    id = "1"
+
+    def log(self, values):
+        pass
+
+    def finish(self):
+        raise RuntimeError
+
+    def init(self, **settings):
+        raise ConnectionError
+
+
+def test_wandb_that_fails_without_a_word_costs_a_warning(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", FailingWandb())
+    log = make(tmp_path, wandb=True)
+    assert "wandb is off (ConnectionError: ConnectionError); log.jsonl goes on" in capsys.readouterr().out
+    log.wandb = FailingWandb()
+    log.close(1, None, 5)
+    assert "wandb did not finish (RuntimeError: RuntimeError)" in capsys.readouterr().out
 
 
 def test_words():

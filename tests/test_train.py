@@ -128,12 +128,18 @@ def test_resume_refuses_another_model_and_other_data(data_dir, tmp_path):
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(data_dir, tmp_path):
-    with pytest.raises(NotFinite, match="the loss is nan.*since step 4"):
-        train_here(data_dir, tmp_path / "run", max_steps=4)
-        folder = tmp_path / "run" / "step_00000004"
-        tensors, state = train.checkpoint.load(folder)
-        tensors["model"]["blocks.0.mlp.up.weight"][0, 0] = float("nan")
-        train.checkpoint.save(tmp_path / "run", 4, tensors, state)
+    with pytest.raises(NotFinite, match="step 2: the loss is nan.*since step 1"):
+        train_here(data_dir, tmp_path / "run", max_steps=4, lr=1e30, warmup_steps=0, save_interval=1)
+
+
+def test_weights_that_are_not_finite_are_neither_saved_nor_resumed_into(data_dir, tmp_path):
+    with pytest.raises(NotFinite, match="step 1: weights are inf or NaN and were not saved; nothing was saved yet"):
+        train_here(data_dir, tmp_path / "run", lr=1e38, weight_decay=10, warmup_steps=0, save_interval=1)
+    train_here(data_dir, tmp_path / "run", overwrite=True, max_steps=4)
+    tensors, state = train.checkpoint.load(tmp_path / "run" / "step_00000004")
+    tensors["model"]["blocks.0.mlp.up.weight"][0, 0] = float("nan")
+    train.checkpoint.save(tmp_path / "run", 4, tensors, state)
+    with pytest.raises(train.checkpoint.CheckpointError, match="step_00000004 holds weights that are inf or NaN"):
         train_here(data_dir, tmp_path / "run", resume="auto", max_steps=8)
 
 
@@ -150,6 +156,50 @@ def test_weights_after_a_gradient_that_is_not_finite_are_not_saved(data_dir, tmp
     with pytest.raises(NotFinite, match="step 4: the gradient norm is nan; nothing was saved since step 3"):
         train_here(data_dir, tmp_path / "run", max_steps=8, save_interval=1)
     assert train.checkpoint.find(tmp_path / "run").name == "step_00000003"
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit", "muon"])
+def test_a_step_that_is_not_finite_is_skipped_bitwise(data_dir, tmp_path, monkeypatch, capsys, optimizer):
+    clip, calls = train.parallel.clip_gradients, []
+    settings = dict(optimizer=optimizer, max_steps=3, save_interval=1, keep_last=9, max_skipped_steps=1)
+
+    def poisoned(model, limit):
+        calls.append(model)
+        if len(calls) in (2, 5, 6):
+            next(model.parameters()).grad[0, 0] = float("inf")
+        return clip(model, limit)
+
+    monkeypatch.setattr(train.parallel, "clip_gradients", poisoned)
+    log = train_here(data_dir, tmp_path / "run", **settings)
+    folders = [tmp_path / "run" / f"step_{step:08d}" for step in (1, 2, 3)]
+    for name in ("model", "optimizer"):
+        one, two, three = (load_file(folder / f"{name}.safetensors") for folder in folders)
+        assert all(torch.equal(one[k], two[k]) for k in one) and not all(torch.equal(one[k], three[k]) for k in one)
+    assert [(line["step"], line["in_all"]) for line in log if line["kind"] == "skipped"] == [(2, 1)]
+    assert "step 2 was skipped, the gradient norm is inf; 1 in a row" in capsys.readouterr().out
+    with pytest.raises(NotFinite, match="step 6: the gradient norm is inf"):  # its second in a row
+        train_here(data_dir, tmp_path / "run", **{**settings, "max_steps": 9}, resume="auto")
+
+
+def test_another_schedule_is_told_on_a_resume(data_dir, tmp_path, capsys):
+    train_here(data_dir, tmp_path / "run", max_steps=4)
+    train_here(data_dir, tmp_path / "run", max_steps=4, resume="auto")
+    assert "\nschedule" not in capsys.readouterr().out
+    log = train_here(data_dir, tmp_path / "run", max_steps=6, lr=2e-3, resume="auto")
+    rate = next(line["lr"] for line in log if line["step"] == 5)
+    [row] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("schedule ")]
+    assert "max_steps 4 to 6, lr 0.001 to 0.002" in row and row.endswith(f"is {rate:.3g} instead of 0.0001")
+
+
+def test_a_folder_that_cannot_be_cleared_is_one_line(data_dir, tmp_path, monkeypatch):
+    train_here(data_dir, tmp_path / "run", max_steps=1, save_interval=0)
+
+    def read_only(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(train.checkpoint.Path, "unlink", read_only)
+    with pytest.raises(UserError, match="out_dir=.*run: Permission denied; try another --out_dir"):
+        train_here(data_dir, tmp_path / "run", overwrite=True)
 
 
 def test_hellaswag_in_the_loop_and_without_its_file(data_dir, tmp_path, capsys):
@@ -279,9 +329,9 @@ def test_figures_read_a_step_late_are_the_same(data_dir, tmp_path, monkeypatch):
             super().__init__(*args)
             self._ahead = 1
 
-        def launching(self):
+        def launching(self, step):
             unread.append(len(self._launched))
-            super().launching()
+            super().launching(step)
 
     monkeypatch.setattr(train, "Meter", Late)
     late = train_here(data_dir, tmp_path / "b", **settings)
@@ -314,7 +364,7 @@ def train_until_terminated(words):
         set_learning_rate(*arguments)
 
     train.optim.set_learning_rate = told_to_stop
-    train.main(configure(Config, words))
+    sys.exit(train.main(configure(Config, words)))
 
 
 def test_sigterm_saves_and_the_resumed_run_is_the_same(data_dir, tmp_path):

@@ -1,0 +1,218 @@
+"""run/watch.py: a fault in one rank is heard, ends all of them, and leaves a checkpoint to go on from.
+
+Those over several ranks run train.py as a script in ranks.py's processes; tests of torchrun itself are marked slow.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import ranks
+import torch
+from conftest import ROOT, flags, losses, read_log, train_here, write_shard
+
+import train
+from configurator import UserError, configure, run
+from corpus.loader import TokenLoader
+from run.evaluate import Evaluator
+from run.lock import started
+from settings import Config
+
+
+def train_with_fault(words, fault, at_rank, at_micro_step):
+    """For ranks.attempt: train.py as a script, with a fault in one rank before a micro-step, counted from 1."""
+    take, count = TokenLoader.next, []
+
+    def next_batch(loader):
+        count.append(1)
+        if len(count) == at_micro_step and os.environ.get("RANK", "0") == str(at_rank):
+            FAULTS[fault]()
+        time.sleep(0.02 * (fault == "interrupt"))  # longer than the ranks take to agree
+        return take(loader)
+
+    TokenLoader.next = next_batch
+    torch.cuda.mem_get_info = lambda device: (0, 24 * 2**30)
+    run(train.main, configure(Config, words))
+
+
+def out_of_memory():
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def mistake():
+    raise ZeroDivisionError("in an edit of model.py")
+
+
+def signalled_twice():
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(1.5)
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(60)
+
+
+FAULTS = {
+    "memory": out_of_memory,
+    "mistake": mistake,
+    "dies": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "hangs": lambda: time.sleep(1e9),
+    "term": lambda: os.kill(os.getpid(), signal.SIGTERM),
+    "interrupt": lambda: os.kill(os.getpid(), signal.SIGINT),
+    "interrupt twice": signalled_twice,
+}
+
+
+def attempt(number, fault, at_rank, at_micro_step, data_dir, out_dir, **settings):
+    words = flags(data_dir, out_dir, **{"max_steps": 40, "save_interval": 4, **settings})
+    return ranks.attempt(number, train_with_fault, words, fault, at_rank, at_micro_step, timeout=60)[0]
+
+
+def error_lines(done):
+    return [line for line in done.stderr.splitlines() if line.startswith("error:")]
+
+
+@pytest.mark.parametrize(
+    "fault, codes, line",
+    [
+        ("memory", [2, 2], "error: rank 1: out of memory: .*try --batch_size=4"),
+        pytest.param("mistake", [1, 1], r"error: rank 1, step 3 \(data\):", marks=pytest.mark.slow),
+        pytest.param("dies", [1, -9], r"error: step 3 \(.*\): lost rank 1, last in step", marks=pytest.mark.slow),
+        pytest.param("hangs", [1, 1], r"error: rank 1 hangs in step 3 \(data\); rank 0 has", marks=pytest.mark.slow),
+    ],
+)
+def test_a_fault_of_one_rank_is_told_once_and_ends_all(data_dir, tmp_path, fault, codes, line):
+    done = attempt(2, fault, 1, 6, data_dir, tmp_path / "run", timeout_s=6)
+    assert done.codes == codes
+    [found] = error_lines(done)
+    assert re.match(line, found), found
+    if fault == "hangs":
+        assert "stacks of rank 1" in done.errors[1] and "next_batch" in done.errors[1]
+    if fault == "mistake":
+        assert done.stderr.count("ZeroDivisionError: in an edit") == 1 and not done.errors[0]
+
+
+@pytest.mark.slow
+def test_a_token_out_of_range_in_the_rows_of_another_rank_is_named(data_dir, tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write_shard(folder / "py_train_000001.bin", [1] * 4 * 33 + [60_000] + [1] * 4_000)
+    done = ranks.run(2, flags(folder, tmp_path / "run"))
+    assert done.codes == [3, 3] and len(error_lines(done)) == 1
+    assert "error: rank 1: " in done.stderr and "py_train_000001.bin: token 132 is 60000" in done.stderr
+
+
+def test_ranks_stop_together_in_the_middle_of_a_long_step_and_resume_bitwise(data_dir, tmp_path):
+    settings = dict(max_steps=2, batch_size=1, batch_tokens=4096, dropout=0.1, shuffle_seed=1)  # 64 micro-steps a step
+    done = attempt(2, "interrupt", 1, 70, data_dir, tmp_path / "cut", **settings)
+    assert done.codes == [130, 130], done.stderr
+    assert "SIGINT in step 2" in done.stdout and "saved" in done.stdout and "stopped      step 1" in done.stdout
+    assert json.loads((tmp_path / "cut/status.json").read_text())["state"] == "stopped"
+    assert sorted(losses(read_log(tmp_path / "cut"))) == [1]
+    ranks.run(2, flags(data_dir, tmp_path / "cut", resume="auto", **settings))
+    ranks.run(2, flags(data_dir, tmp_path / "whole", **settings))
+    assert losses(read_log(tmp_path / "cut")) == losses(read_log(tmp_path / "whole"))
+
+
+def test_a_signal_in_an_evaluation_leaves_it_for_the_resumed_run(data_dir, tmp_path, monkeypatch):
+    settings = dict(max_steps=6, eval_interval=4, save_interval=100)
+    validation = Evaluator.validation
+
+    def told(evaluator, step, log):
+        if step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return validation(evaluator, step, log)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Evaluator, "validation", told)
+        assert train.main(configure(Config, absolute(flags(data_dir, tmp_path / "cut", **settings)))) == 143
+    assert sorted(losses(read_log(tmp_path / "cut"), "val")) == [0]
+    assert (tmp_path / "cut/step_00000004").is_dir() and not (tmp_path / "cut/run.lock").exists()
+    cut = train_here(data_dir, tmp_path / "cut", resume="auto", **settings)
+    whole = train_here(data_dir, tmp_path / "whole", **settings)
+    assert losses(cut, "val") == losses(whole, "val") and losses(cut) == losses(whole)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def absolute(words):
+    return [str(ROOT / words[0]), *words[1:]]
+
+
+def test_a_second_signal_ends_at_once_and_no_saving_is_said(data_dir, tmp_path):
+    began = time.monotonic()
+    done = attempt(0, "interrupt twice", 0, 10, data_dir, tmp_path / "a")
+    assert done.codes == [130] and time.monotonic() - began < 30
+    assert "a second signal" in done.stderr
+    done = attempt(0, "term", 0, 10, data_dir, tmp_path / "b", save_interval=0)
+    assert done.codes == [143] and "none: nothing was saved (save_interval=0)" in done.stdout
+
+
+def test_status_says_where_a_run_is(data_dir, tmp_path):
+    log = train_here(data_dir, tmp_path / "run", max_steps=4)
+    found = json.loads((tmp_path / "run/status.json").read_text())
+    assert found["state"] == "done" and found["step"] == found["max_steps"] == 4 and found["pid"] == os.getpid()
+    assert found["loss"] == losses(log)[4] and found["last_checkpoint"].endswith("step_00000004")
+
+
+@pytest.mark.slow  # imports the compiler
+def test_a_compiler_that_fails_is_one_line(data_dir, tmp_path, monkeypatch):
+    def broken(graph, inputs):
+        raise OSError("no C++ compiler")
+
+    monkeypatch.setattr(torch, "compile", lambda f: torch._dynamo.optimize(broken)(f))
+    with pytest.raises(UserError, match="torch.compile failed .*OSError: no C.. compiler.*; try --compile=False"):
+        train_here(data_dir, tmp_path / "run", compile=True)
+
+
+# -- torchrun: each run imports torch twice
+
+
+def start_torchrun(words, log, *options):
+    """A process group of torchrun and two ranks, for the tests that kill some of them."""
+    options = ["--nproc_per_node=2", "--rdzv_backend=c10d", "--rdzv_endpoint=127.0.0.1:0", "--rdzv_id=1", *options]
+    command = [sys.executable, "-m", "torch.distributed.run", *options, "train.py", *words]
+    return subprocess.Popen(command, cwd=ROOT, env=ranks.environment(), stdout=log, stderr=log)
+
+
+def wait_for(condition, seconds=90):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def children(pid):
+    return [int(p) for p in subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True).stdout.split()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 1])
+def test_torchrun_restarts_a_run_of_which_a_rank_was_killed(data_dir, tmp_path, killed):
+    words = flags(data_dir, tmp_path / "run", max_steps=60, save_interval=5, resume="auto")
+    with open(tmp_path / "log", "w") as log:
+        process = start_torchrun(words, log, "--max-restarts=3")
+        wait_for(lambda: "step 10/" in (tmp_path / "log").read_text())
+        os.kill(children(process.pid)[killed], signal.SIGKILL)
+        assert process.wait(120) == 0
+    assert "resumed" in (tmp_path / "log").read_text()
+    assert sorted(losses(read_log(tmp_path / "run"))) == list(range(1, 61))
+
+
+@pytest.mark.slow
+def test_a_live_run_is_protected_and_its_orphans_leave(data_dir, tmp_path):
+    words = flags(data_dir, tmp_path / "run", max_steps=100_000, save_interval=100, log_interval=100)
+    with open(tmp_path / "log", "w") as log:
+        process = start_torchrun(words, log)
+        wait_for(lambda: "saved" in (tmp_path / "log").read_text())
+        for how in ("--overwrite", "--resume=auto"):
+            done = ranks.run(2, [*words, how])
+            assert done.codes == [2, 2] and len(error_lines(done)) == 1 and "is in use by a run" in done.stderr
+        orphans = children(process.pid)
+        process.kill()
+        process.wait()
+        wait_for(lambda: not any(started(pid) is not None for pid in orphans), 5)
+    assert "torchrun is gone" in (tmp_path / "log").read_text()
+    assert ranks.run(2, [*words, "--resume=auto", "--dry_run"]).returncode == 0
