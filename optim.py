@@ -43,10 +43,9 @@ def param_groups(model, cfg):
 
 def make_optimizer(model, cfg):
     """AdamW (https://arxiv.org/abs/1711.05101), PyTorch's, fused on CUDA and the CPU; adamw8bit; or Muon."""
-    fused = next(model.parameters()).device.type in ("cuda", "cpu")
-    if not fused and cfg.optimizer == "adamw" and cfg.max_skipped_steps:
+    groups, fused = param_groups(model, cfg), next(model.parameters()).device.type in ("cuda", "cpu")
+    if cfg.max_skipped_steps and not fused:
         raise UserError("max_skipped_steps needs PyTorch's fused AdamW, which this device does not have; leave it at 0")
-    groups = param_groups(model, cfg)
     options = dict(lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.adam_eps)
     if cfg.optimizer == "adamw8bit":
         return adam8.AdamW8bit(groups, **options, seed=cfg.seed)

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 import optim
 from model import build
 from run import checkpoint
-from settings import GPTConfig
+from settings import Config, GPTConfig
 
 CPU = torch.device("cpu")
 
@@ -41,10 +41,6 @@ def test_model_round_trip(tmp_path):
 
 
 def test_optimizer_round_trip_goes_on_bitwise(tmp_path):
-    class Settings:
-        lr, beta1, beta2, adam_eps, weight_decay = 1e-3, 0.9, 0.95, 1e-8, 0.1
-        optimizer, lr_embedding, lr_head, lr_vector = "adamw", None, None, None
-
     def steps(model, optimizer, seeds):
         for seed in seeds:
             idx = torch.randint(0, 100, (2, 9), generator=torch.Generator().manual_seed(seed))
@@ -53,14 +49,14 @@ def test_optimizer_round_trip_goes_on_bitwise(tmp_path):
             optimizer.zero_grad()
 
     first = build(small(), CPU, seed=1)
-    a = optim.make_optimizer(first, Settings)
+    a = optim.make_optimizer(first, Config(lr=1e-3))
     steps(first, a, range(3))
     tensors = {"model": checkpoint.model_tensors(first), "optimizer": checkpoint.optimizer_tensors(first, a)}
     folder = checkpoint.save(tmp_path, 3, tensors, {}, 1)
     steps(first, a, range(3, 6))
 
     second = build(small(), CPU, seed=2)
-    b = optim.make_optimizer(second, Settings)
+    b = optim.make_optimizer(second, Config(lr=1e-3))
     loaded, _ = checkpoint.load(folder)
     checkpoint.load_model_tensors(second, loaded["model"])
     checkpoint.load_optimizer_tensors(second, b, loaded["optimizer"])

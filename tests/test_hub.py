@@ -30,6 +30,8 @@ def hub(tmp_path, monkeypatch):
         )
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 4096)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # test.sh sets it for the other tests
+        monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(datasets.config, "HF_ENDPOINT", server.url)
         monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
         monkeypatch.setattr(datasets.config, "HF_MODULES_CACHE", tmp_path / "modules")

@@ -3,7 +3,7 @@
 import math
 import subprocess
 import sys
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,17 +11,15 @@ from conftest import ROOT
 
 import optim
 from model import build
-from settings import GPTConfig
+from settings import Config, GPTConfig
 
 CPU = torch.device("cpu")
+SMALL = dict(vocab_size=100, n_layer=2, n_head=4, n_embd=32, block_size=8)
 
 
 def settings(**changes):
-    defaults = dict(lr=1e-3, min_lr_ratio=0.1, schedule="cosine", warmup_steps=10, warmup_tokens=None, max_steps=100)
-    defaults |= dict(batch_tokens=1000, cooldown_fraction=0.2, weight_decay=0.1, beta1=0.9, beta2=0.95, adam_eps=1e-8)
-    defaults |= dict(optimizer="adamw", seed=1337, lr_embedding=None, lr_head=None, lr_vector=None, compile=False)
-    defaults |= dict(momentum=0.95, momentum_warmup=0)
-    return SimpleNamespace(**{**defaults, **changes})
+    defaults = dict(lr=1e-3, warmup_steps=10, max_steps=100, batch_tokens=1000, compile=False)
+    return Config(**SMALL | defaults | changes)
 
 
 def test_importing_optim_loads_no_model_or_tokenizer():
@@ -30,7 +28,7 @@ def test_importing_optim_loads_no_model_or_tokenizer():
 
 
 def small(**changes):
-    return GPTConfig(**dict(vocab_size=100, n_layer=2, n_head=4, n_embd=32, block_size=8) | changes)
+    return GPTConfig(**SMALL | changes)
 
 
 def test_groups_hold_every_parameter_once_each_with_its_rate():
@@ -76,11 +74,10 @@ def naive_orthogonal(x):
 
 def test_muon_is_a_naive_one_in_float64():
     """Five steps of every matrix of a Llama with grouped queries, and AdamW for the rest."""
-    shape = small(n_kv_head=2, mlp="swiglu", positions="rope", norm="rmsnorm", n_hidden=48, bias=False)
-    cfg = settings(optimizer="muon", lr=0.02, lr_embedding=1e-3, lr_vector=1e-3, momentum_warmup=3, weight_decay=0.5)
-    for name in ("n_head", "kv_heads", "head_dim", "hidden"):
-        setattr(cfg, name, getattr(shape, name))
-    model, other = (build(shape, CPU, seed=0) for _ in range(2))
+    cfg = settings(n_kv_head=2, mlp="swiglu", positions="rope", norm="rmsnorm", n_hidden=48, bias=False)
+    muon = dict(optimizer="muon", lr=0.02, lr_embedding=1e-3, lr_vector=1e-3, momentum_warmup=3, weight_decay=0.5)
+    cfg = replace(cfg, **muon)
+    model, other = (build(cfg, CPU, seed=0) for _ in range(2))
     optimizer = optim.make_optimizer(model, cfg)
     adamw = optim.make_optimizer(other, settings(lr=1e-3, weight_decay=0.0))
     rows = {"attn.qkv.weight": [32, 16, 16], "mlp.gate_up.weight": [48, 48]}
@@ -110,7 +107,7 @@ def test_muon_is_a_naive_one_in_float64():
 
 def test_a_skipped_step_of_muon_changes_nothing():
     model = build(small(), CPU, seed=0)
-    cfg = settings(optimizer="muon", n_head=4, kv_heads=4, head_dim=8, hidden=128, momentum_warmup=3)
+    cfg = settings(optimizer="muon", momentum_warmup=3)
     optimizer = optim.make_optimizer(model, cfg)
 
     def step(value, found_inf):
