@@ -302,4 +302,4 @@ def _theirs(tensors, part, dtype, eps):
         rows = F.rms_norm(rows.float(), rows.shape[1:], eps=eps)
     elif norm is not None:
         rows = rows.float() * tensors[f"{norm}.weight"][...].detach().cpu().float()
-    return view(rows)[...].to(dtype).contiguous()
+    return view(rows)[...].to(dtype, copy=True, memory_format=torch.contiguous_format)  # gate and up share no memory
