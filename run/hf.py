@@ -203,8 +203,9 @@ def open_hf(name):
     wrong = [f"{k} missing" for k in parts.keys() - theirs.keys()]
     wrong += [f"{k} not expected" for k in theirs.keys() - parts.keys()]
     found = {}
-    for key in parts.keys() & theirs.keys():
-        ours, first, last, view, _ = parts[key]
+    for key, (ours, first, last, view, _) in parts.items():
+        if key not in theirs:
+            continue
         stored = checkpoint.Stored(key, [(0, theirs[key])])
         shape = (last - first, *own[ours].shape[1:])[:: -1 if view is Transposed else 1]
         if stored.shape != shape or not stored.dtype.is_floating_point:
@@ -300,6 +301,6 @@ def _theirs(tensors, part, dtype, eps):
     rows = tensors[ours][first:last].detach().cpu() if ours in tensors else torch.zeros(last - first)
     if norm == "embed_norm":
         rows = F.rms_norm(rows.float(), rows.shape[1:], eps=eps)
-    elif norm is not None:
-        rows = rows.float() * tensors[f"{norm}.weight"][...].detach().cpu().float()
+    elif (gain := tensors.get(f"{norm}.weight")) is not None:
+        rows = rows.float() * gain[...].detach().cpu().float()
     return view(rows)[...].to(dtype, copy=True, memory_format=torch.contiguous_format)  # gate and up share no memory
