@@ -73,8 +73,8 @@ class Part(NamedTuple):
     ours: str
     first: int  # row
     last: int
-    view: type  # makes theirs of ours, and ours of theirs
-    norm: str | None  # see FOLDED
+    view: type  # its own inverse: of our rows it makes theirs, of their slice ours
+    norm: str | None  # our norm that an export folds into it
 
 
 class Same:
@@ -115,7 +115,8 @@ def hf_parts(model):
     """{Hugging Face name: Part}.
 
     In theirs, GPT-2's matrices are transposed (Conv1D), Llama's q, k, v and gate, up are separate, the vocabulary is
-    not padded, and a tied head is absent. Their GPT-2 always has biases; where our model has none, they are zero.
+    not padded, and a tied head is absent, unless a norm is folded into it or into the embedding. Their GPT-2 always has
+    biases; where our model has none, they are zero.
     Raises UserError for parameters of an edited model.py that theirs do not have.
     """
     cfg, family, own, parts = model.cfg, family_of(model.cfg), dict(model.named_parameters()), {}
@@ -126,16 +127,16 @@ def hf_parts(model):
             continue
         weight, bias = own[f"{place}.weight"], f"{place}.bias" in own
         bias |= family == "gpt2" and ours not in ("wte", "wpe", "head")
-        matrix = weight.dim() == 2 and ours.startswith("blocks.")
+        transposed = family == "gpt2" and weight.dim() == 2 and ours.startswith("blocks.")
         for name, (first, last) in zip(theirs, _spans(cfg, ours, len(theirs), weight.size(0))):
-            view = Transposed if family == "gpt2" and matrix else Same
+            view = Transposed if transposed else Same
             if family == "nanochat" and name.endswith(("q_proj", "k_proj")):
                 view = partial(Mirrored, head_dim=cfg.head_dim)
             parts[f"{name}.weight"] = Part(f"{place}.weight", first, last, view, norm)
             if bias:
                 parts[f"{name}.bias"] = Part(f"{place}.bias", first, last, Same, None)
-    known = {f"{ours}.{kind}" for ours, *_ in modules for kind in ("weight", "bias")}
-    if more := sorted(own.keys() - known):
+    gains = {f"{ours}.weight" for ours, theirs, _ in modules if not theirs}
+    if more := sorted(own.keys() - gains - {part.ours for part in parts.values()}):
         names = ", ".join(more[:3]) + f" and {len(more) - 3} more" * (len(more) > 3)
         raise UserError(
             f"model.py has parameters that a Hugging Face {family} does not have: {names}; it cannot be exported"

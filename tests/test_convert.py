@@ -415,13 +415,12 @@ def test_pickles_are_never_opened(tmp_path):
     ],
 )
 def test_what_no_class_computes_is_refused(changes, words, tmp_path):
-    cfg = GPTConfig(vocab_size=50, block_size=8, n_layer=1, n_head=2, n_embd=16, **changes)
-    refused(lambda: hf.save_hf(randomized(build(cfg, CPU, seed=0)), tmp_path / "hf"), *words)
+    refused(lambda: hf.save_hf(randomized(tiny(**changes)), tmp_path / "hf"), *words)
     assert not any(tmp_path.iterdir())
 
 
-def tiny():
-    return build(GPTConfig(vocab_size=50, block_size=8, n_layer=1, n_head=2, n_embd=16), CPU, seed=0)
+def tiny(**changes):
+    return build(GPTConfig(vocab_size=50, block_size=8, n_layer=1, n_head=2, n_embd=16, **changes), CPU, seed=0)
 
 
 def test_an_export_is_whole_or_absent(tmp_path, monkeypatch):
@@ -469,6 +468,13 @@ def exported(folder, **options):
 def test_an_export_is_compared_with_transformers(tmp_path, capsys, monkeypatch, dtype):
     exported(tmp_path, dtype=dtype)
     assert f"in {dtype}, and transformers computes the same logits" in capsys.readouterr().out
+    made = one_gains(randomized(tiny(**NANOCHAT)))
+    checkpoint.save_model(tmp_path / "nano", made, made.cfg)
+    convert.main(convert.Config(checkpoint=str(tmp_path / "nano"), to_hf=str(tmp_path / "folded"), dtype=dtype))
+    assert "transformers computes the same logits" in capsys.readouterr().out
+    monkeypatch.setattr(hf.Mirrored, "__getitem__", lambda self, rows: self.part[rows])
+    wrong = convert.Config(checkpoint=str(tmp_path / "nano"), to_hf=str(tmp_path / "wrong"), dtype=dtype)
+    refused(lambda: convert.main(wrong), "other logits")
 
 
 EDITS = {
