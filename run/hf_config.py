@@ -321,5 +321,5 @@ def hf_config(cfg, dtype, **ids):
     scaling = {"rope_type": "llama3", **{theirs: getattr(cfg, ours) for theirs, ours in ROPE_KEYS.items()}}
     config |= dict(num_key_value_heads=cfg.kv_heads, intermediate_size=cfg.hidden, head_dim=cfg.head_dim)
     config |= dict(max_position_embeddings=context_of(cfg), attention_dropout=cfg.dropout)
-    config |= {"mlp_bias": cfg.bias} if family == "llama" else {"attention_bias": False}
+    config |= {"mlp_bias": cfg.bias} if family == "llama" else {"attention_bias": False, "pad_token_id": None}
     return config | dict(rope_theta=cfg.rope_theta, rope_scaling=None if cfg.rope_factor is None else scaling)
