@@ -1,4 +1,4 @@
-"""Hugging Face's GPT-2 and Llama: config.json as our settings, the tokenizer and the files beside it, in and out.
+"""Hugging Face's GPT-2, Llama, Qwen3 and NanoChat: config.json as our settings, and the tokenizer's files, in and out.
 
 Importing this file loads no torch: train.py reads the shape of --init_from=hf:NAME with it before it checks settings.
 """
@@ -12,9 +12,38 @@ from configurator import UserError
 from run.files import patiently, read_json, write_json
 from settings import GPTConfig
 
-SHAPES = {  # the settings that describe one of their models
-    "gpt2": dict(norm="layernorm", positions="learned", mlp="gelu", qk_norm=False, embed_norm=False, softcap=None),
-    "llama": dict(norm="rmsnorm", positions="rope", mlp="swiglu", qk_norm=False, embed_norm=False, softcap=None),
+LLAMA_MLPS = {"silu": "swiglu", "swish": "swiglu", "relu": "relu2"}  # relu(gate) * up is ReLU squared if gate = up
+MLPS = {  # their activation -> our mlp, the default first
+    "gpt2": {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu2": "relu2"},
+    "llama": LLAMA_MLPS,
+    "qwen3": LLAMA_MLPS,
+    "nanochat": {"relu2": "relu2"},
+}
+LLAMA = dict(norm=["rmsnorm"], positions=["rope"], mlp=LLAMA_MLPS.values())
+PLAIN = dict(qk_norm=[False], embed_norm=[False], softcap=[None])
+SHAPES = {  # values of settings that one of their models can have; an import takes the first, unless a key says else
+    "gpt2": PLAIN | dict(norm=["layernorm"], positions=["learned"], mlp=MLPS["gpt2"].values()),
+    "llama": PLAIN | LLAMA | dict(embed_norm=[False, True]),
+    "qwen3": PLAIN | LLAMA | dict(embed_norm=[False, True], qk_norm=[True], bias=[False]),
+    "nanochat": LLAMA | dict(mlp=["relu2"], embed_norm=[True], qk_norm=[True], bias=[False]),
+}
+CLASSES = {
+    "gpt2": "GPT2LMHeadModel",
+    "llama": "LlamaForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "nanochat": "NanoChatForCausalLM",
+}
+LLAMA_KEYS = {
+    "vocab_size": "vocab_size",
+    "max_position_embeddings": "block_size",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "num_key_value_heads": "n_kv_head",
+    "hidden_size": "n_embd",
+    "intermediate_size": "n_hidden",
+    "hidden_act": "mlp",
+    "rms_norm_eps": "norm_eps",
+    "tie_word_embeddings": "tie_embeddings",
 }
 KEYS = {  # their key in config.json -> our setting, for import and export
     "gpt2": {
@@ -24,21 +53,13 @@ KEYS = {  # their key in config.json -> our setting, for import and export
         "n_head": "n_head",
         "n_embd": "n_embd",
         "n_inner": "n_hidden",
+        "activation_function": "mlp",
         "layer_norm_epsilon": "norm_eps",
         "tie_word_embeddings": "tie_embeddings",
     },
-    "llama": {
-        "vocab_size": "vocab_size",
-        "max_position_embeddings": "block_size",
-        "num_hidden_layers": "n_layer",
-        "num_attention_heads": "n_head",
-        "num_key_value_heads": "n_kv_head",
-        "hidden_size": "n_embd",
-        "intermediate_size": "n_hidden",
-        "rms_norm_eps": "norm_eps",
-        "attention_bias": "bias",
-        "tie_word_embeddings": "tie_embeddings",
-    },
+    "llama": LLAMA_KEYS | {"attention_bias": "bias"},
+    "qwen3": LLAMA_KEYS,
+    "nanochat": LLAMA_KEYS | {"final_logit_softcapping": "softcap"},
 }
 ROPE_KEYS = {
     "factor": "rope_factor",
@@ -46,19 +67,34 @@ ROPE_KEYS = {
     "high_freq_factor": "rope_high_freq",
     "original_max_position_embeddings": "rope_original",
 }
+LLAMA_ABSENT = dict(num_key_value_heads=None, hidden_act="silu", rms_norm_eps=1e-6, tie_word_embeddings=False)
 ABSENT = {  # values of keys that may be absent
-    "gpt2": {"n_inner": None, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True},
-    "llama": {"num_key_value_heads": None, "rms_norm_eps": 1e-6, "attention_bias": False, "tie_word_embeddings": False},
+    "gpt2": dict(n_inner=None, activation_function="gelu_new", layer_norm_epsilon=1e-5, tie_word_embeddings=True),
+    "llama": LLAMA_ABSENT | dict(attention_bias=False),
+    "qwen3": LLAMA_ABSENT | dict(num_key_value_heads=32, head_dim=128),
+    "nanochat": LLAMA_ABSENT | dict(hidden_act="relu2", final_logit_softcapping=15.0),
 }
 SUPPORTED = {  # values that model.py computes, the default first
     "gpt2": {
-        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+        "activation_function": tuple(MLPS["gpt2"]),
         "scale_attn_weights": (True,),
         "scale_attn_by_inverse_layer_idx": (False,),
         "add_cross_attention": (False,),
         "quantization_config": (None,),
     },
-    "llama": {"hidden_act": ("silu", "swish"), "quantization_config": (None,)},
+    "llama": {"hidden_act": tuple(LLAMA_MLPS), "quantization_config": (None,)},
+    "qwen3": {
+        "hidden_act": tuple(LLAMA_MLPS),
+        "attention_bias": (False,),
+        "use_sliding_window": (False,),
+        "quantization_config": (None,),
+    },
+    "nanochat": {
+        "hidden_act": tuple(MLPS["nanochat"]),
+        "attention_bias": (False,),
+        "tie_word_embeddings": (False,),
+        "quantization_config": (None,),
+    },
 }
 TOKENIZER, GENERATION = "tokenizer_config.json", "generation_config.json"
 COPIED = (TOKENIZER, GENERATION, "special_tokens_map.json", "tokenizer.model", "chat_template.jinja")
@@ -70,16 +106,18 @@ class ImportedConfig(GPTConfig):
 
 
 def family_of(cfg):
-    """gpt2 or llama for a GPTConfig. Raises UserError with the settings that Hugging Face's model does not have."""
-    family = "llama" if cfg.norm == "rmsnorm" else "gpt2"
-    wrong = [f"{k}={getattr(cfg, k)}" for k, v in SHAPES[family].items() if getattr(cfg, k) != v]
-    if family == "gpt2" and cfg.kv_heads != cfg.n_head:
-        wrong.append(f"n_kv_head={cfg.n_kv_head}")
-    if wrong:
-        raise UserError(
-            f"{', '.join(wrong)}: a Hugging Face {family} (norm={cfg.norm}) does not have that; it cannot be exported"
-        )
-    return family
+    """The key of SHAPES for a GPTConfig. Raises UserError with the settings that the nearest of these models lack."""
+    lacking = {family: _lacking(family, cfg) for family in SHAPES}
+    fewest = min(lacking.values(), key=len)
+    if fewest:
+        near = [f"a {family} has no {', '.join(w)}" for family, w in lacking.items() if len(w) == len(fewest)]
+        raise UserError(f"no Hugging Face model computes this, so that it cannot be exported: {'; '.join(near)}")
+    return next(family for family, wrong in lacking.items() if not wrong)
+
+
+def _lacking(family, cfg):
+    wrong = [f"{k}={getattr(cfg, k)}" for k, values in SHAPES[family].items() if getattr(cfg, k) not in values]
+    return wrong + [f"n_kv_head={cfg.n_kv_head}"] * (family == "gpt2" and cfg.kv_heads != cfg.n_head)
 
 
 def names_hf(init_from):
@@ -114,7 +152,8 @@ def adopt(given):
 
 def adopted(cfg):
     """The settings that `adopt` takes from config.json, in words, for the start block."""
-    names = [*KEYS[family_of(cfg)].values(), "rope_theta", "rope_factor", "max_positions", "tokenizer"]
+    family = family_of(cfg)
+    names = [*KEYS[family].values(), *SHAPES[family], "rope_theta", "rope_factor", "max_positions", "tokenizer"]
     values = {name: getattr(cfg, name) for name in names if name != "block_size"}
     if cfg.positions == "learned":
         del values["rope_theta"]
@@ -127,21 +166,25 @@ def read_config(folder):
     hf = read_object(path)
     family = hf.get("model_type")
     if not isinstance(family, str) or family not in SUPPORTED:
-        raise UserError(f"{path}: model_type={family} is not supported, only gpt2 and llama are")
+        raise UserError(f"{path}: model_type={family} is not supported, only {', '.join(SUPPORTED)} are")
     for key, values in SUPPORTED[family].items():
         if hf.get(key, values[0]) not in values:
             raise UserError(f"{path}: {key}={hf[key]} is not supported, expected {values[0]}")
     hf = ABSENT[family] | hf
     try:
-        settings = {ours: hf[theirs] for theirs, ours in KEYS[family].items()}
-        if family == "llama":
-            settings |= _llama_settings(hf, path)
+        settings = {name: next(iter(values)) for name, values in SHAPES[family].items()}
+        settings |= {ours: hf[theirs] for theirs, ours in KEYS[family].items()}
+        settings["mlp"] = MLPS[family][settings["mlp"]]
+        if family != "gpt2":
+            settings |= _rope_settings(hf, path)
         cfg = ImportedConfig(**settings, tokenizer=_tokenizer_of(folder, hf))
         cfg.n_kv_head = None if cfg.n_kv_head == cfg.n_head else cfg.n_kv_head  # as the recipes write it
         cfg.n_hidden = None if cfg.n_hidden == 4 * cfg.n_embd else cfg.n_hidden
         counts = ("vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "n_hidden", "block_size")
         wrong = [f"{k}={v} is not a whole number" for k in counts if not isinstance(v := getattr(cfg, k), int | None)]
         wrong = wrong or cfg.problems()
+        if not wrong and family_of(cfg) != family:
+            wrong = [f"a {family} with softcap={cfg.softcap} is not supported"]
     except KeyError as error:
         raise UserError(f"{path}: {error.args[0]} is missing") from None
     except (TypeError, ZeroDivisionError) as error:
@@ -151,22 +194,20 @@ def read_config(folder):
     return cfg
 
 
-def _llama_settings(hf, path):
-    """Settings that correspond to no single key: norm, positions, MLP, and RoPE as transformers 4 or 5 writes it."""
+def _rope_settings(hf, path):
+    """The settings of RoPE as transformers 4 or 5 writes it. Raises UserError for widths and biases unlike ours."""
     C, H = hf["hidden_size"], hf["num_attention_heads"]
     if (hf.get("head_dim") or C // H) * H != C:
         raise UserError(f"{path}: head_dim={hf.get('head_dim')} is not hidden_size / num_attention_heads = {C}/{H}")
-    if hf.get("mlp_bias", False) != hf["attention_bias"]:
-        raise UserError(
-            f"{path}: attention_bias={hf['attention_bias']} needs the same mlp_bias; our bias is one setting"
-        )
+    if hf.get("mlp_bias", False) != (bias := hf.get("attention_bias", False)):
+        raise UserError(f"{path}: attention_bias={bias} needs the same mlp_bias; our bias is one setting")
     rope = {"rope_theta": hf.get("rope_theta") or 10000.0}
     rope |= {**(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
     kind, partial = rope.get("rope_type", rope.get("type", "default")), rope.get("partial_rotary_factor", 1.0)
     if kind not in ("default", "llama3") or partial != 1.0:
         raise UserError(f"{path}: rope_type={kind}, partial_rotary_factor={partial}: only default or llama3, and 1.0")
     scaling = {ours: rope[theirs] for theirs, ours in ROPE_KEYS.items()} if kind == "llama3" else {}
-    return dict(norm="rmsnorm", positions="rope", mlp="swiglu", rope_theta=rope["rope_theta"], **scaling)
+    return dict(rope_theta=rope["rope_theta"], **scaling)
 
 
 def _tokenizer_of(folder, hf):
@@ -255,6 +296,11 @@ def write_tokenizer(folder, tokenizer, context):
     return {key: generation[key] for key in ("bos_token_id", "eos_token_id")}
 
 
+def tied(cfg):
+    """Whether an export's head is its embedding: not where a norm is folded into either of the two."""
+    return cfg.tie_embeddings and not cfg.embed_norm
+
+
 def context_of(cfg):
     """The longest context that a model was trained for: its own, or that of the weights which it started from."""
     return max(cfg.block_size, cfg.max_positions or 0)
@@ -266,14 +312,15 @@ def hf_config(cfg, dtype, **ids):
     ids: those of `write_tokenizer`.
     """
     family = family_of(cfg)
-    config = {theirs: getattr(cfg, ours) for theirs, ours in KEYS[family].items()}
+    activations = {ours: theirs for theirs, ours in reversed(MLPS[family].items())}
+    values = {**vars(cfg), "mlp": activations[cfg.mlp], "tie_embeddings": tied(cfg)}
+    config = {theirs: values[ours] for theirs, ours in KEYS[family].items()}
     config |= dict(bos_token_id=None, eos_token_id=None, torch_dtype=str(dtype).removeprefix("torch.")) | ids
+    config |= dict(model_type=family, architectures=[CLASSES[family]])
     if family == "gpt2":
-        config |= dict(model_type="gpt2", architectures=["GPT2LMHeadModel"], activation_function="gelu_new")
         return config | dict.fromkeys(["embd_pdrop", "attn_pdrop", "resid_pdrop"], cfg.dropout)
     scaling = {"rope_type": "llama3", **{theirs: getattr(cfg, ours) for theirs, ours in ROPE_KEYS.items()}}
-    config |= dict(model_type="llama", architectures=["LlamaForCausalLM"], hidden_act="silu", head_dim=cfg.head_dim)
-    config |= dict(num_key_value_heads=cfg.kv_heads, intermediate_size=cfg.hidden, mlp_bias=cfg.bias)
-    config |= dict(max_position_embeddings=context_of(cfg))
-    config |= dict(rope_theta=cfg.rope_theta, rope_scaling=None if cfg.rope_factor is None else scaling)
-    return config | dict(attention_dropout=cfg.dropout)
+    config |= dict(num_key_value_heads=cfg.kv_heads, intermediate_size=cfg.hidden, head_dim=cfg.head_dim)
+    config |= dict(max_position_embeddings=context_of(cfg), attention_dropout=cfg.dropout)
+    config |= {"mlp_bias": cfg.bias} if family == "llama" else {"attention_bias": False, "pad_token_id": None}
+    return config | dict(rope_theta=cfg.rope_theta, rope_scaling=None if cfg.rope_factor is None else scaling)

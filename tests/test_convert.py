@@ -13,7 +13,17 @@ import torch
 from conftest import ROOT
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    NanoChatConfig,
+    NanoChatForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import convert
@@ -34,10 +44,27 @@ def gpt2(**changes):
     return randomized(GPT2LMHeadModel(GPT2Config(**{**shape, **changes})))
 
 
+SHAPE = dict(vocab_size=301, max_position_embeddings=64, hidden_size=64, intermediate_size=88)
+SHAPE |= dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, rms_norm_eps=1e-5)
+
+
 def llama(**changes):
-    shape = dict(vocab_size=301, max_position_embeddings=64, hidden_size=64, intermediate_size=88)
-    shape |= dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, rms_norm_eps=1e-5)
-    return randomized(LlamaForCausalLM(LlamaConfig(**{**shape, **changes})))
+    return randomized(LlamaForCausalLM(LlamaConfig(**{**SHAPE, **changes})))
+
+
+def qwen3(**changes):
+    return randomized(Qwen3ForCausalLM(Qwen3Config(**{**SHAPE, "head_dim": 16, **changes})))
+
+
+def nanochat(**changes):
+    return randomized(NanoChatForCausalLM(NanoChatConfig(**{**SHAPE, "final_logit_softcapping": 2.0, **changes})))
+
+
+def squared(model):
+    """The model with ReLU squared as the gated MLP spells it: gate = up."""
+    for layer in model.model.layers:
+        layer.mlp.gate_proj.weight.data.copy_(layer.mlp.up_proj.weight)
+    return model
 
 
 def randomized(model):
@@ -63,7 +90,13 @@ MODELS = {
     "llama3": lambda: llama(rope_parameters=dict(rope_type="default", rope_theta=500_000.0)),
     "llama31": lambda: llama(rope_parameters=dict(SCALING, rope_theta=500_000.0), max_position_embeddings=512),
     "llama_eps": lambda: llama(rms_norm_eps=1e-3),
+    "llama_relu2": lambda: squared(llama(hidden_act="relu")),
+    "qwen3": lambda: qwen3(),
+    "qwen3_tied": lambda: qwen3(tie_word_embeddings=True, rope_parameters=dict(rope_type="default", rope_theta=1e6)),
+    "nanochat": lambda: nanochat(),
 }
+LLAMA = dict(norm="rmsnorm", positions="rope", mlp="swiglu", bias=False)
+NANOCHAT = dict(LLAMA, mlp="relu2", qk_norm=True, embed_norm=True, softcap=2.0, tie_embeddings=False)
 models = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 both = pytest.mark.parametrize("make", [gpt2, llama])
 
@@ -115,7 +148,8 @@ def test_logits_and_loss_equal_transformers(make, tmp_path):
     assert (got - expected.logits).abs().max() <= 5e-6 * expected.logits.abs().max()
     loss = ours(x[:, :-1], x[:, 1:])
     assert abs(loss - expected.loss) <= 2e-6 * expected.loss
-    assert parameter_counts(ours)[0] == sum(p.numel() for p in theirs.parameters())
+    if theirs.config.model_type != "nanochat" and cfg.mlp != "relu2":  # it has no gains; gate and up are one of ours
+        assert parameter_counts(ours)[0] == sum(p.numel() for p in theirs.parameters())
 
 
 @torch.no_grad()
@@ -133,6 +167,8 @@ def test_gpt2_in_float64(changes, tmp_path):
 def test_there_and_back_is_bitwise(make, tmp_path):
     theirs = make()
     ours, cfg = hf.load_hf(saved(theirs, tmp_path / "a"))
+    for stored in hf.open_hf(tmp_path / "a")[0].values():  # as a sharded run reads
+        assert torch.equal(stored[3 : stored.shape[0] - 2], stored[...][3:-2])
     hf.save_hf(ours, tmp_path / "b")
     before, after = (load_file(tmp_path / d / "model.safetensors") for d in "ab")
     assert before.keys() == after.keys() and all(torch.equal(before[k], after[k]) for k in before)
@@ -151,28 +187,48 @@ def test_there_and_back_is_bitwise(make, tmp_path):
         dict(),
         dict(bias=False),
         dict(tie_embeddings=False, n_hidden=100),
-        dict(norm="rmsnorm", positions="rope", mlp="swiglu", bias=False, n_kv_head=1, rope_theta=5e5),
-        dict(norm="rmsnorm", positions="rope", mlp="swiglu", bias=True, rope_factor=4.0, rope_original=16),
+        dict(mlp="relu2"),
+        dict(LLAMA, n_kv_head=1, rope_theta=5e5),
+        dict(LLAMA, bias=True, rope_factor=4.0, rope_original=16),
+        dict(LLAMA, bias=True, mlp="relu2"),
+        dict(LLAMA, qk_norm=True, n_kv_head=1, n_hidden=100),
+        dict(LLAMA, qk_norm=True, mlp="relu2", rope_factor=4.0, rope_original=16),
+        dict(LLAMA, embed_norm=True, tie_embeddings=False),
+        dict(LLAMA, qk_norm=True, mlp="relu2", embed_norm=True),
+        NANOCHAT,
+        dict(NANOCHAT, tie_embeddings=True, n_kv_head=1, rope_factor=4.0, rope_original=16),
     ],
-    ids=["gpt2", "gpt2_without_biases", "gpt2_untied", "llama", "llama_biases"],
+    ids=(
+        "gpt2 gpt2_without_biases gpt2_untied gpt2_relu2 llama llama_biases llama_relu2 qwen3 qwen3_relu2 "
+        "llama_embed_norm qwen3_embed_norm_tied nanochat nanochat_tied"
+    ).split(),
 )
 def test_ours_in_transformers(changes, tmp_path):
     cfg = GPTConfig(vocab_size=300, block_size=64, n_layer=2, n_head=2, n_embd=32, **changes)
-    ours = randomized(build(cfg, CPU, seed=0))
+    ours = one_gains(randomized(build(cfg, CPU, seed=0)))
     theirs = AutoModelForCausalLM.from_pretrained(hf.save_hf(ours, tmp_path / "hf")).eval()
     written = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert written.get("num_key_value_heads", cfg.kv_heads) == cfg.kv_heads  # not every reader takes null
-    x = ids_for(theirs)
+    x = torch.tensor(list((ROOT / "README.md").read_bytes()[:128])).view(2, 64)
     assert theirs.config.vocab_size == 300 and theirs.get_input_embeddings().weight.shape == (300, 32)
+    again, cfg_again = hf.load_hf(tmp_path / "hf")
     with torch.no_grad():
         expected = theirs(x).logits
-        assert (ours.logits(x) - expected).abs().max() <= 5e-6 * expected.abs().max()  # as above
-    again, cfg_again = hf.load_hf(tmp_path / "hf")
-    if changes != dict(bias=False):
+        for model in (ours, again):
+            assert (model.logits(x) - expected).abs().max() <= 5e-6 * expected.abs().max()  # as above
+    if changes != dict(bias=False) and not cfg.embed_norm:
         assert not checkpoint.shape_differences(vars(cfg_again), cfg)
         names = dict(again.named_parameters())
         assert all(torch.equal(p[:300], names[n][:300]) for n, p in ours.named_parameters())
     assert (again.wte.weight[300:] == 0).all() and again.wte.weight.shape == (384, 32)
+
+
+def one_gains(model):
+    """The model as a NanoChat can hold it: its QK norm has no gains."""
+    for name, p in model.named_parameters():
+        if model.cfg.softcap and name.endswith(("q_norm.weight", "k_norm.weight")):
+            p.data.fill_(1)
+    return model
 
 
 @both
@@ -239,10 +295,15 @@ def test_old_spelling_of_rope(name, tmp_path):
     assert (cfg.rope_theta, cfg.rope_factor) == (500_000.0, 8.0 if name == "llama31" else None)
 
 
-@pytest.mark.parametrize("family, theirs", [("gpt2", GPT2Config()), ("llama", LlamaConfig())])
+CONFIGS = (GPT2Config, LlamaConfig, Qwen3Config, NanoChatConfig)
+
+
+@pytest.mark.parametrize("family, theirs", [(c.model_type, c()) for c in CONFIGS])
 def test_absent_keys_mean_what_they_mean_to_transformers(family, theirs):
     for key, value in hf_config.ABSENT[family].items():
-        assert value == getattr(theirs, key) or value is None and theirs.num_key_value_heads == 32, key
+        assert (
+            value == getattr(theirs, key) or value is None and theirs.num_key_value_heads == theirs.num_attention_heads
+        )
     for key, values in hf_config.SUPPORTED[family].items():
         assert values[0] == getattr(theirs, key, None), key
 
@@ -266,7 +327,7 @@ def test_tables_of_llama31_equal_transformers():
 @pytest.mark.parametrize(
     "make, changes, words",
     [
-        (gpt2, dict(model_type="opt"), ["model_type=opt", "gpt2 and llama"]),
+        (gpt2, dict(model_type="opt"), ["model_type=opt", "gpt2, llama, qwen3, nanochat"]),
         (gpt2, dict(activation_function="relu"), ["activation_function=relu", "gelu_new"]),
         (gpt2, dict(scale_attn_by_inverse_layer_idx=True), ["scale_attn_by_inverse_layer_idx=True"]),
         (gpt2, dict(n_head=5), ["n_embd=48", "n_head=5"]),
@@ -276,7 +337,7 @@ def test_tables_of_llama31_equal_transformers():
         (gpt2, dict(n_embd="48"), ["n_embd=48 is not a whole number"]),
         (gpt2, dict(n_layer=2.5), ["n_layer=2.5 is not a whole number"]),
         (gpt2, dict(n_inner=-7), ["n_hidden=-7 must be at least 1"]),
-        (gpt2, dict(model_type=["gpt2"]), ["model_type=['gpt2']", "gpt2 and llama"]),
+        (gpt2, dict(model_type=["gpt2"]), ["model_type=['gpt2']", "only gpt2"]),
         (gpt2, dict(n_layer=0), ["n_layer=0 must be at least 1"]),
         (gpt2, dict(quantization_config=dict(bits=4)), ["quantization_config"]),
         (gpt2, dict(tie_word_embeddings=False), ["lm_head.weight missing"]),
@@ -288,6 +349,12 @@ def test_tables_of_llama31_equal_transformers():
         (llama, dict(rope_parameters=None, rope_scaling=dict(type="linear", factor=2.0)), ["rope_type=linear"]),
         (llama, dict(rope_parameters=dict(rope_type="llama3", rope_theta=1e4)), ["factor is missing"]),
         (llama, dict(num_key_value_heads=4), ["k_proj.weight is (32, 64)", "expected (64, 64)"]),
+        (llama, dict(hidden_act="relu"), ["layers.0.mlp.up_proj.weight is not equal to gate_proj's", "2 in all"]),
+        (qwen3, dict(head_dim=32), ["head_dim=32", "64/4"]),
+        (qwen3, dict(attention_bias=True), ["attention_bias=True"]),
+        (qwen3, dict(use_sliding_window=True), ["use_sliding_window=True"]),
+        (nanochat, dict(final_logit_softcapping=None), ["nanochat with softcap=None"]),
+        (nanochat, dict(tie_word_embeddings=True), ["tie_word_embeddings=True"]),
     ],
 )
 def test_unsupported_is_one_line(make, changes, words, tmp_path):
@@ -335,28 +402,27 @@ def test_pickles_are_never_opened(tmp_path):
     assert not (tmp_path / "sprung").exists()
 
 
-LLAMA = dict(norm="rmsnorm", positions="rope", mlp="swiglu", bias=False)
-
-
 @pytest.mark.parametrize(
     "changes, words",
     [
         (dict(qk_norm=True), ["qk_norm=True"]),
-        (dict(mlp="relu2", softcap=30.0), ["mlp=relu2", "softcap=30.0"]),
+        (dict(qk_norm=True, softcap=30.0), ["a gpt2 has no qk_norm=True, softcap=30.0"]),
         (dict(positions="rope"), ["positions=rope"]),
         (dict(n_kv_head=1), ["n_kv_head=1"]),
         (dict(LLAMA, positions="learned"), ["positions=learned"]),
-        (dict(LLAMA, qk_norm=True), ["qk_norm=True"]),
+        (dict(embed_norm=True), ["embed_norm=True"]),
+        (dict(LLAMA, qk_norm=True, bias=True), ["a llama has no qk_norm=True; a qwen3 has no bias=True"]),
+        (dict(LLAMA, qk_norm=True, softcap=30.0), ["a qwen3 has no softcap=30.0"]),
+        (NANOCHAT, ["qk_norm=True with softcap=2.0", "blocks.0.attn.q_norm.weight", "not all one"]),
     ],
 )
-def test_neither_gpt2_nor_llama_is_refused(changes, words, tmp_path):
-    cfg = GPTConfig(vocab_size=50, block_size=8, n_layer=1, n_head=2, n_embd=16, **changes)
-    refused(lambda: hf.save_hf(build(cfg, CPU, seed=0), tmp_path / "hf"), *words)
+def test_what_no_class_computes_is_refused(changes, words, tmp_path):
+    refused(lambda: hf.save_hf(randomized(tiny(**changes)), tmp_path / "hf"), *words)
     assert not any(tmp_path.iterdir())
 
 
-def tiny():
-    return build(GPTConfig(vocab_size=50, block_size=8, n_layer=1, n_head=2, n_embd=16), CPU, seed=0)
+def tiny(**changes):
+    return build(GPTConfig(vocab_size=50, block_size=8, n_layer=1, n_head=2, n_embd=16, **changes), CPU, seed=0)
 
 
 def test_an_export_is_whole_or_absent(tmp_path, monkeypatch):
@@ -404,6 +470,13 @@ def exported(folder, **options):
 def test_an_export_is_compared_with_transformers(tmp_path, capsys, monkeypatch, dtype):
     exported(tmp_path, dtype=dtype)
     assert f"in {dtype}, and transformers computes the same logits" in capsys.readouterr().out
+    made = one_gains(randomized(tiny(**NANOCHAT)))
+    checkpoint.save_model(tmp_path / "nano", made, made.cfg)
+    convert.main(convert.Config(checkpoint=str(tmp_path / "nano"), to_hf=str(tmp_path / "folded"), dtype=dtype))
+    assert "transformers computes the same logits" in capsys.readouterr().out
+    monkeypatch.setattr(hf.Mirrored, "__getitem__", lambda self, rows: self.part[rows])
+    wrong = convert.Config(checkpoint=str(tmp_path / "nano"), to_hf=str(tmp_path / "wrong"), dtype=dtype)
+    refused(lambda: convert.main(wrong), "other logits")
 
 
 EDITS = {

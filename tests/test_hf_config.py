@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 from conftest import ROOT, flags
-from test_convert import edit_config, gpt2, llama, refused, saved
+from test_convert import edit_config, gpt2, llama, qwen3, refused, saved
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import convert
@@ -56,6 +56,26 @@ def test_shape_rope_and_tokenizer_are_the_weights(weights):
     edit_config(weights, max_position_embeddings=131_072)
     cfg = settings(f"--init_from=hf:{weights}")
     assert (cfg.block_size, cfg.max_positions) == (1024, 131_072)
+
+
+def test_qwen3(tmp_path):
+    """The shape of weights, and the published config.json of Qwen3 1.7B, whose 0.6B has wider heads than its width."""
+    cfg = settings(f"--init_from=hf:{saved(qwen3(), tmp_path / 'small')}")
+    assert (cfg.qk_norm, cfg.mlp, cfg.norm, cfg.bias) == (True, "swiglu", "rmsnorm", False)
+    assert "qk_norm=True" in hf_config.adopted(cfg)
+    published = dict(
+        model_type="qwen3", architectures=["Qwen3ForCausalLM"], attention_bias=False, attention_dropout=0.0
+    )
+    published |= dict(bos_token_id=151643, eos_token_id=151645, head_dim=128, hidden_act="silu", hidden_size=2048)
+    published |= dict(initializer_range=0.02, intermediate_size=6144, max_position_embeddings=40960, rms_norm_eps=1e-06)
+    published |= dict(max_window_layers=28, num_attention_heads=16, num_hidden_layers=28, num_key_value_heads=8)
+    published |= dict(rope_scaling=None, rope_theta=1_000_000, sliding_window=None, tie_word_embeddings=True)
+    published |= dict(torch_dtype="bfloat16", use_cache=True, use_sliding_window=False, vocab_size=151936)
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    cfg = hf_config.read_config(tmp_path)
+    assert (cfg.head_dim, cfg.kv_heads, cfg.hidden, cfg.rope_theta, cfg.tie_embeddings) == (128, 8, 6144, 1e6, True)
+    edit_config(tmp_path, hidden_size=1024)
+    refused(lambda: hf_config.read_config(tmp_path), "head_dim=128 is not hidden_size / num_attention_heads = 1024/16")
 
 
 def test_all_contradictions_are_in_one_line(weights, tmp_path):
