@@ -1,0 +1,110 @@
+"""Compiles every Triton kernel that a training step launches, for GPUs that need not be there; prints what each takes.
+
+    python tests/targets.py 80 90    # lines: kernel, compute capability, shared memory, warps, registers, stack
+
+One block of a model takes a step on the CPU. Launches compile and do not run, so that the numbers mean nothing; the
+GEMMs, which are cuBLASLt's, are PyTorch's. Only the kernels' types and compile-time constants count, and these follow
+from the widths of the real models.
+"""
+
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+import triton
+from conftest import stand_in_for_cublas
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+import kernels
+import model as models
+from fast import adam8_triton
+from scale import adam8
+from settings import GPTConfig
+
+CPU = torch.device("cpu")
+GPT2 = dict(n_embd=768, n_head=12, vocab_size=50257)
+LLAMA = dict(norm="rmsnorm", positions="rope", mlp="swiglu", bias=False, tie_embeddings=False)
+SHAPES = [
+    GPT2,
+    GPT2 | dict(n_embd=1600, n_head=25, mlp="relu2", softcap=15.0),
+    LLAMA | dict(n_embd=4096, n_head=32, n_kv_head=8, n_hidden=14336, vocab_size=4096, z_loss=1e-4),
+]
+TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
+
+
+class Device:
+    """Stands for a GPU in Triton: what its compiler asks of a driver."""
+
+    def __init__(self, capability):
+        self.target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self):
+        return self.target
+
+    def get_current_device(self):
+        return self.target.arch
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_active_torch_device(self):
+        return CPU
+
+
+def compiled(capability):
+    """{(kernel, hash): CompiledKernel} of a step of each shape, in bf16 and, where the GPU has it, in fp8."""
+    found, launch = {}, JITFunction.run
+
+    def compile_only(self, *arguments, grid, warmup, **options):
+        kernel = launch(self, *arguments, grid=grid, warmup=True, **options)
+        found[self.__name__, kernel.hash] = kernel
+
+    triton.runtime.driver.set_active(Device(capability))
+    JITFunction.run = compile_only
+    try:
+        for shape in SHAPES:
+            for fp8 in (False, True)[: 1 + (capability >= 89)]:
+                step(shape, fp8)
+        weight = torch.nn.Parameter(torch.zeros(512, 1024))
+        weight.grad = torch.zeros_like(weight)
+        adam8.updater = lambda device: adam8_triton.update
+        adam8.AdamW8bit([weight], lr=1e-3).step()
+    finally:
+        JITFunction.run = launch
+    return found
+
+
+def step(shape, fp8):
+    model = models.build(GPTConfig(block_size=64, n_layer=1, **shape), CPU, seed=0)
+    if fp8:
+        for layer in model.modules():
+            if type(layer) in (models.Linear, models.Head):
+                kernels.fp8.track(layer)
+        kernels.fp8.reset(model)
+    tokens = torch.randint(0, 1000, (2, 64))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(tokens, tokens).backward()
+
+
+def resources(kernel):
+    """(registers a thread, bytes of stack a thread): spilled registers are on the stack."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        text = subprocess.check_output([TOOLS / "cuobjdump", "-res-usage", file.name], text=True)
+    return int(re.search(r"REG:(\d+)", text)[1]), int(re.search(r"STACK:(\d+)", text)[1])
+
+
+if __name__ == "__main__":
+    stand_in_for_cublas()
+    kernels.served = {"cpu"}
+    for capability in map(int, sys.argv[1:] or (80, 89, 90, 100)):
+        for (name, _), kernel in compiled(capability).items():
+            registers, stack = resources(kernel)
+            print(name, capability, kernel.metadata.shared, kernel.metadata.num_warps, registers, stack, flush=True)

@@ -1,0 +1,33 @@
+"""Kernels for GPUs that are not at hand: they compile, and fit."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+pytest.importorskip("triton", reason="Triton is installed with PyTorch's CUDA builds only")
+
+SHARED_KIB = {80: 163, 89: 99, 90: 227, 100: 227}  # a block's shared memory: A100, RTX 4090 and L40, H100, B200
+BF16 = "_norm_forward _norm_backward _pack _cross_entropy _swiglu _swiglu_backward _relu2_backward _update"
+FP8 = BF16.replace("_relu2_backward ", "") + " _prepare _cast _transpose"  # in fp8 that one is in the cast
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", SHARED_KIB)
+def test_kernels_of_a_step_compile_and_fit(capability):
+    done = subprocess.run(
+        [sys.executable, "tests/targets.py", str(capability)],
+        cwd=ROOT,
+        env=os.environ | {"TRITON_INTERPRET": "0"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert {name for name, *_ in lines} >= set((FP8 if capability >= 89 else BF16).split())
+    for name, _, shared, warps, registers, stack in lines:
+        assert int(shared) <= SHARED_KIB[capability] * 1024, (name, shared)
+        assert 32 * int(warps) * int(registers) <= 65_536, (name, registers)
+        assert int(stack) <= 64, (name, stack)  # bytes of spilled registers a thread
