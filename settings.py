@@ -192,7 +192,7 @@ class Config(GPTConfig):
         "decay_lr": "schedule, constant for False",
         "grad_clip": "clip, None for 0.0",
         "eval_iters": "eval_tokens, eval_iters * batch_size * block_size",
-        "eval_only": "eval_interval (a run evaluates before its first step)",
+        "eval_only": "dry_run, an evaluation and two steps that leave no trace",
         "always_save_checkpoint": "save_interval (the best checkpoint is always kept)",
         "wandb_log": "wandb",
         "wandb_run_name": "run_name",
