@@ -19,7 +19,7 @@ from configurator import refuse, run, too_small
 class Config:
     checkpoint: str | None = None  # folder of a run or of a checkpoint
     pretrained: str | None = None  # instead: Hugging Face weights, a folder or a hub name
-    tokenizer: str | None = None  # None: the tokenizer that the checkpoint was trained with, gpt2 for pretrained
+    tokenizer: str | None = None  # None: the one that the checkpoint was trained with, or beside the pretrained weights
     file: str | None = None  # a local hellaswag_val.jsonl; None: downloaded once into ~/.cache/hellaswag
     limit: int | None = None  # number of examples, from the first on; None: all 10,042
     batch_tokens: int | None = None  # tokens per forward pass; None: 65,536 on a GPU, 4,096 elsewhere

@@ -20,7 +20,7 @@ from configurator import UserError, refuse, run, too_small
 class Config:
     checkpoint: str | None = None  # folder of a run or of a checkpoint
     pretrained: str | None = None  # instead: Hugging Face weights, a folder or a hub name
-    tokenizer: str | None = None  # None: the tokenizer that the checkpoint was trained with, gpt2 for pretrained
+    tokenizer: str | None = None  # None: the one that the checkpoint was trained with, or beside the pretrained weights
     prompt: str | None = None  # text to continue, or FILE:PATH of one; None: a new line, with chat the lines of stdin
     chat: bool = False  # the prompt is a message, put into the chat template of the tokenizer's folder
     n_samples: int = 4  # number of continuations

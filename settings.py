@@ -10,6 +10,8 @@ from typing import Literal
 
 from configurator import UserError, refuse, too_small
 
+NANOGPT_WEIGHTS = {"scratch": "--init_from=None", "resume": "--resume=auto"}  # its values of init_from
+NANOGPT_WEIGHTS |= {name: f"--init_from=hf:{name}" for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")}
 KEEPERS = ("cudnn", "flash")  # SDPA backends whose output remat=attention can keep on a GPU
 
 
@@ -192,7 +194,7 @@ class Config(GPTConfig):
         "decay_lr": "schedule, constant for False",
         "grad_clip": "clip, None for 0.0",
         "eval_iters": "eval_tokens, eval_iters * batch_size * block_size",
-        "eval_only": "eval_interval (a run evaluates before its first step)",
+        "eval_only": "dry_run, an evaluation and two steps that leave no trace",
         "always_save_checkpoint": "save_interval (the best checkpoint is always kept)",
         "wandb_log": "wandb",
         "wandb_run_name": "run_name",
@@ -241,6 +243,8 @@ def out_of_range(cfg, ranks):
         found.append(f"adam_eps={cfg.adam_eps} must be over 0: a gradient of zero would be divided by it")
     if cfg.seed >= 2**63:
         found.append(f"seed={cfg.seed} must be below 2**63")
+    if cfg.init_from in NANOGPT_WEIGHTS and not os.path.exists(cfg.init_from):
+        found.append(f"init_from={cfg.init_from} is nanoGPT's; it is {NANOGPT_WEIGHTS[cfg.init_from]} here")
     if cfg.context_parallel < 1 or ranks % cfg.context_parallel:
         found.append(f"context_parallel={cfg.context_parallel} must divide the number of ranks, {ranks}")
     return found

@@ -42,6 +42,7 @@ class Dialogues:
             self.parsed = {i for i, token in self.inner.get_added_tokens_decoder().items() if token.special}
             eos = self.inner.token_to_id(special.get("eos_token", ""))
             self.eos = tokenizer.eot if eos is None else eos
+            self.ends = {tokenizer.eot} | chat.stop_ids(folder, tokenizer)
         decisive = [self.template and self.template.text, special]
         self.digest = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
         self.warnings = []
@@ -75,8 +76,9 @@ class Dialogues:
     def _dialogue(self, messages):
         if self.template is None:
             raise UserError(
-                f"tokenizer={self.tokenizer.name} has no chat template; give a folder with tokenizer.json and a "
-                "tokenizer_config.json that has a chat_template, or pairs: --text_key=prompt,completion"
+                f"tokenizer={self.tokenizer.name} has no chat template; give a folder with tokenizer.json and "
+                "chat_template.jinja (or chat_template in tokenizer_config.json), or pairs: "
+                "--text_key=prompt,completion"
             )
         if not isinstance(messages, list) or not all(isinstance(m, dict) and m.get("role") for m in messages):
             raise DataError("expected a list of {role, content}, got " + _short(messages))
@@ -102,10 +104,17 @@ class Dialogues:
             inside = np.flatnonzero((ends > len(before)) & (begins < len(after)))
             special = [n for n, token in enumerate(row["token"][inside]) if int(token) in self.parsed]
             row["loss"][inside[: special[-1] + 1] if special else inside] = True
+            if special and (end := int(row["token"][inside[special[-1]]])) not in self.ends:
+                self.ends.add(end)
+                self.warnings.append(
+                    f"answers end with {self.inner.id_to_token(end)}, at which samples do not stop: "
+                    "name it as eos_token in the tokenizer's tokenizer_config.json"
+                )
         if not row["loss"].any():
             return row[:0]
-        if self.tokenizer.eot in row["token"][1:] and not self.warnings:
-            self.warnings.append("the chat template has the separator within dialogues: --document_mask would cut them")
+        words = "the chat template has the separator within dialogues: --document_mask would cut them"
+        if self.tokenizer.eot in row["token"][1:] and words not in self.warnings:
+            self.warnings.append(words)
         if row["token"][0] == self.tokenizer.eot:
             return row
         return np.concatenate([np.array([(self.tokenizer.eot, False)], self.row), row])

@@ -198,7 +198,8 @@ class Progress:
             self.save()
             return
         if wrong := [k for k in sorted({**old, **settings}) if old.get(k) != settings.get(k)]:
-            wrong = "; ".join(f"{k}={old.get(k)}, not {settings.get(k)}" for k in wrong)
+            digests = {"files_sha256": "other files", "chat_sha256": "another chat template or special tokens"}
+            wrong = "; ".join(digests.get(k) or f"{k}={old.get(k)}, not {settings.get(k)}" for k in wrong)
             raise UserError(f"out_dir={out} was begun with {wrong}; use another --out_dir, or remove the folder")
         self.shards, (self.document, self.tokens) = saved["shards"], saved.get("next", (0, 0))
         self.order = saved.get("order", [])

@@ -288,7 +288,12 @@ def find(path):
             return folder
         if parallel.rank_and_size()[0] == 0:
             print(f"warning: {folder} is damaged ({wrong}); left in place", file=sys.stderr)
-    raise CheckpointError(f"{path}: no whole checkpoint there ({len(folders)} damaged); expected step_*/manifest.json")
+    hint = f"{len(folders)} damaged; expected step_*/manifest.json"
+    if (path / "config.json").is_file() and any(path.glob("model*.safetensors")):
+        hint = f"Hugging Face weights are --init_from=hf:{path}, or --pretrained={path} of sample.py"
+    elif not path.exists():
+        hint = "no such folder"
+    raise CheckpointError(f"{path}: no whole checkpoint there ({hint})")
 
 
 def later(out_dir, folder):

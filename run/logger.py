@@ -191,7 +191,9 @@ class Logger:
         if saved is not None:
             if saved != step:
                 self.print(f"{'not saved':<12} steps {saved + 1} to {step}")
-            self.print(f"{'checkpoint':<12} {out_dir} at step {saved}; to go on, the same command with --resume=auto")
+            more = "a larger --max_steps and " if step == self.cfg.max_steps else ""
+            words = f"{out_dir} at step {saved}; to go on, the same command with {more}--resume=auto"
+            self.print(f"{'checkpoint':<12} {words}")
             self.print(f"{'next':<12} python sample.py --checkpoint={out_dir}; python plot.py {out_dir}")
         elif stopped:
             self.print(

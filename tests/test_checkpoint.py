@@ -100,6 +100,12 @@ def test_a_damaged_newest_is_passed_over_and_kept(tmp_path, harm, capsys):
 def test_none_there(tmp_path):
     with pytest.raises(checkpoint.CheckpointError, match="no whole checkpoint there"):
         checkpoint.find(tmp_path)
+    with pytest.raises(checkpoint.CheckpointError, match="no such folder"):
+        checkpoint.find(tmp_path / "none")
+    for name in ("config.json", "model-00001-of-00002.safetensors"):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(checkpoint.CheckpointError, match=f"--init_from=hf:{tmp_path}"):
+        checkpoint.find(tmp_path)
 
 
 def test_disk_full_leaves_the_old_one(tmp_path, monkeypatch):

@@ -62,6 +62,12 @@ def test_lines_at_an_interval_and_all_in_the_log(tmp_path, capsys):
     assert json.loads((tmp_path / "run" / "config.json").read_text())["log_interval"] == 5
 
 
+@pytest.mark.parametrize("step, words", [(10, ""), (1000, "a larger --max_steps and ")])
+def test_the_summary_says_how_to_go_on(tmp_path, capsys, step, words):
+    make(tmp_path).close(step, step, 5)
+    assert f"at step {step}; to go on, the same command with {words}--resume=auto\n" in capsys.readouterr().out
+
+
 def test_a_log_that_was_cut_short_stays_readable(tmp_path):
     make(tmp_path).record("train", 1, loss=1.0)
     with open(tmp_path / "run" / "log.jsonl", "a") as file:

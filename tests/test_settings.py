@@ -48,6 +48,8 @@ def test_every_recipe_is_legal_on_a_node(name, monkeypatch):
             "n_head=0 must be at least 1; n_kv_head=0.*clip=nan must be",
         ),
         (dict(beta1=1.0, seed=2**63), 1, r"beta1=1.0 must be below 1; seed=\d+ must be below"),
+        (dict(init_from="gpt2"), 1, "init_from=gpt2 is nanoGPT's; it is --init_from=hf:gpt2 here"),
+        (dict(init_from="resume"), 1, "it is --resume=auto here"),
         (dict(batch_tokens=10), 1, "batch_tokens=10 is not divisible .* = 64.1024.1 = 65536; nearest: 65536"),
     ],
 )
