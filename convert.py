@@ -86,7 +86,10 @@ def merge(cfg):
     refuse_used(cfg.out)
     from run import checkpoint
 
-    tensors, state = checkpoint.open_folder(checkpoint.find(cfg.checkpoint))
+    folder = checkpoint.find(cfg.checkpoint)
+    tensors, state = checkpoint.open_folder(folder)
+    if carried := checkpoint.carried_tokenizer(folder):
+        state["config"]["tokenizer"] = str(carried)
     print(f"wrote {checkpoint.save(cfg.out, state['step'], tensors, state)}; go on with --resume={cfg.out}")
 
 

@@ -227,8 +227,10 @@ def documents(cfg, name, files, first):
             return
         if cfg.shuffle_seed is not None:
             data = data.shuffle(seed=cfg.shuffle_seed)
+        if first and not cfg.streaming and first >= len(data):  # all is written but the manifest
+            return
         if first:
-            data = data.skip(first) if cfg.streaming else data.select(range(min(first, len(data)), len(data)))
+            data = data.skip(first) if cfg.streaming else data.select(range(first, len(data)))
         size, read = None, 0
         if not cfg.streaming and len(data) and not is_chat(cfg):
             column = data.data.column(cfg.text_key)  # of all documents, even where `data` holds some of them

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from configurator import UserError
-from run.files import read_json
+from run.files import read_json, text
 
 
 class Run:
@@ -15,7 +15,7 @@ class Run:
     def __init__(self, folder, name, color, width):
         self.folder, self.name, self.color, self.width, self.log = folder, name, color, width, read(folder)
         path = Path(folder) / "config.json"
-        self.config = read_json(path) if path.exists() else {}
+        self.config = read_json(path, form={"tokenizer?": (text, None)}) if path.exists() else {}
         self.start = max(self.log.get("start", {0: {}}).items())[1]
 
     def place(self, steps, x):
