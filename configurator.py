@@ -14,7 +14,6 @@ import difflib
 import inspect
 import itertools
 import json
-import math
 import os
 import re
 import signal
@@ -197,7 +196,7 @@ class _Reader:
             except ValueError:
                 self.wrong.append(f"{where}: {key}={_short(value)} is not {_type_name(self.hints[key])}")
             except OverflowError:
-                self.wrong.append(f"{where}: {key}={_short(value)} must be finite, and an int below 2**63")
+                self.wrong.append(f"{where}: {key}={_short(value)} is too large; an int must be below 2**63")
 
     def suggest(self, key):
         """A guess at what was meant: a setting of a similar name, else of a similar comment (lerning_rate: lr)."""
@@ -239,7 +238,7 @@ def _convert(hint, value):
     if kind in (int, float) and not isinstance(value, bool):
         number = (int if text and re.fullmatch(r"[+-]?[\d_]+", value) else float)(value) if text else value
         if isinstance(number, (int, float)) and (kind is float or number % 1 == 0):  # 1e6 is an int; 0.5, inf are not
-            if not abs(number) < (2**63 if kind is int else math.inf):
+            if kind is int and abs(number) >= 2**63:
                 raise OverflowError
             return kind(number)
     raise ValueError

@@ -318,7 +318,7 @@ _looked_at = {}  # {checkpoint: (its _stamps then, what was wrong)}, so that a s
 
 def _stamps(folder):
     """What changes in a folder when one of its files does."""
-    stats = {p.name: p.lstat() for p in Path(folder).iterdir()}
+    stats = {p.name: p.lstat() for p in Path(folder).glob("*")}
     return {name: (stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
 
 
@@ -401,11 +401,11 @@ class Stored:
         ends = [first + shape[0] if shape else 0 for (first, _), shape in zip(self.parts, shapes)]
         rows = ends[-1] if rows is None else rows
         widths = {shape[1:] for shape in shapes}
-        kinds = {part.get_dtype() for _, part in self.parts}
+        kinds = {part[slice(0, 0) if shape else ...].dtype for (_, part), shape in zip(self.parts, shapes)}
         if [first for first, _ in self.parts] != [0, *ends[:-1]] or ends[-1] != rows or max(len(widths), len(kinds)) > 1:
             raise CheckpointError(f"{name}: rows are missing or there twice, expected {rows}; is a rank's file gone?")
         self.shape = torch.Size((rows, *shapes[0][1:]) if shapes[0] else ())
-        self.dtype = self.parts[0][1][slice(0, 0) if self.shape else ...].dtype
+        self.dtype = min(kinds, key=str)
 
     def __getitem__(self, rows):
         if rows is ...:
