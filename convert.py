@@ -10,6 +10,7 @@ A merge holds one group of tensors in memory at a time, 8 bytes a parameter for 
 """
 
 import importlib.util
+import shlex
 import shutil
 import sys
 from dataclasses import dataclass
@@ -49,7 +50,9 @@ def import_hf(cfg):
     from run import checkpoint, hf
 
     model, shape = hf.load_hf(cfg.from_hf)
-    print(f"wrote {checkpoint.save_model(cfg.out, model, shape)}; go on with --checkpoint or --init_from={cfg.out}")
+    print(
+        f"wrote {checkpoint.save_model(cfg.out, model, shape)}; go on with --checkpoint or --init_from={shlex.quote(cfg.out)}"
+    )
 
 
 def export_hf(cfg):
@@ -90,7 +93,9 @@ def merge(cfg):
     tensors, state = checkpoint.open_folder(folder)
     if carried := checkpoint.carried_tokenizer(folder):
         state["config"]["tokenizer"] = str(carried)
-    print(f"wrote {checkpoint.save(cfg.out, state['step'], tensors, state)}; go on with --resume={cfg.out}")
+    print(
+        f"wrote {checkpoint.save(cfg.out, state['step'], tensors, state)}; go on with --resume={shlex.quote(cfg.out)}"
+    )
 
 
 def refuse_used(out):

@@ -31,10 +31,10 @@ from corpus.loader import (
 )
 from run import files
 
-
 WRITTEN = SHARD | {"tokens": files.count, "documents": files.count, "text_bytes": files.count, "bytes": files.count}
 WRITTEN |= {"targets?": files.count}
-RECORD = {"settings": {}, "shards": [WRITTEN], "next?": [files.count], "order?": [(files.count, None)]}
+RECORD = {"settings": {}, "shards": [WRITTEN]}
+RECORDS = {"manifest.json": RECORD, "progress.json": RECORD | {"next": [files.count], "order?": [(files.count, None)]}}
 
 
 @contextlib.contextmanager
@@ -223,7 +223,7 @@ class Progress:
         for path in (self.out / "progress.json", self.out / "manifest.json"):
             if path.exists():
                 try:
-                    found = files.read_json(path, DataError, RECORD)
+                    found = files.read_json(path, DataError, RECORDS[path.name])
                 except DataError as error:
                     raise DataError(f"{error}; remove the folder {self.out}") from None
                 names = [shard["name"] for shard in found["shards"]]

@@ -402,7 +402,11 @@ class Stored:
         rows = ends[-1] if rows is None else rows
         widths = {shape[1:] for shape in shapes}
         kinds = {part[slice(0, 0) if shape else ...].dtype for (_, part), shape in zip(self.parts, shapes)}
-        if [first for first, _ in self.parts] != [0, *ends[:-1]] or ends[-1] != rows or max(len(widths), len(kinds)) > 1:
+        if (
+            [first for first, _ in self.parts] != [0, *ends[:-1]]
+            or ends[-1] != rows
+            or max(len(widths), len(kinds)) > 1
+        ):
             raise CheckpointError(f"{name}: rows are missing or there twice, expected {rows}; is a rank's file gone?")
         self.shape = torch.Size((rows, *shapes[0][1:]) if shapes[0] else ())
         self.dtype = min(kinds, key=str)

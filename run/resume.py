@@ -12,7 +12,6 @@ from configurator import UserError
 from run import checkpoint, files, source
 from scale import parallel
 
-
 SCALER = {"scale": files.number, "growth_factor": files.number, "backoff_factor": files.number}
 SCALER |= {"growth_interval": files.count, "_growth_tracker": files.count}
 

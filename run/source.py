@@ -6,6 +6,7 @@ goes wrong here costs the record, never the run.
 """
 
 import os
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -115,7 +116,7 @@ def warning(folder):
     found, lines = differences(folder), []
     if own := [p for p in found if p in KEPT]:
         verb = "differs" if len(own) == 1 else "differ"
-        copies = "; ".join(f"cp {kept(folder) / name} {name}" for name in own)
+        copies = "; ".join(shlex.join(["cp", str(kept(folder) / name), name]) for name in own)
         lines.append(f"{' and '.join(own)} {verb} from the code that {folder} was trained with; to go back: {copies}")
     if fast := [p for p in found if p not in KEPT]:
         names = ", ".join(fast[:3]) + f" and {len(fast) - 3} more" * (len(fast) > 3)
