@@ -50,9 +50,8 @@ def import_hf(cfg):
     from run import checkpoint, hf
 
     model, shape = hf.load_hf(cfg.from_hf)
-    print(
-        f"wrote {checkpoint.save_model(cfg.out, model, shape)}; go on with --checkpoint or --init_from={shlex.quote(cfg.out)}"
-    )
+    wrote, out = checkpoint.save_model(cfg.out, model, shape), shlex.quote(cfg.out)
+    print(f"wrote {wrote}; go on with --checkpoint or --init_from={out}")
 
 
 def export_hf(cfg):
@@ -93,9 +92,8 @@ def merge(cfg):
     tensors, state = checkpoint.open_folder(folder)
     if carried := checkpoint.carried_tokenizer(folder):
         state["config"]["tokenizer"] = str(carried)
-    print(
-        f"wrote {checkpoint.save(cfg.out, state['step'], tensors, state)}; go on with --resume={shlex.quote(cfg.out)}"
-    )
+    wrote = checkpoint.save(cfg.out, state["step"], tensors, state)
+    print(f"wrote {wrote}; go on with --resume={shlex.quote(cfg.out)}")
 
 
 def refuse_used(out):

@@ -63,8 +63,9 @@ def read_sizes(data_dir, manifest):
         if expected and digest(path)[1] != expected:
             raise ValueError("it does not match its SHA-256 in manifest.json")
         sizes = np.load(path, mmap_mode="r")
-    except (OSError, ValueError, EOFError) as error:
-        raise DataError(f"{path} is damaged ({error}); remove it and {MAKE_DATA}") from None
+    except Exception as error:  # of numpy's parser of the header, too, which documents no type
+        what = str(error).partition("\n")[0]
+        raise DataError(f"{path} is damaged ({what}); remove it and {MAKE_DATA}") from None
     if sizes.ndim != 1 or len(sizes) < vocab_size or sizes.dtype.kind not in "iu" or sizes.min(initial=0) < 0:
         found = f"{sizes.shape} numbers ({sizes.dtype})"
         raise DataError(f"{path} has {found}, expected {vocab_size} sizes; remove it and {MAKE_DATA}")
@@ -165,8 +166,9 @@ def open_array(path):
     """The tokens of an .npy file as a read-only memory map. Raises DataError."""
     try:
         tokens = np.lib.format.open_memmap(path, mode="r")
-    except (OSError, ValueError) as error:  # cut short, no .npy, or Python objects, which are not unpickled
-        raise DataError(f"{path} is not a shard: {error}; fetch it again, or {MAKE_DATA}") from None
+    except Exception as error:  # cut short, no .npy, Python objects, which are not unpickled; numpy names no type
+        what = str(error).partition("\n")[0]
+        raise DataError(f"{path} is not a shard: {what}; fetch it again, or {MAKE_DATA}") from None
     if tokens.ndim != 1 or tokens.dtype not in (np.uint16, np.uint32) or not len(tokens):
         found = f"{tokens.dtype} {tokens.shape}"
         raise DataError(f"{path} is not a shard: expected a row of uint16 or uint32 tokens, got {found}; {MAKE_DATA}")

@@ -97,9 +97,14 @@ def load(name, vocab_size=None):
     return tokenizer
 
 
+def built_in(name):
+    """Whether a tokenizer has a name of its own, so that no file belongs to it."""
+    return name in ("bytes", *tiktoken.list_encoding_names())
+
+
 def file_of(name):
     """The path of the file that a tokenizer's name means, perhaps of none that exists; None for one without a file."""
-    if name in ("bytes", *tiktoken.list_encoding_names()):
+    if built_in(name):
         return None
     path = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
     return path if path.suffix in (".json", ".model") else None

@@ -34,7 +34,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 import model as models
-from configurator import UserError, typed
+from configurator import UserError, refuse, typed
 from corpus import tokenizer as tokenizers
 from fast.attention import best_attention
 from run import files, watch
@@ -54,8 +54,13 @@ def entry(value):
     return isinstance(value, list) and len(value) == 2 and files.count(value[0]) and files.sha256(value[1])
 
 
+def loss(value):
+    """a loss, a finite number from 0"""
+    return files.number(value) and value >= 0
+
+
 STATE = {"step": files.count, "config?": {}, "git?": (files.text, None), "wandb_id?": (files.text, None)}
-STATE |= {"val_loss?": (files.number, None), "evaluated?": files.flag, "world_size?": files.count}
+STATE |= {"val_loss?": (loss, None), "evaluated?": files.flag, "world_size?": files.count}
 STATE |= {"loader?": {"rows": files.count}, "scaler?": {}}
 SCHEDULE = ("max_steps", "batch_tokens", "lr", "min_lr_ratio", "schedule", "warmup_steps", "warmup_tokens")
 SCHEDULE += ("cooldown_fraction",)
@@ -209,7 +214,7 @@ def _begin(final, step, state):
 def _carry_tokenizer(final, name):
     """Copies a tokenizer that is a file, and what lies beside it, since the checkpoint may leave this machine."""
     source = name and tokenizers.file_of(name)
-    if source and not source.is_file():  # this run has left it already
+    if name and not tokenizers.built_in(name) and not (source and source.is_file()):  # the run was moved
         source = next((path for folder in _folders(final.parent)[::-1] if (path := carried_tokenizer(folder))), None)
     if source:
         found = [source, *(path for beside in BESIDE if (path := source.with_name(beside)).is_file())]
@@ -402,11 +407,8 @@ class Stored:
         rows = ends[-1] if rows is None else rows
         widths = {shape[1:] for shape in shapes}
         kinds = {part[slice(0, 0) if shape else ...].dtype for (_, part), shape in zip(self.parts, shapes)}
-        if (
-            [first for first, _ in self.parts] != [0, *ends[:-1]]
-            or ends[-1] != rows
-            or max(len(widths), len(kinds)) > 1
-        ):
+        complete = [first for first, _ in self.parts] == [0, *ends[:-1]] and ends[-1] == rows
+        if not complete or len(widths) > 1 or len(kinds) > 1:
             raise CheckpointError(f"{name}: rows are missing or there twice, expected {rows}; is a rank's file gone?")
         self.shape = torch.Size((rows, *shapes[0][1:]) if shapes[0] else ())
         self.dtype = min(kinds, key=str)
@@ -615,9 +617,7 @@ def open_model(path):
     folder = find(path)
     tensors, state = open_folder(folder)
     config = saved_settings(folder, state)
-    shape = GPTConfig(**{f.name: config[f.name] for f in fields(GPTConfig) if f.name in config and f.name in READ})
-    if wrong := shape.problems():
-        raise CheckpointError(f"{folder}/state.json is damaged: {'; '.join(wrong)}")
+    shape = _shape(config)
     if carried := carried_tokenizer(folder):
         config["tokenizer"] = str(carried)
     return tensors["model"], shape, _Settings(config)
@@ -626,9 +626,15 @@ def open_model(path):
 def saved_settings(folder, state):
     """The configuration in a checkpoint's state, of which what is read has the types of today's settings."""
     try:
-        return typed(Config, state.get("config"), READ)
+        config = typed(Config, state.get("config"), READ)
+        refuse(_shape(config).problems())
     except UserError as error:
         raise CheckpointError(f"{folder}/state.json is damaged: {error}") from None
+    return config
+
+
+def _shape(config):
+    return GPTConfig(**{f.name: config[f.name] for f in fields(GPTConfig) if f.name in config and f.name in READ})
 
 
 class _Settings:

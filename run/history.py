@@ -8,6 +8,8 @@ import numpy as np
 from configurator import UserError
 from run.files import read_json, text
 
+DRAWN = ("loss", "bpb", "dt_ms", "tokens", "norm", "lr", "acc_norm", "flops_per_token")
+
 
 class Run:
     """A run as it is drawn. log: see `read`; config: config.json, or {}; start: the line of its start block."""
@@ -51,8 +53,10 @@ def read(folder):
     for number, line in enumerate(lines, 1):
         try:
             entry = json.loads(line)
+            if any(not isinstance(entry.get(key), int | float | None) for key in DRAWN):
+                raise ValueError
             found.setdefault(entry["kind"], {})[int(entry["step"])] = entry
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             if number < len(lines):
                 raise UserError(f"{path}:{number}: not a line of a log: {line[:60]!r}") from None
     if not any(len(series(found, kind, "loss")[0]) for kind in ("train", "val")):

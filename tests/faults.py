@@ -109,9 +109,8 @@ class Table:
         tests = self.found.get(row, {})
         outcomes = [outcome for of in tests.values() for outcome in of]
         bad = "failed" in outcomes
-        verdict = (
-            "**fails**" if bad else f"holds ({outcomes.count('passed')})" if "passed" in outcomes else "not run here"
-        )
+        passed = outcomes.count("passed")
+        verdict = "**fails**" if bad else f"holds ({passed})" if passed else "not run here"
         verdict += f"; {NOTES[row]}" if row in NOTES else ""
         names = ", ".join(f"`{name.partition('::')[2]}`" for name in sorted(tests))
         return f"| {row} | {fault} | {rule} | {verdict} | {names} |\n"
