@@ -34,7 +34,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 import model as models
-from configurator import UserError, refuse, typed
+from configurator import UserError, refuse, too_small, typed
 from corpus import tokenizer as tokenizers
 from fast.attention import best_attention
 from run import files, watch
@@ -627,7 +627,8 @@ def saved_settings(folder, state):
     """The configuration in a checkpoint's state, of which what is read has the types of today's settings."""
     try:
         config = typed(Config, state.get("config"), READ)
-        refuse(_shape(config).problems())
+        least = {name: 0 for name in SCHEDULE if name != "schedule"} | {"max_steps": 1, "batch_tokens": 1}
+        refuse(_shape(config).problems() + too_small(_Settings(config), least))
     except UserError as error:
         raise CheckpointError(f"{folder}/state.json is damaged: {error}") from None
     return config
