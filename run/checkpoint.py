@@ -20,7 +20,6 @@ on a file system that all nodes share. `python convert.py --checkpoint=FOLDER --
 
 import contextlib
 import json
-import math
 import os
 import re
 import shutil
@@ -216,12 +215,10 @@ def _carry_tokenizer(final, name):
     source = name and tokenizers.file_of(name)
     if name and not tokenizers.built_in(name) and not (source and source.is_file()):  # the run was moved
         source = next((path for folder in _folders(final.parent)[::-1] if (path := carried_tokenizer(folder))), None)
-    if source:
-        found = [source, *(path for beside in BESIDE if (path := source.with_name(beside)).is_file())]
-        for path in found:
-            new = _aside(final) / ("tokenizer" + path.suffix if path == source else path.name)
-            shutil.copyfile(path, new)
-            files.sync(new)
+    for path in [source, *map(source.with_name, BESIDE)] if source else []:
+        with contextlib.suppress(OSError):  # a file that cannot be read costs no checkpoint
+            data, name = path.read_bytes(), "tokenizer" + path.suffix if path == source else path.name
+            files.write_atomic(_aside(final) / name, data)
 
 
 def carried_tokenizer(folder):
@@ -285,10 +282,9 @@ def prune(final, keep_last):
 
 def _val_loss(folder):
     try:
-        loss = _read_state(folder).get("val_loss")
+        return _read_state(folder).get("val_loss")
     except CheckpointError:
         return None
-    return loss if loss is not None and math.isfinite(loss) else None
 
 
 def _remove(folder):
@@ -337,7 +333,7 @@ def _damage(folder):
 
 
 def _first_wrong(folder, rank=0, ranks=1):
-    """What is wrong with the files that this rank is to check, in words, or None."""
+    """What is wrong with the manifest and with the files that this rank is to check, in words, or None."""
     try:
         manifest = files.read_json(folder / "manifest.json", CheckpointError, {str: entry})
     except CheckpointError as error:

@@ -14,6 +14,7 @@ import shutil
 import signal
 import socket
 import struct
+import subprocess
 from dataclasses import asdict, fields
 
 import pytest
@@ -416,6 +417,14 @@ def test_killed_before_the_manifest(tmp_path, settings):
         shards(tmp_path / "cut", **settings)
     shards(tmp_path / "cut", **settings)
     assert test_fineweb.contents(tmp_path / "cut") == test_fineweb.contents(tmp_path / "whole")
+
+
+@pytest.mark.fault(37)
+def test_no_other_process_encodes(tmp_path, monkeypatch):
+    """A worker that dies cannot leave fineweb.py waiting: its threads encode."""
+    for owner, name in ((os, "fork"), (os, "posix_spawn"), (subprocess, "Popen")):
+        monkeypatch.setattr(owner, name, lambda *_, **__: pytest.fail("a process was started"))
+    shards(tmp_path / "d", tokenizer="gpt2", shard_tokens=50_000)
 
 
 BAD = {
