@@ -108,14 +108,14 @@ def refuse_other(cfg, folder, tensors, state):
     new = f"for a new run from its weights: --init_from={folder}"
     if "optimizer" not in tensors:
         raise checkpoint.CheckpointError(f"{folder} holds weights alone; {new}")
+    for name, usual in (("optimizer", "adamw"), ("weights", "fp32")):
+        if (saved := state["config"].get(name, usual)) != getattr(cfg, name):
+            raise checkpoint.CheckpointError(f"{folder} was saved with {name}={saved}, now {getattr(cfg, name)}; {new}")
     wrong = [f"there is no {name}" for name in ("loader", "scaler", "world_size") if name not in state]
     kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[cfg.weights]
     wrong += [f"{name} is {t.dtype}" for name, t in tensors["model"].items() if t.dtype != kind]
     if wrong:
         raise checkpoint.CheckpointError(f"{folder} cannot be resumed: {wrong[0]}; {new}")
-    for name, usual in (("optimizer", "adamw"), ("weights", "fp32")):
-        if (saved := state["config"].get(name, usual)) != getattr(cfg, name):
-            raise checkpoint.CheckpointError(f"{folder} was saved with {name}={saved}, now {getattr(cfg, name)}; {new}")
 
 
 def clear_out_dir(out_dir):
