@@ -563,7 +563,7 @@ def test_random_kills_of_training(data_dir, tmp_path, number, kills):
     assert last > kills / 4 and last - saved_at <= 4
     assert not [folder for folder in (tmp_path / "cut").glob("step_*") if checkpoint.problem(folder)]
     done, _ = ranks.attempt(number, train_until, flags(data_dir, whole, **settings), saved_at)
-    assert done.returncode == 143, done.stderr
+    assert done.returncode == 0, done.stderr
     a, b = (losses(read_log(folder)) for folder in (tmp_path / "cut", whole))
     assert {step: a[step] for step in range(1, saved_at + 1)} == {step: b[step] for step in range(1, saved_at + 1)}
 
