@@ -18,6 +18,7 @@ import atexit
 import functools
 import glob
 import hashlib
+import io
 import itertools
 import json
 import os
@@ -273,14 +274,19 @@ def builder_of(path):
 
 
 def lines(path, cfg):
-    """Yields (number, line, what is wrong with it or None) of a file of JSON objects, one a line or all in a list."""
+    """Yields (number, line, what is wrong with it or None) of a file of JSON objects, one a line or all in a list.
+
+    number: of the line; in a list, of the object.
+    """
     import fsspec
 
     with fsspec.open(path, "rb", compression="infer") as file:
         is_list = file.read(1) == b"["
     with fsspec.open(path, "rb", compression="infer") as file:
         if not is_list:
-            yield from ((i, line, bad_record(line, cfg)) for i, line in enumerate(file, 1) if line.strip())
+            yield from (
+                (i, line, bad_record(line, cfg)) for i, line in enumerate(io.BufferedReader(file), 1) if line.strip()
+            )
             return
         try:
             records = json.load(file)
@@ -302,7 +308,8 @@ def bad_record(line, cfg):
     for key in cfg.text_key.split(","):
         value = record.get(key) if isinstance(record, dict) else None
         if value is None or not is_chat(cfg) and not isinstance(value, str):
-            return f"its field {key} is {'null or missing' if value is None else 'a ' + type(value).__name__}, not text"
+            kinds = {list: "a list", dict: "an object", bool: "true or false", type(None): "null or missing"}
+            return f"its field {key} is {kinds.get(type(value), 'a number')}, not text"
     try:
         json.dumps(record, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -314,12 +321,15 @@ def refuse_bad_lines(cfg, files):
     from corpus.loader import DataError
 
     for path in (path for path in files or () if builder_of(path) == "json"):
-        for number, _, wrong in lines(path, cfg):
-            if wrong:
-                raise DataError(
-                    f"{path}:{number}: {wrong}; finished shards are kept; mend the line, or leave such lines out "
-                    "with --skip_bad_documents"
-                )
+        try:
+            number, _, wrong = next((found for found in lines(path, cfg) if found[2]), (0, 0, None))
+        except Exception:  # of the disk or of a decompressor: the caller tells what it met
+            continue
+        if wrong:
+            raise DataError(
+                f"{path}:{number}: {wrong}; finished shards are kept; mend the line, or leave such lines out "
+                "with --skip_bad_documents"
+            )
 
 
 def without_bad_lines(path, cfg):
@@ -350,7 +360,8 @@ def load_files(cfg, files):
 
     if cfg.skip_bad_documents:
         files = [without_bad_lines(path, cfg) if builder_of(path) == "json" else path for path in files]
-        files = [path for path in files if os.path.getsize(path)]
+        if not (files := [path for path in files if os.path.getsize(path)]):
+            raise UserError(f"dataset={cfg.dataset}: no line is a document")
     keys = cfg.text_key.split(",")
     parts, whole = [], {"sample_by": "document", "encoding_errors": "replace"}
     for (builder, _), paths in itertools.groupby(files, part_of):

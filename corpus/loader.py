@@ -62,7 +62,7 @@ def read_sizes(data_dir, manifest):
     try:
         if expected and digest(path)[1] != expected:
             raise ValueError("it does not match its SHA-256 in manifest.json")
-        sizes = np.load(path, mmap_mode="r")
+        sizes = np.array(np.lib.format.open_memmap(path, mode="r"))
     except Exception as error:  # of numpy's parser of the header, too, which documents no type
         what = str(error).partition("\n")[0]
         raise DataError(f"{path} is damaged ({what}); remove it and {MAKE_DATA}") from None

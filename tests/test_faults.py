@@ -23,6 +23,7 @@ import test_checkpoint
 import test_fineweb
 import test_watch
 import torch
+import zstandard
 from conftest import flags, losses, one_line, read_log, train_here, write_shard
 
 import fineweb
@@ -442,14 +443,17 @@ BAD = {
 @pytest.mark.parametrize("bad", BAD)
 def test_bad_lines_are_named_or_left_out_and_counted(tmp_path, bad, capsys):
     good = [json.dumps({"text": f"line {i}"}).encode() for i in range(20)]
-    (tmp_path / "a.jsonl").write_bytes(b"\n".join([*good[:9], b"", *good[9:15], BAD[bad], *good[15:], b""]))
+    text, name = b"\n".join([*good[:9], b"", *good[9:15], BAD[bad], *good[15:], b""]), "a.jsonl"
+    if bad == "list":
+        text, name = zstandard.compress(text), "a.jsonl.zst"
+    (tmp_path / name).write_bytes(text)
     (tmp_path / "good.jsonl").write_bytes(b"\n".join(good))
     said = dict(tokenizer="bytes", val_tokens=20)
-    with pytest.raises(DataError, match=r"a\.jsonl:17: it.*--skip_bad_documents") as error:
-        test_fineweb.prepare(tmp_path / "d", tmp_path / "a.jsonl", **said)
+    with pytest.raises(DataError, match=r"a\.jsonl(\.zst)?:17: it.*--skip_bad_documents") as error:
+        test_fineweb.prepare(tmp_path / "d", tmp_path / name, **said)
     one_line_of(error.value)
-    left = test_fineweb.prepare(tmp_path / "e", tmp_path / "a.jsonl", skip_bad_documents=True, **said)
-    assert "a.jsonl: left out 1 bad lines, the first is line 17" in left
+    left = test_fineweb.prepare(tmp_path / "e", tmp_path / name, skip_bad_documents=True, **said)
+    assert f"{name}: left out 1 bad lines, the first is line 17" in left
     test_fineweb.prepare(tmp_path / "good", tmp_path / "good.jsonl", **said)
     tokens = lambda name: [t.tolist() for t in test_fineweb.shard_tokens(tmp_path / name, "train")]
     assert tokens("e") == tokens("good")
