@@ -193,8 +193,10 @@ class _Reader:
         else:
             try:
                 self.settings[key] = _convert(self.hints[key], value)
-            except (ValueError, OverflowError):
-                self.wrong.append(f"{where}: {key}={value} is not {_type_name(self.hints[key])}")
+            except ValueError:
+                self.wrong.append(f"{where}: {key}={_short(value)} is not {_type_name(self.hints[key])}")
+            except OverflowError:
+                self.wrong.append(f"{where}: {key}={_short(value)} is too large; an int must be below 2**63")
 
     def suggest(self, key):
         """A guess at what was meant: a setting of a similar name, else of a similar comment (lerning_rate: lr)."""
@@ -236,8 +238,31 @@ def _convert(hint, value):
     if kind in (int, float) and not isinstance(value, bool):
         number = (int if text and re.fullmatch(r"[+-]?[\d_]+", value) else float)(value) if text else value
         if isinstance(number, (int, float)) and (kind is float or number % 1 == 0):  # 1e6 is an int; 0.5, inf are not
+            if kind is int and abs(number) >= 2**63:
+                raise OverflowError
             return kind(number)
     raise ValueError
+
+
+def _short(value):
+    text = " ".join(str(value).split())  # of an int, at most 4,300 digits: Python reads no more
+    return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
+
+
+def typed(cls, values, names):
+    """`values`, an object read from a file, with those called `names` in the types of `cls`. Raises UserError."""
+    if not isinstance(values, dict):
+        raise UserError("it holds no settings")
+    hints, found = typing.get_type_hints(cls), dict(values)
+    for name in sorted(names & values.keys()):
+        try:
+            found[name] = _convert(hints[name], values[name])
+            same = found[name] == values[name] and isinstance(found[name], str) == isinstance(values[name], str)
+        except (ValueError, OverflowError):
+            same = False
+        if not same:
+            raise UserError(f"{name}={_short(values[name])} is not {_type_name(hints[name])}")
+    return found
 
 
 def _type_name(hint):

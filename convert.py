@@ -10,6 +10,7 @@ A merge holds one group of tensors in memory at a time, 8 bytes a parameter for 
 """
 
 import importlib.util
+import shlex
 import shutil
 import sys
 from dataclasses import dataclass
@@ -50,7 +51,8 @@ def import_hf(cfg):
     from run import checkpoint, hf
 
     model, shape = hf.load_hf(cfg.from_hf)
-    print(f"wrote {checkpoint.save_model(cfg.out, model, shape)}; go on with --checkpoint or --init_from={cfg.out}")
+    wrote, out = checkpoint.save_model(cfg.out, model, shape), shlex.quote(cfg.out)
+    print(f"wrote {wrote}; go on with --checkpoint or --init_from={out}")
 
 
 def export_hf(cfg):
@@ -87,8 +89,12 @@ def merge(cfg):
     refuse_used(cfg.out)
     from run import checkpoint
 
-    tensors, state = checkpoint.open_folder(checkpoint.find(cfg.checkpoint))
-    print(f"wrote {checkpoint.save(cfg.out, state['step'], tensors, state)}; go on with --resume={cfg.out}")
+    folder = checkpoint.find(cfg.checkpoint)
+    tensors, state = checkpoint.open_folder(folder)
+    if carried := checkpoint.carried_tokenizer(folder):
+        state["config"]["tokenizer"] = str(carried)
+    wrote = checkpoint.save(cfg.out, state["step"], tensors, state)
+    print(f"wrote {wrote}; go on with --resume={shlex.quote(cfg.out)}")
 
 
 def refuse_used(out):

@@ -14,14 +14,19 @@ Every training shard but the last is exactly shard_tokens long, and documents co
 A killed run continues when it is started again (corpus/writer.py). corpus/loader.py reads the shards.
 """
 
+import atexit
 import functools
 import glob
 import hashlib
+import io
 import itertools
+import json
 import os
 import re
 import shlex
+import shutil
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +56,7 @@ class Config:
     max_tokens: int | None = None  # training tokens to stop after; None: all
     pack: int | None = None  # reorders documents so that few cross a multiple of this block_size; None: off
     min_document_tokens: int | None = None  # leave out shorter documents; None: only empty ones
+    skip_bad_documents: bool = False  # leave out lines of .jsonl files without a text in text_key, and count them
     max_shards: int | None = None  # with shards: training shards to fetch; None: all
 
     @property
@@ -178,6 +184,7 @@ def settings(cfg, name, files, tokenizer, dialogues):
     chosen |= {"tokenizer": cfg.tokenizer, "vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot}
     chosen |= {k: getattr(cfg, k) for k in ("shard_tokens", "val_tokens", "max_tokens", "shuffle_seed")}
     chosen |= {k: getattr(cfg, k) for k in ("pack", "min_document_tokens") if getattr(cfg, k) is not None}
+    chosen |= {"skip_bad_documents": True} if cfg.skip_bad_documents else {}
     if dialogues:
         chosen["chat_sha256"] = dialogues.digest
     if cfg.shuffle_seed is not None:
@@ -210,6 +217,7 @@ def documents(cfg, name, files, first):
 
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it logs is raised as well
     try:
         # the default subset is one of FineWeb alone
         subset = cfg.subset if name in SHORT_NAMES.values() or cfg.subset != Config.subset else None
@@ -227,14 +235,23 @@ def documents(cfg, name, files, first):
             return
         if cfg.shuffle_seed is not None:
             data = data.shuffle(seed=cfg.shuffle_seed)
+        if first and not cfg.streaming and first >= len(data):  # all is written but the manifest
+            if first > len(data):
+                raise DataError(f"dataset={cfg.dataset} has {len(data)} documents, {first} are written: it has changed")
+            return
         if first:
-            data = data.skip(first) if cfg.streaming else data.select(range(min(first, len(data)), len(data)))
+            data = data.skip(first) if cfg.streaming else data.select(range(first, len(data)))
         size, read = None, 0
         if not cfg.streaming and len(data) and not is_chat(cfg):
             column = data.data.column(cfg.text_key)  # of all documents, even where `data` holds some of them
             size = (arrow.sum(arrow.binary_length(column)).as_py() or 0) * len(data) / len(column)
         for batch in data.iter(batch_size=256):  # about 200,000 tokens
             found = batch[keys[0]] if len(keys) == 1 else list(zip(*(batch[key] for key in keys)))
+            if not is_chat(cfg) and not all(isinstance(text, str) for text in found):
+                refuse_bad_lines(cfg, files)
+                if other := [text for text in found if not isinstance(text, str | None)]:
+                    kind = type(other[0]).__name__
+                    raise DataError(f"dataset={cfg.dataset}: text_key={cfg.text_key} holds a {kind}, expected text")
             read += sum(len((text or "").encode()) for text in found) if size else 0
             yield found, read / size if size else None
     except UserError:
@@ -242,6 +259,7 @@ def documents(cfg, name, files, first):
     except Exception as error:  # of the hub, a parser or the disk: datasets documents no narrower type
         if isinstance(error, datasets.exceptions.DatasetGenerationError) and error.__cause__:
             error = error.__cause__
+        refuse_bad_lines(cfg, files)
         what = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         what += "; try --revision=refs/convert/parquet" if "scripts are no longer supported" in what else ""
         raise DataError(
@@ -253,6 +271,79 @@ def builder_of(path):
     """The kind of a file: json, parquet, or text, which is one document."""
     suffixes = [suffix for suffix in Path(path).suffixes if suffix not in COMPRESSED]
     return RECORDS.get(suffixes[-1], "text") if suffixes else "text"
+
+
+def lines(path, cfg):
+    """Yields (number, line, what is wrong with it or None) of a file of JSON objects, one a line or all in a list.
+
+    number: of the line; in a list, of the object.
+    """
+    import fsspec
+
+    with fsspec.open(path, "rb", compression="infer") as file:
+        is_list = file.read(1) == b"["
+    with fsspec.open(path, "rb", compression="infer") as file:
+        if not is_list:
+            yield from (
+                (i, line, bad_record(line, cfg)) for i, line in enumerate(io.BufferedReader(file), 1) if line.strip()
+            )
+            return
+        try:
+            records = json.load(file)
+        except ValueError as error:
+            yield getattr(error, "lineno", 1), b"", f"it is not valid JSON ({error})"
+            return
+    for i, line in enumerate((json.dumps(record).encode() + b"\n" for record in records), 1):
+        yield i, line, bad_record(line, cfg)
+
+
+def bad_record(line, cfg):
+    """Why a line of JSON gives no document, in words, or None."""
+    try:
+        record = json.loads(line.decode())
+    except UnicodeDecodeError:
+        return "it is not UTF-8"
+    except (ValueError, RecursionError) as error:
+        return f"it is not valid JSON ({getattr(error, 'msg', error)})"
+    for key in cfg.text_key.split(","):
+        value = record.get(key) if isinstance(record, dict) else None
+        if value is None or not is_chat(cfg) and not isinstance(value, str):
+            kinds = {list: "a list", dict: "an object", bool: "true or false", type(None): "null or missing"}
+            return f"its field {key} is {kinds.get(type(value), 'a number')}, not text"
+    try:
+        json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return "it holds half of a surrogate pair"
+
+
+def refuse_bad_lines(cfg, files):
+    """Raises DataError for the first line of local files that gives no document."""
+    from corpus.loader import DataError
+
+    for path in (path for path in files or () if builder_of(path) == "json"):
+        try:
+            number, _, wrong = next((found for found in lines(path, cfg) if found[2]), (0, 0, None))
+        except Exception:  # of the disk or of a decompressor: the caller tells what it met
+            continue
+        if wrong:
+            raise DataError(
+                f"{path}:{number}: {wrong}; finished shards are kept; mend the line, or leave such lines out "
+                "with --skip_bad_documents"
+            )
+
+
+def without_bad_lines(path, cfg):
+    """The path of a copy of a file without its bad lines, or the same path if it has none; says how many there are."""
+    wrong = [(number, what) for number, _, what in lines(path, cfg) if what]
+    if not wrong:
+        return path
+    print(f"warning: {path}: left out {len(wrong):,} bad lines, the first is line {wrong[0][0]}: {wrong[0][1]}")
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    copy = os.path.join(folder, "good.jsonl")
+    with open(copy, "wb") as file:
+        file.writelines(line.rstrip(b"\n") + b"\n" for _, line, what in lines(path, cfg) if not what)
+    return copy
 
 
 def alone(files):
@@ -267,6 +358,10 @@ def load_files(cfg, files):
     def part_of(path):  # equal neighbours are one part; a jsonl file is one alone, since its fields may differ
         return builder_of(path), path if builder_of(path) == "json" else ""
 
+    if cfg.skip_bad_documents:
+        files = [without_bad_lines(path, cfg) if builder_of(path) == "json" else path for path in files]
+        if not (files := [path for path in files if os.path.getsize(path)]):
+            raise UserError(f"dataset={cfg.dataset}: no line is a document")
     keys = cfg.text_key.split(",")
     parts, whole = [], {"sample_by": "document", "encoding_errors": "replace"}
     for (builder, _), paths in itertools.groupby(files, part_of):

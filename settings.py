@@ -48,6 +48,9 @@ class GPTConfig:
     dropout: float = 0.0  # in attention and after each sublayer
     attention: Literal["auto", "cudnn", "flash", "efficient", "math"] = "auto"  # SDPA backend; auto: by device
 
+    most = dict.fromkeys(["vocab_size", "vocab_multiple", "block_size", "n_head", "n_embd", "n_hidden"], 1 << 27)
+    most["n_layer"] = 10_000
+
     @property
     def head_dim(self):
         return self.n_embd // self.n_head
@@ -89,6 +92,10 @@ class GPTConfig:
             found.append(f"n_head={self.n_head} must be divisible by n_kv_head={self.n_kv_head}")
         if not found and self.positions == "rope" and self.head_dim % 2:
             found.append(f"n_embd / n_head = {self.head_dim} must be even with positions=rope")
+        found += [f"{k}={v} must be at most {m}" for k, m in self.most.items() if (v := getattr(self, k) or 0) > m]
+        for name in ("norm_eps", "rope_theta", "rope_factor", "rope_low_freq", "rope_high_freq"):
+            if (value := getattr(self, name)) is not None and not value > 0:
+                found.append(f"{name}={value} must be over 0")
         for name in ("dropout", "label_smoothing"):
             if not 0 <= getattr(self, name) < 1:
                 found.append(f"{name}={getattr(self, name)} must be in [0, 1)")
@@ -212,7 +219,9 @@ def check(cfg, ranks=None):
     ranks: None for those that torchrun started.
     """
     ranks = int(os.environ.get("WORLD_SIZE", 1)) if ranks is None else ranks
-    refuse(cfg.problems() + out_of_range(cfg, ranks) + conflicts(cfg, ranks))
+    found = cfg.problems() + out_of_range(cfg, ranks) + conflicts(cfg, ranks)
+    endless = {k: v for k, v in vars(cfg).items() if isinstance(v, float) and not math.isfinite(v)}
+    refuse(found + [f"{k}={v} must be finite" for k, v in endless.items() if f"{k}=" not in str(found)])
     refuse(shape_conflicts(cfg, ranks))
 
 

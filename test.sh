@@ -2,6 +2,7 @@
 # Runs the linter and the tests; sets up .venv first. Needs no hub.
 #   ./test.sh          every file and the main faults in it, 5 minutes on 2 CPU cores
 #   ./test.sh --all    with the tests marked slow, 15 minutes
+#   ./test.sh --faults what belongs to the faults of docs/reliability.md, with repetitions; writes that table; 7 minutes
 #   ./test.sh --gpu    what runs on a CUDA device, with this machine's python if its torch has CUDA, else with .venv
 # Further arguments go to pytest: ./test.sh -k checkpoint
 set -euo pipefail
@@ -9,7 +10,8 @@ cd "$(dirname "$0")"
 export HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 # a thread a process: tests run side by side
 marks=(-m "not slow") processes=2 python=python
 case ${1:-} in
---all) marks=() && shift ;;
+--all) marks=(-m "not repeated") && shift ;;
+--faults) marks=(-m fault --reliability=docs/reliability.md) && shift ;;
 --gpu) marks=(-m "gpu or device") processes=12 && shift ;;
 esac
 

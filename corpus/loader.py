@@ -20,7 +20,8 @@ import torch
 
 from configurator import UserError
 from corpus import mixture
-from run.files import digest, read_json
+from run import files
+from run.files import digest
 
 HEADER_BYTES = 1024
 FORMATS = {20240520: (1, np.uint16), 20240801: (7, np.uint32)}  # magic: (version, token dtype), as in llm.c
@@ -31,31 +32,50 @@ class DataError(UserError):
     exit_code = 3
 
 
-def read_manifest(data_dir):
+def shard_name(value):
+    """the name of a shard in this folder"""
+    return files.plain_name(value) and split_of(value) is not None
+
+
+SHARD = {"name": shard_name, "sha256": files.text, "mask_sha256?": files.sha256, "tokens?": files.count}
+MANIFEST = {"tokenizer": files.text, "vocab_size": files.id_count, "eot": files.count, "shards?": [SHARD]}
+MANIFEST |= {"dtype?": ("uint16", "uint32"), "settings?": {"pack?": files.count}, "token_bytes_sha256?": files.sha256}
+
+
+def read_manifest(data_dir, form=MANIFEST):
     """The object in data_dir/manifest.json, {} where there is no such file. Raises DataError."""
     path = Path(data_dir) / "manifest.json"
     if not path.exists():
         return {}
     try:
-        found = read_json(path, DataError)
+        return files.read_json(path, DataError, form)
     except DataError as error:
         raise DataError(f"{error}; remove it and {MAKE_DATA}") from None
-    if not isinstance(found, dict):
-        raise DataError(f"{path} is damaged: it holds no JSON object; remove it and {MAKE_DATA}")
-    return found
 
 
-def read_sizes(path, vocab_size):
+def read_sizes(data_dir, manifest):
     """UTF-8 bytes of each token id from token_bytes.npy, None where there is no such file. Raises DataError."""
-    try:
-        sizes = np.load(path)
-    except FileNotFoundError:
+    path, vocab_size = Path(data_dir) / "token_bytes.npy", manifest.get("vocab_size", 0)
+    expected = manifest.get("token_bytes_sha256")
+    if not path.exists() and expected is None:
         return None
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} is damaged ({error}); remove it and {MAKE_DATA}") from None
-    if sizes.ndim != 1 or len(sizes) < vocab_size:
-        raise DataError(f"{path} has {sizes.shape} numbers, expected {vocab_size}; remove it and {MAKE_DATA}")
+    try:
+        if expected and digest(path)[1] != expected:
+            raise ValueError("it does not match its SHA-256 in manifest.json")
+        sizes = np.array(np.lib.format.open_memmap(path, mode="r"))
+    except Exception as error:  # of numpy's parser of the header, too, which documents no type
+        what = str(error).partition("\n")[0]
+        raise DataError(f"{path} is damaged ({what}); remove it and {MAKE_DATA}") from None
+    if sizes.ndim != 1 or len(sizes) < vocab_size or sizes.dtype.kind not in "iu" or sizes.min(initial=0) < 0:
+        found = f"{sizes.shape} numbers ({sizes.dtype})"
+        raise DataError(f"{path} has {found}, expected {vocab_size} sizes; remove it and {MAKE_DATA}")
     return sizes
+
+
+def tokenizer_of(data_dir, manifest):
+    """The name of the tokenizer: the data's own tokenizer.json, unless the manifest names one that needs no file."""
+    name, own = manifest.get("tokenizer"), Path(data_dir) / "tokenizer.json"
+    return str(own) if own.is_file() and (name is None or not Path(name).exists() and Path(name).suffix) else name
 
 
 class Ahead:
@@ -146,8 +166,9 @@ def open_array(path):
     """The tokens of an .npy file as a read-only memory map. Raises DataError."""
     try:
         tokens = np.lib.format.open_memmap(path, mode="r")
-    except (OSError, ValueError) as error:  # cut short, no .npy, or Python objects, which are not unpickled
-        raise DataError(f"{path} is not a shard: {error}; fetch it again, or {MAKE_DATA}") from None
+    except Exception as error:  # cut short, no .npy, Python objects, which are not unpickled; numpy names no type
+        what = str(error).partition("\n")[0]
+        raise DataError(f"{path} is not a shard: {what}; fetch it again, or {MAKE_DATA}") from None
     if tokens.ndim != 1 or tokens.dtype not in (np.uint16, np.uint32) or not len(tokens):
         found = f"{tokens.dtype} {tokens.shape}"
         raise DataError(f"{path} is not a shard: expected a row of uint16 or uint32 tokens, got {found}; {MAKE_DATA}")
@@ -214,12 +235,14 @@ def verify(data_dir):
 
 
 def _verify_folder(data_dir):
-    manifest = read_manifest(data_dir)
+    manifest = read_manifest(data_dir, {"shards?": [SHARD]})
     if not manifest.get("shards"):
         why = "is missing or lists no shards, so there are no checksums to verify"
         raise DataError(f"{data_dir}/manifest.json {why}; {MAKE_DATA}")
     for shard in manifest["shards"]:
         path = Path(data_dir) / shard["name"]
+        if path.is_symlink():
+            raise DataError(f"{path} is a link, so it is not the file that the manifest names; copy the file there")
         for file, expected in [(path, shard["sha256"]), (mask_path(path), shard.get("mask_sha256"))]:
             if expected is None:
                 continue
@@ -249,14 +272,11 @@ class Split:
         self.ends = np.cumsum([len(shard) for shard in self.shards]).tolist()
         self.tokens = self.ends[-1]
         manifest = read_manifest(data_dir)
-        try:
-            self._check_shards(manifest, data_dir, split, vocab_size)
-            pack = dict(manifest.get("settings", {})).get("pack")
-            self.masks = self._open_masks({shard["name"] for shard in manifest.get("shards", []) if "targets" in shard})
-        except (TypeError, KeyError) as error:
-            raise DataError(f"{data_dir}/manifest.json is damaged ({error}); remove it and {MAKE_DATA}") from None
-        self.tokenizer, self.eot = manifest.get("tokenizer"), manifest.get("eot")
-        self.token_bytes = read_sizes(Path(data_dir) / "token_bytes.npy", manifest.get("vocab_size") or 0)
+        self._check_shards(manifest, data_dir, split, vocab_size)
+        pack = manifest.get("settings", {}).get("pack")
+        self.masks = self._open_masks({shard["name"] for shard in manifest.get("shards", []) if "targets" in shard})
+        self.tokenizer, self.eot = tokenizer_of(data_dir, manifest), manifest.get("eot")
+        self.token_bytes = read_sizes(data_dir, manifest)
         self.starts = self._aligned_starts(manifest, data_dir) if align else None
         self.rows_per_epoch = -(-self.tokens // T) if self.starts is None else len(self.starts)
         self.warnings = self._pack_warnings(pack, data_dir)
@@ -274,6 +294,12 @@ class Split:
                 raise DataError(
                     f"{path} holds {shard.dtype.name} tokens, the rest of {data_dir} holds {dtype.name}; remove it"
                 )
+        recorded = {shard["name"]: shard.get("tokens") for shard in manifest.get("shards", [])}
+        for path, shard in zip(self.paths, self.shards):
+            if recorded.get(os.path.basename(path)) not in (None, len(shard)):
+                raise DataError(f"{path} has {len(shard)} tokens, which is not what manifest.json says; {MAKE_DATA}")
+        if manifest.get("eot", 0) >= manifest.get("vocab_size", 1 << 32):
+            raise DataError(f"{data_dir}/manifest.json is damaged: eot is not below vocab_size; {MAKE_DATA}")
         if vocab_size is not None and manifest.get("vocab_size", 0) > vocab_size:
             name, size = manifest["tokenizer"], manifest["vocab_size"]
             raise DataError(f"vocab_size={vocab_size} is less than {data_dir}'s ({name}); try --vocab_size={size}")

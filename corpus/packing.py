@@ -11,6 +11,8 @@ Best fit as in https://arxiv.org/abs/2404.10830, but within a bounded buffer and
 
 import numpy as np
 
+from configurator import UserError
+
 DOCUMENTS, TOKENS = 1000, 1 << 24  # bounds of the buffer: documents, and their tokens together (67 MB)
 SPARE = 32  # documents of average length that fit the end of a group, which is filled exactly
 
@@ -34,7 +36,8 @@ class Packer:
 
     def __iter__(self):
         while self.cut is not None and self.cut not in self.waiting:
-            self._read()
+            if not self._read():
+                raise UserError(f"document {self.cut + 1}, which a shard ends in, is not there: the source changed")
         if self.cut is not None:
             yield self._take(self.cut, self.done)
         while True:

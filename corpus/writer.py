@@ -20,6 +20,7 @@ from corpus import packing
 from corpus.loader import (
     FORMATS,
     HEADER_BYTES,
+    SHARD,
     Ahead,
     DataError,
     begins,
@@ -29,6 +30,11 @@ from corpus.loader import (
     split_of,
 )
 from run import files
+
+WRITTEN = SHARD | {"tokens": files.count, "documents": files.count, "text_bytes": files.count, "bytes": files.count}
+WRITTEN |= {"targets?": files.count}
+RECORD = {"settings": {}, "shards": [WRITTEN]}
+RECORDS = {"manifest.json": RECORD, "progress.json": RECORD | {"next": [files.count], "order?": [(files.count, None)]}}
 
 
 @contextlib.contextmanager
@@ -138,6 +144,8 @@ class ShardWriter:
             return
         for number, row in rows:
             self.number = number
+            if done > len(row):
+                raise DataError(f"document {number + 1} has {len(row)} tokens, {done} are written: the source changed")
             bar.update(len(row) - done)
             while done < len(row) and not self.complete:
                 done = self.take(row, done)
@@ -203,16 +211,25 @@ class Progress:
             raise UserError(f"out_dir={out} was begun with {wrong}; use another --out_dir, or remove the folder")
         self.shards, (self.document, self.tokens) = saved["shards"], saved.get("next", (0, 0))
         self.order = saved.get("order", [])
-        if gone := [shard["name"] for shard in self.shards if not (out / shard["name"]).is_file()]:
-            raise DataError(f"{out / gone[0]} was written and is missing; restore it, or remove the folder")
+        for path, size in ((out / shard["name"], shard["bytes"]) for shard in self.shards):
+            if not path.is_file() or path.is_symlink():
+                what = "is a link and not what was written" if path.is_symlink() else "was written and is missing"
+                raise DataError(f"{path} {what}; restore it, or remove the folder")
+            if path.stat().st_size != size:
+                found = path.stat().st_size
+                raise DataError(f"{path} has {found} bytes, {size} were written; restore it, or remove the folder")
 
     def saved(self):
         """The record in the folder, None if it has none. Raises DataError for a damaged one."""
         for path in (self.out / "progress.json", self.out / "manifest.json"):
             if path.exists():
-                found = files.read_json(path, DataError)
-                if not isinstance(found, dict) or not {"settings", "shards"} <= found.keys():
-                    raise DataError(f"{path} is damaged: no settings and shards in it; remove the folder {self.out}")
+                try:
+                    found = files.read_json(path, DataError, RECORDS[path.name])
+                except DataError as error:
+                    raise DataError(f"{error}; remove the folder {self.out}") from None
+                names = [shard["name"] for shard in found["shards"]]
+                if len(set(names)) < len(names) or len(found.get("next", "ab")) != 2:
+                    raise DataError(f"{path} is damaged: shards or its next position; remove the folder {self.out}")
                 return found
         return None
 
@@ -249,7 +266,8 @@ class Progress:
             if n and "targets" in self.shards[0]:
                 lines[-1] += f", {self.total('targets', split):,} of them with loss"
         if pack := self.settings.get("pack"):
-            cut = read_manifest(self.out)["documents_cut"]
+            form = {"documents_cut": {"packed": files.number, "by_chance": files.number}}
+            cut = read_manifest(self.out, form)["documents_cut"]
             shares = f"{cut['packed']:.2%} of documents, not {cut['by_chance']:.2%}"
             lines.append(f"pack   rows of {pack:,} tokens cut {shares}")
         return lines
@@ -263,10 +281,11 @@ class Progress:
     def finish(self, tokenizer):
         """Writes token_bytes.npy and then manifest.json, which declares the folder complete."""
         np.save(sizes := io.BytesIO(), tokenizer.token_bytes())
-        write(self.out / "token_bytes.npy", sizes.getvalue())
+        write(path := self.out / "token_bytes.npy", sizes.getvalue())
         manifest = {"tokenizer": tokenizer.name, "vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot}
         manifest |= {"dtype": tokenizer.dtype.name, "source": self.settings["dataset"], "settings": self.settings}
         manifest |= {key: self.total(key) for key in ("documents", "tokens", "text_bytes")} | {"shards": self.shards}
+        manifest["token_bytes_sha256"] = files.digest(path)[1]
         if pack := self.settings.get("pack"):
             shards = [
                 open_shard(self.out / shard["name"]) for shard in self.shards if split_of(shard["name"]) == "train"

@@ -47,7 +47,8 @@ def refuse_other_tokenizer(cfg):
     if cfg.tokenizer is None or not hf_config.names_hf(cfg.init_from):
         return
     for folder, _ in mixture.folders(cfg.data_dir):
-        name, sizes = read_manifest(folder).get("tokenizer"), read_sizes(f"{folder}/token_bytes.npy", 0)
+        manifest = read_manifest(folder)
+        name, sizes = manifest.get("tokenizer"), read_sizes(folder, manifest)
         if name != cfg.tokenizer and sizes is not None and not hf_config.same_tokenizer(cfg.tokenizer, sizes):
             raise DataError(
                 f"data_dir={folder} was tokenized with {name}, the weights of init_from={cfg.init_from} use "

@@ -5,6 +5,7 @@ out_dir/step_00000250/
     optimizer.safetensors   optimizer state by parameter name
     rng.safetensors         random-number state of every rank, and with fp8 the amax values behind its next scales
     state.json              step, configuration, loader position, schedule, git revision
+    tokenizer.json          the tokenizer and what lies beside it, unless it has a name (gpt2)
     manifest.json           bytes and SHA-256 of the files above
 
 With a sharded model, each rank writes the rows that it holds, to model.rank00003.safetensors and
@@ -19,8 +20,8 @@ on a file system that all nodes share. `python convert.py --checkpoint=FOLDER --
 
 import contextlib
 import json
-import math
 import os
+import re
 import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -32,18 +33,38 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 import model as models
-from configurator import UserError
+from configurator import UserError, refuse, too_small, typed
+from corpus import tokenizer as tokenizers
 from fast.attention import best_attention
 from run import files, watch
 from run.meter import NotFinite
 from run.source import git_revision
 from scale import parallel
 from scale.shards import copy_into, is_first_copy, local, own_rows
-from settings import GPTConfig
+from settings import Config, GPTConfig
 
 
 class CheckpointError(UserError):
     exit_code = 4
+
+
+def entry(value):
+    """[bytes, SHA-256]"""
+    return isinstance(value, list) and len(value) == 2 and files.count(value[0]) and files.sha256(value[1])
+
+
+def loss(value):
+    """a loss, a finite number from 0"""
+    return files.number(value) and value >= 0
+
+
+STATE = {"step": files.count, "config?": {}, "git?": (files.text, None), "wandb_id?": (files.text, None)}
+STATE |= {"val_loss?": (loss, None), "evaluated?": files.flag, "world_size?": files.count}
+STATE |= {"loader?": {"rows": files.count}, "scaler?": {}}
+SCHEDULE = ("max_steps", "batch_tokens", "lr", "min_lr_ratio", "schedule", "warmup_steps", "warmup_tokens")
+SCHEDULE += ("cooldown_fraction",)
+READ = {f.name for f in fields(GPTConfig)} - {"attention"} | {*SCHEDULE, "optimizer", "weights", "tokenizer"}
+BESIDE = ("tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "generation_config.json")
 
 
 def save(out_dir, step, tensors, state, keep_last=2):
@@ -186,6 +207,24 @@ def _begin(final, step, state):
         shutil.rmtree(leftover)
     _aside(final).mkdir(parents=True)
     files.write_json(_aside(final) / "state.json", {"step": step, "git": git_revision(), **state})
+    _carry_tokenizer(final, state.get("config", {}).get("tokenizer"))
+
+
+def _carry_tokenizer(final, name):
+    """Copies a tokenizer that is a file, and what lies beside it, since the checkpoint may leave this machine."""
+    source = name and tokenizers.file_of(name)
+    if name and not tokenizers.built_in(name) and not (source and source.is_file()):  # the run was moved
+        source = next((path for folder in _folders(final.parent)[::-1] if (path := carried_tokenizer(folder))), None)
+    for path in [source, *map(source.with_name, BESIDE)] if source else []:
+        with contextlib.suppress(OSError):  # a file that cannot be read costs no checkpoint
+            data, name = path.read_bytes(), "tokenizer" + path.suffix if path == source else path.name
+            files.write_atomic(_aside(final) / name, data)
+
+
+def carried_tokenizer(folder):
+    """The file of the tokenizer in a checkpoint, or None."""
+    paths = (Path(folder) / name for name in ("tokenizer.json", "tokenizer.model"))
+    return next((path for path in paths if path.is_file()), None)
 
 
 def _write(final, contents):
@@ -208,11 +247,13 @@ def _write(final, contents):
 def _publish(final, manifest, keep_last):
     """Writes the manifest of a folder whose files are complete, gives it its name, and prunes older checkpoints."""
     aside = _aside(final)
-    files.write_json(aside / "manifest.json", {**manifest, "state.json": _digest(aside / "state.json")})
+    others = {path.name: _digest(path) for path in sorted(aside.iterdir()) if path.suffix != ".safetensors"}
+    files.write_json(aside / "manifest.json", manifest | others)
     if final.exists():  # a resumed run saved the same step again
         _remove(final)
     os.rename(aside, final)
     files.sync(final.parent)
+    _looked_at[final] = _stamps(final), None
     prune(final, keep_last)
 
 
@@ -221,21 +262,36 @@ def folder_of(out_dir, step):
 
 
 def prune(final, keep_last):
-    """Keeps the newest keep_last checkpoints up to `final` and the one with the lowest validation loss; removes others.
+    """Keeps the newest keep_last whole checkpoints up to `final` and the one with the lowest validation loss.
 
-    Checkpoints of later steps than `final` belong to another attempt, or are damaged; they are kept.
+    Damaged ones among these do not count and stay; older ones are removed. Checkpoints of later steps than `final`
+    belong to another attempt, or are damaged; they stay too.
     """
-    folders = [f for f in _folders(final.parent) if f <= final]
-    losses = {f: _read_state(f).get("val_loss") for f in folders}
-    scored = [f for f in folders if losses[f] is not None and math.isfinite(losses[f])]
-    keep = set(folders[-keep_last:]) | ({min(scored, key=losses.get)} if scored else set())
-    for folder in folders:
+    older, keep, whole = [f for f in _folders(final.parent) if f <= final][::-1], set(), 0
+    for folder in older:
+        if whole < keep_last:
+            keep.add(folder)
+            whole += _damage(folder) is None
+    losses = {f: _val_loss(f) for f in older}
+    scored = sorted((f for f in older if losses[f] is not None), key=losses.get)
+    keep |= {next((f for f in scored if _damage(f) is None), final)}
+    for folder in older:
         if folder not in keep:
             _remove(folder)
 
 
+def _val_loss(folder):
+    try:
+        return _read_state(folder).get("val_loss")
+    except CheckpointError:
+        return None
+
+
 def _remove(folder):
     """Deletes a checkpoint; if the process is killed meanwhile, no folder is left that looks complete."""
+    if folder.is_symlink():
+        folder.unlink()
+        return
     gone = folder.with_name(f".writing_gone_{folder.name}")
     shutil.rmtree(gone, ignore_errors=True)
     os.rename(folder, gone)
@@ -244,7 +300,7 @@ def _remove(folder):
 
 def _folders(out_dir):
     """Complete checkpoints, oldest first."""
-    return sorted(p for p in Path(out_dir).glob("step_*") if p.is_dir())
+    return sorted(p for p in Path(out_dir).glob("step_*") if p.is_dir() and re.fullmatch("step_[0-9]+", p.name))
 
 
 def problem(folder):
@@ -252,25 +308,56 @@ def problem(folder):
 
     All ranks call it, and each reads some of the files.
     """
-    rank, ranks = parallel.rank_and_size()
+    found = parallel.gather_objects(_first_wrong(Path(folder), *parallel.rank_and_size()))
+    wrong = next(filter(None, found), None)
+    _looked_at[Path(folder)] = _stamps(folder), wrong
+    return wrong
+
+
+_looked_at = {}  # {checkpoint: (its _stamps then, what was wrong)}, so that a save need not read older ones again
+
+
+def _stamps(folder):
+    """What changes in a folder when one of its files does."""
+    stats = {p.name: p.lstat() for p in Path(folder).glob("*")}
+    return {name: (stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
+
+
+def _damage(folder):
+    """As `problem`, but one rank alone calls it; a folder that has not changed since is not read again."""
+    stamps, wrong = _looked_at.get(folder, (None, None))
+    if stamps != _stamps(folder):
+        wrong = _first_wrong(folder)
+        _looked_at[folder] = _stamps(folder), wrong
+    return wrong
+
+
+def _first_wrong(folder, rank=0, ranks=1):
+    """What is wrong with the manifest and with the files that this rank is to check, in words, or None."""
     try:
-        manifest = files.read_json(folder / "manifest.json")
-    except UserError:
-        found = "manifest.json is missing or unreadable"
-    else:
-        found = _first_wrong(folder, dict(list(manifest.items())[rank::ranks]))
-    return next((wrong for wrong in parallel.gather_objects(found) if wrong), None)
-
-
-def _first_wrong(folder, manifest):
+        manifest = files.read_json(folder / "manifest.json", CheckpointError, {str: entry})
+    except CheckpointError as error:
+        return str(error).removeprefix(f"{folder}/")
+    names = [path.name for path in folder.glob("*.safetensors")]
+    if missing := {"state.json", *names} - manifest.keys():
+        return f"manifest.json does not name {min(missing)}"
+    if not any(name.startswith("model.") for name in manifest):
+        return "manifest.json names no weights"
+    manifest = dict(list(manifest.items())[rank::ranks])
     for name, (size, _) in manifest.items():
         path = folder / name
+        if not files.plain_name(name) or path.is_symlink():
+            return f"manifest.json names {name!r}, which is not a file in the folder"
         if not path.is_file() or path.stat().st_size != size:
             return f"{name} has {path.stat().st_size if path.is_file() else 'no'} bytes, expected {size}"
     with ThreadPoolExecutor() as pool:
         for name, found in zip(manifest, pool.map(_digest, [folder / n for n in manifest])):
             if found != manifest[name]:
                 return f"{name} does not match its SHA-256"
+    try:
+        rank == 0 and open_folder(folder)
+    except CheckpointError as error:
+        return str(error).removeprefix(f"{folder}/").removeprefix(f"{folder}: ")
     return None
 
 
@@ -320,10 +407,12 @@ class Stored:
         ends = [first + shape[0] if shape else 0 for (first, _), shape in zip(self.parts, shapes)]
         rows = ends[-1] if rows is None else rows
         widths = {shape[1:] for shape in shapes}
-        if [first for first, _ in self.parts] != [0, *ends[:-1]] or ends[-1] != rows or len(widths) > 1:
+        kinds = {part[slice(0, 0) if shape else ...].dtype for (_, part), shape in zip(self.parts, shapes)}
+        complete = [first for first, _ in self.parts] == [0, *ends[:-1]] and ends[-1] == rows
+        if not complete or len(widths) > 1 or len(kinds) > 1:
             raise CheckpointError(f"{name}: rows are missing or there twice, expected {rows}; is a rank's file gone?")
         self.shape = torch.Size((rows, *shapes[0][1:]) if shapes[0] else ())
-        self.dtype = self.parts[0][1][slice(0, 0) if self.shape else ...].dtype
+        self.dtype = min(kinds, key=str)
 
     def __getitem__(self, rows):
         if rows is ...:
@@ -362,9 +451,17 @@ def _open(path):
     """(file, {name: [first row, rows in all]} of the tensors of which the file holds a part)."""
     try:
         file = safe_open(path, "pt")
-        return file, json.loads((file.metadata() or {}).get("shards", "{}"))
-    except (SafetensorError, ValueError) as error:
+        shards = json.loads((file.metadata() or {}).get("shards", "{}"))
+    except (SafetensorError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not safetensors ({error}); nothing else is read") from None
+    if wrong := files.misfit(shards, {str: _rows}):
+        raise CheckpointError(f"{path} is damaged: in its header {wrong}")
+    return file, shards
+
+
+def _rows(value):
+    """[first row, rows in all]"""
+    return isinstance(value, list) and len(value) == 2 and all(map(files.count, value))
 
 
 def model_tensors(model):
@@ -379,19 +476,27 @@ def load_model_tensors(model, tensors, vocab_size=None):
     their values. Raises CheckpointError.
     """
     own = model_tensors(model)
+    rows = _rows_to_load(own, tensors, vocab_size)
+    for name, param in own.items():
+        copy_into(param, tensors[name], rows[name])
+
+
+def _rows_to_load(own, tensors, vocab_size=None):
+    """{name: number of rows}; raises CheckpointError unless names, shapes and kinds of number agree."""
 
     def shape(name, tensor):
         rows = tensor.shape[0] if vocab_size is None or name not in ("wte.weight", "head.weight") else vocab_size
-        return (min(rows, tensor.shape[0]), *tensor.shape[1:])
+        return (min(rows, tensor.shape[0]), *tensor.shape[1:]) if len(tensor.shape) else ()
 
     wrong = [f"{k}: not expected" for k in tensors.keys() - own.keys()]
     wrong += [f"{k}: missing" for k in own.keys() - tensors.keys()]
-    pairs = {k: (shape(k, tensors[k]), shape(k, own[k])) for k in own.keys() & tensors.keys()}
+    both = own.keys() & tensors.keys()
+    pairs = {k: (shape(k, tensors[k]), shape(k, own[k])) for k in both}
     wrong += [f"{k}: {found}, expected {expected}" for k, (found, expected) in pairs.items() if found != expected]
+    wrong += [f"{k}: {t}, expected floats" for k in both if not (t := tensors[k].dtype).is_floating_point]
     if wrong:
         raise CheckpointError(f"weights do not fit the model: {'; '.join(sorted(wrong)[:4])} ({len(wrong)} in all)")
-    for name, param in own.items():
-        copy_into(param, tensors[name], pairs[name][0][0])
+    return {name: shape[0] for name, (shape, _) in pairs.items()}
 
 
 def optimizer_tensors(model, optimizer):
@@ -406,6 +511,7 @@ def load_optimizer_tensors(model, optimizer, tensors):
     tensors: {"<parameter>.<state>": tensor or Stored}; a rank reads the rows that it holds of the parameter.
     """
     params = dict(model.named_parameters())
+    _refuse_other_states(params, optimizer, tensors)
     for key, value in tensors.items():
         name, _, kind = key.rpartition(".")
         param = params[name]
@@ -416,6 +522,28 @@ def load_optimizer_tensors(model, optimizer, tensors):
             copy_into(optimizer.state[param][kind], value)
         else:
             optimizer.state[param][kind] = value[...].to(param.device)
+
+
+def _refuse_other_states(params, optimizer, tensors):
+    """Raises CheckpointError unless each state fits its parameter, and parameters of a group have the same states."""
+    kinds, wrong = {}, []
+    for key, value in tensors.items():
+        name, _, kind = key.rpartition(".")
+        kinds.setdefault(name, set()).add(kind)
+        if name not in params:
+            wrong.append(f"{key}: not expected")
+        elif (there := optimizer.state[params[name]].get(kind)) is not None:
+            wrong += [f"{key}: another shape or type"] * ((there.shape, there.dtype) != (value.shape, value.dtype))
+        elif not value.dtype.is_floating_point or value.shape != params[name].shape and value.shape.numel() != 1:
+            wrong.append(f"{key}: {value.dtype} {tuple(value.shape)}")
+    names = {param: name for name, param in params.items()}
+    for group in optimizer.param_groups:
+        own = {names[p]: frozenset(optimizer.state[p]) for p in group["params"] if names[p] in kinds}
+        found = {frozenset(kinds[name]) for name, made in own.items() if not made}
+        bad = [name for name, made in own.items() if made and made != kinds[name]]
+        wrong += [f"{bad[0] if bad else min(own)}: states are missing"] * (len(found) > 1 or bool(bad))
+    if wrong:
+        raise CheckpointError(f"optimizer states do not fit the model: {wrong[0]} ({len(wrong)} in all)")
 
 
 def rank_tensors(model, device):
@@ -433,14 +561,18 @@ def load_rank_tensors(tensors, model, rank, device):
     """Restores this rank's state; returns False if the checkpoint has none for this rank and type of device."""
     if f"{rank}.{device.type}" not in tensors:
         return False
-    torch.set_rng_state(tensors[f"{rank}.cpu"][...])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(tensors[f"{rank}.cuda"][...], device)
-    tops, saved = magnitudes(model), tensors.get(f"{rank}.magnitudes")
-    if tops and saved is not None:
-        saved = saved[...].to(device).split([top.numel() for top in tops])
-        for top, value in zip(tops, saved, strict=True):
-            top.copy_(value.view_as(top))
+    try:
+        torch.set_rng_state(tensors[f"{rank}.cpu"][...])
+        if device.type == "cuda":
+            torch.cuda.set_rng_state(tensors[f"{rank}.cuda"][...], device)
+        tops, saved = magnitudes(model), tensors.get(f"{rank}.magnitudes")
+        if tops and saved is not None:
+            saved = saved[...].to(device).split([top.numel() for top in tops])
+            for top, value in zip(tops, saved, strict=True):
+                top.copy_(value.view_as(top))
+    except (KeyError, RuntimeError, TypeError) as error:  # torch's, of a state that is none
+        reason = str(error).partition("\n")[0]
+        raise CheckpointError(f"rng.safetensors: no state for rank {rank} ({reason})") from None
     return True
 
 
@@ -469,6 +601,7 @@ def model_of(tensors, shape, device, precision="fp32"):
     model = models.on_meta(replace(shape, attention=best_attention(device, precision)[0]))
     for parameter in model.parameters() if precision == "bf16" else ():
         parameter.data = parameter.data.bfloat16()
+    _rows_to_load(model_tensors(model), tensors, shape.vocab_size)  # before memory is taken for another shape
     models.allocate(model, device)
     for name, parameter in model.named_parameters():
         if name in ("wte.weight", "head.weight"):
@@ -482,11 +615,28 @@ def open_model(path):
 
     Saved settings that no longer exist are ignored. attention becomes auto: the best backend depends on the device.
     """
-    tensors, state = open_folder(find(path))
-    config = state["config"]
-    known = {f.name for f in fields(GPTConfig)} - {"attention"}
-    shape = GPTConfig(**{name: value for name, value in config.items() if name in known})
+    folder = find(path)
+    tensors, state = open_folder(folder)
+    config = saved_settings(folder, state)
+    shape = _shape(config)
+    if carried := carried_tokenizer(folder):
+        config["tokenizer"] = str(carried)
     return tensors["model"], shape, _Settings(config)
+
+
+def saved_settings(folder, state):
+    """The configuration in a checkpoint's state, of which what is read has the types of today's settings."""
+    try:
+        config = typed(Config, state.get("config"), READ)
+        least = {name: 0 for name in SCHEDULE if name != "schedule"} | {"max_steps": 1, "batch_tokens": 1}
+        refuse(_shape(config).problems() + too_small(_Settings(config), least))
+    except UserError as error:
+        raise CheckpointError(f"{folder}/state.json is damaged: {error}") from None
+    return config
+
+
+def _shape(config):
+    return GPTConfig(**{f.name: config[f.name] for f in fields(GPTConfig) if f.name in config and f.name in READ})
 
 
 class _Settings:
@@ -517,11 +667,12 @@ def shape_differences(saved, cfg, free=()):
 
 
 def _read_state(folder):
-    """state.json of a checkpoint; {} if it is unreadable, as a killed run may leave it."""
-    try:
-        return files.read_json(Path(folder) / "state.json")
-    except UserError:
-        return {}
+    """state.json of a checkpoint; {} where there is none. Raises CheckpointError if it is damaged."""
+    path = Path(folder) / "state.json"
+    state = files.read_json(path, CheckpointError, STATE) if path.exists() else {}
+    if (named := re.fullmatch("step_([0-9]+)", Path(folder).name)) and state.get("step") not in (None, int(named[1])):
+        raise CheckpointError(f"{path} is damaged: step is {state['step']}")
+    return state
 
 
 def _digest(path):

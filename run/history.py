@@ -6,7 +6,9 @@ from pathlib import Path
 import numpy as np
 
 from configurator import UserError
-from run.files import read_json
+from run.files import read_json, text
+
+DRAWN = ("loss", "bpb", "dt_ms", "tokens", "norm", "lr", "acc_norm", "flops_per_token")
 
 
 class Run:
@@ -15,7 +17,7 @@ class Run:
     def __init__(self, folder, name, color, width):
         self.folder, self.name, self.color, self.width, self.log = folder, name, color, width, read(folder)
         path = Path(folder) / "config.json"
-        self.config = read_json(path) if path.exists() else {}
+        self.config = read_json(path, form={"tokenizer?": (text, None)}) if path.exists() else {}
         self.start = max(self.log.get("start", {0: {}}).items())[1]
 
     def place(self, steps, x):
@@ -51,8 +53,10 @@ def read(folder):
     for number, line in enumerate(lines, 1):
         try:
             entry = json.loads(line)
+            if any(not isinstance(entry.get(key), int | float | None) for key in DRAWN):
+                raise ValueError
             found.setdefault(entry["kind"], {})[int(entry["step"])] = entry
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             if number < len(lines):
                 raise UserError(f"{path}:{number}: not a line of a log: {line[:60]!r}") from None
     if not any(len(series(found, kind, "loss")[0]) for kind in ("train", "val")):

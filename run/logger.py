@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import os
+import shlex
 import sys
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -185,7 +186,7 @@ class Logger:
 
     def close(self, step, saved, seconds, stopped=None):
         """The closing summary after `step` steps; saved: the step of the last checkpoint, None without one."""
-        out_dir = self.cfg.out_dir
+        out_dir = shlex.quote(self.cfg.out_dir)
         watch.note(state="stopped" if stopped else "done", step=step)
         self.print(f"{'done' if step == self.cfg.max_steps else 'stopped':<12} step {step} after {duration(seconds)}")
         if saved is not None:

@@ -5,10 +5,15 @@ import shutil
 import sys
 from pathlib import Path
 
+import torch
+
 import optim
 from configurator import UserError
 from run import checkpoint, files, source
 from scale import parallel
+
+SCALER = {"scale": files.number, "growth_factor": files.number, "backoff_factor": files.number}
+SCALER |= {"growth_interval": files.count, "_growth_tracker": files.count}
 
 
 class Start:
@@ -44,9 +49,11 @@ class Start:
                 f"{self.folder} holds weights that are inf or NaN; remove it, and --resume=auto takes the one before"
             )
         checkpoint.load_optimizer_tensors(job.raw, job.optimizer, self._tensors["optimizer"])
+        if job.scaler.is_enabled() and (wrong := files.misfit(self.state["scaler"], SCALER)):
+            raise checkpoint.CheckpointError(f"{self.folder}/state.json has no loss scaler of precision=fp16: {wrong}")
         job.scaler.load_state_dict(self.state["scaler"])
         loader.load_state_dict(self.state["loader"], allow_data_change=allow_data_change)
-        saved_ranks, rng = self.state["world_size"], self._tensors["rng"]
+        saved_ranks, rng = self.state["world_size"], self._tensors.get("rng", {})
         same = saved_ranks == world.size
         if not (same and checkpoint.load_rank_tensors(rng, job.raw, world.rank, world.device)):
             self.warnings.append(f"saved by {saved_ranks} ranks: dropout and fp8's scales start afresh")
@@ -61,7 +68,7 @@ class Start:
 
     def schedule(self, cfg):
         """Rows of the start block: what has changed of the learning rate's schedule since the checkpoint was saved."""
-        names = "max_steps batch_tokens lr min_lr_ratio schedule warmup_steps warmup_tokens cooldown_fraction".split()
+        names = checkpoint.SCHEDULE
         saved = self.state.get("config", {})
         new = {name: getattr(cfg, name) for name in names}
         old = new | {name: saved[name] for name in names if name in saved}
@@ -95,6 +102,7 @@ def claim_out_dir(cfg):
 
 def refuse_other(cfg, folder, tensors, state):
     """Raises CheckpointError unless the checkpoint is of a run with this model, optimizer and type of weights."""
+    state["config"] = checkpoint.saved_settings(folder, state)
     if wrong := checkpoint.shape_differences(state["config"], cfg):
         raise checkpoint.CheckpointError(f"{folder} is another model: {'; '.join(wrong)}; nothing was changed")
     new = f"for a new run from its weights: --init_from={folder}"
@@ -103,9 +111,14 @@ def refuse_other(cfg, folder, tensors, state):
     for name, usual in (("optimizer", "adamw"), ("weights", "fp32")):
         if (saved := state["config"].get(name, usual)) != getattr(cfg, name):
             raise checkpoint.CheckpointError(f"{folder} was saved with {name}={saved}, now {getattr(cfg, name)}; {new}")
+    wrong = [f"there is no {name}" for name in ("loader", "scaler", "world_size") if name not in state]
+    kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[cfg.weights]
+    wrong += [f"{name} is {t.dtype}" for name, t in tensors["model"].items() if t.dtype != kind]
+    if wrong:
+        raise checkpoint.CheckpointError(f"{folder} cannot be resumed: {wrong[0]}; {new}")
 
 
 def clear_out_dir(out_dir):
     """Removes an earlier run's checkpoints and log."""
     for path in [*Path(out_dir).glob("step_*"), *Path(out_dir).glob("log.jsonl")]:
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()

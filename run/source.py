@@ -6,6 +6,7 @@ goes wrong here costs the record, never the run.
 """
 
 import os
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -78,9 +79,9 @@ def forget(out_dir):
 def kept(folder):
     """The folder with the code that a run's folder or a checkpoint's (step_*) was trained with, or None."""
     folder, step = Path(folder), None
-    if folder.name.startswith("step_") and folder.name[5:].isdigit():
+    if folder.name.startswith("step_") and folder.name[5:].isdecimal():
         folder, step = folder.parent, int(folder.name[5:])
-    aside = sorted(p for p in folder.glob("source_step_*") if p.name[12:].isdigit())
+    aside = sorted(p for p in folder.glob("source_step_*") if p.name[12:].isdecimal())
     found = [p for p in aside if step is not None and int(p.name[12:]) >= step][:1] or [folder]
     return found[0] if (found[0] / "source.json").is_file() else None
 
@@ -88,9 +89,8 @@ def kept(folder):
 def _recorded(folder):
     """{path: SHA-256} as recorded in `folder`; empty where it is unreadable."""
     try:
-        found = files.read_json(folder / "source.json")["files"]
-        return found if isinstance(found, dict) else {}
-    except (UserError, KeyError, TypeError):
+        return files.read_json(folder / "source.json", form={"files": {str: files.sha256}})["files"]
+    except UserError:
         return {}
 
 
@@ -116,7 +116,7 @@ def warning(folder):
     found, lines = differences(folder), []
     if own := [p for p in found if p in KEPT]:
         verb = "differs" if len(own) == 1 else "differ"
-        copies = "; ".join(f"cp {kept(folder) / name} {name}" for name in own)
+        copies = "; ".join(shlex.join(["cp", str(kept(folder) / name), name]) for name in own)
         lines.append(f"{' and '.join(own)} {verb} from the code that {folder} was trained with; to go back: {copies}")
     if fast := [p for p in found if p not in KEPT]:
         names = ", ".join(fast[:3]) + f" and {len(fast) - 3} more" * (len(fast) > 3)

@@ -6,6 +6,7 @@ import os
 import sysconfig
 from pathlib import Path
 
+import faults
 import interpreter
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if "products" in item.fixturenames:
             item.add_marker("device")
+        item.user_properties += [("fault", row) for mark in item.iter_markers("fault") for row in mark.args]
 
 
 def write_shard(path, tokens, dtype=np.uint16):
@@ -49,6 +51,15 @@ def read_rows(loader, steps):
         assert torch.equal(x[:, 1:], y[:, :-1])
         out.append(torch.cat([x, y[:, -1:]], 1).numpy())
     return np.concatenate(out)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--reliability", metavar="FILE", help="write what became of the faults' tests there")
+
+
+def pytest_configure(config):
+    if path := config.getoption("--reliability"):
+        config.pluginmanager.register(faults.Table(path))
 
 
 def one_line(error):

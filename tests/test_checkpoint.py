@@ -80,6 +80,7 @@ def test_what_is_saved_behind_later_ones_stays(tmp_path):
 
 
 @pytest.mark.parametrize("harm", ["truncate", "flip", "no_manifest", "no_file"])
+@pytest.mark.fault(23)
 def test_a_damaged_newest_is_passed_over_and_kept(tmp_path, harm, capsys):
     good, bad = save(tmp_path, 1, 1.0), save(tmp_path, 2, 2.0)
     target = bad / ("manifest.json" if harm == "no_manifest" else "model.safetensors")
@@ -108,6 +109,7 @@ def test_none_there(tmp_path):
         checkpoint.find(tmp_path)
 
 
+@pytest.mark.fault(24)
 def test_disk_full_leaves_the_old_one(tmp_path, monkeypatch):
     good = save(tmp_path, 1)
 
@@ -157,6 +159,7 @@ def test_training_goes_on_while_a_copy_is_written(tmp_path, monkeypatch, device)
     assert not checkpoint.load(checkpoint.find(tmp_path))[0]["model"]["wte.weight"].any() and len(said) == 2
 
 
+@pytest.mark.fault(24)
 def test_disk_full_in_the_background_is_raised_by_the_next_wait(tmp_path, monkeypatch):
     good, run, model = save(tmp_path, 1), Run(tmp_path), build(small(), CPU, seed=1)
     saver, optimizer = checkpoint.Saver(run, run), torch.optim.AdamW(model.parameters())
@@ -213,6 +216,7 @@ def save_until_killed(folder, step, seconds):
         step, seconds = step + 1, None
 
 
+@pytest.mark.fault(21, 22)
 def test_kill_in_the_middle_of_saving(tmp_path):
     """kill -9 at random moments of a process that saves without end: the newest is whole each time."""
     newest = 0
@@ -228,6 +232,7 @@ def test_kill_in_the_middle_of_saving(tmp_path):
     assert not list(tmp_path.glob(".writing_*"))
 
 
+@pytest.mark.fault(39)
 def test_no_pickle_is_ever_read(tmp_path):
     folder, canary = save(tmp_path, 1), tmp_path / "canary"
 
@@ -243,6 +248,7 @@ def test_no_pickle_is_ever_read(tmp_path):
     assert not canary.exists()
 
 
+@pytest.mark.fault(19)
 def test_weights_of_another_shape_are_named(tmp_path):
     model = build(small(), CPU, seed=0)
     with pytest.raises(checkpoint.CheckpointError, match=r"attn.proj.bias: \(16,\), expected \(32,\)"):

@@ -28,6 +28,7 @@ def make(*argv):
     return configure(Config, list(argv))
 
 
+@pytest.mark.fault(14, 15)
 def test_defaults_and_flags():
     assert make() == Config()
     cfg = make("--n_layer=3", "--lr=1", "--name=a=b=c", "--no_compile", "--kind=b", "--top_k=None")
@@ -63,6 +64,7 @@ def test_file_imports_computes_and_is_overridden(tmp_path):
         ("lr=1", "lr=1: no such config file; a setting is written --lr=1"),
     ],
 )
+@pytest.mark.fault(13, 14, 15)
 def test_bad_words(word, message):
     with pytest.raises(UserError, match="command line|no such") as error:
         make(word)
@@ -79,6 +81,7 @@ def test_bad_words(word, message):
         ("\nlr = x\n", "c.py:2: NameError"),
     ],
 )
+@pytest.mark.fault(17)
 def test_bad_files(tmp_path, text, message):
     path = tmp_path / "c.py"
     path.write_text(text)
@@ -113,6 +116,7 @@ def test_conflicts_are_found_beside_mistakes_but_not_those_that_follow_from_one(
     assert len(error.value.args) == 1
 
 
+@pytest.mark.fault(15, 16)
 def test_words_that_are_no_config_files():
     @dataclass
     class Words(Config):
@@ -122,6 +126,7 @@ def test_words_that_are_no_config_files():
     assert cfg.words == ["a", "b", "d"] and cfg.name == "c"
 
 
+@pytest.mark.fault(18)
 def test_all_mistakes_at_once(tmp_path):
     (tmp_path / "c.py").write_text("n_layer = 'two'\nlerning_rate = 1\nlr = 2\n")
     with pytest.raises(UserError) as error:

@@ -394,6 +394,7 @@ class Trap:
         return os.mkdir, (self.path,)
 
 
+@pytest.mark.fault(39)
 def test_pickles_are_never_opened(tmp_path):
     path = saved(gpt2(), tmp_path) / "model.safetensors"
     path.unlink()

@@ -104,6 +104,7 @@ def test_a_finished_folder_is_left_alone_and_other_settings_are_refused(tmp_path
 
 
 @pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.fault(38)
 def test_kinds_of_files(tmp_path, streaming):
     import pyarrow
     import pyarrow.parquet
@@ -112,7 +113,7 @@ def test_kinds_of_files(tmp_path, streaming):
     line = lambda text, **more: json.dumps({"text": text, **more}) + "\n"
     (tmp_path / "a.txt").write_text("text file")
     (tmp_path / "b.jsonl").write_text(line("jsonl one", id=1) + line("") + line("a <|endoftext|> b", id=3))
-    (tmp_path / "c.jsonl.zst").write_bytes(zstandard.compress((line("zst é", other="x") + line(None)).encode()))
+    (tmp_path / "c.jsonl.zst").write_bytes(zstandard.compress((line("zst é", other="x") + line("")).encode()))
     pyarrow.parquet.write_table(pyarrow.table({"n": [1, 2], "text": ["parquet", "last"]}), tmp_path / "d.parquet")
     (tmp_path / "binary.so").write_bytes(b"\x7fELF\0\0")
     (tmp_path / ".hidden").write_text("no")
@@ -256,6 +257,7 @@ def clean(tmp_path_factory):
 
 
 @pytest.mark.parametrize("how", ["at a random time", "at a random file operation"])
+@pytest.mark.fault(36)
 def test_kill_9_leaves_no_trace(tmp_path, clean, how):
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "datasets", "fineweb"])
@@ -358,6 +360,7 @@ def test_two_at_once_are_refused(tmp_path):
     prepare(tmp_path / "d", STDLIB / "json")
 
 
+@pytest.mark.fault(25)
 def test_disk_full(tmp_path, clean):
     """The kernel's error, from a limit on the size of a file that is below a shard's."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -382,6 +385,7 @@ def test_disk_full(tmp_path, clean):
     assert contents(tmp_path / "d") == clean
 
 
+@pytest.mark.fault(25)
 def test_no_space_is_named(tmp_path, monkeypatch):
     def full(_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -393,6 +397,7 @@ def test_no_space_is_named(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("dataset", ["fineweb-edu", "kjj0/fineweb10B-gpt2"])
+@pytest.mark.fault(35)
 def test_hub_unreachable(tmp_path, dataset):
     """One line on stderr and exit code 3."""
     command = [sys.executable, str(ROOT / "fineweb.py"), f"--dataset={dataset}", f"--out_dir={tmp_path}/d"]
@@ -402,6 +407,7 @@ def test_hub_unreachable(tmp_path, dataset):
     assert [line for line in got.stderr.splitlines() if line.startswith("error: ")] == got.stderr.splitlines()[-1:]
 
 
+@pytest.mark.fault(35)
 def test_network_lost_midway(tmp_path, monkeypatch, clean):
     import datasets
 
@@ -434,7 +440,7 @@ def test_mistakes_in_the_settings(tmp_path):
         (dict(dataset=str(tmp_path / "empty")), 2, "no text files"),
         (dict(dataset=str(tmp_path / "one.jsonl")), 3, "nothing is left to train on"),
         (dict(dataset=str(tmp_path / "one.txt"), val_tokens=9), 2, "of a single text the last tenth is validation"),
-        (dict(dataset=str(tmp_path / "bad.jsonl")), 3, "surrogate pair"),
+        (dict(dataset=str(tmp_path / "bad.jsonl")), 3, "bad.jsonl:2: it holds half of a surrogate pair"),
         (dict(dataset=str(tmp_path / "other.jsonl")), 3, "no field text_key=text; it has body"),
         (dict(out=tmp_path / "used"), 2, "holds x_train_000001.bin"),
         (dict(out="/proc/x"), 2, "cannot be written"),

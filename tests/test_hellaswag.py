@@ -72,6 +72,7 @@ def test_batches_hold_every_row_once_in_few_shapes():
     assert len({(B, T) for _, B, T in jobs}) <= 4 and all(B * T <= 2048 and len(n) <= B for n, B, T in jobs)
 
 
+@pytest.mark.fault(40)
 def test_a_long_context_is_cut_on_its_left():
     tokenizer = tokenizers.load("bytes")
     example = {"ctx": "a" * 300 + "b", "endings": ["cc"] * 4, "label": 0}
@@ -117,6 +118,7 @@ def test_two_ranks_equal_one():
         ("[1]", "not an example"),
     ],
 )
+@pytest.mark.fault(40)
 def test_a_bad_line_is_named(tmp_path, line, message):
     path = tmp_path / "h.jsonl"
     path.write_text(json.dumps(made_up(1)[0]) + "\n" + line + "\n")
@@ -159,6 +161,7 @@ def test_a_short_read_and_a_foreign_page_are_not_kept(tmp_path, monkeypatch, pag
     assert len(tries) == 3 and not list(tmp_path.iterdir())
 
 
+@pytest.mark.fault(40)
 def test_a_missing_file_and_a_dead_network_are_unavailable(tmp_path, monkeypatch):
     with pytest.raises(multiple_choice.Unavailable, match="No such file"):
         multiple_choice.load(tmp_path / "none.jsonl")

@@ -76,6 +76,7 @@ def test_shards_survive_faults(hub, tmp_path):
     assert json.loads((tmp_path / "d/manifest.json").read_text())["settings"]["revision"] == "v2"
 
 
+@pytest.mark.fault(35)
 def test_shards_that_do_not_come_end_in_one_line_and_the_next_run_goes_on(hub, tmp_path):
     files, settings = shards(hub), dict(dataset="me/shards", shards=True)
     for fault, words in {503: "503 Service Unavailable", "short": "should be of size 61024 but has size 30512"}.items():

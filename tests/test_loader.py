@@ -42,6 +42,7 @@ def patch(path, offset, data):
         file.write(data)
 
 
+@pytest.mark.fault(1, 2, 3, 4, 5)
 def test_damaged_shards(data):
     folder, _ = data
     path = folder / "x_train_000002.bin"
@@ -73,6 +74,7 @@ def test_damaged_shards(data):
         assert error.value.exit_code == 3
 
 
+@pytest.mark.fault(6)
 def test_token_beyond_the_vocabulary(data):
     folder, _ = data
     patch(folder / "x_train_000002.bin", 1024 + 2 * 100, np.uint16(60000).tobytes())
@@ -91,6 +93,7 @@ def test_vocabulary_smaller_than_the_tokenizers(data):
         TokenLoader(data[0], "train", 4, 16, vocab_size=100)
 
 
+@pytest.mark.fault(7)
 def test_flipped_bit(data):
     folder, _ = data
     verify(folder)
@@ -133,6 +136,7 @@ def test_the_last_word_before_the_number_is_the_split(tmp_path):
         ("token_bytes.npy", "no array"),
     ],
 )
+@pytest.mark.fault(54, 55)
 def test_damaged_files_beside_the_shards(data, name, content):
     folder, _ = data
     (folder / name).write_text(content)
@@ -140,6 +144,7 @@ def test_damaged_files_beside_the_shards(data, name, content):
         TokenLoader(folder, "train", 4, 16, vocab_size=257)
 
 
+@pytest.mark.fault(8, 10)
 def test_no_data(data, tmp_path):
     folder, _ = data
     with pytest.raises(DataError, match=r"absent/\*_train_\*.bin, or .npy, and .* train.bin; .*python fineweb.py"):
@@ -216,6 +221,7 @@ def npy(array):
     return file.getvalue()
 
 
+@pytest.mark.fault(39)
 def test_nanogpts_meta_pkl_is_not_unpickled(data, tmp_path):
     data[1].astype("<u2").tofile(tmp_path / "train.bin")
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps(Canary()))
@@ -334,6 +340,7 @@ def test_resume_is_exact_on_other_ranks_too(data, order):
         assert np.array_equal(np.stack(rows, 1).reshape(-1, 17), expected)
 
 
+@pytest.mark.fault(11)
 def test_resume_on_other_data(data):
     folder, stream = data
     state = TokenLoader(folder, "train", 6, 16).state_dict()

@@ -13,6 +13,7 @@ from run import lock
 from run.lock import Lock, in_use, this_process
 
 
+@pytest.mark.fault(44)
 def test_a_living_process_is_refused_and_a_dead_one_is_not(tmp_path):
     held = Lock(tmp_path / "run")
     held.take()

@@ -77,6 +77,7 @@ def test_a_log_that_was_cut_short_stays_readable(tmp_path):
     assert [json.loads(line)["step"] for line in lines] == [1, 2]
 
 
+@pytest.mark.fault(61)
 def test_a_full_disk_under_the_log_costs_its_lines(tmp_path, capsys):
     log = make(tmp_path)
     log.record("train", 1, loss=1.0)
@@ -103,6 +104,7 @@ class FailingWandb:
         raise ConnectionError
 
 
+@pytest.mark.fault(33, 61)
 def test_wandb_that_fails_without_a_word_costs_a_warning(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", FailingWandb())
     log = make(tmp_path, wandb=True)

@@ -3,11 +3,13 @@
 import math
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from run.meter import SETTLED, Meter
 
 
+@pytest.mark.fault(32)
 def test_a_spike_is_told_and_noise_is_not():
     said, records = [], []
     log = SimpleNamespace(print=said.append, record=lambda kind, step, **values: records.append((kind, step, values)))

@@ -105,6 +105,7 @@ MODES = {
 
 
 @pytest.mark.parametrize("number, mode, shape", MODES.values(), ids=MODES)
+@pytest.mark.fault(20)
 def test_any_mode_equals_one_process_and_resumes_across(data_dir, tmp_path, alone, number, mode, shape):
     """The same global batches in float32, two micro-steps a step on any number of ranks: equal but for sums' orders.
 
@@ -140,6 +141,7 @@ def test_under_torchrun_as_one_process(data_dir, tmp_path, alone):
 
 
 @pytest.mark.slow
+@pytest.mark.fault(12)
 def test_errors_under_torchrun_are_one_line_and_end_every_rank(tmp_path):
     began = time.time()
     result = ranks.torchrun(2, flags(tmp_path, tmp_path / "run"))  # a folder without shards
@@ -266,6 +268,7 @@ def test_merged_goes_on_exactly_as_sharded_and_exports_the_same(data_dir, tmp_pa
 
 
 @pytest.mark.parametrize("async_save", [False, True])
+@pytest.mark.fault(24)
 def test_disk_full_on_one_rank_ends_all_with_the_same_line(data_dir, tmp_path, async_save):
     words = flags(data_dir, tmp_path / "run", parallel="fsdp", async_save=async_save, **SHARDED)
     (code, text), other = ranks.call(2, train_with_a_full_disk, words, timeout=60)
@@ -275,6 +278,7 @@ def test_disk_full_on_one_rank_ends_all_with_the_same_line(data_dir, tmp_path, a
     assert checkpoint.find(tmp_path / "run").name == "step_00000004"
 
 
+@pytest.mark.fault(21)
 def test_kill_of_one_rank_while_it_writes(data_dir, tmp_path, sharded):
     words = flags(data_dir, tmp_path / "run", parallel="fsdp", async_save=True, **SHARDED)
     done, (end, _) = ranks.attempt(2, train_until_killed, words)

@@ -53,6 +53,7 @@ def test_every_recipe_is_legal_on_a_node(name, monkeypatch):
         (dict(batch_tokens=10), 1, "batch_tokens=10 is not divisible .* = 64.1024.1 = 65536; nearest: 65536"),
     ],
 )
+@pytest.mark.fault(12, 18)
 def test_what_cannot_be_is_one_line(settings, ranks, message):
     with pytest.raises(UserError, match=message) as error:
         check(Config(**settings), ranks)

@@ -133,12 +133,14 @@ def test_bytes(texts, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bytes", "json"])
+@pytest.mark.fault(38)
 def test_lone_surrogates_are_replaced(name, small):
     tok = tokenizer.load(str(small[1]) if name == "json" else name)
     one, two, three = tok.encode_batch(["a\ud800b", "pair \ud83d\ude00", "plain"])
     assert (tok.decode(one), tok.decode(two), tok.decode(three)) == ("a\ufffdb", "pair 😀", "plain")
 
 
+@pytest.mark.fault(38)
 def test_a_document_of_ten_megabytes():
     tok = tokenizer.load("gpt2")
     text = "All work and no play.\n" * 500_000

@@ -91,6 +91,7 @@ def test_init_from_starts_at_those_weights(data_dir, tmp_path):
         train_here(data_dir, tmp_path / "c", init_from=tmp_path / "a", n_embd=32)
 
 
+@pytest.mark.fault(45)
 def test_used_folder_is_refused_and_kept(data_dir, tmp_path):
     train_here(data_dir, tmp_path / "run", max_steps=4)
     with pytest.raises(UserError, match="holds an earlier run; try --resume=auto, --overwrite"):
@@ -112,6 +113,7 @@ def test_going_back_in_a_folder_with_later_checkpoints_is_refused(data_dir, tmp_
     )
 
 
+@pytest.mark.fault(11, 19)
 def test_resume_refuses_another_model_and_other_data(data_dir, tmp_path):
     train_here(data_dir, tmp_path / "run", max_steps=4)
     with open(tmp_path / "run" / "log.jsonl", "a") as file:
@@ -127,11 +129,13 @@ def test_resume_refuses_another_model_and_other_data(data_dir, tmp_path):
     assert sorted(losses(log)) == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.fault(31)
 def test_a_loss_that_is_not_finite_stops_the_run(data_dir, tmp_path):
     with pytest.raises(NotFinite, match="step 2: the loss is nan.*since step 1"):
         train_here(data_dir, tmp_path / "run", max_steps=4, lr=1e30, warmup_steps=0, save_interval=1)
 
 
+@pytest.mark.fault(58)
 def test_weights_that_are_not_finite_are_neither_saved_nor_resumed_into(data_dir, tmp_path):
     with pytest.raises(NotFinite, match="step 1: weights are inf or NaN and were not saved; nothing was saved yet"):
         train_here(data_dir, tmp_path / "run", lr=1e38, weight_decay=10, warmup_steps=0, save_interval=1)
@@ -143,6 +147,7 @@ def test_weights_that_are_not_finite_are_neither_saved_nor_resumed_into(data_dir
         train_here(data_dir, tmp_path / "run", resume="auto", max_steps=8)
 
 
+@pytest.mark.fault(58)
 def test_weights_after_a_gradient_that_is_not_finite_are_not_saved(data_dir, tmp_path, monkeypatch):
     clip, calls = train.parallel.clip_gradients, []
 
@@ -159,6 +164,7 @@ def test_weights_after_a_gradient_that_is_not_finite_are_not_saved(data_dir, tmp
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit", "muon"])
+@pytest.mark.fault(31)
 def test_a_step_that_is_not_finite_is_skipped_bitwise(data_dir, tmp_path, monkeypatch, capsys, optimizer):
     clip, calls = train.parallel.clip_gradients, []
     settings = dict(optimizer=optimizer, max_steps=3, save_interval=1, keep_last=9, max_skipped_steps=1)
@@ -181,6 +187,7 @@ def test_a_step_that_is_not_finite_is_skipped_bitwise(data_dir, tmp_path, monkey
         train_here(data_dir, tmp_path / "run", **{**settings, "max_steps": 9}, resume="auto")
 
 
+@pytest.mark.fault(63)
 def test_another_schedule_is_told_on_a_resume(data_dir, tmp_path, capsys):
     train_here(data_dir, tmp_path / "run", max_steps=4)
     train_here(data_dir, tmp_path / "run", max_steps=4, resume="auto")
@@ -191,6 +198,7 @@ def test_another_schedule_is_told_on_a_resume(data_dir, tmp_path, capsys):
     assert "max_steps 4 to 6, lr 0.001 to 0.002" in row and row.endswith(f"is {rate:.3g} instead of 0.0001")
 
 
+@pytest.mark.fault(61)
 def test_a_folder_that_cannot_be_cleared_is_one_line(data_dir, tmp_path, monkeypatch):
     train_here(data_dir, tmp_path / "run", max_steps=1, save_interval=0)
 
@@ -212,12 +220,14 @@ def test_hellaswag_in_the_loop_and_without_its_file(data_dir, tmp_path, capsys):
     assert sorted(losses(log)) == [1, 2] and "no HellaSwag in this run" in capsys.readouterr().out
 
 
+@pytest.mark.fault(33)
 def test_wandb_absent_costs_a_warning(data_dir, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "wandb", None)
     log = train_here(data_dir, tmp_path / "run", wandb=True, max_steps=2)
     assert sorted(losses(log)) == [1, 2] and capsys.readouterr().out.count("wandb is off") == 1
 
 
+@pytest.mark.fault(34)
 def test_wandb_offline_resumes_the_same_run(data_dir, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -256,6 +266,7 @@ def test_wandb_offline_resumes_the_same_run(data_dir, tmp_path, monkeypatch):
         (dict(data_dir="no/such"), "no/such"),
     ],
 )
+@pytest.mark.fault(9, 10, 12, 13, 18)
 def test_user_errors(data_dir, tmp_path, settings, message):
     with pytest.raises(UserError, match=message) as error:
         train_here(settings.pop("data_dir", data_dir), tmp_path / "run", **settings)
@@ -263,6 +274,7 @@ def test_user_errors(data_dir, tmp_path, settings, message):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.fault(46)
 def test_an_out_dir_that_cannot_be_is_refused(data_dir, tmp_path):
     (tmp_path / "file").touch()
     for out in (tmp_path / "file", tmp_path / "file/run"):
@@ -341,11 +353,13 @@ def test_figures_read_a_step_late_are_the_same(data_dir, tmp_path, monkeypatch):
     assert figures[0] == figures[1]
 
 
+@pytest.mark.fault(6)
 def test_token_out_of_range_is_named(data_dir, tmp_path):
     with pytest.raises(DataError, match=r"py_train_000001.bin: token \d+ is \d+, not below vocab_size=100"):
         train_here(data_dir, tmp_path / "run", vocab_size=100)
 
 
+@pytest.mark.fault(13)
 def test_a_misspelt_setting_is_one_line():
     result = train_ranks(0, ["config/test.py", "--lerning_rate=1"])
     assert result.returncode == 2 and result.stdout == ""
@@ -367,6 +381,7 @@ def train_until_terminated(words):
     sys.exit(train.main(configure(Config, words)))
 
 
+@pytest.mark.fault(26)
 def test_sigterm_saves_and_the_resumed_run_is_the_same(data_dir, tmp_path):
     settings = dict(max_steps=20, save_interval=1000, shuffle_seed=1)
     done, _ = ranks.attempt(0, train_until_terminated, flags(data_dir, tmp_path / "cut", **settings))

@@ -84,6 +84,7 @@ def error_lines(done):
         pytest.param("hangs", [1, 1], r"error: rank 1 hangs in step 3 \(data\); rank 0 has", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.fault(29, 30, 42, 48)
 def test_a_fault_of_one_rank_is_told_once_and_ends_all(data_dir, tmp_path, fault, codes, line):
     done = attempt(2, fault, 1, 6, data_dir, tmp_path / "run", timeout_s=6)
     assert done.codes == codes
@@ -96,6 +97,7 @@ def test_a_fault_of_one_rank_is_told_once_and_ends_all(data_dir, tmp_path, fault
 
 
 @pytest.mark.slow
+@pytest.mark.fault(6, 48)
 def test_a_token_out_of_range_in_the_rows_of_another_rank_is_named(data_dir, tmp_path):
     folder = tmp_path / "data"
     folder.mkdir()
@@ -105,6 +107,7 @@ def test_a_token_out_of_range_in_the_rows_of_another_rank_is_named(data_dir, tmp
     assert "error: rank 1: " in done.stderr and "py_train_000001.bin: token 132 is 60000" in done.stderr
 
 
+@pytest.mark.fault(26, 56)
 def test_ranks_stop_together_in_the_middle_of_a_long_step_and_resume_bitwise(data_dir, tmp_path):
     settings = dict(max_steps=2, batch_size=1, batch_tokens=4096, dropout=0.1, shuffle_seed=1)  # 64 micro-steps a step
     done = attempt(2, "interrupt", 1, 70, data_dir, tmp_path / "cut", **settings)
@@ -117,6 +120,7 @@ def test_ranks_stop_together_in_the_middle_of_a_long_step_and_resume_bitwise(dat
     assert losses(read_log(tmp_path / "cut")) == losses(read_log(tmp_path / "whole"))
 
 
+@pytest.mark.fault(27, 56)
 def test_a_signal_in_an_evaluation_leaves_it_for_the_resumed_run(data_dir, tmp_path, monkeypatch):
     settings = dict(max_steps=6, eval_interval=4, save_interval=100)
     validation = Evaluator.validation
@@ -141,6 +145,7 @@ def absolute(words):
     return [str(ROOT / words[0]), *words[1:]]
 
 
+@pytest.mark.fault(28, 56, 57)
 def test_a_second_signal_ends_at_once_and_no_saving_is_said(data_dir, tmp_path):
     began = time.monotonic()
     done = attempt(0, "interrupt twice", 0, 10, data_dir, tmp_path / "a")
@@ -158,6 +163,7 @@ def test_status_says_where_a_run_is(data_dir, tmp_path):
 
 
 @pytest.mark.slow  # imports the compiler
+@pytest.mark.fault(41)
 def test_a_compiler_that_fails_is_one_line(data_dir, tmp_path, monkeypatch):
     def broken(graph, inputs):
         raise OSError("no C++ compiler")
@@ -190,6 +196,7 @@ def children(pid):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [0, 1])
+@pytest.mark.fault(60)
 def test_torchrun_restarts_a_run_of_which_a_rank_was_killed(data_dir, tmp_path, killed):
     words = flags(data_dir, tmp_path / "run", max_steps=60, save_interval=5, resume="auto")
     with open(tmp_path / "log", "w") as log:
@@ -202,6 +209,7 @@ def test_torchrun_restarts_a_run_of_which_a_rank_was_killed(data_dir, tmp_path, 
 
 
 @pytest.mark.slow
+@pytest.mark.fault(44, 49, 50)
 def test_a_live_run_is_protected_and_its_orphans_leave(data_dir, tmp_path):
     words = flags(data_dir, tmp_path / "run", max_steps=100_000, save_interval=100, log_interval=100)
     with open(tmp_path / "log", "w") as log:

@@ -1,0 +1,638 @@
+"""Damaged and foreign files: what a run reads is what it expects, or is refused in one line. See docs/reliability.md.
+
+Those marked `repeated` run by ./test.sh --faults alone: 10,000 mutations, 200 kills, restarts twenty times.
+"""
+
+import contextlib
+import copy
+import io
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+from dataclasses import asdict, fields
+
+import pytest
+import ranks
+import test_checkpoint
+import test_fineweb
+import test_watch
+import torch
+import zstandard
+from conftest import flags, losses, one_line, read_log, train_here, write_shard
+
+import fineweb
+import optim
+import sample
+from configurator import UserError, configure
+from corpus import tokenizer, writer
+from corpus.loader import DataError, TokenLoader, read_header, verify
+from fineweb import Config as TextConfig
+from model import build
+from run import checkpoint, hf_config, history, source
+from run.lock import Lock
+from settings import Config
+
+CPU = torch.device("cpu")
+SMALL = dict(vocab_size=257, vocab_multiple=1, n_layer=1, n_head=2, n_embd=16, block_size=8)
+repeated = [pytest.mark.repeated, pytest.mark.slow]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def hub_cache(tmp_path_factory):
+    import datasets
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("hf"))
+        yield
+
+
+def shards(folder, **settings):
+    """Shards of 400 short documents in jsonl, as fineweb.py makes them; returns what it prints."""
+    source = folder.parent / "documents.jsonl"
+    if not source.exists():
+        source.write_text("".join(json.dumps({"text": f"document {i} " * (i % 9 + 1)}) + "\n" for i in range(400)))
+    settings = dict(tokenizer="bytes", shard_tokens=6_000, val_tokens=500) | settings
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        fineweb.main(TextConfig(dataset=str(source), out_dir=str(folder), **settings))
+    return said.getvalue()
+
+
+# -- structural mutations: row 54
+
+JUNK = [None, True, -1, 1.5, "", "../x", "7", [], {}, [[1]], {"a": 1}, 1 << 70, -(1 << 70), math.inf, math.nan]
+
+
+def places(value, at=()):
+    """The path of every value inside `value`."""
+    yield at
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, part in inner:
+        yield from places(part, (*at, key))
+
+
+def mutated(value, rng):
+    """(a copy of `value` with another structure, where): a value of another type, a missing, renamed or doubled one."""
+    value, at = [copy.deepcopy(value)], (0, *rng.choice(list(places(value))))
+    *way, key = at
+    inside = value
+    for step in way:
+        inside = inside[step]
+    how = rng.choice(["junk", "junk", "drop", "rename", "double"]) if way else "junk"
+    if how == "rename" and isinstance(inside, dict):
+        inside[f"{key}x"] = inside.pop(key)
+    elif how == "double" and isinstance(inside, list):
+        inside.append(inside[key])
+    elif how == "drop":
+        del inside[key]
+    else:
+        inside[key] = rng.choice([v for v in JUNK if type(v) is not type(inside[key]) or v in (-1, 1 << 70)])
+    return value[0], at[1:]
+
+
+def survey(value, write, read, count, seed, legal=lambda at, value: False):
+    """Writes and reads `count` mutations; returns how many were refused, and how many changed nothing that is read.
+
+    read() returns all that a reader takes from the file. A mutation that is accepted must leave that as it was, unless
+    legal(path, mutated value) says that the file is another right one.
+    """
+    rng, refused, unread = random.Random(seed), 0, 0
+    write(value)
+    expected = repr(read())
+    signal.signal(signal.SIGALRM, lambda *_: pytest.fail("a reader hangs"))
+    for _ in range(count):
+        other, at = mutated(value, rng)
+        signal.alarm(20)
+        write(other)
+        try:
+            found = repr(read())
+        except UserError as error:
+            one_line_of(error)
+            refused += 1
+            continue
+        finally:
+            signal.alarm(0)
+        assert found == expected or legal(at, other), (at, other, found, expected)
+        unread += 1
+    return refused, unread
+
+
+def one_line_of(error):
+    assert str(error) and "\n" not in str(error) and len(str(error)) < 2_000
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A checkpoint that can be resumed, its model, its optimizer."""
+    out = tmp_path_factory.mktemp("saved")
+    cfg = Config(**SMALL, tokenizer="bytes")
+    model = build(cfg, CPU, seed=1)
+    optimizer = optim.make_optimizer(model, cfg)
+    model(torch.zeros(1, 8, dtype=torch.long), torch.zeros(1, 8, dtype=torch.long)).backward()
+    optimizer.step()
+    tensors = {"model": checkpoint.model_tensors(model), "optimizer": checkpoint.optimizer_tensors(model, optimizer)}
+    tensors["rng"] = {f"0.{kind}": t for kind, t in checkpoint.rank_tensors(model, CPU).items()}
+    loader = {"rows": 12, "tokens": 100, "fingerprint": "f", "block_size": 8}
+    state = dict(config=asdict(cfg), loader=loader, scaler={}, world_size=1, val_loss=3.5, evaluated=True)
+    return checkpoint.save(out, 7, tensors, state), model, cfg
+
+
+def sign(folder):
+    """Makes the digests right, as somebody could who changes files on purpose."""
+    manifest = {f.name: checkpoint._digest(f) for f in folder.iterdir() if f.name != "manifest.json"}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def resumed(folder, model, cfg):
+    """All that a run takes from a checkpoint."""
+    from run.resume import refuse_other
+
+    tensors, state = checkpoint.open_folder(checkpoint.find(folder))
+    refuse_other(cfg, folder, tensors, state)
+    checkpoint.load_model_tensors(model, tensors["model"])
+    optimizer = optim.make_optimizer(model, cfg)
+    checkpoint.load_optimizer_tensors(model, optimizer, tensors["optimizer"])
+    known = checkpoint.load_rank_tensors(tensors.get("rng", {}), model, 0, CPU)  # else a warning
+    found = {**checkpoint.model_tensors(model), **checkpoint.optimizer_tensors(model, optimizer)}
+    sums = {name: t.double().sum().item() for name, t in sorted(found.items())}
+    config = {name: state["config"].get(name) for name in sorted(checkpoint.READ)}
+    return (
+        known,
+        sums,
+        config,
+        [state.get(k) for k in ("step", "loader", "scaler", "world_size", "val_loss", "evaluated")],
+    )
+
+
+def other_but_right(at, state):
+    """Mutations of state.json that are another right one: an absent or None setting, an absent figure."""
+    if at[:1] == ("config",) and len(at) == 2:
+        known = {f.name: f.type for f in fields(Config)}
+        value, name = state["config"].get(at[1]), at[1]
+        large = known.get(name) in (float, float | None) and type(value) is int  # a number of the right kind
+        return value is None or name == "tokenizer" or large
+    if at[:1] == ("loader",):
+        return state["loader"]["rows"] == 12  # the others are compared with the data, see loader.load_state_dict
+    return at[:1] == ("scaler",) or at[0] in ("val_loss", "evaluated") and state.get(at[0]) in (None, 1 << 70)
+
+
+MANY = [40, pytest.param(1400, marks=repeated)]
+
+
+@pytest.mark.fault(54)
+@pytest.mark.parametrize("count", MANY)
+@pytest.mark.parametrize("name", ["manifest.json", "state.json"])
+def test_mutations_of_a_checkpoints_json(saved, tmp_path, name, count, capsys):
+    kept, model, cfg = saved
+    folder = shutil.copytree(kept, tmp_path / kept.name)
+    value = json.loads((folder / name).read_text())
+
+    def write(other):
+        (folder / name).write_text(json.dumps(other))
+        if name == "state.json":
+            sign(folder)
+
+    refused, unread = survey(value, write, lambda: resumed(folder, model, cfg), count, 1, other_but_right)
+    assert refused > 0.1 * count
+    print(f"{name}: {refused} refused, {unread} changed nothing that is read or were other right ones")
+
+
+@pytest.mark.fault(54)
+@pytest.mark.parametrize("count", MANY)
+@pytest.mark.parametrize("name", ["model", "optimizer", "rng"])
+def test_mutations_of_a_safetensors_header(saved, tmp_path, name, count):
+    kept, model, cfg = saved
+    folder = shutil.copytree(kept, tmp_path / kept.name)
+    path = folder / f"{name}.safetensors"
+    data = path.read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+
+    def write(header):
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+        sign(folder)
+
+    header = json.loads(data[8 : 8 + length])
+    afresh = lambda at, value: name == "rng"  # with a warning
+    refused, _ = survey(header, write, lambda: resumed(folder, model, cfg), count, 2, afresh)
+    assert refused > 0.5 * count
+
+
+@pytest.mark.fault(54)
+@pytest.mark.parametrize("count", MANY)
+def test_mutations_of_a_data_folders_manifest_and_progress(tmp_path, count):
+    shards(tmp_path / "d")
+    folder, path = tmp_path / "d", tmp_path / "d/manifest.json"
+    manifest = json.loads(path.read_text())
+
+    def read():
+        loader = TokenLoader(folder, "train", 1, 16, vocab_size=257)
+        verify(folder)
+        digests = [shard["sha256"] for shard in json.loads(path.read_text())["shards"]]
+        return loader.tokenizer, loader.eot, loader.tokens, loader.warnings, len(set(digests))
+
+    write = lambda other: path.write_text(json.dumps(other))
+    optional = lambda at, value: at[-1] in value.get("shards", ()) or "shards" in at[:1] or at[:1] == ("tokenizer",)
+    refused, _ = survey(manifest, write, read, count, 3, optional)
+    assert refused > 0.25 * count
+
+    settings, path = manifest["settings"], folder / "progress.json"
+    (folder / "manifest.json").unlink()
+    progress = {"settings": settings, "shards": manifest["shards"], "next": [400, 0]}
+
+    def read_progress():
+        found = writer.Progress(folder, settings)
+        found.summary()
+        return found.document, found.tokens, found.order, found.total("tokens"), [s["name"] for s in found.shards]
+
+    optional = lambda at, value: at[:1] == ("shards",) and len(at) < 3  # fewer shards, written again
+    refused, _ = survey(progress, lambda v: path.write_text(json.dumps(v)), read_progress, count, 4, optional)
+    assert refused > 0.25 * count
+
+
+@pytest.mark.fault(54)
+@pytest.mark.parametrize("count", MANY)
+def test_mutations_of_records_that_a_run_can_do_without(data_dir, tmp_path, count):
+    """config.json, log.jsonl, source.json, run.lock, Hugging Face's config.json: one line, or they do not count."""
+    config, log = asdict(Config(**SMALL)), [{"kind": "train", "step": i, "loss": 3.0, "dt_ms": 1.0} for i in (1, 2)]
+    gpt2 = dict(model_type="gpt2", vocab_size=257, n_positions=8, n_layer=1, n_head=2, n_embd=16, n_inner=None)
+    always = lambda at, value: True
+    (tmp_path / "log.jsonl").write_text("\n".join(map(json.dumps, log)))
+    put = lambda name: lambda value: (tmp_path / name).write_text(json.dumps(value))
+    survey(config, put("config.json"), lambda: history.Run(tmp_path, "a", "b", 1).config, count, 5, always)
+    put("config.json")({})
+    lines = lambda value: (tmp_path / "log.jsonl").write_text("\n".join(map(json.dumps, value or [0])))
+
+    def read_log_for_plot():
+        run = history.Run(tmp_path, "a", "b", 1)
+        return [history.series(run.log, "train", key)[1].tolist() for key in ("loss", "dt_ms")]
+
+    whole = lambda value: lines(value if isinstance(value, list) else [value])
+    survey(log, whole, read_log_for_plot, count, 6, always)
+    files = {"git": None, "files": {"model.py": "0" * 64, "fast/fp8.py": "1" * 64}}
+    survey(files, put("source.json"), lambda: source.warning(tmp_path), count, 7, always)
+
+    def lock():
+        mine = Lock(tmp_path)
+        mine.take()
+        mine.release()
+
+    holder = dict(host="a", machine="b", pid=1, started=1, job=None, attempt=0)
+    with pytest.raises(UserError):
+        put("run.lock")(holder)
+        lock()
+    survey(holder, put("run.lock"), lambda: locked(lock), count, 8, always)
+    survey(gpt2, put("config.json"), lambda: hf_config.read_config(tmp_path), count, 9, always)
+
+
+def locked(lock):
+    try:
+        lock()
+    except UserError as error:
+        one_line_of(error)
+
+
+@pytest.mark.fault(1, 2, 3, 4, 5, 54)
+@pytest.mark.parametrize("count", MANY)
+def test_mutations_of_a_shards_header(tmp_path, count):
+    rng, path = random.Random(5), write_shard(tmp_path / "a_train_000001.bin", range(50))
+    good, refused = path.read_bytes(), 0
+    for _ in range(count):
+        data = bytearray(good)
+        place = rng.randrange(12)
+        data[place] ^= rng.randrange(1, 256)
+        data = data[: rng.randrange(len(data))] if rng.random() < 0.3 else data
+        path.write_bytes(data)
+        with pytest.raises(DataError) as error:
+            read_header(path)
+        refused += bool(one_line(error))
+    assert refused == count
+
+
+@pytest.mark.fault(55)
+def test_flips_in_token_bytes(tmp_path):
+    shards(tmp_path / "d")
+    path, rng = tmp_path / "d/token_bytes.npy", random.Random(1)
+    good = path.read_bytes()
+    for signed in (True, False):  # a folder of before the digest: any flip is refused or gives sizes
+        for _ in range(100):
+            data = bytearray(good)
+            data[rng.randrange(len(data) if signed else 128)] ^= 1 << rng.randrange(8)
+            path.write_bytes(data[: rng.randrange(len(data))] if rng.random() < 0.2 else data)
+            try:
+                found = TokenLoader(tmp_path / "d", "train", 1, 16).token_bytes
+                assert not signed and len(found) >= 257
+            except DataError as error:
+                assert "token_bytes.npy" in str(error)
+                one_line_of(error)
+        manifest = json.loads((tmp_path / "d/manifest.json").read_text())
+        manifest.pop("token_bytes_sha256", None)
+        (tmp_path / "d/manifest.json").write_text(json.dumps(manifest))
+
+
+# -- records that name something outside: row 53
+
+
+@pytest.mark.fault(53)
+@pytest.mark.parametrize("name", ["../x_train_000001.bin", "/{outside}", "link_train_000001.bin"])
+def test_nothing_outside_a_folder_is_touched(tmp_path, name):
+    outside = write_shard(tmp_path / "x_train_000001.bin", range(50))
+    before, folder = outside.read_bytes(), tmp_path / "d"
+    shards(folder)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    name = name.format(outside=str(outside).lstrip("/"))
+    (folder / "link_train_000001.bin").symlink_to(outside)
+    manifest["shards"][1] |= {"name": name, "tokens": 50, "bytes": len(before)}
+    manifest["shards"][1]["sha256"] = checkpoint._digest(outside)[1]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(DataError, match="is damaged|is a link"):
+        verify(folder)
+    progress = {"settings": manifest["settings"] | {"val_tokens": 10**9}, "shards": manifest["shards"], "next": [9, 0]}
+    (folder / "manifest.json").unlink()
+    (folder / "progress.json").write_text(json.dumps(progress))
+    with pytest.raises(DataError, match="is damaged|is a link"):
+        shards(folder, val_tokens=10**9)  # too few documents: what was written would be removed
+    assert outside.read_bytes() == before
+
+
+@pytest.mark.fault(53)
+@pytest.mark.parametrize("name", ["../other", "/etc/hostname", "link"])
+def test_a_checkpoint_reads_its_own_files_alone(tmp_path, name, capsys):
+    good, bad = (test_checkpoint.save(tmp_path, step) for step in (1, 2))
+    (tmp_path / "other").write_text("x")
+    (bad / "link").symlink_to(tmp_path / "other")
+    manifest = json.loads((bad / "manifest.json").read_text())
+    manifest[name] = checkpoint._digest(tmp_path / "other" if name != "/etc/hostname" else name)
+    (bad / "manifest.json").write_text(json.dumps(manifest))
+    assert checkpoint.find(tmp_path) == good
+    assert "is not a file in the folder" in capsys.readouterr().err
+
+
+@pytest.mark.fault(53)
+def test_a_link_to_a_checkpoint_goes_and_the_checkpoint_stays(tmp_path):
+    other = test_checkpoint.save(tmp_path / "other", 1)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/step_00000001").symlink_to(other)
+    for step in (2, 3):
+        test_checkpoint.save(tmp_path / "run", step, keep_last=1)
+    assert [p.name for p in (tmp_path / "run").iterdir()] == ["step_00000003"]
+    assert checkpoint.find(other) == other
+
+
+# -- checkpoints that are damaged among others: row 52
+
+
+@pytest.mark.fault(52)
+def test_a_whole_checkpoint_stays_until_another_takes_its_place(tmp_path, capsys):
+    for step in (1, 2, 3):
+        test_checkpoint.save(tmp_path, step, keep_last=2, val_loss=[1.0, 3.0, 4.0][step - 1])
+    for step in (1, 3):
+        path = checkpoint.folder_of(tmp_path, step) / "model.safetensors"
+        path.write_bytes(path.read_bytes()[:-1] + b"\x01")
+    assert checkpoint.find(tmp_path).name == "step_00000002"
+    steps = lambda: [int(f.name[5:]) for f in checkpoint._folders(tmp_path)]
+    test_checkpoint.save(tmp_path, 4, keep_last=2)
+    assert steps() == [2, 3, 4]  # the damaged one stays in place, as its warning says
+    test_checkpoint.save(tmp_path, 5, keep_last=2)
+    assert steps() == [2, 4, 5]  # 2 has the best loss of the whole ones
+    test_checkpoint.save(tmp_path, 6, keep_last=2, val_loss=2.0)
+    assert steps() == [5, 6]
+    assert checkpoint.problem(checkpoint.folder_of(tmp_path, 6)) is None
+
+
+# -- fineweb.py: rows 51 and 59
+
+
+@pytest.mark.fault(51)
+@pytest.mark.parametrize("settings", [{}, {"pack": 64}, {"streaming": True}, {"max_tokens": 7_000}])
+def test_killed_before_the_manifest(tmp_path, settings):
+    shards(tmp_path / "whole", **settings)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(writer.Progress, "finish", lambda *_: 1 / 0)
+        shards(tmp_path / "cut", **settings)
+    shards(tmp_path / "cut", **settings)
+    assert test_fineweb.contents(tmp_path / "cut") == test_fineweb.contents(tmp_path / "whole")
+
+
+@pytest.mark.fault(37)
+def test_no_other_process_encodes(tmp_path, monkeypatch):
+    """A worker that dies cannot leave fineweb.py waiting: its threads encode."""
+    for owner, name in ((os, "fork"), (os, "posix_spawn"), (subprocess, "Popen")):
+        monkeypatch.setattr(owner, name, lambda *_, **__: pytest.fail("a process was started"))
+    shards(tmp_path / "d", tokenizer="gpt2", shard_tokens=50_000)
+
+
+BAD = {
+    "number": b'{"text": 5}',
+    "null": b'{"text": null}',
+    "list": b'{"text": ["a"]}',
+    "missing": b'{"body": "a"}',
+    "broken": b'{"text": "tw',
+    "surrogate": b'{"text": "a \\ud800 b"}',
+    "bytes": b'{"text": "a \xff b"}',
+}
+
+
+@pytest.mark.fault(59)
+@pytest.mark.parametrize("bad", BAD)
+def test_bad_lines_are_named_or_left_out_and_counted(tmp_path, bad, capsys):
+    good = [json.dumps({"text": f"line {i}"}).encode() for i in range(20)]
+    text, name = b"\n".join([*good[:9], b"", *good[9:15], BAD[bad], *good[15:], b""]), "a.jsonl"
+    if bad == "list":
+        text, name = zstandard.compress(text), "a.jsonl.zst"
+    (tmp_path / name).write_bytes(text)
+    (tmp_path / "good.jsonl").write_bytes(b"\n".join(good))
+    said = dict(tokenizer="bytes", val_tokens=20)
+    with pytest.raises(DataError, match=r"a\.jsonl(\.zst)?:17: it.*--skip_bad_documents") as error:
+        test_fineweb.prepare(tmp_path / "d", tmp_path / name, **said)
+    one_line_of(error.value)
+    left = test_fineweb.prepare(tmp_path / "e", tmp_path / name, skip_bad_documents=True, **said)
+    assert f"{name}: left out 1 bad lines, the first is line 17" in left
+    test_fineweb.prepare(tmp_path / "good", tmp_path / "good.jsonl", **said)
+    tokens = lambda name: [t.tolist() for t in test_fineweb.shard_tokens(tmp_path / name, "train")]
+    assert tokens("e") == tokens("good")
+
+
+# -- tokenizers, folders, ports: rows 43, 62, 64
+
+
+def a_tokenizer(folder):
+    folder.mkdir(exist_ok=True)
+    tokenizer.write_characters([["".join(map(chr, range(32, 127)))]], folder / "tokenizer.json")
+    return tokenizer.load(str(folder / "tokenizer.json"))
+
+
+@pytest.mark.fault(62)
+def test_a_checkpoint_carries_its_tokenizer(tmp_path, capsys):
+    own, out = a_tokenizer(tmp_path / "here"), tmp_path / "run"
+    (tmp_path / "here/chat_template.jinja").write_text("{{ messages }}")
+    cfg = Config(**SMALL | {"vocab_size": own.vocab_size}, tokenizer=str(tmp_path / "here"))
+    model = build(cfg, CPU, seed=1)
+    for step in (1, 2):  # at the second the file is gone
+        checkpoint.save_model(out, model, cfg, step)
+        shutil.rmtree(tmp_path / "here", ignore_errors=True)
+    moved = (out / "step_00000002").rename(tmp_path / "step_00000002")
+    shutil.rmtree(out)
+    assert {"tokenizer.json", "chat_template.jinja"} <= json.loads((moved / "manifest.json").read_text()).keys()
+    sample.main(configure(sample.Config, [f"--checkpoint={moved}", "--max_new_tokens=2", "--prompt=ab"]))
+    assert capsys.readouterr().out.startswith("ab")
+
+
+@pytest.mark.fault(62)
+def test_a_data_folder_takes_its_own_tokenizer(tmp_path):
+    (tmp_path / "input.txt").write_text("hello " * 400)
+    test_fineweb.prepare(tmp_path / "d", tmp_path / "input.txt", tokenizer="chars")
+    (tmp_path / "d").rename(tmp_path / "e")
+    assert TokenLoader(tmp_path / "e", "train", 1, 16).tokenizer == str(tmp_path / "e/tokenizer.json")
+    (tmp_path / "e/manifest.json").unlink()
+    assert TokenLoader(tmp_path / "e", "train", 1, 16).tokenizer == str(tmp_path / "e/tokenizer.json")
+
+
+@pytest.mark.fault(64)
+@pytest.mark.parametrize("name", ["a [b", "with space/", "link"])
+def test_odd_names_of_folders(data_dir, tmp_path, name, capsys):
+    if name == "link":
+        (tmp_path / name).symlink_to(data_dir)
+    else:
+        shutil.copytree(data_dir, tmp_path / name)
+    out = f"{tmp_path}/out {name}"
+    train_here(f"{tmp_path}/{name}", out, max_steps=2, eval_interval=2)
+    said = capsys.readouterr().out
+    assert f"--checkpoint='{out}'" in said
+    assert losses(train_here(f"{tmp_path}/{name}", out, max_steps=3, resume="auto")).keys() == {1, 2, 3}
+    assert "go on with" in (said := shards(tmp_path / "d [x")) and f"'--data_dir={tmp_path}/d [x'" in said
+
+
+@pytest.mark.fault(43)
+def test_a_port_in_use_is_one_line(data_dir, tmp_path, monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        monkeypatch.setattr(ranks, "free_port", lambda: taken.getsockname()[1])
+        done = ranks.run(1, flags(data_dir, tmp_path / "run"))
+    assert done.returncode == 2 and "--standalone" in done.stderr and "Traceback" not in done.stderr
+
+
+HUGE = "9" * 4000
+
+
+@pytest.mark.fault(65)
+@pytest.mark.parametrize(
+    "word",
+    ["lr=inf", "lr=nan", "clip=nan", "norm_eps=nan", "norm_eps=inf", "norm_eps=-1", "rope_theta=nan", "beta1=nan"]
+    + ["temperature=inf", "softcap=inf", "max_steps=1e400", "n_layer=1000000000", "z_loss=inf", "weight_decay=inf"]
+    + [f"{name}={HUGE}" for name in ("max_steps", "n_layer", "lr", "seed", "batch_tokens")],
+)
+def test_numbers_that_are_none_are_refused(word):
+    from settings import check
+
+    with pytest.raises(UserError) as error:
+        configure(Config, [f"--{word}"], check)
+    assert word.partition("=")[0] in str(error.value) and len(str(error.value)) < 300
+    one_line_of(error.value)
+
+
+# -- repeated: kills at random moments, errors and restarts
+
+
+def train_until_killed(words, seconds):
+    """For ranks.attempt: train.py's main; this process is killed after so long."""
+    import threading
+
+    import train
+
+    threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    train.main(configure(Config, words))
+
+
+@pytest.mark.fault(21, 22)
+@pytest.mark.parametrize("number, kills", [pytest.param(0, 60, marks=repeated), pytest.param(2, 50, marks=repeated)])
+def test_random_kills_of_training(data_dir, tmp_path, number, kills):
+    """After each kill a run resumes; at the end its losses are those of a run that was never killed, bit for bit."""
+    rng, settings = random.Random(number), dict(max_steps=100_000, save_interval=2, keep_last=2, async_save=True)
+    words = flags(data_dir, tmp_path / "cut", resume="auto", **settings)
+    for _ in range(kills):
+        done, _ = ranks.attempt(number, train_until_killed, words, rng.uniform(0.05, 1.0), timeout=60)
+        assert all(code in (-signal.SIGKILL, 1) for code in done.codes), done.stderr
+        if checkpoint.exists(tmp_path / "cut"):
+            checkpoint.find(tmp_path / "cut")
+    last, whole = max(losses(read_log(tmp_path / "cut"))), tmp_path / "whole"
+    saved_at = checkpoint.load(checkpoint.find(tmp_path / "cut"))[1]["step"]
+    assert last > kills / 4 and last - saved_at <= 4
+    assert not [folder for folder in (tmp_path / "cut").glob("step_*") if checkpoint.problem(folder)]
+    done, _ = ranks.attempt(number, train_until, flags(data_dir, whole, **settings), saved_at)
+    assert done.returncode == 0, done.stderr
+    a, b = (losses(read_log(folder)) for folder in (tmp_path / "cut", whole))
+    assert {step: a[step] for step in range(1, saved_at + 1)} == {step: b[step] for step in range(1, saved_at + 1)}
+
+
+def train_until(words, step):
+    """For ranks.attempt: train.py's main, told to stop once it has done so many steps."""
+    import train
+
+    launched = train.Meter.launched
+
+    def told(meter, at, *rest):
+        launched(meter, at, *rest)
+        if at == step + 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    train.Meter.launched = told
+    train.main(configure(Config, words))
+
+
+@pytest.mark.fault(21, 22)
+@pytest.mark.parametrize("kills", [pytest.param(60, marks=repeated)])
+def test_random_kills_of_saves(tmp_path, kills):
+    rng, newest = random.Random(1), 0
+    for _ in range(kills):
+        done, _ = ranks.attempt(0, test_checkpoint.save_until_killed, tmp_path, newest + 1, rng.uniform(0, 0.03))
+        assert done.codes == [-signal.SIGKILL]
+        tensors, state = checkpoint.load(checkpoint.find(tmp_path))
+        said, newest = [int(x) for x in done.stdout.split()], state["step"]
+        assert newest >= max(said) and all((t == newest).all() for t in tensors["model"].values())
+
+
+def prepare_until_killed(out, seconds):
+    import threading
+
+    threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    shards(out)
+
+
+@pytest.mark.fault(36)
+@pytest.mark.parametrize("kills", [pytest.param(40, marks=repeated)])
+def test_random_kills_of_fineweb(tmp_path, kills):
+    shards(tmp_path / "whole")
+    rng, whole, killed = random.Random(2), test_fineweb.contents(tmp_path / "whole"), 0
+    for _ in range(kills):
+        done, _ = ranks.attempt(0, prepare_until_killed, tmp_path / "d", rng.uniform(0.1, 2.0), timeout=60)
+        killed += done.codes == [-signal.SIGKILL]
+        for path in (tmp_path / "d").glob("*.bin"):
+            assert path.read_bytes() == whole[path.name]
+        if (tmp_path / "d/manifest.json").exists() and not (tmp_path / "d/progress.json").exists():
+            assert test_fineweb.contents(tmp_path / "d") == whole
+            shutil.rmtree(tmp_path / "d")
+    assert killed > kills / 4
+    shards(tmp_path / "d")
+    assert test_fineweb.contents(tmp_path / "d") == whole
+
+
+@pytest.mark.fault(47)
+@pytest.mark.parametrize("time", [0, *(pytest.param(i, marks=repeated) for i in range(1, 20))])
+def test_an_error_after_ddp_ends_every_rank(data_dir, tmp_path, time):
+    settings = dict(lr=1e30, warmup_steps=0, max_skipped_steps=0, save_interval=0)
+    done = ranks.run(2, flags(data_dir, tmp_path / "run", **settings), grace=5)  # who is left after 5 s is killed
+    assert done.codes == [5, 5] and len(test_watch.error_lines(done)) == 1, (done.codes, done.stderr)
+
+
+@pytest.mark.fault(60)
+@pytest.mark.parametrize("time", [pytest.param(i, marks=repeated) for i in range(18)])  # two are in test_watch.py
+def test_restarts(data_dir, tmp_path, time):
+    test_watch.test_torchrun_restarts_a_run_of_which_a_rank_was_killed(data_dir, tmp_path, time % 2)
