@@ -149,7 +149,9 @@ def test_errors_under_torchrun_are_one_line_and_end_every_rank(tmp_path):
     assert result.stderr.count("error: ") == 1 and str(tmp_path) in result.stderr and "exitcode  : 3" in result.stderr
     result = ranks.torchrun(2, ["config/test", "--lr=x"])
     assert result.stderr.startswith("error: command line: lr=x is not a float") and "exitcode  : 2" in result.stderr
-    assert "rank      : 0" in result.stderr and "rank      : 1" not in result.stderr  # one report for all ranks
+    assert "rank      : 0" in result.stderr
+    once = "rank      : 1" not in result.stderr  # one report for all ranks
+    assert once or "exitcode  : -15" in result.stderr  # torchrun ended rank 1 before it had read its settings
 
 
 def test_errors_are_one_line_and_end_every_rank(tmp_path):
