@@ -1,9 +1,9 @@
 """GEMMs in bf16 for Hopper GPUs (H100, H200) whose epilogues do what cuBLASLt's do slower or not at all.
 
 - linear: a plain GEMM with an optional bias, which cublas.py times beside cuBLASLt's algorithms.
-- gelu, dgelu: the MLP's first GEMM with GELU; the backward of its second with GELU's derivative and the gradient of
-  the first bias.
-- exponentials: the GEMM that gives the logits, with the numerators of their softmax and their row sums.
+- gelu, dgelu, relu2, drelu2: the MLP's first GEMM with its activation; the backward of its second with the
+  activation's derivative and the gradient of the first bias.
+- exponentials: the GEMM that gives the logits, perhaps capped, with the numerators of their softmax and row sums.
 - linear_backward: the backward of the layer before attention, straight from the gradients of q, k and v.
 
 The kernels are CUDA: hopper_gemm.cu, hopper_wgrad.cu and what both include, hopper.cuh. NVRTC compiles them when a run
@@ -37,11 +37,14 @@ PART = 2 * BM  # the widths of linear_backward's parts must be multiples of this
 # Every kernel that is compiled: its name, which is also its file's, and its -D options.
 LINEAR = "hopper_gemm", "EPILOGUE=BIAS", "B_N_MAJOR=0"  # b: (N, K)
 LINEAR_N_MAJOR = "hopper_gemm", "EPILOGUE=BIAS", "B_N_MAJOR=1"  # b: (K, N)
+RELU2 = "hopper_gemm", "EPILOGUE=RELU2", "B_N_MAJOR=0"
 GELU = "hopper_gemm", "EPILOGUE=GELU", "B_N_MAJOR=0"
+DRELU2 = "hopper_gemm", "EPILOGUE=DRELU2", "B_N_MAJOR=1"
 DGELU = "hopper_gemm", "EPILOGUE=DGELU", "B_N_MAJOR=1"
 EXPONENTIALS = "hopper_gemm", "EPILOGUE=EXP", "B_N_MAJOR=0"
+CAPPED_EXPONENTIALS = "hopper_gemm", "EPILOGUE=EXP_CAPPED", "B_N_MAJOR=0"
 WGRAD = ("hopper_wgrad",)
-KERNELS = LINEAR, LINEAR_N_MAJOR, GELU, DGELU, EXPONENTIALS, WGRAD
+KERNELS = LINEAR, LINEAR_N_MAJOR, RELU2, GELU, DRELU2, DGELU, EXPONENTIALS, CAPPED_EXPONENTIALS, WGRAD
 
 SHARED_BYTES = {
     # pipeline stages; two staging buffers for each of the 8 consumer warps; mbarriers
@@ -110,26 +113,44 @@ def gelu(a, b, bias):
     return out, preact
 
 
+def relu2(a, b, bias):
+    """Returns max(a b^T + bias, 0)^2, (M, N) bf16; a: (M, K), b: (N, K), bias: (N,) or None, all bf16."""
+    out = a.new_empty(a.size(0), b.size(0))
+    launch_gemm(RELU2, [a], b, out, bias=bias)
+    return out
+
+
 def dgelu(a, b, preact):
     """Returns (a b times GELU's derivative at the pre-activation, (M, N) bf16; its column sums, (N,) float32).
 
     a: (M, K), b: (K, N), preact: (M, N), all bf16. With a and b the gradient of the output and the weight of an MLP's
     second layer, these are the gradients of the pre-activation and of the first layer's bias.
     """
-    out = torch.empty_like(preact)
+    return derivative(DGELU, a, b, preact)
+
+
+def drelu2(a, b, act):
+    """As dgelu, for ReLU^2: act is its output, whose root is half the derivative."""
+    return derivative(DRELU2, a, b, act)
+
+
+def derivative(kernel, a, b, saved):
+    out = torch.empty_like(saved)
     sums = torch.empty(cluster_rows(a) // 32, out.size(1), dtype=torch.float32, device=a.device)
-    launch_gemm(DGELU, [a], b, out, preact, sums=sums)
+    launch_gemm(kernel, [a], b, out, saved, sums=sums)
     return out, sums.sum(0)
 
 
-def exponentials(a, b, shifts, vocab_size, out=None):
+def exponentials(a, b, shifts, vocab_size, out=None, softcap=None):
     """Softmax numerators 2^(logits log2(e) - shifts[row]) of the logits a b^T, summed over every BN columns.
 
     a: (M, K), b: (N, K), bf16; shifts: (M,) float32; the columns from vocab_size on count as 0. Returns the sums,
-    (M, N / BN rounded up) float32; `out`, (M, N) bf16, receives the numerators.
+    (M, N / BN rounded up) float32; `out`, (M, N) bf16, receives the numerators. softcap: the logits are
+    softcap tanh(a b^T / softcap), and `out` receives the numerators times the derivative of that.
     """
+    kernel = EXPONENTIALS if softcap is None else CAPPED_EXPONENTIALS
     sums = torch.empty(cluster_rows(a), -(-b.size(0) // BN), dtype=torch.float32, device=a.device)
-    launch_gemm(EXPONENTIALS, [a], b, out, shifts=shifts, sums=sums, n_valid=vocab_size)
+    launch_gemm(kernel, [a], b, out, shifts=shifts, sums=sums, n_valid=vocab_size, softcap=softcap or 0.0)
     return sums[: a.size(0)]
 
 
@@ -161,18 +182,18 @@ def unit_k_tiles(tiles, k_tiles, clusters):
     return -(-k_tiles // min(range(1, 17), key=longest))
 
 
-def launch_gemm(kernel, parts, b, out, preact=None, bias=None, shifts=None, sums=None, n_valid=0):
+def launch_gemm(kernel, parts, b, out, saved=None, bias=None, shifts=None, sums=None, n_valid=0, softcap=0.0):
     """Launches hopper_gemm. parts: [a], or three matrices whose columns side by side are a's; b as the kernel reads
     it, (K, N) or (N, K); None for what its epilogue does not use."""
     ensure_context(b.device.index)
-    n_major = kernel in (LINEAR_N_MAJOR, DGELU)
+    n_major = "B_N_MAJOR=1" in kernel
     M, (K, N) = parts[0].size(0), (b.shape if n_major else b.shape[::-1])
     a_maps = [tensor_map(part, BM, BK) for part in parts]
     b_map = tensor_map(b, *((BK // CLUSTER, 64) if n_major else (BN // CLUSTER, BK)))
-    out_map, preact_map = (b_map if x is None else tensor_map(x, 32, CHUNK) for x in (out, preact))
-    maps = [*(a_maps if len(parts) == 3 else a_maps * 3), b_map, out_map, preact_map]
+    out_map, saved_map = (b_map if x is None else tensor_map(x, 32, CHUNK) for x in (out, saved))
+    maps = [*(a_maps if len(parts) == 3 else a_maps * 3), b_map, out_map, saved_map]
     clusters = min(sm_count(b.device) // CLUSTER, cluster_rows(parts[0]) // (CLUSTER * BM) * -(-N // BN))
-    numbers = M, N, K, *offsets(parts), n_valid, out is not None
+    numbers = M, N, K, *offsets(parts), n_valid, out is not None, softcap
     launch(kernel, b.device.index, clusters, maps, (bias, shifts, sums), numbers)
 
 
@@ -196,7 +217,7 @@ def sm_count(device):
 def launch(kernel, device, clusters, maps, tensors, numbers):
     """Launches a kernel with these arguments, in this order, on the device's current stream."""
     arguments = [*maps, *(ctypes.c_void_p(None if x is None else x.data_ptr()) for x in tensors)]
-    arguments += [ctypes.c_uint32(n) for n in numbers]
+    arguments += [(ctypes.c_float if isinstance(n, float) else ctypes.c_uint32)(n) for n in numbers]
     addresses = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
     stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
     grid_and_block = CLUSTER * clusters, 1, 1, THREADS, 1, 1

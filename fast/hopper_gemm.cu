@@ -8,11 +8,15 @@
 #include "hopper.cuh"
 
 enum Epilogue {
-    BIAS,   // out = a b + bias
-    GELU,   // preact = a b + bias, out = GELU(preact)
-    DGELU,  // out = a b * GELU'(preact), sums[m / 32][n] = column sums of 32 rows of it before it is rounded
-    EXP,    // out = 2^(a b log2(e) - shifts[m]) in the first n_valid columns and 0 behind them;
-            // sums[m][n / BN] = row sums of BN columns of it before it is rounded
+    BIAS,    // out = a b + bias
+    RELU2,   // out = max(a b + bias, 0)^2
+    GELU,    // preact = a b + bias, out = GELU(preact)
+    DRELU2,  // out = a b * 2 sqrt(saved), sums[m / 32][n] = column sums of 32 rows of it before it is rounded: saved is
+             // RELU2's output, from which its derivative follows without the pre-activation
+    DGELU,   // the same for GELU: out = a b * GELU'(saved), where saved is the pre-activation
+    EXP,     // out = 2^(a b log2(e) - shifts[m]) in the first n_valid columns and 0 behind them;
+             // sums[m][n / BN] = row sums of BN columns of it before it is rounded
+    EXP_CAPPED,  // the same of z = softcap tanh(a b / softcap) instead of a b, but out times dz / d(a b), 1 - tanh^2
 };
 
 #ifndef EPILOGUE  // for editors
@@ -26,10 +30,28 @@ constexpr u32 CHUNKS = BN / CHUNK;             // of a tile
 
 // ---- pointwise functions ---------------------------------------------------------------------------------------
 
-__device__ float exp_shifted(float x, float shift) {  // e^x 2^-shift
+constexpr float LOG2E = 1.4426950409f;
+
+__device__ float exp2_approx(float x) {
     float p;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(p) : "f"(fmaf(x, 1.4426950409f, -shift)));
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(p) : "f"(x));
     return p;
+}
+
+// e^x 2^-shift, x capped if softcap is not 0; `slope` becomes the derivative of the capped x.
+__device__ float exp_shifted(float x, float shift, float softcap, float two_log2e_over_cap, float& slope) {
+    slope = 1.f;
+    if (EPILOGUE == EXP) return exp2_approx(fmaf(x, LOG2E, -shift));
+    float half;  // (1 - tanh) / 2; tanh.approx is right to 2^-11 alone, which the loss would show
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(half) : "f"(1.f + exp2_approx(x * two_log2e_over_cap)));
+    const float t = fmaf(half, -2.f, 1.f);
+    slope = fmaf(-t, t, 1.f);
+    return exp2_approx(fmaf(t, softcap * LOG2E, -shift));
+}
+
+__device__ float relu2(float x) {
+    const float positive = fmaxf(x, 0.f);
+    return positive * positive;
 }
 
 // GELU(x) = x / 2 (1 + tanh(SQRT_2_PI (x + CUBIC x^3)))
@@ -51,6 +73,13 @@ __device__ float gelu_derivative(float x) {
     return fmaf(fmaf(-t, t, 1.f), x * fmaf(square, 1.5f * SQRT_2_PI * CUBIC, .5f * SQRT_2_PI), fmaf(t, .5f, .5f));
 }
 
+__device__ float derivative(float saved) {  // of the activation, see DRELU2 and DGELU
+    if (EPILOGUE == DGELU) return gelu_derivative(saved);
+    float root;
+    asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(saved));
+    return 2.f * root;
+}
+
 // ---- epilogues -------------------------------------------------------------------------------------------------
 
 // A consumer warp's accumulators. A tile's 128 rows take two wgmma instructions, h = 0 and 1, of 64 rows each. The
@@ -66,7 +95,7 @@ struct Tile {
 struct Warp {
     u32 index, lane;
     u32 staging;  // this warp's two buffers in shared memory, (32, CHUNK) bf16 each
-    u32 loaded;   // DGELU: their two mbarriers; a phase ends when a chunk of preact has arrived
+    u32 loaded;   // DRELU2, DGELU: their two mbarriers; a phase ends when a chunk of `saved` has arrived
     u32 offset;   // of this lane's row in a buffer, for ldmatrix and stmatrix
     u32 chunk;    // chunks that this warp has finished; the buffers alternate
 
@@ -86,7 +115,7 @@ __device__ void commit_staging() {  // makes the whole warp's writes visible to 
     __syncwarp();
 }
 
-// Adds the bias to chunk c of d, which begins at column n, and writes it into `buffer` as bf16.
+// Adds the bias to chunk c of d, which begins at column n, and writes it (RELU2: its activation) into `buffer` as bf16.
 __device__ void stage_with_bias(const Warp& warp, Accumulators& d, u32 c, u32 n, const u16* bias, u32 N, u32 buffer) {
 #pragma unroll
     for (u32 j = 0; j < CHUNK / 16; j++) {
@@ -104,7 +133,7 @@ __device__ void stage_with_bias(const Warp& warp, Accumulators& d, u32 c, u32 n,
             for (u32 i = 0; i < 4; i++) {
                 float &left = v[2 * i], &right = v[2 * i + 1];
                 left += low_bf16(added[i / 2]), right += high_bf16(added[i / 2]);
-                r[i] = pack_bf16x2(left, right);
+                r[i] = EPILOGUE == RELU2 ? pack_bf16x2(relu2(left), relu2(right)) : pack_bf16x2(left, right);
             }
             stmatrix_x4(buffer + warp.matrix(j, h), r);
         }
@@ -152,12 +181,12 @@ __device__ void epilogue_gelu(Warp& warp, Accumulators& d, Tile tile, const Tens
     }
 }
 
-// Loads the warp's rows of preact, from column x and the block's row y on, into the buffer of chunk number `chunk`.
+// Loads the warp's rows of `saved`, from column x and the block's row y on, into the buffer of chunk number `chunk`.
 // One lane calls this.
-__device__ void load_preact(const Warp& warp, const TensorMap* preact_map, u32 x, u32 y, u32 chunk) {
+__device__ void load_saved(const Warp& warp, const TensorMap* saved_map, u32 x, u32 y, u32 chunk) {
     const u32 barrier = warp.loaded + 8 * (chunk % 2);
     mbarrier_arrive_expect_tx(barrier, STAGING_BYTES);
-    tma_load(warp.staging + chunk % 2 * STAGING_BYTES, preact_map, x, y + 32 * warp.index, barrier);
+    tma_load(warp.staging + chunk % 2 * STAGING_BYTES, saved_map, x, y + 32 * warp.index, barrier);
 }
 
 // Stores the sums of 32 columns, from n on, over a warp's 32 rows. total: this lane's sums over its four rows, of two
@@ -180,10 +209,10 @@ __device__ void store_column_sums(float (&total)[8], u32 lane, u32 n, float* sum
     if (lane % 8 < 4 && at < N) *to = make_float2(total[0], total[1]);
 }
 
-// A chunk's preact is loaded into a buffer and overwritten there by out. When the store of the chunk before has read
-// the other buffer, the preact of the chunk after is loaded into that one. The kernel loads a warp's first two chunks.
-__device__ void epilogue_dgelu(Warp& warp, Accumulators& d, Tile tile, Tile next, bool has_next,
-                               const TensorMap* out_map, const TensorMap* preact_map, float* sums, u32 N) {
+// A chunk of `saved` is loaded into a buffer and overwritten there by out. When the store of the chunk before has read
+// the other buffer, `saved` of the chunk after is loaded into that one. The kernel loads a warp's first two chunks.
+__device__ void epilogue_derivative(Warp& warp, Accumulators& d, Tile tile, Tile next, bool has_next,
+                                    const TensorMap* out_map, const TensorMap* saved_map, float* sums, u32 N) {
 #pragma unroll
     for (u32 c = 0; c < CHUNKS; c++, warp.chunk++) {
         const u32 n = tile.column + c * CHUNK, m = tile.row + 32 * warp.index, buffer = warp.buffer();
@@ -200,7 +229,7 @@ __device__ void epilogue_dgelu(Warp& warp, Accumulators& d, Tile tile, Tile next
 #pragma unroll
                 for (u32 i = 0; i < 4; i++) {
                     float left = v[2 * i], right = v[2 * i + 1];
-                    left *= gelu_derivative(low_bf16(r[h][i])), right *= gelu_derivative(high_bf16(r[h][i]));
+                    left *= derivative(low_bf16(r[h][i])), right *= derivative(high_bf16(r[h][i]));
                     float* t = &total[j % 2 * 4 + i / 2 * 2];
                     t[0] = left + (h || i % 2 ? t[0] : 0.f);
                     t[1] = right + (h || i % 2 ? t[1] : 0.f);
@@ -212,8 +241,8 @@ __device__ void epilogue_dgelu(Warp& warp, Accumulators& d, Tile tile, Tile next
             if (j % 2) store_column_sums(total, warp.lane, n + j / 2 * 32, sums + (u64)(m / 32) * N, N);
             if (j == 1 && warp.lane == 0 && warp.chunk) {
                 tma_store_wait_read<0>();
-                if (c + 1 < CHUNKS) load_preact(warp, preact_map, n + CHUNK, tile.row, warp.chunk + 1);
-                else if (has_next) load_preact(warp, preact_map, next.column, next.row, warp.chunk + 1);
+                if (c + 1 < CHUNKS) load_saved(warp, saved_map, n + CHUNK, tile.row, warp.chunk + 1);
+                else if (has_next) load_saved(warp, saved_map, next.column, next.row, warp.chunk + 1);
             }
         }
         commit_staging();
@@ -223,7 +252,8 @@ __device__ void epilogue_dgelu(Warp& warp, Accumulators& d, Tile tile, Tile next
 
 // tiles_n: the output's width in tiles, the row stride of sums. Rows behind M, up to a whole tile, are written too.
 __device__ void epilogue_exp(Warp& warp, Accumulators& d, Tile tile, const TensorMap* out_map, const float* shifts,
-                             float* sums, u32 M, u32 n_valid, u32 tiles_n, u32 has_out) {
+                             float* sums, u32 M, u32 n_valid, u32 tiles_n, u32 has_out, float softcap) {
+    const float scale = 2.f * LOG2E / softcap;  // used if the logits are capped
     float shift[2][2], row_sum[2][2];  // of this lane's rows: [h][i % 2]
 #pragma unroll
     for (u32 i = 0; i < 4; i++) {
@@ -244,10 +274,14 @@ __device__ void epilogue_exp(Warp& warp, Accumulators& d, Tile tile, const Tenso
 #pragma unroll
                 for (u32 i = 0; i < 4; i++) {
                     const u32 at = n + 16 * j + i / 2 * 8 + warp.lane % 4 * 2;
-                    const float left = at < n_valid ? exp_shifted(v[2 * i], shift[h][i % 2]) : 0.f;
-                    const float right = at + 1 < n_valid ? exp_shifted(v[2 * i + 1], shift[h][i % 2]) : 0.f;
-                    row_sum[h][i % 2] += left + right;
-                    r[i] = pack_bf16x2(left, right);
+                    float p[2], slope[2];
+#pragma unroll
+                    for (u32 k = 0; k < 2; k++) {
+                        p[k] = exp_shifted(v[2 * i + k], shift[h][i % 2], softcap, scale, slope[k]);
+                        if (at + k >= n_valid) p[k] = 0.f;
+                    }
+                    row_sum[h][i % 2] += p[0] + p[1];
+                    r[i] = pack_bf16x2(p[0] * slope[0], p[1] * slope[1]);
                 }
                 stmatrix_x4(buffer + warp.matrix(j, h), r);
             }
@@ -269,15 +303,17 @@ __device__ void epilogue_exp(Warp& warp, Accumulators& d, Tile tile, const Tenso
 // ---- the kernel ------------------------------------------------------------------------------------------------
 
 // a: (M, K), three matrices side by side (the gradients of q, k and v), of which the second begins at column K1 and
-// the third at K2; b: (N, K), or (K, N) with B_N_MAJOR; out, preact: (M, N); all bf16 with contiguous rows.
-// bias: (N,) bf16 or null. shifts: (M,) float32. sums: float32, (M / 32, N) for DGELU, (M, N / BN rounded up) for EXP,
-// with M rounded up to whole clusters' tiles of CLUSTER * BM rows. EXP writes no out where has_out is 0.
+// the third at K2; b: (N, K), or (K, N) with B_N_MAJOR; out, saved: (M, N); all bf16 with contiguous rows. `saved` is
+// written by GELU (the pre-activation) and read by DRELU2 and DGELU.
+// bias: (N,) bf16 or null. shifts: (M,) float32. sums: float32, (M / 32, N) for DRELU2 and DGELU, (M, N / BN rounded
+// up) for EXP and EXP_CAPPED, with M rounded up to whole clusters' tiles of CLUSTER * BM rows. These two write no out
+// where has_out is 0.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTER, 1, 1)
 hopper_gemm(const __grid_constant__ TensorMap a0_map, const __grid_constant__ TensorMap a1_map,
             const __grid_constant__ TensorMap a2_map, const __grid_constant__ TensorMap b_map,
-            const __grid_constant__ TensorMap out_map, const __grid_constant__ TensorMap preact_map,
+            const __grid_constant__ TensorMap out_map, const __grid_constant__ TensorMap saved_map,
             const u16* bias, const float* shifts, float* sums,
-            u32 M, u32 N, u32 K, u32 K1, u32 K2, u32 n_valid, u32 has_out) {
+            u32 M, u32 N, u32 K, u32 K1, u32 K2, u32 n_valid, u32 has_out, float softcap) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const u32 stages = (u32)__cvta_generic_to_shared(shared), staging = stages + STAGES * STAGE_BYTES;
     const u32 full = staging + 16 * STAGING_BYTES, empty = full + 8 * STAGES, loaded = empty + 8 * STAGES;  // mbarriers
@@ -287,10 +323,12 @@ hopper_gemm(const __grid_constant__ TensorMap a0_map, const __grid_constant__ Te
     const u32 tiles_m = (M + CLUSTER * BM - 1) / (CLUSTER * BM), tiles = tiles_m * tiles_n;
 
     // Tile scheduler: clusters take tiles in turn, and tiles that run at the same time share their part of the larger
-    // operand (EXP: b, the vocabulary; else a), so that L2 reads it from memory once.
+    // operand (the logits': b, the vocabulary; else a), so that L2 reads it from memory once.
+    constexpr bool LOGITS = EPILOGUE == EXP || EPILOGUE == EXP_CAPPED;
+    constexpr bool DERIVATIVE = EPILOGUE == DRELU2 || EPILOGUE == DGELU;
     const auto tile_at = [&](u32 index) {
-        const u32 row = ((EPILOGUE == EXP ? index % tiles_m : index / tiles_n) * CLUSTER + cta_rank) * BM;
-        return Tile{row, (EPILOGUE == EXP ? index / tiles_m : index % tiles_n) * BN};
+        const u32 row = ((LOGITS ? index % tiles_m : index / tiles_n) * CLUSTER + cta_rank) * BM;
+        return Tile{row, (LOGITS ? index / tiles_m : index % tiles_n) * BN};
     };
 
     init_barriers(full, empty, CLUSTER, 16);
@@ -329,8 +367,8 @@ hopper_gemm(const __grid_constant__ TensorMap a0_map, const __grid_constant__ Te
         u32 stage = warpgroup * k_tiles % STAGES, phase = warpgroup * k_tiles / STAGES & 1;
         u32 index = cluster + warpgroup * clusters;
         Tile tile = tile_at(index);
-        if (EPILOGUE == DGELU && lane == 0 && index < tiles)
-            for (u32 c = 0; c < 2; c++) load_preact(warp, &preact_map, tile.column + c * CHUNK, tile.row, c);
+        if (DERIVATIVE && lane == 0 && index < tiles)
+            for (u32 c = 0; c < 2; c++) load_saved(warp, &saved_map, tile.column + c * CHUNK, tile.row, c);
         if (warpgroup == 1) named_barrier_arrive(other_turn, 256);
 
         while (index < tiles) {
@@ -366,12 +404,12 @@ hopper_gemm(const __grid_constant__ TensorMap a0_map, const __grid_constant__ Te
 
             const u32 next_index = index + 2 * clusters;
             const Tile next = tile_at(next_index);
-            if (EPILOGUE == BIAS) epilogue_bias(warp, d, tile, &out_map, bias, N);
-            if (EPILOGUE == GELU) epilogue_gelu(warp, d, tile, &out_map, &preact_map, bias, N);
-            if (EPILOGUE == DGELU)
-                epilogue_dgelu(warp, d, tile, next, next_index < tiles, &out_map, &preact_map, sums, N);
-            if (EPILOGUE == EXP)
-                epilogue_exp(warp, d, tile, &out_map, shifts, sums, M, n_valid, tiles_n, has_out);
+            if (EPILOGUE == BIAS || EPILOGUE == RELU2) epilogue_bias(warp, d, tile, &out_map, bias, N);
+            if (EPILOGUE == GELU) epilogue_gelu(warp, d, tile, &out_map, &saved_map, bias, N);
+            if (DERIVATIVE)
+                epilogue_derivative(warp, d, tile, next, next_index < tiles, &out_map, &saved_map, sums, N);
+            if (LOGITS)
+                epilogue_exp(warp, d, tile, &out_map, shifts, sums, M, n_valid, tiles_n, has_out, softcap);
             index = next_index, tile = next;
         }
         if (lane == 0) tma_store_wait_all();

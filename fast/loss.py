@@ -12,6 +12,7 @@ from fast import cublas, hopper
 from fast.operators import on_hopper, operator
 
 LOGITS_BYTES = 2**30  # of logits alive at a time
+LARGEST_CAP = 32.0  # up to which exponentials of capped logits need no care: 2^18 of them, e^64 each, are below 2^111
 CE_BLOCK, CE_WARPS = 2048, 8  # 4.2 ms for 65,536 rows of 50,304 on an H200; 4,096 x 8: 4.8, 1,024 x 4: 5.2
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -82,15 +83,16 @@ def cross_entropy_chunks(
     N, P = x.size(0), w.size(0)
     rows, grad = min(N, chunk_rows(P)), dw_dtype is not None
     losses, dx, dw = empty_results(x, w, dw_dtype)
-    in_product = on_hopper(x) and hopper.takes(x, w, (N, P)) and softcap is None and not smoothing and not z_loss
-    shifts, factors = target_logits(x, w, targets) if in_product else None, torch.ones_like(losses)
+    in_product = on_hopper(x) and hopper.takes(x, w, (N, P)) and not smoothing and not z_loss
+    in_product = in_product and (softcap is None or softcap <= LARGEST_CAP)
+    shifts, factors = target_logits(x, w, targets, softcap) if in_product else None, torch.ones_like(losses)
     logits = x.new_empty(rows if grad or not in_product else 0, P)
     for i in range(0, N, rows):
         own = slice(i, i + rows)
         xi, ti = x[own], targets[own]
         li = logits[: xi.size(0)]
         if in_product:
-            xi = exponential_rows(xi, w, ti, shifts[own], losses[own], factors[own], li, vocab_size, grad)
+            xi = exponential_rows(xi, w, ti, shifts[own], losses[own], factors[own], li, vocab_size, softcap, grad)
         else:
             cublas.matmul(xi, w.t(), li, tune=grad)
             cross_entropy_rows(li, ti, losses[own], li, 1.0, vocab_size, softcap, smoothing, z_loss, grad)
@@ -203,33 +205,34 @@ def _cross_entropy(
         tl.store(grads + target, at_target.to(grads.dtype.element_ty))
 
 
-def target_logits(x, w, targets):
-    """(N,) float32: the logit of each row's target times log2(e); infinite where the target is ignored."""
+def target_logits(x, w, targets, softcap):
+    """(N,) float32: the logit of each row's target, capped, times log2(e); infinite where the target is ignored."""
     shifts = torch.empty(x.size(0), dtype=torch.float32, device=x.device)
     C = x.size(1)
-    _target_logits[(x.size(0),)](x, w, targets, shifts, C=C, BLOCK=min(2048, triton.next_power_of_2(C)))
+    block, capped = min(2048, triton.next_power_of_2(C)), softcap is not None
+    _target_logits[(x.size(0),)](x, w, targets, shifts, softcap or 0.0, C=C, CAP=capped, BLOCK=block)
     return shifts
 
 
-def exponential_rows(x, w, targets, shifts, losses, factors, grads, vocab_size, grad):
+def exponential_rows(x, w, targets, shifts, losses, factors, grads, vocab_size, softcap, grad):
     """The loss of each row as log sum exp(logit - logit of its target), exponentials from the GEMM's epilogue.
 
     Fills `losses` (rows,) and, with grad, `factors` (rows,) and `grads` (rows, P): a row of `grads` times its factor is
     the gradient of its logits. Returns x with its rows times their factors, for the weight's gradient.
     """
-    sums = hopper.exponentials(x, w, shifts, vocab_size, grads if grad else None)
+    sums = hopper.exponentials(x, w, shifts, vocab_size, grads if grad else None, softcap)
     scaled = torch.empty_like(x) if grad else x
     (rows, C), (P, parts) = x.shape, (w.size(0), sums.size(1))
     _exponential_rows[(rows,)](
-        grads, sums, x, w, targets, shifts, losses, factors, scaled, parts,
-        P=P, V=vocab_size, C=C, GRAD=grad, PARTS=triton.next_power_of_2(parts),
+        grads, sums, x, w, targets, shifts, losses, factors, scaled, parts, softcap or 0.0,
+        P=P, V=vocab_size, C=C, CAP=softcap is not None, GRAD=grad, PARTS=triton.next_power_of_2(parts),
         BLOCK=min(2048, triton.next_power_of_2(C)),
     )  # fmt: skip
     return scaled
 
 
 @triton.jit
-def _target_logits(x, w, targets, shifts, C: tl.constexpr, BLOCK: tl.constexpr):
+def _target_logits(x, w, targets, shifts, softcap, C: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(targets + row)
     products = tl.zeros((BLOCK,), tl.float32)
@@ -238,20 +241,21 @@ def _target_logits(x, w, targets, shifts, C: tl.constexpr, BLOCK: tl.constexpr):
         a = tl.load(x + row * C + at, mask=at < C, other=0.0).to(tl.float32)
         b = tl.load(w + tl.maximum(target, 0) * C + at, mask=at < C, other=0.0).to(tl.float32)
         products += a * b
-    shift = tl.sum(products) * LOG2E
+    shift = _capped(tl.sum(products), softcap, CAP) * LOG2E
     tl.store(shifts + row, tl.where(target < 0, float("inf"), shift))
 
 
 @triton.jit
 def _exponential_rows(
-    grads, sums, x, w, targets, shifts, losses, factors, scaled, parts,
-    P: tl.constexpr, V: tl.constexpr, C: tl.constexpr, GRAD: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    grads, sums, x, w, targets, shifts, losses, factors, scaled, parts, softcap,
+    P: tl.constexpr, V: tl.constexpr, C: tl.constexpr, CAP: tl.constexpr, GRAD: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One row a program: its loss from the partial sums of exponentials, which are relative to the target's logit.
 
     The exponentials of an ignored row are zeros, and so are its gradients. In a rare row some logit is so far above the
     target's that an exponential or their sum may leave bf16's range: such a row is computed again, slowly, relative to
-    its largest logit.
+    its largest logit. Capped logits never are.
     """
     LARGEST: tl.constexpr = 2.0**100
     row = tl.program_id(0).to(tl.int64)
@@ -264,7 +268,10 @@ def _exponential_rows(
     total = tl.where(total < 1, 1.0, total)  # the target's is 1, but for rounding
     at_target = 1 - total
     loss = tl.log(total)
-    if total > LARGEST:
+    if CAP:
+        capped = tl.load(shifts + row) / (LOG2E * softcap)
+        at_target *= 1 - capped * capped
+    elif total > LARGEST:
         ROWS: tl.constexpr = 16
         shift = tl.load(shifts + row)
         top = shift

@@ -1,8 +1,9 @@
 """MLPs in bf16, GEMM, activation, GEMM, with as few passes over memory as possible: GELU, ReLU^2 and SwiGLU.
 
-GELU: the activation is in the first GEMM's epilogue, its derivative in that of the second GEMM's backward, on Hopper
-with the first bias gradient. ReLU^2: the derivative and the bias gradient take one pass. SwiGLU: the backward computes
-silu(gate) * up again together with the gradients of both, in one pass.
+GELU, and ReLU^2 on Hopper: the activation is in the first GEMM's epilogue, its derivative in that of the second GEMM's
+backward, on Hopper with the first bias gradient. ReLU^2 keeps its output alone for that: 2 relu(x) is twice its root.
+Elsewhere its derivative and the bias gradient take one pass. SwiGLU: the backward computes silu(gate) * up again
+together with the gradients of both, in one pass.
 """
 
 import torch
@@ -55,6 +56,28 @@ def _(a, b, before):
     return torch.empty_like(before), before.new_empty(before.size(1) * on_hopper(a), dtype=torch.float32)
 
 
+@operator("product_relu2")
+def product_relu2(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """max(a b + bias, 0)^2, on Hopper"""
+    return hopper.relu2(a, b.t(), bias)
+
+
+@product_relu2.register_fake
+def _(a, b, bias):
+    return a.new_empty(a.size(0), b.size(1))
+
+
+@operator("product_drelu2")
+def product_drelu2(a: torch.Tensor, b: torch.Tensor, act: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(a b times ReLU^2's derivative where its output is `act`, its float32 column sums), on Hopper"""
+    return hopper.drelu2(a, b, act)
+
+
+@product_drelu2.register_fake
+def _(a, b, act):
+    return torch.empty_like(act), act.new_empty(act.size(1), dtype=torch.float32)
+
+
 def mlp_function(up, down):
     """The autograd.Function of w2 act(w1 x + b1) + b2.
 
@@ -94,13 +117,18 @@ def gelu_down(dy, w, act, before):
 
 
 def relu2_up(x, w, bias, tune):
-    before = product(x, w, bias, x.dtype, tune)
-    act = torch.relu(before).square().to(x.dtype)  # autocast squares in float32
-    return act, (act, before)
+    if on_hopper(x):
+        act = product_relu2(x, w, bias)
+    else:
+        act = torch.relu(product(x, w, bias, x.dtype, tune)).square().to(x.dtype)  # autocast squares in float32
+    return act, (act,)
 
 
-def relu2_down(dy, w, act, before):
-    dbefore, sums = relu2_backward(product(dy, w, None, dy.dtype, True), before)
+def relu2_down(dy, w, act):
+    if on_hopper(dy):
+        dbefore, sums = product_drelu2(dy, w, act)
+    else:
+        dbefore, sums = relu2_backward(product(dy, w, None, dy.dtype, True), act)
     return dbefore, act, sums
 
 
@@ -121,27 +149,27 @@ FUNCTIONS = {
 
 
 @operator("relu2_backward")
-def relu2_backward(dact: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(gradient of the pre-activation, its float32 column sums) from that of relu(before)^2; contiguous (N, H)."""
+def relu2_backward(dact: torch.Tensor, act: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(gradient of the pre-activation, its float32 column sums) from the gradient of act, ReLU^2 of it; both (N, H)."""
     N, H = dact.shape
     dbefore, strips = torch.empty_like(dact), triton.cdiv(H, RELU2_COLS)
     programs = min(triton.cdiv(N, RELU2_ROWS), triton.cdiv(RELU2_PROGRAMS * sm_count(dact.device), strips))
     parts = torch.empty(programs, H, dtype=torch.float32, device=dact.device)
     _relu2_backward[(programs, strips)](
-        dact, before, dbefore, parts, N, H=H, ROWS=RELU2_ROWS, COLS=RELU2_COLS, PROGRAMS=programs,
+        dact, act, dbefore, parts, N, H=H, ROWS=RELU2_ROWS, COLS=RELU2_COLS, PROGRAMS=programs,
         STEPS=triton.cdiv(N, programs * RELU2_ROWS), STAGES=RELU2_STAGES, num_warps=RELU2_WARPS,
     )  # fmt: skip
     return dbefore, parts.sum(0)
 
 
 @relu2_backward.register_fake
-def _(dact, before):
+def _(dact, act):
     return torch.empty_like(dact), dact.new_empty(dact.size(1), dtype=torch.float32)
 
 
 @triton.jit
 def _relu2_backward(
-    dact, before, dbefore, parts, N,
+    dact, act, dbefore, parts, N,
     H: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, PROGRAMS: tl.constexpr, STEPS: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -153,7 +181,7 @@ def _relu2_backward(
         inside = (first + rows < N)[:, None] & (cols < H)[None, :]
         at = first * H + (rows[:, None] * H + cols[None, :])
         grad = tl.load(dact + at, mask=inside, other=0.0).to(tl.float32)
-        grad *= 2 * tl.maximum(tl.load(before + at, mask=inside, other=0.0).to(tl.float32), 0.0)
+        grad *= 2 * tl.sqrt(tl.load(act + at, mask=inside, other=0.0).to(tl.float32))
         tl.store(dbefore + at, grad.to(dbefore.dtype.element_ty), mask=inside)
         sums += grad
     tl.store(parts + program * H + cols, tl.sum(sums, 0), mask=cols < H)

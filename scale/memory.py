@@ -162,8 +162,8 @@ def block_per_token(cfg):
 def mlp_per_token(cfg):
     """Bytes a token that the inside of an MLP keeps: the pre-activation and the second GEMM's operand."""
     fp8 = cfg.precision == "fp8"
-    if cfg.mlp == "swiglu" and not fp8:
-        return 2 * cfg.mlp_width  # the backward computes silu(gate) * up again
+    if cfg.mlp in ("relu2", "swiglu") and not fp8:
+        return 2 * cfg.mlp_width  # ReLU^2's output alone; the backward computes silu(gate) * up again
     return 2 * cfg.mlp_width + (1 if fp8 else 2) * cfg.hidden
 
 

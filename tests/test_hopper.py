@@ -70,34 +70,53 @@ def test_gelu(M, N, K, bias):
 
 
 @on_hopper
+@pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("M, N, K", SHAPES)
-def test_dgelu(M, N, K):
-    a, b, preact = randn(M, K), randn(K, N, std=2 / K**0.5), randn(M, N, std=2)
-    out, sums = hopper.dgelu(a, b, preact)
-    x = preact.double().requires_grad_()
-    (exact,) = torch.autograd.grad(F.gelu(x, approximate="tanh"), x, a.double() @ b.double())
-    assert error(out, exact) < 2.5e-3
-    assert error(sums, exact.sum(0)) < 5e-4  # summed before rounding to bf16; tanh is right to 2^-11
-    for _ in range(5):
-        assert all(map(torch.equal, hopper.dgelu(a, b, preact), (out, sums)))
+def test_relu2(M, N, K, bias):
+    a, b, bias = randn(M, K), randn(N, K, std=2 / K**0.5), randn(N) if bias else None
+    act = hopper.relu2(a, b, bias)
+    exact = F.linear(a.double(), b.double(), None if bias is None else bias.double())
+    assert error(act, exact.relu().square()) < 2e-3
+    assert all(torch.equal(hopper.relu2(a, b, bias), act) for _ in range(5))
 
 
 @on_hopper
 @pytest.mark.parametrize("M, N, K", SHAPES)
-def test_exponentials(M, N, K):
+@pytest.mark.parametrize("kind", ["gelu", "relu2"])
+def test_derivatives(kind, M, N, K):
+    a, b, x = randn(M, K), randn(K, N, std=2 / K**0.5), randn(M, N, std=2).double().requires_grad_()
+    y = F.gelu(x, approximate="tanh") if kind == "gelu" else x.relu().square().bfloat16().double()
+    function, saved = (
+        (hopper.dgelu, x.detach().bfloat16()) if kind == "gelu" else (hopper.drelu2, y.detach().bfloat16())
+    )
+    slope = torch.autograd.grad(y.sum(), x)[0] if kind == "gelu" else 2 * y.sqrt()
+    out, sums = function(a, b, saved)
+    exact = (a.double() @ b.double()) * slope
+    assert error(out, exact) < 2.5e-3
+    assert error(sums, exact.sum(0)) < 5e-4  # summed before rounding to bf16; tanh is right to 2^-11
+    for _ in range(5):
+        assert all(map(torch.equal, function(a, b, saved), (out, sums)))
+
+
+@on_hopper
+@pytest.mark.parametrize("softcap", [None, 4.0, 30.0])
+@pytest.mark.parametrize("M, N, K", SHAPES)
+def test_exponentials(M, N, K, softcap):
     a, b, vocab_size = randn(M, K), randn(N, K, std=2 / K**0.5), N - N // 9
     shifts = torch.randn(M, device=GPU) * 3
     shifts[M // 2] = float("inf")
     out, intact = guarded(M, N)
-    sums = hopper.exponentials(a, b, shifts, vocab_size, out)
-    exact = torch.exp2(a.double() @ b.double().t() / math.log(2) - shifts.double()[:, None])
+    sums = hopper.exponentials(a, b, shifts, vocab_size, out, softcap)
+    logits = (a.double() @ b.double().t()).requires_grad_()
+    capped = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    exact = torch.exp2(capped.detach() / math.log(2) - shifts.double()[:, None])
     exact[:, vocab_size:] = 0
     sums_by_tile = F.pad(exact, (0, -N % hopper.BN)).unflatten(1, (-1, hopper.BN)).sum(-1)
-    assert (
-        error(out, exact) < 4e-3 and error(sums, sums_by_tile) < 5e-5
-    )  # a few large ones dominate, each right to 2^-8
+    assert error(sums, sums_by_tile) < 5e-5
+    exact *= torch.autograd.grad(capped.sum(), logits)[0]
+    assert error(out, exact) < 4e-3  # a few large ones dominate, each right to 2^-8
     assert not out[:, vocab_size:].any() and not out[M // 2].any()
-    assert intact() and torch.equal(hopper.exponentials(a, b, shifts, vocab_size), sums)
+    assert intact() and torch.equal(hopper.exponentials(a, b, shifts, vocab_size, None, softcap), sums)
 
 
 @on_hopper
