@@ -165,8 +165,8 @@ def orthogonalize_gradients(matrices):
     else:
         copy(views, here[rank])
     stack.copy_(orthogonalize(stack))
-    for m, view in zip(own, views):
-        view *= max(1, m.rows / view.size(1)) ** 0.5
+    for tall in [view for view in views if view.size(0) > view.size(1)]:
+        tall *= (long / short) ** 0.5
     if sharded:
         exchange(there, here, stack, group)
     elif size > 1:
