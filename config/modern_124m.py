@@ -1,0 +1,27 @@
+# torchrun --standalone --nproc_per_node=8 train.py config/modern_124m.py
+# A modern recipe at GPT-2's size: Muon, RMSNorm, RoPE, QK norm, ReLU^2, six heads of 128, no biases, untied embeddings
+# with a norm behind them, projections and head at zero, a rate that falls linearly to zero.
+out_dir = "out/modern_124m"
+data_dir = "data/fineweb-edu"
+
+n_layer, n_head, n_embd = 12, 6, 768
+block_size = 1024
+norm, positions, mlp, bias = "rmsnorm", "rope", "relu2", False
+qk_norm, embed_norm, zero_init, tie_embeddings = True, True, True, False
+
+batch_size = 64
+batch_tokens = 131_072
+max_steps = 2289  # 300M tokens
+optimizer = "muon"
+lr, lr_embedding, lr_head, lr_vector = 0.02, 0.3, 0.004, 0.02
+weight_decay = 0.3
+beta1, beta2, adam_eps = 0.8, 0.95, 1e-10
+schedule, cooldown_fraction, min_lr_ratio = "wsd", 0.6, 0.0
+warmup_steps = 20
+momentum_warmup = 300
+shuffle_seed = 1337
+
+eval_interval = 250
+eval_tokens = 1_048_576
+hellaswag_interval = 1000
+sample_interval = 1000
