@@ -19,6 +19,7 @@ try:
     from fast import loss as fast_loss
     from fast import mlp as fast_mlp
     from fast import norm as fast_norm
+    from fast import rope as fast_rope
 
     MISSING = None
 except ImportError as error:
@@ -65,7 +66,7 @@ def choose(operation, x, *layers, unless=None, inner=0):
 
 def edited(*layers):
     """Why the fast form cannot read the layers' parameters instead of calling them: another forward, or hooks."""
-    if any(type(layer) not in (Linear, LayerNorm, RMSNorm) for layer in layers):
+    if any(type(layer) not in (Linear, LayerNorm, RMSNorm, nn.RMSNorm) for layer in layers):
         return "another kind of layer"
     return "a layer with hooks" if any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers) else None
 
@@ -213,12 +214,16 @@ def norm_options(layer):
 # -- positions and attention
 
 
-def rope(x, cos, sin):
-    """Rotates x: (B, H, T, D) by position, in float32; dimension i is paired with i + D/2, as in Hugging Face's Llama.
+def rope(x, layer, cos, sin):
+    """Rotates layer(x): (B, H, T, D) by position, in float32; layer: a norm, or nn.Identity.
 
-    cos, sin: (T, D). Source: https://arxiv.org/abs/2104.09864.
+    Dimension i is paired with i + D/2, as in Hugging Face's Llama. cos, sin: (T, D). https://arxiv.org/abs/2104.09864.
     """
-    return Rotation.apply(x, cos, sin)
+    normed = not isinstance(layer, nn.Identity)
+    reason = edited(layer) or unusual(x, layer) if normed else None
+    if choose("rope", x, layer, unless=reason):
+        return fast_rope.rope(x, layer.weight if normed else None, layer.eps if normed else 0.0, cos, sin)
+    return Rotation.apply(layer(x), cos, sin)
 
 
 def rotated(x, cos, sin):

@@ -54,14 +54,14 @@ class Rope(nn.Module):
         keep = ((turns - cfg.rope_low_freq) / (cfg.rope_high_freq - cfg.rope_low_freq)).clamp(0, 1)
         return keep * freq + (1 - keep) * freq / cfg.rope_factor
 
-    def forward(self, q, k):
+    def forward(self, q, k, q_norm, k_norm):
         cos, sin = (table[self.first : self.first + q.size(2)] for table in (self.cos, self.sin))  # (T, D)
-        return kernels.rope(q, cos, sin), kernels.rope(k, cos, sin)
+        return kernels.rope(q, q_norm, cos, sin), kernels.rope(k, k_norm, cos, sin)
 
 
 class NoRope(nn.Module):
-    def forward(self, q, k):
-        return q, k
+    def forward(self, q, k, q_norm, k_norm):
+        return q_norm(q), k_norm(k)
 
 
 class Attention(nn.Module):
@@ -81,7 +81,7 @@ class Attention(nn.Module):
 
     def forward(self, x):
         q, k, v = kernels.qkv(x, self.qkv, self.heads, self.head_dim)  # (B, H, T, D) each
-        q, k = self.rope(self.q_norm(q), self.k_norm(k))
+        q, k = self.rope(q, k, self.q_norm, self.k_norm)  # normed, then rotated
         y = self.core(q, k, v, self.backend, self.dropout * self.training)
         return self.proj(y.transpose(1, 2).flatten(2))  # (B, T, C)
 

@@ -116,7 +116,7 @@ class Muon(torch.optim.AdamW):
         weights = [p for p in self.group["params"] if p.grad is not None]
         steps, moments = ([self.state[p][kind] for p in weights] for kind in ("step", "momentum"))
         grads, skip = [local(p.grad) for p in weights], steps[0] * 0 if self.found_inf is None else self.found_inf
-        torch._foreach_add_(steps, (1 - skip).squeeze())
+        torch._foreach_add_(steps, [(1 - skip).view(1)] * len(steps))  # one tensor for all would be read by the host
         warm = (steps[0] / max(1, self.warmup)).clamp(max=1)
         self.accumulate([local(m) for m in moments], grads, 0.85 + (self.momentum - 0.85) * warm, skip)
         for batch in self.batches:

@@ -9,7 +9,7 @@ block_size = 1024
 norm, positions, mlp, bias = "rmsnorm", "rope", "relu2", False
 qk_norm, embed_norm, zero_init, tie_embeddings = True, True, True, False
 
-batch_size = 64
+batch_size = 128
 batch_tokens = 131_072
 max_steps = 2289  # 300M tokens
 optimizer = "muon"

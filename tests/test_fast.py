@@ -14,7 +14,7 @@ from settings import GPTConfig
 pytest.importorskip("triton", reason="Triton is installed with PyTorch's CUDA builds only")
 import kernels
 import model as models
-from fast import hopper, linear, loss, mlp, norm
+from fast import hopper, linear, loss, mlp, norm, rope
 from run.account import census
 
 GPU = torch.cuda.is_available()
@@ -267,16 +267,44 @@ def test_swiglu(rows, H):
     assert error(dgate_up, expected_grad) < 3e-3
 
 
+@either
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("B, H, T, D", [(2, 3, 37, 24), (1, 2, 5, 128)] + [(4, 6, 1000, 128), (2, 12, 700, 64)] * GPU)
+def test_rope(B, H, T, D, normed):
+    """Heads as qkv's views of its GEMM's output; positions from 3 on."""
+    dtype = torch.bfloat16 if GPU else torch.float32
+    packed = torch.randn(B, T, (H + 2) * D, device=DEVICE).to(dtype).requires_grad_()
+    heads = lambda y: y[..., D : D + H * D].unflatten(-1, (H, D)).transpose(1, 2)
+    weight = (1 + torch.randn(D, device=DEVICE) / 4).requires_grad_() if normed else None
+    rope_module = models.Rope(GPTConfig(n_embd=H * D, n_head=H, block_size=T + 3)).to(DEVICE)
+    rope_module.reset_tables()
+    cos, sin = rope_module.cos[3:], rope_module.sin[3:]
+    inputs = [packed, weight][: 1 + normed]
+    doubles = [i.detach().double().requires_grad_() for i in inputs]
+    wide = heads(doubles[0])
+    wide = F.rms_norm(wide, (D,), doubles[1], 1e-5) if normed else wide
+    first, second = wide.chunk(2, -1)
+    expected = wide * cos.double() + torch.cat((-second, first), -1) * sin.double()
+    y = rope.rope(heads(packed), weight, 1e-5, cos, sin)
+    dy = torch.randn(B, T, H, D, device=DEVICE).to(dtype).transpose(1, 2)
+    for given in (dy, dy.contiguous()):
+        ours = torch.autograd.grad(y, inputs, given, retain_graph=True)
+        theirs = torch.autograd.grad(expected, doubles, given.double(), retain_graph=True)
+        bound = 3e-3 if GPU else 1e-5  # one rounding to bf16
+        assert y.transpose(1, 2).is_contiguous() and y.dtype == dtype and error(y, expected) < bound
+        assert all(error(a, b) < bound for a, b in zip(ours, theirs, strict=True))
+
+
 def test_rope_turns_gradients_back():
     """Backward of RoPE is RoPE with the opposite angle; numbers of heads differ between q and k."""
     cfg = GPTConfig(n_embd=96, n_head=4, n_kv_head=2, block_size=40, positions="rope")
-    rope = models.Rope(cfg).to(DEVICE)
-    rope.reset_tables()
-    rope.first = 7  # a token in the middle of the tables
+    module = models.Rope(cfg).to(DEVICE)
+    module.reset_tables()
+    module.first = 7  # a token in the middle of the tables
     q, k = (torch.randn(2, heads, 33, 24, device=DEVICE, dtype=torch.float64, requires_grad=True) for heads in (4, 2))
     dy = torch.randn_like(q), torch.randn_like(k)
-    ours = rope(q, k)
-    theirs = [kernels.rotated(x, rope.cos[7:40], rope.sin[7:40]) for x in (q, k)]
+    ours = module(q, k, torch.nn.Identity(), torch.nn.Identity())
+    theirs = [kernels.rotated(x, module.cos[7:40], module.sin[7:40]) for x in (q, k)]
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs))
     for a, b in zip(*(torch.autograd.grad(y, (q, k), dy) for y in (ours, theirs)), strict=True):
         assert error(a, b) < 1e-6  # in float32
