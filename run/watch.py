@@ -79,6 +79,7 @@ class Watch:
         self._seen, self._news, self._beats, self._failing, self._closing = {}, 0, 0, False, threading.Event()
         self._told, self._status_at, self._lost_since, self._looked = None, 0, None, 0
         self._neighbours = None  # {other rank of this machine: (process id, its start)}, once all have told theirs
+        self._lost = 0  # of them, those whose process ended without a word
         self._parent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
 
     def __enter__(self):
@@ -165,7 +166,7 @@ class Watch:
                 self.store.set(f"ended/{self.world.rank}", "")
                 self.store.add("left", 1)
                 if self.world.main:
-                    self._wait(lambda: self.store.add("left", 0) >= self.world.size, PATIENCE + 1)
+                    self._wait(lambda: self.store.add("left", 0) >= self.world.size - self._lost, PATIENCE + 1)
 
     def _fail(self, error):
         """Makes this rank's error known. Raises it, as a UserError where it has an explanation, or ends the process."""
@@ -333,9 +334,13 @@ class Watch:
                 return
             own, told = machine(), enumerate(map(json.loads, self.store.multi_get(keys)))
             self._neighbours = {r: process for r, (where, *process) in told if where == own and r != self.world.rank}
-        for other in [r for r, (pid, since) in self._neighbours.items() if started(pid) != since]:
+        gone = [other for other, (pid, since) in self._neighbours.items() if started(pid) != since]
+        if started(os.getpid()) is None:  # /proc cannot be read now, as with too many open files
+            return
+        for other in gone:
             del self._neighbours[other]
             if not self.store.check([f"ended/{other}"]):
+                self._lost += 1
                 last = f", last in {known[other][1]}" if other in (known := self._others()) else ""
                 self._accuse(other, f"{self.where()}: lost rank {other}{last} (its process has ended)")
 

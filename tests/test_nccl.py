@@ -38,7 +38,7 @@ def observe(run, *arguments, **settings):
         pytest.param("full", [2, 2], r"error: rank 1: out of memory: .*; try ", marks=pytest.mark.fault(42, 48)),
     ],
 )
-def test_a_fault_of_one_rank_is_told_once_and_ends_all(data_dir, tmp_path, fault, codes, line):
+def test_a_fault_of_one_rank_on_nccl_is_told_once_and_ends_all(data_dir, tmp_path, fault, codes, line):
     settings = dict(ON_GPUS, timeout_s=6 if fault == "hangs" else 60)  # who only waits for the timeout is killed before
     done = observe(attempt, 2, fault, 1, 6, data_dir, tmp_path / "run", grace=5, **settings)
     assert done.codes == codes
@@ -51,7 +51,7 @@ def test_a_fault_of_one_rank_is_told_once_and_ends_all(data_dir, tmp_path, fault
 
 
 @pytest.mark.fault(48)
-def test_a_token_out_of_range_in_the_rows_of_another_rank_is_named(tmp_path):
+def test_a_token_out_of_range_on_another_rank_of_nccl_is_named(tmp_path):
     (tmp_path / "data").mkdir()
     write_shard(tmp_path / "data/py_train_000001.bin", [1] * 4 * 33 + [60_000] + [1] * 4_000)
     done = observe(ranks.run, 2, flags(tmp_path / "data", tmp_path / "run", **ON_GPUS), grace=5)
@@ -61,7 +61,7 @@ def test_a_token_out_of_range_in_the_rows_of_another_rank_is_named(tmp_path):
 
 @pytest.mark.fault(47)
 @pytest.mark.parametrize("run", [*range(5), *(pytest.param(i, marks=repeated) for i in range(5, 20))])
-def test_an_error_after_ddp_ends_every_rank(data_dir, tmp_path, run):
+def test_an_error_after_ddp_ends_every_rank_of_nccl(data_dir, tmp_path, run):
     settings = dict(ON_GPUS, lr=1e30, warmup_steps=0, max_skipped_steps=0, save_interval=0)
     done = observe(ranks.run, 2, flags(data_dir, tmp_path / "run", **settings), grace=5)
     assert done.codes == [5, 5] and len(error_lines(done)) == 1
@@ -69,6 +69,6 @@ def test_an_error_after_ddp_ends_every_rank(data_dir, tmp_path, run):
 
 @pytest.mark.fault(60)
 @pytest.mark.parametrize("run", [0, *(pytest.param(i, marks=repeated) for i in range(1, 7))])
-def test_torchrun_restarts_a_run_of_which_a_rank_was_killed(data_dir, tmp_path, run):
+def test_restarts_on_nccl(data_dir, tmp_path, run):
     """Three kills in one run, since the start of torchrun and its ranks takes most of the time."""
     check_restarts(data_dir, tmp_path, {10: 1, 160: 0, 310: 1}, steps=500, **ON_GPUS)

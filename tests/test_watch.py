@@ -107,14 +107,14 @@ def wait_beside(cfg, at_end):
         time.sleep(1)
         if watch.world.rank == 1 and at_end == "lost":
             os._exit(7)
-        time.sleep(3 * watch.world.main)
+        time.sleep((60 if at_end == "lost" else 2) * watch.world.main)
 
 
 @pytest.mark.fault(29)
 @pytest.mark.parametrize("end, codes", [("lost", [1, 7]), ("left", [0, 0])])
 def test_a_rank_whose_process_ends_is_missed_by_those_who_get_no_error(tmp_path, end, codes):
     cfg = configure(Config, absolute(flags(tmp_path, tmp_path / "run", backend="gloo")))
-    done = ranks.attempt(2, wait_beside, cfg, end)[0]
+    done = ranks.attempt(2, wait_beside, cfg, end, grace=5)[0]
     assert done.codes == codes, done.stderr
     lost = ["error: step 0 (start): lost rank 1, last in step 0 (start) (its process has ended)"]
     assert error_lines(done) == (lost if end == "lost" else [])
