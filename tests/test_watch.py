@@ -104,10 +104,10 @@ def test_a_fault_of_one_rank_is_told_once_and_ends_all(data_dir, tmp_path, fault
 def wait_beside(cfg, at_end):
     """For ranks.attempt: rank 0 waits and gets no error, as NCCL leaves it; rank 1 ends without or with a word."""
     with Watch(cfg, parallel.join(cfg)) as watch:
-        time.sleep(1)
+        time.sleep(0.3)
         if watch.world.rank == 1 and at_end == "lost":
             os._exit(7)
-        time.sleep((60 if at_end == "lost" else 2) * watch.world.main)
+        time.sleep((60 if at_end == "lost" else 1.2) * watch.world.main)
 
 
 @pytest.mark.fault(29)
