@@ -27,7 +27,7 @@ import torch
 
 from configurator import UserError, leave
 from run import files
-from run.lock import Lock
+from run.lock import Lock, machine, started
 from scale import memory, parallel
 from settings import legal
 
@@ -78,6 +78,8 @@ class Watch:
         self._agreed_boundary = threading.Event()
         self._seen, self._news, self._beats, self._failing, self._closing = {}, 0, 0, False, threading.Event()
         self._told, self._status_at, self._lost_since, self._looked = None, 0, None, 0
+        self._neighbours = None  # {other rank of this machine: (process id, its start)}, once all have told theirs
+        self._lost = 0  # of them, those whose process ended without a word
         self._parent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
 
     def __enter__(self):
@@ -89,6 +91,9 @@ class Watch:
         numbers = signal.SIGTERM, signal.SIGINT
         self._before = {number: signal.signal(number, self._ask) for number in numbers}
         self._before_wakeup = signal.set_wakeup_fd(self._wakeup[1].fileno(), warn_on_full_buffer=False)
+        if self.store is not None:
+            process = [machine(), os.getpid(), started(os.getpid())]
+            self.store.set(f"process/{self.world.rank}", json.dumps(process))
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
         try:
@@ -158,9 +163,10 @@ class Watch:
         """Rank 0, whose process may hold the store, waits until the other ranks need it no more."""
         if self.store is not None:
             with contextlib.suppress(RuntimeError):
+                self.store.set(f"ended/{self.world.rank}", "")
                 self.store.add("left", 1)
                 if self.world.main:
-                    self._wait(lambda: self.store.add("left", 0) >= self.world.size, PATIENCE + 1)
+                    self._wait(lambda: self.store.add("left", 0) >= self.world.size - self._lost, PATIENCE + 1)
 
     def _fail(self, error):
         """Makes this rank's error known. Raises it, as a UserError where it has an explanation, or ends the process."""
@@ -279,6 +285,7 @@ class Watch:
                 self._agreed_boundary.set()
             elif time.monotonic() - self._frozen_at > AGREEMENT:
                 self._end(128 + self.asked, "the ranks could not agree where to stop; nothing was saved")
+        self._look_for_lost()
         self._look_for_hang()
 
     def _freeze(self, number):
@@ -317,10 +324,32 @@ class Watch:
             if slowest != rank and marks < self.marks and now - since > limit / 2 and now - self._seen[rank][1] > limit:
                 text = f"rank {slowest} hangs in {others[slowest][1]}; rank {rank} has waited for it for "
                 text += f"{now - self._seen[rank][1]:.0f} s in {self.where()} (timeout_s={self.cfg.timeout_s})"
-                mine = json.dumps({"rank": slowest, "code": 1, "text": text, "stacks": slowest})
-                if json.loads(self.store.compare_set("cause", "", mine))["text"] == text:
-                    print(f"error: {text}", file=sys.stderr, flush=True)
-                self.store.add("news", 1)
+                self._accuse(slowest, text, stacks=slowest)
+
+    def _look_for_lost(self):
+        """Finds ranks of this machine whose process ended without a word. NCCL does not tell those who wait for it."""
+        if self._neighbours is None:
+            keys = [f"process/{rank}" for rank in range(self.world.size)]
+            if not self.store.check(keys):
+                return
+            own, told = machine(), enumerate(map(json.loads, self.store.multi_get(keys)))
+            self._neighbours = {r: process for r, (where, *process) in told if where == own and r != self.world.rank}
+        gone = [other for other, (pid, since) in self._neighbours.items() if started(pid) != since]
+        if started(os.getpid()) is None:  # /proc cannot be read now, as with too many open files
+            return
+        for other in gone:
+            del self._neighbours[other]
+            if not self.store.check([f"ended/{other}"]):
+                self._lost += 1
+                last = f", last in {known[other][1]}" if other in (known := self._others()) else ""
+                self._accuse(other, f"{self.where()}: lost rank {other}{last} (its process has ended)")
+
+    def _accuse(self, other, text, stacks=None):
+        """Makes the fault of another rank known, for which that rank does not speak, unless a fault is known."""
+        cause = json.dumps({"rank": other, "code": 1, "text": text, "stacks": stacks})
+        if json.loads(self.store.compare_set("cause", "", cause))["text"] == text:
+            print(f"error: {text}", file=sys.stderr, flush=True)
+        self.store.add("news", 1)
 
     def _others(self):
         """{rank: [marks, where, beats]} as last told."""

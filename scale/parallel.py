@@ -29,6 +29,7 @@ from scale import context, documents, remat
 from scale.memory import blocks_a_unit, gathers_8_bits
 from scale.shards import copy_into, local
 
+NCCL_LATER = 10  # seconds after timeout_s until NCCL aborts; run/watch.py, which says who hangs, comes before
 BUCKET_MIB = 25  # DDP all-reduces gradients in buckets of this size during the backward; PyTorch's default
 
 
@@ -71,6 +72,7 @@ def start(device="auto", backend="auto", timeout_s=600, expandable=False):
         try:
             store = next(rendezvous("env://", timeout=limit))[0]
             store = dist.PrefixStore(f"attempt_{attempt}", store)  # torchrun's outlives a restart, with old addresses
+            limit += timedelta(seconds=NCCL_LATER if bound else 0)
             options = dict(store=store, rank=rank, world_size=size, timeout=limit, device_id=bound)
             dist.init_process_group(backend, **options)
         except (ValueError, RuntimeError) as error:

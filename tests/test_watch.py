@@ -21,6 +21,8 @@ from configurator import UserError, configure, run
 from corpus.loader import TokenLoader
 from run.evaluate import Evaluator
 from run.lock import started
+from run.watch import Watch
+from scale import parallel
 from settings import Config
 
 
@@ -36,7 +38,8 @@ def train_with_fault(words, fault, at_rank, at_micro_step):
         return take(loader)
 
     TokenLoader.next = next_batch
-    torch.cuda.mem_get_info = lambda device: (0, 24 * 2**30)
+    if not torch.cuda.is_available():
+        torch.cuda.mem_get_info = lambda device: (0, 24 * 2**30)
     run(train.main, configure(Config, words))
 
 
@@ -58,6 +61,8 @@ def signalled_twice():
 FAULTS = {
     "memory": out_of_memory,
     "mistake": mistake,
+    "full": lambda: torch.empty(2**50, dtype=torch.uint8, device="cuda"),
+    "exits": lambda: os._exit(7),
     "dies": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "hangs": lambda: time.sleep(1e9),
     "term": lambda: os.kill(os.getpid(), signal.SIGTERM),
@@ -66,9 +71,9 @@ FAULTS = {
 }
 
 
-def attempt(number, fault, at_rank, at_micro_step, data_dir, out_dir, **settings):
+def attempt(number, fault, at_rank, at_micro_step, data_dir, out_dir, grace=20, **settings):
     words = flags(data_dir, out_dir, **{"max_steps": 40, "save_interval": 4, **settings})
-    return ranks.attempt(number, train_with_fault, words, fault, at_rank, at_micro_step, timeout=60)[0]
+    return ranks.attempt(number, train_with_fault, words, fault, at_rank, at_micro_step, timeout=60, grace=grace)[0]
 
 
 def error_lines(done):
@@ -94,6 +99,25 @@ def test_a_fault_of_one_rank_is_told_once_and_ends_all(data_dir, tmp_path, fault
         assert "stacks of rank 1" in done.errors[1] and "next_batch" in done.errors[1]
     if fault == "mistake":
         assert done.stderr.count("ZeroDivisionError: in an edit") == 1 and not done.errors[0]
+
+
+def wait_beside(cfg, at_end):
+    """For ranks.attempt: rank 0 waits and gets no error, as NCCL leaves it; rank 1 ends without or with a word."""
+    with Watch(cfg, parallel.join(cfg)) as watch:
+        time.sleep(0.3)
+        if watch.world.rank == 1 and at_end == "lost":
+            os._exit(7)
+        time.sleep((60 if at_end == "lost" else 1.2) * watch.world.main)
+
+
+@pytest.mark.fault(29)
+@pytest.mark.parametrize("end, codes", [("lost", [1, 7]), ("left", [0, 0])])
+def test_a_rank_whose_process_ends_is_missed_by_those_who_get_no_error(tmp_path, end, codes):
+    cfg = configure(Config, absolute(flags(tmp_path, tmp_path / "run", backend="gloo")))
+    done = ranks.attempt(2, wait_beside, cfg, end, grace=5)[0]
+    assert done.codes == codes, done.stderr
+    lost = ["error: step 0 (start): lost rank 1, last in step 0 (start) (its process has ended)"]
+    assert error_lines(done) == (lost if end == "lost" else [])
 
 
 @pytest.mark.slow
@@ -198,14 +222,22 @@ def children(pid):
 @pytest.mark.parametrize("killed", [0, 1])
 @pytest.mark.fault(60)
 def test_torchrun_restarts_a_run_of_which_a_rank_was_killed(data_dir, tmp_path, killed):
-    words = flags(data_dir, tmp_path / "run", max_steps=60, save_interval=5, resume="auto")
+    check_restarts(data_dir, tmp_path, {10: killed})
+
+
+def check_restarts(data_dir, tmp_path, kills, steps=60, **settings):
+    """Kills a rank of a run under torchrun at each step of {step: rank}; it ends with every step. -> its output."""
+    words = flags(data_dir, tmp_path / "run", max_steps=steps, save_interval=5, resume="auto", **settings)
     with open(tmp_path / "log", "w") as log:
         process = start_torchrun(words, log, "--max-restarts=3")
-        wait_for(lambda: "step 10/" in (tmp_path / "log").read_text())
-        os.kill(children(process.pid)[killed], signal.SIGKILL)
-        assert process.wait(120) == 0
-    assert "resumed" in (tmp_path / "log").read_text()
-    assert sorted(losses(read_log(tmp_path / "run"))) == list(range(1, 61))
+        for step, rank in kills.items():
+            wait_for(lambda step=step: re.search(rf"step +{step}/", (tmp_path / "log").read_text()))
+            os.kill(children(process.pid)[rank], signal.SIGKILL)
+        assert process.wait(120) == 0, (tmp_path / "log").read_text()
+    text = (tmp_path / "log").read_text()
+    assert len(re.findall("^ *resumed ", text, re.M)) == len(kills), text
+    assert sorted(losses(read_log(tmp_path / "run"))) == list(range(1, steps + 1))
+    return text
 
 
 @pytest.mark.slow

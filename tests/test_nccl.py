@@ -1,0 +1,74 @@
+"""What holds for ranks on gloo (test_watch.py, test_faults.py) holds on two GPUs and NCCL, rows 29, 30, 42, 47, 48, 60.
+
+NCCL differs: the host runs ahead of the device, and a rank that waits for a dead one gets no error. A failing test
+shows the exit codes of the ranks, the seconds, and what the ranks have said.
+"""
+
+import re
+import time
+
+import pytest
+import ranks
+import torch
+from conftest import flags, write_shard
+from test_watch import attempt, check_restarts, error_lines
+
+GPUS = torch.cuda.device_count()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs, {GPUS} found")]
+ON_GPUS = dict(device="cuda", backend="nccl", precision="bf16", ops="torch")  # nothing to compile: starts in seconds
+repeated = [pytest.mark.repeated, pytest.mark.slow]
+
+
+def observe(run, *arguments, **settings):
+    """run(...) -> Ran; prints what pytest shows when an assertion fails."""
+    began = time.monotonic()
+    done = run(*arguments, **settings)
+    print(f"exit codes {done.codes} after {time.monotonic() - began:.1f} s")
+    for rank, text in enumerate(done.errors):
+        print(f"stderr of rank {rank}:\n{text[-4000:]}")
+    return done
+
+
+@pytest.mark.parametrize(
+    "fault, codes, line",
+    [
+        pytest.param("mistake", [1, 1], r"error: rank 1, step 3 \(data\):", marks=pytest.mark.fault(29)),
+        pytest.param("exits", [1, 7], r"error: step \d \(.*\): lost rank 1, last in", marks=pytest.mark.fault(29)),
+        pytest.param("hangs", [1, 1], r"error: rank 1 hangs in step 3 \(data\); ", marks=pytest.mark.fault(30)),
+        pytest.param("full", [2, 2], r"error: rank 1: out of memory: .*; try ", marks=pytest.mark.fault(42, 48)),
+    ],
+)
+def test_a_fault_of_one_rank_on_nccl_is_told_once_and_ends_all(data_dir, tmp_path, fault, codes, line):
+    settings = dict(ON_GPUS, timeout_s=6 if fault == "hangs" else 60)  # who only waits for the timeout is killed before
+    done = observe(attempt, 2, fault, 1, 6, data_dir, tmp_path / "run", grace=5, **settings)
+    assert done.codes == codes
+    [found] = error_lines(done)
+    assert re.match(line, found), found
+    if fault == "hangs":
+        assert "stacks of rank 1" in done.errors[1] and "next_batch" in done.errors[1]
+    if fault == "mistake":
+        assert done.stderr.count("ZeroDivisionError: in an edit") == 1
+
+
+@pytest.mark.fault(48)
+def test_a_token_out_of_range_on_another_rank_of_nccl_is_named(tmp_path):
+    (tmp_path / "data").mkdir()
+    write_shard(tmp_path / "data/py_train_000001.bin", [1] * 4 * 33 + [60_000] + [1] * 4_000)
+    done = observe(ranks.run, 2, flags(tmp_path / "data", tmp_path / "run", **ON_GPUS), grace=5)
+    assert done.codes == [3, 3] and len(error_lines(done)) == 1
+    assert "error: rank 1: " in done.stderr and "token 132 is 60000" in done.stderr
+
+
+@pytest.mark.fault(47)
+@pytest.mark.parametrize("run", [*range(5), *(pytest.param(i, marks=repeated) for i in range(5, 20))])
+def test_an_error_after_ddp_ends_every_rank_of_nccl(data_dir, tmp_path, run):
+    settings = dict(ON_GPUS, lr=1e30, warmup_steps=0, max_skipped_steps=0, save_interval=0)
+    done = observe(ranks.run, 2, flags(data_dir, tmp_path / "run", **settings), grace=5)
+    assert done.codes == [5, 5] and len(error_lines(done)) == 1
+
+
+@pytest.mark.fault(60)
+@pytest.mark.parametrize("run", [0, *(pytest.param(i, marks=repeated) for i in range(1, 7))])
+def test_restarts_on_nccl(data_dir, tmp_path, run):
+    """Three kills in one run, since the start of torchrun and its ranks takes most of the time."""
+    check_restarts(data_dir, tmp_path, {10: 1, 160: 0, 310: 1}, steps=500, **ON_GPUS)
