@@ -96,8 +96,7 @@ class Muon(torch.optim.AdamW):
     their matrix' owner and back, in two all-to-alls for a batch of matrices of one shape.
 
     State of a matrix: step, (1,), and momentum, sharded as the parameter is. parts: {parameter: rows of each matrix in
-    it}. momentum: rises from 0.85 over the first `warmup` steps. As in PyTorch's fused AdamW, a step for which
-    `found_inf` is set to a tensor that is not 0 changes nothing.
+    it}. momentum: rises from 0.85 over `warmup` steps. As in fused AdamW, a `found_inf` that is not 0 stops an update.
     """
 
     def __init__(self, groups, parts, momentum=0.95, warmup=0, compiled=False, **options):
@@ -210,7 +209,8 @@ def orthogonalize(x):
     for a, b, c in POLAR_EXPRESS:
         gram = x @ x.mT
         poly = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, poly, x, beta=a)
+        poly.diagonal(dim1=1, dim2=2).add_(a)
+        x = poly @ x
     return x
 
 

@@ -50,7 +50,7 @@ __device__ float exp_shifted(float x, float shift, float softcap, float two_log2
 }
 
 __device__ float relu2(float x) {
-    const float positive = fmaxf(x, 0.f);
+    const float positive = x < 0.f ? 0.f : x;  // unlike fmaxf it keeps NaN
     return positive * positive;
 }
 

@@ -17,6 +17,7 @@ from fast.operators import on_hopper, operator
 
 SWIGLU_BLOCK, SWIGLU_WARPS = 2048, 8
 RELU2_ROWS, RELU2_COLS, RELU2_PROGRAMS, RELU2_STAGES, RELU2_WARPS = 8, 256, 8, 3, 4  # programs a multiprocessor
+RELU2_BLOCK = 2048  # elements
 
 
 def mlp(kind, x, w1, b1, w2, b2, tune=True):
@@ -57,20 +58,26 @@ def _(a, b, before):
 
 
 @operator("product_relu2")
-def product_relu2(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """max(a b + bias, 0)^2, on Hopper"""
-    return hopper.relu2(a, b.t(), bias)
+def product_relu2(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, tune: bool) -> torch.Tensor:
+    """max(a b + bias, 0)^2"""
+    if on_hopper(a):
+        return hopper.relu2(a, b.t(), bias)
+    act = cublas.matmul(a, b, a.new_empty(a.size(0), b.size(1)), bias=bias, tune=tune)
+    _relu2[(triton.cdiv(act.numel(), RELU2_BLOCK),)](act, act.numel(), BLOCK=RELU2_BLOCK)
+    return act
 
 
 @product_relu2.register_fake
-def _(a, b, bias):
+def _(a, b, bias, tune):
     return a.new_empty(a.size(0), b.size(1))
 
 
 @operator("product_drelu2")
 def product_drelu2(a: torch.Tensor, b: torch.Tensor, act: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(a b times ReLU^2's derivative where its output is `act`, its float32 column sums), on Hopper"""
-    return hopper.drelu2(a, b, act)
+    """(a b times ReLU^2's derivative where its output is `act`, its float32 column sums)"""
+    if on_hopper(a):
+        return hopper.drelu2(a, b, act)
+    return relu2_backward(cublas.matmul(a, b, torch.empty_like(act)), act)
 
 
 @product_drelu2.register_fake
@@ -117,18 +124,12 @@ def gelu_down(dy, w, act, before):
 
 
 def relu2_up(x, w, bias, tune):
-    if on_hopper(x):
-        act = product_relu2(x, w, bias)
-    else:
-        act = torch.relu(product(x, w, bias, x.dtype, tune)).square().to(x.dtype)  # autocast squares in float32
+    act = product_relu2(x, w, bias, tune)
     return act, (act,)
 
 
 def relu2_down(dy, w, act):
-    if on_hopper(dy):
-        dbefore, sums = product_drelu2(dy, w, act)
-    else:
-        dbefore, sums = relu2_backward(product(dy, w, None, dy.dtype, True), act)
+    dbefore, sums = product_drelu2(dy, w, act)
     return dbefore, act, sums
 
 
@@ -148,8 +149,7 @@ FUNCTIONS = {
 }
 
 
-@operator("relu2_backward")
-def relu2_backward(dact: torch.Tensor, act: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def relu2_backward(dact, act):
     """(gradient of the pre-activation, its float32 column sums) from the gradient of act, ReLU^2 of it; both (N, H)."""
     N, H = dact.shape
     dbefore, strips = torch.empty_like(dact), triton.cdiv(H, RELU2_COLS)
@@ -162,9 +162,12 @@ def relu2_backward(dact: torch.Tensor, act: torch.Tensor) -> tuple[torch.Tensor,
     return dbefore, parts.sum(0)
 
 
-@relu2_backward.register_fake
-def _(dact, act):
-    return torch.empty_like(dact), dact.new_empty(dact.size(1), dtype=torch.float32)
+@triton.jit
+def _relu2(act, size, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(act + at, mask=at < size, other=0.0).to(tl.float32)
+    positive = tl.where(x < 0, 0.0, x)  # unlike tl.maximum it keeps NaN
+    tl.store(act + at, (positive * positive).to(act.dtype.element_ty), mask=at < size)
 
 
 @triton.jit

@@ -11,7 +11,7 @@ On the CPU the fast forms run in Triton's interpreter, on a GPU for real, compil
 
 Tolerances. bf16 keeps 8 bits, a relative error of 2^-9 for each number, and a gradient has gone through some twenty
 such roundings: 2e-3 in a loss of 16 tokens and 3e-2 in the change of a parameter are what PyTorch's own autocast does
-to model.py as it is. Some edits are more sensitive (another norm: 1e-1), so the bound is twice the error of autocast
+to model.py as it is. Some edits are more sensitive (another norm: 1e-1), so the bound is thrice the error of autocast
 with the same edit where that is more. Without the edit some parameter changes by 0.3 otherwise at least, in most edits
 by 1. fp8 keeps 4 bits, of gradients 3, and the interpreter loses a carry (see test_fp8.py): the directions of changes
 are compared, which without the edit are clearly others.
@@ -312,7 +312,7 @@ def check(edit, found, **settings):
     reference, other = plain(edit, **settings), plain(None, edit, **settings)
     autocast = errors(plain(edit, precision="bf16", **settings), reference)
     loss, change = errors(found, reference)
-    assert loss < max(LOSS, 2 * autocast[0]) and change < max(CHANGE, 2 * autocast[1]), (loss, change, autocast)
+    assert loss < max(LOSS, 3 * autocast[0]) and change < max(CHANGE, 3 * autocast[1]), (loss, change, autocast)
     assert errors(found, other)[1] > OTHER, "the edit has no effect"
     same_parameters_changed(found, reference)
 

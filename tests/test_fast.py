@@ -263,8 +263,9 @@ def test_swiglu(rows, H):
     expected = F.silu(gate) * up
     (expected_grad,) = torch.autograd.grad(expected, exact, dact.double())
     dgate_up, act = mlp.swiglu_backward(dact, gate_up)
-    assert torch.equal(act, mlp.swiglu(gate_up)) and error(act, expected) < 3e-3  # one rounding to bf16
-    assert error(dgate_up, expected_grad) < 3e-3
+    # one rounding to bf16, of 8 numbers in the smallest case
+    assert torch.equal(act, mlp.swiglu(gate_up)) and error(act, expected) < 4e-3
+    assert error(dgate_up, expected_grad) < 4e-3
 
 
 @either
