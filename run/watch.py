@@ -364,6 +364,9 @@ def explain(error, cfg, world):
     if isinstance(error, torch.OutOfMemoryError):
         budget = torch.cuda.mem_get_info(world.device)[1]
         return UserError(memory.advice(cfg, world.size, budget, legal))
+    if "does not have a deterministic implementation" in str(error):
+        name = first_line(error).partition(" does not have")[0]
+        return UserError(f"deterministic=True: {name} has no deterministic form; replace it, or --deterministic=False")
     if isinstance(error, torch._dynamo.exc.BackendCompilerFailed):
         inner = error.inner_exception
         reason = f"{type(inner).__name__}: {first_line(inner)}"
