@@ -3,12 +3,13 @@ scales, accumulation into the output, and the fastest algorithm of a shape found
 
 PyTorch runs the first algorithm that cuBLASLt's heuristic proposes. `matmul` times the heuristic's first CANDIDATES and
 hopper.py's kernel at the first call of a shape, and keeps the fastest along with the shape's descriptors. A
-deterministic run (torch.use_deterministic_algorithms) times nothing and takes the first, since algorithms differ in the
-order of their sums, and leaves out those that add partial sums up in the output.
+deterministic run (torch.use_deterministic_algorithms) times nothing and takes the first that runs, since algorithms
+differ in the order of their sums, and leaves out those that add partial sums up in the output.
 
 Constants and structures: https://docs.nvidia.com/cuda/cublas, section "Using the cuBLASLt API".
 """
 
+import contextlib
 import ctypes
 import functools
 import statistics
@@ -94,8 +95,7 @@ def matmul(a, b, out, *, bias=None, gelu=None, dgelu=None, accumulate=False, sca
     aux = gelu if dgelu is None else dgelu
     epilogue = BIAS * (bias is not None) + (GELU + AUX) * (gelu is not None) + (DGELU + AUX) * (dgelu is not None)
     key = (a.device, *a.shape, b.shape[1], a.stride(), b.stride(), a.dtype, b.dtype, out.dtype, epilogue or DEFAULT)
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    key += (accumulate, fast, None if bias is None else bias.dtype, deterministic)
+    key += (accumulate, fast, None if bias is None else bias.dtype, torch.are_deterministic_algorithms_enabled())
     plan = PLANS.get(key) or PLANS.setdefault(key, Plan(*key))
     # The scales change places as the operands do: see Plan.
     pointers = [(BIAS_POINTER, bias), (EPILOGUE_AUX_POINTER, aux)]
@@ -103,7 +103,7 @@ def matmul(a, b, out, *, bias=None, gelu=None, dgelu=None, accumulate=False, sca
     for attribute, tensor in pointers:
         if tensor is not None:
             plan.set(attribute, ctypes.c_uint64(tensor.data_ptr()))
-    if tune and not plan.tuned and not deterministic:
+    if tune and not plan.tuned:
         plan.tune(a, b, bias, torch.empty_like(out) if accumulate else out)
     plan.run(a, b, bias, out, plan.fastest)
     return out
@@ -191,7 +191,16 @@ class Plan:
         if self.has_hopper and hopper.takes(a, b if b.stride(1) == 1 else b.t(), bias, out):
             count += 1
         candidates = [functools.partial(self.run, a, b, bias, out, which) for which in range(count)]
-        self.fastest = fastest(candidates, self.device)
+        self.fastest = first(candidates) if self.deterministic else fastest(candidates, self.device)
+
+
+def first(functions):
+    """Index of the first function that raises no RuntimeError: see `fastest`. 0 if all do."""
+    for which, function in enumerate(functions):
+        with contextlib.suppress(RuntimeError):
+            function()
+            return which
+    return 0
 
 
 def fastest(functions, device):

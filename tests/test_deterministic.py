@@ -76,29 +76,30 @@ def test_two_runs_on_a_gpu_are_equal(data_dir, tmp_path, settings):
 
 
 def test_nothing_is_timed(monkeypatch, deterministic):
-    """cublas.matmul takes the heuristic's first algorithm, from another plan than a run that times; q, k, v one way."""
+    """cublas.matmul takes the first algorithm, by another plan than a run that times has; q, k and v's backward one."""
     cublas = pytest.importorskip("fast.cublas", reason="Triton is installed with PyTorch's CUDA builds only")
     from fast import linear
 
-    ran = []
+    def run(plan, a, b, bias, out, which):
+        ran.append(which)
+        if which == 0:
+            raise RuntimeError("an algorithm that does not run")
 
-    class Plan:
-        def __init__(self, *key):
-            self.fastest, self.tuned = 0, False
+    def new(plan, *key):
+        plan.deterministic, plan.tuned, plan.fastest, plan.device = key[-1], False, 0, key[0]
+        plan.algorithms, plan.has_hopper = [None] * 4, False
 
-        def tune(self, *operands):
-            self.fastest, self.tuned = 3, True
-
-        def run(self, a, b, bias, out, which):
-            ran.append(which)
-
-    monkeypatch.setattr(cublas, "Plan", Plan)
+    monkeypatch.setattr(cublas.Plan, "__init__", new)
+    monkeypatch.setattr(cublas.Plan, "run", run)
+    monkeypatch.setattr(cublas, "fastest", lambda candidates, device: len(candidates) - 1)
     monkeypatch.setattr(cublas, "PLANS", {})
-    a = torch.zeros(8, 8)
+    a, chosen = torch.zeros(8, 8), []
     for on in (False, True, False):
         torch.use_deterministic_algorithms(on)
+        ran = []
         cublas.matmul(a, a, torch.zeros(8, 8))
-    assert ran == [3, 0, 3]
+        chosen.append(ran)
+    assert chosen == [[3], [0, 1, 1], [3]]  # the first that runs is found by running it
 
     took = []
     monkeypatch.setattr(linear, "on_hopper", lambda x: True)
