@@ -47,6 +47,7 @@ class Config:
 
 def main(cfg):
     """Runs, prints the table, draws; the exit code: 0 if all of the table holds."""
+    configurator.refuse(configurator.too_small(cfg, {"steps": 100, "ranks": 1}))
     folder = Path(cfg.out_dir).resolve()
     samples = train(cfg, command(cfg, *make_data(folder / "data")), folder / "run")
     run = Run(folder / "run", "soak", plot.COLORS[0], 1.3)
@@ -95,8 +96,10 @@ def train(cfg, words, out_dir):
                 time.sleep(cfg.every_s)
         finally:
             process.terminate()
-    if process.returncode or not samples:
+    if process.returncode:
         raise UserError(f"the run ended with {process.returncode}; see {out_dir.parent / 'console.log'}")
+    if not samples:
+        raise UserError("the ranks' memory could not be read from /proc, which Linux alone has")
     return np.array(samples, dtype=float)
 
 
