@@ -243,10 +243,6 @@ def test_signals_are_the_processs_again_after_a_run(data_dir, tmp_path):
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
 
 
-def absolute(words):
-    return [str(ROOT / words[0]), *words[1:]]
-
-
 @pytest.mark.fault(28, 56, 57)
 def test_a_second_signal_ends_at_once_and_no_saving_is_said(data_dir, tmp_path):
     began = time.monotonic()
