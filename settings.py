@@ -168,6 +168,7 @@ class Config(GPTConfig):
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp8"] = "auto"  # auto: bf16 on GPUs that have it
     compile: bool = True  # torch.compile; needs a C++ compiler on the CPU
     ops: Literal["auto", "torch", "fused"] = "auto"  # fused: fast forms (fast/); torch: the definitions of kernels.py
+    deterministic: bool = False  # the same bits in each run on one GPU, at some cost; on a CPU it is always so
     # Several GPUs
     parallel: Literal["ddp", "fsdp", "zero2", "hsdp"] = "ddp"  # ddp: a copy on each rank; others: sharded with FSDP2
     shard_size: int | None = None  # hsdp: ranks that share a copy of the model; None: those of a node
@@ -282,6 +283,8 @@ def conflicts(cfg, ranks):
         found.append(f"offload_states=True updates on the CPU, where {cfg.optimizer} is slow; try --optimizer=adamw")
     if cfg.offload_states and cfg.backend == "nccl":
         found.append("offload_states=True needs gloo as well as backend=nccl; try --backend=auto")
+    if cfg.deterministic and cfg.attention == "cudnn":
+        found.append("deterministic=True: attention=cudnn adds gradients in no fixed order; try --attention=flash")
     if cfg.remat == "none" and cfg.remat_tile:
         found.append("remat_tile needs remat=selective, attention or block, remat is none")
     if cfg.remat in ("none", "selective") and cfg.remat_offload:

@@ -1,17 +1,16 @@
 """Attention: which backend of scaled_dot_product_attention is fastest, and what cuDNN's backward needs."""
 
-import functools
-
 import torch
 
 
-@functools.cache
 def best_attention(device, precision="bf16"):
     """(backend, reason) for a torch.device: cuDNN on Hopper and later, where it is 1.5 to 2.4 times as fast."""
     if device.type != "cuda":
         return "flash", f"PyTorch's own on {device.type}"
     if precision in ("fp32", "tf32"):
         return "efficient", "cuDNN and flash take 16-bit numbers only"
+    if torch.are_deterministic_algorithms_enabled():
+        return "flash", "deterministic: cuDNN's backward adds in no fixed order"
     major, minor = torch.cuda.get_device_capability(device)
     if major >= 9 and torch.version.cuda and torch.backends.cudnn.is_available():
         return "cudnn", f"fastest on compute capability {major}.{minor}"

@@ -2,11 +2,14 @@
 scales, accumulation into the output, and the fastest algorithm of a shape found by timing.
 
 PyTorch runs the first algorithm that cuBLASLt's heuristic proposes. `matmul` times the heuristic's first CANDIDATES and
-hopper.py's kernel at the first call of a shape, and keeps the fastest along with the shape's descriptors.
+hopper.py's kernel at the first call of a shape, and keeps the fastest along with the shape's descriptors. A
+deterministic run (torch.use_deterministic_algorithms) times nothing and takes the first that runs, since algorithms
+differ in the order of their sums, and leaves out those that add partial sums up in the output.
 
 Constants and structures: https://docs.nvidia.com/cuda/cublas, section "Using the cuBLASLt API".
 """
 
+import contextlib
 import ctypes
 import functools
 import statistics
@@ -22,7 +25,9 @@ COMPUTE_32F, SUCCESS = 68, 0
 TRANSA, TRANSB, EPILOGUE, BIAS_POINTER, EPILOGUE_AUX_POINTER, EPILOGUE_AUX_LD = 3, 4, 7, 8, 11, 12
 A_SCALE_POINTER, B_SCALE_POINTER, FAST_ACCUM, BIAS_DATA_TYPE = 17, 18, 25, 26
 # CUBLASLT_MATMUL_PREF_...
-MAX_WORKSPACE_BYTES, MIN_ALIGNMENT_BYTES = 1, (5, 6, 7, 8)  # the latter of a, b, c and d
+MAX_WORKSPACE_BYTES, REDUCTION_SCHEMES, MIN_ALIGNMENT_BYTES = 1, 3, (5, 6, 7, 8)  # the last of a, b, c and d
+# CUBLASLT_REDUCTION_SCHEME_...: how split-K adds up its parts, bits to be combined: in a workspace, in two types
+COMPUTE_TYPE, OUTPUT_TYPE = 2, 4
 # CUBLASLT_EPILOGUE_..., bits to be combined, but for DEFAULT. AUX: GELU writes, or DGELU reads, the pre-activation
 DEFAULT, BIAS, GELU, DGELU, AUX = 1, 4, 32, 64, 128
 
@@ -90,7 +95,7 @@ def matmul(a, b, out, *, bias=None, gelu=None, dgelu=None, accumulate=False, sca
     aux = gelu if dgelu is None else dgelu
     epilogue = BIAS * (bias is not None) + (GELU + AUX) * (gelu is not None) + (DGELU + AUX) * (dgelu is not None)
     key = (a.device, *a.shape, b.shape[1], a.stride(), b.stride(), a.dtype, b.dtype, out.dtype, epilogue or DEFAULT)
-    key += (accumulate, fast, None if bias is None else bias.dtype)
+    key += (accumulate, fast, None if bias is None else bias.dtype, torch.are_deterministic_algorithms_enabled())
     plan = PLANS.get(key) or PLANS.setdefault(key, Plan(*key))
     # The scales change places as the operands do: see Plan.
     pointers = [(BIAS_POINTER, bias), (EPILOGUE_AUX_POINTER, aux)]
@@ -112,7 +117,7 @@ class Plan:
 
     def __init__(self, device, M, K, N, a_strides, b_strides, a_type, b_type, out_type, epilogue, *options):
         lib, _ = library()
-        accumulate, fast, bias_type = options
+        accumulate, fast, bias_type, self.deterministic = options
         ta, tb = (strides[1] != 1 for strides in (a_strides, b_strides))
         self.device, self.tuned, self.fastest = device, False, 0
         self.alpha, self.beta = ctypes.c_float(1), ctypes.c_float(accumulate)
@@ -151,6 +156,10 @@ class Plan:
         lib.cublasLtMatmulPreferenceSetAttribute(preference, MAX_WORKSPACE_BYTES, ctypes.byref(limit), 8)
         for operand in MIN_ALIGNMENT_BYTES:
             lib.cublasLtMatmulPreferenceSetAttribute(preference, operand, ctypes.byref(ctypes.c_uint32(16)), 4)
+        if self.deterministic:
+            schemes = ctypes.byref(ctypes.c_uint32(COMPUTE_TYPE | OUTPUT_TYPE))
+            status = lib.cublasLtMatmulPreferenceSetAttribute(preference, REDUCTION_SCHEMES, schemes, 4)
+            check(status, "cublasLtMatmulPreferenceSetAttribute(REDUCTION_SCHEME_MASK)")
         found, count = (HeuristicResult * CANDIDATES)(), ctypes.c_int()
         la, lb, lo = self.layouts
         status = lib.cublasLtMatmulAlgoGetHeuristic(
@@ -182,7 +191,16 @@ class Plan:
         if self.has_hopper and hopper.takes(a, b if b.stride(1) == 1 else b.t(), bias, out):
             count += 1
         candidates = [functools.partial(self.run, a, b, bias, out, which) for which in range(count)]
-        self.fastest = fastest(candidates, self.device)
+        self.fastest = first(candidates) if self.deterministic else fastest(candidates, self.device)
+
+
+def first(functions):
+    """Index of the first function that raises no RuntimeError: see `fastest`. 0 if all do."""
+    for which, function in enumerate(functions):
+        with contextlib.suppress(RuntimeError):
+            function()
+            return which
+    return 0
 
 
 def fastest(functions, device):

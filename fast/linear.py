@@ -96,10 +96,12 @@ def qkv_gradients(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dx, dw, float32 column sums of dy) of y = x w^T, where dy is dq, dk and dv side by side.
 
-    On Hopper, if all widths suit its tiles, the faster of two ways is taken, timed at the first call of a shape.
+    On Hopper, if all widths suit its tiles, the faster of two ways is taken, timed at the first call of a shape; in a
+    deterministic run always the first, since hopper.linear_backward adds in no fixed order.
     """
     parts = dq, dk, dv
-    if not (on_hopper(x) and all(part.size(1) % hopper.PART == 0 for part in parts)):
+    fits = on_hopper(x) and all(part.size(1) % hopper.PART == 0 for part in parts)
+    if not fits or torch.are_deterministic_algorithms_enabled():
         return packed_gradients(parts, x, w, weight_dtype)
     ways = packed_gradients, parts_gradients
     key = x.device, *x.shape, *w.shape, weight_dtype

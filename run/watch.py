@@ -31,6 +31,7 @@ from run.lock import Lock, machine, started
 from scale import memory, parallel
 from settings import legal
 
+SIGNALS = signal.SIGTERM, signal.SIGINT
 POLL = 0.5  # seconds between two looks at the store
 PATIENCE = 1.5  # seconds in which a rank may fail by itself, once another has failed
 ALIVE = 5  # seconds between two writes of status.json
@@ -88,14 +89,16 @@ class Watch:
         self._wakeup = socket.socketpair()  # gets the number of each signal, while the main thread waits in C++ too
         for end in self._wakeup:
             end.setblocking(False)
-        numbers = signal.SIGTERM, signal.SIGINT
-        self._before = {number: signal.signal(number, self._ask) for number in numbers}
+        self._before = {number: signal.signal(number, self._ask) for number in SIGNALS}
         self._before_wakeup = signal.set_wakeup_fd(self._wakeup[1].fileno(), warn_on_full_buffer=False)
         if self.store is not None:
             process = [machine(), os.getpid(), started(os.getpid())]
             self.store.set(f"process/{self.world.rank}", json.dumps(process))
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
+        # The thread takes the signals from here on. Processes started from here inherit the mask: Ctrl-C, torchrun and
+        # systemd tell whole process groups, and a compiler that died of it would look like one that failed.
+        self._before_mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             if self.writes and os.path.isdir(self.cfg.out_dir):  # else there is nothing to protect yet
                 self.lock.take()
@@ -117,6 +120,7 @@ class Watch:
             self._write_status()
             self.lock.release()
             current = None
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._before_mask)
             signal.set_wakeup_fd(self._before_wakeup)
             for number, handler in self._before.items():
                 signal.signal(number, handler)
@@ -393,6 +397,9 @@ def explain(error, cfg, world):
     if isinstance(error, torch.OutOfMemoryError):
         budget = torch.cuda.mem_get_info(world.device)[1]
         return UserError(memory.advice(cfg, world.size, budget, legal))
+    if "does not have a deterministic implementation" in str(error):
+        name = first_line(error).partition(" does not have")[0]
+        return UserError(f"deterministic=True: {name} has no deterministic form; replace it, or --deterministic=False")
     if isinstance(error, torch._dynamo.exc.BackendCompilerFailed):
         inner = error.inner_exception
         reason = f"{type(inner).__name__}: {first_line(inner)}"

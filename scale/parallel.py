@@ -48,8 +48,22 @@ class World:
 
 def join(cfg):
     """Calls `start` with the settings of a settings.Config."""
+    if cfg.deterministic:
+        make_deterministic()
     tight = cfg.parallel != "ddp" or cfg.remat != "none"
     return start(cfg.device, pick_backend(cfg), cfg.timeout_s, expandable=tight)
+
+
+def make_deterministic():
+    """Has this process compute the same bits each time; an operation that cannot raises a RuntimeError.
+
+    PyTorch and its compiler then avoid atomic additions and choices by timing; so does fast/, which asks
+    torch.are_deterministic_algorithms_enabled(). Call it before CUDA starts. Several GPUs are not covered: the order in
+    which NCCL sums is its own choice.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # scratch memory of fixed size for each stream
+    torch.use_deterministic_algorithms(True)  # with warn_only, attention's backward would keep its atomic additions
+    torch.utils.deterministic.fill_uninitialized_memory = False  # or every new tensor is written once more
 
 
 def start(device="auto", backend="auto", timeout_s=600, expandable=False):

@@ -3,7 +3,9 @@
 import functools
 import json
 import os
+import signal
 import sysconfig
+import time
 from pathlib import Path
 
 import faults
@@ -180,6 +182,15 @@ def train_in_rank(words, compiler="inductor", unit_mib=None):
     except UserError as error:
         return error.exit_code, str(error)
     return 0, ""
+
+
+def tell(number=signal.SIGTERM):
+    """Sends this process, over which a Watch watches, a signal; its thread gets it and may take a moment."""
+    from run import watch
+
+    os.kill(os.getpid(), number)
+    while not watch.current.asked:
+        time.sleep(0.001)
 
 
 def read_log(out_dir):

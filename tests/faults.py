@@ -66,7 +66,7 @@ a damaged checkpoint among the last | the whole one stays until another one take
 a record names `../x`, an absolute path or a link | refused; nothing outside the folder is read or removed
 manifests, states and headers of another structure | one line, the checkpoint before where there is one
 token_bytes.npy is damaged | its digest tells
-signals in a long step, an evaluation, a save | one checkpoint in time; a second signal ends at once
+signals in a long step, compilation, evaluation, HellaSwag, save | one checkpoint in time; a second signal ends at once
 SIGTERM with save_interval=0 | the last line says that nothing was saved
 weights that are not finite are due to be saved | neither saved nor resumed into
 lines of a text file that hold no text | file and line; `--skip_bad_documents` leaves them out and counts them

@@ -1,15 +1,13 @@
 """train.py run whole: resumed against uninterrupted, ranks against one process, and each user error with its code."""
 
 import json
-import os
 import shutil
-import signal
 import sys
 
 import pytest
 import ranks
 import torch
-from conftest import ROOT, flags, losses, read_log, stdlib_bytes, train_here, train_ranks, write_shard
+from conftest import ROOT, flags, losses, read_log, stdlib_bytes, tell, train_here, train_ranks, write_shard
 from safetensors.torch import load_file
 
 import train
@@ -374,7 +372,7 @@ def train_until_terminated(words):
     def told_to_stop(*arguments):
         calls.append(arguments)
         if len(calls) == 10:
-            os.kill(os.getpid(), signal.SIGTERM)
+            tell()
         set_learning_rate(*arguments)
 
     train.optim.set_learning_rate = told_to_stop

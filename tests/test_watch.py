@@ -3,6 +3,7 @@
 Those over several ranks run train.py as a script in ranks.py's processes; tests of torchrun itself are marked slow.
 """
 
+import functools
 import json
 import os
 import re
@@ -14,11 +15,12 @@ import time
 import pytest
 import ranks
 import torch
-from conftest import ROOT, flags, losses, read_log, train_here, write_shard
+from conftest import ROOT, flags, losses, read_log, tell, train_here, write_shard
 
 import train
 from configurator import UserError, configure, run
 from corpus.loader import TokenLoader
+from run import checkpoint, multiple_choice, watch
 from run.evaluate import Evaluator
 from run.lock import started
 from run.watch import Watch
@@ -52,9 +54,9 @@ def mistake():
 
 
 def signalled_twice():
-    os.kill(os.getpid(), signal.SIGINT)
+    tell(signal.SIGINT)
     time.sleep(1.5)
-    os.kill(os.getpid(), signal.SIGINT)
+    tell(signal.SIGINT)
     time.sleep(60)
 
 
@@ -65,8 +67,8 @@ FAULTS = {
     "exits": lambda: os._exit(7),
     "dies": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "hangs": lambda: time.sleep(1e9),
-    "term": lambda: os.kill(os.getpid(), signal.SIGTERM),
-    "interrupt": lambda: os.kill(os.getpid(), signal.SIGINT),
+    "term": tell,
+    "interrupt": lambda: tell(signal.SIGINT),
     "interrupt twice": signalled_twice,
 }
 
@@ -144,29 +146,125 @@ def test_ranks_stop_together_in_the_middle_of_a_long_step_and_resume_bitwise(dat
     assert losses(read_log(tmp_path / "cut")) == losses(read_log(tmp_path / "whole"))
 
 
-@pytest.mark.fault(27, 56)
-def test_a_signal_in_an_evaluation_leaves_it_for_the_resumed_run(data_dir, tmp_path, monkeypatch):
-    settings = dict(max_steps=6, eval_interval=4, save_interval=100)
-    validation = Evaluator.validation
+def train_told_in_evaluation(words, part, at_rank):
+    """For ranks.attempt: train.py as a script; one rank gets SIGTERM as a part of step 4's evaluation begins."""
+    evaluate = getattr(Evaluator, part)
 
     def told(evaluator, step, log):
-        if step == 4:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return validation(evaluator, step, log)
+        if step == 4 and os.environ.get("RANK", "0") == str(at_rank):
+            tell()
+        return evaluate(evaluator, step, log)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Evaluator, "validation", told)
-        assert train.main(configure(Config, absolute(flags(data_dir, tmp_path / "cut", **settings)))) == 143
-    assert sorted(losses(read_log(tmp_path / "cut"), "val")) == [0]
+    setattr(Evaluator, part, told)
+    if "RANK" in os.environ:  # so that batches are left when the ranks have agreed
+        pad = multiple_choice.pad
+        multiple_choice.pad = lambda *rows: time.sleep(0.4) or pad(*rows)
+    run(train.main, configure(Config, words))
+
+
+@pytest.mark.parametrize(
+    "part, number", [("validation", 0), ("hellaswag", 0), pytest.param("hellaswag", 2, marks=pytest.mark.slow)]
+)
+@pytest.mark.fault(27, 56)
+def test_a_signal_in_an_evaluation_leaves_it_for_the_resumed_run(data_dir, tmp_path, part, number):
+    examples = [dict(ctx=f"{i} is", endings=["odd", "even", "red", "big"], label=i % 4) for i in range(200)]
+    (tmp_path / "hellaswag").write_text("\n".join(map(json.dumps, examples)))
+    settings = dict(max_steps=6, eval_interval=4, save_interval=100, hellaswag_interval=4)
+    settings |= dict(hellaswag_file=tmp_path / "hellaswag")
+    words = flags(data_dir, tmp_path / "cut", **settings)
+    done, _ = ranks.attempt(number, train_told_in_evaluation, words, part, number - 1 if number else 0)
+    assert set(done.codes) == {143}, done.stderr
+    cut = read_log(tmp_path / "cut")
+    assert sorted(losses(cut, "val")) == ([0] if part == "validation" else [0, 4])
+    assert [line["step"] for line in cut if line["kind"] == "hellaswag"] == [0]
     assert (tmp_path / "cut/step_00000004").is_dir() and not (tmp_path / "cut/run.lock").exists()
-    cut = train_here(data_dir, tmp_path / "cut", resume="auto", **settings)
-    whole = train_here(data_dir, tmp_path / "whole", **settings)
+    ranks.run(number, [*words, "--resume=auto"])
+    ranks.run(number, flags(data_dir, tmp_path / "whole", **settings))
+    cut, whole = read_log(tmp_path / "cut"), read_log(tmp_path / "whole")
     assert losses(cut, "val") == losses(whole, "val") and losses(cut) == losses(whole)
+    scores = [{s["step"]: s["acc_norm"] for s in log if s["kind"] == "hellaswag"} for log in (cut, whole)]
+    assert scores[0] == scores[1] and sorted(scores[0]) == [0, 4, 6]
+
+
+def train_told_in_compilation(words, at_rank):
+    """For ranks.attempt: train.py as a script; while its compiler, another process, runs, their group gets SIGTERM."""
+    told = []
+
+    def backend(graph, inputs):
+        if not told and os.environ.get("RANK", "0") == str(at_rank):
+            told.append(True)
+            compiler = subprocess.Popen(["sleep", "1.5"])
+            os.killpg(os.getpgid(0), signal.SIGTERM)
+            if compiler.wait():
+                raise OSError("the compiler was killed")
+        return graph.forward
+
+    torch.compile = functools.partial(torch.compile, backend=backend)
+    run(train.main, configure(Config, words))
+
+
+@pytest.mark.parametrize("number", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.fault(26, 56)
+def test_a_signal_in_a_compilation_is_obeyed_after_it(data_dir, tmp_path, number):
+    settings = dict(max_steps=3, compile=True)
+    words = flags(data_dir, tmp_path / "cut", **settings)
+    done, _ = ranks.attempt(number, train_told_in_compilation, words, number - 1 if number else 0)
+    assert set(done.codes) == {143} and not error_lines(done), done.stderr
+    assert re.search(r"SIGTERM in step 1 .*\n(.*\n)*stopped      step [01] ", done.stdout)
+    ranks.attempt(number, train_told_in_compilation, [*words, "--resume=auto"], "none")
+    ranks.attempt(number, train_told_in_compilation, flags(data_dir, tmp_path / "whole", **settings), "none")
+    assert losses(read_log(tmp_path / "cut")) == losses(read_log(tmp_path / "whole"))
+
+
+def train_told_in_save(words, times, at_rank):
+    """For ranks.attempt: train.py as a script; while step 8 is written, one rank gets SIGTERM once or twice."""
+    write, take = checkpoint._write, TokenLoader.next
+
+    def slow(final, contents):
+        if final.name == "step_00000008" and os.environ.get("RANK", "0") == str(at_rank):
+            tell()
+            time.sleep(watch.TWICE + 0.5)
+            if times == 2:
+                tell()
+                time.sleep(60)
+        return write(final, contents)
+
+    def next_batch(loader):
+        time.sleep(0.01)  # there are steps left when the ranks have agreed
+        return take(loader)
+
+    checkpoint._write, TokenLoader.next = slow, next_batch
+    run(train.main, configure(Config, words))
+
+
+@pytest.mark.parametrize(
+    "times, number", [(1, 0), pytest.param(1, 2, marks=pytest.mark.slow), pytest.param(2, 0, marks=pytest.mark.slow)]
+)
+@pytest.mark.fault(28, 56)
+def test_a_signal_in_an_asynchronous_save_leaves_whole_checkpoints(data_dir, tmp_path, times, number):
+    settings = dict(max_steps=100 if number else 20, save_interval=4, async_save=True, keep_last=9)
+    words = flags(data_dir, tmp_path / "cut", **settings)
+    began = time.monotonic()
+    done, _ = ranks.attempt(number, train_told_in_save, words, times, number - 1 if number else 0)
+    assert set(done.codes) == {143}, done.stderr
+    found = sorted((tmp_path / "cut").glob("step_*"))
+    assert [folder for folder in found if checkpoint.problem(folder)] == []
+    if times == 2:  # what was being written is not there
+        assert time.monotonic() - began < 30 and [folder.name for folder in found] == ["step_00000004"]
+    else:  # it is finished, and where the run stopped is saved too
+        [stopped] = re.findall(r"stopped      step (\d+) ", done.stdout)
+        assert {f"step_{step:08}" for step in (4, 8, int(stopped))} <= {folder.name for folder in found}
+        assert int(stopped) < settings["max_steps"] and not list((tmp_path / "cut").glob(".writing*"))
+    ranks.run(number, [*words, "--resume=auto"])
+    ranks.run(number, flags(data_dir, tmp_path / "whole", **settings))
+    assert losses(read_log(tmp_path / "cut")) == losses(read_log(tmp_path / "whole"))
+
+
+def test_signals_are_the_processs_again_after_a_run(data_dir, tmp_path):
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    train_here(data_dir, tmp_path / "run", max_steps=1)
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-
-
-def absolute(words):
-    return [str(ROOT / words[0]), *words[1:]]
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
 
 
 @pytest.mark.fault(28, 56, 57)

@@ -1,0 +1,138 @@
+"""--deterministic: runs of the same command end with the same bits; what chooses by time or order does not in it."""
+
+import os
+import types
+
+import pytest
+import ranks
+import torch
+from conftest import flags, train_here
+from safetensors.torch import load_file
+
+from configurator import UserError
+from run import watch
+from scale import parallel
+from settings import Config, check
+
+
+@pytest.fixture
+def deterministic():
+    """The mode as parallel.join switches it on, and what it changes put back afterwards."""
+    before, filled = dict(os.environ), torch.utils.deterministic.fill_uninitialized_memory
+    parallel.make_deterministic()
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = filled
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def last(run, step):
+    """{name: tensor} of weights and moments in a run's checkpoint."""
+    return load_file(run / f"step_{step:08}/model.safetensors") | load_file(
+        run / f"step_{step:08}/optimizer.safetensors"
+    )
+
+
+def assert_same_bits(a, b):
+    assert a.keys() == b.keys() and len(a) > 20
+    assert [name for name in a if not torch.equal(a[name], b[name])] == []
+
+
+@pytest.mark.parametrize("on", [False, True])
+def test_two_runs_on_a_cpu_are_equal(data_dir, tmp_path, on, deterministic):
+    torch.use_deterministic_algorithms(False)
+    for name in "ab":
+        train_here(data_dir, tmp_path / name, dropout=0.1, shuffle_seed=1, eval_interval=6, deterministic=on)
+        assert torch.are_deterministic_algorithms_enabled() == on
+    assert_same_bits(last(tmp_path / "a", 12), last(tmp_path / "b", 12))
+
+
+GPT = dict(n_embd=768, n_head=12, block_size=256, batch_size=16, batch_tokens=8192, max_steps=5, save_interval=5)
+LLAMA = GPT | dict(positions="rope", norm="rmsnorm", mlp="swiglu", bias=False, n_kv_head=4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "settings",
+    [
+        GPT,
+        GPT | dict(precision="fp8", dropout=0.1),
+        LLAMA | dict(document_mask=True),
+        LLAMA | dict(remat="attention", optimizer="muon"),
+        pytest.param(GPT | dict(compile=True), marks=pytest.mark.slow),
+    ],
+    ids=["gpt", "fp8", "documents", "remat", "compiled"],
+)
+def test_two_runs_on_a_gpu_are_equal(data_dir, tmp_path, settings):
+    """Each run is a process of its own: what is timed would be kept for the second run of one process."""
+    settings = dict(precision="bf16") | settings
+    for name in "ab":
+        words = flags(data_dir, tmp_path / name, **settings, device="cuda", deterministic=True)
+        done = ranks.run(0, words, timeout=300)
+        assert done.returncode == 0, done.stderr
+        assert "fused" in done.stdout
+    assert_same_bits(last(tmp_path / "a", 5), last(tmp_path / "b", 5))
+
+
+def test_nothing_is_timed(monkeypatch, deterministic):
+    """cublas.matmul takes the first algorithm, by another plan than a run that times has; q, k and v's backward one."""
+    cublas = pytest.importorskip("fast.cublas", reason="Triton is installed with PyTorch's CUDA builds only")
+    from fast import linear
+
+    def run(plan, a, b, bias, out, which):
+        ran.append(which)
+        if which == 0:
+            raise RuntimeError("an algorithm that does not run")
+
+    def new(plan, *key):
+        plan.deterministic, plan.tuned, plan.fastest, plan.device = key[-1], False, 0, key[0]
+        plan.algorithms, plan.has_hopper = [None] * 4, False
+
+    monkeypatch.setattr(cublas.Plan, "__init__", new)
+    monkeypatch.setattr(cublas.Plan, "run", run)
+    monkeypatch.setattr(cublas, "fastest", lambda candidates, device: len(candidates) - 1)
+    monkeypatch.setattr(cublas, "PLANS", {})
+    a, chosen = torch.zeros(8, 8), []
+    for on in (False, True, False):
+        torch.use_deterministic_algorithms(on)
+        ran = []
+        cublas.matmul(a, a, torch.zeros(8, 8))
+        chosen.append(ran)
+    assert chosen == [[3], [0, 1, 1], [3]]  # the first that runs is found by running it
+
+    took = []
+    monkeypatch.setattr(linear, "on_hopper", lambda x: True)
+    monkeypatch.setattr(linear, "QKV_WAYS", {})
+    monkeypatch.setattr(cublas, "fastest", lambda ways, device: 1)
+    for name in ("packed_gradients", "parts_gradients"):
+        results = torch.zeros(8, 256), torch.zeros(768, 256), torch.zeros(768)
+        monkeypatch.setattr(linear, name, lambda *_, name=name, results=results: took.append(name) or results)
+    part, w = torch.zeros(8, 256), torch.zeros(768, 256)
+    for on in (True, False):
+        torch.use_deterministic_algorithms(on)
+        linear.qkv_gradients(part, part, part, torch.zeros(8, 256), w, torch.float32)
+    assert took == ["packed_gradients", "parts_gradients"]
+
+
+def test_attention_is_not_cudnns(monkeypatch, deterministic):
+    from fast.attention import best_attention
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    device = torch.device("cuda", 0)
+    assert best_attention(device)[0] == "flash" and best_attention(device, "fp32")[0] == "efficient"
+    torch.use_deterministic_algorithms(False)
+    assert best_attention(device)[0] == "cudnn"
+    with pytest.raises(UserError, match="attention=cudnn adds gradients in no fixed order; try --attention=flash"):
+        check(Config(deterministic=True, attention="cudnn"), 1)
+
+
+def test_an_operation_without_a_deterministic_form_is_one_line(deterministic):
+    assert not torch.is_deterministic_algorithms_warn_only_enabled()  # with it flash attention would not obey
+    error = RuntimeError("cumsum_cuda_kernel does not have a deterministic implementation, but you set 'torch.use_...")
+    found = watch.explain(error, Config(), types.SimpleNamespace(size=1))
+    assert str(found) == (
+        "deterministic=True: cumsum_cuda_kernel has no deterministic form; replace it, or --deterministic=False"
+    )
