@@ -4,6 +4,7 @@
     torchrun --standalone --nproc_per_node=4 bench.py step config/gpt2_124m.py   # several GPUs
     python bench.py ops                                                          # loss, norm, MLP, attention; one GPU
     torchrun --standalone --nproc_per_node=4 bench.py comm                       # all-reduce and others by size
+    python bench.py support [--gpu=h100]                                         # which fast forms run, why others not
     python bench.py memory config/llama3_8b.py --world=8 --gpu_gib=80            # memory that a run needs; no GPU
     python bench.py plan config/llama3_8b.py --world=8 --gpu_gib=80              # the fastest settings that fit; no GPU
     python bench.py plan config/llama3_8b.py --rates=h100,step.json,comm.json --write=config/mine.py
@@ -50,6 +51,12 @@ class CommConfig:
 
 
 @dataclass
+class SupportConfig:
+    gpu: str | None = None  # a100, 4090, h100, h200, b200 or mi300x instead of this machine's
+    device: str = "auto"  # auto, cpu, cuda, mps
+
+
+@dataclass
 class MemoryConfig(Config):
     # Machine to plan for
     world: int = 1  # ranks, one a GPU
@@ -80,6 +87,12 @@ def comm(cfg):
     from measure import comm
 
     on_device(comm.measure, cfg)
+
+
+def support(cfg):
+    from measure import support
+
+    support.measure(cfg)
 
 
 def memory(cfg):
@@ -116,6 +129,7 @@ COMMANDS = {
     "step": (step, StepConfig),
     "ops": (ops, OpsConfig),
     "comm": (comm, CommConfig),
+    "support": (support, SupportConfig),
     "memory": (memory, MemoryConfig),
     "plan": (plan, PlanConfig),
 }

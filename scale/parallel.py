@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 import kernels
 import model as models
 from configurator import UserError
+from fast import chips
 from scale import context, documents, remat
 from scale.memory import blocks_a_unit, gathers_8_bits
 from scale.shards import copy_into, local
@@ -129,16 +130,14 @@ def pick_precision(name, device, weights="fp32"):
     """(precision, reason), with auto resolved by the device and the weights' dtype."""
     if name == "auto" and weights == "bf16":
         return "bf16", "the weights are in bf16"
-    if name == "auto" and device.type == "cuda":
-        if torch.cuda.is_bf16_supported(including_emulation=False):
-            return "bf16", "this GPU has bf16 matrix units"
-        return "fp16", "this GPU has no bf16 matrix units"
     if name == "auto":
-        return "fp32", f"{device.type} has no fast lower precision"
+        missing = chips.no_bf16(chips.of(device))
+        low = "fp16" if device.type == "cuda" else "fp32"
+        return (low, missing) if missing else ("bf16", "this GPU has bf16 matrix units")
     if name in ("tf32", "fp16", "fp8") and device.type != "cuda":
         raise UserError(f"precision={name} needs a CUDA device, this is {device.type}; try --precision=fp32")
-    if name == "fp8" and torch.cuda.get_device_capability(device) < (8, 9):
-        raise UserError("precision=fp8 needs a GPU with fp8 matrix units (Ada, Hopper or later); try --precision=bf16")
+    if name == "fp8" and (missing := chips.no_fp8(chips.of(device))):
+        raise UserError(f"precision=fp8: {missing}; try --precision=bf16")
     return name, "as set"
 
 
