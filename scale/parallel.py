@@ -60,7 +60,7 @@ def start(device="auto", backend="auto", timeout_s=600, expandable=False):
     cache.
     """
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    device = pick_device(device, int(os.environ.get("LOCAL_RANK", 0)))
+    device = pick_device(device)
     if device.type == "cuda":
         if expandable and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
             os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
@@ -88,8 +88,9 @@ def pick_backend(cfg):
     return "cpu:gloo,cuda:nccl" if both else cfg.backend
 
 
-def pick_device(name, local_rank=0):
-    """The torch.device of this process: auto takes CUDA, then Apple's MPS, then the CPU."""
+def pick_device(name):
+    """The torch.device of this process: auto takes CUDA (a local rank its own), then Apple's MPS, then the CPU."""
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     if name == "cuda":
