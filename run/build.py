@@ -63,16 +63,20 @@ def make_batches(cfg, world, loader):
     over ranks, is the mean over the targets of the whole step, which are not equally many in each micro-step.
     """
 
+    micro_steps = cfg.batch_tokens // cfg.micro_tokens(world.size)
+
     def next_batch():
         x, y, *targets = loader.next()
         return *context.own_tokens(cfg, world, (x, y)), *(world.size / max(1, n) for n in targets)
 
     if cfg.overfit:
-        steps = range(cfg.batch_tokens // cfg.micro_tokens(world.size))
-        next_batch = itertools.cycle([next_batch() for _ in steps]).__next__
+        next_batch = itertools.cycle([next_batch() for _ in range(micro_steps)]).__next__
+
+    places = itertools.cycle(range(1, micro_steps + 1))
 
     def watched():
         watch.boundary("data")
+        watch.item("micro-step", next(places), micro_steps)
         batch = next_batch()
         watch.mark("forward and backward")
         return batch
