@@ -4,13 +4,16 @@
     torchrun --standalone --nproc_per_node=4 bench.py step config/gpt2_124m.py   # several GPUs
     python bench.py ops                                                          # loss, norm, MLP, attention; one GPU
     torchrun --standalone --nproc_per_node=4 bench.py comm                       # all-reduce and others by size
+    python bench.py support [--gpu=h100]                                         # which fast forms run, why others not
     python bench.py memory config/llama3_8b.py --world=8 --gpu_gib=80            # memory that a run needs; no GPU
     python bench.py plan config/llama3_8b.py --world=8 --gpu_gib=80              # the fastest settings that fit; no GPU
+    python bench.py plan config/llama3_8b.py --rates=h100,step.json,comm.json --write=config/mine.py
 
 `step` builds what train.py builds and feeds it random tokens with the frequencies of text. It prints the median step,
 the GPU time by kind of kernel, and the floor: every GEMM and attention kernel timed alone, and all of them back to
 back. --trace=FILE writes a chrome trace (chrome://tracing, ui.perfetto.dev), --snapshot=FILE the allocations
-(pytorch.org/memory_viz). `python bench.py COMMAND --help` lists a command's settings. The code is in measure/.
+(pytorch.org/memory_viz). --out=FILE of `step` and `comm` writes the figures as JSON, with which `plan --rates` plans.
+`python bench.py COMMAND --help` lists a command's settings. The code is in measure/.
 """
 
 import sys
@@ -30,6 +33,7 @@ class StepConfig(Config):
     breakdown: bool = True  # GPU time by kind of kernel and the floor, from two more steps
     trace: str | None = None  # write a chrome trace of two steps to this file
     snapshot: str | None = None  # write a record of all allocations until the last timed step to this file
+    out: str | None = None  # write the settings and figures to this file as JSON, for plan --rates
 
 
 @dataclass
@@ -43,6 +47,13 @@ class CommConfig:
     device: str = "auto"  # auto, cpu, cuda
     max_mib: int = 1024  # largest message, in MiB of bf16
     rounds: int = 10  # repetitions of each collective
+    out: str | None = None  # write the figures to this file as JSON, for plan --rates
+
+
+@dataclass
+class SupportConfig:
+    gpu: str | None = None  # a100, 4090, h100, h200, b200 or mi300x instead of this machine's
+    device: str = "auto"  # auto, cpu, cuda, mps
 
 
 @dataclass
@@ -55,6 +66,8 @@ class MemoryConfig(Config):
 @dataclass
 class PlanConfig(MemoryConfig):
     show: int = 8  # candidates printed
+    rates: str = "h200"  # h200 (measured), h100 or a100 (from data sheets), files of --out, or several: h100,step.json
+    write: str | None = None  # write the best settings to this new config file, which train.py takes
 
 
 def step(cfg):
@@ -74,6 +87,12 @@ def comm(cfg):
     from measure import comm
 
     on_device(comm.measure, cfg)
+
+
+def support(cfg):
+    from measure import support
+
+    support.measure(cfg)
 
 
 def memory(cfg):
@@ -110,6 +129,7 @@ COMMANDS = {
     "step": (step, StepConfig),
     "ops": (ops, OpsConfig),
     "comm": (comm, CommConfig),
+    "support": (support, SupportConfig),
     "memory": (memory, MemoryConfig),
     "plan": (plan, PlanConfig),
 }

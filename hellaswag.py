@@ -2,6 +2,7 @@
 
     python hellaswag.py --checkpoint=out/gpt2_124m
     python hellaswag.py --pretrained=gpt2 --file=hellaswag_val.jsonl
+    torchrun --standalone --nproc_per_node=8 hellaswag.py --checkpoint=out/llama3_8b     # each GPU scores a part
 
 acc takes the ending with the lowest summed loss, acc_norm the ending with the lowest mean loss per token, as other
 GPT-2 reproductions do (GPT-2 124M: 0.2859 and 0.2955); lm-eval's divides by characters instead. Chance is 0.25.
@@ -22,7 +23,7 @@ class Config:
     tokenizer: str | None = None  # None: the one that the checkpoint was trained with, or beside the pretrained weights
     file: str | None = None  # a local hellaswag_val.jsonl; None: downloaded once into ~/.cache/hellaswag
     limit: int | None = None  # number of examples, from the first on; None: all 10,042
-    batch_tokens: int | None = None  # tokens per forward pass; None: 65,536 on a GPU, 4,096 elsewhere
+    batch_tokens: int | None = None  # tokens per forward pass; None: 65,536 on a GPU, 1,024 on a CPU
     device: str = "auto"  # auto, cpu, cuda, mps
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"  # auto: bf16 where the GPU supports it
 
@@ -39,8 +40,11 @@ def main(cfg):
     tokenizer = trained.load_tokenizer(cfg, model, saved)
     examples = multiple_choice.load(cfg.file)[: cfg.limit]
     prepared = multiple_choice.prepare(examples, tokenizer, model.cfg.block_size)
+    world = parallel.start(cfg.device, timeout_s=3600)  # now: a mistake above would break the others' connections
     score = multiple_choice.evaluate(model.eval(), prepared, device, cfg.batch_tokens, autocast)
-    print(multiple_choice.in_words(score))
+    if world.main:
+        print(multiple_choice.in_words(score))
+    parallel.stop()
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from fast import chips
 from fast.attention import SameLayout
 
 try:
@@ -46,11 +47,7 @@ def serve(device, ops="auto"):
 
 def unable(device):
     """Why a device cannot run the fast forms, or None."""
-    if device.type != "cuda" or torch.version.cuda is None:
-        return "they are for NVIDIA GPUs"
-    if torch.cuda.get_device_capability(device)[0] < 8:
-        return "they are for NVIDIA GPUs from Ampere on"
-    return MISSING
+    return chips.no_fast_forms(chips.of(device)) or MISSING
 
 
 def choose(operation, x, *layers, unless=None, inner=0):

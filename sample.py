@@ -2,12 +2,14 @@
 
     python sample.py --checkpoint=out/gpt2_124m --prompt="Once upon a time" --n_samples=4
     python sample.py --pretrained=gpt2 --prompt=FILE:story.txt --temperature=0.8 --top_k=50
+    torchrun --standalone --nproc_per_node=8 sample.py --checkpoint=out/llama3_8b --n_samples=32    # 4 on each GPU
     python sample.py --pretrained=FOLDER --chat                                       # a conversation: a line, a reply
 
 Prints the text as it is generated, and at the end tokens a second. The sampling is in run/generate.py. `main` imports
 torch, which takes seconds, so that --help and a mistake in a setting answer at once.
 """
 
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +41,8 @@ def main(cfg):
     found = too_small(cfg, {"n_samples": 1, "max_new_tokens": 0, "temperature": 0, "top_k": 1, "seed": 0})
     refuse(found + [f"seed={cfg.seed} must be below 2**63"] * (cfg.seed >= 2**63))
     prompt = read_prompt(cfg.prompt)
+    if cfg.chat and prompt is None and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise UserError("chat=True without a prompt reads stdin, which ranks cannot share; leave out torchrun")
     from corpus import chat
     from run import generate, trained
     from scale import parallel
@@ -47,19 +51,36 @@ def main(cfg):
     precision, _ = parallel.pick_precision(cfg.precision, device)
     model, saved = trained.load(cfg, device, precision)
     tokenizer = trained.load_tokenizer(cfg, model, saved)
-    printer = generate.Printer(model, tokenizer, cfg.stop, cfg.max_new_tokens, cfg.temperature, cfg.top_k)
     template = chat.Template(trained.folders(cfg, tokenizer)[0], tokenizer) if cfg.chat else None
+    shown = [] if template else tokenizer.encode("\n" if prompt is None else prompt)
+    ids = [tokenizer.eot, *shown]
+    if template and prompt is not None:
+        ids = template.ids([message("user", prompt)])
+    world = parallel.start(cfg.device, timeout_s=3600)  # now: a mistake above would break the others' connections
+    options = cfg.max_new_tokens, cfg.temperature, cfg.top_k
+    printer = generate.Printer(model, tokenizer, cfg.stop, *options, quiet=not world.main)
     with parallel.autocast(precision, device):
         if template and prompt is None:
             converse(printer, template, cfg.seed)
         else:
-            shown = [] if template else tokenizer.encode("\n" if prompt is None else prompt)
-            ids = template.ids([message("user", prompt)]) if template else [tokenizer.eot, *shown]
-            for i in range(cfg.n_samples):
-                printer(ids, cfg.seed + i, shown)
-                print("-" * 80)
-    rate = printer.tokens / max(printer.seconds, 1e-9)
-    print(f"{printer.tokens:,} tokens in {printer.seconds:.1f} s, {rate:,.1f} tokens/s")
+            for first in range(0, cfg.n_samples, world.size):
+                share(printer, ids, shown, cfg, first, world)
+    parts = parallel.gather_objects((printer.tokens, printer.seconds))
+    tokens, seconds = sum(n for n, _ in parts), max(s for _, s in parts)
+    if world.main:
+        print(f"{tokens:,} tokens in {seconds:.1f} s, {tokens / max(seconds, 1e-9):,.1f} tokens/s")
+    parallel.stop()
+
+
+def share(printer, ids, shown, cfg, first, world):
+    """Samples from number `first` on, one on each rank; rank 0 prints its own as it comes, and then the others'."""
+    from scale import parallel
+
+    number = first + world.rank
+    own = printer(ids, cfg.seed + number, shown) if number < cfg.n_samples else None
+    for rank, text in enumerate(parallel.gather_objects(own)):
+        if world.main and text is not None:
+            print("-" * 80 if rank == 0 else f"{text}\n{'-' * 80}")
 
 
 def read_prompt(prompt):

@@ -2,19 +2,32 @@
 
 import torch
 
+from fast import chips
+
 
 def best_attention(device, precision="bf16"):
     """(backend, reason) for a torch.device: cuDNN on Hopper and later, where it is 1.5 to 2.4 times as fast."""
-    if device.type != "cuda":
-        return "flash", f"PyTorch's own on {device.type}"
+    return best_on(chips.of(device), precision, torch.backends.cudnn.is_available())
+
+
+def best_on(chip, precision="bf16", cudnn=True):
+    """As `best_attention`, for a chips.Chip. cudnn: whether the library is there."""
+    if chip.maker not in ("nvidia", "amd"):
+        return "flash", f"PyTorch's own on {chip.maker}"
     if precision in ("fp32", "tf32"):
         return "efficient", "cuDNN and flash take 16-bit numbers only"
+<<<<<<< HEAD
     if torch.are_deterministic_algorithms_enabled():
         return "flash", "deterministic: cuDNN's backward adds in no fixed order"
     major, minor = torch.cuda.get_device_capability(device)
     if major >= 9 and torch.version.cuda and torch.backends.cudnn.is_available():
         return "cudnn", f"fastest on compute capability {major}.{minor}"
     return "flash", f"fastest on compute capability {major}.{minor}"
+=======
+    best = "cudnn" if cudnn and chips.no_cudnn_attention(chip) is None else "flash"
+    where = "compute capability {}.{}".format(*chip.capability) if chip.maker == "nvidia" else "an AMD GPU"
+    return best, f"fastest on {where}"
+>>>>>>> paths
 
 
 class SameLayout(torch.autograd.Function):

@@ -132,8 +132,8 @@ def _rope_backward(
     if weight is not None:
         w1 = tl.load(weight + cols, mask=cols < D // 2, other=0.0).to(tl.float32)
         w2 = tl.load(weight + D // 2 + cols, mask=cols < D // 2, other=0.0).to(tl.float32)
-    sum1 = tl.zeros((HALF,), tl.float32)
-    sum2 = tl.zeros((HALF,), tl.float32)
+    sum1 = tl.zeros((ROWS, HALF), tl.float32)  # a sum over rows in each step would go through shared memory
+    sum2 = tl.zeros((ROWS, HALF), tl.float32)
     for step in tl.range(STEPS, num_stages=STAGES):
         n = (program + step * programs) * ROWS + tl.arange(0, ROWS)
         inside = (n < size)[:, None] & (cols < D // 2)[None, :]
@@ -143,8 +143,8 @@ def _rope_backward(
         if weight is not None:
             x1, x2, _, _ = _halves(x, cos, sin, n, cols, inside, row, x_batch, x_head, x_token, H, T, D)
             x1, x2, rstd = _normalised(x1, x2, eps, D)
-            sum1 += tl.sum(g1 * x1, 0)
-            sum2 += tl.sum(g2 * x2, 0)
+            sum1 += g1 * x1
+            sum2 += g2 * x2
             g1 *= w1[None, :]
             g2 *= w2[None, :]
             mean = (tl.sum(g1 * x1, 1) + tl.sum(g2 * x2, 1)) / D
@@ -154,8 +154,8 @@ def _rope_backward(
         tl.store(to, g1.to(dx.dtype.element_ty), mask=inside)
         tl.store(to + D // 2, g2.to(dx.dtype.element_ty), mask=inside)
     if weight is not None:
-        tl.store(parts + program * D + cols, sum1, mask=cols < D // 2)
-        tl.store(parts + program * D + D // 2 + cols, sum2, mask=cols < D // 2)
+        tl.store(parts + program * D + cols, tl.sum(sum1, 0), mask=cols < D // 2)
+        tl.store(parts + program * D + D // 2 + cols, tl.sum(sum2, 0), mask=cols < D // 2)
 
 
 @triton.jit

@@ -4,7 +4,9 @@ step          a training step, as train.py runs it, by kind of kernel
 floor         the lower bound of a step: its GEMMs and attention alone
 ops           single operations: the forms of fast/ beside torch.compile's
 comm          the bus bandwidth of collectives
-tables        the tables of scale/memory.py and scale/plan.py; imports no torch
+support       which fast forms run on a GPU
+tables        the tables of scale/memory.py and scale/plan.py, and the planned recipe; imports no torch
+rates         rates for the plan: from data sheets, or from figures that step and comm wrote; imports no torch
 
 hellaswag_local.yaml is a task for lm-evaluation-harness, see docs/checkpoints.md.
 

@@ -10,8 +10,9 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 from configurator import refuse, too_small
+from measure import rates as results
 from measure.floor import floor_times, power
-from run.logger import describe_device, peak_flops, show
+from run.logger import describe_device, device_name, peak_flops, show
 from scale import context, parallel
 from settings import check
 
@@ -31,6 +32,8 @@ def measure(cfg):
     began = time.perf_counter()
     check(cfg, world.size)
     refuse(too_small(cfg, {"steps": 0, "settle": 0, "gpu_gib": 1}))
+    if cfg.out:
+        results.refuse_unwritable("out", cfg.out)
     on_gpu, say = world.device.type == "cuda", print if world.main else lambda *_: None
     if cfg.gpu_gib and on_gpu:
         most = torch.cuda.mem_get_info(world.device)[1]
@@ -41,21 +44,32 @@ def measure(cfg):
     next_batch = synthetic(own, world)
     show([describe_device(world), *rows, *job.account.rows()], say)
     job.step(next_batch, cfg.lr)
-    parallel.synchronize(world.device)
-    say(f"{'first step':<12} {time.perf_counter() - began:.1f} s after the start, compilation included")
+    first = parallel.synchronize(world.device) - began
+    say(f"{'first step':<12} {first:.1f} s after the start, compilation included")
+    figures = {"first_step_s": first} | timed(job, next_batch, own, world, say)
+    if cfg.breakdown:
+        update = update_time(job, next_batch, cfg)
+        say(f"{'update':<12} {update * 1e3:.1f} ms, the optimizer's part of a step")
+        figures |= {"update_ms": update * 1e3} | (breakdown(job, next_batch, own, world, say) if on_gpu else {})
+    if cfg.out and world.main:
+        results.write(cfg.out, "step", own, device_name(world.device), world.size, torch.__version__, figures)
+
+
+def timed(job, next_batch, cfg, world, say):
+    """Prints the time of a step and the memory of the steps until now -> {name: figure}."""
+    figures = {}
     for _ in range(cfg.settle):
         job.step(next_batch, cfg.lr)
     if times := step_times(job, next_batch, cfg):
-        say(f"{'step':<12} {rates(times, own, world, job.account.flops_per_token)}")
-    if on_gpu:
+        words, figures = rates(times, cfg, world, job.account.flops_per_token)
+        say(f"{'step':<12} {words}")
+    if world.device.type == "cuda":
         say(f"{'memory':<12} {memory_peak()}, {power(world.device)}")
+        figures["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         if cfg.snapshot:
             torch.cuda.memory._dump_snapshot(cfg.snapshot)
             torch.cuda.memory._record_memory_history(enabled=None)
-    if cfg.breakdown:
-        say(f"{'update':<12} {update_time(job, next_batch, cfg) * 1e3:.1f} ms, the optimizer's part of a step")
-        if on_gpu:
-            breakdown(job, next_batch, own, world, say)
+    return figures
 
 
 def build(cfg, world):
@@ -114,13 +128,14 @@ def update_time(job, next_batch, cfg):
 
 
 def rates(times, cfg, world, flops_per_token):
-    """Median step, tokens/s and MFU in words."""
+    """Median step, tokens/s and MFU: (in words, {name: figure})."""
     median = statistics.median(times)
     rate, peak = cfg.batch_tokens / median, peak_flops(world.device, cfg.precision)
     known = peak is not None and flops_per_token is not None
-    mfu = f"{rate * flops_per_token / peak / world.size:.1%}" if known else "n/a"
+    mfu = rate * flops_per_token / peak / world.size if known else None
+    figures = {"step_ms": median * 1e3, "steps_ms": [t * 1e3 for t in times], "tokens_per_s": rate, "mfu": mfu}
     spread = f"median of {len(times)} ({min(times) * 1e3:.1f} to {max(times) * 1e3:.1f})"
-    return f"{median * 1e3:.1f} ms, {spread}; {rate:,.0f} tokens/s, MFU {mfu}"
+    return f"{median * 1e3:.1f} ms, {spread}; {rate:,.0f} tokens/s, MFU {f'{mfu:.1%}' if known else 'n/a'}", figures
 
 
 def memory_peak():
@@ -131,19 +146,23 @@ def memory_peak():
 
 
 def breakdown(job, next_batch, cfg, world, say):
-    """Prints the GPU time of a step by kind of kernel beside the floor, and the kernels that take most of it."""
+    """Prints the GPU time of a step by kind of kernel beside the floor, and the kernels that take most of it.
+
+    Returns {"ms": {kind: ms a step}, "floor_ms": {kind: ms a step}}.
+    """
     micros, steps = job.accumulation, 2
     trace = cfg.trace if world.main else None
     events = kernel_events(lambda: [job.step(next_batch, cfg.lr) for _ in range(steps)], trace)
     by_kind, wall, busy = times_by_kind(events, head_events(job, next_batch, cfg, world), micros, steps)
     floor, hot, watts = floor_times(cfg, world.device)
+    floor, hot = {kind: ms * micros for kind, ms in floor.items()}, hot * micros
     say(f"\n{'ms a step':<28}{'measured':>10}{'bf16 floor':>12}")
     for kind in ("matmul", "attention", "head + loss", "elementwise", "optimizer", "communication"):
-        least = f"{floor[kind] * micros:12.1f}" if kind in floor else ""
+        least = f"{floor[kind]:12.1f}" if kind in floor else ""
         name = {"communication": "communication, exposed", "matmul": "matmul without the head"}.get(kind, kind)
         say(f"{name:<28}{by_kind[kind]:10.1f}{least}")
     say(f"{'idle':<28}{wall - busy:10.1f}")
-    least, hot = sum(floor.values()) * micros, hot * micros
+    least = sum(floor.values())
     say(f"{'all':<28}{wall:10.1f}{least:12.1f}   the floor is {cfg.batch_tokens / least * 1e3:,.0f} tokens/s")
     say(f"{'floor back to back for 3 s':<38}{hot:12.1f}   {cfg.batch_tokens / hot * 1e3:,.0f} tokens/s, {watts}")
     say("\nkernels by time                                                     ms a step   times      us each")
@@ -152,6 +171,7 @@ def breakdown(job, next_batch, cfg, world, say):
         times = [e[2] - e[1] for e in events if e[0] == name]
         each = f"{len(times) / steps:7.0f} {sum(times) / len(times) * 1e3:12.1f}"
         say(f"  {name[:64]:<64} {sum(times) / steps:10.2f} {each}")
+    return {"ms": by_kind | {"idle": wall - busy}, "floor_ms": floor | {"back to back": hot}}
 
 
 def head_events(job, next_batch, cfg, world, rounds=16):

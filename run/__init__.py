@@ -11,6 +11,7 @@ multiple_choice   HellaSwag's file, rows and score
 generate          continues text with a model
 cache             the KV cache of generate
 meter             the figures of each step: read, recorded, checked
+pulse             lines of what a slow phase is at
 logger            the console, log.jsonl and wandb
 history           a run as its log.jsonl tells it, for plot.py; imports no torch
 page              plot.py's HTML page, of the template page.html; imports no torch

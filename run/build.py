@@ -2,11 +2,12 @@
 
 import dataclasses
 import itertools
+import shlex
 
 import model as models
 from configurator import UserError
 from corpus import mixture
-from corpus.loader import DataError, TokenLoader, read_manifest, read_sizes
+from corpus.loader import DataError, TokenLoader, find_shards, read_manifest, read_sizes
 from fast.attention import best_attention
 from run import checkpoint, hf_config, watch
 from run.account import Account, parameter_counts
@@ -43,16 +44,22 @@ def make_loaders(cfg, world):
 
 
 def refuse_other_tokenizer(cfg):
-    """Raises DataError unless the tokenizer of the data is that of the Hugging Face weights in init_from."""
+    """Raises DataError unless there is data with the tokenizer of the Hugging Face weights in init_from."""
     if cfg.tokenizer is None or not hf_config.names_hf(cfg.init_from):
         return
+    command = f"python fineweb.py --tokenizer={shlex.quote(cfg.tokenizer)}"  # which alone would take GPT-2's
     for folder, _ in mixture.folders(cfg.data_dir):
+        try:
+            find_shards(folder, "train")
+        except DataError as error:
+            make = f"{command} --out_dir={shlex.quote(str(folder))}"
+            raise DataError(str(error).replace("python fineweb.py", make)) from None
         manifest = read_manifest(folder)
         name, sizes = manifest.get("tokenizer"), read_sizes(folder, manifest)
         if name != cfg.tokenizer and sizes is not None and not hf_config.same_tokenizer(cfg.tokenizer, sizes):
             raise DataError(
                 f"data_dir={folder} was tokenized with {name}, the weights of init_from={cfg.init_from} use "
-                f"{cfg.tokenizer}; make the data again with python fineweb.py --tokenizer={cfg.tokenizer}"
+                f"{cfg.tokenizer}; make the data again with {command}"
             )
 
 
@@ -63,16 +70,20 @@ def make_batches(cfg, world, loader):
     over ranks, is the mean over the targets of the whole step, which are not equally many in each micro-step.
     """
 
+    micro_steps = cfg.batch_tokens // cfg.micro_tokens(world.size)
+
     def next_batch():
         x, y, *targets = loader.next()
         return *context.own_tokens(cfg, world, (x, y)), *(world.size / max(1, n) for n in targets)
 
     if cfg.overfit:
-        steps = range(cfg.batch_tokens // cfg.micro_tokens(world.size))
-        next_batch = itertools.cycle([next_batch() for _ in steps]).__next__
+        next_batch = itertools.cycle([next_batch() for _ in range(micro_steps)]).__next__
+
+    places = itertools.cycle(range(1, micro_steps + 1))
 
     def watched():
         watch.boundary("data")
+        watch.item("micro-step", next(places), micro_steps)
         batch = next_batch()
         watch.mark("forward and backward")
         return batch

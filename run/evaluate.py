@@ -22,7 +22,8 @@ def validate(model, loader, tokens, autocast, own=lambda batch: batch):
     exact = torch.float32 if device.type == "mps" else torch.float64
     sizes = None if loader.token_bytes is None else torch.as_tensor(loader.token_bytes, device=device)
     total = torch.zeros(3, dtype=exact, device=device)  # nats, targets, bytes
-    for x, y in progress(map(own, loader.eval_batches(tokens)), "validation"):
+    batches = -(-(min(tokens, loader.tokens - 1) // loader.T) // (loader.world * loader.B))
+    for x, y in progress(map(own, loader.eval_batches(tokens)), "validation", batches):
         with autocast:
             loss = model(x, y, "none")
         real = y >= 0

@@ -20,18 +20,21 @@ def texts(model, tokenizer, prompt, n, max_new_tokens, temperature, top_k, seed)
 class Printer:
     """Prints text as it is generated; `tokens` and `seconds`: how many, and how long it took, in all calls."""
 
-    def __init__(self, model, tokenizer, stop, *options):
-        """stop: whether to end where the model ends its text. options: of `steps`, from max_new_tokens to top_k."""
-        self.model, self.tokenizer, self.stop, self.options = model, tokenizer, stop, options
+    def __init__(self, model, tokenizer, stop, *options, quiet=False):
+        """stop: whether to end where the model ends its text. options: of `steps`, from max_new_tokens to top_k.
+
+        quiet: nothing is printed, the text is returned alone.
+        """
+        self.model, self.tokenizer, self.stop, self.options, self.quiet = model, tokenizer, stop, options, quiet
         self.tokens, self.seconds = 0, 0.0
 
     def __call__(self, ids, seed, shown=()):
         """Prints the text of `shown` and of what continues `ids`, both lists of ids; returns it."""
         began, text = time.perf_counter(), ""
         for piece in pieces(self.tokenizer.decode, itertools.chain([list(shown)], self.continued(ids, seed))):
-            print(piece, end="", flush=True)
+            print("" if self.quiet else piece, end="", flush=True)
             text += piece
-        print()
+        print(end="" if self.quiet else "\n")
         self.seconds += time.perf_counter() - began
         return text
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from run import files, watch
+from run.pulse import duration
 
 # Dense peak TFLOP/s by precision, from the vendors' data sheets; the first key found in the device's name counts.
 # AMD's fp32 figures are those of its matrix units.
@@ -76,12 +77,6 @@ def changed(cfg):
     return {f.name: getattr(cfg, f.name) for f in fields(cfg) if getattr(cfg, f.name) != f.default}
 
 
-def duration(seconds):
-    minutes, s = divmod(int(seconds), 60)
-    h, m = divmod(minutes, 60)
-    return f"{h}h{m:02d}m" if h else f"{m}m{s:02d}s" if m else f"{seconds:.1f}s"
-
-
 class Logger:
     """Prints and records on rank 0 only; every method may be called on every rank."""
 
@@ -121,6 +116,7 @@ class Logger:
     def print(self, *words):
         if self.on:
             print(*words, flush=True)
+            watch.spoke()
 
     def record(self, kind, step, **values):
         """One line in log.jsonl, and in wandb as kind/name."""
@@ -172,6 +168,7 @@ class Logger:
         }
         self.record("train", step, **values, tokens=step * cfg.batch_tokens)
         watch.note(step=step, loss=loss, eta_s=self.average and round(self.average * (cfg.max_steps - step)))
+        watch.spoke(seconds)
         if step % cfg.log_interval == 0 or step == cfg.max_steps:
             width, eta = len(str(cfg.max_steps)), self.eta(cfg.max_steps - step)
             self.print(
@@ -210,10 +207,15 @@ class Logger:
 
 
 def progress(iterable, label, total=None):
-    """Yields the items; a tqdm bar shows them on rank 0 in a terminal. A run may stop at each (watch.boundary)."""
+    """Yields the items; a tqdm bar shows them on rank 0 in a terminal, else a line now and then (run/pulse.py).
+
+    A run may stop at each (watch.boundary).
+    """
     from tqdm import tqdm
 
     quiet = os.environ.get("RANK", "0") != "0" or not sys.stderr.isatty()
-    for item in tqdm(iterable, desc=label, total=total, leave=False, disable=quiet):
+    total = len(iterable) if total is None and hasattr(iterable, "__len__") else total
+    for number, item in enumerate(tqdm(iterable, desc=label, total=total, leave=False, disable=quiet), 1):
         watch.boundary(label)
+        watch.item(label, number, total, shown=not quiet)
         yield item

@@ -1,5 +1,6 @@
 """Loads a trained model and its tokenizer, from a checkpoint or from Hugging Face weights, for the scripts."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -20,7 +21,7 @@ def load(cfg, device, precision):
     if cfg.checkpoint is None:
         tensors, shape = hf.open_hf(cfg.pretrained)
         return checkpoint.model_of(tensors, shape, device, precision), shape
-    if warning := source.warning(cfg.checkpoint):
+    if (warning := source.warning(cfg.checkpoint)) and os.environ.get("RANK", "0") == "0":
         print(f"warning: {warning}", file=sys.stderr)
     return checkpoint.load_model(cfg.checkpoint, device, precision)
 

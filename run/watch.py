@@ -28,6 +28,7 @@ import torch
 from configurator import UserError, leave
 from run import files
 from run.lock import Lock, machine, started
+from run.pulse import Pulse
 from scale import memory, parallel
 from settings import legal
 
@@ -36,6 +37,7 @@ POLL = 0.5  # seconds between two looks at the store
 PATIENCE = 1.5  # seconds in which a rank may fail by itself, once another has failed
 ALIVE = 5  # seconds between two writes of status.json
 AGREEMENT = 20  # seconds in which the ranks must agree where to stop; torchrun kills them after 30
+STEP = "data", "forward and backward"  # phases of a micro-step
 TWICE = 1  # a second signal within so many seconds is the same one, from torchrun and from the scheduler
 
 current = None  # the Watch of this process
@@ -59,6 +61,18 @@ def note(**values):
         current.status.update(values)
 
 
+def item(label, number, total=None, shown=False):
+    """Part `number` of `total` of what `label` names begins: see Pulse.item."""
+    if current:
+        current.pulse.item(label, number, total, shown)
+
+
+def spoke(step_s=None):
+    """A line was printed, or a step is done: see Pulse.spoke."""
+    if current:
+        current.pulse.spoke(step_s)
+
+
 class Stopped(Exception):
     """The run was told to stop."""
 
@@ -74,6 +88,7 @@ class Watch:
         self.lock, self.status = Lock(cfg.out_dir), {"state": "running", "step": 0, "max_steps": cfg.max_steps}
         self.writes = world.main and not cfg.dry_run
         self.asked = self.stopping = None  # signals
+        self.pulse = Pulse()
         self.step, self.phase, self.marks, self.boundaries = 0, "start", 0, 0
         self._frozen, self._agreed, self._mutex = None, None, threading.Lock()
         self._agreed_boundary = threading.Event()
@@ -132,6 +147,8 @@ class Watch:
     def mark(self, phase, step=None):
         self.phase, self.step = phase, self.step if step is None else step
         self.marks += 1
+        if phase not in (self.pulse.label, *STEP):
+            self.pulse.clear()
 
     def boundary(self, phase):
         self.mark(phase)
@@ -242,6 +259,8 @@ class Watch:
                     self._lost_since = self._lost_since or time.monotonic()
                     if time.monotonic() - self._lost_since > 5 and not self._closing.is_set():
                         self._end(1, f"the process that holds the ranks' store is gone ({first_line(error)})")
+            if self.world.main and (line := self.pulse.line(self.where())):
+                print(line, flush=True)
             if time.monotonic() - self._status_at > ALIVE:
                 self.lock.renew()
                 self._write_status()

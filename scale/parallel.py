@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 import kernels
 import model as models
 from configurator import UserError
+from fast import chips
 from scale import context, documents, remat
 from scale.memory import blocks_a_unit, gathers_8_bits
 from scale.shards import copy_into, local
@@ -74,7 +75,7 @@ def start(device="auto", backend="auto", timeout_s=600, expandable=False):
     cache.
     """
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    device = pick_device(device, int(os.environ.get("LOCAL_RANK", 0)))
+    device = pick_device(device)
     if device.type == "cuda":
         if expandable and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
             os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
@@ -103,8 +104,9 @@ def pick_backend(cfg):
     return "cpu:gloo,cuda:nccl" if both else cfg.backend
 
 
-def pick_device(name, local_rank=0):
-    """The torch.device of this process: auto takes CUDA, then Apple's MPS, then the CPU."""
+def pick_device(name):
+    """The torch.device of this process: auto takes CUDA (a local rank its own), then Apple's MPS, then the CPU."""
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     if name == "cuda":
@@ -145,16 +147,14 @@ def pick_precision(name, device, weights="fp32"):
     """(precision, reason), with auto resolved by the device and the weights' dtype."""
     if name == "auto" and weights == "bf16":
         return "bf16", "the weights are in bf16"
-    if name == "auto" and device.type == "cuda":
-        if torch.cuda.is_bf16_supported(including_emulation=False):
-            return "bf16", "this GPU has bf16 matrix units"
-        return "fp16", "this GPU has no bf16 matrix units"
     if name == "auto":
-        return "fp32", f"{device.type} has no fast lower precision"
+        missing = chips.no_bf16(chips.of(device))
+        low = "fp16" if device.type == "cuda" else "fp32"
+        return (low, missing) if missing else ("bf16", "this GPU has bf16 matrix units")
     if name in ("tf32", "fp16", "fp8") and device.type != "cuda":
         raise UserError(f"precision={name} needs a CUDA device, this is {device.type}; try --precision=fp32")
-    if name == "fp8" and torch.cuda.get_device_capability(device) < (8, 9):
-        raise UserError("precision=fp8 needs a GPU with fp8 matrix units (Ada, Hopper or later); try --precision=bf16")
+    if name == "fp8" and (missing := chips.no_fp8(chips.of(device))):
+        raise UserError(f"precision=fp8: {missing}; try --precision=bf16")
     return name, "as set"
 
 

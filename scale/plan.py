@@ -2,8 +2,7 @@
 
     python bench.py plan config/llama3_8b.py --world=8 --gpu_gib=80
 
-Needs no torch. The rates are those that H200s reached in training steps of this repository (docs/results.md): the order
-of two candidates is more reliable than the figure of either.
+Needs no torch. The order of two candidates is more reliable than the figure of either.
 """
 
 import dataclasses
@@ -13,40 +12,60 @@ from configurator import UserError
 from scale import memory
 from settings import check, legal
 
-MATMUL, MATMUL_FP8, ATTENTION = 680e12, 1250e12, 540e12  # FLOP/s; attention counts the causal half alone
-BYTES, LINK, ALL_TO_ALL, HOST = (
-    3.6e12,
-    320e9,
-    170e9,
-    45e9,
-)  # bytes/s: HBM, NCCL's bus in a node, all-to-all, host copies
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """What a GPU and its links reach in training steps: FLOP/s and bytes/s. measure/rates.py has others than H200's."""
+
+    matmul: float
+    matmul_fp8: float | None  # None: the GPU has no fp8
+    attention: float  # counts the causal half alone
+    memory: float  # HBM
+    link: float  # NCCL's bus in a node
+    all_to_all: float
+    host: float  # copies between GPU and host
+
+
+H200 = Rates(680e12, 1250e12, 540e12, 3.6e12, 320e9, 170e9, 45e9)  # in this repository's steps (docs/results.md)
 HIDDEN = 0.8  # share of a step's computation that can hide communication
 SLOWED = 0.5  # share of hidden communication's time that it costs all the same: it takes SMs, bandwidth and power
 LAUNCH = 1e-4  # seconds a layer and micro-step during which no kernel runs
 
 
-def seconds(cfg, ranks):
+def seconds(cfg, ranks, rates=H200):
     """{part: seconds} of an optimizer step on `ranks` GPUs of one node, for a settings.Config."""
-    micros = max(1, cfg.batch_tokens // cfg.micro_tokens(ranks))
+    micros, amount = micro_steps(cfg, ranks), work(cfg, ranks)
+    parts = {
+        "matmul": amount["matmul"] / (rates.matmul_fp8 if cfg.precision == "fp8" else rates.matmul),
+        "attention": amount["attention"] / rates.attention,
+        "elementwise": amount["elementwise"] / rates.memory + micros * cfg.n_layer * LAUNCH,
+    }
+    parts["communication, exposed"] = exposed(cfg, ranks, micros, sum(parts.values()), rates)
+    return parts
+
+
+def micro_steps(cfg, ranks):
+    return max(1, cfg.batch_tokens // cfg.micro_tokens(ranks))
+
+
+def work(cfg, ranks):
+    """What a rank does in an optimizer step: {"matmul", "attention": FLOPs, "elementwise": bytes read and written}."""
+    micros = micro_steps(cfg, ranks)
     tokens = cfg.batch_size * cfg.block_size // cfg.context_parallel
-    total, block = memory.parameter_counts(cfg)
+    total, _ = memory.parameter_counts(cfg)
     C, L, T = cfg.n_embd, cfg.n_layer, cfg.block_size
-    fp8 = cfg.precision == "fp8"
     products = sum(n * k for n, k in cfg.block_matmuls)
     again = recomputed(cfg, products)
     flops = 2 * tokens * (L * (3 * products + again * products) + 3 * cfg.padded_vocab * C)
     attention = 2 * tokens * C * T * L * (3.5 + (cfg.remat == "block") / cfg.remat_every)
-    parts = {"matmul": micros * flops / (MATMUL_FP8 if fp8 else MATMUL), "attention": micros * attention / ATTENTION}
-    moved = tokens * L * (64 * C + 28 * cfg.hidden) * (1 + again / 3) * (1.3 if fp8 else 1)
+    moved = tokens * L * (64 * C + 28 * cfg.hidden) * (1 + again / 3) * (1.3 if cfg.precision == "fp8" else 1)
     shards = memory.shards_of(cfg, ranks)
     around = 4 * gathers(cfg, micros) / micros + 2 + memory.bytes_of_sum(cfg)  # copies around collectives
     copies = around * total if shards > 1 else 0
     # the update reads and writes weights and moments; clipping reads gradients twice and writes them once
     states = 6 * memory.bytes_of_weight(cfg) + 2 * memory.bytes_of_moments(cfg)
-    parts["elementwise"] = micros * (moved + copies) / BYTES + total / shards * states / BYTES + micros * L * LAUNCH
-    compute = sum(parts.values())
-    parts["communication, exposed"] = exposed(cfg, ranks, micros, total, L * block, tokens, compute)
-    return parts
+    elementwise = micros * (moved + copies) + total / shards * states
+    return {"matmul": micros * flops, "attention": micros * attention, "elementwise": elementwise}
 
 
 def recomputed(cfg, products):
@@ -55,12 +74,14 @@ def recomputed(cfg, products):
     return share / cfg.remat_every
 
 
-def exposed(cfg, ranks, micros, total, blocks, tokens, compute):
-    """Seconds of collectives and host copies that computation does not hide. blocks: parameters in all blocks."""
-    ring = (ranks - 1) / ranks / LINK
+def exposed(cfg, ranks, micros, compute, rates):
+    """Seconds of collectives and host copies that `compute` seconds of computation do not hide."""
+    ring = (ranks - 1) / ranks / rates.link
+    total, block = memory.parameter_counts(cfg)
+    tokens = cfg.batch_size * cfg.block_size // cfg.context_parallel
     shards = memory.shards_of(cfg, ranks)
     small, summed = 2 if cfg.precision in ("bf16", "fp8") else 4, memory.bytes_of_sum(cfg)
-    gathered = small * total - (blocks if memory.gathers_8_bits(cfg, shards) else 0)
+    gathered = small * total - (cfg.n_layer * block if memory.gathers_8_bits(cfg, shards) else 0)
     hidden = open_ = 0.0
     if shards > 1:
         hidden = (gathers(cfg, micros) * gathered + micros * summed * total) * ring
@@ -68,10 +89,10 @@ def exposed(cfg, ranks, micros, total, blocks, tokens, compute):
         hidden = 2 * summed * total * ring
     if cfg.remat_offload:
         kept = tokens * memory.kept_per_token(cfg) * cfg.n_layer / cfg.remat_every
-        open_ = max(0.0, micros * kept / HOST * 2 - HIDDEN * compute)
+        open_ = max(0.0, micros * kept / rates.host * 2 - HIDDEN * compute)
     if cfg.context_parallel > 1:
         traded = 2 * tokens * (cfg.qkv_width + cfg.n_embd) * (cfg.context_parallel - 1) / cfg.context_parallel
-        open_ += micros * cfg.n_layer * traded * (2 + (cfg.remat != "none")) / ALL_TO_ALL
+        open_ += micros * cfg.n_layer * traded * (2 + (cfg.remat != "none")) / rates.all_to_all
     ends = (summed + small) * cfg.padded_vocab * cfg.n_embd * ring if shards > 1 else 0  # first and last unit
     return max(SLOWED * hidden, hidden - HIDDEN * compute) + micros * ends + open_
 
@@ -107,7 +128,7 @@ def spread(cfg, kind, **options):
     return dataclasses.replace(cfg, parallel=kind, shard_size=cfg.shard_size if kind == "hsdp" else None, **options)
 
 
-def search(cfg, ranks, budget):
+def search(cfg, ranks, budget, rates=H200):
     """[(seconds a step, bytes a rank, cfg)], fastest first, of the candidates that take at most `budget` bytes a GPU.
 
     Raises UserError if no candidate is legal.
@@ -116,7 +137,7 @@ def search(cfg, ranks, budget):
     if not sizes:
         check(dataclasses.replace(cfg, batch_size=1), ranks)
         raise UserError(f"no setting is legal for {ranks} ranks and batch_tokens={cfg.batch_tokens}; try others")
-    found = [(sum(seconds(other, ranks).values()), takes, other) for takes, other in sizes if takes <= budget]
+    found = [(sum(seconds(other, ranks, rates).values()), takes, other) for takes, other in sizes if takes <= budget]
     return sorted(found, key=lambda f: (f[0], f[1]))
 
 

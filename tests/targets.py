@@ -1,6 +1,8 @@
 """Compiles every Triton kernel that a training step launches, for GPUs that need not be there; prints what each takes.
 
-    python tests/targets.py 80 90    # lines: kernel, compute capability, shared memory, warps, registers, stack
+    python tests/targets.py a100 90    # lines: kernel, compute capability, shared memory, warps, registers, stack
+
+A GPU is given by its name, as in fast/chips.py, or by its compute capability.
 
 One block of a model takes a step on the CPU. Launches compile and do not run, so that the numbers mean nothing; the
 GEMMs, which are cuBLASLt's, are PyTorch's. Only the kernels' types and compile-time constants count, and these follow
@@ -23,7 +25,7 @@ from triton.runtime.jit import JITFunction
 
 import kernels
 import model as models
-from fast import adam8_triton
+from fast import adam8_triton, chips
 from scale import adam8
 from settings import GPTConfig
 
@@ -32,7 +34,7 @@ GPT2 = dict(n_embd=768, n_head=12, vocab_size=50257)
 LLAMA = dict(norm="rmsnorm", positions="rope", mlp="swiglu", bias=False, tie_embeddings=False)
 SHAPES = [
     GPT2,
-    GPT2 | dict(n_embd=1600, n_head=25, mlp="relu2", softcap=15.0),
+    GPT2 | dict(n_embd=1600, n_head=25, mlp="relu2", softcap=15.0, positions="rope", qk_norm=True),
     LLAMA | dict(n_embd=4096, n_head=32, n_kv_head=8, n_hidden=14336, vocab_size=4096, z_loss=1e-4),
 ]
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -104,7 +106,8 @@ def resources(kernel):
 if __name__ == "__main__":
     stand_in_for_cublas()
     kernels.served = {"cpu"}
-    for capability in map(int, sys.argv[1:] or (80, 89, 90, 100)):
+    numbers = {name: chip.number for name, chip in chips.NAMED.items() if chip.maker == "nvidia"}
+    for capability in sorted({int(numbers.get(word, word)) for word in sys.argv[1:] or numbers}):
         for (name, _), kernel in compiled(capability).items():
             registers, stack = resources(kernel)
             print(name, capability, kernel.metadata.shared, kernel.metadata.num_warps, registers, stack, flush=True)

@@ -55,11 +55,12 @@ def naive(model, examples, tokenizer):
     return (hits / len(examples)).tolist()
 
 
+@pytest.mark.parametrize("few_shapes", [True, False])
 @pytest.mark.parametrize("batch_tokens", [64, 1024, 100_000])
-def test_equals_one_row_at_a_time(batch_tokens):
+def test_equals_one_row_at_a_time(batch_tokens, few_shapes):
     model, tokenizer, examples = small(), tokenizers.load("bytes"), made_up(30)
     prepared = multiple_choice.prepare(examples, tokenizer, 128)
-    score = multiple_choice.evaluate(model, prepared, "cpu", batch_tokens)
+    score = multiple_choice.evaluate(model, prepared, "cpu", batch_tokens, few_shapes=few_shapes)
     acc, acc_norm = naive(model, examples, tokenizer)
     assert (score["acc"], score["acc_norm"]) == (pytest.approx(acc), pytest.approx(acc_norm))
     assert score["n"] == 30 and score["truncated"] == 0
@@ -70,6 +71,14 @@ def test_batches_hold_every_row_once_in_few_shapes():
     jobs = list(multiple_choice.batches(prepared, 2048, 128))
     assert sorted(i for numbers, _, _ in jobs for i in numbers) == list(range(800))
     assert len({(B, T) for _, B, T in jobs}) <= 4 and all(B * T <= 2048 and len(n) <= B for n, B, T in jobs)
+
+
+def test_a_cpu_computes_almost_no_padding():
+    prepared = multiple_choice.prepare(made_up(200), tokenizers.load("bytes"), 128)
+    jobs = list(multiple_choice.batches(prepared, 1024, 128, few_shapes=False))
+    assert sorted(i for numbers, _, _ in jobs for i in numbers) == list(range(800))
+    assert all(len(numbers) == B and B * T <= 1024 for numbers, B, T in jobs)
+    assert sum(B * T for _, B, T in jobs) < 1.02 * sum(len(row) - 1 for row in prepared.rows)
 
 
 @pytest.mark.fault(40)
@@ -83,15 +92,19 @@ def test_a_long_context_is_cut_on_its_left():
         multiple_choice.prepare([{**example, "endings": ["c" * 40] * 4}], tokenizer, 32)
 
 
+SIZE = 512
+
+
 def scored_in_rank():
     """Scores alone and then, as a rank of two, together -> (alone, together, forwards of this rank)."""
     prepared = multiple_choice.prepare(made_up(30), tokenizers.load("bytes"), 128)
-    assert len(list(multiple_choice.batches(prepared, 512, 128))) % 2 == 1  # else one rank needs no extra forward
-    alone = multiple_choice.evaluate(small(), prepared, "cpu", 512)
+    jobs = list(multiple_choice.batches(prepared, SIZE, 128, few_shapes=False))
+    assert len(jobs) % 2 == 1  # else one rank needs no extra forward
+    alone = multiple_choice.evaluate(small(), prepared, "cpu", SIZE)
     parallel.start("cpu", "gloo")
     model, calls = small(), []
     model.register_forward_hook(lambda *_: calls.append(1))
-    together = multiple_choice.evaluate(model, prepared, "cpu", 512)
+    together = multiple_choice.evaluate(model, prepared, "cpu", SIZE)
     parallel.stop()
     return alone, together, len(calls)
 
@@ -196,6 +209,21 @@ def test_command_line_scores_a_checkpoint_and_refuses_no_examples(tmp_path, caps
     assert f" | acc {acc:.4f} ±{error:.4f} | 3 examples" in capsys.readouterr().out
     with pytest.raises(UserError, match="limit=0 must be at least 1"):
         hellaswag.main(hellaswag.Config(limit=0))
+
+
+def test_the_command_line_over_two_ranks_prints_one_score_the_same(tmp_path):
+    model, path = small(), tmp_path / "h.jsonl"
+    path.write_text("".join(json.dumps(example) + "\n" for example in made_up(20)))
+    checkpoint.save_model(tmp_path / "run", model, model.cfg)
+    words = [f"--checkpoint={tmp_path}/run", f"--file={path}", "--tokenizer=bytes", "--device=cpu"]
+    alone, both = (ranks.run(number, [*words, "--batch_tokens=256"], "hellaswag.py") for number in (0, 2))
+    assert alone.returncode == both.returncode == 0, both.stderr
+    score, count, _ = both.outputs[0].rsplit(" | ", 2)
+    assert [score, count] == alone.stdout.rsplit(" | ", 2)[:2] and count == "20 examples, 0 cut"
+    assert both.outputs[1] == both.stderr == ""
+    path.write_text("{")
+    broken = ranks.run(2, words, "hellaswag.py")
+    assert broken.codes == [3, 3] and broken.stderr.startswith("error: ") and broken.stderr.count("\n") == 1
 
 
 @pytest.mark.skipif(not REAL.exists(), reason="needs the validation file beside the project")

@@ -130,6 +130,9 @@ def test_tuned_and_exported(weights, byte_data, tmp_path, capsys):
     (byte_data / "manifest.json").write_text(json.dumps(dict(tokenizer="gpt2", vocab_size=50257, eot=50256)))
     cfg.overwrite = True
     refused(lambda: train.main(cfg), "was tokenized with gpt2", f"fineweb.py --tokenizer={weights / 'tokenizer.json'}")
+    cfg.data_dir = str(tmp_path / "none")
+    words = f"fineweb.py --tokenizer={weights / 'tokenizer.json'} --out_dir={tmp_path / 'none'} "
+    refused(lambda: train.main(cfg), "no train split", words)
 
 
 def test_an_export_of_a_run_from_scratch(byte_data, tmp_path, capsys):

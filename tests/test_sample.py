@@ -5,6 +5,7 @@ import itertools
 import json
 
 import pytest
+import ranks
 import torch
 from conftest import one_line
 
@@ -40,6 +41,19 @@ def test_as_many_samples_as_asked_for_each_with_its_prompt(run, capsys):
     sample.main(cfg)
     texts = capsys.readouterr().out.split("-" * 80)
     assert texts[3].startswith("\n24 tokens in ") and all(text.lstrip("\n").startswith("so") for text in texts[:3])
+
+
+def test_samples_of_two_ranks_are_printed_in_order_as_by_one(run):
+    words = [f"--checkpoint={run}", "--tokenizer=bytes", "--prompt=so", "--n_samples=5", "--max_new_tokens=8"]
+    words += ["--device=cpu", "--no_stop"]
+    alone, both = (ranks.run(number, words, "sample.py") for number in (0, 2))
+    assert alone.returncode == both.returncode == 0, both.stderr
+    texts, last = both.outputs[0].rsplit("-" * 80, 1)
+    assert texts == alone.stdout.rsplit("-" * 80, 1)[0] and len(set(texts.split("-" * 80))) == 5
+    assert last.startswith("\n40 tokens in ") and both.outputs[1] == both.stderr == ""
+    talk = ranks.run(2, [*words[:2], "--chat", "--device=cpu"], "sample.py")
+    assert talk.codes == [2, 2] and talk.stderr.startswith("error: chat=True without a prompt reads stdin")
+    assert talk.stderr.count("\n") == 1
 
 
 def test_code_that_has_changed_since_the_run_is_announced(run, capsys, monkeypatch):

@@ -1,0 +1,67 @@
+"""Which fast forms a GPU can run, by its maker and compute capability: asked at run time and by `bench.py support`.
+
+Each `no_*` returns why a Chip cannot, in words, or None. What the machine lacks (a package, NVRTC) is not looked at.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Chip:
+    maker: str  # nvidia, amd, or another type of device: cpu, mps
+    capability: tuple = (0, 0)  # compute capability of NVIDIA's GPUs
+
+    @property
+    def number(self):
+        """The compute capability as compilers write it: 90 for (9, 0)."""
+        return 10 * self.capability[0] + self.capability[1]
+
+
+NAMED = {
+    "a100": Chip("nvidia", (8, 0)),
+    "4090": Chip("nvidia", (8, 9)),
+    "h100": Chip("nvidia", (9, 0)),
+    "h200": Chip("nvidia", (9, 0)),
+    "b200": Chip("nvidia", (10, 0)),
+    "mi300x": Chip("amd"),
+}
+
+
+def of(device):
+    """The Chip of a torch.device."""
+    if device.type != "cuda":
+        return Chip(device.type)
+    if torch.version.cuda is None:  # ROCm's devices are "cuda" to PyTorch too, and have capabilities of their own
+        return Chip("amd")
+    return Chip("nvidia", tuple(torch.cuda.get_device_capability(device)))
+
+
+def no_bf16(chip):
+    if chip.maker not in ("nvidia", "amd"):
+        return f"{chip.maker} has no fast lower precision"
+    return None if chip.maker == "amd" or chip.capability >= (8, 0) else "this GPU has no bf16 matrix units"
+
+
+def no_fast_forms(chip):
+    if chip.maker != "nvidia":
+        return "they are for NVIDIA GPUs"
+    return None if chip.capability >= (8, 0) else "they are for NVIDIA GPUs from Ampere on"
+
+
+def no_fp8(chip):
+    if reason := no_fast_forms(chip):
+        return f"it needs the fast forms, and {reason}"
+    return None if chip.capability >= (8, 9) else "it needs a GPU with fp8 matrix units (Ada, Hopper or later)"
+
+
+def no_hopper_kernels(chip):
+    """fast/hopper.py asks by itself; a test compares the answers."""
+    fits = chip.maker == "nvidia" and chip.capability == (9, 0)
+    return None if fits else "they are for Hopper GPUs (compute capability 9.0)"
+
+
+def no_cudnn_attention(chip):
+    fits = chip.maker == "nvidia" and chip.capability >= (9, 0)
+    return None if fits else "flash is fastest before Hopper" if chip.maker == "nvidia" else "it is for NVIDIA GPUs"

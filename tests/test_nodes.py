@@ -1,0 +1,103 @@
+"""Several nodes: a torchrun for each, two of them on this machine, and the script for SLURM in docs/operations.md."""
+
+import inspect
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import ranks
+from conftest import ROOT, flags, losses, read_log, train_here
+from test_parallel import SHORT, copied, same_end, same_run
+from test_watch import wait_for
+
+
+def on_two_nodes(words, numbered):
+    """`train.py words` under a torchrun on each of two nodes, of one rank each -> their output; both must succeed.
+
+    numbered: the nodes by --node_rank; else they meet at a c10d rendezvous, which numbers them.
+    """
+    port = ranks.free_port()
+    meet = [f"--master_addr=localhost --master_port={port} --node_rank={node}" for node in range(2)]
+    if not numbered:
+        meet = [f"--rdzv_backend=c10d --rdzv_endpoint=localhost:{port}"] * 2
+    start = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
+    options = dict(cwd=ROOT, env=ranks.environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    running = [subprocess.Popen([*start, *how.split(), "train.py", *words], **options) for how in meet]
+    try:
+        said = "".join(process.communicate(timeout=120)[0] for process in running)
+    finally:
+        for process in running:
+            process.kill()
+    assert [process.returncode for process in running] == [0, 0], said
+    return said
+
+
+@pytest.mark.slow
+def test_two_nodes_equal_one_process_save_and_resume(data_dir, tmp_path):
+    """hsdp shards within a node, which has one rank here, so that each node holds a copy."""
+    train_here(data_dir, tmp_path / "one", **SHORT)
+    said = on_two_nodes(flags(data_dir, tmp_path / "two", **SHORT, parallel="fsdp"), numbered=True)
+    assert said.count("step 6/6 |") == 1 and "2 x cpu" in said  # rank 0 alone prints
+    same_run(tmp_path / "one", tmp_path / "two")
+    resumed = copied(tmp_path / "two", 3, tmp_path / "resumed")
+    on_two_nodes(flags(data_dir, resumed, **SHORT, parallel="hsdp", resume="auto"), numbered=False)
+    same_end(resumed, tmp_path / "one")
+
+
+# Stand-ins for SLURM's commands: srun runs its command once for each node and notes the process ids, for the signal
+# that SLURM would send at the end of the job's time; scontrol notes the job that it is to queue again.
+SRUN = """
+for node in $(seq $SLURM_NNODES); do "$@" & echo $! >> $HERE/pids; done
+code=0
+for pid in $(cat $HERE/pids); do wait $pid || code=$?; done
+exit $code
+"""
+SCONTROL = """
+case "$1" in
+show) echo localhost; echo node2 ;;
+requeue) echo $2 >> $HERE/requeued ;;
+esac
+"""
+
+
+def slurm_script():
+    """The script of docs/operations.md."""
+    text = (ROOT / "docs/operations.md").read_text().partition("    #!/bin/bash\n")[2]
+    lines = text.splitlines()
+    end = next(i for i, line in enumerate(lines) if line and not line.startswith("    "))
+    return inspect.cleandoc("\n".join(["", *lines[:end]]))
+
+
+@pytest.mark.slow
+def test_the_script_for_slurm_queues_itself_again_until_the_run_is_done(data_dir, tmp_path):
+    settings = dict(max_steps=800, save_interval=800, eval_interval=0, log_interval=50)
+    name, *words = flags(data_dir, tmp_path / "run", **settings)
+    for command, lines in dict(
+        srun=SRUN, scontrol=SCONTROL, torchrun=f'exec {sys.executable} -m torch.distributed.run "$@"'
+    ).items():
+        (tmp_path / command).write_text(f"#!/bin/bash\n{lines}")
+        (tmp_path / command).chmod(0o755)
+    script = slurm_script()
+    assert script.count("config/gpt2_124m.py --out_dir=$out") == 1
+    script = script.replace("out=out/gpt2_124m\n", f"out={tmp_path}/run\n")
+    script = script.replace("config/gpt2_124m.py --out_dir=$out", " ".join([name, *words]))
+    slurm = dict(SLURM_NNODES="2", SLURM_GPUS_ON_NODE="1", SLURM_JOB_NODELIST="node[1-2]", HERE=str(tmp_path))
+    slurm |= dict(PATH=f"{tmp_path}:{os.environ['PATH']}", SLURM_JOB_ID=str(ranks.free_port()))
+
+    def job():
+        (tmp_path / "pids").unlink(missing_ok=True)
+        with open(tmp_path / "log", "a") as log:
+            env = ranks.environment() | slurm
+            return subprocess.Popen(["bash", "-c", script], cwd=ROOT, env=env, stdout=log, stderr=log)
+
+    first = job()
+    wait_for(lambda: "step 100/800 |" in (tmp_path / "log").read_text())
+    for pid in (tmp_path / "pids").read_text().split():
+        os.kill(int(pid), signal.SIGTERM)
+    assert first.wait(60) != 0
+    assert (tmp_path / "requeued").read_text() == slurm["SLURM_JOB_ID"] + "\n", (tmp_path / "log").read_text()
+    assert job().wait(120) == 0, (tmp_path / "log").read_text()
+    assert (tmp_path / "requeued").read_text().count("\n") == 1
+    assert sorted(losses(read_log(tmp_path / "run"))) == list(range(1, 801))
