@@ -16,18 +16,11 @@ def best_on(chip, precision="bf16", cudnn=True):
         return "flash", f"PyTorch's own on {chip.maker}"
     if precision in ("fp32", "tf32"):
         return "efficient", "cuDNN and flash take 16-bit numbers only"
-<<<<<<< HEAD
     if torch.are_deterministic_algorithms_enabled():
         return "flash", "deterministic: cuDNN's backward adds in no fixed order"
-    major, minor = torch.cuda.get_device_capability(device)
-    if major >= 9 and torch.version.cuda and torch.backends.cudnn.is_available():
-        return "cudnn", f"fastest on compute capability {major}.{minor}"
-    return "flash", f"fastest on compute capability {major}.{minor}"
-=======
     best = "cudnn" if cudnn and chips.no_cudnn_attention(chip) is None else "flash"
     where = "compute capability {}.{}".format(*chip.capability) if chip.maker == "nvidia" else "an AMD GPU"
     return best, f"fastest on {where}"
->>>>>>> paths
 
 
 class SameLayout(torch.autograd.Function):

@@ -11,7 +11,8 @@ import triton.language as tl
 from fast.hopper import sm_count
 from fast.operators import operator
 
-ROPE_ELEMENTS, ROPE_WARPS, ROPE_PROGRAMS, ROPE_STAGES = 4096, 4, 8, 3  # of a block of heads; programs a multiprocessor
+ROPE_ELEMENTS, ROPE_WARPS = 4096, 4  # of a block of heads
+ROPE_BACK_ELEMENTS, ROPE_BACK_WARPS, ROPE_BACK_PROGRAMS, ROPE_BACK_STAGES = 4096, 4, 8, 3  # programs a multiprocessor
 
 
 def rope(x, weight, eps, cos, sin):
@@ -42,7 +43,7 @@ def rope_forward(
 ) -> torch.Tensor:
     x = side_by_side(x)
     y = heads_last(x)
-    size, options = blocks(x)
+    size, options = blocks(x, ROPE_ELEMENTS, ROPE_WARPS)
     _rope_forward[(triton.cdiv(size, options["ROWS"]),)](
         x, weight, cos, sin, y, size, eps, cos.stride(0), *x.stride()[:3], H=x.size(1), T=x.size(2), **options
     )
@@ -67,13 +68,13 @@ def rope_backward(
     dy = side_by_side(dy)
     x = dy if x is None else side_by_side(x)
     dx = heads_last(dy)
-    size, options = blocks(dy)
+    size, options = blocks(dy, ROPE_BACK_ELEMENTS, ROPE_BACK_WARPS)
     steps = triton.cdiv(size, options["ROWS"])
-    programs = min(steps, ROPE_PROGRAMS * sm_count(dy.device))
+    programs = min(steps, ROPE_BACK_PROGRAMS * sm_count(dy.device))
     parts = torch.empty(0 if weight is None else programs, dy.size(3), dtype=torch.float32, device=dy.device)
     _rope_backward[(programs,)](
         dy, x, weight, cos, sin, dx, parts, size, eps, cos.stride(0), *dy.stride()[:3], *x.stride()[:3], programs,
-        H=dy.size(1), T=dy.size(2), STEPS=triton.cdiv(steps, programs), STAGES=ROPE_STAGES, **options,
+        H=dy.size(1), T=dy.size(2), STEPS=triton.cdiv(steps, programs), STAGES=ROPE_BACK_STAGES, **options,
     )  # fmt: skip
     return dx, parts.sum(0) if weight is not None else parts[0:0, 0]
 
@@ -93,12 +94,12 @@ def heads_last(x):
     return x.new_empty(B, T, H, D).transpose(1, 2)
 
 
-def blocks(x):
-    """(number of heads of all tokens, compile-time sizes of a block of them)"""
+def blocks(x, elements, warps):
+    """(number of heads of all tokens, compile-time sizes of a block of them with about so many elements)"""
     B, H, T, D = x.shape
     half = triton.next_power_of_2(D // 2)
-    rows = max(1, ROPE_ELEMENTS // (2 * half))
-    return B * T * H, dict(D=D, HALF=half, ROWS=rows, num_warps=ROPE_WARPS)
+    rows = max(1, elements // (2 * half))
+    return B * T * H, dict(D=D, HALF=half, ROWS=rows, num_warps=warps)
 
 
 @triton.jit

@@ -44,7 +44,7 @@ def test_the_table_of_a_name_is_what_such_a_device_gets(named, capsys):
     runs = {form: runs for form, (runs, _) in table(capsys, f"--gpu={named}").items()}
     assert all(runs[form] == (kernels.unable(GPU) is None) for form in FAST)
     assert runs["CUDA kernels for Hopper"] == hopper.available.__wrapped__(GPU)
-    assert runs["attention=cudnn"] == (best_attention.__wrapped__(GPU)[0] == "cudnn")
+    assert runs["attention=cudnn"] == (best_attention(GPU)[0] == "cudnn")
     assert runs["precision=bf16, by default"] == (parallel.pick_precision("auto", GPU)[0] == "bf16")
     try:
         fp8 = parallel.pick_precision("fp8", GPU)[0] == "fp8"
