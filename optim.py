@@ -81,10 +81,10 @@ class Matrix:
         """(first, last) of this matrix' rows that a rank of the weight's shards holds; None: this rank."""
         return tuple(min(max(row - self.first, 0), self.rows) for row in rows_of(self.weight, rank))
 
-    def gradient(self):
-        """A view of the gradient's rows that this rank holds."""
+    def rows_in(self, tensor):
+        """Of a tensor that has the weight's rows of this rank, those of this matrix: a view."""
         first, last = (self.first + row - rows_of(self.weight)[0] for row in self.held())
-        return local(self.weight.grad)[first:last]
+        return tensor[first:last]
 
 
 class Muon(torch.optim.AdamW):
@@ -95,8 +95,8 @@ class Muon(torch.optim.AdamW):
     orthogonalises a matrix for all: updates of DDP's copies are all-gathered, and rows of FSDP2's shards travel to
     their matrix' owner and back, in two all-to-alls for a batch of matrices of one shape.
 
-    State of a matrix: step, (1,), and momentum, sharded as the parameter is. parts: {parameter: rows of each matrix in
-    it}. momentum: rises from 0.85 over `warmup` steps. As in fused AdamW, a `found_inf` that is not 0 stops an update.
+    State of a matrix: step and momentum, sharded as the parameter is. parts: {parameter: rows of each matrix in it}.
+    momentum: rises from 0.85 over `warmup` steps. As in fused AdamW, a `found_inf` that is not 0 stops an update.
     """
 
     def __init__(self, groups, parts, momentum=0.95, warmup=0, compiled=False, **options):
@@ -106,24 +106,25 @@ class Muon(torch.optim.AdamW):
         for p in self.group["params"]:
             self.state[p] = dict(step=torch.zeros(1, device=p.device), momentum=torch.zeros_like(p))
         self.batches = batches({p: parts[p] for p in self.group["params"]})
-        compiled = compiled and self.group["params"][0].is_cuda
-        self.accumulate, self.descend = ((torch.compile(f) if compiled else f) for f in (accumulate, descend))
+        compiled = torch.compile if compiled and self.group["params"][0].is_cuda else lambda function: function
+        self.accumulate, self.descend = compiled(accumulate), compiled(descend)
 
     @torch.no_grad()
     def step(self):
-        """One update; the matrices' gradients are overwritten and dropped."""
+        """One update; the matrices' gradients are dropped."""
         weights = [p for p in self.group["params"] if p.grad is not None]
         steps, moments = ([self.state[p][kind] for p in weights] for kind in ("step", "momentum"))
         grads, skip = [local(p.grad) for p in weights], steps[0] * 0 if self.found_inf is None else self.found_inf
+        updates = {p: torch.empty_like(g, dtype=torch.bfloat16 if g.is_cuda else None) for p, g in zip(weights, grads)}
         torch._foreach_add_(steps, [(1 - skip).view(1)] * len(steps))  # one tensor for all would be read by the host
-        warm = (steps[0] / max(1, self.warmup)).clamp(max=1)
-        self.accumulate([local(m) for m in moments], grads, 0.85 + (self.momentum - 0.85) * warm, skip)
-        for batch in self.batches:
-            orthogonalize_gradients([m for m in batch if m.weight.grad is not None])
-        rates = torch.tensor([self.group["lr"], self.group["lr"] * self.group["weight_decay"]]).unbind()
-        self.descend([local(p) for p in weights], grads, *rates)
+        momentum = 0.85 + (self.momentum - 0.85) * (steps[0] / max(1, self.warmup)).clamp(max=1)
+        self.accumulate([local(m) for m in moments], grads, [*updates.values()], momentum, skip)
         for p in weights:
             p.grad = None  # AdamW passes over them
+        for batch in self.batches:
+            orthogonalize_updates([m for m in batch if m.weight in updates], updates)
+        rates = torch.tensor([self.group["lr"], self.group["lr"] * self.group["weight_decay"]]).unbind()
+        self.descend([local(p) for p in weights], [*updates.values()], *rates)
         super().step()
 
 
@@ -132,8 +133,8 @@ def batches(parts, most=2**27):
     shapes = {}
     for weight, rows in parts.items():
         for i, count in enumerate(rows):
-            matrix = Matrix(weight, sum(rows[:i]), count)
-            shapes.setdefault(tuple(sorted(matrix.shape)), []).append(matrix)
+            shape = tuple(sorted((count, weight.size(1))))
+            shapes.setdefault(shape, []).append(Matrix(weight, sum(rows[:i]), count))
     found = []
     for (short, long), alike in shapes.items():
         count = ranks_of(alike[0].weight)[1] * max(1, most // (short * long))
@@ -147,14 +148,14 @@ def ranks_of(weight):
     return (dist.get_rank(group), dist.get_world_size(group), group) if dist.is_initialized() else (0, 1, None)
 
 
-def orthogonalize_gradients(matrices):
-    """Replaces gradients of matrices, of one shape up to transposition, by their scaled orthogonal factors."""
+def orthogonalize_updates(matrices, updates):
+    """Replaces updates[weight] of matrices, of one shape up to transposition, by their scaled orthogonal factors."""
     if not matrices:
         return
     rank, size, group = ranks_of(matrices[0].weight)
     each, (short, long) = -(-len(matrices) // size), sorted(matrices[0].shape)  # matrix i is for rank i // each
-    own, held = matrices[rank * each : (rank + 1) * each], [m.gradient() for m in matrices]
-    stack = held[0].new_zeros(each, short, long, dtype=torch.bfloat16 if held[0].is_cuda else torch.float32)
+    own, held = matrices[rank * each : (rank + 1) * each], [m.rows_in(updates[m.weight]) for m in matrices]
+    stack = held[0].new_zeros(each, short, long)
     views = upright(stack, own)
     here = [held[r * each : (r + 1) * each] for r in range(size)]  # by owner
     sharded = isinstance(matrices[0].weight, DTensor)
@@ -187,7 +188,7 @@ def copy(targets, sources):
 
 
 def exchange(sources, targets, like, group):
-    """An all-to-all of lists of tensors: sources[r] go to rank r, targets[r] come from it, in the dtype of `like`."""
+    """An all-to-all of lists of tensors: sources[r] go to rank r, targets[r] come from it, all in `like`'s dtype."""
     sizes = [[sum(t.numel() for t in tensors) for tensors in side] for side in (sources, targets)]
     buffers = [like.new_empty(sum(side)) for side in sizes]
     tensors = [sum(side, []) for side in (sources, targets)]
@@ -214,11 +215,11 @@ def orthogonalize(x):
     return x
 
 
-def accumulate(moments, grads, momentum, skip):
-    """m = momentum m + (1 - momentum) g, and g is replaced by the same of the new m; skip: m stays, g becomes 0."""
-    for m, g in zip(moments, grads):
+def accumulate(moments, grads, updates, momentum, skip):
+    """m = momentum m + (1 - momentum) g, and u becomes the same of the new m; skip: m stays, u is 0."""
+    for m, g, u in zip(moments, grads, updates):
         m.copy_(torch.where(skip > 0, m, torch.lerp(g, m, momentum)))
-        g.copy_(torch.where(skip > 0, 0, torch.lerp(g, m, momentum)))
+        u.copy_(torch.where(skip > 0, 0, torch.lerp(g, m, momentum)))
 
 
 def descend(weights, updates, rate, decay):
@@ -249,8 +250,7 @@ def learning_rate(step, cfg):
     if cfg.schedule == "cosine":
         progress = min(1.0, (step - warmup) / max(1, cfg.max_steps - warmup))
         return low + (cfg.lr - low) * 0.5 * (1 + math.cos(math.pi * progress))
-    cooldown = cfg.cooldown_fraction * cfg.max_steps
-    left = max(0.0, cfg.max_steps - step) / max(1.0, cooldown)
+    left = max(0.0, cfg.max_steps - step) / max(1.0, cfg.cooldown_fraction * cfg.max_steps)
     return low + (cfg.lr - low) * min(1.0, left)
 
 

@@ -1,4 +1,4 @@
-# torchrun --standalone --nproc_per_node=8 train.py config/modern_124m.py
+# python train.py config/modern_124m.py
 # A modern recipe at GPT-2's size: Muon, RMSNorm, RoPE, QK norm, ReLU^2, six heads of 128, no biases, untied embeddings
 # with a norm behind them, projections and head at zero, a rate that falls linearly to zero.
 out_dir = "out/modern_124m"

@@ -126,7 +126,7 @@ def test_a_file_of_something_else_is_one_line(tmp_path, change, message):
         (["plan", *PLAN, "--rates=h300"], "rates=h300: expected one of a100, h100, h200, or a file"),
         (["plan", *PLAN, "--rates=a100", "--precision=fp8"], "rates=a100 is of a GPU without fp8"),
         (["plan", *PLAN, "--write=config/test.py"], "write=config/test.py: there is such a file already"),
-        (["plan", *PLAN, "--write=out"], "write=out: a config file's name ends in .py"),
+        (["plan", *PLAN, "--write=mine.txt"], "write=mine.txt: a config file's name ends in .py"),
         (["plan", *PLAN, "--write=no/such/mine.py"], "write=no/such/mine.py: there is no folder .*no/such"),
         (["step", *TINY, "--out=no/such/step.json"], "out=no/such/step.json: there is no folder"),
     ],
