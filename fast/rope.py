@@ -12,7 +12,7 @@ from fast.hopper import sm_count
 from fast.operators import operator
 
 ROPE_ELEMENTS, ROPE_WARPS = 4096, 4  # of a block of heads
-ROPE_BACK_ELEMENTS, ROPE_BACK_WARPS, ROPE_BACK_PROGRAMS, ROPE_BACK_STAGES = 4096, 4, 8, 3  # programs a multiprocessor
+ROPE_BACK_ELEMENTS, ROPE_BACK_WARPS, ROPE_BACK_PROGRAMS, ROPE_BACK_STAGES = 4096, 4, 4, 1  # programs a multiprocessor
 
 
 def rope(x, weight, eps, cos, sin):

@@ -169,32 +169,40 @@ def serve():
     for module in ("torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.fsdp", "train", "pytest"):
         importlib.import_module(module)
     threads = Path("/proc/self/task")
-    assert not threads.is_dir() or len(list(threads.iterdir())) == 1, "an import started a thread: no fork is safe"
+    alone = not threads.is_dir() or len(list(threads.iterdir())) == 1
     for line in sys.stdin:
         request = json.loads(line)
-        codes, first = wait_for(start(request), request["timeout"], request["grace"])
+        begin = forked if alone else spawned  # with CUDA an import starts a thread: no fork is safe
+        pids = [begin(rank, request) for rank in range(max(request["ranks"], 1))]
+        codes, first = wait_for(pids, request["timeout"], request["grace"])
         replies.write(json.dumps({"codes": codes, "first": first}) + "\n")
         replies.flush()
 
 
-def start(request):
-    """The ranks' process ids."""
-    pids = []
-    for rank in range(max(request["ranks"], 1)):
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                code = be_rank(rank, request)
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                with contextlib.suppress(Exception):
-                    sys.stdout.flush()
-                    sys.stderr.flush()
-                os._exit(code)
-        pids.append(pid)
-    return pids
+def forked(rank, request):
+    """The process id of a rank."""
+    pid = os.fork()
+    if pid == 0:
+        be_process(rank, request)
+    return pid
+
+
+def spawned(rank, request):
+    """As `forked`, but the rank imports torch again."""
+    return os.posix_spawn(sys.executable, [sys.executable, __file__, json.dumps([rank, request])], os.environ)
+
+
+def be_process(rank, request):
+    code = 1
+    try:
+        code = be_rank(rank, request)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
 
 
 def wait_for(pids, timeout, grace):
@@ -256,4 +264,7 @@ def call_asked(name, folder, rank):
 
 
 if __name__ == "__main__":
+    if sys.argv[1:]:
+        sys.path[:0] = [str(ROOT)]
+        be_process(*json.loads(sys.argv[1]))
     serve()
