@@ -207,10 +207,10 @@ def orthogonalize(x):
     Five steps of Polar Express (https://arxiv.org/abs/2505.16932): singular values end between 0.85 and 1.15.
     """
     x = x / (x.norm(dim=(1, 2), keepdim=True) * 1.02 + 1e-6)
-    for a, b, c in POLAR_EXPRESS:  # a + b g + c g^2 = c (g + b/2c)^2 + a - b^2/4c: no GEMM has to copy its addend
-        (gram := x @ x.mT).diagonal(dim1=1, dim2=2).add_(b / (2 * c))
-        poly = torch.baddbmm(gram, gram, gram, beta=0, alpha=c)
-        poly.diagonal(dim1=1, dim2=2).add_(a - b * b / (4 * c))
+    for a, b, c in POLAR_EXPRESS:
+        gram = x @ x.mT
+        poly = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        poly.diagonal(dim1=1, dim2=2).add_(a)
         x = poly @ x
     return x
 
