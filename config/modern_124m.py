@@ -1,6 +1,7 @@
 # python train.py config/modern_124m.py
-# A modern recipe at GPT-2's size: Muon, RMSNorm, RoPE, QK norm, ReLU^2, six heads of 128, no biases, untied embeddings
-# with a norm behind them, projections and head at zero, a rate that falls linearly to zero.
+# Muon and the modern switches at GPT-2's width (docs/modern.md): 300M tokens of FineWeb-Edu in about 8 minutes on one
+# H200 (645,000 tokens/s; 790,000 with --precision=fp8). The settings were screened on 50M tokens, where it ends at 3.664
+# on another text (GPT-2 with AdamW: 4.88); it has not been run to its end. On four GPUs: --batch_size=32.
 out_dir = "out/modern_124m"
 data_dir = "data/fineweb-edu"
 
@@ -13,7 +14,7 @@ batch_size = 128
 batch_tokens = 131_072
 max_steps = 2289  # 300M tokens
 optimizer = "muon"
-lr, lr_embedding, lr_head, lr_vector = 0.02, 0.3, 0.004, 0.02
+lr, lr_embedding, lr_head, lr_vector = 0.02, 0.3, 0.012, 0.02
 weight_decay = 0.3
 beta1, beta2, adam_eps = 0.8, 0.95, 1e-10
 schedule, cooldown_fraction, min_lr_ratio = "wsd", 0.6, 0.0
