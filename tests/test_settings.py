@@ -17,7 +17,8 @@ RECIPES = sorted(path.stem for path in (ROOT / "config").glob("*.py"))
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_is_legal_on_a_node(name, monkeypatch):
     monkeypatch.chdir(ROOT)
-    ranks = 1 if "one_gpu" in name or name in ("quickstart", "shakespeare_char", "llama3_mini", "modern_124m", "modern_350m") else 8
+    small = name.startswith("modern") or name in ("quickstart", "shakespeare_char", "llama3_mini")
+    ranks = 1 if small or "one_gpu" in name else 8
     cfg = configure(Config, [f"config/{name}"])
     check(dataclasses.replace(cfg, batch_tokens=cfg.micro_tokens(ranks)) if name == "test" else cfg, ranks)
     first = Path(f"config/{name}.py").read_text().splitlines()[0]
