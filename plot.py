@@ -3,9 +3,10 @@
     python plot.py out/gpt2_124m                                   # -> out/gpt2_124m/curves.png
     python plot.py out/a out/b --x=tokens --y=bpb --out=compare.svg
     python plot.py out/a out/b --html                              # -> out/a/curves.html, which needs no network
+    python plot.py results/modern/*.jsonl --x=tokens               # small logs that the repository keeps
     python plot.py out/a --reference=build_nanogpt.json
 
-Reads each run's log.jsonl and config.json. Panels: loss (validation with marks, training thin and smoothed), HellaSwag,
+Reads each run's log.jsonl and config.json, or one log's file. Panels: loss (validation with marks, training thin and smoothed), HellaSwag,
 learning rate, gradient norm, tokens per second, MFU and memory, as far as a run has them. The page adds a table of the
 runs, the settings that differ, the start block with the machine, and the samples by step.
 """
@@ -42,7 +43,7 @@ PANELS = {  # key of a log's lines: (their kind, title, factor)
 
 @dataclass
 class Config:
-    words = ()  # folders of runs
+    words = ()  # folders of runs, or files of logs
     x: Literal["steps", "tokens", "seconds", "flops"] = "steps"  # seconds: of training steps alone
     y: Literal["auto", "loss", "bpb"] = "auto"  # auto: bits per byte where the tokenizers differ, else loss
     html: bool = False  # write a page: curves over each x, differing settings, machine, samples
@@ -54,7 +55,8 @@ def main(cfg, folders):
     if not folders:
         raise UserError("give the folder of a run, or of several: python plot.py out/gpt2_124m")
     html = cfg.html or str(cfg.out).endswith(".html")
-    out = cfg.out or Path(folders[0]) / ("curves.html" if html else "curves.png")
+    first, suffix = Path(folders[0]), ".html" if html else ".png"
+    out = cfg.out or (first.with_suffix(suffix) if first.is_file() else first / f"curves{suffix}")
     reference = read_reference(cfg.reference) if cfg.reference else None
     if Path(out).is_dir():
         raise UserError(f"out={out} is a folder; expected a file's name, {Path(out) / 'curves.png'} for example")
@@ -71,7 +73,7 @@ def load(folders):
 
 def labels(runs):
     """Name of each run's folder, or the whole path where two folders have the same name."""
-    names = [Path(folder).resolve().name for folder in runs]
+    names = [Path(folder).resolve().name.removesuffix(".jsonl") for folder in runs]
     return [str(folder) if names.count(name) > 1 else name for folder, name in zip(runs, names)]
 
 

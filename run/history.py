@@ -12,7 +12,8 @@ DRAWN = ("loss", "bpb", "dt_ms", "tokens", "norm", "lr", "acc_norm", "flops_per_
 
 
 class Run:
-    """A run as it is drawn. log: see `read`; config: config.json, or {}; start: the line of its start block."""
+    """A run as it is drawn. folder: a run's, or a log's file; log: see `read`; config: config.json, or {}; start: the
+    line of its start block."""
 
     def __init__(self, folder, name, color, width):
         self.folder, self.name, self.color, self.width, self.log = folder, name, color, width, read(folder)
@@ -42,7 +43,8 @@ class Run:
 def read(folder):
     """{kind: {step: line}} of a run's log.jsonl. A later line of a step replaces an earlier one; a torn last line is
     ignored."""
-    path = Path(folder) / "log.jsonl"
+    path = Path(folder)
+    path = path if path.is_file() else path / "log.jsonl"
     try:
         lines = path.read_text().splitlines()
     except OSError as error:

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from html.parser import HTMLParser
+from pathlib import Path
 
 import matplotlib.image
 import numpy as np
@@ -41,6 +42,19 @@ def test_the_later_of_two_lines_counts_and_a_torn_one_is_left_out(tmp_path):
 def test_smoothing_is_a_centred_mean():
     assert history.smooth([1.0, 2.0, 6.0, 0.0], 3) == pytest.approx([1.5, 3.0, 8 / 3, 3.0])
     assert history.smooth([3.0] * 500) == pytest.approx([3.0] * 500)
+
+
+def test_draws_the_small_logs_of_the_repository():
+    """They are files, not folders, without the times of steps."""
+    logs = [str(path) for path in sorted((ROOT / "results/modern").glob("*.jsonl"))]
+    assert len(logs) > 1
+    runs = plot.load(logs)
+    assert [run.name for run in runs] == [Path(log).stem for log in logs]
+    with plot.drawing(runs, "tokens", "loss") as figure:
+        labels = [line.get_label() for line in figure.axes[0].lines]
+    assert {run.name for run in runs} <= {label.partition(":")[0] for label in labels}
+    with pytest.raises(UserError, match="try --x=steps"), plot.drawing(runs, "seconds", "loss"):
+        pass
 
 
 @pytest.mark.parametrize("with_hellaswag", [True, False])
