@@ -6,9 +6,9 @@
     python plot.py results/modern/*.jsonl --x=tokens               # small logs that the repository keeps
     python plot.py out/a --reference=build_nanogpt.json
 
-Reads each run's log.jsonl and config.json, or one log's file. Panels: loss (validation with marks, training thin and smoothed), HellaSwag,
-learning rate, gradient norm, tokens per second, MFU and memory, as far as a run has them. The page adds a table of the
-runs, the settings that differ, the start block with the machine, and the samples by step.
+Reads each run's log.jsonl and config.json, or one log's file. Panels: loss (validation with marks, training thin and
+smoothed), HellaSwag, learning rate, gradient norm, tokens per second, MFU and memory, as far as a run has them. The
+page adds a table of the runs, the settings that differ, the start block with the machine, and the samples by step.
 """
 
 import contextlib
