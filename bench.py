@@ -2,6 +2,7 @@
 
     python bench.py step config/gpt2_124m.py [--key=value ...]                   # one GPU (or the CPU)
     torchrun --standalone --nproc_per_node=4 bench.py step config/gpt2_124m.py   # several GPUs
+    python bench.py ladder --rows=16                                             # from float32 to fp8, rung by rung
     python bench.py ops                                                          # loss, norm, MLP, attention; one GPU
     torchrun --standalone --nproc_per_node=4 bench.py comm                       # all-reduce and others by size
     python bench.py support [--gpu=h100]                                         # which fast forms run, why others not
@@ -13,6 +14,7 @@
 the GPU time by kind of kernel, and the floor: every GEMM and attention kernel timed alone, and all of them back to
 back. --trace=FILE writes a chrome trace (chrome://tracing, ui.perfetto.dev), --snapshot=FILE the allocations
 (pytorch.org/memory_viz). --out=FILE of `step` and `comm` writes the figures as JSON, with which `plan --rates` plans.
+`ladder` is `step` ten times, each time with one change more that makes GPT-2 124M faster (docs/speed.md).
 `python bench.py COMMAND --help` lists a command's settings. The code is in measure/.
 """
 
@@ -30,10 +32,26 @@ class StepConfig(Config):
     settle: int = 5  # warm-up steps before them
     document_tokens: int = 8192  # with document_mask: mean length of a document
     gpu_gib: float | None = None  # limit on the memory used of a larger GPU; None: all
+    fused_adamw: bool = True  # AdamW in one kernel, as in training; False: PyTorch's default, a kernel an operation
     breakdown: bool = True  # GPU time by kind of kernel and the floor, from two more steps
     trace: str | None = None  # write a chrome trace of two steps to this file
     snapshot: str | None = None  # write a record of all allocations until the last timed step to this file
     out: str | None = None  # write the settings and figures to this file as JSON, for plan --rates
+
+
+@dataclass
+class LadderConfig:
+    rows: int = 16  # rows of block_size tokens in a step; 16 as published, or 64 as in config/gpt2_124m.py
+    steps: int = 20  # steps timed in each rung
+    settle: int = 5  # warm-up steps before them
+    device: str = "auto"  # auto, cpu, cuda, mps
+    out: str | None = None  # write settings and figures of all rungs to this file as JSON, after each rung
+    # Model: GPT-2 124M, or another size
+    vocab_size: int = 50257  # number of token ids
+    block_size: int = 1024  # tokens in a sequence
+    n_layer: int = 12  # blocks
+    n_head: int = 12  # heads
+    n_embd: int = 768  # width
 
 
 @dataclass
@@ -75,6 +93,12 @@ def step(cfg):
     from measure import step
 
     on_device(step.measure, cfg)
+
+
+def ladder(cfg):
+    from measure import ladder
+
+    ladder.measure(cfg)
 
 
 def ops(cfg):
@@ -127,6 +151,7 @@ def on_device(measure, cfg):
 
 COMMANDS = {
     "step": (step, StepConfig),
+    "ladder": (ladder, LadderConfig),
     "ops": (ops, OpsConfig),
     "comm": (comm, CommConfig),
     "support": (support, SupportConfig),

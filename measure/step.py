@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
-from configurator import refuse, too_small
+from configurator import UserError, refuse, too_small
 from measure import rates as results
 from measure.floor import floor_times, power
 from run.logger import describe_device, device_name, peak_flops, show
@@ -32,6 +32,8 @@ def measure(cfg):
     began = time.perf_counter()
     check(cfg, world.size)
     refuse(too_small(cfg, {"steps": 0, "settle": 0, "gpu_gib": 1}))
+    if not cfg.fused_adamw and cfg.optimizer != "adamw":
+        raise UserError(f"fused_adamw=False is for optimizer=adamw, optimizer is {cfg.optimizer}")
     if cfg.out:
         results.refuse_unwritable("out", cfg.out)
     on_gpu, say = world.device.type == "cuda", print if world.main else lambda *_: None
@@ -41,6 +43,9 @@ def measure(cfg):
     if cfg.snapshot and on_gpu:
         torch.cuda.memory._record_memory_history()
     own, rows, job = build(cfg, world)
+    if not cfg.fused_adamw:  # as torch.optim.AdamW runs by default on a GPU: each operation on all parameters at once
+        for group in job.optimizer.param_groups:
+            group.update(fused=False, foreach=True)
     next_batch = synthetic(own, world)
     show([describe_device(world), *rows, *job.account.rows()], say)
     job.step(next_batch, cfg.lr)
