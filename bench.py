@@ -3,6 +3,7 @@
     python bench.py step config/gpt2_124m.py [--key=value ...]                   # one GPU (or the CPU)
     torchrun --standalone --nproc_per_node=4 bench.py step config/gpt2_124m.py   # several GPUs
     python bench.py ladder --rows=16                                             # from float32 to fp8, rung by rung
+    python bench.py peers config/llama_124m.py                                   # beside transformers, and with Liger
     python bench.py ops                                                          # loss, norm, MLP, attention; one GPU
     torchrun --standalone --nproc_per_node=4 bench.py comm                       # all-reduce and others by size
     python bench.py support [--gpu=h100]                                         # which fast forms run, why others not
@@ -20,6 +21,7 @@ back. --trace=FILE writes a chrome trace (chrome://tracing, ui.perfetto.dev), --
 
 import sys
 from dataclasses import dataclass
+from typing import Literal
 
 from configurator import UserError, run
 from settings import Config, check, legal
@@ -52,6 +54,15 @@ class LadderConfig:
     n_layer: int = 12  # blocks
     n_head: int = 12  # heads
     n_embd: int = 768  # width
+
+
+@dataclass
+class PeersConfig(Config):
+    # Measurement
+    steps: int = 20  # steps timed
+    settle: int = 5  # warm-up steps before them
+    peer: Literal["all", "ours", "hf", "liger"] = "all"  # all: one after the other, each in a process of its own
+    out: str | None = None  # write the figures to this file as JSON
 
 
 @dataclass
@@ -99,6 +110,13 @@ def ladder(cfg):
     from measure import ladder
 
     ladder.measure(cfg)
+
+
+def peers(cfg):
+    check(cfg, 1)
+    from measure import peers
+
+    on_device(peers.measure, cfg)
 
 
 def ops(cfg):
@@ -152,6 +170,7 @@ def on_device(measure, cfg):
 COMMANDS = {
     "step": (step, StepConfig),
     "ladder": (ladder, LadderConfig),
+    "peers": (peers, PeersConfig),
     "ops": (ops, OpsConfig),
     "comm": (comm, CommConfig),
     "support": (support, SupportConfig),

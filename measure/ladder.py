@@ -85,8 +85,7 @@ def measure(cfg):
 def common_settings(cfg):
     """{name: value} of bench.StepConfig's settings that all rungs share. Raises UserError for a mistake in cfg."""
     refuse(too_small(cfg, {"rows": 1, "steps": 1, "settle": 0}))
-    if "RANK" in os.environ:
-        raise UserError("bench.py ladder takes one GPU; start it without torchrun")
+    refuse_ranks("ladder")
     if cfg.out:
         results.refuse_unwritable("out", cfg.out)
     shape = {f.name: getattr(cfg, f.name) for f in fields(GPTConfig) if hasattr(cfg, f.name)}
@@ -95,14 +94,24 @@ def common_settings(cfg):
     return shape | batch | {"device": cfg.device, "steps": cfg.steps, "settle": cfg.settle, "breakdown": False}
 
 
+def refuse_ranks(command):
+    if "RANK" in os.environ:
+        raise UserError(f"bench.py {command} takes one GPU; start it without torchrun")
+
+
 def timed(settings):
-    """Figures of `bench.py step` with these settings in a new process, or {"failed": why}."""
+    """Figures of `bench.py step` with these settings, or {"failed": why}."""
+    return figures_of(["step", *as_words(settings).split()], {"figures": FIGURES})
+
+
+def figures_of(words, form):
+    """Figures that `bench.py WORDS` writes, in a new process, or {"failed": why}. form: as in files.misfit."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "step.json"
-        done = start(["step", *as_words(settings).split(), f"--out={path}"])
+        path = Path(folder) / "figures.json"
+        done = start([*words, f"--out={path}"])
         if done.returncode:
             return {"failed": failure(done)}
-        return files.read_json(path, form={"figures": FIGURES})["figures"]
+        return files.read_json(path, form=form)["figures"]
 
 
 def start(words):
@@ -112,10 +121,10 @@ def start(words):
 
 
 def failure(done):
-    """Why a process failed, from its last line; of a lack of memory without step's advice on settings not here."""
+    """Why a process failed, from its last line; of a lack of memory without the advice on other settings."""
     lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
     said = next((text for text in reversed(lines) if text.startswith("error: ")), lines[-1]).removeprefix("error: ")
-    return "out of memory; try fewer --rows" if "out of memory" in said.lower() else said
+    return "out of memory; try fewer rows" if "out of memory" in said.lower() else said
 
 
 def factor(rows, row):

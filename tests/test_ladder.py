@@ -78,7 +78,7 @@ def test_a_rung_that_fails_stops_no_other(monkeypatch, capsys):
     monkeypatch.setattr(ladder, "start", faked([100, words, 300, "RuntimeError: no compiler", 450]))
     here("ladder", *WORDS)
     said = capsys.readouterr().out
-    assert re.search(r"torch.compile +failed: out of memory; try fewer --rows$", said, re.MULTILINE), said
+    assert re.search(r"torch.compile +failed: out of memory; try fewer rows$", said, re.MULTILINE), said
     assert re.search(r"flash attention .* 300 +n/a +3.00x ", said), "over the last rung that ran"
     assert re.search(r"padded vocabulary +failed: RuntimeError: no compiler$", said, re.MULTILINE), said
     assert re.search(r"fused AdamW .* 450 +n/a +1.50x ", said) and "to fused AdamW: 4.5 times" in said, said
