@@ -1,19 +1,22 @@
 """bench.py ladder: a row a rung, each the step that its settings give; one that fails or is missing stops no other."""
 
+import dataclasses
 import importlib
 import json
 import re
 import subprocess
 
 import pytest
-from conftest import one_line, train_ranks
+import torch
+from conftest import one_line
 from test_bench import TINY, here
 
 from bench import LadderConfig, StepConfig
 from configurator import UserError, configure
 from fast import chips
-from measure import ladder
+from measure import ladder, step
 from measure.ladder import RUNGS
+from scale import parallel
 from settings import check
 
 WORDS = ["--n_layer=1", "--n_head=2", "--n_embd=32", "--block_size=16", "--vocab_size=257", "--rows=2"]
@@ -23,8 +26,9 @@ ON_A_CPU = ["float32, plain attention", "torch.compile", "flash attention", "pad
 
 
 def eager(words):
-    """`bench.py WORDS` without the compiler, whose part takes half a minute on a CPU, and without importing torch."""
-    return train_ranks(0, [*words, "--compile=False"], script="bench.py")
+    """`bench.py WORDS` in this process, without the compiler, whose part takes half a minute on a CPU."""
+    here(*words, "--compile=False")
+    return subprocess.CompletedProcess(words, 0, "", "")
 
 
 def faked(tokens_per_s):
@@ -129,6 +133,21 @@ def test_the_rungs_are_settings_of_gpt2_124m():
     )
 
 
+def test_unfused_adamw_is_the_same_update():
+    """Three steps of both in float32; Adam divides by roots, which enlarges rounding."""
+    cfg, moved = dataclasses.replace(configure(StepConfig, TINY), precision="fp32"), []
+    world = parallel.start("cpu")
+    for fused in (True, False):
+        own, _, job = step.build(cfg, world)
+        job.optimizer = job.optimizer if fused else step.unfused_adamw(job.raw, own)
+        next_batch = step.synthetic(own, world)
+        for _ in range(3):
+            job.step(next_batch, 1e-3)
+        moved.append(torch.cat([p.detach().flatten() for p in job.raw.parameters()]))
+    start = torch.cat([p.detach().flatten() for p in step.build(cfg, world)[2].raw.parameters()])
+    assert (moved[0] - moved[1]).norm() < 1e-3 * (moved[0] - start).norm()
+
+
 def test_unfused_adamw_runs_pytorchs_foreach_form(monkeypatch):
     adam = importlib.import_module("torch.optim.adam")  # the package's attribute of that name is removed
     calls, form = [], adam._multi_tensor_adam
@@ -146,7 +165,10 @@ def test_unfused_adamw_runs_pytorchs_foreach_form(monkeypatch):
         (["ladder", "--steps=0"], "steps=0 must be at least 1"),
         (["ladder", "--n_head=7"], "n_embd=768 must be divisible by n_head=7"),
         (["ladder", "--out=missing/ladder.json"], "out=missing/ladder.json: there is no folder"),
-        (["step", *TINY, "--fused_adamw=False", "--optimizer=muon"], "fused_adamw=False is for optimizer=adamw"),
+        (
+            ["step", *TINY, "--fused_adamw=False", "--optimizer=muon"],
+            "fused_adamw=False is for optimizer=adamw and max",
+        ),
     ],
 )
 def test_mistakes_are_one_line_before_any_rung(words, message):
