@@ -2,6 +2,8 @@
 
     python bench.py step config/gpt2_124m.py [--key=value ...]                   # one GPU (or the CPU)
     torchrun --standalone --nproc_per_node=4 bench.py step config/gpt2_124m.py   # several GPUs
+    python bench.py ladder --rows=16                                             # from float32 to fp8, rung by rung
+    python bench.py peers config/llama_124m.py                                   # beside transformers, and with Liger
     python bench.py ops                                                          # loss, norm, MLP, attention; one GPU
     torchrun --standalone --nproc_per_node=4 bench.py comm                       # all-reduce and others by size
     python bench.py support [--gpu=h100]                                         # which fast forms run, why others not
@@ -13,11 +15,13 @@
 the GPU time by kind of kernel, and the floor: every GEMM and attention kernel timed alone, and all of them back to
 back. --trace=FILE writes a chrome trace (chrome://tracing, ui.perfetto.dev), --snapshot=FILE the allocations
 (pytorch.org/memory_viz). --out=FILE of `step` and `comm` writes the figures as JSON, with which `plan --rates` plans.
+`ladder` is `step` ten times, each time with one change more that makes GPT-2 124M faster (docs/speed.md).
 `python bench.py COMMAND --help` lists a command's settings. The code is in measure/.
 """
 
 import sys
 from dataclasses import dataclass
+from typing import Literal
 
 from configurator import UserError, run
 from settings import Config, check, legal
@@ -30,10 +34,35 @@ class StepConfig(Config):
     settle: int = 5  # warm-up steps before them
     document_tokens: int = 8192  # with document_mask: mean length of a document
     gpu_gib: float | None = None  # limit on the memory used of a larger GPU; None: all
+    fused_adamw: bool = True  # AdamW in one kernel, as in training; False: PyTorch's default, a kernel an operation
     breakdown: bool = True  # GPU time by kind of kernel and the floor, from two more steps
     trace: str | None = None  # write a chrome trace of two steps to this file
     snapshot: str | None = None  # write a record of all allocations until the last timed step to this file
     out: str | None = None  # write the settings and figures to this file as JSON, for plan --rates
+
+
+@dataclass
+class LadderConfig:
+    rows: int = 16  # rows of block_size tokens in a step; 16 as published, or 64 as in config/gpt2_124m.py
+    steps: int = 20  # steps timed in each rung
+    settle: int = 5  # warm-up steps before them
+    device: str = "auto"  # auto, cpu, cuda, mps
+    out: str | None = None  # write settings and figures of all rungs to this file as JSON, after each rung
+    # Model: GPT-2 124M, or another size
+    vocab_size: int = 50257  # number of token ids
+    block_size: int = 1024  # tokens in a sequence
+    n_layer: int = 12  # blocks
+    n_head: int = 12  # heads
+    n_embd: int = 768  # width
+
+
+@dataclass
+class PeersConfig(Config):
+    # Measurement
+    steps: int = 20  # steps timed
+    settle: int = 5  # warm-up steps before them
+    peer: Literal["all", "ours", "hf", "liger"] = "all"  # all: one after the other, each in a process of its own
+    out: str | None = None  # write the figures to this file as JSON
 
 
 @dataclass
@@ -75,6 +104,19 @@ def step(cfg):
     from measure import step
 
     on_device(step.measure, cfg)
+
+
+def ladder(cfg):
+    from measure import ladder
+
+    ladder.measure(cfg)
+
+
+def peers(cfg):
+    check(cfg, 1)
+    from measure import peers
+
+    on_device(peers.measure, cfg)
 
 
 def ops(cfg):
@@ -127,6 +169,8 @@ def on_device(measure, cfg):
 
 COMMANDS = {
     "step": (step, StepConfig),
+    "ladder": (ladder, LadderConfig),
+    "peers": (peers, PeersConfig),
     "ops": (ops, OpsConfig),
     "comm": (comm, CommConfig),
     "support": (support, SupportConfig),

@@ -2,6 +2,8 @@
 
 step          a training step, as train.py runs it, by kind of kernel
 floor         the lower bound of a step: its GEMMs and attention alone
+ladder        training steps from float32 to fp8, one change at a time
+peers         the same step in transformers, plain and with Liger's kernels
 ops           single operations: the forms of fast/ beside torch.compile's
 comm          the bus bandwidth of collectives
 support       which fast forms run on a GPU

@@ -9,7 +9,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
-from configurator import refuse, too_small
+import optim
+from configurator import UserError, refuse, too_small
 from measure import rates as results
 from measure.floor import floor_times, power
 from run.logger import describe_device, device_name, peak_flops, show
@@ -32,6 +33,8 @@ def measure(cfg):
     began = time.perf_counter()
     check(cfg, world.size)
     refuse(too_small(cfg, {"steps": 0, "settle": 0, "gpu_gib": 1}))
+    if not cfg.fused_adamw and (cfg.optimizer != "adamw" or cfg.max_skipped_steps):
+        raise UserError("fused_adamw=False is for optimizer=adamw and max_skipped_steps=0; leave it at True")
     if cfg.out:
         results.refuse_unwritable("out", cfg.out)
     on_gpu, say = world.device.type == "cuda", print if world.main else lambda *_: None
@@ -41,6 +44,8 @@ def measure(cfg):
     if cfg.snapshot and on_gpu:
         torch.cuda.memory._record_memory_history()
     own, rows, job = build(cfg, world)
+    if not cfg.fused_adamw:
+        job.optimizer = unfused_adamw(job.raw, own)
     next_batch = synthetic(own, world)
     show([describe_device(world), *rows, *job.account.rows()], say)
     job.step(next_batch, cfg.lr)
@@ -78,6 +83,12 @@ def build(cfg, world):
 
     own, rows = train.choose(cfg, world.device)
     return own, rows, train.build(own, world, eot=separator(own) if own.document_mask else None)
+
+
+def unfused_adamw(model, cfg):
+    """optim.py's AdamW as PyTorch runs it by default on a GPU: each of its operations on all parameters at once."""
+    options = dict(lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.adam_eps)
+    return torch.optim.AdamW(optim.param_groups(model, cfg), **options, foreach=True)
 
 
 def synthetic(cfg, world, count=8):

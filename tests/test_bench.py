@@ -190,7 +190,7 @@ def test_out_of_memory_says_what_would_fit(monkeypatch):
 
 def test_mistakes_are_one_line():
     mistakes = [
-        (["steps"], "error: bench.py steps: expected one of step, ops, comm, support, memory"),
+        (["steps"], "error: bench.py steps: expected one of step, ladder, peers, ops, comm, support, memory"),
         (["memory", "--world=0"], "error: world=0 must be at least 1"),
         (["memory", "--precision=fp32"], "error: precision=fp32: the arithmetic is for bf16 and fp8"),
         (["plan", "config/llama3_8b.py", "--world=8", "--n_head=7"], "n_embd=4096 must be divisible by n_head=7"),
