@@ -83,8 +83,8 @@ What can go wrong with a run, what must hold then, and the tests that repeat it,
 are 18,200 mutations of files, 210 kills at random moments, and rows 47 and 60 twenty times each.
 
 Where there are two GPUs, `tests/test_nccl.py` repeats rows 29, 30, 42, 47, 48 and 60 over NCCL; elsewhere they run over
-gloo alone, and the test raises row 42's error itself. On two NVIDIA H200s all of its 11 tests passed on 2026-11-22,
-among them row 47 five times and row 60 with three kills.
+gloo alone, and the test raises row 42's error itself. On two NVIDIA H200s its 11 tests passed on 2026-11-22, row 47
+five times and row 60 with three kills; its further repetitions were not run there.
 
 [operations.md](operations.md) and [checkpoints.md](checkpoints.md) say how to live with it.
 """
