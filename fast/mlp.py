@@ -1,9 +1,9 @@
 """MLPs in bf16, GEMM, activation, GEMM, with as few passes over memory as possible: GELU, ReLU^2 and SwiGLU.
 
 GELU, and ReLU^2 on Hopper: the activation is in the first GEMM's epilogue, its derivative in that of the second GEMM's
-backward, on Hopper with the first bias gradient. ReLU^2 keeps its output alone for that: 2 relu(x) is twice its root.
-Elsewhere its derivative and the bias gradient take one pass. SwiGLU: the backward computes silu(gate) * up again
-together with the gradients of both, in one pass.
+backward, on Hopper with the first bias gradient. ReLU^2 keeps its output alone: its derivative, 2 relu(x), is twice the
+root of that. Elsewhere this derivative and the bias gradient take one pass. SwiGLU: the backward computes silu(gate) *
+up again together with the gradients of both, in one pass.
 """
 
 import torch
@@ -150,7 +150,7 @@ FUNCTIONS = {
 
 
 def relu2_backward(dact, act):
-    """(gradient of the pre-activation, its float32 column sums) from the gradient of act, ReLU^2 of it; both (N, H)."""
+    """(gradient of the pre-activation, its float32 column sums) from the gradient of act, its ReLU^2; (N, H) each."""
     N, H = dact.shape
     dbefore, strips = torch.empty_like(dact), triton.cdiv(H, RELU2_COLS)
     programs = min(triton.cdiv(N, RELU2_ROWS), triton.cdiv(RELU2_PROGRAMS * sm_count(dact.device), strips))

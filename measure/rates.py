@@ -53,7 +53,7 @@ def of(words):
             rates = of_name(word)
             source = "measured in training steps of this repository (docs/results.md)"
             if word != "h200":
-                source = "from the datasheet, not measured: its figures times the shares of theirs that H200s reach"
+                source = "from its data sheet, not measured: each figure times the share that H200s reach of theirs"
             lines = [f"{word}: {source}"]
             continue
         if not Path(word).is_file():

@@ -41,7 +41,7 @@ def rows(chip, device=None):
         ("precision=bf16, by default", chips.no_bf16(chip), "this GPU has bf16 matrix units"),
         *((f"kernels.{name}", reason, "in bf16") for name, reason in operations(plain)),
         ("precision=fp8", in_fp8, "linear, qkv, mlp and linear_cross_entropy, while they train"),
-        ("CUDA kernels for Hopper", not_hopper(chip, device), "GEMMs with bias, GELU or softmax; the backward of qkv"),
+        ("CUDA kernels for Hopper", not_hopper(chip, device), "GEMMs with activation or softmax; the backward of qkv"),
         ("attention=cudnn", not_cudnn, why),
         ("attention=auto", None, f"{backend}: {why}"),
         ("document_mask", None, masks),
@@ -50,11 +50,11 @@ def rows(chip, device=None):
 
 
 def operations(plain):
-    """[(operation of kernels.py, None or why its definition runs)] in GPT-2; plain: why all definitions do, or None."""
+    """[(operation of kernels.py, None or why its definition runs)]; plain: why all definitions do, or None."""
     before = set(kernels.served)
     (kernels.served.discard if plain else kernels.served.add)("cuda")
     try:
-        calls = Account(Config(n_layer=2, precision="bf16"), torch.device("cuda")).calls
+        calls = Account(Config(n_layer=2, positions="rope", precision="bf16"), torch.device("cuda")).calls
     finally:
         kernels.served.clear()
         kernels.served.update(before)

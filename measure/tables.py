@@ -83,9 +83,7 @@ def recipe(cfg, seconds, takes):
     names = {field.name: field.default for field in dataclasses.fields(Config)}
     lines = [f"{name} = {getattr(cfg, name)!r}" for name, usual in names.items() if getattr(cfg, name) != usual]
     rate = cfg.batch_tokens / seconds / cfg.world
-    about = (
-        f"# The fastest settings that bench.py plan found for {cfg.world} GPUs of {cfg.gpu_gib:g} GiB, by arithmetic:"
-    )
+    about = f"# The fastest settings for {cfg.world} GPUs of {cfg.gpu_gib:g} GiB by bench.py plan's arithmetic:"
     about += f"\n# {rate:,.0f} tokens/s a GPU, {takes / memory.GIB:.1f} GiB (--rates={cfg.rates})"
     return "\n".join([f"# {command(cfg.write, cfg.world)}", about, *lines, ""])
 

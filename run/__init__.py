@@ -11,7 +11,9 @@ multiple_choice   HellaSwag's file, rows and score
 generate          continues text with a model
 cache             the KV cache of generate
 meter             the figures of each step: read, recorded, checked
-pulse             lines of what a slow phase is at
+watch             signals, lost and hanging ranks, status.json: a thread that watches over a run
+lock              one process writes into a run's folder
+pulse             lines that say what a slow phase is doing
 logger            the console, log.jsonl and wandb
 history           a run as its log.jsonl tells it, for plot.py; imports no torch
 page              plot.py's HTML page, of the template page.html; imports no torch

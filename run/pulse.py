@@ -1,4 +1,4 @@
-"""Says what a run is at when nothing was printed for a while: a slow first step, or a long validation on a CPU."""
+"""Says what a run is doing when nothing was printed for a while: a slow first step, a long validation on a CPU."""
 
 import time
 

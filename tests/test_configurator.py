@@ -172,7 +172,10 @@ def script(words, code="", name="train.py", **env):
 NO_TORCH = "assert not {'torch', 'datasets', 'matplotlib'}.intersection(sys.modules)"  # slow to import
 
 
-@pytest.mark.parametrize("name", ["fineweb", "sample", "hellaswag", "convert", "plot", "bench", "bench step"])
+HELPED = ["fineweb", "sample", "hellaswag", "convert", "plot", "bench", "bench step", "bench plan"]
+
+
+@pytest.mark.parametrize("name", HELPED)
 def test_help_of_every_script_is_instant_and_fits_120_columns(name):
     name, *command = name.split()
     done = script([*command, "--help"], NO_TORCH, name=f"{name}.py")

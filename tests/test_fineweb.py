@@ -108,8 +108,8 @@ def test_a_finished_folder_is_left_alone_and_other_settings_are_refused(tmp_path
 def test_kinds_of_files(tmp_path, streaming):
     import pyarrow
     import pyarrow.parquet
-    import zstandard
 
+    zstandard = pytest.importorskip("zstandard")
     line = lambda text, **more: json.dumps({"text": text, **more}) + "\n"
     (tmp_path / "a.txt").write_text("text file")
     (tmp_path / "b.jsonl").write_text(line("jsonl one", id=1) + line("") + line("a <|endoftext|> b", id=3))

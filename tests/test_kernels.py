@@ -1,4 +1,4 @@
-"""The loss's plain form against PyTorch's own, in float64."""
+"""kernels.py: the plain form of the loss against PyTorch's own, in float64, and which calls take a fast form."""
 
 import pytest
 import torch
@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 import kernels
 import model as models
+from run import account
 from settings import GPTConfig
 
 
@@ -63,6 +64,18 @@ def test_what_takes_a_fast_form(monkeypatch):
     assert "NVIDIA" in kernels.serve(torch.device("cpu")) and not kernels.served and not fast(wide)
     monkeypatch.setattr(kernels, "served", {"cpu"})
     assert kernels.serve(torch.device("cpu"), "torch") == "ops=torch" and not kernels.served
+
+
+def test_ropes_fast_form_has_rms_norms_alone(monkeypatch):
+    monkeypatch.setattr(kernels, "served", {"cuda"})
+    x, (cos, sin) = torch.randn(2, 3, 4, 16), torch.randn(2, 4, 16)
+    layers = nn.Identity(), nn.RMSNorm(16, 1e-5), kernels.RMSNorm(16, 1e-5)
+    others = nn.LayerNorm(16), kernels.LayerNorm(16), kernels.Linear(16, 16), nn.Sequential(nn.RMSNorm(16, 1e-5))
+    for layer in layers + others:
+        with account.census("cuda", torch.bfloat16) as seen:
+            kernels.rope(x, layer, cos, sin)
+        assert seen.calls["rope", "another kind of layer" if layer in others else None] == 1
+        assert layer in others or seen.calls.total() == 1  # the norm is inside
 
 
 def test_amd_gpus_take_the_definitions(monkeypatch):

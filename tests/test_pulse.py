@@ -1,4 +1,4 @@
-"""run/pulse.py: a run that prints nothing for a while says what it is at."""
+"""run/pulse.py: a run that prints nothing for a while says what it is doing."""
 
 import re
 import time

@@ -42,7 +42,7 @@ def test_the_plan_says_whether_its_rates_were_measured(capsys):
     for name in ("h100", "a100"):
         here("plan", *PLAN, f"--rates={name}")
         said = capsys.readouterr().out
-        assert f"{name}: from the datasheet, not measured" in said
+        assert f"{name}: from its data sheet, not measured" in said
         slower[name] = float(said.split("those given\n")[1].split()[0])
     assert 2 * slower["h100"] < slower["a100"] < 4 * slower["h100"]
 
@@ -56,7 +56,7 @@ def test_the_plan_of_what_was_measured_takes_the_measured_time(tmp_path, words):
     assert parts["elementwise"] == pytest.approx(0.065)
     kept = "matmul" if cfg.precision == "fp8" else "matmul_fp8"
     assert getattr(found, kept) == getattr(rates.of_name("h100"), kept)
-    assert lines[0].startswith("h100: from the datasheet") and "measured on 1 x NVIDIA H100" in lines[1]
+    assert lines[0].startswith("h100: from its data sheet") and "measured on 1 x NVIDIA H100" in lines[1]
 
 
 def test_step_writes_what_it_printed(tmp_path, capsys):
