@@ -17,7 +17,8 @@ RECIPES = sorted(path.stem for path in (ROOT / "config").glob("*.py"))
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_is_legal_on_a_node(name, monkeypatch):
     monkeypatch.chdir(ROOT)
-    ranks = 1 if "one_gpu" in name or name in ("quickstart", "shakespeare_char", "llama3_mini", "modern_124m", "modern_350m") else 8
+    small = ("quickstart", "shakespeare_char", "llama3_mini", "modern_124m", "modern_350m")
+    ranks = 1 if "one_gpu" in name or name in small else 8
     cfg = configure(Config, [f"config/{name}"])
     check(dataclasses.replace(cfg, batch_tokens=cfg.micro_tokens(ranks)) if name == "test" else cfg, ranks)
     first = Path(f"config/{name}.py").read_text().splitlines()[0]
@@ -35,6 +36,7 @@ def test_every_recipe_is_legal_on_a_node(name, monkeypatch):
         (dict(offload_states=True, parallel="fsdp", backend="nccl"), 1, "needs gloo as well as backend=nccl"),
         (dict(remat_tile=128), 1, "remat_tile needs remat=selective, attention or block, remat is none"),
         (dict(remat="block", remat_tile=0), 1, "remat_tile=0 must be at least 1"),
+        (dict(logits_mib=0), 1, "logits_mib=0 must be at least 1"),
         (dict(remat="attention", dropout=0.1), 1, "remat=attention does not support dropout=0.1; try --remat=block"),
         (dict(remat="attention", n_embd=48), 1, "n_embd / n_head = 4 to be a multiple of 8"),
         (dict(context_parallel=3), 4, "context_parallel=3 must divide the number of ranks, 4"),
