@@ -10,6 +10,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 from fast import chips
 from fast.attention import SameLayout
@@ -27,6 +28,7 @@ except ImportError as error:
     MISSING = f"the package {error.name} is not installed"
 
 served = set()  # types of device whose calls may take fast forms, see `serve`
+logits_bytes = 2**30  # of logits that the loss holds at a time, see `limit_logits`
 counting = None  # the run.account.Census under way: it notes each call, of which the definition runs
 
 
@@ -43,6 +45,14 @@ def serve(device, ops="auto"):
     if reason is None:
         fusion.register()
     return reason
+
+
+def limit_logits(mib):
+    """Bounds the logits that the loss holds at a time, in MiB: the definition's in float32, the fast forms' in bf16."""
+    global logits_bytes
+    logits_bytes = mib * 2**20
+    if MISSING is None:
+        fast_loss.LOGITS_BYTES = logits_bytes
 
 
 def unable(device):
@@ -282,7 +292,9 @@ def linear_cross_entropy(x, head, targets, reduction="mean", vocab_size=None, so
     # with gradients, a weight for each token is known in the backward only
     reason = "a loss for each token, with gradients" if reduction == "none" and trains else None
     if not choose("linear_cross_entropy", x, head, unless=reason):
-        return plain_cross_entropy(F.linear(x, head.weight), targets, reduction, *options)
+        if targets.numel() <= logits_bytes // (4 * head.weight.size(0)):
+            return plain_loss(x, head.weight, targets, reduction, *options)
+        return chunked_loss(torch.compiler.is_compiling(), x, head.weight, targets, reduction, *options)
     x = operand(x)
     if in_fp8(head) and trains and fp8.suits(x):
         loss = fp8.linear_cross_entropy(x, head, targets, options)
@@ -290,19 +302,41 @@ def linear_cross_entropy(x, head, targets, reduction="mean", vocab_size=None, so
     return fast_loss.linear_cross_entropy(x, head.weight, targets, reduction, *options)
 
 
+def plain_loss(x, weight, targets, reduction, *options):
+    """The definition of linear_cross_entropy, with the logits of all tokens at once."""
+    return plain_cross_entropy(F.linear(x, weight), targets, reduction, *options)
+
+
+@torch.compiler.disable  # a graph of all chunks kept logits of several: 767 MiB for 412 of logits in chunks of 64 (CPU)
+def chunked_loss(compiled, x, weight, targets, reduction, *options):
+    """plain_loss of as many tokens at a time as logits_bytes allows, each chunk under activation checkpointing.
+
+    The logits of a chunk are freed after its forward and computed again in its backward: one more GEMM of the head.
+    """
+    rows = 2 ** max(0, (logits_bytes // (4 * weight.size(0))).bit_length() - 1)  # as in fast/loss.py
+    loss, each = torch.compile(plain_loss) if compiled else plain_loss, "none" if reduction == "none" else "sum"
+    weight = weight.view_as(weight)  # not a leaf: autocast would share one cast, whose gradients add up in 16 bits
+    chunks = zip(x.flatten(0, -2).split(rows), targets.flatten().split(rows), strict=True)
+    stateless = dict(use_reentrant=False, preserve_rng_state=False)
+    losses = [checkpoint(loss, xi, weight, ti, each, *options, **stateless) for xi, ti in chunks]
+    if reduction == "none":
+        return torch.cat(losses).view_as(targets)
+    return torch.stack(losses).sum() / ((targets >= 0).sum() if reduction == "mean" else 1)
+
+
 def plain_cross_entropy(logits, targets, reduction, V, softcap, smoothing, z_loss):
-    """linear_cross_entropy from the logits, (B, T, V and padding)."""
+    """Cross-entropy from the logits, (..., V and padding); targets: (...)."""
     logits = cap(logits.float(), softcap)
     if logits.size(-1) > V:
         # masked, not sliced off: rows of an odd length cost 39.6 ms instead of 31.8 (H200, 65,536 x 768 x 50,304)
         logits = torch.where(torch.arange(logits.size(-1), device=logits.device) < V, logits, -torch.inf)
     if smoothing or z_loss:
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
+        loss = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="none").view_as(targets)
         lse = logits.logsumexp(-1)
         more = smoothing * (lse - loss - logits[..., :V].mean(-1)) + z_loss * lse.square()
         loss = loss + more * (targets >= 0)
         return loss if reduction == "none" else loss.sum() / ((targets >= 0).sum() if reduction == "mean" else 1)
-    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=reduction)
+    loss = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction=reduction)
     return loss.view_as(targets) if reduction == "none" else loss
 
 

@@ -181,6 +181,7 @@ class Config(GPTConfig):
     remat_every: int = 1  # in every k-th block only
     remat_tile: int | None = None  # tokens that pass the MLP at a time; None: all
     remat_offload: bool = False  # attention, block: the kept activations wait in the host's memory
+    logits_mib: int = 1024  # logits that the loss holds at a time, MiB; more tokens than fit are computed in chunks
     weights: Literal["fp32", "bf16"] = "fp32"  # parameters and gradients; bf16: no float32 copy, needs adamw8bit
     offload_states: bool = False  # fsdp, zero2, hsdp: parameters, gradients and moments in the CPU's memory
 
@@ -238,7 +239,7 @@ def legal(cfg, ranks):
 def out_of_range(cfg, ranks):
     """Settings of a run that are out of range by themselves, one line each."""
     one = ["batch_size", "batch_tokens", "max_steps", "keep_last", "log_interval", "remat_every", "timeout_s", "top_k"]
-    one += ["n_samples", "sample_tokens", "remat_tile"]
+    one += ["n_samples", "sample_tokens", "remat_tile", "logits_mib"]
     zero = ["lr_embedding", "lr_head", "lr_vector", "momentum", "momentum_warmup"]
     zero += ["lr", "min_lr_ratio", "cooldown_fraction", "weight_decay", "beta1", "beta2", "warmup_steps", "temperature"]
     zero += ["eval_interval", "hellaswag_interval", "sample_interval", "save_interval", "seed", "shuffle_seed"]

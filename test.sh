@@ -12,7 +12,7 @@ marks=(-m "not slow") processes=2 python=python
 case ${1:-} in
 --all) marks=(-m "not repeated") && shift ;;
 --faults) marks=(-m fault --reliability=docs/reliability.md) && shift ;;
---gpu) marks=(-m "gpu or device") processes=12 && shift ;;
+--gpu) marks=(-m "(gpu or device) and not repeated") processes=12 && shift ;;
 esac
 
 cuda() { "$1" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; }

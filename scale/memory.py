@@ -12,7 +12,6 @@ import os
 
 GIB = 2**30
 WORKSPACE = 2**25  # bytes of cuBLAS's workspace
-LOGITS_BYTES = 2**30  # logits alive at a time where the loss is computed in chunks, as in fast/loss.py
 UNIT_MIB = 100  # parallel.shard gathers consecutive blocks as one unit up to this size in 16 bits; 0: a block a unit
 GROUP = 256  # elements that share a float32 scale in adamw8bit's moments, as in fast/adam8.py
 
@@ -133,7 +132,7 @@ def copied(cfg, numbers, own):
 
 def loss_bytes(cfg, tokens, own):
     """Bytes while the loss is computed: a chunk of logits, the hidden state's gradient and the head's gradient."""
-    logits = min(LOGITS_BYTES, 2 * tokens * cfg.padded_vocab) * (2 if cfg.precision == "fp8" else 1)
+    logits = min(cfg.logits_mib * 2**20, 2 * tokens * cfg.padded_vocab) * (2 if cfg.precision == "fp8" else 1)
     return logits + tokens * cfg.n_embd * 2 + own * cfg.padded_vocab * cfg.n_embd
 
 

@@ -1,6 +1,7 @@
 """Shared by the tests: small shards of real text, and runs of train.py in this process or over several ranks."""
 
 import functools
+import itertools
 import json
 import os
 import signal
@@ -79,6 +80,15 @@ def stdlib_bytes(count):
         if len(tokens) >= count:
             return tokens[:count]
     raise AssertionError("the standard library is smaller than this test expects")
+
+
+def peak_bytes(work):
+    """The most memory that work() held at a time on the CPU, in bytes, besides what there was before."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        kept = work()  # freed after the profile
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    del kept
+    return max(itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
 
 
 @pytest.fixture

@@ -51,6 +51,15 @@ def test_calls_of_the_model_as_it_is():
     ]  # fmt: skip
 
 
+def test_a_loss_in_chunks_is_counted_as_if_it_were_whole(monkeypatch):
+    """Without the logits that its backward computes again."""
+    whole = account()[0]
+    monkeypatch.setattr(kernels, "logits_bytes", 4 * 256 * 8)
+    chunked = account()[0]
+    assert not chunked.problem and not chunked.unused
+    assert (chunked.calls, chunked.flops_per_token) == (whole.calls, whole.flops_per_token)
+
+
 def test_reasons_of_plain_calls(monkeypatch):
     found, cfg = account(n_hidden=100)
     assert found.calls["mlp", "a width is no multiple of 8"] == 3 and "plain: mlp 3, linear 6 (a width" in str(

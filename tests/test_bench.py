@@ -71,8 +71,16 @@ def test_parameter_counts_are_those_of_a_real_model(recipe):
 
 def test_the_arithmetic_repeats_the_modules_constants():
     assert memory.GROUP == adam8.GROUP
-    loss = pytest.importorskip("fast.loss")  # needs Triton
-    assert memory.LOGITS_BYTES == loss.LOGITS_BYTES
+
+
+def test_the_estimate_counts_the_logits_that_a_run_may_hold():
+    cfg = configure(Config, [str(ROOT / "config/gpt2_124m.py"), "--precision=bf16"])
+    tokens = cfg.batch_size * cfg.block_size
+    other = {mib: dataclasses.replace(cfg, logits_mib=mib) for mib in (512, 10**6)}
+    sizes = {mib: memory.loss_bytes(one, tokens, 4) for mib, one in {1024: cfg, **other}.items()}
+    assert sizes[1024] - sizes[512] == 2**29
+    assert sizes[10**6] - sizes[1024] == 2 * tokens * cfg.padded_vocab - 2**30
+    assert memory.takes(other[10**6], 1) > memory.takes(cfg, 1)  # now the loss is the peak
 
 
 def test_the_estimate_of_an_edited_model_says_that_it_cannot_know():

@@ -1,38 +1,136 @@
-"""kernels.py: the plain form of the loss against PyTorch's own, in float64, and which calls take a fast form."""
+"""kernels.py: the loss's definition, whole and in chunks, against PyTorch's own in float64; the choice of a form."""
 
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from conftest import peak_bytes
+from torch._dynamo.utils import counters
 
 import kernels
 import model as models
 from run import account
-from settings import GPTConfig
+from settings import Config, GPTConfig
 
 
+@pytest.fixture
+def in_chunks(monkeypatch):
+    """in_chunks(rows, V) limits the logits to those of `rows` tokens, of which a power of two is computed at a time."""
+    return lambda rows, V: monkeypatch.setattr(kernels, "logits_bytes", 4 * V * rows)
+
+
+@pytest.mark.parametrize("rows", [21, 20, 5, 1])
 @pytest.mark.parametrize("V", [40, 33])
-@pytest.mark.parametrize("smoothing", [0.0, 0.2])
-@pytest.mark.parametrize("z_loss", [0.0, 1e-2])
+@pytest.mark.parametrize("smoothing, z_loss", [(0.0, 0.0), (0.2, 0.0), (0.0, 1e-2), (0.2, 1e-2)])
 @pytest.mark.parametrize("cap", [None, 3.0])
-def test_linear_cross_entropy(V, smoothing, z_loss, cap):
-    """Every option at once and each alone; padding rows take no part, ignored targets neither."""
-    x, weight = torch.randn(3, 7, 16, dtype=torch.float64), torch.randn(40, 16, dtype=torch.float64, requires_grad=True)
-    targets = torch.randint(0, V, (3, 7))
-    targets[0, :3] = -100
+def test_linear_cross_entropy(rows, V, smoothing, z_loss, cap, in_chunks):
+    """Options alone and together, of 21 tokens at once and in chunks; padding and ignored targets take no part."""
+    in_chunks(rows, 40)
+    x, weight = torch.randn(3, 7, 16, dtype=torch.float64), torch.randn(40, 16, dtype=torch.float64)
+    targets, factors = torch.randint(0, V, (3, 7)), torch.rand(3, 7)
+    targets[0, :6] = -100  # a chunk of them alone
+    x.requires_grad_()
+    weight.requires_grad_()
     logits = kernels.cap(x @ weight[:V].t(), cap).flatten(0, 1)
     real = targets.flatten() >= 0
     expected = F.cross_entropy(logits, targets.flatten(), reduction="none", label_smoothing=smoothing)
-    expected = expected + z_loss * logits.logsumexp(-1).square() * real
-    head = nn.Linear(16, 40, bias=False)
+    expected = (expected + z_loss * logits.logsumexp(-1).square() * real).view_as(targets)
+    own, head = x.detach().float().requires_grad_(), nn.Linear(16, 40, bias=False)
     head.weight = nn.Parameter(weight.detach().float())
-    each = kernels.linear_cross_entropy(x.float(), head, targets, "none", V, cap, smoothing, z_loss)
-    assert torch.allclose(each.flatten().double(), expected, rtol=1e-5, atol=1e-5)
-    for reduction, value in (("sum", expected.sum()), ("mean", expected[real].mean())):
-        loss = kernels.linear_cross_entropy(x.float(), head, targets, reduction, V, cap, smoothing, z_loss)
-        assert torch.allclose(loss.double(), value, rtol=1e-5)
-        (own,), (ref,) = torch.autograd.grad(loss, head.weight), torch.autograd.grad(value, weight, retain_graph=True)
-        assert torch.allclose(own.double(), ref, rtol=1e-4, atol=1e-5) and not own[V:].any()
+    sums = {"none": (expected * factors).sum(), "sum": expected.sum(), "mean": expected.sum() / real.sum()}
+    for reduction, value in sums.items():
+        loss = kernels.linear_cross_entropy(own, head, targets, reduction, V, cap, smoothing, z_loss)
+        if reduction == "none":
+            torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-5)
+            loss = (loss * factors).sum()
+        torch.testing.assert_close(loss.double(), value, rtol=1e-5, atol=1e-5)
+        dx, dw = torch.autograd.grad(loss, [own, head.weight])
+        refs = torch.autograd.grad(value, [x, weight], retain_graph=True)
+        torch.testing.assert_close((dx.double(), dw.double()), refs, rtol=1e-4, atol=1e-5)
+        assert not dw[V:].any()
+        with torch.no_grad():
+            each = kernels.linear_cross_entropy(own, head, targets, "none", V, cap, smoothing, z_loss)
+        torch.testing.assert_close(each.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_logits_of_a_chunk_are_computed_again_only_where_they_do_not_fit(in_chunks, monkeypatch):
+    """24 tokens at once, and as 16 and 8: once for an evaluation, and once more for a backward."""
+    seen, plain = [], kernels.plain_cross_entropy
+    monkeypatch.setattr(kernels, "plain_cross_entropy", lambda *a: seen.append(a[0].numel() // 40) or plain(*a))
+    x, head, targets = torch.randn(2, 12, 16), nn.Linear(16, 40, bias=False), torch.randint(0, 40, (2, 12))
+
+    def calls(rows):
+        in_chunks(rows, 40)
+        seen.clear()
+        loss = kernels.linear_cross_entropy(x, head, targets)
+        if loss.requires_grad:
+            loss.backward()
+        return seen
+
+    assert calls(24) == [24] and calls(23) == [16, 8, 8, 16]
+    with torch.no_grad():
+        assert calls(24) == [24] and calls(23) == [16, 8]
+
+
+def test_logits_in_chunks_take_a_fraction_of_the_memory(in_chunks):
+    """16 MiB of logits in 16 chunks, at the peak of forward and backward and of an evaluation."""
+    x, head, targets = torch.randn(2, 512, 16), nn.Linear(16, 4096, bias=False), torch.randint(0, 4096, (2, 512))
+
+    def peaks(rows):
+        in_chunks(rows, 4096)
+        trained = peak_bytes(lambda: kernels.linear_cross_entropy(x, head, targets).backward())
+        with torch.no_grad():
+            return trained, peak_bytes(lambda: kernels.linear_cross_entropy(x, head, targets))
+
+    assert all(few < whole / 8 for few, whole in zip(peaks(64), peaks(1024), strict=True))
+
+
+def test_chunks_in_16_bits_add_up_in_float32(in_chunks):
+    """The weight's gradient of 512 chunks under autocast has no larger error than that of all tokens at once."""
+    x, head, targets = torch.randn(2, 256, 16), nn.Linear(16, 40, bias=False), torch.randint(0, 40, (2, 256))
+
+    def gradient(rows, low):
+        in_chunks(rows, 40)
+        with torch.autocast("cpu", torch.bfloat16, enabled=low):
+            loss = kernels.linear_cross_entropy(x, head, targets, "sum")
+        return torch.autograd.grad(loss, head.weight)[0]
+
+    exact = gradient(512, False)
+    error = {rows: (gradient(rows, True) - exact).norm() / exact.norm() for rows in (1, 512)}
+    assert error[1] < 1.2 * error[512] < 0.02
+
+
+def test_chunks_compiled_share_a_graph(in_chunks, compiler):
+    """The compiled head makes one graph, of as many operators for two chunks as for eight, and results stay."""
+    cfg, captured = GPTConfig(vocab_size=200, n_embd=32), []
+    head = models.Head(cfg)
+    x, targets = torch.randn(4, 32, 32, requires_grad=True), torch.randint(0, 200, (4, 32))
+    loss = head(x, targets, "mean")
+    refs = torch.autograd.grad(loss, [x, head.weight])
+    head.compile()
+    for rows in (64, 16):
+        torch._dynamo.reset()
+        counters.clear()
+        in_chunks(rows, cfg.padded_vocab)
+        for _ in range(2):
+            own = head(x, targets, "mean")
+            torch.testing.assert_close(own, loss, rtol=1e-6, atol=0)
+            torch.testing.assert_close(torch.autograd.grad(own, [x, head.weight]), refs, rtol=1e-4, atol=1e-6)
+        assert counters["stats"]["unique_graphs"] == 1
+        captured.append(counters["stats"]["calls_captured"])
+    assert captured[0] == captured[1] > 0
+    with torch.no_grad():
+        torch.testing.assert_close(head(x, targets, "none").mean(), loss, rtol=1e-6, atol=0)
+
+
+def test_the_limit_of_the_logits_holds_for_every_form(monkeypatch):
+    loss = pytest.importorskip("fast.loss")  # needs Triton
+    for module, name in ((kernels, "logits_bytes"), (loss, "LOGITS_BYTES")):
+        assert getattr(module, name) == Config().logits_mib * 2**20
+        monkeypatch.setattr(module, name, getattr(module, name))  # put back at the end
+    kernels.limit_logits(3)
+    assert kernels.logits_bytes == loss.LOGITS_BYTES == 3 * 2**20
+    assert 2 * 50_304 * loss.chunk_rows(50_304) <= loss.LOGITS_BYTES
 
 
 def test_smoothing_and_z_loss_are_for_training_only():

@@ -192,6 +192,7 @@ def test_a_rung_in_a_process_of_its_own():
 
 @pytest.mark.gpu
 @pytest.mark.slow
+@pytest.mark.repeated  # ten processes, of which seven compile
 def test_the_ladder_on_a_gpu(tmp_path, capsys):
     """Every rung that this GPU has runs, and none is left out without a reason."""
     words = ["--n_layer=2", "--n_embd=256", "--n_head=4", "--block_size=256", "--steps=2", "--settle=1"]

@@ -85,17 +85,19 @@ MUON = dict(
     zero_init=True,
 )
 LLAMA = dict(mlp="swiglu", norm="rmsnorm", positions="rope", bias=False)
+CHUNKS, WIDE = dict(logits_mib=1), dict(vocab_multiple=16_384)  # 16 tokens of the loss at a time; alone: all
 MODES = {
     "ddp": (2, {}, {}),
+    "loss in chunks in ddp": (2, CHUNKS, WIDE),
     "fsdp": (2, dict(parallel="fsdp", unit_mib=0), {}),
-    "zero2": (2, dict(parallel="zero2", unit_mib=0), dict(n_kv_head=2, **LLAMA)),
+    "zero2": (2, dict(parallel="zero2", unit_mib=0, **CHUNKS), dict(n_kv_head=2, **LLAMA, **WIDE)),
     "hsdp": (4, dict(parallel="hsdp", shard_size=2, unit_mib=1), dict(n_embd=128, n_layer=3, batch_size=1)),  # 2 + 1
     "context": (2, dict(context_parallel=2, remat="attention", remat_tile=6, remat_offload=True), {}),
     "states on the host": (2, dict(parallel="fsdp", unit_mib=0, offload_states=True), {}),
     "context in fsdp": (
         4,
-        dict(context_parallel=2, parallel="fsdp", remat="selective"),
-        dict(mlp="swiglu", positions="rope", n_kv_head=1),
+        dict(context_parallel=2, parallel="fsdp", remat="selective", **CHUNKS),
+        dict(mlp="swiglu", positions="rope", n_kv_head=1, tie_embeddings=False, **WIDE),
     ),
     "muon": (4, {}, MUON | dict(batch_size=1, n_layer=3)),
     "muon in fsdp": (4, dict(parallel="fsdp", unit_mib=0), MUON | LLAMA | dict(n_kv_head=2, batch_size=1, n_layer=3)),
@@ -121,10 +123,17 @@ def test_any_mode_equals_one_process_and_resumes_across(data_dir, tmp_path, alon
     same_end(out, one)
 
 
-@pytest.mark.parametrize("compiler", ["graphs", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_compiled_ranks_equal_one_process_and_resume_there(data_dir, tmp_path, alone, compiler):
-    settings = SHORT | dict(batch_size=1, tie_embeddings=False, sample_interval=0)
-    mode = dict(parallel="fsdp", context_parallel=2, remat="block", compile=True)
+@pytest.mark.parametrize(
+    "compiler, vocab_multiple, chunks",
+    [
+        ("graphs", 128, {}),
+        pytest.param("inductor", 128, {}, marks=pytest.mark.slow),
+        pytest.param("inductor", 32_768, CHUNKS, marks=pytest.mark.slow),
+    ],
+)
+def test_compiled_ranks_equal_one_process_and_resume_there(data_dir, tmp_path, alone, compiler, vocab_multiple, chunks):
+    settings = SHORT | dict(batch_size=1, tie_embeddings=False, sample_interval=0, vocab_multiple=vocab_multiple)
+    mode = dict(parallel="fsdp", context_parallel=2, remat="block", compile=True, **chunks)
     words = flags(data_dir, tmp_path / "many", **settings, **mode)
     assert ranks.call(2, train_in_rank, words, compiler, timeout=300) == [(0, "")] * 2
     same_run(alone(**settings), tmp_path / "many")

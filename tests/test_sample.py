@@ -1,13 +1,12 @@
 """sample.py's command line, chat included, and how it loads weights; test_cache.py tests the generated tokens."""
 
 import io
-import itertools
 import json
 
 import pytest
 import ranks
 import torch
-from conftest import one_line
+from conftest import one_line, peak_bytes
 
 import sample
 from configurator import UserError
@@ -161,10 +160,8 @@ def test_bf16_weights_are_loaded_without_a_float32_copy(source_of, tmp_path):
     path = tmp_path / source_of
     checkpoint.save_model(path, model, cfg) if source_of == "checkpoint" else hf.save_hf(model, path, torch.bfloat16)
     settings = sample.Config(**{source_of: str(path)})
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        loaded, _ = trained.load(settings, torch.device("cpu"), "bf16")
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    peak = max(itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+    peak = peak_bytes(lambda: trained.load(settings, torch.device("cpu"), "bf16"))
+    loaded, _ = trained.load(settings, torch.device("cpu"), "bf16")
     size = sum(2 * p.numel() for p in model.parameters())
     assert peak < 2.2 * size  # the weights, the mapped file, which the profiler counts, and a stacked tensor
     assert all(p.dtype == torch.bfloat16 and torch.equal(p, q) for p, q in zip(loaded.parameters(), model.parameters()))

@@ -37,6 +37,7 @@ def test_every_recipe_is_legal_on_the_ranks_of_its_command(name, monkeypatch):
         (dict(offload_states=True, parallel="fsdp", backend="nccl"), 1, "needs gloo as well as backend=nccl"),
         (dict(remat_tile=128), 1, "remat_tile needs remat=selective, attention or block, remat is none"),
         (dict(remat="block", remat_tile=0), 1, "remat_tile=0 must be at least 1"),
+        (dict(logits_mib=0), 1, "logits_mib=0 must be at least 1"),
         (dict(remat="attention", dropout=0.1), 1, "remat=attention does not support dropout=0.1; try --remat=block"),
         (dict(remat="attention", n_embd=48), 1, "n_embd / n_head = 4 to be a multiple of 8"),
         (dict(context_parallel=3), 4, "context_parallel=3 must divide the number of ranks, 4"),
