@@ -10,6 +10,7 @@ import torch
 from conftest import ROOT, flags, losses, read_log, stdlib_bytes, tell, train_here, train_ranks, write_shard
 from safetensors.torch import load_file
 
+import kernels
 import train
 from configurator import UserError, configure
 from corpus.loader import DataError
@@ -76,6 +77,17 @@ def test_llama_trains_compiled_as_eager(data_dir, tmp_path, compiler):
     for kind in ("train", "val"):
         for step, loss in losses(eager, kind).items():
             assert losses(fused, kind)[step] == pytest.approx(loss, rel=1e-5)
+
+
+def test_a_loss_in_chunks_trains_as_one_at_once(data_dir, tmp_path):
+    """16 of 128 tokens at a time, in training and validation; with a document mask the loss is a weighted sum."""
+    options = dict(document_mask=True, softcap=20.0, label_smoothing=0.1, z_loss=1e-3, vocab_multiple=16_384)
+    options |= dict(batch_tokens=256, max_steps=3, eval_interval=3, eval_tokens=256, save_interval=0)
+    chunks = train_here(data_dir, tmp_path / "chunks", logits_mib=1, **options)
+    assert kernels.logits_bytes == 2**20
+    whole = train_here(data_dir, tmp_path / "whole", **options)  # back to the default
+    for kind in ("train", "val"):
+        assert losses(chunks, kind) == pytest.approx(losses(whole, kind), rel=1e-5)
 
 
 def test_init_from_starts_at_those_weights(data_dir, tmp_path):
