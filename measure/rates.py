@@ -85,7 +85,7 @@ def of_step(path, result):
     try:
         settings = {name: value for name, value in result["settings"].items() if name in known}
         cfg = Config(**typed(Config, settings, known))
-        amount, micros = plan.work(cfg, result["ranks"]), plan.micro_steps(cfg, result["ranks"])
+        amount, micros = plan.work(cfg, result["ranks"]), cfg.micro_steps(result["ranks"])
     except (UserError, ArithmeticError) as error:
         raise UserError(f"{path} is damaged: settings: {error}") from None
     rest = sum(ms[name] for name in ("elementwise", "optimizer", "idle")) / 1e3
