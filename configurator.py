@@ -101,9 +101,14 @@ def _errors_in_one_line():
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except UserError as error:
-        if os.environ.get("RANK", "0") == "0" if error.loud is None else error.loud:
+        if is_rank_0() if error.loud is None else error.loud:
             print("".join(f"error: {problem}\n" for problem in error.args), end="", file=sys.stderr, flush=True)
         leave(error.exit_code, str(error))
+
+
+def is_rank_0():
+    """Whether this process is rank 0 or no rank, by torchrun's variables: known before a process group exists."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def leave(code, message=None, at_once=False):

@@ -214,6 +214,15 @@ class Config(GPTConfig):
         """Tokens in a micro-step, all ranks together."""
         return self.batch_size * self.block_size * (ranks // self.context_parallel)
 
+    def micro_steps(self, ranks):
+        """Micro-steps in an optimizer step."""
+        return max(1, self.batch_tokens // self.micro_tokens(ranks))
+
+    @property
+    def rank_tokens(self):
+        """Tokens in a micro-step of one rank."""
+        return self.batch_size * self.block_size // self.context_parallel
+
 
 def check(cfg, ranks=None):
     """Raises one UserError that lists every setting out of range or in conflict, for `ranks` processes.

@@ -45,7 +45,7 @@ class Training:
         self.optimizer = optim.make_optimizer(self.raw, cfg)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=cfg.precision == "fp16")
         self.autocast = parallel.autocast(cfg.precision, world.device)
-        self.accumulation = cfg.batch_tokens // cfg.micro_tokens(world.size)  # micro-steps in a step
+        self.accumulation = cfg.micro_steps(world.size)
         self.clip, self.skips = cfg.clip, cfg.max_skipped_steps > 0 and not self.scaler.is_enabled()
 
     def step(self, next_batch, lr):

@@ -51,13 +51,9 @@ def tracked(layer):
 
 def reset(model):
     """Forgets all amax values: the next call of each layer takes its tensors' own."""
-    for buffer in amax_buffers(model):
-        buffer.zero_()
-
-
-def amax_buffers(model):
-    """All amax buffers in the model's order; a checkpoint holds them, so that scales go on where they were."""
-    return [buffer for name, buffer in model.named_buffers() if name.endswith("_amax")]
+    for name, buffer in model.named_buffers():
+        if name.endswith("_amax"):
+            buffer.zero_()
 
 
 def dense(layer):

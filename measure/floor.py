@@ -30,7 +30,7 @@ def floor_times(cfg, device):
 def floor_work(cfg, device):
     """({"matmul", "attention"}: the calls of a layer's forward and backward, the head's three GEMMs)."""
     ranks = cfg.context_parallel
-    N, C, D = cfg.batch_size * cfg.block_size // ranks, cfg.n_embd, cfg.head_dim
+    N, C, D = cfg.rank_tokens, cfg.n_embd, cfg.head_dim
     q, k, v = (
         torch.randn(cfg.batch_size, h, cfg.block_size, D, device=device, dtype=torch.bfloat16, requires_grad=True)
         for h in (cfg.n_head // ranks, max(1, cfg.kv_heads // ranks), max(1, cfg.kv_heads // ranks))

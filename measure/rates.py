@@ -2,7 +2,7 @@
 
     python bench.py step config/llama3_8b.py --out=step.json                                  # on the GPU in question
     torchrun --standalone --nproc_per_node=8 bench.py comm --out=comm.json
-    python bench.py plan config/llama3_8b.py --world=8 --rates=h100,step.json,comm.json       # later ones count
+    python bench.py plan config/llama3_8b.py --world=8 --rates=h100,step.json,comm.json       # later ones override
 
 A step's rates are such that the plan of its settings takes the measured time in GEMMs, in attention and in all else.
 """
@@ -43,9 +43,10 @@ def of_name(name):
 
 
 def of(words):
-    """(plan.Rates, lines that say where each is from) for names of GPUs and files, "h100,step.json"; later ones count.
+    """(plan.Rates, lines that say where each is from) for names of GPUs and files, such as "h100,step.json".
 
-    What they leave open is H200's. Raises UserError for a name, or a file, that is none.
+    A later one overrides an earlier one; a rate that none of them has is H200's. Raises UserError for an unknown name
+    and for a file of another form.
     """
     rates, lines = plan.H200, []
     for word in words.split(","):
@@ -85,7 +86,7 @@ def of_step(path, result):
     try:
         settings = {name: value for name, value in result["settings"].items() if name in known}
         cfg = Config(**typed(Config, settings, known))
-        amount, micros = plan.work(cfg, result["ranks"]), plan.micro_steps(cfg, result["ranks"])
+        amount, micros = plan.work(cfg, result["ranks"]), cfg.micro_steps(result["ranks"])
     except (UserError, ArithmeticError) as error:
         raise UserError(f"{path} is damaged: settings: {error}") from None
     rest = sum(ms[name] for name in ("elementwise", "optimizer", "idle")) / 1e3

@@ -70,7 +70,7 @@ def make_batches(cfg, world, loader):
     over ranks, is the mean over the targets of the whole step, which are not equally many in each micro-step.
     """
 
-    micro_steps = cfg.batch_tokens // cfg.micro_tokens(world.size)
+    micro_steps = cfg.micro_steps(world.size)
 
     def next_batch():
         x, y, *targets = loader.next()

@@ -6,7 +6,6 @@ compiled: there would be a graph for each position. Between two calls the model 
 
 import contextlib
 import functools
-import os
 import sys
 
 import torch
@@ -14,7 +13,7 @@ import torch.nn.functional as F
 from torch.nn.attention import sdpa_kernel
 
 import kernels
-from configurator import UserError
+from configurator import UserError, is_rank_0
 from scale import context, parallel
 
 TRIAL = 16  # tokens with which `make` tries a model
@@ -37,7 +36,7 @@ def make(model, size):
 
 @functools.cache
 def warn(reason):
-    if os.environ.get("RANK", "0") == "0":
+    if is_rank_0():
         print(f"warning: {reason}; sampling goes without a KV cache, more slowly", file=sys.stderr, flush=True)
 
 

@@ -577,7 +577,7 @@ def load_rank_tensors(tensors, model, rank, device):
 
 
 def magnitudes(model):
-    """The buffers in which fp8 keeps the amax of the previous call, in the model's order."""
+    """Buffers with the amax of fp8's previous call, in the model's order; they are saved, so that scales go on."""
     return [buffer for name, buffer in model.named_buffers() if name.endswith("_amax")]
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from configurator import is_rank_0
 from run import files, watch
 from run.pulse import duration
 
@@ -213,7 +214,7 @@ def progress(iterable, label, total=None):
     """
     from tqdm import tqdm
 
-    quiet = os.environ.get("RANK", "0") != "0" or not sys.stderr.isatty()
+    quiet = not is_rank_0() or not sys.stderr.isatty()
     total = len(iterable) if total is None and hasattr(iterable, "__len__") else total
     for number, item in enumerate(tqdm(iterable, desc=label, total=total, leave=False, disable=quiet), 1):
         watch.boundary(label)

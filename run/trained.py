@@ -1,10 +1,9 @@
 """Loads a trained model and its tokenizer, from a checkpoint or from Hugging Face weights, for the scripts."""
 
-import os
 import sys
 from pathlib import Path
 
-from configurator import UserError
+from configurator import UserError, is_rank_0
 from corpus import chat
 from corpus import tokenizer as tokenizers
 from run import checkpoint, hf, source
@@ -21,7 +20,7 @@ def load(cfg, device, precision):
     if cfg.checkpoint is None:
         tensors, shape = hf.open_hf(cfg.pretrained)
         return checkpoint.model_of(tensors, shape, device, precision), shape
-    if (warning := source.warning(cfg.checkpoint)) and os.environ.get("RANK", "0") == "0":
+    if (warning := source.warning(cfg.checkpoint)) and is_rank_0():
         print(f"warning: {warning}", file=sys.stderr)
     return checkpoint.load_model(cfg.checkpoint, device, precision)
 

@@ -24,7 +24,7 @@ def estimate(cfg, ranks):
     total, block = parameter_counts(cfg)
     rest = total - cfg.n_layer * block
     shards, sharded, own = shards_of(cfg, ranks), is_sharded(cfg, ranks), bytes_of_weight(cfg)
-    tokens = cfg.batch_size * cfg.block_size // cfg.context_parallel
+    tokens = cfg.rank_tokens
     here = 0 if cfg.offload_states else total / shards
     states = {"parameters": own * here, "gradients": own * here, "optimizer": bytes_of_moments(cfg) * here}
     rope_tables = 8 * cfg.block_size * cfg.head_dim if cfg.positions == "rope" else 0

@@ -34,7 +34,7 @@ LAUNCH = 1e-4  # seconds a layer and micro-step during which no kernel runs
 
 def seconds(cfg, ranks, rates=H200):
     """{part: seconds} of an optimizer step on `ranks` GPUs of one node, for a settings.Config."""
-    micros, amount = micro_steps(cfg, ranks), work(cfg, ranks)
+    micros, amount = cfg.micro_steps(ranks), work(cfg, ranks)
     parts = {
         "matmul": amount["matmul"] / (rates.matmul_fp8 if cfg.precision == "fp8" else rates.matmul),
         "attention": amount["attention"] / rates.attention,
@@ -44,14 +44,9 @@ def seconds(cfg, ranks, rates=H200):
     return parts
 
 
-def micro_steps(cfg, ranks):
-    return max(1, cfg.batch_tokens // cfg.micro_tokens(ranks))
-
-
 def work(cfg, ranks):
     """What a rank does in an optimizer step: {"matmul", "attention": FLOPs, "elementwise": bytes read and written}."""
-    micros = micro_steps(cfg, ranks)
-    tokens = cfg.batch_size * cfg.block_size // cfg.context_parallel
+    micros, tokens = cfg.micro_steps(ranks), cfg.rank_tokens
     total, _ = memory.parameter_counts(cfg)
     C, L, T = cfg.n_embd, cfg.n_layer, cfg.block_size
     products = sum(n * k for n, k in cfg.block_matmuls)
@@ -78,8 +73,7 @@ def exposed(cfg, ranks, micros, compute, rates):
     """Seconds of collectives and host copies that `compute` seconds of computation do not hide."""
     ring = (ranks - 1) / ranks / rates.link
     total, block = memory.parameter_counts(cfg)
-    tokens = cfg.batch_size * cfg.block_size // cfg.context_parallel
-    shards = memory.shards_of(cfg, ranks)
+    tokens, shards = cfg.rank_tokens, memory.shards_of(cfg, ranks)
     small, summed = 2 if cfg.precision in ("bf16", "fp8") else 4, memory.bytes_of_sum(cfg)
     gathered = small * total - (cfg.n_layer * block if memory.gathers_8_bits(cfg, shards) else 0)
     hidden = open_ = 0.0

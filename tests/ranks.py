@@ -107,11 +107,7 @@ class _Pool:
 
     def __init__(self):
         # NVML: torch.cuda.is_available() would otherwise initialise CUDA, which does not survive a fork
-        env = {
-            **environment(),
-            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-            "OMP_NUM_THREADS": "1",
-        }  # numpy starts threads too
+        env = environment() | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
         self.server = subprocess.Popen(
             [sys.executable, __file__], cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )

@@ -86,9 +86,8 @@ def test_relu2(M, N, K, bias):
 def test_derivatives(kind, M, N, K):
     a, b, x = randn(M, K), randn(K, N, std=2 / K**0.5), randn(M, N, std=2).double().requires_grad_()
     y = F.gelu(x, approximate="tanh") if kind == "gelu" else x.relu().square().bfloat16().double()
-    function, saved = (
-        (hopper.dgelu, x.detach().bfloat16()) if kind == "gelu" else (hopper.drelu2, y.detach().bfloat16())
-    )
+    function, saved = (hopper.dgelu, x) if kind == "gelu" else (hopper.drelu2, y)
+    saved = saved.detach().bfloat16()  # the pre-activation, or ReLU^2's output
     slope = torch.autograd.grad(y.sum(), x)[0] if kind == "gelu" else 2 * y.sqrt()
     out, sums = function(a, b, saved)
     exact = (a.double() @ b.double()) * slope

@@ -12,9 +12,9 @@ from fast import chips
 pytest.importorskip("triton", reason="Triton is installed with PyTorch's CUDA builds only")
 
 SHARED_KIB = {80: 163, 89: 99, 90: 227, 100: 227}  # a block's shared memory: A100, RTX 4090 and L40, H100, B200
-BF16 = "_norm_forward _norm_backward _pack _cross_entropy _swiglu _swiglu_backward _relu2_backward _rope_forward "
-BF16 += "_rope_backward _update"
-FP8 = BF16.replace("_relu2_backward ", "") + " _prepare _cast _transpose"  # in fp8 that one is in the cast
+BF16 = "_norm_forward _norm_backward _pack _cross_entropy _swiglu _swiglu_backward _relu2 _relu2_backward "
+BF16 += "_rope_forward _rope_backward _update"
+FP8 = BF16.replace("_relu2 _relu2_backward ", "") + " _prepare _cast _transpose"  # in fp8 these are in the cast
 
 
 def test_every_named_gpu_is_a_target():
