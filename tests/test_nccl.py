@@ -4,14 +4,13 @@ NCCL differs: the host runs ahead of the device, and a rank that waits for a dea
 shows the exit codes of the ranks, the seconds, and what the ranks have said.
 """
 
-import re
 import time
 
 import pytest
 import ranks
 import torch
 from conftest import flags, write_shard
-from test_watch import attempt, check_restarts, error_lines
+from test_watch import attempt, check_restarts, check_told, error_lines
 
 GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs, {GPUS} found")]
@@ -41,13 +40,7 @@ def observe(run, *arguments, **settings):
 def test_a_fault_of_one_rank_on_nccl_is_told_once_and_ends_all(data_dir, tmp_path, fault, codes, line):
     settings = dict(ON_GPUS, timeout_s=6 if fault == "hangs" else 60)  # who only waits for the timeout is killed before
     done = observe(attempt, 2, fault, 1, 6, data_dir, tmp_path / "run", grace=5, **settings)
-    assert done.codes == codes
-    [found] = error_lines(done)
-    assert re.match(line, found), found
-    if fault == "hangs":
-        assert "stacks of rank 1" in done.errors[1] and "next_batch" in done.errors[1]
-    if fault == "mistake":
-        assert done.stderr.count("ZeroDivisionError: in an edit") == 1
+    check_told(done, fault, codes, line)
 
 
 @pytest.mark.fault(48)
