@@ -137,9 +137,14 @@ def line(row, rung):
     """A row of the table, after the rung's name."""
     if "tokens_per_s" not in row:
         return f"  not here: {row['left_out']}" if "left_out" in row else f"  failed: {row['failed']}"
-    mfu, times = (f"{v:.1%}" if (v := row.get("mfu")) else "n/a"), (f"{v:.2f}x" if (v := row["factor"]) else "")
-    gib = f"{v:.1f}" if (v := row.get("peak_gib")) else "n/a"
+    (mfu, gib), times = mfu_and_gib(row), f"{v:.2f}x" if (v := row["factor"]) else ""
     return f"{row['step_ms']:>10.1f}{row['tokens_per_s']:>12,.0f}{mfu:>7}{times:>8}{gib:>7}  {as_words(rung.change)}"
+
+
+def mfu_and_gib(figures):
+    """MFU and peak memory of a row in words, n/a where they are not known."""
+    mfu, gib = figures.get("mfu"), figures.get("peak_gib")
+    return f"{mfu:.1%}" if mfu else "n/a", f"{gib:.1f}" if gib else "n/a"
 
 
 def as_words(settings):

@@ -75,7 +75,7 @@ def write(cfg, figures):
 
 def line(figures):
     """Step, rate, MFU and memory as the table has them."""
-    mfu, gib = (f"{v:.1%}" if (v := figures["mfu"]) else "n/a"), (f"{v:.1f}" if (v := figures["peak_gib"]) else "n/a")
+    mfu, gib = ladder.mfu_and_gib(figures)
     return f"{figures['step_ms']:>12.1f}{figures['tokens_per_s']:>12,.0f}{mfu:>7}{gib:>7}"
 
 
@@ -130,7 +130,7 @@ class Peer(train.Training):
         self.optimizer = optim.make_optimizer(self.raw, self.cfg)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=precision == "fp16")
         self.autocast = parallel.autocast(precision, world.device)
-        self.accumulation = cfg.batch_tokens // cfg.micro_tokens(world.size)
+        self.accumulation = cfg.micro_steps(world.size)
         self.clip, self.skips = cfg.clip, False
 
 

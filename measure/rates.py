@@ -75,7 +75,7 @@ def of_file(path):
 
 
 def of_step(path, result):
-    """The rates with which plan.seconds repeats the kinds of kernels of a measured step."""
+    """The rates with which plan.seconds gives the measured step's times in GEMMs, in attention and in all else."""
     names = ("matmul", "head + loss", "attention", "elementwise", "optimizer", "idle")
     if "ms" not in result["figures"]:
         raise UserError(f"rates={path}: no GPU times by kind of kernel in it; measure on a GPU, with --breakdown=True")
@@ -91,13 +91,9 @@ def of_step(path, result):
         raise UserError(f"{path} is damaged: settings: {error}") from None
     rest = sum(ms[name] for name in ("elementwise", "optimizer", "idle")) / 1e3
     rest = max(rest - micros * cfg.n_layer * plan.LAUNCH, rest / 2, 1e-6)
-    return {
-        "matmul_fp8" if cfg.precision == "fp8" else "matmul": amount["matmul"]
-        / (ms["matmul"] + ms["head + loss"])
-        * 1e3,
-        "attention": amount["attention"] / ms["attention"] * 1e3,
-        "memory": amount["elementwise"] / rest,
-    }
+    matmul, gemms = "matmul_fp8" if cfg.precision == "fp8" else "matmul", ms["matmul"] + ms["head + loss"]
+    found = {matmul: amount["matmul"] / gemms * 1e3, "attention": amount["attention"] / ms["attention"] * 1e3}
+    return found | {"memory": amount["elementwise"] / rest}
 
 
 def of_collectives(path, result):
