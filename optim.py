@@ -82,7 +82,7 @@ class Matrix:
         return tuple(min(max(row - self.first, 0), self.rows) for row in rows_of(self.weight, rank))
 
     def rows_in(self, tensor):
-        """Of a tensor that has the weight's rows of this rank, those of this matrix: a view."""
+        """A view of this matrix' rows in a tensor that holds this rank's rows of the weight."""
         first, last = (self.first + row - rows_of(self.weight)[0] for row in self.held())
         return tensor[first:last]
 

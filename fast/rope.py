@@ -16,9 +16,9 @@ ROPE_BACK_ELEMENTS, ROPE_BACK_WARPS, ROPE_BACK_PROGRAMS, ROPE_BACK_STAGES = 4096
 
 
 def rope(x, weight, eps, cos, sin):
-    """RoPE of the RMSNorm of x: (B, H, T, D) in bf16, D in memory side by side; weight: (D,) or None for no norm.
+    """RoPE of the RMSNorm of x: (B, H, T, D) in bf16; weight: the norm's, (D,), or None for RoPE alone.
 
-    cos, sin: (T, D) float32, the second half of a row equal to the first. Returns (B, H, T, D), T before H in memory.
+    cos, sin: (T, D) float32, both halves of a row equal. Returns (B, H, T, D), laid out in memory as (B, T, H, D).
     """
     return RopeFunction.apply(x, weight, eps, cos, sin)
 
@@ -95,7 +95,7 @@ def heads_last(x):
 
 
 def blocks(x, elements, warps):
-    """(number of heads of all tokens, compile-time sizes of a block of them with about so many elements)"""
+    """(B T H, the kernels' compile-time constants): a block has as many heads as have about `elements` numbers."""
     B, H, T, D = x.shape
     half = triton.next_power_of_2(D // 2)
     rows = max(1, elements // (2 * half))
@@ -161,7 +161,7 @@ def _rope_backward(
 
 @triton.jit
 def _halves(x, cos, sin, n, cols, inside, row, batch, head, token, H: tl.constexpr, T: tl.constexpr, D: tl.constexpr):
-    """Both halves of heads n, counted through tokens, with the cosines and sines of their positions; float32."""
+    """The two halves of the heads numbered n, in the order B, T, H, and their positions' cosines and sines; float32."""
     t, b = n // H % T, n // (H * T)
     start = b.to(tl.int64) * batch + t.to(tl.int64) * token + (n % H) * head
     at = x + start[:, None] + cols[None, :]

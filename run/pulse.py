@@ -30,7 +30,7 @@ class Pulse:
         self._began = time.monotonic()
 
     def item(self, label, number, total=None, shown=False):
-        """Part `number`, from 1 on, of `total` begins. shown: a progress bar tells of it, so that no line has to."""
+        """Part `number` of `total`, counted from 1, begins. shown: a progress bar shows the parts, so print no line."""
         if number == 1:
             self._began = time.monotonic()
         self.label, self._number, self._total, self._shown = label, number, total, shown
