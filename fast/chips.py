@@ -57,7 +57,6 @@ def no_fp8(chip):
 
 
 def no_hopper_kernels(chip):
-    """fast/hopper.py asks by itself; a test compares the answers."""
     fits = chip.maker == "nvidia" and chip.capability == (9, 0)
     return None if fits else "they are for Hopper GPUs (compute capability 9.0)"
 

@@ -21,6 +21,8 @@ from pathlib import Path
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from fast import chips
+
 FOLDER = Path(__file__).parent
 HEADER = (FOLDER / "hopper.cuh").read_text()
 
@@ -57,8 +59,7 @@ SHARED_BYTES = {
 @functools.cache
 def available(device):
     """Whether the kernels run on this torch.device: a Hopper GPU, with NVRTC, which PyTorch for CUDA brings along."""
-    # ROCm devices are "cuda" to PyTorch too, and an MI200's capability is also (9, 0).
-    if device.type != "cuda" or torch.version.cuda is None or torch.cuda.get_device_capability(device) != (9, 0):
+    if chips.no_hopper_kernels(chips.of(device)):
         return False
     try:
         return bool(nvrtc())
