@@ -8,7 +8,7 @@ import numpy as np
 from configurator import UserError
 from run.files import read_json, text
 
-DRAWN = ("loss", "bpb", "dt_ms", "tokens", "norm", "lr", "acc_norm", "flops_per_token")
+DRAWN = ("loss", "bpb", "dt_ms", "tokens", "norm", "lr", "acc_norm", "flops_per_token", "step_ms")
 
 
 class Run:
@@ -25,6 +25,8 @@ class Run:
         """Where steps lie on the axis x; UserError if the log does not say."""
         if x == "steps":
             return steps
+        if x == "seconds" and "step_ms" in self.start:  # a small log of results/: a step's time, measured by itself
+            return steps * self.start["step_ms"] / 1e3
         at, values = series(self.log, "train", "dt_ms" if x == "seconds" else "tokens")
         factor = self.start.get("flops_per_token") if x == "flops" else 1
         if not len(at) or factor is None:

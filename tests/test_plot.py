@@ -55,6 +55,8 @@ def test_draws_the_small_logs_of_the_repository():
     assert {run.name for run in runs} <= {label.partition(":")[0] for label in labels}
     with pytest.raises(UserError, match="try --x=steps"), plot.drawing(runs, "seconds", "loss"):
         pass
+    timed = next(run for run in runs if "step_ms" in run.start)
+    assert timed.place(np.array([0, 100]), "seconds") == pytest.approx([0, timed.start["step_ms"] / 10])
 
 
 @pytest.mark.parametrize("with_hellaswag", [True, False])
