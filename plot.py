@@ -5,6 +5,7 @@
     python plot.py out/a out/b --html                              # -> out/a/curves.html, which needs no network
     python plot.py results/modern/*.jsonl --x=tokens               # small logs that the repository keeps
     python plot.py out/a --reference=build_nanogpt.json
+    python plot.py results/modern/*.jsonl --fit --out=fit.png      # ends of runs against compute, the best size
 
 Reads each run's log.jsonl and config.json, or one log's file. Panels: loss (validation with marks, training thin and
 smoothed), HellaSwag, learning rate, gradient norm, tokens per second, MFU and memory, as far as a run has them. The
@@ -47,6 +48,7 @@ class Config:
     x: Literal["steps", "tokens", "seconds", "flops"] = "steps"  # seconds: of training steps alone
     y: Literal["auto", "loss", "bpb"] = "auto"  # auto: bits per byte where the tokenizers differ, else loss
     html: bool = False  # write a page: curves over each x, differing settings, machine, samples
+    fit: bool = False  # instead of curves: the ends of runs of several sizes against compute, and a fit (run/fit.py)
     out: str | None = None  # file to write: .png, .svg, .pdf, .html; None: curves.png in the first folder
     reference: str | None = None  # a JSON file, {"name": …, "points": {step: validation loss, …}}, drawn dashed
 
@@ -54,6 +56,8 @@ class Config:
 def main(cfg, folders):
     if not folders:
         raise UserError("give the folder of a run, or of several: python plot.py out/gpt2_124m")
+    if cfg.fit:
+        return draw_fit(folders, cfg.out or "fit.png")
     html = cfg.html or str(cfg.out).endswith(".html")
     first, suffix = Path(folders[0]), ".html" if html else ".png"
     out = cfg.out or (first.with_suffix(suffix) if first.is_file() else first / f"curves{suffix}")
@@ -104,10 +108,30 @@ def draw(folders, out_path, reference=None, x="steps", y="auto"):
     """Draws the runs in `folders` into the picture `out_path`; reference: {"name": str, "points": {step: loss}}."""
     runs = load(folders)
     with drawing(runs, x, choose_y(runs, y), reference) as figure:
-        try:
-            figure.savefig(out_path, dpi=110, facecolor="white")
-        except (OSError, ValueError) as error:  # ValueError: an unknown kind of picture
-            raise UserError(f"{out_path}: cannot write the picture ({error})") from None
+        save(figure, out_path)
+
+
+def save(figure, out_path):
+    try:
+        figure.savefig(out_path, dpi=110, facecolor="white")
+    except (OSError, ValueError) as error:  # ValueError: an unknown kind of picture
+        raise UserError(f"{out_path}: cannot write the picture ({error})") from None
+
+
+def draw_fit(logs, out_path):
+    """Prints and draws what run/fit.py finds in these runs."""
+    from run import fit
+
+    law, factors, lines = fit.fit(load(logs))
+    print(*lines, sep="\n")
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(10, 4.2), layout="constrained")
+        fit.draw(figure, law, factors, COLORS)
+        save(figure, out_path)
+    print(f"drawn: {out_path}")
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ lock              one process writes into a run's folder
 pulse             lines that say what a slow phase is doing
 logger            the console, log.jsonl and wandb
 history           a run as its log.jsonl tells it, for plot.py; imports no torch
+fit               loss against size and tokens, from the ends of runs, for plot.py; imports no torch
 page              plot.py's HTML page, of the template page.html; imports no torch
 hf                Hugging Face's GPT-2 and Llama: their weights read and written
 hf_config         their config.json and tokenizer files; imports no torch

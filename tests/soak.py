@@ -76,7 +76,9 @@ def command(cfg, data, hellaswag):
     settings |= dict(device=cfg.device, max_steps=cfg.steps, log_interval=every, shuffle_seed=1, dropout=0.1)
     settings |= dict(eval_interval=every, eval_tokens=4096, hellaswag_interval=every, hellaswag_file=hellaswag)
     settings |= dict(sample_interval=every, n_samples=2, sample_tokens=16, sample_prompt="def ")
-    settings |= dict(save_interval=every, async_save=True, keep_last=2, compile=cfg.device == "cuda")
+    settings |= dict(save_interval=every, async_save=True, keep_last=2)
+    if cfg.device == "cuda":  # the host's launches are the whole time of so small a step: one micro-step, compiled
+        settings |= dict(compile=True, batch_size=16)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={cfg.ranks}"]
     return [*launcher, "train.py", "config/test.py", *(f"--{key}={value}" for key, value in settings.items())]
 
