@@ -143,7 +143,7 @@ def drawing(runs, x, y, reference=None):
 
     if reference and (x, y) != ("steps", "loss"):
         raise UserError(f"--reference has losses by step, which --x={x} --y={y} cannot show")
-    known = {key for key, (kind, *_) in PANELS.items() if any(len(series(run.log, kind, key)[0]) for run in runs)}
+    known = {key for key, (kind, *_) in PANELS.items() if any(len(series(run.log, kind, key)[0]) > 1 for run in runs)}
     panels = [key for key in PANELS if key in known]
     columns = max(1, len(panels) if len(panels) < 5 else 3)
     rows = math.ceil(len(panels) / columns)
@@ -195,14 +195,14 @@ def draw_loss(axes, runs, x, y, reference):
 
 
 def show_end(axes):
-    """Cuts a panel of losses to the second half of its x axis."""
+    """Cuts a panel of losses to where runs end: from half of the shortest one on, or a fifth of the longest."""
     lines = [line.get_data() for line in axes.lines if not line.get_label().startswith("_child")]
-    first, last = min(x[0] for x, _ in lines), max(x[-1] for x, _ in lines)
-    middle = (first + last) / 2
-    values = np.concatenate([np.asarray(y)[np.asarray(x) >= middle] for x, y in lines])
-    axes.set_xlim(middle, last + 0.03 * (last - middle) if last > first else last + 1)
+    first, ends = min(x[0] for x, _ in lines), [x[-1] for x, _ in lines]
+    start, last = first + max((min(ends) - first) / 2, (max(ends) - first) / 5), max(ends)
+    values = np.concatenate([np.asarray(y)[np.asarray(x) >= start] for x, y in lines])
+    axes.set_xlim(start, last + 0.03 * (last - start) if last > first else last + 1)
     fit_y(axes, values.min(), values.max())
-    axes.set_title("second half")
+    axes.set_title("the end")
     axes.get_legend().remove()
 
 
