@@ -3,6 +3,7 @@
     python sample.py --checkpoint=out/gpt2_124m --prompt="Once upon a time" --n_samples=4
     python sample.py --pretrained=gpt2 --prompt=FILE:story.txt --temperature=0.8 --top_k=50
     torchrun --standalone --nproc_per_node=8 sample.py --checkpoint=out/llama3_8b --n_samples=32    # 4 on each GPU
+    torchrun --standalone --nproc_per_node=4 sample.py --checkpoint=out/llama3_70b --parallel=fsdp  # a GPU holds a part
     python sample.py --pretrained=FOLDER --chat                                       # a conversation: a line, a reply
 
 Prints the text as it is generated, and at the end tokens a second. The sampling is in run/generate.py. `main` imports
@@ -33,6 +34,7 @@ class Config:
     seed: int = 1337  # of the first sample; the next one's is 1 higher
     device: str = "auto"  # auto, cpu, cuda, mps
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"  # auto: bf16 where the GPU supports it
+    parallel: Literal["ddp", "fsdp"] = "ddp"  # what a rank holds; ddp: the whole model; fsdp: a part of each tensor
 
     nanogpt = {"out_dir": "checkpoint", "start": "prompt", "num_samples": "n_samples", "dtype": "precision"}
 
@@ -77,7 +79,7 @@ def share(printer, ids, shown, cfg, first, world):
     from scale import parallel
 
     number = first + world.rank
-    own = printer(ids, cfg.seed + number, shown) if number < cfg.n_samples else None
+    own = printer(ids, cfg.seed + number, shown) if number < cfg.n_samples else printer.attend(ids)
     for rank, text in enumerate(parallel.gather_objects(own)):
         if world.main and text is not None:
             print("-" * 80 if rank == 0 else f"{text}\n{'-' * 80}")

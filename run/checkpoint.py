@@ -586,26 +586,30 @@ def save_model(folder, model, cfg, step=0):
     return save(folder, step, {"model": model_tensors(model)}, {"config": asdict(cfg)})
 
 
-def load_model(path, device, precision="fp32"):
+def load_model(path, device, precision="fp32", world=None):
     """(model on `device`, its configuration as a namespace) from a run's or a checkpoint's folder; see model_of."""
     tensors, shape, config = open_model(path)
-    return model_of(tensors, shape, torch.device(device), precision), config
+    return model_of(tensors, shape, torch.device(device), precision, world), config
 
 
 @torch.no_grad()
-def model_of(tensors, shape, device, precision="fp32"):
+def model_of(tensors, shape, device, precision="fp32", world=None):
     """A GPT for evaluation with these weights: in bf16 where that is the precision, else in float32.
 
-    tensors: {name: tensor or Stored}; one at a time is in memory in its own dtype. shape: a GPTConfig.
+    tensors: {name: tensor or Stored}; one at a time is in memory in its own dtype. shape: a GPTConfig. world: the ranks
+    among which FSDP2 divides the model, each of which reads its own rows only; None: the whole model is here.
     """
     model = models.on_meta(replace(shape, attention=best_attention(device, precision)[0]))
     for parameter in model.parameters() if precision == "bf16" else ():
         parameter.data = parameter.data.bfloat16()
     _rows_to_load(model_tensors(model), tensors, shape.vocab_size)  # before memory is taken for another shape
+    if world:
+        settings = Config(parallel="fsdp", precision=precision, tie_embeddings=shape.tie_embeddings)
+        parallel.shard(model, settings, world, regular=False)  # a unit for each block, also where an edit repeats one
     models.allocate(model, device)
     for name, parameter in model.named_parameters():
-        if name in ("wte.weight", "head.weight"):
-            parameter[shape.vocab_size :] = 0  # padding, which Hugging Face's files do not have
+        if name in ("wte.weight", "head.weight"):  # padding, which Hugging Face's files do not have
+            local(parameter)[max(0, shape.vocab_size - own_rows(parameter)[0]) :] = 0
     load_model_tensors(model, tensors, shape.vocab_size)
     return model.eval()
 

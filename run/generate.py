@@ -27,6 +27,7 @@ class Printer:
         """
         self.model, self.tokenizer, self.stop, self.options, self.quiet = model, tokenizer, stop, options, quiet
         self.tokens, self.seconds = 0, 0.0
+        self.in_step = bool(parallel.units(model))  # the forwards of a sharded model need all ranks
 
     def __call__(self, ids, seed, shown=()):
         """Prints the text of `shown` and of what continues `ids`, both lists of ids; returns it."""
@@ -38,13 +39,22 @@ class Printer:
         self.seconds += time.perf_counter() - began
         return text
 
-    def continued(self, ids, seed):
+    def attend(self, ids):
+        """Takes part in the forwards of a sharded model for the other ranks' texts, without one of this rank."""
+        for _ in self.continued(ids, 0, ended=True) if self.in_step else ():
+            pass
+
+    def continued(self, ids, seed, ended=False):
+        """Yields the new ids in lists. With a sharded model all ranks call it, and go on until the last text ends."""
         idx = torch.tensor([ids], device=parallel.device_of(self.model))
         for new in steps(self.model, idx, *self.options, seed):
-            self.tokens += 1
-            if self.stop and new.item() in self.tokenizer.ends:
+            self.tokens += not ended
+            ended = ended or self.stop and new.item() in self.tokenizer.ends
+            others = self.in_step and parallel.sum_over_ranks(new.new_tensor(int(not ended)))
+            if ended and not others:
                 return
-            yield new.tolist()
+            if not ended:
+                yield new.tolist()
 
 
 def pieces(decode, rows):

@@ -211,19 +211,26 @@ def test_command_line_scores_a_checkpoint_and_refuses_no_examples(tmp_path, caps
         hellaswag.main(hellaswag.Config(limit=0))
 
 
-def test_the_command_line_over_two_ranks_prints_one_score_the_same(tmp_path):
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_the_command_line_over_two_ranks_prints_one_score_the_same(tmp_path, mode):
     model, path = small(), tmp_path / "h.jsonl"
     path.write_text("".join(json.dumps(example) + "\n" for example in made_up(20)))
+    prepared = multiple_choice.prepare(made_up(20), tokenizers.load("bytes"), 128)
+    assert len(list(multiple_choice.batches(prepared, 256, 128, few_shapes=False))) % 2 == 1  # one rank has fewer
     checkpoint.save_model(tmp_path / "run", model, model.cfg)
     words = [f"--checkpoint={tmp_path}/run", f"--file={path}", "--tokenizer=bytes", "--device=cpu"]
-    alone, both = (ranks.run(number, [*words, "--batch_tokens=256"], "hellaswag.py") for number in (0, 2))
+    alone = ranks.run(0, [*words, "--batch_tokens=256"], "hellaswag.py")
+    words += [f"--parallel={mode}"]
+    both = ranks.run(2, [*words, "--batch_tokens=256"], "hellaswag.py")
     assert alone.returncode == both.returncode == 0, both.stderr
     score, count, _ = both.outputs[0].rsplit(" | ", 2)
     assert [score, count] == alone.stdout.rsplit(" | ", 2)[:2] and count == "20 examples, 0 cut"
     assert both.outputs[1] == both.stderr == ""
     path.write_text("{")
-    broken = ranks.run(2, words, "hellaswag.py")
-    assert broken.codes == [3, 3] and broken.stderr.startswith("error: ") and broken.stderr.count("\n") == 1
+    for more, code in ([], 3), ([f"--checkpoint={tmp_path}/none"], 4):
+        broken = ranks.run(2, words + more, "hellaswag.py")
+        assert broken.codes == [code, code], broken.stderr
+        assert broken.stderr.startswith("error: ") and broken.stderr.count("\n") == 1
 
 
 @pytest.mark.skipif(not REAL.exists(), reason="needs the validation file beside the project")

@@ -1,5 +1,6 @@
 """sample.py's command line, chat included, and how it loads weights; test_cache.py tests the generated tokens."""
 
+import dataclasses
 import io
 import json
 
@@ -13,6 +14,7 @@ from configurator import UserError
 from corpus import chat, tokenizer
 from model import build
 from run import checkpoint, generate, hf, source, trained
+from scale import parallel, shards
 from settings import GPTConfig
 
 TEMPLATE = """{{- bos_token }}
@@ -42,10 +44,12 @@ def test_as_many_samples_as_asked_for_each_with_its_prompt(run, capsys):
     assert texts[3].startswith("\n24 tokens in ") and all(text.lstrip("\n").startswith("so") for text in texts[:3])
 
 
-def test_samples_of_two_ranks_are_printed_in_order_as_by_one(run):
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_samples_of_two_ranks_are_printed_in_order_as_by_one(run, mode):
     words = [f"--checkpoint={run}", "--tokenizer=bytes", "--prompt=so", "--n_samples=5", "--max_new_tokens=8"]
     words += ["--device=cpu", "--no_stop"]
-    alone, both = (ranks.run(number, words, "sample.py") for number in (0, 2))
+    alone = ranks.run(0, words, "sample.py")
+    both = ranks.run(2, [*words, f"--parallel={mode}"], "sample.py")
     assert alone.returncode == both.returncode == 0, both.stderr
     texts, last = both.outputs[0].rsplit("-" * 80, 1)
     assert texts == alone.stdout.rsplit("-" * 80, 1)[0] and len(set(texts.split("-" * 80))) == 5
@@ -53,6 +57,27 @@ def test_samples_of_two_ranks_are_printed_in_order_as_by_one(run):
     talk = ranks.run(2, [*words[:2], "--chat", "--device=cpu"], "sample.py")
     assert talk.codes == [2, 2] and talk.stderr.startswith("error: chat=True without a prompt reads stdin")
     assert talk.stderr.count("\n") == 1
+
+
+def test_ranks_of_a_divided_model_go_on_until_the_last_sample_ends(tmp_path):
+    """In a model that ends its text with one token in six, whatever came before; 40 tokens go beyond block_size."""
+    cfg = GPTConfig(vocab_size=257, n_layer=1, n_head=2, n_embd=16, block_size=32, tie_embeddings=False)
+    model = build(cfg, torch.device("cpu"), seed=0)
+    with torch.no_grad():
+        for weight in (model.norm.weight, model.norm.bias, model.head.weight):
+            weight.zero_()
+        model.norm.bias[0], model.head.weight[256, 0] = 1, 4
+    checkpoint.save_model(tmp_path / "run", model, cfg)
+    words = [f"--checkpoint={tmp_path}/run", "--tokenizer=bytes", "--n_samples=5", "--max_new_tokens=40"]
+    words += ["--device=cpu", "--temperature=1", "--top_k=None"]
+    alone, both = ranks.run(0, words, "sample.py"), ranks.run(2, [*words, "--parallel=fsdp"], "sample.py")
+    assert alone.returncode == both.returncode == 0, both.stderr
+    (texts, last), (expected, alone_last) = (done.outputs[0].rsplit("-" * 80, 1) for done in (both, alone))
+    assert texts == expected and len(set(map(len, texts.split("-" * 80)))) > 2  # the samples differ in length
+    assert last.partition(" in ")[0] == alone_last.partition(" in ")[0]
+    lost = ranks.run(0, [*words, "--parallel=fsdp"], "sample.py")
+    assert lost.returncode == 2 and lost.stderr.count("\n") == 1
+    assert lost.stderr.startswith("error: parallel=fsdp divides the model among ranks; start it with torchrun")
 
 
 def test_code_that_has_changed_since_the_run_is_announced(run, capsys, monkeypatch):
@@ -166,6 +191,44 @@ def test_bf16_weights_are_loaded_without_a_float32_copy(source_of, tmp_path):
     assert peak < 2.2 * size  # the weights, the mapped file, which the profiler counts, and a stacked tensor
     assert all(p.dtype == torch.bfloat16 and torch.equal(p, q) for p, q in zip(loaded.parameters(), model.parameters()))
     assert all(p.dtype == torch.float32 for p in trained.load(settings, torch.device("cpu"), "fp32")[0].parameters())
+
+
+def divided_in_rank(settings, precision, ids):
+    """For ranks.call: whether a divided model's logits equal the whole one's; bytes of its part and of the whole; the
+    most that a load and a forward held."""
+    read, size, device = checkpoint.Stored.__getitem__, parallel.start("cpu").size, torch.device("cpu")
+    whole, _ = trained.load(dataclasses.replace(settings, parallel="ddp"), device, precision)
+
+    def checked(stored, rows):
+        if len(stored.shape) and stored.dtype.is_floating_point:
+            assert rows is not ... and rows.stop - rows.start <= stored.shape[0] / size, (stored.shape, rows)
+        return read(stored, rows)
+
+    checkpoint.Stored.__getitem__ = checked  # the patch ends with the process
+    peak = peak_bytes(lambda: trained.load(settings, device, precision))
+    model, _ = trained.load(settings, device, precision)
+    with torch.no_grad():
+        gathered = peak_bytes(lambda: model.logits(ids))
+        equal = torch.equal(model.logits(ids), whole.logits(ids))
+    parallel.reshard(model)
+    own = sum(shards.local(p).nbytes for p in model.parameters())
+    parallel.stop()
+    return equal, own, sum(p.nbytes for p in whole.parameters()), peak, gathered
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("source_of", ["pretrained", "checkpoint"])
+def test_two_ranks_hold_half_a_model_each_and_never_the_whole(source_of, precision, tmp_path):
+    shape = dict(n_embd=128, n_hidden=256, n_layer=12, n_head=4, vocab_size=256, block_size=64, tie_embeddings=False)
+    cfg = GPTConfig(norm="rmsnorm", positions="rope", mlp="swiglu", bias=False, **shape)
+    model, path = build(cfg, torch.device("cpu"), seed=0), tmp_path / source_of
+    model = model.bfloat16() if precision == "bf16" else model
+    checkpoint.save_model(path, model, cfg) if source_of == "checkpoint" else hf.save_hf(model, path, torch.bfloat16)
+    settings = sample.Config(**{source_of: str(path)}, parallel="fsdp", device="cpu")
+    for equal, own, size, peak, gathered in ranks.call(2, divided_in_rank, settings, precision, torch.arange(48)[None]):
+        assert equal and own == size / 2
+        assert peak < 1.6 * size  # the half, and the mapped file, which the profiler counts
+        assert gathered < 0.5 * size  # a few units at a time, each a twelfth
 
 
 @pytest.mark.parametrize(
