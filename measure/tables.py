@@ -63,7 +63,7 @@ def plan_table(cfg):
     if cfg.write:
         seconds, takes, other = found[0]
         files.write_atomic(cfg.write, recipe(other, seconds, takes))
-        print(f"\nwritten      {cfg.write}: {command(cfg.write, cfg.world)}")
+        print(f"\nwritten      {cfg.write}: {command(cfg.write, cfg.world, cfg.offload_states)}")
 
 
 def host_memory(cfg):
@@ -99,12 +99,12 @@ def recipe(cfg, seconds, takes):
     rate = cfg.batch_tokens / seconds / cfg.world
     about = f"# The fastest settings for {cfg.world} GPUs of {cfg.gpu_gib:g} GiB by bench.py plan's arithmetic:"
     about += f"\n# {rate:,.0f} tokens/s a GPU, {takes / memory.GIB:.1f} GiB (--rates={cfg.rates})"
-    return "\n".join([f"# {command(cfg.write, cfg.world)}", about, *lines, ""])
+    return "\n".join([f"# {command(cfg.write, cfg.world, cfg.offload_states)}", about, *lines, ""])
 
 
-def command(path, world):
-    """How train.py is started with a config file over `world` GPUs, on nodes of at most 8."""
-    if world == 1:
+def command(path, world, group=False):
+    """How train.py is started with a config file over `world` GPUs, on nodes of at most 8; group: by torchrun."""
+    if world == 1 and not group:
         return f"python train.py {path}"
     each = max(n for n in range(1, 9) if world % n == 0)
     several = f"--nnodes={world // each} --rdzv_backend=c10d --rdzv_endpoint=HOST:29500"

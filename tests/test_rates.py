@@ -153,6 +153,7 @@ def test_mistakes_are_one_line(words, message, monkeypatch):
 @pytest.mark.parametrize("world, words", [(1, "python"), (6, "--nproc_per_node=6"), (12, "--nnodes=2 .*=6 train")])
 def test_the_command_of_a_recipe_uses_every_gpu(world, words):
     assert re.search(words, tables.command("mine.py", world))
+    assert "torchrun" in tables.command("mine.py", world, group=True)
 
 
 def test_the_recipe_that_the_plan_writes_is_the_one_that_it_found(data_dir, tmp_path, capsys):
