@@ -176,6 +176,7 @@ def threads_in_rank(cfg, cores, threads):
     """PyTorch's threads in this rank after it has joined, on a host of `cores` cores, OMP_NUM_THREADS=threads."""
     os.sched_getaffinity, os.environ["OMP_NUM_THREADS"] = lambda _: set(range(cores)), threads
     parallel.join(cfg)
+    parallel.barrier()  # a rank that left now would take its connections along
     return torch.get_num_threads()
 
 
