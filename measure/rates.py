@@ -15,11 +15,12 @@ from run import files
 from scale import plan
 from settings import Config
 
-# Data sheets of the SXM cards: dense FLOP/s in bf16 and fp8, bytes/s of memory, of NVLink and of PCIe in one direction.
+# Data sheets of the SXM cards: dense FLOP/s in bf16 and fp8, bytes/s of memory, of NVLink, of PCIe in one direction,
+# and of the memory of an NVIDIA DGX: two sockets of 8 channels each, DDR4-3200 with the A100, else DDR5-4800.
 DATASHEETS = {
-    "a100": (312e12, None, 2.04e12, 300e9, 32e9),  # 80 GB
-    "h100": (989e12, 1979e12, 3.35e12, 450e9, 64e9),
-    "h200": (989e12, 1979e12, 4.8e12, 450e9, 64e9),
+    "a100": (312e12, None, 2.04e12, 300e9, 32e9, 410e9),  # 80 GB
+    "h100": (989e12, 1979e12, 3.35e12, 450e9, 64e9, 614e9),
+    "h200": (989e12, 1979e12, 4.8e12, 450e9, 64e9, 614e9),
 }
 MESSAGE_MIB = 256  # largest message whose bandwidth counts: FSDP2's and DDP's are of 25 to some 100 MiB
 
@@ -36,7 +37,7 @@ def some(value):
 
 def of_name(name):
     """Rates of a GPU: its data sheet's, each times the share that H200s reach of theirs in training steps."""
-    shares = dict(matmul=0, matmul_fp8=1, attention=0, memory=2, link=3, all_to_all=3, host=4)  # place in a data sheet
+    shares = dict(matmul=0, matmul_fp8=1, attention=0, memory=2, link=3, all_to_all=3, host=4, cpu=5)  # in a data sheet
     own, measured = DATASHEETS[name], DATASHEETS["h200"]
     rates = {k: own[i] and own[i] / measured[i] * getattr(plan.H200, k) for k, i in shares.items()}
     return plan.Rates(**rates)
@@ -52,7 +53,7 @@ def of(words):
     for word in words.split(","):
         if word in DATASHEETS:
             rates = of_name(word)
-            source = "measured in training steps of this repository (docs/results.md)"
+            source = "measured in training steps of this repository (docs/results.md), cpu assumed"
             if word != "h200":
                 source = "from its data sheet, not measured: each figure times the share that H200s reach of theirs"
             lines = [f"{word}: {source}"]
@@ -75,7 +76,10 @@ def of_file(path):
 
 
 def of_step(path, result):
-    """The rates with which plan.seconds gives the measured step's times in GEMMs, in attention and in all else."""
+    """The rates with which plan.seconds gives the measured step's times in GEMMs, in attention and in all else.
+
+    With offload_states the last gives way to the CPU's update: copies count among the GPU's times of "elementwise".
+    """
     names = ("matmul", "head + loss", "attention", "elementwise", "optimizer", "idle")
     if "ms" not in result["figures"]:
         raise UserError(f"rates={path}: no GPU times by kind of kernel in it; measure on a GPU, with --breakdown=True")
@@ -93,7 +97,12 @@ def of_step(path, result):
     rest = max(rest - micros * cfg.n_layer * plan.LAUNCH, rest / 2, 1e-6)
     matmul, gemms = "matmul_fp8" if cfg.precision == "fp8" else "matmul", ms["matmul"] + ms["head + loss"]
     found = {matmul: amount["matmul"] / gemms * 1e3, "attention": amount["attention"] / ms["attention"] * 1e3}
-    return found | {"memory": amount["elementwise"] / rest}
+    if not cfg.offload_states:
+        return found | {"memory": amount["elementwise"] / rest}
+    if wrong := files.misfit(result["figures"], {"update_ms": positive, "ms": {}}):
+        raise UserError(f"{path} is damaged: figures: {wrong}")
+    moved = plan.update_bytes(cfg, result["ranks"]) / result["figures"]["update_ms"] * 1e3
+    return found | {"cpu": moved * plan.sharing(result["ranks"])}
 
 
 def of_collectives(path, result):

@@ -17,6 +17,8 @@ def memory_table(cfg):
     parts = memory.estimate(cfg, cfg.world)
     for name, size in [*parts.items(), ("all", sum(parts.values()))]:
         print(f"{name:<28}{size / memory.GIB:8.2f} GiB")
+    if line := host_memory(cfg):
+        print(line)
     print(f"\n{'':<34}{f'largest in {cfg.gpu_gib:g} GiB':>28}")
     print(f"{'parallel':<10}{'remat':<12}{'GiB a rank':>12}{'batch_size':>14}{'or block_size':>14}")
     budget = cfg.gpu_gib * memory.GIB
@@ -56,16 +58,28 @@ def plan_table(cfg):
     print(f"\n{'the first row':<28}s a step")
     for name, seconds in plan.seconds(found[0][2], cfg.world, rates).items():
         print(f"{name:<28}{seconds:8.2f}")
+    if line := host_memory(found[0][2]):
+        print(line)
     if cfg.write:
         seconds, takes, other = found[0]
         files.write_atomic(cfg.write, recipe(other, seconds, takes))
-        print(f"\nwritten      {cfg.write}: {command(cfg.write, cfg.world)}")
+        print(f"\nwritten      {cfg.write}: {command(cfg.write, cfg.world, cfg.offload_states)}")
+
+
+def host_memory(cfg):
+    """What offload_states and remat_offload put into the host's memory, in a line; "" without both."""
+    parts, ranks = memory.on_host(cfg, cfg.world), memory.ranks_of_host(cfg.world)
+    words = ", ".join(f"{name} {size / memory.GIB:.1f}" for name, size in parts.items())
+    rank = sum(parts.values()) / memory.GIB
+    if not parts:
+        return ""
+    return f"\nhost memory  {rank * ranks:.1f} GiB for {ranks} ranks of a host, {rank:.1f} a rank: {words}"
 
 
 def in_words(rates):
     """The figures of plan.Rates in a line."""
     tera = {name: getattr(rates, name) for name in ("matmul", "matmul_fp8", "attention")}
-    giga = {name: getattr(rates, name) for name in ("memory", "link", "all_to_all", "host")}
+    giga = {name: getattr(rates, name) for name in ("memory", "link", "all_to_all", "host", "cpu")}
     words = [f"{name} {'none' if rate is None else f'{rate / 1e12:,.0f}'}" for name, rate in tera.items()]
     return f"{', '.join(words)} TFLOP/s; {', '.join(f'{k} {v / 1e9:,.0f}' for k, v in giga.items())} GB/s"
 
@@ -85,12 +99,12 @@ def recipe(cfg, seconds, takes):
     rate = cfg.batch_tokens / seconds / cfg.world
     about = f"# The fastest settings for {cfg.world} GPUs of {cfg.gpu_gib:g} GiB by bench.py plan's arithmetic:"
     about += f"\n# {rate:,.0f} tokens/s a GPU, {takes / memory.GIB:.1f} GiB (--rates={cfg.rates})"
-    return "\n".join([f"# {command(cfg.write, cfg.world)}", about, *lines, ""])
+    return "\n".join([f"# {command(cfg.write, cfg.world, cfg.offload_states)}", about, *lines, ""])
 
 
-def command(path, world):
-    """How train.py is started with a config file over `world` GPUs, on nodes of at most 8."""
-    if world == 1:
+def command(path, world, group=False):
+    """How train.py is started with a config file over `world` GPUs, on nodes of at most 8; group: by torchrun."""
+    if world == 1 and not group:
         return f"python train.py {path}"
     each = max(n for n in range(1, 9) if world % n == 0)
     several = f"--nnodes={world // each} --rdzv_backend=c10d --rdzv_endpoint=HOST:29500"

@@ -27,6 +27,7 @@ def choose(cfg, device):
         ("attention", f"{attention} ({why_attention})"),
         ("ops", f"{ops} ({why_ops})"),
     ]
+    rows += [("update", parallel.describe_update())] if cfg.offload_states else []
     rows += [("documents", documents.describe(device, precision))] if cfg.document_mask else []
     return dataclasses.replace(cfg, precision=precision, attention=attention, ops=ops), rows
 

@@ -19,7 +19,8 @@ GROUP = 256  # elements that share a float32 scale in adamw8bit's moments, as in
 def estimate(cfg, ranks):
     """{part: bytes of GPU memory on a rank} for a settings.Config and `ranks` processes.
 
-    Offloaded states do not count. 8-bit states are counted as if no tensor were small enough to stay in float32.
+    Offloaded states do not count (on_host does). 8-bit states are counted as if no tensor were small enough to stay in
+    float32.
     """
     total, block = parameter_counts(cfg)
     rest = total - cfg.n_layer * block
@@ -32,16 +33,36 @@ def estimate(cfg, ranks):
     parts = dict(states)
     if sharded and cfg.batch_tokens <= cfg.micro_tokens(ranks):
         parts["gradients"] = 0  # of a single micro-step: they grow while activations are freed
+    elif cfg.offload_states and cfg.parallel == "hsdp":
+        parts["gradients"] = bytes_of_sum(cfg) * total / shards  # added up on the GPU until the last micro-step
     again = 0 if cfg.remat == "none" else -(-cfg.n_layer // cfg.remat_every)  # blocks under activation checkpointing
     parts["gathered"] = gathered(cfg, total, block, rest, shards) if sharded else 0
     if not gathers_8_bits(cfg, shards):
         parts["gathered"] += copied(cfg, (cfg.n_layer - again) * block, 2 if sharded else own)
-    on_host = cfg.remat_offload and again > 2 and cfg.remat in ("attention", "block")
-    kept = 2 if on_host else again  # two blocks on the GPU while the others wait on the host
+    waits = cfg.remat_offload and again > 2 and cfg.remat in ("attention", "block")
+    kept = 2 if waits else again  # two blocks on the GPU while the others wait on the host
     parts["activations"] = tokens * ((cfg.n_layer - again) * block_per_token(cfg) + kept * kept_per_token(cfg))
     parts["loss or a block's backward"] = max(loss_bytes(cfg, tokens, own), backward_bytes(cfg, tokens, again))
     most = max(parts, states, key=lambda moment: sum(moment.values()))
     return {name: int(size) for name, size in most.items()}
+
+
+def on_host(cfg, ranks):
+    """{part: bytes of the host's memory that a rank takes} with offload_states and remat_offload; {} without both.
+
+    Weights and gradients are pinned, in blocks of a power of two, which is how PyTorch allocates pinned memory.
+    Moments are not.
+    """
+    parts, (total, _), shards, own = {}, parameter_counts(cfg), shards_of(cfg, ranks), bytes_of_weight(cfg)
+    if cfg.offload_states:
+        tables = [(cfg.padded_vocab, cfg.n_embd)] * (1 if cfg.tie_embeddings else 2)
+        tables += [(cfg.block_size, cfg.n_embd)] if cfg.positions == "learned" else []
+        sizes = [own * -(-rows // shards) * width for rows, width in cfg.block_matmuls * cfg.n_layer + tables]
+        pinned = sum(2 ** (size - 1).bit_length() for size in sizes)
+        parts = {"parameters": pinned, "gradients": pinned, "optimizer": int(bytes_of_moments(cfg) * total / shards)}
+    if cfg.remat_offload:
+        parts["activations"] = cfg.rank_tokens * kept_per_token(cfg) * -(-cfg.n_layer // cfg.remat_every)
+    return parts
 
 
 def takes(cfg, ranks):
@@ -58,8 +79,11 @@ def describe(cfg, ranks, parameters=None, usual=True):
     counted = parameter_counts(cfg)[0]
     each = 2 * bytes_of_weight(cfg) + bytes_of_moments(cfg)
     states = each * (parameters or counted) / shards_of(cfg, ranks) / GIB
-    where = "of the CPU's memory " if cfg.offload_states else ""
+    where = "of the host's memory " if cfg.offload_states else ""
     words = f"{states:.2f} GiB {where}a rank for weights, gradients and optimizer states"
+    if cfg.offload_states and parameters in (None, counted):
+        pinned = sum(on_host(dataclasses.replace(cfg, remat_offload=False), ranks).values())
+        words += f" ({pinned / GIB:.2f} where they are pinned)"
     if parameters not in (None, counted) or not usual:
         return words + "; activations are not estimated, since model.py computes something else than the settings say"
     return words + f", about {takes(cfg, ranks) / GIB:.1f} GiB of a GPU in all" * (cfg.ops == "fused")
@@ -94,8 +118,12 @@ def shards_of(cfg, ranks):
     """Ranks among which one copy of the model is sharded."""
     if not is_sharded(cfg, ranks):
         return 1
-    node = int(os.environ.get("LOCAL_WORLD_SIZE", min(8, ranks)))  # set by torchrun; parallel.shard reads it too
-    return (cfg.shard_size or node) if cfg.parallel == "hsdp" else ranks
+    return (cfg.shard_size or ranks_of_host(ranks)) if cfg.parallel == "hsdp" else ranks
+
+
+def ranks_of_host(ranks):
+    """Of `ranks`, how many run on one host: as torchrun says, which parallel.shard reads too; else up to 8."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", min(8, ranks)))
 
 
 def bytes_of_weight(cfg):
@@ -121,7 +149,8 @@ def gathered(cfg, total, block, rest, shards):
     blocks = total - rest
     unit, head = min(block * blocks_a_unit(block), blocks), rest // (1 if cfg.tie_embeddings else 2)
     whole = 2 * (total if cfg.parallel == "zero2" else head + min(2 * unit, blocks))
-    return whole + (2 + bytes_of_sum(cfg)) * max(unit, head) * (1 + 1 / shards)
+    arriving = cfg.offload_states * bytes_of_weight(cfg) * max(unit, head) / shards  # from the host, not yet cast
+    return whole + (2 + bytes_of_sum(cfg)) * max(unit, head) * (1 + 1 / shards) + arriving
 
 
 def copied(cfg, numbers, own):

@@ -15,7 +15,7 @@ from settings import check, legal
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """What a GPU and its links reach in training steps: FLOP/s and bytes/s. measure/rates.py has others than H200's."""
+    """What a GPU, its links and its host reach in training steps: FLOP/s, bytes/s. measure/rates.py has others."""
 
     matmul: float
     matmul_fp8: float | None  # None: the GPU has no fp8
@@ -23,10 +23,13 @@ class Rates:
     memory: float  # HBM
     link: float  # NCCL's bus in a node
     all_to_all: float
-    host: float  # copies between GPU and host
+    host: float  # copies between GPU and host, pinned
+    cpu: float  # the host's own memory, shared by its ranks
 
 
-H200 = Rates(680e12, 1250e12, 540e12, 3.6e12, 320e9, 170e9, 45e9)  # in this repository's steps (docs/results.md)
+# in this repository's steps (docs/results.md); the last is assumed: half of the data sheet of two sockets
+H200 = Rates(680e12, 1250e12, 540e12, 3.6e12, 320e9, 170e9, 45e9, 300e9)
+PAGEABLE = 0.2  # assumed: share of `host` that copies to memory that is not pinned reach
 HIDDEN = 0.8  # share of a step's computation that can hide communication
 SLOWED = 0.5  # share of hidden communication's time that it costs all the same: it takes SMs, bandwidth and power
 LAUNCH = 1e-4  # seconds a layer and micro-step during which no kernel runs
@@ -41,6 +44,8 @@ def seconds(cfg, ranks, rates=H200):
         "elementwise": amount["elementwise"] / rates.memory + micros * cfg.n_layer * LAUNCH,
     }
     parts["communication, exposed"] = exposed(cfg, ranks, micros, sum(parts.values()), rates)
+    if cfg.offload_states:
+        parts["update on the CPU, copies"] = on_cpu(cfg, ranks, micros, rates)
     return parts
 
 
@@ -57,10 +62,16 @@ def work(cfg, ranks):
     shards = memory.shards_of(cfg, ranks)
     around = 4 * gathers(cfg, micros) / micros + 2 + memory.bytes_of_sum(cfg)  # copies around collectives
     copies = around * total if shards > 1 else 0
-    # the update reads and writes weights and moments; clipping reads gradients twice and writes them once
-    states = 6 * memory.bytes_of_weight(cfg) + 2 * memory.bytes_of_moments(cfg)
-    elementwise = micros * (moved + copies) + total / shards * states
+    # beside the update, clipping reads gradients twice and writes them once
+    states = 0 if cfg.offload_states else total / shards * 3 * memory.bytes_of_weight(cfg) + update_bytes(cfg, ranks)
+    elementwise = micros * (moved + copies) + states
     return {"matmul": micros * flops, "attention": micros * attention, "elementwise": elementwise}
+
+
+def update_bytes(cfg, ranks):
+    """Bytes that the update of a rank's shard moves: it reads gradients, and reads and writes weights and moments."""
+    each = 3 * memory.bytes_of_weight(cfg) + 2 * memory.bytes_of_moments(cfg)
+    return each * memory.parameter_counts(cfg)[0] / memory.shards_of(cfg, ranks)
 
 
 def recomputed(cfg, products):
@@ -81,14 +92,48 @@ def exposed(cfg, ranks, micros, compute, rates):
         hidden = (gathers(cfg, micros) * gathered + micros * summed * total) * ring
     elif ranks > 1:
         hidden = 2 * summed * total * ring
-    if cfg.remat_offload:
-        kept = tokens * memory.kept_per_token(cfg) * cfg.n_layer / cfg.remat_every
-        open_ = max(0.0, micros * kept / rates.host * 2 - HIDDEN * compute)
+    kept = tokens * memory.kept_per_token(cfg) * cfg.n_layer / cfg.remat_every if cfg.remat_offload else 0
+    copied = micros * kept * 2 + state_copies(cfg, ranks, micros)[1]
+    open_ += max(0.0, copied / rates.host - HIDDEN * compute)
     if cfg.context_parallel > 1:
         traded = 2 * tokens * (cfg.qkv_width + cfg.n_embd) * (cfg.context_parallel - 1) / cfg.context_parallel
         open_ += micros * cfg.n_layer * traded * (2 + (cfg.remat != "none")) / rates.all_to_all
     ends = (summed + small) * cfg.padded_vocab * cfg.n_embd * ring if shards > 1 else 0  # first and last unit
     return max(SLOWED * hidden, hidden - HIDDEN * compute) + micros * ends + open_
+
+
+def on_cpu(cfg, ranks, micros, rates):
+    """Seconds of a step with offload_states in which the GPU waits for the host.
+
+    The CPU computes the norm and the update from its memory, which bounds both. After a step's first micro-step FSDP2
+    copies gradients through memory that is not pinned, adds them up on the CPU, and waits for both; hsdp adds them up
+    on the GPU and copies the sum (torch.distributed.fsdp, foreach_reduce).
+    """
+    cpu = rates.cpu / sharing(ranks)
+    gradients = memory.bytes_of_weight(cfg) * memory.parameter_counts(cfg)[0] / memory.shards_of(cfg, ranks)
+    again = 0 if cfg.parallel == "hsdp" else micros - 1
+    adding = again * gradients * (1 / (PAGEABLE * rates.host) + 3 / cpu)
+    return state_copies(cfg, ranks, micros)[0] / rates.host + adding + (gradients + update_bytes(cfg, ranks)) / cpu
+
+
+def sharing(ranks):
+    """Ranks among which a host's memory bandwidth is shared; alone, a rank has half: it lies on one of two sockets."""
+    return max(2, memory.ranks_of_host(ranks))
+
+
+def state_copies(cfg, ranks, micros):
+    """Bytes that offload_states copies in a step over pinned memory: (while the GPU waits, beside its computation).
+
+    Each gather first copies this rank's shard to the GPU, in the weights' dtype: in a stream of its own, except that
+    zero2 gathers all units at the start of the step (parallel.gather_all) and that FSDP2 without other ranks to gather
+    from copies in the stream that computes. Gradients go back in the weights' dtype, once in a stream of their own.
+    """
+    if not cfg.offload_states:
+        return 0, 0
+    shards = memory.shards_of(cfg, ranks)
+    each = memory.bytes_of_weight(cfg) * memory.parameter_counts(cfg)[0] / shards
+    weights = gathers(cfg, micros) * each
+    return (weights, each) if cfg.parallel == "zero2" or shards == 1 else (0, weights + each)
 
 
 def gathers(cfg, micros):
@@ -113,8 +158,11 @@ def candidates(cfg, ranks):
 
 
 def ways_to_shard(cfg, ranks):
-    """Values of `parallel` that make a difference for so many ranks."""
-    return ("ddp", "zero2", "fsdp") if memory.is_sharded(dataclasses.replace(cfg, parallel="fsdp"), ranks) else ("ddp",)
+    """Values of `parallel` that make a difference for so many ranks; on one host, hsdp does with offload_states."""
+    if not memory.is_sharded(dataclasses.replace(cfg, parallel="fsdp"), ranks):
+        return ("ddp",)
+    one_host = cfg.offload_states and ranks == memory.ranks_of_host(ranks)
+    return ("ddp", "zero2", "fsdp") + ("hsdp",) * one_host
 
 
 def spread(cfg, kind, **options):

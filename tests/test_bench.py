@@ -8,13 +8,15 @@ import sys
 import pytest
 import torch
 from conftest import ROOT, train_ranks
+from ranks import call
 
 import model as models
 import train
-from bench import COMMANDS
+from bench import COMMANDS, StepConfig
 from configurator import UserError, configure
 from fast import adam8
-from scale import memory, plan
+from measure import step
+from scale import memory, parallel, plan
 from settings import Config, legal
 
 
@@ -158,7 +160,86 @@ def test_plan_finds_what_fits_and_is_fastest():
     again = configure(Config, [str(ROOT / LLAMA[0]), "--precision=bf16", *plan.as_flags(first, cfg).split()])
     assert again == first
     assert best(1, "config/llama3_8b_one_gpu.py", *LONG)[1].remat == "attention"
-    assert best(1, *LLAMA, "--offload_states=True")[1].parallel in ("fsdp", "zero2")
+    assert best(1, *LLAMA, "--offload_states=True")[1].parallel in ("fsdp", "zero2", "hsdp")
+
+
+AWAY = [*LLAMA, "--offload_states=True", "--parallel=fsdp"]
+CPU = "update on the CPU, copies"
+
+
+def planned(ranks, *words, rates=plan.H200):
+    """{part: seconds} of a step; AWAY's words first."""
+    return plan.seconds(configure(Config, [str(ROOT / words[0]), "--precision=bf16", *words[1:]]), ranks, rates)
+
+
+def test_the_plan_counts_the_update_on_the_cpu():
+    """One micro-step: 4 bytes a parameter for the norm and 28 for the update, at the bandwidth that the ranks share."""
+    total = memory.parameter_counts(configure(Config, [str(ROOT / LLAMA[0])]))[0]
+    for ranks in (2, 4, 8):
+        one = [*AWAY, f"--batch_tokens={8192 * ranks}"]
+        assert planned(ranks, *one)[CPU] == pytest.approx(total * 32 / plan.H200.cpu)
+        assert CPU not in planned(ranks, *LLAMA, "--parallel=fsdp")
+        on_gpu = planned(ranks, *one, "--offload_states=False")["elementwise"]
+        assert planned(ranks, *one)["elementwise"] == pytest.approx(on_gpu - total / ranks * 40 / plan.H200.memory)
+    slower = dataclasses.replace(plan.H200, cpu=plan.H200.cpu / 2)
+    assert planned(8, *one, rates=slower)[CPU] == pytest.approx(2 * planned(8, *one)[CPU])
+
+
+def test_the_plan_counts_the_copies_of_offloaded_states():
+    total = memory.parameter_counts(configure(Config, [str(ROOT / LLAMA[0])]))[0]
+    four, eight = ["--batch_tokens=32768"], ["--batch_tokens=65536"]  # a micro-step on four ranks, two
+    share, rates = 4 * total / 4, plan.H200
+    waits = planned(4, *AWAY, *four, "--parallel=zero2")[CPU] - planned(4, *AWAY, *four)[CPU]
+    assert waits == pytest.approx(share / rates.host)  # zero2 copies at the start of the step
+    again = planned(4, *AWAY, *eight)[CPU] - planned(4, *AWAY, *four)[CPU]
+    assert again == pytest.approx(share / (plan.PAGEABLE * rates.host) + 3 * share / (rates.cpu / 4))
+    assert planned(4, *AWAY, *eight, "--parallel=hsdp")[CPU] == planned(4, *AWAY, *four)[CPU]  # sums on the GPU
+    slow = dataclasses.replace(rates, host=1e9)  # too slow to hide: two gathers, and gradients back
+    exposed, compute = "communication, exposed", ("matmul", "attention", "elementwise")
+    parts, usual = planned(4, *AWAY, *four, rates=slow), planned(4, *AWAY, *four, "--offload_states=False")
+    hidden = plan.HIDDEN * sum(parts[name] for name in compute)
+    assert parts[exposed] - usual[exposed] == pytest.approx(3 * share / 1e9 - hidden, rel=1e-2)
+    alone = planned(1, *AWAY, "--batch_tokens=8192")[CPU]  # the copies of one GPU wait; it has half of the bandwidth
+    assert alone == pytest.approx(8 * total / rates.host + 32 * total / (rates.cpu / 2))
+
+
+def held_in_rank(words):
+    """Bytes in this rank after a step: ([of each weight], [of each gradient], of the moments), and the estimate."""
+    cfg = configure(StepConfig, words)
+    world = parallel.join(cfg)
+    own, _, job = step.build(cfg, world)
+    job.optimizer.zero_grad = lambda **_: None
+    job.step(step.synthetic(own, world), 1e-3)
+    weights = list(job.raw.parameters())
+    assert all(t.device.type == "cpu" for p in weights for t in (p, p.grad))
+    moments = [value for state in job.optimizer.state.values() for value in state.values() if value.dim()]
+    sizes = [[t.to_local().nbytes for t in tensors] for tensors in (weights, [p.grad for p in weights], moments)]
+    return sizes[0], sizes[1], sum(sizes[2]), memory.on_host(own, world.size)
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "zero2"])
+def test_the_hosts_memory_is_what_offloaded_states_take(kind):
+    """Over two ranks on the CPU, where nothing is pinned: pinned, each size would be the next power of two."""
+    words = [*TINY, "--n_embd=192", "--n_head=4", f"--parallel={kind}", "--offload_states=True", "--compile=False"]
+    for weights, gradients, moments, estimate in call(2, held_in_rank, words):
+        pinned = [sum(1 << (size - 1).bit_length() for size in sizes) for sizes in (weights, gradients)]
+        assert pinned == pytest.approx([estimate["parameters"], estimate["gradients"]], rel=0.02)
+        assert moments == pytest.approx(estimate["optimizer"], rel=1e-3)
+        assert sum(weights) + sum(gradients) == moments
+
+
+def test_memory_and_plan_print_the_hosts_memory(capsys):
+    here("memory", *AWAY, "--world=4")
+    line = re.search(
+        r"^host memory  ([\d.]+) GiB for 4 ranks of a host, ([\d.]+) a rank: parameters", capsys.readouterr().out, re.M
+    )
+    assert float(line[1]) == pytest.approx(4 * float(line[2]), rel=1e-2) and 120 < float(line[1]) < 135
+    here("plan", *AWAY, "--world=4")
+    said = capsys.readouterr().out
+    assert "host memory  127" in said and re.search(rf"^{CPU} +\d", said, re.M)
+    here("plan", *LLAMA, "--world=4")
+    said = capsys.readouterr().out
+    assert "host memory" not in said and CPU not in said
 
 
 def test_memory_falls_as_it_must():

@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import time
+import types
 
 import pytest
 import ranks
@@ -17,6 +18,7 @@ import train
 from configurator import configure
 from model import build
 from run import checkpoint, hf
+from scale import parallel
 from settings import Config
 
 
@@ -94,6 +96,7 @@ MODES = {
     "hsdp": (4, dict(parallel="hsdp", shard_size=2, unit_mib=1), dict(n_embd=128, n_layer=3, batch_size=1)),  # 2 + 1
     "context": (2, dict(context_parallel=2, remat="attention", remat_tile=6, remat_offload=True), {}),
     "states on the host": (2, dict(parallel="fsdp", unit_mib=0, offload_states=True), {}),
+    "states on the host, sums on the device": (2, dict(parallel="hsdp", shard_size=2, offload_states=True), {}),
     "context in fsdp": (
         4,
         dict(context_parallel=2, parallel="fsdp", remat="selective", **CHUNKS),
@@ -167,6 +170,50 @@ def test_errors_are_one_line_and_end_every_rank(tmp_path):
     result = train_ranks(2, flags(tmp_path, tmp_path / "run"))
     assert result.codes == [3, 3] and result.stdout == ""
     assert result.stderr.startswith("error: ") and str(tmp_path) in result.stderr and result.stderr.count("\n") == 1
+
+
+def threads_in_rank(cfg, cores, threads):
+    """PyTorch's threads in this rank after it has joined, on a host of `cores` cores, OMP_NUM_THREADS=threads."""
+    os.sched_getaffinity, os.environ["OMP_NUM_THREADS"] = lambda _: set(range(cores)), threads
+    parallel.join(cfg)
+    parallel.barrier()  # a rank that left now would take its connections along
+    return torch.get_num_threads()
+
+
+@pytest.mark.parametrize(
+    "cores, omp, offload, threads", [(7, "1", True, 3), (1, "1", True, 1), (7, "2", True, 1), (7, "1", False, 1)]
+)
+def test_ranks_that_update_on_the_cpu_share_its_cores(cores, omp, offload, threads):
+    """torchrun sets OMP_NUM_THREADS=1; another number is somebody's choice (the ranks here have started with 1)."""
+    cfg = Config(device="cpu", parallel="fsdp", offload_states=offload)
+    assert ranks.call(2, threads_in_rank, cfg, cores, omp) == [threads] * 2
+
+
+def gradients(*values):
+    """A stand-in for a model whose parameters have these gradients."""
+    parameters = [torch.nn.Parameter(torch.empty_like(value)) for value in values]
+    for parameter, value in zip(parameters, values):
+        parameter.grad = value
+    return types.SimpleNamespace(parameters=lambda: parameters)
+
+
+def test_the_norm_on_the_cpu_is_right_for_large_tensors():
+    """33M equal numbers: added up in one float32 for each SIMD lane, their norm is 1.7% too small."""
+    large, odd = torch.full((2**25 + 3,), 1e-3), torch.tensor([[3.0, 0.0], [0.0, 4.0]])
+    model = gradients(large, odd, torch.empty(0, 8), odd.bfloat16())
+    exact = (2**25 + 3) * 1e-6 + 25 + 25
+    assert parallel.clip_gradients(model, None).item() == pytest.approx(exact**0.5, rel=1e-5)
+
+
+def test_gradients_are_clipped_where_their_norm_is_over_the_limit_or_none():
+    three_four = torch.tensor([3.0, 4.0])
+    for limit, expected in ((1.0, three_four / 5), (5.1, three_four), (None, three_four)):
+        model = gradients(three_four.clone())
+        assert parallel.clip_gradients(model, limit).item() == 5
+        torch.testing.assert_close(model.parameters()[0].grad, expected)
+    model = gradients(torch.tensor([1.0, float("nan")]))
+    parallel.clip_gradients(model, 1.0)
+    assert model.parameters()[0].grad.isnan().all()
 
 
 SHARDED = dict(eval_interval=6, save_interval=4, keep_last=9, batch_size=2)  # and dropout off: ranks draw their own

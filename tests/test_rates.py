@@ -59,6 +59,18 @@ def test_the_plan_of_what_was_measured_takes_the_measured_time(tmp_path, words):
     assert lines[0].startswith("h100: from its data sheet") and "measured on 1 x NVIDIA H100" in lines[1]
 
 
+def test_the_cpus_rate_is_the_one_of_a_measured_update(tmp_path):
+    """With offload_states: the update's 28 bytes a parameter; host copies are among the GPU's times, see of_step."""
+    words = ["--parallel=fsdp", "--offload_states=True", "--precision=bf16"]
+    cfg = step_file(tmp_path / "step.json", *words, update_ms=20.0)
+    found, lines = rates.of(f"h100,{tmp_path}/step.json")
+    assert plan.update_bytes(cfg, 1) / (found.cpu / 2) == pytest.approx(0.020)
+    assert found.memory == rates.of_name("h100").memory and "matmul attention cpu measured" in lines[1]
+    step_file(tmp_path / "step.json", *words)
+    with pytest.raises(UserError, match="step.json is damaged: figures: it has no update_ms"):
+        rates.of(f"{tmp_path}/step.json")
+
+
 def test_step_writes_what_it_printed(tmp_path, capsys):
     here("step", *TINY, "--steps=3", "--settle=0", f"--out={tmp_path}/step.json")
     result, said = json.loads((tmp_path / "step.json").read_text()), capsys.readouterr().out
@@ -141,6 +153,7 @@ def test_mistakes_are_one_line(words, message, monkeypatch):
 @pytest.mark.parametrize("world, words", [(1, "python"), (6, "--nproc_per_node=6"), (12, "--nnodes=2 .*=6 train")])
 def test_the_command_of_a_recipe_uses_every_gpu(world, words):
     assert re.search(words, tables.command("mine.py", world))
+    assert "torchrun" in tables.command("mine.py", world, group=True)
 
 
 def test_the_recipe_that_the_plan_writes_is_the_one_that_it_found(data_dir, tmp_path, capsys):
