@@ -48,7 +48,7 @@ class Config:
     x: Literal["steps", "tokens", "seconds", "flops"] = "steps"  # seconds: of training steps alone
     y: Literal["auto", "loss", "bpb"] = "auto"  # auto: bits per byte where the tokenizers differ, else loss
     html: bool = False  # write a page: curves over each x, differing settings, machine, samples
-    fit: bool = False  # instead of curves: the ends of runs of several sizes against compute, and a fit (run/fit.py)
+    fit: bool = False  # the ends of runs of several sizes against compute, with a fit (run/fit.py)
     out: str | None = None  # file to write: .png, .svg, .pdf, .html; None: curves.png in the first folder
     reference: str | None = None  # a JSON file, {"name": …, "points": {step: validation loss, …}}, drawn dashed
 

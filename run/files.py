@@ -40,6 +40,11 @@ def writable(out_dir):
         raise UserError(f"out_dir={out_dir}: {error.strerror}; try another --out_dir") from None
 
 
+def finite(values):
+    """The dict with None for inf and NaN, which JSON does not have."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+
+
 def write_json(path, value):
     """Writes `value` as indented JSON, atomically."""
     write_atomic(path, json.dumps(value, indent=1) + "\n")

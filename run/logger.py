@@ -120,9 +120,9 @@ class Logger:
             watch.spoke()
 
     def record(self, kind, step, **values):
-        """One line in log.jsonl, and in wandb as kind/name."""
+        """One line in log.jsonl, where inf and NaN are null since JSON has neither, and in wandb as kind/name."""
         if self.file:
-            self._append(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+            self._append(json.dumps({"kind": kind, "step": step, **files.finite(values)}) + "\n")
         if self.wandb:
             try:
                 self.wandb.log({"step": step, **{f"{kind}/{k}": v for k, v in values.items() if v is not None}})

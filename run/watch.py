@@ -408,7 +408,7 @@ class Watch:
             now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
             found = dict(self.status, phase=self.phase, alive_at=now, host=socket.gethostname(), pid=os.getpid())
             with contextlib.suppress(OSError):
-                files.write_json(self.lock.path.with_name("status.json"), found)
+                files.write_json(self.lock.path.with_name("status.json"), files.finite(found))
 
 
 def explain(error, cfg, world):

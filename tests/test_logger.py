@@ -68,6 +68,20 @@ def test_the_summary_says_how_to_go_on(tmp_path, capsys, step, words):
     assert f"at step {step}; to go on, the same command with {words}--resume=auto\n" in capsys.readouterr().out
 
 
+def test_a_loss_that_is_no_number_is_null_in_the_log(tmp_path):
+    log = make(tmp_path)
+    log.step(1, float("nan"), 1e-3, float("inf"), 0.1)
+    log.close(1, None, 1)
+
+    def refuse(word):
+        raise AssertionError(f"{word} is not JSON")
+
+    line = [json.loads(text, parse_constant=refuse) for text in (tmp_path / "run/log.jsonl").read_text().splitlines()][
+        -1
+    ]
+    assert (line["kind"], line["loss"], line["norm"], line["lr"]) == ("train", None, None, 1e-3)
+
+
 def test_a_log_that_was_cut_short_stays_readable(tmp_path):
     make(tmp_path).record("train", 1, loss=1.0)
     with open(tmp_path / "run" / "log.jsonl", "a") as file:
