@@ -153,7 +153,7 @@ def candidates(cfg, ranks):
         while rows * cfg.block_size * ranks // split <= cfg.batch_tokens and rows <= 256:
             found = spread(cfg, kind, batch_size=rows, **options)
             rows *= 2
-            if legal(found, ranks):
+            if legal(found, ranks) and (tile is None or tile < found.rank_tokens):  # a larger tile changes nothing
                 yield found
 
 

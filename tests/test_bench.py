@@ -150,6 +150,7 @@ def test_plan_finds_what_fits_and_is_fastest():
         found = plan.search(cfg, ranks, budget)
         assert all(takes <= budget for _, takes, _ in found)
         assert [s for s, _, _ in found] == sorted(s for s, _, _ in found)
+        assert all(other.remat_tile is None or other.remat_tile < other.rank_tokens for _, _, other in found)
         return cfg, found[0][2] if found else None
 
     cfg, first = best(1, "config/gpt2_124m.py")
