@@ -5,7 +5,7 @@
     python plot.py out/a out/b --html                              # -> out/a/curves.html, which needs no network
     python plot.py results/modern/*.jsonl --x=tokens               # small logs that the repository keeps
     python plot.py out/a --reference=build_nanogpt.json
-    python plot.py results/modern/*.jsonl --fit --out=fit.png      # ends of runs against compute, the best size
+    python plot.py out/sizes_* --fit --out=fit.png                 # ends of 6 or more runs against compute; best size
 
 Reads each run's log.jsonl and config.json, or one log's file. Panels: loss (validation with marks, training thin and
 smoothed), HellaSwag, learning rate, gradient norm, tokens per second, MFU and memory, as far as a run has them. The
@@ -49,7 +49,7 @@ class Config:
     y: Literal["auto", "loss", "bpb"] = "auto"  # auto: bits per byte where the tokenizers differ, else loss
     html: bool = False  # write a page: curves over each x, differing settings, machine, samples
     fit: bool = False  # the ends of runs of several sizes against compute, with a fit (run/fit.py)
-    out: str | None = None  # file to write: .png, .svg, .pdf, .html; None: curves.png in the first folder
+    out: str | None = None  # .png, .svg, .pdf or .html; None: curves.png in the first folder, with fit ./fit.png
     reference: str | None = None  # a JSON file, {"name": …, "points": {step: validation loss, …}}, drawn dashed
 
 
@@ -122,7 +122,9 @@ def draw_fit(logs, out_path):
     """Prints and draws what run/fit.py finds in these runs."""
     from run import fit
 
-    law, factors, lines = fit.fit(load(logs))
+    ends, left_out = fit.ends_of(load(logs))
+    print(*left_out, sep="\n", end="\n" * bool(left_out))  # also where the others are too few
+    law, factors, lines = fit.fit(ends)
     print(*lines, sep="\n")
     import matplotlib
     from matplotlib.figure import Figure

@@ -59,7 +59,7 @@ def end_of(run):
     tokens, flops = series(run.log, "train", "tokens")[1], run.start.get("flops_per_token")
     if not len(steps) or not len(tokens) or flops is None:
         return None, "its log lacks validation losses, tokens or FLOPs a token"
-    if steps[-1] < trained[-1] or rates[-1] > 0.11 * rates.max():
+    if steps[-1] < 0.99 * trained[-1] or rates[-1] > 0.11 * rates.max():
         return None, f"it ends at step {trained[-1]:.0f} before its rate has fallen, or without a validation"
     words = dict(run.start.get("rows", ())).get("settings", "")
     named = re.search(r"\boptimizer=(\w+)", words)
@@ -85,7 +85,8 @@ def law_of(ends):
     """
     N, D, loss = (np.array([getattr(end, key) for end in ends]) for key in ("N", "D", "loss"))
     if len(ends) < LEAST or min(len(set(N)), len(set(D))) < 3:
-        raise UserError(f"a fit needs {LEAST} runs of one recipe, of 3 sizes and 3 numbers of tokens; got {len(ends)}")
+        got = f"{len(ends)} runs, of {len(set(N))} and {len(set(D))}"
+        raise UserError(f"a fit needs {LEAST} runs of one recipe, of 3 sizes and 3 numbers of tokens; got {got}")
     best = (np.inf, None)
     for alpha in EXPONENTS:
         for beta in EXPONENTS:
@@ -106,16 +107,20 @@ def tokens_factor(law, ends):
     return factors[errors.argmin()]
 
 
-def fit(runs):
-    """(Law, {recipe: (m, [End])}, lines that say it) for history.Runs; the first recipe is the law's, with m = 1."""
+def ends_of(runs):
+    """([End], lines that say which of these history.Runs are left out, and why)."""
     found = [(run, *end_of(run)) for run in runs]
-    lines = [f"left out: {run.name}: {why}" for run, _, why in found if why]
-    recipes = lowest([end for _, end, _ in found if end])
+    return [end for _, end, _ in found if end], [f"left out: {run.name}: {why}" for run, _, why in found if why]
+
+
+def fit(ends):
+    """(Law, {recipe: (m, [End])}, lines that say it); the first recipe is the law's, with m = 1."""
+    recipes = lowest(ends)
     law = law_of(next(iter(recipes.values()), []))
     factors = {
         recipe: (1.0 if i == 0 else tokens_factor(law, ends), ends) for i, (recipe, ends) in enumerate(recipes.items())
     }
-    lines += [f"loss = {law.E:.3f} + {law.A:.4g} / N^{law.alpha:.2f} + {law.B:.4g} / D^{law.beta:.2f}"]
+    lines = [f"loss = {law.E:.3f} + {law.A:.4g} / N^{law.alpha:.2f} + {law.B:.4g} / D^{law.beta:.2f}"]
     for recipe, (m, ends) in factors.items():
         off = max(abs(law.loss(end.N, end.D, m) - end.loss) for end in ends)
         lines.append(f"{recipe}: {len(ends)} runs, {m:.2f} times the tokens, at most {off:.3f} nats off")
