@@ -67,7 +67,7 @@ def plan_table(cfg):
 
 
 def host_memory(cfg):
-    """What offload_states and remat_offload put into the host's memory, in a line; "" without both."""
+    """What offload_states and remat_offload put into the host's memory, in a line; "" without either."""
     parts, ranks = memory.on_host(cfg, cfg.world), memory.ranks_of_host(cfg.world)
     words = ", ".join(f"{name} {size / memory.GIB:.1f}" for name, size in parts.items())
     rank = sum(parts.values()) / memory.GIB

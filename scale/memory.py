@@ -48,7 +48,7 @@ def estimate(cfg, ranks):
 
 
 def on_host(cfg, ranks):
-    """{part: bytes of the host's memory that a rank takes} with offload_states and remat_offload; {} without both.
+    """{part: bytes of the host's memory that a rank takes} with offload_states or remat_offload; {} without either.
 
     Weights and gradients are pinned, in blocks of a power of two, which is how PyTorch allocates pinned memory.
     Moments are not.
@@ -83,7 +83,7 @@ def describe(cfg, ranks, parameters=None, usual=True):
     words = f"{states:.2f} GiB {where}a rank for weights, gradients and optimizer states"
     if cfg.offload_states and parameters in (None, counted):
         pinned = sum(on_host(dataclasses.replace(cfg, remat_offload=False), ranks).values())
-        words += f" ({pinned / GIB:.2f} where they are pinned)"
+        words += f" ({pinned / GIB:.2f} with weights and gradients pinned)"
     if parameters not in (None, counted) or not usual:
         return words + "; activations are not estimated, since model.py computes something else than the settings say"
     return words + f", about {takes(cfg, ranks) / GIB:.1f} GiB of a GPU in all" * (cfg.ops == "fused")

@@ -71,7 +71,7 @@ def take_cores():
 
 def describe_update():
     """With offload_states: where the optimizer runs, in words."""
-    return f"on the CPU (offload_states), {torch.get_num_threads()} threads a rank; OMP_NUM_THREADS=N sets others"
+    return f"on the CPU (offload_states), threads of a rank: {torch.get_num_threads()} (OMP_NUM_THREADS, if 2 or more)"
 
 
 def make_deterministic():
@@ -363,7 +363,7 @@ def clip_gradients(model, limit):
 
 
 def norms(tensors):
-    """float32 norms of parts of the tensors, which lie on one device; together they are all parts.
+    """float32 norms of parts that together make up the tensors, which lie on one device.
 
     On the CPU, the parts are rows of ROW numbers, shared among all threads. torch._foreach_norm uses one thread there
     and adds up each tensor in a few float32 numbers: the norm of 400M normal random numbers came out 7% too small.
