@@ -25,7 +25,7 @@ class Run:
         """Where steps lie on the axis x; UserError if the log does not say."""
         if x == "steps":
             return steps
-        if x == "seconds" and "step_ms" in self.start:  # a small log of results/: a step's time, measured by itself
+        if x == "seconds" and self.start.get("step_ms"):  # a small log of results/: a step's time, measured by itself
             return steps * self.start["step_ms"] / 1e3
         at, values = series(self.log, "train", "dt_ms" if x == "seconds" else "tokens")
         factor = self.start.get("flops_per_token") if x == "flops" else 1
