@@ -73,7 +73,8 @@ def host_memory(cfg):
     rank = sum(parts.values()) / memory.GIB
     if not parts:
         return ""
-    return f"\nhost memory  {rank * ranks:.1f} GiB for {ranks} ranks of a host, {rank:.1f} a rank: {words}"
+    of_host = f"{ranks} rank{'s' * (ranks > 1)} of a host"
+    return f"\nhost memory  {rank * ranks:.1f} GiB for {of_host}, {rank:.1f} a rank: {words}"
 
 
 def in_words(rates):
