@@ -121,6 +121,8 @@ def fit(ends):
         recipe: (1.0 if i == 0 else tokens_factor(law, ends), ends) for i, (recipe, ends) in enumerate(recipes.items())
     }
     lines = [f"loss = {law.E:.3f} + {law.A:.4g} / N^{law.alpha:.2f} + {law.B:.4g} / D^{law.beta:.2f}"]
+    if {law.alpha, law.beta} & {EXPONENTS[0], EXPONENTS[-1]}:
+        lines.append("warning: an exponent is the lowest or highest one tried, so these runs do not determine the law")
     for recipe, (m, ends) in factors.items():
         off = max(abs(law.loss(end.N, end.D, m) - end.loss) for end in ends)
         lines.append(f"{recipe}: {len(ends)} runs, {m:.2f} times the tokens, at most {off:.3f} nats off")

@@ -1,5 +1,6 @@
 """run/fit.py: a law's numbers come back from runs that follow it; what is no end of a run is left out."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -50,6 +51,13 @@ def test_the_best_size_has_no_better_neighbour():
 
 def test_a_recipe_that_needs_three_times_the_tokens():
     assert fit.tokens_factor(LAW, ends(m=3.0)[:4]) == pytest.approx(3.0, rel=0.005)
+
+
+def test_an_exponent_at_the_edge_of_those_tried_is_said():
+    steep = fit.Law(E=1.7, A=400.0, alpha=0.34, B=4e9, beta=1.2)
+    found = [dataclasses.replace(end, loss=steep.loss(end.N, end.D)) for end in ends()]
+    assert fit.fit(found)[2][1].startswith("warning: an exponent is the lowest or highest")
+    assert not any(line.startswith("warning") for line in fit.fit(ends())[2])
 
 
 def test_logs_to_lines_and_a_picture(tmp_path, capsys):
