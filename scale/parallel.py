@@ -62,10 +62,10 @@ def take_cores():
     """Has PyTorch use this rank's share of the cores on the CPU, unless OMP_NUM_THREADS names more than one.
 
     torchrun sets that to 1 for several ranks, where nobody else has, and the update would run on one core: 200M
-    parameters took 210 ms on one, 111 ms on two.
+    parameters took 210 ms on one, 111 ms on two. Without torchrun a 1 is somebody's choice.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    if os.environ.get("OMP_NUM_THREADS", "1") == "1":
+    if "RANK" in os.environ and os.environ.get("OMP_NUM_THREADS", "1") == "1":
         torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
 
 
