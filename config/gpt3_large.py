@@ -1,13 +1,9 @@
 # torchrun --standalone --nproc_per_node=8 train.py config/gpt3_large.py
 # GPT-3 Large (table 2.1 of https://arxiv.org/abs/2005.14165) with 2,048 tokens of context; all layers have dense
 # attention, where GPT-3's alternate with sparse ones. Its loss and time are not measured.
-from config.gpt2_124m import *  # noqa: F403
+from config.gpt3_small import *  # noqa: F403
 
 out_dir = "out/gpt3_large"
 n_layer, n_head, n_embd = 24, 16, 1536
-block_size = 2048
 batch_size = 8
-batch_tokens = 524_288
-max_steps = 19_073  # 10B tokens
-warmup_tokens = 375_000_000
 lr = 2.5e-4
