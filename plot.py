@@ -126,21 +126,25 @@ def draw_fit(logs, out_path):
     print(*left_out, sep="\n", end="\n" * bool(left_out))  # also where the others are too few
     law, factors, lines = fit.fit(ends)
     print(*lines, sep="\n")
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(10, 4.2), layout="constrained")
+    with styled(4.2) as figure:
         fit.draw(figure, law, factors, COLORS)
         save(figure, out_path)
     print(f"drawn: {out_path}")
 
 
 @contextlib.contextmanager
-def drawing(runs, x, y, reference=None):
-    """A figure of all panels, to be saved within the context, which holds its style."""
+def styled(height):
+    """An empty figure, 10 inches wide, to be drawn and saved within the context, which holds its style."""
     import matplotlib  # takes half a second, and --help does without
     from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(STYLE):
+        yield Figure(figsize=(10, height), layout="constrained")
+
+
+@contextlib.contextmanager
+def drawing(runs, x, y, reference=None):
+    """A figure of all panels, to be saved within the context, which holds its style."""
     from matplotlib.ticker import EngFormatter
 
     if reference and (x, y) != ("steps", "loss"):
@@ -149,8 +153,7 @@ def drawing(runs, x, y, reference=None):
     panels = [key for key in PANELS if key in known]
     columns = max(1, len(panels) if len(panels) < 5 else 3)
     rows = math.ceil(len(panels) / columns)
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(10, 3.7 + 1.9 * rows), layout="constrained")
+    with styled(3.7 + 1.9 * rows) as figure:
         figure.get_layout_engine().set(w_pad=0.1, h_pad=0.06)  # inches, so that outer tick labels are not cut
         heights = [2, rows] if rows else [2]
         parts = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
@@ -197,7 +200,10 @@ def draw_loss(axes, runs, x, y, reference):
 
 
 def show_end(axes):
-    """Cuts a panel of losses to where runs end: from half of the shortest one on, or a fifth of the longest."""
+    """Limits a panel of losses to the ends of the runs.
+
+    It begins at half of the shortest run, but not before a fifth of the longest one.
+    """
     lines = [line.get_data() for line in axes.lines if not line.get_label().startswith("_child")]
     first, ends = min(x[0] for x, _ in lines), [x[-1] for x, _ in lines]
     start, last = first + max((min(ends) - first) / 2, (max(ends) - first) / 5), max(ends)

@@ -116,18 +116,17 @@ def ends_of(runs):
 def fit(ends):
     """(Law, {recipe: (m, [End])}, lines that say it); the first recipe is the law's, with m = 1."""
     recipes = lowest(ends)
-    law = law_of(next(iter(recipes.values()), []))
-    factors = {
-        recipe: (1.0 if i == 0 else tokens_factor(law, ends), ends) for i, (recipe, ends) in enumerate(recipes.items())
-    }
+    first = next(iter(recipes), None)
+    law = law_of(recipes.get(first, []))
+    factors = {name: (1.0 if name == first else tokens_factor(law, own), own) for name, own in recipes.items()}
     lines = [f"loss = {law.E:.3f} + {law.A:.4g} / N^{law.alpha:.2f} + {law.B:.4g} / D^{law.beta:.2f}"]
     if {law.alpha, law.beta} & {EXPONENTS[0], EXPONENTS[-1]}:
         lines.append("warning: an exponent is the lowest or highest one tried, so these runs do not determine the law")
     for recipe, (m, ends) in factors.items():
         off = max(abs(law.loss(end.N, end.D, m) - end.loss) for end in ends)
         lines.append(f"{recipe}: {len(ends)} runs, {m:.2f} times the tokens, at most {off:.3f} nats off")
-    lines.append(f"{'compute':>10} {'N':>8} {'tokens':>8} {'D/N':>6} {'loss':>6}   best size, " + next(iter(recipes)))
-    largest = max(end.compute for end in next(iter(recipes.values())))
+    lines.append(f"{'compute':>10} {'N':>8} {'tokens':>8} {'D/N':>6} {'loss':>6}   best size, {first}")
+    largest = recipes[first][-1].compute
     for compute in 10.0 ** np.arange(16, 22):
         N, D = law.best(compute)
         note = "   extrapolated" if compute > 3 * largest else ""

@@ -77,7 +77,7 @@ def command(cfg, data, hellaswag):
     settings |= dict(eval_interval=every, eval_tokens=4096, hellaswag_interval=every, hellaswag_file=hellaswag)
     settings |= dict(sample_interval=every, n_samples=2, sample_tokens=16, sample_prompt="def ")
     settings |= dict(save_interval=every, async_save=True, keep_last=2)
-    if cfg.device == "cuda":  # the host's launches are the whole time of so small a step: one micro-step, compiled
+    if cfg.device == "cuda":  # launching kernels is nearly all that so small a step does: few of them
         settings |= dict(compile=True, batch_size=16)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={cfg.ranks}"]
     return [*launcher, "train.py", "config/test.py", *(f"--{key}={value}" for key, value in settings.items())]
@@ -177,11 +177,7 @@ def fitted(x, y):
 
 def draw(path, samples, run):
     """Memory of each rank with its line, and the step time, against the step."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context(plot.STYLE):
-        figure = Figure(figsize=(10, 3.4), layout="constrained")
+    with plot.styled(3.4) as figure:
         memory, speed = figure.subplots(1, 2)
         memory.set_title("memory of each rank, MiB, with its line")
         late = settled(samples)
@@ -199,7 +195,7 @@ def draw(path, samples, run):
         speed.set_ylim(0, 1.3 * np.quantile(dt, 0.98))
         for axes in (memory, speed):
             axes.set_xlabel("step")
-        figure.savefig(path, dpi=110, facecolor="white")
+        plot.save(figure, path)
     print(f"drawn: {path}")
 
 
