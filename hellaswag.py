@@ -3,7 +3,7 @@
     python hellaswag.py --checkpoint=out/gpt2_124m
     python hellaswag.py --pretrained=gpt2 --file=hellaswag_val.jsonl
     torchrun --standalone --nproc_per_node=8 hellaswag.py --checkpoint=out/llama3_8b     # each GPU scores a part
-    torchrun --standalone --nproc_per_node=4 hellaswag.py --checkpoint=out/llama3_70b --parallel=fsdp    # and holds one
+    torchrun --standalone --nproc_per_node=4 hellaswag.py --checkpoint=out/llama3_70b --parallel=fsdp    # sharded
 
 acc takes the ending with the lowest summed loss, acc_norm the ending with the lowest mean loss per token, as other
 GPT-2 reproductions do (GPT-2 124M: 0.2859 and 0.2955); lm-eval's divides by characters instead. Chance is 0.25.

@@ -40,7 +40,7 @@ class Printer:
         return text
 
     def attend(self, ids):
-        """Takes part in the forwards of a sharded model for the other ranks' texts, without one of this rank."""
+        """Joins the forwards of a sharded model while other ranks generate; this rank has no text of its own."""
         for _ in self.continued(ids, 0, ended=True) if self.in_step else ():
             pass
 

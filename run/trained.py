@@ -34,7 +34,7 @@ def join(cfg):
     if "RANK" not in os.environ:
         raise UserError("parallel=fsdp divides the model among ranks; start it with torchrun --nproc_per_node=N")
     world = parallel.start(cfg.device, timeout_s=3600)
-    parallel.barrier()  # a rank that ended on a mistake now would break the connections of one that still makes them
+    parallel.barrier()  # all have connected, which a rank that now ends on a mistake would have prevented
     return world
 
 

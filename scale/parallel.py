@@ -71,7 +71,7 @@ def take_cores():
 
 def describe_update():
     """With offload_states: where the optimizer runs, in words."""
-    return f"on the CPU (offload_states), threads of a rank: {torch.get_num_threads()} (OMP_NUM_THREADS, if 2 or more)"
+    return f"on the CPU (offload_states), threads a rank: {torch.get_num_threads()}; OMP_NUM_THREADS=2 or more sets it"
 
 
 def make_deterministic():
