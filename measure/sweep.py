@@ -1,0 +1,185 @@
+"""Trains the runs of a list, one on each GPU at a time, and keeps a small log of each.
+
+    python measure/sweep.py results/modern/ablation.txt --data_dir=data/fineweb-edu --gpus=8
+
+A line of a list is a run: its name, then what follows `train.py` on its command line. Words after a `*` are put before
+those of all later lines. Two words may stand before them: `ranks=2` trains on two GPUs under torchrun, `code=FOLDER`
+with another checkout's code. `#` starts a comment.
+
+A run writes out_dir/NAME/ and out_dir/NAME.console, and at its end the small log keep/NAME.jsonl, which plot.py draws:
+the settings, all validation losses, scores and samples, one training step in many, and the median time of a step. A run
+whose small log is there is passed over, so that a list can be started again. At the end, and with --show at once, a
+table of the last losses.
+"""
+
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import configurator
+from configurator import UserError
+from run import files
+from run.history import read, series
+from run.source import HERE, git_revision
+
+PLACES = ("data_dir", "out_dir", "overwrite", "hellaswag_file")  # settings that mean nothing on another machine
+KEPT = ("kind", "step", "tokens", "loss", "lr", "norm")  # of a training step
+
+
+@dataclass
+class Config:
+    words = ()  # lists of runs
+    data_dir: str = "data/fineweb-edu"  # shards that all runs train on
+    out_dir: str = "out/sweep"  # folders of the runs
+    keep: str = "results/sweep"  # folder of the small logs
+    gpus: int = 1  # GPUs that the runs share
+    lines: int = 200  # training steps kept in a small log
+    show: bool = False  # print the table of the small logs there are, and train nothing
+    commit: str | None = None  # recorded in the small logs; None: git's
+
+
+@dataclass
+class Training:
+    """A run of a list. settings: train.py's words; process, gpus: while it runs."""
+
+    name: str
+    settings: list
+    ranks: int = 1
+    code: str = os.fspath(HERE)
+    process: subprocess.Popen | None = None
+    gpus: list | None = None
+
+
+def main(cfg, lists):
+    """Trains what has no small log yet and prints the table; the exit code: 0 if every run has ended well."""
+    configurator.refuse(configurator.too_small(cfg, {"gpus": 1, "lines": 1}))
+    if not lists:
+        raise UserError("give a list of runs: python measure/sweep.py results/modern/ablation.txt")
+    runs = [run for path in lists for run in read_list(path)]
+    if twice := {run.name for run in runs if [other.name for other in runs].count(run.name) > 1}:
+        raise UserError(f"two runs are named {sorted(twice)[0]}; expected a name of its own for each")
+    if wide := [run.name for run in runs if run.ranks > cfg.gpus]:
+        raise UserError(f"gpus={cfg.gpus}: {wide[0]} trains on more; expected at least as many as its ranks")
+    if not cfg.show:
+        train(cfg, [run for run in runs if not small_log(cfg, run).exists()])
+    table(cfg, runs)
+    return int(not all(small_log(cfg, run).exists() for run in runs))
+
+
+def read_list(path):
+    """[Training] of a list's file."""
+    runs, common = [], []
+    for number, line in enumerate(read_text(path).splitlines(), 1):
+        name, *words = shlex.split(line, comments=True) or [None]
+        if name == "*":
+            common = words
+        elif name:
+            options = {}
+            while words and words[0].startswith(("ranks=", "code=")):
+                key, _, options[key] = words.pop(0).partition("=")
+            try:
+                runs.append(Training(name, common + words, int(options.pop("ranks", 1)), **options))
+            except ValueError:
+                raise UserError(f"{path}:{number}: expected ranks=N with a number, got {line!r}") from None
+    return runs
+
+
+def read_text(path):
+    try:
+        return Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: {error}; expected a list of runs") from None
+
+
+def small_log(cfg, run):
+    return Path(cfg.keep) / f"{run.name}.jsonl"
+
+
+def train(cfg, waiting):
+    """Starts the runs in their order, each as soon as enough GPUs are free, until all have ended."""
+    free, under_way = list(range(cfg.gpus)), []
+    Path(cfg.keep).mkdir(parents=True, exist_ok=True)
+    try:
+        while waiting or under_way:
+            while waiting and waiting[0].ranks <= len(free):
+                run, waiting = waiting[0], waiting[1:]
+                run.gpus, free = free[: run.ranks], free[run.ranks :]
+                under_way.append(run)
+                start(cfg, run)
+            for run in [run for run in under_way if run.process.poll() is not None]:
+                under_way.remove(run)
+                free = sorted(free + run.gpus)
+                ended(cfg, run)
+            time.sleep(0.5)
+    finally:
+        for run in under_way:
+            run.process.terminate()
+
+
+def start(cfg, run):
+    """Starts a run on its GPUs."""
+    out = Path(cfg.out_dir).resolve() / run.name
+    out.parent.mkdir(parents=True, exist_ok=True)
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={run.ranks}"] if run.ranks > 1 else []
+    more = [f"--data_dir={Path(cfg.data_dir).resolve()}", f"--out_dir={out}", "--overwrite", "--save_interval=0"]
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, run.gpus))}
+    with open(out.with_suffix(".console"), "w") as console:
+        words = [sys.executable, *launcher, "train.py", *run.settings, *more]
+        run.process = subprocess.Popen(words, cwd=run.code, env=env, stdout=console, stderr=subprocess.STDOUT)
+    print(f"{run.name:<28} GPU {env['CUDA_VISIBLE_DEVICES']:<5} {shlex.join(run.settings)}", flush=True)
+
+
+def ended(cfg, run):
+    """Says how a run ended, and writes its small log if it ended well."""
+    out = Path(cfg.out_dir) / run.name
+    if run.process.returncode:
+        print(f"{run.name:<28} ended with {run.process.returncode}; see {out.with_suffix('.console')}", flush=True)
+        return
+    lines = small(read(out), files.read_json(out / "config.json")["seed"], cfg)
+    files.write_atomic(small_log(cfg, run), "".join(json.dumps(line) + "\n" for line in lines).encode())
+    table(cfg, [run])
+
+
+def small(log, seed, cfg):
+    """The lines that are kept of a run's log (see history.read): without times, but for a step's median."""
+    times = series(log, "train", "dt_ms")[1][5:]  # the first steps compile and warm up
+    start = next(iter(log["start"].values()))
+    rows = dict(row for row in start["rows"] if row[0] in ("device", "parameters", "step", "settings"))
+    rows["settings"] = " ".join(word for word in rows["settings"].split() if word.partition("=")[0] not in PLACES)
+    step_ms = round(statistics.median(times), 2) if len(times) else None
+    start = dict(start, commit=cfg.commit or git_revision(), seed=seed, rows=[*rows.items()], step_ms=step_ms)
+    found = [line for kind in ("val", "hellaswag", "sample") for line in log.get(kind, {}).values()]
+    every, last = max(1, len(log["train"]) // cfg.lines), max(log["train"])
+    for step, line in log["train"].items():
+        if step <= 10 or step % every == 0 or step == last:
+            found.append({key: line[key] for key in KEPT})
+    lines = [start, *sorted(found, key=lambda line: line["step"])]
+    return [{key: float(f"{x:.7g}") if isinstance(x, float) else x for key, x in line.items()} for line in lines]
+
+
+def table(cfg, runs):
+    """Prints a line for each run: its last losses."""
+    for run in runs:
+        if not small_log(cfg, run).exists():
+            print(f"{run.name:<28} has not ended well")
+            continue
+        log = read(small_log(cfg, run))
+        step, last = max(log["train"].items())
+        val, right = log["val"].get(step, {}), log.get("hellaswag", {}).get(step, {})
+        ms = next(iter(log["start"].values()))["step_ms"] or 0.0
+        figures = [(val.get("loss"), "loss"), (val.get("bpb"), "bits a byte"), (right.get("acc_norm"), "HellaSwag")]
+        words = [f"{what} {value:.4f}" for value, what in figures if value is not None]
+        took = f"{step:>6} steps x {ms:>6.1f} ms = {step * ms / 1e3:>6.1f} s"
+        print(f"{run.name:<28} {last['tokens'] / 1e6:>7.1f}M tokens {took}  {'  '.join(words)}", flush=True)
+
+
+if __name__ == "__main__":
+    configurator.run(lambda cfg: main(cfg, cfg.words), Config)
