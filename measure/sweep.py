@@ -15,6 +15,7 @@ table of the last losses.
 import json
 import os
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
@@ -103,9 +104,14 @@ def small_log(cfg, run):
     return Path(cfg.keep) / f"{run.name}.jsonl"
 
 
+def console(cfg, run):
+    return Path(cfg.out_dir) / f"{run.name}.console"
+
+
 def train(cfg, waiting):
     """Starts the runs in their order, each as soon as enough GPUs are free, until all have ended."""
     free, under_way = list(range(cfg.gpus)), []
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the runs under way are stopped as well
     Path(cfg.keep).mkdir(parents=True, exist_ok=True)
     try:
         while waiting or under_way:
@@ -131,9 +137,9 @@ def start(cfg, run):
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={run.ranks}"] if run.ranks > 1 else []
     more = [f"--data_dir={Path(cfg.data_dir).resolve()}", f"--out_dir={out}", "--overwrite", "--save_interval=0"]
     env = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, run.gpus))}
-    with open(out.with_suffix(".console"), "w") as console:
+    with open(console(cfg, run), "w") as file:
         words = [sys.executable, *launcher, "train.py", *run.settings, *more]
-        run.process = subprocess.Popen(words, cwd=run.code, env=env, stdout=console, stderr=subprocess.STDOUT)
+        run.process = subprocess.Popen(words, cwd=run.code, env=env, stdout=file, stderr=subprocess.STDOUT)
     print(f"{run.name:<28} GPU {env['CUDA_VISIBLE_DEVICES']:<5} {shlex.join(run.settings)}", flush=True)
 
 
@@ -141,7 +147,7 @@ def ended(cfg, run):
     """Says how a run ended, and writes its small log if it ended well."""
     out = Path(cfg.out_dir) / run.name
     if run.process.returncode:
-        print(f"{run.name:<28} ended with {run.process.returncode}; see {out.with_suffix('.console')}", flush=True)
+        print(f"{run.name:<28} ended with {run.process.returncode}; see {console(cfg, run)}", flush=True)
         return
     lines = small(read(out), files.read_json(out / "config.json")["seed"], cfg)
     files.write_atomic(small_log(cfg, run), "".join(json.dumps(line) + "\n" for line in lines).encode())
