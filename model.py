@@ -64,24 +64,45 @@ class NoRope(nn.Module):
         return q_norm(q), k_norm(k)
 
 
+class ValueEmbedding(nn.Embedding):
+    """v plus a row of a table for each token (https://github.com/KellerJordan/modded-nanogpt, December 2024)."""
+
+    def forward(self, v, idx):
+        rows = super().forward(idx).unflatten(-1, (v.size(1), -1))  # (B, T, H_kv, D)
+        return v + rows.transpose(1, 2).type_as(v)
+
+
+class NoValueEmbedding(nn.Module):
+    def forward(self, v, idx):
+        return v
+
+
+def make_values(cfg, layer):
+    """A table in every cfg.value_embeddings-th block, the last one included."""
+    if cfg.value_embeddings and (cfg.n_layer - 1 - layer) % cfg.value_embeddings == 0:
+        return ValueEmbedding(cfg.padded_vocab, cfg.kv_heads * cfg.head_dim)
+    return NoValueEmbedding()
+
+
 class Attention(nn.Module):
     """Tokens mix in `core` alone: scale/ wraps it for document masks, context parallelism and remat=attention."""
 
     core = staticmethod(kernels.attention)
 
-    def __init__(self, cfg, rope):
+    def __init__(self, cfg, rope, layer):
         super().__init__()
         self.heads, self.head_dim = [cfg.n_head, cfg.kv_heads, cfg.kv_heads], cfg.head_dim
         self.backend, self.dropout = cfg.attention, cfg.dropout
         self.qkv = Linear(cfg.n_embd, sum(self.heads) * cfg.head_dim, bias=cfg.bias)
         self.q_norm = nn.RMSNorm(cfg.head_dim, cfg.norm_eps) if cfg.qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(cfg.head_dim, cfg.norm_eps) if cfg.qk_norm else nn.Identity()
-        self.rope = rope
+        self.rope, self.values = rope, make_values(cfg, layer)
         self.proj = Linear(cfg.n_embd, cfg.n_embd, bias=cfg.bias)
 
-    def forward(self, x):
+    def forward(self, x, idx):
         q, k, v = kernels.qkv(x, self.qkv, self.heads, self.head_dim)  # (B, H, T, D) each
         q, k = self.rope(q, k, self.q_norm, self.k_norm)  # normed, then rotated
+        v = self.values(v, idx)
         y = self.core(q, k, v, self.backend, self.dropout * self.training)
         return self.proj(y.transpose(1, 2).flatten(2))  # (B, T, C)
 
@@ -126,14 +147,14 @@ def make_mlp(cfg):
 
 
 class Block(nn.Module):
-    def __init__(self, cfg, rope):
+    def __init__(self, cfg, rope, layer):
         super().__init__()
-        self.norm_1, self.attn = make_norm(cfg), Attention(cfg, rope)
+        self.norm_1, self.attn = make_norm(cfg), Attention(cfg, rope, layer)
         self.norm_2, self.mlp = make_norm(cfg), make_mlp(cfg)
         self.dropout = nn.Dropout(cfg.dropout)
 
-    def forward(self, x):
-        x, h = kernels.add_norm(x, self.dropout(self.attn(self.norm_1(x))), self.norm_2)  # x + attention, its norm
+    def forward(self, x, idx):
+        x, h = kernels.add_norm(x, self.dropout(self.attn(self.norm_1(x), idx)), self.norm_2)  # the sum, its norm
         return x + self.dropout(self.mlp(h))
 
 
@@ -164,7 +185,7 @@ class GPT(nn.Module):
         self.wpe = LearnedPositions(cfg.block_size, cfg.n_embd) if cfg.positions == "learned" else nn.Identity()
         self.embed_norm = nn.RMSNorm(cfg.n_embd, cfg.norm_eps, False) if cfg.embed_norm else nn.Identity()
         self.dropout = nn.Dropout(cfg.dropout)
-        self.blocks = nn.ModuleList(Block(cfg, rope) for _ in range(cfg.n_layer))
+        self.blocks = nn.ModuleList(Block(cfg, rope, layer) for layer in range(cfg.n_layer))
         self.stack = list(self.blocks)  # the blocks as `hidden` calls them; scale/remat.py wraps these entries
         self.norm = make_norm(cfg)
         self.head = Head(cfg)
@@ -179,7 +200,7 @@ class GPT(nn.Module):
         assert idx.size(1) <= self.cfg.block_size, f"{idx.size(1)} tokens, block_size={self.cfg.block_size}"
         x = self.embed(idx)
         for block in self.stack:
-            x = block(x)
+            x = block(x, idx)
         return self.norm(x)
 
     def embed(self, idx):
@@ -212,6 +233,8 @@ class GPT(nn.Module):
     def initial_std(self, layer):
         """GPT-2's 0.02, for projections into the residual stream over sqrt(2 n_layer), unless the settings say else."""
         cfg, projects = self.cfg, layer.endswith("proj")
+        if layer.endswith("values"):
+            return 0.0
         if cfg.zero_init and (projects or layer == "head" and not cfg.tie_embeddings):
             return 0.0
         if cfg.embed_norm and layer == "wte":

@@ -39,6 +39,7 @@ class GPTConfig:
     mlp: Literal["gelu", "relu2", "swiglu"] = "gelu"  # GPT-2's, squared ReLU, Llama's
     bias: bool = True  # biases in linear layers and LayerNorm
     qk_norm: bool = False  # RMSNorm on queries and keys before RoPE
+    value_embeddings: int = 0  # every n-th block adds a row of a table for each token to its values; 0: none
     embed_norm: bool = False  # RMSNorm without weights on the embedded tokens
     zero_init: bool = False  # the head, and projections into the residual stream, start at zero
     tie_embeddings: bool = True  # the head shares the token embedding's weight
@@ -73,6 +74,17 @@ class GPTConfig:
         return 2 * self.hidden if self.mlp == "swiglu" else self.hidden
 
     @property
+    def value_tables(self):
+        """Widths of the tables of value embeddings."""
+        count = math.ceil(self.n_layer / self.value_embeddings) if self.value_embeddings else 0
+        return [self.kv_heads * self.head_dim] * count
+
+    @property
+    def tables(self):
+        """Widths of all matrices with a row for each token id, the head's included; a shared one counts once."""
+        return [self.n_embd] * (1 if self.tie_embeddings else 2) + self.value_tables
+
+    @property
     def block_matmuls(self):
         """(output width, input width) of a block's four matmuls: q, k and v; attention's output; the MLP's two."""
         C = self.n_embd
@@ -101,7 +113,7 @@ class GPTConfig:
                 found.append(f"{name}={getattr(self, name)} must be in [0, 1)")
         if self.softcap is not None and not self.softcap > 0:
             found.append(f"softcap={self.softcap} must be over 0, or None for off")
-        return found + too_small(self, {"z_loss": 0})
+        return found + too_small(self, {"z_loss": 0, "value_embeddings": 0})
 
 
 @dataclass

@@ -123,6 +123,6 @@ class Account:
 def parameter_counts(model):
     """(parameters, those in matmuls, head included) of a model: no vocabulary padding, and a shared weight once."""
     cfg = model.cfg
-    padding = (cfg.padded_vocab - cfg.vocab_size) * cfg.n_embd
-    total = sum(p.numel() for p in model.parameters()) - padding * (1 if cfg.tie_embeddings else 2)
-    return total, sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear)) - padding
+    padding = cfg.padded_vocab - cfg.vocab_size
+    total = sum(p.numel() for p in model.parameters()) - padding * sum(cfg.tables)
+    return total, sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear)) - padding * cfg.n_embd

@@ -19,10 +19,11 @@ MLPS = {  # their activation -> our mlp, the default first
     "qwen3": LLAMA_MLPS,
     "nanochat": {"relu2": "relu2"},
 }
-LLAMA = dict(norm=["rmsnorm"], positions=["rope"], mlp=LLAMA_MLPS.values())
+ALL = dict(value_embeddings=[0])
+LLAMA = ALL | dict(norm=["rmsnorm"], positions=["rope"], mlp=LLAMA_MLPS.values())
 PLAIN = dict(qk_norm=[False], embed_norm=[False], softcap=[None])
 SHAPES = {  # values of settings that one of their models can have; an import takes the first, unless a key says else
-    "gpt2": PLAIN | dict(norm=["layernorm"], positions=["learned"], mlp=MLPS["gpt2"].values()),
+    "gpt2": ALL | PLAIN | dict(norm=["layernorm"], positions=["learned"], mlp=MLPS["gpt2"].values()),
     "llama": PLAIN | LLAMA | dict(embed_norm=[False, True]),
     "qwen3": PLAIN | LLAMA | dict(embed_norm=[False, True], qk_norm=[True], bias=[False]),
     "nanochat": LLAMA | dict(mlp=["relu2"], embed_norm=[True], qk_norm=[True], bias=[False]),

@@ -23,7 +23,7 @@ def estimate(cfg, ranks):
     float32.
     """
     total, block = parameter_counts(cfg)
-    rest = total - cfg.n_layer * block
+    rest = total - cfg.n_layer * block - cfg.padded_vocab * sum(cfg.value_tables)
     shards, sharded, own = shards_of(cfg, ranks), is_sharded(cfg, ranks), bytes_of_weight(cfg)
     tokens = cfg.rank_tokens
     here = 0 if cfg.offload_states else total / shards
@@ -55,7 +55,7 @@ def on_host(cfg, ranks):
     """
     parts, (total, _), shards, own = {}, parameter_counts(cfg), shards_of(cfg, ranks), bytes_of_weight(cfg)
     if cfg.offload_states:
-        tables = [(cfg.padded_vocab, cfg.n_embd)] * (1 if cfg.tie_embeddings else 2)
+        tables = [(cfg.padded_vocab, width) for width in cfg.tables]
         tables += [(cfg.block_size, cfg.n_embd)] if cfg.positions == "learned" else []
         sizes = [own * -(-rows // shards) * width for rows, width in cfg.block_matmuls * cfg.n_layer + tables]
         pinned = sum(2 ** (size - 1).bit_length() for size in sizes)
@@ -90,14 +90,13 @@ def describe(cfg, ranks, parameters=None, usual=True):
 
 
 def parameter_counts(cfg):
-    """(of the model, of a block) for the settings of a GPTConfig: shared weights once, padding rows included."""
+    """(of the model, of a block without a table) by a GPTConfig: shared weights once, padding rows included."""
     C = cfg.n_embd
     norm = C * (1 + (cfg.norm == "layernorm" and cfg.bias))
     linears = sum(n * k + n * cfg.bias for n, k in cfg.block_matmuls)
     block = 2 * norm + linears + 2 * cfg.head_dim * cfg.qk_norm
-    tables = cfg.padded_vocab * (1 if cfg.tie_embeddings else 2)
-    tables += cfg.block_size if cfg.positions == "learned" else 0
-    return tables * C + cfg.n_layer * block + norm, block
+    tables = cfg.padded_vocab * sum(cfg.tables) + C * cfg.block_size * (cfg.positions == "learned")
+    return tables + cfg.n_layer * block + norm, block
 
 
 def blocks_a_unit(numbers):
@@ -147,7 +146,8 @@ def gathered(cfg, total, block, rest, shards):
     """FSDP2's buffers: the gathered weights of two units of blocks and the head (zero2: of all), in 16 bits, and one
     unit's gradients before and after the reduction."""
     blocks = total - rest
-    unit, head = min(block * blocks_a_unit(block), blocks), rest // (1 if cfg.tie_embeddings else 2)
+    table = cfg.padded_vocab * max(cfg.value_tables, default=0)  # gathered with its block
+    unit, head = min(block * blocks_a_unit(block) + table, blocks), rest // (1 if cfg.tie_embeddings else 2)
     whole = 2 * (total if cfg.parallel == "zero2" else head + min(2 * unit, blocks))
     arriving = cfg.offload_states * bytes_of_weight(cfg) * max(unit, head) / shards  # from the host, not yet cast
     return whole + (2 + bytes_of_sum(cfg)) * max(unit, head) * (1 + 1 / shards) + arriving

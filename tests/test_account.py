@@ -75,19 +75,19 @@ def test_an_edited_model_is_counted_as_it_is(monkeypatch):
     """An extra layer, another activation, and the last block left out."""
     init, plain = models.Block.__init__, account()[0]
 
-    def wider(self, cfg, rope):
-        init(self, cfg, rope)
+    def wider(self, cfg, rope, layer):
+        init(self, cfg, rope, layer)
         self.extra = nn.Linear(cfg.n_embd, cfg.n_embd)
         self.mlp.activation = torch.sin
 
-    def forward(self, x):
-        x, h = kernels.add_norm(x, self.attn(self.norm_1(x)), self.norm_2)
+    def forward(self, x, idx):
+        x, h = kernels.add_norm(x, self.attn(self.norm_1(x), idx), self.norm_2)
         return x + self.mlp(h) + self.extra(h)
 
     def hidden(self, idx):
         x = self.embed(idx)
         for block in self.stack[:-1]:
-            x = block(x)
+            x = block(x, idx)
         return self.norm(x)
 
     monkeypatch.setattr(models.Block, "__init__", wider)
@@ -116,13 +116,13 @@ def test_what_wraps_attention_refuses_an_attention_that_it_does_not_reach(settin
     from scale import context
     from scale.parallel import World
 
-    def forward(self, x):
+    def forward(self, x, idx):
         q, k, v = kernels.qkv(x, self.qkv, self.heads, self.head_dim)
         y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.proj(y.transpose(1, 2).flatten(2))
 
     class Mixer(nn.Linear):
-        def __init__(self, cfg, rope):
+        def __init__(self, cfg, rope, layer):
             super().__init__(cfg.n_embd, cfg.n_embd)
 
     assert not account()[0].bypassed and account()[0].attention_calls == 3

@@ -65,6 +65,7 @@ RECIPES = sorted(ROOT.glob("config/*.py"))
 def test_parameter_counts_are_those_of_a_real_model(recipe):
     cfg = configure(Config, [str(recipe)])
     variants = [cfg, dataclasses.replace(cfg, qk_norm=not cfg.qk_norm, bias=not cfg.bias, mlp="relu2")]
+    variants.append(dataclasses.replace(cfg, value_embeddings=cfg.n_layer))  # a table in the last block
     for other in variants:
         parameters = dict(models.on_meta(other).named_parameters())
         block = sum(p.numel() for name, p in parameters.items() if name.startswith("blocks.0."))

@@ -16,7 +16,7 @@ MODELS = {
     "gpt2": {},
     "gpt2_qk_norm": dict(qk_norm=True, softcap=15.0),
     "llama": LLAMA,
-    "llama_grouped": dict(LLAMA, n_kv_head=2, qk_norm=True, tie_embeddings=False),
+    "llama_grouped": dict(LLAMA, n_kv_head=2, qk_norm=True, tie_embeddings=False, value_embeddings=1),
     "llama_one_kv_head": dict(LLAMA, n_kv_head=1, rope_factor=8.0, rope_original=8),
     "math": dict(attention="math"),
 }
@@ -60,9 +60,9 @@ def test_logits_are_close(changes, dtype, bound):
 def shift(forward):
     """A block whose second half of channels comes from the token before."""
 
-    def shifted(self, x):
+    def shifted(self, x, idx):
         near, far = x.chunk(2, dim=-1)
-        return forward(self, torch.cat((near, F.pad(far, (0, 0, 1, 0))[:, :-1]), dim=-1))
+        return forward(self, torch.cat((near, F.pad(far, (0, 0, 1, 0))[:, :-1]), dim=-1), idx)
 
     return shifted
 
@@ -70,7 +70,7 @@ def shift(forward):
 def block_twice(self, idx):
     x = self.embed(idx)
     for block in [*self.stack, self.stack[0]]:
-        x = block(x)
+        x = block(x, idx)
     return self.norm(x)
 
 

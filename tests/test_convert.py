@@ -412,6 +412,7 @@ def test_pickles_are_never_opened(tmp_path):
         (dict(n_kv_head=1), ["n_kv_head=1"]),
         (dict(LLAMA, positions="learned"), ["positions=learned"]),
         (dict(embed_norm=True), ["embed_norm=True"]),
+        (dict(value_embeddings=2), ["a gpt2 has no value_embeddings=2"]),
         (dict(LLAMA, qk_norm=True, bias=True), ["a llama has no qk_norm=True; a qwen3 has no bias=True"]),
         (dict(LLAMA, qk_norm=True, softcap=30.0), ["a qwen3 has no softcap=30.0"]),
         (NANOCHAT, ["qk_norm=True with softcap=2.0", "blocks.0.attn.q_norm.weight", "not all one"]),
@@ -481,9 +482,9 @@ def test_an_export_is_compared_with_transformers(tmp_path, capsys, monkeypatch, 
 
 
 EDITS = {
-    "half of attention": (model.Block, lambda self, x: half(x + 0.5 * self.attn(self.norm_1(x)), self)),
+    "half of attention": (model.Block, lambda self, x, idx: half(x + 0.5 * self.attn(self.norm_1(x), idx), self)),
     "another activation": (model.MLP, lambda self, x: self.proj(torch.relu(self.up(x)))),
-    "a norm after the sum": (model.Block, lambda self, x: half(self.norm_1(x + self.attn(x)), self)),
+    "a norm after the sum": (model.Block, lambda self, x, idx: half(self.norm_1(x + self.attn(x, idx)), self)),
 }
 
 
@@ -505,8 +506,8 @@ def test_an_export_of_an_edited_model_is_refused(tmp_path, monkeypatch, edit):
 def test_an_export_with_new_parameters_is_refused(tmp_path, monkeypatch):
     build_block = model.Block.__init__
 
-    def gated(self, cfg, rope):
-        build_block(self, cfg, rope)
+    def gated(self, cfg, rope, layer):
+        build_block(self, cfg, rope, layer)
         self.gate = torch.nn.Linear(cfg.n_embd, 1)
 
     with monkeypatch.context() as patch:

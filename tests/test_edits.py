@@ -58,27 +58,27 @@ LLAMA = dict(mlp="swiglu", norm="rmsnorm", positions="rope", bias=False, n_kv_he
 
 # -- the edits: {name: [(lines of model.py, what stands there instead), ...]}
 
-ATTEND = "x, h = kernels.add_norm(x, self.dropout(self.attn(self.norm_1(x))), self.norm_2)  # x + attention, its norm\n"
+ATTEND = "x, h = kernels.add_norm(x, self.dropout(self.attn(self.norm_1(x), idx)), self.norm_2)  # the sum, its norm\n"
 TRANSFORM = "return x + self.dropout(self.mlp(h))\n"
 BLOCK_PARTS = "        self.norm_2, self.mlp = make_norm(cfg), make_mlp(cfg)\n"
 ATTENTION_PROJ = "        self.proj = Linear(cfg.n_embd, cfg.n_embd, bias=cfg.bias)\n"
 MIX = "return self.proj(y.transpose(1, 2).flatten(2))  # (B, T, C)\n"
 QKV = "self.qkv = Linear("
-LOOP = "        for block in self.stack:\n            x = block(x)\n"
+LOOP = "        for block in self.stack:\n            x = block(x, idx)\n"
 
 EDITS = {
     "attention and MLP in parallel": [
         (ATTEND, "h = self.norm_1(x)\n"),  # norm_2 is left without a use, as in PaLM
-        (TRANSFORM, "return x + self.attn(h) + self.mlp(h)\n"),
+        (TRANSFORM, "return x + self.attn(h, idx) + self.mlp(h)\n"),
     ],
-    "half of attention": [("self.dropout(self.attn(self.norm_1(x)))", "0.5 * self.attn(self.norm_1(x))")],
+    "half of attention": [("self.dropout(self.attn(self.norm_1(x), idx))", "0.5 * self.attn(self.norm_1(x), idx)")],
     "post-norm": [
-        (ATTEND, "x = self.norm_1(x + self.attn(x))\n"),
+        (ATTEND, "x = self.norm_1(x + self.attn(x, idx))\n"),
         (TRANSFORM, "return self.norm_2(x + self.mlp(x))\n"),
     ],
     "sandwich norms": [
         (BLOCK_PARTS, BLOCK_PARTS + "        self.norm_3, self.norm_4 = make_norm(cfg), make_norm(cfg)\n"),
-        (ATTEND, "x, h = kernels.add_norm(x, self.norm_3(self.attn(self.norm_1(x))), self.norm_2)\n"),
+        (ATTEND, "x, h = kernels.add_norm(x, self.norm_3(self.attn(self.norm_1(x), idx)), self.norm_2)\n"),
         (TRANSFORM, "return x + self.norm_4(self.mlp(h))\n"),
     ],
     "another activation": [('{"gelu": kernels.gelu,', '{"gelu": torch.sin,')],
@@ -101,14 +101,17 @@ EDITS = {
         (TRANSFORM, "return x + self.mlp(h) + self.up(F.silu(self.down(h)))\n"),
     ],
     "value residual": [  # the first block's values go on to all others: a block takes and returns two tensors
-        ("    def forward(self, x):\n        q, k, v =", "    def forward(self, x, first):\n        q, k, v ="),
+        (
+            "    def forward(self, x, idx):\n        q, k, v =",
+            "    def forward(self, x, idx, first):\n        q, k, v =",
+        ),
         ("        y = self.core(", "        v = v if first is None else 0.5 * (v + first)\n        y = self.core("),
         (MIX, "return self.proj(y.transpose(1, 2).flatten(2)), v if first is None else first\n"),
-        ("    def forward(self, x):\n        x, h =", "    def forward(self, x, first):\n        x, h ="),
-        (ATTEND, "update, first = self.attn(self.norm_1(x), first)\n        " + ATTEND),
-        ("self.dropout(self.attn(self.norm_1(x)))", "update"),
+        ("    def forward(self, x, idx):\n        x, h =", "    def forward(self, x, idx, first):\n        x, h ="),
+        (ATTEND, "update, first = self.attn(self.norm_1(x), idx, first)\n        " + ATTEND),
+        ("self.dropout(self.attn(self.norm_1(x), idx))", "update"),
         (TRANSFORM, "return x + self.mlp(h), first\n"),
-        (LOOP, "        first = None\n        for block in self.stack:\n            x, first = block(x, first)\n"),
+        (LOOP, "        first = None\n        for block in self.stack:\n            x, first = block(x, idx, first)\n"),
     ],
     "a second norm on q and k": [
         (
@@ -129,7 +132,7 @@ EDITS = {
         ("return LayerNorm(cfg.n_embd, cfg.norm_eps, bias=cfg.bias)", "return RMSNorm(cfg.n_embd, None, False)")
     ],
     "one update for all tokens": [
-        ("self.dropout(self.attn(self.norm_1(x)))", "self.attn(self.norm_1(x)).mean(1, keepdim=True)")
+        ("self.dropout(self.attn(self.norm_1(x), idx))", "self.attn(self.norm_1(x), idx).mean(1, keepdim=True)")
     ],
     "a layer of every other channel": [
         (BLOCK_PARTS, BLOCK_PARTS + "        self.extra = Linear(cfg.n_embd // 2, cfg.n_embd)\n"),
@@ -153,10 +156,10 @@ EDITS = {
     "layers run twice": [(LOOP, LOOP.replace("self.stack", "[*self.stack, *self.stack]"))],
     "the embedding in every block": [  # by name
         (
-            "    def forward(self, x):\n        x, h =",
-            "    def forward(self, x, x0):\n        x = x + x0\n        x, h =",
+            "    def forward(self, x, idx):\n        x, h =",
+            "    def forward(self, x, idx, x0):\n        x = x + x0\n        x, h =",
         ),
-        (LOOP, "        x0 = x\n" + LOOP.replace("block(x)", "block(x, x0=x0)")),
+        (LOOP, "        x0 = x\n" + LOOP.replace("block(x, idx)", "block(x, idx, x0=x0)")),
     ],
     "LoRA": [
         (

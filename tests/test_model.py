@@ -1,6 +1,7 @@
 """model.py: sizes and FLOPs as published and as counted, padding without effect, every variant trains."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -57,6 +58,8 @@ VARIANTS = {
     "qk_norm_learned": dict(qk_norm=True),
     "dropout": dict(dropout=0.1),
     "math": dict(attention="math"),
+    "value_embeddings": dict(value_embeddings=1),
+    "value_embeddings_grouped": dict(LLAMA, n_kv_head=2, value_embeddings=2, vocab_multiple=64),
 }
 
 
@@ -82,6 +85,24 @@ def test_no_position_sees_a_later_one(changes):
     a, b = model.logits(x), model.logits(y)
     torch.testing.assert_close(a[:, :9], b[:, :9], rtol=0, atol=0)  # the same arithmetic on the same numbers
     assert (a[:, 9:] - b[:, 9:]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("every, layers", [(1, [0, 1, 2]), (2, [0, 2]), (3, [2]), (9, [2])])
+def test_value_embeddings_add_a_row_of_a_table_to_the_values(every, layers):
+    cfg = small(n_layer=3, n_kv_head=2)
+    with_tables, without = (build(replace(cfg, value_embeddings=n), CPU, seed=0) for n in (every, 0))
+    x, tables = ids(cfg), {i: block.attn.values for i, block in enumerate(with_tables.blocks)}
+    tables = {i: module.weight for i, module in tables.items() if hasattr(module, "weight")}
+    assert [*tables] == layers and all(table.shape == (cfg.padded_vocab, 16) for table in tables.values())
+    without.load_state_dict(with_tables.state_dict(), strict=False)
+    torch.testing.assert_close(with_tables.logits(x), without.logits(x), rtol=0, atol=0)  # they start at zero
+    for i, table in tables.items():
+        torch.nn.init.normal_(table)
+        h, one, other = torch.randn(2, cfg.block_size, 32), *(m.blocks[i].attn for m in (with_tables, without))
+        one.core = other.core = lambda q, k, v, *_: v.repeat_interleave(2, dim=1)
+        one.proj = other.proj = torch.nn.Identity()
+        rows = table[x].view(2, cfg.block_size, 2, 8).repeat_interleave(2, dim=2).flatten(2)  # (B, T, C)
+        torch.testing.assert_close(one(h, x), other(h, x) + rows)
 
 
 def test_softcap_bounds_the_logits():
