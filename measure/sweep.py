@@ -1,15 +1,16 @@
-"""Trains the runs of a list, one on each GPU at a time, and keeps a small log of each.
+"""Does the runs of a list, one on each GPU at a time, and keeps a small log of each: trainings and measurements.
 
     python measure/sweep.py results/modern/ablation.txt --data_dir=data/fineweb-edu --gpus=8
 
-A line of a list is a run: its name, then what follows `train.py` on its command line. Words after a `*` are put before
-those of all later lines. Two words may stand before them: `ranks=2` trains on two GPUs under torchrun, `code=FOLDER`
-with another checkout's code. `#` starts a comment.
+A line of a list is a run: its name, then what follows `train.py` on its command line, or another program of the top
+level and its words (`bench.py step config/gpt2_124m.py`). Words after a `*` are put before those of all later lines.
+Two words may stand before them: `ranks=2` takes two GPUs, under torchrun, `code=FOLDER` another checkout's code. `#`
+starts a comment.
 
-A run writes out_dir/NAME/ and out_dir/NAME.console, and at its end the small log keep/NAME.jsonl, which plot.py draws:
-the settings, all validation losses, scores and samples, one training step in many, and the median time of a step. A run
-whose small log is there is passed over, so that a list can be started again. At the end, and with --show at once, a
-table of the last losses.
+A training writes out_dir/NAME/ and at its end the small log keep/NAME.jsonl, which plot.py draws: the settings, all
+validation losses, scores and samples, one training step in many, and the median time of a step. Of another program
+keep/NAME.log holds what it printed. A run whose log is there is passed over, so that a list can be started again. At
+the end, and with --show at once, a table of the last losses.
 """
 
 import json
@@ -38,29 +39,33 @@ KEPT = ("kind", "step", "tokens", "loss", "lr", "norm")  # of a training step
 @dataclass
 class Config:
     words = ()  # lists of runs
-    data_dir: str = "data/fineweb-edu"  # shards that all runs train on
-    out_dir: str = "out/sweep"  # folders of the runs
+    data_dir: str = "data/fineweb-edu"  # shards that all trainings read
+    out_dir: str = "out/sweep"  # folders of the trainings, and what each run prints, NAME.console
     keep: str = "results/sweep"  # folder of the small logs
     gpus: int = 1  # GPUs that the runs share
     lines: int = 200  # training steps kept in a small log
-    show: bool = False  # print the table of the small logs there are, and train nothing
+    show: bool = False  # print the table of the small logs there are, and run nothing
     commit: str | None = None  # recorded in the small logs; None: git's
 
 
 @dataclass
-class Training:
-    """A run of a list. settings: train.py's words; process, gpus: while it runs."""
+class Run:
+    """A run of a list. words: what follows `python`; process, gpus: while it runs."""
 
     name: str
-    settings: list
+    words: list
     ranks: int = 1
     code: str = os.fspath(HERE)
     process: subprocess.Popen | None = None
     gpus: list | None = None
 
+    @property
+    def trains(self):
+        return self.words[0] == "train.py"
+
 
 def main(cfg, lists):
-    """Trains what has no small log yet and prints the table; the exit code: 0 if every run has ended well."""
+    """Runs what has no small log yet and prints the table; the exit code: 0 if every run has ended well."""
     configurator.refuse(configurator.too_small(cfg, {"gpus": 1, "lines": 1}))
     if not lists:
         raise UserError("give a list of runs: python measure/sweep.py results/modern/ablation.txt")
@@ -68,15 +73,15 @@ def main(cfg, lists):
     if twice := {run.name for run in runs if [other.name for other in runs].count(run.name) > 1}:
         raise UserError(f"two runs are named {sorted(twice)[0]}; expected a name of its own for each")
     if wide := [run.name for run in runs if run.ranks > cfg.gpus]:
-        raise UserError(f"gpus={cfg.gpus}: {wide[0]} trains on more; expected at least as many as its ranks")
+        raise UserError(f"gpus={cfg.gpus}: {wide[0]} needs more; expected at least as many as its ranks")
     if not cfg.show:
-        train(cfg, [run for run in runs if not small_log(cfg, run).exists()])
+        work(cfg, [run for run in runs if not small_log(cfg, run).exists()])
     table(cfg, runs)
     return int(not all(small_log(cfg, run).exists() for run in runs))
 
 
 def read_list(path):
-    """[Training] of a list's file."""
+    """[Run] of a list's file."""
     runs, common = [], []
     for number, line in enumerate(read_text(path).splitlines(), 1):
         name, *words = shlex.split(line, comments=True) or [None]
@@ -87,10 +92,15 @@ def read_list(path):
             while words and words[0].startswith(("ranks=", "code=")):
                 key, _, options[key] = words.pop(0).partition("=")
             try:
-                runs.append(Training(name, common + words, int(options.pop("ranks", 1)), **options))
+                runs.append(Run(name, command(common + words), int(options.pop("ranks", 1)), **options))
             except ValueError:
                 raise UserError(f"{path}:{number}: expected ranks=N with a number, got {line!r}") from None
     return runs
+
+
+def command(words):
+    """The words with their program first, which is train.py unless they name one."""
+    return words if words and words[0].endswith(".py") and "/" not in words[0] else ["train.py", *words]
 
 
 def read_text(path):
@@ -101,14 +111,14 @@ def read_text(path):
 
 
 def small_log(cfg, run):
-    return Path(cfg.keep) / f"{run.name}.jsonl"
+    return Path(cfg.keep) / (run.name + (".jsonl" if run.trains else ".log"))
 
 
 def console(cfg, run):
     return Path(cfg.out_dir) / f"{run.name}.console"
 
 
-def train(cfg, waiting):
+def work(cfg, waiting):
     """Starts the runs in their order, each as soon as enough GPUs are free, until all have ended."""
     free, under_way = list(range(cfg.gpus)), []
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the runs under way are stopped as well
@@ -138,9 +148,9 @@ def start(cfg, run):
     more = [f"--data_dir={Path(cfg.data_dir).resolve()}", f"--out_dir={out}", "--overwrite", "--save_interval=0"]
     env = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, run.gpus))}
     with open(console(cfg, run), "w") as file:
-        words = [sys.executable, *launcher, "train.py", *run.settings, *more]
+        words = [sys.executable, *launcher, *run.words, *(more if run.trains else [])]
         run.process = subprocess.Popen(words, cwd=run.code, env=env, stdout=file, stderr=subprocess.STDOUT)
-    print(f"{run.name:<28} GPU {env['CUDA_VISIBLE_DEVICES']:<5} {shlex.join(run.settings)}", flush=True)
+    print(f"{run.name:<28} GPU {env['CUDA_VISIBLE_DEVICES']:<5} {shlex.join(run.words)}", flush=True)
 
 
 def ended(cfg, run):
@@ -149,8 +159,14 @@ def ended(cfg, run):
     if run.process.returncode:
         print(f"{run.name:<28} ended with {run.process.returncode}; see {console(cfg, run)}", flush=True)
         return
-    lines = small(read(out), files.read_json(out / "config.json")["seed"], cfg)
-    files.write_atomic(small_log(cfg, run), "".join(json.dumps(line) + "\n" for line in lines).encode())
+    if run.trains:
+        lines = small(read(out), files.read_json(out / "config.json")["seed"], cfg)
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+    else:
+        launcher = f"torchrun --nproc_per_node={run.ranks}" if run.ranks > 1 else "python"
+        text = f"$ {launcher} {shlex.join(run.words)}      # at {cfg.commit or git_revision()}\n"
+        text += console(cfg, run).read_text()
+    files.write_atomic(small_log(cfg, run), text.encode())
     table(cfg, [run])
 
 
@@ -172,10 +188,14 @@ def small(log, seed, cfg):
 
 
 def table(cfg, runs):
-    """Prints a line for each run: its last losses."""
+    """Prints a line for each run: its last losses, or its step's time, or the last that it printed."""
     for run in runs:
         if not small_log(cfg, run).exists():
             print(f"{run.name:<28} has not ended well")
+            continue
+        if not run.trains:
+            lines = small_log(cfg, run).read_text().splitlines()
+            print(f"{run.name:<28} {next((line for line in lines if line.startswith('step ')), lines[-1])}", flush=True)
             continue
         log = read(small_log(cfg, run))
         step, last = max(log["train"].items())

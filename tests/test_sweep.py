@@ -44,8 +44,13 @@ def test_runs_of_a_list(tmp_path):
 
     again = run_sweep(tmp_path)  # only what has no small log
     assert "GPU" in again.stdout and "config/test.py" in again.stdout and "--seed=7" not in again.stdout
+    (tmp_path / "list.txt").write_text("memory bench.py memory config/test.py --world=2")
+    done = run_sweep(tmp_path)
+    log = (tmp_path / "kept/memory.log").read_text().splitlines()
+    assert done.returncode == 0 and log[0].startswith("$ python bench.py memory") and log[-1] in done.stdout
+    (tmp_path / "list.txt").write_text(LIST)
     shown = run_sweep(tmp_path, "--show")
-    assert shown.stdout.splitlines()[:2] == done.stdout.splitlines()[-3:-1] and "GPU" not in shown.stdout
+    assert shown.stdout.splitlines()[:2] == again.stdout.splitlines()[-3:-1] and "GPU" not in shown.stdout
 
 
 @pytest.mark.parametrize(
@@ -67,4 +72,4 @@ def test_the_lists_in_the_repository_are_of_settings_that_exist():
     runs = [run for path in sorted((ROOT / "results/modern").glob("*.txt")) for run in sweep.read_list(path)]
     assert len({run.name for run in runs}) == len(runs) > 40
     for run in runs:
-        configure(Config, run.settings, check)
+        configure(Config, run.words[1:], check)
