@@ -31,6 +31,7 @@ class Config:
     stop: bool = True  # end where the model ends its text (eos); --no_stop goes on to max_new_tokens
     temperature: float = 0.8  # divides the logits; 0: always the most likely token
     top_k: int | None = 50  # sample among the k most likely tokens; None: among all
+    cache: bool = True  # keep the keys and values of earlier tokens; --no_cache computes them again for each token
     seed: int = 1337  # of the first sample; the next one's is 1 higher
     device: str = "auto"  # auto, cpu, cuda, mps
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"  # auto: bf16 where the GPU supports it
@@ -60,7 +61,7 @@ def main(cfg):
         ids = template.ids([message("user", prompt)])
     world = parallel.start(cfg.device, timeout_s=3600)  # now: a mistake above would break the others' connections
     options = cfg.max_new_tokens, cfg.temperature, cfg.top_k
-    printer = generate.Printer(model, tokenizer, cfg.stop, *options, quiet=not world.main)
+    printer = generate.Printer(model, tokenizer, cfg.stop, *options, cached=cfg.cache, quiet=not world.main)
     with parallel.autocast(precision, device):
         if template and prompt is None:
             converse(printer, template, cfg.seed)

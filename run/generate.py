@@ -20,13 +20,13 @@ def texts(model, tokenizer, prompt, n, max_new_tokens, temperature, top_k, seed)
 class Printer:
     """Prints text as it is generated; `tokens` and `seconds`: how many, and how long it took, in all calls."""
 
-    def __init__(self, model, tokenizer, stop, *options, quiet=False):
-        """stop: whether to end where the model ends its text. options: of `steps`, from max_new_tokens to top_k.
+    def __init__(self, model, tokenizer, stop, *options, cached=True, quiet=False):
+        """stop: whether to end where the model ends its text. options: of `steps`, from max_new_tokens to top_k; cached too.
 
         quiet: nothing is printed, the text is returned alone.
         """
         self.model, self.tokenizer, self.stop, self.options, self.quiet = model, tokenizer, stop, options, quiet
-        self.tokens, self.seconds = 0, 0.0
+        self.cached, self.tokens, self.seconds = cached, 0, 0.0
         self.in_step = bool(parallel.units(model))  # the forwards of a sharded model need all ranks
 
     def __call__(self, ids, seed, shown=()):
@@ -47,7 +47,7 @@ class Printer:
     def continued(self, ids, seed, ended=False):
         """Yields the new ids in lists. With a sharded model all ranks call it, and go on until the last text ends."""
         idx = torch.tensor([ids], device=parallel.device_of(self.model))
-        for new in steps(self.model, idx, *self.options, seed):
+        for new in steps(self.model, idx, *self.options, seed, self.cached):
             self.tokens += not ended
             ended = ended or self.stop and new.item() in self.tokenizer.ends
             others = self.in_step and parallel.sum_over_ranks(new.new_tensor(int(not ended)))

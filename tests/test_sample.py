@@ -44,6 +44,15 @@ def test_as_many_samples_as_asked_for_each_with_its_prompt(run, capsys):
     assert texts[3].startswith("\n24 tokens in ") and all(text.lstrip("\n").startswith("so") for text in texts[:3])
 
 
+def test_without_a_cache_the_text_is_the_same_and_no_cache_is_made(run, capsys, monkeypatch):
+    options = dict(checkpoint=run, tokenizer="bytes", prompt="so", n_samples=2, max_new_tokens=8, device="cpu")
+    sample.main(sample.Config(**options, precision="fp32", cache=True))
+    expected = capsys.readouterr().out.rsplit("-" * 80, 1)[0]
+    monkeypatch.setattr(generate.cache, "make", lambda *_: pytest.fail("a cache was made"))
+    sample.main(sample.Config(**options, precision="fp32", cache=False))
+    assert capsys.readouterr().out.rsplit("-" * 80, 1)[0] == expected
+
+
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_samples_of_two_ranks_are_printed_in_order_as_by_one(run, mode):
     words = [f"--checkpoint={run}", "--tokenizer=bytes", "--prompt=so", "--n_samples=5", "--max_new_tokens=8"]
