@@ -21,7 +21,7 @@ class Printer:
     """Prints text as it is generated; `tokens` and `seconds`: how many, and how long it took, in all calls."""
 
     def __init__(self, model, tokenizer, stop, *options, cached=True, quiet=False):
-        """stop: whether to end where the model ends its text. options, cached: of `steps`; from max_new_tokens to top_k.
+        """stop: whether to end where the model ends its text. options, cached: of `steps`, up to top_k.
 
         quiet: nothing is printed, the text is returned alone.
         """
