@@ -65,6 +65,7 @@ SCHEDULE = ("max_steps", "batch_tokens", "lr", "min_lr_ratio", "schedule", "warm
 SCHEDULE += ("cooldown_fraction",)
 READ = {f.name for f in fields(GPTConfig)} - {"attention"} | {*SCHEDULE, "optimizer", "weights", "tokenizer"}
 BESIDE = ("tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "generation_config.json")
+TABLES = ("wte.weight", "head.weight", "values.weight")  # how names end whose tensors have a row for each token id
 
 
 def save(out_dir, step, tensors, state, keep_last=2):
@@ -472,8 +473,8 @@ def model_tensors(model):
 def load_model_tensors(model, tensors, vocab_size=None):
     """Copies weights by name into `model`, on each rank the rows that it holds; names and shapes must agree.
 
-    tensors: {name: tensor or Stored}. vocab_size: the rows of embedding and head from this one on are padding and keep
-    their values. Raises CheckpointError.
+    tensors: {name: tensor or Stored}. vocab_size: the rows of embeddings and head from this one on are padding and
+    keep their values. Raises CheckpointError.
     """
     own = model_tensors(model)
     rows = _rows_to_load(own, tensors, vocab_size)
@@ -485,7 +486,7 @@ def _rows_to_load(own, tensors, vocab_size=None):
     """{name: number of rows}; raises CheckpointError unless names, shapes and kinds of number agree."""
 
     def shape(name, tensor):
-        rows = tensor.shape[0] if vocab_size is None or name not in ("wte.weight", "head.weight") else vocab_size
+        rows = tensor.shape[0] if vocab_size is None or not name.endswith(TABLES) else vocab_size
         return (min(rows, tensor.shape[0]), *tensor.shape[1:]) if len(tensor.shape) else ()
 
     wrong = [f"{k}: not expected" for k in tensors.keys() - own.keys()]
@@ -608,7 +609,7 @@ def model_of(tensors, shape, device, precision="fp32", world=None):
         parallel.shard(model, settings, world, regular=False)  # a unit for each block, also where an edit repeats one
     models.allocate(model, device)
     for name, parameter in model.named_parameters():
-        if name in ("wte.weight", "head.weight"):  # padding, which Hugging Face's files do not have
+        if name.endswith(TABLES):  # padding, which Hugging Face's files do not have
             local(parameter)[max(0, shape.vocab_size - own_rows(parameter)[0]) :] = 0
     load_model_tensors(model, tensors, shape.vocab_size)
     return model.eval()

@@ -91,10 +91,11 @@ def test_a_loss_in_chunks_trains_as_one_at_once(data_dir, tmp_path):
 
 
 def test_init_from_starts_at_those_weights(data_dir, tmp_path):
-    first = train_here(data_dir, tmp_path / "a", eval_interval=12)
-    second = train_here(data_dir, tmp_path / "b", eval_interval=12, init_from=tmp_path / "a", max_steps=1)
+    shape = dict(eval_interval=12, value_embeddings=1)
+    first = train_here(data_dir, tmp_path / "a", **shape)
+    second = train_here(data_dir, tmp_path / "b", init_from=tmp_path / "a", max_steps=1, **shape)
     assert losses(second, "val")[0] == losses(first, "val")[12]
-    padded = dict(vocab_multiple=64, max_steps=1, eval_interval=12)
+    padded = dict(vocab_multiple=64, max_steps=1, **shape)
     third = train_here(data_dir, tmp_path / "p", init_from=tmp_path / "a", **padded)
     assert losses(third, "val")[0] == pytest.approx(losses(first, "val")[12], rel=1e-6)
     with pytest.raises(UserError, match="n_embd: checkpoint 64, now 32"):
