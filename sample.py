@@ -31,7 +31,7 @@ class Config:
     stop: bool = True  # end where the model ends its text (eos); --no_stop goes on to max_new_tokens
     temperature: float = 0.8  # divides the logits; 0: always the most likely token
     top_k: int | None = 50  # sample among the k most likely tokens; None: among all
-    cache: bool = True  # keep the keys and values of earlier tokens; --no_cache computes them again for each token
+    cache: bool = True  # keep the keys and values of earlier tokens; --no_cache: computed again for each token
     seed: int = 1337  # of the first sample; the next one's is 1 higher
     device: str = "auto"  # auto, cpu, cuda, mps
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"  # auto: bf16 where the GPU supports it
