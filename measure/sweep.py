@@ -72,8 +72,8 @@ def main(cfg, lists):
     runs = [run for path in lists for run in read_list(path)]
     if twice := {run.name for run in runs if [other.name for other in runs].count(run.name) > 1}:
         raise UserError(f"two runs are named {sorted(twice)[0]}; expected a name of its own for each")
-    if wide := [run.name for run in runs if run.ranks > cfg.gpus]:
-        raise UserError(f"gpus={cfg.gpus}: {wide[0]} needs more; expected at least as many as its ranks")
+    if wide := [run.name for run in runs if run.ranks > len(visible(cfg))]:
+        raise UserError(f"gpus={len(visible(cfg))}: {wide[0]} needs more; expected at least as many as its ranks")
     if not cfg.show:
         work(cfg, [run for run in runs if not small_log(cfg, run).exists()])
     table(cfg, runs)
@@ -118,9 +118,15 @@ def console(cfg, run):
     return Path(cfg.out_dir) / f"{run.name}.console"
 
 
+def visible(cfg):
+    """Names of the GPUs to use: cfg.gpus of those that CUDA_VISIBLE_DEVICES leaves."""
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(cfg.gpus))))
+    return names.split(",")[: cfg.gpus]
+
+
 def work(cfg, waiting):
     """Starts the runs in their order, each as soon as enough GPUs are free, until all have ended."""
-    free, under_way = list(range(cfg.gpus)), []
+    free, under_way = visible(cfg), []
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the runs under way are stopped as well
     Path(cfg.keep).mkdir(parents=True, exist_ok=True)
     try:
@@ -146,7 +152,7 @@ def start(cfg, run):
     out.parent.mkdir(parents=True, exist_ok=True)
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={run.ranks}"] if run.ranks > 1 else []
     more = [f"--data_dir={Path(cfg.data_dir).resolve()}", f"--out_dir={out}", "--overwrite", "--save_interval=0"]
-    env = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, run.gpus))}
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(run.gpus)}
     with open(console(cfg, run), "w") as file:
         words = [sys.executable, *launcher, *run.words, *(more if run.trains else [])]
         run.process = subprocess.Popen(words, cwd=run.code, env=env, stdout=file, stderr=subprocess.STDOUT)

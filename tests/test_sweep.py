@@ -65,6 +65,13 @@ def test_a_wrong_list(tmp_path, text, words):
     assert not (tmp_path / "kept").exists()
 
 
+def test_the_gpus_are_those_that_are_visible(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert sweep.visible(sweep.Config(gpus=3)) == ["0", "1", "2"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,7")
+    assert sweep.visible(sweep.Config(gpus=2)) == ["4", "6"] and len(sweep.visible(sweep.Config(gpus=8))) == 3
+
+
 def test_the_lists_in_the_repository_are_of_settings_that_exist():
     from configurator import configure
     from settings import Config, check
