@@ -65,7 +65,7 @@ class NoRope(nn.Module):
 
 
 class ValueEmbedding(nn.Embedding):
-    """v plus a row of a table for each token (https://github.com/KellerJordan/modded-nanogpt, December 2024)."""
+    """Adds to v the table's row of each token (https://github.com/KellerJordan/modded-nanogpt, December 2024)."""
 
     def forward(self, v, idx):
         rows = super().forward(idx).unflatten(-1, (v.size(1), -1))  # (B, T, H_kv, D)
@@ -78,8 +78,7 @@ class NoValueEmbedding(nn.Module):
 
 
 def make_values(cfg, layer):
-    """A table in every cfg.value_embeddings-th block, the last one included."""
-    if cfg.value_embeddings and (cfg.n_layer - 1 - layer) % cfg.value_embeddings == 0:
+    if layer in cfg.value_layers:
         return ValueEmbedding(cfg.padded_vocab, cfg.kv_heads * cfg.head_dim)
     return NoValueEmbedding()
 
@@ -231,11 +230,13 @@ class GPT(nn.Module):
         return self
 
     def initial_std(self, layer):
-        """GPT-2's 0.02, for projections into the residual stream over sqrt(2 n_layer), unless the settings say else."""
+        """GPT-2's 0.02, for projections into the residual stream over sqrt(2 n_layer), unless the settings say else.
+
+        Tables of value embeddings start at zero.
+        """
         cfg, projects = self.cfg, layer.endswith("proj")
-        if layer.endswith("values"):
-            return 0.0
-        if cfg.zero_init and (projects or layer == "head" and not cfg.tie_embeddings):
+        zero = projects or layer == "head" and not cfg.tie_embeddings
+        if layer.endswith("values") or cfg.zero_init and zero:
             return 0.0
         if cfg.embed_norm and layer == "wte":
             return 1.0

@@ -39,7 +39,7 @@ class GPTConfig:
     mlp: Literal["gelu", "relu2", "swiglu"] = "gelu"  # GPT-2's, squared ReLU, Llama's
     bias: bool = True  # biases in linear layers and LayerNorm
     qk_norm: bool = False  # RMSNorm on queries and keys before RoPE
-    value_embeddings: int = 0  # every n-th block adds a row of a table for each token to its values; 0: none
+    value_embeddings: int = 0  # every n-th block, the last one included, adds a learned row per token id to v; 0: none
     embed_norm: bool = False  # RMSNorm without weights on the embedded tokens
     zero_init: bool = False  # the head, and projections into the residual stream, start at zero
     tie_embeddings: bool = True  # the head shares the token embedding's weight
@@ -74,10 +74,14 @@ class GPTConfig:
         return 2 * self.hidden if self.mlp == "swiglu" else self.hidden
 
     @property
+    def value_layers(self):
+        """Numbers of the blocks with a table of value embeddings, the last block first."""
+        return range(self.n_layer - 1, -1, -self.value_embeddings) if self.value_embeddings else range(0)
+
+    @property
     def value_tables(self):
         """Widths of the tables of value embeddings."""
-        count = math.ceil(self.n_layer / self.value_embeddings) if self.value_embeddings else 0
-        return [self.kv_heads * self.head_dim] * count
+        return [self.kv_heads * self.head_dim] * len(self.value_layers)
 
     @property
     def tables(self):

@@ -1,4 +1,4 @@
-"""Does the runs of a list, one on each GPU at a time, and keeps a small log of each: trainings and measurements.
+"""Runs a list of trainings and measurements, one on each GPU at a time, and keeps a small log of each.
 
     python measure/sweep.py results/modern/ablation.txt --data_dir=data/fineweb-edu --gpus=8
 
@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import configurator
 from configurator import UserError
 from run import files
-from run.history import read, series
+from run.history import read, series, start_of
 from run.source import HERE, git_revision
 
 PLACES = ("data_dir", "out_dir", "overwrite", "hellaswag_file")  # settings that mean nothing on another machine
@@ -72,10 +72,13 @@ def main(cfg, lists):
     runs = [run for path in lists for run in read_list(path)]
     if twice := {run.name for run in runs if [other.name for other in runs].count(run.name) > 1}:
         raise UserError(f"two runs are named {sorted(twice)[0]}; expected a name of its own for each")
-    if wide := [run.name for run in runs if run.ranks > len(visible(cfg))]:
-        raise UserError(f"gpus={len(visible(cfg))}: {wide[0]} needs more; expected at least as many as its ranks")
-    if not cfg.show:
-        work(cfg, [run for run in runs if not small_log(cfg, run).exists()])
+    gpus, waiting = visible(cfg), [run for run in runs if not cfg.show and not small_log(cfg, run).exists()]
+    if wide := [run.name for run in runs if run.ranks > len(gpus)]:
+        raise UserError(f"gpus={len(gpus)}: {wide[0]} needs more; expected at least as many as its ranks")
+    if lost := [run for run in waiting if not (Path(run.code) / run.words[0]).is_file()]:
+        raise UserError(f"{lost[0].name}: no {lost[0].words[0]} in {lost[0].code}; expected a checkout")
+    if waiting:
+        work(cfg, waiting, gpus)
     table(cfg, runs)
     return int(not all(small_log(cfg, run).exists() for run in runs))
 
@@ -84,17 +87,18 @@ def read_list(path):
     """[Run] of a list's file."""
     runs, common = [], []
     for number, line in enumerate(read_text(path).splitlines(), 1):
-        name, *words = shlex.split(line, comments=True) or [None]
-        if name == "*":
-            common = words
-        elif name:
+        try:
+            name, *words = shlex.split(line, comments=True) or [None]
             options = {}
             while words and words[0].startswith(("ranks=", "code=")):
                 key, _, options[key] = words.pop(0).partition("=")
-            try:
-                runs.append(Run(name, command(common + words), int(options.pop("ranks", 1)), **options))
-            except ValueError:
-                raise UserError(f"{path}:{number}: expected ranks=N with a number, got {line!r}") from None
+            ranks = int(options.pop("ranks", 1))
+        except ValueError as error:  # a number, or a quote that is not closed
+            raise UserError(f"{path}:{number}: {error}; expected NAME [ranks=N] [code=FOLDER] WORDS") from None
+        if name == "*":
+            common = words
+        elif name:
+            runs.append(Run(name, command(common + words), ranks, **options))
     return runs
 
 
@@ -107,7 +111,7 @@ def read_text(path):
     try:
         return Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: {error}; expected a list of runs") from None
+        raise UserError(f"{path}: {getattr(error, 'strerror', 'not UTF-8 text')}; expected a list of runs") from None
 
 
 def small_log(cfg, run):
@@ -124,9 +128,9 @@ def visible(cfg):
     return names.split(",")[: cfg.gpus]
 
 
-def work(cfg, waiting):
-    """Starts the runs in their order, each as soon as enough GPUs are free, until all have ended."""
-    free, under_way = visible(cfg), []
+def work(cfg, waiting, free):
+    """Starts the runs in their order, each as soon as enough of the `free` GPUs are, until all have ended."""
+    under_way = []
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the runs under way are stopped as well
     Path(cfg.keep).mkdir(parents=True, exist_ok=True)
     try:
@@ -134,8 +138,8 @@ def work(cfg, waiting):
             while waiting and waiting[0].ranks <= len(free):
                 run, waiting = waiting[0], waiting[1:]
                 run.gpus, free = free[: run.ranks], free[run.ranks :]
-                under_way.append(run)
                 start(cfg, run)
+                under_way.append(run)
             for run in [run for run in under_way if run.process.poll() is not None]:
                 under_way.remove(run)
                 free = sorted(free + run.gpus)
@@ -179,7 +183,7 @@ def ended(cfg, run):
 def small(log, seed, cfg):
     """The lines that are kept of a run's log (see history.read): without times, but for a step's median."""
     times = series(log, "train", "dt_ms")[1][5:]  # the first steps compile and warm up
-    start = next(iter(log["start"].values()))
+    start = start_of(log)
     rows = dict(row for row in start["rows"] if row[0] in ("device", "parameters", "step", "settings"))
     rows["settings"] = " ".join(word for word in rows["settings"].split() if word.partition("=")[0] not in PLACES)
     step_ms = round(statistics.median(times), 2) if len(times) else None
@@ -194,23 +198,25 @@ def small(log, seed, cfg):
 
 
 def table(cfg, runs):
-    """Prints a line for each run: its last losses, or its step's time, or the last that it printed."""
+    """Prints a line for each run: how it ended."""
     for run in runs:
-        if not small_log(cfg, run).exists():
-            print(f"{run.name:<28} has not ended well")
-            continue
-        if not run.trains:
-            lines = small_log(cfg, run).read_text().splitlines()
-            print(f"{run.name:<28} {next((line for line in lines if line.startswith('step ')), lines[-1])}", flush=True)
-            continue
-        log = read(small_log(cfg, run))
-        step, last = max(log["train"].items())
-        val, right = log["val"].get(step, {}), log.get("hellaswag", {}).get(step, {})
-        ms = next(iter(log["start"].values()))["step_ms"] or 0.0
-        figures = [(val.get("loss"), "loss"), (val.get("bpb"), "bits a byte"), (right.get("acc_norm"), "HellaSwag")]
-        words = [f"{what} {value:.4f}" for value, what in figures if value is not None]
-        took = f"{step:>6} steps x {ms:>6.1f} ms = {step * ms / 1e3:>6.1f} s"
-        print(f"{run.name:<28} {last['tokens'] / 1e6:>7.1f}M tokens {took}  {'  '.join(words)}", flush=True)
+        there = small_log(cfg, run).exists()
+        print(f"{run.name:<28} {outcome(cfg, run) if there else 'has not ended well'}", flush=True)
+
+
+def outcome(cfg, run):
+    """A training's last losses in words; of another program the line `step`, or else the last that it printed."""
+    path = small_log(cfg, run)
+    if not run.trains:
+        lines = path.read_text().splitlines()
+        return next((line for line in lines if line.startswith("step ")), lines[-1])
+    log = read(path)
+    step, last = max(log["train"].items())
+    val, right, ms = log["val"].get(step, {}), log.get("hellaswag", {}).get(step, {}), start_of(log)["step_ms"] or 0.0
+    figures = [(val.get("loss"), "loss"), (val.get("bpb"), "bits a byte"), (right.get("acc_norm"), "HellaSwag")]
+    words = [f"{what} {value:.4f}" for value, what in figures if value is not None]
+    took = f"{step:>6} steps x {ms:>6.1f} ms = {step * ms / 1e3:>6.1f} s"
+    return f"{last['tokens'] / 1e6:>7.1f}M tokens {took}  {'  '.join(words)}"
 
 
 if __name__ == "__main__":

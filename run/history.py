@@ -19,7 +19,7 @@ class Run:
         self.folder, self.name, self.color, self.width, self.log = folder, name, color, width, read(folder)
         path = Path(folder) / "config.json"
         self.config = read_json(path, form={"tokenizer?": (text, None)}) if path.exists() else {}
-        self.start = max(self.log.get("start", {0: {}}).items())[1]
+        self.start = start_of(self.log)
 
     def place(self, steps, x):
         """Where steps lie on the axis x; UserError if the log does not say."""
@@ -40,6 +40,11 @@ class Run:
             return 1
         bpb, loss = (series(self.log, "val", key)[1] for key in ("bpb", "loss"))
         return bpb[-1] / loss[-1] if len(bpb) and len(loss) else None
+
+
+def start_of(log):
+    """The line of a log's start block, the last one's if the run was resumed; {} without one."""
+    return max(log.get("start", {0: {}}).items())[1]
 
 
 def read(folder):

@@ -50,7 +50,6 @@ def main(cfg):
     configurator.refuse(configurator.too_small(cfg, {"steps": 100, "ranks": 1}))
     folder = Path(cfg.out_dir).resolve()
     samples = train(cfg, command(cfg, *make_data(folder / "data")), folder / "run")
-    np.savetxt(folder / "samples.txt", samples, header="step, CPU seconds of all ranks, MiB of each rank")
     run = Run(folder / "run", "soak", plot.COLORS[0], 1.3)
     rows = [*complete(cfg, run), *flat(cfg, samples, run.log)]
     for what, found, limit, holds in rows:

@@ -55,7 +55,8 @@ def test_runs_of_a_list(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("a\na --lr=1", "two runs are named a"), ("a ranks=3", "gpus=2"), ("a ranks=x", "list.txt:1"), (None, "a list")],
+    [("a\na --lr=1", "two runs are named a"), ("a ranks=3", "gpus=2"), ("a ranks=x", "list.txt:1"), (None, "a list")]
+    + [("a\nb --lr='1", "list.txt:2: No closing quotation"), ("a code=nowhere", "a: no train.py in nowhere")],
 )
 def test_a_wrong_list(tmp_path, text, words):
     if text is not None:
