@@ -83,6 +83,28 @@ def make_values(cfg, layer):
     return NoValueEmbedding()
 
 
+class HeadGate(nn.Module):
+    """Scales each head's output by 2 sigmoid(W x), x a token's first channels (https://arxiv.org/abs/2505.06708)"""
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.channels = cfg.gate_channels
+        self.weight = nn.Parameter(torch.empty(cfg.n_head * self.channels))
+
+    def reset_parameters(self):
+        nn.init.zeros_(self.weight)  # gates start at one
+
+    def forward(self, y, x):
+        weight = self.weight.view(-1, self.channels).type_as(x)
+        gates = 2 * torch.sigmoid(F.linear(x[..., : self.channels], weight))  # (B, T, H)
+        return y * gates.unsqueeze(-1)
+
+
+class NoGate(nn.Module):
+    def forward(self, y, x):
+        return y
+
+
 class Attention(nn.Module):
     """Tokens mix in `core` alone: scale/ wraps it for document masks, context parallelism and remat=attention."""
 
@@ -96,6 +118,7 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(cfg.head_dim, cfg.norm_eps) if cfg.qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(cfg.head_dim, cfg.norm_eps) if cfg.qk_norm else nn.Identity()
         self.rope, self.values = rope, make_values(cfg, layer)
+        self.gate = HeadGate(cfg) if cfg.attention_gate else NoGate()
         self.proj = Linear(cfg.n_embd, cfg.n_embd, bias=cfg.bias)
 
     def forward(self, x, idx):
@@ -103,7 +126,8 @@ class Attention(nn.Module):
         q, k = self.rope(q, k, self.q_norm, self.k_norm)  # normed, then rotated
         v = self.values(v, idx)
         y = self.core(q, k, v, self.backend, self.dropout * self.training)
-        return self.proj(y.transpose(1, 2).flatten(2))  # (B, T, C)
+        y = self.gate(y.transpose(1, 2), x).flatten(2)  # (B, T, C)
+        return self.proj(y)
 
 
 class MLP(nn.Module):

@@ -39,6 +39,7 @@ class GPTConfig:
     mlp: Literal["gelu", "relu2", "swiglu"] = "gelu"  # GPT-2's, squared ReLU, Llama's
     bias: bool = True  # biases in linear layers and LayerNorm
     qk_norm: bool = False  # RMSNorm on queries and keys before RoPE
+    attention_gate: bool = False  # scales each head's output by 2 sigmoid(W x), x a token's first 16 channels
     value_embeddings: int = 0  # every n-th block, the last one included, adds a learned row per token id to v; 0: none
     embed_norm: bool = False  # RMSNorm without weights on the embedded tokens
     zero_init: bool = False  # the head, and projections into the residual stream, start at zero
@@ -82,6 +83,11 @@ class GPTConfig:
     def value_tables(self):
         """Widths of the tables of value embeddings."""
         return [self.kv_heads * self.head_dim] * len(self.value_layers)
+
+    @property
+    def gate_channels(self):
+        """Channels of a token from which a head's gate is computed; 0 without gates."""
+        return min(16, self.n_embd) if self.attention_gate else 0
 
     @property
     def tables(self):

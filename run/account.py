@@ -94,7 +94,8 @@ class Account:
 
     def as_settings_say(self, cfg):
         """Whether FLOPs and activations are those of the model that GPTConfig alone describes."""
-        weights = cfg.n_layer * sum(n * k for n, k in cfg.block_matmuls) + cfg.vocab_size * cfg.n_embd
+        block = sum(n * k for n, k in cfg.block_matmuls) + cfg.n_head * cfg.gate_channels
+        weights = cfg.n_layer * block + cfg.vocab_size * cfg.n_embd
         attention = cfg.n_layer * cfg.n_embd * (cfg.block_size + 1)  # a query sees (T + 1) / 2 keys on average
         usual = "another activation" not in {reason for _, reason in self.calls}
         return usual and self.flops_per_token == 6 * (weights + attention)

@@ -19,7 +19,7 @@ MLPS = {  # their activation -> our mlp, the default first
     "qwen3": LLAMA_MLPS,
     "nanochat": {"relu2": "relu2"},
 }
-ALL = dict(value_embeddings=[0])  # what no class of theirs has
+ALL = dict(value_embeddings=[0], attention_gate=[False])  # what no class of theirs has
 LLAMA = ALL | dict(norm=["rmsnorm"], positions=["rope"], mlp=LLAMA_MLPS.values())
 PLAIN = dict(qk_norm=[False], embed_norm=[False], softcap=[None])
 SHAPES = {  # values of settings that one of their models can have; an import takes the first, unless a key says else

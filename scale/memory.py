@@ -94,7 +94,7 @@ def parameter_counts(cfg):
     C = cfg.n_embd
     norm = C * (1 + (cfg.norm == "layernorm" and cfg.bias))
     linears = sum(n * k + n * cfg.bias for n, k in cfg.block_matmuls)
-    block = 2 * norm + linears + 2 * cfg.head_dim * cfg.qk_norm
+    block = 2 * norm + linears + 2 * cfg.head_dim * cfg.qk_norm + cfg.n_head * cfg.gate_channels
     tables = cfg.padded_vocab * sum(cfg.tables) + C * cfg.block_size * (cfg.positions == "learned")
     return tables + cfg.n_layer * block + norm, block
 

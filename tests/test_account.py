@@ -28,7 +28,9 @@ def account(**settings):
 
 
 @pytest.mark.parametrize("vocab_multiple", [1, 64])
-@pytest.mark.parametrize("shape", [{}, LLAMA, dict(qk_norm=True, mlp="relu2"), dict(tie_embeddings=False)])
+@pytest.mark.parametrize(
+    "shape", [{}, LLAMA, dict(qk_norm=True, mlp="relu2"), dict(tie_embeddings=False, attention_gate=True)]
+)
 def test_flops_are_those_of_the_formula_and_of_a_real_step(shape, vocab_multiple):
     """PyTorch's counter sees whole T x T attention matrices and the padding rows; MFU's convention leaves both out."""
     found, cfg = account(vocab_multiple=vocab_multiple, **shape)

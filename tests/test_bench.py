@@ -64,7 +64,10 @@ RECIPES = sorted(ROOT.glob("config/*.py"))
 @pytest.mark.parametrize("recipe", RECIPES, ids=[path.stem for path in RECIPES])
 def test_parameter_counts_are_those_of_a_real_model(recipe):
     cfg = configure(Config, [str(recipe)])
-    variants = [cfg, dataclasses.replace(cfg, qk_norm=not cfg.qk_norm, bias=not cfg.bias, mlp="relu2")]
+    variants = [
+        cfg,
+        dataclasses.replace(cfg, qk_norm=not cfg.qk_norm, bias=not cfg.bias, mlp="relu2", attention_gate=True),
+    ]
     variants.append(dataclasses.replace(cfg, value_embeddings=cfg.n_layer))  # a table in the last block
     for other in variants:
         parameters = dict(models.on_meta(other).named_parameters())

@@ -16,7 +16,9 @@ MODELS = {
     "gpt2": {},
     "gpt2_qk_norm": dict(qk_norm=True, softcap=15.0),
     "llama": LLAMA,
-    "llama_grouped": dict(LLAMA, n_kv_head=2, qk_norm=True, tie_embeddings=False, value_embeddings=1),
+    "llama_grouped": dict(
+        LLAMA, n_kv_head=2, qk_norm=True, tie_embeddings=False, value_embeddings=1, attention_gate=True
+    ),
     "llama_one_kv_head": dict(LLAMA, n_kv_head=1, rope_factor=8.0, rope_original=8),
     "math": dict(attention="math"),
 }

@@ -413,6 +413,7 @@ def test_pickles_are_never_opened(tmp_path):
         (dict(LLAMA, positions="learned"), ["positions=learned"]),
         (dict(embed_norm=True), ["embed_norm=True"]),
         (dict(value_embeddings=2), ["a gpt2 has no value_embeddings=2"]),
+        (dict(LLAMA, qk_norm=True, attention_gate=True), ["a qwen3 has no attention_gate=True"]),
         (dict(LLAMA, qk_norm=True, bias=True), ["a llama has no qk_norm=True; a qwen3 has no bias=True"]),
         (dict(LLAMA, qk_norm=True, softcap=30.0), ["a qwen3 has no softcap=30.0"]),
         (NANOCHAT, ["qk_norm=True with softcap=2.0", "blocks.0.attn.q_norm.weight", "not all one"]),

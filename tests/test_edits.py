@@ -62,7 +62,8 @@ ATTEND = "x, h = kernels.add_norm(x, self.dropout(self.attn(self.norm_1(x), idx)
 TRANSFORM = "return x + self.dropout(self.mlp(h))\n"
 BLOCK_PARTS = "        self.norm_2, self.mlp = make_norm(cfg), make_mlp(cfg)\n"
 ATTENTION_PROJ = "        self.proj = Linear(cfg.n_embd, cfg.n_embd, bias=cfg.bias)\n"
-MIX = "return self.proj(y.transpose(1, 2).flatten(2))  # (B, T, C)\n"
+GATE = "y = self.gate(y.transpose(1, 2), x).flatten(2)  # (B, T, C)\n"
+MIX = "return self.proj(y)\n"
 QKV = "self.qkv = Linear("
 LOOP = "        for block in self.stack:\n            x = block(x, idx)\n"
 
@@ -89,12 +90,12 @@ EDITS = {
         ("self.core(x, self.up, self.activation, self.proj)", "self.proj(F.relu(self.up(x)) ** 2)")
     ],
     "a gate": [
-        (ATTENTION_PROJ, ATTENTION_PROJ + "        self.gate = Linear(cfg.n_embd, cfg.n_embd)\n"),
-        (MIX, "return self.proj(torch.sigmoid(self.gate(x)) * y.transpose(1, 2).flatten(2))\n"),
+        (ATTENTION_PROJ, ATTENTION_PROJ + "        self.channel_gate = Linear(cfg.n_embd, cfg.n_embd)\n"),
+        (MIX, "return self.proj(torch.sigmoid(self.channel_gate(x)) * y)\n"),
     ],
     "a gate for each head": [  # before the transposition: it changes the memory layout of attention's gradient
-        (ATTENTION_PROJ, ATTENTION_PROJ + "        self.gate = Linear(cfg.n_embd, cfg.n_head)\n"),
-        (MIX, "return self.proj((torch.sigmoid(self.gate(x)).mT.unsqueeze(-1) * y).transpose(1, 2).flatten(2))\n"),
+        (ATTENTION_PROJ, ATTENTION_PROJ + "        self.head_gate = Linear(cfg.n_embd, cfg.n_head)\n"),
+        (GATE, "y = (torch.sigmoid(self.head_gate(x)).mT.unsqueeze(-1) * y).transpose(1, 2).flatten(2)\n"),
     ],
     "an adapter": [  # of a layer that has a fast form and one of PyTorch's
         (BLOCK_PARTS, BLOCK_PARTS + "        self.down, self.up = Linear(cfg.n_embd, 16), nn.Linear(16, cfg.n_embd)\n"),
@@ -106,7 +107,7 @@ EDITS = {
             "    def forward(self, x, idx, first):\n        q, k, v =",
         ),
         ("        y = self.core(", "        v = v if first is None else 0.5 * (v + first)\n        y = self.core("),
-        (MIX, "return self.proj(y.transpose(1, 2).flatten(2)), v if first is None else first\n"),
+        (MIX, "return self.proj(y), v if first is None else first\n"),
         ("    def forward(self, x, idx):\n        x, h =", "    def forward(self, x, idx, first):\n        x, h ="),
         (ATTEND, "update, first = self.attn(self.norm_1(x), idx, first)\n        " + ATTEND),
         ("self.dropout(self.attn(self.norm_1(x), idx))", "update"),

@@ -316,7 +316,7 @@ SHAPES_OF_MODELS = [
     {"dropout": 1e-9, "n_kv_head": 2, "qk_norm": True},
     {"n_hidden": 100},  # no multiple of 8: the MLP takes its definition
     {"mlp": "swiglu", "n_kv_head": 2, "norm": "rmsnorm", "positions": "rope", "bias": False},
-    {"mlp": "relu2", "positions": "rope", "qk_norm": True},
+    {"mlp": "relu2", "positions": "rope", "qk_norm": True, "attention_gate": True, "value_embeddings": 2},
 ]
 
 

@@ -58,6 +58,7 @@ VARIANTS = {
     "qk_norm_learned": dict(qk_norm=True),
     "dropout": dict(dropout=0.1),
     "math": dict(attention="math"),
+    "attention_gate": dict(LLAMA, n_kv_head=2, attention_gate=True),
     "value_embeddings": dict(value_embeddings=1),
     "value_embeddings_grouped": dict(LLAMA, n_kv_head=2, value_embeddings=2, vocab_multiple=64),
 }
@@ -103,6 +104,20 @@ def test_value_embeddings_add_a_row_of_a_table_to_the_values(every, layers):
         one.proj = other.proj = torch.nn.Identity()
         rows = table[x].view(2, cfg.block_size, 2, 8).repeat_interleave(2, dim=2).flatten(2)  # (B, T, C)
         torch.testing.assert_close(one(h, x), other(h, x) + rows)
+
+
+@pytest.mark.parametrize("width", [32, 12])
+def test_attention_gate_scales_each_head_by_its_number(width):
+    cfg = small(n_embd=width, attention_gate=True)
+    gated, plain = (build(replace(cfg, attention_gate=on), CPU, seed=0) for on in (True, False))
+    x = ids(cfg)
+    plain.load_state_dict(gated.state_dict(), strict=False)
+    torch.testing.assert_close(gated.logits(x), plain.logits(x), rtol=0, atol=0)  # they start at one
+    one, other, h = gated.blocks[0].attn, plain.blocks[0].attn, torch.randn(2, cfg.block_size, width)
+    one.proj = other.proj = torch.nn.Identity()
+    weight = torch.nn.init.normal_(one.gate.weight).view(cfg.n_head, -1)
+    scale = 2 / (1 + torch.exp(-(h[:, :, None, :16] * weight).sum(-1)))  # (B, T, H)
+    torch.testing.assert_close(one(h, x), other(h, x) * scale.repeat_interleave(cfg.head_dim, dim=2))
 
 
 def test_softcap_bounds_the_logits():

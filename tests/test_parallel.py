@@ -87,6 +87,7 @@ MUON = dict(
     tie_embeddings=False,
     zero_init=True,
     value_embeddings=2,
+    attention_gate=True,
 )
 LLAMA = dict(mlp="swiglu", norm="rmsnorm", positions="rope", bias=False)
 CHUNKS, WIDE = dict(logits_mib=1), dict(vocab_multiple=16_384)  # 16 tokens of the loss at a time; alone: all
@@ -102,7 +103,15 @@ MODES = {
     "context in fsdp": (
         4,
         dict(context_parallel=2, parallel="fsdp", remat="selective", **CHUNKS),
-        dict(mlp="swiglu", positions="rope", n_kv_head=1, tie_embeddings=False, value_embeddings=1, **WIDE),
+        dict(
+            mlp="swiglu",
+            positions="rope",
+            n_kv_head=1,
+            tie_embeddings=False,
+            value_embeddings=1,
+            attention_gate=True,
+            **WIDE,
+        ),
     ),
     "muon": (4, {}, MUON | dict(batch_size=1, n_layer=3)),
     "muon in fsdp": (4, dict(parallel="fsdp", unit_mib=0), MUON | LLAMA | dict(n_kv_head=2, batch_size=1, n_layer=3)),
