@@ -73,7 +73,7 @@ def main(cfg, lists):
     if twice := {run.name for run in runs if [other.name for other in runs].count(run.name) > 1}:
         raise UserError(f"two runs are named {sorted(twice)[0]}; expected a name of its own for each")
     gpus, waiting = visible(cfg), [run for run in runs if not cfg.show and not small_log(cfg, run).exists()]
-    if wide := [run.name for run in runs if run.ranks > len(gpus)]:
+    if wide := [run.name for run in waiting if run.ranks > len(gpus)]:
         raise UserError(f"gpus={len(gpus)}: {wide[0]} needs more; expected at least as many as its ranks")
     if lost := [run for run in waiting if not (Path(run.code) / run.words[0]).is_file()]:
         raise UserError(f"{lost[0].name}: no {lost[0].words[0]} in {lost[0].code}; expected a checkout")
