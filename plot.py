@@ -3,7 +3,7 @@
     python plot.py out/gpt2_124m                                   # -> out/gpt2_124m/curves.png
     python plot.py out/a out/b --x=tokens --y=bpb --out=compare.svg
     python plot.py out/a out/b --html                              # -> out/a/curves.html, which needs no network
-    python plot.py results/modern/*.jsonl --x=tokens               # small logs that the repository keeps
+    python plot.py results/modern/*_300M.jsonl --x=tokens          # small logs that the repository keeps
     python plot.py out/a --reference=build_nanogpt.json
     python plot.py out/sizes_* --fit --out=fit.png                 # ends of 6 or more runs against compute; best size
 

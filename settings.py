@@ -158,8 +158,8 @@ class Config(GPTConfig):
     optimizer: Literal["adamw", "adamw8bit", "muon"] = "adamw"  # adamw8bit: moments in 8 bits; muon: see optim.py
     lr_embedding: float | None = None  # peak rate of embeddings; None: lr
     lr_head: float | None = None  # peak rate of a head that is not tied; None: lr
-    lr_vector: float | None = None  # peak rate of biases and norms; None: lr
-    weight_decay: float = 0.1  # on 2-D weights, not on biases and norms; muon: on the blocks' matrices alone
+    lr_vector: float | None = None  # peak rate of biases, norms and attention gates; None: lr
+    weight_decay: float = 0.1  # on 2-D weights, not on vectors; muon: on the blocks' matrices alone
     momentum: float = 0.95  # muon
     momentum_warmup: int = 0  # muon: steps in which its momentum rises from 0.85
     beta1: float = 0.9  # AdamW

@@ -2,7 +2,7 @@
 
     python train.py config/quickstart.py                                     # one process: CPU, one GPU, Apple's MPS
     torchrun --standalone --nproc_per_node=8 train.py config/gpt2_124m.py    # one node
-    torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 train.py config/gpt2_124m.py
+    torchrun --nnodes=2 --nproc_per_node=4 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 train.py config/gpt2_124m.py
 
 Settings: a config file, then --key=value (`--help` lists them). Writes out_dir/log.jsonl, config.json, the code that
 ran (model.py, kernels.py, source.json) and checkpoints, step_*/.

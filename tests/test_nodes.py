@@ -80,9 +80,9 @@ def test_the_script_for_slurm_queues_itself_again_until_the_run_is_done(data_dir
         (tmp_path / command).write_text(f"#!/bin/bash\n{lines}")
         (tmp_path / command).chmod(0o755)
     script = slurm_script()
-    assert script.count("config/gpt2_124m.py --out_dir=$out") == 1
+    assert script.count("config/gpt2_124m.py --out_dir=$out --batch_size=16") == 1
     script = script.replace("out=out/gpt2_124m\n", f"out={tmp_path}/run\n")
-    script = script.replace("config/gpt2_124m.py --out_dir=$out", " ".join([name, *words]))
+    script = script.replace("config/gpt2_124m.py --out_dir=$out --batch_size=16", " ".join([name, *words]))
     slurm = dict(SLURM_NNODES="2", SLURM_GPUS_ON_NODE="1", SLURM_JOB_NODELIST="node[1-2]", HERE=str(tmp_path))
     slurm |= dict(PATH=f"{tmp_path}:{os.environ['PATH']}", SLURM_JOB_ID=str(ranks.free_port()))
 
