@@ -21,7 +21,7 @@ POLAR_EXPRESS = [  # (a, b, c) of five steps x -> a x + b x x^T x + c (x x^T)^2 
 
 
 def param_groups(model, cfg):
-    """Groups of embeddings, head, matrices and vectors (biases, norms, attention gates), each with its rate as a `factor` of cfg.lr.
+    """Groups of embeddings, head, matrices and vectors (biases, norms, gates), whose `factor` is their rate by cfg.lr.
 
     Under AdamW all but the vectors decay; under Muon the blocks' matrices alone.
     """

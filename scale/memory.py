@@ -184,6 +184,7 @@ def block_per_token(cfg):
     residual = 2 * 2 * C  # the residual stream before both norms
     attention = 2 * cfg.qkv_width + 2 * C + 4 * cfg.n_head  # q, k, v, the output, logsumexp
     attention += 2 * (cfg.n_head + cfg.kv_heads) * cfg.head_dim if cfg.qk_norm else 0  # q and k before their norm
+    attention += 2 * C if cfg.attention_gate else 0  # the output before its gates
     attention += C if fp8 else 0  # the output in 8 bits; in bf16 the projection reads the one above
     return residual + attention + (1 if fp8 else 2) * 2 * C + mlp_per_token(cfg) + 16  # both norms' outputs
 

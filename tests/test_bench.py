@@ -106,11 +106,18 @@ def test_arithmetic_imports_no_torch(words):
     assert done.returncode == 0 and "GiB" in done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("precision, measured", [("bf16", 21.4), ("fp8", 19.7)])
-def test_memory_is_what_an_h200_took(precision, measured):
-    """Peak memory in GiB that `bench.py step config/gpt2_124m.py` printed on one H200."""
-    cfg = configure(Config, [str(ROOT / "config/gpt2_124m.py"), f"--precision={precision}"])
-    assert sum(memory.estimate(cfg, 1).values()) / memory.GIB == pytest.approx(measured, rel=0.05)
+GATED = ["--value_embeddings=2", "--attention_gate=True"]
+
+
+@pytest.mark.parametrize(
+    "recipe, precision, words, measured",
+    [("gpt2_124m", "bf16", [], 21.4), ("gpt2_124m", "fp8", [], 19.7), ("modern_350m", "bf16", [], 49.3)]
+    + [("modern_124m", "bf16", [], 35.2), ("modern_124m", "fp8", [], 39.9), ("modern_124m", "bf16", GATED, 41.3)],
+)
+def test_memory_is_what_an_h200_took(recipe, precision, words, measured):
+    """Peak memory in GiB that `bench.py step` or train.py printed on one H200."""
+    cfg = configure(Config, [str(ROOT / f"config/{recipe}.py"), f"--precision={precision}", *words])
+    assert sum(memory.estimate(cfg, 1).values()) / memory.GIB == pytest.approx(measured, rel=0.07)
 
 
 LLAMA, LONG = ["config/llama3_8b.py"], ["--block_size=131072", "--batch_tokens=131072"]
