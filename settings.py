@@ -118,6 +118,8 @@ class GPTConfig:
         for name in ("norm_eps", "rope_theta", "rope_factor", "rope_low_freq", "rope_high_freq"):
             if (value := getattr(self, name)) is not None and not value > 0:
                 found.append(f"{name}={value} must be over 0")
+        if not found and self.rope_factor is not None and not self.rope_low_freq < self.rope_high_freq:
+            found.append(f"rope_low_freq={self.rope_low_freq} must be under rope_high_freq={self.rope_high_freq}")
         for name in ("dropout", "label_smoothing"):
             if not 0 <= getattr(self, name) < 1:
                 found.append(f"{name}={getattr(self, name)} must be in [0, 1)")
@@ -295,6 +297,8 @@ def out_of_range(cfg, ranks):
 def conflicts(cfg, ranks):
     """Settings that cannot be combined, one line each."""
     found, shards = [], cfg.shard_size
+    if cfg.overwrite and cfg.resume != "none":
+        found.append(f"overwrite=True starts afresh, resume={cfg.resume} goes on; leave one of them out")
     if cfg.parallel != "ddp" and cfg.precision == "fp16":
         found.append(f"parallel={cfg.parallel} has no loss scaler for precision=fp16; try --precision=bf16")
     if cfg.parallel == "hsdp" and shards is not None and (shards < 1 or ranks % shards):

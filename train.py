@@ -108,8 +108,9 @@ def train(cfg, world, watch):
         start.prepare_out_dir(cfg)
     log = Logger(cfg, world, job.account.flops_per_token, cfg.precision, start.state.get("wandb_id"))
     warnings = [("warning", words) for words in [*loader.warnings, *evaluate.warnings, *start.warnings]]
-    log.start(start.step, [*chosen, *describe(cfg, world, job, loader, start), *warnings], settings)
-    saver = checkpoint.Saver(cfg, world, log.print, last=start.step if start.folder else None)
+    rows = [*chosen, *describe(cfg, world, job, loader, start), *warnings]
+    log.start(start.step, rows, settings, tokens=loader.rows * cfg.block_size)
+    saver = checkpoint.Saver(cfg, world, log.print, last=start.step if start.own(cfg) else None)
     meter = Meter(log, saver, job.scaler, world, cfg.max_skipped_steps, began)
 
     step, evaluate.done = start.step, start.evaluated

@@ -42,7 +42,9 @@ def claim(out):
     """Makes the folder `out` and locks it against other writers; the lock ends with the process, so none is stale."""
     try:
         out.mkdir(parents=True, exist_ok=True)
-        (out / "probe.tmp").touch()
+        probe = out / "probe.tmp"
+        probe.touch()
+        probe.unlink()
         lock = os.open(out, os.O_RDONLY)
     except OSError as error:
         raise UserError(f"out_dir={out} cannot be written: {error.strerror}") from None

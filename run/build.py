@@ -139,7 +139,8 @@ def describe(cfg, world, job, loader, start):
         ranks = f"{world.size // cfg.context_parallel} groups of {cfg.context_parallel} ranks"
     micro = f"{cfg.batch_size} x {cfg.block_size} x {ranks} x {job.accumulation} micro-steps"
     total, matmul = parameter_counts(job.raw)
-    shares = loader.shares_of(cfg.max_steps * cfg.batch_tokens) if len(loader.folders) > 1 else []
+    tokens = loader.rows * cfg.block_size + (cfg.max_steps - start.step) * cfg.batch_tokens
+    shares = loader.shares_of(tokens) if len(loader.folders) > 1 else []
     rows = [
         ("parameters", f"{total:,}, of them {matmul:,} in matmuls; vocabulary padding not counted"),
         *job.account.rows(),
@@ -147,7 +148,7 @@ def describe(cfg, world, job, loader, start):
         ("data", f"{cfg.data_dir}: {human(loader.tokens)} training tokens, tokenizer {cfg.tokenizer or 'unknown'}"),
         *(("", f"{folder}: {share:.1%} of the rows, {epochs:.2f} epochs") for folder, share, epochs in shares),
         ("step", f"{cfg.batch_tokens:,} tokens: {micro}"),
-        ("run", f"steps {start.step} to {cfg.max_steps}: {human(cfg.max_steps * cfg.batch_tokens)} tokens"),
+        ("run", f"steps {start.step} to {cfg.max_steps}: {human(tokens)} tokens"),
     ]
     if hf_config.names_hf(cfg.init_from):
         rows.append(("init_from", f"{cfg.init_from}: {hf_config.adopted(cfg)}"))

@@ -109,7 +109,7 @@ def pick(logits, temperature, top_k, generator):
     """One id a row from logits (B, V)."""
     if temperature == 0:
         return logits.argmax(-1)
-    logits = logits / temperature
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # so that a tiny one does not overflow
     if top_k is None:
         return logits.softmax(-1).multinomial(1, generator=generator).squeeze(1)
     logits, ids = logits.topk(min(top_k, logits.size(-1)))

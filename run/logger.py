@@ -89,6 +89,7 @@ class Logger:
         self.mfu_per_rate = flops_per_token / (peak * world.size) if known else None
         self.file = self.wandb = None
         self.first, self.average = True, None  # running seconds per step, without the first: that one compiles
+        self.origin = 0, 0  # a step, and the tokens that were trained on before it
         if self.on and not cfg.dry_run:
             path = Path(cfg.out_dir) / "log.jsonl"
             with files.writable(cfg.out_dir):
@@ -143,8 +144,12 @@ class Logger:
                 self.full = True
                 self.print(f"warning: {self.file.name}: {error.strerror}; training goes on, lines of the log are lost")
 
-    def start(self, step, rows, settings):
-        """The start block: aligned names and values; last, the settings that the user changed, {name: value}."""
+    def start(self, step, rows, settings, tokens=0):
+        """The start block: aligned names and values; last, the settings that the user changed, {name: value}.
+
+        tokens: how many were trained on before `step`, with whatever batch_tokens.
+        """
+        self.origin = step, tokens
         words = [f"{k}={v}" for k, v in settings.items()]
         rows = [describe_device(self.world), *rows, ("settings", " ".join(words) or "all defaults")]
         show(rows, self.print)
@@ -167,7 +172,8 @@ class Logger:
             "mfu": mfu,
             "gib": gib,
         }
-        self.record("train", step, **values, tokens=step * cfg.batch_tokens)
+        tokens = self.origin[1] + (step - self.origin[0]) * cfg.batch_tokens
+        self.record("train", step, **values, tokens=tokens)
         watch.note(step=step, loss=loss, eta_s=self.average and round(self.average * (cfg.max_steps - step)))
         watch.spoke(seconds)
         if step % cfg.log_interval == 0 or step == cfg.max_steps:

@@ -24,6 +24,7 @@ class Start:
 
     def __init__(self, cfg):
         self.folder = claim_out_dir(cfg)
+        parallel.barrier()  # before rank 0 writes there, which a rank that looks later would take for an earlier run
         self._tensors, self.state = checkpoint.open_folder(self.folder) if self.folder else ({}, {})
         self.warnings = []
         if self.folder:
@@ -34,6 +35,10 @@ class Start:
         self.evaluated = self.step if self.folder and self.state.get("evaluated", True) else None
         if self.step > cfg.max_steps and not cfg.dry_run:
             raise UserError(f"{self.folder} is beyond max_steps={cfg.max_steps}; try a larger --max_steps")
+
+    def own(self, cfg):
+        """Whether the checkpoint lies in this run's out_dir."""
+        return self.folder is not None and self.folder.resolve().parent == Path(cfg.out_dir).resolve()
 
     @property
     def weights(self):
@@ -83,6 +88,11 @@ def claim_out_dir(cfg):
     """The checkpoint folder to resume from, or None for a new run, whose out_dir must be unused."""
     if cfg.resume not in ("none", "auto"):
         found = checkpoint.find(cfg.resume)
+        if found.resolve().parent != Path(cfg.out_dir).resolve() and is_used(cfg.out_dir) and not cfg.dry_run:
+            raise UserError(
+                f"out_dir={cfg.out_dir} holds another run than {found}; try another --out_dir, or --resume=auto, which "
+                "goes on from the newest checkpoint in out_dir"
+            )
         newer = checkpoint.later(cfg.out_dir, found)
         if newer and found == Path(cfg.resume) and not cfg.dry_run:  # of a run's folder, newer ones are damaged
             raise UserError(
@@ -92,12 +102,16 @@ def claim_out_dir(cfg):
         return found
     if cfg.resume == "auto" and checkpoint.exists(cfg.out_dir):
         return checkpoint.find(cfg.out_dir)
-    used = checkpoint.exists(cfg.out_dir) or (Path(cfg.out_dir) / "log.jsonl").exists()
-    if used and not (cfg.overwrite or cfg.dry_run or cfg.resume == "auto"):
+    if is_used(cfg.out_dir) and not (cfg.overwrite or cfg.dry_run or cfg.resume == "auto"):
         raise UserError(
             f"out_dir={cfg.out_dir} holds an earlier run; try --resume=auto, --overwrite or another --out_dir"
         )
     return None
+
+
+def is_used(out_dir):
+    """Whether a run has written to out_dir."""
+    return checkpoint.exists(out_dir) or (Path(out_dir) / "log.jsonl").exists()
 
 
 def refuse_other(cfg, folder, tensors, state):

@@ -239,6 +239,18 @@ def prepare(model, cfg, world, eot=None, regular=True):
         shard(model, cfg, world, regular)
 
 
+def ranks_of_a_host(world):
+    """Ranks on this host; raises UserError if hosts have different numbers of them."""
+    sizes = [int(os.environ.get("LOCAL_WORLD_SIZE", world.size))] * world.size
+    if dist.is_initialized():
+        dist.all_gather_object(sizes, sizes[0])
+    if len(set(sizes)) > 1:
+        raise UserError(
+            f"parallel=hsdp: hosts have {min(sizes)} to {max(sizes)} ranks; set --shard_size, a divisor of all"
+        )
+    return sizes[0]
+
+
 def shard(model, cfg, world, regular=True):
     """FSDP2 (https://arxiv.org/abs/2304.11277) with a unit for each block, embedding and head; tensors split by rows.
 
@@ -251,7 +263,7 @@ def shard(model, cfg, world, regular=True):
     offload_states: the shards are in the CPU's memory, where the optimizer runs; a unit is copied to the device when it
     is gathered.
     """
-    size = cfg.shard_size or int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+    size = cfg.shard_size or ranks_of_a_host(world) if cfg.parallel == "hsdp" else world.size
     shape = {"hsdp": (world.size // size, size)}.get(cfg.parallel, (world.size,))
     mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     low = cfg.precision in ("bf16", "fp8")
@@ -331,6 +343,8 @@ def wrap(model, cfg, world, unused=False):
     warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")  # torch 2.11 has no newer name for it
     ddp = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MIB, **options)
     if cfg.reduce_dtype == "bf16" and cfg.weights == "fp32":
+        if world.device.type != "cuda":
+            raise UserError(f"reduce_dtype=bf16 under DDP needs CUDA, not {world.device.type}; try --reduce_dtype=fp32")
         ddp.register_comm_hook(None, bf16_compress_hook)
     return ddp
 

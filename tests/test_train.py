@@ -119,9 +119,25 @@ def test_going_back_in_a_folder_with_later_checkpoints_is_refused(data_dir, tmp_
         train_here(data_dir, tmp_path / "run", resume=tmp_path / "run/step_00000002", **settings)
     aside = train_here(data_dir, tmp_path / "aside", resume=tmp_path / "run/step_00000002", **settings)
     assert sorted(losses(aside)) == [3, 4]
+    before = sorted(path.name for path in (tmp_path / "aside").iterdir())
+    for source in ("run/step_00000002", "run"):  # out_dir is used by another run than the one to be resumed
+        with pytest.raises(UserError, match="out_dir=.*aside holds another run than .*run/step_"):
+            train_here(data_dir, tmp_path / "aside", resume=tmp_path / source, **{**settings, "max_steps": 6})
+    assert sorted(path.name for path in (tmp_path / "aside").iterdir()) == before
     assert (
         train_here(data_dir, tmp_path / "run", resume=tmp_path / "run", **{**settings, "max_steps": 5})[-1]["step"] == 5
     )
+
+
+def test_a_resumed_run_counts_tokens_and_names_its_own_checkpoint(data_dir, tmp_path, capsys):
+    settings = dict(max_steps=4, save_interval=4, batch_tokens=256)
+    train_here(data_dir, tmp_path / "run", **settings)
+    settings |= dict(max_steps=6, batch_tokens=512, save_interval=0)
+    log = train_here(data_dir, tmp_path / "other", resume=tmp_path / "run", **settings)
+    counts = {line["step"]: line["tokens"] for line in log if line["kind"] == "train"}
+    assert counts == {5: 4 * 256 + 512, 6: 4 * 256 + 2 * 512}
+    assert "steps 4 to 6: 2.048K tokens" in (out := capsys.readouterr().out), out
+    assert "--checkpoint=" not in out.rpartition("steps 4 to 6")[2]  # none was saved in out_dir
 
 
 @pytest.mark.fault(11, 19)
@@ -272,6 +288,8 @@ def test_wandb_offline_resumes_the_same_run(data_dir, tmp_path, monkeypatch):
         (dict(lr=float("nan"), adam_eps=0), "lr=nan must be at least 0; adam_eps=0.0 must be over 0"),
         (dict(n_kv_head=-1, n_hidden=-5), "n_kv_head=-1 must be at least 1; n_hidden=-5 must be at least 1"),
         (dict(tokenizer="gpt2", sample_interval=2), "tokenizer=gpt2 has 50,257 ids, the model 257; give the tokenizer"),
+        (dict(resume="auto", overwrite=True), "overwrite=True starts afresh, resume=auto goes on"),
+        (dict(rope_factor=8.0, rope_low_freq=4.0, rope_high_freq=1.0), "rope_low_freq=4.0 must be under"),
         (dict(resume="out/none/step_00000001"), "is damaged|no whole checkpoint"),
         (dict(batch_tokens=262_144), "262,?144"),
         (dict(data_dir="no/such"), "no/such"),
