@@ -100,6 +100,10 @@ def _errors_in_one_line():
     except BrokenPipeError:  # | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
+    except KeyboardInterrupt:  # train.py saves and stops by itself, see run/watch.py
+        if is_rank_0():
+            print("\nstopped by SIGINT", file=sys.stderr, flush=True)
+        leave(130)
     except UserError as error:
         if is_rank_0() if error.loud is None else error.loud:
             print("".join(f"error: {problem}\n" for problem in error.args), end="", file=sys.stderr, flush=True)

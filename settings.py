@@ -169,7 +169,7 @@ class Config(GPTConfig):
     adam_eps: float = 1e-8  # AdamW
     clip: float | None = 1.0  # largest gradient norm, over all ranks; None: off
     max_skipped_steps: int = 0  # steps in a row whose loss or gradients may be inf or NaN: they change nothing
-    # Evaluation, each at an interval of steps and at the end; 0: never
+    # Evaluation, each before the first step, at an interval of steps and at the end; 0: never
     eval_interval: int = 250  # validation loss
     eval_tokens: int = 10_485_760  # validation tokens, the same each time, divided among the ranks
     hellaswag_interval: int = 0  # HellaSwag, all 10,042 examples

@@ -80,7 +80,7 @@ def main(cfg, lists):
     if waiting:
         work(cfg, waiting, gpus)
     table(cfg, runs)
-    return int(not all(small_log(cfg, run).exists() for run in runs))
+    return int(not cfg.show and not all(small_log(cfg, run).exists() for run in runs))
 
 
 def read_list(path):
@@ -199,9 +199,10 @@ def small(log, seed, cfg):
 
 def table(cfg, runs):
     """Prints a line for each run: how it ended."""
+    width = max(28, *(len(run.name) for run in runs))
     for run in runs:
         there = small_log(cfg, run).exists()
-        print(f"{run.name:<28} {outcome(cfg, run) if there else 'has not ended well'}", flush=True)
+        print(f"{run.name:<{width}} {outcome(cfg, run) if there else f'     no log in {cfg.keep}'}", flush=True)
 
 
 def outcome(cfg, run):

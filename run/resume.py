@@ -110,8 +110,14 @@ def claim_out_dir(cfg):
 
 
 def is_used(out_dir):
-    """Whether a run has written to out_dir."""
-    return checkpoint.exists(out_dir) or (Path(out_dir) / "log.jsonl").exists()
+    """Whether out_dir holds a checkpoint or a training step's line in a log."""
+    if checkpoint.exists(out_dir):
+        return True
+    log = Path(out_dir) / "log.jsonl"
+    if not log.exists():
+        return False
+    with open(log, errors="replace") as lines:
+        return any('"kind": "train"' in line for line in lines)
 
 
 def refuse_other(cfg, folder, tensors, state):

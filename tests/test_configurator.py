@@ -218,3 +218,10 @@ def test_under_torchrun_rank_0_prints_and_every_rank_leaves_the_error_to_the_rep
         message = json.loads(report.read_text())["message"]  # as torch.distributed.elastic reads it
         assert message["message"] == "command line: lr=x is not a float"
         assert int(message["extraInfo"]["timestamp"]) > 0
+
+
+def test_ctrl_c_is_one_line_and_130():
+    code = "import configurator, dataclasses, signal\n"
+    code += "configurator.run(lambda cfg: signal.raise_signal(signal.SIGINT), dataclasses.make_dataclass('Config', []))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr.strip()) == (130, "stopped by SIGINT")

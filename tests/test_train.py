@@ -108,6 +108,9 @@ def test_used_folder_is_refused_and_kept(data_dir, tmp_path):
     with pytest.raises(UserError, match="holds an earlier run; try --resume=auto, --overwrite"):
         train_here(data_dir, tmp_path / "run")
     assert sorted(losses(read_log(tmp_path / "run"))) == [1, 2, 3, 4]
+    (tmp_path / "new").mkdir()  # where a run ended before its first step, as by a mistake in an edit
+    (tmp_path / "new/log.jsonl").write_text('{"kind": "start", "step": 0, "rows": []}\n')
+    assert sorted(losses(train_here(data_dir, tmp_path / "new", max_steps=2))) == [1, 2]
     log = train_here(data_dir, tmp_path / "run", overwrite=True, max_steps=2)
     assert sorted(losses(log)) == [1, 2]
 
