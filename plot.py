@@ -30,7 +30,7 @@ from run.history import Run, series, smooth
 COLORS = ["#2563eb", "#dc2626", "#059669", "#9333ea", "#d97706", "#0891b2"]
 STYLE = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#e5e7eb"}
 STYLE |= {"font.size": 9, "axes.titlesize": 10, "axes.titlelocation": "left", "legend.frameon": False}
-STYLE |= {"axes.xmargin": 0.015, "svg.fonttype": "none"}
+STYLE |= {"axes.xmargin": 0.015, "axes.formatter.useoffset": False, "svg.fonttype": "none"}
 AXES = {"steps": "step", "tokens": "tokens", "seconds": "seconds of training steps", "flops": "FLOPs of the model"}
 PANELS = {  # key of a log's lines: (their kind, title, factor)
     "acc_norm": ("hellaswag", "HellaSwag acc_norm", 1),

@@ -15,6 +15,7 @@ def memory_table(cfg):
     cfg = with_precision(cfg)
     check(cfg, cfg.world)
     parts = memory.estimate(cfg, cfg.world)
+    print(f"{cfg.world} GPUs, parallel={cfg.parallel}" if cfg.world > 1 else "1 GPU; for more --world=N")
     for name, size in [*parts.items(), ("all", sum(parts.values()))]:
         print(f"{name:<28}{size / memory.GIB:8.2f} GiB")
     if line := host_memory(cfg):

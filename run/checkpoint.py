@@ -372,11 +372,14 @@ def find(path):
     folders = [path] if (path / "manifest.json").is_file() or path.name.startswith("step_") else _folders(path)[::-1]
     for folder in folders:
         wrong = problem(folder)
+        main = parallel.rank_and_size()[0] == 0
         if wrong is None:
+            if main and folder != folders[0]:
+                print(f"warning: taking {folder}, the newest that is whole", file=sys.stderr)
             return folder
-        if parallel.rank_and_size()[0] == 0:
+        if main:
             print(f"warning: {folder} is damaged ({wrong}); left in place", file=sys.stderr)
-    hint = f"{len(folders)} damaged; expected step_*/manifest.json"
+    hint = f"{len(folders)} damaged; expected a run's folder, or one of its step_*/ with manifest.json"
     if (path / "config.json").is_file() and any(path.glob("model*.safetensors")):
         hint = f"Hugging Face weights are --init_from=hf:{path}, or --pretrained={path} of sample.py"
     elif not path.exists():

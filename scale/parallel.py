@@ -130,8 +130,11 @@ def pick_device(name):
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     if name == "cuda":
         if local_rank >= torch.cuda.device_count():
+            found = torch.cuda.device_count()
+            if "RANK" not in os.environ:
+                raise UserError(f"device=cuda: {found} GPUs found; try --device=cpu")
             raise UserError(
-                f"device=cuda: local rank {local_rank} has no GPU, {torch.cuda.device_count()} found; "
+                f"device=cuda: local rank {local_rank} has no GPU, {found} found; "
                 "try a smaller --nproc_per_node, or --device=cpu"
             )
         return torch.device("cuda", local_rank)

@@ -93,7 +93,8 @@ def test_a_damaged_newest_is_passed_over_and_kept(tmp_path, harm, capsys):
     else:
         target.unlink()
     assert checkpoint.find(tmp_path) == good
-    assert "is damaged" in capsys.readouterr().err and bad.is_dir()
+    said = capsys.readouterr().err
+    assert "is damaged" in said and f"taking {good}" in said and bad.is_dir()
     with pytest.raises(checkpoint.CheckpointError, match="no whole checkpoint"):
         checkpoint.find(bad)
 
