@@ -222,6 +222,7 @@ def test_under_torchrun_rank_0_prints_and_every_rank_leaves_the_error_to_the_rep
 
 def test_ctrl_c_is_one_line_and_130():
     code = "import configurator, dataclasses, signal\n"
+    code += "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's job in the background ignores it
     code += "configurator.run(lambda cfg: signal.raise_signal(signal.SIGINT), dataclasses.make_dataclass('Config', []))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr.strip()) == (130, "stopped by SIGINT")
