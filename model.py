@@ -84,7 +84,10 @@ def make_values(cfg, layer):
 
 
 class HeadGate(nn.Module):
-    """Scales each head's output by 2 sigmoid(W x), x a token's first channels (https://arxiv.org/abs/2505.06708)"""
+    """Multiplies each head's output by 2 sigmoid(W x), where x holds the first channels of the block's normed input.
+
+    One number a head, as in https://arxiv.org/abs/2505.06708; W starts at zero, so that the gates start at one.
+    """
 
     def __init__(self, cfg):
         super().__init__()
@@ -92,9 +95,9 @@ class HeadGate(nn.Module):
         self.weight = nn.Parameter(torch.empty(cfg.n_head * self.channels))
 
     def reset_parameters(self):
-        nn.init.zeros_(self.weight)  # gates start at one
+        nn.init.zeros_(self.weight)
 
-    def forward(self, y, x):
+    def forward(self, y, x):  # (B, T, H, D), (B, T, C)
         weight = self.weight.view(-1, self.channels).type_as(x)
         gates = 2 * torch.sigmoid(F.linear(x[..., : self.channels], weight))  # (B, T, H)
         return y * gates.unsqueeze(-1)

@@ -109,7 +109,7 @@ def train(cfg, world, watch):
     log = Logger(cfg, world, job.account.flops_per_token, cfg.precision, start.state.get("wandb_id"))
     warnings = [("warning", words) for words in [*loader.warnings, *evaluate.warnings, *start.warnings]]
     rows = [*chosen, *describe(cfg, world, job, loader, start), *warnings]
-    log.start(start.step, rows, settings, tokens=loader.rows * cfg.block_size)
+    log.start(start.step, rows, settings, tokens=loader.position)
     saver = checkpoint.Saver(cfg, world, log.print, last=start.step if start.own(cfg) else None)
     meter = Meter(log, saver, job.scaler, world, cfg.max_skipped_steps, began)
 

@@ -443,6 +443,11 @@ class TokenLoader:
         self.rows += self.world * self.B
         return *self._to_device(batch), *targets
 
+    @property
+    def position(self):
+        """Number of tokens returned so far, on all ranks together, those before a resume included."""
+        return self.rows * self.T
+
     def shares_of(self, tokens):
         """[(folder, share of the rows, epochs)] of a run over `tokens` tokens."""
         shares = [share / sum(self.shares) for share in self.shares]

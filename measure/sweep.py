@@ -199,7 +199,7 @@ def small(log, seed, cfg):
 
 def table(cfg, runs):
     """Prints a line for each run: how it ended."""
-    width = max(28, *(len(run.name) for run in runs))
+    width = max([28, *(len(run.name) for run in runs)])
     for run in runs:
         there = small_log(cfg, run).exists()
         print(f"{run.name:<{width}} {outcome(cfg, run) if there else f'     no log in {cfg.keep}'}", flush=True)

@@ -139,7 +139,7 @@ def describe(cfg, world, job, loader, start):
         ranks = f"{world.size // cfg.context_parallel} groups of {cfg.context_parallel} ranks"
     micro = f"{cfg.batch_size} x {cfg.block_size} x {ranks} x {job.accumulation} micro-steps"
     total, matmul = parameter_counts(job.raw)
-    tokens = loader.rows * cfg.block_size + (cfg.max_steps - start.step) * cfg.batch_tokens
+    tokens = loader.position + (cfg.max_steps - start.step) * cfg.batch_tokens
     shares = loader.shares_of(tokens) if len(loader.folders) > 1 else []
     rows = [
         ("parameters", f"{total:,}, of them {matmul:,} in matmuls; vocabulary padding not counted"),

@@ -370,9 +370,9 @@ def find(path):
     """
     path = Path(path)
     folders = [path] if (path / "manifest.json").is_file() or path.name.startswith("step_") else _folders(path)[::-1]
+    main = parallel.rank_and_size()[0] == 0
     for folder in folders:
         wrong = problem(folder)
-        main = parallel.rank_and_size()[0] == 0
         if wrong is None:
             if main and folder != folders[0]:
                 print(f"warning: taking {folder}, the newest that is whole", file=sys.stderr)

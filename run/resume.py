@@ -38,7 +38,7 @@ class Start:
 
     def own(self, cfg):
         """Whether the checkpoint lies in this run's out_dir."""
-        return self.folder is not None and self.folder.resolve().parent == Path(cfg.out_dir).resolve()
+        return self.folder is not None and lies_in(cfg.out_dir, self.folder)
 
     @property
     def weights(self):
@@ -88,7 +88,7 @@ def claim_out_dir(cfg):
     """The checkpoint folder to resume from, or None for a new run, whose out_dir must be unused."""
     if cfg.resume not in ("none", "auto"):
         found = checkpoint.find(cfg.resume)
-        if found.resolve().parent != Path(cfg.out_dir).resolve() and is_used(cfg.out_dir) and not cfg.dry_run:
+        if not lies_in(cfg.out_dir, found) and is_used(cfg.out_dir) and not cfg.dry_run:
             raise UserError(
                 f"out_dir={cfg.out_dir} holds another run than {found}; try another --out_dir, or --resume=auto, which "
                 "goes on from the newest checkpoint in out_dir"
@@ -107,6 +107,10 @@ def claim_out_dir(cfg):
             f"out_dir={cfg.out_dir} holds an earlier run; try --resume=auto, --overwrite or another --out_dir"
         )
     return None
+
+
+def lies_in(out_dir, folder):
+    return folder.resolve().parent == Path(out_dir).resolve()
 
 
 def is_used(out_dir):

@@ -66,6 +66,12 @@ def test_a_wrong_list(tmp_path, text, words):
     assert not (tmp_path / "kept").exists()
 
 
+def test_a_list_without_runs_is_done(tmp_path, capsys):
+    (tmp_path / "list.txt").write_text("# nothing yet\n")
+    assert sweep.main(sweep.Config(keep=str(tmp_path / "kept")), [tmp_path / "list.txt"]) == 0
+    assert not capsys.readouterr().out
+
+
 def test_the_gpus_are_those_that_are_visible(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert sweep.visible(sweep.Config(gpus=3)) == ["0", "1", "2"]
