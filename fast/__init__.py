@@ -1,6 +1,6 @@
 """Fast forms of the operations of kernels.py for NVIDIA GPUs in bf16 and fp8; the tests compare each with float64.
 
-chips         which of them a GPU can run, by its compute capability
+chips         which of them a GPU can run, by its compute capability; a CPU whose AMX cannot be used
 attention     the backend of scaled_dot_product_attention by device, and the layout that cuDNN's backward needs
 linear        x W^T + b, and the projection to q, k and v
 norm          LayerNorm and RMSNorm, with the residual addition before them

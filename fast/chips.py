@@ -1,9 +1,12 @@
 """Which fast forms a GPU can run, by its maker and compute capability: asked at run time and by `bench.py support`.
 
 Each `no_*` returns why a Chip cannot, in words, or None. What the machine lacks (a package, NVRTC) is not looked at.
+`without_amx` keeps PyTorch from a CPU's matrix unit where a virtual machine announces it and does not describe it.
 """
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -27,6 +30,20 @@ NAMED = {
     "b200": Chip("nvidia", (10, 0)),
     "mi300x": Chip("amd"),
 }
+
+
+def without_amx(cpuinfo="/proc/cpuinfo"):
+    """Whether this CPU's AMX is unusable; PyTorch's bf16 products then use AVX-512. Call it before the first product.
+
+    Some virtual machines announce AMX and stop before CPUID's leaf 0x1D, which has the sizes of its tiles. oneDNN takes
+    them to be zero, and its first bf16 product ends the process with an illegal instruction.
+    """
+    info = Path(cpuinfo).read_text() if Path(cpuinfo).is_file() else ""
+    lines = dict(map(str.strip, line.split(":", 1)) for line in info.partition("\n\n")[0].splitlines() if ":" in line)
+    unusable = "amx_tile" in lines.get("flags", "").split() and int(lines.get("cpuid level", 0x1D)) < 0x1D
+    if unusable:
+        os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+    return unusable
 
 
 def of(device):

@@ -1,6 +1,9 @@
 """bench.py support, fast/chips.py: the table of a GPU is what the code that chooses at run time would choose on it."""
 
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -89,3 +92,28 @@ def test_another_name_is_one_line():
     with pytest.raises(UserError, match="gpu=v100: expected one of a100, 4090, h100, h200, b200, mi300x, or none") as e:
         here("support", "--gpu=v100")
     one_line(e)
+
+
+@pytest.mark.parametrize(
+    "lines, unusable",
+    [
+        ("cpuid level : 28\nflags : fpu amx_tile amx_bf16", True),
+        ("cpuid level : 32\nflags : fpu amx_tile amx_bf16", False),
+        ("cpuid level : 28\nflags : fpu avx512f", False),
+        ("Features : fp asimd", False),  # an ARM
+        (None, False),  # not Linux
+    ],
+)
+def test_amx_without_its_description_is_left_alone(lines, unusable, tmp_path, monkeypatch):
+    """A virtual machine's CPU says that it has AMX, and CPUID ends before the sizes of its tiles."""
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    if lines is not None:
+        (tmp_path / "cpuinfo").write_text(f"processor : 0\n{lines}\n\nprocessor : 1\n{lines}\n")
+    assert chips.without_amx(tmp_path / "cpuinfo") == unusable
+    assert os.environ.pop("ONEDNN_MAX_CPU_ISA", None) == ("AVX512_CORE_FP16" if unusable else None)
+
+
+def test_bf16_products_on_this_cpu():
+    """In a new process, whatever this CPU says of itself."""
+    words = "import kernels, torch; a = torch.ones(64, 64).bfloat16(); print((a @ a).sum().item())"
+    assert subprocess.run([sys.executable, "-c", words], capture_output=True, text=True).stdout == "262144.0\n"

@@ -1,0 +1,13 @@
+# torchrun --standalone --nproc_per_node=8 train.py config/modern_1b.py
+# Not run. The recipe of config/modern_124m.py at 1.0B parameters in the blocks, 20 of width 2,048 with sixteen heads of
+# 128, on 20 tokens for each of them: FineWeb-Edu's 10B twice, 10 hours on eight H200s by `bench.py plan`. Twice the
+# tokens a step take the rate times the square root of two; Muon's rate has not depended on the size (docs/modern.md).
+from config.modern_124m import *  # noqa: F403
+
+out_dir = "out/modern_1b"
+n_layer, n_head, n_embd = 20, 16, 2048
+block_size = 2048
+batch_size = 8
+batch_tokens = 262_144
+max_steps = 77_000  # 20.2B tokens
+lr = 0.028
