@@ -3,7 +3,7 @@
     python bench.py step config/gpt2_124m.py [--key=value ...]                   # one GPU (or the CPU)
     torchrun --standalone --nproc_per_node=4 bench.py step config/gpt2_124m.py   # several GPUs
     python bench.py ladder --rows=16                                             # from float32 to fp8, rung by rung
-    python bench.py peers config/llama_124m.py                                   # beside transformers, and with Liger
+    python bench.py peers config/llama_124m.py                                   # beside transformers, Liger, nanoGPT
     python bench.py ops                                                          # loss, norm, MLP, attention; one GPU
     torchrun --standalone --nproc_per_node=4 bench.py comm                       # all-reduce and others by size
     python bench.py support [--gpu=h100]                                         # which fast forms run, why others not
@@ -34,6 +34,7 @@ class StepConfig(Config):
     settle: int = 5  # warm-up steps before them
     document_tokens: int = 8192  # with document_mask: mean length of a document
     gpu_gib: float | None = None  # limit on the memory used of a larger GPU; None: all
+    gpu: str | None = None  # take the forms of an older GPU, as `support` names them: a100, 4090, h100
     fused_adamw: bool = True  # AdamW in one kernel, as in training; False: PyTorch's default, a kernel an operation
     breakdown: bool = True  # GPU time by kind of kernel and the floor, from two more steps
     trace: str | None = None  # write a chrome trace of two steps to this file
@@ -61,7 +62,9 @@ class PeersConfig(Config):
     # Measurement
     steps: int = 20  # steps timed
     settle: int = 5  # warm-up steps before them
-    peer: Literal["all", "ours", "hf", "liger"] = "all"  # all: one after the other, each in a process of its own
+    peer: Literal["all", "ours", "hf", "liger", "nanogpt"] = "all"  # all: in turn, each in a process of its own
+    clone: str | None = None  # folder of a clone of nanoGPT, for its row
+    curves: str | None = None  # train on data_dir instead of random tokens; losses go to this folder, for plot.py
     out: str | None = None  # write the figures to this file as JSON
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from configurator import UserError
+
 
 @dataclass(frozen=True)
 class Chip:
@@ -32,6 +34,13 @@ NAMED = {
 }
 
 
+def named(name):
+    """The Chip of a name of NAMED; raises UserError for another one."""
+    if name not in NAMED:
+        raise UserError(f"gpu={name}: expected one of {', '.join(NAMED)}, or none for this machine's")
+    return NAMED[name]
+
+
 def without_amx(cpuinfo="/proc/cpuinfo"):
     """Whether this CPU's AMX is unusable; PyTorch's bf16 products then use AVX-512. Call it before the first product.
 
@@ -46,10 +55,15 @@ def without_amx(cpuinfo="/proc/cpuinfo"):
     return unusable
 
 
+imitated = None  # the Chip as which every CUDA device counts, to take its forms on another GPU (bench.py step --gpu)
+
+
 def of(device):
     """The Chip of a torch.device."""
     if device.type != "cuda":
         return Chip(device.type)
+    if imitated:
+        return imitated
     if torch.version.cuda is None:  # ROCm's devices are "cuda" to PyTorch too, and have capabilities of their own
         return Chip("amd")
     return Chip("nvidia", tuple(torch.cuda.get_device_capability(device)))

@@ -1,12 +1,16 @@
-"""The same training step in this repository, in plain transformers, and in transformers with Liger's kernels.
+"""The same training step in this repository, in transformers, in transformers with Liger's kernels, and in nanoGPT.
 
-All three start from the same weights and read the same tokens, so that their first losses agree; the last token of a
-row has no target, because transformers shifts the labels itself. Each runs in a process of its own.
+All start from the same weights and read the same tokens, so that their first losses agree (nanoGPT's to 0.001, since
+its softmax is over the padding of the vocabulary too); the last token of a row has no target, because transformers
+shifts the labels itself. Each runs in a process of its own.
 """
 
 import dataclasses
 import importlib.util
 import itertools
+import json
+import statistics
+import sys
 import tempfile
 from pathlib import Path
 
@@ -19,13 +23,15 @@ from fast import chips
 from measure import ladder, step
 from measure import rates as results
 from model import build
-from run import files
+from run import files, hf
 from run.account import Account
+from run.build import make_batches, make_loaders
+from run.hf_config import family_of
 from run.logger import changed, device_name
 from scale import parallel
 from settings import Config
 
-PEERS = {"ours": "this repository", "hf": "transformers", "liger": "transformers + Liger"}
+PEERS = {"ours": "this repository", "hf": "transformers", "liger": "transformers + Liger", "nanogpt": "nanoGPT"}
 FIXED = ("optimizer", "remat", "document_mask", "dropout", "weights", "init_from", "z_loss", "label_smoothing")
 BATCHES = 8  # different ones
 FORM = {"figures": {"loss": files.number, "step_ms": results.positive, "tokens_per_s": results.positive}}
@@ -42,7 +48,7 @@ def measure(cfg):
         results.refuse_unwritable("out", cfg.out)
     if cfg.peer == "all":
         return table(cfg)
-    if reason := missing(cfg.peer, parallel.pick_device(cfg.device)):
+    if reason := missing(cfg, cfg.peer):
         raise UserError(reason)
     figures = timed(cfg)
     print(f"{PEERS[cfg.peer]}: first loss {figures['loss']:.4f}, {line(figures)}")
@@ -56,7 +62,7 @@ def table(cfg):
     print(f"{device_name(device)}, torch {torch.__version__}; each row is a process that compiles anew")
     print(f"\n{'':<22}{'first loss':>12}{'ms a step':>12}{'tokens/s':>12}{'MFU':>7}{'GiB':>7}{'ours':>8}", flush=True)
     for peer, name in PEERS.items():
-        reason = missing(peer, device)
+        reason = missing(cfg, peer)
         row = {"left_out": reason} if reason else in_a_process(cfg, peer)
         rows.append({"peer": peer, **row})
         words = f"  not here: {reason}" if reason else f"  failed: {row.get('failed')}"
@@ -79,12 +85,17 @@ def line(figures):
     return f"{figures['step_ms']:>12.1f}{figures['tokens_per_s']:>12,.0f}{mfu:>7}{gib:>7}"
 
 
-def missing(peer, device):
-    """Why a peer cannot run on this machine, or None."""
+def missing(cfg, peer):
+    """Why a peer cannot run here or lacks the model, or None."""
+    if peer == "nanogpt" and cfg.clone is None:
+        return "clone it and give its folder: --clone=FOLDER"
+    if peer == "nanogpt" and family_of(cfg) != "gpt2":
+        return "its model is GPT-2"
     packages = {"hf": ["transformers"], "liger": ["transformers", "liger_kernel"]}.get(peer, [])
     if absent := [name.replace("_", "-") for name in packages if importlib.util.find_spec(name) is None]:
         return f"not installed: pip install {' '.join(absent)}"
-    return "its kernels are for GPUs" if peer == "liger" and chips.of(device).maker == "cpu" else None
+    on_cpu = peer == "liger" and chips.of(parallel.pick_device(cfg.device)).maker == "cpu"
+    return "its kernels are for GPUs" if on_cpu else None
 
 
 def in_a_process(cfg, peer):
@@ -97,36 +108,75 @@ def timed(cfg):
     """{"loss": of the first step, and the figures of its speed and memory} of cfg.peer."""
     world = parallel.join(cfg)
     own, _ = train.choose(cfg, world.device)
-    job = train.build(own, world) if cfg.peer == "ours" else Peer(own, world, cfg.peer == "liger")
-    next_batch = without_last_targets(step.synthetic(own, world, BATCHES))
-    figures = {"loss": job.step(next_batch, cfg.lr)[0].item()}
+    job = train.build(own, world) if cfg.peer == "ours" else Peer(own, world)
+    loader = make_loaders(own, world)[0] if cfg.curves else None
+    next_batch = make_batches(own, world, loader) if loader else random_batches(own, world)
+    losses = recorded(job, own)
+    job.step(without_last_targets(next_batch), cfg.lr)
     for _ in range(cfg.settle):
-        job.step(next_batch, cfg.lr)
-    times = step.step_times(job, next_batch, cfg)
+        job.step(without_last_targets(next_batch), cfg.lr)
+    times = step.step_times(job, without_last_targets(next_batch), cfg)
+    figures = {"loss": losses[0].item()}
+    if loader:
+        loader.close()
+        write_curve(cfg, losses, job.account.flops_per_token, times)
     own = own if cfg.peer == "ours" else job.cfg  # whose precision says by which peak MFU divides
     figures |= step.rates(times, own, world, job.account.flops_per_token)[1]
     on_gpu = world.device.type == "cuda"
     return figures | {"peak_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None}
 
 
+def random_batches(cfg, world):
+    """Repeats BATCHES batches of random tokens."""
+    next_batch = step.synthetic(cfg, world, BATCHES)
+    return itertools.cycle([next_batch() for _ in range(BATCHES)]).__next__
+
+
 def without_last_targets(next_batch):
-    """Repeats the next BATCHES batches, whose rows then have no target at their last token."""
-    batches = [next_batch() for _ in range(BATCHES)]
-    for _, targets in batches:
-        targets[:, -1] = -100
-    return itertools.cycle(batches).__next__
+    """`next_batch`, but the rows have no target at their last token."""
+
+    def batch():
+        x, y = next_batch()
+        return x, torch.cat([y[:, :-1], torch.full_like(y[:, -1:], -100)], 1)
+
+    return batch
+
+
+def recorded(job, cfg):
+    """The list that gets the loss of each step of the job, as a tensor; the rates are those of cfg's schedule."""
+    losses, take = [], job.step
+
+    def taken(next_batch, _):
+        loss, norm = take(next_batch, optim.learning_rate(len(losses), cfg))
+        losses.append(loss)
+        return loss, norm
+
+    job.step = taken
+    return losses
+
+
+def write_curve(cfg, losses, flops_per_token, times):
+    """cfg.curves/PEER.jsonl, a log that plot.py draws; times: seconds of the timed steps."""
+    start = dict(kind="start", step=0, flops_per_token=flops_per_token, step_ms=statistics.median(times) * 1e3)
+    lines = [dict(kind="train", step=n, tokens=n * cfg.batch_tokens, loss=x.item()) for n, x in enumerate(losses, 1)]
+    path = Path(cfg.curves) / f"{cfg.peer}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files.write_atomic(path, "".join(json.dumps(line) + "\n" for line in [start, *lines]).encode())
 
 
 class Peer(train.Training):
-    """The training step of train.py over transformers' model of the same weights, in bf16 where ours is in fp8."""
+    """The training step of train.py over another repository's model, in bf16 where ours is in fp8; cfg.peer names it.
 
-    def __init__(self, cfg, world, liger):
+    Its model starts from the weights that ours starts from. Raises UserError where it has none of this shape.
+    """
+
+    def __init__(self, cfg, world):
         precision = "bf16" if cfg.precision == "fp8" else cfg.precision
         self.cfg = dataclasses.replace(cfg, precision=precision)
         self.account = Account(cfg, world.device)
-        self.raw = theirs(cfg, world.device, liger)
+        self.raw, loss = nanogpt(cfg, world.device) if cfg.peer == "nanogpt" else transformer(cfg, world.device)
         compute = torch.compile(self.raw) if cfg.compile else self.raw
-        self.model = lambda x, y: compute(input_ids=x, labels=x, use_cache=False).loss  # it shifts the labels itself
+        self.model = lambda x, y: loss(compute, x, y)
         self.optimizer = optim.make_optimizer(self.raw, self.cfg)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=precision == "fp16")
         self.autocast = parallel.autocast(precision, world.device)
@@ -134,20 +184,36 @@ class Peer(train.Training):
         self.clip, self.skips = cfg.clip, False
 
 
-def theirs(cfg, device, liger):
-    """transformers' model in float32 with the weights that ours starts from; raises UserError where it has none."""
+def transformer(cfg, device):
+    """(transformers' model in float32, how a loss is had of it)."""
     import transformers
-
-    from run import hf
 
     with tempfile.TemporaryDirectory() as folder:
         path = hf.save_hf(build(cfg, device, cfg.seed), Path(folder) / "hf")
         options = dict(attn_implementation="sdpa", dtype=torch.float32)
         model = transformers.AutoModelForCausalLM.from_pretrained(path, **options).to(device).train()
-    if liger:
+    if cfg.peer == "liger":
         from liger_kernel.transformers import _apply_liger_kernel_to_instance, monkey_patch
 
         if model.config.model_type not in monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN:
             raise UserError(f"Liger has no kernels for {model.config.model_type}")
         _apply_liger_kernel_to_instance(model=model)
-    return model
+    return model, lambda compute, x, y: compute(input_ids=x, labels=x, use_cache=False).loss  # it shifts the labels
+
+
+def nanogpt(cfg, device):
+    """(nanoGPT's model in float32, with our padded vocabulary as its own, how a loss is had of it)."""
+    source = Path(cfg.clone) / "model.py"
+    if not source.is_file():
+        raise UserError(f"clone={cfg.clone}: no model.py there; expected a clone of github.com/karpathy/nanoGPT")
+    spec = importlib.util.spec_from_file_location("nanogpt_model", source)
+    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)  # where its dataclass looks for itself
+    spec.loader.exec_module(module)
+    shape = {name: getattr(cfg, name) for name in ("block_size", "n_layer", "n_head", "n_embd", "dropout", "bias")}
+    model = module.GPT(module.GPTConfig(vocab_size=cfg.padded_vocab, **shape)).to(device).train()
+    ours = build(cfg, device, cfg.seed)
+    parts, own = hf.hf_parts(ours), dict(ours.named_parameters())
+    with torch.no_grad():
+        for name, theirs in model.named_parameters():  # Hugging Face's names; the matrices lie as ours do
+            theirs[: parts[name].last] = own[parts[name].ours][parts[name].first : parts[name].last]
+    return model, lambda compute, x, y: compute(x, y.masked_fill(y == -100, -1))[1]

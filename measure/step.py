@@ -11,6 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import optim
 from configurator import UserError, refuse, too_small
+from fast import chips
 from measure import rates as results
 from measure.floor import floor_times, power
 from run.logger import describe_device, device_name, peak_flops, show
@@ -38,6 +39,8 @@ def measure(cfg):
     if cfg.out:
         results.refuse_unwritable("out", cfg.out)
     on_gpu, say = world.device.type == "cuda", print if world.main else lambda *_: None
+    if cfg.gpu:
+        imitate(cfg.gpu, world.device)
     if cfg.gpu_gib and on_gpu:
         most = torch.cuda.mem_get_info(world.device)[1]
         torch.cuda.set_per_process_memory_fraction(min(1.0, cfg.gpu_gib * 2**30 / most), world.device)
@@ -58,6 +61,17 @@ def measure(cfg):
         figures |= {"update_ms": update * 1e3} | (breakdown(job, next_batch, own, world, say) if on_gpu else {})
     if cfg.out and world.main:
         results.write(cfg.out, "step", own, device_name(world.device), world.size, torch.__version__, figures)
+
+
+def imitate(name, device):
+    """Has this process take the fast forms that it would take on the GPU of this name, to time them on `device`.
+
+    Raises UserError if the device cannot run them.
+    """
+    chip, here = chips.named(name), chips.of(device)
+    if chip.maker != here.maker or chip.capability > here.capability:
+        raise UserError(f"gpu={name}: {device_name(device)} cannot run all of its forms; expected an older NVIDIA GPU")
+    chips.imitated = chip
 
 
 def timed(job, next_batch, cfg, world, say):

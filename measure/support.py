@@ -6,7 +6,6 @@ The answers are those of the functions that choose at run time (fast/chips.py, k
 import torch
 
 import kernels
-from configurator import UserError
 from fast import attention, chips
 from run.account import Account
 from run.logger import device_name
@@ -16,11 +15,8 @@ from settings import Config
 
 def measure(cfg):
     """Prints the table; cfg: a bench.SupportConfig. Raises UserError for a GPU of another name."""
-    if cfg.gpu is not None and cfg.gpu not in chips.NAMED:
-        names = ", ".join(chips.NAMED)
-        raise UserError(f"gpu={cfg.gpu}: expected one of {names}, or none for this machine's")
-    device = None if cfg.gpu else parallel.pick_device(cfg.device)
-    chip = chips.NAMED[cfg.gpu] if cfg.gpu else chips.of(device)
+    device = parallel.pick_device(cfg.device) if cfg.gpu is None else None
+    chip = chips.of(device) if cfg.gpu is None else chips.named(cfg.gpu)
     name = f"{device_name(device)}, torch {torch.__version__}" if device else f"{cfg.gpu.upper()}, by its name alone"
     print(name + (", compute capability {}.{}".format(*chip.capability) if chip.maker == "nvidia" else ""))
     print(f"\n{'':<30}{'runs':<6}how, or why not")

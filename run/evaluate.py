@@ -42,6 +42,9 @@ class Evaluator:
         self.own = functools.partial(context.own_tokens, cfg, world)
         self.warnings, self.examples, self.tokenizer = [], None, None
         self.done, self.loss = None, None  # the step evaluated last, its validation loss
+        for share, loader in val_loaders:
+            if (times := share * cfg.eval_tokens / loader.tokens) > 1.01:
+                self.warnings.append(f"a validation reads the {loader.tokens:,} of {loader.data_dir} {times:.1f} times")
         if cfg.hellaswag_interval or cfg.sample_interval:
             self.tokenizer = tokenizers.load(cfg.tokenizer or "gpt2", cfg.vocab_size)
         if cfg.hellaswag_interval:

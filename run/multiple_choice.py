@@ -32,19 +32,19 @@ class HellaSwagError(UserError):
 
 
 class Unavailable(HellaSwagError):
-    """The file is missing and cannot be downloaded: a training run continues without HellaSwag."""
+    """No file is named and none can be downloaded: a training run continues without HellaSwag."""
 
 
 def load(path=None):
     """The examples of a validation file, dicts with ctx, endings and label; path=None: of the downloaded file.
 
-    Raises Unavailable, or HellaSwagError with the number of the damaged line.
+    Raises Unavailable, or HellaSwagError for a named file that is missing or with the number of a damaged line.
     """
     path = download() if path is None else Path(path)
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise Unavailable(f"{path}: {error.strerror}; give another --file, or none to download it") from None
+        raise HellaSwagError(f"{path}: {error.strerror}; name another file, or none to download it") from None
     return parse_all(data, path)
 
 

@@ -26,7 +26,7 @@ class Start:
         self.folder = claim_out_dir(cfg)
         parallel.barrier()  # before rank 0 writes there, which a rank that looks later would take for an earlier run
         self._tensors, self.state = checkpoint.open_folder(self.folder) if self.folder else ({}, {})
-        self.warnings = []
+        self.warnings = long_warmup(cfg)
         if self.folder:
             refuse_other(cfg, self.folder, self._tensors, self.state)
             if (words := source.warning(self.folder)) and parallel.rank_and_size()[0] == 0:
@@ -82,6 +82,15 @@ class Start:
         before, now = (optim.learning_rate(self.step, dataclasses.replace(cfg, **of)) for of in (old, new))
         changes = ", ".join(f"{name} {old[name]} to {new[name]}" for name in names if old[name] != new[name])
         return [("schedule", f"changed ({changes}): the next learning rate is {now:.3g} instead of {before:.3g}")]
+
+
+def long_warmup(cfg):
+    """[A warning] where the learning rate falls, or the run ends, before the warm-up does; else []."""
+    falls = round(cfg.max_steps * (1 - cfg.cooldown_fraction * (cfg.schedule == "wsd")))
+    if (steps := optim.warmup_steps(cfg)) <= falls:
+        return []
+    end = "rate falls from" if falls < cfg.max_steps else "run ends at"
+    return [f"the warm-up takes {steps} steps, and the {end} step {falls}"]
 
 
 def claim_out_dir(cfg):

@@ -8,6 +8,7 @@ compare the constants below with the modules that they describe, and the paramet
 """
 
 import dataclasses
+import itertools
 import os
 
 GIB = 2**30
@@ -99,9 +100,25 @@ def parameter_counts(cfg):
     return tables + cfg.n_layer * block + norm, block
 
 
-def blocks_a_unit(numbers):
-    """Blocks of `numbers` parameters each that FSDP2 gathers as one unit."""
-    return max(1, UNIT_MIB * 2**20 // (2 * numbers))
+def units(sizes, apart):
+    """How many consecutive blocks FSDP2 gathers as one unit, for each unit: up to UNIT_MIB in 16 bits.
+
+    sizes: the blocks' parameters. apart: each is a unit of its own, since a unit of several blocks needs each to run
+    exactly once, in their order.
+    """
+    counts, filled = [], 0
+    for size in sizes:
+        if apart or not counts or 2 * (filled + size) > UNIT_MIB * 2**20:
+            counts.append(0)
+            filled = 0
+        counts[-1] += 1
+        filled += size
+    return counts
+
+
+def runs_blocks_twice(cfg):
+    """Whether activation checkpointing computes a block, or the part of it with attention, again in the backward."""
+    return cfg.remat in ("block", "attention")
 
 
 def gathers_8_bits(cfg, shards):
@@ -145,10 +162,13 @@ def bytes_of_sum(cfg):
 def gathered(cfg, total, block, rest, shards):
     """FSDP2's buffers: the gathered weights of two units of blocks and the head (zero2: of all), in 16 bits, and one
     unit's gradients before and after the reduction."""
-    blocks = total - rest
-    table = cfg.padded_vocab * max(cfg.value_tables, default=0)  # gathered with its block
-    unit, head = min(block * blocks_a_unit(block) + table, blocks), rest // (1 if cfg.tie_embeddings else 2)
-    whole = 2 * (total if cfg.parallel == "zero2" else head + min(2 * unit, blocks))
+    table = cfg.padded_vocab * cfg.kv_heads * cfg.head_dim  # gathered with its block
+    sizes = [block + table * (layer in cfg.value_layers) for layer in range(cfg.n_layer)]
+    each = iter(sizes)
+    filled = [sum(itertools.islice(each, count)) for count in units(sizes, runs_blocks_twice(cfg))]
+    unit, two = max(filled), max(a + b for a, b in zip(filled, [*filled[1:], 0]))
+    head = rest // (1 if cfg.tie_embeddings else 2)
+    whole = 2 * (total if cfg.parallel == "zero2" else head + two)
     arriving = cfg.offload_states * bytes_of_weight(cfg) * max(unit, head) / shards  # from the host, not yet cast
     return whole + (2 + bytes_of_sum(cfg)) * max(unit, head) * (1 + 1 / shards) + arriving
 

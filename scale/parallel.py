@@ -1,6 +1,7 @@
 """Processes and devices; the model compiled, sharded and wrapped; and the few collectives that the project uses."""
 
 import contextlib
+import itertools
 import os
 import time
 import warnings
@@ -26,8 +27,7 @@ import kernels
 import model as models
 from configurator import UserError
 from fast import chips
-from scale import context, documents, remat
-from scale.memory import blocks_a_unit, gathers_8_bits
+from scale import context, documents, memory, remat
 from scale.shards import copy_into, local
 
 NCCL_LATER = 10  # seconds after timeout_s until NCCL aborts; run/watch.py, which says who hangs, comes before
@@ -276,13 +276,11 @@ def shard(model, cfg, world, regular=True):
     frees = cfg.parallel != "zero2"  # frees gathered parameters after each use; zero2 does so after the last micro-step
     if cfg.offload_states:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
-    if gathers_8_bits(cfg, mesh.size(-1)):
+    if memory.gathers_8_bits(cfg, mesh.size(-1)):
         kernels.fp8.gather_in_8_bits(model.blocks.modules(), mesh.size(-1))
-    blocks, count = list(model.blocks), blocks_a_unit(sum(p.numel() for p in model.blocks[0].parameters()))
-    if not regular or cfg.remat in ("block", "attention"):  # a unit of several blocks needs each to run exactly once
-        count = 1
-    for i in range(0, len(blocks), count):
-        fully_shard(blocks[i : i + count], reshard_after_forward=frees, **options)
+    sizes, blocks = [sum(p.numel() for p in block.parameters()) for block in model.blocks], iter(model.blocks)
+    for count in memory.units(sizes, apart=not regular or memory.runs_blocks_twice(cfg)):
+        fully_shard(list(itertools.islice(blocks, count)), reshard_after_forward=frees, **options)
     if not cfg.tie_embeddings:  # a shared weight belongs to the root's unit
         fully_shard(model.wte, reshard_after_forward=frees, **options)
         fully_shard(model.head, reshard_after_forward=False, **options)

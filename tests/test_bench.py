@@ -329,3 +329,18 @@ def test_tables_on_a_gpu(name, words, capsys):
     said = capsys.readouterr().out
     expected = "ours, 1 GiB" if name == "ops" else "floor back to back for 3 s"
     assert re.search(rf"{expected} +[\d.]+", said), said
+
+
+def test_fsdp2_gathers_blocks_up_to_a_size(monkeypatch):
+    """By each block's own size: one with a table of value embeddings is larger than the others."""
+    monkeypatch.setattr(memory, "UNIT_MIB", 100)
+    mi = 2**20  # parameters, of 2 bytes each
+    assert memory.units([7 * mi] * 12, apart=False) == [7, 5] and memory.units([7 * mi] * 3, apart=True) == [1, 1, 1]
+    assert memory.units([60 * mi] * 2, apart=False) == [1, 1]  # each alone is more
+    assert memory.units([7 * mi, 45 * mi, 7 * mi, 7 * mi, 37 * mi, 1], apart=False) == [1, 1, 2, 2]
+    for cfg in (Config(n_layer=12, parallel="fsdp", value_embeddings=3), Config(n_layer=12, parallel="fsdp")):
+        total, block = memory.parameter_counts(cfg)
+        model = models.on_meta(cfg)
+        sizes = [sum(p.numel() for p in block.parameters()) for block in model.blocks]
+        counted = [block + (layer in cfg.value_layers) * cfg.padded_vocab * cfg.n_embd for layer in range(12)]
+        assert memory.units(sizes, apart=False) == memory.units(counted, apart=False)

@@ -175,9 +175,10 @@ def test_a_short_read_and_a_foreign_page_are_not_kept(tmp_path, monkeypatch, pag
 
 
 @pytest.mark.fault(40)
-def test_a_missing_file_and_a_dead_network_are_unavailable(tmp_path, monkeypatch):
-    with pytest.raises(multiple_choice.Unavailable, match="No such file"):
+def test_a_missing_file_is_a_mistake_and_a_dead_network_is_not(tmp_path, monkeypatch):
+    with pytest.raises(multiple_choice.HellaSwagError, match="none.jsonl: No such file or directory; name") as error:
         multiple_choice.load(tmp_path / "none.jsonl")
+    assert not isinstance(error.value, multiple_choice.Unavailable)
 
     def refuse(*_, **__):
         raise urllib.error.URLError("no network")

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import ranks
+import torch
 from conftest import ROOT, flags, losses, read_log, train_here
 from test_parallel import SHORT, copied, same_end, same_run
 from test_watch import wait_for
@@ -16,15 +17,17 @@ from test_watch import wait_for
 def on_two_nodes(words, numbered):
     """`train.py words` under a torchrun on each of two nodes, of one rank each -> their output; both must succeed.
 
-    numbered: the nodes by --node_rank; else they meet at a c10d rendezvous, which numbers them.
+    numbered: the nodes by --node_rank; else they meet at a c10d rendezvous, which numbers them. Node n sees GPU n.
     """
     port = ranks.free_port()
     meet = [f"--master_addr=localhost --master_port={port} --node_rank={node}" for node in range(2)]
     if not numbered:
         meet = [f"--rdzv_backend=c10d --rdzv_endpoint=localhost:{port}"] * 2
     start = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
-    options = dict(cwd=ROOT, env=ranks.environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    running = [subprocess.Popen([*start, *how.split(), "train.py", *words], **options) for how in meet]
+    options = dict(cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    sees = [ranks.environment() | {"CUDA_VISIBLE_DEVICES": str(node)} for node in range(2)]
+    commands = [[*start, *how.split(), "train.py", *words] for how in meet]
+    running = [subprocess.Popen(command, env=env, **options) for command, env in zip(commands, sees)]
     try:
         said = "".join(process.communicate(timeout=120)[0] for process in running)
     finally:
@@ -44,6 +47,17 @@ def test_two_nodes_equal_one_process_save_and_resume(data_dir, tmp_path):
     resumed = copied(tmp_path / "two", 3, tmp_path / "resumed")
     on_two_nodes(flags(data_dir, resumed, **SHORT, parallel="hsdp", resume="auto"), numbered=False)
     same_end(resumed, tmp_path / "one")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_nodes_of_a_gpu_each_equal_one_gpu(data_dir, tmp_path):
+    on_gpu = SHORT | dict(device="cuda", precision="fp32", ops="torch", sample_interval=0)
+    train_here(data_dir, tmp_path / "one", **on_gpu)
+    said = on_two_nodes(flags(data_dir, tmp_path / "two", **on_gpu, parallel="hsdp"), numbered=False)
+    assert "2 x NVIDIA" in said
+    found, expected = losses(read_log(tmp_path / "two")), losses(read_log(tmp_path / "one"))
+    assert sorted(found) == [1, 2, 3, 4, 5, 6] and found == pytest.approx(expected, rel=1e-4)
 
 
 # Stand-ins for SLURM's commands: srun runs its command once for each node and notes the process ids, for the signal

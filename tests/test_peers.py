@@ -1,6 +1,8 @@
 """bench.py peers: transformers takes the same steps as ours, and a peer that is missing or fails says so in its row."""
 
+import dataclasses
 import importlib.util
+import itertools
 import json
 import re
 import subprocess
@@ -15,7 +17,8 @@ from test_bench import here
 import train
 from bench import PeersConfig
 from configurator import UserError, configure
-from measure import ladder, peers, step
+from measure import ladder, peers
+from run import history
 from scale import parallel
 
 WORDS = ["--n_layer=2", "--n_head=2", "--n_embd=32", "--block_size=16", "--vocab_size=257", "--batch_size=2"]
@@ -30,18 +33,119 @@ def test_both_take_the_same_steps(more):
     world = parallel.start("cpu")
     own, _ = train.choose(cfg, world.device)
     losses = []
-    for job in (train.build(own, world), peers.Peer(own, world, liger=False)):
-        next_batch = peers.without_last_targets(step.synthetic(own, world, peers.BATCHES))
+    for job in (train.build(own, world), peers.Peer(dataclasses.replace(own, peer="hf"), world)):
+        next_batch = peers.without_last_targets(peers.random_batches(own, world))
         losses.append([job.step(next_batch, cfg.lr)[0].item() for _ in range(4)])
     assert losses[0][0] == pytest.approx(losses[1][0], abs=1e-5)
     assert losses[0] == pytest.approx(losses[1], abs=1e-3) and losses[0][0] - losses[0][3] > 0.1
 
 
+NANOGPT = """
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+@dataclass
+class GPTConfig:
+    block_size: int
+    vocab_size: int
+    n_layer: int
+    n_head: int
+    n_embd: int
+    dropout: float
+    bias: bool
+
+
+class Block(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.heads, wide = c.n_head, 4 * c.n_embd
+        self.ln_1, self.ln_2 = nn.LayerNorm(c.n_embd, bias=c.bias), nn.LayerNorm(c.n_embd, bias=c.bias)
+        self.attn, self.mlp = nn.Module(), nn.Module()
+        self.attn.c_attn = nn.Linear(c.n_embd, 3 * c.n_embd, c.bias)
+        self.attn.c_proj = nn.Linear(c.n_embd, c.n_embd, c.bias)
+        self.mlp.c_fc, self.mlp.c_proj = nn.Linear(c.n_embd, wide, c.bias), nn.Linear(wide, c.n_embd, c.bias)
+
+    def forward(self, x):
+        parts = self.attn.c_attn(self.ln_1(x)).chunk(3, 2)
+        q, k, v = (part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in parts)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.attn.c_proj(mixed.transpose(1, 2).flatten(2))
+        return x + self.mlp.c_proj(F.gelu(self.mlp.c_fc(self.ln_2(x))))
+
+
+class GPT(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        wte, wpe = nn.Embedding(c.vocab_size, c.n_embd), nn.Embedding(c.block_size, c.n_embd)
+        blocks, norm = nn.ModuleList(Block(c) for _ in range(c.n_layer)), nn.LayerNorm(c.n_embd, bias=c.bias)
+        self.transformer = nn.ModuleDict(dict(wte=wte, wpe=wpe, h=blocks, ln_f=norm))
+        self.lm_head = nn.Linear(c.n_embd, c.vocab_size, bias=False)
+        wte.weight = self.lm_head.weight
+
+    def forward(self, idx, targets):
+        parts = self.transformer
+        x = parts.wte(idx) + parts.wpe(torch.arange(idx.size(1), device=idx.device))
+        for block in parts.h:
+            x = block(x)
+        logits = self.lm_head(parts.ln_f(x))
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+"""  # a GPT-2 with the names, the arguments and the ignored target of nanoGPT's model.py
+
+
+@pytest.fixture
+def clone(tmp_path):
+    (tmp_path / "nanoGPT").mkdir()
+    (tmp_path / "nanoGPT/model.py").write_text(NANOGPT)
+    return tmp_path / "nanoGPT"
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_nanogpt_starts_from_the_same_weights(clone, bias):
+    """The vocabulary of 257 ids has no padding here, so that both softmaxes are over the same ids."""
+    words = ["--peer=nanogpt", f"--clone={clone}", f"--bias={bias}", "--vocab_multiple=1", "--lr=1e-2"]
+    cfg = configure(PeersConfig, [*WORDS, *words])
+    world = parallel.start("cpu")
+    own, _ = train.choose(cfg, world.device)
+    losses = []
+    for job in (train.build(own, world), peers.Peer(own, world)):
+        next_batch = peers.without_last_targets(peers.random_batches(own, world))
+        losses.append([job.step(next_batch, cfg.lr)[0].item() for _ in range(4)])
+    assert losses[0][0] == pytest.approx(losses[1][0], abs=1e-5)
+    assert losses[0] == pytest.approx(losses[1], abs=2e-3) and losses[0][0] - losses[0][3] > 0.1
+
+
+def test_nanogpt_needs_its_folder_and_gpt2s_shape(clone, capsys):
+    for words, reason in [
+        (["--peer=nanogpt"], "clone it and give its folder: --clone=FOLDER"),
+        (["--peer=nanogpt", f"--clone={clone}", *LLAMA], "its model is GPT-2"),
+        (["--peer=nanogpt", f"--clone={clone}/docs"], "clone=.*/docs: no model.py there; expected a clone of"),
+    ]:
+        with pytest.raises(UserError, match=reason):
+            here("peers", *WORDS, *words)
+
+
+def test_curves_on_real_tokens(clone, data_dir, tmp_path):
+    """Each peer's losses, over the tokens of a run of train.py and at its rates, as a log that plot.py reads."""
+    words = ["--steps=4", "--settle=1", "--warmup_steps=2", "--max_steps=6", "--lr=1e-2", "--vocab_multiple=1"]
+    words += [f"--curves={tmp_path}/curves"]
+    for peer in ("ours", "hf", "nanogpt"):
+        here("peers", *WORDS, *words, f"--peer={peer}", f"--clone={clone}", f"--data_dir={data_dir}")
+    logs = [history.read(tmp_path / f"curves/{peer}.jsonl") for peer in ("ours", "hf", "nanogpt")]
+    ours, theirs, nano = ([log["train"][step]["loss"] for step in range(1, 7)] for log in logs)
+    assert ours == pytest.approx(theirs, abs=1e-3) and ours == pytest.approx(nano, abs=2e-3)
+    assert ours[0] - ours[-1] > 0.05 and history.start_of(logs[0])["step_ms"] > 0
+
+
 def test_the_last_token_of_a_row_has_no_target():
-    pairs = [(torch.zeros(2, 3), torch.full((2, 3), float(i))) for i in range(peers.BATCHES)]
-    batches = peers.without_last_targets(iter(pairs).__next__)
-    for i in [*range(peers.BATCHES), 0]:
+    pairs = [(torch.zeros(2, 3), torch.full((2, 3), i)) for i in range(3)]
+    batches = peers.without_last_targets(itertools.cycle(pairs).__next__)
+    for i in [0, 1, 2, 0]:
         assert batches()[1].tolist() == [[i, i, -100]] * 2
+    assert pairs[0][1].tolist() == [[0, 0, 0]] * 2  # which a loader may use again
 
 
 def test_a_peer_alone(tmp_path, capsys):
@@ -77,7 +181,7 @@ def test_the_table(no_liger, monkeypatch, tmp_path, capsys):
     assert re.search(r"^transformers +5.5000 +5.0 +200 +25.0% +n/a +1.50x$", said, re.MULTILINE), said
     assert re.search(r"^transformers \+ Liger +not here: not installed: pip install liger-kernel$", said, re.MULTILINE)
     rows = json.loads((tmp_path / "peers.json").read_text())["figures"]["peers"]
-    assert [row["peer"] for row in rows] == ["ours", "hf", "liger"] and rows[1]["tokens_per_s"] == 200
+    assert [row["peer"] for row in rows] == ["ours", "hf", "liger", "nanogpt"] and rows[1]["tokens_per_s"] == 200
     assert {"--n_embd=32", "--precision=fp32", "--steps=1"} <= set(asked[0]), "the settings reach each process"
     assert configure(PeersConfig, asked[1][1:-2]) == configure(PeersConfig, WORDS)
     fails = True
@@ -94,10 +198,10 @@ def test_liger_is_applied_where_it_knows_the_model(monkeypatch):
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", package)
     package.monkey_patch = patch
     cpu = torch.device("cpu")
-    model = peers.theirs(configure(PeersConfig, [*WORDS, *LLAMA]), cpu, liger=True)
+    model = peers.transformer(configure(PeersConfig, [*WORDS, *LLAMA, "--peer=liger"]), cpu)[0]
     assert applied == [model]
     with pytest.raises(UserError, match="Liger has no kernels for gpt2"):
-        peers.theirs(configure(PeersConfig, WORDS), cpu, liger=True)
+        peers.transformer(configure(PeersConfig, [*WORDS, "--peer=liger"]), cpu)
 
 
 @pytest.mark.parametrize(

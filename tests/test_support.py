@@ -14,6 +14,7 @@ import kernels
 from configurator import UserError
 from fast import chips
 from fast.attention import best_attention
+from measure import step
 from scale import parallel
 
 hopper = pytest.importorskip("fast.hopper")
@@ -117,3 +118,20 @@ def test_bf16_products_on_this_cpu():
     """In a new process, whatever this CPU says of itself."""
     words = "import kernels, torch; a = torch.ones(64, 64).bfloat16(); print((a @ a).sum().item())"
     assert subprocess.run([sys.executable, "-c", words], capture_output=True, text=True).stdout == "262144.0\n"
+
+
+def test_a_step_with_the_forms_of_another_gpu(named, monkeypatch):
+    """bench.py step --gpu: an older GPU of the same maker, whose forms a newer one runs."""
+    monkeypatch.setattr(chips, "imitated", None)
+    monkeypatch.setattr(step, "device_name", lambda device: "this GPU")
+    here = chips.of(GPU)
+    for name, chip in chips.NAMED.items():
+        if chip.maker == here.maker and chip.capability <= here.capability:
+            step.imitate(name, GPU)
+            assert chips.of(GPU) == chip and chips.of(torch.device("cpu")).maker == "cpu"
+            assert best_attention(GPU)[0] == ("cudnn" if chip.maker == "nvidia" and chip.number >= 90 else "flash")
+            chips.imitated = None
+        else:
+            with pytest.raises(UserError, match=f"^gpu={name}: this GPU cannot run all of its forms"):
+                step.imitate(name, GPU)
+            assert chips.imitated is None

@@ -1,8 +1,13 @@
 """train.py run whole: resumed against uninterrupted, ranks against one process, and each user error with its code."""
 
+import functools
 import json
+import re
 import shutil
 import sys
+import time
+import urllib.error
+import urllib.request
 
 import pytest
 import ranks
@@ -14,6 +19,7 @@ import kernels
 import train
 from configurator import UserError, configure
 from corpus.loader import DataError
+from run import multiple_choice
 from run.meter import NotFinite
 from settings import Config
 
@@ -240,13 +246,22 @@ def test_a_folder_that_cannot_be_cleared_is_one_line(data_dir, tmp_path, monkeyp
         train_here(data_dir, tmp_path / "run", overwrite=True)
 
 
-def test_hellaswag_in_the_loop_and_without_its_file(data_dir, tmp_path, capsys):
+def test_hellaswag_in_the_loop_and_without_its_file(data_dir, tmp_path, monkeypatch, capsys):
     path = tmp_path / "hellaswag.jsonl"
     example = {"ctx": "A man", "endings": [" runs", " eats", " sits", " falls"], "label": 2}
     path.write_text((json.dumps(example) + "\n") * 3)
     log = train_here(data_dir, tmp_path / "a", max_steps=2, hellaswag_interval=2, hellaswag_file=path)
     assert [line["n"] for line in log if line["kind"] == "hellaswag"] == [3, 3]
-    log = train_here(data_dir, tmp_path / "b", max_steps=2, hellaswag_interval=2, hellaswag_file=tmp_path / "none")
+    with pytest.raises(UserError, match="none: No such file or directory"):
+        train_here(data_dir, tmp_path / "b", max_steps=2, hellaswag_interval=2, hellaswag_file=tmp_path / "none")
+
+    def refuse(*_, **__):
+        raise urllib.error.URLError("no network")
+
+    monkeypatch.setattr(urllib.request, "urlopen", refuse)
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    monkeypatch.setattr(multiple_choice, "download", functools.partial(multiple_choice.download, tmp_path / "cache"))
+    log = train_here(data_dir, tmp_path / "b", max_steps=2, hellaswag_interval=2)
     assert sorted(losses(log)) == [1, 2] and "no HellaSwag in this run" in capsys.readouterr().out
 
 
@@ -421,3 +436,34 @@ def test_sigterm_saves_and_the_resumed_run_is_the_same(data_dir, tmp_path):
     assert sorted(losses(read_log(tmp_path / "cut"))) == list(range(1, 11))
     cut = train_here(data_dir, tmp_path / "cut", resume="auto", **settings)
     assert losses(cut) == losses(train_here(data_dir, tmp_path / "whole", **settings))
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        (dict(warmup_steps=13), "the warm-up takes 13 steps, and the run ends at step 12"),
+        (dict(warmup_tokens=5121, schedule="wsd", cooldown_fraction=0.2), "11 steps, and the rate falls from step 10"),
+        (dict(eval_interval=6, eval_tokens=10**6), r"a validation reads the \d+,\d+ of .* \d+\.\d times"),
+    ],
+)
+def test_settings_that_hardly_anybody_means_are_warned_of(data_dir, tmp_path, capsys, settings, words):
+    train_here(data_dir, tmp_path / "run", **settings)
+    assert re.search(rf"^warning +.*{words}$", capsys.readouterr().out, re.MULTILINE)
+
+
+@pytest.mark.gpu
+def test_fp16_skips_steps_whose_gradients_overflow(data_dir, tmp_path, monkeypatch):
+    """From a scale of 2**40 the scaler halves it step by step; no such step changes a weight, and a resume goes on."""
+    scaler = functools.partial(torch.amp.GradScaler, init_scale=2.0**40)
+    monkeypatch.setattr(torch.amp, "GradScaler", scaler)
+    settings = dict(device="cuda", precision="fp16", max_steps=60, save_interval=30, warmup_steps=0, lr=3e-3)
+    settings |= dict(overfit=True, ops="torch")  # the same batch in each step
+    log = train_here(data_dir, tmp_path / "run", **settings)
+    found = losses(log)
+    skipped = [line["step"] for line in log if line["kind"] == "train" and line["norm"] is None]  # inf or NaN
+    assert skipped == list(range(1, len(skipped) + 1)) and 5 <= len(skipped) < 40
+    assert [found[step] for step in skipped] == pytest.approx([found[1]] * len(skipped), rel=1e-6)
+    assert found[60] < found[1] - 0.2
+    shutil.copytree(tmp_path / "run/step_00000030", tmp_path / "resumed/step_00000030")
+    resumed = losses(train_here(data_dir, tmp_path / "resumed", **settings, resume="auto"))
+    assert {step: found[step] for step in range(31, 61)} == pytest.approx(resumed, rel=1e-3)
