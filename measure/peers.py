@@ -1,8 +1,8 @@
 """The same training step in this repository, in transformers, in transformers with Liger's kernels, and in nanoGPT.
 
-All start from the same weights and read the same tokens, so that their first losses agree (nanoGPT's to 0.001, since
-its softmax is over the padding of the vocabulary too); the last token of a row has no target, because transformers
-shifts the labels itself. Each runs in a process of its own.
+All start from the same weights and read the same tokens, so that their first losses agree (nanoGPT's to 0.001: its
+softmax is over the padding of the vocabulary too, and its GELU is the exact one, not GPT-2's with tanh); the last token
+of a row has no target, because transformers shifts the labels itself. Each runs in a process of its own.
 """
 
 import dataclasses
@@ -26,7 +26,6 @@ from model import build
 from run import files, hf
 from run.account import Account
 from run.build import make_batches, make_loaders
-from run.hf_config import family_of
 from run.logger import changed, device_name
 from scale import parallel
 from settings import Config
@@ -46,6 +45,11 @@ def measure(cfg):
     refuse([f"bench.py peers measures the same step everywhere, without {', '.join(wrong)}"] if wrong else [])
     if cfg.out:
         results.refuse_unwritable("out", cfg.out)
+    if cfg.curves:
+        try:
+            Path(cfg.curves).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"curves={cfg.curves}: {error.strerror}; give another folder") from None
     if cfg.peer == "all":
         return table(cfg)
     if reason := missing(cfg, cfg.peer):
@@ -87,15 +91,23 @@ def line(figures):
 
 def missing(cfg, peer):
     """Why a peer cannot run here or lacks the model, or None."""
+    if peer == "nanogpt" and not is_gpt2(cfg):
+        return "its model is GPT-2"
     if peer == "nanogpt" and cfg.clone is None:
         return "clone it and give its folder: --clone=FOLDER"
-    if peer == "nanogpt" and family_of(cfg) != "gpt2":
-        return "its model is GPT-2"
     packages = {"hf": ["transformers"], "liger": ["transformers", "liger_kernel"]}.get(peer, [])
     if absent := [name.replace("_", "-") for name in packages if importlib.util.find_spec(name) is None]:
         return f"not installed: pip install {' '.join(absent)}"
     on_cpu = peer == "liger" and chips.of(parallel.pick_device(cfg.device)).maker == "cpu"
     return "its kernels are for GPUs" if on_cpu else None
+
+
+def is_gpt2(cfg):
+    """Whether cfg's model is GPT-2 of some size, with or without biases."""
+    fixed = dict(norm="layernorm", positions="learned", mlp="gelu", tie_embeddings=True, norm_eps=1e-5, softcap=None)
+    fixed |= dict(qk_norm=False, embed_norm=False, attention_gate=False, value_embeddings=0)
+    same = all(getattr(cfg, name) == value for name, value in fixed.items())
+    return same and cfg.hidden == 4 * cfg.n_embd and cfg.kv_heads == cfg.n_head
 
 
 def in_a_process(cfg, peer):
@@ -110,6 +122,8 @@ def timed(cfg):
     own, _ = train.choose(cfg, world.device)
     job = train.build(own, world) if cfg.peer == "ours" else Peer(own, world)
     loader = make_loaders(own, world)[0] if cfg.curves else None
+    if loader and loader.masked:
+        raise UserError(f"curves: {cfg.data_dir} has tokens without loss, which the peers would train on")
     next_batch = make_batches(own, world, loader) if loader else random_batches(own, world)
     losses = recorded(job, own)
     job.step(without_last_targets(next_batch), cfg.lr)
@@ -159,9 +173,8 @@ def write_curve(cfg, losses, flops_per_token, times):
     """cfg.curves/PEER.jsonl, a log that plot.py draws; times: seconds of the timed steps."""
     start = dict(kind="start", step=0, flops_per_token=flops_per_token, step_ms=statistics.median(times) * 1e3)
     lines = [dict(kind="train", step=n, tokens=n * cfg.batch_tokens, loss=x.item()) for n, x in enumerate(losses, 1)]
-    path = Path(cfg.curves) / f"{cfg.peer}.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    files.write_atomic(path, "".join(json.dumps(line) + "\n" for line in [start, *lines]).encode())
+    text = "".join(json.dumps(files.finite(line)) + "\n" for line in [start, *lines])
+    files.write_atomic(Path(cfg.curves) / f"{cfg.peer}.jsonl", text.encode())
 
 
 class Peer(train.Training):

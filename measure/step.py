@@ -68,8 +68,9 @@ def imitate(name, device):
 
     Raises UserError if the device cannot run them.
     """
-    chip, here = chips.named(name), chips.of(device)
-    if chip.maker != here.maker or chip.capability > here.capability:
+    chip, own = chips.named(name), chips.of(device)
+    hopper = chips.no_hopper_kernels(chip) is None and chips.no_hopper_kernels(own)  # code for 9.0 runs there alone
+    if chip.maker != own.maker or chip.capability > own.capability or hopper:
         raise UserError(f"gpu={name}: {device_name(device)} cannot run all of its forms; expected an older NVIDIA GPU")
     chips.imitated = chip
 

@@ -43,8 +43,9 @@ class Evaluator:
         self.warnings, self.examples, self.tokenizer = [], None, None
         self.done, self.loss = None, None  # the step evaluated last, its validation loss
         for share, loader in val_loaders:
-            if (times := share * cfg.eval_tokens / loader.tokens) > 1.01:
-                self.warnings.append(f"a validation reads the {loader.tokens:,} of {loader.data_dir} {times:.1f} times")
+            if share * cfg.eval_tokens > 1.01 * loader.tokens:
+                words = f"{loader.data_dir} has {loader.tokens:,} validation tokens, less than its part of eval_tokens"
+                self.warnings.append(f"{words}={cfg.eval_tokens:,}; each validation reads them once")
         if cfg.hellaswag_interval or cfg.sample_interval:
             self.tokenizer = tokenizers.load(cfg.tokenizer or "gpt2", cfg.vocab_size)
         if cfg.hellaswag_interval:
@@ -54,7 +55,8 @@ class Evaluator:
             except multiple_choice.Unavailable as error:
                 self.warnings.append(f"no HellaSwag in this run: {error}")
             if not all(parallel.gather_objects(self.examples is not None)):  # all ranks take part or none
-                self.warnings = self.warnings or ["no HellaSwag in this run: another rank has no file"]
+                if self.examples is not None:
+                    self.warnings.append("no HellaSwag in this run: another rank has no file")
                 self.examples = None
 
     def due(self, interval, step):

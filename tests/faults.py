@@ -50,7 +50,7 @@ kill -9 of fineweb.py | a rerun ends with the bytes of a clean run
 a worker of the tokenizer dies | no hang; there are no worker processes: threads of one process encode
 odd documents: empty, special tokens, lone surrogates, 10 MB | read as documented
 a pickle instead of weights or shards | refused and not run
-a bad line in HellaSwag's file, or no file | the line's number; without the file the run goes on
+a bad line in HellaSwag's file, a missing file, no network | line or file is named; without a network the run goes on
 the compiler fails | one line that names `--compile=False`
 no memory on the GPU | one line with a smaller batch_size; no rank waits
 the port is in use | one line with `--standalone`

@@ -25,7 +25,8 @@ def on_two_nodes(words, numbered):
         meet = [f"--rdzv_backend=c10d --rdzv_endpoint=localhost:{port}"] * 2
     start = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
     options = dict(cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    sees = [ranks.environment() | {"CUDA_VISIBLE_DEVICES": str(node)} for node in range(2)]
+    gpus = [*os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(","), ""]
+    sees = [ranks.environment() | {"CUDA_VISIBLE_DEVICES": gpus[node]} for node in range(2)]
     commands = [[*start, *how.split(), "train.py", *words] for how in meet]
     running = [subprocess.Popen(command, env=env, **options) for command, env in zip(commands, sees)]
     try:

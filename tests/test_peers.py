@@ -11,9 +11,10 @@ import types
 
 import pytest
 import torch
-from conftest import one_line
+from conftest import losses, one_line, train_here
 from test_bench import here
 
+import optim
 import train
 from bench import PeersConfig
 from configurator import UserError, configure
@@ -32,12 +33,12 @@ def test_both_take_the_same_steps(more):
     cfg = configure(PeersConfig, [*WORDS, *more, "--lr=1e-2"])
     world = parallel.start("cpu")
     own, _ = train.choose(cfg, world.device)
-    losses = []
+    found = []
     for job in (train.build(own, world), peers.Peer(dataclasses.replace(own, peer="hf"), world)):
         next_batch = peers.without_last_targets(peers.random_batches(own, world))
-        losses.append([job.step(next_batch, cfg.lr)[0].item() for _ in range(4)])
-    assert losses[0][0] == pytest.approx(losses[1][0], abs=1e-5)
-    assert losses[0] == pytest.approx(losses[1], abs=1e-3) and losses[0][0] - losses[0][3] > 0.1
+        found.append([job.step(next_batch, cfg.lr)[0].item() for _ in range(4)])
+    assert found[0][0] == pytest.approx(found[1][0], abs=1e-5)
+    assert found[0] == pytest.approx(found[1], abs=1e-3) and found[0][0] - found[0][3] > 0.1
 
 
 NANOGPT = """
@@ -110,16 +111,17 @@ def test_nanogpt_starts_from_the_same_weights(clone, bias):
     cfg = configure(PeersConfig, [*WORDS, *words])
     world = parallel.start("cpu")
     own, _ = train.choose(cfg, world.device)
-    losses = []
+    found = []
     for job in (train.build(own, world), peers.Peer(own, world)):
         next_batch = peers.without_last_targets(peers.random_batches(own, world))
-        losses.append([job.step(next_batch, cfg.lr)[0].item() for _ in range(4)])
-    assert losses[0][0] == pytest.approx(losses[1][0], abs=1e-5)
-    assert losses[0] == pytest.approx(losses[1], abs=2e-3) and losses[0][0] - losses[0][3] > 0.1
+        found.append([job.step(next_batch, cfg.lr)[0].item() for _ in range(4)])
+    assert found[0][0] == pytest.approx(found[1][0], abs=1e-5)
+    assert found[0] == pytest.approx(found[1], abs=2e-3) and found[0][0] - found[0][3] > 0.1
 
 
 def test_nanogpt_needs_its_folder_and_gpt2s_shape(clone, capsys):
     for words, reason in [
+        (["--peer=nanogpt", "--mlp=relu2"], "its model is GPT-2"),
         (["--peer=nanogpt"], "clone it and give its folder: --clone=FOLDER"),
         (["--peer=nanogpt", f"--clone={clone}", *LLAMA], "its model is GPT-2"),
         (["--peer=nanogpt", f"--clone={clone}/docs"], "clone=.*/docs: no model.py there; expected a clone of"),
@@ -128,8 +130,13 @@ def test_nanogpt_needs_its_folder_and_gpt2s_shape(clone, capsys):
             here("peers", *WORDS, *words)
 
 
-def test_curves_on_real_tokens(clone, data_dir, tmp_path):
-    """Each peer's losses, over the tokens of a run of train.py and at its rates, as a log that plot.py reads."""
+def test_curves_on_real_tokens(clone, data_dir, tmp_path, monkeypatch):
+    """Each peer's losses, over the tokens of a run of train.py and at its rates, as a log that plot.py reads.
+
+    That run has targets for the last tokens of the rows too, so that its losses are near, not the same.
+    """
+    set_rate, rates = optim.set_learning_rate, []
+    monkeypatch.setattr(optim, "set_learning_rate", lambda optimizer, lr: (rates.append(lr), set_rate(optimizer, lr)))
     words = ["--steps=4", "--settle=1", "--warmup_steps=2", "--max_steps=6", "--lr=1e-2", "--vocab_multiple=1"]
     words += [f"--curves={tmp_path}/curves"]
     for peer in ("ours", "hf", "nanogpt"):
@@ -137,6 +144,12 @@ def test_curves_on_real_tokens(clone, data_dir, tmp_path):
     logs = [history.read(tmp_path / f"curves/{peer}.jsonl") for peer in ("ours", "hf", "nanogpt")]
     ours, theirs, nano = ([log["train"][step]["loss"] for step in range(1, 7)] for log in logs)
     assert ours == pytest.approx(theirs, abs=1e-3) and ours == pytest.approx(nano, abs=2e-3)
+    cfg = configure(PeersConfig, [*WORDS, *words])
+    assert rates == pytest.approx([optim.learning_rate(step, cfg) for step in range(6)] * 3)
+    shape = dict(word.removeprefix("--").split("=") for word in [*WORDS, *words[2:5]] if "settle" not in word)
+    del shape["steps"]
+    run = losses(train_here(data_dir, tmp_path / "run", **shape))
+    assert ours == pytest.approx([run[step] for step in range(1, 7)], abs=0.15)
     assert ours[0] - ours[-1] > 0.05 and history.start_of(logs[0])["step_ms"] > 0
 
 

@@ -443,7 +443,7 @@ def test_sigterm_saves_and_the_resumed_run_is_the_same(data_dir, tmp_path):
     [
         (dict(warmup_steps=13), "the warm-up takes 13 steps, and the run ends at step 12"),
         (dict(warmup_tokens=5121, schedule="wsd", cooldown_fraction=0.2), "11 steps, and the rate falls from step 10"),
-        (dict(eval_interval=6, eval_tokens=10**6), r"a validation reads the \d+,\d+ of .* \d+\.\d times"),
+        (dict(eval_interval=6, eval_tokens=10**6), r".* has \d+,\d+ validation tokens, less .* reads them once"),
     ],
 )
 def test_settings_that_hardly_anybody_means_are_warned_of(data_dir, tmp_path, capsys, settings, words):
@@ -453,7 +453,7 @@ def test_settings_that_hardly_anybody_means_are_warned_of(data_dir, tmp_path, ca
 
 @pytest.mark.gpu
 def test_fp16_skips_steps_whose_gradients_overflow(data_dir, tmp_path, monkeypatch):
-    """From a scale of 2**40 the scaler halves it step by step; no such step changes a weight, and a resume goes on."""
+    """From a scale of 2**40 the scaler halves it until gradients are finite; a skipped step changes no weight."""
     scaler = functools.partial(torch.amp.GradScaler, init_scale=2.0**40)
     monkeypatch.setattr(torch.amp, "GradScaler", scaler)
     settings = dict(device="cuda", precision="fp16", max_steps=60, save_interval=30, warmup_steps=0, lr=3e-3)
@@ -461,9 +461,10 @@ def test_fp16_skips_steps_whose_gradients_overflow(data_dir, tmp_path, monkeypat
     log = train_here(data_dir, tmp_path / "run", **settings)
     found = losses(log)
     skipped = [line["step"] for line in log if line["kind"] == "train" and line["norm"] is None]  # inf or NaN
-    assert skipped == list(range(1, len(skipped) + 1)) and 5 <= len(skipped) < 40
-    assert [found[step] for step in skipped] == pytest.approx([found[1]] * len(skipped), rel=1e-6)
+    assert skipped[:5] == [1, 2, 3, 4, 5] and len(skipped) < 30 and 60 not in skipped
+    for step in range(1, 60):  # a skipped step leaves the weights, so that the next loss is the same
+        assert (found[step + 1] == pytest.approx(found[step], rel=1e-6)) == (step in skipped)
     assert found[60] < found[1] - 0.2
     shutil.copytree(tmp_path / "run/step_00000030", tmp_path / "resumed/step_00000030")
     resumed = losses(train_here(data_dir, tmp_path / "resumed", **settings, resume="auto"))
-    assert {step: found[step] for step in range(31, 61)} == pytest.approx(resumed, rel=1e-3)
+    assert {step: found[step] for step in range(31, 61)} == pytest.approx(resumed, rel=1e-2)
