@@ -256,7 +256,9 @@ def clean(tmp_path_factory):
     return contents(out)
 
 
-@pytest.mark.parametrize("how", ["at a random time", "at a random file operation"])
+@pytest.mark.parametrize(
+    "how", [pytest.param("at a random time", marks=pytest.mark.slow), "at a random file operation"]
+)
 @pytest.mark.fault(36)
 def test_kill_9_leaves_no_trace(tmp_path, clean, how):
     context = multiprocessing.get_context("forkserver")
@@ -330,7 +332,7 @@ def test_packed_shards_hold_every_document_once(tmp_path, clean):
     assert "packed for block_size=32768; rows of 1024" in warnings[0][0] and "align_documents" in warnings[1][0]
 
 
-@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("streaming", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_packing_killed_after_any_shard_goes_on(tmp_path, monkeypatch, streaming):
     monkeypatch.setattr(writer.packing, "DOCUMENTS", 40)  # a fifth of them
     settings = dict(PACK, streaming=streaming)

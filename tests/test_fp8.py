@@ -154,7 +154,7 @@ def test_linear(B, T, K, N, bias):
         assert not bias or error(layer.bias.grad, exact.bias.grad) < 1e-3  # summed before it is cast
 
 
-@pytest.mark.parametrize("shape", [{}, LLAMA])
+@pytest.mark.parametrize("shape", [{}, pytest.param(LLAMA, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("compiled", [False, True] if GPU else [True])
 def test_a_model_trains_in_fp8_as_in_float64(shape, compiled):
     T, V = (128, 1000) if GPU else (32, 200)
@@ -184,7 +184,7 @@ def test_a_model_trains_in_fp8_as_in_float64(shape, compiled):
             assert F.cosine_similarity(p.grad.double().flatten(), ref.grad.flatten(), 0) > ALIKE, name
 
 
-@pytest.mark.parametrize("shape", [{}, LLAMA])
+@pytest.mark.parametrize("shape", [{}, pytest.param(LLAMA, marks=pytest.mark.slow)])
 def test_what_does_not_train_is_as_in_bf16(shape):
     cfg = GPTConfig(vocab_size=200, n_layer=2, n_head=4, n_embd=64, block_size=32, **shape)
     own, bf16 = (models.build(cfg, DEVICE, 0).eval() for _ in range(2))

@@ -120,7 +120,11 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("number, mode, shape", MODES.values(), ids=MODES)
+COVERED = {"loss in chunks in ddp", "context", "muon", "muon in hsdp"}  # by the other modes, together
+SOME = [pytest.param(*mode, id=name, marks=[pytest.mark.slow] * (name in COVERED)) for name, mode in MODES.items()]
+
+
+@pytest.mark.parametrize("number, mode, shape", SOME)
 @pytest.mark.fault(20)
 def test_any_mode_equals_one_process_and_resumes_across(data_dir, tmp_path, alone, number, mode, shape):
     """The same global batches in float32, two micro-steps a step on any number of ranks: equal but for sums' orders.

@@ -2,8 +2,6 @@
 
 import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -115,9 +113,9 @@ def test_amx_without_its_description_is_left_alone(lines, unusable, tmp_path, mo
 
 
 def test_bf16_products_on_this_cpu():
-    """In a new process, whatever this CPU says of itself."""
-    words = "import kernels, torch; a = torch.ones(64, 64).bfloat16(); print((a @ a).sum().item())"
-    assert subprocess.run([sys.executable, "-c", words], capture_output=True, text=True).stdout == "262144.0\n"
+    """Whatever this CPU says of itself; if it were wrong, this process would end."""
+    a = torch.ones(64, 64).bfloat16()
+    assert (a @ a).sum().item() == 64**3
 
 
 def test_a_step_with_the_forms_of_another_gpu(named, monkeypatch):
