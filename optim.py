@@ -23,8 +23,7 @@ POLAR_EXPRESS = [  # (a, b, c) of five steps x -> a x + b x x^T x + c (x x^T)^2 
 def param_groups(model, cfg):
     """Groups of embeddings, head, matrices and vectors (biases, norms, gates).
 
-    A group's `factor` is its peak rate divided by cfg.lr. Under AdamW all but the vectors decay; under Muon the blocks'
-    matrices alone.
+    `factor`: the peak rate over cfg.lr. Under AdamW all but the vectors decay; under Muon the blocks' matrices alone.
     """
     embeddings = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
     kinds = {"embedding": [], "head": [], "matrix": [], "vector": []}
