@@ -11,6 +11,7 @@ import ast
 import contextlib
 import dataclasses
 import difflib
+import faulthandler
 import inspect
 import itertools
 import json
@@ -86,6 +87,7 @@ def run(main, cfg):
     cfg: from `parse`, or a class to parse now.
     """
     cfg = parse(cfg) if isinstance(cfg, type) else cfg
+    faulthandler.enable()  # where the process was when the kernel ended it: a shard cut short under its map, SIGBUS
     with _errors_in_one_line():
         code = main(cfg)
         sys.stdout.flush()
