@@ -28,6 +28,7 @@ from run.files import read_json
 from run.history import Run, series, smooth
 
 COLORS = ["#2563eb", "#dc2626", "#059669", "#9333ea", "#d97706", "#0891b2"]
+LISTED = 12  # curves in a legend, so that it leaves the picture free
 STYLE = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#e5e7eb"}
 STYLE |= {"font.size": 9, "axes.titlesize": 10, "axes.titlelocation": "left", "legend.frameon": False}
 STYLE |= {"axes.xmargin": 0.015, "axes.formatter.useoffset": False, "svg.fonttype": "none"}
@@ -196,7 +197,10 @@ def draw_loss(axes, runs, x, y, reference):
         lowest.append(min(loss for _, loss in points))
         highest.append(max(loss for _, loss in points))
     fit_y(axes, min(lowest), max(highest))
-    axes.legend(loc="upper right")
+    curves, names = axes.get_legend_handles_labels()
+    listed = sorted(np.argsort([curve.get_ydata()[-1] for curve in curves])[:LISTED])
+    title = f"the {LISTED} lowest of {len(curves)}" if len(curves) > LISTED else None
+    axes.legend([curves[i] for i in listed], [names[i] for i in listed], loc="upper right", title=title)
 
 
 def show_end(axes):

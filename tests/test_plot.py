@@ -128,6 +128,17 @@ def test_validation_starts_at_step_0_within_the_panel_on_every_axis(tmp_path, x,
     assert found["_a, training"][0] == pytest.approx(np.arange(1, 21) * end / 20)
 
 
+@pytest.mark.parametrize("count", [12, 14])
+def test_a_legend_names_the_lowest_of_many_runs(tmp_path, count):
+    loss = {f"run_{i}": 3 + (i * 5 % count) / 100 for i in range(count)}  # each another one
+    runs = plot.load([write(tmp_path / name, training([1]) + training([2], loss=loss[name])) for name in loss])
+    with plot.drawing(runs, "steps", "loss") as figure:
+        legend = figure.axes[0].get_legend()
+        names = [text.get_text() for text in legend.get_texts()]
+        assert names == [name for name in loss if loss[name] < 3.115]
+        assert legend.get_title().get_text() == ("" if count == 12 else "the 12 lowest of 14")
+
+
 def test_a_log_without_what_the_axis_needs(tmp_path):
     old = write(tmp_path / "old", training([1, 2]))
     with pytest.raises(UserError, match="old: its log does not hold what x=flops needs"):
