@@ -27,7 +27,7 @@ try:
 except ImportError as error:
     MISSING = f"the package {error.name} is not installed"
 
-chips.without_amx()
+chips.without_amx()  # on a CPU where it would end the process
 served = set()  # types of device whose calls may take fast forms, see `serve`
 logits_bytes = 2**30  # of logits that the loss holds at a time, see `limit_logits`
 counting = None  # the run.account.Census under way: it notes each call, of which the definition runs

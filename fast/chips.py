@@ -42,10 +42,10 @@ def named(name):
 
 
 def without_amx(cpuinfo="/proc/cpuinfo"):
-    """Whether this CPU's AMX is unusable; PyTorch's bf16 products then use AVX-512. Call it before the first product.
+    """Has PyTorch's bf16 products use AVX-512 where this CPU's AMX cannot be used; returns whether that is so.
 
-    Some virtual machines announce AMX and stop before CPUID's leaf 0x1D, which has the sizes of its tiles. oneDNN takes
-    them to be zero, and its first bf16 product ends the process with an illegal instruction.
+    Call it before the first product. Some virtual machines announce AMX, but their CPUID ends before leaf 0x1D, which
+    has the sizes of its tiles. oneDNN takes them to be zero, and its first bf16 product ends the process with SIGILL.
     """
     info = Path(cpuinfo).read_text() if Path(cpuinfo).is_file() else ""
     lines = dict(map(str.strip, line.split(":", 1)) for line in info.partition("\n\n")[0].splitlines() if ":" in line)

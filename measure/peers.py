@@ -98,8 +98,9 @@ def missing(cfg, peer):
     packages = {"hf": ["transformers"], "liger": ["transformers", "liger_kernel"]}.get(peer, [])
     if absent := [name.replace("_", "-") for name in packages if importlib.util.find_spec(name) is None]:
         return f"not installed: pip install {' '.join(absent)}"
-    on_cpu = peer == "liger" and chips.of(parallel.pick_device(cfg.device)).maker == "cpu"
-    return "its kernels are for GPUs" if on_cpu else None
+    if peer == "liger" and chips.of(parallel.pick_device(cfg.device)).maker == "cpu":
+        return "its kernels are for GPUs"
+    return None
 
 
 def is_gpt2(cfg):
@@ -125,11 +126,10 @@ def timed(cfg):
     if loader and loader.masked:
         raise UserError(f"curves: {cfg.data_dir} has tokens without loss, which the peers would train on")
     next_batch = make_batches(own, world, loader) if loader else random_batches(own, world)
-    losses = recorded(job, own)
-    job.step(without_last_targets(next_batch), cfg.lr)
-    for _ in range(cfg.settle):
-        job.step(without_last_targets(next_batch), cfg.lr)
-    times = step.step_times(job, without_last_targets(next_batch), cfg)
+    next_batch, losses = without_last_targets(next_batch), recorded(job, own)
+    for _ in range(1 + cfg.settle):
+        job.step(next_batch, cfg.lr)
+    times = step.step_times(job, next_batch, cfg)
     figures = {"loss": losses[0].item()}
     if loader:
         loader.close()

@@ -8,7 +8,6 @@ compare the constants below with the modules that they describe, and the paramet
 """
 
 import dataclasses
-import itertools
 import os
 
 GIB = 2**30
@@ -101,19 +100,19 @@ def parameter_counts(cfg):
 
 
 def units(sizes, apart):
-    """How many consecutive blocks FSDP2 gathers as one unit, for each unit: up to UNIT_MIB in 16 bits.
+    """The numbers of the blocks of each unit of FSDP2: consecutive ones, gathered together, up to UNIT_MIB in 16 bits.
 
-    sizes: the blocks' parameters. apart: each is a unit of its own, since a unit of several blocks needs each to run
+    sizes: the parameters of each block. apart: a unit for each block, since a unit of several needs each of them to run
     exactly once, in their order.
     """
-    counts, filled = [], 0
-    for size in sizes:
-        if apart or not counts or 2 * (filled + size) > UNIT_MIB * 2**20:
-            counts.append(0)
+    found, filled = [], 0
+    for block, size in enumerate(sizes):
+        if apart or not found or 2 * (filled + size) > UNIT_MIB * 2**20:
+            found.append([])
             filled = 0
-        counts[-1] += 1
+        found[-1].append(block)
         filled += size
-    return counts
+    return found
 
 
 def runs_blocks_twice(cfg):
@@ -164,8 +163,7 @@ def gathered(cfg, total, block, rest, shards):
     unit's gradients before and after the reduction."""
     table = cfg.padded_vocab * cfg.kv_heads * cfg.head_dim  # gathered with its block
     sizes = [block + table * (layer in cfg.value_layers) for layer in range(cfg.n_layer)]
-    each = iter(sizes)
-    filled = [sum(itertools.islice(each, count)) for count in units(sizes, runs_blocks_twice(cfg))]
+    filled = [sum(sizes[i] for i in unit) for unit in units(sizes, runs_blocks_twice(cfg))]
     unit, two = max(filled), max(a + b for a, b in zip(filled, [*filled[1:], 0]))
     head = rest // (1 if cfg.tie_embeddings else 2)
     whole = 2 * (total if cfg.parallel == "zero2" else head + two)

@@ -1,7 +1,6 @@
 """Processes and devices; the model compiled, sharded and wrapped; and the few collectives that the project uses."""
 
 import contextlib
-import itertools
 import os
 import time
 import warnings
@@ -278,9 +277,9 @@ def shard(model, cfg, world, regular=True):
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
     if memory.gathers_8_bits(cfg, mesh.size(-1)):
         kernels.fp8.gather_in_8_bits(model.blocks.modules(), mesh.size(-1))
-    sizes, blocks = [sum(p.numel() for p in block.parameters()) for block in model.blocks], iter(model.blocks)
-    for count in memory.units(sizes, apart=not regular or memory.runs_blocks_twice(cfg)):
-        fully_shard(list(itertools.islice(blocks, count)), reshard_after_forward=frees, **options)
+    sizes = [sum(p.numel() for p in block.parameters()) for block in model.blocks]
+    for unit in memory.units(sizes, apart=not regular or memory.runs_blocks_twice(cfg)):
+        fully_shard([model.blocks[i] for i in unit], reshard_after_forward=frees, **options)
     if not cfg.tie_embeddings:  # a shared weight belongs to the root's unit
         fully_shard(model.wte, reshard_after_forward=frees, **options)
         fully_shard(model.head, reshard_after_forward=False, **options)

@@ -335,9 +335,13 @@ def test_fsdp2_gathers_blocks_up_to_a_size(monkeypatch):
     """By each block's own size: one with a table of value embeddings is larger than the others."""
     monkeypatch.setattr(memory, "UNIT_MIB", 100)
     mi = 2**20  # parameters, of 2 bytes each
-    assert memory.units([7 * mi] * 12, apart=False) == [7, 5] and memory.units([7 * mi] * 3, apart=True) == [1, 1, 1]
-    assert memory.units([60 * mi] * 2, apart=False) == [1, 1]  # each alone is more
-    assert memory.units([7 * mi, 45 * mi, 7 * mi, 7 * mi, 37 * mi, 1], apart=False) == [1, 1, 2, 2]
+    for sizes, apart, expected in [
+        ([7 * mi] * 12, False, [[0, 1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11]]),
+        ([7 * mi] * 3, True, [[0], [1], [2]]),
+        ([60 * mi] * 2, False, [[0], [1]]),  # each alone is more
+        ([7 * mi, 45 * mi, 7 * mi, 7 * mi, 37 * mi, 1], False, [[0], [1], [2, 3], [4, 5]]),
+    ]:
+        assert memory.units(sizes, apart) == expected
     for cfg in (Config(n_layer=12, parallel="fsdp", value_embeddings=3), Config(n_layer=12, parallel="fsdp")):
         block = memory.parameter_counts(cfg)[1]
         sizes = [sum(p.numel() for p in module.parameters()) for module in models.on_meta(cfg).blocks]

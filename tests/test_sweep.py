@@ -44,11 +44,13 @@ def test_runs_of_a_list(tmp_path):
 
     (tmp_path / "list.txt").write_text(LIST + "* \nmemory bench.py memory config/test.py --world=2")
     again = run_sweep(tmp_path)  # only what has no small log
-    assert again.stdout.count("GPU") == 2 and "--lr=-1" in again.stdout and "--seed=7" not in again.stdout
+    assert again.stdout.count("GPU") == 2 and "config/test.py" in again.stdout and "--seed=7" not in again.stdout
     log = (tmp_path / "kept/memory.log").read_text().splitlines()
     assert log[0].startswith("$ python bench.py memory") and log[-1] in again.stdout
     shown = run_sweep(tmp_path, "--show", "--gpus=1")  # the GPUs do not matter then
     assert shown.stdout.splitlines()[:2] == again.stdout.splitlines()[-4:-2] and "GPU" not in shown.stdout
+    (tmp_path / "list.txt").write_text("memory bench.py memory config/test.py --world=2")
+    assert run_sweep(tmp_path).returncode == 0  # every run has its log
 
 
 @pytest.mark.parametrize(
