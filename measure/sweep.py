@@ -4,8 +4,8 @@
 
 A line of a list is a run: its name, then what follows `train.py` on its command line, or another program of the top
 level and its words (`bench.py step config/gpt2_124m.py`). Words after a `*` are put before those of all later lines.
-Two words may stand before them: `ranks=2` takes two GPUs, under torchrun, `code=FOLDER` another checkout's code. `#`
-starts a comment.
+Two words may stand before them: `ranks=N` starts it under torchrun, on N GPUs, `code=FOLDER` with another checkout's
+code. `#` starts a comment.
 
 A training writes out_dir/NAME/ and at its end the small log keep/NAME.jsonl, which plot.py draws: the settings, all
 validation losses, scores and samples, one training step in many, and the median time of a step. Of another program
@@ -54,7 +54,7 @@ class Run:
 
     name: str
     words: list
-    ranks: int = 1
+    ranks: int = 0  # of torchrun; 0: without it
     code: str = os.fspath(HERE)
     process: subprocess.Popen | None = None
     gpus: list | None = None
@@ -62,6 +62,11 @@ class Run:
     @property
     def trains(self):
         return self.words[0] == "train.py"
+
+    @property
+    def width(self):
+        """GPUs that it takes."""
+        return max(1, self.ranks)
 
 
 def main(cfg, lists):
@@ -73,7 +78,7 @@ def main(cfg, lists):
     if twice := {run.name for run in runs if [other.name for other in runs].count(run.name) > 1}:
         raise UserError(f"two runs are named {sorted(twice)[0]}; expected a name of its own for each")
     gpus, waiting = visible(cfg), [run for run in runs if not cfg.show and not small_log(cfg, run).exists()]
-    if wide := [run.name for run in waiting if run.ranks > len(gpus)]:
+    if wide := [run.name for run in waiting if run.width > len(gpus)]:
         raise UserError(f"gpus={len(gpus)}: {wide[0]} needs more; expected at least as many as its ranks")
     if lost := [run for run in waiting if not (Path(run.code) / run.words[0]).is_file()]:
         raise UserError(f"{lost[0].name}: no {lost[0].words[0]} in {lost[0].code}; expected a checkout")
@@ -92,7 +97,7 @@ def read_list(path):
             options = {}
             while words and words[0].startswith(("ranks=", "code=")):
                 key, _, options[key] = words.pop(0).partition("=")
-            ranks = int(options.pop("ranks", 1))
+            ranks = int(options.pop("ranks", 0))
         except ValueError as error:  # a number, or a quote that is not closed
             raise UserError(f"{path}:{number}: {error}; expected NAME [ranks=N] [code=FOLDER] WORDS") from None
         if name == "*":
@@ -135,9 +140,9 @@ def work(cfg, waiting, free):
     Path(cfg.keep).mkdir(parents=True, exist_ok=True)
     try:
         while waiting or under_way:
-            while waiting and waiting[0].ranks <= len(free):
+            while waiting and waiting[0].width <= len(free):
                 run, waiting = waiting[0], waiting[1:]
-                run.gpus, free = free[: run.ranks], free[run.ranks :]
+                run.gpus, free = free[: run.width], free[run.width :]
                 start(cfg, run)
                 under_way.append(run)
             for run in [run for run in under_way if run.process.poll() is not None]:
@@ -154,7 +159,7 @@ def start(cfg, run):
     """Starts a run on its GPUs."""
     out = Path(cfg.out_dir).resolve() / run.name
     out.parent.mkdir(parents=True, exist_ok=True)
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={run.ranks}"] if run.ranks > 1 else []
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={run.ranks}"] if run.ranks else []
     more = [f"--data_dir={Path(cfg.data_dir).resolve()}", f"--out_dir={out}", "--overwrite", "--save_interval=0"]
     env = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(run.gpus)}
     with open(console(cfg, run), "w") as file:
@@ -173,7 +178,7 @@ def ended(cfg, run):
         lines = small(read(out), files.read_json(out / "config.json")["seed"], cfg)
         text = "".join(json.dumps(line) + "\n" for line in lines)
     else:
-        launcher = f"torchrun --nproc_per_node={run.ranks}" if run.ranks > 1 else "python"
+        launcher = f"torchrun --nproc_per_node={run.ranks}" if run.ranks else "python"
         text = f"$ {launcher} {shlex.join(run.words)}      # at {cfg.commit or git_revision()}\n"
         text += console(cfg, run).read_text()
     files.write_atomic(small_log(cfg, run), text.encode())
