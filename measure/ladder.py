@@ -5,6 +5,7 @@ memory and the settings of the others alone, and its row's settings repeat it. d
 """
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -121,9 +122,10 @@ def start(words):
 
 
 def failure(done):
-    """Why a process failed, from its last line; of a lack of memory without the advice on other settings."""
+    """Why a process failed: its error's line, or its last; of a lack of memory without the advice on other settings."""
     lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-    said = next((text for text in reversed(lines) if text.startswith("error: ")), lines[-1]).removeprefix("error: ")
+    errors = [text for text in lines if re.match(r"error: |[\w.]*(Error|Exception|Unsupported): ", text)]
+    said = (errors or lines)[-1].removeprefix("error: ")
     return "out of memory; try fewer rows" if "out of memory" in said.lower() else said
 
 

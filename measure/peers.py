@@ -74,6 +74,8 @@ def table(cfg):
             ours = rows[0].get("tokens_per_s")  # how many times as fast ours is
             words = f"{row['loss']:>12.4f}{line(row)}" + (f"{ours / row['tokens_per_s']:>7.2f}x" if ours else "")
         print(f"{name:<22}{words}", flush=True)
+        if "compile_failed" in row:
+            print(f"{'':<22}  without torch.compile, with which it failed: {row['compile_failed']}", flush=True)
         if cfg.out:
             write(cfg, {"peers": rows})
 
@@ -112,9 +114,17 @@ def is_gpt2(cfg):
 
 
 def in_a_process(cfg, peer):
-    """Figures of `bench.py peers --peer=peer` with cfg's settings, or {"failed": why}."""
+    """Figures of `bench.py peers --peer=peer` with cfg's settings, or {"failed": why}.
+
+    Another repository's model that torch.compile fails for runs without it, as its users would: {"compile_failed": why}
+    is added.
+    """
     words = [f"--{name}={value}" for name, value in changed(cfg).items() if name not in ("out", "peer")]
-    return ladder.figures_of(["peers", *words, f"--peer={peer}"], FORM)
+    row = ladder.figures_of(["peers", *words, f"--peer={peer}"], FORM)
+    if "failed" in row and cfg.compile and peer != "ours":
+        eager = in_a_process(dataclasses.replace(cfg, compile=False), peer)
+        return row if "failed" in eager else eager | {"compile_failed": row["failed"]}
+    return row
 
 
 def timed(cfg):

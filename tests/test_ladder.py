@@ -98,6 +98,12 @@ def test_a_process_that_was_killed_says_its_code():
     assert ladder.failure(subprocess.CompletedProcess([], -9, "", "")) == "exit code -9"
 
 
+def test_the_error_of_a_process_is_found_above_advice():
+    trace = 'Traceback (most recent call last):\n  File "a.py", line 1\ntorch._dynamo.exc.Unsupported: no such call\n'
+    done = subprocess.CompletedProcess([], 1, "", trace + "\nSet TORCHDYNAMO_VERBOSE=1 for more\n")
+    assert ladder.failure(done) == "torch._dynamo.exc.Unsupported: no such call"
+
+
 @pytest.mark.parametrize(
     "chip, missing",
     [

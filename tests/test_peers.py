@@ -197,6 +197,25 @@ def test_the_table(no_liger, monkeypatch, tmp_path, capsys):
     assert "failed: error" not in (said := capsys.readouterr().out) and said.count("failed: no such model") == 2
 
 
+def test_a_peer_that_cannot_be_compiled_runs_without(no_liger, monkeypatch, capsys):
+    """Its row has the figures without torch.compile and says why; a failure of both says the first one's error."""
+    eager_too = False
+
+    def figures_of(words, _):
+        if "--peer=hf" in words and ("--compile=False" not in words or eager_too):
+            return {"failed": "InductorError: no"}
+        return {"loss": 5.5, "step_ms": 1.0, "tokens_per_s": 100 if "--peer=hf" in words else 300}
+
+    monkeypatch.setattr(ladder, "figures_of", figures_of)
+    words = [word for word in WORDS if word != "--compile=False"]
+    here("peers", *words)
+    said = capsys.readouterr().out
+    assert re.search(r"transformers +5.5000 .* 3.00x\n +without torch.compile, .* failed: InductorError: no\n", said)
+    eager_too = True
+    here("peers", *words)
+    assert re.search(r"^transformers +failed: InductorError: no$", capsys.readouterr().out, re.MULTILINE)
+
+
 def test_liger_is_applied_where_it_knows_the_model(monkeypatch):
     """A stand-in for the package: it notes the model, and knows Llama alone."""
     applied = []
