@@ -15,7 +15,7 @@
 the GPU time by kind of kernel, and the floor: every GEMM and attention kernel timed alone, and all of them back to
 back. --trace=FILE writes a chrome trace (chrome://tracing, ui.perfetto.dev), --snapshot=FILE the allocations
 (pytorch.org/memory_viz). --out=FILE of `step` and `comm` writes the figures as JSON, with which `plan --rates` plans.
-`ladder` is `step` ten times, each time with one change more that makes GPT-2 124M faster (docs/speed.md).
+`ladder` is `step` eleven times, each time with one change more that makes GPT-2 124M faster (docs/speed.md).
 `python bench.py COMMAND --help` lists a command's settings. The code is in measure/.
 """
 

@@ -191,6 +191,7 @@ class Config(GPTConfig):
     device: str = "auto"  # auto, cpu, cuda, mps
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp8"] = "auto"  # auto: bf16 on GPUs that have it
     compile: bool = True  # torch.compile; needs a C++ compiler on the CPU
+    cuda_graph: bool = False  # one GPU: a micro-step is launched as one CUDA graph; for small micro-batches
     ops: Literal["auto", "torch", "fused"] = "auto"  # fused: fast forms (fast/); torch: the definitions of kernels.py
     deterministic: bool = False  # the same bits in each run on one GPU, for 10% more time; on a CPU it is always so
     # Several GPUs
@@ -321,6 +322,14 @@ def conflicts(cfg, ranks):
         found.append("offload_states=True needs gloo as well as backend=nccl; try --backend=auto")
     if cfg.deterministic and cfg.attention == "cudnn":
         found.append("deterministic=True: attention=cudnn adds gradients in no fixed order; try --attention=flash")
+    if cfg.cuda_graph and cfg.remat != "none":
+        found.append(
+            f"cuda_graph=True cannot capture remat={cfg.remat}, which reads the random state; try --remat=none"
+        )
+    if cfg.cuda_graph and cfg.document_mask:
+        found.append(
+            "cuda_graph=True cannot capture document_mask=True, which waits for the GPU; leave one of them out"
+        )
     if cfg.remat == "none" and cfg.remat_tile:
         found.append("remat_tile needs remat=selective, attention or block, remat is none")
     if cfg.remat in ("none", "selective") and cfg.remat_offload:

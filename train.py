@@ -31,7 +31,7 @@ from run.logger import Logger, changed
 from run.meter import Meter
 from run.resume import Start
 from run.watch import Watch
-from scale import documents, parallel
+from scale import documents, graphs, parallel
 
 
 class Training:
@@ -47,17 +47,23 @@ class Training:
         self.autocast = parallel.autocast(cfg.precision, world.device)
         self.accumulation = cfg.micro_steps(world.size)
         self.clip, self.skips = cfg.clip, cfg.max_skipped_steps > 0 and not self.scaler.is_enabled()
+        if cfg.cuda_graph:
+            self.micro_step = graphs.Replayed(self.micro_step, self.raw, world.device)
+
+    def micro_step(self, x, y, *weight):
+        """Adds the gradients of a micro-batch -> its part of the loss; a weight where only some targets count."""
+        with self.autocast:
+            loss = self.model(x, y, "sum") * weight[0] if weight else self.model(x, y) / self.accumulation
+        self.scaler.scale(loss).backward()
+        return loss.detach()
 
     def step(self, next_batch, lr):
         """One optimizer step over `accumulation` batches -> (loss, gradient norm), tensors on the device."""
         loss = 0.0
         for micro in range(self.accumulation):
-            x, y, *weight = next_batch()  # a weight where only some targets count, see make_batches
+            batch = next_batch()
             parallel.sync_gradients(self.model, micro == self.accumulation - 1)
-            with self.autocast:
-                micro_loss = self.model(x, y, "sum") * weight[0] if weight else self.model(x, y) / self.accumulation
-            self.scaler.scale(micro_loss).backward()
-            loss += micro_loss.detach()
+            loss += self.micro_step(*batch)
         self.scaler.unscale_(self.optimizer)
         norm = parallel.clip_gradients(self.raw, self.clip)
         optim.set_learning_rate(self.optimizer, lr)

@@ -47,6 +47,10 @@ def no_fused_adamw(chip):
     return None if chip.maker in ("nvidia", "amd", "cpu") else "PyTorch's fused AdamW is for CUDA devices and CPUs"
 
 
+def no_graph(chip):
+    return None if chip.maker in ("nvidia", "amd") else "graphs are for CUDA devices"
+
+
 PLAIN = dict(precision="fp32", compile=False, attention="math", vocab_multiple=1, ops="torch", fused_adamw=False)
 RUNGS = [
     Rung("float32, plain attention", PLAIN),
@@ -58,6 +62,7 @@ RUNGS = [
     Rung("padded vocabulary", {"vocab_multiple": 128}),
     Rung("fused AdamW", {"fused_adamw": True}, no_fused_adamw),
     Rung("fused operations", {"ops": "fused"}, lambda chip: chips.no_fast_forms(chip) or kernels.MISSING),
+    Rung("CUDA graph", {"cuda_graph": True}, no_graph),
     Rung("fp8", {"precision": "fp8"}, lambda chip: chips.no_fp8(chip) or kernels.MISSING),
 ]
 

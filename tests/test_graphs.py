@@ -1,0 +1,83 @@
+"""--cuda_graph: a replayed micro-step is the launched one, bit for bit; what cannot be captured is refused."""
+
+import pytest
+import torch
+from conftest import losses, train_here
+
+import train
+from configurator import UserError, configure
+from scale import graphs, parallel
+from settings import Config
+
+WORDS = ["--n_layer=2", "--n_head=4", "--n_embd=256", "--vocab_size=500", "--block_size=128", "--batch_size=4"]
+WORDS += ["--device=cuda", "--compile=False", "--deterministic=True", "--warmup_steps=0"]
+LLAMA = ["--positions=rope", "--norm=rmsnorm", "--mlp=swiglu", "--bias=False", "--tie_embeddings=False"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["--precision=bf16", "--batch_tokens=512"],  # the capture is at a step's first micro-step
+        ["--precision=bf16", "--batch_tokens=1024", "--dropout=0.1"],  # at its second
+        ["--precision=bf16", "--batch_tokens=1536", "--optimizer=muon", *LLAMA],
+        ["--precision=fp8", "--batch_tokens=1024"],
+        ["--precision=fp16", "--batch_tokens=1024"],
+        ["--precision=tf32", "--batch_tokens=1024", "--weighted"],
+        ["--precision=bf16", "--batch_tokens=1024", "--compile=True"],
+    ],
+    ids=["one", "dropout", "llama", "fp8", "fp16", "weighted", "compiled"],
+)
+def test_replayed_steps_equal_launched_ones(more):
+    """Losses, gradient norms and the weights after six steps, of which the graph does at least three."""
+    weighted = "--weighted" in more
+    cfg = configure(Config, [*WORDS, *(word for word in more if word != "--weighted")])
+    parallel.make_deterministic()
+    world = parallel.start("cuda")
+    try:
+        launched, replayed = (six_steps(cfg, world, graph, weighted) for graph in (False, True))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert launched[0] == replayed[0] and launched[0][0] - launched[0][-2] > 0.1, "losses and norms, and they fall"
+    assert [name for name, tensor in launched[1].items() if not torch.equal(tensor, replayed[1][name])] == []
+
+
+def six_steps(cfg, world, graph, weighted):
+    """([loss and norm of each step], {name: weight}) on the same random batches, which differ from step to step."""
+    cfg.cuda_graph = graph
+    own, _ = train.choose(cfg, world.device)
+    job = train.build(own, world)
+    job.raw.train()
+    torch.manual_seed(1)
+    rows = torch.randint(0, 50, (64, cfg.batch_size, cfg.block_size + 1), device="cuda").unbind()
+    taken = iter(rows)
+
+    def next_batch():
+        row = next(taken)
+        return (row[:, :-1], row[:, 1:], 1 / (400 + int(row[0, 0]))) if weighted else (row[:, :-1], row[:, 1:])
+
+    found = []
+    for _ in range(6):
+        loss, norm = job.step(next_batch, 1e-3)
+        found += [loss.item(), norm.item()]
+    assert graph == isinstance(job.micro_step, graphs.Replayed) and (not graph or job.micro_step.graph is not None)
+    return found, {name: p.detach().clone() for name, p in job.raw.named_parameters()}
+
+
+@pytest.mark.gpu
+def test_a_run_with_evaluations_resumes(data_dir, tmp_path):
+    """train.py with validation, samples and checkpoints between the replays, and a resumed run, equal one without."""
+    settings = dict(device="cuda", precision="bf16", deterministic=True, eval_interval=3, sample_interval=4)
+    settings |= dict(save_interval=6, n_samples=1, sample_tokens=4, max_steps=12)
+    try:
+        expected = losses(train_here(data_dir, tmp_path / "a", **settings))
+        assert losses(train_here(data_dir, tmp_path / "b", cuda_graph=True, **settings)) == expected
+        resumed = train_here(data_dir, tmp_path / "c", cuda_graph=True, resume=tmp_path / "b/step_00000006", **settings)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert losses(resumed) == {step: loss for step, loss in expected.items() if step > 6}
+
+
+def test_a_cpu_has_no_graphs(data_dir, tmp_path):
+    with pytest.raises(UserError, match="^cuda_graph=True needs a CUDA device, this is cpu; leave it out$"):
+        train_here(data_dir, tmp_path, cuda_graph=True)
