@@ -77,10 +77,17 @@ class NoValueEmbedding(nn.Module):
         return v
 
 
+class OwnMemory(nn.Module):
+    """Copies v, which attention keeps: beside it in the projection's output lie q and k from before RoPE."""
+
+    def forward(self, v, idx):
+        return v.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 def make_values(cfg, layer):
     if layer in cfg.value_layers:
         return ValueEmbedding(cfg.padded_vocab, cfg.kv_heads * cfg.head_dim)
-    return NoValueEmbedding()
+    return OwnMemory() if cfg.positions == "rope" and not cfg.qk_norm else NoValueEmbedding()
 
 
 class HeadGate(nn.Module):

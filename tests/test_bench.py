@@ -112,7 +112,9 @@ GATED = ["--value_embeddings=2", "--attention_gate=True"]
 @pytest.mark.parametrize(
     "recipe, precision, words, measured",
     [("gpt2_124m", "bf16", [], 21.4), ("gpt2_124m", "fp8", [], 19.7), ("modern_350m", "bf16", [], 49.3)]
-    + [("modern_124m", "bf16", [], 35.2), ("modern_124m", "fp8", [], 39.9), ("modern_124m", "bf16", GATED, 41.3)],
+    + [("modern_124m", "bf16", [], 35.2), ("modern_124m", "fp8", [], 39.9), ("modern_124m", "bf16", GATED, 41.3)]
+    + [("gpt2_350m", "bf16", [], 31.2), ("gpt2_774m", "bf16", [], 36.8), ("gpt2_1558m", "bf16", [], 46.5)]
+    + [("gpt2_1558m", "fp8", [], 42.9), ("gpt3_2700m", "bf16", [], 66.0)],
 )
 def test_memory_is_what_an_h200_took(recipe, precision, words, measured):
     """Peak memory in GiB that `bench.py step` or train.py printed on one H200."""

@@ -156,6 +156,18 @@ def kept_bytes(kind):
     return sum(seen.values())
 
 
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_q_and_k_from_before_rope_are_kept_for_their_norm_alone(qk_norm):
+    """v does not hold the projection's output, in which they lie beside it; else its backward would keep them too."""
+    cfg = GPTConfig(vocab_size=200, n_layer=1, n_head=4, n_embd=64, block_size=64, **{**LLAMA, "qk_norm": qk_norm})
+    model = models.build(cfg, torch.device("cpu"), 0)
+    found = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: found.append(t) or t, lambda t: t):
+        model.hidden(torch.randint(0, 200, (8, 64)))
+    v = [t for t in found if t.dim() == 4 and t.size(1) == cfg.kv_heads and t.untyped_storage().nbytes() > t.nbytes]
+    assert bool(v) == qk_norm
+
+
 def test_block_keeps_a_fraction():
     assert kept_bytes("block") < kept_bytes("none") / 5
 
