@@ -57,9 +57,15 @@ class Replayed:
         self.grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.used]
         self.attach()
         self.graph = torch.cuda.CUDAGraph()
-        # thread_local: the loader's thread may allocate and copy meanwhile
-        with torch.cuda.graph(self.graph, stream=self.stream, capture_error_mode="thread_local"):
-            self.loss = self.micro_step(*self.batch)
+        try:  # thread_local: the loader's thread may allocate and copy meanwhile
+            with torch.cuda.graph(self.graph, stream=self.stream, capture_error_mode="thread_local"):
+                self.loss = self.micro_step(*self.batch)
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            raise UserError(
+                f"cuda_graph=True: the micro-step cannot be captured ({reason}); does an edit wait for the GPU, as "
+                "with .item()? leave cuda_graph out, or mend it"
+            ) from error
 
     def attach(self):
         for parameter, grad in zip(self.used, self.grads, strict=True):

@@ -1,8 +1,11 @@
 """--cuda_graph: a replayed micro-step is the launched one, bit for bit; what cannot be captured is refused."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
-from conftest import losses, train_here
+from conftest import ROOT, losses, train_here
 
 import train
 from configurator import UserError, configure
@@ -76,6 +79,27 @@ def test_a_run_with_evaluations_resumes(data_dir, tmp_path):
     finally:
         torch.use_deterministic_algorithms(False)
     assert losses(resumed) == {step: loss for step, loss in expected.items() if step > 6}
+
+
+WAITS = """
+import torch
+from scale.graphs import Replayed
+layer = torch.nn.Linear(2, 1, device="cuda")
+def micro_step(x):
+    loss = layer(x).mean()
+    loss.backward()
+    return loss.detach() * (1 if loss.item() > 0 else 2)
+replayed = Replayed(micro_step, layer, torch.device("cuda"))
+for _ in range(4):
+    replayed(torch.ones(3, 2, device="cuda"))
+"""
+
+
+@pytest.mark.gpu
+def test_a_step_that_waits_for_the_gpu_is_named():
+    done = subprocess.run([sys.executable, "-c", WAITS], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode and "UserError: cuda_graph=True: the micro-step cannot be captured" in last, done.stderr
 
 
 def test_a_cpu_has_no_graphs(data_dir, tmp_path):
