@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from fast.adam8 import GROUP, LEAST, M_LEVELS, SHIFT, V_LEVELS
+from fast.operators import cdiv
 
 TILE, WARPS = 4, 4  # groups per program: one per warp
 
@@ -11,7 +12,7 @@ TILE, WARPS = 4, 4  # groups per program: one per warp
 def update(w, g, m, m_scale, v, v_scale, first, key, *numbers):
     """As update_torch, for contiguous tensors; on a GPU the results may differ from it in the last bits of float32."""
     groups = m_scale.numel()
-    _update[(triton.cdiv(groups, TILE),)](
+    _update[(cdiv(groups, TILE),)](
         w, g, m, m_scale, v, v_scale, groups, first, key, *numbers, COLS=w.size(1), PER_ROW=m_scale.size(1),
         ROUND=w.dtype.itemsize == 2, GROUP=GROUP, SHIFT=SHIFT, LEAST=LEAST, M_LEVELS=M_LEVELS, V_LEVELS=V_LEVELS,
         TILE=TILE, num_warps=WARPS,

@@ -22,7 +22,7 @@ from fast import cublas
 from fast.hopper import sm_count
 from fast.linear import join_heads, split_heads
 from fast.loss import chunk_rows, cross_entropy_rows, empty_results, keep_gradients, kept_gradients, sum_dtype
-from fast.operators import dtypes_of, operator
+from fast.operators import cdiv, dtypes_of, operator, power_of_2
 
 aten = torch.ops.aten
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -231,8 +231,8 @@ def cast(
     out, out_t, scale, columns = cast_results(parts, amax, before, what, e5m2, sums)
     M, N = out.shape
     device, widths = out.device, [x.size(1) // (1 + (what == SWIGLU)) for x in parts] + [0] * (3 - len(parts))
-    strips = sum(triton.cdiv(width, CAST_COLS) for width in widths)
-    programs = min(triton.cdiv(M, CAST_ROWS), triton.cdiv(CAST_PROGRAMS * sm_count(device), strips))
+    strips = sum(cdiv(width, CAST_COLS) for width in widths)
+    programs = min(cdiv(M, CAST_ROWS), cdiv(CAST_PROGRAMS * sm_count(device), strips))
     partial = torch.empty(programs if sums else 0, N, dtype=torch.float32, device=device)
     limit = torch.finfo(dtype).max
     room = GRADIENT_ROOM if e5m2 else ROOM
@@ -240,7 +240,7 @@ def cast(
     _prepare[(1,)](*abc, before, amax, scale, M, limit / room, *widths, WHAT=what, BLOCK=4096, num_warps=8)
     _cast[(programs, strips)](
         *abc, before, out, partial, amax, scale, M, limit, *widths, WHAT=what, SUMS=sums, ROWS=CAST_ROWS,
-        COLS=CAST_COLS, PROGRAMS=programs, STEPS=triton.cdiv(M, programs * CAST_ROWS), STAGES=CAST_STAGES,
+        COLS=CAST_COLS, PROGRAMS=programs, STEPS=cdiv(M, programs * CAST_ROWS), STAGES=CAST_STAGES,
         num_warps=CAST_WARPS,
     )  # fmt: skip
     transpose(out, out_t)
@@ -375,7 +375,7 @@ def _cast(
 def transpose(x, out):
     """out = x.T, of bytes. Within `_cast` it took longer and, with Triton 3.6 on Hopper, gave wrong values."""
     M, N = x.shape
-    grid = triton.cdiv(M, TRANSPOSE_TILE), triton.cdiv(N, TRANSPOSE_TILE)
+    grid = cdiv(M, TRANSPOSE_TILE), cdiv(N, TRANSPOSE_TILE)
     _transpose[grid](x.view(torch.uint8), out.view(torch.uint8), M, N, TILE=TRANSPOSE_TILE, num_warps=8)
 
 
@@ -424,9 +424,7 @@ class Rows(torch.Tensor):
         rows = self.as_subclass(torch.Tensor)
         amax = torch.linalg.vector_norm(rows, float("inf"), dtype=torch.float32).view(1)
         rows8 = torch.empty_like(rows, dtype=E4M3)
-        _shrink[(triton.cdiv(rows.numel(), COPY_BLOCK),)](
-            rows, amax, rows8, rows.numel(), BLOCK=COPY_BLOCK, num_warps=8
-        )
+        _shrink[(cdiv(rows.numel(), COPY_BLOCK),)](rows, amax, rows8, rows.numel(), BLOCK=COPY_BLOCK, num_warps=8)
         return (rows8, amax), layer.w_amax
 
     def fsdp_post_all_gather(self, gathered, scale, dtype, *, out=None):
@@ -434,8 +432,8 @@ class Rows(torch.Tensor):
         both = torch.empty_like(rows8, dtype=dtype) if out is None else out.detach()
         straight, across = halves(both)
         ranks, each = tops.numel(), rows8.numel() // tops.numel()
-        more = triton.next_power_of_2(ranks)
-        grid = ranks, triton.cdiv(each, COPY_BLOCK)
+        more = power_of_2(ranks)
+        grid = ranks, cdiv(each, COPY_BLOCK)
         _align[grid](rows8, tops, straight, scale, each, RANKS=ranks, MORE=more, BLOCK=COPY_BLOCK, num_warps=8)
         transpose(straight, across)
         rows8.untyped_storage().resize_(0)  # FSDP2 would keep it as long as `both`, and allocates it again

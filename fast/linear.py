@@ -8,7 +8,7 @@ import triton.language as tl
 
 from fast import cublas, hopper
 from fast.hopper import sm_count
-from fast.operators import as_gradients, dtypes_of, on_hopper, operator
+from fast.operators import as_gradients, cdiv, dtypes_of, on_hopper, operator, power_of_2
 
 PACK_PROGRAMS, PACK_WARPS, PACK_STAGES = 8, 1, 3  # programs a multiprocessor
 
@@ -148,8 +148,8 @@ def pack(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> tuple[torch.Tenso
     programs = min(N, PACK_PROGRAMS * sm_count(a.device))
     parts = torch.empty(programs, sum(widths), dtype=torch.float32, device=a.device)
     _pack[(programs, 3)](
-        a, b, c, out, parts, N, A=widths[0], B=widths[1], C=widths[2], BLOCK=triton.next_power_of_2(max(widths)),
-        PROGRAMS=programs, STEPS=triton.cdiv(N, programs), STAGES=PACK_STAGES, num_warps=PACK_WARPS,
+        a, b, c, out, parts, N, A=widths[0], B=widths[1], C=widths[2], BLOCK=power_of_2(max(widths)),
+        PROGRAMS=programs, STEPS=cdiv(N, programs), STAGES=PACK_STAGES, num_warps=PACK_WARPS,
     )  # fmt: skip
     return out, parts.sum(0)
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from fast import cublas, hopper
-from fast.operators import on_hopper, operator
+from fast.operators import on_hopper, operator, power_of_2
 
 LOGITS_BYTES = 2**30  # of logits alive at a time
 LARGEST_CAP = 32.0  # up to which exponentials of capped logits need no care: 2^18 of them, e^64 each, are below 2^111
@@ -209,7 +209,7 @@ def target_logits(x, w, targets, softcap):
     """(N,) float32: the logit of each row's target, capped, times log2(e); infinite where the target is ignored."""
     shifts = torch.empty(x.size(0), dtype=torch.float32, device=x.device)
     C = x.size(1)
-    block, capped = min(2048, triton.next_power_of_2(C)), softcap is not None
+    block, capped = min(2048, power_of_2(C)), softcap is not None
     _target_logits[(x.size(0),)](x, w, targets, shifts, softcap or 0.0, C=C, CAP=capped, BLOCK=block)
     return shifts
 
@@ -225,8 +225,8 @@ def exponential_rows(x, w, targets, shifts, losses, factors, grads, vocab_size, 
     (rows, C), (P, parts) = x.shape, (w.size(0), sums.size(1))
     _exponential_rows[(rows,)](
         grads, sums, x, w, targets, shifts, losses, factors, scaled, parts, softcap or 0.0,
-        P=P, V=vocab_size, C=C, CAP=softcap is not None, GRAD=grad, PARTS=triton.next_power_of_2(parts),
-        BLOCK=min(2048, triton.next_power_of_2(C)),
+        P=P, V=vocab_size, C=C, CAP=softcap is not None, GRAD=grad, PARTS=power_of_2(parts),
+        BLOCK=min(2048, power_of_2(C)),
     )  # fmt: skip
     return scaled
 

@@ -13,7 +13,7 @@ import triton.language as tl
 from fast import cublas, hopper
 from fast.hopper import sm_count
 from fast.linear import operands, product, weight_gradients
-from fast.operators import on_hopper, operator
+from fast.operators import cdiv, on_hopper, operator
 
 SWIGLU_BLOCK, SWIGLU_WARPS = 2048, 8
 RELU2_ROWS, RELU2_COLS, RELU2_PROGRAMS, RELU2_STAGES, RELU2_WARPS = 8, 256, 8, 3, 4  # programs a multiprocessor
@@ -63,7 +63,7 @@ def product_relu2(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, t
     if on_hopper(a):
         return hopper.relu2(a, b.t(), bias)
     act = cublas.matmul(a, b, a.new_empty(a.size(0), b.size(1)), bias=bias, tune=tune)
-    _relu2[(triton.cdiv(act.numel(), RELU2_BLOCK),)](act, act.numel(), BLOCK=RELU2_BLOCK)
+    _relu2[(cdiv(act.numel(), RELU2_BLOCK),)](act, act.numel(), BLOCK=RELU2_BLOCK)
     return act
 
 
@@ -152,12 +152,12 @@ FUNCTIONS = {
 def relu2_backward(dact, act):
     """(gradient of the pre-activation, its float32 column sums) from the gradient of act, its ReLU^2; (N, H) each."""
     N, H = dact.shape
-    dbefore, strips = torch.empty_like(dact), triton.cdiv(H, RELU2_COLS)
-    programs = min(triton.cdiv(N, RELU2_ROWS), triton.cdiv(RELU2_PROGRAMS * sm_count(dact.device), strips))
+    dbefore, strips = torch.empty_like(dact), cdiv(H, RELU2_COLS)
+    programs = min(cdiv(N, RELU2_ROWS), cdiv(RELU2_PROGRAMS * sm_count(dact.device), strips))
     parts = torch.empty(programs, H, dtype=torch.float32, device=dact.device)
     _relu2_backward[(programs, strips)](
         dact, act, dbefore, parts, N, H=H, ROWS=RELU2_ROWS, COLS=RELU2_COLS, PROGRAMS=programs,
-        STEPS=triton.cdiv(N, programs * RELU2_ROWS), STAGES=RELU2_STAGES, num_warps=RELU2_WARPS,
+        STEPS=cdiv(N, programs * RELU2_ROWS), STAGES=RELU2_STAGES, num_warps=RELU2_WARPS,
     )  # fmt: skip
     return dbefore, parts.sum(0)
 
@@ -195,7 +195,7 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up; gate_up: contiguous (N, 2 H), gate in the first half -> (N, H)."""
     N, H = gate_up.size(0), gate_up.size(1) // 2
     act = gate_up.new_empty(N, H)
-    _swiglu[(N, triton.cdiv(H, SWIGLU_BLOCK))](gate_up, act, H=H, BLOCK=SWIGLU_BLOCK, num_warps=SWIGLU_WARPS)
+    _swiglu[(N, cdiv(H, SWIGLU_BLOCK))](gate_up, act, H=H, BLOCK=SWIGLU_BLOCK, num_warps=SWIGLU_WARPS)
     return act
 
 
@@ -209,7 +209,7 @@ def swiglu_backward(dact: torch.Tensor, gate_up: torch.Tensor) -> tuple[torch.Te
     """(gradient of gate_up, silu(gate) * up) from dact, the gradient of silu(gate) * up."""
     N, H = dact.shape
     dgate_up, act = torch.empty_like(gate_up), torch.empty_like(dact)
-    grid = N, triton.cdiv(H, SWIGLU_BLOCK)
+    grid = N, cdiv(H, SWIGLU_BLOCK)
     _swiglu_backward[grid](dact, gate_up, dgate_up, act, H=H, BLOCK=SWIGLU_BLOCK, num_warps=SWIGLU_WARPS)
     return dgate_up, act
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from fast.hopper import sm_count
-from fast.operators import as_gradients, dtypes_of, operator
+from fast.operators import as_gradients, cdiv, dtypes_of, operator, power_of_2
 
 NORM_WIDTH = 1024  # columns of a row for each warp
 NORM_BACK_WARPS, NORM_BACK_STAGES = 8, 3  # warps a multiprocessor; C = 768: 154 us, four programs of two warps: 313
@@ -72,9 +72,9 @@ def norm_forward(
     """(x + update, its norm in bf16, float32 (2, rows): mean and 1 / deviation); the sum is empty without update."""
     total, h, stats = norm_results(x, update)
     C, N = x.size(-1), x.numel() // x.size(-1)
-    block = triton.next_power_of_2(C)
+    block = power_of_2(C)
     rows = max(1, 4096 // block)
-    _norm_forward[(triton.cdiv(N, rows),)](
+    _norm_forward[(cdiv(N, rows),)](
         x.contiguous(), None if update is None else update.contiguous(), weight, shift, total, h, stats, N, eps,
         C=C, CENTRED=centred, BLOCK=block, ROWS=rows, num_warps=max(2, block // NORM_WIDTH),
     )  # fmt: skip
@@ -102,13 +102,13 @@ def norm_backward(
     dtotal: the gradient that reaches the sum by the residual path, added to dx; None: there is none.
     """
     C, N = total.size(-1), total.numel() // total.size(-1)
-    block = triton.next_power_of_2(C)
+    block = power_of_2(C)
     warps = max(1, block // NORM_WIDTH)
     programs = min(N, max(1, NORM_BACK_WARPS // warps) * sm_count(total.device))
     dx, parts = torch.empty_like(total), torch.empty(programs, 3, C, dtype=torch.float32, device=total.device)
     _norm_backward[(programs,)](
         None if dtotal is None else dtotal.contiguous(), dh.contiguous(), total, stats, weight, dx, parts, N,
-        C=C, CENTRED=centred, BLOCK=block, PROGRAMS=programs, STEPS=triton.cdiv(N, programs),
+        C=C, CENTRED=centred, BLOCK=block, PROGRAMS=programs, STEPS=cdiv(N, programs),
         STAGES=NORM_BACK_STAGES, num_warps=warps,
     )  # fmt: skip
     return dx, parts.sum(0)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from fast.hopper import sm_count
-from fast.operators import operator
+from fast.operators import cdiv, operator, power_of_2
 
 ROPE_ELEMENTS, ROPE_WARPS = 4096, 4  # of a block of heads
 ROPE_BACK_ELEMENTS, ROPE_BACK_WARPS, ROPE_BACK_PROGRAMS, ROPE_BACK_STAGES = 4096, 4, 4, 1  # programs a multiprocessor
@@ -44,7 +44,7 @@ def rope_forward(
     x = side_by_side(x)
     y = heads_last(x)
     size, options = blocks(x, ROPE_ELEMENTS, ROPE_WARPS)
-    _rope_forward[(triton.cdiv(size, options["ROWS"]),)](
+    _rope_forward[(cdiv(size, options["ROWS"]),)](
         x, weight, cos, sin, y, size, eps, cos.stride(0), *x.stride()[:3], H=x.size(1), T=x.size(2), **options
     )
     return y
@@ -69,12 +69,12 @@ def rope_backward(
     x = dy if x is None else side_by_side(x)
     dx = heads_last(dy)
     size, options = blocks(dy, ROPE_BACK_ELEMENTS, ROPE_BACK_WARPS)
-    steps = triton.cdiv(size, options["ROWS"])
+    steps = cdiv(size, options["ROWS"])
     programs = min(steps, ROPE_BACK_PROGRAMS * sm_count(dy.device))
     parts = torch.empty(0 if weight is None else programs, dy.size(3), dtype=torch.float32, device=dy.device)
     _rope_backward[(programs,)](
         dy, x, weight, cos, sin, dx, parts, size, eps, cos.stride(0), *dy.stride()[:3], *x.stride()[:3], programs,
-        H=dy.size(1), T=dy.size(2), STEPS=triton.cdiv(steps, programs), STAGES=ROPE_BACK_STAGES, **options,
+        H=dy.size(1), T=dy.size(2), STEPS=cdiv(steps, programs), STAGES=ROPE_BACK_STAGES, **options,
     )  # fmt: skip
     return dx, parts.sum(0) if weight is not None else parts[0:0, 0]
 
@@ -97,7 +97,7 @@ def heads_last(x):
 def blocks(x, elements, warps):
     """(B T H, the kernels' compile-time constants): a block has as many heads as have about `elements` numbers."""
     B, H, T, D = x.shape
-    half = triton.next_power_of_2(D // 2)
+    half = power_of_2(D // 2)
     rows = max(1, elements // (2 * half))
     return B * T * H, dict(D=D, HALF=half, ROWS=rows, num_warps=warps)
 

@@ -5,7 +5,9 @@ softmax is over the padding of the vocabulary too, and its GELU is the exact one
 of a row has no target, because transformers shifts the labels itself. Each runs in a process of its own.
 """
 
+import contextlib
 import dataclasses
+import importlib.metadata
 import importlib.util
 import itertools
 import json
@@ -63,7 +65,7 @@ def measure(cfg):
 def table(cfg):
     """A row for each peer, from a process of its own."""
     device, rows = parallel.pick_device(cfg.device), []
-    print(f"{device_name(device)}, torch {torch.__version__}; each row is a process that compiles anew")
+    print(f"{device_name(device)}, {versions()}; each row is a process that compiles anew")
     print(f"\n{'':<22}{'first loss':>12}{'ms a step':>12}{'tokens/s':>12}{'MFU':>7}{'GiB':>7}{'ours':>8}", flush=True)
     for peer, name in PEERS.items():
         reason = missing(cfg, peer)
@@ -78,6 +80,15 @@ def table(cfg):
             print(f"{'':<22}  without torch.compile, with which it failed: {row['compile_failed']}", flush=True)
         if cfg.out:
             write(cfg, {"peers": rows})
+
+
+def versions():
+    """The versions of torch and of the peers' packages that are installed, in words."""
+    found = []
+    for name in ("torch", "transformers", "liger-kernel"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found.append(f"{name} {importlib.metadata.version(name)}")
+    return ", ".join(found)
 
 
 def write(cfg, figures):

@@ -78,8 +78,9 @@ def main(cfg, lists):
     if twice := {run.name for run in runs if [other.name for other in runs].count(run.name) > 1}:
         raise UserError(f"two runs are named {sorted(twice)[0]}; expected a name of its own for each")
     gpus, waiting = visible(cfg), [run for run in runs if not cfg.show and not small_log(cfg, run).exists()]
-    if wide := [run.name for run in waiting if run.width > len(gpus)]:
-        raise UserError(f"gpus={len(gpus)}: {wide[0]} needs more; expected at least as many as its ranks")
+    for run in [run for run in waiting if run.width > len(gpus)]:
+        print(f"{run.name:<28} left out: it needs {run.width} GPUs, gpus={len(gpus)}", flush=True)
+        waiting.remove(run)
     if lost := [run for run in waiting if not (Path(run.code) / run.words[0]).is_file()]:
         raise UserError(f"{lost[0].name}: no {lost[0].words[0]} in {lost[0].code}; expected a checkout")
     if waiting:

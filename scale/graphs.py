@@ -1,7 +1,7 @@
 """--cuda_graph: the host launches a micro-step's kernels together, as one CUDA graph.
 
-The host needs 10 to 100 us for each kernel that it launches. Where a micro-batch or a model is small, or the host slow,
-that is longer than the kernels take, and the GPU waits. A graph is captured once and launched as one
+The host needs tens of microseconds for each kernel that it launches. Where a micro-batch or a model is small, or the
+host slow, that is longer than the kernels take, and the GPU waits. A graph is captured once and launched as one
 (https://developer.nvidia.com/blog/cuda-graphs); what is captured is the micro-step of train.py as it stands.
 """
 

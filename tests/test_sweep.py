@@ -55,7 +55,7 @@ def test_runs_of_a_list(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("a\na --lr=1", "two runs are named a"), ("a ranks=3", "gpus=2"), ("a ranks=x", "list.txt:1"), (None, "a list")]
+    [("a\na --lr=1", "two runs are named a"), ("a ranks=x", "list.txt:1"), (None, "a list")]
     + [("a\nb --lr='1", "list.txt:2: No closing quotation"), ("a code=nowhere", "a: no train.py in nowhere")],
 )
 def test_a_wrong_list(tmp_path, text, words):
@@ -64,6 +64,12 @@ def test_a_wrong_list(tmp_path, text, words):
     with pytest.raises(UserError, match=words):
         sweep.main(sweep.Config(gpus=2, keep=str(tmp_path / "kept")), [tmp_path / "list.txt"])
     assert not (tmp_path / "kept").exists()
+
+
+def test_a_run_over_more_gpus_than_there_are_is_left_out(tmp_path, capsys):
+    (tmp_path / "list.txt").write_text("a ranks=3")
+    assert sweep.main(sweep.Config(gpus=2, keep=str(tmp_path / "kept")), [tmp_path / "list.txt"]) == 1
+    assert capsys.readouterr().out.startswith("a                            left out: it needs 3 GPUs, gpus=2\n")
 
 
 def test_a_list_without_runs_is_done(tmp_path, capsys):
