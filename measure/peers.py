@@ -33,7 +33,7 @@ from scale import parallel
 from settings import Config
 
 PEERS = {"ours": "this repository", "hf": "transformers", "liger": "transformers + Liger", "nanogpt": "nanoGPT"}
-FIXED = ("optimizer", "remat", "document_mask", "dropout", "weights", "init_from", "z_loss", "label_smoothing")
+FIXED = "optimizer remat document_mask dropout weights init_from z_loss label_smoothing cuda_graph".split()
 BATCHES = 8  # different ones
 FORM = {"figures": {"loss": files.number, "step_ms": results.positive, "tokens_per_s": results.positive}}
 

@@ -18,6 +18,7 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when it is first imported
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # a process reads it once, for deterministic tests too
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no pool of processes, each of which imports torch
 
 interpreter.hasten()

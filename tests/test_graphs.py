@@ -21,8 +21,8 @@ LLAMA = ["--positions=rope", "--norm=rmsnorm", "--mlp=swiglu", "--bias=False", "
 @pytest.mark.parametrize(
     "more",
     [
-        ["--precision=bf16", "--batch_tokens=512"],  # the capture is at a step's first micro-step
-        ["--precision=bf16", "--batch_tokens=1024", "--dropout=0.1"],  # at its second
+        ["--precision=bf16", "--batch_tokens=512"],
+        ["--precision=bf16", "--batch_tokens=1024", "--dropout=0.1"],
         ["--precision=bf16", "--batch_tokens=1536", "--optimizer=muon", *LLAMA],
         ["--precision=fp8", "--batch_tokens=1024"],
         ["--precision=fp16", "--batch_tokens=1024"],
@@ -32,7 +32,7 @@ LLAMA = ["--positions=rope", "--norm=rmsnorm", "--mlp=swiglu", "--bias=False", "
     ids=["one", "dropout", "llama", "fp8", "fp16", "weighted", "compiled"],
 )
 def test_replayed_steps_equal_launched_ones(more):
-    """Losses, gradient norms and the weights after six steps, of which the graph does at least three."""
+    """Losses, gradient norms and the weights after six steps, of which the graph does at least the last three."""
     weighted = "--weighted" in more
     cfg = configure(Config, [*WORDS, *(word for word in more if word != "--weighted")])
     parallel.make_deterministic()
