@@ -264,6 +264,7 @@ def test_resumed_equals_uninterrupted_bitwise(data_dir, tmp_path):
     train_here(data_dir, tmp_path / "c", init_from=tmp_path / "b", max_steps=1)  # in float32
 
 
+@pytest.mark.slow
 def test_two_ranks_equal_one_process_and_resume(data_dir, tmp_path):
     """Gradients are summed in another order, which changes a few codes; other noise costs more than 2e-5."""
     settings = dict(optimizer="adamw8bit", save_interval=6, keep_last=9, batch_size=2, vocab_multiple=1)  # 257 rows

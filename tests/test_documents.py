@@ -276,7 +276,7 @@ COMPILED = dict(parallel="fsdp", n_kv_head=1, remat="block", compile=True, sampl
 
 @pytest.mark.parametrize(
     "settings, compiler",
-    [({}, None), (COMPILED, "graphs"), pytest.param(COMPILED, "inductor", marks=pytest.mark.slow)],
+    [({}, None), *(pytest.param(COMPILED, name, marks=pytest.mark.slow) for name in ("graphs", "inductor"))],
 )
 def test_context_parallel_equals_one_process(short_documents, tmp_path, settings, compiler):
     shape = dict(positions="rope", norm="rmsnorm", mlp="swiglu", n_kv_head=settings.get("n_kv_head", 2))

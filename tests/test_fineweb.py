@@ -398,7 +398,7 @@ def test_no_space_is_named(tmp_path, monkeypatch):
     assert contents(tmp_path) == {}
 
 
-@pytest.mark.parametrize("dataset", ["fineweb-edu", "kjj0/fineweb10B-gpt2"])
+@pytest.mark.parametrize("dataset", ["fineweb-edu", pytest.param("kjj0/fineweb10B-gpt2", marks=pytest.mark.slow)])
 @pytest.mark.fault(35)
 def test_hub_unreachable(tmp_path, dataset):
     """One line on stderr and exit code 3."""

@@ -197,7 +197,7 @@ def test_what_does_not_train_is_as_in_bf16(shape):
         assert not torch.equal(own.train()(idx, targets), bf16(idx, targets))
 
 
-@pytest.mark.parametrize("mlp", ["gelu", "relu2"])
+@pytest.mark.parametrize("mlp", ["gelu", pytest.param("relu2", marks=pytest.mark.slow)])
 def test_rows_of_any_length(mlp):
     """Rows are padded for the products; the gradients are of those that were given."""
     cfg = GPTConfig(vocab_size=1000, n_layer=1, n_head=4, n_embd=256, block_size=128, mlp=mlp)

@@ -120,7 +120,8 @@ MODES = {
 }
 
 
-COVERED = {"loss in chunks in ddp", "context", "muon", "muon in hsdp"}  # by the other modes, together
+COVERED = {"loss in chunks in ddp", "context", "muon", "muon in hsdp", "muon in fsdp"}  # by the other modes, together
+COVERED |= {"states on the host, sums on the device"}
 SOME = [pytest.param(*mode, id=name, marks=[pytest.mark.slow] * (name in COVERED)) for name, mode in MODES.items()]
 
 

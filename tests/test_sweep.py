@@ -26,7 +26,7 @@ def run_sweep(folder, *words):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
-def test_runs_of_a_list(tmp_path):
+def test_runs_of_a_list(tmp_path, capsys):
     write_shard(tmp_path / "py_val_000000.bin", stdlib_bytes(3_000))
     write_shard(tmp_path / "py_train_000001.bin", stdlib_bytes(20_000))
     (tmp_path / "list.txt").write_text(LIST)
@@ -47,10 +47,12 @@ def test_runs_of_a_list(tmp_path):
     assert again.stdout.count("GPU") == 2 and "config/test.py" in again.stdout and "--seed=7" not in again.stdout
     log = (tmp_path / "kept/memory.log").read_text().splitlines()
     assert log[0].startswith("$ python bench.py memory") and log[-1] in again.stdout
-    shown = run_sweep(tmp_path, "--show", "--gpus=1")  # the GPUs do not matter then
-    assert shown.stdout.splitlines()[:2] == again.stdout.splitlines()[-4:-2] and "GPU" not in shown.stdout
+    kept = dict(out_dir=str(tmp_path / "out"), keep=str(tmp_path / "kept"), gpus=1)  # with show they do not matter
+    assert sweep.main(sweep.Config(show=True, **kept), [tmp_path / "list.txt"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.splitlines()[:2] == again.stdout.splitlines()[-4:-2] and "GPU" not in shown
     (tmp_path / "list.txt").write_text("memory bench.py memory config/test.py --world=2")
-    assert run_sweep(tmp_path).returncode == 0  # every run has its log
+    assert sweep.main(sweep.Config(**kept), [tmp_path / "list.txt"]) == 0  # every run has its log
 
 
 @pytest.mark.parametrize(
