@@ -378,7 +378,11 @@ def test_document_masks(edit):
 
 
 @pytest.mark.parametrize(
-    "edit", ["LoRA", "a layer of every other channel", pytest.param("value residual", marks=pytest.mark.slow)]
+    "edit",
+    [
+        "LoRA",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("a layer of every other channel", "value residual")),
+    ],
 )
 def test_fp8(edit):
     check_fp8(edit, steps(edit, precision="fp8"))

@@ -26,6 +26,7 @@ def run_sweep(folder, *words):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.slow
 def test_runs_of_a_list(tmp_path, capsys):
     write_shard(tmp_path / "py_val_000000.bin", stdlib_bytes(3_000))
     write_shard(tmp_path / "py_train_000001.bin", stdlib_bytes(20_000))
