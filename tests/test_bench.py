@@ -154,6 +154,27 @@ def test_memory_and_speed_are_what_h200s_showed(ranks, words, gib, rate):
         assert cfg.batch_tokens / sum(plan.seconds(cfg, ranks).values()) / ranks == pytest.approx(rate, rel=0.1)
 
 
+SMALL, XL = ["config/gpt2_124m.py", "--batch_size=16", "--batch_tokens=16384"], ["config/gpt2_1558m.py"]
+
+
+@pytest.mark.parametrize(
+    "words, ms",
+    [
+        (SMALL, 35.4),
+        ([*SMALL, "--precision=fp8"], 62.2),
+        ([*XL, "--batch_tokens=131072"], 2_621),
+        ([*XL, "--batch_tokens=131072", "--precision=fp8"], 3_781),
+    ],
+)
+def test_a_step_takes_what_the_host_takes_to_launch_it(words, ms):
+    """Milliseconds that `bench.py step` printed on one H200, three of them bound by the host; a graph is not."""
+    cfg = configure(Config, [str(ROOT / words[0]), "--precision=bf16", *words[1:]])
+    parts = plan.seconds(cfg, 1)
+    assert sum(parts.values()) * 1e3 == pytest.approx(ms, rel=0.1)
+    assert ("waiting for the host" in parts) == (ms != 2_621)
+    assert "waiting for the host" not in plan.seconds(dataclasses.replace(cfg, cuda_graph=True), 1)
+
+
 def test_plan_finds_what_fits_and_is_fastest():
     """A batch that fits is kept; a model too large for one GPU is sharded; a long context needs remat."""
     budget = 80 * memory.GIB
