@@ -5,5 +5,5 @@ from config.gpt2_124m import *  # noqa: F403
 
 out_dir = "out/gpt2_1558m"
 n_layer, n_head, n_embd = 48, 25, 1600
-batch_size = 8
+batch_size = 16
 lr = 2e-4

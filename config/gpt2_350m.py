@@ -5,5 +5,5 @@ from config.gpt2_124m import *  # noqa: F403
 
 out_dir = "out/gpt2_350m"
 n_layer, n_head, n_embd = 24, 16, 1024
-batch_size = 32
+batch_size = 64
 lr = 3e-4

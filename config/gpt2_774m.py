@@ -5,5 +5,5 @@ from config.gpt2_124m import *  # noqa: F403
 
 out_dir = "out/gpt2_774m"
 n_layer, n_head, n_embd = 36, 20, 1280
-batch_size = 16
+batch_size = 32
 lr = 2.5e-4

@@ -5,5 +5,5 @@ from config.gpt3_small import *  # noqa: F403
 
 out_dir = "out/gpt3_large"
 n_layer, n_head, n_embd = 24, 16, 1536
-batch_size = 8
+batch_size = 16
 lr = 2.5e-4

@@ -5,5 +5,5 @@ from config.gpt3_small import *  # noqa: F403
 
 out_dir = "out/gpt3_medium"
 n_layer, n_head, n_embd = 24, 16, 1024
-batch_size = 16
+batch_size = 32
 lr = 3e-4
