@@ -187,7 +187,7 @@ def breakdown(job, next_batch, cfg, world, say):
         least = f"{floor[kind]:12.1f}" if kind in floor else ""
         name = {"communication": "communication, exposed", "matmul": "matmul without the head"}.get(kind, kind)
         say(f"{name:<28}{by_kind[kind]:10.1f}{least}")
-    say(f"{'idle':<28}{wall - busy:10.1f}")
+    say(f"{'idle':<28}{wall - busy:10.1f}{'':<15}{between(len(events) / steps, wall - busy, wall)}")
     least = sum(floor.values())
     say(f"{'all':<28}{wall:10.1f}{least:12.1f}   the floor is {cfg.batch_tokens / least * 1e3:,.0f} tokens/s")
     say(f"{'floor back to back for 3 s':<38}{hot:12.1f}   {cfg.batch_tokens / hot * 1e3:,.0f} tokens/s, {watts}")
@@ -198,6 +198,12 @@ def breakdown(job, next_batch, cfg, world, say):
         each = f"{len(times) / steps:7.0f} {sum(times) / len(times) * 1e3:12.1f}"
         say(f"  {name[:64]:<64} {sum(times) / steps:10.2f} {each}")
     return {"ms": by_kind | {"idle": wall - busy}, "floor_ms": floor | {"back to back": hot}}
+
+
+def between(kernels, idle, wall):
+    """What lies between the kernels of a step, in words; idle, wall: ms a step."""
+    waits = "; the GPU waits for the host: try a larger --batch_size, or --cuda_graph" if idle > wall / 20 else ""
+    return f"{kernels:,.0f} kernels a step{waits}"
 
 
 def head_events(job, next_batch, cfg, world, rounds=16):

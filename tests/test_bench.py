@@ -356,6 +356,12 @@ def test_tables_on_a_gpu(name, words, capsys):
     assert re.search(rf"{expected} +[\d.]+", said), said
 
 
+def test_a_gpu_that_waits_for_the_host_is_named():
+    """The two figures are GPT-2 124M's in fp8 on an H200 and on an H100 with a slower host."""
+    assert step.between(7_000, 20.3, 684.4) == "7,000 kernels a step"
+    assert "waits for the host: try a larger --batch_size" in step.between(7_000, 263.6, 979.3)
+
+
 def test_fsdp2_gathers_blocks_up_to_a_size(monkeypatch):
     """By each block's own size: one with a table of value embeddings is larger than the others."""
     monkeypatch.setattr(memory, "UNIT_MIB", 100)
