@@ -23,10 +23,7 @@ class Replayed:
     """
 
     def __init__(self, micro_step, model, device):
-        if device.type != "cuda":
-            raise UserError(f"cuda_graph=True needs a CUDA device, this is {device.type}; leave it out")
-        if dist.is_initialized():
-            raise UserError("cuda_graph=True is for one GPU without torchrun; leave one of them out")
+        refuse_all_but_one_gpu(device)
         self.micro_step, self.parameters, self.device = micro_step, list(model.parameters()), device
         self.stream, self.calls = torch.cuda.Stream(device), 0
         self.graph = self.batch = self.grads = None
@@ -79,3 +76,10 @@ class Replayed:
                 f"cuda_graph=True: the micro-step cannot be captured ({reason}); does an edit wait for the GPU, as "
                 "with .item()? leave cuda_graph out, or mend it"
             ) from cause
+
+
+def refuse_all_but_one_gpu(device):
+    if device.type != "cuda":
+        raise UserError(f"cuda_graph=True needs a CUDA device, this is {device.type}; leave it out")
+    if dist.is_initialized():
+        raise UserError("cuda_graph=True is for one GPU without torchrun; leave one of them out")

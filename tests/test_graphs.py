@@ -1,7 +1,10 @@
 """--cuda_graph: a replayed micro-step is the launched one, bit for bit; what cannot be captured is refused."""
 
+import contextlib
+import functools
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -52,7 +55,7 @@ def six_steps(cfg, world, graph, weighted):
     job = train.build(own, world)
     job.raw.train()
     torch.manual_seed(1)
-    rows = torch.randint(0, 50, (64, cfg.batch_size, cfg.block_size + 1), device="cuda").unbind()
+    rows = torch.randint(0, 50, (64, cfg.batch_size, cfg.block_size + 1), device=world.device).unbind()
     taken = iter(rows)
 
     def next_batch():
@@ -65,6 +68,38 @@ def six_steps(cfg, world, graph, weighted):
         found += [loss.item(), norm.item()]
     assert graph == isinstance(job.micro_step, graphs.Replayed) and (not graph or job.micro_step.graph is not None)
     return found, {name: p.detach().clone() for name, p in job.raw.named_parameters()}
+
+
+@pytest.fixture
+def imitated(monkeypatch):
+    """Streams on the CPU, and a capture whose replay runs the micro-step on the same tensors."""
+
+    class Stream:
+        def __init__(self, device=None):
+            pass
+
+        def wait_stream(self, other):
+            pass
+
+    def capture(self):
+        self.graph = types.SimpleNamespace(replay=lambda: setattr(self, "loss", self.micro_step(*self.batch)))
+
+    put = functools.partial(monkeypatch.setattr, torch.cuda)
+    put("Stream", Stream), put("current_stream", Stream), put("stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(graphs.Replayed, "capture", capture)
+    monkeypatch.setattr(graphs, "refuse_all_but_one_gpu", lambda device: None)
+
+
+@pytest.mark.parametrize(
+    "more", [["--batch_tokens=512"], ["--batch_tokens=1024", "--weighted"], ["--batch_tokens=2560"]]
+)
+def test_the_gradients_of_replays_add_up_as_those_of_steps(more, imitated):
+    """Micro-steps of one, two and five a step, with a capture that is imitated."""
+    cfg = configure(Config, [*WORDS, *(word for word in more if word != "--weighted"), "--device=cpu"])
+    world = parallel.start("cpu")
+    launched, replayed = (six_steps(cfg, world, graph, "--weighted" in more) for graph in (False, True))
+    assert launched[0] == replayed[0]
+    assert [name for name, tensor in launched[1].items() if not torch.equal(tensor, replayed[1][name])] == []
 
 
 @pytest.mark.gpu
