@@ -191,7 +191,7 @@ class Config(GPTConfig):
     device: str = "auto"  # auto, cpu, cuda, mps
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp8"] = "auto"  # auto: bf16 on GPUs that have it
     compile: bool = True  # torch.compile; needs a C++ compiler on the CPU
-    cuda_graph: bool = False  # one GPU: a micro-step is launched as one CUDA graph, for small batches; not measured
+    cuda_graph: bool = False  # ddp: a micro-step is launched as one CUDA graph, for small batches; not measured
     ops: Literal["auto", "torch", "fused"] = "auto"  # fused: fast forms (fast/); torch: the definitions of kernels.py
     deterministic: bool = False  # the same bits in each run on one GPU, for 10% more time; on a CPU it is always so
     # Several GPUs
@@ -326,6 +326,10 @@ def conflicts(cfg, ranks):
         found.append(
             f"cuda_graph=True cannot capture remat={cfg.remat}, which reads the random state; try --remat=none"
         )
+    if cfg.cuda_graph and cfg.parallel != "ddp" and ranks > 1:
+        found.append(f"cuda_graph=True cannot capture FSDP2's collectives, parallel={cfg.parallel}; try --parallel=ddp")
+    if cfg.cuda_graph and cfg.context_parallel > 1:
+        found.append("cuda_graph=True cannot capture context_parallel's collectives; leave one of them out")
     if cfg.cuda_graph and cfg.document_mask:
         found.append(
             "cuda_graph=True cannot capture document_mask=True, which waits for the GPU; leave one of them out"

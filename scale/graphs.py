@@ -5,27 +5,36 @@ host slow, that is longer than the kernels take, and the GPU waits. A graph is c
 (https://developer.nvidia.com/blog/cuda-graphs); what is captured is the micro-step of train.py as it stands.
 """
 
+import contextlib
+import functools
 import gc
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
 from configurator import UserError
 
-EAGER = 3  # micro-steps at least before the capture, in which everything is compiled, timed and allocated
+EAGER = 3  # steps before the capture, in which all is compiled, timed and allocated, and DDP orders its buckets
+ALIGNED = 128  # elements: each gradient begins at a multiple of them
 
 
 class Replayed:
-    """A micro-step (train.Training.micro_step) of a model on one GPU, replayed as a graph from a step's start on.
+    """A micro-step (train.Training.micro_step) of a model on a GPU, replayed as a graph from a step's start on.
 
     The graph reads its batch from tensors of its own and adds to gradients that stay where they are. The optimizer may
-    set .grad to None after a step as always: then the next call puts them back, filled with zeros.
+    set .grad to None after a step as always: then the next call puts them back, filled with zeros. model: as the loop
+    calls it; DDP's gradients are averaged in one piece after a step's last micro-step, not while the backward goes on.
     """
 
-    def __init__(self, micro_step, model, device):
-        refuse_all_but_one_gpu(device)
+    def __init__(self, micro_step, model, device, reduce_dtype):
+        if isinstance(model, FSDPModule):
+            raise UserError("cuda_graph=True cannot capture FSDP2's collectives; try --parallel=ddp")
         self.micro_step, self.parameters, self.device = micro_step, list(model.parameters()), device
-        self.stream, self.calls = torch.cuda.Stream(device), 0
+        self.ddp = model if isinstance(model, DistributedDataParallel) else None
+        self.reduce_dtype = torch.bfloat16 if reduce_dtype == "bf16" else None  # None: the gradients' own
+        self.stream, self.steps = stream(device), 0
         self.graph = self.batch = self.grads = None
 
     def __call__(self, *batch):
@@ -34,15 +43,19 @@ class Replayed:
         self.batch = self.batch or [torch.empty(t.shape, dtype=t.dtype, device=self.device) for t in given]
         for own, value in zip(self.batch, given, strict=True):
             own.copy_(value, non_blocking=True)
-        self.calls += 1
         begins = all(p.grad is None for p in self.parameters)  # a step
-        if self.graph is None and (self.calls <= EAGER or not begins):
+        self.steps += begins
+        if self.steps <= EAGER:
             return self.beside()
         if begins:
             self.attach()
-        if self.graph is None:
-            self.capture()
-        self.graph.replay()
+        last = self.ddp and self.ddp.require_backward_grad_sync
+        with self.ddp.no_sync() if self.ddp else contextlib.nullcontext():
+            if self.graph is None:
+                self.capture()
+            self.graph.replay()
+        if last:
+            self.average()
         return self.loss
 
     def beside(self):
@@ -56,8 +69,10 @@ class Replayed:
 
     def attach(self):
         """Puts the gradients back, as zeros."""
-        self.grads = self.grads or [torch.empty_like(p) for p in self.used]
-        torch._foreach_zero_(self.grads)
+        if self.grads is None:
+            self.flat, self.grads = gradients(self.used)
+        for flat in self.flat:
+            flat.zero_()
         for parameter, grad in zip(self.used, self.grads, strict=True):
             parameter.grad = grad
 
@@ -77,9 +92,28 @@ class Replayed:
                 "with .item()? leave cuda_graph out, or mend it"
             ) from cause
 
+    def average(self):
+        """The gradients' mean over the ranks."""
+        for flat in self.flat:
+            summed = flat.to(self.reduce_dtype or flat.dtype).div_(dist.get_world_size())
+            dist.all_reduce(summed)
+            flat.copy_(summed)
 
-def refuse_all_but_one_gpu(device):
+
+def gradients(parameters):
+    """([a tensor for each dtype], [its part for each parameter])"""
+    ends, parts = {}, []
+    for p in parameters:
+        parts.append(ends.get(p.dtype, 0))
+        ends[p.dtype] = parts[-1] + -(-p.numel() // ALIGNED) * ALIGNED
+    flat = {dtype: torch.empty(end, dtype=dtype, device=parameters[0].device) for dtype, end in ends.items()}
+    grads = [flat[p.dtype][at : at + p.numel()].view_as(p) for at, p in zip(parts, parameters, strict=True)]
+    return list(flat.values()), grads
+
+
+@functools.cache
+def stream(device):
+    """The stream of the capture. DDP is made on it: what adds to the gradients runs on the stream where it was made."""
     if device.type != "cuda":
         raise UserError(f"cuda_graph=True needs a CUDA device, this is {device.type}; leave it out")
-    if dist.is_initialized():
-        raise UserError("cuda_graph=True is for one GPU without torchrun; leave one of them out")
+    return torch.cuda.Stream(device)

@@ -26,7 +26,7 @@ import kernels
 import model as models
 from configurator import UserError
 from fast import chips
-from scale import context, documents, memory, remat
+from scale import context, documents, graphs, memory, remat
 from scale.shards import copy_into, local
 
 NCCL_LATER = 10  # seconds after timeout_s until NCCL aborts; run/watch.py, which says who hangs, comes before
@@ -341,7 +341,8 @@ def wrap(model, cfg, world, unused=False):
     ids = [world.device.index] if world.device.type == "cuda" else None
     options = dict(device_ids=ids, gradient_as_bucket_view=True, broadcast_buffers=False, find_unused_parameters=unused)
     warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")  # torch 2.11 has no newer name for it
-    ddp = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MIB, **options)
+    with torch.cuda.stream(graphs.stream(world.device) if cfg.cuda_graph else None):  # None: where we are
+        ddp = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MIB, **options)
     if cfg.reduce_dtype == "bf16" and cfg.weights == "fp32":
         if world.device.type != "cuda":
             raise UserError(f"reduce_dtype=bf16 under DDP needs CUDA, not {world.device.type}; try --reduce_dtype=fp32")

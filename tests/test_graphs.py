@@ -1,12 +1,12 @@
 """--cuda_graph: a replayed micro-step is the launched one, bit for bit; what cannot be captured is refused."""
 
 import contextlib
-import functools
 import subprocess
 import sys
 import types
 
 import pytest
+import ranks
 import torch
 from conftest import ROOT, losses, train_here
 
@@ -35,7 +35,7 @@ LLAMA = ["--positions=rope", "--norm=rmsnorm", "--mlp=swiglu", "--bias=False", "
     ids=["one", "dropout", "llama", "fp8", "fp16", "weighted", "compiled"],
 )
 def test_replayed_steps_equal_launched_ones(more):
-    """Losses, gradient norms and the weights after six steps, of which the graph does at least the last three."""
+    """Losses, gradient norms and the weights after six steps, of which the graph does the last three."""
     weighted = "--weighted" in more
     cfg = configure(Config, [*WORDS, *(word for word in more if word != "--weighted")])
     parallel.make_deterministic()
@@ -44,8 +44,8 @@ def test_replayed_steps_equal_launched_ones(more):
         launched, replayed = (six_steps(cfg, world, graph, weighted) for graph in (False, True))
     finally:
         torch.use_deterministic_algorithms(False)
-    assert launched[0] == replayed[0] and launched[0][0] - launched[0][-2] > 0.1, "losses and norms, and they fall"
-    assert [name for name, tensor in launched[1].items() if not torch.equal(tensor, replayed[1][name])] == []
+    same(launched, replayed)
+    assert launched[0][0] - launched[0][-2] > 0.1, "the losses fall"
 
 
 def six_steps(cfg, world, graph, weighted):
@@ -54,7 +54,7 @@ def six_steps(cfg, world, graph, weighted):
     own, _ = train.choose(cfg, world.device)
     job = train.build(own, world)
     job.raw.train()
-    torch.manual_seed(1)
+    torch.manual_seed(1 + world.rank)
     rows = torch.randint(0, 50, (64, cfg.batch_size, cfg.block_size + 1), device=world.device).unbind()
     taken = iter(rows)
 
@@ -67,11 +67,10 @@ def six_steps(cfg, world, graph, weighted):
         loss, norm = job.step(next_batch, 1e-3)
         found += [loss.item(), norm.item()]
     assert graph == isinstance(job.micro_step, graphs.Replayed) and (not graph or job.micro_step.graph is not None)
-    return found, {name: p.detach().clone() for name, p in job.raw.named_parameters()}
+    return found, {name: p.detach().to("cpu", copy=True) for name, p in job.raw.named_parameters()}
 
 
-@pytest.fixture
-def imitated(monkeypatch):
+def imitate(put):
     """Streams on the CPU, and a capture whose replay runs the micro-step on the same tensors."""
 
     class Stream:
@@ -84,22 +83,44 @@ def imitated(monkeypatch):
     def capture(self):
         self.graph = types.SimpleNamespace(replay=lambda: setattr(self, "loss", self.micro_step(*self.batch)))
 
-    put = functools.partial(monkeypatch.setattr, torch.cuda)
-    put("Stream", Stream), put("current_stream", Stream), put("stream", lambda stream: contextlib.nullcontext())
-    monkeypatch.setattr(graphs.Replayed, "capture", capture)
-    monkeypatch.setattr(graphs, "refuse_all_but_one_gpu", lambda device: None)
+    put(graphs, "stream", Stream), put(torch.cuda, "current_stream", Stream)
+    put(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    put(graphs.Replayed, "capture", capture)
+
+
+def both_ways(more):
+    """[(losses and norms, weights) of steps that are launched, and of steps with an imitated capture], on the CPU."""
+    words = [*WORDS, *(word for word in more if word != "--weighted"), "--device=cpu"]
+    world = parallel.start("cpu")
+    return [six_steps(configure(Config, words), world, graph, "--weighted" in more) for graph in (False, True)]
 
 
 @pytest.mark.parametrize(
     "more", [["--batch_tokens=512"], ["--batch_tokens=1024", "--weighted"], ["--batch_tokens=2560"]]
 )
-def test_the_gradients_of_replays_add_up_as_those_of_steps(more, imitated):
-    """Micro-steps of one, two and five a step, with a capture that is imitated."""
-    cfg = configure(Config, [*WORDS, *(word for word in more if word != "--weighted"), "--device=cpu"])
-    world = parallel.start("cpu")
-    launched, replayed = (six_steps(cfg, world, graph, "--weighted" in more) for graph in (False, True))
+def test_the_gradients_of_replays_add_up_as_those_of_steps(more, monkeypatch):
+    """Micro-steps of one, two and five a step."""
+    imitate(monkeypatch.setattr)
+    same(*both_ways(more))
+
+
+def same(launched, replayed):
     assert launched[0] == replayed[0]
     assert [name for name, tensor in launched[1].items() if not torch.equal(tensor, replayed[1][name])] == []
+
+
+def in_rank(more):
+    """For ranks.call."""
+    imitate(setattr)
+    return both_ways(more)
+
+
+def test_ranks_average_the_gradients_of_replays():
+    """Two ranks with three micro-steps each, as under DDP."""
+    first, second = ranks.call(2, in_rank, ["--batch_tokens=3072"])
+    same(*first), same(*second)
+    same(([], first[1][1]), ([], second[1][1]))
+    assert first[1][0] != second[1][0], "each rank has its own loss"
 
 
 @pytest.mark.gpu
@@ -116,6 +137,24 @@ def test_a_run_with_evaluations_resumes(data_dir, tmp_path):
     assert losses(resumed) == {step: loss for step, loss in expected.items() if step > 6}
 
 
+def in_rank_on_a_gpu(more):
+    """For ranks.call."""
+    parallel.make_deterministic()
+    world = parallel.start("cuda")
+    return [six_steps(configure(Config, [*WORDS, *more]), world, graph, False) for graph in (False, True)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("more", [["--precision=bf16"], ["--precision=fp8", "--compile=True"]], ids=["bf16", "fp8"])
+def test_ddp_on_gpus(number, more):
+    if torch.cuda.device_count() < number:
+        pytest.skip(f"needs {number} GPUs")
+    found = ranks.call(number, in_rank_on_a_gpu, [*more, "--batch_tokens=2048"], timeout=300)
+    for launched, replayed in found:
+        same(launched, replayed)
+
+
 WAITS = """
 import torch
 from scale.graphs import Replayed
@@ -124,7 +163,7 @@ def micro_step(x):
     loss = layer(x).mean()
     loss.backward()
     return loss.detach() * (1 if loss.item() > 0 else 2)
-replayed = Replayed(micro_step, layer, torch.device("cuda"))
+replayed = Replayed(micro_step, layer, torch.device("cuda"), "fp32")
 for _ in range(4):
     replayed(torch.ones(3, 2, device="cuda"))
 """
