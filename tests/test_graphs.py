@@ -90,14 +90,12 @@ def imitate(put):
 
 def both_ways(more):
     """[(losses and norms, weights) of steps that are launched, and of steps with an imitated capture], on the CPU."""
-    words = [*WORDS, *(word for word in more if word != "--weighted"), "--device=cpu"]
+    words = [*WORDS, *(word for word in more if word != "--weighted"), "--device=cpu", "--n_embd=64", "--block_size=32"]
     world = parallel.start("cpu")
     return [six_steps(configure(Config, words), world, graph, "--weighted" in more) for graph in (False, True)]
 
 
-@pytest.mark.parametrize(
-    "more", [["--batch_tokens=512"], ["--batch_tokens=1024", "--weighted"], ["--batch_tokens=2560"]]
-)
+@pytest.mark.parametrize("more", [["--batch_tokens=128"], ["--batch_tokens=256", "--weighted"], ["--batch_tokens=640"]])
 def test_the_gradients_of_replays_add_up_as_those_of_steps(more, monkeypatch):
     """Micro-steps of one, two and five a step."""
     imitate(monkeypatch.setattr)
@@ -117,7 +115,7 @@ def in_rank(more):
 
 def test_ranks_average_the_gradients_of_replays():
     """Two ranks with three micro-steps each, as under DDP."""
-    first, second = ranks.call(2, in_rank, ["--batch_tokens=3072"])
+    first, second = ranks.call(2, in_rank, ["--batch_tokens=768"])
     same(*first), same(*second)
     same(([], first[1][1]), ([], second[1][1]))
     assert first[1][0] != second[1][0], "each rank has its own loss"
