@@ -78,7 +78,10 @@ class NoValueEmbedding(nn.Module):
 
 
 class OwnMemory(nn.Module):
-    """Copies v, which attention keeps: beside it in the projection's output lie q and k from before RoPE."""
+    """Copies v out of the projection's output.
+
+    Attention keeps v for the backward. A view would keep all of that output, with q and k from before RoPE.
+    """
 
     def forward(self, v, idx):
         return v.transpose(1, 2).contiguous().transpose(1, 2)

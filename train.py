@@ -51,7 +51,7 @@ class Training:
             self.micro_step = graphs.Replayed(self.micro_step, self.model, world.device, cfg.reduce_dtype)
 
     def micro_step(self, x, y, *weight):
-        """Adds the gradients of a micro-batch -> its part of the loss; a weight where only some targets count."""
+        """Adds a micro-batch's gradients to those of the step -> its part of the loss. weight: see make_batches."""
         with self.autocast:
             loss = self.model(x, y, "sum") * weight[0] if weight else self.model(x, y) / self.accumulation
         self.scaler.scale(loss).backward()
@@ -61,9 +61,8 @@ class Training:
         """One optimizer step over `accumulation` batches -> (loss, gradient norm), tensors on the device."""
         loss = 0.0
         for micro in range(self.accumulation):
-            batch = next_batch()
             parallel.sync_gradients(self.model, micro == self.accumulation - 1)
-            loss += self.micro_step(*batch)
+            loss += self.micro_step(*next_batch())
         self.scaler.unscale_(self.optimizer)
         norm = parallel.clip_gradients(self.raw, self.clip)
         optim.set_learning_rate(self.optimizer, lr)

@@ -30,12 +30,12 @@ def operator(name, mutates=()):
 
 
 def cdiv(size, tile):
-    """size / tile, rounded up. Triton's own takes the host 5 us; a micro-step in fp8 needs 1,300 of them."""
+    """size / tile, rounded up. triton.cdiv takes 5 us, and a micro-step of GPT-2 124M in fp8 needs 1,300 calls."""
     return -(-size // tile)
 
 
 def power_of_2(number):
-    """The least power of two that is at least `number`; Triton's own takes the host as long."""
+    """The least power of two that is at least `number`; triton.next_power_of_2 is as slow as triton.cdiv."""
     return 1 << (number - 1).bit_length()
 
 

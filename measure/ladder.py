@@ -127,7 +127,7 @@ def start(words):
 
 
 def failure(done):
-    """Why a process failed: its error's line, or its last; of a lack of memory without the advice on other settings."""
+    """Why a process failed: the line of its error, or else its last line; out of memory without the long advice."""
     lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
     errors = [text for text in lines if re.match(r"error: |[\w.]*(Error|Exception|Unsupported): ", text)]
     said = (errors or lines)[-1].removeprefix("error: ")

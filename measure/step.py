@@ -187,7 +187,7 @@ def breakdown(job, next_batch, cfg, world, say):
         least = f"{floor[kind]:12.1f}" if kind in floor else ""
         name = {"communication": "communication, exposed", "matmul": "matmul without the head"}.get(kind, kind)
         say(f"{name:<28}{by_kind[kind]:10.1f}{least}")
-    say(f"{'idle':<28}{wall - busy:10.1f}{'':<15}{between(len(events) / steps, wall - busy, wall)}")
+    say(f"{'idle':<28}{wall - busy:10.1f}{'':<15}{kernels_and_advice(len(events) / steps, wall - busy, wall)}")
     least = sum(floor.values())
     say(f"{'all':<28}{wall:10.1f}{least:12.1f}   the floor is {cfg.batch_tokens / least * 1e3:,.0f} tokens/s")
     say(f"{'floor back to back for 3 s':<38}{hot:12.1f}   {cfg.batch_tokens / hot * 1e3:,.0f} tokens/s, {watts}")
@@ -200,8 +200,8 @@ def breakdown(job, next_batch, cfg, world, say):
     return {"ms": by_kind | {"idle": wall - busy}, "floor_ms": floor | {"back to back": hot}}
 
 
-def between(kernels, idle, wall):
-    """What lies between the kernels of a step, in words; idle, wall: ms a step."""
+def kernels_and_advice(kernels, idle, wall):
+    """How many kernels a step has, in words, and what to try where the GPU idles for over 5% of it; idle, wall: ms."""
     waits = "; the GPU waits for the host: try a larger --batch_size, or --cuda_graph" if idle > wall / 20 else ""
     return f"{kernels:,.0f} kernels a step{waits}"
 

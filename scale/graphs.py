@@ -46,7 +46,7 @@ class Replayed:
         begins = all(p.grad is None for p in self.parameters)  # a step
         self.steps += begins
         if self.steps <= EAGER:
-            return self.beside()
+            return self.eager()
         if begins:
             self.attach()
         last = self.ddp and self.ddp.require_backward_grad_sync
@@ -58,8 +58,8 @@ class Replayed:
             self.average()
         return self.loss
 
-    def beside(self):
-        """The micro-step on the stream of the capture, so that what it keeps for a stream is there already."""
+    def eager(self):
+        """Runs the micro-step on the capture's stream, so that this stream's workspaces exist before the capture."""
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             loss = self.micro_step(*self.batch)
@@ -101,7 +101,7 @@ class Replayed:
 
 
 def gradients(parameters):
-    """([a tensor for each dtype], [its part for each parameter])"""
+    """One tensor for each dtype, and for each parameter the part that is its gradient -> (tensors, parts)."""
     ends, parts = {}, []
     for p in parameters:
         parts.append(ends.get(p.dtype, 0))
@@ -113,7 +113,11 @@ def gradients(parameters):
 
 @functools.cache
 def stream(device):
-    """The stream of the capture. DDP is made on it: what adds to the gradients runs on the stream where it was made."""
+    """The stream of the capture, on which DDP must be constructed too.
+
+    DDP creates the AccumulateGrad nodes. A node runs on the stream on which it was created, and a capture allows no
+    other stream.
+    """
     if device.type != "cuda":
         raise UserError(f"cuda_graph=True needs a CUDA device, this is {device.type}; leave it out")
     return torch.cuda.Stream(device)

@@ -100,7 +100,7 @@ def parameter_counts(cfg):
 
 
 def units(sizes, apart):
-    """The numbers of the blocks of each unit of FSDP2: consecutive ones, gathered together, up to UNIT_MIB in 16 bits.
+    """[numbers of its blocks] for each unit of FSDP2: consecutive blocks, gathered together, up to UNIT_MIB in 16 bits.
 
     sizes: the parameters of each block. apart: a unit for each block, since a unit of several needs each of them to run
     exactly once, in their order.

@@ -33,7 +33,7 @@ PAGEABLE = 0.2  # assumed: share of `host` that copies to memory that is not pin
 HIDDEN = 0.8  # share of a step's computation that can hide communication
 SLOWED = 0.5  # share of hidden communication's time that it costs all the same: it takes SMs, bandwidth and power
 LAUNCH = 1e-4  # seconds a layer and micro-step during which no kernel runs
-HOST, HOST_FP8 = 2.7e-3, 4.9e-3  # seconds in which the host of one H200 launches a block's forward and backward
+HOST, HOST_FP8 = 2.7e-3, 4.9e-3  # seconds that the host of one H200 takes to launch a block's forward and backward
 
 
 def seconds(cfg, ranks, rates=H200):
@@ -45,9 +45,9 @@ def seconds(cfg, ranks, rates=H200):
         "elementwise": amount["elementwise"] / rates.memory + micros * cfg.n_layer * LAUNCH,
     }
     parts["communication, exposed"] = exposed(cfg, ranks, micros, sum(parts.values()), rates)
-    launching = 0 if cfg.cuda_graph else micros * cfg.n_layer * (HOST_FP8 if cfg.precision == "fp8" else HOST)
-    if launching > sum(parts.values()):
-        parts["waiting for the host"] = launching - sum(parts.values())
+    launching = micros * cfg.n_layer * (HOST_FP8 if cfg.precision == "fp8" else HOST)
+    if not cfg.cuda_graph and (waiting := launching - sum(parts.values())) > 0:
+        parts["waiting for the host"] = waiting
     if cfg.offload_states:
         parts["update on the CPU, copies"] = on_cpu(cfg, ranks, micros, rates)
     return parts

@@ -16,7 +16,7 @@ from scale import graphs, parallel
 from settings import Config
 
 WORDS = ["--n_layer=2", "--n_head=4", "--n_embd=256", "--vocab_size=500", "--block_size=128", "--batch_size=4"]
-WORDS += ["--device=cuda", "--compile=False", "--deterministic=True", "--warmup_steps=0"]
+WORDS += ["--compile=False", "--deterministic=True", "--warmup_steps=0"]
 LLAMA = ["--positions=rope", "--norm=rmsnorm", "--mlp=swiglu", "--bias=False", "--tie_embeddings=False"]
 
 
@@ -36,16 +36,24 @@ LLAMA = ["--positions=rope", "--norm=rmsnorm", "--mlp=swiglu", "--bias=False", "
 )
 def test_replayed_steps_equal_launched_ones(more):
     """Losses, gradient norms and the weights after six steps, of which the graph does the last three."""
-    weighted = "--weighted" in more
-    cfg = configure(Config, [*WORDS, *(word for word in more if word != "--weighted")])
     parallel.make_deterministic()
-    world = parallel.start("cuda")
     try:
-        launched, replayed = (six_steps(cfg, world, graph, weighted) for graph in (False, True))
+        launched, replayed = both_ways(more)
     finally:
         torch.use_deterministic_algorithms(False)
     same(launched, replayed)
     assert launched[0][0] - launched[0][-2] > 0.1, "the losses fall"
+
+
+def both_ways(more, device="cuda"):
+    """[(losses and norms, weights) of launched steps, the same of replayed ones].
+
+    On the CPU, where the capture is imitated, the model is smaller.
+    """
+    words = [*WORDS, *(word for word in more if word != "--weighted"), f"--device={device}"]
+    words += ["--n_embd=64", "--block_size=32"] if device == "cpu" else []
+    world = parallel.start(device)
+    return [six_steps(configure(Config, words), world, graph, "--weighted" in more) for graph in (False, True)]
 
 
 def six_steps(cfg, world, graph, weighted):
@@ -88,18 +96,11 @@ def imitate(put):
     put(graphs.Replayed, "capture", capture)
 
 
-def both_ways(more):
-    """[(losses and norms, weights) of steps that are launched, and of steps with an imitated capture], on the CPU."""
-    words = [*WORDS, *(word for word in more if word != "--weighted"), "--device=cpu", "--n_embd=64", "--block_size=32"]
-    world = parallel.start("cpu")
-    return [six_steps(configure(Config, words), world, graph, "--weighted" in more) for graph in (False, True)]
-
-
 @pytest.mark.parametrize("more", [["--batch_tokens=128"], ["--batch_tokens=256", "--weighted"], ["--batch_tokens=640"]])
 def test_the_gradients_of_replays_add_up_as_those_of_steps(more, monkeypatch):
     """Micro-steps of one, two and five a step."""
     imitate(monkeypatch.setattr)
-    same(*both_ways(more))
+    same(*both_ways(more, "cpu"))
 
 
 def same(launched, replayed):
@@ -110,7 +111,7 @@ def same(launched, replayed):
 def in_rank(more):
     """For ranks.call."""
     imitate(setattr)
-    return both_ways(more)
+    return both_ways(more, "cpu")
 
 
 def test_ranks_average_the_gradients_of_replays():
@@ -138,8 +139,7 @@ def test_a_run_with_evaluations_resumes(data_dir, tmp_path):
 def in_rank_on_a_gpu(more):
     """For ranks.call."""
     parallel.make_deterministic()
-    world = parallel.start("cuda")
-    return [six_steps(configure(Config, [*WORDS, *more]), world, graph, False) for graph in (False, True)]
+    return both_ways(more)
 
 
 @pytest.mark.gpu
