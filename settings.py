@@ -191,7 +191,7 @@ class Config(GPTConfig):
     device: str = "auto"  # auto, cpu, cuda, mps
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp8"] = "auto"  # auto: bf16 on GPUs that have it
     compile: bool = True  # torch.compile; needs a C++ compiler on the CPU
-    cuda_graph: bool = False  # ddp: launches a micro-step as one CUDA graph, for small micro-batches; unmeasured
+    cuda_graph: bool = False  # ddp: launches a micro-step as one CUDA graph, for small micro-batches
     ops: Literal["auto", "torch", "fused"] = "auto"  # fused: fast forms (fast/); torch: the definitions of kernels.py
     deterministic: bool = False  # the same bits in each run on one GPU, for 10% more time; on a CPU it is always so
     # Several GPUs

@@ -415,7 +415,7 @@ def explain(error, cfg, world):
     """A UserError that says what to do about an error of the machine, or None."""
     if isinstance(error, torch.OutOfMemoryError):
         budget = torch.cuda.mem_get_info(world.device)[1]
-        return UserError(memory.advice(cfg, world.size, budget, legal))
+        return UserError(memory.advice(cfg, world.size, budget, legal, error))
     if "does not have a deterministic implementation" in str(error):
         name = first_line(error).partition(" does not have")[0]
         return UserError(f"deterministic=True: {name} has no deterministic form; replace it, or --deterministic=False")

@@ -9,10 +9,12 @@ compare the constants below with the modules that they describe, and the paramet
 
 import dataclasses
 import os
+import re
 
 GIB = 2**30
 WORKSPACE = 2**25  # bytes of cuBLAS's workspace
 UNIT_MIB = 100  # parallel.shard gathers consecutive blocks as one unit up to this size in 16 bits; 0: a block a unit
+HELD, WANTED = r"(\S+) ([KMG])iB is allocated by PyTorch", r"Tried to allocate (\S+) ([KMG])iB"  # in its error
 GROUP = 256  # elements that share a float32 scale in adamw8bit's moments, as in fast/adam8.py
 
 
@@ -266,8 +268,11 @@ def fitting(cfg, ranks, budget, changes, legal):
     return found
 
 
-def advice(cfg, ranks, budget, legal):
-    """What to change after a run was out of memory, in words. budget: bytes of the GPU; legal: as settings.legal."""
+def advice(cfg, ranks, budget, legal, error=""):
+    """What to change after a run was out of memory, in words.
+
+    budget: bytes of the GPU; legal: as settings.legal; error: PyTorch's, which says how much it held and wanted.
+    """
     plain = {"remat_tile": None, "remat_offload": False}
     changes = [{}, {"remat": "selective", **plain}, {"remat": "block"}]
     least = {"remat": "attention", "remat_tile": 16_384, "remat_offload": True}
@@ -279,8 +284,15 @@ def advice(cfg, ranks, budget, legal):
     )
     more = " --parallel=fsdp" if copies else ""
     tries = " or ".join(f for f in fits if f != f"--batch_size={cfg.batch_size}") or f"more GPUs{more}"
-    need = takes(cfg, ranks)
-    roomy = need < 0.9 * budget and cfg.ops != "torch"  # the estimate does not count ops=torch
+    need, held, wanted = takes(cfg, ranks), size_in(error, HELD), size_in(error, WANTED)
+    roomy = max(need, held + wanted) < 0.9 * budget and cfg.ops != "torch"  # the estimate does not count ops=torch
     why = f"this takes about {need / GIB:.1f} GiB of {budget / GIB:.1f} a GPU by estimate"
+    why += f"; it held {held / GIB:.1f} and wanted {wanted / GIB:.2f} more" if held else ""
     why += ", so that another process may be on it (nvidia-smi)" if roomy else ""
     return f"out of memory: {why}; try {tries}"
+
+
+def size_in(text, pattern):
+    """Bytes of the size that the pattern finds as its number and the first letter of its unit, 0 if it finds none."""
+    found = re.search(pattern, str(text))
+    return float(found[1]) * 1024 ** (1 + "KMG".index(found[2])) if found else 0

@@ -265,6 +265,27 @@ def test_the_hosts_memory_is_what_offloaded_states_take(kind):
         assert sum(weights) + sum(gradients) == moments
 
 
+def three_steps_in_rank(words):
+    """(Losses of three steps on one GPU, bytes of its memory at the peak, bytes by the estimate)."""
+    cfg = configure(StepConfig, words)
+    world = parallel.join(cfg)
+    own, _, job = step.build(cfg, world)
+    next_batch = step.synthetic(own, world)
+    found = [job.step(next_batch, 1e-3)[0].item() for _ in range(3)]
+    return found, torch.cuda.max_memory_allocated(), memory.takes(own, world.size)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["ddp", *(f"{kind} --offload_states" for kind in ("fsdp", "zero2", "hsdp"))])
+def test_a_gpu_takes_the_estimated_memory(mode):
+    """Each mode that one GPU can run, with two micro-steps a step and heads that are 80 wide."""
+    words = ["--n_layer=6", "--n_head=16", "--n_embd=1280", "--vocab_size=50304", "--batch_size=16", "--lr=1e-3"]
+    words += ["--block_size=1024", "--batch_tokens=32768", "--remat=selective", "--precision=bf16", "--device=cuda"]
+    [(losses, peak, estimate)] = call(1, three_steps_in_rank, [*words, *f"--parallel={mode}".split()], timeout=200)
+    assert peak == pytest.approx(estimate, rel=0.12)
+    assert losses[0] == pytest.approx(11, abs=0.6) and losses[2] < losses[0]
+
+
 def test_memory_and_plan_print_the_hosts_memory(capsys):
     here("memory", *AWAY, "--world=4")
     line = re.search(
@@ -312,6 +333,9 @@ def test_out_of_memory_says_what_would_fit(monkeypatch):
     assert 64 <= rows < 128 and "--batch_size=128 --remat=block" in str(error.value)
     assert "another process" not in str(error.value)
     assert "another process" in memory.advice(cfg, 1, 200 * memory.GIB, legal)
+    said = "Tried to allocate 512.00 MiB. GPU 0 ... Of the allocated memory 190.25 GiB is allocated by PyTorch, and"
+    more = memory.advice(cfg, 1, 200 * memory.GIB, legal, torch.OutOfMemoryError(said))
+    assert "by estimate; it held 190.2 and wanted 0.50 more; try" in more, "the estimate is wrong, not another process"
 
 
 def test_mistakes_are_one_line():

@@ -164,6 +164,7 @@ def micro_step(x):
 replayed = Replayed(micro_step, layer, torch.device("cuda"), "fp32")
 for _ in range(4):
     replayed(torch.ones(3, 2, device="cuda"))
+    layer.zero_grad()
 """
 
 
