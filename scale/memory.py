@@ -7,9 +7,13 @@ have its peak: when the loss is computed, in the backward of the last block, and
 compare the constants below with the modules that they describe, and the parameter counts with real models.
 """
 
+import contextlib
 import dataclasses
 import os
 import re
+from pathlib import Path
+
+from configurator import UserError
 
 GIB = 2**30
 WORKSPACE = 2**25  # bytes of cuBLAS's workspace
@@ -65,6 +69,30 @@ def on_host(cfg, ranks):
     if cfg.remat_offload:
         parts["activations"] = cfg.rank_tokens * kept_per_token(cfg) * -(-cfg.n_layer // cfg.remat_every)
     return parts
+
+
+def host_limit():
+    """Bytes of memory that all processes of this machine, or of its container, may take; None where Linux says none."""
+    total, limit = ("/proc/meminfo", r"MemTotal: +(\d+) kB", 1024), ("/sys/fs/cgroup/memory.max", r"(\d+)", 1)
+    found = []
+    for path, pattern, unit in (total, limit):
+        with contextlib.suppress(OSError):
+            found += [unit * int(size) for size in re.findall(pattern, Path(path).read_text())[:1]]
+    return min(found, default=None)
+
+
+def refuse_offload(cfg, ranks):
+    """Raises UserError if offload_states and remat_offload put more into the host's memory than there is.
+
+    Linux would end the process without a word.
+    """
+    parts, limit, here = on_host(cfg, ranks), host_limit(), ranks_of_host(ranks)
+    if limit and (need := here * sum(parts.values())) > limit:
+        names = " and ".join(f"--{name}" for name in ("offload_states", "remat_offload") if getattr(cfg, name))
+        raise UserError(
+            f"{names} would take about {need / GIB:.0f} GiB of this host's memory for {here} rank{'s' * (here > 1)}; "
+            f"there are {limit / GIB:.0f}; leave it out, or take a host with more"
+        )
 
 
 def takes(cfg, ranks):

@@ -221,6 +221,7 @@ def prepare(model, cfg, world, eot=None, regular=True):
     sharded = dist.is_initialized() and cfg.parallel != "ddp"
     if cfg.offload_states and not sharded:
         raise UserError("offload_states=True needs a process group; start it with torchrun, --nproc_per_node=1 for one")
+    memory.refuse_offload(cfg, world.size)
     kernels.limit_logits(cfg.logits_mib)
     if cfg.weights == "bf16":
         for parameter in model.parameters():  # all of them: FSDP2 requires one dtype in a unit

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import ROOT, train_ranks
 from ranks import call
 
@@ -263,6 +264,26 @@ def test_the_hosts_memory_is_what_offloaded_states_take(kind):
         assert pinned == pytest.approx([estimate["parameters"], estimate["gradients"]], rel=0.02)
         assert moments == pytest.approx(estimate["optimizer"], rel=1e-3)
         assert sum(weights) + sum(gradients) == moments
+
+
+def test_offloading_more_than_the_host_has_is_refused(monkeypatch):
+    """Half a million tokens of Llama 3 8B keep 128 GiB there, and the weights, gradients and moments as much again."""
+    assert 2**28 < memory.host_limit() < 2**50
+    words = ["config/llama3_8b.py", "--device=cpu", "--block_size=524288", "--batch_tokens=524288", "--batch_size=1"]
+    words += ["--remat=block", "--remat_offload", "--parallel=fsdp", "--offload_states", "--precision=bf16"]
+    cfg = configure(Config, words)
+    need = sum(memory.on_host(cfg, 1).values())
+    assert need == pytest.approx(256 * memory.GIB, rel=0.01)
+    for limit in (None, need):
+        monkeypatch.setattr(memory, "host_limit", lambda limit=limit: limit)
+        memory.refuse_offload(cfg, 1)
+    monkeypatch.setattr(memory, "host_limit", lambda: 128 * memory.GIB)
+    message = r"--offload_states and --remat_offload would take about 25\d GiB of this host's .* 1 rank; there are 128"
+    with pytest.raises(UserError, match=message):
+        memory.refuse_offload(cfg, 1)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    with pytest.raises(UserError, match=message):  # before a byte of it is allocated
+        train.build(cfg, parallel.World(0, 1, torch.device("cpu")))
 
 
 def three_steps_in_rank(words):
