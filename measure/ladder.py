@@ -110,20 +110,23 @@ def timed(settings):
     return figures_of(["step", *as_words(settings).split()], {"figures": FIGURES})
 
 
-def figures_of(words, form):
-    """Figures that `bench.py WORDS` writes, in a new process, or {"failed": why}. form: as in files.misfit."""
+def figures_of(words, form, **variables):
+    """Figures that `bench.py WORDS` writes, in a new process, or {"failed": why}.
+
+    form: as in files.misfit; variables: of its environment, besides those of this process.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "figures.json"
-        done = start([*words, f"--out={path}"])
+        done = start([*words, f"--out={path}"], variables)
         if done.returncode:
             return {"failed": failure(done)}
         return files.read_json(path, form=form)["figures"]
 
 
-def start(words):
-    """`python bench.py WORDS` -> subprocess.CompletedProcess."""
-    script = Path(__file__).parent.parent / "bench.py"
-    return subprocess.run([sys.executable, str(script), *words], capture_output=True, text=True)
+def start(words, variables):
+    """`python bench.py WORDS` -> subprocess.CompletedProcess. variables: {name: value} for its environment."""
+    script, env = Path(__file__).parent.parent / "bench.py", os.environ | variables
+    return subprocess.run([sys.executable, str(script), *words], capture_output=True, text=True, env=env)
 
 
 def failure(done):

@@ -25,7 +25,7 @@ NAMES = [rung.name for rung in RUNGS]
 ON_A_CPU = ["float32, plain attention", "torch.compile", "flash attention", "padded vocabulary", "fused AdamW"]
 
 
-def eager(words):
+def eager(words, _):
     """`bench.py WORDS` in this process, without the compiler, whose part takes half a minute on a CPU."""
     here(*words, "--compile=False")
     return subprocess.CompletedProcess(words, 0, "", "")
@@ -35,7 +35,7 @@ def faked(tokens_per_s):
     """A stand-in for ladder.start: writes the next of these figures; for words, fails with them on stderr instead."""
     left = iter(tokens_per_s)
 
-    def start(words):
+    def start(words, _):
         figure = next(left)
         if isinstance(figure, str):
             return subprocess.CompletedProcess(words, 1, "", figure)
