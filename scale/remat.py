@@ -18,7 +18,7 @@ import functools
 
 import torch
 import torch.nn as nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import kernels
 from configurator import UserError
@@ -212,7 +212,10 @@ class RecomputedMLP:
         if self.tile is not None:
             parts = [part for part in (up, activation, down) if isinstance(part, nn.Module)]
             return self.tiled(x, run, [p for part in parts for p in part.parameters() if p.requires_grad])
-        return checkpoint(run, x, use_reentrant=False) if torch.is_grad_enabled() else run(x)
+        if not torch.is_grad_enabled():
+            return run(x)
+        contexts = {"context_fn": recompute_all} if TORCH < (2, 12) and torch.compiler.is_compiling() else {}
+        return checkpoint(run, x, use_reentrant=False, **contexts)
 
     @torch.compiler.disable
     def tiled(self, x, run, parameters):
@@ -221,6 +224,13 @@ class RecomputedMLP:
             x = RecomputeInTiles.apply(x, run, tiles, *parameters)
             return ForwardInTiles.apply(x, run, tiles)
         return torch.cat([run(x[:, t]) for t in tiles], 1)
+
+
+# torch 2.11 else keeps, in a compiled checkpoint, what an autograd.Function saves (pytorch's pull request 177396)
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+recompute_all = functools.partial(
+    create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_RECOMPUTE
+)
 
 
 def tiles_of(T, tile):
