@@ -326,7 +326,7 @@ def conflicts(cfg, ranks):
         found.append(
             f"cuda_graph=True cannot capture remat={cfg.remat}, which reads the random state; try --remat=none"
         )
-    if cfg.cuda_graph and cfg.parallel != "ddp" and ranks > 1:
+    if cfg.cuda_graph and cfg.parallel != "ddp" and (ranks > 1 or cfg.offload_states):
         found.append(f"cuda_graph=True cannot capture FSDP2's collectives, parallel={cfg.parallel}; try --parallel=ddp")
     if cfg.cuda_graph and cfg.context_parallel > 1:
         found.append("cuda_graph=True cannot capture context_parallel's collectives; leave one of them out")

@@ -68,6 +68,8 @@ class Training:
         optim.set_learning_rate(self.optimizer, lr)
         if self.skips:  # AdamW then leaves weights and states as they are, which no host needs to know
             self.optimizer.found_inf = parallel.not_finite(loss, norm)
+            for amax in checkpoint.magnitudes(self.raw):  # fp8's, which such a step spoils
+                amax.masked_fill_(self.optimizer.found_inf > 0, 0)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
@@ -92,7 +94,7 @@ def train(cfg, world, watch):
     check(dataclasses.replace(cfg, attention="auto"), world.size)  # the resolved precision may be in conflict
     start = Start(cfg)
     if cfg.dry_run:
-        cfg = dataclasses.replace(cfg, max_steps=start.step + 2)
+        cfg = dataclasses.replace(cfg, max_steps=start.step + 2 + graphs.EAGER_STEPS * cfg.cuda_graph)
 
     # data
     if cfg.verify_data:

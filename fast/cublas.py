@@ -9,7 +9,6 @@ differ in the order of their sums, and leaves out those that add partial sums up
 Constants and structures: https://docs.nvidia.com/cuda/cublas, section "Using the cuBLASLt API".
 """
 
-import contextlib
 import ctypes
 import functools
 import statistics
@@ -197,9 +196,13 @@ class Plan:
 def first(functions):
     """Index of the first function that raises no RuntimeError: see `fastest`. 0 if all do."""
     for which, function in enumerate(functions):
-        with contextlib.suppress(RuntimeError):
+        try:
             function()
             return which
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:
+            continue
     return 0
 
 
@@ -215,6 +218,8 @@ def fastest(functions, device):
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             try:
                 functions[which]()
+            except torch.OutOfMemoryError:  # says nothing about the function
+                raise
             except RuntimeError:
                 del events[which]
                 continue

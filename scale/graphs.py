@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from configurator import UserError
 
-EAGER = 3  # steps before the capture, in which all is compiled, timed and allocated, and DDP orders its buckets
+EAGER_STEPS = 3  # steps before the capture, in which all is compiled, timed and allocated, and DDP orders its buckets
 ALIGNED = 128  # elements: each gradient begins at a multiple of them
 
 
@@ -45,7 +45,7 @@ class Replayed:
             own.copy_(value, non_blocking=True)
         begins = all(p.grad is None for p in self.parameters)  # a step
         self.steps += begins
-        if self.steps <= EAGER:
+        if self.steps <= EAGER_STEPS:
             return self.eager()
         if begins:
             self.attach()
@@ -60,10 +60,8 @@ class Replayed:
 
     def eager(self):
         """Runs the micro-step on the capture's stream, so that this stream's workspaces exist before the capture."""
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
+        with on_stream(self.device):
             loss = self.micro_step(*self.batch)
-        torch.cuda.current_stream().wait_stream(self.stream)
         self.used = [p for p in self.parameters if p.grad is not None]
         return loss
 
@@ -109,6 +107,16 @@ def gradients(parameters):
     flat = {dtype: torch.empty(end, dtype=dtype, device=parameters[0].device) for dtype, end in ends.items()}
     grads = [flat[p.dtype][at : at + p.numel()].view_as(p) for at, p in zip(parts, parameters, strict=True)]
     return list(flat.values()), grads
+
+
+@contextlib.contextmanager
+def on_stream(device):
+    """Work on the stream of the capture, between that of the usual stream before and after."""
+    own, usual = stream(device), torch.cuda.current_stream()
+    own.wait_stream(usual)
+    with torch.cuda.stream(own):
+        yield
+    usual.wait_stream(own)
 
 
 @functools.cache

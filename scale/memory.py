@@ -36,6 +36,8 @@ def estimate(cfg, ranks):
     states = {"parameters": own * here, "gradients": own * here, "optimizer": bytes_of_moments(cfg) * here}
     rope_tables = 8 * cfg.block_size * cfg.head_dim if cfg.positions == "rope" else 0
     states["buffers"] = WORKSPACE + rope_tables
+    if cfg.cuda_graph and ranks > 1:
+        states["gradients"] *= 2  # DDP's buckets are there besides
     parts = dict(states)
     if sharded and cfg.batch_tokens <= cfg.micro_tokens(ranks):
         parts["gradients"] = 0  # of a single micro-step: they grow while activations are freed
@@ -56,19 +58,25 @@ def estimate(cfg, ranks):
 def on_host(cfg, ranks):
     """{part: bytes of the host's memory that a rank takes} with offload_states or remat_offload; {} without either.
 
-    Weights and gradients are pinned, in blocks of a power of two, which is how PyTorch allocates pinned memory.
-    Moments are not.
+    All but moments is pinned, in blocks of a power of two, which is how PyTorch allocates pinned memory.
     """
     parts, (total, _), shards, own = {}, parameter_counts(cfg), shards_of(cfg, ranks), bytes_of_weight(cfg)
     if cfg.offload_states:
         tables = [(cfg.padded_vocab, width) for width in cfg.tables]
         tables += [(cfg.block_size, cfg.n_embd)] if cfg.positions == "learned" else []
         sizes = [own * -(-rows // shards) * width for rows, width in cfg.block_matmuls * cfg.n_layer + tables]
-        pinned = sum(2 ** (size - 1).bit_length() for size in sizes)
+        pinned = sum(map(power_of_2, sizes))
         parts = {"parameters": pinned, "gradients": pinned, "optimizer": int(bytes_of_moments(cfg) * total / shards)}
     if cfg.remat_offload:
-        parts["activations"] = cfg.rank_tokens * kept_per_token(cfg) * -(-cfg.n_layer // cfg.remat_every)
+        tensors = [2 * cfg.n_embd, *[2 * cfg.n_embd, 4 * cfg.n_head] * (cfg.remat == "attention")]  # bytes a token
+        kept = sum(power_of_2(cfg.rank_tokens * each) for each in tensors)
+        parts["activations"] = kept * -(-cfg.n_layer // cfg.remat_every)
     return parts
+
+
+def power_of_2(size):
+    """The least that is not below the size."""
+    return 2 ** (size - 1).bit_length()
 
 
 def host_limit():

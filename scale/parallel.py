@@ -342,7 +342,7 @@ def wrap(model, cfg, world, unused=False):
     ids = [world.device.index] if world.device.type == "cuda" else None
     options = dict(device_ids=ids, gradient_as_bucket_view=True, broadcast_buffers=False, find_unused_parameters=unused)
     warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")  # torch 2.11 has no newer name for it
-    with torch.cuda.stream(graphs.stream(world.device) if cfg.cuda_graph else None):  # None: no other
+    with graphs.on_stream(world.device) if cfg.cuda_graph else contextlib.nullcontext():
         ddp = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MIB, **options)
     if cfg.reduce_dtype == "bf16" and cfg.weights == "fp32":
         if world.device.type != "cuda":

@@ -278,6 +278,9 @@ def test_offloading_more_than_the_host_has_is_refused(monkeypatch):
     cfg = configure(Config, words)
     need = sum(memory.on_host(cfg, 1).values())
     assert need == pytest.approx(256 * memory.GIB, rel=0.01)
+    whole = dict(remat="attention", offload_states=False, batch_tokens=2 * 3 * 2**17, block_size=3 * 2**17)
+    activations = memory.on_host(dataclasses.replace(cfg, **whole), 1)["activations"]
+    assert activations == 32 * (2 * 4 * memory.GIB + 2**26), "pinned: 3 GiB take 4, and attention's logsumexp 64 MiB"
     for limit in (None, need):
         monkeypatch.setattr(memory, "host_limit", lambda limit=limit: limit)
         memory.refuse_offload(cfg, 1)

@@ -1,20 +1,26 @@
 """fp8.py against float64. Without an NVIDIA GPU the kernels run in Triton's interpreter (conftest.py sets it), and
 PyTorch stands in for cuBLASLt."""
 
+import dataclasses
+import math
 import os
 
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from conftest import ROOT
 
-from settings import GPTConfig
+from configurator import configure
+from settings import Config, GPTConfig
 
 pytest.importorskip("triton", reason="Triton is installed with PyTorch's CUDA builds only")
 import kernels
 import model as models
+import train
 from fast import cublas, fp8
 from run import checkpoint
+from scale import parallel
 
 GPU = torch.cuda.is_available()
 RUNS = torch.cuda.get_device_capability() >= (8, 9) if GPU else os.environ.get("TRITON_INTERPRET") == "1"
@@ -278,3 +284,21 @@ def test_scales_go_on_where_they_were():
     resumed, uninterrupted = step(other), step(one)
     assert all(map(same, resumed, uninterrupted)) and not all(map(same, anew, uninterrupted))
     assert not checkpoint.load_rank_tensors(saved, other, 2, DEVICE)
+
+
+@pytest.mark.parametrize("factor", [float("inf"), 1e38, float("nan")])
+def test_a_step_that_is_not_finite_does_not_spoil_the_next(factor):
+    """The amax of its gradients, inf or far too large, would be the next step's scale."""
+    words = [str(ROOT / "config/test.py"), "--vocab_size=200", f"--device={DEVICE.type}", "--compile=False"]
+    words += ["--block_size=8", "--batch_size=2", "--batch_tokens=32", "--n_layer=1", "--max_skipped_steps=1"]
+    cfg = configure(Config, [*words, "--precision=bf16", "--warmup_steps=0", "--attention=math"])
+    cfg = dataclasses.replace(cfg, precision="fp8", ops="fused")  # refused on a CPU
+    job = train.build(cfg, parallel.start(DEVICE.type))
+    factors = iter([1, 1, 1, factor, 1, 1])
+    scale, job.scaler.scale = job.scaler.scale, lambda loss: scale(loss) * next(factors)
+    found = []
+    for _ in range(3):
+        rows = torch.randint(0, 200, (2, 9), device=DEVICE)
+        loss, norm = job.step(lambda rows=rows: (rows[:, :-1], rows[:, 1:]), 1e-3)
+        found.append((job.optimizer.found_inf.item(), math.isfinite(norm.item()), loss.item() < 6))
+    assert found == [(0, True, True), (1, False, True), (0, True, True)]
