@@ -211,6 +211,8 @@ class _Reader:
 
     def suggest(self, key):
         """A guess at what was meant: a setting of a similar name, else of a similar comment (lerning_rate: lr)."""
+        if key == "config":
+            return "; a config file's path is given alone, without --config="
         layout = _layout(self.cls)
         meant = {name: name for name in layout}
         for name, (_, comment) in layout.items():
@@ -231,6 +233,8 @@ def _instead(word, hints):
     """What to write instead of a word that names no config file."""
     if word.partition("=")[0].lstrip("-") in hints and "=" in word:
         return f"a setting is written --{word.lstrip('-')}"
+    if os.path.isdir(word) and "checkpoint" in hints:
+        return f"a run's folder is --checkpoint={word}"
     recipes = sorted(path.stem for path in Path(__file__).parent.glob("config/*.py"))
     close = difflib.get_close_matches(Path(word).stem, recipes, n=1)
     return f"did you mean {close[0]}?" if close else f"a setting is written --key=value; recipes: {', '.join(recipes)}"

@@ -4,7 +4,7 @@
     python plot.py out/a out/b --x=tokens --y=bpb --out=compare.svg
     python plot.py out/a out/b --html                              # -> out/a/curves.html, which needs no network
     python plot.py results/modern/*_300M.jsonl --x=tokens          # small logs that the repository keeps
-    python plot.py out/a --reference=build_nanogpt.json
+    python plot.py out/a --reference=assets/build_nanogpt.json
     python plot.py out/sizes_* --fit --out=fit.png                 # ends of 6 or more runs against compute; best size
 
 Reads each run's log.jsonl and config.json, or one log's file. Panels: loss (validation with marks, training thin and
@@ -225,7 +225,7 @@ def fit_y(axes, low, high):
     if 0 < 2 * low < high:
         axes.set_yscale("log")
         axes.set_ylim(low / (high / low) ** 0.04, high * (high / low) ** 0.04)
-        axes.yaxis.set_major_locator(AutoLocator() if high < 5 * low else LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_locator(AutoLocator() if high < 5 * low else LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
         axes.yaxis.set_minor_locator(NullLocator())
         axes.yaxis.set_minor_formatter(NullFormatter())
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")

@@ -6,11 +6,13 @@ set -euo pipefail
 cd "$(dirname "$0")"
 ./setup.sh
 . .venv/bin/activate
+out=out/quickstart
+for word in "$@"; do case $word in --out_dir=*) out=${word#*=} ;; esac; done
 stdlib=$(python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')
 
 python fineweb.py --dataset="$stdlib/*.py,$stdlib/asyncio,$stdlib/email,$stdlib/json,$stdlib/unittest" \
     --tokenizer=bytes --out_dir=data/quickstart --shuffle_seed=1337 --val_tokens=200_000
 python train.py config/quickstart.py --resume=none --overwrite "$@"
-python sample.py --checkpoint=out/quickstart --prompt="class " --n_samples=1 --max_new_tokens=200
-python plot.py out/quickstart --out=out/quickstart/curves.png
-echo "curves: out/quickstart/curves.png    next: README.md, \"Train GPT-2 124M\""
+python sample.py --checkpoint="$out" --prompt="class " --n_samples=1 --max_new_tokens=200
+python plot.py "$out" --out="$out/curves.png"
+echo "curves: $out/curves.png    next: README.md, \"Train GPT-2 124M\""

@@ -270,7 +270,7 @@ class Progress:
         if pack := self.settings.get("pack"):
             form = {"documents_cut": {"packed": files.number, "by_chance": files.number}}
             cut = read_manifest(self.out, form)["documents_cut"]
-            shares = f"{cut['packed']:.2%} of documents, not {cut['by_chance']:.2%}"
+            shares = f"{cut['packed']:.2%} of documents; in the order of the source {cut['by_chance']:.2%}"
             lines.append(f"pack   rows of {pack:,} tokens cut {shares}")
         return lines
 

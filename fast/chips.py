@@ -77,8 +77,8 @@ def no_bf16(chip):
 
 def no_fast_forms(chip):
     if chip.maker != "nvidia":
-        return "they are for NVIDIA GPUs"
-    return None if chip.capability >= (8, 0) else "they are for NVIDIA GPUs from Ampere on"
+        return "the fast forms are for NVIDIA GPUs"
+    return None if chip.capability >= (8, 0) else "the fast forms are for NVIDIA GPUs from Ampere on"
 
 
 def no_fp8(chip):

@@ -6,6 +6,7 @@ memory and the settings of the others alone, and its row's settings repeat it. d
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -131,6 +132,8 @@ def start(words, variables):
 
 def failure(done):
     """Why a process failed: the line of its error, or else its last line; out of memory without the long advice."""
+    if done.returncode < 0:  # by the kernel, say, where the host's memory is full
+        return f"killed by {signal.Signals(-done.returncode).name}, out of the host's memory perhaps; try fewer rows"
     lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
     errors = [text for text in lines if re.match(r"error: |[\w.]*(Error|Exception|Unsupported): ", text)]
     said = (errors or lines)[-1].removeprefix("error: ")

@@ -48,7 +48,7 @@ def plan_table(cfg):
     found = plan.search(cfg, cfg.world, cfg.gpu_gib * memory.GIB, rates)
     if not found:
         raise UserError(
-            f"nothing fits {cfg.gpu_gib:g} GiB on {cfg.world} GPUs; try a larger --world, --optimizer=adamw8bit "
+            f"nothing fits {cfg.gpu_gib:g} GiB a GPU, --world={cfg.world}; try a larger --world, --optimizer=adamw8bit "
             "--weights=bf16, or a shorter --block_size"
         )
     print("\n".join([*(f"rates        {line}" for line in sources), " " * 13 + in_words(rates)]), end="\n\n")
@@ -99,7 +99,8 @@ def recipe(cfg, seconds, takes):
     names = {field.name: field.default for field in dataclasses.fields(Config)}
     lines = [f"{name} = {getattr(cfg, name)!r}" for name, usual in names.items() if getattr(cfg, name) != usual]
     rate = cfg.batch_tokens / seconds / cfg.world
-    about = f"# The fastest settings for {cfg.world} GPUs of {cfg.gpu_gib:g} GiB by bench.py plan's arithmetic:"
+    gpus = f"{cfg.world} GPU{'s' * (cfg.world > 1)} of {cfg.gpu_gib:g} GiB"
+    about = f"# The fastest settings for {gpus} by bench.py plan's arithmetic:"
     about += f"\n# {rate:,.0f} tokens/s a GPU, {takes / memory.GIB:.1f} GiB (--rates={cfg.rates})"
     return "\n".join([f"# {command(cfg.write, cfg.world, cfg.offload_states)}", about, *lines, ""])
 

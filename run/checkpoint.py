@@ -383,7 +383,7 @@ def find(path):
     if (path / "config.json").is_file() and any(path.glob("model*.safetensors")):
         hint = f"Hugging Face weights are --init_from=hf:{path}, or --pretrained={path} of sample.py"
     elif not path.exists():
-        hint = "no such folder; expected a run's, or one of its step_*/; see also --resume=auto and --init_from=hf:NAME"
+        hint = "no such folder; expected a run's, or one of its step_*/"
     raise CheckpointError(f"{path}: no whole checkpoint there ({hint})")
 
 

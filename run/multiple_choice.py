@@ -89,7 +89,9 @@ def download(folder=CACHE, url=URL, tries=3):
             time.sleep(min(int(wait), 30) if wait.isdigit() else attempt)
     if path.exists():
         return path
-    raise Unavailable(f"{url} cannot be downloaded ({failure}); give a local copy with --file")
+    raise Unavailable(
+        f"{url} cannot be downloaded ({failure}); give a local one, hellaswag.py --file or train.py --hellaswag_file"
+    )
 
 
 @dataclass

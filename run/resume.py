@@ -81,7 +81,8 @@ class Start:
             return []
         before, now = (optim.learning_rate(self.step, dataclasses.replace(cfg, **of)) for of in (old, new))
         changes = ", ".join(f"{name} {old[name]} to {new[name]}" for name in names if old[name] != new[name])
-        return [("schedule", f"changed ({changes}): the next learning rate is {now:.3g} instead of {before:.3g}")]
+        rate = f"is {now:.3g} instead of {before:.3g}" if f"{now:.3g}" != f"{before:.3g}" else f"stays {now:.3g}"
+        return [("schedule", f"changed ({changes}): the next learning rate {rate}")]
 
 
 def long_warmup(cfg):

@@ -372,7 +372,10 @@ def test_mistakes_are_one_line():
         (["memory", "--world=0"], "error: world=0 must be at least 1"),
         (["memory", "--precision=fp32"], "error: precision=fp32: the arithmetic is for bf16 and fp8"),
         (["plan", "config/llama3_8b.py", "--world=8", "--n_head=7"], "n_embd=4096 must be divisible by n_head=7"),
-        (["plan", "config/llama3_8b.py", "--parallel=ddp", "--gpu_gib=8"], "error: nothing fits 8 GiB on 1 GPUs"),
+        (
+            ["plan", "config/llama3_8b.py", "--parallel=ddp", "--gpu_gib=8"],
+            "error: nothing fits 8 GiB a GPU, --world=1",
+        ),
         (["memory", "--n_head=0"], "error: n_head=0 must be at least 1"),
         (["step", "--stepss=3"], "unknown setting --stepss; did you mean steps?"),
     ]

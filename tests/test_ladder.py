@@ -95,7 +95,10 @@ def test_no_rung_at_all_is_an_error(monkeypatch):
 
 
 def test_a_process_that_was_killed_says_its_code():
-    assert ladder.failure(subprocess.CompletedProcess([], -9, "", "")) == "exit code -9"
+    assert (
+        ladder.failure(subprocess.CompletedProcess([], -9, "", ""))
+        == "killed by SIGKILL, out of the host's memory perhaps; try fewer rows"
+    )
 
 
 def test_the_error_of_a_process_is_found_above_advice():
