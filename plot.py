@@ -225,12 +225,13 @@ def fit_y(axes, low, high):
     if 0 < 2 * low < high:
         axes.set_yscale("log")
         axes.set_ylim(low / (high / low) ** 0.04, high * (high / low) ** 0.04)
-        axes.yaxis.set_major_locator(AutoLocator() if high < 5 * low else LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 7) if high < 6 * low else (1, 2, 5)))
         axes.yaxis.set_minor_locator(NullLocator())
         axes.yaxis.set_minor_formatter(NullFormatter())
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     else:
         margin = 0.05 * (high - low) + 1e-3
+        axes.yaxis.set_major_locator(AutoLocator())
         axes.set_ylim(low - margin, high + margin)
 
 

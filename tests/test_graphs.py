@@ -144,7 +144,11 @@ def in_rank_on_a_gpu(more):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("number", [1, 2])
-@pytest.mark.parametrize("more", [["--precision=bf16"], ["--precision=fp8", "--compile=True"]], ids=["bf16", "fp8"])
+@pytest.mark.parametrize(
+    "more",
+    [["--precision=bf16"], ["--precision=bf16", "--reduce_dtype=bf16"], ["--precision=fp8", "--compile=True"]],
+    ids=["bf16", "sums in bf16", "fp8"],
+)
 def test_ddp_on_gpus(number, more):
     if torch.cuda.device_count() < number:
         pytest.skip(f"needs {number} GPUs")
