@@ -48,7 +48,7 @@ class Training:
         self.accumulation = cfg.micro_steps(world.size)
         self.clip, self.skips = cfg.clip, cfg.max_skipped_steps > 0 and not self.scaler.is_enabled()
         if cfg.cuda_graph:
-            self.micro_step = graphs.Replayed(self.micro_step, self.model, world.device, cfg.reduce_dtype)
+            self.micro_step = graphs.Replayed(self.micro_step, self.model, self.accumulation, cfg.reduce_dtype)
 
     def micro_step(self, x, y, *weight):
         """Adds a micro-batch's gradients to those of the step -> its part of the loss. weight: see make_batches."""

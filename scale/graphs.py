@@ -5,18 +5,15 @@ host slow, that is longer than the kernels take, and the GPU waits. A graph is c
 (https://developer.nvidia.com/blog/cuda-graphs); what is captured is the micro-step of train.py as it stands.
 """
 
-import contextlib
-import functools
 import gc
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.parallel import DistributedDataParallel
 
 from configurator import UserError
 
-EAGER_STEPS = 3  # steps before the capture, in which all is compiled, timed and allocated, and DDP orders its buckets
+EAGER_STEPS = 3  # steps before the capture, in which all is compiled, timed and allocated
 ALIGNED = 128  # elements: each gradient begins at a multiple of them
 
 
@@ -24,18 +21,18 @@ class Replayed:
     """A micro-step (train.Training.micro_step) of a model on a GPU, replayed as a graph from a step's start on.
 
     The graph reads its batch from tensors of its own and adds to gradients that stay where they are. The optimizer may
-    set .grad to None after a step as always: then the next call puts them back, filled with zeros. model: as the loop
-    calls it; DDP's gradients are averaged in one piece after a step's last micro-step, not while the backward goes on.
+    set .grad to None after a step as always: then the next call puts them back, filled with zeros. Over several ranks
+    they are averaged after the last of a step's `accumulation` micro-steps, in one piece.
     """
 
-    def __init__(self, micro_step, model, device, reduce_dtype):
+    def __init__(self, micro_step, model, accumulation, reduce_dtype):
         if isinstance(model, FSDPModule):
             raise UserError("cuda_graph=True cannot capture FSDP2's collectives; try --parallel=ddp")
-        self.micro_step, self.parameters, self.device = micro_step, list(model.parameters()), device
-        self.ddp = model if isinstance(model, DistributedDataParallel) else None
+        self.micro_step, self.parameters, self.accumulation = micro_step, list(model.parameters()), accumulation
         self.reduce_dtype = torch.bfloat16 if reduce_dtype == "bf16" else None  # None: the gradients' own
-        self.stream, self.steps = stream(device), 0
-        self.graph = self.batch = self.grads = None
+        self.device = self.parameters[0].device
+        self.stream, self.steps, self.micro_steps = stream(self.device), 0, 0
+        self.graph = self.batch = self.flat = None
 
     def __call__(self, *batch):
         """The micro-step's loss, in a tensor that the next call may overwrite. batch: tensors and numbers."""
@@ -44,30 +41,31 @@ class Replayed:
         for own, value in zip(self.batch, given, strict=True):
             own.copy_(value, non_blocking=True)
         begins = all(p.grad is None for p in self.parameters)  # a step
-        self.steps += begins
+        self.steps, self.micro_steps = self.steps + begins, 1 if begins else self.micro_steps + 1
         if self.steps <= EAGER_STEPS:
-            return self.eager()
-        if begins:
-            self.attach()
-        last = self.ddp and self.ddp.require_backward_grad_sync
-        with self.ddp.no_sync() if self.ddp else contextlib.nullcontext():
+            self.launch()
+        else:
+            if begins:
+                self.attach()
             if self.graph is None:
                 self.capture()
             self.graph.replay()
-        if last:
+        if self.micro_steps == self.accumulation and dist.is_initialized():
             self.average()
         return self.loss
 
-    def eager(self):
+    def launch(self):
         """Runs the micro-step on the capture's stream, so that this stream's workspaces exist before the capture."""
-        with on_stream(self.device):
-            loss = self.micro_step(*self.batch)
+        usual = torch.cuda.current_stream()
+        self.stream.wait_stream(usual)
+        with torch.cuda.stream(self.stream):
+            self.loss = self.micro_step(*self.batch)
+        usual.wait_stream(self.stream)
         self.used = [p for p in self.parameters if p.grad is not None]
-        return loss
 
     def attach(self):
         """Puts the gradients back, as zeros."""
-        if self.grads is None:
+        if self.flat is None:
             self.flat, self.grads = gradients(self.used)
         for flat in self.flat:
             flat.zero_()
@@ -91,11 +89,11 @@ class Replayed:
             ) from cause
 
     def average(self):
-        """The gradients' mean over the ranks."""
-        for flat in self.flat:
-            summed = flat.to(self.reduce_dtype or flat.dtype).div_(dist.get_world_size())
+        """The gradients' mean over the ranks, as DDP computes it."""
+        for own in self.flat or [p.grad for p in self.used]:
+            summed = own.to(self.reduce_dtype or own.dtype).div_(dist.get_world_size())
             dist.all_reduce(summed)
-            flat.copy_(summed)
+            own.copy_(summed)
 
 
 def gradients(parameters):
@@ -109,22 +107,11 @@ def gradients(parameters):
     return list(flat.values()), grads
 
 
-@contextlib.contextmanager
-def on_stream(device):
-    """Work on the stream of the capture, between that of the usual stream before and after."""
-    own, usual = stream(device), torch.cuda.current_stream()
-    own.wait_stream(usual)
-    with torch.cuda.stream(own):
-        yield
-    usual.wait_stream(own)
-
-
-@functools.cache
 def stream(device):
-    """The stream of the capture, on which DDP must be constructed too.
+    """A stream for the capture and the steps before it.
 
-    DDP creates the AccumulateGrad nodes. A node runs on the stream on which it was created, and a capture allows no
-    other stream.
+    The nodes that add to gradients run on the stream on which they were created, in the first forward, and a capture
+    allows no other stream.
     """
     if device.type != "cuda":
         raise UserError(f"cuda_graph=True needs a CUDA device, this is {device.type}; leave it out")

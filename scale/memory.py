@@ -36,8 +36,6 @@ def estimate(cfg, ranks):
     states = {"parameters": own * here, "gradients": own * here, "optimizer": bytes_of_moments(cfg) * here}
     rope_tables = 8 * cfg.block_size * cfg.head_dim if cfg.positions == "rope" else 0
     states["buffers"] = WORKSPACE + rope_tables
-    if cfg.cuda_graph and ranks > 1:
-        states["gradients"] *= 2  # DDP's buckets are there besides
     parts = dict(states)
     if sharded and cfg.batch_tokens <= cfg.micro_tokens(ranks):
         parts["gradients"] = 0  # of a single micro-step: they grow while activations are freed

@@ -26,7 +26,7 @@ import kernels
 import model as models
 from configurator import UserError
 from fast import chips
-from scale import context, documents, graphs, memory, remat
+from scale import context, documents, memory, remat
 from scale.shards import copy_into, local
 
 NCCL_LATER = 10  # seconds after timeout_s until NCCL aborts; run/watch.py, which says who hangs, comes before
@@ -332,18 +332,20 @@ def device_of(model):
 
 
 def wrap(model, cfg, world, unused=False):
-    """The model as the loop calls it: in DDP if there are ranks and it is not sharded. Its buffers go to the device."""
+    """The model as the loop calls it: in DDP if there are ranks and it is not sharded. Its buffers go to the device.
+
+    A CUDA graph cannot hold DDP's collectives: graphs.Replayed averages the gradients itself.
+    """
     for buffer in model.buffers():
         buffer.data = buffer.data.to(world.device)
     if cfg.precision == "fp8":
         kernels.fp8.reset(model)
-    if not dist.is_initialized() or cfg.parallel != "ddp":
+    if not dist.is_initialized() or cfg.parallel != "ddp" or cfg.cuda_graph:
         return model
     ids = [world.device.index] if world.device.type == "cuda" else None
     options = dict(device_ids=ids, gradient_as_bucket_view=True, broadcast_buffers=False, find_unused_parameters=unused)
     warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")  # torch 2.11 has no newer name for it
-    with graphs.on_stream(world.device) if cfg.cuda_graph else contextlib.nullcontext():
-        ddp = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MIB, **options)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MIB, **options)
     if cfg.reduce_dtype == "bf16" and cfg.weights == "fp32":
         if world.device.type != "cuda":
             raise UserError(f"reduce_dtype=bf16 under DDP needs CUDA, not {world.device.type}; try --reduce_dtype=fp32")

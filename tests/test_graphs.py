@@ -165,7 +165,7 @@ def micro_step(x):
     loss = layer(x).mean()
     loss.backward()
     return loss.detach() * (1 if loss.item() > 0 else 2)
-replayed = Replayed(micro_step, layer, torch.device("cuda"), "fp32")
+replayed = Replayed(micro_step, layer, 1, "fp32")
 for _ in range(4):
     replayed(torch.ones(3, 2, device="cuda"))
     layer.zero_grad()
