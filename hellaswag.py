@@ -7,8 +7,7 @@
 
 acc takes the ending with the lowest summed loss, acc_norm the ending with the lowest mean loss per token, as other
 GPT-2 reproductions do (GPT-2 124M: 0.2859 and 0.2955); lm-eval's divides by characters instead. Chance is 0.25.
-run/multiple_choice.py reads the file and computes the score. `main` imports torch, which takes seconds, so that --help
-and a mistake in a setting answer at once.
+run/multiple_choice.py reads the file and computes the score.
 """
 
 from dataclasses import dataclass

@@ -6,8 +6,7 @@
     torchrun --standalone --nproc_per_node=4 sample.py --checkpoint=out/llama3_70b --parallel=fsdp  # sharded
     python sample.py --pretrained=FOLDER --chat                                       # a conversation: a line, a reply
 
-Prints the text as it is generated, and at the end tokens a second. The sampling is in run/generate.py. `main` imports
-torch, which takes seconds, so that --help and a mistake in a setting answer at once.
+Prints the text as it is generated, and at the end tokens a second. The sampling is in run/generate.py.
 """
 
 import os

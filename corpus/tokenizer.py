@@ -131,7 +131,8 @@ def _load(name):
         return tokenizer
     names = ", ".join(["bytes", *tiktoken.list_encoding_names()])
     raise UserError(
-        f"tokenizer={name} is unknown: expected {names}, or a path to a tokenizer.json or a Llama 3 tokenizer.model"
+        f"tokenizer={name} is unknown: expected {names}, or the path of a folder with tokenizer.json, of that file, or "
+        "of Llama 3's tokenizer.model"
     )
 
 
