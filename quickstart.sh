@@ -6,8 +6,11 @@ set -euo pipefail
 cd "$(dirname "$0")"
 ./setup.sh
 . .venv/bin/activate
-out=out/quickstart
-for word in "$@"; do case $word in --out_dir=*) out=${word#*=} ;; esac; done
+out=out/quickstart before=
+for word in "$@"; do
+    case $word in --out_dir=*) out=${word#*=} ;; *) if [ "$before" = --out_dir ]; then out=$word; fi ;; esac
+    before=$word
+done
 stdlib=$(python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')
 
 python fineweb.py --dataset="$stdlib/*.py,$stdlib/asyncio,$stdlib/email,$stdlib/json,$stdlib/unittest" \

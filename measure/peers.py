@@ -43,8 +43,9 @@ def measure(cfg):
     refuse(too_small(cfg, {"steps": 1, "settle": 0}))
     ladder.refuse_ranks("peers")
     plain = {name: getattr(Config, name) for name in FIXED}
-    wrong = [f"{k}={getattr(cfg, k)}; give --{k}={v}" for k, v in plain.items() if getattr(cfg, k) != v]
-    refuse([f"bench.py peers measures the same step everywhere, without {words}" for words in wrong])
+    wrong = {k: v for k, v in plain.items() if getattr(cfg, k) != v}
+    words = ", ".join(f"{k}={getattr(cfg, k)}" for k in wrong), " ".join(f"--{k}={v}" for k, v in wrong.items())
+    refuse(["bench.py peers measures the same step everywhere, without {}; give {}".format(*words)] if wrong else [])
     if cfg.out:
         results.refuse_unwritable("out", cfg.out)
     if cfg.curves:

@@ -79,9 +79,9 @@ class Start:
         old = new | {name: saved[name] for name in names if name in saved}
         if old == new:
             return []
-        before, now = (optim.learning_rate(self.step, dataclasses.replace(cfg, **of)) for of in (old, new))
+        before, now = (f"{optim.learning_rate(self.step, dataclasses.replace(cfg, **of)):.3g}" for of in (old, new))
         changes = ", ".join(f"{name} {old[name]} to {new[name]}" for name in names if old[name] != new[name])
-        rate = f"is {now:.3g} instead of {before:.3g}" if f"{now:.3g}" != f"{before:.3g}" else f"stays {now:.3g}"
+        rate = f"stays {now}" if now == before else f"is {now} instead of {before}"
         return [("schedule", f"changed ({changes}): the next learning rate {rate}")]
 
 

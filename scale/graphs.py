@@ -21,8 +21,8 @@ class Replayed:
     """A micro-step (train.Training.micro_step) of a model on a GPU, replayed as a graph from a step's start on.
 
     The graph reads its batch from tensors of its own and adds to gradients that stay where they are. The optimizer may
-    set .grad to None after a step as always: then the next call puts them back, filled with zeros. Over several ranks
-    they are averaged after the last of a step's `accumulation` micro-steps, in one piece.
+    set .grad to None after a step as always: then the next call puts them back, filled with zeros. Several ranks
+    average the gradients in one piece, after the last of a step's `accumulation` micro-steps.
     """
 
     def __init__(self, micro_step, model, accumulation, reduce_dtype):

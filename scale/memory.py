@@ -18,7 +18,7 @@ from configurator import UserError
 GIB = 2**30
 WORKSPACE = 2**25  # bytes of cuBLAS's workspace
 UNIT_MIB = 100  # parallel.shard gathers consecutive blocks as one unit up to this size in 16 bits; 0: a block a unit
-HELD, WANTED = r"(\S+) ([KMG])iB is allocated by PyTorch", r"Tried to allocate (\S+) ([KMG])iB"  # in its error
+HELD, WANTED = r"(\S+) ([KMG])iB is allocated by PyTorch", r"Tried to allocate (\S+) ([KMG])iB"  # in PyTorch's words
 GROUP = 256  # elements that share a float32 scale in adamw8bit's moments, as in fast/adam8.py
 
 
@@ -66,14 +66,13 @@ def on_host(cfg, ranks):
         pinned = sum(map(power_of_2, sizes))
         parts = {"parameters": pinned, "gradients": pinned, "optimizer": int(bytes_of_moments(cfg) * total / shards)}
     if cfg.remat_offload:
-        tensors = [2 * cfg.n_embd, *[2 * cfg.n_embd, 4 * cfg.n_head] * (cfg.remat == "attention")]  # bytes a token
-        kept = sum(power_of_2(cfg.rank_tokens * each) for each in tensors)
+        kept = sum(power_of_2(cfg.rank_tokens * each) for each in kept_tensors(cfg))
         parts["activations"] = kept * -(-cfg.n_layer // cfg.remat_every)
     return parts
 
 
 def power_of_2(size):
-    """The least that is not below the size."""
+    """The least power of two that is at least `size`."""
     return 2 ** (size - 1).bit_length()
 
 
@@ -136,7 +135,7 @@ def parameter_counts(cfg):
 
 
 def units(sizes, apart):
-    """[numbers of its blocks] for each unit of FSDP2: consecutive blocks, gathered together, up to UNIT_MIB in 16 bits.
+    """The units of FSDP2, each a list of block indices: blocks gathered together, up to UNIT_MIB in 16 bits.
 
     sizes: the parameters of each block. apart: a unit for each block, since a unit of several needs each of them to run
     exactly once, in their order.
@@ -252,17 +251,19 @@ def mlp_per_token(cfg):
 
 
 def kept_per_token(cfg):
-    """Bytes a token that a block keeps with cfg.remat.
+    """Bytes a token that a block keeps with cfg.remat; selective: all but the inside of the MLP, its input in bf16."""
+    if cfg.remat in ("block", "attention"):
+        return sum(kept_tensors(cfg))
+    return block_per_token(cfg) - mlp_per_token(cfg) + (cfg.n_embd if cfg.precision == "fp8" else 0)
 
-    block: the residual stream before it. attention: attention's output and logsumexp besides. selective: everything
-    but the inside of the MLP, whose input stays in bf16.
+
+def kept_tensors(cfg):
+    """[Bytes a token] of each tensor that a block keeps with remat=block or attention.
+
+    block: the residual stream before it. attention: attention's output and logsumexp besides.
     """
-    C = cfg.n_embd
-    if cfg.remat == "block":
-        return 2 * C
-    if cfg.remat == "attention":
-        return 2 * 2 * C + 4 * cfg.n_head
-    return block_per_token(cfg) - mlp_per_token(cfg) + (C if cfg.precision == "fp8" else 0)
+    stream = 2 * cfg.n_embd
+    return [stream, stream, 4 * cfg.n_head] if cfg.remat == "attention" else [stream]
 
 
 def largest_batch(cfg, ranks, budget):
@@ -327,6 +328,6 @@ def advice(cfg, ranks, budget, legal, error=""):
 
 
 def size_in(text, pattern):
-    """Bytes of the size that the pattern finds as its number and the first letter of its unit, 0 if it finds none."""
+    """Bytes of a size such as "190.25 GiB" in a text, 0 without it. pattern: groups are its number and K, M or G."""
     found = re.search(pattern, str(text))
     return float(found[1]) * 1024 ** (1 + "KMG".index(found[2])) if found else 0

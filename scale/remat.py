@@ -25,6 +25,13 @@ from configurator import UserError
 from scale.offload import Kept, Shelf
 from settings import KEEPERS
 
+# A checkpoint that torch 2.11 compiles keeps what an autograd.Function saves, unless a context says to recompute it;
+# 2.12 does not (pytorch's pull request 177396).
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+recompute_all = functools.partial(
+    create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_RECOMPUTE
+)
+
 
 def apply(model, cfg, device_type="cpu"):
     """Puts cfg.remat around every cfg.remat_every-th block, from the first; results do not change."""
@@ -224,13 +231,6 @@ class RecomputedMLP:
             x = RecomputeInTiles.apply(x, run, tiles, *parameters)
             return ForwardInTiles.apply(x, run, tiles)
         return torch.cat([run(x[:, t]) for t in tiles], 1)
-
-
-# torch 2.11 else keeps, in a compiled checkpoint, what an autograd.Function saves (pytorch's pull request 177396)
-TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
-recompute_all = functools.partial(
-    create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_RECOMPUTE
-)
 
 
 def tiles_of(T, tile):

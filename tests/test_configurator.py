@@ -62,6 +62,7 @@ def test_file_imports_computes_and_is_overridden(tmp_path):
         ("no/such.py", "no/such.py: no such config file"),
         ("config/gpt2_124", "config/gpt2_124: no such config file; did you mean gpt2_124m?"),
         ("lr=1", "lr=1: no such config file; a setting is written --lr=1"),
+        ("--config=config/test.py", "unknown setting --config; a config file's path is given alone, without --config="),
     ],
 )
 @pytest.mark.fault(13, 14, 15)

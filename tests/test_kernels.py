@@ -9,6 +9,7 @@ from torch._dynamo.utils import counters
 
 import kernels
 import model as models
+from fast import cublas
 from run import account
 from settings import Config, GPTConfig
 
@@ -190,3 +191,17 @@ def test_gradients_of_attention_have_the_layout_of_its_output():
     dy = torch.randn(2, 4, 8, 16)  # contiguous, which y is not
     out.backward(dy)
     assert kept == [y.stride()] and torch.equal(y.grad, dy)
+
+
+def test_a_function_that_does_not_run_is_left_out_but_out_of_memory_is_told():
+    """cuBLASLt's algorithms are tried so."""
+
+    def fails():
+        raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")
+
+    def full():
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    assert cublas.first([fails, list, fails]) == 1 and cublas.first([fails]) == 0
+    with pytest.raises(torch.OutOfMemoryError):
+        cublas.first([fails, full, list])

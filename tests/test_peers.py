@@ -236,7 +236,10 @@ def test_liger_is_applied_where_it_knows_the_model(monkeypatch):
     [
         (["--steps=0"], "steps=0 must be at least 1"),
         (["--n_head=3"], "n_embd=32 must be divisible by n_head=3"),
-        (["--dropout=0.1", "--optimizer=muon"], "the same step everywhere, without optimizer=muon; give --optimizer="),
+        (
+            ["--dropout=0.1", "--optimizer=muon"],
+            "without optimizer=muon, dropout=0.1; give --optimizer=adamw --dropout=0.0$",
+        ),
         (["--peer=liger"], "not installed: pip install liger-kernel"),
         (["--peer=hf", "--qk_norm=True"], "qk_norm"),
         (["--out=missing/peers.json"], "out=missing/peers.json: there is no folder"),
