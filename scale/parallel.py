@@ -202,9 +202,11 @@ def compile_model(model, sharded=False):
     """torch.compile in place, block by block, so that state-dict keys keep their names.
 
     All blocks share one graph, which shortens compilation, and a block's gradients are ready when its backward ends, so
-    that DDP reduces them while the backward continues.
+    that DDP reduces them while the backward continues. Dynamo would also cut a block's graph at DDP's buckets, where
+    an operation cannot be fused with the next one, and where remat=selective kept everything with torch 2.11.
     """
     torch._dynamo.config.recompile_limit = 64  # train, validation, HellaSwag and sampling each have their own shapes
+    torch._dynamo.config.optimize_ddp = False
     if not sharded:  # FSDP2 gathers the embedding in a hook, which a compiled function would not call
         model.embed = torch.compile(model.embed)
     for block in model.blocks:

@@ -10,8 +10,9 @@ import types
 import pytest
 import ranks
 import torch
-from conftest import ROOT, flags, losses, read_log, train_here, train_in_rank, train_ranks
+from conftest import ROOT, compile_to_graphs, flags, losses, read_log, train_here, train_in_rank, train_ranks
 from safetensors.torch import load_file
+from torch._dynamo.utils import counters
 
 import convert
 import train
@@ -37,6 +38,24 @@ def same_run(one, other, rel=4e-6):
             assert a[step] == pytest.approx(b[step], rel=rel), (kind, step)
     for name, tensor in weights(one, max(a)).items():
         torch.testing.assert_close(weights(other, max(a))[name], tensor, rtol=0, atol=2e-5, msg=name)
+
+
+def graphs_in_rank(words):
+    """(whether the model is in DDP, the graphs that a step compiles for the embedding, the blocks and the head)."""
+    compile_to_graphs()
+    cfg = configure(Config, words)
+    world = parallel.join(cfg)
+    cfg, _ = train.choose(cfg, world.device)
+    job = train.build(cfg, world)
+    job.step(lambda: torch.randint(0, cfg.vocab_size, (2, cfg.batch_size, cfg.block_size)), 1e-3)
+    return job.model is not job.raw, counters["aot_autograd"]["total"]
+
+
+@pytest.mark.parametrize("remat", ["none", "selective"])
+def test_ddp_does_not_cut_the_graph_of_a_block(remat):
+    words = ["--n_layer=2", "--n_head=4", "--n_embd=256", "--vocab_size=64", "--batch_size=1", "--block_size=16"]
+    words += ["--batch_tokens=16", "--device=cpu", "--precision=fp32", "--compile=True", f"--remat={remat}"]
+    assert ranks.call(1, graphs_in_rank, words) == [(True, 3)]  # a block has 3 MiB, DDP's first bucket 1
 
 
 def same_end(folder, one, rel=4e-6):
