@@ -9,6 +9,8 @@ import torch
 import kernels
 from scale import parallel
 
+GPU_CLOCK = 2e9  # cycles a second, for torch.cuda._sleep: about the fastest GPU's
+
 
 def floor_times(cfg, device):
     """Times of the GEMMs and the causal attention of a micro-batch in bf16.
@@ -69,15 +71,17 @@ def sustained(work, device, seconds=3):
 
 
 def clock(work, rounds=10, repeat=3):
-    """Median ms of work() on the GPU; `repeat` calls are queued at once so that launch overhead does not count."""
+    """Median ms of work() on the GPU, which waits until `repeat` calls are queued: launches do not count."""
     for _ in range(2):
         began = parallel.synchronize(torch.device("cuda"))
         work()
+        launch = time.perf_counter() - began
     if parallel.synchronize(torch.device("cuda")) - began > 0.1:  # long work needs no repetition
         rounds, repeat = 3, 1
     times = []
     for _ in range(rounds):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(int(repeat * launch * GPU_CLOCK))
         begin.record()
         for _ in range(repeat):
             work()

@@ -244,7 +244,7 @@ def times_by_kind(events, head, micros, steps):
 def kernel_events(work, trace=None):
     """[(name, begin, end) in ms] of the GPU kernels of work(); trace: a file for a chrome trace."""
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as prof:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as prof:  # without it, torch 2.11 warns
         work()
         torch.cuda.synchronize()
     if trace:

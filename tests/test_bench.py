@@ -305,7 +305,7 @@ def three_steps_in_rank(words):
     world = parallel.join(cfg)
     own, _, job = step.build(cfg, world)
     next_batch = step.synthetic(own, world)
-    found = [job.step(next_batch, 1e-3)[0].item() for _ in range(3)]
+    found = [job.step(next_batch, own.lr)[0].item() for _ in range(3)]
     ranks = 2 if own.parallel == "ddp" else 1
     own = dataclasses.replace(own, batch_tokens=ranks * own.batch_tokens)
     return found, torch.cuda.max_memory_allocated(), memory.takes(own, ranks)
@@ -315,7 +315,7 @@ def three_steps_in_rank(words):
 @pytest.mark.parametrize("mode", ["ddp", *(f"{kind} --offload_states" for kind in ("fsdp", "zero2", "hsdp"))])
 def test_a_gpu_takes_the_estimated_memory(mode):
     """Each mode that one GPU can run, with two micro-steps a step and heads that are 80 wide."""
-    words = ["--n_layer=6", "--n_head=16", "--n_embd=1280", "--vocab_size=50304", "--batch_size=16", "--lr=1e-3"]
+    words = ["--n_layer=6", "--n_head=16", "--n_embd=1280", "--vocab_size=50304", "--batch_size=16", "--lr=1e-4"]
     words += ["--block_size=1024", "--batch_tokens=32768", "--remat=selective", "--precision=bf16", "--device=cuda"]
     [(losses, peak, estimate)] = call(1, three_steps_in_rank, [*words, *f"--parallel={mode}".split()], timeout=200)
     assert peak == pytest.approx(estimate, rel=0.12)
