@@ -90,6 +90,15 @@ def test_the_estimate_counts_the_logits_that_a_run_may_hold():
     assert memory.takes(other[10**6], 1) > memory.takes(cfg, 1)  # now the loss is the peak
 
 
+def test_the_estimate_counts_the_gradients_in_ddps_buckets():
+    cfg = configure(Config, [str(ROOT / "config/gpt2_124m.py"), "--precision=bf16"])
+    total = memory.parameter_counts(cfg)[0]
+    one, two = (dataclasses.replace(cfg, batch_tokens=steps * cfg.micro_tokens(2)) for steps in (1, 2))
+    assert memory.takes(two, 2) - memory.takes(one, 2) == 4 * total
+    graph = dataclasses.replace(two, cuda_graph=True)  # without DDP
+    assert memory.takes(graph, 2) == memory.takes(one, 2) == memory.takes(cfg, 1)
+
+
 def test_the_estimate_of_an_edited_model_says_that_it_cannot_know():
     cfg = configure(Config, [str(ROOT / "config/gpt2_124m.py"), "--precision=bf16", "--ops=fused"])
     count = memory.parameter_counts(cfg)[0]
