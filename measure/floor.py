@@ -9,7 +9,7 @@ import torch
 import kernels
 from scale import parallel
 
-GPU_CLOCK = 2e9  # cycles a second, for torch.cuda._sleep: about the fastest GPU's
+GPU_CLOCK = 2e9  # cycles a second of a fast GPU: torch.cuda._sleep, which holds the GPU back, takes cycles
 
 
 def floor_times(cfg, device):

@@ -37,12 +37,13 @@ def estimate(cfg, ranks):
     rope_tables = 8 * cfg.block_size * cfg.head_dim if cfg.positions == "rope" else 0
     states["buffers"] = WORKSPACE + rope_tables
     parts = dict(states)
-    if sharded and cfg.batch_tokens <= cfg.micro_tokens(ranks):
+    several = cfg.batch_tokens > cfg.micro_tokens(ranks)  # micro-steps
+    if sharded and not several:
         parts["gradients"] = 0  # of a single micro-step: they grow while activations are freed
     elif cfg.offload_states and cfg.parallel == "hsdp":
         parts["gradients"] = bytes_of_sum(cfg) * total / shards  # added up on the GPU until the last micro-step
-    elif ranks > 1 and not sharded and not cfg.cuda_graph and cfg.batch_tokens > cfg.micro_tokens(ranks):
-        parts["gradients"] *= 2  # DDP's buckets take them in the last micro-step alone
+    elif several and ranks > 1 and not sharded and not cfg.cuda_graph:
+        parts["gradients"] *= 2  # .grad, and DDP's buckets, to which they are copied in the last micro-step
     again = 0 if cfg.remat == "none" else -(-cfg.n_layer // cfg.remat_every)  # blocks under activation checkpointing
     parts["gathered"] = gathered(cfg, total, block, rest, shards) if sharded else 0
     if not gathers_8_bits(cfg, shards):
@@ -203,9 +204,9 @@ def gathered(cfg, total, block, rest, shards):
     filled = [sum(sizes[i] for i in unit) for unit in units(sizes, runs_blocks_twice(cfg))]
     unit, two = max(filled), max(a + b for a, b in zip(filled, [*filled[1:], 0]))
     head = rest // (1 if cfg.tie_embeddings else 2)
-    if shards == 1:  # no rank to gather from, so that nothing is copied ahead of its use, or reduced
-        return 2 * (total if cfg.parallel == "zero2" else head + unit)
-    whole = 2 * (total if cfg.parallel == "zero2" else head + two)
+    whole = 2 * (total if cfg.parallel == "zero2" else head + (unit if shards == 1 else two))
+    if shards == 1:  # nothing to gather from other ranks ahead of its use, and nothing to reduce
+        return whole
     arriving = cfg.offload_states * bytes_of_weight(cfg) * max(unit, head) / shards  # from the host, not yet cast
     return whole + (2 + bytes_of_sum(cfg)) * max(unit, head) * (1 + 1 / shards) + arriving
 

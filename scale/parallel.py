@@ -202,8 +202,8 @@ def compile_model(model, sharded=False):
     """torch.compile in place, block by block, so that state-dict keys keep their names.
 
     All blocks share one graph, which shortens compilation, and a block's gradients are ready when its backward ends, so
-    that DDP reduces them while the backward continues. Dynamo would also cut a block's graph at DDP's buckets, where
-    an operation cannot be fused with the next one, and where remat=selective kept everything with torch 2.11.
+    that DDP reduces them while the backward continues. optimize_ddp would cut a block's graph where a bucket of DDP
+    ends: nothing is fused across such a cut, and with torch 2.11 remat=selective then keeps everything.
     """
     torch._dynamo.config.recompile_limit = 64  # train, validation, HellaSwag and sampling each have their own shapes
     torch._dynamo.config.optimize_ddp = False

@@ -125,6 +125,8 @@ GATED = ["--value_embeddings=2", "--attention_gate=True"]
     "recipe, precision, words, measured",
     [("gpt2_124m", "bf16", [], 21.4), ("gpt2_124m", "fp8", [], 19.7), ("modern_350m", "bf16", [], 49.3)]
     + [("modern_124m", "bf16", [], 35.2), ("modern_124m", "fp8", [], 39.9), ("modern_124m", "bf16", GATED, 41.3)]
+    + [("gpt2_350m", "bf16", ["--batch_size=32"], 31.2), ("gpt2_774m", "bf16", ["--batch_size=16"], 36.8)]
+    + [("gpt2_1558m", "bf16", ["--batch_size=8"], 46.5), ("gpt2_1558m", "fp8", ["--batch_size=8"], 42.9)]
     + [("gpt2_350m", "bf16", [], 55.5), ("gpt2_774m", "bf16", [], 59.5)]
     + [("gpt2_1558m", "bf16", [], 65.1), ("gpt2_1558m", "fp8", [], 59.1), ("llama3_8b_one_gpu", "bf16", [], 60.4)]
     + [("llama3_70b", "bf16", FOUR_LAYERS, 102.7), ("gpt3_2700m", "bf16", OFFLOADED, 88.6)]
@@ -308,7 +310,7 @@ def test_offloading_more_than_the_host_has_is_refused(monkeypatch):
 def three_steps_in_rank(words):
     """(Losses of three steps on one GPU, bytes of its memory at the peak, bytes by the estimate).
 
-    In DDP one rank takes what each of two takes.
+    A single rank in DDP has the buckets that each of two has; the estimate of one rank is of a process without DDP.
     """
     cfg = configure(StepConfig, words)
     world = parallel.join(cfg)

@@ -40,24 +40,6 @@ def same_run(one, other, rel=4e-6):
         torch.testing.assert_close(weights(other, max(a))[name], tensor, rtol=0, atol=2e-5, msg=name)
 
 
-def graphs_in_rank(words):
-    """(whether the model is in DDP, the graphs that a step compiles for the embedding, the blocks and the head)."""
-    compile_to_graphs()
-    cfg = configure(Config, words)
-    world = parallel.join(cfg)
-    cfg, _ = train.choose(cfg, world.device)
-    job = train.build(cfg, world)
-    job.step(lambda: torch.randint(0, cfg.vocab_size, (2, cfg.batch_size, cfg.block_size)), 1e-3)
-    return job.model is not job.raw, counters["aot_autograd"]["total"]
-
-
-@pytest.mark.slow
-def test_ddp_does_not_cut_the_graph_of_a_block():
-    words = ["--n_layer=2", "--n_head=4", "--n_embd=256", "--vocab_size=64", "--batch_size=1", "--block_size=16"]
-    words += ["--batch_tokens=16", "--device=cpu", "--precision=fp32", "--compile=True", "--remat=selective"]
-    assert ranks.call(1, graphs_in_rank, words) == [(True, 3)]  # a block has 3 MiB, DDP's first bucket 1
-
-
 def same_end(folder, one, rel=4e-6):
     """Asserts that a run resumed after step 3 has the losses of an uninterrupted one."""
     found, expected = losses(read_log(folder)), losses(read_log(one))
@@ -160,6 +142,24 @@ def test_any_mode_equals_one_process_and_resumes_across(data_dir, tmp_path, alon
     same_end(tmp_path / "back", one)
     out = over_ranks(number, data_dir, copied(one, 3, tmp_path / "out"), resume="auto", **settings, **mode)
     same_end(out, one)
+
+
+def graphs_in_rank(words):
+    """(whether the model is in DDP, the graphs that a step compiles for the embedding, the blocks and the head)."""
+    compile_to_graphs()
+    cfg = configure(Config, words)
+    world = parallel.join(cfg)
+    cfg, _ = train.choose(cfg, world.device)
+    job = train.build(cfg, world)
+    job.step(lambda: torch.randint(0, cfg.vocab_size, (2, cfg.batch_size, cfg.block_size)), 1e-3)
+    return job.model is not job.raw, counters["aot_autograd"]["total"]
+
+
+@pytest.mark.slow
+def test_ddp_does_not_cut_the_graph_of_a_block():
+    words = ["--n_layer=2", "--n_head=4", "--n_embd=256", "--vocab_size=64", "--batch_size=1", "--block_size=16"]
+    words += ["--batch_tokens=16", "--device=cpu", "--precision=fp32", "--compile=True", "--remat=selective"]
+    assert ranks.call(1, graphs_in_rank, words) == [(True, 3)]  # a block has 3 MiB, DDP's first bucket 1
 
 
 @pytest.mark.parametrize(
