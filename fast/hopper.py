@@ -145,12 +145,13 @@ def derivative(kernel, a, b, saved):
 def exponentials(a, b, shifts, vocab_size, out=None, softcap=None):
     """Softmax numerators 2^(logits log2(e) - shifts[row]) of the logits a b^T, summed over every BN columns.
 
-    a: (M, K), b: (N, K), bf16; shifts: (M,) float32; the columns from vocab_size on count as 0. Returns the sums,
-    (M, N / BN rounded up) float32; `out`, (M, N) bf16, receives the numerators. softcap: the logits are
-    softcap tanh(a b^T / softcap), and `out` receives the numerators times the derivative of that.
+    a: (M, K), b: (N, K), bf16; shifts: (M,) float32; the columns from vocab_size on count as 0. Returns (M, N / BN
+    rounded up, 2) float32, the sums and what the shift was raised by: where a numerator of those BN columns would be
+    above 2^60, it is raised until the largest is 1. `out`, (M, N) bf16, receives the numerators. softcap: the logits
+    are softcap tanh(a b^T / softcap), never raised, and `out` receives the numerators times the derivative of that.
     """
     kernel = EXPONENTIALS if softcap is None else CAPPED_EXPONENTIALS
-    sums = torch.empty(cluster_rows(a), -(-b.size(0) // BN), dtype=torch.float32, device=a.device)
+    sums = torch.empty(cluster_rows(a), -(-b.size(0) // BN), 2, dtype=torch.float32, device=a.device)
     launch_gemm(kernel, [a], b, out, shifts=shifts, sums=sums, n_valid=vocab_size, softcap=softcap or 0.0)
     return sums[: a.size(0)]
 

@@ -14,8 +14,8 @@ enum Epilogue {
     DRELU2,  // out = a b * 2 sqrt(saved), sums[m / 32][n] = column sums of 32 rows of it before it is rounded: saved is
              // RELU2's output, from which its derivative follows without the pre-activation
     DGELU,   // the same for GELU: out = a b * GELU'(saved), where saved is the pre-activation
-    EXP,     // out = 2^(a b log2(e) - shifts[m]) in the first n_valid columns and 0 behind them;
-             // sums[m][n / BN] = row sums of BN columns of it before it is rounded
+    EXP,     // out = 2^(a b log2(e) - shifts[m] - raised) in the first n_valid columns and 0 behind them;
+             // sums[m][n / BN] = (row sums of BN columns of it before it is rounded, raised), see raise_shifts
     EXP_CAPPED,  // the same of z = softcap tanh(a b / softcap) instead of a b, but out times dz / d(a b), 1 - tanh^2
 };
 
@@ -250,9 +250,44 @@ __device__ void epilogue_derivative(Warp& warp, Accumulators& d, Tile tile, Tile
     }
 }
 
+// A row's exponents above its shift may leave the range of bf16 and float32. From this one on, in powers of two, the
+// shift is raised to the largest of the tile; 2^18 columns of 2^60 stay within the range.
+constexpr float LARGEST_EXPONENT = 60.f;
+
+// The largest accumulators of this lane's rows, [h][i % 2]; with VALID of the tile's first `valid` columns alone.
+template <bool VALID> __device__ void row_maxima(const Warp& warp, const Accumulators& d, int valid, float (&top)[2][2]) {
+    for (u32 i = 0; i < 4; i++) top[i / 2][i % 2] = -3e38f;
+#pragma unroll
+    for (u32 at = 0; at < 96; at++) {
+        const u32 column = at / 8 * 16 + at / 4 % 2 * 8 + at % 2;  // of the first of four lanes
+#pragma unroll
+        for (u32 h = 0; h < 2; h++) {
+            float& most = top[h][at / 2 % 2];
+            if (!VALID || (int)(column + warp.lane % 4 * 2) < valid) most = fmaxf(most, d[h][at]);
+        }
+    }
+}
+
+// shift: of this lane's rows, [h][i % 2].
+__device__ void raise_shifts(const Warp& warp, const Accumulators& d, u32 column, u32 n_valid, float (&shift)[2][2]) {
+    float top[2][2];
+    row_maxima<false>(warp, d, 0, top);
+    bool above = false;
+    for (u32 i = 0; i < 4; i++)
+        above |= fmaf(top[i / 2][i % 2], LOG2E, -shift[i / 2][i % 2]) > LARGEST_EXPONENT;
+    if (!__any_sync(~0u, above)) return;
+    row_maxima<true>(warp, d, n_valid - column, top);
+    for (u32 i = 0; i < 4; i++) {
+        float most = top[i / 2][i % 2];  // four lanes have columns of the same rows
+        most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+        most = fmaxf(most, __shfl_xor_sync(~0u, most, 2)) * LOG2E;
+        if (most - shift[i / 2][i % 2] > LARGEST_EXPONENT) shift[i / 2][i % 2] = most;
+    }
+}
+
 // tiles_n: the output's width in tiles, the row stride of sums. Rows behind M, up to a whole tile, are written too.
 __device__ void epilogue_exp(Warp& warp, Accumulators& d, Tile tile, const TensorMap* out_map, const float* shifts,
-                             float* sums, u32 M, u32 n_valid, u32 tiles_n, u32 has_out, float softcap) {
+                             float2* sums, u32 M, u32 n_valid, u32 tiles_n, u32 has_out, float softcap) {
     const float scale = 2.f * LOG2E / softcap;  // used if the logits are capped
     float shift[2][2], row_sum[2][2];  // of this lane's rows: [h][i % 2]
 #pragma unroll
@@ -261,6 +296,7 @@ __device__ void epilogue_exp(Warp& warp, Accumulators& d, Tile tile, const Tenso
         shift[i / 2][i % 2] = __ldg(shifts + min(m, M - 1));
         row_sum[i / 2][i % 2] = 0.f;
     }
+    if (EPILOGUE == EXP) raise_shifts(warp, d, tile.column, n_valid, shift);  // a cap bounds the others
 #pragma unroll
     for (u32 c = 0; c < CHUNKS; c++, warp.chunk++) {
         const u32 n = tile.column + c * CHUNK, m = tile.row + 32 * warp.index, buffer = warp.buffer();
@@ -288,16 +324,18 @@ __device__ void epilogue_exp(Warp& warp, Accumulators& d, Tile tile, const Tenso
         commit_staging();
         if (warp.lane == 0 && has_out) tma_store(out_map, n, m, buffer);
     }
-    float sum = 0.f;  // four lanes have columns of the same four rows; each of them ends with the sum of one row
+    float sum = 0.f, to = 0.f;  // four lanes have columns of the same four rows; each of them ends with the sum of one row
 #pragma unroll
     for (u32 i = 0; i < 4; i++) {
         float whole = row_sum[i / 2][i % 2];
         whole += __shfl_xor_sync(~0u, whole, 1);
         whole += __shfl_xor_sync(~0u, whole, 2);
         sum = warp.lane % 4 == i ? whole : sum;
+        to = warp.lane % 4 == i ? shift[i / 2][i % 2] : to;
     }
     const u32 m = tile.row + 32 * warp.index + warp.lane % 2 * 16 + warp.lane % 4 / 2 * 8 + warp.lane / 4;
-    sums[(u64)m * tiles_n + tile.column / BN] = sum;
+    const float from = __ldg(shifts + min(m, M - 1));
+    sums[(u64)m * tiles_n + tile.column / BN] = make_float2(sum, to > from ? to - from : 0.f);
 }
 
 // ---- the kernel ------------------------------------------------------------------------------------------------
@@ -306,7 +344,7 @@ __device__ void epilogue_exp(Warp& warp, Accumulators& d, Tile tile, const Tenso
 // the third at K2; b: (N, K), or (K, N) with B_N_MAJOR; out, saved: (M, N); all bf16 with contiguous rows. `saved` is
 // written by GELU (the pre-activation) and read by DRELU2 and DGELU.
 // bias: (N,) bf16 or null. shifts: (M,) float32. sums: float32, (M / 32, N) for DRELU2 and DGELU, (M, N / BN rounded
-// up) for EXP and EXP_CAPPED, with M rounded up to whole clusters' tiles of CLUSTER * BM rows. These two write no out
+// up, 2) for EXP and EXP_CAPPED, with M rounded up to whole clusters' tiles of CLUSTER * BM rows. These two write no out
 // where has_out is 0.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTER, 1, 1)
 hopper_gemm(const __grid_constant__ TensorMap a0_map, const __grid_constant__ TensorMap a1_map,
@@ -409,7 +447,7 @@ hopper_gemm(const __grid_constant__ TensorMap a0_map, const __grid_constant__ Te
             if (DERIVATIVE)
                 epilogue_derivative(warp, d, tile, next, next_index < tiles, &out_map, &saved_map, sums, N);
             if (LOGITS)
-                epilogue_exp(warp, d, tile, &out_map, shifts, sums, M, n_valid, tiles_n, has_out, softcap);
+                epilogue_exp(warp, d, tile, &out_map, shifts, (float2*)sums, M, n_valid, tiles_n, has_out, softcap);
             index = next_index, tile = next;
         }
         if (lane == 0) tma_store_wait_all();

@@ -224,8 +224,8 @@ def exponential_rows(x, w, targets, shifts, losses, factors, grads, vocab_size, 
     scaled = torch.empty_like(x) if grad else x
     (rows, C), (P, parts) = x.shape, (w.size(0), sums.size(1))
     _exponential_rows[(rows,)](
-        grads, sums, x, w, targets, shifts, losses, factors, scaled, parts, softcap or 0.0,
-        P=P, V=vocab_size, C=C, CAP=softcap is not None, GRAD=grad, PARTS=power_of_2(parts),
+        grads, sums, x, targets, shifts, losses, factors, scaled, parts, softcap or 0.0,
+        P=P, C=C, CAP=softcap is not None, GRAD=grad, PARTS=power_of_2(parts), WIDTH=hopper.BN,
         BLOCK=min(2048, power_of_2(C)),
     )  # fmt: skip
     return scaled
@@ -247,48 +247,40 @@ def _target_logits(x, w, targets, shifts, softcap, C: tl.constexpr, CAP: tl.cons
 
 @triton.jit
 def _exponential_rows(
-    grads, sums, x, w, targets, shifts, losses, factors, scaled, parts, softcap,
-    P: tl.constexpr, V: tl.constexpr, C: tl.constexpr, CAP: tl.constexpr, GRAD: tl.constexpr, PARTS: tl.constexpr,
+    grads, sums, x, targets, shifts, losses, factors, scaled, parts, softcap,
+    P: tl.constexpr, C: tl.constexpr, CAP: tl.constexpr, GRAD: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One row a program: its loss from the partial sums of exponentials, which are relative to the target's logit.
 
     The exponentials of an ignored row are zeros, and so are its gradients. In a rare row some logit is so far above the
-    target's that an exponential or their sum may leave bf16's range: such a row is computed again, slowly, relative to
-    its largest logit. Capped logits never are.
+    target's that a tile's exponentials are relative to the largest of them: then the row is made relative to one.
     """
-    LARGEST: tl.constexpr = 2.0**100
     row = tl.program_id(0).to(tl.int64)
     grads += row * P
+    sums += row * parts * 2
     x += row * C
     scaled += row * C
     target = tl.load(targets + row)
     part = tl.arange(0, PARTS)
-    total = tl.sum(tl.load(sums + row * parts + part, mask=part < parts, other=0.0))
-    total = tl.where(total < 1, 1.0, total)  # the target's is 1, but for rounding
-    at_target = 1 - total
-    loss = tl.log(total)
+    raised = tl.load(sums + part * 2 + 1, mask=part < parts, other=0.0)
+    most = tl.max(raised)
+    own = tl.exp2(-most)  # the target's exponential
+    total = tl.sum(tl.load(sums + part * 2, mask=part < parts, other=0.0) * tl.exp2(raised - most))
+    total = tl.where(total < own, own, total)  # which it is part of, but for rounding
+    at_target = own - total
+    loss = tl.log(total) + most / LOG2E
     if CAP:
         capped = tl.load(shifts + row) / (LOG2E * softcap)
         at_target *= 1 - capped * capped
-    elif total > LARGEST:
-        ROWS: tl.constexpr = 16
-        shift = tl.load(shifts + row)
-        top = shift
-        total = tl.full((), 0.0, tl.float32)
-        for start in range(0, P, ROWS):
-            logits = _logits(x, w, start + tl.arange(0, ROWS), V, C) * LOG2E
-            higher = tl.maximum(top, tl.max(logits))
-            total = total * tl.exp2(top - higher) + tl.sum(tl.exp2(logits - higher))
-            top = higher
-        if GRAD:
-            for start in range(0, P, ROWS):
-                cols = start + tl.arange(0, ROWS)
-                powers = tl.exp2(_logits(x, w, cols, V, C) * LOG2E - top)
-                tl.store(grads + cols, powers.to(grads.dtype.element_ty), mask=cols < P)
-            tl.debug_barrier()
-        at_target = -total  # beside which the target's is nothing
-        loss = tl.log(total) + (top - shift) / LOG2E
+    elif GRAD:
+        if most > 0:
+            for start in range(0, P, BLOCK):
+                at = start + tl.arange(0, BLOCK)
+                lower = tl.load(sums + at // WIDTH * 2 + 1, mask=at < P, other=0.0) - most
+                powers = tl.load(grads + at, mask=at < P, other=0.0).to(tl.float32) * tl.exp2(lower)
+                tl.store(grads + at, powers.to(grads.dtype.element_ty), mask=at < P)
+            tl.debug_barrier()  # the target's own gradient goes over what the loop stored there
     tl.store(losses + row, tl.where(target < 0, 0.0, loss))
     if GRAD:
         tl.store(grads + target, at_target.to(grads.dtype.element_ty), mask=target >= 0)
@@ -297,20 +289,6 @@ def _exponential_rows(
             at = start + tl.arange(0, BLOCK)
             a = tl.load(x + at, mask=at < C, other=0.0).to(tl.float32)
             tl.store(scaled + at, (a / total).to(scaled.dtype.element_ty), mask=at < C)
-
-
-@triton.jit
-def _logits(x, w, cols, V: tl.constexpr, C: tl.constexpr):
-    """The logits of one row in the given columns; -inf from column V on."""
-    BLOCK: tl.constexpr = 64
-    logits = tl.zeros(cols.shape, tl.float32)
-    for start in range(0, C, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        a = tl.load(x + at, mask=at < C, other=0.0).to(tl.float32)
-        inside = (cols < V)[:, None] & (at < C)[None, :]
-        b = tl.load(w + cols.to(tl.int64)[:, None] * C + at[None, :], mask=inside, other=0.0).to(tl.float32)
-        logits += tl.sum(a[None, :] * b, 1)
-    return tl.where(cols < V, logits, -float("inf"))
 
 
 @triton.jit

@@ -51,7 +51,7 @@ def measure(cfg):
         job.optimizer = unfused_adamw(job.raw, own)
     next_batch = synthetic(own, world)
     show([describe_device(world), *rows, *job.account.rows()], say)
-    job.step(next_batch, cfg.lr)
+    step(job, next_batch, cfg)
     first = parallel.synchronize(world.device) - began
     say(f"{'first step':<12} {first:.1f} s after the start, compilation included")
     figures = {"first_step_s": first} | timed(job, next_batch, own, world, say)
@@ -75,11 +75,16 @@ def imitate(name, device):
     chips.imitated = chip
 
 
+def step(job, next_batch, cfg):
+    """A step at the schedule's first rate: at the full rate a wide model's first steps on random tokens diverge."""
+    return job.step(next_batch, optim.learning_rate(0, cfg))
+
+
 def timed(job, next_batch, cfg, world, say):
     """Prints the time of a step and the memory of the steps until now -> {name: figure}."""
     figures = {}
     for _ in range(cfg.settle):
-        job.step(next_batch, cfg.lr)
+        step(job, next_batch, cfg)
     if times := step_times(job, next_batch, cfg):
         words, figures = rates(times, cfg, world, job.account.flops_per_token)
         say(f"{'step':<12} {words}")
@@ -126,10 +131,10 @@ def step_times(job, next_batch, cfg):
     """Seconds of each of cfg.steps steps; as in train.py, a GPU always has the next step queued."""
     device = parallel.device_of(job.raw)
     begin, results, ahead = parallel.Moment(device), [], int(device.type == "cuda")
-    for step in range(cfg.steps):
-        results.append(parallel.Later(torch.stack(job.step(next_batch, cfg.lr))))
-        if step >= ahead:
-            results[step - ahead].get()
+    for n in range(cfg.steps):
+        results.append(parallel.Later(torch.stack(step(job, next_batch, cfg))))
+        if n >= ahead:
+            results[n - ahead].get()
     if results:
         results[-1].get()
     return [b.since(a) for a, b in itertools.pairwise([begin, *(r.moment for r in results)])]
@@ -147,7 +152,7 @@ def update_time(job, next_batch, cfg):
 
     job.optimizer.step = timed
     for _ in range(5):
-        job.step(next_batch, cfg.lr)
+        step(job, next_batch, cfg)
     del job.optimizer.step  # the class's again
     parallel.synchronize(device)
     return statistics.median(end.since(begin) for begin, end in spans)
@@ -178,7 +183,7 @@ def breakdown(job, next_batch, cfg, world, say):
     """
     micros, steps = job.accumulation, 2
     trace = cfg.trace if world.main else None
-    events = kernel_events(lambda: [job.step(next_batch, cfg.lr) for _ in range(steps)], trace)
+    events = kernel_events(lambda: [step(job, next_batch, cfg) for _ in range(steps)], trace)
     by_kind, wall, busy = times_by_kind(events, head_events(job, next_batch, cfg, world), micros, steps)
     floor, hot, watts = floor_times(cfg, world.device)
     floor, hot = {kind: ms * micros for kind, ms in floor.items()}, hot * micros

@@ -104,16 +104,24 @@ def test_exponentials(M, N, K, softcap):
     a, b, vocab_size = randn(M, K), randn(N, K, std=2 / K**0.5), N - N // 9
     shifts = torch.randn(M, device=GPU) * 3
     shifts[M // 2] = float("inf")
+    if softcap is None:  # logits 60 above it are in all tiles; in some
+        shifts[1], shifts[3] = -300, -52
     out, intact = guarded(M, N)
     sums = hopper.exponentials(a, b, shifts, vocab_size, out, softcap)
+    found, raised = sums.unbind(-1)
     logits = (a.double() @ b.double().t()).requires_grad_()
     capped = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-    exact = torch.exp2(capped.detach() / math.log(2) - shifts.double()[:, None])
-    exact[:, vocab_size:] = 0
-    sums_by_tile = F.pad(exact, (0, -N % hopper.BN)).unflatten(1, (-1, hopper.BN)).sum(-1)
-    assert error(sums, sums_by_tile) < 5e-5
-    exact *= torch.autograd.grad(capped.sum(), logits)[0]
-    assert error(out, exact) < 4e-3  # a few large ones dominate, each right to 2^-8
+    exponents = capped.detach() / math.log(2) - shifts.double()[:, None]
+    exponents[:, vocab_size:] = -math.inf
+    tiles = F.pad(exponents, (0, -N % hopper.BN), value=-math.inf).unflatten(1, (-1, hopper.BN))
+    largest = tiles.amax(-1)
+    assert torch.equal(raised > 0, largest > 60) and (raised[1] > 0).any() == (softcap is None)
+    assert not raised.any() or (raised - largest)[raised > 0].abs().max() < 1e-3
+    powers = torch.exp2(tiles - raised.double()[..., None])
+    exact = powers.flatten(1)[:, :N] * torch.autograd.grad(capped.sum(), logits)[0]
+    for rows in ([1], [3], [m for m in range(M) if m not in (1, 3)]):  # each of its own size
+        assert error(found[rows], powers.sum(-1)[rows]) < 5e-5
+        assert error(out[rows], exact[rows]) < 4e-3  # a few large ones dominate, each right to 2^-8
     assert not out[:, vocab_size:].any() and not out[M // 2].any()
     assert intact() and torch.equal(hopper.exponentials(a, b, shifts, vocab_size, None, softcap), sums)
 
