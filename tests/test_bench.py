@@ -11,12 +11,14 @@ import torch.distributed as dist
 from conftest import ROOT, train_ranks
 from ranks import call
 
+import kernels
 import model as models
 import train
 from bench import COMMANDS, StepConfig
 from configurator import UserError, configure
 from fast import adam8
-from measure import step
+from measure import ops, step
+from run import account
 from scale import memory, parallel, plan
 from settings import Config, legal
 
@@ -428,6 +430,17 @@ def test_tables_on_a_gpu(name, words, capsys):
     said = capsys.readouterr().out
     expected = "ours, 1 GiB" if name == "ops" else "floor back to back for 3 s"
     assert re.search(rf"{expected} +[\d.]+", said), said
+
+
+def test_ops_compares_the_fast_forms(monkeypatch):
+    monkeypatch.setattr(kernels, "served", {"cuda"})
+    norm, mlp = ops.sublayers("meta")
+    x, targets = torch.empty(1, 8, 768, device="meta", dtype=torch.bfloat16), torch.zeros(1, 8, device="meta").long()
+    with account.census("cuda", torch.bfloat16) as seen:
+        ops.our_add_norm(x, x, norm)
+        ops.our_mlp(x, mlp.bfloat16())
+        ops.our_loss(x, kernels.Linear(768, 136, False, "meta", torch.bfloat16), targets, 130, 1024)
+    assert seen.calls == {("add_norm", None): 1, ("mlp", None): 1, ("linear_cross_entropy", None): 1}
 
 
 def test_a_gpu_that_waits_for_the_host_is_named():
