@@ -144,7 +144,7 @@ def timed(cfg):
     """{"loss": of the first step, and the figures of its speed and memory} of cfg.peer."""
     world = parallel.join(cfg)
     own, _ = train.choose(cfg, world.device)
-    job = train.build(own, world) if cfg.peer == "ours" else Peer(own, world)
+    job = train.Training(own, world) if cfg.peer == "ours" else Peer(own, world)
     loader = make_loaders(own, world)[0] if cfg.curves else None
     if loader and loader.masked:
         raise UserError(f"curves: {cfg.data_dir} has tokens without loss, which the peers would train on")

@@ -102,7 +102,7 @@ def build(cfg, world):
     import train
 
     own, rows = train.choose(cfg, world.device)
-    return own, rows, train.build(own, world, eot=separator(own) if own.document_mask else None)
+    return own, rows, train.Training(own, world, eot=separator(own) if own.document_mask else None)
 
 
 def unfused_adamw(model, cfg):

@@ -27,7 +27,7 @@ def run(words, unit_mib=None):
     if unit_mib is not None:
         memory.UNIT_MIB = unit_mib
     cfg = dataclasses.replace(cfg, precision="fp8", ops="fused", attention=attention)
-    found = steps(cfg, world, train.build(cfg, world), parallel.sum_over_ranks)
+    found = steps(cfg, world, train.Training(cfg, world), parallel.sum_over_ranks)
     parallel.stop()
     return found
 

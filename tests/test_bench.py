@@ -306,7 +306,7 @@ def test_offloading_more_than_the_host_has_is_refused(monkeypatch):
         memory.refuse_offload(cfg, 1)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     with pytest.raises(UserError, match=message):  # before a byte of it is allocated
-        train.build(cfg, parallel.World(0, 1, torch.device("cpu")))
+        train.Training(cfg, parallel.World(0, 1, torch.device("cpu")))
 
 
 def three_steps_in_rank(words):

@@ -348,7 +348,7 @@ def test_model_on_a_gpu(ops, shape):
     device = torch.device("cuda", torch.cuda.current_device())
     own, _ = train.choose(dataclasses.replace(cfg, precision="bf16", ops=ops, batch_tokens=4096), device)
     world = parallel.World(0, 1, device)
-    job = train.build(own, world, eot=EOT)
+    job = train.Training(own, world, eot=EOT)
     plain = build(GPTConfig(**{f.name: getattr(cfg, f.name) for f in dataclasses.fields(GPTConfig)}), CPU)
     plain.load_state_dict({k: v.cpu() for k, v in job.raw.state_dict().items()})
     documents.apply(plain, EOT)

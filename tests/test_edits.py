@@ -242,7 +242,7 @@ def steps(edit, shape_of=None, fast=True, unit_mib=None, **settings):
             stand_in_for_cublas(patch.setattr)
         if cfg.compile:
             torch._dynamo.reset()
-        job = train.build(cfg, world, eot=SEPARATOR)
+        job = train.Training(cfg, world, eot=SEPARATOR)
         return three_steps(job, cfg, world)
 
 

@@ -293,7 +293,7 @@ def test_a_step_that_is_not_finite_does_not_spoil_the_next(factor):
     words += ["--block_size=8", "--batch_size=2", "--batch_tokens=32", "--n_layer=1", "--max_skipped_steps=1"]
     cfg = configure(Config, [*words, "--precision=bf16", "--warmup_steps=0", "--attention=math"])
     cfg = dataclasses.replace(cfg, precision="fp8", ops="fused")  # refused on a CPU
-    job = train.build(cfg, parallel.start(DEVICE.type))
+    job = train.Training(cfg, parallel.start(DEVICE.type))
     factors = iter([1, 1, 1, factor, 1, 1])
     scale, job.scaler.scale = job.scaler.scale, lambda loss: scale(loss) * next(factors)
     found = []

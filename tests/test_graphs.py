@@ -60,7 +60,7 @@ def six_steps(cfg, world, graph, weighted):
     """([loss and norm of each step], {name: weight}) on the same random batches, which differ from step to step."""
     cfg.cuda_graph = graph
     own, _ = train.choose(cfg, world.device)
-    job = train.build(own, world)
+    job = train.Training(own, world)
     job.raw.train()
     torch.manual_seed(1 + world.rank)
     rows = torch.randint(0, 50, (64, cfg.batch_size, cfg.block_size + 1), device=world.device).unbind()

@@ -150,7 +150,7 @@ def graphs_in_rank(words):
     cfg = configure(Config, words)
     world = parallel.join(cfg)
     cfg, _ = train.choose(cfg, world.device)
-    job = train.build(cfg, world)
+    job = train.Training(cfg, world)
     job.step(lambda: torch.randint(0, cfg.vocab_size, (2, cfg.batch_size, cfg.block_size)), 1e-3)
     return job.model is not job.raw, counters["aot_autograd"]["total"]
 

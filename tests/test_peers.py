@@ -38,7 +38,7 @@ def same_steps(words, within):
     world = parallel.start("cpu")
     own, _ = train.choose(cfg, world.device)
     found = []
-    for job in (train.build(own, world), peers.Peer(own, world)):
+    for job in (train.Training(own, world), peers.Peer(own, world)):
         next_batch = peers.without_last_targets(peers.random_batches(own, world))
         found.append([job.step(next_batch, cfg.lr)[0].item() for _ in range(4)])
     assert found[0][0] == pytest.approx(found[1][0], abs=1e-5)
