@@ -121,8 +121,8 @@ class Muon(torch.optim.AdamW):
         torch._foreach_add_(steps, [(1 - skip).view(1)] * len(steps))  # one tensor for all would be read by the host
         momentum = 0.85 + (self.momentum - 0.85) * (steps[0] / max(1, self.warmup)).clamp(max=1)
         for some in alike(weights):
-            moments, grads = [local(self.state[p]["momentum"]) for p in some], [local(p.grad) for p in some]
-            self.accumulate(moments, grads, [updates[p] for p in some], momentum, skip)
+            moments = [local(self.state[p]["momentum"]) for p in some]
+            self.accumulate(moments, [local(p.grad) for p in some], [updates[p] for p in some], momentum, skip)
         for p in weights:
             p.grad = None  # AdamW passes over them
         for batch in self.batches:

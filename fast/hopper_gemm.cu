@@ -255,7 +255,8 @@ __device__ void epilogue_derivative(Warp& warp, Accumulators& d, Tile tile, Tile
 constexpr float LARGEST_EXPONENT = 60.f;
 
 // The largest accumulators of this lane's rows, [h][i % 2]; with VALID of the tile's first `valid` columns alone.
-template <bool VALID> __device__ void row_maxima(const Warp& warp, const Accumulators& d, int valid, float (&top)[2][2]) {
+template <bool VALID>
+__device__ void row_maxima(const Warp& warp, const Accumulators& d, int valid, float (&top)[2][2]) {
     for (u32 i = 0; i < 4; i++) top[i / 2][i % 2] = -3e38f;
 #pragma unroll
     for (u32 at = 0; at < 96; at++) {
@@ -268,7 +269,7 @@ template <bool VALID> __device__ void row_maxima(const Warp& warp, const Accumul
     }
 }
 
-// shift: of this lane's rows, [h][i % 2].
+// Raises the shifts of this lane's rows, [h][i % 2], where that is needed: rarely, hence the look at all columns first.
 __device__ void raise_shifts(const Warp& warp, const Accumulators& d, u32 column, u32 n_valid, float (&shift)[2][2]) {
     float top[2][2];
     row_maxima<false>(warp, d, 0, top);
@@ -324,7 +325,7 @@ __device__ void epilogue_exp(Warp& warp, Accumulators& d, Tile tile, const Tenso
         commit_staging();
         if (warp.lane == 0 && has_out) tma_store(out_map, n, m, buffer);
     }
-    float sum = 0.f, to = 0.f;  // four lanes have columns of the same four rows; each of them ends with the sum of one row
+    float sum = 0.f, to = 0.f;  // of one row: four lanes have columns of the same four rows, and each ends with one
 #pragma unroll
     for (u32 i = 0; i < 4; i++) {
         float whole = row_sum[i / 2][i % 2];
@@ -344,8 +345,8 @@ __device__ void epilogue_exp(Warp& warp, Accumulators& d, Tile tile, const Tenso
 // the third at K2; b: (N, K), or (K, N) with B_N_MAJOR; out, saved: (M, N); all bf16 with contiguous rows. `saved` is
 // written by GELU (the pre-activation) and read by DRELU2 and DGELU.
 // bias: (N,) bf16 or null. shifts: (M,) float32. sums: float32, (M / 32, N) for DRELU2 and DGELU, (M, N / BN rounded
-// up, 2) for EXP and EXP_CAPPED, with M rounded up to whole clusters' tiles of CLUSTER * BM rows. These two write no out
-// where has_out is 0.
+// up, 2) for EXP and EXP_CAPPED, with M rounded up to whole clusters' tiles of CLUSTER * BM rows. These two write no
+// out where has_out is 0.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTER, 1, 1)
 hopper_gemm(const __grid_constant__ TensorMap a0_map, const __grid_constant__ TensorMap a1_map,
             const __grid_constant__ TensorMap a2_map, const __grid_constant__ TensorMap b_map,
