@@ -89,17 +89,23 @@ def host_limit():
     return min(found, default=None)
 
 
-def refuse_offload(cfg, ranks):
+def refuse_beyond_host(cfg, ranks, parameters=0):
     """Raises UserError if offload_states and remat_offload put more into the host's memory than there is.
 
-    Linux would end the process without a word.
+    parameters: how many there are if they, their gradients and moments lie there in any case, since the device is a
+    CPU. Linux would end the process without a word.
     """
     parts, limit, here = on_host(cfg, ranks), host_limit(), ranks_of_host(ranks)
+    names = " and ".join(f"--{name}" for name in ("offload_states", "remat_offload") if getattr(cfg, name))
+    advice = "leave it out, or take a host with more"
+    if parameters and not names:
+        each = (2 * bytes_of_weight(cfg) + bytes_of_moments(cfg)) / shards_of(cfg, ranks)
+        parts, names = {"states": each * parameters}, f"{parameters:,} parameters, their gradients and moments"
+        advice = "take a smaller model, or a host with more"
     if limit and (need := here * sum(parts.values())) > limit:
-        names = " and ".join(f"--{name}" for name in ("offload_states", "remat_offload") if getattr(cfg, name))
         raise UserError(
             f"{names} would take about {need / GIB:.0f} GiB of this host's memory for {here} rank{'s' * (here > 1)}; "
-            f"there are {limit / GIB:.0f}; leave it out, or take a host with more"
+            f"there are {limit / GIB:.0f}; {advice}"
         )
 
 

@@ -223,7 +223,8 @@ def prepare(model, cfg, world, eot=None, regular=True):
     sharded = dist.is_initialized() and cfg.parallel != "ddp"
     if cfg.offload_states and not sharded:
         raise UserError("offload_states=True needs a process group; start it with torchrun, --nproc_per_node=1 for one")
-    memory.refuse_offload(cfg, world.size)
+    parameters = sum(p.numel() for p in model.parameters()) if world.device.type == "cpu" else 0
+    memory.refuse_beyond_host(cfg, world.size, parameters)
     kernels.limit_logits(cfg.logits_mib)
     if cfg.weights == "bf16":
         for parameter in model.parameters():  # all of them: FSDP2 requires one dtype in a unit

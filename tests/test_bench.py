@@ -299,13 +299,20 @@ def test_offloading_more_than_the_host_has_is_refused(monkeypatch):
     assert activations == 32 * (2 * 4 * memory.GIB + 2**26), "pinned: 3 GiB take 4, and attention's logsumexp 64 MiB"
     for limit in (None, need):
         monkeypatch.setattr(memory, "host_limit", lambda limit=limit: limit)
-        memory.refuse_offload(cfg, 1)
+        memory.refuse_beyond_host(cfg, 1)
     monkeypatch.setattr(memory, "host_limit", lambda: 128 * memory.GIB)
     message = r"--offload_states and --remat_offload would take about 25\d GiB of this host's .* 1 rank; there are 128"
     with pytest.raises(UserError, match=message):
-        memory.refuse_offload(cfg, 1)
+        memory.refuse_beyond_host(cfg, 1)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     with pytest.raises(UserError, match=message):  # before a byte of it is allocated
+        train.Training(cfg, parallel.World(0, 1, torch.device("cpu")))
+
+
+def test_a_model_that_a_cpus_host_cannot_hold_is_refused(monkeypatch):
+    cfg = configure(Config, ["config/llama3_8b.py", "--device=cpu", "--parallel=ddp"])
+    monkeypatch.setattr(memory, "host_limit", lambda: 64 * memory.GIB)
+    with pytest.raises(UserError, match="8,030,261,248 parameters, .* 120 GiB of this host's .* 1 rank; there are 64"):
         train.Training(cfg, parallel.World(0, 1, torch.device("cpu")))
 
 
