@@ -237,6 +237,7 @@ def test_state_dict_round_trip():
 LOW = dict(optimizer="adamw8bit", weights="bf16")
 
 
+@pytest.mark.slow
 def test_runs_follow_adamws(data_dir, tmp_path):
     """100 steps on real text. Over eight seeds (500,000 tokens) the mean losses were 2.921, 2.913, 2.919, +-0.03."""
     common = dict(max_steps=100, batch_tokens=128, lr=2e-3, save_interval=0, log_interval=100)

@@ -338,7 +338,7 @@ def same_parameters_changed(found, reference):
 # of each of these and of another edit the forms need the same
 COVERED = {"half of attention", "a gate", "scaled logits", "another norm", "an adapter", "another gated activation"}
 COVERED |= {"a second norm on q and k", "an MLP that calls its layers", "norms without weights", "a loss of PyTorch's"}
-COVERED |= {"layers run twice", "a layer of every other channel", "one update for all tokens"}
+COVERED |= {"layers run twice", "a layer of every other channel", "one update for all tokens", "sandwich norms"}
 
 
 @pytest.mark.parametrize("edit", [pytest.param(name, marks=[pytest.mark.slow] * (name in COVERED)) for name in EDITS])

@@ -71,7 +71,7 @@ def in_product(request, monkeypatch):
 
 
 @either
-@pytest.mark.parametrize("N, C, P, V", SHAPES)
+@pytest.mark.parametrize("N, C, P, V", [pytest.param(*SHAPES[0], marks=pytest.mark.slow), *SHAPES[1:]])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16] if GPU else [torch.float32])
 def test_linear_cross_entropy(N, C, P, V, dtype, in_product, monkeypatch):
     monkeypatch.setattr(loss, "LOGITS_BYTES", 16 * P * 4)  # several chunks, the last one ragged

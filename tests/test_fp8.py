@@ -66,7 +66,7 @@ KINDS = (*SEVERAL, fp8.DGELU, fp8.DRELU2, fp8.SWIGLU, fp8.DSWIGLU)
 
 @pytest.mark.parametrize("M, widths, what", [(M, w, k) for M, w in SHAPES for k in (KINDS if len(w) == 1 else SEVERAL)])
 @pytest.mark.parametrize("e5m2", [False, True])
-@pytest.mark.parametrize("std", [1e-7, 1.0, 1e4] if GPU else [1e-7, 1e4])
+@pytest.mark.parametrize("std", [pytest.param(1e-7, marks=pytest.mark.slow), *[1.0] * GPU, 1e4])
 def test_cast(M, widths, what, e5m2, std):
     """Value, transpose, column sums, and the scale: a power of two that leaves the room it should."""
     std = min(std, 100.0) if what in (fp8.RELU2, fp8.SWIGLU) else std  # whose result is a square
@@ -286,7 +286,7 @@ def test_scales_go_on_where_they_were():
     assert not checkpoint.load_rank_tensors(saved, other, 2, DEVICE)
 
 
-@pytest.mark.parametrize("factor", [float("inf"), 1e38, float("nan")])
+@pytest.mark.parametrize("factor", [float("inf"), *(pytest.param(f, marks=pytest.mark.slow) for f in (1e38, math.nan))])
 def test_a_step_that_is_not_finite_does_not_spoil_the_next(factor):
     """The amax of its gradients, inf or far too large, would be the next step's scale."""
     words = [str(ROOT / "config/test.py"), "--vocab_size=200", f"--device={DEVICE.type}", "--compile=False"]
