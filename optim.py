@@ -120,7 +120,8 @@ class Muon(torch.optim.AdamW):
         updates = {p: torch.empty_like(local(p), dtype=torch.bfloat16 if p.is_cuda else None) for p in weights}
         torch._foreach_add_(steps, [(1 - skip).view(1)] * len(steps))  # one tensor for all would be read by the host
         momentum = 0.85 + (self.momentum - 0.85) * (steps[0] / max(1, self.warmup)).clamp(max=1)
-        for some in alike(weights):
+        lists = alike(weights)
+        for some in lists:
             moments = [local(self.state[p]["momentum"]) for p in some]
             self.accumulate(moments, [local(p.grad) for p in some], [updates[p] for p in some], momentum, skip)
         for p in weights:
@@ -128,21 +129,21 @@ class Muon(torch.optim.AdamW):
         for batch in self.batches:
             orthogonalize_updates([m for m in batch if m.weight in updates], updates)
         rates = torch.tensor([self.group["lr"], self.group["lr"] * self.group["weight_decay"]]).unbind()
-        for some in alike(weights):
+        for some in lists:
             self.descend([local(p) for p in some], [updates[p] for p in some], *rates)
         super().step()
 
 
 def alike(weights, most=4):
-    """Lists of up to `most` weights of one shape: the graphs that a function of them is compiled to are few and small.
+    """The weights in lists of one shape, up to `most` in each, for which torch.compile needs few and small graphs.
 
-    A graph of all weights takes the compiler a time that grows faster than their number: 51 s on a CPU for 96 weights,
-    with lists of four 11 s.
+    The time to compile one graph of all weights grows faster than their number: 96 took 51 s on a CPU, in lists of four
+    11 s.
     """
     shapes = {}
     for p in weights:
         shapes.setdefault(local(p).shape, []).append(p)
-    return [of_one[i : i + most] for of_one in shapes.values() for i in range(0, len(of_one), most)]
+    return [same[i : i + most] for same in shapes.values() for i in range(0, len(same), most)]
 
 
 def batches(parts, most=2**27):

@@ -250,8 +250,8 @@ __device__ void epilogue_derivative(Warp& warp, Accumulators& d, Tile tile, Tile
     }
 }
 
-// A row's exponents above its shift may leave the range of bf16 and float32. From this one on, in powers of two, the
-// shift is raised to the largest of the tile; 2^18 columns of 2^60 stay within the range.
+// Exponents (of two) far above their row's shift would overflow bf16 and float32. Where a tile has one above this, the
+// row's shift is raised to the tile's largest. 2^18 columns of at most 2^60 do not overflow.
 constexpr float LARGEST_EXPONENT = 60.f;
 
 // The largest accumulators of this lane's rows, [h][i % 2]; with VALID of the tile's first `valid` columns alone.
@@ -269,7 +269,8 @@ __device__ void row_maxima(const Warp& warp, const Accumulators& d, int valid, f
     }
 }
 
-// Raises the shifts of this lane's rows, [h][i % 2], where that is needed: rarely, hence the look at all columns first.
+// Raises the shifts of this lane's rows, [h][i % 2], where they must be. Few warps have such a row, so the first check
+// leaves out the test for valid columns; only where it strikes are the maxima taken again with that test.
 __device__ void raise_shifts(const Warp& warp, const Accumulators& d, u32 column, u32 n_valid, float (&shift)[2][2]) {
     float top[2][2];
     row_maxima<false>(warp, d, 0, top);

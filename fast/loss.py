@@ -253,8 +253,9 @@ def _exponential_rows(
 ):  # fmt: skip
     """One row a program: its loss from the partial sums of exponentials, which are relative to the target's logit.
 
-    The exponentials of an ignored row are zeros, and so are its gradients. In a rare row some logit is so far above the
-    target's that a tile's exponentials are relative to the largest of them: then the row is made relative to one.
+    The exponentials of an ignored row are zeros, and so are its gradients. Where they would overflow, the exponentials
+    of WIDTH columns come relative to the largest of them, `raised` above the target's logit (in powers of two). A row
+    with such columns, which is rare, is scaled so that all are relative to its largest.
     """
     row = tl.program_id(0).to(tl.int64)
     grads += row * P

@@ -90,22 +90,21 @@ def host_limit():
 
 
 def refuse_beyond_host(cfg, ranks, parameters=0):
-    """Raises UserError if offload_states and remat_offload put more into the host's memory than there is.
+    """Raises UserError if a run puts more into the host's memory than there is; Linux would end it without a word.
 
-    parameters: how many there are if they, their gradients and moments lie there in any case, since the device is a
-    CPU. Linux would end the process without a word.
+    Counted are what offload_states and remat_offload put there and, on a CPU, the states of this many parameters (0 on
+    a GPU): themselves, their gradients and moments.
     """
     parts, limit, here = on_host(cfg, ranks), host_limit(), ranks_of_host(ranks)
-    names = " and ".join(f"--{name}" for name in ("offload_states", "remat_offload") if getattr(cfg, name))
-    advice = "leave it out, or take a host with more"
-    if parameters and not names:
-        each = (2 * bytes_of_weight(cfg) + bytes_of_moments(cfg)) / shards_of(cfg, ranks)
-        parts, names = {"states": each * parameters}, f"{parameters:,} parameters, their gradients and moments"
-        advice = "take a smaller model, or a host with more"
+    causes = [f"--{name}" for name in ("offload_states", "remat_offload") if getattr(cfg, name)]
+    remedy = "leave it out" if causes else "train a smaller model"
+    if parameters and not cfg.offload_states:
+        parts["states"] = parameters * (2 * bytes_of_weight(cfg) + bytes_of_moments(cfg)) / shards_of(cfg, ranks)
+        causes.append(f"{parameters:,} parameters, their gradients and moments")
     if limit and (need := here * sum(parts.values())) > limit:
         raise UserError(
-            f"{names} would take about {need / GIB:.0f} GiB of this host's memory for {here} rank{'s' * (here > 1)}; "
-            f"there are {limit / GIB:.0f}; {advice}"
+            f"{' and '.join(causes)} would take about {need / GIB:.0f} GiB of this host's memory for {here} "
+            f"rank{'s' * (here > 1)}; there are {limit / GIB:.0f}; {remedy}, or take a host with more"
         )
 
 

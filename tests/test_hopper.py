@@ -104,7 +104,7 @@ def test_exponentials(M, N, K, softcap):
     a, b, vocab_size = randn(M, K), randn(N, K, std=2 / K**0.5), N - N // 9
     shifts = torch.randn(M, device=GPU) * 3
     shifts[M // 2] = float("inf")
-    if softcap is None:  # logits 60 above it are in all tiles; in some
+    if softcap is None:  # so low that exponents are above 60 in all tiles, or in some of them
         shifts[1], shifts[3] = -300, -52
     out, intact = guarded(M, N)
     sums = hopper.exponentials(a, b, shifts, vocab_size, out, softcap)
