@@ -146,8 +146,8 @@ def exponentials(a, b, shifts, vocab_size, out=None, softcap=None):
     """Softmax numerators 2^(logits log2(e) - shifts[row]) of the logits a b^T, summed over every BN columns.
 
     a: (M, K), b: (N, K), bf16; shifts: (M,) float32; the columns from vocab_size on count as 0. Returns (M, N / BN
-    rounded up, 2) float32, the sums and what the shift was raised by: where a numerator of those BN columns would be
-    above 2^60, it is raised until the largest is 1. `out`, (M, N) bf16, receives the numerators. softcap: the logits
+    rounded up, 2) float32, the sums and what the shift was raised by: where the sum of those BN columns would be above
+    2^60, it is raised until the largest of them is 1. `out`, (M, N) bf16, receives the numerators. softcap: the logits
     are softcap tanh(a b^T / softcap), never raised, and `out` receives the numerators times the derivative of that.
     """
     kernel = EXPONENTIALS if softcap is None else CAPPED_EXPONENTIALS

@@ -38,7 +38,9 @@ __device__ float exp2_approx(float x) {
     return p;
 }
 
-// e^x 2^-shift, x capped if softcap is not 0; `slope` becomes the derivative of the capped x.
+__device__ float minus_infinity() { return __int_as_float(0xff800000); }
+
+// e^x 2^-shift, x capped if softcap is not 0, but 0 of -inf; `slope` becomes the derivative of the capped x.
 __device__ float exp_shifted(float x, float shift, float softcap, float two_log2e_over_cap, float& slope) {
     slope = 1.f;
     if (EPILOGUE == EXP) return exp2_approx(fmaf(x, LOG2E, -shift));
@@ -46,7 +48,7 @@ __device__ float exp_shifted(float x, float shift, float softcap, float two_log2
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(half) : "f"(1.f + exp2_approx(x * two_log2e_over_cap)));
     const float t = fmaf(half, -2.f, 1.f);
     slope = fmaf(-t, t, 1.f);
-    return exp2_approx(fmaf(t, softcap * LOG2E, -shift));
+    return x == minus_infinity() ? 0.f : exp2_approx(fmaf(t, softcap * LOG2E, -shift));
 }
 
 __device__ float relu2(float x) {
@@ -250,41 +252,38 @@ __device__ void epilogue_derivative(Warp& warp, Accumulators& d, Tile tile, Tile
     }
 }
 
-// Exponents (of two) far above their row's shift would overflow bf16 and float32. Where a tile has one above this, the
-// row's shift is raised to the tile's largest. 2^18 columns of at most 2^60 do not overflow.
+// Exponents (of two) far above their row's shift would overflow bf16 and float32. Where the sum of a tile's columns is
+// above 2 to this, the row's shift is raised to the tile's largest. 2^18 columns of at most 2^60 do not overflow.
 constexpr float LARGEST_EXPONENT = 60.f;
 
-// The largest accumulators of this lane's rows, [h][i % 2]; with VALID of the tile's first `valid` columns alone.
-template <bool VALID>
-__device__ void row_maxima(const Warp& warp, const Accumulators& d, int valid, float (&top)[2][2]) {
-    for (u32 i = 0; i < 4; i++) top[i / 2][i % 2] = -3e38f;
+// Makes the logits from the tile's column `valid` on -inf, of which the exponential is 0.
+__device__ void hide_columns(const Warp& warp, Accumulators& d, u32 valid) {
 #pragma unroll
-    for (u32 at = 0; at < 96; at++) {
-        const u32 column = at / 8 * 16 + at / 4 % 2 * 8 + at % 2;  // of the first of four lanes
-#pragma unroll
-        for (u32 h = 0; h < 2; h++) {
-            float& most = top[h][at / 2 % 2];
-            if (!VALID || (int)(column + warp.lane % 4 * 2) < valid) most = fmaxf(most, d[h][at]);
-        }
-    }
+    for (u32 at = 0; at < 96; at++)
+        if (at / 8 * 16 + at / 4 % 2 * 8 + at % 2 + warp.lane % 4 * 2 >= valid) d[0][at] = d[1][at] = minus_infinity();
 }
 
-// Raises the shifts of this lane's rows, [h][i % 2], where they must be. Few warps have such a row, so the first check
-// leaves out the test for valid columns; only where it strikes are the maxima taken again with that test.
-__device__ void raise_shifts(const Warp& warp, const Accumulators& d, u32 column, u32 n_valid, float (&shift)[2][2]) {
-    float top[2][2];
-    row_maxima<false>(warp, d, 0, top);
-    bool above = false;
-    for (u32 i = 0; i < 4; i++)
-        above |= fmaf(top[i / 2][i % 2], LOG2E, -shift[i / 2][i % 2]) > LARGEST_EXPONENT;
-    if (!__any_sync(~0u, above)) return;
-    row_maxima<true>(warp, d, n_valid - column, top);
+// Raises the shifts of those of this lane's rows whose sums are too large, both [h][i % 2] -> whether any lane's was.
+__device__ bool raise_shifts(const Warp& warp, const Accumulators& d, const float (&row_sum)[2][2],
+                             float (&shift)[2][2]) {
+    bool raised[2][2], any = false;
+#pragma unroll
+    for (u32 i = 0; i < 4; i++) any |= raised[i / 2][i % 2] = row_sum[i / 2][i % 2] > exp2f(LARGEST_EXPONENT);
+    if (!__any_sync(~0u, any)) return false;
+    float top[2][2] = {{-3e38f, -3e38f}, {-3e38f, -3e38f}};
+#pragma unroll
+    for (u32 at = 0; at < 96; at++)
+#pragma unroll
+        for (u32 h = 0; h < 2; h++) top[h][at / 2 % 2] = fmaxf(top[h][at / 2 % 2], d[h][at]);
+#pragma unroll
     for (u32 i = 0; i < 4; i++) {
         float most = top[i / 2][i % 2];  // four lanes have columns of the same rows
         most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
-        most = fmaxf(most, __shfl_xor_sync(~0u, most, 2)) * LOG2E;
-        if (most - shift[i / 2][i % 2] > LARGEST_EXPONENT) shift[i / 2][i % 2] = most;
+        most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+        if (raised[i / 2][i % 2]) shift[i / 2][i % 2] = most * LOG2E;
     }
+    if (warp.lane == 0) tma_store_wait_all();  // the same places are written again
+    return true;
 }
 
 // tiles_n: the output's width in tiles, the row stride of sums. Rows behind M, up to a whole tile, are written too.
@@ -296,43 +295,47 @@ __device__ void epilogue_exp(Warp& warp, Accumulators& d, Tile tile, const Tenso
     for (u32 i = 0; i < 4; i++) {
         const u32 m = tile.row + 32 * warp.index + i % 2 * 16 + i / 2 * 8 + warp.lane / 4;
         shift[i / 2][i % 2] = __ldg(shifts + min(m, M - 1));
-        row_sum[i / 2][i % 2] = 0.f;
     }
-    if (EPILOGUE == EXP) raise_shifts(warp, d, tile.column, n_valid, shift);  // a cap bounds the others
+    if (tile.column + BN > n_valid) hide_columns(warp, d, n_valid - min(n_valid, tile.column));
+    do {
 #pragma unroll
-    for (u32 c = 0; c < CHUNKS; c++, warp.chunk++) {
-        const u32 n = tile.column + c * CHUNK, m = tile.row + 32 * warp.index, buffer = warp.buffer();
-        acquire_staging<1>(warp);
+        for (u32 i = 0; i < 4; i++) row_sum[i / 2][i % 2] = 0.f;
 #pragma unroll
-        for (u32 j = 0; j < CHUNK / 16; j++)
+        for (u32 c = 0; c < CHUNKS; c++, warp.chunk++) {
+            const u32 n = tile.column + c * CHUNK, m = tile.row + 32 * warp.index, buffer = warp.buffer();
+            acquire_staging<1>(warp);
 #pragma unroll
-            for (u32 h = 0; h < 2; h++) {
-                const float* v = &d[h][c * (CHUNK / 2) + j * 8];
-                u32 r[4];
+            for (u32 j = 0; j < CHUNK / 16; j++)
 #pragma unroll
-                for (u32 i = 0; i < 4; i++) {
-                    const u32 at = n + 16 * j + i / 2 * 8 + warp.lane % 4 * 2;
-                    float p[2], slope[2];
+                for (u32 h = 0; h < 2; h++) {
+                    const float* v = &d[h][c * (CHUNK / 2) + j * 8];
+                    u32 r[4];
 #pragma unroll
-                    for (u32 k = 0; k < 2; k++) {
-                        p[k] = exp_shifted(v[2 * i + k], shift[h][i % 2], softcap, scale, slope[k]);
-                        if (at + k >= n_valid) p[k] = 0.f;
+                    for (u32 i = 0; i < 4; i++) {
+                        float p[2], slope[2];
+#pragma unroll
+                        for (u32 k = 0; k < 2; k++)
+                            p[k] = exp_shifted(v[2 * i + k], shift[h][i % 2], softcap, scale, slope[k]);
+                        row_sum[h][i % 2] += p[0] + p[1];
+                        r[i] = pack_bf16x2(p[0] * slope[0], p[1] * slope[1]);
                     }
-                    row_sum[h][i % 2] += p[0] + p[1];
-                    r[i] = pack_bf16x2(p[0] * slope[0], p[1] * slope[1]);
+                    stmatrix_x4(buffer + warp.matrix(j, h), r);
                 }
-                stmatrix_x4(buffer + warp.matrix(j, h), r);
-            }
-        commit_staging();
-        if (warp.lane == 0 && has_out) tma_store(out_map, n, m, buffer);
-    }
-    float sum = 0.f, to = 0.f;  // of one row: four lanes have columns of the same four rows, and each ends with one
+            commit_staging();
+            if (warp.lane == 0 && has_out) tma_store(out_map, n, m, buffer);
+        }
+#pragma unroll
+        for (u32 i = 0; i < 4; i++) {  // four lanes have columns of the same rows
+            float& sum = row_sum[i / 2][i % 2];
+            sum += __shfl_xor_sync(~0u, sum, 1);
+            sum += __shfl_xor_sync(~0u, sum, 2);
+        }
+        // A cap bounds the exponents. Without one a row may have to be computed again, over what was stored.
+    } while (EPILOGUE == EXP && raise_shifts(warp, d, row_sum, shift));
+    float sum = 0.f, to = 0.f;  // each of those four lanes writes one of their four rows
 #pragma unroll
     for (u32 i = 0; i < 4; i++) {
-        float whole = row_sum[i / 2][i % 2];
-        whole += __shfl_xor_sync(~0u, whole, 1);
-        whole += __shfl_xor_sync(~0u, whole, 2);
-        sum = warp.lane % 4 == i ? whole : sum;
+        sum = warp.lane % 4 == i ? row_sum[i / 2][i % 2] : sum;
         to = warp.lane % 4 == i ? shift[i / 2][i % 2] : to;
     }
     const u32 m = tile.row + 32 * warp.index + warp.lane % 2 * 16 + warp.lane % 4 / 2 * 8 + warp.lane / 4;

@@ -47,8 +47,7 @@ def exponentials(a, b, shifts, real, out=None, softcap=None):
     exponents = (tanh * softcap if softcap else logits) / math.log(2) - shifts[:, None]
     exponents[:, real:] = -math.inf
     tiles = F.pad(exponents, (0, -b.size(0) % hopper.BN), value=-math.inf).unflatten(1, (-1, hopper.BN))
-    most = tiles.amax(-1)
-    raised = torch.where((most > 60) & (softcap is None), most, 0)
+    raised = torch.where((torch.exp2(tiles).sum(-1) > 2**60) & (softcap is None), tiles.amax(-1), 0)
     powers = torch.exp2(tiles - raised[..., None])
     if out is not None:
         out.copy_(powers.flatten(1)[:, : b.size(0)] * (1 - tanh.square()))

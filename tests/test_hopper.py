@@ -76,7 +76,7 @@ def test_relu2(M, N, K, bias):
     a, b, bias = randn(M, K), randn(N, K, std=2 / K**0.5), randn(N) if bias else None
     act = hopper.relu2(a, b, bias)
     exact = F.linear(a.double(), b.double(), None if bias is None else bias.double())
-    assert error(act, exact.relu().square()) < 2e-3
+    assert error(act, exact.relu().square().bfloat16()) < 5e-4  # rounded once
     assert all(torch.equal(hopper.relu2(a, b, bias), act) for _ in range(5))
 
 
@@ -104,7 +104,7 @@ def test_exponentials(M, N, K, softcap):
     a, b, vocab_size = randn(M, K), randn(N, K, std=2 / K**0.5), N - N // 9
     shifts = torch.randn(M, device=GPU) * 3
     shifts[M // 2] = float("inf")
-    if softcap is None:  # so low that exponents are above 60 in all tiles, or in some of them
+    if softcap is None:  # so low that sums are above 2^60 in all tiles, or in some of them
         shifts[1], shifts[3] = -300, -52
     out, intact = guarded(M, N)
     sums = hopper.exponentials(a, b, shifts, vocab_size, out, softcap)
@@ -115,7 +115,7 @@ def test_exponentials(M, N, K, softcap):
     exponents[:, vocab_size:] = -math.inf
     tiles = F.pad(exponents, (0, -N % hopper.BN), value=-math.inf).unflatten(1, (-1, hopper.BN))
     largest = tiles.amax(-1)
-    assert torch.equal(raised > 0, largest > 60) and (raised[1] > 0).any() == (softcap is None)
+    assert torch.equal(raised > 0, torch.exp2(tiles).sum(-1) > 2**60) and (raised[1] > 0).any() == (softcap is None)
     assert not raised.any() or (raised - largest)[raised > 0].abs().max() < 1e-3
     powers = torch.exp2(tiles - raised.double()[..., None])
     exact = powers.flatten(1)[:, :N] * torch.autograd.grad(capped.sum(), logits)[0]
