@@ -184,7 +184,8 @@ def test_a_packed_row_is_its_documents_alone(way, shape):
 
 @pytest.mark.parametrize(
     "way, kind",
-    [("masked", "none"), ("varlen", "none"), ("varlen", "block"), ("varlen", "selective")],
+    [("masked", "none"), ("varlen", "none"), pytest.param("varlen", "block", marks=pytest.mark.slow)]
+    + [("varlen", "selective")],
     indirect=["way"],
 )
 def test_compiled_equals_eager_and_is_compiled_once(way, compiler, kind):

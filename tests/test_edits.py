@@ -354,12 +354,11 @@ REMAT = {
     "selective in tiles": dict(remat="selective", remat_tile=TILE, block_size=2 * TILE),
     "attention in tiles": dict(remat="attention", remat_tile=TILE, block_size=2 * TILE, remat_offload=True),
 }
-FAST = {"selective", "block", "attention"}
-TWO_TENSORS = [("value residual", remat) for remat in REMAT] + [("the embedding in every block", "block")]
-FLOAT32 = [("a second norm on q and k", remat) for remat in ("attention", "attention in tiles")]
-REMAT_OF = [
-    pytest.param(edit, remat, marks=[pytest.mark.slow] * (remat not in FAST)) for edit, remat in TWO_TENSORS + FLOAT32
-]
+FAST = [("value residual", "attention"), ("the embedding in every block", "block")]
+FAST += [("a second norm on q and k", "attention")]
+SLOW = [("value residual", remat) for remat in REMAT if remat != "attention"]
+SLOW += [("a second norm on q and k", "attention in tiles")]
+REMAT_OF = FAST + [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW]
 
 
 @pytest.mark.parametrize("edit, remat", REMAT_OF)
@@ -369,7 +368,7 @@ def test_remat(edit, remat):
     check(edit, steps(edit, **settings), block_size=settings.get("block_size", SHAPE["block_size"]))
 
 
-@pytest.mark.parametrize("edit", ["value residual", "a gate for each head"])
+@pytest.mark.parametrize("edit", ["value residual", pytest.param("a gate for each head", marks=pytest.mark.slow)])
 def test_document_masks(edit):
     """Also differs from the same edit without masks."""
     found = steps(edit, document_mask=True)
