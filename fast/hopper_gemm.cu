@@ -38,9 +38,7 @@ __device__ float exp2_approx(float x) {
     return p;
 }
 
-__device__ float minus_infinity() { return __int_as_float(0xff800000); }
-
-// e^x 2^-shift, x capped if softcap is not 0, but 0 of -inf; `slope` becomes the derivative of the capped x.
+// e^x 2^-shift, x capped if softcap is not 0; `slope` becomes the derivative of the capped x.
 __device__ float exp_shifted(float x, float shift, float softcap, float two_log2e_over_cap, float& slope) {
     slope = 1.f;
     if (EPILOGUE == EXP) return exp2_approx(fmaf(x, LOG2E, -shift));
@@ -48,7 +46,7 @@ __device__ float exp_shifted(float x, float shift, float softcap, float two_log2
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(half) : "f"(1.f + exp2_approx(x * two_log2e_over_cap)));
     const float t = fmaf(half, -2.f, 1.f);
     slope = fmaf(-t, t, 1.f);
-    return x == minus_infinity() ? 0.f : exp2_approx(fmaf(t, softcap * LOG2E, -shift));
+    return exp2_approx(fmaf(t, softcap * LOG2E, -shift));
 }
 
 __device__ float relu2(float x) {
@@ -253,35 +251,36 @@ __device__ void epilogue_derivative(Warp& warp, Accumulators& d, Tile tile, Tile
 }
 
 // Exponents (of two) far above their row's shift would overflow bf16 and float32. Where the sum of a tile's columns is
-// above 2 to this, the row's shift is raised to the tile's largest. 2^18 columns of at most 2^60 do not overflow.
+// above 2 to this, the row's shift is raised to the tile's largest.
 constexpr float LARGEST_EXPONENT = 60.f;
 
-// Makes the logits from the tile's column `valid` on -inf, of which the exponential is 0.
-__device__ void hide_columns(const Warp& warp, Accumulators& d, u32 valid) {
-#pragma unroll
-    for (u32 at = 0; at < 96; at++)
-        if (at / 8 * 16 + at / 4 % 2 * 8 + at % 2 + warp.lane % 4 * 2 >= valid) d[0][at] = d[1][at] = minus_infinity();
-}
-
 // Raises the shifts of those of this lane's rows whose sums are too large, both [h][i % 2] -> whether any lane's was.
-__device__ bool raise_shifts(const Warp& warp, const Accumulators& d, const float (&row_sum)[2][2],
+// valid: the tile's columns that count, from this lane's first on. Each row is raised once at most. Its sum stays too
+// large where the logits, from 7e8 on, are so large that the rounding of the shift alone is above LARGEST_EXPONENT.
+__device__ bool raise_shifts(const Warp& warp, const Accumulators& d, int valid, const float (&row_sum)[2][2],
                              float (&shift)[2][2]) {
-    bool raised[2][2], any = false;
+    bool large[2][2], any = false;
 #pragma unroll
-    for (u32 i = 0; i < 4; i++) any |= raised[i / 2][i % 2] = row_sum[i / 2][i % 2] > exp2f(LARGEST_EXPONENT);
+    for (u32 i = 0; i < 4; i++) any |= large[i / 2][i % 2] = row_sum[i / 2][i % 2] > exp2f(LARGEST_EXPONENT);
     if (!__any_sync(~0u, any)) return false;
     float top[2][2] = {{-3e38f, -3e38f}, {-3e38f, -3e38f}};
 #pragma unroll
-    for (u32 at = 0; at < 96; at++)
+    for (u32 at = 0; at < 96; at++) {
+        const int column = at / 8 * 16 + at / 4 % 2 * 8 + at % 2;
 #pragma unroll
-        for (u32 h = 0; h < 2; h++) top[h][at / 2 % 2] = fmaxf(top[h][at / 2 % 2], d[h][at]);
+        for (u32 h = 0; h < 2; h++)
+            if (column < valid) top[h][at / 2 % 2] = fmaxf(top[h][at / 2 % 2], d[h][at]);
+    }
+    bool raised = false;
 #pragma unroll
     for (u32 i = 0; i < 4; i++) {
-        float most = top[i / 2][i % 2];  // four lanes have columns of the same rows
-        most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
-        most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
-        if (raised[i / 2][i % 2]) shift[i / 2][i % 2] = most * LOG2E;
+        float& from = shift[i / 2][i % 2];
+        float to = top[i / 2][i % 2];  // four lanes have columns of the same rows
+        to = fmaxf(to, __shfl_xor_sync(~0u, to, 1));
+        to = fmaxf(to, __shfl_xor_sync(~0u, to, 2)) * LOG2E;
+        if (large[i / 2][i % 2] && to > from) from = to, raised = true;
     }
+    if (!__any_sync(~0u, raised)) return false;
     if (warp.lane == 0) tma_store_wait_all();  // the same places are written again
     return true;
 }
@@ -290,13 +289,13 @@ __device__ bool raise_shifts(const Warp& warp, const Accumulators& d, const floa
 __device__ void epilogue_exp(Warp& warp, Accumulators& d, Tile tile, const TensorMap* out_map, const float* shifts,
                              float2* sums, u32 M, u32 n_valid, u32 tiles_n, u32 has_out, float softcap) {
     const float scale = 2.f * LOG2E / softcap;  // used if the logits are capped
+    const int valid = n_valid - tile.column - warp.lane % 4 * 2;  // columns that count, from this lane's first on
     float shift[2][2], row_sum[2][2];  // of this lane's rows: [h][i % 2]
 #pragma unroll
     for (u32 i = 0; i < 4; i++) {
         const u32 m = tile.row + 32 * warp.index + i % 2 * 16 + i / 2 * 8 + warp.lane / 4;
         shift[i / 2][i % 2] = __ldg(shifts + min(m, M - 1));
     }
-    if (tile.column + BN > n_valid) hide_columns(warp, d, n_valid - min(n_valid, tile.column));
     do {
 #pragma unroll
         for (u32 i = 0; i < 4; i++) row_sum[i / 2][i % 2] = 0.f;
@@ -314,8 +313,10 @@ __device__ void epilogue_exp(Warp& warp, Accumulators& d, Tile tile, const Tenso
                     for (u32 i = 0; i < 4; i++) {
                         float p[2], slope[2];
 #pragma unroll
-                        for (u32 k = 0; k < 2; k++)
+                        for (u32 k = 0; k < 2; k++) {
                             p[k] = exp_shifted(v[2 * i + k], shift[h][i % 2], softcap, scale, slope[k]);
+                            if ((int)(c * CHUNK + 16 * j + i / 2 * 8 + k) >= valid) p[k] = 0.f;
+                        }
                         row_sum[h][i % 2] += p[0] + p[1];
                         r[i] = pack_bf16x2(p[0] * slope[0], p[1] * slope[1]);
                     }
@@ -331,7 +332,7 @@ __device__ void epilogue_exp(Warp& warp, Accumulators& d, Tile tile, const Tenso
             sum += __shfl_xor_sync(~0u, sum, 2);
         }
         // A cap bounds the exponents. Without one a row may have to be computed again, over what was stored.
-    } while (EPILOGUE == EXP && raise_shifts(warp, d, row_sum, shift));
+    } while (EPILOGUE == EXP && raise_shifts(warp, d, valid, row_sum, shift));
     float sum = 0.f, to = 0.f;  // each of those four lanes writes one of their four rows
 #pragma unroll
     for (u32 i = 0; i < 4; i++) {
