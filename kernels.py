@@ -76,7 +76,8 @@ def edited(*layers):
     """Why the fast form cannot read the layers' parameters instead of calling them: another forward, or hooks."""
     if any(type(layer) not in (Linear, LayerNorm, RMSNorm, nn.RMSNorm) for layer in layers):
         return "another kind of layer"
-    return "a layer with hooks" if any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers) else None
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return "a layer with hooks" if any(getattr(layer, kind) for layer in layers for kind in kinds) else None
 
 
 def unserved(device_type, dtype, layers):
@@ -230,6 +231,8 @@ def rope(x, layer, cos, sin):
     normed, reason = type(layer) is not nn.Identity, None
     if normed:  # `edited` and `unusual` let a LayerNorm pass, whose mean the fast form would not subtract
         reason = edited(layer) or unusual(x, layer) if isinstance(layer, nn.RMSNorm) else "another kind of layer"
+    if not all(t.shape == x.shape[-2:] and t.is_contiguous() for t in (cos, sin)):
+        reason = "tables of another shape or layout"
     if choose("rope", x, layer, unless=reason, inner=int(type(layer) is RMSNorm)):
         return fast_rope.rope(x, layer.weight if normed else None, layer.eps if normed else 0.0, cos, sin)
     return Rotation.apply(layer(x), cos, sin)

@@ -277,7 +277,7 @@ def out_of_range(cfg, ranks):
     zero = ["lr_embedding", "lr_head", "lr_vector", "momentum", "momentum_warmup"]
     zero += ["lr", "min_lr_ratio", "cooldown_fraction", "weight_decay", "beta1", "beta2", "warmup_steps", "temperature"]
     zero += ["eval_interval", "hellaswag_interval", "sample_interval", "save_interval", "seed", "shuffle_seed"]
-    zero += ["max_skipped_steps"]
+    zero += ["max_skipped_steps", "warmup_tokens"]
     found = too_small(cfg, dict.fromkeys(one, 1) | dict.fromkeys(zero, 0) | {"eval_tokens": cfg.block_size})
     found += [f"{k}={v} must be below 1" for k in ("beta1", "beta2", "momentum") if (v := getattr(cfg, k)) >= 1]
     rates = ("lr_embedding", "lr_head", "lr_vector")

@@ -42,6 +42,7 @@ class Training:
 
     def __init__(self, cfg, world, weights=None, eot=None):
         self.raw, self.model, self.account = build_model(cfg, world, weights, eot)
+        self.amaxes = checkpoint.magnitudes(self.raw)
         self.optimizer = optim.make_optimizer(self.raw, cfg)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=cfg.precision == "fp16")
         self.autocast = parallel.autocast(cfg.precision, world.device)
@@ -68,8 +69,8 @@ class Training:
         optim.set_learning_rate(self.optimizer, lr)
         if self.skips:  # AdamW then leaves weights and states as they are, which no host needs to know
             self.optimizer.found_inf = parallel.not_finite(loss, norm)
-            for amax in checkpoint.magnitudes(self.raw):  # fp8's, which such a step spoils
-                amax.masked_fill_(self.optimizer.found_inf > 0, 0)
+            for amax in self.amaxes:  # fp8's, which such a step spoils
+                amax.masked_fill_(self.optimizer.found_inf.to(amax.device) > 0, 0)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
@@ -114,7 +115,8 @@ def train(cfg, world, watch):
     warnings = [("warning", words) for words in [*loader.warnings, *evaluate.warnings, *start.warnings]]
     rows = [*chosen, *describe(cfg, world, job, loader, start), *warnings]
     log.start(start.step, rows, settings, tokens=loader.position)
-    saver = checkpoint.Saver(cfg, world, log.print, last=start.step if start.own(cfg) else None)
+    last = start.step if start.own(cfg) else None
+    saver = checkpoint.Saver(cfg, world, log.print, last, evaluated=start.evaluated is not None)
     meter = Meter(log, saver, job.scaler, world, cfg.max_skipped_steps, began)
 
     step, evaluate.done = start.step, start.evaluated
@@ -136,7 +138,7 @@ def train(cfg, world, watch):
             break
         meter.launching(step + 1)
         lr = optim.learning_rate(step, cfg)
-        with watch.stoppable(loader):  # told to stop in the middle of a step, the run gives that step up
+        with watch.stoppable(loader, job.amaxes):  # told to stop in the middle of a step, the run gives that step up
             loss, norm = job.step(next_batch, lr)
             step += 1
             meter.launched(step, lr, loss, norm)

@@ -59,7 +59,7 @@ def library():
     if torch.version.cuda is None:
         raise OSError("cuBLASLt needs a PyTorch built for CUDA")
     with open("/proc/self/maps") as maps:
-        paths = {line.split()[-1] for line in maps if "libcublasLt.so" in line}
+        paths = {line.split(maxsplit=5)[-1].strip() for line in maps if "libcublasLt.so" in line}
     lib = ctypes.PyDLL(paths.pop() if paths else f"libcublasLt.so.{torch.version.cuda.split('.')[0]}")
     handle = ctypes.c_void_p()
     check(lib.cublasLtCreate(ctypes.byref(handle)), "cublasLtCreate")

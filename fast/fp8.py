@@ -257,6 +257,12 @@ def cast_results(parts, amax, before, what, e5m2, sums):
 
 
 @triton.jit
+def _within(x, limit):
+    """x, but at most `limit` from 0. NaN stays NaN, so that the loss shows it; tl.clamp alone would make it -limit."""
+    return tl.clamp(x, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def _values(x, before, rows, cols, inside, width, WHAT: tl.constexpr):
     """The values to cast, in float32; for DSWIGLU the gradients of gate and up, else the same twice."""
     wide = rows * (2 * width) + cols  # in what has gate and up
@@ -270,7 +276,7 @@ def _values(x, before, rows, cols, inside, width, WHAT: tl.constexpr):
         s = tl.sigmoid(1.5957691216057308 * (b + 0.044715 * b * b * b))
         v *= s + b * s * (1 - s) * 1.5957691216057308 * (1 + 0.134145 * b * b)
     if WHAT == "relu2":
-        v = tl.maximum(v, 0.0) * tl.maximum(v, 0.0)
+        v = tl.where(v < 0, 0.0, v * v)  # unlike tl.maximum it keeps NaN
     if WHAT == "drelu2":
         v *= 2 * tl.maximum(tl.load(before + at, mask=inside, other=0.0).to(tl.float32), 0.0)
     if WHAT == "swiglu":
@@ -356,12 +362,12 @@ def _cast(
             beside += first * (2 * width if WHAT == "dswiglu" else width)
         v, w = _values(here, beside, rows[:, None], cols[None, :], inside, width, WHAT)
         to = out + (first * N + left) + (rows[:, None] * N + cols[None, :])
-        tl.store(to, tl.clamp(v * factor, -limit, limit).to(out.dtype.element_ty), mask=inside)
+        tl.store(to, _within(v * factor, limit).to(out.dtype.element_ty), mask=inside)
         most = tl.maximum(most, tl.abs(v))
         if SUMS:
             sums += v
         if WHAT == "dswiglu":
-            tl.store(to + width, tl.clamp(w * factor, -limit, limit).to(out.dtype.element_ty), mask=inside)
+            tl.store(to + width, _within(w * factor, limit).to(out.dtype.element_ty), mask=inside)
             most = tl.maximum(most, tl.abs(w))
             if SUMS:
                 more += w
@@ -472,7 +478,7 @@ def halves(both):
 def _shrink(x, amax, out, size, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     v = tl.load(x + at, mask=at < size, other=0.0).to(tl.float32) * tl.exp2(_power(tl.load(amax), 448.0))
-    tl.store(out + at, tl.clamp(v, -448.0, 448.0).to(out.dtype.element_ty), mask=at < size)
+    tl.store(out + at, _within(v, 448.0).to(out.dtype.element_ty), mask=at < size)
 
 
 @triton.jit
@@ -495,7 +501,8 @@ class HeadFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, targets, options, x_amax, w_amax):
         flat = x.flatten(0, -2)
-        losses, dx, dw = cross_entropy_chunks8(flat, weight, targets.flatten(), *options, x_amax, w_amax)
+        ids = targets.flatten().contiguous()
+        losses, dx, dw = cross_entropy_chunks8(flat, weight, ids, *options, x_amax, w_amax)
         keep_gradients(ctx, x, weight, dx, dw)
         return losses.sum()
 

@@ -22,7 +22,7 @@ def linear_cross_entropy(x, weight, targets, reduction, vocab_size, softcap=None
     options = (vocab_size, softcap, smoothing, z_loss)
     if reduction == "none":
         flat, w = x.flatten(0, -2).contiguous(), weight.to(x.dtype)
-        losses = cross_entropy_chunks(flat, w, targets.flatten(), *options, None)[0]
+        losses = cross_entropy_chunks(flat, w, targets.flatten().contiguous(), *options, None)[0]
         return losses.view_as(targets)
     loss = LinearCrossEntropy.apply(x, weight, targets, options, torch.is_grad_enabled())
     return reduced(loss, targets, reduction)
@@ -38,7 +38,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx, x, weight, targets, options, grad):
         flat, w = x.flatten(0, -2).contiguous(), weight.to(x.dtype)
         dtype = sum_dtype(weight) if grad else None
-        losses, *gradients = cross_entropy_chunks(flat, w, targets.flatten(), *options, dtype)
+        losses, *gradients = cross_entropy_chunks(flat, w, targets.flatten().contiguous(), *options, dtype)
         keep_gradients(ctx, x, weight, *gradients)
         return losses.sum()
 

@@ -163,7 +163,7 @@ def _rope_backward(
 def _halves(x, cos, sin, n, cols, inside, row, batch, head, token, H: tl.constexpr, T: tl.constexpr, D: tl.constexpr):
     """The two halves of the heads numbered n, in the order B, T, H, and their positions' cosines and sines; float32."""
     t, b = n // H % T, n // (H * T)
-    start = b.to(tl.int64) * batch + t.to(tl.int64) * token + (n % H) * head
+    start = b.to(tl.int64) * batch + t.to(tl.int64) * token + (n % H).to(tl.int64) * head
     at = x + start[:, None] + cols[None, :]
     first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(at + D // 2, mask=inside, other=0.0).to(tl.float32)

@@ -89,15 +89,18 @@ class Saver:
     the folder once all ranks have written. A failure on any rank raises CheckpointError on all of them.
     """
 
-    def __init__(self, cfg, world, say=print, last=None):
-        """last: step of the checkpoint that the run resumed from."""
-        self.cfg, self.world, self.say, self.last = cfg, world, say, last
+    def __init__(self, cfg, world, say=print, last=None, evaluated=True):
+        """last: step of the checkpoint that the run resumed from. evaluated: False where it was told to stop before it
+        had that step's validation loss, which decides whether the checkpoint is the best: it is then saved once more.
+        """
+        self.cfg, self.world, self.say, self.last, self.evaluated = cfg, world, say, last, evaluated
         self.thread, self.pending = ThreadPoolExecutor(1), None  # pending: folder, room, future of the digests
 
     def due(self, step, at_end):
         """Whether to save after `step` steps: every cfg.save_interval, and at the end."""
         every = 0 if self.cfg.dry_run else self.cfg.save_interval
-        return bool(every) and step not in (0, self.last) and (at_end or step % every == 0)
+        saved = step == 0 or step == self.last and self.evaluated
+        return bool(every) and not saved and (at_end or step % every == 0)
 
     def save(self, step, model, optimizer, state):
         """Waits for the previous save, starts the one after `step` steps, and without async_save waits for it too."""
@@ -107,7 +110,7 @@ class Saver:
         if not parallel.all_finite(model):
             since = "nothing was saved yet" if self.last is None else f"the last checkpoint is step {self.last}'s"
             raise NotFinite(f"step {step}: weights are inf or NaN and were not saved; {since}; try a lower --lr")
-        self.last = step
+        self.last, self.evaluated = step, True
         final = folder_of(self.cfg.out_dir, step)
         groups = {"model": model_tensors(model), "optimizer": optimizer_tensors(model, optimizer)}
         ranks, rooms = zip(*parallel.gather_objects((rank_tensors(model, self.world.device), _room(final, groups))))

@@ -166,9 +166,11 @@ class Watch:
             raise Stopped
 
     @contextlib.contextmanager
-    def stoppable(self, loader=None):
-        """Leaves the block at a boundary where the run is to stop; the data and random numbers then stand as before."""
-        device = self.world.device
+    def stoppable(self, loader=None, tensors=()):
+        """Leaves the block at a boundary where the run is to stop. What it changed then stands as before: the data's
+        position, the random numbers, and `tensors`, all of one dtype and device.
+        """
+        device, kept = self.world.device, tensors and torch.cat([t.flatten() for t in tensors])
         rows, random = loader and loader.rows, torch.get_rng_state()
         on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         try:
@@ -179,6 +181,8 @@ class Watch:
                 torch.cuda.set_rng_state(on_device, device)
             if loader:
                 loader.rows = rows
+            for t, before in zip(tensors, kept.split([t.numel() for t in tensors]) if tensors else ()):
+                t.copy_(before.view_as(t))
 
     def _leave_store(self):
         """Rank 0, whose process may hold the store, waits until the other ranks need it no more."""

@@ -37,6 +37,8 @@ def estimate(cfg, ranks):
     rope_tables = 8 * cfg.block_size * cfg.head_dim if cfg.positions == "rope" else 0
     states["buffers"] = WORKSPACE + rope_tables
     parts = dict(states)
+    if cfg.optimizer == "muon":
+        states["updates"] = 2 * cfg.n_layer * block / shards  # of the blocks' matrices, beside all gradients
     several = cfg.batch_tokens > cfg.micro_tokens(ranks)  # micro-steps
     if sharded and not several:
         parts["gradients"] = 0  # of a single micro-step: they grow while activations are freed
@@ -129,7 +131,8 @@ def describe(cfg, ranks, parameters=None, usual=True):
         words += f" ({pinned / GIB:.2f} with weights and gradients pinned)"
     if parameters not in (None, counted) or not usual:
         return words + "; activations are not estimated, since model.py computes something else than the settings say"
-    return words + f", about {takes(cfg, ranks) / GIB:.1f} GiB of a GPU in all" * (cfg.ops == "fused")
+    all_counted = cfg.ops == "fused" and cfg.attention != "math"  # whose T x T matrices are not
+    return words + f", about {takes(cfg, ranks) / GIB:.1f} GiB of a GPU in all" * all_counted
 
 
 def parameter_counts(cfg):

@@ -101,6 +101,16 @@ def test_the_estimate_counts_the_gradients_in_ddps_buckets():
     assert memory.takes(graph, 2) == memory.takes(one, 2) == memory.takes(cfg, 1)
 
 
+def test_the_estimate_counts_muons_updates():
+    """Two bytes a number of the blocks' matrices, beside gradients and moments: the peak where blocks keep little."""
+    words = [str(ROOT / "config/gpt2_1558m.py"), "--precision=bf16", "--remat=block", "--batch_size=1"]
+    adam, muon = (configure(Config, [*words, f"--optimizer={name}"]) for name in ("adamw", "muon"))
+    parts = memory.estimate(muon, 1)
+    block = memory.parameter_counts(muon)[1]
+    assert parts["updates"] == 2 * muon.n_layer * block and "updates" not in memory.estimate(adam, 1)
+    assert sum(parts.values()) / memory.GIB == pytest.approx(20.5, rel=0.01)
+
+
 def test_the_estimate_of_an_edited_model_says_that_it_cannot_know():
     cfg = configure(Config, [str(ROOT / "config/gpt2_124m.py"), "--precision=bf16", "--ops=fused"])
     count = memory.parameter_counts(cfg)[0]

@@ -136,6 +136,23 @@ def test_losses_of_many_nats_and_of_none(base, above, least, in_product):
 
 
 @either
+def test_targets_of_every_other_token(in_product):
+    """A view of them has other strides."""
+    dtype = torch.bfloat16 if GPU else torch.float32
+    x = torch.randn(3, 8, 16, device=DEVICE).to(dtype).requires_grad_()
+    weight = torch.randn(136, 16, device=DEVICE).to(dtype).float().requires_grad_()
+    targets = torch.randint(130, (3, 16), device=DEVICE)[:, ::2]
+    xd, wd = x.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
+    value = loss.linear_cross_entropy(x, weight, targets, "sum", 130)
+    expected = plain(xd, wd, targets, "sum", 130, None, 0.0, 0.0)
+    value.backward(), expected.backward()
+    assert error(value, expected) < TOLERANCE[dtype] and error(x.grad, xd.grad) < TOLERANCE[dtype]
+    with torch.no_grad():
+        each = loss.linear_cross_entropy(x, weight, targets, "none", 130)
+        assert error(each, plain(xd, wd, targets, "none", 130, None, 0.0, 0.0)) < TOLERANCE[dtype]
+
+
+@either
 def test_tokens_that_do_not_count_and_numbers_that_are_none(in_product):
     x, weight = torch.randn(1, 40, 16, device=DEVICE), torch.randn(136, 16, device=DEVICE).requires_grad_()
     x = x.to(torch.bfloat16 if GPU else torch.float32).requires_grad_()
@@ -304,6 +321,17 @@ def test_rope(B, H, T, D, normed):
         bound = 3e-3 if GPU else 1e-5  # one rounding to bf16
         assert y.transpose(1, 2).is_contiguous() and y.dtype == dtype and error(y, expected) < bound
         assert all(error(a, b) < bound for a, b in zip(ours, theirs, strict=True))
+
+
+def test_rope_of_other_tables_is_the_definition(monkeypatch):
+    """The kernel reads tables of (T, D); the definition takes any that can be broadcast."""
+    reasons = []
+    monkeypatch.setattr(kernels, "choose", lambda *_, unless=None, **__: bool(reasons.append(unless)))
+    x, cos = torch.randn(2, 3, 5, 8), torch.randn(5, 8)
+    for table in (cos, cos.expand(2, 1, 5, 8), cos[:1], cos.t().contiguous().t()):
+        found = kernels.rope(x, torch.nn.Identity(), table, table)
+        assert error(found, kernels.rotated(x.double(), table.double(), table.double())) < 1e-6
+    assert reasons == [None] + 3 * ["tables of another shape or layout"]
 
 
 def test_rope_turns_gradients_back():

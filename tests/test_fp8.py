@@ -57,6 +57,18 @@ def randn(*shape, std=1.0, dtype=torch.bfloat16):
     return (torch.randn(*shape, device=DEVICE) * std).to(dtype)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="the interpreter converts NaN to a number")
+@pytest.mark.parametrize("what", [fp8.COPY, fp8.GELU, fp8.RELU2])
+@pytest.mark.parametrize("e5m2", [False, True])
+def test_a_cast_keeps_nan(what, e5m2):
+    """Otherwise a loss from weights that are NaN would be a number."""
+    x = randn(40, 48)
+    x[3, 5] = float("nan")
+    out, out_t, _, _ = fp8.cast([x], torch.ones(2, device=DEVICE), None, what, e5m2, True)
+    assert out.float().isnan().nonzero().tolist() == [[3, 5]] and out_t.float().isnan().nonzero().tolist() == [[5, 3]]
+
+
 SHAPES = [(65, [300]), (33, [8, 264]), (20, [48, 16, 16])]
 SHAPES += [(16, [16]), (100, [48]), (512, [768]), (70, [300, 520, 8])] * GPU
 SEVERAL = (fp8.COPY, fp8.GELU, fp8.RELU2)  # what is computed of tensors side by side too

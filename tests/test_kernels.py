@@ -205,3 +205,11 @@ def test_a_function_that_does_not_run_is_left_out_but_out_of_memory_is_told():
     assert cublas.first([fails, list, fails]) == 1 and cublas.first([fails]) == 0
     with pytest.raises(torch.OutOfMemoryError):
         cublas.first([fails, full, list])
+
+
+@pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"])
+def test_a_layer_with_any_hook_is_called(kind):
+    layer = kernels.Linear(8, 8)
+    assert kernels.edited(layer) is None
+    getattr(layer, f"register_{kind}")(lambda *_: None)
+    assert kernels.edited(layer) == "a layer with hooks"

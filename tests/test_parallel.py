@@ -10,6 +10,7 @@ import types
 import pytest
 import ranks
 import torch
+import torch.distributed as dist
 from conftest import ROOT, compile_to_graphs, flags, losses, read_log, train_here, train_in_rank, train_ranks
 from safetensors.torch import load_file
 from torch._dynamo.utils import counters
@@ -153,6 +154,25 @@ def graphs_in_rank(words):
     job = train.Training(cfg, world)
     job.step(lambda: torch.randint(0, cfg.vocab_size, (2, cfg.batch_size, cfg.block_size)), 1e-3)
     return job.model is not job.raw, counters["aot_autograd"]["total"]
+
+
+def time_limits_in_rank(words):
+    """Seconds after which this rank gives up: of the world, and of each group of a model sharded by these settings."""
+    cfg = configure(Config, words)
+    world = parallel.join(cfg)
+    cfg, _ = train.choose(cfg, world.device)
+    model = train.Training(cfg, world).raw
+    mesh = next(model.parameters()).device_mesh
+    groups = [dist.group.WORLD, *map(mesh.get_group, mesh.mesh_dim_names)]
+    groups += [model.spread.group] if cfg.context_parallel > 1 else []
+    return [group._get_backend(world.device).options._timeout.total_seconds() for group in groups]
+
+
+def test_every_group_has_the_time_limit_of_the_run():
+    words = ["--n_layer=1", "--n_head=2", "--n_embd=32", "--vocab_size=64", "--batch_size=1", "--block_size=16"]
+    words += ["--batch_tokens=32", "--device=cpu", "--precision=fp32", "--compile=False", "--timeout_s=1234"]
+    words += ["--parallel=hsdp", "--shard_size=1", "--context_parallel=2"]
+    assert ranks.call(2, time_limits_in_rank, words) == 2 * [4 * [1234.0]]
 
 
 @pytest.mark.slow

@@ -193,6 +193,31 @@ def test_a_signal_in_an_evaluation_leaves_it_for_the_resumed_run(data_dir, tmp_p
     assert scores[0] == scores[1] and sorted(scores[0]) == [0, 4, 6]
 
 
+@pytest.mark.fault(27)
+def test_a_checkpoint_of_a_stopped_validation_gets_its_loss(data_dir, tmp_path):
+    """Without it, the checkpoint could not be the best, and would be removed."""
+    words = flags(data_dir, tmp_path, max_steps=6, eval_interval=4, save_interval=4)
+    done, _ = ranks.attempt(0, train_told_in_evaluation, words, "validation", 0)
+    assert done.codes == [143], done.stderr
+    state = tmp_path / "step_00000004/state.json"
+    assert json.loads(state.read_text())["val_loss"] is None
+    ranks.run(0, [*words, "--resume=auto"])
+    assert json.loads(state.read_text())["val_loss"] == losses(read_log(tmp_path), "val")[4]
+    checkpoint.load(state.parent)
+
+
+def test_a_step_that_is_given_up_leaves_tensors_as_they_were(tmp_path):
+    cfg = configure(Config, ["--device=cpu", f"--out_dir={tmp_path}"])
+    tensors, random = [torch.ones(()), torch.arange(3.0)], torch.get_rng_state()
+    with Watch(cfg, parallel.World(0, 1, torch.device("cpu"))) as own:
+        with own.stoppable(None, tensors):
+            tensors[0].zero_(), tensors[1].mul_(torch.rand(3))
+            raise watch.Stopped
+        with own.stoppable():
+            raise watch.Stopped
+    assert tensors[0] == 1 and tensors[1].tolist() == [0, 1, 2] and torch.equal(torch.get_rng_state(), random)
+
+
 def train_told_in_compilation(words, at_rank):
     """For ranks.attempt: train.py as a script; while its compiler, another process, runs, their group gets SIGTERM."""
     told = []
