@@ -134,6 +134,10 @@ def check(cfg):
         wrong.append(f"shard_tokens={cfg.shard_tokens} must be at least pack={cfg.pack}, since shards hold whole rows")
     if (cfg.pack or cfg.min_document_tokens) and cfg.ready_made:
         wrong.append(f"pack and min_document_tokens are for texts; {cfg.dataset} is tokenized already")
+    texts_alone = ("max_tokens", "shuffle_seed", "val_tokens", "shard_tokens")
+    given = [name for name in texts_alone if getattr(cfg, name) != getattr(type(cfg), name)] if cfg.ready_made else []
+    if given:
+        wrong.append(f"{' and '.join(given)} cannot change shards that are written already; try --max_shards")
     if cfg.text_key.count(",") > 1:
         wrong.append(f"text_key={cfg.text_key} must be one field, or two for prompt,completion")
     if cfg.tokenizer == "chars" and (cfg.ready_made or is_chat(cfg)):

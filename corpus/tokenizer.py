@@ -201,7 +201,13 @@ def _from_tiktoken(name, encoding, scheme=None):
 
     encode_batch = fast or encoding.encode_ordinary_batch
     special = functools.partial(encoding.encode, allowed_special="all")
-    return Tokenizer(name, encoding.n_vocab, separators, encode_batch, encoding.decode, lengths, to_json, special)
+    known = {*encoding._mergeable_ranks.values(), *encoding._special_tokens.values()}
+
+    def decode(ids):
+        """The text; ids that are none of the encoding's, which a padded head may be asked for, have none."""
+        return encoding.decode([i for i in ids if i in known])
+
+    return Tokenizer(name, encoding.n_vocab, separators, encode_batch, decode, lengths, to_json, special)
 
 
 def byte_level_json(ranks, special, pattern=None):
@@ -333,7 +339,7 @@ def write_characters(batches, path):
 
     found = set()
     for texts in batches:
-        found.update(*texts)
+        found.update(*(text or "" for text in texts))
     ids = {token: i for i, token in enumerate([*sorted(found - {"\ufffd"}), "\ufffd", "<|endoftext|>"])}
     inner = tokenizers.Tokenizer(tokenizers.models.BPE(ids, [], unk_token="\ufffd"))
     inner.decoder = tokenizers.decoders.Fuse()

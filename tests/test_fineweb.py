@@ -451,6 +451,11 @@ def test_mistakes_in_the_settings(tmp_path):
         (dict(pack=1, min_document_tokens=0), 2, "min_document_tokens=0 must be at least 1"),
         (dict(pack=4096, shard_tokens=4000), 2, "shard_tokens=4000 must be at least pack=4096"),
         (dict(dataset="kjj0/fineweb10B-gpt2", pack=4096), 2, "is tokenized already"),
+        (
+            dict(dataset="kjj0/fineweb10B-gpt2", max_tokens=10**9, val_tokens=5),
+            2,
+            "max_tokens and val_tokens cannot change shards that are written already; try --max_shards",
+        ),
     ]:
         with pytest.raises(UserError) as error:
             prepare(**{"out": tmp_path / "d", **settings})

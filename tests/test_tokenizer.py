@@ -227,3 +227,9 @@ def test_mistakes_are_one_line(tmp_path, monkeypatch):
         with pytest.raises(UserError, match=words) as caught:
             tokenizer.load(name)
         assert "\n" not in str(caught.value) and name in str(caught.value)
+
+
+def test_ids_of_no_token_have_no_text():
+    """A model's head may be wider than its tokenizer: nanoGPT's has 50,304 rows for GPT-2's 50,257 ids."""
+    gpt2 = tokenizer.load("gpt2")
+    assert gpt2.decode([*gpt2.encode_batch(["plain text"])[0], 50_290]) == "plain text"
