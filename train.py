@@ -69,8 +69,9 @@ class Training:
         optim.set_learning_rate(self.optimizer, lr)
         if self.skips:  # AdamW then leaves weights and states as they are, which no host needs to know
             self.optimizer.found_inf = parallel.not_finite(loss, norm)
-            for amax in self.amaxes:  # fp8's, which such a step spoils
-                amax.masked_fill_(self.optimizer.found_inf.to(amax.device) > 0, 0)
+            spoilt = self.optimizer.found_inf.to(loss.device) > 0
+            for amax in self.amaxes:  # fp8's
+                amax.masked_fill_(spoilt, 0)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
@@ -115,8 +116,8 @@ def train(cfg, world, watch):
     warnings = [("warning", words) for words in [*loader.warnings, *evaluate.warnings, *start.warnings]]
     rows = [*chosen, *describe(cfg, world, job, loader, start), *warnings]
     log.start(start.step, rows, settings, tokens=loader.position)
-    last = start.step if start.own(cfg) else None
-    saver = checkpoint.Saver(cfg, world, log.print, last, evaluated=start.evaluated is not None)
+    saved = start.step if start.own(cfg) else None
+    saver = checkpoint.Saver(cfg, world, log.print, saved, evaluated=start.evaluated is not None)
     meter = Meter(log, saver, job.scaler, world, cfg.max_skipped_steps, began)
 
     step, evaluate.done = start.step, start.evaluated

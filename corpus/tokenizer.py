@@ -204,7 +204,7 @@ def _from_tiktoken(name, encoding, scheme=None):
     known = {*encoding._mergeable_ranks.values(), *encoding._special_tokens.values()}
 
     def decode(ids):
-        """The text; ids that are none of the encoding's, which a padded head may be asked for, have none."""
+        """The text; ids that the encoding lacks, which a model with a padded vocabulary may sample, add none."""
         return encoding.decode([i for i in ids if i in known])
 
     return Tokenizer(name, encoding.n_vocab, separators, encode_batch, decode, lengths, to_json, special)

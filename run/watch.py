@@ -181,8 +181,9 @@ class Watch:
                 torch.cuda.set_rng_state(on_device, device)
             if loader:
                 loader.rows = rows
-            for t, before in zip(tensors, kept.split([t.numel() for t in tensors]) if tensors else ()):
-                t.copy_(before.view_as(t))
+            if tensors:
+                for t, before in zip(tensors, kept.split([t.numel() for t in tensors])):
+                    t.copy_(before.view_as(t))
 
     def _leave_store(self):
         """Rank 0, whose process may hold the store, waits until the other ranks need it no more."""

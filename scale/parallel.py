@@ -106,7 +106,7 @@ def start(device="auto", backend="auto", timeout_s=600, expandable=False):
         try:
             store = next(rendezvous("env://", timeout=limit))[0]
             store = dist.PrefixStore(f"attempt_{attempt}", store)  # torchrun's outlives a restart, with old addresses
-            limit += timedelta(seconds=NCCL_LATER if bound else 0)
+            limit = time_limit(timeout_s, backend)
             options = dict(store=store, rank=rank, world_size=size, timeout=limit, device_id=bound)
             dist.init_process_group(backend, **options)
         except (ValueError, RuntimeError) as error:
@@ -248,9 +248,13 @@ def prepare(model, cfg, world, eot=None, regular=True):
 
 
 def limit_time(group, cfg):
-    """Gives ranks that are not the whole world its time limit, instead of PyTorch's 10 (NCCL) or 30 minutes (gloo)."""
-    later = NCCL_LATER * ("nccl" in dist.get_backend_config())
-    distributed_c10d._set_pg_timeout(timedelta(seconds=cfg.timeout_s + later), group)
+    """Gives a group of some ranks the time limit of all, instead of PyTorch's 10 (NCCL) or 30 minutes (gloo)."""
+    distributed_c10d._set_pg_timeout(time_limit(cfg.timeout_s, dist.get_backend_config()), group)
+
+
+def time_limit(timeout_s, backend):
+    """After how long a collective fails: with NCCL, which ends the process without a word, NCCL_LATER seconds later."""
+    return timedelta(seconds=timeout_s + NCCL_LATER * ("nccl" in backend))
 
 
 def ranks_of_a_host(world):
