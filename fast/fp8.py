@@ -19,16 +19,16 @@ import triton.language as tl
 from torch.utils._mode_utils import no_dispatch
 
 from fast import cublas
-from fast.hopper import sm_count
 from fast.linear import join_heads, split_heads
 from fast.loss import chunk_rows, cross_entropy_rows, empty_results, keep_gradients, kept_gradients, sum_dtype
-from fast.operators import cdiv, dtypes_of, operator, power_of_2
+from fast.operators import INTERPRETED, cdiv, dtypes_of, exp2, operator, power_of_2, reciprocal
 
 aten = torch.ops.aten
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 COPY, GELU, RELU2, SWIGLU = "copy", "gelu", "relu2", "swiglu"  # what `cast` computes before it rounds
 DGELU, DRELU2, DSWIGLU = "dgelu", "drelu2", "dswiglu"
-CAST_ROWS, CAST_COLS, CAST_PROGRAMS, CAST_STAGES, CAST_WARPS = 8, 256, 8, 3, 4  # programs: a multiprocessor's
+CAST_ROWS, CAST_COLS, CAST_WARPS = 64, 64, 4  # of a program
+SUM_STEPS, SUM_STAGES = 8, 3  # of a program that sums columns: one such sum for 8 x 64 rows; the others take 64 rows
 TRANSPOSE_TILE, COPY_BLOCK = 128, 8192
 ROOM, GRADIENT_ROOM = 2.0, 64.0  # a scale leaves room for this multiple of the last amax; larger values saturate
 HEAD_SCALE = 2.0**14  # of the gradient of the logits, which is in [-1, 1]: e5m2 reaches from 57,344 down to 2^-16
@@ -220,30 +220,29 @@ def cast(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(x in fp8, its transpose, the factor that undoes the scale, float32 column sums if `sums`) of x: (M, N).
 
+    M must be a multiple of 16 (`suits`).
     parts: x, or, with COPY, GELU and RELU2, up to three tensors (M, N1), (M, N2), (M, N3) that are x side by side;
     contiguous. what: COPY; GELU: of gelu(x); DGELU: of x gelu'(before); RELU2 and DRELU2 likewise; SWIGLU: of
     silu(gate) up, x being gate and up side by side, (M, 2 N); DSWIGLU: of both's gradients, (M, N), x being that of
     silu(gate) up, (M, N / 2), and `before` both.
     amax: [amax that the scale is made from, amax that this call sees]; updated in place, one such buffer per operand.
     """
-    assert what in (COPY, GELU, RELU2) or len(parts) == 1
+    assert parts[0].size(0) % 16 == 0 and (what in (COPY, GELU, RELU2) or len(parts) == 1)
     dtype = E5M2 if e5m2 else E4M3
     out, out_t, scale, columns = cast_results(parts, amax, before, what, e5m2, sums)
     M, N = out.shape
     device, widths = out.device, [x.size(1) // (1 + (what == SWIGLU)) for x in parts] + [0] * (3 - len(parts))
-    strips = sum(cdiv(width, CAST_COLS) for width in widths)
-    programs = min(cdiv(M, CAST_ROWS), cdiv(CAST_PROGRAMS * sm_count(device), strips))
+    steps, stages = (SUM_STEPS, SUM_STAGES) if sums else (1, 1)
+    strips, programs = sum(cdiv(width, CAST_COLS) for width in widths), cdiv(M, CAST_ROWS * steps)
     partial = torch.empty(programs if sums else 0, N, dtype=torch.float32, device=device)
     limit = torch.finfo(dtype).max
     room = GRADIENT_ROOM if e5m2 else ROOM
     abc = *parts, *[parts[0]] * (3 - len(parts))
     _prepare[(1,)](*abc, before, amax, scale, M, limit / room, *widths, WHAT=what, BLOCK=4096, num_warps=8)
-    _cast[(programs, strips)](
-        *abc, before, out, partial, amax, scale, M, limit, *widths, WHAT=what, SUMS=sums, ROWS=CAST_ROWS,
-        COLS=CAST_COLS, PROGRAMS=programs, STEPS=cdiv(M, programs * CAST_ROWS), STAGES=CAST_STAGES,
-        num_warps=CAST_WARPS,
+    _cast[(strips, programs)](
+        *abc, before, out, out_t, partial, amax, scale, M // 4, limit, *widths, WHAT=what, SUMS=sums,
+        ROWS=CAST_ROWS, COLS=CAST_COLS, STEPS=steps, STAGES=stages, num_warps=CAST_WARPS,
     )  # fmt: skip
-    transpose(out, out_t)
     return out, out_t, scale, partial.sum(0) if sums else columns
 
 
@@ -257,9 +256,9 @@ def cast_results(parts, amax, before, what, e5m2, sums):
 
 
 @triton.jit
-def _within(x, limit):
-    """x, but at most `limit` from 0. NaN stays NaN, so that the loss shows it; tl.clamp alone would make it -limit."""
-    return tl.clamp(x, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
+def _rounded(x, limit, dtype: tl.constexpr):
+    """x in fp8, at most `limit` from 0. NaN, which tl.clamp alone would make -limit, stays NaN: the loss shows it."""
+    return tl.clamp(x, -limit, limit, propagate_nan=tl.PropagateNan.ALL).to(dtype)
 
 
 @triton.jit
@@ -269,25 +268,32 @@ def _values(x, before, rows, cols, inside, width, WHAT: tl.constexpr):
     at = wide if WHAT == "swiglu" else rows * width + cols
     v = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     w = v
+    # GELU: x sigmoid(2 u) = x (1 + tanh u) / 2, u = sqrt(2 / pi) (x + 0.044715 x^3); exp(-2 u) as a power of two
     if WHAT == "gelu":
-        v = v * tl.sigmoid(1.5957691216057308 * (v + 0.044715 * v * v * v))  # x sigmoid(2 u) = x (1 + tanh u) / 2
+        v *= reciprocal(1 + exp2(v * (-2.302208198 - 0.102943240 * (v * v))))
     if WHAT == "dgelu":
         b = tl.load(before + at, mask=inside, other=0.0).to(tl.float32)
-        s = tl.sigmoid(1.5957691216057308 * (b + 0.044715 * b * b * b))
-        v *= s + b * s * (1 - s) * 1.5957691216057308 * (1 + 0.134145 * b * b)
+        square = b * b
+        s = reciprocal(1 + exp2(b * (-2.302208198 - 0.102943240 * square)))
+        v *= s + s * ((1 - s) * (b * (1.595769122 + 0.214064450 * square)))
     if WHAT == "relu2":
         v = tl.where(v < 0, 0.0, v * v)  # unlike tl.maximum it keeps NaN
     if WHAT == "drelu2":
         v *= 2 * tl.maximum(tl.load(before + at, mask=inside, other=0.0).to(tl.float32), 0.0)
     if WHAT == "swiglu":
-        v *= tl.sigmoid(v) * tl.load(x + wide + width, mask=inside, other=0.0).to(tl.float32)
+        v *= _sigmoid(v) * tl.load(x + wide + width, mask=inside, other=0.0).to(tl.float32)
     if WHAT == "dswiglu":
         gate = tl.load(before + wide, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(before + wide + width, mask=inside, other=0.0).to(tl.float32)
-        s = tl.sigmoid(gate)
+        s = _sigmoid(gate)
         w = v * gate * s
-        v *= up * (s + gate * s * (1 - s))
+        v *= up * (s + s * ((1 - s) * gate))
     return v, w
+
+
+@triton.jit
+def _sigmoid(x):
+    return reciprocal(1 + exp2(x * -1.4426950408889634))
 
 
 @triton.jit
@@ -332,13 +338,17 @@ def _largest(x, before, M, WIDTH: tl.constexpr, WHAT: tl.constexpr, BLOCK: tl.co
 
 @triton.jit
 def _cast(
-    a, b, c, before, out, partial, amax, scale, M, limit,
+    a, b, c, before, out, out_t, partial, amax, scale, quads, limit,
     A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, WHAT: tl.constexpr, SUMS: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, PROGRAMS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A program casts a strip of COLS columns, ROWS rows at a time; amax and column sums stay in registers."""
+    """A program casts COLS columns, STEPS times ROWS rows; amax and column sums stay in registers.
+
+    Rows come in `quads` of four, whose bytes in a column are a word of the transpose, since words are transposed faster
+    than bytes.
+    """
     N: tl.constexpr = 2 * A if WHAT == "dswiglu" else A + B + C
-    program, strip = tl.program_id(0), tl.program_id(1)
+    strip, program = tl.program_id(0), tl.program_id(1)
     x, width, left = a, A, 0
     if B > 0:
         if strip >= (A + COLS - 1) // COLS:
@@ -348,38 +358,82 @@ def _cast(
         if (left == A) & (strip >= (B + COLS - 1) // COLS):
             x, width, left = c, C, A + B
             strip -= (B + COLS - 1) // COLS
-    rows, cols = tl.arange(0, ROWS), strip * COLS + tl.arange(0, COLS)
+    quad, cols = tl.arange(0, ROWS // 4)[:, None], strip * COLS + tl.arange(0, COLS)[None, :]
+    out_t = out_t.to(tl.pointer_type(tl.int32), bitcast=True) + tl.cast(left, tl.int64) * quads
     factor = 1 / tl.load(scale)
-    most = tl.zeros((ROWS, COLS), tl.float32)
-    sums = tl.zeros((ROWS, COLS), tl.float32)
-    more = tl.zeros((ROWS, COLS), tl.float32)
+    most = tl.zeros((ROWS // 4, COLS), tl.float32)
+    sums = tl.zeros((ROWS // 4, COLS), tl.float32)
+    more = tl.zeros((ROWS // 4, COLS), tl.float32)
     for step in tl.range(STEPS, num_stages=STAGES):
-        first = tl.cast((program + step * PROGRAMS) * ROWS, tl.int64)
-        inside = (first + rows < M)[:, None] & (cols < width)[None, :]
+        tile = program * STEPS + step
+        first, row = tl.cast(tile, tl.int64) * ROWS, 4 * quad
+        inside = (tile * (ROWS // 4) + quad < quads) & (cols < width)
         here = x + first * (2 * width if WHAT == "swiglu" else width)
         beside = before
         if before is not None:
             beside += first * (2 * width if WHAT == "dswiglu" else width)
-        v, w = _values(here, beside, rows[:, None], cols[None, :], inside, width, WHAT)
-        to = out + (first * N + left) + (rows[:, None] * N + cols[None, :])
-        tl.store(to, _within(v * factor, limit).to(out.dtype.element_ty), mask=inside)
-        most = tl.maximum(most, tl.abs(v))
+        # all loads are before the first store, since the compiler does not move them across one
+        v0, w0 = _values(here, beside, row, cols, inside, width, WHAT)
+        v1, w1 = _values(here, beside, row + 1, cols, inside, width, WHAT)
+        v2, w2 = _values(here, beside, row + 2, cols, inside, width, WHAT)
+        v3, w3 = _values(here, beside, row + 3, cols, inside, width, WHAT)
+        to, across = out + first * N + left, out_t + tile * (ROWS // 4)
+        _store(v0 * factor, v1 * factor, v2 * factor, v3 * factor, limit, to, across, quad, cols, inside, quads, N)
+        most = tl.maximum(most, _amax(v0, v1, v2, v3))
         if SUMS:
-            sums += v
+            sums += (v0 + v1) + (v2 + v3)
         if WHAT == "dswiglu":
-            tl.store(to + width, _within(w * factor, limit).to(out.dtype.element_ty), mask=inside)
-            most = tl.maximum(most, tl.abs(w))
+            to, across = to + width, across + tl.cast(width, tl.int64) * quads
+            _store(w0 * factor, w1 * factor, w2 * factor, w3 * factor, limit, to, across, quad, cols, inside, quads, N)
+            most = tl.maximum(most, _amax(w0, w1, w2, w3))
             if SUMS:
-                more += w
+                more += (w0 + w1) + (w2 + w3)
     tl.atomic_max(amax + 1, tl.max(most))
     if SUMS:
-        tl.store(partial + program * N + left + cols, tl.sum(sums, 0), mask=cols < width)
+        at = partial + program * N + left + cols
+        tl.store(at, tl.sum(sums, 0)[None, :], mask=cols < width)
         if WHAT == "dswiglu":
-            tl.store(partial + program * N + width + cols, tl.sum(more, 0), mask=cols < width)
+            tl.store(at + width, tl.sum(more, 0)[None, :], mask=cols < width)
+
+
+@triton.jit
+def _amax(v0, v1, v2, v3):
+    return tl.maximum(tl.maximum(tl.abs(v0), tl.abs(v1)), tl.maximum(tl.abs(v2), tl.abs(v3)))
+
+
+@triton.jit
+def _store(v0, v1, v2, v3, limit, out, out_t, quad, cols, inside, quads, N: tl.constexpr):
+    """Stores the four rows of quads in fp8, and their transpose."""
+    dtype: tl.constexpr = out.dtype.element_ty
+    at = out + (4 * quad * N + cols)
+    tl.store(at, _rounded(v0, limit, dtype), mask=inside)
+    tl.store(at + N, _rounded(v1, limit, dtype), mask=inside)
+    tl.store(at + 2 * N, _rounded(v2, limit, dtype), mask=inside)
+    tl.store(at + 3 * N, _rounded(v3, limit, dtype), mask=inside)
+    at = out_t + tl.trans(cols.to(tl.int64) * quads + quad)
+    tl.store(at, tl.trans(_word(v0, v1, v2, v3, limit, dtype)), mask=tl.trans(inside))
+
+
+@triton.jit
+def _word(v0, v1, v2, v3, limit, dtype: tl.constexpr):
+    """Four numbers in fp8 in a word. In PTX, since ptxas 12.8 loses bytes that are used in a word and once more."""
+    if INTERPRETED:
+        low = _bits(v0, limit, dtype) | _bits(v1, limit, dtype) << 8
+        return low | _bits(v2, limit, dtype) << 16 | _bits(v3, limit, dtype) << 24
+    else:
+        pair: tl.constexpr = "cvt.rn.satfinite.e5m2x2.f32 " if dtype == tl.float8e5 else "cvt.rn.satfinite.e4m3x2.f32 "
+        both: tl.constexpr = pair + "lower, $2, $1; " + pair + "upper, $4, $3; mov.b32 $0, {lower, upper}; }"
+        code: tl.constexpr = "{ .reg .b16 lower, upper; " + both
+        return tl.inline_asm_elementwise(code, "=r,f,f,f,f", [v0, v1, v2, v3], tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _bits(v, limit, dtype: tl.constexpr):
+    return _rounded(v, limit, dtype).to(tl.uint8, bitcast=True).to(tl.int32)
 
 
 def transpose(x, out):
-    """out = x.T, of bytes. Within `_cast` it took longer and, with Triton 3.6 on Hopper, gave wrong values."""
+    """out = x.T, of bytes."""
     M, N = x.shape
     grid = cdiv(M, TRANSPOSE_TILE), cdiv(N, TRANSPOSE_TILE)
     _transpose[grid](x.view(torch.uint8), out.view(torch.uint8), M, N, TILE=TRANSPOSE_TILE, num_warps=8)
@@ -478,7 +532,7 @@ def halves(both):
 def _shrink(x, amax, out, size, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     v = tl.load(x + at, mask=at < size, other=0.0).to(tl.float32) * tl.exp2(_power(tl.load(amax), 448.0))
-    tl.store(out + at, _within(v, 448.0).to(out.dtype.element_ty), mask=at < size)
+    tl.store(out + at, _rounded(v, 448.0, out.dtype.element_ty), mask=at < size)
 
 
 @triton.jit

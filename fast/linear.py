@@ -10,7 +10,7 @@ from fast import cublas, hopper
 from fast.hopper import sm_count
 from fast.operators import as_gradients, cdiv, dtypes_of, on_hopper, operator, power_of_2
 
-PACK_PROGRAMS, PACK_WARPS, PACK_STAGES = 8, 1, 3  # programs a multiprocessor
+PACK_PROGRAMS, PACK_COLS, PACK_STAGES = 8, 4096, 3  # programs a multiprocessor, most columns a warp
 
 
 def linear(x, weight, bias, tune=True):
@@ -147,9 +147,10 @@ def pack(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> tuple[torch.Tenso
     out = a.new_empty(N, sum(widths))
     programs = min(N, PACK_PROGRAMS * sm_count(a.device))
     parts = torch.empty(programs, sum(widths), dtype=torch.float32, device=a.device)
+    block = power_of_2(max(widths))
     _pack[(programs, 3)](
-        a, b, c, out, parts, N, A=widths[0], B=widths[1], C=widths[2], BLOCK=power_of_2(max(widths)),
-        PROGRAMS=programs, STEPS=cdiv(N, programs), STAGES=PACK_STAGES, num_warps=PACK_WARPS,
+        a, b, c, out, parts, N, A=widths[0], B=widths[1], C=widths[2], BLOCK=block, PROGRAMS=programs,
+        STEPS=cdiv(N, programs), STAGES=PACK_STAGES, num_warps=max(1, block // PACK_COLS),
     )  # fmt: skip
     return out, parts.sum(0)
 

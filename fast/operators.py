@@ -1,12 +1,15 @@
-"""Registers the kernels of this wing as PyTorch operators, which torch.compile takes as they are."""
+"""Registers the kernels of this wing as PyTorch operators, which torch.compile takes as they are; what they share."""
 
 import functools
 
 import torch
+import triton
+import triton.language as tl
 
 from fast import hopper
 
 LIBRARY = torch.library.Library("pretrain", "FRAGMENT")
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # by Triton's interpreter, which knows no PTX
 
 
 def operator(name, mutates=()):
@@ -52,3 +55,21 @@ def dtypes_of(*parameters):
 def as_gradients(sums, dtypes):
     """Casts float32 sums to the dtypes of `dtypes_of`; None where there is no parameter."""
     return [None if dtype is None else s.to(dtype) for s, dtype in zip(sums, dtypes, strict=True)]
+
+
+@triton.jit
+def exp2(x):
+    """2^x in float32, zero if it is below 2^-126: one instruction, where tl.exp2 takes four more for such numbers."""
+    if INTERPRETED:
+        return tl.exp2(x)
+    else:
+        return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def reciprocal(x):
+    """1 / x in float32, but for its last bit, and zero if x is above 2^126: a division takes five instructions more."""
+    if INTERPRETED:
+        return 1 / x
+    else:
+        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)

@@ -5,8 +5,8 @@
 A GPU is given by its name, as in fast/chips.py, or by its compute capability.
 
 One block of a model takes a step on the CPU. Launches compile and do not run, so that the numbers mean nothing; the
-GEMMs, which are cuBLASLt's, are PyTorch's. Only the kernels' types and compile-time constants count, and these follow
-from the widths of the real models.
+GEMMs, which are cuBLASLt's, are PyTorch's, and those of the loss on Hopper are left out. Only the kernels' types and
+compile-time constants count, and these follow from the widths of the real models.
 """
 
 import re
@@ -25,7 +25,7 @@ from triton.runtime.jit import JITFunction
 
 import kernels
 import model as models
-from fast import adam8_triton, chips
+from fast import adam8_triton, chips, hopper, loss
 from scale import adam8
 from settings import GPTConfig
 
@@ -36,7 +36,14 @@ SHAPES = [
     GPT2,
     GPT2 | dict(n_embd=1600, n_head=25, mlp="relu2", softcap=15.0, positions="rope", qk_norm=True),
     LLAMA | dict(n_embd=4096, n_head=32, n_kv_head=8, n_hidden=14336, vocab_size=4096, z_loss=1e-4),
+    LLAMA | dict(n_embd=8192, n_head=64, n_kv_head=8, n_hidden=28672, vocab_size=4096),
 ]
+HEADS = [
+    (768, 50_304, None),
+    (1600, 50_304, 15.0),
+    (4096, 128_256, None),
+    (8192, 128_256, None),
+]  # width, rows, softcap
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 
@@ -77,6 +84,11 @@ def compiled(capability):
         weight.grad = torch.zeros_like(weight)
         adam8.updater = lambda device: adam8_triton.update
         adam8.AdamW8bit([weight], lr=1e-3).step()
+        if capability >= 89:
+            gather(torch.zeros(256, 512))
+        if capability == 90:
+            for head in HEADS:
+                hopper_loss(*head)
     finally:
         JITFunction.run = launch
     return found
@@ -92,6 +104,31 @@ def step(shape, fp8):
     tokens = torch.randint(0, 1000, (2, 64))
     with torch.autocast("cpu", torch.bfloat16):
         model(tokens, tokens).backward()
+
+
+def gather(weight):
+    """What two ranks' FSDP2 does with a weight in 8 bits."""
+    layer = torch.nn.Module()
+    layer.w_amax = torch.zeros(())
+    rows = weight.as_subclass(kernels.fp8.Rows)
+    (rows8, amax), scale = rows.fsdp_pre_all_gather(None, None, None, layer, None)
+    both = torch.cat([rows8, rows8]), torch.stack([amax, amax]).view(2)
+    rows.fsdp_post_all_gather(both, scale, torch.bfloat16)
+
+
+def hopper_loss(width, vocab_rows, softcap, tokens=16):
+    """The Triton kernels around the CUDA kernel that computes logits and their exponentials."""
+    x, w = (torch.zeros(rows, width, dtype=torch.bfloat16) for rows in (tokens, vocab_rows))
+    targets, (losses, factors) = torch.zeros(tokens, dtype=torch.int64), torch.zeros(2, tokens)
+    real, parts = hopper.exponentials, -(-vocab_rows // hopper.BN)
+    hopper.exponentials = lambda *_: torch.zeros(tokens, parts, 2)
+    try:
+        shifts = loss.target_logits(x, w, targets, softcap)
+        for grad in (True, False):
+            grads = torch.zeros(tokens, vocab_rows, dtype=torch.bfloat16)
+            loss.exponential_rows(x, w, targets, shifts, losses, factors, grads, vocab_rows, softcap, grad)
+    finally:
+        hopper.exponentials = real
 
 
 def resources(kernel):
