@@ -145,6 +145,12 @@ def too_small(cfg, least):
     return [f"{k}={v} must be at least {least[k]}" for k, v in pairs.items() if v is not None and not v >= least[k]]
 
 
+def idle(cfg, names, why):
+    """Problems, at most one line: the settings in `names` that differ from their defaults, and why they do nothing."""
+    given = [f"{name}={getattr(cfg, name)}" for name in names if getattr(cfg, name) != getattr(type(cfg), name)]
+    return [f"{' and '.join(given)} {why}"] if given else []
+
+
 def refuse(problems):
     """Raises one UserError that lists all problems, if there are any."""
     if problems:

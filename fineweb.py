@@ -15,6 +15,7 @@ A killed run continues when it is started again (corpus/writer.py). corpus/loade
 """
 
 import atexit
+import codecs
 import functools
 import glob
 import hashlib
@@ -31,11 +32,13 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from configurator import UserError, parse, refuse, run, too_small
+from configurator import UserError, idle, parse, refuse, run, too_small
 
 SHORT_NAMES = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW/fineweb-edu"}
 READY_MADE = ("kjj0/fineweb10B-gpt2", "kjj0/fineweb100B-gpt2", "kjj0/finewebedu10B-gpt2")  # known to need no --shards
 COMPRESSED = (".zst", ".gz", ".xz", ".bz2")
+TEXTS_ALONE = ("subset", "split", "text_key", "streaming", "shard_tokens", "val_tokens", "shuffle_seed", "max_tokens")
+TEXTS_ALONE += ("pack", "min_document_tokens", "skip_bad_documents")  # settings that say how texts become shards
 RECORDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # any other file is one document
 
 
@@ -132,12 +135,8 @@ def check(cfg):
         wrong.append(f"shard_tokens={cfg.shard_tokens} must be below 2**31, the largest count in a header")
     if cfg.pack and cfg.pack > cfg.shard_tokens:
         wrong.append(f"shard_tokens={cfg.shard_tokens} must be at least pack={cfg.pack}, since shards hold whole rows")
-    if (cfg.pack or cfg.min_document_tokens) and cfg.ready_made:
-        wrong.append(f"pack and min_document_tokens are for texts; {cfg.dataset} is tokenized already")
-    texts_alone = ("max_tokens", "shuffle_seed", "val_tokens", "shard_tokens")
-    given = [name for name in texts_alone if getattr(cfg, name) != getattr(type(cfg), name)] if cfg.ready_made else []
-    if given:
-        wrong.append(f"{' and '.join(given)} cannot change shards that are written already; try --max_shards")
+    if cfg.ready_made:
+        wrong += idle(cfg, TEXTS_ALONE, "cannot change shards that are written already; try --max_shards")
     if cfg.text_key.count(",") > 1:
         wrong.append(f"text_key={cfg.text_key} must be one field, or two for prompt,completion")
     if cfg.tokenizer == "chars" and (cfg.ready_made or is_chat(cfg)):
@@ -285,9 +284,11 @@ def lines(path, cfg):
     import fsspec
 
     with fsspec.open(path, "rb", compression="infer") as file:
-        is_list = file.read(1) == b"["
+        head = file.read(1024)
+    bom = len(codecs.BOM_UTF8) if head.startswith(codecs.BOM_UTF8) else 0
     with fsspec.open(path, "rb", compression="infer") as file:
-        if not is_list:
+        file.read(bom)
+        if not head[bom:].lstrip().startswith(b"["):
             yield from (
                 (i, line, bad_record(line, cfg)) for i, line in enumerate(io.BufferedReader(file), 1) if line.strip()
             )

@@ -10,13 +10,13 @@ a dialogue with it has more than the same dialogue before it with a generation p
 import contextlib
 import hashlib
 import json
-from pathlib import Path
 
 import numpy as np
 
 from configurator import UserError
 from corpus import chat
 from corpus.loader import DataError
+from corpus.tokenizer import file_of
 
 
 class Dialogues:
@@ -26,16 +26,14 @@ class Dialogues:
     """
 
     def __init__(self, tokenizer):
-        path = Path(tokenizer.name)
-        folder = path if path.is_dir() else path.parent
+        file, folder = file_of(tokenizer.name), tokenizer.folder
         self.tokenizer, self.template, self.eos, special = tokenizer, None, tokenizer.eot, {}
-        if path.is_dir() or path.suffix == ".json":  # not the name of an encoding
+        if file and file.suffix == ".json":
             special = chat.special_tokens(folder)
             with contextlib.suppress(chat.NoTemplate):
                 self.template = chat.Template(folder, tokenizer)
             import tokenizers
 
-            file = folder / "tokenizer.json" if path.is_dir() else path
             self.inner = tokenizers.Tokenizer.from_file(str(file))  # unlike the tokenizer's, it gives offsets
             self.inner.no_truncation()
             self.inner.no_padding()

@@ -33,6 +33,12 @@ from run import files
 
 WRITTEN = SHARD | {"tokens": files.count, "documents": files.count, "text_bytes": files.count, "bytes": files.count}
 WRITTEN |= {"targets?": files.count}
+# What a record has besides the settings, in words; and what follows from a setting, or from its files.
+DERIVED = dict.fromkeys(("files", "files_sha256"), "other files")
+DERIVED |= dict.fromkeys(("vocab_size", "eot"), "another vocabulary")
+DERIVED |= {"chat_sha256": "another chat template or special tokens"}
+FOLLOW = {"tokenizer": ("vocab_size", "eot", "chat_sha256", "val_tokens"), "text_key": ("chat_sha256",)}
+FOLLOW |= {"shuffle_seed": ("streaming",)} | dict.fromkeys(("shard_tokens", "files_sha256"), ("val_tokens",))
 RECORD = {"settings": {}, "shards": [WRITTEN]}
 RECORDS = {"manifest.json": RECORD, "progress.json": RECORD | {"next": [files.count], "order?": [(files.count, None)]}}
 
@@ -185,6 +191,17 @@ class ShardWriter:
         self._open()
 
 
+def differences(old, new):
+    """How two records of settings differ, in words, without what follows from other differences."""
+    # both are recorded only where they are True, shards as the absence of the settings for texts
+    old, new = ({"skip_bad_documents": False, "shards": "text_key" not in each} | each for each in (old, new))
+    wrong = [k for k in old | new if old.get(k) != new.get(k)]
+    wrong = next(([k] for k in ("dataset", "shards") if k in wrong), wrong)  # all others may follow from these
+    follow = [each for k in wrong for each in FOLLOW.get(k, ())]
+    words = [DERIVED.get(k) or f"{k}={old.get(k)}, not {new.get(k)}" for k in wrong if k not in follow]
+    return "; ".join(dict.fromkeys(words))
+
+
 class Progress:
     """The record of a run in its folder: progress.json while it lasts, manifest.json once everything is written.
 
@@ -207,9 +224,7 @@ class Progress:
                 )
             self.save()
             return
-        if wrong := [k for k in sorted({**old, **settings}) if old.get(k) != settings.get(k)]:
-            digests = {"files_sha256": "other files", "chat_sha256": "another chat template or special tokens"}
-            wrong = "; ".join(digests.get(k) or f"{k}={old.get(k)}, not {settings.get(k)}" for k in wrong)
+        if wrong := differences(old, settings):
             raise UserError(f"out_dir={out} was begun with {wrong}; use another --out_dir, or remove the folder")
         self.shards, (self.document, self.tokens) = saved["shards"], saved.get("next", (0, 0))
         self.order = saved.get("order", [])

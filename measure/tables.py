@@ -115,8 +115,8 @@ def command(path, world, group=False):
 
 
 def with_precision(cfg):
-    """cfg with precision=auto resolved to bf16; raises UserError for a precision that the arithmetic does not count."""
-    refuse(too_small(cfg, {"world": 1, "gpu_gib": 1}))
+    """cfg with precision=auto resolved to bf16; raises UserError for settings that the arithmetic does not count."""
+    refuse(too_small(cfg, {"world": 1, "gpu_gib": 1}) + memory.uncounted(cfg))
     if cfg.precision not in ("auto", "bf16", "fp8"):
         raise UserError(f"precision={cfg.precision}: the arithmetic is for bf16 and fp8; try --precision=bf16")
     return dataclasses.replace(cfg, precision="bf16" if cfg.precision == "auto" else cfg.precision)

@@ -52,6 +52,5 @@ def load_tokenizer(cfg, model, saved):
 
 def folders(cfg, tokenizer):
     """The folders in which Hugging Face's files may lie: beside the tokenizer, if it is a file, and the weights."""
-    path = Path(tokenizer.name)
-    beside = [path if path.is_dir() else path.parent] if path.exists() else []
+    beside = [tokenizer.folder] if tokenizer.folder else []
     return [*beside, hf.fetch(cfg.pretrained) if cfg.checkpoint is None else Path(cfg.checkpoint)]

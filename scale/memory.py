@@ -131,8 +131,15 @@ def describe(cfg, ranks, parameters=None, usual=True):
         words += f" ({pinned / GIB:.2f} with weights and gradients pinned)"
     if parameters not in (None, counted) or not usual:
         return words + "; activations are not estimated, since model.py computes something else than the settings say"
-    all_counted = cfg.ops == "fused" and cfg.attention != "math"  # whose T x T matrices are not
-    return words + f", about {takes(cfg, ranks) / GIB:.1f} GiB of a GPU in all" * all_counted
+    return words + f", about {takes(cfg, ranks) / GIB:.1f} GiB of a GPU in all" * (not uncounted(cfg))
+
+
+def uncounted(cfg):
+    """Problems, one line each: the settings with operations that keep more than the estimate counts."""
+    found = ["ops=torch: the arithmetic counts the fast forms; try --ops=auto"] if cfg.ops == "torch" else []
+    if cfg.attention == "math":
+        found.append("attention=math: the arithmetic does not count its T x T matrices; try --attention=auto")
+    return found
 
 
 def parameter_counts(cfg):
@@ -333,7 +340,7 @@ def advice(cfg, ranks, budget, legal, error=""):
     more = " --parallel=fsdp" if copies else ""
     tries = " or ".join(f for f in fits if f != f"--batch_size={cfg.batch_size}") or f"more GPUs{more}"
     need, held, wanted = takes(cfg, ranks), size_in(error, HELD), size_in(error, WANTED)
-    roomy = max(need, held + wanted) < 0.9 * budget and cfg.ops != "torch"  # the estimate does not count ops=torch
+    roomy = max(need, held + wanted) < 0.9 * budget and not uncounted(cfg)
     why = f"this takes about {need / GIB:.1f} GiB of {budget / GIB:.1f} a GPU by estimate"
     why += f"; it held {held / GIB:.1f} and wanted {wanted / GIB:.2f} more" if held else ""
     why += ", so that another process may be on it (nvidia-smi)" if roomy else ""

@@ -405,6 +405,17 @@ def test_out_of_memory_says_what_would_fit(monkeypatch):
     assert "by estimate; it held 190.2 and wanted 0.50 more; try" in more, "the estimate is wrong, not another process"
 
 
+@pytest.mark.parametrize("word", ["--attention=math", "--ops=torch"])
+def test_no_estimate_where_operations_keep_more_than_it_counts(word):
+    said = f"^{word[2:]}: the arithmetic .*; try {word.partition('=')[0]}=auto$"
+    for command in ("memory", "plan"):
+        with pytest.raises(UserError, match=said):
+            here(command, str(ROOT / "config/gpt2_124m.py"), word)
+    cfg = configure(Config, [str(ROOT / "config/gpt2_124m.py"), "--precision=bf16", "--ops=fused", word])
+    assert "in all" not in memory.describe(cfg, 1)
+    assert "another process" not in memory.advice(cfg, 1, 200 * memory.GIB, legal)
+
+
 def test_mistakes_are_one_line():
     mistakes = [
         (["steps"], "error: bench.py steps: expected one of step, ladder, peers, ops, comm, support, memory"),

@@ -461,6 +461,12 @@ def test_script_both_ways(make, tmp_path, capsys):
     refused(lambda: convert.main(convert.Config(from_hf="x", to_hf="y")), "--from_hf", "--to_hf")
 
 
+@pytest.mark.parametrize("source", ["from_hf", "checkpoint"])
+def test_settings_of_an_export_are_refused_elsewhere(source):
+    wrong = convert.Config(**{source: "x"}, out="y", dtype="bfloat16", tokenizer="bytes", verify=False)
+    refused(lambda: convert.main(wrong), "dtype=bfloat16 and tokenizer=bytes and verify=False cannot change a")
+
+
 def exported(folder, **options):
     """Exports a small checkpoint in `folder`, made of today's model.py."""
     if not (folder / "run").exists():

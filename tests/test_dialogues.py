@@ -15,11 +15,13 @@ from conftest import flags, losses, one_line, read_log, train_here, train_in_ran
 from test_fineweb import contents, hub_cache, prepare, shard_tokens  # noqa: F401
 
 import model as models
+import sample
 import train
 from configurator import UserError, configure
 from corpus import tokenizer, writer
 from corpus.dialogues import Dialogues
 from corpus.loader import DataError, TokenLoader, mask_path, verify
+from run import trained
 from settings import Config
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -136,6 +138,16 @@ def test_prompt_and_completion_without_a_template(tmp_path):
     folder = save_tokenizer(tmp_path / "t", None, ("<|endoftext|>", "</s>"), eos_token="</s>")
     (row,) = rows_of(folder, ("a", "b"))
     assert row["loss"].tolist() == [False, False, True, True] and row["token"][[0, 3]].tolist() == [0, 1]
+
+
+def test_a_folder_with_the_name_of_a_tokenizer_is_not_read(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gpt2").mkdir()
+    (tmp_path / "gpt2" / "tokenizer.json").write_text("{}")
+    (row,) = rows_of("gpt2", ("a", "b"))
+    assert row["token"].tolist() == [50256, 64, 65] and row["loss"].tolist() == [True, False, True]
+    files = trained.folders(sample.Config(checkpoint="out"), tokenizer.load("gpt2"))
+    assert files == [Path("out")]
 
 
 def test_shards_and_loader_hold_every_dialogue_for_any_rank(data, chatml):

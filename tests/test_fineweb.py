@@ -97,10 +97,36 @@ def test_a_finished_folder_is_left_alone_and_other_settings_are_refused(tmp_path
     before = contents(tmp_path / "d")
     assert "finished already" in prepare(tmp_path / "d", STDLIB / "json", tokenizer="bytes")
     assert contents(tmp_path / "d") == before
-    with pytest.raises(UserError) as error:
-        prepare(tmp_path / "d", STDLIB / "json", tokenizer="gpt2")
-    assert "tokenizer=bytes, not gpt2" in one_line(error) and error.value.exit_code == 2
+    for changes, words in [
+        (dict(tokenizer="gpt2"), "tokenizer=bytes, not gpt2"),
+        (dict(shuffle_seed=1, skip_bad_documents=True), "skip_bad_documents=False, not True; shuffle_seed=None, not 1"),
+        (dict(dataset=STDLIB / "asyncio"), f"dataset={STDLIB / 'json'}, not {STDLIB / 'asyncio'}"),
+        (dict(dataset="kjj0/fineweb10B-gpt2"), f"dataset={STDLIB / 'json'}, not kjj0/fineweb10B-gpt2"),
+    ]:
+        with pytest.raises(UserError) as error:
+            prepare(tmp_path / "d", **dict(dataset=STDLIB / "json", tokenizer="bytes") | changes)
+        assert f"was begun with {words}; use another --out_dir" in one_line(error) and error.value.exit_code == 2
     assert contents(tmp_path / "d") == before
+
+
+def test_what_differs_is_named_by_the_settings_that_were_given():
+    texts = dict(dataset="a", text_key="text", tokenizer="t.json", vocab_size=300, eot=0, val_tokens=5)
+    assert writer.differences(texts, texts) == ""
+    assert writer.differences(texts, dict(dataset="a", max_shards=None)) == "shards=False, not True"
+    assert writer.differences(texts, texts | dict(vocab_size=301, eot=1)) == "another vocabulary"
+    assert writer.differences(texts, texts | dict(val_tokens=6)) == "val_tokens=5, not 6"
+    assert writer.differences(texts, texts | dict(files=2, files_sha256="b", val_tokens=6)) == "other files"
+
+
+@pytest.mark.parametrize("name, before", [("a.jsonl", "\ufeff"), ("a.json", "\ufeff"), ("a.json", "\n ")])
+def test_a_byte_order_mark_or_blanks_at_the_front_cost_no_document(tmp_path, name, before):
+    lines = [*(json.dumps({"text": f"line {i}"}) for i in range(9)), '{"text": 5}']
+    text = "\n".join(lines) if name == "a.jsonl" else f"[{','.join(lines)}]"
+    (tmp_path / name).write_text(before + text, "utf-8")
+    said = prepare(tmp_path / "d", tmp_path / name, tokenizer="bytes", val_tokens=0, skip_bad_documents=True)
+    assert "left out 1 bad lines, the first is line 10" in said
+    _, train = rebuild([f"line {i}" for i in range(9)], tokenizer.load("bytes"), 0)
+    assert np.array_equal(shard_tokens(tmp_path / "d", "train")[0], train)
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -450,11 +476,11 @@ def test_mistakes_in_the_settings(tmp_path):
         (dict(tokenizer="gpt5"), 2, "tokenizer=gpt5"),
         (dict(pack=1, min_document_tokens=0), 2, "min_document_tokens=0 must be at least 1"),
         (dict(pack=4096, shard_tokens=4000), 2, "shard_tokens=4000 must be at least pack=4096"),
-        (dict(dataset="kjj0/fineweb10B-gpt2", pack=4096), 2, "is tokenized already"),
+        (dict(dataset="kjj0/fineweb10B-gpt2", pack=4096, split="x"), 2, "split=x and pack=4096 cannot change shards"),
         (
             dict(dataset="kjj0/fineweb10B-gpt2", max_tokens=10**9, val_tokens=5),
             2,
-            "max_tokens and val_tokens cannot change shards that are written already; try --max_shards",
+            "val_tokens=5 and max_tokens=1000000000 cannot change shards that are written already; try --max_shards",
         ),
     ]:
         with pytest.raises(UserError) as error:

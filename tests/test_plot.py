@@ -199,6 +199,11 @@ def test_command_line(tmp_path, capsys):
     assert (tmp_path / "run" / "curves.png").stat().st_size > 10_000 and "curves.png" in capsys.readouterr().out
 
 
+def test_settings_that_a_fit_cannot_use_are_refused():
+    with pytest.raises(UserError, match="x=tokens and html=True cannot change the picture of --fit"):
+        plot.main(plot.Config(fit=True, html=True, x="tokens"), ["a"])
+
+
 def test_as_a_script(tmp_path):
     write(tmp_path / "run", training([1, 2, 3]))
     for words, code, said in [
