@@ -74,7 +74,7 @@ def tested(chip):
     if chips.no_fast_forms(chip):
         return "Operations run as kernels.py defines them: with the same results, more slowly."
     if chip == chips.NAMED["h200"]:
-        return "H200s were measured (docs/results.md), and every test for a GPU ran on them."
+        return "H100s and H200s were measured (docs/results.md), and every test for a GPU ran on them."
     if chip in chips.NAMED.values():
         return "The kernels compile and fit (tests/test_targets.py); no run on such a GPU was measured."
     return "No test compiles the kernels for this compute capability, and no run on it was measured."

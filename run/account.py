@@ -82,21 +82,26 @@ class Account:
         self.regular = not self.problem and all(runs[i] == 1 for i in range(len(model.blocks)))
 
     def count(self, model, cfg, device):
-        """MFU counts each matmul weight once a token, causal attention once, no padding rows and no recomputation."""
+        """MFU counts each matmul weight once a token, causal attention once, no padding rows and no recomputation.
+
+        With document masks it leaves attention out, whose FLOPs depend on the documents' lengths.
+        """
         tokens = torch.zeros(1, cfg.block_size, dtype=torch.long, device="meta")
         with census(device.type, PRECISIONS.get(cfg.precision, torch.float32)) as seen:
             with FlopCounterMode(display=False) as counter:
                 loss = model(tokens, tokens)
             loss.backward()
         padding = 2 * (cfg.padded_vocab - cfg.vocab_size) * cfg.n_embd * bool(seen.calls_of("linear_cross_entropy"))
-        forward = counter.get_total_flops() / cfg.block_size - padding + seen.attention_flops / cfg.block_size
+        attention = 0 if cfg.document_mask else seen.attention_flops
+        forward = (counter.get_total_flops() + attention) / cfg.block_size - padding
         self.calls, self.flops_per_token, self.attention_calls = seen.calls, 3 * forward, seen.attention_calls
 
     def as_settings_say(self, cfg):
         """Whether FLOPs and activations are those of the model that GPTConfig alone describes."""
         block = sum(n * k for n, k in cfg.block_matmuls) + cfg.n_head * cfg.gate_channels
         weights = cfg.n_layer * block + cfg.vocab_size * cfg.n_embd
-        attention = cfg.n_layer * cfg.n_embd * (cfg.block_size + 1)  # a query sees (T + 1) / 2 keys on average
+        keys = 0 if cfg.document_mask else (cfg.block_size + 1) / 2  # that a query sees on average, see count
+        attention = 2 * cfg.n_layer * cfg.n_embd * keys
         usual = "another activation" not in {reason for _, reason in self.calls}
         return usual and self.flops_per_token == 6 * (weights + attention)
 

@@ -247,7 +247,7 @@ def backward_bytes(cfg, tokens, again):
         return min(tokens, cfg.remat_tile or tokens) * wide + tokens * 2 * 4 * C
     rotated = cfg.qkv_width - cfg.kv_heads * cfg.head_dim if cfg.positions == "rope" else 0
     alive = 2 * (cfg.qkv_width + rotated + 6 * C)  # q, k, v before and after RoPE; x, y, norm_1(x), three gradients
-    tile = min(tokens, cfg.remat_tile or tokens) * (wide + 2 * cfg.mlp_width + 2 * 4 * C)
+    tile = min(tokens, cfg.remat_tile or tokens) * (wide - 2 * cfg.hidden + 2 * 4 * C)  # all but the activation itself
     return tokens * alive + max(tile, tokens * (2 * cfg.qkv_width + 4 * C))  # dq, dk, dv, and dq in float32
 
 

@@ -131,6 +131,8 @@ def test_arithmetic_imports_no_torch(words):
 FOUR_LAYERS = ["--n_layer=4", "--parallel=ddp", "--remat=none", "--batch_size=1", "--batch_tokens=32768"]
 OFFLOADED = ["--batch_size=32", "--batch_tokens=65536", "--parallel=zero2", "--offload_states", "--remat=selective"]
 GATED = ["--value_embeddings=2", "--attention_gate=True"]
+ROWS_20K = ["--block_size=20480", "--batch_size=4", "--batch_tokens=81920", "--remat=attention", "--remat_offload"]
+DOCUMENTS = ["--document_mask=True", "--remat=block"]
 
 
 @pytest.mark.parametrize(
@@ -143,7 +145,8 @@ GATED = ["--value_embeddings=2", "--attention_gate=True"]
     + [("gpt2_1558m", "bf16", [], 65.1), ("gpt2_1558m", "fp8", [], 59.1), ("llama3_8b_one_gpu", "bf16", [], 60.4)]
     + [("llama3_8b_one_gpu", "bf16", ["--remat=none"], 74.4), ("llama3_8b_one_gpu", "fp8", ["--remat_every=2"], 75.0)]
     + [("llama3_70b", "bf16", FOUR_LAYERS, 102.7), ("gpt3_2700m", "bf16", OFFLOADED, 88.6)]
-    + [("gpt3_2700m", "bf16", [], 66.0)],
+    + [("gpt3_2700m", "bf16", [], 66.0), ("llama3_8b_one_gpu", "bf16", ROWS_20K, 62.5)]
+    + [("llama3_8b_128k_one_gpu", "bf16", DOCUMENTS, 60.9)],
 )
 def test_memory_is_what_an_h200_took(recipe, precision, words, measured):
     """Peak memory in GiB that `bench.py step` or train.py printed on one H200."""
