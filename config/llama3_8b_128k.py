@@ -4,7 +4,7 @@
 #   python fineweb.py --subset=sample-100BT --streaming --tokenizer=data/llama3/tokenizer.json --pack=131072 \
 #       --min_document_tokens=16384 --val_tokens=4194304 --out_dir=data/fineweb-edu-128k
 # For books instead: --dataset="books/*.jsonl.zst". Four ranks share a sequence, 32,768 tokens each, so that a node of
-# eight works on two. By the estimate of bench.py memory a rank of eight needs 38 GiB, or 29 with --context_parallel=8;
+# eight works on two. By the estimate of bench.py memory a rank of eight needs 34 GiB, or 27 with --context_parallel=8;
 # neither is measured.
 from config.llama3_8b import *  # noqa: F403
 

@@ -246,9 +246,11 @@ def backward_bytes(cfg, tokens, again):
     if cfg.remat == "selective":
         return min(tokens, cfg.remat_tile or tokens) * wide + tokens * 2 * 4 * C
     rotated = cfg.qkv_width - cfg.kv_heads * cfg.head_dim if cfg.positions == "rope" else 0
-    alive = 2 * (cfg.qkv_width + rotated + 6 * C)  # q, k, v before and after RoPE; x, y, norm_1(x), three gradients
-    tile = min(tokens, cfg.remat_tile or tokens) * (wide - 2 * cfg.hidden + 2 * 4 * C)  # all but the activation itself
-    return tokens * alive + max(tile, tokens * (2 * cfg.qkv_width + 4 * C))  # dq, dk, dv, and dq in float32
+    # attention: q, k, v before and after RoPE; x, y, norm_1(x), three gradients; dq, dk, dv, and dq in float32
+    attention = 2 * (cfg.qkv_width + rotated + 6 * C) + 2 * cfg.qkv_width + 4 * C
+    # MLP: the pre-activation, its gradient and the activation's; x, y, norm_2(x), three gradients
+    mlp = min(tokens, cfg.remat_tile or tokens) * (wide - 2 * cfg.hidden) + tokens * 2 * 6 * C
+    return max(tokens * attention, mlp)
 
 
 def block_per_token(cfg):

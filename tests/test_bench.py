@@ -133,6 +133,7 @@ OFFLOADED = ["--batch_size=32", "--batch_tokens=65536", "--parallel=zero2", "--o
 GATED = ["--value_embeddings=2", "--attention_gate=True"]
 ROWS_20K = ["--block_size=20480", "--batch_size=4", "--batch_tokens=81920", "--remat=attention", "--remat_offload"]
 DOCUMENTS = ["--document_mask=True", "--remat=block"]
+MANY_ROWS = ["--remat=attention", "--batch_size=256", "--batch_tokens=262144"]
 
 
 @pytest.mark.parametrize(
@@ -146,7 +147,7 @@ DOCUMENTS = ["--document_mask=True", "--remat=block"]
     + [("llama3_8b_one_gpu", "bf16", ["--remat=none"], 74.4), ("llama3_8b_one_gpu", "fp8", ["--remat_every=2"], 75.0)]
     + [("llama3_70b", "bf16", FOUR_LAYERS, 102.7), ("gpt3_2700m", "bf16", OFFLOADED, 88.6)]
     + [("gpt3_2700m", "bf16", [], 66.0), ("llama3_8b_one_gpu", "bf16", ROWS_20K, 62.5)]
-    + [("llama3_8b_128k_one_gpu", "bf16", DOCUMENTS, 60.9)],
+    + [("llama3_8b_128k_one_gpu", "bf16", DOCUMENTS, 60.9), ("gpt2_124m", "bf16", MANY_ROWS, 17.1)],
 )
 def test_memory_is_what_an_h200_took(recipe, precision, words, measured):
     """Peak memory in GiB that `bench.py step` or train.py printed on one H200."""
