@@ -145,10 +145,16 @@ def too_small(cfg, least):
     return [f"{k}={v} must be at least {least[k]}" for k, v in pairs.items() if v is not None and not v >= least[k]]
 
 
-def idle(cfg, names, why):
-    """Problems, at most one line: the settings in `names` that differ from their defaults, and why they do nothing."""
-    given = [f"{name}={getattr(cfg, name)}" for name in names if getattr(cfg, name) != getattr(type(cfg), name)]
-    return [f"{' and '.join(given)} {why}"] if given else []
+def changed(cfg):
+    """The settings of a dataclass instance that differ from the defaults, {name: value}."""
+    return {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg) if getattr(cfg, f.name) != f.default}
+
+
+def without_effect(cfg, names, why):
+    """Problems, at most one line: those settings in `names` that differ from the defaults, and why they do nothing."""
+    given = changed(cfg)
+    words = [f"{name}={given[name]}" for name in names if name in given]
+    return [f"{' and '.join(words)} {why}"] if words else []
 
 
 def refuse(problems):

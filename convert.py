@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from configurator import UserError, idle, refuse, run
+from configurator import UserError, refuse, run, without_effect
 
 MOST = 2_000_000_000  # parameters of an export that is verified: two copies in float32 take 16 GB
 LIMIT = 1e-4  # difference of logits that is rounding, relative to their spread: float32 leaves about 1e-6 to 1e-5
@@ -44,7 +44,7 @@ def main(cfg):
         )
     if not cfg.to_hf:
         why = "cannot change a checkpoint; for an export give --checkpoint and --to_hf=FOLDER, else go without"
-        refuse(idle(cfg, ("dtype", "tokenizer", "verify"), why))
+        refuse(without_effect(cfg, ("dtype", "tokenizer", "verify"), why))
     actions[given](cfg)
 
 

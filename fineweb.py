@@ -32,7 +32,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from configurator import UserError, idle, parse, refuse, run, too_small
+from configurator import UserError, parse, refuse, run, too_small, without_effect
 
 SHORT_NAMES = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW/fineweb-edu"}
 READY_MADE = ("kjj0/fineweb10B-gpt2", "kjj0/fineweb100B-gpt2", "kjj0/finewebedu10B-gpt2")  # known to need no --shards
@@ -136,7 +136,8 @@ def check(cfg):
     if cfg.pack and cfg.pack > cfg.shard_tokens:
         wrong.append(f"shard_tokens={cfg.shard_tokens} must be at least pack={cfg.pack}, since shards hold whole rows")
     if cfg.ready_made:
-        wrong += idle(cfg, TEXTS_ALONE, "cannot change shards that are written already; try --max_shards")
+        why = "cannot change shards that are written already; try --max_shards"
+        wrong += without_effect(cfg, TEXTS_ALONE, why)
     if cfg.text_key.count(",") > 1:
         wrong.append(f"text_key={cfg.text_key} must be one field, or two for prompt,completion")
     if cfg.tokenizer == "chars" and (cfg.ready_made or is_chat(cfg)):

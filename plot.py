@@ -23,7 +23,7 @@ from typing import Literal
 import numpy as np
 
 import configurator
-from configurator import UserError, idle, refuse
+from configurator import UserError, refuse, without_effect
 from run.files import read_json
 from run.history import Run, series, smooth
 
@@ -58,7 +58,8 @@ def main(cfg, folders):
     if not folders:
         raise UserError("give the folder of a run, or of several: python plot.py out/gpt2_124m")
     if cfg.fit:
-        refuse(idle(cfg, ("x", "y", "html", "reference"), "cannot change the picture of --fit; give one or the other"))
+        why = "cannot change the picture of --fit; give one or the other"
+        refuse(without_effect(cfg, ("x", "y", "html", "reference"), why))
         return draw_fit(folders, cfg.out or "fit.png")
     html = cfg.html or str(cfg.out).endswith(".html")
     first, suffix = Path(folders[0]), ".html" if html else ".png"

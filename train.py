@@ -10,7 +10,7 @@ Exit codes: 0 done, 2 a setting, 3 data, 4 a checkpoint, 5 numbers that are not 
 by SIGINT and SIGTERM; of every rank the same (docs/operations.md).
 """
 
-from configurator import parse, run
+from configurator import changed, parse, run
 from run.hf_config import adopt
 from settings import Config, check
 
@@ -27,7 +27,7 @@ from corpus.loader import verify
 from run import checkpoint
 from run.build import build_model, choose, describe, make_batches, make_loaders
 from run.evaluate import Evaluator
-from run.logger import Logger, changed
+from run.logger import Logger
 from run.meter import Meter
 from run.resume import Start
 from run.watch import Watch

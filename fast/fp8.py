@@ -28,7 +28,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 COPY, GELU, RELU2, SWIGLU = "copy", "gelu", "relu2", "swiglu"  # what `cast` computes before it rounds
 DGELU, DRELU2, DSWIGLU = "dgelu", "drelu2", "dswiglu"
 CAST_ROWS, CAST_COLS, CAST_WARPS = 64, 64, 4  # of a program
-SUM_STEPS, SUM_STAGES = 8, 3  # of a program that sums columns: one such sum for 8 x 64 rows; the others take 64 rows
+SUM_STEPS, SUM_STAGES = 8, 3  # a program that sums columns takes 8 x 64 rows, its loads in 3 stages; others take 64
 TRANSPOSE_TILE, COPY_BLOCK = 128, 8192
 ROOM, GRADIENT_ROOM = 2.0, 64.0  # a scale leaves room for this multiple of the last amax; larger values saturate
 HEAD_SCALE = 2.0**14  # of the gradient of the logits, which is in [-1, 1]: e5m2 reaches from 57,344 down to 2^-16
@@ -344,8 +344,8 @@ def _cast(
 ):  # fmt: skip
     """A program casts COLS columns, STEPS times ROWS rows; amax and column sums stay in registers.
 
-    Rows come in `quads` of four, whose bytes in a column are a word of the transpose, since words are transposed faster
-    than bytes.
+    Rows are taken in quads of four: the four bytes of a column become one word of the transpose, since Triton
+    transposes words faster than bytes. quads: the rows of all programs, divided by four.
     """
     N: tl.constexpr = 2 * A if WHAT == "dswiglu" else A + B + C
     strip, program = tl.program_id(0), tl.program_id(1)
@@ -416,7 +416,10 @@ def _store(v0, v1, v2, v3, limit, out, out_t, quad, cols, inside, quads, N: tl.c
 
 @triton.jit
 def _word(v0, v1, v2, v3, limit, dtype: tl.constexpr):
-    """Four numbers in fp8 in a word. In PTX, since ptxas 12.8 loses bytes that are used in a word and once more."""
+    """The fp8 bytes of four numbers in one 32-bit word, v0's the lowest.
+
+    Written in PTX: of Triton's own conversion ptxas 12.8 drops a byte that is both packed into a word and stored alone.
+    """
     if INTERPRETED:
         low = _bits(v0, limit, dtype) | _bits(v1, limit, dtype) << 8
         return low | _bits(v2, limit, dtype) << 16 | _bits(v3, limit, dtype) << 24

@@ -1,4 +1,4 @@
-"""Registers the kernels of this wing as PyTorch operators, which torch.compile takes as they are; what they share."""
+"""Registers the kernels of this wing as PyTorch operators, which torch.compile takes as they are; helpers of them."""
 
 import functools
 
@@ -59,7 +59,7 @@ def as_gradients(sums, dtypes):
 
 @triton.jit
 def exp2(x):
-    """2^x in float32, zero if it is below 2^-126: one instruction, where tl.exp2 takes four more for such numbers."""
+    """2^x in float32 in one instruction, zero below 2^-126; tl.exp2 takes four more to keep such small numbers."""
     if INTERPRETED:
         return tl.exp2(x)
     else:
@@ -68,7 +68,7 @@ def exp2(x):
 
 @triton.jit
 def reciprocal(x):
-    """1 / x in float32, but for its last bit, and zero if x is above 2^126: a division takes five instructions more."""
+    """1 / x in float32, wrong by one bit at most, zero for x above 2^126; a division takes five more instructions."""
     if INTERPRETED:
         return 1 / x
     else:

@@ -20,7 +20,7 @@ import torch
 
 import optim
 import train
-from configurator import UserError, refuse, too_small
+from configurator import UserError, changed, refuse, too_small
 from fast import chips
 from measure import ladder, step
 from measure import rates as results
@@ -28,7 +28,7 @@ from model import build
 from run import files, hf
 from run.account import Account
 from run.build import make_batches, make_loaders
-from run.logger import changed, device_name
+from run.logger import device_name
 from scale import parallel
 from settings import Config
 

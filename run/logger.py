@@ -6,7 +6,7 @@ import json
 import os
 import shlex
 import sys
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -71,11 +71,6 @@ def human(n):
         if n >= size:
             return f"{n / size:.4g}{unit}"
     return f"{n:.4g}"
-
-
-def changed(cfg):
-    """The settings of a dataclass instance that differ from the defaults, {name: value}."""
-    return {f.name: getattr(cfg, f.name) for f in fields(cfg) if getattr(cfg, f.name) != f.default}
 
 
 class Logger:

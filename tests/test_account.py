@@ -45,7 +45,7 @@ def test_flops_are_those_of_the_formula_and_of_a_real_step(shape, vocab_multiple
 
 
 def test_document_masks_leave_attention_out():
-    """Counted as without a mask, 131,072 tokens of Llama 3 8B in documents of 8,192 ran at an MFU of 96%."""
+    """Otherwise a step of 131,072 tokens in documents of 8,192 has an MFU of 96% (Llama 3 8B on an H200)."""
     masked, cfg = account(document_mask=True, **LLAMA)
     attention = 6 * cfg.n_layer * cfg.n_embd * (cfg.block_size + 1)
     assert masked.as_settings_say(cfg)
