@@ -35,7 +35,9 @@ class StepConfig(Config):
     document_tokens: int = 8192  # with document_mask: mean length of a document
     gpu_gib: float | None = None  # limit on the memory used of a larger GPU; None: all
     gpu: str | None = None  # take the forms of an older GPU, as `support` names them: a100, 4090, h100
-    fused_adamw: bool = True  # AdamW in one kernel, as in training; False: PyTorch's default, a kernel an operation
+    fused_adamw: bool = (
+        True  # AdamW in one kernel, as in training; False: PyTorch's default, a kernel an operation
+    )
     breakdown: bool = True  # GPU time by kind of kernel and the floor, from two more steps
     trace: str | None = None  # write a chrome trace of two steps to this file
     snapshot: str | None = None  # write a record of all allocations until the last timed step to this file
@@ -62,9 +64,13 @@ class PeersConfig(Config):
     # Measurement
     steps: int = 20  # steps timed
     settle: int = 5  # warm-up steps before them
-    peer: Literal["all", "ours", "hf", "liger", "nanogpt"] = "all"  # all: in turn, each in a process of its own
+    peer: Literal["all", "ours", "hf", "liger", "nanogpt"] = (
+        "all"  # all: in turn, each in a process of its own
+    )
     clone: str | None = None  # folder of a clone of nanoGPT, for its row
-    curves: str | None = None  # train on data_dir instead of random tokens; losses go to this folder, for plot.py
+    curves: str | None = (
+        None  # train on data_dir instead of random tokens; losses go to this folder, for plot.py
+    )
     out: str | None = None  # write the figures to this file as JSON
 
 
@@ -185,7 +191,9 @@ if __name__ == "__main__":
     name = sys.argv.pop(1) if len(sys.argv) > 1 else "--help"
     if name not in COMMANDS:
         if name not in ("--help", "-h"):
-            print(f"error: bench.py {name}: expected one of {', '.join(COMMANDS)}; see --help", file=sys.stderr)
+            print(
+                f"error: bench.py {name}: expected one of {', '.join(COMMANDS)}; see --help", file=sys.stderr
+            )
             sys.exit(2)
         print(__doc__)
         sys.exit()

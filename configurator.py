@@ -108,7 +108,9 @@ def _errors_in_one_line():
         leave(130)
     except UserError as error:
         if is_rank_0() if error.loud is None else error.loud:
-            print("".join(f"error: {problem}\n" for problem in error.args), end="", file=sys.stderr, flush=True)
+            print(
+                "".join(f"error: {problem}\n" for problem in error.args), end="", file=sys.stderr, flush=True
+            )
         leave(error.exit_code, str(error))
 
 
@@ -142,12 +144,18 @@ def _leave_the_report_to_local_rank_0():
 def too_small(cfg, least):
     """Problems, one line each, with settings below their least value, {name: value}. NaN is refused; None passes."""
     pairs = {name: getattr(cfg, name) for name in least}
-    return [f"{k}={v} must be at least {least[k]}" for k, v in pairs.items() if v is not None and not v >= least[k]]
+    return [
+        f"{k}={v} must be at least {least[k]}"
+        for k, v in pairs.items()
+        if v is not None and not v >= least[k]
+    ]
 
 
 def changed(cfg):
     """The settings of a dataclass instance that differ from the defaults, {name: value}."""
-    return {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg) if getattr(cfg, f.name) != f.default}
+    return {
+        f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg) if getattr(cfg, f.name) != f.default
+    }
 
 
 def without_effect(cfg, names, why):
@@ -191,7 +199,9 @@ class _Reader:
         """Runs a config file, whose path may lack its .py and config/, and takes its settings."""
         if not (path := _find(word)):
             raise UserError(f"{word}: no such config file; {_instead(word, self.hints)}")
-        sys.path[:0] = {str(Path(__file__).absolute().parent)}.difference(sys.path)  # `from config.gpt2_124m import *`
+        sys.path[:0] = {str(Path(__file__).absolute().parent)}.difference(
+            sys.path
+        )  # `from config.gpt2_124m import *`
         try:
             source, space = Path(path).read_text(), {}
             exec(compile(source, path, "exec"), space)
@@ -199,10 +209,14 @@ class _Reader:
             raise UserError(f"{error.filename}:{error.lineno}: {error.msg}") from None
         except Exception as error:
             lines = [f.lineno for f in inspect.getinnerframes(error.__traceback__) if f.filename == path]
-            raise UserError(f"{path}:{lines[-1] if lines else '?'}: {type(error).__name__}: {error}") from None
+            raise UserError(
+                f"{path}:{lines[-1] if lines else '?'}: {type(error).__name__}: {error}"
+            ) from None
         for key, value in space.items():
             if not (key.startswith("_") or isinstance(value, types.ModuleType) or callable(value)):
-                lines = [n.lineno for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Name) and n.id == key]
+                lines = [
+                    n.lineno for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Name) and n.id == key
+                ]
                 self.put(key, value, f"{path}:{max(lines, default=1)}")  # its last assignment; 1: an import's
 
     def put(self, key, value, where, dashes=""):
@@ -249,7 +263,11 @@ def _instead(word, hints):
         return f"a run's folder is --checkpoint={word}"
     recipes = sorted(path.stem for path in Path(__file__).parent.glob("config/*.py"))
     close = difflib.get_close_matches(Path(word).stem, recipes, n=1)
-    return f"did you mean {close[0]}?" if close else f"a setting is written --key=value; recipes: {', '.join(recipes)}"
+    return (
+        f"did you mean {close[0]}?"
+        if close
+        else f"a setting is written --key=value; recipes: {', '.join(recipes)}"
+    )
 
 
 def _convert(hint, value):
@@ -264,7 +282,9 @@ def _convert(hint, value):
         return str(value).lower() in ("true", "1")
     if kind in (int, float) and not isinstance(value, bool):
         number = (int if text and re.fullmatch(r"[+-]?[\d_]+", value) else float)(value) if text else value
-        if isinstance(number, (int, float)) and (kind is float or number % 1 == 0):  # 1e6 is an int; 0.5, inf are not
+        if isinstance(number, (int, float)) and (
+            kind is float or number % 1 == 0
+        ):  # 1e6 is an int; 0.5, inf are not
             if kind is int and abs(number) >= 2**63:
                 raise OverflowError
             return kind(number)
@@ -284,7 +304,9 @@ def typed(cls, values, names):
     for name in sorted(names & values.keys()):
         try:
             found[name] = _convert(hints[name], values[name])
-            same = found[name] == values[name] and isinstance(found[name], str) == isinstance(values[name], str)
+            same = found[name] == values[name] and isinstance(found[name], str) == isinstance(
+                values[name], str
+            )
         except (ValueError, OverflowError):
             same = False
         if not same:

@@ -20,8 +20,12 @@ from typing import Literal
 from configurator import UserError, refuse, run, without_effect
 
 MOST = 2_000_000_000  # parameters of an export that is verified: two copies in float32 take 16 GB
-LIMIT = 1e-4  # difference of logits that is rounding, relative to their spread: float32 leaves about 1e-6 to 1e-5
-ROUNDED = 2e-2  # the same in bfloat16 with norms folded into the weights, which round apart: 5e-4 to 2e-3 is left
+LIMIT = (
+    1e-4  # difference of logits that is rounding, relative to their spread: float32 leaves about 1e-6 to 1e-5
+)
+ROUNDED = (
+    2e-2  # the same in bfloat16 with norms folded into the weights, which round apart: 5e-4 to 2e-3 is left
+)
 
 
 @dataclass
@@ -31,19 +35,27 @@ class Config:
     checkpoint: str | None = None  # folder of a run or of a checkpoint, to export or to merge
     to_hf: str | None = None  # where the Hugging Face folder goes, with checkpoint
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the exported weights
-    tokenizer: str | None = None  # of the export: its name or file; None: the one that the checkpoint was trained with
+    tokenizer: str | None = (
+        None  # of the export: its name or file; None: the one that the checkpoint was trained with
+    )
     verify: bool = True  # compare the export's logits with model.py's on random tokens (needs transformers)
 
 
 def main(cfg):
     given = tuple(name for name in ("from_hf", "out", "checkpoint", "to_hf") if getattr(cfg, name))
-    actions = {("from_hf", "out"): import_hf, ("checkpoint", "to_hf"): export_hf, ("out", "checkpoint"): merge}
+    actions = {
+        ("from_hf", "out"): import_hf,
+        ("checkpoint", "to_hf"): export_hf,
+        ("out", "checkpoint"): merge,
+    }
     if given not in actions:
         raise UserError(
             "give --from_hf=NAME or --checkpoint=FOLDER, and --out=FOLDER; or --checkpoint and --to_hf=FOLDER"
         )
     if not cfg.to_hf:
-        why = "cannot change a checkpoint; for an export give --checkpoint and --to_hf=FOLDER, else go without"
+        why = (
+            "cannot change a checkpoint; for an export give --checkpoint and --to_hf=FOLDER, else go without"
+        )
         refuse(without_effect(cfg, ("dtype", "tokenizer", "verify"), why))
     actions[given](cfg)
 
@@ -70,7 +82,9 @@ def export_hf(cfg):
     tensors, shape, saved = checkpoint.open_model(cfg.checkpoint)
     model, dtype = on_meta(shape), getattr(torch, cfg.dtype)
     path = hf.save_hf(model, cfg.to_hf, dtype, tensors=tensors, tokenizer=tokenizer_of(cfg, shape, saved))
-    checked = verify(path, model, tensors, dtype) if cfg.verify else "not compared with transformers (verify=False)"
+    checked = (
+        verify(path, model, tensors, dtype) if cfg.verify else "not compared with transformers (verify=False)"
+    )
     print(f"wrote {path} in {cfg.dtype}, {checked}")
 
 
@@ -84,7 +98,10 @@ def tokenizer_of(cfg, shape, saved):
     except UserError as error:
         if cfg.tokenizer:
             raise
-        print(f"warning: no tokenizer in the export: {error}; to add it: --tokenizer=NAME_OR_FILE", file=sys.stderr)
+        print(
+            f"warning: no tokenizer in the export: {error}; to add it: --tokenizer=NAME_OR_FILE",
+            file=sys.stderr,
+        )
 
 
 def merge(cfg):
@@ -114,7 +131,9 @@ def verify(path, model, tensors, dtype):
     """
     count = sum(p.numel() for p in model.parameters())
     if count > MOST:
-        return f"not compared with transformers: {count / 1e9:.1f}B parameters are more than {MOST / 1e9:.0f}B"
+        return (
+            f"not compared with transformers: {count / 1e9:.1f}B parameters are more than {MOST / 1e9:.0f}B"
+        )
     if importlib.util.find_spec("transformers") is None:
         return "not compared with transformers, which is not installed (pip install transformers)"
     difference, spread = largest_difference(path, model.cfg, tensors, dtype)

@@ -35,31 +35,58 @@ from pathlib import Path
 from configurator import UserError, parse, refuse, run, too_small, without_effect
 
 SHORT_NAMES = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW/fineweb-edu"}
-READY_MADE = ("kjj0/fineweb10B-gpt2", "kjj0/fineweb100B-gpt2", "kjj0/finewebedu10B-gpt2")  # known to need no --shards
+READY_MADE = (
+    "kjj0/fineweb10B-gpt2",
+    "kjj0/fineweb100B-gpt2",
+    "kjj0/finewebedu10B-gpt2",
+)  # known to need no --shards
 COMPRESSED = (".zst", ".gz", ".xz", ".bz2")
-TEXTS_ALONE = ("subset", "split", "text_key", "streaming", "shard_tokens", "val_tokens", "shuffle_seed", "max_tokens")
-TEXTS_ALONE += ("pack", "min_document_tokens", "skip_bad_documents")  # settings that say how texts become shards
+TEXTS_ALONE = (
+    "subset",
+    "split",
+    "text_key",
+    "streaming",
+    "shard_tokens",
+    "val_tokens",
+    "shuffle_seed",
+    "max_tokens",
+)
+TEXTS_ALONE += (
+    "pack",
+    "min_document_tokens",
+    "skip_bad_documents",
+)  # settings that say how texts become shards
 RECORDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # any other file is one document
 
 
 @dataclass
 class Config:
-    dataset: str = "fineweb-edu"  # fineweb, fineweb-edu, a hub name, or local files, folders and globs between commas
-    subset: str = "sample-10BT"  # subset of FineWeb and FineWeb-Edu; of another hub dataset if not the default
+    dataset: str = (
+        "fineweb-edu"  # fineweb, fineweb-edu, a hub name, or local files, folders and globs between commas
+    )
+    subset: str = (
+        "sample-10BT"  # subset of FineWeb and FineWeb-Edu; of another hub dataset if not the default
+    )
     split: str = "train"  # the hub's split to read
     revision: str | None = None  # the hub's branch, tag or commit; None: main
     shards: bool = False  # the hub dataset holds shards (.bin or .npy), which are fetched as they are
     text_key: str = "text"  # field of the text; messages or prompt,completion: loss on the answers alone
     streaming: bool = False  # read while downloading, keep no copy; shuffle_seed then shuffles a buffer only
     out_dir: str | None = None  # where the shards go; None: data/<name of the dataset>
-    tokenizer: str = "gpt2"  # gpt2, another tiktoken encoding, bytes, chars, a tokenizer.model or tokenizer.json
+    tokenizer: str = (
+        "gpt2"  # gpt2, another tiktoken encoding, bytes, chars, a tokenizer.model or tokenizer.json
+    )
     shard_tokens: int = 100_000_000  # tokens in a shard; with pack rounded down to whole rows
-    val_tokens: int | None = None  # validation tokens at least; None: shard_tokens, of files 1%, of one text 10%
+    val_tokens: int | None = (
+        None  # validation tokens at least; None: shard_tokens, of files 1%, of one text 10%
+    )
     shuffle_seed: int | None = None  # seed that shuffles the documents; None: in the source's order
     max_tokens: int | None = None  # training tokens to stop after; None: all
     pack: int | None = None  # reorders documents so that few cross a multiple of this block_size; None: off
     min_document_tokens: int | None = None  # leave out shorter documents; None: only empty ones
-    skip_bad_documents: bool = False  # leave out lines of .jsonl files without a text in text_key, and count them
+    skip_bad_documents: bool = (
+        False  # leave out lines of .jsonl files without a text in text_key, and count them
+    )
     max_shards: int | None = None  # with shards: training shards to fetch; None: all
 
     @property
@@ -134,7 +161,9 @@ def check(cfg):
     if cfg.shard_tokens >= 1 << 31:
         wrong.append(f"shard_tokens={cfg.shard_tokens} must be below 2**31, the largest count in a header")
     if cfg.pack and cfg.pack > cfg.shard_tokens:
-        wrong.append(f"shard_tokens={cfg.shard_tokens} must be at least pack={cfg.pack}, since shards hold whole rows")
+        wrong.append(
+            f"shard_tokens={cfg.shard_tokens} must be at least pack={cfg.pack}, since shards hold whole rows"
+        )
     if cfg.ready_made:
         why = "cannot change shards that are written already; try --max_shards"
         wrong += without_effect(cfg, TEXTS_ALONE, why)
@@ -143,7 +172,9 @@ def check(cfg):
     if cfg.tokenizer == "chars" and (cfg.ready_made or is_chat(cfg)):
         wrong.append("tokenizer=chars is for texts, not for dialogues or shards")
     if cfg.max_shards is not None and not cfg.ready_made:
-        wrong.append(f"max_shards={cfg.max_shards} needs --shards, for a hub dataset of shards; else use --max_tokens")
+        wrong.append(
+            f"max_shards={cfg.max_shards} needs --shards, for a hub dataset of shards; else use --max_tokens"
+        )
     refuse(wrong)
 
 
@@ -169,7 +200,9 @@ def local_files(dataset):
 
 def _is_text(path, root):
     """Whether a file found in folder `root` is one to read."""
-    if not path.is_file() or any(part.startswith((".", "__pycache__")) for part in path.relative_to(root).parts):
+    if not path.is_file() or any(
+        part.startswith((".", "__pycache__")) for part in path.relative_to(root).parts
+    ):
         return False
     with open(path, "rb") as file:
         return path.suffix in (*COMPRESSED, ".parquet") or b"\0" not in file.read(8192)
@@ -183,7 +216,9 @@ def is_chat(cfg):
 def settings(cfg, name, files, tokenizer, dialogues):
     """The settings that decide the shards' bytes; a folder that was started with other values is refused."""
     if cfg.val_tokens and alone(files):
-        raise UserError(f"val_tokens={cfg.val_tokens}: of a single text the last tenth is validation; try 0 or None")
+        raise UserError(
+            f"val_tokens={cfg.val_tokens}: of a single text the last tenth is validation; try 0 or None"
+        )
     chosen = {"dataset": name, "text_key": cfg.text_key}
     chosen |= {"tokenizer": cfg.tokenizer, "vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot}
     chosen |= {k: getattr(cfg, k) for k in ("shard_tokens", "val_tokens", "max_tokens", "shuffle_seed")}
@@ -241,7 +276,9 @@ def documents(cfg, name, files, first):
             data = data.shuffle(seed=cfg.shuffle_seed)
         if first and not cfg.streaming and first >= len(data):  # all is written but the manifest
             if first > len(data):
-                raise DataError(f"dataset={cfg.dataset} has {len(data)} documents, {first} are written: it has changed")
+                raise DataError(
+                    f"dataset={cfg.dataset} has {len(data)} documents, {first} are written: it has changed"
+                )
             return
         if first:
             data = data.skip(first) if cfg.streaming else data.select(range(first, len(data)))
@@ -255,7 +292,9 @@ def documents(cfg, name, files, first):
                 refuse_bad_lines(cfg, files)
                 if other := [text for text in found if not isinstance(text, str | None)]:
                     kind = type(other[0]).__name__
-                    raise DataError(f"dataset={cfg.dataset}: text_key={cfg.text_key} holds a {kind}, expected text")
+                    raise DataError(
+                        f"dataset={cfg.dataset}: text_key={cfg.text_key} holds a {kind}, expected text"
+                    )
             read += sum(len((text or "").encode()) for text in found) if size else 0
             yield found, read / size if size else None
     except UserError:
@@ -291,7 +330,9 @@ def lines(path, cfg):
         file.read(bom)
         if not head[bom:].lstrip().startswith(b"["):
             yield from (
-                (i, line, bad_record(line, cfg)) for i, line in enumerate(io.BufferedReader(file), 1) if line.strip()
+                (i, line, bad_record(line, cfg))
+                for i, line in enumerate(io.BufferedReader(file), 1)
+                if line.strip()
             )
             return
         try:
@@ -343,7 +384,9 @@ def without_bad_lines(path, cfg):
     wrong = [(number, what) for number, _, what in lines(path, cfg) if what]
     if not wrong:
         return path
-    print(f"warning: {path}: left out {len(wrong):,} bad lines, the first is line {wrong[0][0]}: {wrong[0][1]}")
+    print(
+        f"warning: {path}: left out {len(wrong):,} bad lines, the first is line {wrong[0][0]}: {wrong[0][1]}"
+    )
     folder = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     copy = os.path.join(folder, "good.jsonl")
@@ -361,7 +404,9 @@ def load_files(cfg, files):
     """A dataset of the documents in `files`, in order: consecutive files of one kind are one part, parts are joined."""
     import datasets
 
-    def part_of(path):  # equal neighbours are one part; a jsonl file is one alone, since its fields may differ
+    def part_of(
+        path,
+    ):  # equal neighbours are one part; a jsonl file is one alone, since its fields may differ
         return builder_of(path), path if builder_of(path) == "json" else ""
 
     if cfg.skip_bad_documents:

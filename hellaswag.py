@@ -20,13 +20,19 @@ from configurator import refuse, run, too_small
 class Config:
     checkpoint: str | None = None  # folder of a run or of a checkpoint
     pretrained: str | None = None  # instead: Hugging Face weights, a folder or a hub name
-    tokenizer: str | None = None  # None: the one that the checkpoint was trained with, or beside the pretrained weights
+    tokenizer: str | None = (
+        None  # None: the one that the checkpoint was trained with, or beside the pretrained weights
+    )
     file: str | None = None  # a local hellaswag_val.jsonl; None: downloaded once into ~/.cache/hellaswag
     limit: int | None = None  # number of examples, from the first on; None: all 10,042
     batch_tokens: int | None = None  # tokens per forward pass; None: 65,536 on a GPU, 1,024 on a CPU
     device: str = "auto"  # auto, cpu, cuda, mps
-    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"  # auto: bf16 where the GPU supports it
-    parallel: Literal["ddp", "fsdp"] = "ddp"  # what a rank holds; ddp: the whole model; fsdp: a part of each tensor
+    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = (
+        "auto"  # auto: bf16 where the GPU supports it
+    )
+    parallel: Literal["ddp", "fsdp"] = (
+        "ddp"  # what a rank holds; ddp: the whole model; fsdp: a part of each tensor
+    )
 
 
 def main(cfg):
@@ -41,7 +47,9 @@ def main(cfg):
     tokenizer = trained.load_tokenizer(cfg, model, saved)
     examples = multiple_choice.load(cfg.file)[: cfg.limit]
     prepared = multiple_choice.prepare(examples, tokenizer, model.cfg.block_size)
-    world = parallel.start(cfg.device, timeout_s=3600)  # now: a mistake above would break the others' connections
+    world = parallel.start(
+        cfg.device, timeout_s=3600
+    )  # now: a mistake above would break the others' connections
     score = multiple_choice.evaluate(model.eval(), prepared, device, cfg.batch_tokens, autocast)
     if world.main:
         print(multiple_choice.in_words(score))

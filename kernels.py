@@ -3,7 +3,7 @@
 A call is served by the operation's fast form (fast/, for NVIDIA GPUs in bf16 and fp8) where `choose` says so: by
 device, dtype, shapes and layers, for each call. Everywhere else the definition below runs. Both compute the same,
 so an edit of model.py takes effect on every device; an edit that takes an operation out of reach of its fast form costs
-that operation's speed, and the start of a run lists it (run/account.py).
+that operation's speed, and the start of a run lists it (run/flops.py).
 """
 
 import torch
@@ -30,7 +30,7 @@ except ImportError as error:
 chips.without_amx()  # on a CPU where it would end the process
 served = set()  # types of device whose calls may take fast forms, see `serve`
 logits_bytes = 2**30  # of logits that the loss holds at a time, see `limit_logits`
-counting = None  # the run.account.Census under way: it notes each call, of which the definition runs
+counting = None  # the run.flops.Census under way: it notes each call, of which the definition runs
 
 
 # -- which form
@@ -230,7 +230,9 @@ def rope(x, layer, cos, sin):
     """
     normed, reason = type(layer) is not nn.Identity, None
     if normed:  # `edited` and `unusual` let a LayerNorm pass, whose mean the fast form would not subtract
-        reason = edited(layer) or unusual(x, layer) if isinstance(layer, nn.RMSNorm) else "another kind of layer"
+        reason = (
+            edited(layer) or unusual(x, layer) if isinstance(layer, nn.RMSNorm) else "another kind of layer"
+        )
     if not all(t.shape == x.shape[-2:] and t.is_contiguous() for t in (cos, sin)):
         reason = "tables of another shape or layout"
     if choose("rope", x, layer, unless=reason, inner=int(type(layer) is RMSNorm)):
@@ -259,12 +261,19 @@ class Rotation(torch.autograd.Function):
 
 # Order of preference for each setting of `attention`; the first that takes the shapes, dtype and device runs.
 BACKENDS = {
-    "cudnn": [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
+    "cudnn": [
+        SDPBackend.CUDNN_ATTENTION,
+        SDPBackend.FLASH_ATTENTION,
+        SDPBackend.EFFICIENT_ATTENTION,
+        SDPBackend.MATH,
+    ],
     "flash": [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
     "efficient": [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
     "math": [SDPBackend.MATH],
 }
-BACKENDS["auto"] = BACKENDS["flash"]  # for a model on meta; `model.build` replaces "auto" by the device's best
+BACKENDS["auto"] = BACKENDS[
+    "flash"
+]  # for a model on meta; `model.build` replaces "auto" by the device's best
 
 
 def attention(q, k, v, backend, dropout=0.0):
@@ -283,7 +292,9 @@ def attention(q, k, v, backend, dropout=0.0):
 # -- the loss
 
 
-def linear_cross_entropy(x, head, targets, reduction="mean", vocab_size=None, softcap=None, smoothing=0.0, z_loss=0.0):
+def linear_cross_entropy(
+    x, head, targets, reduction="mean", vocab_size=None, softcap=None, smoothing=0.0, z_loss=0.0
+):
     """Cross-entropy of softmax(head(x)) in float32, in nats; head: an nn.Linear without bias.
 
     x: (B, T, C); head.weight: (V, C) with V >= vocab_size, the padding rows taking no part; targets: (B, T), -100 is
@@ -318,8 +329,13 @@ def chunked_loss(compiled, x, weight, targets, reduction, *options):
     The logits of a chunk are freed after its forward and computed again in its backward: one more GEMM of the head.
     """
     rows = 2 ** max(0, (logits_bytes // (4 * weight.size(0))).bit_length() - 1)  # as in fast/loss.py
-    loss, each = torch.compile(plain_loss) if compiled else plain_loss, "none" if reduction == "none" else "sum"
-    weight = weight.view_as(weight)  # not a leaf: autocast would share one cast, whose gradients add up in 16 bits
+    loss, each = (
+        torch.compile(plain_loss) if compiled else plain_loss,
+        "none" if reduction == "none" else "sum",
+    )
+    weight = weight.view_as(
+        weight
+    )  # not a leaf: autocast would share one cast, whose gradients add up in 16 bits
     chunks = zip(x.flatten(0, -2).split(rows), targets.flatten().split(rows), strict=True)
     stateless = dict(use_reentrant=False, preserve_rng_state=False)
     losses = [checkpoint(loss, xi, weight, ti, each, *options, **stateless) for xi, ti in chunks]
@@ -339,7 +355,9 @@ def plain_cross_entropy(logits, targets, reduction, V, softcap, smoothing, z_los
         lse = logits.logsumexp(-1)
         more = smoothing * (lse - loss - logits[..., :V].mean(-1)) + z_loss * lse.square()
         loss = loss + more * (targets >= 0)
-        return loss if reduction == "none" else loss.sum() / ((targets >= 0).sum() if reduction == "mean" else 1)
+        return (
+            loss if reduction == "none" else loss.sum() / ((targets >= 0).sum() if reduction == "mean" else 1)
+        )
     loss = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction=reduction)
     return loss.view_as(targets) if reduction == "none" else loss
 

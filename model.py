@@ -179,7 +179,11 @@ def make_norm(cfg):
 
 
 def make_mlp(cfg):
-    return SwiGLU(cfg) if cfg.mlp == "swiglu" else MLP(cfg, {"gelu": kernels.gelu, "relu2": kernels.relu2}[cfg.mlp])
+    return (
+        SwiGLU(cfg)
+        if cfg.mlp == "swiglu"
+        else MLP(cfg, {"gelu": kernels.gelu, "relu2": kernels.relu2}[cfg.mlp])
+    )
 
 
 class Block(nn.Module):
@@ -190,7 +194,9 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(cfg.dropout)
 
     def forward(self, x, idx):
-        x, h = kernels.add_norm(x, self.dropout(self.attn(self.norm_1(x), idx)), self.norm_2)  # the sum, its norm
+        x, h = kernels.add_norm(
+            x, self.dropout(self.attn(self.norm_1(x), idx)), self.norm_2
+        )  # the sum, its norm
         return x + self.dropout(self.mlp(h))
 
 
@@ -204,7 +210,9 @@ class Head(nn.Linear):
 
     def forward(self, x, targets, reduction):
         extra = self.label_smoothing * self.training, self.z_loss * self.training
-        return kernels.linear_cross_entropy(x, self, targets, reduction, self.vocab_size, self.softcap, *extra)
+        return kernels.linear_cross_entropy(
+            x, self, targets, reduction, self.vocab_size, self.softcap, *extra
+        )
 
     def logits(self, x):
         return kernels.cap(F.linear(x, self.weight)[..., : self.vocab_size].float(), self.softcap)
@@ -218,11 +226,15 @@ class GPT(nn.Module):
         self.cfg = cfg
         rope = Rope(cfg) if cfg.positions == "rope" else NoRope()
         self.wte = nn.Embedding(cfg.padded_vocab, cfg.n_embd)
-        self.wpe = LearnedPositions(cfg.block_size, cfg.n_embd) if cfg.positions == "learned" else nn.Identity()
+        self.wpe = (
+            LearnedPositions(cfg.block_size, cfg.n_embd) if cfg.positions == "learned" else nn.Identity()
+        )
         self.embed_norm = nn.RMSNorm(cfg.n_embd, cfg.norm_eps, False) if cfg.embed_norm else nn.Identity()
         self.dropout = nn.Dropout(cfg.dropout)
         self.blocks = nn.ModuleList(Block(cfg, rope, layer) for layer in range(cfg.n_layer))
-        self.stack = list(self.blocks)  # the blocks as `hidden` calls them; scale/remat.py wraps these entries
+        self.stack = list(
+            self.blocks
+        )  # the blocks as `hidden` calls them; scale/remat.py wraps these entries
         self.norm = make_norm(cfg)
         self.head = Head(cfg)
         self.tie()

@@ -46,7 +46,9 @@ def make_optimizer(model, cfg):
     """AdamW (https://arxiv.org/abs/1711.05101), PyTorch's, fused on CUDA and the CPU; adamw8bit; or Muon."""
     groups, fused = param_groups(model, cfg), next(model.parameters()).device.type in ("cuda", "cpu")
     if cfg.max_skipped_steps and not fused:
-        raise UserError("max_skipped_steps needs PyTorch's fused AdamW, which this device does not have; leave it at 0")
+        raise UserError(
+            "max_skipped_steps needs PyTorch's fused AdamW, which this device does not have; leave it at 0"
+        )
     options = dict(lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.adam_eps)
     if cfg.optimizer == "adamw8bit":
         return adam8.AdamW8bit(groups, **options, seed=cfg.seed)
@@ -117,13 +119,19 @@ class Muon(torch.optim.AdamW):
         weights = [p for p in self.group["params"] if p.grad is not None]
         steps = [self.state[p]["step"] for p in weights]
         skip = steps[0] * 0 if self.found_inf is None else self.found_inf
-        updates = {p: torch.empty_like(local(p), dtype=torch.bfloat16 if p.is_cuda else None) for p in weights}
-        torch._foreach_add_(steps, [(1 - skip).view(1)] * len(steps))  # one tensor for all would be read by the host
+        updates = {
+            p: torch.empty_like(local(p), dtype=torch.bfloat16 if p.is_cuda else None) for p in weights
+        }
+        torch._foreach_add_(
+            steps, [(1 - skip).view(1)] * len(steps)
+        )  # one tensor for all would be read by the host
         momentum = 0.85 + (self.momentum - 0.85) * (steps[0] / max(1, self.warmup)).clamp(max=1)
         lists = alike(weights)
         for some in lists:
             moments = [local(self.state[p]["momentum"]) for p in some]
-            self.accumulate(moments, [local(p.grad) for p in some], [updates[p] for p in some], momentum, skip)
+            self.accumulate(
+                moments, [local(p.grad) for p in some], [updates[p] for p in some], momentum, skip
+            )
         for p in weights:
             p.grad = None  # AdamW passes over them
         for batch in self.batches:
@@ -163,7 +171,9 @@ def batches(parts, most=2**27):
 def ranks_of(weight):
     """(rank, size, process group) of this process among those that share the work on a weight."""
     group = weight.device_mesh.get_group("shard") if isinstance(weight, DTensor) else None
-    return (dist.get_rank(group), dist.get_world_size(group), group) if dist.is_initialized() else (0, 1, None)
+    return (
+        (dist.get_rank(group), dist.get_world_size(group), group) if dist.is_initialized() else (0, 1, None)
+    )
 
 
 def orthogonalize_updates(matrices, updates):
@@ -171,7 +181,10 @@ def orthogonalize_updates(matrices, updates):
     if not matrices:
         return
     rank, size, group = ranks_of(matrices[0].weight)
-    each, (short, long) = -(-len(matrices) // size), sorted(matrices[0].shape)  # matrix i is for rank i // each
+    each, (short, long) = (
+        -(-len(matrices) // size),
+        sorted(matrices[0].shape),
+    )  # matrix i is for rank i // each
     own, held = matrices[rank * each : (rank + 1) * each], [m.rows_in(updates[m.weight]) for m in matrices]
     stack = held[0].new_zeros(each, short, long)
     views = upright(stack, own)

@@ -32,7 +32,12 @@ LISTED = 12  # curves in a legend, so that it leaves the picture free
 STYLE = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#e5e7eb"}
 STYLE |= {"font.size": 9, "axes.titlesize": 10, "axes.titlelocation": "left", "legend.frameon": False}
 STYLE |= {"axes.xmargin": 0.015, "axes.formatter.useoffset": False, "svg.fonttype": "none"}
-AXES = {"steps": "step", "tokens": "tokens", "seconds": "seconds of training steps", "flops": "FLOPs of the model"}
+AXES = {
+    "steps": "step",
+    "tokens": "tokens",
+    "seconds": "seconds of training steps",
+    "flops": "FLOPs of the model",
+}
 PANELS = {  # key of a log's lines: (their kind, title, factor)
     "acc_norm": ("hellaswag", "HellaSwag acc_norm", 1),
     "lr": ("train", "learning rate", 1),
@@ -50,8 +55,12 @@ class Config:
     y: Literal["auto", "loss", "bpb"] = "auto"  # auto: bits per byte where the tokenizers differ, else loss
     html: bool = False  # write a page: curves over each x, differing settings, machine, samples
     fit: bool = False  # the ends of runs of several sizes against compute, with a fit (run/fit.py)
-    out: str | None = None  # .png, .svg, .pdf or .html; None: curves.png in the first folder, with fit ./fit.png
-    reference: str | None = None  # a JSON file, {"name": …, "points": {step: validation loss, …}}, drawn dashed
+    out: str | None = (
+        None  # .png, .svg, .pdf or .html; None: curves.png in the first folder, with fit ./fit.png
+    )
+    reference: str | None = (
+        None  # a JSON file, {"name": …, "points": {step: validation loss, …}}, drawn dashed
+    )
 
 
 def main(cfg, folders):
@@ -66,7 +75,9 @@ def main(cfg, folders):
     out = cfg.out or (first.with_suffix(suffix) if first.is_file() else first / f"curves{suffix}")
     reference = read_reference(cfg.reference) if cfg.reference else None
     if Path(out).is_dir():
-        raise UserError(f"out={out} is a folder; expected a file's name, {Path(out) / 'curves.png'} for example")
+        raise UserError(
+            f"out={out} is a folder; expected a file's name, {Path(out) / 'curves.png'} for example"
+        )
     (write_page if html else draw)(folders, out, reference, cfg.x, cfg.y)
     print(f"drawn: {out}")
 
@@ -91,7 +102,9 @@ def choose_y(runs, y):
     if y == "bpb" and without:
         raise UserError(f"no bits per byte in the log of {', '.join(without)}; try --y=loss")
     if y == "auto" and len(tokenizers) > 1 and without:
-        print(f"warning: the tokenizers differ, and {', '.join(without)} has no bits per byte; losses do not compare")
+        print(
+            f"warning: the tokenizers differ, and {', '.join(without)} has no bits per byte; losses do not compare"
+        )
     return y if y != "auto" else "bpb" if len(tokenizers) > 1 and not without else "loss"
 
 
@@ -152,7 +165,11 @@ def drawing(runs, x, y, reference=None):
 
     if reference and (x, y) != ("steps", "loss"):
         raise UserError(f"--reference has losses by step, which --x={x} --y={y} cannot show")
-    known = {key for key, (kind, *_) in PANELS.items() if any(len(series(run.log, kind, key)[0]) > 1 for run in runs)}
+    known = {
+        key
+        for key, (kind, *_) in PANELS.items()
+        if any(len(series(run.log, kind, key)[0]) > 1 for run in runs)
+    }
     panels = [key for key in PANELS if key in known]
     columns = max(1, len(panels) if len(panels) < 5 else 3)
     rows = math.ceil(len(panels) / columns)
@@ -189,7 +206,9 @@ def draw_loss(axes, runs, x, y, reference):
         if len(val):
             marks = dict(marker="o", markersize=run.width + 3, markeredgecolor="white", markeredgewidth=0.6)
             label = f"{run.name}: {val[-1]:.3f}"
-            axes.plot(run.place(at, x), val, color=run.color, linewidth=run.width, zorder=3, label=label, **marks)
+            axes.plot(
+                run.place(at, x), val, color=run.color, linewidth=run.width, zorder=3, label=label, **marks
+            )
         both = np.concatenate([loss, val])
         lowest.append(both.min())
         highest.append(max([np.quantile(both, 0.97), *loss[:1], *val[:1]]))
@@ -227,7 +246,9 @@ def fit_y(axes, low, high):
     if 0 < 2 * low < high:
         axes.set_yscale("log")
         axes.set_ylim(low / (high / low) ** 0.04, high * (high / low) ** 0.04)
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 7) if high < 6 * low else (1, 2, 5)))
+        axes.yaxis.set_major_locator(
+            LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 7) if high < 6 * low else (1, 2, 5))
+        )
         axes.yaxis.set_minor_locator(NullLocator())
         axes.yaxis.set_minor_formatter(NullFormatter())
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")

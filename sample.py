@@ -6,7 +6,7 @@
     torchrun --standalone --nproc_per_node=4 sample.py --checkpoint=out/llama3_70b --parallel=fsdp  # sharded
     python sample.py --pretrained=FOLDER --chat                                       # a conversation: a line, a reply
 
-Prints the text as it is generated, and at the end tokens a second. The sampling is in run/generate.py.
+Prints the text as it is generated, and at the end tokens a second. The sampling is in run/sampling.py.
 """
 
 import os
@@ -22,19 +22,29 @@ from configurator import UserError, refuse, run, too_small
 class Config:
     checkpoint: str | None = None  # folder of a run or of a checkpoint
     pretrained: str | None = None  # instead: Hugging Face weights, a folder or a hub name
-    tokenizer: str | None = None  # None: the one that the checkpoint was trained with, or beside the pretrained weights
-    prompt: str | None = None  # text to continue, or FILE:PATH of one; None: a new line, with chat the lines of stdin
+    tokenizer: str | None = (
+        None  # None: the one that the checkpoint was trained with, or beside the pretrained weights
+    )
+    prompt: str | None = (
+        None  # text to continue, or FILE:PATH of one; None: a new line, with chat the lines of stdin
+    )
     chat: bool = False  # the prompt is a message, put into the chat template of the tokenizer's folder
     n_samples: int = 4  # number of continuations
     max_new_tokens: int = 200  # tokens to generate for each
     stop: bool = True  # end where the model ends its text (eos); --no_stop goes on to max_new_tokens
     temperature: float = 0.8  # divides the logits; 0: always the most likely token
     top_k: int | None = 50  # sample among the k most likely tokens; None: among all
-    cache: bool = True  # keep the keys and values of earlier tokens; --no_cache: computed again for each token
+    cache: bool = (
+        True  # keep the keys and values of earlier tokens; --no_cache: computed again for each token
+    )
     seed: int = 1337  # of the first sample; the next one's is 1 higher
     device: str = "auto"  # auto, cpu, cuda, mps
-    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"  # auto: bf16 where the GPU supports it
-    parallel: Literal["ddp", "fsdp"] = "ddp"  # what a rank holds; ddp: the whole model; fsdp: a part of each tensor
+    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = (
+        "auto"  # auto: bf16 where the GPU supports it
+    )
+    parallel: Literal["ddp", "fsdp"] = (
+        "ddp"  # what a rank holds; ddp: the whole model; fsdp: a part of each tensor
+    )
 
     nanogpt = {"out_dir": "checkpoint", "start": "prompt", "num_samples": "n_samples", "dtype": "precision"}
 
@@ -44,9 +54,11 @@ def main(cfg):
     refuse(found + [f"seed={cfg.seed} must be below 2**63"] * (cfg.seed >= 2**63))
     prompt = read_prompt(cfg.prompt)
     if cfg.chat and prompt is None and int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise UserError("chat=True without a prompt reads stdin, which ranks cannot share; leave out torchrun")
+        raise UserError(
+            "chat=True without a prompt reads stdin, which ranks cannot share; leave out torchrun"
+        )
     from corpus import chat
-    from run import generate, trained
+    from run import sampling, trained
     from scale import parallel
 
     device = parallel.pick_device(cfg.device)
@@ -58,9 +70,11 @@ def main(cfg):
     ids = [tokenizer.eot, *shown]
     if template and prompt is not None:
         ids = template.ids([message("user", prompt)])
-    world = parallel.start(cfg.device, timeout_s=3600)  # now: a mistake above would break the others' connections
+    world = parallel.start(
+        cfg.device, timeout_s=3600
+    )  # now: a mistake above would break the others' connections
     options = cfg.max_new_tokens, cfg.temperature, cfg.top_k
-    printer = generate.Printer(model, tokenizer, cfg.stop, *options, cached=cfg.cache, quiet=not world.main)
+    printer = sampling.Printer(model, tokenizer, cfg.stop, *options, cached=cfg.cache, quiet=not world.main)
     with parallel.autocast(precision, device):
         if template and prompt is None:
             converse(printer, template, cfg.seed)

@@ -49,7 +49,9 @@ class Training:
         self.accumulation = cfg.micro_steps(world.size)
         self.clip, self.skips = cfg.clip, cfg.max_skipped_steps > 0 and not self.scaler.is_enabled()
         if cfg.cuda_graph:
-            self.micro_step = graphs.Replayed(self.micro_step, self.model, self.accumulation, cfg.reduce_dtype)
+            self.micro_step = graphs.Replayed(
+                self.micro_step, self.model, self.accumulation, cfg.reduce_dtype
+            )
 
     def micro_step(self, x, y, *weight):
         """Adds a micro-batch's gradients to those of the step -> its part of the loss. weight: see make_batches."""
@@ -139,7 +141,9 @@ def train(cfg, world, watch):
             break
         meter.launching(step + 1)
         lr = optim.learning_rate(step, cfg)
-        with watch.stoppable(loader, job.amaxes):  # told to stop in the middle of a step, the run gives that step up
+        with watch.stoppable(
+            loader, job.amaxes
+        ):  # told to stop in the middle of a step, the run gives that step up
             loss, norm = job.step(next_batch, lr)
             step += 1
             meter.launched(step, lr, loss, norm)

@@ -5,7 +5,10 @@
 out_dir = "out/shakespeare_char"
 data_dir = "data/shakespeare_char"
 
-vocab_size, vocab_multiple = 67, 1  # tiny Shakespeare's 65 characters, U+FFFD, the separator; fineweb.py prints others
+vocab_size, vocab_multiple = (
+    67,
+    1,
+)  # tiny Shakespeare's 65 characters, U+FFFD, the separator; fineweb.py prints others
 n_layer, n_head, n_embd, bias = 4, 4, 128, False
 block_size = 64
 

@@ -37,7 +37,9 @@ class Template:
         """Raises UserError if there is none, or if jinja2 cannot read it."""
         options = dict(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
         environment = ImmutableSandboxedEnvironment(**options)
-        environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+        environment.filters["tojson"] = lambda value, **options: json.dumps(
+            value, ensure_ascii=False, **options
+        )
         environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
         environment.globals["raise_exception"] = _raise
         self.folder, self.tokenizer, self.special = folder, tokenizer, special_tokens(folder)
@@ -60,7 +62,9 @@ class Template:
         try:
             yield
         except Exception as error:  # a template computes: any can come of it
-            raise UserError(f"{self.folder}: its chat template fails ({' '.join(str(error).split())})") from None
+            raise UserError(
+                f"{self.folder}: its chat template fails ({' '.join(str(error).split())})"
+            ) from None
 
 
 def _raise(words):
@@ -86,7 +90,9 @@ def _template(folder):
 def special_tokens(folder):
     """{"bos_token": "<s>", ...}; each is written as a string or as an object with its `content`."""
     files = _read(folder, "special_tokens_map.json") | _read(folder, "tokenizer_config.json")
-    tokens = {k: v.get("content") if isinstance(v, dict) else v for k, v in files.items() if k.endswith("_token")}
+    tokens = {
+        k: v.get("content") if isinstance(v, dict) else v for k, v in files.items() if k.endswith("_token")
+    }
     return {k: v for k, v in tokens.items() if isinstance(v, str)}
 
 

@@ -80,7 +80,9 @@ class Dialogues:
             )
         if not isinstance(messages, list) or not all(isinstance(m, dict) and m.get("role") for m in messages):
             raise DataError("expected a list of {role, content}, got " + _short(messages))
-        messages = [{k: v for k, v in m.items() if v is not None} for m in messages]  # datasets fills fields with None
+        messages = [
+            {k: v for k, v in m.items() if v is not None} for m in messages
+        ]  # datasets fills fields with None
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if not answers:
             return np.empty(0, self.row)

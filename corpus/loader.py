@@ -39,7 +39,11 @@ def shard_name(value):
 
 SHARD = {"name": shard_name, "sha256": files.text, "mask_sha256?": files.sha256, "tokens?": files.count}
 MANIFEST = {"tokenizer": files.text, "vocab_size": files.id_count, "eot": files.count, "shards?": [SHARD]}
-MANIFEST |= {"dtype?": ("uint16", "uint32"), "settings?": {"pack?": files.count}, "token_bytes_sha256?": files.sha256}
+MANIFEST |= {
+    "dtype?": ("uint16", "uint32"),
+    "settings?": {"pack?": files.count},
+    "token_bytes_sha256?": files.sha256,
+}
 
 
 def read_manifest(data_dir, form=MANIFEST):
@@ -75,7 +79,11 @@ def read_sizes(data_dir, manifest):
 def tokenizer_of(data_dir, manifest):
     """The name of the tokenizer: the data's own tokenizer.json, unless the manifest names one that needs no file."""
     name, own = manifest.get("tokenizer"), Path(data_dir) / "tokenizer.json"
-    return str(own) if own.is_file() and (name is None or not Path(name).exists() and Path(name).suffix) else name
+    return (
+        str(own)
+        if own.is_file() and (name is None or not Path(name).exists() and Path(name).suffix)
+        else name
+    )
 
 
 class Ahead:
@@ -137,12 +145,16 @@ def read_header(path):
     expected, dtype = FORMATS[magic]
     kind = f"{np.dtype(dtype).name} shard ({'Llama 3' if dtype == np.uint32 else 'GPT-2'}, magic {magic})"
     if version != expected:
-        raise DataError(f"{path}: version {version} in the header of a {kind}, expected {expected}; {MAKE_DATA}")
+        raise DataError(
+            f"{path}: version {version} in the header of a {kind}, expected {expected}; {MAKE_DATA}"
+        )
     if count <= 0:
         raise DataError(f"{path}: the header counts {count} tokens, expected 1 to 2**31-1; {MAKE_DATA}")
     need = HEADER_BYTES + count * np.dtype(dtype).itemsize
     if size != need:
-        raise DataError(f"{path}: expected {need} bytes for {count} tokens of a {kind}, it has {size}; {MAKE_DATA}")
+        raise DataError(
+            f"{path}: expected {need} bytes for {count} tokens of a {kind}, it has {size}; {MAKE_DATA}"
+        )
     return count, np.dtype(dtype).newbyteorder("<")
 
 
@@ -166,14 +178,20 @@ def open_array(path):
     """The tokens of an .npy file as a read-only memory map. Raises DataError."""
     try:
         tokens = np.lib.format.open_memmap(path, mode="r")
-    except Exception as error:  # cut short, no .npy, Python objects, which are not unpickled; numpy names no type
+    except (
+        Exception
+    ) as error:  # cut short, no .npy, Python objects, which are not unpickled; numpy names no type
         what = str(error).partition("\n")[0]
         raise DataError(f"{path} is not a shard: {what}; fetch it again, or {MAKE_DATA}") from None
     if tokens.ndim != 1 or tokens.dtype not in (np.uint16, np.uint32) or not len(tokens):
         found = f"{tokens.dtype} {tokens.shape}"
-        raise DataError(f"{path} is not a shard: expected a row of uint16 or uint32 tokens, got {found}; {MAKE_DATA}")
+        raise DataError(
+            f"{path} is not a shard: expected a row of uint16 or uint32 tokens, got {found}; {MAKE_DATA}"
+        )
     if (need := tokens.offset + tokens.nbytes) != (size := os.path.getsize(path)):
-        raise DataError(f"{path}: expected {need} bytes for {len(tokens)} tokens, it has {size}; fetch it again")
+        raise DataError(
+            f"{path}: expected {need} bytes for {len(tokens)} tokens, it has {size}; fetch it again"
+        )
     return tokens
 
 
@@ -225,7 +243,9 @@ def find_shards(data_dir, split):
         hint = "make one, or do without: --eval_interval=0"
     elif os.path.exists(os.path.join(data_dir, "progress.json")):
         hint = "fineweb.py has begun there and has not written any yet; run it again"
-    raise DataError(f"no {split} split: nothing matches {pattern}, or .npy, and there is no {split}.bin; {hint}")
+    raise DataError(
+        f"no {split} split: nothing matches {pattern}, or .npy, and there is no {split}.bin; {hint}"
+    )
 
 
 def verify(data_dir):
@@ -242,7 +262,9 @@ def _verify_folder(data_dir):
     for shard in manifest["shards"]:
         path = Path(data_dir) / shard["name"]
         if path.is_symlink():
-            raise DataError(f"{path} is a link, so it is not the file that the manifest names; copy the file there")
+            raise DataError(
+                f"{path} is a link, so it is not the file that the manifest names; copy the file there"
+            )
         for file, expected in [(path, shard["sha256"]), (mask_path(path), shard.get("mask_sha256"))]:
             if expected is None:
                 continue
@@ -274,7 +296,9 @@ class Split:
         manifest = read_manifest(data_dir)
         self._check_shards(manifest, data_dir, split, vocab_size)
         pack = manifest.get("settings", {}).get("pack")
-        self.masks = self._open_masks({shard["name"] for shard in manifest.get("shards", []) if "targets" in shard})
+        self.masks = self._open_masks(
+            {shard["name"] for shard in manifest.get("shards", []) if "targets" in shard}
+        )
         self.tokenizer, self.eot = tokenizer_of(data_dir, manifest), manifest.get("eot")
         self.token_bytes = read_sizes(data_dir, manifest)
         self.starts = self._aligned_starts(manifest, data_dir) if align else None
@@ -297,12 +321,16 @@ class Split:
         recorded = {shard["name"]: shard.get("tokens") for shard in manifest.get("shards", [])}
         for path, shard in zip(self.paths, self.shards):
             if recorded.get(os.path.basename(path)) not in (None, len(shard)):
-                raise DataError(f"{path} has {len(shard)} tokens, which is not what manifest.json says; {MAKE_DATA}")
+                raise DataError(
+                    f"{path} has {len(shard)} tokens, which is not what manifest.json says; {MAKE_DATA}"
+                )
         if manifest.get("eot", 0) >= manifest.get("vocab_size", 1 << 32):
             raise DataError(f"{data_dir}/manifest.json is damaged: eot is not below vocab_size; {MAKE_DATA}")
         if vocab_size is not None and manifest.get("vocab_size", 0) > vocab_size:
             name, size = manifest["tokenizer"], manifest["vocab_size"]
-            raise DataError(f"vocab_size={vocab_size} is less than {data_dir}'s ({name}); try --vocab_size={size}")
+            raise DataError(
+                f"vocab_size={vocab_size} is less than {data_dir}'s ({name}); try --vocab_size={size}"
+            )
         if self.tokens <= self.T:
             raise DataError(
                 f"{data_dir}: a row needs block_size+1 = {self.T + 1:,} tokens, the {split} split has {self.tokens:,}; "
@@ -332,7 +360,11 @@ class Split:
     def same_tokens(self, other):
         """Whether both have the same tokenizer, perhaps by another path: then each id has as many bytes."""
         known = self.token_bytes is not None and other.token_bytes is not None
-        same = np.array_equal(self.token_bytes, other.token_bytes) if known else self.tokenizer == other.tokenizer
+        same = (
+            np.array_equal(self.token_bytes, other.token_bytes)
+            if known
+            else self.tokenizer == other.tokenizer
+        )
         return same and self.eot == other.eot
 
     def start(self, row):
@@ -340,7 +372,9 @@ class Split:
         epoch, w = divmod(row, self.rows_per_epoch)
         if self.shuffle_seed is not None:
             if self._order_epoch != epoch:
-                self._order = np.random.default_rng((self.shuffle_seed, epoch)).permutation(self.rows_per_epoch)
+                self._order = np.random.default_rng((self.shuffle_seed, epoch)).permutation(
+                    self.rows_per_epoch
+                )
                 self._order_epoch = epoch
             w = int(self._order[w])
         return w * self.T if self.starts is None else int(self.starts[w])
@@ -429,7 +463,9 @@ class TokenLoader:
         self.warnings = [words for split in self.splits for words in split.warnings]
         self._turns = mixture.schedule(self.shares)
         self.rows = 0  # rows returned on all ranks together; prefetched rows do not count
-        listing = "".join(f"{Path(p).name} {len(d)}\n" for s in self.splits for p, d in zip(s.paths, s.shards))
+        listing = "".join(
+            f"{Path(p).name} {len(d)}\n" for s in self.splits for p, d in zip(s.paths, s.shards)
+        )
         self.fingerprint = hashlib.sha256(listing.encode()).hexdigest()[:16]
         self._ahead, self._cuda = None, None
         if self.device.type == "cuda":
@@ -486,7 +522,9 @@ class TokenLoader:
         (split,) = self.splits
         rows = min(tokens, self.tokens - 1) // self.T
         if rows == 0:
-            raise DataError(f"eval_tokens={tokens} is less than one row of block_size={self.T}; raise --eval_tokens")
+            raise DataError(
+                f"eval_tokens={tokens} is less than one row of block_size={self.T}; raise --eval_tokens"
+            )
         if not any(split.has_loss(w * self.T + 1, self.T).any() for w in range(rows)):
             raise DataError(
                 f"{self.data_dir}: no token of the first eval_tokens={tokens} has loss; raise --eval_tokens"
@@ -499,7 +537,9 @@ class TokenLoader:
 
     def _batches(self, row):
         if self._cuda is not None:
-            torch.cuda.set_device(self._cuda)  # a thread starts on GPU 0; pinning would allocate a context there
+            torch.cuda.set_device(
+                self._cuda
+            )  # a thread starts on GPU 0; pinning would allocate a context there
         for first in itertools.count(row, self.step_rows):
             step = range(first, first + self.step_rows)
             targets = [self._count(step)] if self.masked else []
@@ -548,7 +588,9 @@ class TokenLoader:
 def begins(shards, eot):
     """Sorted int64 positions at which documents begin in the concatenated shards."""
     ends = np.cumsum([len(shard) for shard in shards])
-    return np.concatenate([np.flatnonzero(shard == eot) + end - len(shard) for shard, end in zip(shards, ends)])
+    return np.concatenate(
+        [np.flatnonzero(shard == eot) + end - len(shard) for shard, end in zip(shards, ends)]
+    )
 
 
 def aligned_starts(documents, n, T):

@@ -19,7 +19,9 @@ def folders(data_dir):
     if not any(found) and (len(parts) == 1 or os.path.isdir(data_dir)):
         return [(data_dir, 1)]
     if bare := [part for part, match in zip(parts, found) if not match]:
-        raise UserError(f"data_dir={data_dir}: {bare[0]!r} has no weight; write a mixture as data/a:0.7,data/b:0.3")
+        raise UserError(
+            f"data_dir={data_dir}: {bare[0]!r} has no weight; write a mixture as data/a:0.7,data/b:0.3"
+        )
     names = [match[1] for match in found]
     weights = [_weight(data_dir, match[2]) for match in found]
     if len({os.path.realpath(name) for name in names}) < len(names):

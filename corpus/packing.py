@@ -32,12 +32,18 @@ class Packer:
             next(iter(order), None),
             set(order[1:]),
         )  # the document to continue; documents that are written
-        self.waiting, self.total, self.read = {}, 0, 0  # {number: tokens} in order; sum of tokens; next number
+        self.waiting, self.total, self.read = (
+            {},
+            0,
+            0,
+        )  # {number: tokens} in order; sum of tokens; next number
 
     def __iter__(self):
         while self.cut is not None and self.cut not in self.waiting:
             if not self._read():
-                raise UserError(f"document {self.cut + 1}, which a shard ends in, is not there: the source changed")
+                raise UserError(
+                    f"document {self.cut + 1}, which a shard ends in, is not there: the source changed"
+                )
         if self.cut is not None:
             yield self._take(self.cut, self.done)
         while True:

@@ -30,7 +30,11 @@ LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-GIGATOKEN_PATTERNS = {"gpt2": "gpt2", "r50k_base": "gpt2", "cl100k_base": "gpt4"}  # splitting rules equal to tiktoken's
+GIGATOKEN_PATTERNS = {
+    "gpt2": "gpt2",
+    "r50k_base": "gpt2",
+    "cl100k_base": "gpt4",
+}  # splitting rules equal to tiktoken's
 # The first of these that a tokenizer has precedes each document: Llama 3 was trained with begin_of_text there.
 SEPARATORS = ("<|begin_of_text|>", "<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "[EOS]")
 VISIBLE = [b for b in range(256) if chr(b).isprintable() and b != 32]
@@ -50,12 +54,16 @@ class Tokenizer:
 
     folder = None
 
-    def __init__(self, name, vocab_size, separators, encode_batch, decode, token_lengths, to_json, encode_special=None):
+    def __init__(
+        self, name, vocab_size, separators, encode_batch, decode, token_lengths, to_json, encode_special=None
+    ):
         self.name, self.vocab_size, self.eot, self.ends = name, vocab_size, separators[0], set(separators)
         self.dtype = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
         self._encode_batch, self._decode, self._token_lengths = encode_batch, decode, token_lengths
         self.to_json = to_json
-        self.encode_special = encode_special or self.encode  # as encode, but special tokens are parsed: for chat
+        self.encode_special = (
+            encode_special or self.encode
+        )  # as encode, but special tokens are parsed: for chat
 
     def encode_batch(self, texts):
         """One array of ids (uint16, or uint32 above 65,536 ids) for each text, without separators.
@@ -126,7 +134,9 @@ def _load(name):
     if path := file_of(name):
         if not path.is_file():
             raise UserError(f"tokenizer={name}: no such file")
-        tokenizer = _from_json(name, path.read_text("utf-8")) if path.suffix == ".json" else _from_llama3(name, path)
+        tokenizer = (
+            _from_json(name, path.read_text("utf-8")) if path.suffix == ".json" else _from_llama3(name, path)
+        )
         tokenizer.folder = path.parent
         return tokenizer
     names = ", ".join(["bytes", *tiktoken.list_encoding_names()])
@@ -162,7 +172,9 @@ def _packaged_gpt2():
     byte_of = {character: b for b, character in CHARACTERS.items()}
     vocabulary = json.loads(data)
     special = {"<|endoftext|>": vocabulary.pop("<|endoftext|>")}
-    ranks = {bytes(byte_of[c] for c in token): i for token, i in vocabulary.items()}  # ids are in the order of merges
+    ranks = {
+        bytes(byte_of[c] for c in token): i for token, i in vocabulary.items()
+    }  # ids are in the order of merges
     return tiktoken.Encoding("gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens=special)
 
 
@@ -186,17 +198,23 @@ def _from_llama3(name, path):
 
 def _from_tiktoken(name, encoding, scheme=None):
     scheme = scheme or GIGATOKEN_PATTERNS.get(name)
-    fast = scheme and _gigatoken(lambda package: _ranked(package, encoding, scheme), encoding.encode_ordinary_batch)
+    fast = scheme and _gigatoken(
+        lambda package: _ranked(package, encoding, scheme), encoding.encode_ordinary_batch
+    )
     lengths = lambda: ((i, len(token)) for token, i in encoding._mergeable_ranks.items())
     separators = [encoding._special_tokens[s] for s in SEPARATORS if s in encoding._special_tokens]
 
     def to_json():
         rule = encoding._pat_str
-        if "++" in rule:  # possessive, which tokenizers reads otherwise: GPT-2's rule, or cl100k_base's, now Llama 3's
+        if (
+            "++" in rule
+        ):  # possessive, which tokenizers reads otherwise: GPT-2's rule, or cl100k_base's, now Llama 3's
             rule = None if rule == GPT2_PATTERN else LLAMA3_PATTERN
         text = byte_level_json(encoding._mergeable_ranks, encoding._special_tokens, rule)
         if _from_json(name, text).encode(PROBE) != encoding.encode_ordinary(PROBE):
-            raise UserError(f"tokenizer={name}: its splitting rule fits no tokenizer.json; give one, --tokenizer=FILE")
+            raise UserError(
+                f"tokenizer={name}: its splitting rule fits no tokenizer.json; give one, --tokenizer=FILE"
+            )
         return text
 
     encode_batch = fast or encoding.encode_ordinary_batch
@@ -221,13 +239,21 @@ def byte_level_json(ranks, special, pattern=None):
     split = dict(type="Split", pattern=dict(Regex=pattern), behavior="Isolated", invert=False)
     vocabulary = {characters(token): i for token, i in ranks.items()} | special
     flags = dict.fromkeys(["single_word", "lstrip", "rstrip", "normalized"], False)
-    model = dict(type="BPE", dropout=None, unk_token=None, continuing_subword_prefix=None, end_of_word_suffix=None)
-    model |= dict(fuse_unk=False, byte_fallback=False, ignore_merges=True)  # a word that is a token is not merged
+    model = dict(
+        type="BPE", dropout=None, unk_token=None, continuing_subword_prefix=None, end_of_word_suffix=None
+    )
+    model |= dict(
+        fuse_unk=False, byte_fallback=False, ignore_merges=True
+    )  # a word that is a token is not merged
     model |= dict(vocab=dict(sorted(vocabulary.items(), key=lambda item: item[1])))
     model |= dict(merges=[" ".join(map(characters, pair)) for pair in _merges(ranks)])
-    whole = dict(version="1.0", truncation=None, padding=None, normalizer=None, decoder=byte_level, model=model)
+    whole = dict(
+        version="1.0", truncation=None, padding=None, normalizer=None, decoder=byte_level, model=model
+    )
     whole["added_tokens"] = [dict(id=i, content=name, **flags, special=True) for name, i in special.items()]
-    whole["pre_tokenizer"] = dict(type="Sequence", pretokenizers=[split, byte_level]) if pattern else byte_level
+    whole["pre_tokenizer"] = (
+        dict(type="Sequence", pretokenizers=[split, byte_level]) if pattern else byte_level
+    )
     whole["post_processor"] = byte_level
     return json.dumps(whole, ensure_ascii=False)
 
@@ -258,12 +284,20 @@ def _gigatoken(load, slow, probe=PROBE):
 
         def encode_batch(texts):
             layout = fast.encode_batch(texts).layout
-            return np.split(np.asarray(layout.content.data), np.asarray(layout.offsets.data)[1:-1]) if texts else []
+            return (
+                np.split(np.asarray(layout.content.data), np.asarray(layout.offsets.data)[1:-1])
+                if texts
+                else []
+            )
 
         same = np.array_equal(encode_batch([probe])[0], slow([probe])[0])
-    except Exception as error:  # an AttributeError, for example, where the package's own dependencies are missing
+    except (
+        Exception
+    ) as error:  # an AttributeError, for example, where the package's own dependencies are missing
         missing = isinstance(error, ModuleNotFoundError) and error.name == "gigatoken"
-        if not missing and not isinstance(error, RuntimeError):  # RuntimeError: a kind of tokenizer that it lacks
+        if not missing and not isinstance(
+            error, RuntimeError
+        ):  # RuntimeError: a kind of tokenizer that it lacks
             _warn(f"gigatoken is installed but does not work ({type(error).__name__}: {_first_line(error)})")
         return None
     return encode_batch if same else None
@@ -301,17 +335,23 @@ def _from_json(name, text):
     special = {token.content: i for i, token in inner.get_added_tokens_decoder().items() if token.special}
     separators = [special[s] for s in SEPARATORS if s in special]
     if not separators:
-        raise UserError(f"tokenizer={name} has no token to separate documents; looked for {', '.join(SEPARATORS)}")
+        raise UserError(
+            f"tokenizer={name} has no token to separate documents; looked for {', '.join(SEPARATORS)}"
+        )
     vocabulary = inner.get_vocab()
     byte_level = '"ByteLevel"' in text  # such a vocabulary has one character for each byte
 
     def slow(texts):
         return [row.ids for row in inner.encode_batch_fast(texts, add_special_tokens=False)]
 
-    def plain(gigatoken):  # without the special tokens, which it would find in a text, and what adds some to it
+    def plain(
+        gigatoken,
+    ):  # without the special tokens, which it would find in a text, and what adds some to it
         parts = json.loads(text)
         ordinary = [token for token in parts.get("added_tokens", []) if not token["special"]]
-        return gigatoken.Tokenizer.from_json(json.dumps(parts | {"added_tokens": ordinary, "post_processor": None}))
+        return gigatoken.Tokenizer.from_json(
+            json.dumps(parts | {"added_tokens": ordinary, "post_processor": None})
+        )
 
     def encode_special(text):
         inner.encode_special_tokens = False

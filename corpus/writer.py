@@ -31,7 +31,12 @@ from corpus.loader import (
 )
 from run import files
 
-WRITTEN = SHARD | {"tokens": files.count, "documents": files.count, "text_bytes": files.count, "bytes": files.count}
+WRITTEN = SHARD | {
+    "tokens": files.count,
+    "documents": files.count,
+    "text_bytes": files.count,
+    "bytes": files.count,
+}
 WRITTEN |= {"targets?": files.count}
 # What a record has besides the settings, in words; and what follows from a setting, or from its files.
 DERIVED = dict.fromkeys(("files", "files_sha256"), "other files")
@@ -40,7 +45,10 @@ DERIVED |= {"chat_sha256": "another chat template or special tokens"}
 FOLLOW = {"tokenizer": ("vocab_size", "eot", "chat_sha256", "val_tokens"), "text_key": ("chat_sha256",)}
 FOLLOW |= {"shuffle_seed": ("streaming",)} | dict.fromkeys(("shard_tokens", "files_sha256"), ("val_tokens",))
 RECORD = {"settings": {}, "shards": [WRITTEN]}
-RECORDS = {"manifest.json": RECORD, "progress.json": RECORD | {"next": [files.count], "order?": [(files.count, None)]}}
+RECORDS = {
+    "manifest.json": RECORD,
+    "progress.json": RECORD | {"next": [files.count], "order?": [(files.count, None)]},
+}
 
 
 @contextlib.contextmanager
@@ -58,7 +66,9 @@ def claim(out):
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"out_dir={out}: another fineweb.py is writing there; wait for it, or stop it") from None
+            raise UserError(
+                f"out_dir={out}: another fineweb.py is writing there; wait for it, or stop it"
+            ) from None
         yield
     finally:
         os.close(lock)
@@ -129,7 +139,10 @@ class ShardWriter:
 
     def __init__(self, progress, tokenizer, short):
         self.progress, self.tokenizer, self.short = progress, tokenizer, short
-        self.shard_tokens, self.val_tokens = progress.settings["shard_tokens"], progress.settings["val_tokens"]
+        self.shard_tokens, self.val_tokens = (
+            progress.settings["shard_tokens"],
+            progress.settings["val_tokens"],
+        )
         self.shard_tokens -= self.shard_tokens % progress.settings.get("pack", 1)
         self.number = progress.document - 1  # of the last document that was taken
         self.max_tokens = progress.settings["max_tokens"] or math.inf
@@ -153,7 +166,9 @@ class ShardWriter:
         for number, row in rows:
             self.number = number
             if done > len(row):
-                raise DataError(f"document {number + 1} has {len(row)} tokens, {done} are written: the source changed")
+                raise DataError(
+                    f"document {number + 1} has {len(row)} tokens, {done} are written: the source changed"
+                )
             bar.update(len(row) - done)
             while done < len(row) and not self.complete:
                 done = self.take(row, done)
@@ -196,7 +211,9 @@ def differences(old, new):
     # both are recorded only where they are True, shards as the absence of the settings for texts
     old, new = ({"skip_bad_documents": False, "shards": "text_key" not in each} | each for each in (old, new))
     wrong = [k for k in old | new if old.get(k) != new.get(k)]
-    wrong = next(([k] for k in ("dataset", "shards") if k in wrong), wrong)  # all others may follow from these
+    wrong = next(
+        ([k] for k in ("dataset", "shards") if k in wrong), wrong
+    )  # all others may follow from these
     follow = [each for k in wrong for each in FOLLOW.get(k, ())]
     words = [DERIVED.get(k) or f"{k}={old.get(k)}, not {new.get(k)}" for k in wrong if k not in follow]
     return "; ".join(dict.fromkeys(words))
@@ -211,7 +228,14 @@ class Progress:
     """
 
     def __init__(self, out, settings):
-        self.out, self.settings, self.shards, self.document, self.tokens, self.order = out, settings, [], 0, 0, []
+        self.out, self.settings, self.shards, self.document, self.tokens, self.order = (
+            out,
+            settings,
+            [],
+            0,
+            0,
+            [],
+        )
         saved = self.saved()
         self.finished = (out / "manifest.json").exists()
         for leftover in [*out.glob("*.tmp"), *([out / "progress.json"] if self.finished else [])]:
@@ -225,16 +249,24 @@ class Progress:
             self.save()
             return
         if wrong := differences(old, settings):
-            raise UserError(f"out_dir={out} was begun with {wrong}; use another --out_dir, or remove the folder")
+            raise UserError(
+                f"out_dir={out} was begun with {wrong}; use another --out_dir, or remove the folder"
+            )
         self.shards, (self.document, self.tokens) = saved["shards"], saved.get("next", (0, 0))
         self.order = saved.get("order", [])
         for path, size in ((out / shard["name"], shard["bytes"]) for shard in self.shards):
             if not path.is_file() or path.is_symlink():
-                what = "is a link and not what was written" if path.is_symlink() else "was written and is missing"
+                what = (
+                    "is a link and not what was written"
+                    if path.is_symlink()
+                    else "was written and is missing"
+                )
                 raise DataError(f"{path} {what}; restore it, or remove the folder")
             if path.stat().st_size != size:
                 found = path.stat().st_size
-                raise DataError(f"{path} has {found} bytes, {size} were written; restore it, or remove the folder")
+                raise DataError(
+                    f"{path} has {found} bytes, {size} were written; restore it, or remove the folder"
+                )
 
     def saved(self):
         """The record in the folder, None if it has none. Raises DataError for a damaged one."""
@@ -246,7 +278,9 @@ class Progress:
                     raise DataError(f"{error}; remove the folder {self.out}") from None
                 names = [shard["name"] for shard in found["shards"]]
                 if len(set(names)) < len(names) or len(found.get("next", "ab")) != 2:
-                    raise DataError(f"{path} is damaged: shards or its next position; remove the folder {self.out}")
+                    raise DataError(
+                        f"{path} is damaged: shards or its next position; remove the folder {self.out}"
+                    )
                 return found
         return None
 
@@ -256,7 +290,11 @@ class Progress:
         parts = np.array_split(tokens, (len(tokens) >> 24) + 1)  # bincount copies its argument to int64
         counts = sum(np.bincount(part, minlength=tokenizer.vocab_size) for part in parts)
         size, sha256 = files.digest(self.out / name)
-        shard = {"name": name, "tokens": len(tokens), "documents": int(counts[tokenizer.eot])}  # that begin in it
+        shard = {
+            "name": name,
+            "tokens": len(tokens),
+            "documents": int(counts[tokenizer.eot]),
+        }  # that begin in it
         shard |= {"text_bytes": int(counts @ sizes), "bytes": size, "sha256": sha256}
         if (mask := mask_path(self.out / name)).exists():
             bits = np.fromfile(mask, np.uint8)
@@ -300,14 +338,24 @@ class Progress:
         np.save(sizes := io.BytesIO(), tokenizer.token_bytes())
         write(path := self.out / "token_bytes.npy", sizes.getvalue())
         manifest = {"tokenizer": tokenizer.name, "vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot}
-        manifest |= {"dtype": tokenizer.dtype.name, "source": self.settings["dataset"], "settings": self.settings}
-        manifest |= {key: self.total(key) for key in ("documents", "tokens", "text_bytes")} | {"shards": self.shards}
+        manifest |= {
+            "dtype": tokenizer.dtype.name,
+            "source": self.settings["dataset"],
+            "settings": self.settings,
+        }
+        manifest |= {key: self.total(key) for key in ("documents", "tokens", "text_bytes")} | {
+            "shards": self.shards
+        }
         manifest["token_bytes_sha256"] = files.digest(path)[1]
         if pack := self.settings.get("pack"):
             shards = [
-                open_shard(self.out / shard["name"]) for shard in self.shards if split_of(shard["name"]) == "train"
+                open_shard(self.out / shard["name"])
+                for shard in self.shards
+                if split_of(shard["name"]) == "train"
             ]
-            manifest["documents_cut"] = packing.shares_cut(begins(shards, tokenizer.eot), sum(map(len, shards)), pack)
+            manifest["documents_cut"] = packing.shares_cut(
+                begins(shards, tokenizer.eot), sum(map(len, shards)), pack
+            )
         write(self.out / "manifest.json", (json.dumps(manifest, indent=1) + "\n").encode())
         (self.out / "progress.json").unlink()
 
@@ -331,7 +379,9 @@ def fetch_shards(name, revision, max_shards, progress, tokenizer):
     hub = dict(repo_type="dataset", revision=revision)
     try:
         listed = [file for file in huggingface_hub.HfApi().list_repo_files(name, **hub) if "/" not in file]
-        val, training = (sorted(file for file in listed if split_of(file) == split) for split in ("val", "train"))
+        val, training = (
+            sorted(file for file in listed if split_of(file) == split) for split in ("val", "train")
+        )
         if not training:
             raise DataError(
                 f"dataset={name} holds no *_train_000001.bin or .npy; for a dataset of texts, without --shards"
@@ -351,4 +401,6 @@ def fetch_shards(name, revision, max_shards, progress, tokenizer):
         raise
     except Exception as error:  # the hub's own, httpx's, the disk's
         what = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise DataError(f"dataset={name} cannot be fetched: {what}; run the same command again to continue") from None
+        raise DataError(
+            f"dataset={name} cannot be fetched: {what}; run the same command again to continue"
+        ) from None

@@ -24,7 +24,10 @@ import torch.nn.functional as F
 
 GROUP = 256  # elements that share a scale
 SHIFT = 20  # bits of a float32 below the third bit of its mantissa
-M_LEVELS, V_LEVELS = 127, 255  # the code of a group's largest value, for the first and the second moment; 0 is zero
+M_LEVELS, V_LEVELS = (
+    127,
+    255,
+)  # the code of a group's largest value, for the first and the second moment; 0 is zero
 LEAST = 8  # exponent and mantissa bits of the smallest normal float32: no code stands for less
 MASK = 0xFFFFFFFF
 
@@ -86,7 +89,11 @@ def encoded(x, noise, levels, to_zero):
 
 def rounded(x, noise, dtype):
     """float32 x as `dtype`; to bfloat16 it is rounded stochastically with 16 bits of `noise` an element."""
-    return ((x.view(torch.int32) + noise) & -65536).view(torch.float32).to(dtype) if dtype == torch.bfloat16 else x
+    return (
+        ((x.view(torch.int32) + noise) & -65536).view(torch.float32).to(dtype)
+        if dtype == torch.bfloat16
+        else x
+    )
 
 
 def random_key(*numbers):

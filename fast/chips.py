@@ -48,14 +48,18 @@ def without_amx(cpuinfo="/proc/cpuinfo"):
     has the sizes of its tiles. oneDNN takes them to be zero, and its first bf16 product ends the process with SIGILL.
     """
     info = Path(cpuinfo).read_text() if Path(cpuinfo).is_file() else ""
-    lines = dict(map(str.strip, line.split(":", 1)) for line in info.partition("\n\n")[0].splitlines() if ":" in line)
+    lines = dict(
+        map(str.strip, line.split(":", 1)) for line in info.partition("\n\n")[0].splitlines() if ":" in line
+    )
     unusable = "amx_tile" in lines.get("flags", "").split() and int(lines.get("cpuid level", 0x1D)) < 0x1D
     if unusable:
         os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
     return unusable
 
 
-imitated = None  # the Chip as which every CUDA device counts, to take its forms on another GPU (bench.py step --gpu)
+imitated = (
+    None  # the Chip as which every CUDA device counts, to take its forms on another GPU (bench.py step --gpu)
+)
 
 
 def of(device):
@@ -64,7 +68,9 @@ def of(device):
         return Chip(device.type)
     if imitated:
         return imitated
-    if torch.version.cuda is None:  # ROCm's devices are "cuda" to PyTorch too, and have capabilities of their own
+    if (
+        torch.version.cuda is None
+    ):  # ROCm's devices are "cuda" to PyTorch too, and have capabilities of their own
         return Chip("amd")
     return Chip("nvidia", tuple(torch.cuda.get_device_capability(device)))
 
@@ -84,7 +90,9 @@ def no_fast_forms(chip):
 def no_fp8(chip):
     if reason := no_fast_forms(chip):
         return f"it needs the fast forms, and {reason}"
-    return None if chip.capability >= (8, 9) else "it needs a GPU with fp8 matrix units (Ada, Hopper or later)"
+    return (
+        None if chip.capability >= (8, 9) else "it needs a GPU with fp8 matrix units (Ada, Hopper or later)"
+    )
 
 
 def no_hopper_kernels(chip):
@@ -94,4 +102,10 @@ def no_hopper_kernels(chip):
 
 def no_cudnn_attention(chip):
     fits = chip.maker == "nvidia" and chip.capability >= (9, 0)
-    return None if fits else "flash is fastest before Hopper" if chip.maker == "nvidia" else "it is for NVIDIA GPUs"
+    return (
+        None
+        if fits
+        else "flash is fastest before Hopper"
+        if chip.maker == "nvidia"
+        else "it is for NVIDIA GPUs"
+    )

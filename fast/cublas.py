@@ -18,7 +18,13 @@ import torch
 from fast import hopper
 
 # cudaDataType_t, cublasComputeType_t, cublasStatus_t
-CUDA_TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}
+CUDA_TYPES = {
+    torch.float32: 0,
+    torch.float16: 2,
+    torch.bfloat16: 14,
+    torch.float8_e4m3fn: 28,
+    torch.float8_e5m2: 29,
+}
 COMPUTE_32F, SUCCESS = 68, 0
 # CUBLASLT_MATMUL_DESC_...
 TRANSA, TRANSB, EPILOGUE, BIAS_POINTER, EPILOGUE_AUX_POINTER, EPILOGUE_AUX_LD = 3, 4, 7, 8, 11, 12
@@ -77,7 +83,9 @@ def workspace(device, stream):
     return torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
 
-def matmul(a, b, out, *, bias=None, gelu=None, dgelu=None, accumulate=False, scales=None, fast=False, tune=True):
+def matmul(
+    a, b, out, *, bias=None, gelu=None, dgelu=None, accumulate=False, scales=None, fast=False, tune=True
+):
     """out = a b, or out += a b with accumulate, on the current stream; returns out.
 
     a: (M, K), b: (K, N), each with contiguous rows or columns; out: (M, N), contiguous. Every tensor begins at a
@@ -92,9 +100,26 @@ def matmul(a, b, out, *, bias=None, gelu=None, dgelu=None, accumulate=False, sca
     gradient, which sums over all tokens, it loses the small ones.
     """
     aux = gelu if dgelu is None else dgelu
-    epilogue = BIAS * (bias is not None) + (GELU + AUX) * (gelu is not None) + (DGELU + AUX) * (dgelu is not None)
-    key = (a.device, *a.shape, b.shape[1], a.stride(), b.stride(), a.dtype, b.dtype, out.dtype, epilogue or DEFAULT)
-    key += (accumulate, fast, None if bias is None else bias.dtype, torch.are_deterministic_algorithms_enabled())
+    epilogue = (
+        BIAS * (bias is not None) + (GELU + AUX) * (gelu is not None) + (DGELU + AUX) * (dgelu is not None)
+    )
+    key = (
+        a.device,
+        *a.shape,
+        b.shape[1],
+        a.stride(),
+        b.stride(),
+        a.dtype,
+        b.dtype,
+        out.dtype,
+        epilogue or DEFAULT,
+    )
+    key += (
+        accumulate,
+        fast,
+        None if bias is None else bias.dtype,
+        torch.are_deterministic_algorithms_enabled(),
+    )
     plan = PLANS.get(key) or PLANS.setdefault(key, Plan(*key))
     # The scales change places as the operands do: see Plan.
     pointers = [(BIAS_POINTER, bias), (EPILOGUE_AUX_POINTER, aux)]
@@ -121,7 +146,9 @@ class Plan:
         self.device, self.tuned, self.fastest = device, False, 0
         self.alpha, self.beta = ctypes.c_float(1), ctypes.c_float(accumulate)
         self.descriptor = ctypes.c_void_p()
-        status = lib.cublasLtMatmulDescCreate(ctypes.byref(self.descriptor), COMPUTE_32F, CUDA_TYPES[torch.float32])
+        status = lib.cublasLtMatmulDescCreate(
+            ctypes.byref(self.descriptor), COMPUTE_32F, CUDA_TYPES[torch.float32]
+        )
         check(status, "cublasLtMatmulDescCreate")
         self.set(TRANSA, ctypes.c_int32(tb))
         self.set(TRANSB, ctypes.c_int32(ta))
@@ -154,7 +181,9 @@ class Plan:
         check(lib.cublasLtMatmulPreferenceCreate(ctypes.byref(preference)), "cublasLtMatmulPreferenceCreate")
         lib.cublasLtMatmulPreferenceSetAttribute(preference, MAX_WORKSPACE_BYTES, ctypes.byref(limit), 8)
         for operand in MIN_ALIGNMENT_BYTES:
-            lib.cublasLtMatmulPreferenceSetAttribute(preference, operand, ctypes.byref(ctypes.c_uint32(16)), 4)
+            lib.cublasLtMatmulPreferenceSetAttribute(
+                preference, operand, ctypes.byref(ctypes.c_uint32(16)), 4
+            )
         if self.deterministic:
             schemes = ctypes.byref(ctypes.c_uint32(COMPUTE_TYPE | OUTPUT_TYPE))
             status = lib.cublasLtMatmulPreferenceSetAttribute(preference, REDUCTION_SCHEMES, schemes, 4)
@@ -228,7 +257,9 @@ def fastest(functions, device):
             end.record()
             events[which].append((begin, end))
     torch.cuda.synchronize(device)
-    medians = {which: statistics.median(begin.elapsed_time(end) for begin, end in e) for which, e in events.items()}
+    medians = {
+        which: statistics.median(begin.elapsed_time(end) for begin, end in e) for which, e in events.items()
+    }
     return min(medians, key=medians.get)
 
 

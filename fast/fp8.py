@@ -28,11 +28,23 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 COPY, GELU, RELU2, SWIGLU = "copy", "gelu", "relu2", "swiglu"  # what `cast` computes before it rounds
 DGELU, DRELU2, DSWIGLU = "dgelu", "drelu2", "dswiglu"
 CAST_ROWS, CAST_COLS, CAST_WARPS = 64, 64, 4  # of a program
-SUM_STEPS, SUM_STAGES = 8, 3  # a program that sums columns takes 8 x 64 rows, its loads in 3 stages; others take 64
+SUM_STEPS, SUM_STAGES = (
+    8,
+    3,
+)  # a program that sums columns takes 8 x 64 rows, its loads in 3 stages; others take 64
 TRANSPOSE_TILE, COPY_BLOCK = 128, 8192
-ROOM, GRADIENT_ROOM = 2.0, 64.0  # a scale leaves room for this multiple of the last amax; larger values saturate
-HEAD_SCALE = 2.0**14  # of the gradient of the logits, which is in [-1, 1]: e5m2 reaches from 57,344 down to 2^-16
-AMAX = ("x_amax", "w_amax", "dy_amax")  # buffers of a tracked layer: of its input, its weight, its output's gradient
+ROOM, GRADIENT_ROOM = (
+    2.0,
+    64.0,
+)  # a scale leaves room for this multiple of the last amax; larger values saturate
+HEAD_SCALE = (
+    2.0**14
+)  # of the gradient of the logits, which is in [-1, 1]: e5m2 reaches from 57,344 down to 2^-16
+AMAX = (
+    "x_amax",
+    "w_amax",
+    "dy_amax",
+)  # buffers of a tracked layer: of its input, its weight, its output's gradient
 
 
 def track(layer):
@@ -163,7 +175,9 @@ class MLPFunction(torch.autograd.Function):
     """what, dwhat: the kinds of cast, GELU and DGELU, RELU2 and DRELU2, or SWIGLU and DSWIGLU."""
 
     @staticmethod
-    def forward(ctx, what, dwhat, x, w1, b1, w2, b2, x_amax, w1_amax, dbefore_amax, act_amax, w2_amax, dy_amax):
+    def forward(
+        ctx, what, dwhat, x, w1, b1, w2, b2, x_amax, w1_amax, dbefore_amax, act_amax, w2_amax, dy_amax
+    ):
         x8, x8t, xs, _ = cast([x.flatten(0, -2)], x_amax, None, COPY, False, False)
         ctx.dwhat, ctx.dtypes = dwhat, dtypes_of(w1, b1, w2, b2)
         w1, w1t, w1s = operands(w1, w1_amax)
@@ -178,7 +192,9 @@ class MLPFunction(torch.autograd.Function):
     def backward(ctx, dy):
         x8t, xs, w1, w1s, w2, w2s, before, act8t, acts, dbefore_amax, dy_amax = ctx.saved_tensors
         w1_dtype, b1_dtype, w2_dtype, b2_dtype = ctx.dtypes
-        dy8, dy8t, ds, db2 = cast([dy.flatten(0, -2).contiguous()], dy_amax, None, COPY, True, b2_dtype is not None)
+        dy8, dy8t, ds, db2 = cast(
+            [dy.flatten(0, -2).contiguous()], dy_amax, None, COPY, True, b2_dtype is not None
+        )
         dact = product(dy8, w2, ds, w2s, None, dy.dtype, True)
         dw2 = product(dy8t, act8t.t(), ds, acts, None, w2_dtype)
         db8, db8t, bs, db1 = cast([dact], dbefore_amax, before, ctx.dwhat, True, b1_dtype is not None)
@@ -216,7 +232,12 @@ def _(a, b, a_scale, b_scale, bias, dtype, fast=False):
 
 @operator("cast8", mutates=["amax"])
 def cast(
-    parts: list[torch.Tensor], amax: torch.Tensor, before: torch.Tensor | None, what: str, e5m2: bool, sums: bool
+    parts: list[torch.Tensor],
+    amax: torch.Tensor,
+    before: torch.Tensor | None,
+    what: str,
+    e5m2: bool,
+    sums: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(x in fp8, its transpose, the factor that undoes the scale, float32 column sums if `sums`) of x: (M, N).
 
@@ -252,7 +273,12 @@ def cast_results(parts, amax, before, what, e5m2, sums):
     M, N = x.size(0), sum(x.size(1) for x in parts)
     N = {SWIGLU: N // 2, DSWIGLU: 2 * N}.get(what, N)
     out, out_t = x.new_empty(M, N, dtype=dtype), x.new_empty(N, M, dtype=dtype)
-    return out, out_t, x.new_empty((), dtype=torch.float32), x.new_empty(N if sums else 0, dtype=torch.float32)
+    return (
+        out,
+        out_t,
+        x.new_empty((), dtype=torch.float32),
+        x.new_empty(N if sums else 0, dtype=torch.float32),
+    )
 
 
 @triton.jit
@@ -378,13 +404,39 @@ def _cast(
         v2, w2 = _values(here, beside, row + 2, cols, inside, width, WHAT)
         v3, w3 = _values(here, beside, row + 3, cols, inside, width, WHAT)
         to, across = out + first * N + left, out_t + tile * (ROWS // 4)
-        _store(v0 * factor, v1 * factor, v2 * factor, v3 * factor, limit, to, across, quad, cols, inside, quads, N)
+        _store(
+            v0 * factor,
+            v1 * factor,
+            v2 * factor,
+            v3 * factor,
+            limit,
+            to,
+            across,
+            quad,
+            cols,
+            inside,
+            quads,
+            N,
+        )
         most = tl.maximum(most, _amax(v0, v1, v2, v3))
         if SUMS:
             sums += (v0 + v1) + (v2 + v3)
         if WHAT == "dswiglu":
             to, across = to + width, across + tl.cast(width, tl.int64) * quads
-            _store(w0 * factor, w1 * factor, w2 * factor, w3 * factor, limit, to, across, quad, cols, inside, quads, N)
+            _store(
+                w0 * factor,
+                w1 * factor,
+                w2 * factor,
+                w3 * factor,
+                limit,
+                to,
+                across,
+                quad,
+                cols,
+                inside,
+                quads,
+                N,
+            )
             most = tl.maximum(most, _amax(w0, w1, w2, w3))
             if SUMS:
                 more += (w0 + w1) + (w2 + w3)
@@ -424,7 +476,9 @@ def _word(v0, v1, v2, v3, limit, dtype: tl.constexpr):
         low = _bits(v0, limit, dtype) | _bits(v1, limit, dtype) << 8
         return low | _bits(v2, limit, dtype) << 16 | _bits(v3, limit, dtype) << 24
     else:
-        pair: tl.constexpr = "cvt.rn.satfinite.e5m2x2.f32 " if dtype == tl.float8e5 else "cvt.rn.satfinite.e4m3x2.f32 "
+        pair: tl.constexpr = (
+            "cvt.rn.satfinite.e5m2x2.f32 " if dtype == tl.float8e5 else "cvt.rn.satfinite.e4m3x2.f32 "
+        )
         both: tl.constexpr = pair + "lower, $2, $1; " + pair + "upper, $4, $3; mov.b32 $0, {lower, upper}; }"
         code: tl.constexpr = "{ .reg .b16 lower, upper; " + both
         return tl.inline_asm_elementwise(code, "=r,f,f,f,f", [v0, v1, v2, v3], tl.int32, is_pure=True, pack=1)
@@ -487,7 +541,9 @@ class Rows(torch.Tensor):
         rows = self.as_subclass(torch.Tensor)
         amax = torch.linalg.vector_norm(rows, float("inf"), dtype=torch.float32).view(1)
         rows8 = torch.empty_like(rows, dtype=E4M3)
-        _shrink[(cdiv(rows.numel(), COPY_BLOCK),)](rows, amax, rows8, rows.numel(), BLOCK=COPY_BLOCK, num_warps=8)
+        _shrink[(cdiv(rows.numel(), COPY_BLOCK),)](
+            rows, amax, rows8, rows.numel(), BLOCK=COPY_BLOCK, num_warps=8
+        )
         return (rows8, amax), layer.w_amax
 
     def fsdp_post_all_gather(self, gathered, scale, dtype, *, out=None):
@@ -497,7 +553,9 @@ class Rows(torch.Tensor):
         ranks, each = tops.numel(), rows8.numel() // tops.numel()
         more = power_of_2(ranks)
         grid = ranks, cdiv(each, COPY_BLOCK)
-        _align[grid](rows8, tops, straight, scale, each, RANKS=ranks, MORE=more, BLOCK=COPY_BLOCK, num_warps=8)
+        _align[grid](
+            rows8, tops, straight, scale, each, RANKS=ranks, MORE=more, BLOCK=COPY_BLOCK, num_warps=8
+        )
         transpose(straight, across)
         rows8.untyped_storage().resize_(0)  # FSDP2 would keep it as long as `both`, and allocates it again
         return None if out is not None else (both, (both,))

@@ -12,7 +12,12 @@ from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
 aten, prims = torch.ops.aten, torch.ops.prims
-VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, prims.convert_element_type.default)
+VIEWS = (
+    aten.view.default,
+    aten.reshape.default,
+    aten._unsafe_view.default,
+    prims.convert_element_type.default,
+)
 COLUMN_SUMS = 2  # row of norm_backward's second result
 
 
@@ -75,7 +80,9 @@ def take_column_sums(graph, total):
 
 
 def result_of(node, index):
-    return next((user for user in node.users if user.target is operator.getitem and user.args[1] == index), None)
+    return next(
+        (user for user in node.users if user.target is operator.getitem and user.args[1] == index), None
+    )
 
 
 def alike(a, b):

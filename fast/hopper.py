@@ -32,9 +32,13 @@ def constant(name):
     return int(re.search(rf"constexpr u32 {name} = (\d+);", HEADER)[1])
 
 
-BM, BN, BK, STAGES, CHUNK = map(constant, ("BM", "BN", "BK", "STAGES", "CHUNK"))  # tile sizes, explained there
+BM, BN, BK, STAGES, CHUNK = map(
+    constant, ("BM", "BN", "BK", "STAGES", "CHUNK")
+)  # tile sizes, explained there
 CLUSTER, THREADS = constant("CLUSTER"), constant("THREADS")
-PART = 2 * BM  # the widths of linear_backward's parts must be multiples of this: a tile of hopper_wgrad takes one part
+PART = (
+    2 * BM
+)  # the widths of linear_backward's parts must be multiples of this: a tile of hopper_wgrad takes one part
 
 # Every kernel that is compiled: its name, which is also its file's, and its -D options.
 LINEAR = "hopper_gemm", "EPILOGUE=BIAS", "B_N_MAJOR=0"  # b: (N, K)
@@ -74,7 +78,9 @@ def takes(*operands):
     multiple of 16 bytes, and has a width and a row stride that are multiples of 8: TMA copies in units of 16 bytes. A
     shape stands for a new contiguous bf16 tensor. The device is not looked at: see `available`.
     """
-    return all(x is None or (tensor_fits(x) if isinstance(x, torch.Tensor) else shape_fits(x)) for x in operands)
+    return all(
+        x is None or (tensor_fits(x) if isinstance(x, torch.Tensor) else shape_fits(x)) for x in operands
+    )
 
 
 def shape_fits(shape):
@@ -178,7 +184,9 @@ def linear_backward(parts, x, w):
 def unit_k_tiles(tiles, k_tiles, clusters):
     """How many of a tile's k-tiles hopper_wgrad makes a work unit: few units, but every cluster is busy to the end."""
 
-    def longest(splits):  # time of the busiest cluster, in k-tiles; adding a unit to dw takes as long as about two
+    def longest(
+        splits,
+    ):  # time of the busiest cluster, in k-tiles; adding a unit to dw takes as long as about two
         return -(-tiles * splits // clusters) * (-(-k_tiles // splits) + 2)
 
     return -(-k_tiles // min(range(1, 17), key=longest))
@@ -224,7 +232,10 @@ def launch(kernel, device, clusters, maps, tensors, numbers):
     stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
     grid_and_block = CLUSTER * clusters, 1, 1, THREADS, 1, 1
     function, shared_bytes = loaded(kernel, device), SHARED_BYTES[kernel[0]]
-    check(driver().cuLaunchKernel(function, *grid_and_block, shared_bytes, stream, addresses, None), "cuLaunchKernel")
+    check(
+        driver().cuLaunchKernel(function, *grid_and_block, shared_bytes, stream, addresses, None),
+        "cuLaunchKernel",
+    )
 
 
 def tensor_map(x, rows, columns):

@@ -87,12 +87,23 @@ class QKV(torch.autograd.Function):
     def backward(ctx, dq, dk, dv):
         x, w = ctx.saved_tensors
         dx, dw, db = qkv_gradients(*join_heads(dq, dk, dv), x, w, ctx.dtypes[0])
-        return dx.unflatten(0, (dq.size(0), dq.size(2))), *as_gradients((dw, db), ctx.dtypes), None, None, None
+        return (
+            dx.unflatten(0, (dq.size(0), dq.size(2))),
+            *as_gradients((dw, db), ctx.dtypes),
+            None,
+            None,
+            None,
+        )
 
 
 @operator("qkv_gradients")
 def qkv_gradients(
-    dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, x: torch.Tensor, w: torch.Tensor, weight_dtype: torch.dtype
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    weight_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dx, dw, float32 column sums of dy) of y = x w^T, where dy is dq, dk and dv side by side.
 
@@ -113,7 +124,11 @@ def qkv_gradients(
 
 @qkv_gradients.register_fake
 def _(dq, dk, dv, x, w, weight_dtype):
-    return torch.empty_like(x), torch.empty_like(w, dtype=weight_dtype), w.new_empty(w.size(0), dtype=torch.float32)
+    return (
+        torch.empty_like(x),
+        torch.empty_like(w, dtype=weight_dtype),
+        w.new_empty(w.size(0), dtype=torch.float32),
+    )
 
 
 QKV_WAYS = {}  # shape -> the faster of the two ways

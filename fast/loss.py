@@ -12,7 +12,9 @@ from fast import cublas, hopper
 from fast.operators import on_hopper, operator, power_of_2
 
 LOGITS_BYTES = 2**30  # of logits alive at a time
-LARGEST_CAP = 32.0  # up to which exponentials of capped logits need no care: 2^18 of them, e^64 each, are below 2^111
+LARGEST_CAP = (
+    32.0  # up to which exponentials of capped logits need no care: 2^18 of them, e^64 each, are below 2^111
+)
 CE_BLOCK, CE_WARPS = 2048, 8  # 4.2 ms for 65,536 rows of 50,304 on an H200; 4,096 x 8: 4.8, 1,024 x 4: 5.2
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -92,7 +94,9 @@ def cross_entropy_chunks(
         xi, ti = x[own], targets[own]
         li = logits[: xi.size(0)]
         if in_product:
-            xi = exponential_rows(xi, w, ti, shifts[own], losses[own], factors[own], li, vocab_size, softcap, grad)
+            xi = exponential_rows(
+                xi, w, ti, shifts[own], losses[own], factors[own], li, vocab_size, softcap, grad
+            )
         else:
             cublas.matmul(xi, w.t(), li, tune=grad)
             cross_entropy_rows(li, ti, losses[own], li, 1.0, vocab_size, softcap, smoothing, z_loss, grad)
@@ -152,7 +156,9 @@ def _cross_entropy(
         tl.store(losses + row, 0.0)
         if GRAD:
             for start in range(0, P, BLOCK):
-                tl.store(grads + start + cols, tl.zeros((BLOCK,), grads.dtype.element_ty), mask=start + cols < P)
+                tl.store(
+                    grads + start + cols, tl.zeros((BLOCK,), grads.dtype.element_ty), mask=start + cols < P
+                )
         return
     picked = _capped(tl.load(logits + target), softcap, CAP)
     tail = tl.load(logits + FULL + cols, mask=FULL + cols < V, other=-float("inf"))

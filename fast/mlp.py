@@ -16,7 +16,13 @@ from fast.linear import operands, product, weight_gradients
 from fast.operators import cdiv, on_hopper, operator
 
 SWIGLU_BLOCK, SWIGLU_WARPS = 2048, 8
-RELU2_ROWS, RELU2_COLS, RELU2_PROGRAMS, RELU2_STAGES, RELU2_WARPS = 8, 256, 8, 3, 4  # programs a multiprocessor
+RELU2_ROWS, RELU2_COLS, RELU2_PROGRAMS, RELU2_STAGES, RELU2_WARPS = (
+    8,
+    256,
+    8,
+    3,
+    4,
+)  # programs a multiprocessor
 RELU2_BLOCK = 2048  # elements
 
 
@@ -45,11 +51,15 @@ def _(a, b, bias, tune):
 
 
 @operator("product_dgelu")
-def product_dgelu(a: torch.Tensor, b: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def product_dgelu(
+    a: torch.Tensor, b: torch.Tensor, before: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(a b times GELU's derivative at the pre-activation `before`, its float32 column sums; empty without hopper.py)"""
     if on_hopper(a):
         return hopper.dgelu(a, b, before)
-    return cublas.matmul(a, b, torch.empty_like(before), dgelu=before), before.new_empty(0, dtype=torch.float32)
+    return cublas.matmul(a, b, torch.empty_like(before), dgelu=before), before.new_empty(
+        0, dtype=torch.float32
+    )
 
 
 @product_dgelu.register_fake

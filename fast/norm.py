@@ -13,7 +13,10 @@ from fast.hopper import sm_count
 from fast.operators import as_gradients, cdiv, dtypes_of, operator, power_of_2
 
 NORM_WIDTH = 1024  # columns of a row for each warp
-NORM_BACK_WARPS, NORM_BACK_STAGES = 8, 3  # warps a multiprocessor; C = 768: 154 us, four programs of two warps: 313
+NORM_BACK_WARPS, NORM_BACK_STAGES = (
+    8,
+    3,
+)  # warps a multiprocessor; C = 768: 154 us, four programs of two warps: 313
 
 
 def norm(x, weight, shift, eps, centred):

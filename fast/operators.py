@@ -26,7 +26,9 @@ def operator(name, mutates=()):
         LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         LIBRARY.impl(name, function, "CompositeExplicitAutograd")
         operation = getattr(torch.ops.pretrain, name).default
-        operation.register_fake = functools.partial(torch.library.register_fake, f"pretrain::{name}", lib=LIBRARY)
+        operation.register_fake = functools.partial(
+            torch.library.register_fake, f"pretrain::{name}", lib=LIBRARY
+        )
         return operation
 
     return define
@@ -63,7 +65,9 @@ def exp2(x):
     if INTERPRETED:
         return tl.exp2(x)
     else:
-        return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1
+        )
 
 
 @triton.jit
@@ -72,4 +76,6 @@ def reciprocal(x):
     if INTERPRETED:
         return 1 / x
     else:
-        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1
+        )

@@ -12,7 +12,12 @@ from fast.hopper import sm_count
 from fast.operators import cdiv, operator, power_of_2
 
 ROPE_ELEMENTS, ROPE_WARPS = 4096, 4  # of a block of heads
-ROPE_BACK_ELEMENTS, ROPE_BACK_WARPS, ROPE_BACK_PROGRAMS, ROPE_BACK_STAGES = 4096, 4, 4, 1  # programs a multiprocessor
+ROPE_BACK_ELEMENTS, ROPE_BACK_WARPS, ROPE_BACK_PROGRAMS, ROPE_BACK_STAGES = (
+    4096,
+    4,
+    4,
+    1,
+)  # programs a multiprocessor
 
 
 def rope(x, weight, eps, cos, sin):
@@ -81,7 +86,9 @@ def rope_backward(
 
 @rope_backward.register_fake
 def _(dy, x, weight, eps, cos, sin):
-    return heads_last(dy), torch.empty(0 if weight is None else dy.size(3), dtype=torch.float32, device=dy.device)
+    return heads_last(dy), torch.empty(
+        0 if weight is None else dy.size(3), dtype=torch.float32, device=dy.device
+    )
 
 
 def side_by_side(x):
@@ -160,7 +167,9 @@ def _rope_backward(
 
 
 @triton.jit
-def _halves(x, cos, sin, n, cols, inside, row, batch, head, token, H: tl.constexpr, T: tl.constexpr, D: tl.constexpr):
+def _halves(
+    x, cos, sin, n, cols, inside, row, batch, head, token, H: tl.constexpr, T: tl.constexpr, D: tl.constexpr
+):
     """The two halves of the heads numbered n, in the order B, T, H, and their positions' cosines and sines; float32."""
     t, b = n // H % T, n // (H * T)
     start = b.to(tl.int64) * batch + t.to(tl.int64) * token + (n % H).to(tl.int64) * head
@@ -168,7 +177,12 @@ def _halves(x, cos, sin, n, cols, inside, row, batch, head, token, H: tl.constex
     first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(at + D // 2, mask=inside, other=0.0).to(tl.float32)
     angle = (t * row)[:, None] + cols[None, :]
-    return first, second, tl.load(cos + angle, mask=inside, other=0.0), tl.load(sin + angle, mask=inside, other=0.0)
+    return (
+        first,
+        second,
+        tl.load(cos + angle, mask=inside, other=0.0),
+        tl.load(sin + angle, mask=inside, other=0.0),
+    )
 
 
 @triton.jit

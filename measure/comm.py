@@ -20,7 +20,9 @@ def measure(cfg):
         results.refuse_unwritable("out", cfg.out)
     world = parallel.start(cfg.device)
     if world.size == 1:
-        raise UserError("bench.py comm needs several ranks; try torchrun --standalone --nproc_per_node=4 bench.py comm")
+        raise UserError(
+            "bench.py comm needs several ranks; try torchrun --standalone --nproc_per_node=4 bench.py comm"
+        )
     n, say = world.size, print if world.main else lambda *_, **__: None
     say(f"{n} x {device_name(world.device)}; GB/s of bus bandwidth (us)\n{'MiB':>8}", end="")
     say("".join(f"{name:>24}" for name in NAMES))

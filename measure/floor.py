@@ -34,7 +34,9 @@ def floor_work(cfg, device):
     ranks = cfg.context_parallel
     N, C, D = cfg.rank_tokens, cfg.n_embd, cfg.head_dim
     q, k, v = (
-        torch.randn(cfg.batch_size, h, cfg.block_size, D, device=device, dtype=torch.bfloat16, requires_grad=True)
+        torch.randn(
+            cfg.batch_size, h, cfg.block_size, D, device=device, dtype=torch.bfloat16, requires_grad=True
+        )
         for h in (cfg.n_head // ranks, max(1, cfg.kv_heads // ranks), max(1, cfg.kv_heads // ranks))
     )
     y = kernels.attention(q, k, v, cfg.attention)
@@ -67,7 +69,9 @@ def sustained(work, device, seconds=3):
         moments[-2:][0].synchronize()  # one call is queued while the one before it runs
     watts = power(device)
     torch.cuda.synchronize()
-    return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(moments[len(moments) // 2 :])), watts
+    return statistics.median(
+        a.elapsed_time(b) for a, b in itertools.pairwise(moments[len(moments) // 2 :])
+    ), watts
 
 
 def clock(work, rounds=10, repeat=3):

@@ -25,7 +25,10 @@ from run.logger import device_name
 from scale import parallel
 from settings import Config, GPTConfig, check
 
-FIGURES = {"step_ms": results.positive, "tokens_per_s": results.positive}  # of a file that `step --out` writes
+FIGURES = {
+    "step_ms": results.positive,
+    "tokens_per_s": results.positive,
+}  # of a file that `step --out` writes
 
 
 @dataclass(frozen=True)
@@ -45,14 +48,20 @@ def no_flash(chip):
 
 
 def no_fused_adamw(chip):
-    return None if chip.maker in ("nvidia", "amd", "cpu") else "PyTorch's fused AdamW is for CUDA devices and CPUs"
+    return (
+        None
+        if chip.maker in ("nvidia", "amd", "cpu")
+        else "PyTorch's fused AdamW is for CUDA devices and CPUs"
+    )
 
 
 def no_graph(chip):
     return None if chip.maker in ("nvidia", "amd") else "graphs are for CUDA devices"
 
 
-PLAIN = dict(precision="fp32", compile=False, attention="math", vocab_multiple=1, ops="torch", fused_adamw=False)
+PLAIN = dict(
+    precision="fp32", compile=False, attention="math", vocab_multiple=1, ops="torch", fused_adamw=False
+)
 RUNGS = [
     Rung("float32, plain attention", PLAIN),
     Rung("TF32", {"precision": "tf32"}, no_tf32),
@@ -72,9 +81,14 @@ def measure(cfg):
     """Prints a row as each rung ends, and writes all of them to cfg.out; cfg: a bench.LadderConfig."""
     common = common_settings(cfg)
     device = parallel.pick_device(cfg.device)
-    print(f"{device_name(device)}, torch {torch.__version__}; {len(RUNGS)} rungs, each a process that compiles anew")
+    print(
+        f"{device_name(device)}, torch {torch.__version__}; {len(RUNGS)} rungs, each a process that compiles anew"
+    )
     print(f"all rungs: python bench.py step {as_words(common)}")
-    print(f"\n{'rung':<27}{'ms a step':>10}{'tokens/s':>12}{'MFU':>7}{'factor':>8}{'GiB':>7}  change", flush=True)
+    print(
+        f"\n{'rung':<27}{'ms a step':>10}{'tokens/s':>12}{'MFU':>7}{'factor':>8}{'GiB':>7}  change",
+        flush=True,
+    )
     settings, rows, chip = dict(common), [], chips.of(device)
     for number, rung in enumerate(RUNGS, 1):
         reason = rung.lacks(chip)
@@ -86,7 +100,9 @@ def measure(cfg):
             results.write(cfg.out, "ladder", cfg, device_name(device), 1, torch.__version__, {"rungs": rows})
     if not (ran := [row for row in rows if "tokens_per_s" in row]):
         raise UserError("no rung ran; each row above says why")
-    print(f"\nfrom {ran[0]['rung']} to {ran[-1]['rung']}: {ran[-1]['tokens_per_s'] / ran[0]['tokens_per_s']:.1f} times")
+    print(
+        f"\nfrom {ran[0]['rung']} to {ran[-1]['rung']}: {ran[-1]['tokens_per_s'] / ran[0]['tokens_per_s']:.1f} times"
+    )
 
 
 def common_settings(cfg):
@@ -96,9 +112,14 @@ def common_settings(cfg):
     if cfg.out:
         results.refuse_unwritable("out", cfg.out)
     shape = {f.name: getattr(cfg, f.name) for f in fields(GPTConfig) if hasattr(cfg, f.name)}
-    batch = {"batch_size": cfg.rows, "batch_tokens": cfg.rows * cfg.block_size}  # one micro-step: an update in each
+    batch = {
+        "batch_size": cfg.rows,
+        "batch_tokens": cfg.rows * cfg.block_size,
+    }  # one micro-step: an update in each
     check(Config(**shape, **batch, device=cfg.device), 1)
-    return shape | batch | {"device": cfg.device, "steps": cfg.steps, "settle": cfg.settle, "breakdown": False}
+    return (
+        shape | batch | {"device": cfg.device, "steps": cfg.steps, "settle": cfg.settle, "breakdown": False}
+    )
 
 
 def refuse_ranks(command):

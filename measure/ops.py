@@ -26,7 +26,9 @@ def measure(cfg):
         raise UserError(f"bench.py ops compares the fast forms, which are off: {reason}")
     from fast import hopper
 
-    print(f"{device_name(torch.device(cfg.device))}, torch {torch.__version__}; bf16; forward and backward together\n")
+    print(
+        f"{device_name(torch.device(cfg.device))}, torch {torch.__version__}; bf16; forward and backward together\n"
+    )
     print(f"{'linear + cross-entropy, mean':<44}{'ms':>10}{'MiB':>10}")
     for N, C, V, vocab in [(65_536, 768, 50_304, 50_257), (32_768, 4_096, 128_256, 128_256)]:
         loss_table(N, C, V, vocab, cfg.rounds)
@@ -65,7 +67,9 @@ def plain_loss(x, head, targets, vocab_size):
 
 def plain_add_norm(x, update, norm):
     total = x + update
-    return total, F.layer_norm(total.float(), norm.normalized_shape, norm.weight, norm.bias, norm.eps).to(x.dtype)
+    return total, F.layer_norm(total.float(), norm.normalized_shape, norm.weight, norm.bias, norm.eps).to(
+        x.dtype
+    )
 
 
 def plain_mlp(x, mlp):
@@ -110,7 +114,9 @@ def loss_table(N, C, V, vocab, rounds):
 def liger(x, weight, targets):
     """Liger's loss as a call, None where it is not installed."""
     try:
-        from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction as Function
+        from liger_kernel.ops.fused_linear_cross_entropy import (
+            LigerFusedLinearCrossEntropyFunction as Function,
+        )
     except ImportError:
         return None
     flat = targets.flatten()
@@ -182,7 +188,10 @@ def gemm_table(rounds):
 
     rows = [
         ("no epilogue, the fastest", lambda: cublas.matmul(x, up.t(), out)),
-        ("bias + GELU, pre-activation kept, cuBLASLt", lambda: cublas.matmul(x, up.t(), out, bias=bias, gelu=aux)),
+        (
+            "bias + GELU, pre-activation kept, cuBLASLt",
+            lambda: cublas.matmul(x, up.t(), out, bias=bias, gelu=aux),
+        ),
         ("  ours", lambda: hopper.gelu(x, up, bias)),
         ("times GELU's derivative, column sums, cuBLASLt", dgelu_in_two),
         ("  ours", lambda: hopper.dgelu(x, down, before)),

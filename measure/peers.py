@@ -26,13 +26,18 @@ from measure import ladder, step
 from measure import rates as results
 from model import build
 from run import files, hf
-from run.account import Account
 from run.build import make_batches, make_loaders
+from run.flops import Account
 from run.logger import device_name
 from scale import parallel
 from settings import Config
 
-PEERS = {"ours": "this repository", "hf": "transformers", "liger": "transformers + Liger", "nanogpt": "nanoGPT"}
+PEERS = {
+    "ours": "this repository",
+    "hf": "transformers",
+    "liger": "transformers + Liger",
+    "nanogpt": "nanoGPT",
+}
 FIXED = "optimizer remat document_mask dropout weights init_from z_loss label_smoothing cuda_graph".split()
 BATCHES = 8  # different ones
 FORM = {"figures": {"loss": files.number, "step_ms": results.positive, "tokens_per_s": results.positive}}
@@ -44,8 +49,15 @@ def measure(cfg):
     ladder.refuse_ranks("peers")
     plain = {name: getattr(Config, name) for name in FIXED}
     wrong = {k: v for k, v in plain.items() if getattr(cfg, k) != v}
-    words = ", ".join(f"{k}={getattr(cfg, k)}" for k in wrong), " ".join(f"--{k}={v}" for k, v in wrong.items())
-    refuse(["bench.py peers measures the same step everywhere, without {}; give {}".format(*words)] if wrong else [])
+    words = (
+        ", ".join(f"{k}={getattr(cfg, k)}" for k in wrong),
+        " ".join(f"--{k}={v}" for k, v in wrong.items()),
+    )
+    refuse(
+        ["bench.py peers measures the same step everywhere, without {}; give {}".format(*words)]
+        if wrong
+        else []
+    )
     if cfg.out:
         results.refuse_unwritable("out", cfg.out)
     if cfg.curves:
@@ -67,7 +79,10 @@ def table(cfg):
     """A row for each peer, from a process of its own."""
     device, rows = parallel.pick_device(cfg.device), []
     print(f"{device_name(device)}, {versions()}; each row is a process that compiles anew")
-    print(f"\n{'':<22}{'first loss':>12}{'ms a step':>12}{'tokens/s':>12}{'MFU':>7}{'GiB':>7}{'ours':>8}", flush=True)
+    print(
+        f"\n{'':<22}{'first loss':>12}{'ms a step':>12}{'tokens/s':>12}{'MFU':>7}{'GiB':>7}{'ours':>8}",
+        flush=True,
+    )
     for peer, name in PEERS.items():
         reason = missing(cfg, peer)
         row = {"left_out": reason} if reason else in_a_process(cfg, peer)
@@ -75,10 +90,15 @@ def table(cfg):
         words = f"  not here: {reason}" if reason else f"  failed: {row.get('failed')}"
         if "tokens_per_s" in row:
             ours = rows[0].get("tokens_per_s")  # how many times as fast ours is
-            words = f"{row['loss']:>12.4f}{line(row)}" + (f"{ours / row['tokens_per_s']:>7.2f}x" if ours else "")
+            words = f"{row['loss']:>12.4f}{line(row)}" + (
+                f"{ours / row['tokens_per_s']:>7.2f}x" if ours else ""
+            )
         print(f"{name:<22}{words}", flush=True)
         if "compile_failed" in row:
-            print(f"{'':<22}  compiled but for what torch.compile failed with: {row['compile_failed']}", flush=True)
+            print(
+                f"{'':<22}  compiled but for what torch.compile failed with: {row['compile_failed']}",
+                flush=True,
+            )
         if cfg.out:
             write(cfg, {"peers": rows})
 
@@ -119,7 +139,9 @@ def missing(cfg, peer):
 
 def is_gpt2(cfg):
     """Whether cfg's model is GPT-2 of some size, with or without biases."""
-    fixed = dict(norm="layernorm", positions="learned", mlp="gelu", tie_embeddings=True, norm_eps=1e-5, softcap=None)
+    fixed = dict(
+        norm="layernorm", positions="learned", mlp="gelu", tie_embeddings=True, norm_eps=1e-5, softcap=None
+    )
     fixed |= dict(qk_norm=False, embed_norm=False, attention_gate=False, value_embeddings=0)
     same = all(getattr(cfg, name) == value for name, value in fixed.items())
     return same and cfg.hidden == 4 * cfg.n_embd and cfg.kv_heads == cfg.n_head
@@ -194,8 +216,13 @@ def recorded(job, cfg):
 
 def write_curve(cfg, losses, flops_per_token, times):
     """cfg.curves/PEER.jsonl, a log that plot.py draws; times: seconds of the timed steps."""
-    start = dict(kind="start", step=0, flops_per_token=flops_per_token, step_ms=statistics.median(times) * 1e3)
-    lines = [dict(kind="train", step=n, tokens=n * cfg.batch_tokens, loss=x.item()) for n, x in enumerate(losses, 1)]
+    start = dict(
+        kind="start", step=0, flops_per_token=flops_per_token, step_ms=statistics.median(times) * 1e3
+    )
+    lines = [
+        dict(kind="train", step=n, tokens=n * cfg.batch_tokens, loss=x.item())
+        for n, x in enumerate(losses, 1)
+    ]
     text = "".join(json.dumps(files.finite(line)) + "\n" for line in [start, *lines])
     files.write_atomic(Path(cfg.curves) / f"{cfg.peer}.jsonl", text.encode())
 
@@ -210,7 +237,9 @@ class Peer(train.Training):
         precision = "bf16" if cfg.precision == "fp8" else cfg.precision
         self.cfg = dataclasses.replace(cfg, precision=precision)
         self.account = Account(cfg, world.device)
-        self.raw, loss = nanogpt(cfg, world.device) if cfg.peer == "nanogpt" else transformer(cfg, world.device)
+        self.raw, loss = (
+            nanogpt(cfg, world.device) if cfg.peer == "nanogpt" else transformer(cfg, world.device)
+        )
         compute = torch.compile(self.raw) if cfg.compile else self.raw
         self.model = lambda x, y: loss(compute, x, y)
         self.optimizer = optim.make_optimizer(self.raw, self.cfg)
@@ -234,18 +263,27 @@ def transformer(cfg, device):
         if model.config.model_type not in monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN:
             raise UserError(f"Liger has no kernels for {model.config.model_type}")
         _apply_liger_kernel_to_instance(model=model)
-    return model, lambda compute, x, y: compute(input_ids=x, labels=x, use_cache=False).loss  # it shifts the labels
+    return (
+        model,
+        lambda compute, x, y: compute(input_ids=x, labels=x, use_cache=False).loss,
+    )  # it shifts the labels
 
 
 def nanogpt(cfg, device):
     """(nanoGPT's model in float32, with our padded vocabulary as its own, how a loss is had of it)."""
     source = Path(cfg.clone) / "model.py"
     if not source.is_file():
-        raise UserError(f"clone={cfg.clone}: no model.py there; expected a clone of github.com/karpathy/nanoGPT")
+        raise UserError(
+            f"clone={cfg.clone}: no model.py there; expected a clone of github.com/karpathy/nanoGPT"
+        )
     spec = importlib.util.spec_from_file_location("nanogpt_model", source)
-    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)  # where its dataclass looks for itself
+    sys.modules[spec.name] = module = importlib.util.module_from_spec(
+        spec
+    )  # where its dataclass looks for itself
     spec.loader.exec_module(module)
-    shape = {name: getattr(cfg, name) for name in ("block_size", "n_layer", "n_head", "n_embd", "dropout", "bias")}
+    shape = {
+        name: getattr(cfg, name) for name in ("block_size", "n_layer", "n_head", "n_embd", "dropout", "bias")
+    }
     model = module.GPT(module.GPTConfig(vocab_size=cfg.padded_vocab, **shape)).to(device).train()
     ours = build(cfg, device, cfg.seed)
     parts, own = hf.hf_parts(ours), dict(ours.named_parameters())

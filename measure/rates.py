@@ -37,7 +37,9 @@ def some(value):
 
 def of_name(name):
     """Rates of a GPU: its data sheet's, each times the share that H200s reach of theirs in training steps."""
-    shares = dict(matmul=0, matmul_fp8=1, attention=0, memory=2, link=3, all_to_all=3, host=4, cpu=5)  # in a data sheet
+    shares = dict(
+        matmul=0, matmul_fp8=1, attention=0, memory=2, link=3, all_to_all=3, host=4, cpu=5
+    )  # in a data sheet
     own, measured = DATASHEETS[name], DATASHEETS["h200"]
     rates = {k: own[i] and own[i] / measured[i] * getattr(plan.H200, k) for k, i in shares.items()}
     return plan.Rates(**rates)
@@ -60,7 +62,9 @@ def of(words):
             continue
         if not Path(word).is_file():
             names = ", ".join(sorted(DATASHEETS))
-            raise UserError(f"rates={word}: expected one of {names}, or a file that bench.py step or comm --out wrote")
+            raise UserError(
+                f"rates={word}: expected one of {names}, or a file that bench.py step or comm --out wrote"
+            )
         lines = lines or of("h200")[1]
         found, line = of_file(word)
         rates, lines = dataclasses.replace(rates, **found), [*lines, line]
@@ -82,9 +86,13 @@ def of_step(path, result):
     """
     names = ("matmul", "head + loss", "attention", "elementwise", "optimizer", "idle")
     if "ms" not in result["figures"]:
-        raise UserError(f"rates={path}: no GPU times by kind of kernel in it; measure on a GPU, with --breakdown=True")
+        raise UserError(
+            f"rates={path}: no GPU times by kind of kernel in it; measure on a GPU, with --breakdown=True"
+        )
     ms = result["figures"]["ms"]
-    if wrong := files.misfit(ms, dict.fromkeys(names, files.number) | {"matmul": positive, "attention": positive}):
+    if wrong := files.misfit(
+        ms, dict.fromkeys(names, files.number) | {"matmul": positive, "attention": positive}
+    ):
         raise UserError(f"{path} is damaged: figures.ms: {wrong}")
     known = {field.name for field in dataclasses.fields(Config)}
     try:

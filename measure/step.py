@@ -58,7 +58,9 @@ def measure(cfg):
     if cfg.breakdown:
         update = update_time(job, next_batch, cfg)
         say(f"{'update':<12} {update * 1e3:.1f} ms, the optimizer's part of a step")
-        figures |= {"update_ms": update * 1e3} | (breakdown(job, next_batch, own, world, say) if on_gpu else {})
+        figures |= {"update_ms": update * 1e3} | (
+            breakdown(job, next_batch, own, world, say) if on_gpu else {}
+        )
     if cfg.out and world.main:
         results.write(cfg.out, "step", own, device_name(world.device), world.size, torch.__version__, figures)
 
@@ -69,9 +71,13 @@ def imitate(name, device):
     Raises UserError if the device cannot run them.
     """
     chip, own = chips.named(name), chips.of(device)
-    hopper = chips.no_hopper_kernels(chip) is None and chips.no_hopper_kernels(own)  # code for 9.0 runs there alone
+    hopper = chips.no_hopper_kernels(chip) is None and chips.no_hopper_kernels(
+        own
+    )  # code for 9.0 runs there alone
     if chip.maker != own.maker or chip.capability > own.capability or hopper:
-        raise UserError(f"gpu={name}: {device_name(device)} cannot run all of its forms; expected an older NVIDIA GPU")
+        raise UserError(
+            f"gpu={name}: {device_name(device)} cannot run all of its forms; expected an older NVIDIA GPU"
+        )
     chips.imitated = chip
 
 
@@ -164,9 +170,17 @@ def rates(times, cfg, world, flops_per_token):
     rate, peak = cfg.batch_tokens / median, peak_flops(world.device, cfg.precision)
     known = peak is not None and flops_per_token is not None
     mfu = rate * flops_per_token / peak / world.size if known else None
-    figures = {"step_ms": median * 1e3, "steps_ms": [t * 1e3 for t in times], "tokens_per_s": rate, "mfu": mfu}
+    figures = {
+        "step_ms": median * 1e3,
+        "steps_ms": [t * 1e3 for t in times],
+        "tokens_per_s": rate,
+        "mfu": mfu,
+    }
     spread = f"median of {len(times)} ({min(times) * 1e3:.1f} to {max(times) * 1e3:.1f})"
-    return f"{median * 1e3:.1f} ms, {spread}; {rate:,.0f} tokens/s, MFU {f'{mfu:.1%}' if known else 'n/a'}", figures
+    return (
+        f"{median * 1e3:.1f} ms, {spread}; {rate:,.0f} tokens/s, MFU {f'{mfu:.1%}' if known else 'n/a'}",
+        figures,
+    )
 
 
 def memory_peak():
@@ -190,13 +204,21 @@ def breakdown(job, next_batch, cfg, world, say):
     say(f"\n{'ms a step':<28}{'measured':>10}{'bf16 floor':>12}")
     for kind in ("matmul", "attention", "head + loss", "elementwise", "optimizer", "communication"):
         least = f"{floor[kind]:12.1f}" if kind in floor else ""
-        name = {"communication": "communication, exposed", "matmul": "matmul without the head"}.get(kind, kind)
+        name = {"communication": "communication, exposed", "matmul": "matmul without the head"}.get(
+            kind, kind
+        )
         say(f"{name:<28}{by_kind[kind]:10.1f}{least}")
-    say(f"{'idle':<28}{wall - busy:10.1f}{'':<15}{kernels_and_advice(len(events) / steps, wall - busy, wall)}")
+    say(
+        f"{'idle':<28}{wall - busy:10.1f}{'':<15}{kernels_and_advice(len(events) / steps, wall - busy, wall)}"
+    )
     least = sum(floor.values())
     say(f"{'all':<28}{wall:10.1f}{least:12.1f}   the floor is {cfg.batch_tokens / least * 1e3:,.0f} tokens/s")
-    say(f"{'floor back to back for 3 s':<38}{hot:12.1f}   {cfg.batch_tokens / hot * 1e3:,.0f} tokens/s, {watts}")
-    say("\nkernels by time                                                     ms a step   times      us each")
+    say(
+        f"{'floor back to back for 3 s':<38}{hot:12.1f}   {cfg.batch_tokens / hot * 1e3:,.0f} tokens/s, {watts}"
+    )
+    say(
+        "\nkernels by time                                                     ms a step   times      us each"
+    )
     names = {name for name, *_ in events}
     for name in sorted(names, key=lambda n: -sum(e[2] - e[1] for e in events if e[0] == n))[:16]:
         times = [e[2] - e[1] for e in events if e[0] == name]
@@ -207,7 +229,9 @@ def breakdown(job, next_batch, cfg, world, say):
 
 def kernels_and_advice(kernels, idle, wall):
     """How many kernels a step has, in words, and what to try where the GPU idles for over 5% of it; idle, wall: ms."""
-    waits = "; the GPU waits for the host: try a larger --batch_size, or --cuda_graph" if idle > wall / 20 else ""
+    waits = (
+        "; the GPU waits for the host: try a larger --batch_size, or --cuda_graph" if idle > wall / 20 else ""
+    )
     return f"{kernels:,.0f} kernels a step{waits}"
 
 
@@ -222,7 +246,9 @@ def head_events(job, next_batch, cfg, world, rounds=16):
     def head_alone():
         with job.autocast:
             loss = job.raw.head(x.requires_grad_(), targets, "mean")
-        torch.autograd.grad(loss, [x, job.raw.head.weight])  # not into .grad, whose hooks would start a reduction
+        torch.autograd.grad(
+            loss, [x, job.raw.head.weight]
+        )  # not into .grad, whose hooks would start a reduction
 
     if isinstance(job.raw.head.weight, DTensor):
         return []

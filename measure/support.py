@@ -7,7 +7,7 @@ import torch
 
 import kernels
 from fast import attention, chips
-from run.account import Account
+from run.flops import Account
 from run.logger import device_name
 from scale import documents, parallel
 from settings import Config
@@ -17,7 +17,11 @@ def measure(cfg):
     """Prints the table; cfg: a bench.SupportConfig. Raises UserError for a GPU of another name."""
     device = parallel.pick_device(cfg.device) if cfg.gpu is None else None
     chip = chips.of(device) if cfg.gpu is None else chips.named(cfg.gpu)
-    name = f"{device_name(device)}, torch {torch.__version__}" if device else f"{cfg.gpu.upper()}, by its name alone"
+    name = (
+        f"{device_name(device)}, torch {torch.__version__}"
+        if device
+        else f"{cfg.gpu.upper()}, by its name alone"
+    )
     print(name + (", compute capability {}.{}".format(*chip.capability) if chip.maker == "nvidia" else ""))
     print(f"\n{'':<30}{'runs':<6}how, or why not")
     for form, reason, how in rows(chip, device):
@@ -37,11 +41,19 @@ def rows(chip, device=None):
         ("precision=bf16, by default", chips.no_bf16(chip), "this GPU has bf16 matrix units"),
         *((f"kernels.{name}", reason, "in bf16") for name, reason in operations(plain)),
         ("precision=fp8", in_fp8, "linear, qkv, mlp and linear_cross_entropy, while they train"),
-        ("CUDA kernels for Hopper", not_hopper(chip, device), "GEMMs with activation or softmax; the backward of qkv"),
+        (
+            "CUDA kernels for Hopper",
+            not_hopper(chip, device),
+            "GEMMs with activation or softmax; the backward of qkv",
+        ),
         ("attention=cudnn", not_cudnn, why),
         ("attention=auto", None, f"{backend}: {why}"),
         ("document_mask", None, masks),
-        ("optimizer=adamw8bit", None if gpu else "plain PyTorch updates, slowly", "one Triton kernel for a tensor"),
+        (
+            "optimizer=adamw8bit",
+            None if gpu else "plain PyTorch updates, slowly",
+            "one Triton kernel for a tensor",
+        ),
     ]
 
 

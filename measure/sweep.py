@@ -32,7 +32,12 @@ from run import files
 from run.history import read, series, start_of
 from run.source import HERE, git_revision
 
-PLACES = ("data_dir", "out_dir", "overwrite", "hellaswag_file")  # settings that mean nothing on another machine
+PLACES = (
+    "data_dir",
+    "out_dir",
+    "overwrite",
+    "hellaswag_file",
+)  # settings that mean nothing on another machine
 KEPT = ("kind", "step", "tokens", "loss", "lr", "norm")  # of a training step
 
 
@@ -100,7 +105,9 @@ def read_list(path):
                 key, _, options[key] = words.pop(0).partition("=")
             ranks = int(options.pop("ranks", 0))
         except ValueError as error:  # a number, or a quote that is not closed
-            raise UserError(f"{path}:{number}: {error}; expected NAME [ranks=N] [code=FOLDER] WORDS") from None
+            raise UserError(
+                f"{path}:{number}: {error}; expected NAME [ranks=N] [code=FOLDER] WORDS"
+            ) from None
         if name == "*":
             common = words
         elif name:
@@ -117,7 +124,9 @@ def read_text(path):
     try:
         return Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: {getattr(error, 'strerror', 'not UTF-8 text')}; expected a list of runs") from None
+        raise UserError(
+            f"{path}: {getattr(error, 'strerror', 'not UTF-8 text')}; expected a list of runs"
+        ) from None
 
 
 def small_log(cfg, run):
@@ -160,8 +169,15 @@ def start(cfg, run):
     """Starts a run on its GPUs."""
     out = Path(cfg.out_dir).resolve() / run.name
     out.parent.mkdir(parents=True, exist_ok=True)
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={run.ranks}"] if run.ranks else []
-    more = [f"--data_dir={Path(cfg.data_dir).resolve()}", f"--out_dir={out}", "--overwrite", "--save_interval=0"]
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={run.ranks}"] if run.ranks else []
+    )
+    more = [
+        f"--data_dir={Path(cfg.data_dir).resolve()}",
+        f"--out_dir={out}",
+        "--overwrite",
+        "--save_interval=0",
+    ]
     env = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(run.gpus)}
     with open(console(cfg, run), "w") as file:
         words = [sys.executable, *launcher, *run.words, *(more if run.trains else [])]
@@ -191,7 +207,9 @@ def small(log, seed, cfg):
     times = series(log, "train", "dt_ms")[1][5:]  # the first steps compile and warm up
     start = start_of(log)
     rows = dict(row for row in start["rows"] if row[0] in ("device", "parameters", "step", "settings"))
-    rows["settings"] = " ".join(word for word in rows["settings"].split() if word.partition("=")[0] not in PLACES)
+    rows["settings"] = " ".join(
+        word for word in rows["settings"].split() if word.partition("=")[0] not in PLACES
+    )
     step_ms = round(statistics.median(times), 2) if len(times) else None
     start = dict(start, commit=cfg.commit or git_revision(), seed=seed, rows=[*rows.items()], step_ms=step_ms)
     found = [line for kind in ("val", "hellaswag", "sample") for line in log.get(kind, {}).values()]
@@ -200,7 +218,9 @@ def small(log, seed, cfg):
         if step <= 10 or step % every == 0 or step == last:
             found.append({key: line[key] for key in KEPT})
     lines = [start, *sorted(found, key=lambda line: line["step"])]
-    return [{key: float(f"{x:.7g}") if isinstance(x, float) else x for key, x in line.items()} for line in lines]
+    return [
+        {key: float(f"{x:.7g}") if isinstance(x, float) else x for key, x in line.items()} for line in lines
+    ]
 
 
 def table(cfg, runs):
@@ -208,7 +228,9 @@ def table(cfg, runs):
     width = max([28, *(len(run.name) for run in runs)])
     for run in runs:
         there = small_log(cfg, run).exists()
-        print(f"{run.name:<{width}} {outcome(cfg, run) if there else f'     no log in {cfg.keep}'}", flush=True)
+        print(
+            f"{run.name:<{width}} {outcome(cfg, run) if there else f'     no log in {cfg.keep}'}", flush=True
+        )
 
 
 def outcome(cfg, run):
@@ -219,8 +241,16 @@ def outcome(cfg, run):
         return next((line for line in lines if line.startswith("step ")), lines[-1])
     log = read(path)
     step, last = max(log["train"].items())
-    val, right, ms = log["val"].get(step, {}), log.get("hellaswag", {}).get(step, {}), start_of(log)["step_ms"] or 0.0
-    figures = [(val.get("loss"), "loss"), (val.get("bpb"), "bits a byte"), (right.get("acc_norm"), "HellaSwag")]
+    val, right, ms = (
+        log["val"].get(step, {}),
+        log.get("hellaswag", {}).get(step, {}),
+        start_of(log)["step_ms"] or 0.0,
+    )
+    figures = [
+        (val.get("loss"), "loss"),
+        (val.get("bpb"), "bits a byte"),
+        (right.get("acc_norm"), "HellaSwag"),
+    ]
     words = [f"{what} {value:.4f}" for value, what in figures if value is not None]
     took = f"{step:>6} steps x {ms:>6.1f} ms = {step * ms / 1e3:>6.1f} s"
     return f"{last['tokens'] / 1e6:>7.1f}M tokens {took}  {'  '.join(words)}"

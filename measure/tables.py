@@ -32,7 +32,10 @@ def memory_table(cfg):
                 other = dataclasses.replace(other, remat_tile=None)
             if not legal(other, cfg.world):
                 continue
-            found = (memory.largest_batch(other, cfg.world, budget), memory.longest_row(other, cfg.world, budget))
+            found = (
+                memory.largest_batch(other, cfg.world, budget),
+                memory.longest_row(other, cfg.world, budget),
+            )
             most = "".join(f"{f'{n:,}' if n else 'none fits':>14}" for n in found)
             print(f"{kind:<10}{remat:<12}{memory.takes(other, cfg.world) / memory.GIB:>12.1f}{most}")
 
@@ -97,7 +100,9 @@ def refuse_unwritable(path):
 def recipe(cfg, seconds, takes):
     """A config file of the settings that differ from train.py's defaults, its command in the first line."""
     names = {field.name: field.default for field in dataclasses.fields(Config)}
-    lines = [f"{name} = {getattr(cfg, name)!r}" for name, usual in names.items() if getattr(cfg, name) != usual]
+    lines = [
+        f"{name} = {getattr(cfg, name)!r}" for name, usual in names.items() if getattr(cfg, name) != usual
+    ]
     rate = cfg.batch_tokens / seconds / cfg.world
     gpus = f"{cfg.world} GPU{'s' * (cfg.world > 1)} of {cfg.gpu_gib:g} GiB"
     about = f"# The fastest settings for {gpus} by bench.py plan's arithmetic:"
@@ -118,5 +123,7 @@ def with_precision(cfg):
     """cfg with precision=auto resolved to bf16; raises UserError for settings that the arithmetic does not count."""
     refuse(too_small(cfg, {"world": 1, "gpu_gib": 1}) + memory.uncounted(cfg))
     if cfg.precision not in ("auto", "bf16", "fp8"):
-        raise UserError(f"precision={cfg.precision}: the arithmetic is for bf16 and fp8; try --precision=bf16")
+        raise UserError(
+            f"precision={cfg.precision}: the arithmetic is for bf16 and fp8; try --precision=bf16"
+        )
     return dataclasses.replace(cfg, precision="bf16" if cfg.precision == "auto" else cfg.precision)

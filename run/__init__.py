@@ -1,14 +1,14 @@
 """What a run needs around its loop, and what the scripts need of a run's results.
 
 build             from settings to loaders, model and the start block
-account           operations, FLOPs and unused parameters of the model, from one pass on meta tensors
+flops             operations, FLOPs and unused parameters of the model, from one pass on meta tensors
 resume            where a run starts: a new folder, or a checkpoint
 checkpoint        checkpoints: written, checked, read by any number of ranks
 source            the code that a run was started with, kept and compared; imports no torch
 files             files written atomically, read as JSON, hashed; imports no torch
 evaluate          the evaluations during a run
 multiple_choice   HellaSwag's file, rows and score
-generate          continues text with a model
+sampling          continues text with a model
 cache             the KV cache of generate
 meter             the figures of each step: read, recorded, checked
 watch             signals, lost and hanging ranks, status.json: a thread that watches over a run

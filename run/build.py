@@ -10,7 +10,7 @@ from corpus import mixture
 from corpus.loader import DataError, TokenLoader, find_shards, read_manifest, read_sizes
 from fast.attention import best_attention
 from run import checkpoint, hf_config, watch
-from run.account import Account, parameter_counts
+from run.flops import Account, parameter_counts
 from run.logger import human
 from scale import context, documents, memory, parallel
 
@@ -123,13 +123,17 @@ def load_initial_weights(model, cfg):
     else:
         tensors, shape, _ = checkpoint.open_model(cfg.init_from)
     free = ["vocab_multiple"]
-    if cfg.positions == "rope" or cfg.block_size < shape.block_size:  # no weight of a RoPE model depends on it
+    if (
+        cfg.positions == "rope" or cfg.block_size < shape.block_size
+    ):  # no weight of a RoPE model depends on it
         free.append("block_size")
     if wrong := checkpoint.shape_differences(dataclasses.asdict(shape), cfg, free):
         raise UserError(f"init_from={cfg.init_from} is another model: {'; '.join(wrong)}")
     if cfg.positions == "learned" and cfg.block_size < shape.block_size:
         tensors["wpe.weight"] = tensors["wpe.weight"][0 : cfg.block_size]
-    checkpoint.load_model_tensors(model, tensors, cfg.vocab_size)  # the padding rows keep their initial values
+    checkpoint.load_model_tensors(
+        model, tensors, cfg.vocab_size
+    )  # the padding rows keep their initial values
 
 
 def describe(cfg, world, job, loader, start):
@@ -144,9 +148,18 @@ def describe(cfg, world, job, loader, start):
     rows = [
         ("parameters", f"{total:,}, of them {matmul:,} in matmuls; vocabulary padding not counted"),
         *job.account.rows(),
-        ("memory", memory.describe(cfg, world.size, job.account.parameters, job.account.as_settings_say(cfg))),
-        ("data", f"{cfg.data_dir}: {human(loader.tokens)} training tokens, tokenizer {cfg.tokenizer or 'unknown'}"),
-        *(("", f"{folder}: {share:.1%} of the rows, {epochs:.2f} epochs") for folder, share, epochs in shares),
+        (
+            "memory",
+            memory.describe(cfg, world.size, job.account.parameters, job.account.as_settings_say(cfg)),
+        ),
+        (
+            "data",
+            f"{cfg.data_dir}: {human(loader.tokens)} training tokens, tokenizer {cfg.tokenizer or 'unknown'}",
+        ),
+        *(
+            ("", f"{folder}: {share:.1%} of the rows, {epochs:.2f} epochs")
+            for folder, share, epochs in shares
+        ),
         ("step", f"{cfg.batch_tokens:,} tokens: {micro}"),
         ("run", f"steps {start.step} to {cfg.max_steps}: {human(tokens)} tokens"),
     ]

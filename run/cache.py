@@ -37,7 +37,9 @@ def make(model, size):
 @functools.cache
 def warn(reason):
     if is_rank_0():
-        print(f"warning: {reason}; sampling goes without a KV cache, more slowly", file=sys.stderr, flush=True)
+        print(
+            f"warning: {reason}; sampling goes without a KV cache, more slowly", file=sys.stderr, flush=True
+        )
 
 
 class Cache:
@@ -49,7 +51,9 @@ class Cache:
 
     def __init__(self, model, size):
         self.model, self.length = model, 0
-        self.cores = {(module, "core"): Kept(module.core, size) for module in context.attentions(model, "a KV cache")}
+        self.cores = {
+            (module, "core"): Kept(module.core, size) for module in context.attentions(model, "a KV cache")
+        }
         self.placed = [*context.positions(model), *self.cores.values()]
 
     def logits(self, idx):
@@ -81,10 +85,16 @@ class Kept:
             return self.core(q, k, v, *options)
         assert T == 1, "several tokens after cached ones would need a mask"
         keys, values = self.kept[:, :, :, :last]
-        shared = q.to(v.dtype).reshape(B, v.size(1), -1, v.size(3))  # heads that share keys, as if they were tokens
-        with sdpa_kernel(kernels.BACKENDS["flash"], set_priority=True):  # cuDNN would make a plan for every length
+        shared = q.to(v.dtype).reshape(
+            B, v.size(1), -1, v.size(3)
+        )  # heads that share keys, as if they were tokens
+        with sdpa_kernel(
+            kernels.BACKENDS["flash"], set_priority=True
+        ):  # cuDNN would make a plan for every length
             y = F.scaled_dot_product_attention(shared, keys, values)
-        return y.reshape(B, 1, q.size(1), -1).transpose(1, 2)  # in memory as (B, T, H, D), which fast GEMMs read
+        return y.reshape(B, 1, q.size(1), -1).transpose(
+            1, 2
+        )  # in memory as (B, T, H, D), which fast GEMMs read
 
 
 @contextlib.contextmanager

@@ -65,7 +65,11 @@ SCHEDULE = ("max_steps", "batch_tokens", "lr", "min_lr_ratio", "schedule", "warm
 SCHEDULE += ("cooldown_fraction",)
 READ = {f.name for f in fields(GPTConfig)} - {"attention"} | {*SCHEDULE, "optimizer", "weights", "tokenizer"}
 BESIDE = ("tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "generation_config.json")
-TABLES = ("wte.weight", "head.weight", "values.weight")  # how names end whose tensors have a row for each token id
+TABLES = (
+    "wte.weight",
+    "head.weight",
+    "values.weight",
+)  # how names end whose tensors have a row for each token id
 
 
 def save(out_dir, step, tensors, state, keep_last=2):
@@ -94,7 +98,10 @@ class Saver:
         had that step's validation loss, which decides whether the checkpoint is the best: it is then saved once more.
         """
         self.cfg, self.world, self.say, self.last, self.evaluated = cfg, world, say, last, evaluated
-        self.thread, self.pending = ThreadPoolExecutor(1), None  # pending: folder, room, future of the digests
+        self.thread, self.pending = (
+            ThreadPoolExecutor(1),
+            None,
+        )  # pending: folder, room, future of the digests
 
     def due(self, step, at_end):
         """Whether to save after `step` steps: every cfg.save_interval, and at the end."""
@@ -108,12 +115,18 @@ class Saver:
         watch.mark("save")
         parallel.reshard(model)
         if not parallel.all_finite(model):
-            since = "nothing was saved yet" if self.last is None else f"the last checkpoint is step {self.last}'s"
-            raise NotFinite(f"step {step}: weights are inf or NaN and were not saved; {since}; try a lower --lr")
+            since = (
+                "nothing was saved yet" if self.last is None else f"the last checkpoint is step {self.last}'s"
+            )
+            raise NotFinite(
+                f"step {step}: weights are inf or NaN and were not saved; {since}; try a lower --lr"
+            )
         self.last, self.evaluated = step, True
         final = folder_of(self.cfg.out_dir, step)
         groups = {"model": model_tensors(model), "optimizer": optimizer_tensors(model, optimizer)}
-        ranks, rooms = zip(*parallel.gather_objects((rank_tensors(model, self.world.device), _room(final, groups))))
+        ranks, rooms = zip(
+            *parallel.gather_objects((rank_tensors(model, self.world.device), _room(final, groups)))
+        )
 
         def begin():
             if self.world.main:
@@ -174,7 +187,9 @@ def _agreed(action):
     except Exception as problem:  # any type: the other ranks wait in the collective below
         error = f"{type(problem).__name__}: {problem}".partition("\n")[0]
     errors = parallel.gather_objects(error)
-    failed = [f"rank {rank}: {error}" if len(errors) > 1 else error for rank, error in enumerate(errors) if error]
+    failed = [
+        f"rank {rank}: {error}" if len(errors) > 1 else error for rank, error in enumerate(errors) if error
+    ]
     if failed:
         raise OSError(failed[0] + f" and {len(failed) - 1} ranks more" * (len(failed) > 1))
     return result
@@ -218,7 +233,9 @@ def _carry_tokenizer(final, name):
     """Copies a tokenizer that is a file, and what lies beside it, since the checkpoint may leave this machine."""
     source = name and tokenizers.file_of(name)
     if name and not tokenizers.built_in(name) and not (source and source.is_file()):  # the run was moved
-        source = next((path for folder in _folders(final.parent)[::-1] if (path := carried_tokenizer(folder))), None)
+        source = next(
+            (path for folder in _folders(final.parent)[::-1] if (path := carried_tokenizer(folder))), None
+        )
     for path in [source, *map(source.with_name, BESIDE)] if source else []:
         with contextlib.suppress(OSError):  # a file that cannot be read costs no checkpoint
             data, name = path.read_bytes(), "tokenizer" + path.suffix if path == source else path.name
@@ -304,7 +321,9 @@ def _remove(folder):
 
 def _folders(out_dir):
     """Complete checkpoints, oldest first."""
-    return sorted(p for p in Path(out_dir).glob("step_*") if p.is_dir() and re.fullmatch("step_[0-9]+", p.name))
+    return sorted(
+        p for p in Path(out_dir).glob("step_*") if p.is_dir() and re.fullmatch("step_[0-9]+", p.name)
+    )
 
 
 def problem(folder):
@@ -372,7 +391,11 @@ def find(path):
     folder in place. Raises CheckpointError if there is no undamaged one.
     """
     path = Path(path)
-    folders = [path] if (path / "manifest.json").is_file() or path.name.startswith("step_") else _folders(path)[::-1]
+    folders = (
+        [path]
+        if (path / "manifest.json").is_file() or path.name.startswith("step_")
+        else _folders(path)[::-1]
+    )
     main = parallel.rank_and_size()[0] == 0
     for folder in folders:
         wrong = problem(folder)
@@ -417,7 +440,9 @@ class Stored:
         kinds = {part[slice(0, 0) if shape else ...].dtype for (_, part), shape in zip(self.parts, shapes)}
         complete = [first for first, _ in self.parts] == [0, *ends[:-1]] and ends[-1] == rows
         if not complete or len(widths) > 1 or len(kinds) > 1:
-            raise CheckpointError(f"{name}: rows are missing or there twice, expected {rows}; is a rank's file gone?")
+            raise CheckpointError(
+                f"{name}: rows are missing or there twice, expected {rows}; is a rank's file gone?"
+            )
         self.shape = torch.Size((rows, *shapes[0][1:]) if shapes[0] else ())
         self.dtype = min(kinds, key=str)
 
@@ -499,10 +524,14 @@ def _rows_to_load(own, tensors, vocab_size=None):
     wrong += [f"{k}: missing" for k in own.keys() - tensors.keys()]
     both = own.keys() & tensors.keys()
     pairs = {k: (shape(k, tensors[k]), shape(k, own[k])) for k in both}
-    wrong += [f"{k}: {found}, expected {expected}" for k, (found, expected) in pairs.items() if found != expected]
+    wrong += [
+        f"{k}: {found}, expected {expected}" for k, (found, expected) in pairs.items() if found != expected
+    ]
     wrong += [f"{k}: {t}, expected floats" for k in both if not (t := tensors[k].dtype).is_floating_point]
     if wrong:
-        raise CheckpointError(f"weights do not fit the model: {'; '.join(sorted(wrong)[:4])} ({len(wrong)} in all)")
+        raise CheckpointError(
+            f"weights do not fit the model: {'; '.join(sorted(wrong)[:4])} ({len(wrong)} in all)"
+        )
     return {name: shape[0] for name, (shape, _) in pairs.items()}
 
 
@@ -540,8 +569,14 @@ def _refuse_other_states(params, optimizer, tensors):
         if name not in params:
             wrong.append(f"{key}: not expected")
         elif (there := optimizer.state[params[name]].get(kind)) is not None:
-            wrong += [f"{key}: another shape or type"] * ((there.shape, there.dtype) != (value.shape, value.dtype))
-        elif not value.dtype.is_floating_point or value.shape != params[name].shape and value.shape.numel() != 1:
+            wrong += [f"{key}: another shape or type"] * (
+                (there.shape, there.dtype) != (value.shape, value.dtype)
+            )
+        elif (
+            not value.dtype.is_floating_point
+            or value.shape != params[name].shape
+            and value.shape.numel() != 1
+        ):
             wrong.append(f"{key}: {value.dtype} {tuple(value.shape)}")
     names = {param: name for name, param in params.items()}
     for group in optimizer.param_groups:
@@ -612,7 +647,9 @@ def model_of(tensors, shape, device, precision="fp32", world=None):
     _rows_to_load(model_tensors(model), tensors, shape.vocab_size)  # before memory is taken for another shape
     if world:
         settings = Config(parallel="fsdp", precision=precision, tie_embeddings=shape.tie_embeddings)
-        parallel.shard(model, settings, world, regular=False)  # a unit for each block, also where an edit repeats one
+        parallel.shard(
+            model, settings, world, regular=False
+        )  # a unit for each block, also where an edit repeats one
     models.allocate(model, device)
     for name, parameter in model.named_parameters():
         if name.endswith(TABLES):  # padding, which Hugging Face's files do not have
@@ -647,7 +684,9 @@ def saved_settings(folder, state):
 
 
 def _shape(config):
-    return GPTConfig(**{f.name: config[f.name] for f in fields(GPTConfig) if f.name in config and f.name in READ})
+    return GPTConfig(
+        **{f.name: config[f.name] for f in fields(GPTConfig) if f.name in config and f.name in READ}
+    )
 
 
 class _Settings:
@@ -681,7 +720,10 @@ def _read_state(folder):
     """state.json of a checkpoint; {} where there is none. Raises CheckpointError if it is damaged."""
     path = Path(folder) / "state.json"
     state = files.read_json(path, CheckpointError, STATE) if path.exists() else {}
-    if (named := re.fullmatch("step_([0-9]+)", Path(folder).name)) and state.get("step") not in (None, int(named[1])):
+    if (named := re.fullmatch("step_([0-9]+)", Path(folder).name)) and state.get("step") not in (
+        None,
+        int(named[1]),
+    ):
         raise CheckpointError(f"{path} is damaged: step is {state['step']}")
     return state
 

@@ -6,7 +6,7 @@ import math
 import torch
 
 from corpus import tokenizer as tokenizers
-from run import generate, multiple_choice, watch
+from run import multiple_choice, sampling, watch
 from run.logger import progress
 from scale import context, documents, parallel
 
@@ -115,7 +115,7 @@ class Evaluator:
         cfg = self.cfg
         options = (cfg.n_samples, cfg.sample_tokens, cfg.temperature, cfg.top_k, cfg.seed)
         with self.autocast, context.alone(self.model), documents.off(self.model):
-            texts = generate.texts(self.model, self.tokenizer, cfg.sample_prompt, *options)
+            texts = sampling.texts(self.model, self.tokenizer, cfg.sample_prompt, *options)
         for text in texts:
             log.print(f"sample {step} | {text!r}")
         log.record("sample", step, texts=texts)

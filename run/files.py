@@ -161,7 +161,10 @@ def patiently(call, *args, **options):
         try:
             return call(*args, **options)
         except Exception as error:
-            causes = [error, error.__cause__]  # LocalEntryNotFoundError: nothing is cached, because of its cause
+            causes = [
+                error,
+                error.__cause__,
+            ]  # LocalEntryNotFoundError: nothing is cached, because of its cause
             busy = any(getattr(getattr(e, "response", None), "status_code", 0) >= 500 for e in causes)
             if wait is None or not (busy or "Consistency check failed" in str(error)):
                 raise

@@ -86,7 +86,9 @@ def law_of(ends):
     N, D, loss = (np.array([getattr(end, key) for end in ends]) for key in ("N", "D", "loss"))
     if len(ends) < LEAST or min(len(set(N)), len(set(D))) < 3:
         got = f"{len(ends)} runs, of {len(set(N))} and {len(set(D))}"
-        raise UserError(f"a fit needs {LEAST} runs of one recipe, of 3 sizes and 3 numbers of tokens; got {got}")
+        raise UserError(
+            f"a fit needs {LEAST} runs of one recipe, of 3 sizes and 3 numbers of tokens; got {got}"
+        )
     best = (np.inf, None)
     for alpha in EXPONENTS:
         for beta in EXPONENTS:
@@ -96,7 +98,9 @@ def law_of(ends):
             if min(E, A, B) > 0 and error < best[0]:
                 best = error, Law(E, A * N[0] ** alpha, alpha, B * D[0] ** beta, beta)
     if best[1] is None:
-        raise UserError("no curve with positive E, A and B fits these runs; give runs of more sizes and tokens")
+        raise UserError(
+            "no curve with positive E, A and B fits these runs; give runs of more sizes and tokens"
+        )
     return best[1]
 
 
@@ -110,7 +114,9 @@ def tokens_factor(law, ends):
 def ends_of(runs):
     """([End], lines that say which of these history.Runs are left out, and why)."""
     found = [(run, *end_of(run)) for run in runs]
-    return [end for _, end, _ in found if end], [f"left out: {run.name}: {why}" for run, _, why in found if why]
+    return [end for _, end, _ in found if end], [
+        f"left out: {run.name}: {why}" for run, _, why in found if why
+    ]
 
 
 def fit(ends):
@@ -118,10 +124,14 @@ def fit(ends):
     recipes = lowest(ends)
     first = next(iter(recipes), None)
     law = law_of(recipes.get(first, []))
-    factors = {name: (1.0 if name == first else tokens_factor(law, own), own) for name, own in recipes.items()}
+    factors = {
+        name: (1.0 if name == first else tokens_factor(law, own), own) for name, own in recipes.items()
+    }
     lines = [f"loss = {law.E:.3f} + {law.A:.4g} / N^{law.alpha:.2f} + {law.B:.4g} / D^{law.beta:.2f}"]
     if {law.alpha, law.beta} & {EXPONENTS[0], EXPONENTS[-1]}:
-        lines.append("warning: an exponent is the lowest or highest one tried, so these runs do not determine the law")
+        lines.append(
+            "warning: an exponent is the lowest or highest one tried, so these runs do not determine the law"
+        )
     for recipe, (m, ends) in factors.items():
         off = max(abs(law.loss(end.N, end.D, m) - end.loss) for end in ends)
         lines.append(f"{recipe}: {len(ends)} runs, {m:.2f} times the tokens, at most {off:.3f} nats off")
@@ -130,7 +140,9 @@ def fit(ends):
     for compute in 10.0 ** np.arange(16, 22):
         N, D = law.best(compute)
         note = "   extrapolated" if compute > 3 * largest else ""
-        lines.append(f"{compute:10.0e} {N / 1e6:7.0f}M {D / 1e6:7.0f}M {D / N:6.1f} {law.loss(N, D):6.3f}{note}")
+        lines.append(
+            f"{compute:10.0e} {N / 1e6:7.0f}M {D / 1e6:7.0f}M {D / N:6.1f} {law.loss(N, D):6.3f}{note}"
+        )
     return law, factors, lines
 
 
@@ -144,7 +156,9 @@ def draw(figure, law, factors, colors):
         axes.scatter(compute, loss, [s * s for s in sizes], color=color, edgecolor="white", zorder=3)
         for end in ends:
             note = f"{end.N / 1e6:.0f}M, {end.D / 1e6:.0f}M tokens"
-            axes.annotate(note, (end.compute, end.loss), (6, 4), textcoords="offset points", fontsize=7, color=color)
+            axes.annotate(
+                note, (end.compute, end.loss), (6, 4), textcoords="offset points", fontsize=7, color=color
+            )
         line = np.geomspace(min(compute) / 1.5, max(compute) * 1.5, 100)
         best = [law.loss(*law.best(c, m), m) for c in line]
         axes.plot(line, best, color=color, linewidth=1.3, label=f"{recipe}: {m:.2f} times the tokens")

@@ -20,7 +20,16 @@ from configurator import UserError
 from model import build, on_meta
 from run import checkpoint
 from run.files import write_json
-from run.hf_config import context_of, family_of, fetch, hf_config, read_config, read_object, tied, write_tokenizer
+from run.hf_config import (
+    context_of,
+    family_of,
+    fetch,
+    hf_config,
+    read_config,
+    read_object,
+    tied,
+    write_tokenizer,
+)
 
 MAX_SHARD_BYTES = 5_000_000_000  # largest file, which a save holds in memory; transformers 4's default
 
@@ -37,7 +46,12 @@ LLAMA_BLOCK = {
     "mlp.proj": ["mlp.down_proj"],
 }
 OUTER = {
-    "gpt2": {"wte": ["transformer.wte"], "wpe": ["transformer.wpe"], "norm": ["transformer.ln_f"], "head": ["lm_head"]},
+    "gpt2": {
+        "wte": ["transformer.wte"],
+        "wpe": ["transformer.wpe"],
+        "norm": ["transformer.ln_f"],
+        "head": ["lm_head"],
+    },
     "llama": LLAMA_OUTER,
     "qwen3": LLAMA_OUTER,
     "nanochat": LLAMA_OUTER | {"norm": []},
@@ -213,7 +227,9 @@ def open_hf(name):
             wrong.append(f"{key} is {tuple(stored.shape)} {stored.dtype}, expected {shape} of floats")
         twin = found.setdefault(ours, {}).setdefault(first, view(theirs[key]))
         if twin.part is not theirs[key] and not torch.equal(twin[...].float(), theirs[key][...].float()):
-            wrong.append(f"{key} is not equal to gate_proj's, without which hidden_act=relu is not ReLU squared")
+            wrong.append(
+                f"{key} is not equal to gate_proj's, without which hidden_act=relu is not ReLU squared"
+            )
     if not wrong:
         tensors = {name: torch.ones(p.shape) for name, p in own.items() if name not in found}
         tensors |= {ours: checkpoint.Stored(ours, slices.items()) for ours, slices in found.items()}
@@ -304,4 +320,6 @@ def _theirs(tensors, part, dtype, eps):
         rows = F.rms_norm(rows.float(), rows.shape[1:], eps=eps)
     elif (gain := tensors.get(f"{norm}.weight")) is not None:
         rows = rows.float() * gain[...].detach().cpu().float()
-    return view(rows)[...].to(dtype, copy=True, memory_format=torch.contiguous_format)  # gate and up share no memory
+    return view(rows)[...].to(
+        dtype, copy=True, memory_format=torch.contiguous_format
+    )  # gate and up share no memory

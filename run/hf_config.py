@@ -12,7 +12,11 @@ from configurator import UserError
 from run.files import patiently, read_json, write_json
 from settings import GPTConfig
 
-LLAMA_MLPS = {"silu": "swiglu", "swish": "swiglu", "relu": "relu2"}  # relu(gate) * up is ReLU squared if gate = up
+LLAMA_MLPS = {
+    "silu": "swiglu",
+    "swish": "swiglu",
+    "relu": "relu2",
+}  # relu(gate) * up is ReLU squared if gate = up
 MLPS = {  # their activation -> our mlp, the default first
     "gpt2": {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu2": "relu2"},
     "llama": LLAMA_MLPS,
@@ -70,7 +74,9 @@ ROPE_KEYS = {
 }
 LLAMA_ABSENT = dict(num_key_value_heads=None, hidden_act="silu", rms_norm_eps=1e-6, tie_word_embeddings=False)
 ABSENT = {  # values of keys that may be absent
-    "gpt2": dict(n_inner=None, activation_function="gelu_new", layer_norm_epsilon=1e-5, tie_word_embeddings=True),
+    "gpt2": dict(
+        n_inner=None, activation_function="gelu_new", layer_norm_epsilon=1e-5, tie_word_embeddings=True
+    ),
     "llama": LLAMA_ABSENT | dict(attention_bias=False),
     "qwen3": LLAMA_ABSENT | dict(num_key_value_heads=32, head_dim=128),
     "nanochat": LLAMA_ABSENT | dict(hidden_act="relu2", final_logit_softcapping=15.0),
@@ -112,12 +118,16 @@ def family_of(cfg):
     fewest = min(lacking.values(), key=len)
     if fewest:
         near = [f"a {family} has no {', '.join(w)}" for family, w in lacking.items() if len(w) == len(fewest)]
-        raise UserError(f"no Hugging Face model computes this, so that it cannot be exported: {'; '.join(near)}")
+        raise UserError(
+            f"no Hugging Face model computes this, so that it cannot be exported: {'; '.join(near)}"
+        )
     return next(family for family, wrong in lacking.items() if not wrong)
 
 
 def _lacking(family, cfg):
-    wrong = [f"{k}={getattr(cfg, k)}" for k, values in SHAPES[family].items() if getattr(cfg, k) not in values]
+    wrong = [
+        f"{k}={getattr(cfg, k)}" for k, values in SHAPES[family].items() if getattr(cfg, k) not in values
+    ]
     return wrong + [f"n_kv_head={cfg.n_kv_head}"] * (family == "gpt2" and cfg.kv_heads != cfg.n_head)
 
 
@@ -154,7 +164,14 @@ def adopt(given):
 def adopted(cfg):
     """The settings that `adopt` takes from config.json, in words, for the start block."""
     family = family_of(cfg)
-    names = [*KEYS[family].values(), *SHAPES[family], "rope_theta", "rope_factor", "max_positions", "tokenizer"]
+    names = [
+        *KEYS[family].values(),
+        *SHAPES[family],
+        "rope_theta",
+        "rope_factor",
+        "max_positions",
+        "tokenizer",
+    ]
     values = {name: getattr(cfg, name) for name in names if name != "block_size"}
     if cfg.positions == "learned":
         del values["rope_theta"]
@@ -182,7 +199,11 @@ def read_config(folder):
         cfg.n_kv_head = None if cfg.n_kv_head == cfg.n_head else cfg.n_kv_head  # as the recipes write it
         cfg.n_hidden = None if cfg.n_hidden == 4 * cfg.n_embd else cfg.n_hidden
         counts = ("vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "n_hidden", "block_size")
-        wrong = [f"{k}={v} is not a whole number" for k in counts if not isinstance(v := getattr(cfg, k), int | None)]
+        wrong = [
+            f"{k}={v} is not a whole number"
+            for k in counts
+            if not isinstance(v := getattr(cfg, k), int | None)
+        ]
         wrong = wrong or cfg.problems()
         if not wrong and family_of(cfg) != family:
             wrong = [f"a {family} with softcap={cfg.softcap} is not supported"]
@@ -199,14 +220,18 @@ def _rope_settings(hf, path):
     """The settings of RoPE as transformers 4 or 5 writes it. Raises UserError for widths and biases unlike ours."""
     C, H = hf["hidden_size"], hf["num_attention_heads"]
     if (hf.get("head_dim") or C // H) * H != C:
-        raise UserError(f"{path}: head_dim={hf.get('head_dim')} is not hidden_size / num_attention_heads = {C}/{H}")
+        raise UserError(
+            f"{path}: head_dim={hf.get('head_dim')} is not hidden_size / num_attention_heads = {C}/{H}"
+        )
     if hf.get("mlp_bias", False) != (bias := hf.get("attention_bias", False)):
         raise UserError(f"{path}: attention_bias={bias} needs the same mlp_bias; our bias is one setting")
     rope = {"rope_theta": hf.get("rope_theta") or 10000.0}
     rope |= {**(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
     kind, partial = rope.get("rope_type", rope.get("type", "default")), rope.get("partial_rotary_factor", 1.0)
     if kind not in ("default", "llama3") or partial != 1.0:
-        raise UserError(f"{path}: rope_type={kind}, partial_rotary_factor={partial}: only default or llama3, and 1.0")
+        raise UserError(
+            f"{path}: rope_type={kind}, partial_rotary_factor={partial}: only default or llama3, and 1.0"
+        )
     scaling = {ours: rope[theirs] for theirs, ours in ROPE_KEYS.items()} if kind == "llama3" else {}
     return dict(rope_theta=rope["rope_theta"], **scaling)
 

@@ -25,7 +25,9 @@ class Run:
         """Where steps lie on the axis x; UserError if the log does not say."""
         if x == "steps":
             return steps
-        if x == "seconds" and self.start.get("step_ms"):  # a small log of results/: a step's time, measured by itself
+        if x == "seconds" and self.start.get(
+            "step_ms"
+        ):  # a small log of results/: a step's time, measured by itself
             return steps * self.start["step_ms"] / 1e3
         at, values = series(self.log, "train", "dt_ms" if x == "seconds" else "tokens")
         factor = self.start.get("flops_per_token") if x == "flops" else 1
@@ -75,7 +77,9 @@ def read(folder):
 
 def series(log, kind, key):
     """(steps, values) as float arrays, without missing, NaN or infinite values (a diverged run)."""
-    points = sorted((step, line[key]) for step, line in log.get(kind, {}).items() if line.get(key) is not None)
+    points = sorted(
+        (step, line[key]) for step, line in log.get(kind, {}).items() if line.get(key) is not None
+    )
     points = np.array(points, dtype=float).reshape(-1, 2)
     return points[np.isfinite(points[:, 1])].T
 

@@ -16,7 +16,9 @@ from pathlib import Path
 from configurator import UserError
 from run import files
 
-STALE = 120  # seconds without a renewal after which the lock of another machine is taken over; renewed every 5 s
+STALE = (
+    120  # seconds without a renewal after which the lock of another machine is taken over; renewed every 5 s
+)
 
 
 class Lock:
@@ -32,7 +34,9 @@ class Lock:
             while not self.held:
                 with open(self.path, "a+") as file:
                     with contextlib.suppress(OSError):  # a file system without flock
-                        fcntl.flock(file, fcntl.LOCK_EX)  # for the few lines below; it ends when the file is closed
+                        fcntl.flock(
+                            file, fcntl.LOCK_EX
+                        )  # for the few lines below; it ends when the file is closed
                     if self._is(file):  # else its holder has just removed it
                         self._replace(file)
 
@@ -72,8 +76,17 @@ class Lock:
 
 def this_process():
     env, pid = os.environ, os.getpid()
-    torchrun = {"job": env.get("TORCHELASTIC_RUN_ID"), "attempt": int(env.get("TORCHELASTIC_RESTART_COUNT", 0))}
-    return {"host": socket.gethostname(), "machine": machine(), "pid": pid, "started": started(pid), **torchrun}
+    torchrun = {
+        "job": env.get("TORCHELASTIC_RUN_ID"),
+        "attempt": int(env.get("TORCHELASTIC_RESTART_COUNT", 0)),
+    }
+    return {
+        "host": socket.gethostname(),
+        "machine": machine(),
+        "pid": pid,
+        "started": started(pid),
+        **torchrun,
+    }
 
 
 def in_use(holder, age):
@@ -82,7 +95,11 @@ def in_use(holder, age):
     if holder["machine"] == own["machine"]:
         alive = holder["pid"] != own["pid"] and started(holder["pid"]) == holder["started"]
         return f"process {holder['pid']} on this machine" if alive else None
-    if holder["job"] not in (None, "none") and holder["job"] == own["job"] and own["attempt"] > holder["attempt"]:
+    if (
+        holder["job"] not in (None, "none")
+        and holder["job"] == own["job"]
+        and own["attempt"] > holder["attempt"]
+    ):
         return None  # torchrun has ended that attempt before it began this one
     return f"process {holder['pid']} on {holder['host']}, {age:.0f} s ago" if age < STALE else None
 
@@ -91,7 +108,10 @@ def machine():
     """A name for everything that sees this process under its number: host, its boot, and a container's processes."""
     names = [socket.gethostname()]
     with contextlib.suppress(OSError):  # not Linux
-        names += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
+        names += [
+            Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+            os.readlink("/proc/self/ns/pid"),
+        ]
     return " ".join(names)
 
 

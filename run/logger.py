@@ -34,8 +34,18 @@ PEAK_TFLOPS = {
     "RTX 3090": {"bf16": 71, "fp16": 71, "tf32": 35.6, "fp32": 35.6},
     "V100": {"fp16": 125, "fp32": 15.7},
     "T4": {"fp16": 65, "fp32": 8.1},
-    "MI300X": {"fp8": 2615, "bf16": 1307, "fp16": 1307, "tf32": 654, "fp32": 163},  # as in "AMD Instinct MI300X"
-    "MI250X": {"bf16": 191.5, "fp16": 191.5, "fp32": 47.9},  # of a die, half the card's: PyTorch sees two devices
+    "MI300X": {
+        "fp8": 2615,
+        "bf16": 1307,
+        "fp16": 1307,
+        "tf32": 654,
+        "fp32": 163,
+    },  # as in "AMD Instinct MI300X"
+    "MI250X": {
+        "bf16": 191.5,
+        "fp16": 191.5,
+        "fp32": 47.9,
+    },  # of a die, half the card's: PyTorch sees two devices
 }
 
 
@@ -83,7 +93,10 @@ class Logger:
         known = peak is not None and flops_per_token is not None
         self.mfu_per_rate = flops_per_token / (peak * world.size) if known else None
         self.file = self.wandb = None
-        self.first, self.average = True, None  # running seconds per step, without the first: that one compiles
+        self.first, self.average = (
+            True,
+            None,
+        )  # running seconds per step, without the first: that one compiles
         self.origin = 0, 0  # a step, and the tokens that were trained on before it
         if self.on and not cfg.dry_run:
             path = Path(cfg.out_dir) / "log.jsonl"
@@ -103,11 +116,15 @@ class Logger:
 
             folder = os.environ.get("WANDB_DIR") or self.cfg.out_dir
             settings = {"project": "pretrain", "name": self.cfg.run_name, "dir": folder}
-            run = wandb.init(id=saved_id, resume="allow" if saved_id else None, config=vars(self.cfg), **settings)
+            run = wandb.init(
+                id=saved_id, resume="allow" if saved_id else None, config=vars(self.cfg), **settings
+            )
             run.define_metric("*", step_metric="step")  # a resumed run steps back; wandb's own step may not
             return run
         except Exception as error:  # not installed, no key, no network: wandb has a type for each
-            self.print(f"warning: wandb is off ({type(error).__name__}: {watch.first_line(error)}); log.jsonl goes on")
+            self.print(
+                f"warning: wandb is off ({type(error).__name__}: {watch.first_line(error)}); log.jsonl goes on"
+            )
             return None
 
     def print(self, *words):
@@ -121,7 +138,9 @@ class Logger:
             self._append(json.dumps({"kind": kind, "step": step, **files.finite(values)}) + "\n")
         if self.wandb:
             try:
-                self.wandb.log({"step": step, **{f"{kind}/{k}": v for k, v in values.items() if v is not None}})
+                self.wandb.log(
+                    {"step": step, **{f"{kind}/{k}": v for k, v in values.items() if v is not None}}
+                )
             except Exception as error:
                 self.print(f"warning: wandb stopped ({type(error).__name__}); log.jsonl goes on")
                 self.wandb = None
@@ -137,7 +156,9 @@ class Logger:
                 self.file.truncate(end)
             if not self.full:
                 self.full = True
-                self.print(f"warning: {self.file.name}: {error.strerror}; training goes on, lines of the log are lost")
+                self.print(
+                    f"warning: {self.file.name}: {error.strerror}; training goes on, lines of the log are lost"
+                )
 
     def start(self, step, rows, settings, tokens=0):
         """The start block: aligned names and values; last, the settings that the user changed, {name: value}.
@@ -187,7 +208,9 @@ class Logger:
         """The closing summary after `step` steps; saved: the step of the last checkpoint, None without one."""
         out_dir = shlex.quote(self.cfg.out_dir)
         watch.note(state="stopped" if stopped else "done", step=step)
-        self.print(f"{'done' if step == self.cfg.max_steps else 'stopped':<12} step {step} after {duration(seconds)}")
+        self.print(
+            f"{'done' if step == self.cfg.max_steps else 'stopped':<12} step {step} after {duration(seconds)}"
+        )
         if saved is not None:
             if saved != step:
                 self.print(f"{'not saved':<12} steps {saved + 1} to {step}")
@@ -205,7 +228,9 @@ class Logger:
             try:
                 self.wandb.finish()
             except Exception as error:
-                self.print(f"warning: wandb did not finish ({type(error).__name__}: {watch.first_line(error)})")
+                self.print(
+                    f"warning: wandb did not finish ({type(error).__name__}: {watch.first_line(error)})"
+                )
 
 
 def progress(iterable, label, total=None):

@@ -10,7 +10,10 @@ from configurator import UserError
 from run import watch
 from scale import parallel
 
-SPIKE, SETTLED = 6.0, 100  # a loss so many standard deviations above its mean is warned about, after so many steps
+SPIKE, SETTLED = (
+    6.0,
+    100,
+)  # a loss so many standard deviations above its mean is warned about, after so many steps
 
 
 class NotFinite(UserError):
@@ -87,15 +90,27 @@ class Meter:
         z = (loss - mean) / max(variance**0.5, 1e-6)
         if count >= SETTLED and z > SPIKE and step - self.warned >= SETTLED:
             self.warned = step
-            good = "no checkpoint before it" if self.saver.last is None else f"last checkpoint: step {self.saver.last}"
+            good = (
+                "no checkpoint before it"
+                if self.saver.last is None
+                else f"last checkpoint: step {self.saver.last}"
+            )
             self.log.record("spike", step, loss=loss, mean=mean, z=z)
-            self.log.print(f"warning: step {step}: loss {loss:.4f} is {z:.1f} sigma above its mean {mean:.4f}; {good}")
+            self.log.print(
+                f"warning: step {step}: loss {loss:.4f} is {z:.1f} sigma above its mean {mean:.4f}; {good}"
+            )
         rate = max(0.02, 1 / (count + 1))
-        self.trend = mean + rate * (loss - mean), (1 - rate) * (variance + rate * (loss - mean) ** 2), count + 1
+        self.trend = (
+            mean + rate * (loss - mean),
+            (1 - rate) * (variance + rate * (loss - mean) ** 2),
+            count + 1,
+        )
 
     def refuse(self, step, name, value):
         """Raises NotFinite unless the figure is finite (None passes), once a save under way has ended."""
         if value is not None and not math.isfinite(value):
             self.saver.wait()
             since = "yet" if self.saver.last is None else f"since step {self.saver.last}"
-            raise NotFinite(f"step {step}: the {name} is {value}; nothing was saved {since}; try a lower --lr")
+            raise NotFinite(
+                f"step {step}: the {name} is {value}; nothing was saved {since}; try a lower --lr"
+            )

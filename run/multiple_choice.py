@@ -69,7 +69,9 @@ def parse(line, where):
     if not strings or not ctx:  # without a context nothing predicts an ending's first token
         raise HellaSwagError(f"{where}: ctx must be a string, not empty, and endings a list of strings")
     if len(endings) != 4 or type(label) is not int or not 0 <= label < 4:
-        raise HellaSwagError(f"{where}: expected 4 endings and a label from 0 to 3, got {len(endings)} and {label!r}")
+        raise HellaSwagError(
+            f"{where}: expected 4 endings and a label from 0 to 3, got {len(endings)} and {label!r}"
+        )
     return {"ctx": ctx, "endings": endings, "label": label}
 
 
@@ -113,7 +115,9 @@ def prepare(examples, tokenizer, block_size):
         context = contexts[i // 4]
         cut = max(0, len(context) + len(ending) - (block_size + 1))
         if cut >= len(context):
-            raise HellaSwagError(f"example {i // 4}: an ending of {len(ending)} tokens does not fit {block_size=}")
+            raise HellaSwagError(
+                f"example {i // 4}: an ending of {len(ending)} tokens does not fit {block_size=}"
+            )
         truncated += cut > 0
         rows.append(np.concatenate([context[cut:], ending]).astype(np.int64))
         starts.append(len(context) - cut)
@@ -159,7 +163,9 @@ def evaluate(model, prepared, device, batch_tokens=None, autocast=None, few_shap
             loss = model(idx.to(device, non_blocking=True), targets.to(device, non_blocking=True), "none")
         losses[torch.tensor(numbers, dtype=torch.long, device=device)] = loss.float().sum(1)[: len(numbers)]
     parallel.sum_over_ranks(losses)
-    lengths = np.array([len(row) - start for row, start in zip(prepared.rows, prepared.starts)]).reshape(-1, 4)
+    lengths = np.array([len(row) - start for row, start in zip(prepared.rows, prepared.starts)]).reshape(
+        -1, 4
+    )
     sums = losses.cpu().double().numpy().reshape(-1, 4)
     return {
         "acc": float((sums.argmin(1) == prepared.labels).mean()),
@@ -172,8 +178,12 @@ def evaluate(model, prepared, device, batch_tokens=None, autocast=None, few_shap
 
 def in_words(score):
     """A line for the console; after ±, the standard errors of the two proportions."""
-    acc_norm, acc = (f"{k} {(p := score[k]):.4f} ±{(p * (1 - p) / score['n']) ** 0.5:.4f}" for k in ("acc_norm", "acc"))
-    return f"{acc_norm} | {acc} | {score['n']:,} examples, {score['truncated']} cut | {score['seconds']:.1f} s"
+    acc_norm, acc = (
+        f"{k} {(p := score[k]):.4f} ±{(p * (1 - p) / score['n']) ** 0.5:.4f}" for k in ("acc_norm", "acc")
+    )
+    return (
+        f"{acc_norm} | {acc} | {score['n']:,} examples, {score['truncated']} cut | {score['seconds']:.1f} s"
+    )
 
 
 def pad(prepared, numbers, B, T):

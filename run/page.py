@@ -25,7 +25,9 @@ SUMMARY = {  # row of the first table: (kind of line, key, what of its values, h
 
 def build(runs, curves):
     """The page's text. runs: [history.Run]; curves: {x's title: (SVG, its readings)}."""
-    inputs = "".join(f'<label><input type="radio" name="x" value="{i}"> {x}</label> ' for i, x in enumerate(curves))
+    inputs = "".join(
+        f'<label><input type="radio" name="x" value="{i}"> {x}</label> ' for i, x in enumerate(curves)
+    )
     parts = {
         "title": escape(", ".join(run.name for run in runs)),
         "runs": table(runs, [summary(run.log) for run in runs]),
@@ -54,7 +56,12 @@ def readings(figure):
             for line, (x, y) in ((line, line.get_data()) for line in lines)
         ]
         panels.append(
-            {"box": [x0, 1 - y1, x1, 1 - y0], "x": axes.get_xlim(), "xlabel": axes.get_xlabel(), "curves": curves}
+            {
+                "box": [x0, 1 - y1, x1, 1 - y0],
+                "x": axes.get_xlim(),
+                "xlabel": axes.get_xlabel(),
+                "curves": curves,
+            }
         )
     return panels
 
@@ -70,14 +77,20 @@ def table(runs, columns):
     if not names:
         return "<p>none</p>"
     head = "".join(f'<th style="color:{run.color}">{escape(run.name)}</th>' for run in runs)
-    cells = {name: "".join(f"<td>{escape(str(column.get(name, '')))}</td>" for column in columns) for name in names}
+    cells = {
+        name: "".join(f"<td>{escape(str(column.get(name, '')))}</td>" for column in columns) for name in names
+    }
     rows = "".join(f"<tr><th>{escape(name)}</th>{texts}</tr>" for name, texts in cells.items())
     return f"<table><tr><th></th>{head}</tr>{rows}</table>"
 
 
 def summary(log):
     found = {name: series(log, kind, key)[1] for name, (kind, key, *_) in SUMMARY.items()}
-    return {name: SUMMARY[name][3].format(SUMMARY[name][2](values)) for name, values in found.items() if len(values)}
+    return {
+        name: SUMMARY[name][3].format(SUMMARY[name][2](values))
+        for name, values in found.items()
+        if len(values)
+    }
 
 
 def different(runs):

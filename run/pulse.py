@@ -2,7 +2,10 @@
 
 import time
 
-FIRST, MOST = 10, 600  # seconds of silence until the first line, which double until each next one, and their limit
+FIRST, MOST = (
+    10,
+    600,
+)  # seconds of silence until the first line, which double until each next one, and their limit
 
 
 def duration(seconds):
@@ -48,6 +51,8 @@ class Pulse:
         if self._total:
             parts += f" of {self._total}"
             if self._number > 1:
-                each = (now - self._began) / self._number  # the part under way counts as done: the least that is left
+                each = (
+                    now - self._began
+                ) / self._number  # the part under way counts as done: the least that is left
                 left = f", at least {duration(each * (self._total - self._number))} more"
         return f"{'working':<12} {where.partition(' (')[0]}, {parts}; {duration(silent)} since the last line{left}"

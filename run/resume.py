@@ -55,7 +55,9 @@ class Start:
             )
         checkpoint.load_optimizer_tensors(job.raw, job.optimizer, self._tensors["optimizer"])
         if job.scaler.is_enabled() and (wrong := files.misfit(self.state["scaler"], SCALER)):
-            raise checkpoint.CheckpointError(f"{self.folder}/state.json has no loss scaler of precision=fp16: {wrong}")
+            raise checkpoint.CheckpointError(
+                f"{self.folder}/state.json has no loss scaler of precision=fp16: {wrong}"
+            )
         job.scaler.load_state_dict(self.state["scaler"])
         loader.load_state_dict(self.state["loader"], allow_data_change=allow_data_change)
         saved_ranks, rng = self.state["world_size"], self._tensors.get("rng", {})
@@ -79,7 +81,9 @@ class Start:
         old = new | {name: saved[name] for name in names if name in saved}
         if old == new:
             return []
-        before, now = (f"{optim.learning_rate(self.step, dataclasses.replace(cfg, **of)):.3g}" for of in (old, new))
+        before, now = (
+            f"{optim.learning_rate(self.step, dataclasses.replace(cfg, **of)):.3g}" for of in (old, new)
+        )
         changes = ", ".join(f"{name} {old[name]} to {new[name]}" for name in names if old[name] != new[name])
         rate = f"stays {now}" if now == before else f"is {now} instead of {before}"
         return [("schedule", f"changed ({changes}): the next learning rate {rate}")]
@@ -104,7 +108,9 @@ def claim_out_dir(cfg):
                 "goes on from the newest checkpoint in out_dir"
             )
         newer = checkpoint.later(cfg.out_dir, found)
-        if newer and found == Path(cfg.resume) and not cfg.dry_run:  # of a run's folder, newer ones are damaged
+        if (
+            newer and found == Path(cfg.resume) and not cfg.dry_run
+        ):  # of a run's folder, newer ones are damaged
             raise UserError(
                 f"out_dir={cfg.out_dir} holds {newer.name}, beyond {found}, which the next --resume=auto would take; "
                 "remove it, or give another --out_dir"
@@ -138,13 +144,17 @@ def refuse_other(cfg, folder, tensors, state):
     """Raises CheckpointError unless the checkpoint is of a run with this model, optimizer and type of weights."""
     state["config"] = checkpoint.saved_settings(folder, state)
     if wrong := checkpoint.shape_differences(state["config"], cfg):
-        raise checkpoint.CheckpointError(f"{folder} is another model: {'; '.join(wrong)}; nothing was changed")
+        raise checkpoint.CheckpointError(
+            f"{folder} is another model: {'; '.join(wrong)}; nothing was changed"
+        )
     new = f"for a new run from its weights: --init_from={folder}"
     if "optimizer" not in tensors:
         raise checkpoint.CheckpointError(f"{folder} holds weights alone; {new}")
     for name, usual in (("optimizer", "adamw"), ("weights", "fp32")):
         if (saved := state["config"].get(name, usual)) != getattr(cfg, name):
-            raise checkpoint.CheckpointError(f"{folder} was saved with {name}={saved}, now {getattr(cfg, name)}; {new}")
+            raise checkpoint.CheckpointError(
+                f"{folder} was saved with {name}={saved}, now {getattr(cfg, name)}; {new}"
+            )
     wrong = [f"there is no {name}" for name in ("loader", "scaler", "world_size") if name not in state]
     kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[cfg.weights]
     wrong += [f"{name} is {t.dtype}" for name, t in tensors["model"].items() if t.dtype != kind]

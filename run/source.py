@@ -23,7 +23,9 @@ def digests():
     """{path from the repository's top: SHA-256} of every *.py, *.cu and *.cuh at the top level and in the wings."""
     paths = [p for folder in (HERE, *(HERE / wing for wing in WINGS)) for p in folder.iterdir()]
     return {
-        p.relative_to(HERE).as_posix(): files.digest(p)[1] for p in sorted(paths) if p.suffix in (".py", ".cu", ".cuh")
+        p.relative_to(HERE).as_posix(): files.digest(p)[1]
+        for p in sorted(paths)
+        if p.suffix in (".py", ".cu", ".cuh")
     }
 
 
@@ -117,7 +119,9 @@ def warning(folder):
     if own := [p for p in found if p in KEPT]:
         verb = "differs" if len(own) == 1 else "differ"
         copies = "; ".join(shlex.join(["cp", str(kept(folder) / name), name]) for name in own)
-        lines.append(f"{' and '.join(own)} {verb} from the code that {folder} was trained with; to go back: {copies}")
+        lines.append(
+            f"{' and '.join(own)} {verb} from the code that {folder} was trained with; to go back: {copies}"
+        )
     if fast := [p for p in found if p not in KEPT]:
         names = ", ".join(fast[:3]) + f" and {len(fast) - 3} more" * (len(fast) > 3)
         lines.append(f"fast forms differ from that run's ({names}): results agree up to rounding")

@@ -32,7 +32,9 @@ def load(cfg, device, precision):
 def join(cfg):
     """The World of the ranks that are to divide a model. Raises UserError without torchrun."""
     if "RANK" not in os.environ:
-        raise UserError("parallel=fsdp divides the model among ranks; start it with torchrun --nproc_per_node=N")
+        raise UserError(
+            "parallel=fsdp divides the model among ranks; start it with torchrun --nproc_per_node=N"
+        )
     world = parallel.start(cfg.device, timeout_s=3600)
     parallel.barrier()  # all have connected, which a rank that now ends on a mistake would have prevented
     return world

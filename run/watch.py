@@ -85,7 +85,10 @@ class Watch:
 
     def __init__(self, cfg, world):
         self.cfg, self.world, self.store = cfg, world, parallel.store_connection()
-        self.lock, self.status = Lock(cfg.out_dir), {"state": "running", "step": 0, "max_steps": cfg.max_steps}
+        self.lock, self.status = (
+            Lock(cfg.out_dir),
+            {"state": "running", "step": 0, "max_steps": cfg.max_steps},
+        )
         self.writes = world.main and not cfg.dry_run
         self.asked = self.stopping = None  # signals
         self.pulse = Pulse()
@@ -94,14 +97,18 @@ class Watch:
         self._agreed_boundary = threading.Event()
         self._seen, self._news, self._beats, self._failing, self._closing = {}, 0, 0, False, threading.Event()
         self._told, self._status_at, self._lost_since, self._looked = None, 0, None, 0
-        self._neighbours = None  # {other rank of this machine: (process id, its start)}, once all have told theirs
+        self._neighbours = (
+            None  # {other rank of this machine: (process id, its start)}, once all have told theirs
+        )
         self._lost = 0  # of them, those whose process ended without a word
         self._parent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
 
     def __enter__(self):
         global current
         current = self
-        self._wakeup = socket.socketpair()  # gets the number of each signal, while the main thread waits in C++ too
+        self._wakeup = (
+            socket.socketpair()
+        )  # gets the number of each signal, while the main thread waits in C++ too
         for end in self._wakeup:
             end.setblocking(False)
         self._before = {number: signal.signal(number, self._ask) for number in SIGNALS}
@@ -192,7 +199,9 @@ class Watch:
                 self.store.set(f"ended/{self.world.rank}", "")
                 self.store.add("left", 1)
                 if self.world.main:
-                    self._wait(lambda: self.store.add("left", 0) >= self.world.size - self._lost, PATIENCE + 1)
+                    self._wait(
+                        lambda: self.store.add("left", 0) >= self.world.size - self._lost, PATIENCE + 1
+                    )
 
     def _fail(self, error):
         """Makes this rank's error known. Raises it, as a UserError where it has an explanation, or ends the process."""
@@ -202,7 +211,9 @@ class Watch:
         if self.store is None:
             raise error from None
         if not isinstance(error, UserError) and parallel.lost_connection(error) and not self._cause(wait=2):
-            reason = re.sub(r"^\[.*?\] |\. This is typically .*", "", first_line(error))  # of a long text of gloo's
+            reason = re.sub(
+                r"^\[.*?\] |\. This is typically .*", "", first_line(error)
+            )  # of a long text of gloo's
             error = UserError(f"{self.where()}: lost {self._silent_ranks() or 'another rank'} ({reason})")
             error.exit_code = 1
         code, text, loud = getattr(error, "exit_code", 1), str(error) or type(error).__name__, True
@@ -211,7 +222,9 @@ class Watch:
             mine = {"rank": self.world.rank, "code": code, "text": text, "stacks": stacks}
             first = json.loads(self.store.compare_set("cause", "", json.dumps(mine)))
             self.store.add("news", 1)
-            if parallel.lost_connection(error) and first["rank"] != self.world.rank:  # the consequence of another error
+            if (
+                parallel.lost_connection(error) and first["rank"] != self.world.rank
+            ):  # the consequence of another error
                 code, text, loud = first["code"], f"rank {first['rank']} failed: {first['text']}", False
             else:
                 loud = self._speaks()
@@ -290,7 +303,10 @@ class Watch:
     def _announce(self):
         if self.world.main:
             name = signal.Signals(self.asked).name
-            print(f"{name} in {self.where()}: this run saves and stops; a second signal ends it at once", flush=True)
+            print(
+                f"{name} in {self.where()}: this run saves and stops; a second signal ends it at once",
+                flush=True,
+            )
 
     def _look(self):
         """Reads from the store what the other ranks have to say, and tells them of this one."""
@@ -349,9 +365,16 @@ class Watch:
                     self._seen[other] = marks, now
             slowest = min(self._seen, key=lambda other: self._seen[other][0])
             marks, since = self._seen[slowest]
-            if slowest != rank and marks < self.marks and now - since > limit / 2 and now - self._seen[rank][1] > limit:
+            if (
+                slowest != rank
+                and marks < self.marks
+                and now - since > limit / 2
+                and now - self._seen[rank][1] > limit
+            ):
                 text = f"rank {slowest} hangs in {others[slowest][1]}; rank {rank} has waited for it for "
-                text += f"{now - self._seen[rank][1]:.0f} s in {self.where()} (timeout_s={self.cfg.timeout_s})"
+                text += (
+                    f"{now - self._seen[rank][1]:.0f} s in {self.where()} (timeout_s={self.cfg.timeout_s})"
+                )
                 self._accuse(slowest, text, stacks=slowest)
 
     def _look_for_lost(self):
@@ -361,7 +384,9 @@ class Watch:
             if not self.store.check(keys):
                 return
             own, told = machine(), enumerate(map(json.loads, self.store.multi_get(keys)))
-            self._neighbours = {r: process for r, (where, *process) in told if where == own and r != self.world.rank}
+            self._neighbours = {
+                r: process for r, (where, *process) in told if where == own and r != self.world.rank
+            }
         gone = [other for other, (pid, since) in self._neighbours.items() if started(pid) != since]
         if started(os.getpid()) is None:  # /proc cannot be read now, as with too many open files
             return
@@ -411,7 +436,9 @@ class Watch:
         self._status_at = time.monotonic()
         if self.lock.held:
             now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-            found = dict(self.status, phase=self.phase, alive_at=now, host=socket.gethostname(), pid=os.getpid())
+            found = dict(
+                self.status, phase=self.phase, alive_at=now, host=socket.gethostname(), pid=os.getpid()
+            )
             with contextlib.suppress(OSError):
                 files.write_json(self.lock.path.with_name("status.json"), files.finite(found))
 
@@ -423,7 +450,9 @@ def explain(error, cfg, world):
         return UserError(memory.advice(cfg, world.size, budget, legal, error))
     if "does not have a deterministic implementation" in str(error):
         name = first_line(error).partition(" does not have")[0]
-        return UserError(f"deterministic=True: {name} has no deterministic form; replace it, or --deterministic=False")
+        return UserError(
+            f"deterministic=True: {name} has no deterministic form; replace it, or --deterministic=False"
+        )
     if isinstance(error, torch._dynamo.exc.BackendCompilerFailed):
         inner = error.inner_exception
         reason = f"{type(inner).__name__}: {first_line(inner)}"

@@ -49,7 +49,9 @@ class AdamW8bit(torch.optim.Optimizer):
         step, (beta1, beta2), lr = int(state["step"]), group["betas"], group["lr"]
         keep, rate = 1 - lr * group["weight_decay"], lr / (1 - beta1**step)
         numbers = (keep, rate, beta1, 1 - beta1, beta2, 1 - beta2, (1 - beta2**step) ** -0.5, group["eps"])
-        w, g, *codes = (shards.local(t) for t in (p, p.grad, *(state[k] for k in ("m", "m_scale", "v", "v_scale"))))
+        w, g, *codes = (
+            shards.local(t) for t in (p, p.grad, *(state[k] for k in ("m", "m_scale", "v", "v_scale")))
+        )
         if w.numel():  # a rank may hold no rows of a short tensor
             key = adam8.random_key(self.seed, step, self.numbers[p])
             updater(w.device)(w, g.contiguous(), *codes, shards.own_rows(p)[0], key, *numbers)
@@ -71,8 +73,14 @@ def new_state(p):
     if p.dim() == 2 and p.numel() >= SMALL:
         groups = -(-p.size(1) // adam8.GROUP)
         codes = {k: zeros_beside(p, p.size(1), torch.uint8) for k in ("m", "v")}
-        return {"step": step, **codes, **{f"{k}_scale": zeros_beside(p, groups, torch.float32) for k in ("m", "v")}}
-    moments = {k: torch.zeros_like(p, dtype=torch.float32, requires_grad=False) for k in ("exp_avg", "exp_avg_sq")}
+        return {
+            "step": step,
+            **codes,
+            **{f"{k}_scale": zeros_beside(p, groups, torch.float32) for k in ("m", "v")},
+        }
+    moments = {
+        k: torch.zeros_like(p, dtype=torch.float32, requires_grad=False) for k in ("exp_avg", "exp_avg_sq")
+    }
     master = {} if p.dtype == torch.float32 else {"master": p.detach().float()}
     return {"step": step, **moments, **master}
 
@@ -95,8 +103,19 @@ def update_plain(pairs, group):
     weights = [local(state.get("master", p)) for p, state in pairs]
     grads = [local(p.grad).float() for p, _ in pairs]
     moments = [[local(state[k]) for _, state in pairs] for k in ("exp_avg", "exp_avg_sq")]
-    options = dict(lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], amsgrad=False, maximize=False)
-    adamw(weights, grads, *moments, [], [state["step"] for _, state in pairs], beta1=beta1, beta2=beta2, **options)
+    options = dict(
+        lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], amsgrad=False, maximize=False
+    )
+    adamw(
+        weights,
+        grads,
+        *moments,
+        [],
+        [state["step"] for _, state in pairs],
+        beta1=beta1,
+        beta2=beta2,
+        **options,
+    )
     for (p, state), weight in zip(pairs, weights):
         if "master" in state:
             local(p).copy_(weight)
@@ -111,5 +130,8 @@ def updater(device):
 
             return update
         except ImportError:
-            print("warning: optimizer=adamw8bit is slow without the package triton; pip install triton", flush=True)
+            print(
+                "warning: optimizer=adamw8bit is slow without the package triton; pip install triton",
+                flush=True,
+            )
     return adam8.update_torch

@@ -22,7 +22,9 @@ from configurator import UserError
 from corpus import tokenizer as tokenizers
 from scale import context
 
-GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else None  # torch 2.12
+GROUPED = (
+    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else None
+)  # torch 2.12
 
 
 def describe(device, precision):

@@ -28,7 +28,11 @@ class Replayed:
     def __init__(self, micro_step, model, accumulation, reduce_dtype):
         if isinstance(model, FSDPModule):
             raise UserError("cuda_graph=True cannot capture FSDP2's collectives; try --parallel=ddp")
-        self.micro_step, self.parameters, self.accumulation = micro_step, list(model.parameters()), accumulation
+        self.micro_step, self.parameters, self.accumulation = (
+            micro_step,
+            list(model.parameters()),
+            accumulation,
+        )
         self.reduce_dtype = torch.bfloat16 if reduce_dtype == "bf16" else None  # None: the gradients' own
         self.device = self.parameters[0].device
         self.stream, self.steps, self.micro_steps = stream(self.device), 0, 0

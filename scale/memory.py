@@ -17,8 +17,13 @@ from configurator import UserError
 
 GIB = 2**30
 WORKSPACE = 2**25  # bytes of cuBLAS's workspace
-UNIT_MIB = 100  # parallel.shard gathers consecutive blocks as one unit up to this size in 16 bits; 0: a block a unit
-HELD, WANTED = r"(\S+) ([KMG])iB is allocated by PyTorch", r"Tried to allocate (\S+) ([KMG])iB"  # in PyTorch's words
+UNIT_MIB = (
+    100  # parallel.shard gathers consecutive blocks as one unit up to this size in 16 bits; 0: a block a unit
+)
+HELD, WANTED = (
+    r"(\S+) ([KMG])iB is allocated by PyTorch",
+    r"Tried to allocate (\S+) ([KMG])iB",
+)  # in PyTorch's words
 GROUP = 256  # elements that share a float32 scale in adamw8bit's moments, as in fast/adam8.py
 
 
@@ -43,17 +48,25 @@ def estimate(cfg, ranks):
     if sharded and not several:
         parts["gradients"] = 0  # of a single micro-step: they grow while activations are freed
     elif cfg.offload_states and cfg.parallel == "hsdp":
-        parts["gradients"] = bytes_of_sum(cfg) * total / shards  # added up on the GPU until the last micro-step
+        parts["gradients"] = (
+            bytes_of_sum(cfg) * total / shards
+        )  # added up on the GPU until the last micro-step
     elif several and ranks > 1 and not sharded and not cfg.cuda_graph:
         parts["gradients"] *= 2  # .grad, and DDP's buckets, to which they are copied in the last micro-step
-    again = 0 if cfg.remat == "none" else -(-cfg.n_layer // cfg.remat_every)  # blocks under activation checkpointing
+    again = (
+        0 if cfg.remat == "none" else -(-cfg.n_layer // cfg.remat_every)
+    )  # blocks under activation checkpointing
     parts["gathered"] = gathered(cfg, total, block, rest, shards) if sharded else 0
     if not gathers_8_bits(cfg, shards):
         parts["gathered"] += copied(cfg, (cfg.n_layer - again) * block, 2 if sharded else own)
     waits = cfg.remat_offload and again > 2 and cfg.remat in ("attention", "block")
     kept = 2 if waits else again  # two blocks on the GPU while the others wait on the host
-    parts["activations"] = tokens * ((cfg.n_layer - again) * block_per_token(cfg) + kept * kept_per_token(cfg))
-    parts["loss or a block's backward"] = max(loss_bytes(cfg, tokens, own), backward_bytes(cfg, tokens, again))
+    parts["activations"] = tokens * (
+        (cfg.n_layer - again) * block_per_token(cfg) + kept * kept_per_token(cfg)
+    )
+    parts["loss or a block's backward"] = max(
+        loss_bytes(cfg, tokens, own), backward_bytes(cfg, tokens, again)
+    )
     most = max(parts, states, key=lambda moment: sum(moment.values()))
     return {name: int(size) for name, size in most.items()}
 
@@ -69,7 +82,11 @@ def on_host(cfg, ranks):
         tables += [(cfg.block_size, cfg.n_embd)] if cfg.positions == "learned" else []
         sizes = [own * -(-rows // shards) * width for rows, width in cfg.block_matmuls * cfg.n_layer + tables]
         pinned = sum(map(power_of_2, sizes))
-        parts = {"parameters": pinned, "gradients": pinned, "optimizer": int(bytes_of_moments(cfg) * total / shards)}
+        parts = {
+            "parameters": pinned,
+            "gradients": pinned,
+            "optimizer": int(bytes_of_moments(cfg) * total / shards),
+        }
     if cfg.remat_offload:
         kept = sum(power_of_2(cfg.rank_tokens * each) for each in kept_tensors(cfg))
         parts["activations"] = kept * -(-cfg.n_layer // cfg.remat_every)
@@ -101,7 +118,9 @@ def refuse_beyond_host(cfg, ranks, parameters=0):
     causes = [f"--{name}" for name in ("offload_states", "remat_offload") if getattr(cfg, name)]
     remedy = "leave it out" if causes else "train a smaller model"
     if parameters and not cfg.offload_states:
-        parts["states"] = parameters * (2 * bytes_of_weight(cfg) + bytes_of_moments(cfg)) / shards_of(cfg, ranks)
+        parts["states"] = (
+            parameters * (2 * bytes_of_weight(cfg) + bytes_of_moments(cfg)) / shards_of(cfg, ranks)
+        )
         causes.append(f"{parameters:,} parameters, their gradients and moments")
     if limit and (need := here * sum(parts.values())) > limit:
         raise UserError(
@@ -130,7 +149,10 @@ def describe(cfg, ranks, parameters=None, usual=True):
         pinned = sum(on_host(dataclasses.replace(cfg, remat_offload=False), ranks).values())
         words += f" ({pinned / GIB:.2f} with weights and gradients pinned)"
     if parameters not in (None, counted) or not usual:
-        return words + "; activations are not estimated, since model.py computes something else than the settings say"
+        return (
+            words
+            + "; activations are not estimated, since model.py computes something else than the settings say"
+        )
     return words + f", about {takes(cfg, ranks) / GIB:.1f} GiB of a GPU in all" * (not uncounted(cfg))
 
 
@@ -222,7 +244,9 @@ def gathered(cfg, total, block, rest, shards):
     whole = 2 * (total if cfg.parallel == "zero2" else head + (unit if shards == 1 else two))
     if shards == 1:  # nothing to gather from other ranks ahead of its use, and nothing to reduce
         return whole
-    arriving = cfg.offload_states * bytes_of_weight(cfg) * max(unit, head) / shards  # from the host, not yet cast
+    arriving = (
+        cfg.offload_states * bytes_of_weight(cfg) * max(unit, head) / shards
+    )  # from the host, not yet cast
     return whole + (2 + bytes_of_sum(cfg)) * max(unit, head) * (1 + 1 / shards) + arriving
 
 
@@ -258,7 +282,9 @@ def block_per_token(cfg):
     C, fp8 = cfg.n_embd, cfg.precision == "fp8"
     residual = 2 * 2 * C  # the residual stream before both norms
     attention = 2 * cfg.qkv_width + 2 * C + 4 * cfg.n_head  # q, k, v, the output, logsumexp
-    attention += 2 * (cfg.n_head + cfg.kv_heads) * cfg.head_dim if cfg.qk_norm else 0  # q and k before their norm
+    attention += (
+        2 * (cfg.n_head + cfg.kv_heads) * cfg.head_dim if cfg.qk_norm else 0
+    )  # q and k before their norm
     attention += 2 * C if cfg.attention_gate else 0  # the output before its gates
     attention += C if fp8 else 0  # the output in 8 bits; in bf16 the projection reads the one above
     return residual + attention + (1 if fp8 else 2) * 2 * C + mlp_per_token(cfg) + 16  # both norms' outputs
@@ -296,7 +322,9 @@ def largest_batch(cfg, ranks, budget):
 def longest_row(cfg, ranks, budget):
     """The largest block_size, in steps of 1,024 a rank, that fits `budget` bytes with batch_size=1, 0 if none does."""
     step = 1024 * cfg.context_parallel
-    return step * largest(lambda n: takes(dataclasses.replace(cfg, batch_size=1, block_size=n * step), ranks) <= budget)
+    return step * largest(
+        lambda n: takes(dataclasses.replace(cfg, batch_size=1, block_size=n * step), ranks) <= budget
+    )
 
 
 def largest(fits):

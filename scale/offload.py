@@ -75,7 +75,9 @@ class Shelf:
         with self._copying(members[0].device if members else torch.device("cpu")) as stream:
             for kept in members:
                 kept.tensor.copy_(kept.host, non_blocking=True)
-                self.buffers[_key(kept.host)].append(kept.host)  # later copies into it wait in the same stream
+                self.buffers[_key(kept.host)].append(
+                    kept.host
+                )  # later copies into it wait in the same stream
             group.ready = stream.record_event() if stream else None
 
     def _free(self, group):

@@ -81,8 +81,12 @@ def make_deterministic():
     torch.are_deterministic_algorithms_enabled(). Call it before CUDA starts. Several GPUs are not covered: the order in
     which NCCL sums is its own choice.
     """
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # scratch memory of fixed size for each stream
-    torch.use_deterministic_algorithms(True)  # with warn_only, attention's backward would keep its atomic additions
+    os.environ.setdefault(
+        "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+    )  # scratch memory of fixed size for each stream
+    torch.use_deterministic_algorithms(
+        True
+    )  # with warn_only, attention's backward would keep its atomic additions
     torch.utils.deterministic.fill_uninitialized_memory = False  # or every new tensor is written once more
 
 
@@ -105,7 +109,9 @@ def start(device="auto", backend="auto", timeout_s=600, expandable=False):
         limit, attempt = timedelta(seconds=timeout_s), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         try:
             store = next(rendezvous("env://", timeout=limit))[0]
-            store = dist.PrefixStore(f"attempt_{attempt}", store)  # torchrun's outlives a restart, with old addresses
+            store = dist.PrefixStore(
+                f"attempt_{attempt}", store
+            )  # torchrun's outlives a restart, with old addresses
             limit = time_limit(timeout_s, backend)
             options = dict(store=store, rank=rank, world_size=size, timeout=limit, device_id=bound)
             dist.init_process_group(backend, **options)
@@ -196,7 +202,11 @@ def pick_ops(name, device, precision):
         raise UserError(f"ops=fused: {missing}; try --ops=torch")
     if precision == "fp8" and missing:
         raise UserError(f"precision=fp8 needs the fast forms of operations: {missing}; try --precision=bf16")
-    return ("torch", missing) if missing else ("fused", "fast forms of operations: cuBLASLt, Triton, on Hopper CUDA")
+    return (
+        ("torch", missing)
+        if missing
+        else ("fused", "fast forms of operations: cuBLASLt, Triton, on Hopper CUDA")
+    )
 
 
 def compile_model(model, sharded=False):
@@ -206,7 +216,9 @@ def compile_model(model, sharded=False):
     that DDP reduces them while the backward continues. optimize_ddp would cut a block's graph where a bucket of DDP
     ends: nothing is fused across such a cut, and with torch 2.11 remat=selective then keeps everything.
     """
-    torch._dynamo.config.recompile_limit = 64  # train, validation, HellaSwag and sampling each have their own shapes
+    torch._dynamo.config.recompile_limit = (
+        64  # train, validation, HellaSwag and sampling each have their own shapes
+    )
     torch._dynamo.config.optimize_ddp = False
     if not sharded:  # FSDP2 gathers the embedding in a hook, which a compiled function would not call
         model.embed = torch.compile(model.embed)
@@ -219,11 +231,13 @@ def prepare(model, cfg, world, eot=None, regular=True):
     """Applies, to a model on meta, in this order: fp8, documents, remat, context parallelism, compile, FSDP2.
 
     eot: the token that precedes each document, for cfg.document_mask; None: each row counts as one document. regular:
-    whether every block runs exactly once in a forward (run/account.py).
+    whether every block runs exactly once in a forward (run/flops.py).
     """
     sharded = dist.is_initialized() and cfg.parallel != "ddp"
     if cfg.offload_states and not sharded:
-        raise UserError("offload_states=True needs a process group; start it with torchrun, --nproc_per_node=1 for one")
+        raise UserError(
+            "offload_states=True needs a process group; start it with torchrun, --nproc_per_node=1 for one"
+        )
     parameters = sum(p.numel() for p in model.parameters()) if world.device.type == "cpu" else 0
     memory.refuse_beyond_host(cfg, world.size, parameters)
     kernels.limit_logits(cfg.logits_mib)
@@ -290,7 +304,9 @@ def shard(model, cfg, world, regular=True):
     reduce_dtype = torch.bfloat16 if cfg.reduce_dtype == "bf16" else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if low else None, reduce_dtype=reduce_dtype)
     options = dict(mesh=mesh, mp_policy=policy)
-    frees = cfg.parallel != "zero2"  # frees gathered parameters after each use; zero2 does so after the last micro-step
+    frees = (
+        cfg.parallel != "zero2"
+    )  # frees gathered parameters after each use; zero2 does so after the last micro-step
     if cfg.offload_states:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
     if memory.gathers_8_bits(cfg, mesh.size(-1)):
@@ -360,12 +376,18 @@ def wrap(model, cfg, world, unused=False):
     if not dist.is_initialized() or cfg.parallel != "ddp" or cfg.cuda_graph:
         return model
     ids = [world.device.index] if world.device.type == "cuda" else None
-    options = dict(device_ids=ids, gradient_as_bucket_view=True, broadcast_buffers=False, find_unused_parameters=unused)
-    warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")  # torch 2.11 has no newer name for it
+    options = dict(
+        device_ids=ids, gradient_as_bucket_view=True, broadcast_buffers=False, find_unused_parameters=unused
+    )
+    warnings.filterwarnings(
+        "ignore", "`broadcast_buffers` is deprecated"
+    )  # torch 2.11 has no newer name for it
     ddp = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MIB, **options)
     if cfg.reduce_dtype == "bf16" and cfg.weights == "fp32":
         if world.device.type != "cuda":
-            raise UserError(f"reduce_dtype=bf16 under DDP needs CUDA, not {world.device.type}; try --reduce_dtype=fp32")
+            raise UserError(
+                f"reduce_dtype=bf16 under DDP needs CUDA, not {world.device.type}; try --reduce_dtype=fp32"
+            )
         ddp.register_comm_hook(None, bf16_compress_hook)
     return ddp
 
@@ -427,7 +449,9 @@ def not_finite(loss, norm):
 
 def all_finite(model):
     """Whether no weight of any rank is inf or NaN; waits for the device."""
-    own = [part for part in map(local, model.parameters()) if part.numel()]  # a rank may hold no rows of a short tensor
+    own = [
+        part for part in map(local, model.parameters()) if part.numel()
+    ]  # a rank may hold no rows of a short tensor
     tops = torch.stack([top.float() for top in torch._foreach_norm(own, float("inf"))] or [torch.zeros(())])
     return not not_finite(tops.max(), tops.max()).item()
 

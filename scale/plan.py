@@ -31,7 +31,9 @@ class Rates:
 H200 = Rates(680e12, 1250e12, 540e12, 3.6e12, 320e9, 170e9, 45e9, 300e9)
 PAGEABLE = 0.2  # assumed: share of `host` that copies to memory that is not pinned reach
 HIDDEN = 0.8  # share of a step's computation that can hide communication
-SLOWED = 0.5  # share of hidden communication's time that it costs all the same: it takes SMs, bandwidth and power
+SLOWED = (
+    0.5  # share of hidden communication's time that it costs all the same: it takes SMs, bandwidth and power
+)
 LAUNCH = 1e-4  # seconds a layer and micro-step during which no kernel runs
 HOST, HOST_FP8 = 3.2e-3, 4.9e-3  # seconds that an H200's host takes to launch a block's forward and backward
 
@@ -67,7 +69,11 @@ def work(cfg, ranks):
     around = 4 * gathers(cfg, micros) / micros + 2 + memory.bytes_of_sum(cfg)  # copies around collectives
     copies = around * total if shards > 1 else 0
     # beside the update, clipping reads gradients twice and writes them once
-    states = 0 if cfg.offload_states else total / shards * 3 * memory.bytes_of_weight(cfg) + update_bytes(cfg, ranks)
+    states = (
+        0
+        if cfg.offload_states
+        else total / shards * 3 * memory.bytes_of_weight(cfg) + update_bytes(cfg, ranks)
+    )
     elementwise = micros * (moved + copies) + states
     return {"matmul": micros * flops, "attention": micros * attention, "elementwise": elementwise}
 
@@ -117,7 +123,11 @@ def on_cpu(cfg, ranks, micros, rates):
     gradients = memory.bytes_of_weight(cfg) * memory.parameter_counts(cfg)[0] / memory.shards_of(cfg, ranks)
     again = 0 if cfg.parallel == "hsdp" else micros - 1
     adding = again * gradients * (1 / (PAGEABLE * rates.host) + 3 / cpu)
-    return state_copies(cfg, ranks, micros)[0] / rates.host + adding + (gradients + update_bytes(cfg, ranks)) / cpu
+    return (
+        state_copies(cfg, ranks, micros)[0] / rates.host
+        + adding
+        + (gradients + update_bytes(cfg, ranks)) / cpu
+    )
 
 
 def sharing(ranks):
@@ -152,12 +162,16 @@ def candidates(cfg, ranks):
     for kind, split, (kept, every), tile, offload in itertools.product(
         ways_to_shard(cfg, ranks), splits, recompute, (None, 16_384), (False, True)
     ):
-        options = dict(context_parallel=split, remat=kept, remat_every=every, remat_tile=tile, remat_offload=offload)
+        options = dict(
+            context_parallel=split, remat=kept, remat_every=every, remat_tile=tile, remat_offload=offload
+        )
         rows = 1
         while rows * cfg.block_size * ranks // split <= cfg.batch_tokens and rows <= 256:
             found = spread(cfg, kind, batch_size=rows, **options)
             rows *= 2
-            if legal(found, ranks) and (tile is None or tile < found.rank_tokens):  # a larger tile changes nothing
+            if legal(found, ranks) and (
+                tile is None or tile < found.rank_tokens
+            ):  # a larger tile changes nothing
                 yield found
 
 
@@ -171,7 +185,9 @@ def ways_to_shard(cfg, ranks):
 
 def spread(cfg, kind, **options):
     """cfg with parallel=kind and other options; shard_size is dropped where only hsdp takes it."""
-    return dataclasses.replace(cfg, parallel=kind, shard_size=cfg.shard_size if kind == "hsdp" else None, **options)
+    return dataclasses.replace(
+        cfg, parallel=kind, shard_size=cfg.shard_size if kind == "hsdp" else None, **options
+    )
 
 
 def search(cfg, ranks, budget, rates=H200):
@@ -182,12 +198,20 @@ def search(cfg, ranks, budget, rates=H200):
     sizes = [(memory.takes(other, ranks), other) for other in candidates(cfg, ranks)]
     if not sizes:
         check(dataclasses.replace(cfg, batch_size=1), ranks)
-        raise UserError(f"no setting is legal for {ranks} ranks and batch_tokens={cfg.batch_tokens}; try others")
-    found = [(sum(seconds(other, ranks, rates).values()), takes, other) for takes, other in sizes if takes <= budget]
+        raise UserError(
+            f"no setting is legal for {ranks} ranks and batch_tokens={cfg.batch_tokens}; try others"
+        )
+    found = [
+        (sum(seconds(other, ranks, rates).values()), takes, other)
+        for takes, other in sizes
+        if takes <= budget
+    ]
     return sorted(found, key=lambda f: (f[0], f[1]))
 
 
 def as_flags(cfg, base):
     """The settings in which cfg differs from base, as on a command line; "as given" where none does."""
     pairs = [(f.name, getattr(cfg, f.name)) for f in dataclasses.fields(cfg)]
-    return " ".join(f"--{name}={value}" for name, value in pairs if value != getattr(base, name)) or "as given"
+    return (
+        " ".join(f"--{name}={value}" for name, value in pairs if value != getattr(base, name)) or "as given"
+    )

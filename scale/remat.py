@@ -38,7 +38,9 @@ def apply(model, cfg, device_type="cpu"):
     if cfg.remat == "attention" and device_type != "cpu":
         if device_type != "cuda" or cfg.attention not in KEEPERS or cfg.precision in ("fp32", "tf32"):
             words = f"it is {cfg.attention} in {cfg.precision} on {device_type}"
-            raise UserError(f"remat=attention needs attention=cudnn or flash in 16 bits, {words}; try --remat=block")
+            raise UserError(
+                f"remat=attention needs attention=cudnn or flash in 16 bits, {words}; try --remat=block"
+            )
     shelf = Shelf(cfg.remat_offload)
     for i in range(0, len(model.blocks), cfg.remat_every):
         block, tape = model.blocks[i], Tape(shelf)
@@ -47,7 +49,9 @@ def apply(model, cfg, device_type="cpu"):
             part.core = RecomputedMLP(part.core, cfg.remat_tile)
         if cfg.remat == "attention":
             if part_of(block, "attn").core is not kernels.attention:
-                raise UserError("remat=attention keeps kernels.attention's output, and model.py's attn.core is another")
+                raise UserError(
+                    "remat=attention keeps kernels.attention's output, and model.py's attn.core is another"
+                )
             block.attn.core = KeptAttention(block.attn.core, tape)
         if cfg.remat != "selective":
             model.stack[i] = Checkpointed(block, tape)
@@ -152,7 +156,10 @@ class KeptAttention:
     def __call__(self, q, k, v, backend, dropout=0.0):
         if self.tape.results is None:
             return self.core(q, k, v, backend, dropout)
-        q, k = q.to(v.dtype), k.to(v.dtype)  # RMSNorm under autocast gives float32, which SDPA itself would cast
+        q, k = (
+            q.to(v.dtype),
+            k.to(v.dtype),
+        )  # RMSNorm under autocast gives float32, which SDPA itself would cast
         if not q.is_cuda and q.size(1) != k.size(1):  # the CPU's operator has no grouped heads
             k, v = (t.repeat_interleave(q.size(1) // t.size(1), dim=1) for t in (k, v))
         return AttentionFromTape.apply(q, k, v, backend, self.tape)
@@ -181,7 +188,9 @@ class AttentionFromTape(torch.autograd.Function):
         if dy.stride() != out.stride():  # see fast.attention.SameLayout
             dy = torch.empty_like(out).copy_(dy)
         if not q.is_cuda:
-            grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(dy, q, k, v, out, lse, 0.0, True)
+            grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                dy, q, k, v, out, lse, 0.0, True
+            )
             return *grads, None, None
         *lengths, seed, offset = small
         if ctx.backend == "cudnn":
@@ -284,8 +293,19 @@ class RecomputeInTiles(torch.autograd.Function):
                 for i, grad in enumerate(grads):  # summed in float32, whatever the parameter's dtype
                     if grad is None:  # an edit's layer may have a parameter that its forward does not use
                         continue
-                    sums[i] = grad if len(ctx.tiles) == 1 else grad.float() if sums[i] is None else sums[i].add_(grad)
-        return dx, None, None, *[s if s is None else s.to(p.dtype) for s, p in zip(sums, parameters, strict=True)]
+                    sums[i] = (
+                        grad
+                        if len(ctx.tiles) == 1
+                        else grad.float()
+                        if sums[i] is None
+                        else sums[i].add_(grad)
+                    )
+        return (
+            dx,
+            None,
+            None,
+            *[s if s is None else s.to(p.dtype) for s, p in zip(sums, parameters, strict=True)],
+        )
 
 
 def random_state(device):

@@ -18,8 +18,12 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when it is first imported
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # a process reads it once, for deterministic tests too
-os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no pool of processes, each of which imports torch
+os.environ.setdefault(
+    "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+)  # a process reads it once, for deterministic tests too
+os.environ.setdefault(
+    "TORCHINDUCTOR_COMPILE_THREADS", "1"
+)  # no pool of processes, each of which imports torch
 
 interpreter.hasten()
 
@@ -85,11 +89,15 @@ def stdlib_bytes(count):
 
 def peak_bytes(work):
     """The most memory that work() held at a time on the CPU, in bytes, besides what there was before."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
         kept = work()  # freed after the profile
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
     del kept
-    return max(itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+    return max(
+        itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
+    )
 
 
 @pytest.fixture
@@ -103,7 +111,9 @@ def stand_in_for_cublas(put=setattr):
     import kernels
     from fast import cublas
 
-    def matmul(a, b, out, bias=None, gelu=None, dgelu=None, accumulate=False, scales=None, fast=False, tune=True):
+    def matmul(
+        a, b, out, bias=None, gelu=None, dgelu=None, accumulate=False, scales=None, fast=False, tune=True
+    ):
         product = a.float() @ b.float()
         if scales is not None:
             product *= scales[0] * scales[1]
@@ -112,7 +122,9 @@ def stand_in_for_cublas(put=setattr):
         if gelu is not None:
             product = kernels.gelu(gelu.copy_(product).float())
         if dgelu is not None:
-            product *= torch.ops.aten.gelu_backward(torch.ones_like(product), dgelu.float(), approximate="tanh")
+            product *= torch.ops.aten.gelu_backward(
+                torch.ones_like(product), dgelu.float(), approximate="tanh"
+            )
         return out.add_(product) if accumulate else out.copy_(product)
 
     put(cublas, "matmul", matmul)
@@ -150,7 +162,9 @@ def data_dir(tmp_path_factory):
 
 def flags(data_dir, out_dir, **settings):
     """Words of the test recipe on byte shards."""
-    base = dict(data_dir=data_dir, out_dir=out_dir, vocab_size=257, device="cpu", eval_interval=0, tokenizer="bytes")
+    base = dict(
+        data_dir=data_dir, out_dir=out_dir, vocab_size=257, device="cpu", eval_interval=0, tokenizer="bytes"
+    )
     return ["config/test.py", *(f"--{k}={v}" for k, v in {**base, **settings}.items())]
 
 

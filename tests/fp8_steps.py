@@ -51,7 +51,9 @@ def steps(cfg, world, job, sum_over_ranks):
         loss, norm = job.step(next_batch, cfg.lr)
         job.raw.eval()
         with torch.no_grad(), job.autocast:
-            after = torch.stack([job.raw(r[:, :-1], r[:, 1:], "none").mean() for r in mine[step].split(cfg.batch_size)])
+            after = torch.stack(
+                [job.raw(r[:, :-1], r[:, 1:], "none").mean() for r in mine[step].split(cfg.batch_size)]
+            )
         job.raw.train()
         found.append([mean(loss), norm.item(), mean(after.mean())])
     return found

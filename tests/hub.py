@@ -67,14 +67,22 @@ class Handler(http.server.BaseHTTPRequestHandler):
             found = [dict(type="file", path=p, size=f.stat().st_size, oid=etag(f)) for p, f in files.items()]
         else:
             found = dict(
-                id=name, sha=SHA, private=False, gated=False, tags=[], siblings=[{"rfilename": p} for p in files]
+                id=name,
+                sha=SHA,
+                private=False,
+                gated=False,
+                tags=[],
+                siblings=[{"rfilename": p} for p in files],
             )
         return self.reply(200, json.dumps(found).encode(), {"Content-Type": "application/json"}, fault)
 
     def file(self, path, fault):
         if not path.is_file():
             return self.reply(404, b"", {"X-Error-Code": "EntryNotFound"})
-        data, more = path.read_bytes(), {"ETag": f'"{etag(path)}"', "X-Repo-Commit": SHA, "Accept-Ranges": "bytes"}
+        data, more = (
+            path.read_bytes(),
+            {"ETag": f'"{etag(path)}"', "X-Repo-Commit": SHA, "Accept-Ranges": "bytes"},
+        )
         more["X-Linked-Size"] = str(len(data))
         if part := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
             first, last = int(part[1]), min(int(part[2] or len(data) - 1), len(data) - 1)

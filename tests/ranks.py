@@ -84,8 +84,15 @@ def attempt(ranks, function, *arguments, **limits):
 def torchrun(ranks, words, script="train.py", timeout=120):
     """The same script under torchrun, or as a plain new process for 0 ranks -> subprocess.CompletedProcess."""
     options = [f"--nproc_per_node={ranks}", f"--master_port={free_port()}"]
-    command = [sys.executable, *(["-m", "torch.distributed.run", *options] if ranks else []), str(script), *words]
-    return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=timeout)
+    command = [
+        sys.executable,
+        *(["-m", "torch.distributed.run", *options] if ranks else []),
+        str(script),
+        *words,
+    ]
+    return subprocess.run(
+        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=timeout
+    )
 
 
 def environment():
@@ -109,14 +116,21 @@ class _Pool:
         # NVML: torch.cuda.is_available() would otherwise initialise CUDA, which does not survive a fork
         env = environment() | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
         self.server = subprocess.Popen(
-            [sys.executable, __file__], cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, __file__],
+            cwd=ROOT,
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
 
     def alive(self):
         return self.server.poll() is None
 
     def ask(self, folder, ranks, timeout=120, grace=20, **what):
-        request = dict(folder=folder, ranks=ranks, port=free_port(), timeout=timeout, grace=grace, env=environment())
+        request = dict(
+            folder=folder, ranks=ranks, port=free_port(), timeout=timeout, grace=grace, env=environment()
+        )
         reply = ""
         with contextlib.suppress(BrokenPipeError):
             self.server.stdin.write(json.dumps(request | what) + "\n")
@@ -162,7 +176,13 @@ def serve():
     os.dup2(2, 1)  # nothing else may come between the replies
     sys.stdout.reconfigure(line_buffering=True)  # what a killed rank has printed is kept
     sys.path[:0] = [str(ROOT)]  # beside tests/, where this script lies
-    for module in ("torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.fsdp", "train", "pytest"):
+    for module in (
+        "torch._dynamo",
+        "torch._inductor.compile_fx",
+        "torch.distributed.fsdp",
+        "train",
+        "pytest",
+    ):
         importlib.import_module(module)
     threads = Path("/proc/self/task")
     alone = not threads.is_dir() or len(list(threads.iterdir())) == 1
@@ -231,7 +251,9 @@ def be_rank(rank, request):
     for name, number in (("stdout", 1), ("stderr", 2)):
         os.dup2(os.open(folder / f"{name}_{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    faulthandler.dump_traceback_later(request["timeout"] - 1)  # where a rank hangs that is killed a second later
+    faulthandler.dump_traceback_later(
+        request["timeout"] - 1
+    )  # where a rank hangs that is killed a second later
     os.environ.clear()
     os.environ.update(request["env"])
     if request["ranks"]:

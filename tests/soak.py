@@ -72,14 +72,24 @@ def make_data(folder):
 
 def command(cfg, data, hellaswag):
     every = max(1, cfg.steps // 20)
-    settings = dict(data_dir=data, tokenizer="bytes", vocab_size=257, out_dir=data.parent / "run", overwrite=True)
+    settings = dict(
+        data_dir=data, tokenizer="bytes", vocab_size=257, out_dir=data.parent / "run", overwrite=True
+    )
     settings |= dict(device=cfg.device, max_steps=cfg.steps, log_interval=every, shuffle_seed=1, dropout=0.1)
-    settings |= dict(eval_interval=every, eval_tokens=4096, hellaswag_interval=every, hellaswag_file=hellaswag)
+    settings |= dict(
+        eval_interval=every, eval_tokens=4096, hellaswag_interval=every, hellaswag_file=hellaswag
+    )
     settings |= dict(sample_interval=every, n_samples=2, sample_tokens=16, sample_prompt="def ")
     settings |= dict(save_interval=every, async_save=True, keep_last=2)
     if cfg.device == "cuda":  # launching kernels is nearly all that so small a step does: few of them
         settings |= dict(compile=True, batch_size=16)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={cfg.ranks}"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc_per_node={cfg.ranks}",
+    ]
     return [*launcher, "train.py", "config/test.py", *(f"--{key}={value}" for key, value in settings.items())]
 
 
@@ -112,7 +122,9 @@ def use_of_ranks(torchrun):
         for pid in Path(f"/proc/{torchrun}/task/{torchrun}/children").read_text().split():
             environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             rank = [int(entry[5:]) for entry in environment if entry.startswith(b"RANK=")]
-            stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # from field 3 on, see man 5 proc
+            stat = (
+                Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            )  # from field 3 on, see man 5 proc
             use = (int(stat[11]) + int(stat[12])) / tick, int(stat[21]) * page / 2**20
             found |= dict.fromkeys(rank, use)
     except OSError:  # a process ended in the meantime
@@ -153,14 +165,26 @@ def flat(cfg, samples, log):
         line = fitted(late[:, 0], memory)
         growth = (line[-1] - line[0]) / line.mean()
         found = f"{line[0]:.1f} to {line[-1]:.1f} MiB, {growth:+.2%}"
-        rows.append((f"memory of rank {rank}, least squares", found, f"growth under {GROWTH:.0%}", growth < GROWTH))
-    fifths, (steps, dt) = [(cfg.steps * a, cfg.steps * (a + 0.2)) for a in (0.2, 0.8)], series(log, "train", "dt_ms")
+        rows.append(
+            (f"memory of rank {rank}, least squares", found, f"growth under {GROWTH:.0%}", growth < GROWTH)
+        )
+    fifths, (steps, dt) = (
+        [(cfg.steps * a, cfg.steps * (a + 0.2)) for a in (0.2, 0.8)],
+        series(log, "train", "dt_ms"),
+    )
     passed = [np.median(dt[(steps > a) & (steps <= b)]) for a, b in fifths]
     inside = [samples[(samples[:, 0] > a) & (samples[:, 0] <= b)] for a, b in fifths]
     own = [1e3 * np.ptp(part[:, 1]) / max(1, np.ptp(part[:, 0])) if len(part) else np.nan for part in inside]
     for what, (second, last) in (("step time, median", passed), ("CPU time a step, all ranks", own)):
         found = f"{second:.2f} to {last:.2f} ms, {last / second - 1:+.1%}"
-        rows.append((f"{what}, second and last fifth", found, f"growth under {SLOWER:.0%}", last / second - 1 < SLOWER))
+        rows.append(
+            (
+                f"{what}, second and last fifth",
+                found,
+                f"growth under {SLOWER:.0%}",
+                last / second - 1 < SLOWER,
+            )
+        )
     return rows
 
 
@@ -183,14 +207,25 @@ def draw(path, samples, run):
         late = settled(samples)
         for rank, color in zip(range(samples.shape[1] - 2), plot.COLORS * 8):
             memory.plot(samples[:, 0], samples[:, rank + 2], color=color, linewidth=1.2, label=f"rank {rank}")
-            memory.plot(late[:, 0], fitted(late[:, 0], late[:, rank + 2]), "--", color="#374151", linewidth=0.8)
+            memory.plot(
+                late[:, 0], fitted(late[:, 0], late[:, rank + 2]), "--", color="#374151", linewidth=0.8
+            )
         memory.set_ylim(0, 1.15 * samples[:, 2:].max())
         memory.legend(loc="lower right")
         steps, dt = series(run.log, "train", "dt_ms")
         speed.set_title("time of a step, ms: as logged, and of the CPU for all ranks")
         plot.draw_smoothed(speed, run, steps, dt, "as logged")
-        at, cpu = samples[::20, 0], samples[::20, 1] * 1e3  # over 20 looks: the kernel counts in hundredths of a second
-        speed.plot(at[1:], np.diff(cpu) / np.maximum(1, np.diff(at)), color=plot.COLORS[1], linewidth=1.2, label="CPU")
+        at, cpu = (
+            samples[::20, 0],
+            samples[::20, 1] * 1e3,
+        )  # over 20 looks: the kernel counts in hundredths of a second
+        speed.plot(
+            at[1:],
+            np.diff(cpu) / np.maximum(1, np.diff(at)),
+            color=plot.COLORS[1],
+            linewidth=1.2,
+            label="CPU",
+        )
         speed.legend(loc="lower right")
         speed.set_ylim(0, 1.3 * np.quantile(dt, 0.98))
         for axes in (memory, speed):

@@ -143,4 +143,12 @@ if __name__ == "__main__":
     for capability in sorted({int(numbers.get(word, word)) for word in sys.argv[1:] or numbers}):
         for (name, _), kernel in compiled(capability).items():
             registers, stack = resources(kernel)
-            print(name, capability, kernel.metadata.shared, kernel.metadata.num_warps, registers, stack, flush=True)
+            print(
+                name,
+                capability,
+                kernel.metadata.shared,
+                kernel.metadata.num_warps,
+                registers,
+                stack,
+                flush=True,
+            )

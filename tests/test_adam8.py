@@ -38,10 +38,14 @@ def round_trip(x, levels, to_zero, noise=None):
 @pytest.mark.parametrize("levels, to_zero", [M, V])
 def test_a_code_is_a_neighbour_on_the_grid(levels, to_zero):
     torch.manual_seed(0)
-    x = torch.exp2(-15 * torch.rand(50, 256)) * torch.exp2(torch.randint(-60, 60, (50, 1)))  # a group's 15 octaves
+    x = torch.exp2(-15 * torch.rand(50, 256)) * torch.exp2(
+        torch.randint(-60, 60, (50, 1))
+    )  # a group's 15 octaves
     y = round_trip(x, levels, to_zero)
     assert ((y - x).abs() / x).max() < 1 / 8  # three bits of mantissa
-    assert torch.equal(round_trip(y, levels, to_zero), y)  # what is on the grid stays there, whatever the noise
+    assert torch.equal(
+        round_trip(y, levels, to_zero), y
+    )  # what is on the grid stays there, whatever the noise
     y = round_trip(torch.exp2(-8 * torch.rand(50, 256)), levels, to_zero)
     y[:, 0] = 64.0  # and whatever the scale
     assert torch.equal(round_trip(y, levels, to_zero), y)
@@ -90,7 +94,8 @@ def test_random_numbers_are_even_and_differ():
 def tensors(rows, cols, dtype, device="cpu"):
     groups = -(-cols // adam8.GROUP)
     codes = [
-        torch.zeros(rows, n, dtype=t, device=device) for n, t in ((cols, torch.uint8), (groups, torch.float32)) * 2
+        torch.zeros(rows, n, dtype=t, device=device)
+        for n, t in ((cols, torch.uint8), (groups, torch.float32)) * 2
     ]
     return [torch.randn(rows, cols, device=device).to(dtype), *codes]
 
@@ -118,7 +123,9 @@ def compare_kernel(rows, cols, dtype, device, differing):
     own = tensors(rows, cols, dtype, device)
     for step in range(1, 6):
         other = [t.clone() for t in own]
-        g = (torch.randn(rows, cols, device=device) * torch.exp(4 * torch.randn(rows, cols, device=device))).to(dtype)
+        g = (
+            torch.randn(rows, cols, device=device) * torch.exp(4 * torch.randn(rows, cols, device=device))
+        ).to(dtype)
         adam8.update_torch(own[0], g, *own[1:], 3, *numbers(step))
         adam8_triton.update(other[0], g, *other[1:], 3, *numbers(step))
         for a, b in zip(own[1:], other[1:]):
@@ -173,12 +180,18 @@ def test_moments_decay_as_they_should_and_stay_if_rounded_to_the_nearest():
         square = round_trip(square * 0.95, *V)
         nearest = round_trip(nearest * 0.95, *V, noise=torch.full(square.shape, 2**19, dtype=torch.int32))
     # an element's variance grows by (its step / 2)^2 at most, 0.4% of its square, a step
-    assert (square.sum() / start.sum()).item() == pytest.approx(0.95**40, rel=5 * (40 * 0.004 / 16_384) ** 0.5)
+    assert (square.sum() / start.sum()).item() == pytest.approx(
+        0.95**40, rel=5 * (40 * 0.004 / 16_384) ** 0.5
+    )
     assert nearest.sum() > 2 * 0.95**40 * start.sum()
     state = tensors(64, 256, torch.float32)
     for step in range(1, 400):
         adam8.update_torch(
-            state[0], torch.randn(64, 256) if step < 5 else torch.zeros(64, 256), *state[1:], 0, *numbers(step)
+            state[0],
+            torch.randn(64, 256) if step < 5 else torch.zeros(64, 256),
+            *state[1:],
+            0,
+            *numbers(step),
         )
     assert adam8.decoded(state[3].int().view(64, 1, 256), state[4], V[0]).max() < 1e-7  # 0.95^395 = 1.6e-9
 
@@ -186,7 +199,9 @@ def test_moments_decay_as_they_should_and_stay_if_rounded_to_the_nearest():
 def test_small_tensors_are_torchs_adamw_and_bf16_ones_keep_their_float32_numbers():
     torch.manual_seed(0)
     start, options = torch.ones(300), dict(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
-    plain, full, half = (Parameter(start.clone().to(t)) for t in (torch.float32, torch.float32, torch.bfloat16))
+    plain, full, half = (
+        Parameter(start.clone().to(t)) for t in (torch.float32, torch.float32, torch.bfloat16)
+    )
     optimizers = [torch.optim.AdamW([plain], **options), *(AdamW8bit([p], **options) for p in (full, half))]
     for _ in range(50):
         g = torch.randn(300).bfloat16() + 0.3
@@ -194,7 +209,9 @@ def test_small_tensors_are_torchs_adamw_and_bf16_ones_keep_their_float32_numbers
             p.grad = g.to(p.dtype)
             optimizer.step()
     assert torch.equal(plain, full)
-    assert torch.equal(half, plain.bfloat16()) and not torch.equal(half, start.bfloat16())  # no step of 2^-8 at once
+    assert torch.equal(half, plain.bfloat16()) and not torch.equal(
+        half, start.bfloat16()
+    )  # no step of 2^-8 at once
 
 
 def test_a_step_is_adamws_but_for_the_codes():
@@ -268,7 +285,9 @@ def test_resumed_equals_uninterrupted_bitwise(data_dir, tmp_path):
 @pytest.mark.slow
 def test_two_ranks_equal_one_process_and_resume(data_dir, tmp_path):
     """Gradients are summed in another order, which changes a few codes; other noise costs more than 2e-5."""
-    settings = dict(optimizer="adamw8bit", save_interval=6, keep_last=9, batch_size=2, vocab_multiple=1)  # 257 rows
+    settings = dict(
+        optimizer="adamw8bit", save_interval=6, keep_last=9, batch_size=2, vocab_multiple=1
+    )  # 257 rows
     one = losses(train_here(data_dir, tmp_path / "one", **settings))
     many = train_ranks(2, flags(data_dir, tmp_path / "two", parallel="fsdp", **settings))
     assert many.returncode == 0, many.stderr
@@ -292,7 +311,9 @@ def test_bf16_weights_over_ranks(data_dir, tmp_path):
 
 
 def test_bf16_weights_begin_as_the_float32_ones():
-    cfg = Config(vocab_size=100, n_layer=2, n_head=2, n_embd=16, block_size=8, compile=False, precision="fp32")
+    cfg = Config(
+        vocab_size=100, n_layer=2, n_head=2, n_embd=16, block_size=8, compile=False, precision="fp32"
+    )
     built = []
     for dtype in (torch.float32, torch.bfloat16):
         model = models.on_meta(cfg)
@@ -313,15 +334,24 @@ def test_llama3_8b_fits_one_gpu():
     plain = dataclasses.replace(cfg, optimizer="adamw", weights="fp32")
     assert "--optimizer=adamw8bit --weights=bf16" in memory.advice(plain, 1, 80 * memory.GIB, legal)
     away = dataclasses.replace(plain, parallel="fsdp", offload_states=True)
-    assert memory.estimate(away, 1)["optimizer"] == 0 and sum(memory.estimate(away, 1).values()) < 72 * memory.GIB
+    assert (
+        memory.estimate(away, 1)["optimizer"] == 0
+        and sum(memory.estimate(away, 1).values()) < 72 * memory.GIB
+    )
 
 
 @pytest.mark.parametrize(
     "settings, message",
     [
-        (dict(weights="bf16"), "weights=bf16 would lose small updates with optimizer=adamw; try --optimizer=adamw8bit"),
+        (
+            dict(weights="bf16"),
+            "weights=bf16 would lose small updates with optimizer=adamw; try --optimizer=adamw8bit",
+        ),
         (dict(precision="fp32", **LOW), "weights=bf16 cannot give precision=fp32"),
-        (dict(offload_states=True), "offload_states=True needs a sharded model, parallel is ddp; try --parallel=fsdp"),
+        (
+            dict(offload_states=True),
+            "offload_states=True needs a sharded model, parallel is ddp; try --parallel=fsdp",
+        ),
         (
             dict(offload_states=True, parallel="fsdp"),
             "offload_states=True needs a process group; start it with torchrun",

@@ -18,7 +18,7 @@ from bench import COMMANDS, StepConfig
 from configurator import UserError, configure
 from fast import adam8
 from measure import ops, step
-from run import account
+from run import flops
 from scale import memory, parallel, plan
 from settings import Config, legal
 
@@ -39,12 +39,21 @@ TINY = [str(ROOT / "config/test.py"), "--device=cpu", "--vocab_size=257"]
 def test_step_is_timed(capsys):
     here("step", *TINY, "--steps=3", "--settle=1")
     said = capsys.readouterr().out
-    assert re.search(r"^step +([\d.]+) ms, median of 3 .* ([\d,]+) tokens/s, MFU n/a$", said, re.MULTILINE), said
+    assert re.search(r"^step +([\d.]+) ms, median of 3 .* ([\d,]+) tokens/s, MFU n/a$", said, re.MULTILINE), (
+        said
+    )
     assert re.search(r"^first step +[\d.]+ s", said, re.MULTILINE), said
 
 
 def test_step_of_a_sharded_model_with_sequences_over_two_ranks():
-    words = ["--device=cpu", "--steps=2", "--settle=1", "--vocab_size=257", "--parallel=fsdp", "--context_parallel=2"]
+    words = [
+        "--device=cpu",
+        "--steps=2",
+        "--settle=1",
+        "--vocab_size=257",
+        "--parallel=fsdp",
+        "--context_parallel=2",
+    ]
     done = bench("step", "config/test.py", *words, ranks=2)
     assert done.returncode == 0 and "median of 2" in done.stdout, done.stderr
 
@@ -52,7 +61,9 @@ def test_step_of_a_sharded_model_with_sequences_over_two_ranks():
 def test_the_first_step_alone(capsys):
     here("step", *TINY, "--steps=0", "--settle=0")
     said = capsys.readouterr().out
-    assert re.search(r"^first step +[\d.]+ s", said, re.MULTILINE) and not re.search("^step ", said, re.MULTILINE)
+    assert re.search(r"^first step +[\d.]+ s", said, re.MULTILINE) and not re.search(
+        "^step ", said, re.MULTILINE
+    )
 
 
 def test_collectives_over_two_ranks():
@@ -69,7 +80,9 @@ def test_parameter_counts_are_those_of_a_real_model(recipe):
     cfg = configure(Config, [str(recipe)])
     variants = [
         cfg,
-        dataclasses.replace(cfg, qk_norm=not cfg.qk_norm, bias=not cfg.bias, mlp="relu2", attention_gate=True),
+        dataclasses.replace(
+            cfg, qk_norm=not cfg.qk_norm, bias=not cfg.bias, mlp="relu2", attention_gate=True
+        ),
     ]
     variants.append(dataclasses.replace(cfg, value_embeddings=cfg.n_layer))  # a table in the last block
     for other in variants:
@@ -121,17 +134,33 @@ def test_the_estimate_of_an_edited_model_says_that_it_cannot_know():
         assert "in all" not in words and "activations are not estimated" in words
 
 
-@pytest.mark.parametrize("words", [["plan", "config/llama3_8b.py", "--world=8"], ["memory", "config/gpt2_124m.py"]])
+@pytest.mark.parametrize(
+    "words", [["plan", "config/llama3_8b.py", "--world=8"], ["memory", "config/gpt2_124m.py"]]
+)
 def test_arithmetic_imports_no_torch(words):
     code = "import runpy, sys; runpy.run_path('bench.py', run_name='__main__'); assert 'torch' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0 and "GiB" in done.stdout, done.stderr
 
 
 FOUR_LAYERS = ["--n_layer=4", "--parallel=ddp", "--remat=none", "--batch_size=1", "--batch_tokens=32768"]
-OFFLOADED = ["--batch_size=32", "--batch_tokens=65536", "--parallel=zero2", "--offload_states", "--remat=selective"]
+OFFLOADED = [
+    "--batch_size=32",
+    "--batch_tokens=65536",
+    "--parallel=zero2",
+    "--offload_states",
+    "--remat=selective",
+]
 GATED = ["--value_embeddings=2", "--attention_gate=True"]
-ROWS_20K = ["--block_size=20480", "--batch_size=4", "--batch_tokens=81920", "--remat=attention", "--remat_offload"]
+ROWS_20K = [
+    "--block_size=20480",
+    "--batch_size=4",
+    "--batch_tokens=81920",
+    "--remat=attention",
+    "--remat_offload",
+]
 DOCUMENTS = ["--document_mask=True", "--remat=block"]
 MANY_ROWS = ["--remat=attention", "--batch_size=256", "--batch_tokens=262144"]
 
@@ -139,12 +168,23 @@ MANY_ROWS = ["--remat=attention", "--batch_size=256", "--batch_tokens=262144"]
 @pytest.mark.parametrize(
     "recipe, precision, words, measured",
     [("gpt2_124m", "bf16", [], 21.4), ("gpt2_124m", "fp8", [], 19.7), ("modern_350m", "bf16", [], 49.3)]
-    + [("modern_124m", "bf16", [], 35.2), ("modern_124m", "fp8", [], 39.9), ("modern_124m", "bf16", GATED, 41.3)]
+    + [
+        ("modern_124m", "bf16", [], 35.2),
+        ("modern_124m", "fp8", [], 39.9),
+        ("modern_124m", "bf16", GATED, 41.3),
+    ]
     + [("gpt2_350m", "bf16", ["--batch_size=32"], 31.2), ("gpt2_774m", "bf16", ["--batch_size=16"], 36.8)]
     + [("gpt2_1558m", "bf16", ["--batch_size=8"], 46.5), ("gpt2_1558m", "fp8", ["--batch_size=8"], 42.9)]
     + [("gpt2_350m", "bf16", [], 55.5), ("gpt2_774m", "bf16", [], 59.5)]
-    + [("gpt2_1558m", "bf16", [], 65.1), ("gpt2_1558m", "fp8", [], 59.1), ("llama3_8b_one_gpu", "bf16", [], 60.4)]
-    + [("llama3_8b_one_gpu", "bf16", ["--remat=none"], 74.4), ("llama3_8b_one_gpu", "fp8", ["--remat_every=2"], 75.0)]
+    + [
+        ("gpt2_1558m", "bf16", [], 65.1),
+        ("gpt2_1558m", "fp8", [], 59.1),
+        ("llama3_8b_one_gpu", "bf16", [], 60.4),
+    ]
+    + [
+        ("llama3_8b_one_gpu", "bf16", ["--remat=none"], 74.4),
+        ("llama3_8b_one_gpu", "fp8", ["--remat_every=2"], 75.0),
+    ]
     + [("llama3_70b", "bf16", FOUR_LAYERS, 102.7), ("gpt3_2700m", "bf16", OFFLOADED, 88.6)]
     + [("gpt3_2700m", "bf16", [], 66.0), ("llama3_8b_one_gpu", "bf16", ROWS_20K, 62.5)]
     + [("llama3_8b_128k_one_gpu", "bf16", DOCUMENTS, 60.9), ("gpt2_124m", "bf16", MANY_ROWS, 17.1)],
@@ -156,8 +196,17 @@ def test_memory_is_what_an_h200_took(recipe, precision, words, measured):
 
 
 LLAMA, LONG = ["config/llama3_8b.py"], ["--block_size=131072", "--batch_tokens=131072"]
-MICRO_STEPS, SIXTH = ["--batch_tokens=262144", "--reduce_dtype=bf16"], ["--remat=selective", "--remat_every=6"]
-LONGER = ["--block_size=262144", "--batch_tokens=262144", "--remat=block", "--remat_offload=True", "--remat_tile=16384"]
+MICRO_STEPS, SIXTH = (
+    ["--batch_tokens=262144", "--reduce_dtype=bf16"],
+    ["--remat=selective", "--remat_every=6"],
+)
+LONGER = [
+    "--block_size=262144",
+    "--batch_tokens=262144",
+    "--remat=block",
+    "--remat_offload=True",
+    "--remat_tile=16384",
+]
 HELD = ["--remat=attention", "--remat_offload=True", "--remat_tile=16384"]
 
 
@@ -184,7 +233,9 @@ def test_memory_and_speed_are_what_h200s_showed(ranks, words, gib, rate):
     if gib:
         assert sum(memory.estimate(cfg, ranks).values()) / memory.GIB == pytest.approx(gib, rel=0.05)
     if rate:
-        assert cfg.batch_tokens / sum(plan.seconds(cfg, ranks).values()) / ranks == pytest.approx(rate, rel=0.1)
+        assert cfg.batch_tokens / sum(plan.seconds(cfg, ranks).values()) / ranks == pytest.approx(
+            rate, rel=0.1
+        )
 
 
 SMALL = ["config/gpt2_124m.py", "--batch_size=16", "--batch_tokens=16384"]
@@ -242,7 +293,9 @@ CPU = "update on the CPU, copies"
 
 def planned(ranks, *words, rates=plan.H200):
     """{part: seconds} of a step; AWAY's words first."""
-    return plan.seconds(configure(Config, [str(ROOT / words[0]), "--precision=bf16", *words[1:]]), ranks, rates)
+    return plan.seconds(
+        configure(Config, [str(ROOT / words[0]), "--precision=bf16", *words[1:]]), ranks, rates
+    )
 
 
 def test_the_plan_counts_the_update_on_the_cpu():
@@ -253,7 +306,9 @@ def test_the_plan_counts_the_update_on_the_cpu():
         assert planned(ranks, *one)[CPU] == pytest.approx(total * 32 / plan.H200.cpu)
         assert CPU not in planned(ranks, *LLAMA, "--parallel=fsdp")
         on_gpu = planned(ranks, *one, "--offload_states=False")["elementwise"]
-        assert planned(ranks, *one)["elementwise"] == pytest.approx(on_gpu - total / ranks * 40 / plan.H200.memory)
+        assert planned(ranks, *one)["elementwise"] == pytest.approx(
+            on_gpu - total / ranks * 40 / plan.H200.memory
+        )
     slower = dataclasses.replace(plan.H200, cpu=plan.H200.cpu / 2)
     assert planned(8, *one, rates=slower)[CPU] == pytest.approx(2 * planned(8, *one)[CPU])
 
@@ -266,13 +321,17 @@ def test_the_plan_counts_the_copies_of_offloaded_states():
     assert waits == pytest.approx(share / rates.host)  # zero2 copies at the start of the step
     again = planned(4, *AWAY, *eight)[CPU] - planned(4, *AWAY, *four)[CPU]
     assert again == pytest.approx(share / (plan.PAGEABLE * rates.host) + 3 * share / (rates.cpu / 4))
-    assert planned(4, *AWAY, *eight, "--parallel=hsdp")[CPU] == planned(4, *AWAY, *four)[CPU]  # sums on the GPU
+    assert (
+        planned(4, *AWAY, *eight, "--parallel=hsdp")[CPU] == planned(4, *AWAY, *four)[CPU]
+    )  # sums on the GPU
     slow = dataclasses.replace(rates, host=1e9)  # too slow to hide: two gathers, and gradients back
     exposed, compute = "communication, exposed", ("matmul", "attention", "elementwise")
     parts, usual = planned(4, *AWAY, *four, rates=slow), planned(4, *AWAY, *four, "--offload_states=False")
     hidden = plan.HIDDEN * sum(parts[name] for name in compute)
     assert parts[exposed] - usual[exposed] == pytest.approx(3 * share / 1e9 - hidden, rel=1e-2)
-    alone = planned(1, *AWAY, "--batch_tokens=8192")[CPU]  # the copies of one GPU wait; it has half of the bandwidth
+    alone = planned(1, *AWAY, "--batch_tokens=8192")[
+        CPU
+    ]  # the copies of one GPU wait; it has half of the bandwidth
     assert alone == pytest.approx(8 * total / rates.host + 32 * total / (rates.cpu / 2))
 
 
@@ -286,14 +345,23 @@ def held_in_rank(words):
     weights = list(job.raw.parameters())
     assert all(t.device.type == "cpu" for p in weights for t in (p, p.grad))
     moments = [value for state in job.optimizer.state.values() for value in state.values() if value.dim()]
-    sizes = [[t.to_local().nbytes for t in tensors] for tensors in (weights, [p.grad for p in weights], moments)]
+    sizes = [
+        [t.to_local().nbytes for t in tensors] for tensors in (weights, [p.grad for p in weights], moments)
+    ]
     return sizes[0], sizes[1], sum(sizes[2]), memory.on_host(own, world.size)
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "zero2"])
 def test_the_hosts_memory_is_what_offloaded_states_take(kind):
     """Over two ranks on the CPU, where nothing is pinned: pinned, each size would be the next power of two."""
-    words = [*TINY, "--n_embd=192", "--n_head=4", f"--parallel={kind}", "--offload_states=True", "--compile=False"]
+    words = [
+        *TINY,
+        "--n_embd=192",
+        "--n_head=4",
+        f"--parallel={kind}",
+        "--offload_states=True",
+        "--compile=False",
+    ]
     for weights, gradients, moments, estimate in call(2, held_in_rank, words):
         pinned = [sum(1 << (size - 1).bit_length() for size in sizes) for sizes in (weights, gradients)]
         assert pinned == pytest.approx([estimate["parameters"], estimate["gradients"]], rel=0.02)
@@ -304,14 +372,22 @@ def test_the_hosts_memory_is_what_offloaded_states_take(kind):
 def test_offloading_more_than_the_host_has_is_refused(monkeypatch):
     """Half a million tokens of Llama 3 8B keep 128 GiB there, and the weights, gradients and moments as much again."""
     assert 2**28 < memory.host_limit() < 2**50
-    words = ["config/llama3_8b.py", "--device=cpu", "--block_size=524288", "--batch_tokens=524288", "--batch_size=1"]
+    words = [
+        "config/llama3_8b.py",
+        "--device=cpu",
+        "--block_size=524288",
+        "--batch_tokens=524288",
+        "--batch_size=1",
+    ]
     words += ["--remat=block", "--remat_offload", "--parallel=fsdp", "--offload_states", "--precision=bf16"]
     cfg = configure(Config, words)
     need = sum(memory.on_host(cfg, 1).values())
     assert need == pytest.approx(256 * memory.GIB, rel=0.01)
     whole = dict(remat="attention", offload_states=False, batch_tokens=2 * 3 * 2**17, block_size=3 * 2**17)
     activations = memory.on_host(dataclasses.replace(cfg, **whole), 1)["activations"]
-    assert activations == 32 * (2 * 4 * memory.GIB + 2**26), "pinned: 3 GiB take 4, and attention's logsumexp 64 MiB"
+    assert activations == 32 * (2 * 4 * memory.GIB + 2**26), (
+        "pinned: 3 GiB take 4, and attention's logsumexp 64 MiB"
+    )
     for limit in (None, need):
         monkeypatch.setattr(memory, "host_limit", lambda limit=limit: limit)
         memory.refuse_beyond_host(cfg, 1)
@@ -327,7 +403,9 @@ def test_offloading_more_than_the_host_has_is_refused(monkeypatch):
 def test_a_model_that_a_cpus_host_cannot_hold_is_refused(monkeypatch):
     cfg = configure(Config, ["config/llama3_8b.py", "--device=cpu", "--parallel=ddp"])
     monkeypatch.setattr(memory, "host_limit", lambda: 64 * memory.GIB)
-    with pytest.raises(UserError, match="8,030,261,248 parameters, .* 120 GiB of this host's .* 1 rank; there are 64"):
+    with pytest.raises(
+        UserError, match="8,030,261,248 parameters, .* 120 GiB of this host's .* 1 rank; there are 64"
+    ):
         train.Training(cfg, parallel.World(0, 1, torch.device("cpu")))
 
 
@@ -350,9 +428,24 @@ def three_steps_in_rank(words):
 @pytest.mark.parametrize("mode", ["ddp", *(f"{kind} --offload_states" for kind in ("fsdp", "zero2", "hsdp"))])
 def test_a_gpu_takes_the_estimated_memory(mode):
     """Each mode that one GPU can run, with two micro-steps a step and heads that are 80 wide."""
-    words = ["--n_layer=6", "--n_head=16", "--n_embd=1280", "--vocab_size=50304", "--batch_size=16", "--lr=1e-4"]
-    words += ["--block_size=1024", "--batch_tokens=32768", "--remat=selective", "--precision=bf16", "--device=cuda"]
-    [(losses, peak, estimate)] = call(1, three_steps_in_rank, [*words, *f"--parallel={mode}".split()], timeout=200)
+    words = [
+        "--n_layer=6",
+        "--n_head=16",
+        "--n_embd=1280",
+        "--vocab_size=50304",
+        "--batch_size=16",
+        "--lr=1e-4",
+    ]
+    words += [
+        "--block_size=1024",
+        "--batch_tokens=32768",
+        "--remat=selective",
+        "--precision=bf16",
+        "--device=cuda",
+    ]
+    [(losses, peak, estimate)] = call(
+        1, three_steps_in_rank, [*words, *f"--parallel={mode}".split()], timeout=200
+    )
     assert peak == pytest.approx(estimate, rel=0.12)
     assert losses[0] == pytest.approx(11, abs=0.6) and losses[2] < losses[0]
 
@@ -360,7 +453,9 @@ def test_a_gpu_takes_the_estimated_memory(mode):
 def test_memory_and_plan_print_the_hosts_memory(capsys):
     here("memory", *AWAY, "--world=4")
     line = re.search(
-        r"^host memory  ([\d.]+) GiB for 4 ranks of a host, ([\d.]+) a rank: parameters", capsys.readouterr().out, re.M
+        r"^host memory  ([\d.]+) GiB for 4 ranks of a host, ([\d.]+) a rank: parameters",
+        capsys.readouterr().out,
+        re.M,
     )
     assert float(line[1]) == pytest.approx(4 * float(line[2]), rel=1e-2) and 120 < float(line[1]) < 135
     here("plan", *AWAY, "--world=4")
@@ -397,7 +492,9 @@ def test_out_of_memory_says_what_would_fit(monkeypatch):
     monkeypatch.setattr(train, "train", full)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 24 * memory.GIB))
     cfg = configure(Config, [str(ROOT / "config/gpt2_124m.py"), "--batch_size=128", "--device=cpu"])
-    with pytest.raises(UserError, match=r"^out of memory: .* of 24.0 a GPU by estimate; try --batch_size=") as error:
+    with pytest.raises(
+        UserError, match=r"^out of memory: .* of 24.0 a GPU by estimate; try --batch_size="
+    ) as error:
         train.main(cfg)
     rows = int(re.search(r"try --batch_size=(\d+) or", str(error.value))[1])
     assert sum(memory.estimate(dataclasses.replace(cfg, batch_size=rows), 1).values()) <= 24 * memory.GIB
@@ -406,7 +503,9 @@ def test_out_of_memory_says_what_would_fit(monkeypatch):
     assert "another process" in memory.advice(cfg, 1, 200 * memory.GIB, legal)
     said = "Tried to allocate 512.00 MiB. GPU 0 ... Of the allocated memory 190.25 GiB is allocated by PyTorch, and"
     more = memory.advice(cfg, 1, 200 * memory.GIB, legal, torch.OutOfMemoryError(said))
-    assert "by estimate; it held 190.2 and wanted 0.50 more; try" in more, "the estimate is wrong, not another process"
+    assert "by estimate; it held 190.2 and wanted 0.50 more; try" in more, (
+        "the estimate is wrong, not another process"
+    )
 
 
 @pytest.mark.parametrize("word", ["--attention=math", "--ops=torch"])
@@ -425,7 +524,10 @@ def test_mistakes_are_one_line():
         (["steps"], "error: bench.py steps: expected one of step, ladder, peers, ops, comm, support, memory"),
         (["memory", "--world=0"], "error: world=0 must be at least 1"),
         (["memory", "--precision=fp32"], "error: precision=fp32: the arithmetic is for bf16 and fp8"),
-        (["plan", "config/llama3_8b.py", "--world=8", "--n_head=7"], "n_embd=4096 must be divisible by n_head=7"),
+        (
+            ["plan", "config/llama3_8b.py", "--world=8", "--n_head=7"],
+            "n_embd=4096 must be divisible by n_head=7",
+        ),
         (
             ["plan", "config/llama3_8b.py", "--parallel=ddp", "--gpu_gib=8"],
             "error: nothing fits 8 GiB a GPU, --world=1",
@@ -435,7 +537,9 @@ def test_mistakes_are_one_line():
     ]
     for words, expected in mistakes:
         done = bench(*words)
-        assert done.returncode != 0 and expected in done.stderr and "Traceback" not in done.stderr, done.stderr
+        assert done.returncode != 0 and expected in done.stderr and "Traceback" not in done.stderr, (
+            done.stderr
+        )
 
 
 @pytest.mark.parametrize(
@@ -457,7 +561,9 @@ def test_mistakes_found_on_the_device_are_one_line(words, message):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("name, words", [("ops", ["--rounds=1"]), ("step", [*TINY[:1], "--steps=2", "--settle=1"])])
+@pytest.mark.parametrize(
+    "name, words", [("ops", ["--rounds=1"]), ("step", [*TINY[:1], "--steps=2", "--settle=1"])]
+)
 def test_tables_on_a_gpu(name, words, capsys):
     here(name, *words)
     said = capsys.readouterr().out
@@ -468,8 +574,11 @@ def test_tables_on_a_gpu(name, words, capsys):
 def test_ops_compares_the_fast_forms(monkeypatch):
     monkeypatch.setattr(kernels, "served", {"cuda"})
     norm, mlp = ops.sublayers("meta")
-    x, targets = torch.empty(1, 8, 768, device="meta", dtype=torch.bfloat16), torch.zeros(1, 8, device="meta").long()
-    with account.census("cuda", torch.bfloat16) as seen:
+    x, targets = (
+        torch.empty(1, 8, 768, device="meta", dtype=torch.bfloat16),
+        torch.zeros(1, 8, device="meta").long(),
+    )
+    with flops.census("cuda", torch.bfloat16) as seen:
         ops.our_add_norm(x, x, norm)
         ops.our_mlp(x, mlp.bfloat16())
         ops.our_loss(x, kernels.Linear(768, 136, False, "meta", torch.bfloat16), targets, 130, 1024)
@@ -496,4 +605,6 @@ def test_fsdp2_gathers_blocks_up_to_a_size(monkeypatch):
     for cfg in (Config(n_layer=12, parallel="fsdp", value_embeddings=3), Config(n_layer=12, parallel="fsdp")):
         block = memory.parameter_counts(cfg)[1]
         sizes = [sum(p.numel() for p in module.parameters()) for module in models.on_meta(cfg).blocks]
-        assert sizes == [block + (layer in cfg.value_layers) * cfg.padded_vocab * cfg.n_embd for layer in range(12)]
+        assert sizes == [
+            block + (layer in cfg.value_layers) * cfg.padded_vocab * cfg.n_embd for layer in range(12)
+        ]

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import kernels
 from model import GPT, Block, build
-from run import cache, generate
+from run import cache, sampling
 from scale import parallel
 from settings import GPTConfig
 
@@ -43,9 +43,9 @@ def prompt(B, T):
 def test_greedy_tokens_are_those_without_a_cache(changes, B, T, new):
     """Up to block_size = 40 tokens, across it, and from a prompt beyond it."""
     model, ids = random_model(**changes), prompt(B, T)
-    found = generate.generate(model, ids, new, temperature=0)
+    found = sampling.generate(model, ids, new, temperature=0)
     assert found.shape == (B, T + new) and len(found.unique()) > 2
-    assert torch.equal(found, generate.generate(model, ids, new, temperature=0, cached=False))
+    assert torch.equal(found, sampling.generate(model, ids, new, temperature=0, cached=False))
 
 
 @pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS)
@@ -88,9 +88,9 @@ def test_an_edited_model_samples_without_a_cache_and_says_so(owner, name, edit, 
     cache.warn.cache_clear()
     model, ids = random_model(), prompt(1, 5)
     monkeypatch.setattr(owner or model.blocks[1].attn, name, edit)
-    expected = generate.generate(model, ids, 8, temperature=0, cached=False)
+    expected = sampling.generate(model, ids, 8, temperature=0, cached=False)
     for _ in range(2):
-        assert torch.equal(generate.generate(model, ids, 8, temperature=0), expected)
+        assert torch.equal(sampling.generate(model, ids, 8, temperature=0), expected)
     said = capsys.readouterr().err
     assert words in said and said.count("warning: ") == said.count("\n") == 1
 
@@ -101,12 +101,12 @@ def test_a_compiled_model_keeps_its_graphs(compiler):
     from torch._dynamo.utils import counters
 
     model, ids = random_model(n_layer=1, **LLAMA), prompt(2, 16)
-    expected = generate.generate(model, ids, 8, temperature=0)
+    expected = sampling.generate(model, ids, 8, temperature=0)
     parallel.compile_model(model)
     loss = model(ids, ids)
     before = [list(vars(module)) for module in model.modules()]
     graphs = counters["stats"]["unique_graphs"]
-    assert graphs > 0 and torch.equal(generate.generate(model, ids, 8, temperature=0), expected)
+    assert graphs > 0 and torch.equal(sampling.generate(model, ids, 8, temperature=0), expected)
     assert model(ids, ids) == loss and counters["stats"]["unique_graphs"] == graphs
     assert [list(vars(module)) for module in model.modules()] == before
 

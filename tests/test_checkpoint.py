@@ -184,7 +184,9 @@ def in_parts(folder, tensor, ends, omit=None):
     for rank, (first, last) in enumerate(zip(ends, ends[1:])):
         if rank != omit:
             header = {"shards": json.dumps({"w": [first, len(tensor)]})}
-            save_file({"w": tensor[first:last].contiguous()}, folder / f"model.rank{rank:05d}.safetensors", header)
+            save_file(
+                {"w": tensor[first:last].contiguous()}, folder / f"model.rank{rank:05d}.safetensors", header
+            )
 
 
 def test_rows_of_parts(tmp_path):
@@ -209,7 +211,11 @@ def save_until_killed(folder, step, seconds):
     """For ranks.attempt: saves without end; killed so long after the first is saved. Prints the steps that are."""
     while True:
         checkpoint.save(
-            folder, step, {"model": {f"w{i}": torch.full((20_000,), float(step)) for i in range(4)}}, {"config": {}}, 2
+            folder,
+            step,
+            {"model": {f"w{i}": torch.full((20_000,), float(step)) for i in range(4)}},
+            {"config": {}},
+            2,
         )
         os.write(1, f"{step}\n".encode())
         if seconds is not None:

@@ -36,12 +36,16 @@ def test_defaults_and_flags():
     assert type(cfg.lr) is float
     assert make("--compile=False", "--n_layer=1e3", "--compile") == Config(n_layer=1000)
     assert make("--n_layer=1_000").n_layer == 1000
-    assert make("--n_layer", "3", "--lr", "-1", "--compile", "False", "--name", "x") == Config(3, -1.0, "x", False)
+    assert make("--n_layer", "3", "--lr", "-1", "--compile", "False", "--name", "x") == Config(
+        3, -1.0, "x", False
+    )
 
 
 def test_file_imports_computes_and_is_overridden(tmp_path):
     path = tmp_path / "c.py"
-    path.write_text("import math\nfrom pathlib import Path\n_half = 4\nn_layer = _half * 2\nlr = 1\nname = 'x'\n")
+    path.write_text(
+        "import math\nfrom pathlib import Path\n_half = 4\nn_layer = _half * 2\nlr = 1\nname = 'x'\n"
+    )
     cfg = make(str(path), "--name=y")
     assert (cfg.n_layer, cfg.lr, cfg.name) == (8, 1.0, "y")
 
@@ -62,7 +66,10 @@ def test_file_imports_computes_and_is_overridden(tmp_path):
         ("no/such.py", "no/such.py: no such config file"),
         ("config/gpt2_124", "config/gpt2_124: no such config file; did you mean gpt2_124m?"),
         ("lr=1", "lr=1: no such config file; a setting is written --lr=1"),
-        ("--config=config/test.py", "unknown setting --config; a config file's path is given alone, without --config="),
+        (
+            "--config=config/test.py",
+            "unknown setting --config; a config file's path is given alone, without --config=",
+        ),
     ],
 )
 @pytest.mark.fault(13, 14, 15)
@@ -110,9 +117,13 @@ def test_a_recipe_by_its_name_alone_from_any_folder(tmp_path, monkeypatch):
 
 def test_conflicts_are_found_beside_mistakes_but_not_those_that_follow_from_one():
     with pytest.raises(UserError) as error:
-        configure(settings.Config, ["--n_embed=65", "--batch_tokens=x", "--clip=-1", "--n_head=5"], settings.check)
+        configure(
+            settings.Config, ["--n_embed=65", "--batch_tokens=x", "--clip=-1", "--n_head=5"], settings.check
+        )
     assert [text.split()[-1] for text in error.value.args] == ["n_embd?", "int", "off"]
-    with pytest.raises(UserError) as error:  # nothing follows from the defaults, where a file's settings are unknown
+    with pytest.raises(
+        UserError
+    ) as error:  # nothing follows from the defaults, where a file's settings are unknown
         configure(settings.Config, ["no/such.py", "--n_head=5"], settings.check)
     assert len(error.value.args) == 1
 
@@ -199,7 +210,9 @@ def test_help_and_mistakes_of_train_need_no_torch():
 
 def test_nanogpts_names_are_all_named_with_ours(tmp_path):
     (tmp_path / "train_x.py").write_text("wandb_log = True\nseed = 1\nmax_iters = 600000\nmin_lr = 6e-5\n")
-    done = script([str(tmp_path / "train_x.py"), "--learning_rate", "1e-3", "--no_decay_lr", "--n_head=x"], NO_TORCH)
+    done = script(
+        [str(tmp_path / "train_x.py"), "--learning_rate", "1e-3", "--no_decay_lr", "--n_head=x"], NO_TORCH
+    )
     assert done.returncode == 2
     assert done.stderr.replace("error: ", "").replace(f"{tmp_path}/", "").splitlines() == [
         "train_x.py:1: nanoGPT's wandb_log is wandb",

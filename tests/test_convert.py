@@ -31,7 +31,7 @@ import model
 from configurator import UserError
 from model import Rope, build
 from run import checkpoint, hf, hf_config
-from run.account import parameter_counts
+from run.flops import parameter_counts
 from settings import GPTConfig
 
 CPU = torch.device("cpu")
@@ -40,7 +40,9 @@ SCALING["original_max_position_embeddings"] = 32  # of 64: all three ranges of w
 
 
 def gpt2(**changes):
-    shape = dict(vocab_size=301, n_positions=64, n_embd=48, n_layer=2, n_head=3, bos_token_id=0, eos_token_id=0)
+    shape = dict(
+        vocab_size=301, n_positions=64, n_embd=48, n_layer=2, n_head=3, bos_token_id=0, eos_token_id=0
+    )
     return randomized(GPT2LMHeadModel(GPT2Config(**{**shape, **changes})))
 
 
@@ -57,7 +59,9 @@ def qwen3(**changes):
 
 
 def nanochat(**changes):
-    return randomized(NanoChatForCausalLM(NanoChatConfig(**{**SHAPE, "final_logit_softcapping": 2.0, **changes})))
+    return randomized(
+        NanoChatForCausalLM(NanoChatConfig(**{**SHAPE, "final_logit_softcapping": 2.0, **changes}))
+    )
 
 
 def squared(model):
@@ -88,11 +92,15 @@ MODELS = {
     "llama_one_kv_head": lambda: llama(num_key_value_heads=1),
     "llama_biases": lambda: llama(attention_bias=True, mlp_bias=True),
     "llama3": lambda: llama(rope_parameters=dict(rope_type="default", rope_theta=500_000.0)),
-    "llama31": lambda: llama(rope_parameters=dict(SCALING, rope_theta=500_000.0), max_position_embeddings=512),
+    "llama31": lambda: llama(
+        rope_parameters=dict(SCALING, rope_theta=500_000.0), max_position_embeddings=512
+    ),
     "llama_eps": lambda: llama(rms_norm_eps=1e-3),
     "llama_relu2": lambda: squared(llama(hidden_act="relu")),
     "qwen3": lambda: qwen3(),
-    "qwen3_tied": lambda: qwen3(tie_word_embeddings=True, rope_parameters=dict(rope_type="default", rope_theta=1e6)),
+    "qwen3_tied": lambda: qwen3(
+        tie_word_embeddings=True, rope_parameters=dict(rope_type="default", rope_theta=1e6)
+    ),
     "nanochat": lambda: nanochat(),
 }
 LLAMA = dict(norm="rmsnorm", positions="rope", mlp="swiglu", bias=False)
@@ -148,7 +156,9 @@ def test_logits_and_loss_equal_transformers(make, tmp_path):
     assert (got - expected.logits).abs().max() <= 5e-6 * expected.logits.abs().max()
     loss = ours(x[:, :-1], x[:, 1:])
     assert abs(loss - expected.loss) <= 2e-6 * expected.loss
-    if theirs.config.model_type != "nanochat" and cfg.mlp != "relu2":  # it has no gains; gate and up are one of ours
+    if (
+        theirs.config.model_type != "nanochat" and cfg.mlp != "relu2"
+    ):  # it has no gains; gate and up are one of ours
         assert parameter_counts(ours)[0] == sum(p.numel() for p in theirs.parameters())
 
 
@@ -302,7 +312,9 @@ CONFIGS = (GPT2Config, LlamaConfig, Qwen3Config, NanoChatConfig)
 def test_absent_keys_mean_what_they_mean_to_transformers(family, theirs):
     for key, value in hf_config.ABSENT[family].items():
         assert (
-            value == getattr(theirs, key) or value is None and theirs.num_key_value_heads == theirs.num_attention_heads
+            value == getattr(theirs, key)
+            or value is None
+            and theirs.num_key_value_heads == theirs.num_attention_heads
         )
     for key, values in hf_config.SUPPORTED[family].items():
         assert values[0] == getattr(theirs, key, None), key
@@ -346,10 +358,18 @@ def test_tables_of_llama31_equal_transformers():
         (llama, dict(head_dim=32), ["head_dim=32", "64/4"]),
         (llama, dict(attention_bias=True), ["attention_bias=True", "mlp_bias"]),
         (llama, dict(rope_parameters=dict(rope_type="yarn", factor=4.0)), ["rope_type=yarn"]),
-        (llama, dict(rope_parameters=None, rope_scaling=dict(type="linear", factor=2.0)), ["rope_type=linear"]),
+        (
+            llama,
+            dict(rope_parameters=None, rope_scaling=dict(type="linear", factor=2.0)),
+            ["rope_type=linear"],
+        ),
         (llama, dict(rope_parameters=dict(rope_type="llama3", rope_theta=1e4)), ["factor is missing"]),
         (llama, dict(num_key_value_heads=4), ["k_proj.weight is (32, 64)", "expected (64, 64)"]),
-        (llama, dict(hidden_act="relu"), ["layers.0.mlp.up_proj.weight is not equal to gate_proj's", "2 in all"]),
+        (
+            llama,
+            dict(hidden_act="relu"),
+            ["layers.0.mlp.up_proj.weight is not equal to gate_proj's", "2 in all"],
+        ),
         (qwen3, dict(head_dim=32), ["head_dim=32", "64/4"]),
         (qwen3, dict(attention_bias=True), ["attention_bias=True"]),
         (qwen3, dict(use_sliding_window=True), ["use_sliding_window=True"]),
@@ -375,11 +395,25 @@ def test_damaged_or_missing_files(tmp_path, monkeypatch):
 
 def test_a_hub_name_is_fetched_without_pickles(tmp_path, monkeypatch):
     """What the hub's client is asked for, on the files that GPT-2 and Llama 3 have there."""
-    files = ["config.json", "model.safetensors", "model.safetensors.index.json", "tokenizer.json", "merges.txt"]
-    others = ["pytorch_model.bin", "onnx/config.json", "original/consolidated.00.pth", "rust_model.ot", "README.md"]
+    files = [
+        "config.json",
+        "model.safetensors",
+        "model.safetensors.index.json",
+        "tokenizer.json",
+        "merges.txt",
+    ]
+    others = [
+        "pytorch_model.bin",
+        "onnx/config.json",
+        "original/consolidated.00.pth",
+        "rust_model.ot",
+        "README.md",
+    ]
 
     def snapshot(name, **patterns):
-        assert name == "someone/gpt2-none" and set(filter_repo_objects(files + others, **patterns)) == set(files)
+        assert name == "someone/gpt2-none" and set(filter_repo_objects(files + others, **patterns)) == set(
+            files
+        )
         return str(saved(gpt2(), tmp_path))
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
@@ -425,7 +459,9 @@ def test_what_no_class_computes_is_refused(changes, words, tmp_path):
 
 
 def tiny(**changes):
-    return build(GPTConfig(vocab_size=50, block_size=8, n_layer=1, n_head=2, n_embd=16, **changes), CPU, seed=0)
+    return build(
+        GPTConfig(vocab_size=50, block_size=8, n_layer=1, n_head=2, n_embd=16, **changes), CPU, seed=0
+    )
 
 
 def test_an_export_is_whole_or_absent(tmp_path, monkeypatch):
@@ -464,7 +500,9 @@ def test_script_both_ways(make, tmp_path, capsys):
 @pytest.mark.parametrize("source", ["from_hf", "checkpoint"])
 def test_settings_of_an_export_are_refused_elsewhere(source):
     wrong = convert.Config(**{source: "x"}, out="y", dtype="bfloat16", tokenizer="bytes", verify=False)
-    refused(lambda: convert.main(wrong), "dtype=bfloat16 and tokenizer=bytes and verify=False cannot change a")
+    refused(
+        lambda: convert.main(wrong), "dtype=bfloat16 and tokenizer=bytes and verify=False cannot change a"
+    )
 
 
 def exported(folder, **options):
@@ -481,7 +519,9 @@ def test_an_export_is_compared_with_transformers(tmp_path, capsys, monkeypatch, 
     assert f"in {dtype}, and transformers computes the same logits" in capsys.readouterr().out
     made = one_gains(randomized(tiny(**NANOCHAT)))
     checkpoint.save_model(tmp_path / "nano", made, made.cfg)
-    convert.main(convert.Config(checkpoint=str(tmp_path / "nano"), to_hf=str(tmp_path / "folded"), dtype=dtype))
+    convert.main(
+        convert.Config(checkpoint=str(tmp_path / "nano"), to_hf=str(tmp_path / "folded"), dtype=dtype)
+    )
     assert "transformers computes the same logits" in capsys.readouterr().out
     monkeypatch.setattr(hf.Mirrored, "__getitem__", lambda self, rows: self.part[rows])
     wrong = convert.Config(checkpoint=str(tmp_path / "nano"), to_hf=str(tmp_path / "wrong"), dtype=dtype)
@@ -489,9 +529,15 @@ def test_an_export_is_compared_with_transformers(tmp_path, capsys, monkeypatch, 
 
 
 EDITS = {
-    "half of attention": (model.Block, lambda self, x, idx: half(x + 0.5 * self.attn(self.norm_1(x), idx), self)),
+    "half of attention": (
+        model.Block,
+        lambda self, x, idx: half(x + 0.5 * self.attn(self.norm_1(x), idx), self),
+    ),
     "another activation": (model.MLP, lambda self, x: self.proj(torch.relu(self.up(x)))),
-    "a norm after the sum": (model.Block, lambda self, x, idx: half(self.norm_1(x + self.attn(x, idx)), self)),
+    "a norm after the sum": (
+        model.Block,
+        lambda self, x, idx: half(self.norm_1(x + self.attn(x, idx)), self),
+    ),
 }
 
 
@@ -504,7 +550,9 @@ def test_an_export_of_an_edited_model_is_refused(tmp_path, monkeypatch, edit):
     """An edit without new parameters has the names and shapes of a GPT-2; only the logits tell them apart."""
     changed_class, forward = EDITS[edit]
     monkeypatch.setattr(changed_class, "forward", forward)
-    line = refused(lambda: exported(tmp_path), "model.py likely computes something else", "--no_verify keeps it")
+    line = refused(
+        lambda: exported(tmp_path), "model.py likely computes something else", "--no_verify keeps it"
+    )
     assert "other logits" in line and not (tmp_path / "hf").exists()
     exported(tmp_path, verify=False)
     assert (tmp_path / "hf" / "model.safetensors").exists()
@@ -519,7 +567,10 @@ def test_an_export_with_new_parameters_is_refused(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(model.Block, "__init__", gated)
-        words = ["parameters that a Hugging Face gpt2 does not have", "blocks.0.gate.bias, blocks.0.gate.weight"]
+        words = [
+            "parameters that a Hugging Face gpt2 does not have",
+            "blocks.0.gate.bias, blocks.0.gate.weight",
+        ]
         refused(lambda: exported(tmp_path), *words)
     # the same checkpoint and the model.py of before: its weights must not be dropped silently
     refused(lambda: exported(tmp_path), "not those of today's model.py", "blocks.0.gate.bias")
@@ -547,5 +598,7 @@ def test_the_tokenizer_is_noted(tmp_path):
 
 
 def test_mistake_on_the_command_line():
-    done = subprocess.run([sys.executable, "convert.py", "--to_hf=x"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "convert.py", "--to_hf=x"], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1

@@ -48,7 +48,9 @@ def test_two_runs_on_a_cpu_are_equal(data_dir, tmp_path, on, deterministic):
     assert_same_bits(last(tmp_path / "a", 12), last(tmp_path / "b", 12))
 
 
-GPT = dict(n_embd=768, n_head=12, block_size=256, batch_size=16, batch_tokens=8192, max_steps=5, save_interval=5)
+GPT = dict(
+    n_embd=768, n_head=12, block_size=256, batch_size=16, batch_tokens=8192, max_steps=5, save_interval=5
+)
 LLAMA = GPT | dict(positions="rope", norm="rmsnorm", mlp="swiglu", bias=False, n_kv_head=4)
 
 
@@ -125,13 +127,17 @@ def test_attention_is_not_cudnns(monkeypatch, deterministic):
     assert best_attention(device)[0] == "flash" and best_attention(device, "fp32")[0] == "efficient"
     torch.use_deterministic_algorithms(False)
     assert best_attention(device)[0] == "cudnn"
-    with pytest.raises(UserError, match="attention=cudnn adds gradients in no fixed order; try --attention=flash"):
+    with pytest.raises(
+        UserError, match="attention=cudnn adds gradients in no fixed order; try --attention=flash"
+    ):
         check(Config(deterministic=True, attention="cudnn"), 1)
 
 
 def test_an_operation_without_a_deterministic_form_is_one_line(deterministic):
     assert not torch.is_deterministic_algorithms_warn_only_enabled()  # with it flash attention would not obey
-    error = RuntimeError("cumsum_cuda_kernel does not have a deterministic implementation, but you set 'torch.use_...")
+    error = RuntimeError(
+        "cumsum_cuda_kernel does not have a deterministic implementation, but you set 'torch.use_..."
+    )
     found = watch.explain(error, Config(), types.SimpleNamespace(size=1))
     assert str(found) == (
         "deterministic=True: cumsum_cuda_kernel has no deterministic form; replace it, or --deterministic=False"

@@ -62,7 +62,9 @@ def save_tokenizer(folder, template, special=("<|endoftext|>", "<|im_start|>", "
     inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = tokenizers.decoders.ByteLevel()
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=400, special_tokens=[*special], initial_alphabet=alphabet)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=400, special_tokens=[*special], initial_alphabet=alphabet
+    )
     inner.train_from_iterator([m["content"] for messages in questions() for m in messages], trainer)
     inner.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template, **settings}))
@@ -115,19 +117,29 @@ def test_a_template_that_begins_with_the_separator_gets_no_second_one(tmp_path):
     marks = dict(bos_token={"content": special[0]}, eos_token="<|eot|>")
     folder = save_tokenizer(tmp_path / "llama", [{"name": "default", "template": LLAMA3}], special, **marks)
     tok = tokenizer.load(str(folder))
-    (row,) = rows_of(folder, [{"role": "user", "content": "a"}, {"role": "assistant", "content": " yes ", "x": None}])
+    (row,) = rows_of(
+        folder, [{"role": "user", "content": "a"}, {"role": "assistant", "content": " yes ", "x": None}]
+    )
     assert tok.decode(row["token"]) == (
         "<|begin_of_text|><|start|>user<|end|>\n\na<|eot|><|start|>assistant<|end|>\n\nyes<|eot|>"
     )
     assert tok.decode(row["token"][row["loss"]]) == "yes<|eot|>"
-    (folder / "chat_template.jinja").write_text("{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}")
-    (row,) = rows_of(folder, ("a?", "yes"))  # the file has precedence; a pair is a user's message and the answer
-    assert tok.decode(row["token"]) == "<|begin_of_text|>a?yes" and tok.decode(row["token"][row["loss"]]) == "yes"
+    (folder / "chat_template.jinja").write_text(
+        "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    (row,) = rows_of(
+        folder, ("a?", "yes")
+    )  # the file has precedence; a pair is a user's message and the answer
+    assert (
+        tok.decode(row["token"]) == "<|begin_of_text|>a?yes"
+        and tok.decode(row["token"][row["loss"]]) == "yes"
+    )
 
 
 def test_prompt_and_completion_without_a_template(tmp_path):
     (tmp_path / "p.jsonl").write_text(
-        "".join(json.dumps({"q": f"{i}+{i}=", "a": str(2 * i)}) + "\n" for i in range(50)) + '{"q": "x", "a": ""}\n'
+        "".join(json.dumps({"q": f"{i}+{i}=", "a": str(2 * i)}) + "\n" for i in range(50))
+        + '{"q": "x", "a": ""}\n'
     )
     prepare(tmp_path / "d", tmp_path / "p.jsonl", text_key="q,a", tokenizer="bytes", val_tokens=0)
     tokens, loss = read_mask(tmp_path / "d", "train")
@@ -163,7 +175,8 @@ def test_shards_and_loader_hold_every_dialogue_for_any_rank(data, chatml):
     targets = np.where(loss, tokens.astype(int), -100)
     for world, B in [(1, 4), (2, 2)]:
         loaders = [
-            TokenLoader(folder, "train", B, T, r, world, vocab_size=400, batch_tokens=8 * T) for r in range(world)
+            TokenLoader(folder, "train", B, T, r, world, vocab_size=400, batch_tokens=8 * T)
+            for r in range(world)
         ]
         for k in range(2 * n // (4 * T)):  # two epochs, so that rows wrap around
             x, y, counts = zip(*[loader.next() for loader in loaders])
@@ -237,7 +250,9 @@ def test_a_step_without_answers_has_a_loss_of_zero(data, tmp_path):
     log = train_here(folder, tmp_path / "run", **settings)
     first = next(line for line in log if line["kind"] == "train")
     assert first["loss"] == first["norm"] == 0.0 and 3 < losses(log)[4] < 8
-    with pytest.raises(DataError, match="no token of the first eval_tokens=1024 has loss; raise --eval_tokens"):
+    with pytest.raises(
+        DataError, match="no token of the first eval_tokens=1024 has loss; raise --eval_tokens"
+    ):
         train_here(folder, tmp_path / "val", **settings | dict(eval_interval=4))
 
 
@@ -250,7 +265,9 @@ def test_damaged_masks(data, tmp_path):
     with pytest.raises(DataError, match="chats_train_000001.mask is damaged: SHA-256"):
         verify(folder)
     mask.write_bytes(good[:-1])
-    with pytest.raises(DataError, match="chats_train_000001.mask has 375 bytes, expected 376 bytes for 3001 tokens"):
+    with pytest.raises(
+        DataError, match="chats_train_000001.mask has 375 bytes, expected 376 bytes for 3001 tokens"
+    ):
         TokenLoader(folder, "train", 1, 16)
     mask.unlink()
     with pytest.raises(DataError, match="chats_train_000001.mask is missing"):
@@ -262,7 +279,11 @@ def test_damaged_masks(data, tmp_path):
 @pytest.mark.parametrize(
     "template, messages, words",
     [
-        (None, [("user", "a"), ("assistant", "b")], "has no chat template; give a folder with tokenizer.json"),
+        (
+            None,
+            [("user", "a"), ("assistant", "b")],
+            "has no chat template; give a folder with tokenizer.json",
+        ),
         ("{% for", [("user", "a"), ("assistant", "b")], "unexpected 'end of template'"),
         ("{{ raise_exception('no system here') }}", [("assistant", "b")], "no system here"),
         (
@@ -311,7 +332,9 @@ def test_bad_lines_name_the_document(tmp_path, chatml):
     bad = {"messages": [{"role": None, "content": "a"}]}
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (good, good, bad)))
     with pytest.raises(DataError) as error:
-        prepare(tmp_path / "d", tmp_path / "a.jsonl", text_key="messages", tokenizer=str(chatml), val_tokens=0)
+        prepare(
+            tmp_path / "d", tmp_path / "a.jsonl", text_key="messages", tokenizer=str(chatml), val_tokens=0
+        )
     assert "document 3: expected a list of {role, content}" in one_line(error)
     with pytest.raises(DataError, match="has no field text_key=prompt,completion; it has messages"):
         prepare(tmp_path / "e", tmp_path / "a.jsonl", text_key="prompt,completion", tokenizer="bytes")

@@ -63,12 +63,17 @@ def weights(q, k, bounds, longest):
     """Attention weights of tokens laid end to end, (H, N, N), from (N, H, D) and (N, H_kv, D)."""
     assert bounds[0] == 0 and bounds[-1] == len(q) and bounds.diff().max() <= longest
     ids = torch.searchsorted(bounds, torch.arange(len(q), dtype=bounds.dtype), right=True)
-    scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(q.size(1) // k.size(1), dim=1)) / q.size(-1) ** 0.5
+    scores = (
+        torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(q.size(1) // k.size(1), dim=1))
+        / q.size(-1) ** 0.5
+    )
     return scores.masked_fill(~(ids[:, None] == ids).tril(), -torch.inf).softmax(-1)
 
 
 @torch.library.custom_op("tests::varlen", mutates_args=())
-def varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: torch.Tensor, longest: int) -> torch.Tensor:
+def varlen(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: torch.Tensor, longest: int
+) -> torch.Tensor:
     """Stands in on the CPU for torch's varlen_attn, which is an operator of its own in the same way."""
     v = v.repeat_interleave(q.size(1) // v.size(1), dim=1)
     return torch.einsum("hqk,khd->qhd", weights(q, k, bounds, longest), v).contiguous()
@@ -263,7 +268,9 @@ def short_documents(tmp_path):
 
 
 def test_training_with_the_mask(short_documents, tmp_path, capsys):
-    common = dict(positions="rope", eval_interval=12, sample_interval=12, sample_tokens=4, block_size=128, batch_size=2)
+    common = dict(
+        positions="rope", eval_interval=12, sample_interval=12, sample_tokens=4, block_size=128, batch_size=2
+    )
     masked = train_here(short_documents, tmp_path / "a", document_mask=True, **common)
     same = train_here(short_documents, tmp_path / "b", document_mask=True, init_from=tmp_path / "a", **common)
     whole = train_here(short_documents, tmp_path / "c", init_from=tmp_path / "a", **common)
@@ -281,7 +288,9 @@ COMPILED = dict(parallel="fsdp", n_kv_head=1, remat="block", compile=True, sampl
 )
 def test_context_parallel_equals_one_process(short_documents, tmp_path, settings, compiler):
     shape = dict(positions="rope", norm="rmsnorm", mlp="swiglu", n_kv_head=settings.get("n_kv_head", 2))
-    common = dict(document_mask=True, eval_interval=3, sample_interval=3, sample_tokens=4, n_samples=1, batch_size=2)
+    common = dict(
+        document_mask=True, eval_interval=3, sample_interval=3, sample_tokens=4, n_samples=1, batch_size=2
+    )
     common |= dict(max_steps=6, batch_tokens=256, eval_tokens=256, **shape)
     one = train_here(short_documents, tmp_path / "one", **common)
     words = flags(short_documents, tmp_path / "many", **{**common, "context_parallel": 2, **settings})
@@ -295,7 +304,9 @@ def test_context_parallel_equals_one_process(short_documents, tmp_path, settings
 
 def test_the_recipe_has_the_shape_of_llama_3_1(tmp_path):
     """config.json of meta-llama/Llama-3.1-8B as published; init_from would refuse another shape."""
-    scaling = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+    scaling = dict(
+        factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+    )
     published = dict(
         model_type="llama", vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
         num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=131072, rms_norm_eps=1e-05,

@@ -34,7 +34,7 @@ import kernels
 import model as unedited
 import train
 from fast.attention import best_attention
-from run.account import Account
+from run.flops import Account
 from scale import context, memory, parallel
 from scale.shards import copy_into
 from settings import Config
@@ -43,7 +43,9 @@ GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 pytestmark = [
     pytest.mark.device,
-    pytest.mark.skipif(not GPU and os.environ.get("TRITON_INTERPRET") != "1", reason="needs a GPU or TRITON_INTERPRET"),
+    pytest.mark.skipif(
+        not GPU and os.environ.get("TRITON_INTERPRET") != "1", reason="needs a GPU or TRITON_INTERPRET"
+    ),
 ]
 two_ranks = pytest.mark.skipif(GPU and torch.cuda.device_count() < 2, reason="needs two GPUs, or none")
 
@@ -72,7 +74,9 @@ EDITS = {
         (ATTEND, "h = self.norm_1(x)\n"),  # norm_2 is left without a use, as in PaLM
         (TRANSFORM, "return x + self.attn(h, idx) + self.mlp(h)\n"),
     ],
-    "half of attention": [("self.dropout(self.attn(self.norm_1(x), idx))", "0.5 * self.attn(self.norm_1(x), idx)")],
+    "half of attention": [
+        ("self.dropout(self.attn(self.norm_1(x), idx))", "0.5 * self.attn(self.norm_1(x), idx)")
+    ],
     "post-norm": [
         (ATTEND, "x = self.norm_1(x + self.attn(x, idx))\n"),
         (TRANSFORM, "return self.norm_2(x + self.mlp(x))\n"),
@@ -98,7 +102,10 @@ EDITS = {
         (GATE, "y = (torch.sigmoid(self.head_gate(x)).mT.unsqueeze(-1) * y).transpose(1, 2).flatten(2)\n"),
     ],
     "an adapter": [  # of a layer that has a fast form and one of PyTorch's
-        (BLOCK_PARTS, BLOCK_PARTS + "        self.down, self.up = Linear(cfg.n_embd, 16), nn.Linear(16, cfg.n_embd)\n"),
+        (
+            BLOCK_PARTS,
+            BLOCK_PARTS + "        self.down, self.up = Linear(cfg.n_embd, 16), nn.Linear(16, cfg.n_embd)\n",
+        ),
         (TRANSFORM, "return x + self.mlp(h) + self.up(F.silu(self.down(h)))\n"),
     ],
     "value residual": [  # the first block's values go on to all others: a block takes and returns two tensors
@@ -106,20 +113,33 @@ EDITS = {
             "    def forward(self, x, idx):\n        q, k, v =",
             "    def forward(self, x, idx, first):\n        q, k, v =",
         ),
-        ("        y = self.core(", "        v = v if first is None else 0.5 * (v + first)\n        y = self.core("),
+        (
+            "        y = self.core(",
+            "        v = v if first is None else 0.5 * (v + first)\n        y = self.core(",
+        ),
         (MIX, "return self.proj(y), v if first is None else first\n"),
-        ("    def forward(self, x, idx):\n        x, h =", "    def forward(self, x, idx, first):\n        x, h ="),
+        (
+            "    def forward(self, x, idx):\n        x, h =",
+            "    def forward(self, x, idx, first):\n        x, h =",
+        ),
         (ATTEND, "update, first = self.attn(self.norm_1(x), idx, first)\n        " + ATTEND),
         ("self.dropout(self.attn(self.norm_1(x), idx))", "update"),
         (TRANSFORM, "return x + self.mlp(h), first\n"),
-        (LOOP, "        first = None\n        for block in self.stack:\n            x, first = block(x, idx, first)\n"),
+        (
+            LOOP,
+            "        first = None\n        for block in self.stack:\n            x, first = block(x, idx, first)\n",
+        ),
     ],
     "a second norm on q and k": [
         (
             ATTENTION_PROJ,
-            ATTENTION_PROJ + "        self.q_norm_2, self.k_norm_2 = (nn.RMSNorm(cfg.head_dim) for _ in 'qk')\n",
+            ATTENTION_PROJ
+            + "        self.q_norm_2, self.k_norm_2 = (nn.RMSNorm(cfg.head_dim) for _ in 'qk')\n",
         ),
-        ("        y = self.core(", "        q, k = self.q_norm_2(q), self.k_norm_2(k)\n        y = self.core("),
+        (
+            "        y = self.core(",
+            "        q, k = self.q_norm_2(q), self.k_norm_2(k)\n        y = self.core(",
+        ),
     ],
     "a norm of q and k over views": [  # kernels.RMSNorm, of tensors that are not contiguous
         (
@@ -127,13 +147,22 @@ EDITS = {
             ATTENTION_PROJ
             + "        self.q_norm_2, self.k_norm_2 = (RMSNorm(cfg.head_dim, cfg.norm_eps) for _ in 'qk')\n",
         ),
-        ("        y = self.core(", "        q, k = self.q_norm_2(q), self.k_norm_2(k)\n        y = self.core("),
+        (
+            "        y = self.core(",
+            "        q, k = self.q_norm_2(q), self.k_norm_2(k)\n        y = self.core(",
+        ),
     ],
     "norms without weights": [
-        ("return LayerNorm(cfg.n_embd, cfg.norm_eps, bias=cfg.bias)", "return RMSNorm(cfg.n_embd, None, False)")
+        (
+            "return LayerNorm(cfg.n_embd, cfg.norm_eps, bias=cfg.bias)",
+            "return RMSNorm(cfg.n_embd, None, False)",
+        )
     ],
     "one update for all tokens": [
-        ("self.dropout(self.attn(self.norm_1(x), idx))", "self.attn(self.norm_1(x), idx).mean(1, keepdim=True)")
+        (
+            "self.dropout(self.attn(self.norm_1(x), idx))",
+            "self.attn(self.norm_1(x), idx).mean(1, keepdim=True)",
+        )
     ],
     "a layer of every other channel": [
         (BLOCK_PARTS, BLOCK_PARTS + "        self.extra = Linear(cfg.n_embd // 2, cfg.n_embd)\n"),
@@ -144,7 +173,10 @@ EDITS = {
             "        self.head = Head(cfg)\n",
             "        self.head, self.last = Head(cfg), Linear(cfg.n_embd, cfg.n_embd)\n",
         ),
-        ("return self.norm(x)\n", "return F.normalize(self.last(self.norm(x)), dim=-1) * x.size(-1) ** 0.5\n"),
+        (
+            "return self.norm(x)\n",
+            "return F.normalize(self.last(self.norm(x)), dim=-1) * x.size(-1) ** 0.5\n",
+        ),
     ],
     "scaled logits": [("linear_cross_entropy(x, self,", "linear_cross_entropy(x / 2, self,")],
     "a loss of PyTorch's": [
@@ -272,7 +304,9 @@ def draw(model):
     """Weights that depend on their names and shapes alone; a layer's results are about as large as its inputs."""
     for name, initial in whole_parameters(model).items():
         whole = torch.randn(initial.shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
-        whole = whole * initial.size(1) ** -0.5 if initial.dim() == 2 else 0.1 * whole + initial  # norms and biases
+        whole = (
+            whole * initial.size(1) ** -0.5 if initial.dim() == 2 else 0.1 * whole + initial
+        )  # norms and biases
         copy_into(model.get_parameter(name), whole)
 
 
@@ -307,7 +341,9 @@ def distance(a, b):
 
 def least_alike(found, reference):
     """Smallest cosine of a parameter's change with the one of the reference."""
-    pairs = [(found[1][name], change) for name, change in reference[1].items() if name in found[1] and change.any()]
+    pairs = [
+        (found[1][name], change) for name, change in reference[1].items() if name in found[1] and change.any()
+    ]
     return min(F.cosine_similarity(a.flatten(), b.flatten(), 0).item() for a, b in pairs)
 
 
@@ -316,7 +352,11 @@ def check(edit, found, **settings):
     reference, other = plain(edit, **settings), plain(None, edit, **settings)
     autocast = errors(plain(edit, precision="bf16", **settings), reference)
     loss, change = errors(found, reference)
-    assert loss < max(LOSS, 3 * autocast[0]) and change < max(CHANGE, 3 * autocast[1]), (loss, change, autocast)
+    assert loss < max(LOSS, 3 * autocast[0]) and change < max(CHANGE, 3 * autocast[1]), (
+        loss,
+        change,
+        autocast,
+    )
     assert errors(found, other)[1] > OTHER, "the edit has no effect"
     same_parameters_changed(found, reference)
 
@@ -329,19 +369,40 @@ def check_fp8(edit, found, **settings):
 
 
 def same_parameters_changed(found, reference):
-    assert {name: bool(p.any()) for name, p in found[1].items()} == {n: bool(p.any()) for n, p in reference[1].items()}
+    assert {name: bool(p.any()) for name, p in found[1].items()} == {
+        n: bool(p.any()) for n, p in reference[1].items()
+    }
 
 
 # -- with the fast forms
 
 
 # of each of these and of another edit the forms need the same
-COVERED = {"half of attention", "a gate", "scaled logits", "another norm", "an adapter", "another gated activation"}
-COVERED |= {"a second norm on q and k", "an MLP that calls its layers", "norms without weights", "a loss of PyTorch's"}
-COVERED |= {"layers run twice", "a layer of every other channel", "one update for all tokens", "sandwich norms"}
+COVERED = {
+    "half of attention",
+    "a gate",
+    "scaled logits",
+    "another norm",
+    "an adapter",
+    "another gated activation",
+}
+COVERED |= {
+    "a second norm on q and k",
+    "an MLP that calls its layers",
+    "norms without weights",
+    "a loss of PyTorch's",
+}
+COVERED |= {
+    "layers run twice",
+    "a layer of every other channel",
+    "one update for all tokens",
+    "sandwich norms",
+}
 
 
-@pytest.mark.parametrize("edit", [pytest.param(name, marks=[pytest.mark.slow] * (name in COVERED)) for name in EDITS])
+@pytest.mark.parametrize(
+    "edit", [pytest.param(name, marks=[pytest.mark.slow] * (name in COVERED)) for name in EDITS]
+)
 def test_fast_forms(edit):
     check(edit, steps(edit))
 
@@ -368,7 +429,9 @@ def test_remat(edit, remat):
     check(edit, steps(edit, **settings), block_size=settings.get("block_size", SHAPE["block_size"]))
 
 
-@pytest.mark.parametrize("edit", ["value residual", pytest.param("a gate for each head", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "edit", ["value residual", pytest.param("a gate for each head", marks=pytest.mark.slow)]
+)
 def test_document_masks(edit):
     """Also differs from the same edit without masks."""
     found = steps(edit, document_mask=True)
@@ -380,7 +443,10 @@ def test_document_masks(edit):
     "edit",
     [
         "LoRA",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("a layer of every other channel", "value residual")),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("a layer of every other channel", "value residual")
+        ),
     ],
 )
 def test_fp8(edit):
@@ -403,9 +469,14 @@ MODES = [
     ("a layer before the head", dict(parallel="zero2", unit_mib=0, remat="block")),
     ("a skipped layer", {}),  # parameters without a gradient under DDP
     ("a skipped layer", dict(parallel="fsdp")),  # of blocks that would be one unit
-    ("attention and MLP in parallel", dict(parallel="fsdp", context_parallel=2, remat="selective", document_mask=True)),
+    (
+        "attention and MLP in parallel",
+        dict(parallel="fsdp", context_parallel=2, remat="selective", document_mask=True),
+    ),
     pytest.param("layers run twice", dict(parallel="fsdp"), marks=pytest.mark.slow),
-    pytest.param("a second norm on q and k", dict(context_parallel=2, remat="attention"), marks=pytest.mark.slow),
+    pytest.param(
+        "a second norm on q and k", dict(context_parallel=2, remat="attention"), marks=pytest.mark.slow
+    ),
 ]
 
 
@@ -473,7 +544,9 @@ def test_what_the_start_of_a_run_says_of_an_edit():
     (_, words), (kind, unused) = account("attention and MLP in parallel").rows()
     assert words == "fast: norm 3, qkv 2, linear 2, mlp 2, linear_cross_entropy 1"
     names = [f"blocks.{i}.norm_2.{name}" for i in (0, 1) for name in ("weight", "bias")]
-    assert kind == "warning" and unused.startswith(f"the loss does not depend on {', '.join(names[:3])} and 1 more")
+    assert kind == "warning" and unused.startswith(
+        f"the loss does not depend on {', '.join(names[:3])} and 1 more"
+    )
 
 
 def test_an_edit_whose_lines_are_gone_fails(monkeypatch):

@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="Triton is installed with PyTorch's CUDA bu
 import kernels
 import model as models
 from fast import hopper, linear, loss, mlp, norm, rope
-from run.account import census
+from run.flops import census
 
 GPU = torch.cuda.is_available()
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -32,7 +32,13 @@ def error(a, b):
 # bf16 rounds the logits and their gradient to 8 bits: 2^-9 each at worst, 1.2e-3 in the mean, a few of them together
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1.5e-3}
 MANY = 300 if GPU else 20  # rows; the interpreter takes milliseconds for each
-SHAPES = [(20, 16, 128, 100), (37, 8, 136, 136), (5, 64, 4104, 4100), (MANY, 24, 2048, 3), (7, 40, 6200, 4096)]
+SHAPES = [
+    (20, 16, 128, 100),
+    (37, 8, 136, 136),
+    (5, 64, 4104, 4100),
+    (MANY, 24, 2048, 3),
+    (7, 40, 6200, 4096),
+]
 
 
 def plain(x, weight, targets, reduction, *options):
@@ -74,7 +80,9 @@ def in_product(request, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16] if GPU else [torch.float32])
 def test_linear_cross_entropy(N, C, P, V, dtype, in_product, monkeypatch):
     monkeypatch.setattr(loss, "LOGITS_BYTES", 16 * P * 4)  # several chunks, the last one ragged
-    for cap, smoothing, z_loss, ignored in itertools.product((None, 5.0), (0.0, 0.1), (0.0, 1e-2), (False, True)):
+    for cap, smoothing, z_loss, ignored in itertools.product(
+        (None, 5.0), (0.0, 0.1), (0.0, 1e-2), (False, True)
+    ):
         if in_product and (smoothing or z_loss):  # as if it were False
             continue
         x = torch.randn(1, N, C, device=DEVICE, dtype=dtype, requires_grad=True)
@@ -117,7 +125,9 @@ def test_losses_of_many_nats_and_of_none(base, above, least, in_product):
     weight = torch.randn(V + 16, C, device=DEVICE) / 8 + base
     for token, more in above.items():
         weight[token] += more
-    weight = weight.to(dtype).float().requires_grad_()  # rounded last: near 4 and near -4 bf16 has other steps
+    weight = (
+        weight.to(dtype).float().requires_grad_()
+    )  # rounded last: near 4 and near -4 bf16 has other steps
     targets = torch.tensor([[5, 6, V - 1, 0, -100, 9]], device=DEVICE)
     value = loss.linear_cross_entropy(x, weight, targets, "sum", V)
     value.backward()
@@ -190,7 +200,9 @@ def test_add_norm(rows, C, kind, residual):
         total, h = norm.add_norm(*inputs, *kernels.norm_options(layer))
         expected = sum(doubles)
         expected_h = exact(expected)
-        assert error(h, expected_h) < 6e-3 and error(total, expected) < (1e-6 if residual == torch.float32 else 3e-3)
+        assert error(h, expected_h) < 6e-3 and error(total, expected) < (
+            1e-6 if residual == torch.float32 else 3e-3
+        )
         value = (h * dh).sum() * norm_used + (total * dtotal).sum() * total_used
         ref = (expected_h * dh).sum() * norm_used + (expected * dtotal).sum() * total_used
         grads = torch.autograd.grad(value, [*inputs, *layer.parameters()])
@@ -213,7 +225,9 @@ def test_gradients_of_logits_in_8_bits_are_right_in_the_mean():
     """Of many rows with much the same logits; the means of the nearest e5m2 values are 3% off, the target's 5%."""
     rows, P = 400, 256
     logits = torch.randn(1, P) * 1.5
-    logits[0, 0] = logits[0, 1:].logsumexp(0) - 3  # the target's probability is 0.047: the nearest to -0.953 is -1
+    logits[0, 0] = (
+        logits[0, 1:].logsumexp(0) - 3
+    )  # the target's probability is 0.047: the nearest to -0.953 is -1
     logits = (logits + torch.randn(rows, P) * 0.02).to(DEVICE, torch.bfloat16)
     exact = torch.softmax(logits.double(), -1)
     exact[:, 0] -= 1
@@ -223,7 +237,9 @@ def test_gradients_of_logits_in_8_bits_are_right_in_the_mean():
     loss.cross_entropy_rows(logits, targets, losses, grads, 2.0**14, P, None, 0.0, 0.0, True)
     got = grads.float().double() / 2**14
     assert 0.03 < error(got, exact) < 0.12
-    means, nearest = (x.mean(0) / exact.mean(0) - 1 for x in (got, (exact * 2**14).to(grads.dtype).double() / 2**14))
+    means, nearest = (
+        x.mean(0) / exact.mean(0) - 1 for x in (got, (exact * 2**14).to(grads.dtype).double() / 2**14)
+    )
     assert means[0].abs() < 0.01 < 0.04 < nearest[0]
     assert means.square().mean() < 0.01**2 < 0.02**2 < nearest.square().mean()
 
@@ -297,7 +313,9 @@ def test_swiglu(rows, H):
 
 @either
 @pytest.mark.parametrize("normed", [True, False])
-@pytest.mark.parametrize("B, H, T, D", [(2, 3, 37, 24), (1, 2, 5, 128)] + [(4, 6, 1000, 128), (2, 12, 700, 64)] * GPU)
+@pytest.mark.parametrize(
+    "B, H, T, D", [(2, 3, 37, 24), (1, 2, 5, 128)] + [(4, 6, 1000, 128), (2, 12, 700, 64)] * GPU
+)
 def test_rope(B, H, T, D, normed):
     """Heads as qkv's views of its GEMM's output; positions from 3 on."""
     dtype = torch.bfloat16 if GPU else torch.float32
@@ -340,7 +358,10 @@ def test_rope_turns_gradients_back():
     module = models.Rope(cfg).to(DEVICE)
     module.reset_tables()
     module.first = 7  # a token in the middle of the tables
-    q, k = (torch.randn(2, heads, 33, 24, device=DEVICE, dtype=torch.float64, requires_grad=True) for heads in (4, 2))
+    q, k = (
+        torch.randn(2, heads, 33, 24, device=DEVICE, dtype=torch.float64, requires_grad=True)
+        for heads in (4, 2)
+    )
     dy = torch.randn_like(q), torch.randn_like(k)
     ours = module(q, k, torch.nn.Identity(), torch.nn.Identity())
     theirs = [kernels.rotated(x, module.cos[7:40], module.sin[7:40]) for x in (q, k)]
@@ -367,7 +388,9 @@ def test_a_model_trains_with_fast_forms_as_with_the_definitions(shape, compiled,
     B, T = (4, 128) if GPU else (2, 12)
     exact, own = (models.build(cfg, torch.device(DEVICE), 0) for _ in range(2))
     for block in [*exact.blocks, *own.blocks]:
-        block.attn.qkv.weight.data *= 3 if GPU else 8  # or tokens attend to all alike; by width, more is all rounding
+        block.attn.qkv.weight.data *= (
+            3 if GPU else 8
+        )  # or tokens attend to all alike; by width, more is all rounding
     monkeypatch.setattr(kernels, "served", {DEVICE})
     if compiled:
         own.hidden = torch.compile(own.hidden, fullgraph=True)

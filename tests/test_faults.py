@@ -55,7 +55,9 @@ def shards(folder, **settings):
     """Shards of 400 short documents in jsonl, as fineweb.py makes them; returns what it prints."""
     source = folder.parent / "documents.jsonl"
     if not source.exists():
-        source.write_text("".join(json.dumps({"text": f"document {i} " * (i % 9 + 1)}) + "\n" for i in range(400)))
+        source.write_text(
+            "".join(json.dumps({"text": f"document {i} " * (i % 9 + 1)}) + "\n" for i in range(400))
+        )
     settings = dict(tokenizer="bytes", shard_tokens=6_000, val_tokens=500) | settings
     with contextlib.redirect_stdout(io.StringIO()) as said:
         fineweb.main(TextConfig(dataset=str(source), out_dir=str(folder), **settings))
@@ -64,7 +66,23 @@ def shards(folder, **settings):
 
 # -- structural mutations: row 54
 
-JUNK = [None, True, -1, 1.5, "", "../x", "7", [], {}, [[1]], {"a": 1}, 1 << 70, -(1 << 70), math.inf, math.nan]
+JUNK = [
+    None,
+    True,
+    -1,
+    1.5,
+    "",
+    "../x",
+    "7",
+    [],
+    {},
+    [[1]],
+    {"a": 1},
+    1 << 70,
+    -(1 << 70),
+    math.inf,
+    math.nan,
+]
 
 
 def places(value, at=()):
@@ -134,7 +152,10 @@ def saved(tmp_path_factory):
     optimizer = optim.make_optimizer(model, cfg)
     model(torch.zeros(1, 8, dtype=torch.long), torch.zeros(1, 8, dtype=torch.long)).backward()
     optimizer.step()
-    tensors = {"model": checkpoint.model_tensors(model), "optimizer": checkpoint.optimizer_tensors(model, optimizer)}
+    tensors = {
+        "model": checkpoint.model_tensors(model),
+        "optimizer": checkpoint.optimizer_tensors(model, optimizer),
+    }
     tensors["rng"] = {f"0.{kind}": t for kind, t in checkpoint.rank_tensors(model, CPU).items()}
     loader = {"rows": 12, "tokens": 100, "fingerprint": "f", "block_size": 8}
     state = dict(config=asdict(cfg), loader=loader, scaler={}, world_size=1, val_loss=3.5, evaluated=True)
@@ -176,7 +197,9 @@ def other_but_right(at, state):
         large = known.get(name) in (float, float | None) and type(value) is int  # a number of the right kind
         return value is None or name == "tokenizer" or large
     if at[:1] == ("loader",):
-        return state["loader"]["rows"] == 12  # the others are compared with the data, see loader.load_state_dict
+        return (
+            state["loader"]["rows"] == 12
+        )  # the others are compared with the data, see loader.load_state_dict
     return at[:1] == ("scaler",) or at[0] in ("val_loss", "evaluated") and state.get(at[0]) in (None, 1 << 70)
 
 
@@ -237,7 +260,9 @@ def test_mutations_of_a_data_folders_manifest_and_progress(tmp_path, count):
         return loader.tokenizer, loader.eot, loader.tokens, loader.warnings, len(set(digests))
 
     write = lambda other: path.write_text(json.dumps(other))
-    optional = lambda at, value: at[-1] in value.get("shards", ()) or "shards" in at[:1] or at[:1] == ("tokenizer",)
+    optional = lambda at, value: (
+        at[-1] in value.get("shards", ()) or "shards" in at[:1] or at[:1] == ("tokenizer",)
+    )
     refused, _ = survey(manifest, write, read, count, 3, optional)
     assert refused > 0.25 * count
 
@@ -248,7 +273,13 @@ def test_mutations_of_a_data_folders_manifest_and_progress(tmp_path, count):
     def read_progress():
         found = writer.Progress(folder, settings)
         found.summary()
-        return found.document, found.tokens, found.order, found.total("tokens"), [s["name"] for s in found.shards]
+        return (
+            found.document,
+            found.tokens,
+            found.order,
+            found.total("tokens"),
+            [s["name"] for s in found.shards],
+        )
 
     optional = lambda at, value: at[:1] == ("shards",) and len(at) < 3  # fewer shards, written again
     refused, _ = survey(progress, lambda v: path.write_text(json.dumps(v)), read_progress, count, 4, optional)
@@ -259,8 +290,13 @@ def test_mutations_of_a_data_folders_manifest_and_progress(tmp_path, count):
 @pytest.mark.parametrize("count", MANY)
 def test_mutations_of_records_that_a_run_can_do_without(data_dir, tmp_path, count):
     """config.json, log.jsonl, source.json, run.lock, Hugging Face's config.json: one line, or they do not count."""
-    config, log = asdict(Config(**SMALL)), [{"kind": "train", "step": i, "loss": 3.0, "dt_ms": 1.0} for i in (1, 2)]
-    gpt2 = dict(model_type="gpt2", vocab_size=257, n_positions=8, n_layer=1, n_head=2, n_embd=16, n_inner=None)
+    config, log = (
+        asdict(Config(**SMALL)),
+        [{"kind": "train", "step": i, "loss": 3.0, "dt_ms": 1.0} for i in (1, 2)],
+    )
+    gpt2 = dict(
+        model_type="gpt2", vocab_size=257, n_positions=8, n_layer=1, n_head=2, n_embd=16, n_inner=None
+    )
     always = lambda at, value: True
     (tmp_path / "log.jsonl").write_text("\n".join(map(json.dumps, log)))
     put = lambda name: lambda value: (tmp_path / name).write_text(json.dumps(value))
@@ -352,7 +388,11 @@ def test_nothing_outside_a_folder_is_touched(tmp_path, name):
     (folder / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(DataError, match="is damaged|is a link"):
         verify(folder)
-    progress = {"settings": manifest["settings"] | {"val_tokens": 10**9}, "shards": manifest["shards"], "next": [9, 0]}
+    progress = {
+        "settings": manifest["settings"] | {"val_tokens": 10**9},
+        "shards": manifest["shards"],
+        "next": [9, 0],
+    }
     (folder / "manifest.json").unlink()
     (folder / "progress.json").write_text(json.dumps(progress))
     with pytest.raises(DataError, match="is damaged|is a link"):
@@ -479,7 +519,9 @@ def test_a_checkpoint_carries_its_tokenizer(tmp_path, capsys):
         shutil.rmtree(tmp_path / "here", ignore_errors=True)
     moved = (out / "step_00000002").rename(tmp_path / "step_00000002")
     shutil.rmtree(out)
-    assert {"tokenizer.json", "chat_template.jinja"} <= json.loads((moved / "manifest.json").read_text()).keys()
+    assert {"tokenizer.json", "chat_template.jinja"} <= json.loads(
+        (moved / "manifest.json").read_text()
+    ).keys()
     sample.main(configure(sample.Config, [f"--checkpoint={moved}", "--max_new_tokens=2", "--prompt=ab"]))
     assert capsys.readouterr().out.startswith("ab")
 
@@ -525,8 +567,24 @@ HUGE = "9" * 4000
 @pytest.mark.fault(65)
 @pytest.mark.parametrize(
     "word",
-    ["lr=inf", "lr=nan", "clip=nan", "norm_eps=nan", "norm_eps=inf", "norm_eps=-1", "rope_theta=nan", "beta1=nan"]
-    + ["temperature=inf", "softcap=inf", "max_steps=1e400", "n_layer=1000000000", "z_loss=inf", "weight_decay=inf"]
+    [
+        "lr=inf",
+        "lr=nan",
+        "clip=nan",
+        "norm_eps=nan",
+        "norm_eps=inf",
+        "norm_eps=-1",
+        "rope_theta=nan",
+        "beta1=nan",
+    ]
+    + [
+        "temperature=inf",
+        "softcap=inf",
+        "max_steps=1e400",
+        "n_layer=1000000000",
+        "z_loss=inf",
+        "weight_decay=inf",
+    ]
     + [f"{name}={HUGE}" for name in ("max_steps", "n_layer", "lr", "seed", "batch_tokens")],
 )
 def test_numbers_that_are_none_are_refused(word):
@@ -552,10 +610,15 @@ def train_until_killed(words, seconds):
 
 
 @pytest.mark.fault(21, 22)
-@pytest.mark.parametrize("number, kills", [pytest.param(0, 60, marks=repeated), pytest.param(2, 50, marks=repeated)])
+@pytest.mark.parametrize(
+    "number, kills", [pytest.param(0, 60, marks=repeated), pytest.param(2, 50, marks=repeated)]
+)
 def test_random_kills_of_training(data_dir, tmp_path, number, kills):
     """After each kill a run resumes; at the end its losses are those of a run that was never killed, bit for bit."""
-    rng, settings = random.Random(number), dict(max_steps=100_000, save_interval=2, keep_last=2, async_save=True)
+    rng, settings = (
+        random.Random(number),
+        dict(max_steps=100_000, save_interval=2, keep_last=2, async_save=True),
+    )
     words = flags(data_dir, tmp_path / "cut", resume="auto", **settings)
     for _ in range(kills):
         done, _ = ranks.attempt(number, train_until_killed, words, rng.uniform(0.05, 1.0), timeout=60)
@@ -569,7 +632,9 @@ def test_random_kills_of_training(data_dir, tmp_path, number, kills):
     done, _ = ranks.attempt(number, train_until, flags(data_dir, whole, **settings), saved_at)
     assert done.returncode == 0, done.stderr
     a, b = (losses(read_log(folder)) for folder in (tmp_path / "cut", whole))
-    assert {step: a[step] for step in range(1, saved_at + 1)} == {step: b[step] for step in range(1, saved_at + 1)}
+    assert {step: a[step] for step in range(1, saved_at + 1)} == {
+        step: b[step] for step in range(1, saved_at + 1)
+    }
 
 
 def train_until(words, step):
@@ -592,7 +657,9 @@ def train_until(words, step):
 def test_random_kills_of_saves(tmp_path, kills):
     rng, newest = random.Random(1), 0
     for _ in range(kills):
-        done, _ = ranks.attempt(0, test_checkpoint.save_until_killed, tmp_path, newest + 1, rng.uniform(0, 0.03))
+        done, _ = ranks.attempt(
+            0, test_checkpoint.save_until_killed, tmp_path, newest + 1, rng.uniform(0, 0.03)
+        )
         assert done.codes == [-signal.SIGKILL]
         tensors, state = checkpoint.load(checkpoint.find(tmp_path))
         said, newest = [int(x) for x in done.stdout.split()], state["step"]
@@ -628,11 +695,15 @@ def test_random_kills_of_fineweb(tmp_path, kills):
 @pytest.mark.parametrize("time", [0, *(pytest.param(i, marks=repeated) for i in range(1, 20))])
 def test_an_error_after_ddp_ends_every_rank(data_dir, tmp_path, time):
     settings = dict(lr=1e30, warmup_steps=0, max_skipped_steps=0, save_interval=0)
-    done = ranks.run(2, flags(data_dir, tmp_path / "run", **settings), grace=5)  # who is left after 5 s is killed
+    done = ranks.run(
+        2, flags(data_dir, tmp_path / "run", **settings), grace=5
+    )  # who is left after 5 s is killed
     assert done.codes == [5, 5] and len(test_watch.error_lines(done)) == 1, (done.codes, done.stderr)
 
 
 @pytest.mark.fault(60)
-@pytest.mark.parametrize("time", [pytest.param(i, marks=repeated) for i in range(18)])  # two are in test_watch.py
+@pytest.mark.parametrize(
+    "time", [pytest.param(i, marks=repeated) for i in range(18)]
+)  # two are in test_watch.py
 def test_restarts(data_dir, tmp_path, time):
     test_watch.test_torchrun_restarts_a_run_of_which_a_rank_was_killed(data_dir, tmp_path, time % 2)

@@ -99,13 +99,18 @@ def test_a_finished_folder_is_left_alone_and_other_settings_are_refused(tmp_path
     assert contents(tmp_path / "d") == before
     for changes, words in [
         (dict(tokenizer="gpt2"), "tokenizer=bytes, not gpt2"),
-        (dict(shuffle_seed=1, skip_bad_documents=True), "skip_bad_documents=False, not True; shuffle_seed=None, not 1"),
+        (
+            dict(shuffle_seed=1, skip_bad_documents=True),
+            "skip_bad_documents=False, not True; shuffle_seed=None, not 1",
+        ),
         (dict(dataset=STDLIB / "asyncio"), f"dataset={STDLIB / 'json'}, not {STDLIB / 'asyncio'}"),
         (dict(dataset="kjj0/fineweb10B-gpt2"), f"dataset={STDLIB / 'json'}, not kjj0/fineweb10B-gpt2"),
     ]:
         with pytest.raises(UserError) as error:
             prepare(tmp_path / "d", **dict(dataset=STDLIB / "json", tokenizer="bytes") | changes)
-        assert f"was begun with {words}; use another --out_dir" in one_line(error) and error.value.exit_code == 2
+        assert (
+            f"was begun with {words}; use another --out_dir" in one_line(error) and error.value.exit_code == 2
+        )
     assert contents(tmp_path / "d") == before
 
 
@@ -140,7 +145,9 @@ def test_kinds_of_files(tmp_path, streaming):
     (tmp_path / "a.txt").write_text("text file")
     (tmp_path / "b.jsonl").write_text(line("jsonl one", id=1) + line("") + line("a <|endoftext|> b", id=3))
     (tmp_path / "c.jsonl.zst").write_bytes(zstandard.compress((line("zst é", other="x") + line("")).encode()))
-    pyarrow.parquet.write_table(pyarrow.table({"n": [1, 2], "text": ["parquet", "last"]}), tmp_path / "d.parquet")
+    pyarrow.parquet.write_table(
+        pyarrow.table({"n": [1, 2], "text": ["parquet", "last"]}), tmp_path / "d.parquet"
+    )
     (tmp_path / "binary.so").write_bytes(b"\x7fELF\0\0")
     (tmp_path / ".hidden").write_text("no")
     (tmp_path / "e.py").write_bytes(b"latin \xe9")
@@ -150,7 +157,9 @@ def test_kinds_of_files(tmp_path, streaming):
     val, train = rebuild(texts, tokenizer.load("bytes"), 5)
     assert np.array_equal(shard_tokens(out, "val")[0], val), "val is the first whole document"
     assert np.array_equal(shard_tokens(out, "train")[0], train), "empty documents have no separator"
-    commas = f"{tmp_path}/a.txt,{tmp_path}/*.jsonl,{tmp_path}/c.jsonl.zst,{tmp_path}/d.parquet,{tmp_path}/e.py"
+    commas = (
+        f"{tmp_path}/a.txt,{tmp_path}/*.jsonl,{tmp_path}/c.jsonl.zst,{tmp_path}/d.parquet,{tmp_path}/e.py"
+    )
     prepare(tmp_path.parent / f"{tmp_path.name}-again", commas, tokenizer="bytes", val_tokens=5)
     assert (
         contents(tmp_path.parent / f"{tmp_path.name}-again")["text_train_000001.bin"]
@@ -166,11 +175,15 @@ def test_shuffle_is_numpys_permutation(tmp_path):
     order = np.random.default_rng(5).permutation(700)
     _, train = rebuild([texts[i] for i in order], tokenizer.load("bytes"), 0)
     assert np.array_equal(shard_tokens(tmp_path / "d", "train")[0], train)
-    assert [p.name for p in (tmp_path / "d").glob("*.bin")] == ["a_train_000001.bin"], "val_tokens=0: no val shard"
+    assert [p.name for p in (tmp_path / "d").glob("*.bin")] == ["a_train_000001.bin"], (
+        "val_tokens=0: no val shard"
+    )
 
 
 def test_a_source_may_be_called_train(tmp_path):
-    (tmp_path / "my_train.jsonl").write_text("".join(json.dumps({"text": f"document {i}"}) + "\n" for i in range(99)))
+    (tmp_path / "my_train.jsonl").write_text(
+        "".join(json.dumps({"text": f"document {i}"}) + "\n" for i in range(99))
+    )
     prepare(tmp_path / "d", tmp_path / "my_train.jsonl", tokenizer="bytes", val_tokens=100)
     assert [p.name for p in sorted((tmp_path / "d").glob("*.bin"))] == [
         "my_train_train_000001.bin",
@@ -194,7 +207,9 @@ def test_characters_of_one_text_with_its_last_tenth_for_validation(tmp_path, mon
     settings = dict(dataset=tmp_path / "input.txt", tokenizer="chars", shard_tokens=40_000)
     add = writer.Progress.add
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
-        patch.setattr(writer.Progress, "add", lambda self, *args: 1 / 0 if len(self.shards) == 2 else add(self, *args))
+        patch.setattr(
+            writer.Progress, "add", lambda self, *args: 1 / 0 if len(self.shards) == 2 else add(self, *args)
+        )
         prepare(tmp_path / "d", **settings)
     said = prepare(tmp_path / "d", **settings)
     manifest = json.loads((tmp_path / "d/manifest.json").read_text())
@@ -202,7 +217,9 @@ def test_characters_of_one_text_with_its_last_tenth_for_validation(tmp_path, mon
     assert tok.vocab_size == size and manifest["text_bytes"] == len(text.encode())
     val, train = (np.concatenate(shard_tokens(tmp_path / "d", split)) for split in ("val", "train"))
     cut = len(text) * 9 // 10
-    assert (tok.decode(val[1:]), tok.decode(train[1:])) == (text[cut:], text[:cut]) and val[0] == train[0] == tok.eot
+    assert (tok.decode(val[1:]), tok.decode(train[1:])) == (text[cut:], text[:cut]) and val[0] == train[
+        0
+    ] == tok.eot
     assert tok.decode(tok.encode("a\u00e9b<|endoftext|>")) == "a\ufffdb" + "<|endoftext|>"
     words = said.splitlines()[-1].split("train.py ")[1].split()
     monkeypatch.chdir(ROOT)
@@ -214,7 +231,9 @@ def test_characters_of_one_text_with_its_last_tenth_for_validation(tmp_path, mon
 
 @pytest.mark.parametrize("first", [0, 1000])
 def test_the_number_of_tokens_is_estimated_from_the_bytes_read(tmp_path, first):
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": "abcd\u00e9" * (i % 7)}) + "\n" for i in range(3000)))
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps({"text": "abcd\u00e9" * (i % 7)}) + "\n" for i in range(3000))
+    )
     path, totals = str(tmp_path / "a.jsonl"), []
     texts = fineweb.documents(Config(dataset=path), path, [path], first)
     expect = lambda tokens, share: totals.append(tokens / share)
@@ -237,7 +256,11 @@ def test_uint32_shards(tmp_path):
     assert header.tolist() == [20240801, 7, 4]
     assert shard_tokens(tmp_path / "d", "train")[0].tolist() == [70_000, 69_999, 3, 4]
     x, y = TokenLoader(tmp_path / "d", "train", 1, 3, vocab_size=70_001).next()
-    assert x.tolist() == [[70_000, 69_999, 3]] and y.tolist() == [[69_999, 3, 4]] and x.dtype == y.dtype == torch.int64
+    assert (
+        x.tolist() == [[70_000, 69_999, 3]]
+        and y.tolist() == [[69_999, 3, 4]]
+        and x.dtype == y.dtype == torch.int64
+    )
 
 
 @pytest.mark.skipif(not CORPUS.is_dir(), reason="no corpus beside the project")
@@ -292,7 +315,9 @@ def test_kill_9_leaves_no_trace(tmp_path, clean, how):
     rng, killed, runs = random.Random(how), 0, 0
     while killed < 6 and runs < 15:
         begun, timed = context.Event(), how == "at a random time"
-        process = context.Process(target=child, args=(tmp_path / "d", begun, -1 if timed else rng.randrange(12)))
+        process = context.Process(
+            target=child, args=(tmp_path / "d", begun, -1 if timed else rng.randrange(12))
+        )
         process.start()
         if timed:
             begun.wait()
@@ -309,7 +334,9 @@ def test_kill_9_leaves_no_trace(tmp_path, clean, how):
 
 
 def test_finished_shards_are_not_made_again(tmp_path, clean, monkeypatch):
-    stop = lambda self, *args: (_ for _ in ()).throw(KeyboardInterrupt) if len(self.shards) == 6 else add(self, *args)
+    stop = lambda self, *args: (
+        (_ for _ in ()).throw(KeyboardInterrupt) if len(self.shards) == 6 else add(self, *args)
+    )
     add = writer.Progress.add
     monkeypatch.setattr(writer.Progress, "add", stop)
     with pytest.raises(KeyboardInterrupt):
@@ -330,10 +357,14 @@ PACK = dict(KILLS, shard_tokens=140_000, pack=32_768)
 def test_packed_shards_hold_every_document_once(tmp_path, clean):
     """Groups of 32,768 tokens, 4 to a shard; validation and the documents' contents are as without packing."""
     said = prepare(tmp_path / "d", **PACK)
-    plain = np.concatenate([np.frombuffer(clean[name], np.uint16, offset=1024) for name in clean if "_train_" in name])
+    plain = np.concatenate(
+        [np.frombuffer(clean[name], np.uint16, offset=1024) for name in clean if "_train_" in name]
+    )
     shards = shard_tokens(tmp_path / "d", "train")
     assert {len(shard) for shard in shards[:-1]} == {4 * 32_768}
-    documents = lambda tokens: sorted(tuple(part) for part in np.split(tokens, np.flatnonzero(tokens == 50256)[1:]))
+    documents = lambda tokens: sorted(
+        tuple(part) for part in np.split(tokens, np.flatnonzero(tokens == 50256)[1:])
+    )
     packed = np.concatenate(shards)
     assert documents(packed) == documents(plain) and not np.array_equal(packed, plain)
     assert contents(tmp_path / "d")["text_val_000000.bin"] == clean["text_val_000000.bin"]
@@ -345,7 +376,10 @@ def test_packed_shards_hold_every_document_once(tmp_path, clean):
     shares = json.loads((tmp_path / "d/manifest.json").read_text())["documents_cut"]
     assert shares["packed"] == pytest.approx(cut(packed)) and cut(packed) < 0.5 * cut(plain)
     assert shares["by_chance"] == pytest.approx(cut(plain), abs=0.02)  # some 300 documents
-    assert f"cut {shares['packed']:.2%} of documents; in the order of the source {shares['by_chance']:.2%}" in said
+    assert (
+        f"cut {shares['packed']:.2%} of documents; in the order of the source {shares['by_chance']:.2%}"
+        in said
+    )
 
     loader = TokenLoader(tmp_path / "d", "train", 2, 32_768)
     assert not loader.warnings
@@ -355,7 +389,9 @@ def test_packed_shards_hold_every_document_once(tmp_path, clean):
     )
     loader.close()
     warnings = [TokenLoader(tmp_path / "d", "train", 1, T, align=T > 1024).warnings for T in (1024, 32_768)]
-    assert "packed for block_size=32768; rows of 1024" in warnings[0][0] and "align_documents" in warnings[1][0]
+    assert (
+        "packed for block_size=32768; rows of 1024" in warnings[0][0] and "align_documents" in warnings[1][0]
+    )
 
 
 @pytest.mark.parametrize("streaming", [pytest.param(False, marks=pytest.mark.slow), True])
@@ -379,7 +415,9 @@ def test_short_documents_are_left_out(tmp_path):
     prepare(tmp_path / "d", STDLIB / "json", tokenizer="bytes", min_document_tokens=9000, val_tokens=0)
     texts = [Path(path).read_text() for path in fineweb.local_files(str(STDLIB / "json"))]
     _, train = rebuild([text for text in texts if len(text) >= 9000], tokenizer.load("bytes"), 0)
-    assert np.array_equal(shard_tokens(tmp_path / "d", "train")[0], train) and len(train) < sum(map(len, texts))
+    assert np.array_equal(shard_tokens(tmp_path / "d", "train")[0], train) and len(train) < sum(
+        map(len, texts)
+    )
 
 
 def test_two_at_once_are_refused(tmp_path):
@@ -424,7 +462,9 @@ def test_no_space_is_named(tmp_path, monkeypatch):
     assert contents(tmp_path) == {}
 
 
-@pytest.mark.parametrize("dataset", ["fineweb-edu", pytest.param("kjj0/fineweb10B-gpt2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "dataset", ["fineweb-edu", pytest.param("kjj0/fineweb10B-gpt2", marks=pytest.mark.slow)]
+)
 @pytest.mark.fault(35)
 def test_hub_unreachable(tmp_path, dataset):
     """One line on stderr and exit code 3."""
@@ -432,7 +472,9 @@ def test_hub_unreachable(tmp_path, dataset):
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     got = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
     assert got.returncode == 3 and "Traceback" not in got.stderr
-    assert [line for line in got.stderr.splitlines() if line.startswith("error: ")] == got.stderr.splitlines()[-1:]
+    assert [
+        line for line in got.stderr.splitlines() if line.startswith("error: ")
+    ] == got.stderr.splitlines()[-1:]
 
 
 @pytest.mark.fault(35)
@@ -467,7 +509,11 @@ def test_mistakes_in_the_settings(tmp_path):
         (dict(dataset="absent.jsonl"), 2, "no file matches 'absent.jsonl'"),
         (dict(dataset=str(tmp_path / "empty")), 2, "no text files"),
         (dict(dataset=str(tmp_path / "one.jsonl")), 3, "nothing is left to train on"),
-        (dict(dataset=str(tmp_path / "one.txt"), val_tokens=9), 2, "of a single text the last tenth is validation"),
+        (
+            dict(dataset=str(tmp_path / "one.txt"), val_tokens=9),
+            2,
+            "of a single text the last tenth is validation",
+        ),
         (dict(dataset=str(tmp_path / "bad.jsonl")), 3, "bad.jsonl:2: it holds half of a surrogate pair"),
         (dict(dataset=str(tmp_path / "other.jsonl")), 3, "no field text_key=text; it has body"),
         (dict(out=tmp_path / "used"), 2, "holds x_train_000001.bin"),
@@ -476,7 +522,11 @@ def test_mistakes_in_the_settings(tmp_path):
         (dict(tokenizer="gpt5"), 2, "tokenizer=gpt5"),
         (dict(pack=1, min_document_tokens=0), 2, "min_document_tokens=0 must be at least 1"),
         (dict(pack=4096, shard_tokens=4000), 2, "shard_tokens=4000 must be at least pack=4096"),
-        (dict(dataset="kjj0/fineweb10B-gpt2", pack=4096, split="x"), 2, "split=x and pack=4096 cannot change shards"),
+        (
+            dict(dataset="kjj0/fineweb10B-gpt2", pack=4096, split="x"),
+            2,
+            "split=x and pack=4096 cannot change shards",
+        ),
         (
             dict(dataset="kjj0/fineweb10B-gpt2", max_tokens=10**9, val_tokens=5),
             2,

@@ -24,7 +24,9 @@ def ends(recipe="muon", m=1.0, noise=0.0):
 
 
 def write(path, N, D, loss, optimizer="muon", lr=(1.0, 0.0), last=1000):
-    start = dict(kind="start", step=0, flops_per_token=6 * N, rows=[["settings", f"lr=1 optimizer={optimizer}"]])
+    start = dict(
+        kind="start", step=0, flops_per_token=6 * N, rows=[["settings", f"lr=1 optimizer={optimizer}"]]
+    )
     train = [dict(kind="train", step=s, tokens=D * s / 1000, loss=5.0, lr=r) for s, r in zip((1, 1000), lr)]
     val = [dict(kind="val", step=0, loss=10.0), dict(kind="val", step=last, loss=loss)]
     path.write_text("".join(json.dumps(line) + "\n" for line in [start, *train, *val]))
@@ -33,7 +35,9 @@ def write(path, N, D, loss, optimizer="muon", lr=(1.0, 0.0), last=1000):
 
 def test_the_numbers_of_a_law_come_back():
     found = fit.law_of(ends())
-    assert (found.alpha, found.beta) == pytest.approx((LAW.alpha, LAW.beta)) and found.E == pytest.approx(LAW.E)
+    assert (found.alpha, found.beta) == pytest.approx((LAW.alpha, LAW.beta)) and found.E == pytest.approx(
+        LAW.E
+    )
     assert (found.A, found.B) == pytest.approx((LAW.A, LAW.B))
 
 
@@ -62,15 +66,21 @@ def test_an_exponent_at_the_edge_of_those_tried_is_said():
 
 def test_logs_to_lines_and_a_picture(tmp_path, capsys):
     logs = [write(tmp_path / f"m{i}.jsonl", end.N, end.D, end.loss) for i, end in enumerate(ends())]
-    logs += [write(tmp_path / f"a{i}.jsonl", e.N, e.D, e.loss, "adamw") for i, e in enumerate(ends(m=2.0)[:3])]
-    logs += [write(tmp_path / "worse.jsonl", SIZES[0], TOKENS[0], 9.0)]  # of a size and tokens that m0 has too
+    logs += [
+        write(tmp_path / f"a{i}.jsonl", e.N, e.D, e.loss, "adamw") for i, e in enumerate(ends(m=2.0)[:3])
+    ]
+    logs += [
+        write(tmp_path / "worse.jsonl", SIZES[0], TOKENS[0], 9.0)
+    ]  # of a size and tokens that m0 has too
     logs += [
         write(tmp_path / "cut.jsonl", 1e8, 1e8, 4.0, lr=(1.0, 0.9)),
         write(tmp_path / "no.jsonl", 1e8, 1e8, 4.0, last=800),
     ]
     plot.main(plot.Config(fit=True, out=str(tmp_path / "fit.png")), logs)
     said = capsys.readouterr().out
-    assert "left out: cut: it ends at step 1000 before its rate has fallen" in said and "left out: no:" in said
+    assert (
+        "left out: cut: it ends at step 1000 before its rate has fallen" in said and "left out: no:" in said
+    )
     assert "loss = 1.700 + 400 / N^0.34 + 410 / D^0.28" in said
     assert "muon: 12 runs, 1.00 times the tokens, at most 0.000 nats off" in said
     assert "adamw: 3 runs, 2.00 times the tokens, at most 0.00" in said
@@ -83,10 +93,14 @@ def test_a_validation_a_few_steps_before_the_last_one_counts(tmp_path):
     assert [end.name for end in found] == ["999"] and len(left_out) == 1
 
 
-@pytest.mark.parametrize("n, got", [(6, "6 runs, of 2 and 3"), (5, "5 runs, of 2 and 3"), (0, "0 runs, of 0 and 0")])
+@pytest.mark.parametrize(
+    "n, got", [(6, "6 runs, of 2 and 3"), (5, "5 runs, of 2 and 3"), (0, "0 runs, of 0 and 0")]
+)
 def test_too_few_runs_are_one_line_after_those_left_out(tmp_path, capsys, n, got):
     logs = [write(tmp_path / f"{i}.jsonl", end.N, end.D, end.loss) for i, end in enumerate(ends()[:n])]
     logs += [write(tmp_path / "cut.jsonl", 1e8, 1e8, 4.0, lr=(1.0, 0.9))]
-    with pytest.raises(UserError, match=f"needs 6 runs of one recipe, of 3 sizes and 3 numbers of tokens; got {got}$"):
+    with pytest.raises(
+        UserError, match=f"needs 6 runs of one recipe, of 3 sizes and 3 numbers of tokens; got {got}$"
+    ):
         plot.main(plot.Config(fit=True, out=str(tmp_path / "fit.png")), logs)
     assert capsys.readouterr().out.startswith("left out: cut:")

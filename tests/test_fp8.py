@@ -66,7 +66,9 @@ def test_a_cast_keeps_nan(what, e5m2):
     x = randn(48, 48)
     x[3, 5] = float("nan")
     out, out_t, _, _ = fp8.cast([x], torch.ones(2, device=DEVICE), None, what, e5m2, True)
-    assert out.float().isnan().nonzero().tolist() == [[3, 5]] and out_t.float().isnan().nonzero().tolist() == [[5, 3]]
+    assert out.float().isnan().nonzero().tolist() == [
+        [3, 5]
+    ] and out_t.float().isnan().nonzero().tolist() == [[5, 3]]
 
 
 SHAPES = [(144, [300]), (48, [8, 264]), (32, [48, 16, 16])]  # rows: a multiple of 16, as `suits` demands
@@ -76,7 +78,9 @@ LLAMA = dict(mlp="swiglu", norm="rmsnorm", positions="rope", bias=False)
 KINDS = (*SEVERAL, fp8.DGELU, fp8.DRELU2, fp8.SWIGLU, fp8.DSWIGLU)
 
 
-@pytest.mark.parametrize("M, widths, what", [(M, w, k) for M, w in SHAPES for k in (KINDS if len(w) == 1 else SEVERAL)])
+@pytest.mark.parametrize(
+    "M, widths, what", [(M, w, k) for M, w in SHAPES for k in (KINDS if len(w) == 1 else SEVERAL)]
+)
 @pytest.mark.parametrize("e5m2", [False, True])
 @pytest.mark.parametrize("std", [pytest.param(1e-7, marks=pytest.mark.slow), *[1.0] * GPU, 1e4])
 def test_cast(M, widths, what, e5m2, std):
@@ -211,7 +215,9 @@ def test_what_does_not_train_is_as_in_bf16(shape):
     with torch.no_grad(), torch.autocast(DEVICE.type, torch.bfloat16):
         assert torch.equal(own(idx, targets), bf16(idx, targets))
         assert torch.equal(own.logits(idx), bf16.logits(idx))
-        assert not any(top.any() for name, top in own.named_buffers() if name.endswith("_amax"))  # no scale was touched
+        assert not any(
+            top.any() for name, top in own.named_buffers() if name.endswith("_amax")
+        )  # no scale was touched
         assert not torch.equal(own.train()(idx, targets), bf16(idx, targets))
 
 
@@ -239,7 +245,11 @@ def test_only_tracked_layers_are_gathered_in_8_bits():
     own = models.build(cfg, DEVICE, 0)
     own.blocks[0].extra = nn.Linear(64, 64)
     fp8.gather_in_8_bits(tracked(own).blocks.modules(), 2)
-    found = {name for name, layer in own.blocks[0].named_modules() if isinstance(getattr(layer, "weight", 0), fp8.Rows)}
+    found = {
+        name
+        for name, layer in own.blocks[0].named_modules()
+        if isinstance(getattr(layer, "weight", 0), fp8.Rows)
+    }
     assert found == {"attn.qkv", "attn.proj", "mlp.gate_up"}
 
 
@@ -274,7 +284,9 @@ def test_scales_go_on_where_they_were():
     cfg = GPTConfig(vocab_size=64, n_layer=1, n_head=2, n_embd=32, block_size=16)
     one, other = (tracked(models.build(cfg, DEVICE, 0)) for _ in range(2))
     idx, targets = torch.randint(0, 64, (2, 2, 16), device=DEVICE)
-    same = (lambda a, b: error(a, b) < 1e-3) if GPU else torch.equal  # attention's gradients may differ by rounding
+    same = (
+        (lambda a, b: error(a, b) < 1e-3) if GPU else torch.equal
+    )  # attention's gradients may differ by rounding
 
     def step(model):
         with torch.autocast(DEVICE.type, torch.bfloat16):
@@ -298,7 +310,9 @@ def test_scales_go_on_where_they_were():
     assert not checkpoint.load_rank_tensors(saved, other, 2, DEVICE)
 
 
-@pytest.mark.parametrize("factor", [float("inf"), *(pytest.param(f, marks=pytest.mark.slow) for f in (1e38, math.nan))])
+@pytest.mark.parametrize(
+    "factor", [float("inf"), *(pytest.param(f, marks=pytest.mark.slow) for f in (1e38, math.nan))]
+)
 def test_a_step_that_is_not_finite_does_not_spoil_the_next(factor):
     """The amax of its gradients, inf or far too large, would be the next step's scale."""
     words = [str(ROOT / "config/test.py"), "--vocab_size=200", f"--device={DEVICE.type}", "--compile=False"]

@@ -36,7 +36,9 @@ def one_process(name):
     "name, mode",
     [
         pytest.param("llama", dict(parallel="fsdp", unit_mib=0), marks=pytest.mark.slow),
-        pytest.param("llama", dict(parallel="zero2", remat="selective", compile=True), marks=pytest.mark.slow),
+        pytest.param(
+            "llama", dict(parallel="zero2", remat="selective", compile=True), marks=pytest.mark.slow
+        ),
         pytest.param("gpt2", dict(parallel="hsdp", shard_size=2, remat="block"), marks=pytest.mark.slow),
     ],
     ids=["fsdp", "zero2", "hsdp"],

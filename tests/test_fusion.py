@@ -38,7 +38,11 @@ def test_a_block_takes_both_sums_from_the_norms_backward(products, monkeypatch):
     with torch._inductor.config.patch(post_grad_custom_pre_pass=None, force_disable_caches=True):
         fusion.register()
         loss, grads = gradients(True)
-    assert counters["inductor"]["residual_gradient_in_norm"] == counters["inductor"]["column_sums_from_norm"] == 1
+    assert (
+        counters["inductor"]["residual_gradient_in_norm"]
+        == counters["inductor"]["column_sums_from_norm"]
+        == 1
+    )
     expected, refs = gradients(False)
     assert abs(loss - expected) < 1e-3 * expected
     for name, grad in grads.items():  # bf16: the pass adds in float32 what is otherwise rounded once more

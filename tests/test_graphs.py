@@ -15,7 +15,14 @@ from configurator import UserError, configure
 from scale import graphs, parallel
 from settings import Config
 
-WORDS = ["--n_layer=2", "--n_head=4", "--n_embd=256", "--vocab_size=500", "--block_size=128", "--batch_size=4"]
+WORDS = [
+    "--n_layer=2",
+    "--n_head=4",
+    "--n_embd=256",
+    "--vocab_size=500",
+    "--block_size=128",
+    "--batch_size=4",
+]
 WORDS += ["--compile=False", "--deterministic=True", "--warmup_steps=0"]
 LLAMA = ["--positions=rope", "--norm=rmsnorm", "--mlp=swiglu", "--bias=False", "--tie_embeddings=False"]
 
@@ -53,7 +60,9 @@ def both_ways(more, device="cuda"):
     words = [*WORDS, *(word for word in more if word != "--weighted"), f"--device={device}"]
     words += ["--n_embd=64", "--block_size=32"] if device == "cpu" else []
     world = parallel.start(device)
-    return [six_steps(configure(Config, words), world, graph, "--weighted" in more) for graph in (False, True)]
+    return [
+        six_steps(configure(Config, words), world, graph, "--weighted" in more) for graph in (False, True)
+    ]
 
 
 def six_steps(cfg, world, graph, weighted):
@@ -68,13 +77,17 @@ def six_steps(cfg, world, graph, weighted):
 
     def next_batch():
         row = next(taken)
-        return (row[:, :-1], row[:, 1:], 1 / (400 + int(row[0, 0]))) if weighted else (row[:, :-1], row[:, 1:])
+        return (
+            (row[:, :-1], row[:, 1:], 1 / (400 + int(row[0, 0]))) if weighted else (row[:, :-1], row[:, 1:])
+        )
 
     found = []
     for _ in range(6):
         loss, norm = job.step(next_batch, 1e-3)
         found += [loss.item(), norm.item()]
-    assert graph == isinstance(job.micro_step, graphs.Replayed) and (not graph or job.micro_step.graph is not None)
+    assert graph == isinstance(job.micro_step, graphs.Replayed) and (
+        not graph or job.micro_step.graph is not None
+    )
     return found, {name: p.detach().to("cpu", copy=True) for name, p in job.raw.named_parameters()}
 
 
@@ -96,7 +109,9 @@ def imitate(put):
     put(graphs.Replayed, "capture", capture)
 
 
-@pytest.mark.parametrize("more", [["--batch_tokens=128"], ["--batch_tokens=256", "--weighted"], ["--batch_tokens=640"]])
+@pytest.mark.parametrize(
+    "more", [["--batch_tokens=128"], ["--batch_tokens=256", "--weighted"], ["--batch_tokens=640"]]
+)
 def test_the_gradients_of_replays_add_up_as_those_of_steps(more, monkeypatch):
     """Micro-steps of one, two and five a step."""
     imitate(monkeypatch.setattr)
@@ -130,7 +145,9 @@ def test_a_run_with_evaluations_resumes(data_dir, tmp_path):
     try:
         expected = losses(train_here(data_dir, tmp_path / "a", **settings))
         assert losses(train_here(data_dir, tmp_path / "b", cuda_graph=True, **settings)) == expected
-        resumed = train_here(data_dir, tmp_path / "c", cuda_graph=True, resume=tmp_path / "b/step_00000006", **settings)
+        resumed = train_here(
+            data_dir, tmp_path / "c", cuda_graph=True, resume=tmp_path / "b/step_00000006", **settings
+        )
     finally:
         torch.use_deterministic_algorithms(False)
     assert losses(resumed) == {step: loss for step, loss in expected.items() if step > 6}
@@ -146,7 +163,11 @@ def in_rank_on_a_gpu(more):
 @pytest.mark.parametrize("number", [1, 2])
 @pytest.mark.parametrize(
     "more",
-    [["--precision=bf16"], ["--precision=bf16", "--reduce_dtype=bf16"], ["--precision=fp8", "--compile=True"]],
+    [
+        ["--precision=bf16"],
+        ["--precision=bf16", "--reduce_dtype=bf16"],
+        ["--precision=fp8", "--compile=True"],
+    ],
     ids=["bf16", "sums in bf16", "fp8"],
 )
 def test_ddp_on_gpus(number, more):
@@ -174,9 +195,13 @@ for _ in range(4):
 
 @pytest.mark.gpu
 def test_a_step_that_waits_for_the_gpu_is_named():
-    done = subprocess.run([sys.executable, "-c", WAITS], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", WAITS], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
     last = done.stderr.strip().splitlines()[-1]
-    assert done.returncode and "UserError: cuda_graph=True: the micro-step cannot be captured" in last, done.stderr
+    assert done.returncode and "UserError: cuda_graph=True: the micro-step cannot be captured" in last, (
+        done.stderr
+    )
 
 
 def test_a_cpu_has_no_graphs(data_dir, tmp_path):

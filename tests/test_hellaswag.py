@@ -51,7 +51,9 @@ def naive(model, examples, tokenizer):
             loss = -logp[len(context) - 1 :].gather(1, torch.tensor(ending)[:, None])
             sums.append(loss.sum().item())
             means.append(loss.mean().item())
-        hits += torch.tensor([sums.index(min(sums)) == example["label"], means.index(min(means)) == example["label"]])
+        hits += torch.tensor(
+            [sums.index(min(sums)) == example["label"], means.index(min(means)) == example["label"]]
+        )
     return (hits / len(examples)).tolist()
 
 
@@ -88,7 +90,9 @@ def test_a_long_context_is_cut_on_its_left():
     prepared = multiple_choice.prepare([example], tokenizer, 32)
     assert prepared.truncated == 4 and all(len(row) == 33 for row in prepared.rows)
     assert tokenizer.decode(prepared.rows[0]) == "a" * 29 + "b cc"
-    with pytest.raises(multiple_choice.HellaSwagError, match="example 0: an ending of 41 tokens does not fit"):
+    with pytest.raises(
+        multiple_choice.HellaSwagError, match="example 0: an ending of 41 tokens does not fit"
+    ):
         multiple_choice.prepare([{**example, "endings": ["c" * 40] * 4}], tokenizer, 32)
 
 
@@ -151,7 +155,14 @@ def test_bytes_that_are_no_utf8_and_an_empty_file(tmp_path):
 
 
 def test_the_raw_file_is_read_its_line_separators_and_text_labels_too(tmp_path):
-    raw = {"ind": 24, "activity_label": "x", "ctx_a": "a", "ctx_b": "b", "split": "val", "source_id": "wikihow~1"}
+    raw = {
+        "ind": 24,
+        "activity_label": "x",
+        "ctx_a": "a",
+        "ctx_b": "b",
+        "split": "val",
+        "source_id": "wikihow~1",
+    }
     raw |= {"ctx": "[header] a\u2028b\x85c", "endings": ["d", "e", "f", "g"], "label": "3"}
     path = tmp_path / "h.jsonl"
     path.write_text(json.dumps(raw, ensure_ascii=False) + "\r\n", encoding="utf-8", newline="")
@@ -167,7 +178,9 @@ def test_a_short_read_and_a_foreign_page_are_not_kept(tmp_path, monkeypatch, pag
             return page
 
     tries = []
-    monkeypatch.setattr(multiple_choice.urllib.request, "urlopen", lambda *_, **__: tries.append(1) or Reply())
+    monkeypatch.setattr(
+        multiple_choice.urllib.request, "urlopen", lambda *_, **__: tries.append(1) or Reply()
+    )
     monkeypatch.setattr(multiple_choice.time, "sleep", lambda _: None)
     with pytest.raises(multiple_choice.Unavailable, match="cannot be downloaded"):
         multiple_choice.download(tmp_path)
@@ -176,7 +189,9 @@ def test_a_short_read_and_a_foreign_page_are_not_kept(tmp_path, monkeypatch, pag
 
 @pytest.mark.fault(40)
 def test_a_missing_file_is_a_mistake_and_a_dead_network_is_not(tmp_path, monkeypatch):
-    with pytest.raises(multiple_choice.HellaSwagError, match="none.jsonl: No such file or directory; name") as error:
+    with pytest.raises(
+        multiple_choice.HellaSwagError, match="none.jsonl: No such file or directory; name"
+    ) as error:
         multiple_choice.load(tmp_path / "none.jsonl")
     assert not isinstance(error.value, multiple_choice.Unavailable)
 
@@ -203,7 +218,9 @@ def test_command_line_scores_a_checkpoint_and_refuses_no_examples(tmp_path, caps
     model, path = small(), tmp_path / "h.jsonl"
     path.write_text("".join(json.dumps(example) + "\n" for example in made_up(5)))
     checkpoint.save_model(tmp_path / "run", model, model.cfg)
-    cfg = hellaswag.Config(checkpoint=str(tmp_path / "run"), file=str(path), tokenizer="bytes", device="cpu", limit=3)
+    cfg = hellaswag.Config(
+        checkpoint=str(tmp_path / "run"), file=str(path), tokenizer="bytes", device="cpu", limit=3
+    )
     hellaswag.main(cfg)
     acc, acc_norm = naive(model, made_up(5)[:3], tokenizers.load("bytes"))
     error = np.std([1.0] * round(3 * acc) + [0.0] * round(3 - 3 * acc)) / 3**0.5
@@ -217,7 +234,9 @@ def test_the_command_line_over_two_ranks_prints_one_score_the_same(tmp_path, mod
     model, path = small(), tmp_path / "h.jsonl"
     path.write_text("".join(json.dumps(example) + "\n" for example in made_up(20)))
     prepared = multiple_choice.prepare(made_up(20), tokenizers.load("bytes"), 128)
-    assert len(list(multiple_choice.batches(prepared, 256, 128, few_shapes=False))) % 2 == 1  # one rank has fewer
+    assert (
+        len(list(multiple_choice.batches(prepared, 256, 128, few_shapes=False))) % 2 == 1
+    )  # one rank has fewer
     checkpoint.save_model(tmp_path / "run", model, model.cfg)
     words = [f"--checkpoint={tmp_path}/run", f"--file={path}", "--tokenizer=bytes", "--device=cpu"]
     alone = ranks.run(0, [*words, "--batch_tokens=256"], "hellaswag.py")

@@ -26,14 +26,19 @@ def settings(*words):
 @pytest.fixture
 def weights(tmp_path):
     """A Llama with a context of 96 tokens, the tokenizer of bytes, a chat template, and two ids that end a text."""
-    folder = saved(llama(vocab_size=257, max_position_embeddings=96, tie_word_embeddings=True), tmp_path / "weights")
+    folder = saved(
+        llama(vocab_size=257, max_position_embeddings=96, tie_word_embeddings=True), tmp_path / "weights"
+    )
     (folder / "tokenizer.json").write_text(tokenizer.load("bytes").to_json())
     special = dict(
-        eos_token={"__type": "AddedToken", "content": "<|endoftext|>"}, tokenizer_class="PreTrainedTokenizerFast"
+        eos_token={"__type": "AddedToken", "content": "<|endoftext|>"},
+        tokenizer_class="PreTrainedTokenizerFast",
     )
     (folder / "tokenizer_config.json").write_text(json.dumps(special))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    (folder / "generation_config.json").write_text(json.dumps(dict(bos_token_id=1, eos_token_id=[10], max_length=70)))
+    (folder / "generation_config.json").write_text(
+        json.dumps(dict(bos_token_id=1, eos_token_id=[10], max_length=70))
+    )
     return folder
 
 
@@ -49,10 +54,20 @@ def byte_data(data_dir, tmp_path):
 def test_shape_rope_and_tokenizer_are_the_weights(weights):
     cfg = settings(f"--init_from=hf:{weights}", "--dropout=0.1")
     assert not checkpoint.shape_differences(vars(hf_config.read_config(weights)), cfg)
-    assert (cfg.n_embd, cfg.n_hidden, cfg.kv_heads, cfg.norm, cfg.tie_embeddings) == (64, 88, 2, "rmsnorm", True)
+    assert (cfg.n_embd, cfg.n_hidden, cfg.kv_heads, cfg.norm, cfg.tie_embeddings) == (
+        64,
+        88,
+        2,
+        "rmsnorm",
+        True,
+    )
     assert (cfg.dropout, cfg.block_size, cfg.max_positions) == (0.1, 96, 96)
-    assert cfg.tokenizer == str(weights / "tokenizer.json") and f"tokenizer={cfg.tokenizer}" in hf_config.adopted(cfg)
-    assert settings(f"--init_from=hf:{weights}", "--block_size=4096").block_size == 4096  # RoPE has no last position
+    assert cfg.tokenizer == str(
+        weights / "tokenizer.json"
+    ) and f"tokenizer={cfg.tokenizer}" in hf_config.adopted(cfg)
+    assert (
+        settings(f"--init_from=hf:{weights}", "--block_size=4096").block_size == 4096
+    )  # RoPE has no last position
     edit_config(weights, max_position_embeddings=131_072)
     cfg = settings(f"--init_from=hf:{weights}")
     assert (cfg.block_size, cfg.max_positions) == (1024, 131_072)
@@ -66,22 +81,39 @@ def test_qwen3(tmp_path):
     published = dict(
         model_type="qwen3", architectures=["Qwen3ForCausalLM"], attention_bias=False, attention_dropout=0.0
     )
-    published |= dict(bos_token_id=151643, eos_token_id=151645, head_dim=128, hidden_act="silu", hidden_size=2048)
-    published |= dict(initializer_range=0.02, intermediate_size=6144, max_position_embeddings=40960, rms_norm_eps=1e-06)
-    published |= dict(max_window_layers=28, num_attention_heads=16, num_hidden_layers=28, num_key_value_heads=8)
+    published |= dict(
+        bos_token_id=151643, eos_token_id=151645, head_dim=128, hidden_act="silu", hidden_size=2048
+    )
+    published |= dict(
+        initializer_range=0.02, intermediate_size=6144, max_position_embeddings=40960, rms_norm_eps=1e-06
+    )
+    published |= dict(
+        max_window_layers=28, num_attention_heads=16, num_hidden_layers=28, num_key_value_heads=8
+    )
     published |= dict(rope_scaling=None, rope_theta=1_000_000, sliding_window=None, tie_word_embeddings=True)
     published |= dict(torch_dtype="bfloat16", use_cache=True, use_sliding_window=False, vocab_size=151936)
     (tmp_path / "config.json").write_text(json.dumps(published))
     cfg = hf_config.read_config(tmp_path)
-    assert (cfg.head_dim, cfg.kv_heads, cfg.hidden, cfg.rope_theta, cfg.tie_embeddings) == (128, 8, 6144, 1e6, True)
+    assert (cfg.head_dim, cfg.kv_heads, cfg.hidden, cfg.rope_theta, cfg.tie_embeddings) == (
+        128,
+        8,
+        6144,
+        1e6,
+        True,
+    )
     edit_config(tmp_path, hidden_size=1024)
-    refused(lambda: hf_config.read_config(tmp_path), "head_dim=128 is not hidden_size / num_attention_heads = 1024/16")
+    refused(
+        lambda: hf_config.read_config(tmp_path),
+        "head_dim=128 is not hidden_size / num_attention_heads = 1024/16",
+    )
 
 
 def test_all_contradictions_are_in_one_line(weights, tmp_path):
     words = ["config/gpt2_124m.py", f"--init_from=hf:{weights}", "--rope_theta=5e5", "--norm=rmsnorm"]
     words[0] = str(ROOT / words[0])
-    line = refused(lambda: settings(*words), "n_layer: checkpoint 2, now 12", "n_head", "n_embd", "rope_theta")
+    line = refused(
+        lambda: settings(*words), "n_layer: checkpoint 2, now 12", "n_head", "n_embd", "rope_theta"
+    )
     assert "norm:" not in line and "block_size" not in line and "leave these settings out" in line
     saved(gpt2(), tmp_path / "gpt2")
     init_from = f"--init_from=hf:{tmp_path / 'gpt2'}"
@@ -111,7 +143,12 @@ def test_gpt2s_tokenizer_is_recognised(tmp_path):
 
 def test_tuned_and_exported(weights, byte_data, tmp_path, capsys):
     """From weights to an export: what the source folder says stays, though the run's rows are shorter."""
-    words = [f"--init_from=hf:{weights}", f"--data_dir={byte_data}", f"--out_dir={tmp_path / 'run'}", "--device=cpu"]
+    words = [
+        f"--init_from=hf:{weights}",
+        f"--data_dir={byte_data}",
+        f"--out_dir={tmp_path / 'run'}",
+        "--device=cpu",
+    ]
     words += ["--block_size=32", "--batch_tokens=64", "--batch_size=2", "--max_steps=1", "--eval_interval=0"]
     cfg = settings(*words, "--no_compile")
     train.main(cfg)
@@ -119,17 +156,27 @@ def test_tuned_and_exported(weights, byte_data, tmp_path, capsys):
     assert f"init_from    hf:{weights}: vocab_size=257 n_layer=2 n_head=4 n_kv_head=2 n_embd=64" in said
     convert.main(convert.Config(checkpoint=str(tmp_path / "run"), to_hf=str(tmp_path / "hf")))
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
-    assert (config["max_position_embeddings"], config["bos_token_id"], config["eos_token_id"]) == (96, 1, [10, 256])
+    assert (config["max_position_embeddings"], config["bos_token_id"], config["eos_token_id"]) == (
+        96,
+        1,
+        [10, 256],
+    )
     generation = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").generation_config
     assert (generation.eos_token_id, generation.max_length) == ([10, 256], 70)
     theirs = AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert (
-        theirs.eos_token_id == 256 and theirs.chat_template == TEMPLATE and theirs("aé")["input_ids"] == [97, 195, 169]
+        theirs.eos_token_id == 256
+        and theirs.chat_template == TEMPLATE
+        and theirs("aé")["input_ids"] == [97, 195, 169]
     )
     np.save(byte_data / "token_bytes.npy", tokenizer.load("gpt2").token_bytes())
     (byte_data / "manifest.json").write_text(json.dumps(dict(tokenizer="gpt2", vocab_size=50257, eot=50256)))
     cfg.overwrite = True
-    refused(lambda: train.main(cfg), "was tokenized with gpt2", f"fineweb.py --tokenizer={weights / 'tokenizer.json'}")
+    refused(
+        lambda: train.main(cfg),
+        "was tokenized with gpt2",
+        f"fineweb.py --tokenizer={weights / 'tokenizer.json'}",
+    )
     cfg.data_dir = str(tmp_path / "none")
     words = f"fineweb.py --tokenizer={weights / 'tokenizer.json'} --out_dir={tmp_path / 'none'} "
     refused(lambda: train.main(cfg), "no train split", words)

@@ -53,7 +53,9 @@ def test_linear(M, N, K, n_major, bias):
     a, b, bias = randn(M, K), randn(K, N, std=2 / K**0.5), randn(N) if bias else None
     out, intact = guarded(M, N)
     hopper.linear(a, b if n_major else b.t().contiguous().t(), bias, out)
-    assert error(out, a.double() @ b.double() + (0 if bias is None else bias.double())) < 2e-3  # one rounding to bf16
+    assert (
+        error(out, a.double() @ b.double() + (0 if bias is None else bias.double())) < 2e-3
+    )  # one rounding to bf16
     assert intact()
 
 
@@ -126,7 +128,9 @@ def test_exponentials(M, N, K, softcap):
     powers = torch.exp2(tiles - raised.double()[..., None])
     exact = powers * in_tiles(torch.autograd.grad(capped.sum(), logits)[0], 0.0)
     assert ((found - powers.sum(-1)).abs() <= 1e-4 * powers.sum(-1)).all()
-    assert ((in_tiles(out.double(), 0.0) - exact).norm(dim=-1) <= 4e-3 * exact.norm(dim=-1)).all()  # rounded to 2^-8
+    assert (
+        (in_tiles(out.double(), 0.0) - exact).norm(dim=-1) <= 4e-3 * exact.norm(dim=-1)
+    ).all()  # rounded to 2^-8
     assert not out[:, vocab_size:].any() and not out[M // 2].any() and intact()
     first = out.clone()
     for _ in range(5):
@@ -194,7 +198,9 @@ def test_unit_k_tiles():
         for k_tiles in (1, 7, 128, 1024):
             unit = hopper.unit_k_tiles(tiles, k_tiles, 66)
             units = tiles * -(-k_tiles // unit)
-            assert 0 < unit <= k_tiles and (k_tiles < 1024 or -(-units // 66) * 66 * unit <= 1.12 * tiles * k_tiles)
+            assert 0 < unit <= k_tiles and (
+                k_tiles < 1024 or -(-units // 66) * 66 * unit <= 1.12 * tiles * k_tiles
+            )
 
 
 @on_hopper
@@ -274,7 +280,9 @@ def zeros(*shape, dtype=torch.bfloat16):
 
 def test_takes():
     wide = zeros(16, 32)
-    assert hopper.takes(wide, zeros(1, 8), wide[:, 8:16], wide[3:5], zeros(24), None, (5, 8), torch.Size([16, 192]))
+    assert hopper.takes(
+        wide, zeros(1, 8), wide[:, 8:16], wide[3:5], zeros(24), None, (5, 8), torch.Size([16, 192])
+    )
     refused = {
         "float32": zeros(16, 32, dtype=torch.float32),
         "float16": zeros(16, 32, dtype=torch.float16),
@@ -302,7 +310,9 @@ def test_takes_traced_tensors(recwarn):
 
 
 def test_operands_that_do_not_fit_are_one_line():
-    with pytest.raises(RuntimeError, match=r"multiples of 16 bytes, not torch.bfloat16, shape \(300, 100\)") as error:
+    with pytest.raises(
+        RuntimeError, match=r"multiples of 16 bytes, not torch.bfloat16, shape \(300, 100\)"
+    ) as error:
         hopper.tensor_map(zeros(300, 100), 32, 64)
     one_line(error)
 

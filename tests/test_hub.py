@@ -48,7 +48,9 @@ def add(hub, path, data):
 def shards(hub, name="me/shards", vocab_size=257):
     folder = add(hub, f"datasets/{name}/README.md", b"").parent
     for i, split in enumerate(["val", "train", "train", "train"]):
-        write_shard(folder / f"fw_{split}_{i:06d}.bin", np.random.default_rng(i).integers(0, vocab_size, 30_000))
+        write_shard(
+            folder / f"fw_{split}_{i:06d}.bin", np.random.default_rng(i).integers(0, vocab_size, 30_000)
+        )
     return {path.name: path.read_bytes() for path in folder.glob("*.bin")}
 
 
@@ -79,7 +81,10 @@ def test_shards_survive_faults(hub, tmp_path):
 @pytest.mark.fault(35)
 def test_shards_that_do_not_come_end_in_one_line_and_the_next_run_goes_on(hub, tmp_path):
     files, settings = shards(hub), dict(dataset="me/shards", shards=True)
-    for fault, words in {503: "503 Service Unavailable", "short": "should be of size 61024 but has size 30512"}.items():
+    for fault, words in {
+        503: "503 Service Unavailable",
+        "short": "should be of size 61024 but has size 30512",
+    }.items():
         hub.faults = {"train_000002.bin": [fault] * 9}
         with pytest.raises(
             DataError, match=f"dataset=me/shards cannot be fetched: .*{words}.*run the same command"
@@ -126,7 +131,9 @@ def test_weights_survive_faults(hub, tmp_path):
     hub.faults = {"model.safetensors": ["drop", 503, 429, "short"], "revision/main": [503]}
     folder = hf_config.fetch("me/gpt")
     assert not any(hub.faults.values())
-    assert (folder / "model.safetensors").read_bytes() == (hub.folder / "models/me/gpt/model.safetensors").read_bytes()
+    assert (folder / "model.safetensors").read_bytes() == (
+        hub.folder / "models/me/gpt/model.safetensors"
+    ).read_bytes()
     with pytest.raises(UserError, match="me/other: no such folder, and it cannot be downloaded") as error:
         hf_config.fetch("me/other")
     one_line(error)

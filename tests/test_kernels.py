@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 import kernels
 import model as models
 from fast import cublas
-from run import account
+from run import flops
 from settings import Config, GPTConfig
 
 
@@ -57,7 +57,9 @@ def test_linear_cross_entropy(rows, V, smoothing, z_loss, cap, in_chunks):
 def test_logits_of_a_chunk_are_computed_again_only_where_they_do_not_fit(in_chunks, monkeypatch):
     """24 tokens at once, and as 16 and 8: once for an evaluation, and once more for a backward."""
     seen, plain = [], kernels.plain_cross_entropy
-    monkeypatch.setattr(kernels, "plain_cross_entropy", lambda *a: seen.append(a[0].numel() // 40) or plain(*a))
+    monkeypatch.setattr(
+        kernels, "plain_cross_entropy", lambda *a: seen.append(a[0].numel() // 40) or plain(*a)
+    )
     x, head, targets = torch.randn(2, 12, 16), nn.Linear(16, 40, bias=False), torch.randint(0, 40, (2, 12))
 
     def calls(rows):
@@ -75,7 +77,11 @@ def test_logits_of_a_chunk_are_computed_again_only_where_they_do_not_fit(in_chun
 
 def test_logits_in_chunks_take_a_fraction_of_the_memory(in_chunks):
     """16 MiB of logits in 16 chunks, at the peak of forward and backward and of an evaluation."""
-    x, head, targets = torch.randn(2, 512, 16), nn.Linear(16, 4096, bias=False), torch.randint(0, 4096, (2, 512))
+    x, head, targets = (
+        torch.randn(2, 512, 16),
+        nn.Linear(16, 4096, bias=False),
+        torch.randint(0, 4096, (2, 512)),
+    )
 
     def peaks(rows):
         in_chunks(rows, 4096)
@@ -169,9 +175,14 @@ def test_ropes_fast_form_has_rms_norms_alone(monkeypatch):
     monkeypatch.setattr(kernels, "served", {"cuda"})
     x, (cos, sin) = torch.randn(2, 3, 4, 16), torch.randn(2, 4, 16)
     layers = nn.Identity(), nn.RMSNorm(16, 1e-5), kernels.RMSNorm(16, 1e-5)
-    others = nn.LayerNorm(16), kernels.LayerNorm(16), kernels.Linear(16, 16), nn.Sequential(nn.RMSNorm(16, 1e-5))
+    others = (
+        nn.LayerNorm(16),
+        kernels.LayerNorm(16),
+        kernels.Linear(16, 16),
+        nn.Sequential(nn.RMSNorm(16, 1e-5)),
+    )
     for layer in layers + others:
-        with account.census("cuda", torch.bfloat16) as seen:
+        with flops.census("cuda", torch.bfloat16) as seen:
             kernels.rope(x, layer, cos, sin)
         assert seen.calls["rope", "another kind of layer" if layer in others else None] == 1
         assert layer in others or seen.calls.total() == 1  # the norm is inside
@@ -207,7 +218,9 @@ def test_a_function_that_does_not_run_is_left_out_but_out_of_memory_is_told():
         cublas.first([fails, full, list])
 
 
-@pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"])
+@pytest.mark.parametrize(
+    "kind", ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"]
+)
 def test_a_layer_with_any_hook_is_called(kind):
     layer = kernels.Linear(8, 8)
     assert kernels.edited(layer) is None

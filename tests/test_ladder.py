@@ -22,7 +22,13 @@ from settings import check
 WORDS = ["--n_layer=1", "--n_head=2", "--n_embd=32", "--block_size=16", "--vocab_size=257", "--rows=2"]
 WORDS += ["--device=cpu", "--steps=2", "--settle=0"]
 NAMES = [rung.name for rung in RUNGS]
-ON_A_CPU = ["float32, plain attention", "torch.compile", "flash attention", "padded vocabulary", "fused AdamW"]
+ON_A_CPU = [
+    "float32, plain attention",
+    "torch.compile",
+    "flash attention",
+    "padded vocabulary",
+    "fused AdamW",
+]
 
 
 def eager(words, _):
@@ -60,7 +66,9 @@ def test_the_ladder_on_a_cpu(tmp_path, monkeypatch, capsys):
     assert all(row["left_out"] in said for row in rows if row not in ran) and "failed" not in said
     for before, row in zip([None, *ran], ran):
         assert row["factor"] == (before and row["tokens_per_s"] / before["tokens_per_s"])
-        assert row["tokens_per_s"] == pytest.approx(2 * 16 / row["step_ms"] * 1e3) and len(row["steps_ms"]) == 2
+        assert (
+            row["tokens_per_s"] == pytest.approx(2 * 16 / row["step_ms"] * 1e3) and len(row["steps_ms"]) == 2
+        )
         assert re.search(rf"{row['rung']} +{row['step_ms']:.1f} +{row['tokens_per_s']:,.0f} ", said), said
 
 
@@ -74,7 +82,9 @@ def test_a_rung_keeps_the_changes_below_it(tmp_path, monkeypatch):
         if rung.name in ON_A_CPU:
             expected |= rung.change
         assert expected.items() <= row["settings"].items(), rung.name
-    assert expected == dict(ladder.PLAIN, compile=True, attention="flash", vocab_multiple=128, fused_adamw=True)
+    assert expected == dict(
+        ladder.PLAIN, compile=True, attention="flash", vocab_multiple=128, fused_adamw=True
+    )
 
 
 def test_a_rung_that_fails_stops_no_other(monkeypatch, capsys):
@@ -199,7 +209,9 @@ def test_the_ladder_refuses_several_ranks(monkeypatch):
 def test_a_rung_in_a_process_of_its_own():
     common = ladder.common_settings(configure(LadderConfig, WORDS))
     assert ladder.timed(common | ladder.PLAIN)["tokens_per_s"] > 0
-    assert ladder.timed(common | ladder.PLAIN | {"precision": "tf32"})["failed"].startswith("precision=tf32 needs")
+    assert ladder.timed(common | ladder.PLAIN | {"precision": "tf32"})["failed"].startswith(
+        "precision=tf32 needs"
+    )
 
 
 @pytest.mark.gpu

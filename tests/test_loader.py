@@ -52,8 +52,16 @@ def test_damaged_shards(data):
     good = path.read_bytes()
     int32 = lambda *values: np.array(values, "<i4").tobytes()
     for row, damage, words in [
-        (1, good[:-1], "expected 1638 bytes for 307 tokens of a uint16 shard (GPT-2, magic 20240520), it has 1637"),
-        (2, good + b"\0", "expected 1638 bytes for 307 tokens of a uint16 shard (GPT-2, magic 20240520), it has 1639"),
+        (
+            1,
+            good[:-1],
+            "expected 1638 bytes for 307 tokens of a uint16 shard (GPT-2, magic 20240520), it has 1637",
+        ),
+        (
+            2,
+            good + b"\0",
+            "expected 1638 bytes for 307 tokens of a uint16 shard (GPT-2, magic 20240520), it has 1639",
+        ),
         (1, good[:100], "holds 100 bytes, less than a header of 1024"),
         (1, b"", "holds 0 bytes"),
         (3, b"abcd" + good[4:], "is not a shard: it begins with 1684234849, not 20240520 or 20240801"),
@@ -100,7 +108,9 @@ def test_vocabulary_smaller_than_the_tokenizers(data):
 def test_flipped_bit(data):
     folder, _ = data
     verify(folder)
-    patch(folder / "x_train_000003.bin", 1500, bytes([(folder / "x_train_000003.bin").read_bytes()[1500] ^ 1]))
+    patch(
+        folder / "x_train_000003.bin", 1500, bytes([(folder / "x_train_000003.bin").read_bytes()[1500] ^ 1])
+    )
     TokenLoader(folder, "train", 4, 16, vocab_size=1000)
     with pytest.raises(DataError, match="x_train_000003.bin is damaged: SHA-256"):
         verify(folder)
@@ -119,7 +129,11 @@ def test_flipped_bit(data):
 
 
 def test_the_last_word_before_the_number_is_the_split(tmp_path):
-    names = {"my_train_val_000000.bin": "val", "my_train_train_000001.bin": "train", "a_val_train_000001.bin": "train"}
+    names = {
+        "my_train_val_000000.bin": "val",
+        "my_train_train_000001.bin": "train",
+        "a_val_train_000001.bin": "train",
+    }
     for name in names:
         write_shard(tmp_path / name, range(100))
     for split in ("train", "val"):
@@ -150,11 +164,17 @@ def test_damaged_files_beside_the_shards(data, name, content):
 @pytest.mark.fault(8, 10)
 def test_no_data(data, tmp_path):
     folder, _ = data
-    with pytest.raises(DataError, match=r"absent/\*_train_\*.bin, or .npy, and .* train.bin; .*python fineweb.py"):
+    with pytest.raises(
+        DataError, match=r"absent/\*_train_\*.bin, or .npy, and .* train.bin; .*python fineweb.py"
+    ):
         TokenLoader(tmp_path / "absent", "train", 4, 16)
-    with pytest.raises(DataError, match="needs 4,096 tokens, the train split has 1,000; lower --batch_tokens"):
+    with pytest.raises(
+        DataError, match="needs 4,096 tokens, the train split has 1,000; lower --batch_tokens"
+    ):
         TokenLoader(folder, "train", 4, 16, batch_tokens=4096)
-    with pytest.raises(DataError, match="block_size.1 = 1,001 tokens, the train split has 1,000; lower --block_size"):
+    with pytest.raises(
+        DataError, match="block_size.1 = 1,001 tokens, the train split has 1,000; lower --block_size"
+    ):
         TokenLoader(folder, "train", 1, 1000)
     (folder / "x_val_000000.bin").unlink()
     with pytest.raises(DataError, match="no val split.*--eval_interval=0"):
@@ -168,7 +188,9 @@ def test_nanogpt_files(data, tmp_path):
     assert loader.next()[0].flatten().tolist() == stream[:16].tolist()
     assert loader.tokenizer is None and loader.token_bytes is None
     loader.close()
-    with pytest.raises(DataError, match="no val split: .* no val.bin; make one, or do without: --eval_interval=0"):
+    with pytest.raises(
+        DataError, match="no val split: .* no val.bin; make one, or do without: --eval_interval=0"
+    ):
         TokenLoader(tmp_path, "val", 2, 8)
     stream[:203].astype("<u2").tofile(tmp_path / "val.bin")
     assert TokenLoader(tmp_path, "val", 2, 8).tokens == 203
@@ -207,7 +229,9 @@ def test_npy_shards_of_build_nanogpt(data, tmp_path):
     assert not Canary.read
     second.write_bytes(good)
     write_shard(tmp_path / "x_train_000001.bin", stream[:50])
-    with pytest.raises(DataError, match="holds x_train_000001.bin and edufineweb_train_000001.npy; keep one kind"):
+    with pytest.raises(
+        DataError, match="holds x_train_000001.bin and edufineweb_train_000001.npy; keep one kind"
+    ):
         TokenLoader(tmp_path, "train", 1, 32)
 
 

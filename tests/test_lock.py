@@ -21,7 +21,9 @@ def test_a_living_process_is_refused_and_a_dead_one_is_not(tmp_path):
     try:
         holder = {**this_process(), "pid": other.pid, "started": lock.started(other.pid)}
         held.path.write_text(json.dumps(holder))
-        with pytest.raises(UserError, match=f"is in use by a run: process {other.pid} on this machine; wait for"):
+        with pytest.raises(
+            UserError, match=f"is in use by a run: process {other.pid} on this machine; wait for"
+        ):
             Lock(tmp_path / "run").take()
         assert json.loads(held.path.read_text()) == holder
         assert in_use({**holder, "started": 1}, 0) is None  # another process under the same number

@@ -54,7 +54,10 @@ def test_lines_at_an_interval_and_all_in_the_log(tmp_path, capsys):
     log = make(tmp_path, log_interval=5)
     for step in range(1, 11):
         log.step(step, 3.0, 1e-3, 1.0, 0.5)
-    assert [line[:14] for line in capsys.readouterr().out.splitlines()] == ["step    5/1000", "step   10/1000"]
+    assert [line[:14] for line in capsys.readouterr().out.splitlines()] == [
+        "step    5/1000",
+        "step   10/1000",
+    ]
     log.close(10, None, 5)
     lines = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, 11)) and lines[0]["tok_per_s"] == 2000
@@ -65,7 +68,9 @@ def test_lines_at_an_interval_and_all_in_the_log(tmp_path, capsys):
 @pytest.mark.parametrize("step, words", [(10, ""), (1000, "a larger --max_steps and ")])
 def test_the_summary_says_how_to_go_on(tmp_path, capsys, step, words):
     make(tmp_path).close(step, step, 5)
-    assert f"at step {step}; to go on, the same command with {words}--resume=auto\n" in capsys.readouterr().out
+    assert (
+        f"at step {step}; to go on, the same command with {words}--resume=auto\n" in capsys.readouterr().out
+    )
 
 
 def test_a_loss_that_is_no_number_is_null_in_the_log(tmp_path):
@@ -76,9 +81,10 @@ def test_a_loss_that_is_no_number_is_null_in_the_log(tmp_path):
     def refuse(word):
         raise AssertionError(f"{word} is not JSON")
 
-    line = [json.loads(text, parse_constant=refuse) for text in (tmp_path / "run/log.jsonl").read_text().splitlines()][
-        -1
-    ]
+    line = [
+        json.loads(text, parse_constant=refuse)
+        for text in (tmp_path / "run/log.jsonl").read_text().splitlines()
+    ][-1]
     assert (line["kind"], line["loss"], line["norm"], line["lr"]) == ("train", None, None, 1e-3)
 
 
@@ -102,7 +108,10 @@ def test_a_full_disk_under_the_log_costs_its_lines(tmp_path, capsys):
     log.record("train", 4, loss=1.0)
     out = capsys.readouterr().out
     assert out.count("warning: /dev/full: No space left on device; training goes on") == 1
-    assert [json.loads(line)["step"] for line in (tmp_path / "run/log.jsonl").read_text().splitlines()] == [1, 4]
+    assert [json.loads(line)["step"] for line in (tmp_path / "run/log.jsonl").read_text().splitlines()] == [
+        1,
+        4,
+    ]
 
 
 class FailingWandb:

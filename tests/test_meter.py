@@ -12,7 +12,9 @@ from run.meter import SETTLED, Meter
 @pytest.mark.fault(32)
 def test_a_spike_is_told_and_noise_is_not():
     said, records = [], []
-    log = SimpleNamespace(print=said.append, record=lambda kind, step, **values: records.append((kind, step, values)))
+    log = SimpleNamespace(
+        print=said.append, record=lambda kind, step, **values: records.append((kind, step, values))
+    )
     saver = SimpleNamespace(last=150)
     meter = Meter(log, saver, None, SimpleNamespace(device=torch.device("cpu")), 0, 0)
     for step in range(1, 4 * SETTLED):
@@ -21,5 +23,7 @@ def test_a_spike_is_told_and_noise_is_not():
     meter._look_for_spike(400, 2.0)
     meter._look_for_spike(401, 2.0)
     [line], [(kind, step, values)] = said, records
-    assert line.startswith("warning: step 400: loss 2.0000 is ") and line.endswith("last checkpoint: step 150")
+    assert line.startswith("warning: step 400: loss 2.0000 is ") and line.endswith(
+        "last checkpoint: step 150"
+    )
     assert (kind, step) == ("spike", 400) and values["z"] > 6

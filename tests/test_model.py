@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from model import build
-from run.account import parameter_counts
+from run.flops import parameter_counts
 from settings import GPTConfig
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -99,7 +99,10 @@ def test_value_embeddings_add_a_row_of_a_table_to_the_values(every, layers):
     torch.testing.assert_close(with_tables.logits(x), without.logits(x), rtol=0, atol=0)  # they start at zero
     for i, table in tables.items():
         torch.nn.init.normal_(table)
-        h, one, other = torch.randn(2, cfg.block_size, 32), *(m.blocks[i].attn for m in (with_tables, without))
+        h, one, other = (
+            torch.randn(2, cfg.block_size, 32),
+            *(m.blocks[i].attn for m in (with_tables, without)),
+        )
         one.core = other.core = lambda q, k, v, *_: v.repeat_interleave(2, dim=1)
         one.proj = other.proj = torch.nn.Identity()
         rows = table[x].view(2, cfg.block_size, 2, 8).repeat_interleave(2, dim=2).flatten(2)  # (B, T, C)
@@ -151,7 +154,8 @@ def test_logits_at_some_positions():
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_padding_rows_have_no_effect(tied, softcap):
     exact, padded = (
-        small(vocab_multiple=multiple, tie_embeddings=tied, softcap=softcap, dropout=0.0) for multiple in (1, 64)
+        small(vocab_multiple=multiple, tie_embeddings=tied, softcap=softcap, dropout=0.0)
+        for multiple in (1, 64)
     )
     a, b = randomized(exact), randomized(padded)
     with torch.no_grad():
@@ -184,10 +188,15 @@ def test_gpt2_sizes_as_published(shape):
 @pytest.mark.parametrize("shape", LLAMA3_SIZES)
 def test_llama3_sizes_as_published(shape):
     n_layer, n_head, n_embd, n_hidden, tied = shape
-    sizes = dict(n_layer=n_layer, n_head=n_head, n_kv_head=8, n_embd=n_embd, n_hidden=n_hidden, tie_embeddings=tied)
+    sizes = dict(
+        n_layer=n_layer, n_head=n_head, n_kv_head=8, n_embd=n_embd, n_hidden=n_hidden, tie_embeddings=tied
+    )
     cfg = GPTConfig(vocab_size=128_256, block_size=8192, **sizes, **LLAMA)
     total, matmul = parameter_counts(build(cfg, META))
-    norms, table = (2 * n_layer + 1) * n_embd, 0 if tied else 128_256 * n_embd  # a tied table is the head, a matmul
+    norms, table = (
+        (2 * n_layer + 1) * n_embd,
+        0 if tied else 128_256 * n_embd,
+    )  # a tied table is the head, a matmul
     assert total == LLAMA3_SIZES[shape] == table + matmul + norms
 
 
@@ -212,7 +221,9 @@ def test_initial_weights_follow_the_seed():
 def test_tied_head_is_one_parameter():
     tied, untied = build(small(), CPU, seed=0), build(small(tie_embeddings=False), CPU, seed=0)
     assert tied.head.weight is tied.wte.weight and "head.weight" not in dict(tied.named_parameters())
-    assert "head.weight" in dict(untied.named_parameters()) and not torch.equal(untied.head.weight, untied.wte.weight)
+    assert "head.weight" in dict(untied.named_parameters()) and not torch.equal(
+        untied.head.weight, untied.wte.weight
+    )
 
 
 @pytest.mark.parametrize("family", [{}, LLAMA], ids=["gpt2", "llama"])
@@ -239,7 +250,9 @@ def test_more_than_block_size_is_an_error(family, block_size):
 def test_a_shorter_sequence_is_a_prefix(family):
     cfg = small(**family)
     model, x = randomized(cfg).eval(), ids(cfg)
-    torch.testing.assert_close(model.logits(x[:, :7]), model.logits(x)[:, :7], rtol=1e-4, atol=1e-5)  # other blocking
+    torch.testing.assert_close(
+        model.logits(x[:, :7]), model.logits(x)[:, :7], rtol=1e-4, atol=1e-5
+    )  # other blocking
 
 
 def test_impossible_shapes_are_named():

@@ -14,7 +14,9 @@ from test_watch import attempt, check_restarts, check_told, error_lines
 
 GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs, {GPUS} found")]
-ON_GPUS = dict(device="cuda", backend="nccl", precision="bf16", ops="torch")  # nothing to compile: starts in seconds
+ON_GPUS = dict(
+    device="cuda", backend="nccl", precision="bf16", ops="torch"
+)  # nothing to compile: starts in seconds
 repeated = [pytest.mark.repeated, pytest.mark.slow]
 
 
@@ -32,13 +34,21 @@ def observe(run, *arguments, **settings):
     "fault, codes, line",
     [
         pytest.param("mistake", [1, 1], r"error: rank 1, step 3 \(data\):", marks=pytest.mark.fault(29)),
-        pytest.param("exits", [1, 7], r"error: step \d \(.*\): lost rank 1, last in", marks=pytest.mark.fault(29)),
-        pytest.param("hangs", [1, 1], r"error: rank 1 hangs in step 3 \(data\); ", marks=pytest.mark.fault(30)),
-        pytest.param("full", [2, 2], r"error: rank 1: out of memory: .*; try ", marks=pytest.mark.fault(42, 48)),
+        pytest.param(
+            "exits", [1, 7], r"error: step \d \(.*\): lost rank 1, last in", marks=pytest.mark.fault(29)
+        ),
+        pytest.param(
+            "hangs", [1, 1], r"error: rank 1 hangs in step 3 \(data\); ", marks=pytest.mark.fault(30)
+        ),
+        pytest.param(
+            "full", [2, 2], r"error: rank 1: out of memory: .*; try ", marks=pytest.mark.fault(42, 48)
+        ),
     ],
 )
 def test_a_fault_of_one_rank_on_nccl_is_told_once_and_ends_all(data_dir, tmp_path, fault, codes, line):
-    settings = dict(ON_GPUS, timeout_s=6 if fault == "hangs" else 60)  # who only waits for the timeout is killed before
+    settings = dict(
+        ON_GPUS, timeout_s=6 if fault == "hangs" else 60
+    )  # who only waits for the timeout is killed before
     done = observe(attempt, 2, fault, 1, 6, data_dir, tmp_path / "run", grace=5, **settings)
     check_told(done, fault, codes, line)
 

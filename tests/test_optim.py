@@ -23,7 +23,9 @@ def settings(**changes):
 
 
 def test_importing_optim_loads_no_model_or_tokenizer():
-    code = "import sys, optim; sys.exit(bool({'corpus', 'model', 'run', 'scale.parallel'} & set(sys.modules)))"
+    code = (
+        "import sys, optim; sys.exit(bool({'corpus', 'model', 'run', 'scale.parallel'} & set(sys.modules)))"
+    )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
@@ -36,7 +38,9 @@ def test_groups_hold_every_parameter_once_each_with_its_rate():
     groups = optim.param_groups(model, settings(lr_embedding=0.1, lr_head=5e-3))
     assert sorted(id(p) for g in groups for p in g["params"]) == sorted(id(p) for p in model.parameters())
     embedding, head, matrix, vector = groups
-    assert embedding["params"] == [model.wte.weight, model.wpe.weight] and head["params"] == [model.head.weight]
+    assert embedding["params"] == [model.wte.weight, model.wpe.weight] and head["params"] == [
+        model.head.weight
+    ]
     assert all(p.dim() == 2 for p in matrix["params"]) and all(p.dim() == 1 for p in vector["params"])
     assert [g["weight_decay"] for g in groups] == [0.1, 0.1, 0.1, 0]
     assert [g["lr"] for g in groups] == pytest.approx([0.1, 5e-3, 1e-3, 1e-3])
@@ -60,7 +64,9 @@ def test_adamw_is_the_papers():
         v = cfg.beta2 * v + (1 - cfg.beta2) * grad.double() ** 2
         update = (m / (1 - cfg.beta1**t)) / ((v / (1 - cfg.beta2**t)).sqrt() + cfg.adam_eps)
         w = w - cfg.lr * t * (update + cfg.weight_decay * w)
-    torch.testing.assert_close(weight.weight.double(), w, rtol=1e-5, atol=1e-6)  # float32 rounding of five updates
+    torch.testing.assert_close(
+        weight.weight.double(), w, rtol=1e-5, atol=1e-6
+    )  # float32 rounding of five updates
 
 
 def naive_orthogonal(x):
@@ -75,13 +81,17 @@ def naive_orthogonal(x):
 def test_muon_is_a_naive_one_in_float64():
     """Five steps of every matrix of a Llama with grouped queries, and AdamW for the rest."""
     cfg = settings(n_kv_head=2, mlp="swiglu", positions="rope", norm="rmsnorm", n_hidden=48, bias=False)
-    muon = dict(optimizer="muon", lr=0.02, lr_embedding=1e-3, lr_vector=1e-3, momentum_warmup=3, weight_decay=0.5)
+    muon = dict(
+        optimizer="muon", lr=0.02, lr_embedding=1e-3, lr_vector=1e-3, momentum_warmup=3, weight_decay=0.5
+    )
     cfg = replace(cfg, **muon)
     model, other = (build(cfg, CPU, seed=0) for _ in range(2))
     optimizer = optim.make_optimizer(model, cfg)
     adamw = optim.make_optimizer(other, settings(lr=1e-3, weight_decay=0.0))
     rows = {"attn.qkv.weight": [32, 16, 16], "mlp.gate_up.weight": [48, 48]}
-    matrices = {n: p.detach().double() for n, p in model.named_parameters() if n.startswith("blocks") and p.dim() == 2}
+    matrices = {
+        n: p.detach().double() for n, p in model.named_parameters() if n.startswith("blocks") and p.dim() == 2
+    }
     momentum = {n: torch.zeros_like(w) for n, w in matrices.items()}
     generator = torch.Generator().manual_seed(3)
     for step in range(1, 6):
@@ -102,7 +112,9 @@ def test_muon_is_a_naive_one_in_float64():
     for name, p in model.named_parameters():
         expected = matrices.get(name, other.get_parameter(name).detach().double())
         off = (p.detach().double() - expected).abs() > 1e-5  # lr is 0.02
-        assert off.sum() <= 1, name  # an element whose update is zero but for rounding decays in one of the two
+        assert off.sum() <= 1, (
+            name
+        )  # an element whose update is zero but for rounding decays in one of the two
 
 
 def test_a_skipped_step_of_muon_changes_nothing():
@@ -142,7 +154,9 @@ def test_a_compiled_muon_moves_the_weights_as_one_that_is_not():
     for compiled in (False, True):
         model = build(small(n_layer=6), device, seed=0)
         first = [p.detach().clone() for p in model.parameters()]
-        optimizer = optim.make_optimizer(model, settings(n_layer=6, optimizer="muon", lr=0.02, compile=compiled))
+        optimizer = optim.make_optimizer(
+            model, settings(n_layer=6, optimizer="muon", lr=0.02, compile=compiled)
+        )
         torch.manual_seed(0)
         for _ in range(3):
             for p in model.parameters():

@@ -79,7 +79,9 @@ def test_resumes_from_the_end_of_any_group(kind):
     stream, at = [], 0
     positions = {}
     for number, row in packer:
-        for end in range(SIZE - at % SIZE, len(row) + 1, SIZE):  # ends of groups within this document or at its end
+        for end in range(
+            SIZE - at % SIZE, len(row) + 1, SIZE
+        ):  # ends of groups within this document or at its end
             done = end if end < len(row) else 0
             if len(positions) < 5 or (at + end) // SIZE % 97 == 0:
                 positions[len(stream) + (not done)] = json.dumps(packer.position(number, done))
@@ -88,5 +90,7 @@ def test_resumes_from_the_end_of_any_group(kind):
     assert positions or at < SIZE
     for count, position in positions.items():
         first, done, order = json.loads(position)
-        again = packing.Packer(itertools.dropwhile(lambda pair, first=first: pair[0] < first, rows), SIZE, done, order)
+        again = packing.Packer(
+            itertools.dropwhile(lambda pair, first=first: pair[0] < first, rows), SIZE, done, order
+        )
         assert [number for number, _ in again] == stream[count:]

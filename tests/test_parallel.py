@@ -98,10 +98,18 @@ MODES = {
     "loss in chunks in ddp": (2, CHUNKS, WIDE),
     "fsdp": (2, dict(parallel="fsdp", unit_mib=0), {}),
     "zero2": (2, dict(parallel="zero2", unit_mib=0, **CHUNKS), dict(n_kv_head=2, **LLAMA, **WIDE)),
-    "hsdp": (4, dict(parallel="hsdp", shard_size=2, unit_mib=1), dict(n_embd=128, n_layer=3, batch_size=1)),  # 2 + 1
+    "hsdp": (
+        4,
+        dict(parallel="hsdp", shard_size=2, unit_mib=1),
+        dict(n_embd=128, n_layer=3, batch_size=1),
+    ),  # 2 + 1
     "context": (2, dict(context_parallel=2, remat="attention", remat_tile=6, remat_offload=True), {}),
     "states on the host": (2, dict(parallel="fsdp", unit_mib=0, offload_states=True), {}),
-    "states on the host, sums on the device": (2, dict(parallel="hsdp", shard_size=2, offload_states=True), {}),
+    "states on the host, sums on the device": (
+        2,
+        dict(parallel="hsdp", shard_size=2, offload_states=True),
+        {},
+    ),
     "context in fsdp": (
         4,
         dict(context_parallel=2, parallel="fsdp", remat="selective", **CHUNKS),
@@ -116,16 +124,26 @@ MODES = {
         ),
     ),
     "muon": (4, {}, MUON | dict(batch_size=1, n_layer=3)),
-    "muon in fsdp": (4, dict(parallel="fsdp", unit_mib=0), MUON | LLAMA | dict(n_kv_head=2, batch_size=1, n_layer=3)),
+    "muon in fsdp": (
+        4,
+        dict(parallel="fsdp", unit_mib=0),
+        MUON | LLAMA | dict(n_kv_head=2, batch_size=1, n_layer=3),
+    ),
     "muon in zero2": (2, dict(parallel="zero2"), MUON),
-    "muon in hsdp": (4, dict(parallel="hsdp", shard_size=2), MUON | dict(batch_size=1, mlp="relu2", qk_norm=True)),
+    "muon in hsdp": (
+        4,
+        dict(parallel="hsdp", shard_size=2),
+        MUON | dict(batch_size=1, mlp="relu2", qk_norm=True),
+    ),
 }
 
 
 # by the other modes, together
 COVERED = {"loss in chunks in ddp", "context in fsdp", "muon", "muon in hsdp", "muon in fsdp"}
 COVERED |= {"states on the host, sums on the device"}
-SOME = [pytest.param(*mode, id=name, marks=[pytest.mark.slow] * (name in COVERED)) for name, mode in MODES.items()]
+SOME = [
+    pytest.param(*mode, id=name, marks=[pytest.mark.slow] * (name in COVERED)) for name, mode in MODES.items()
+]
 
 
 @pytest.mark.parametrize("number, mode, shape", SOME)
@@ -169,7 +187,14 @@ def time_limits_in_rank(words):
 
 
 def test_every_group_has_the_time_limit_of_the_run():
-    words = ["--n_layer=1", "--n_head=2", "--n_embd=32", "--vocab_size=64", "--batch_size=1", "--block_size=16"]
+    words = [
+        "--n_layer=1",
+        "--n_head=2",
+        "--n_embd=32",
+        "--vocab_size=64",
+        "--batch_size=1",
+        "--block_size=16",
+    ]
     words += ["--batch_tokens=32", "--device=cpu", "--precision=fp32", "--compile=False", "--timeout_s=1234"]
     words += ["--parallel=hsdp", "--shard_size=1", "--context_parallel=2"]
     assert ranks.call(2, time_limits_in_rank, words) == 2 * [4 * [1234.0]]
@@ -177,7 +202,14 @@ def test_every_group_has_the_time_limit_of_the_run():
 
 @pytest.mark.slow
 def test_ddp_does_not_cut_the_graph_of_a_block():
-    words = ["--n_layer=2", "--n_head=4", "--n_embd=256", "--vocab_size=64", "--batch_size=1", "--block_size=16"]
+    words = [
+        "--n_layer=2",
+        "--n_head=4",
+        "--n_embd=256",
+        "--vocab_size=64",
+        "--batch_size=1",
+        "--block_size=16",
+    ]
     words += ["--batch_tokens=16", "--device=cpu", "--precision=fp32", "--compile=True", "--remat=selective"]
     assert ranks.call(1, graphs_in_rank, words) == [(True, 3)]  # a block has 3 MiB, DDP's first bucket 1
 
@@ -190,8 +222,12 @@ def test_ddp_does_not_cut_the_graph_of_a_block():
         pytest.param("inductor", 32_768, CHUNKS, marks=pytest.mark.slow),
     ],
 )
-def test_compiled_ranks_equal_one_process_and_resume_there(data_dir, tmp_path, alone, compiler, vocab_multiple, chunks):
-    settings = SHORT | dict(batch_size=1, tie_embeddings=False, sample_interval=0, vocab_multiple=vocab_multiple)
+def test_compiled_ranks_equal_one_process_and_resume_there(
+    data_dir, tmp_path, alone, compiler, vocab_multiple, chunks
+):
+    settings = SHORT | dict(
+        batch_size=1, tie_embeddings=False, sample_interval=0, vocab_multiple=vocab_multiple
+    )
     mode = dict(parallel="fsdp", context_parallel=2, remat="block", compile=True, **chunks)
     words = flags(data_dir, tmp_path / "many", **settings, **mode)
     assert ranks.call(2, train_in_rank, words, compiler, timeout=300) == [(0, "")] * 2
@@ -214,9 +250,16 @@ def test_errors_under_torchrun_are_one_line_and_end_every_rank(tmp_path):
     began = time.time()
     result = ranks.torchrun(2, flags(tmp_path, tmp_path / "run"))  # a folder without shards
     assert result.returncode != 0 and time.time() - began < 60
-    assert result.stderr.count("error: ") == 1 and str(tmp_path) in result.stderr and "exitcode  : 3" in result.stderr
+    assert (
+        result.stderr.count("error: ") == 1
+        and str(tmp_path) in result.stderr
+        and "exitcode  : 3" in result.stderr
+    )
     result = ranks.torchrun(2, ["config/test", "--lr=x"])
-    assert result.stderr.startswith("error: command line: lr=x is not a float") and "exitcode  : 2" in result.stderr
+    assert (
+        result.stderr.startswith("error: command line: lr=x is not a float")
+        and "exitcode  : 2" in result.stderr
+    )
     assert "rank      : 0" in result.stderr
     once = "rank      : 1" not in result.stderr  # one report for all ranks
     assert once or "exitcode  : -15" in result.stderr  # torchrun ended rank 1 before it had read its settings
@@ -225,7 +268,11 @@ def test_errors_under_torchrun_are_one_line_and_end_every_rank(tmp_path):
 def test_errors_are_one_line_and_end_every_rank(tmp_path):
     result = train_ranks(2, flags(tmp_path, tmp_path / "run"))
     assert result.codes == [3, 3] and result.stdout == ""
-    assert result.stderr.startswith("error: ") and str(tmp_path) in result.stderr and result.stderr.count("\n") == 1
+    assert (
+        result.stderr.startswith("error: ")
+        and str(tmp_path) in result.stderr
+        and result.stderr.count("\n") == 1
+    )
 
 
 def threads_in_rank(cfg, cores, threads):
@@ -237,7 +284,8 @@ def threads_in_rank(cfg, cores, threads):
 
 
 @pytest.mark.parametrize(
-    "cores, omp, offload, threads", [(7, "1", True, 3), (1, "1", True, 1), (7, "2", True, 1), (7, "1", False, 1)]
+    "cores, omp, offload, threads",
+    [(7, "1", True, 3), (1, "1", True, 1), (7, "2", True, 1), (7, "1", False, 1)],
 )
 def test_ranks_that_update_on_the_cpu_share_its_cores(cores, omp, offload, threads):
     """torchrun sets OMP_NUM_THREADS=1; another number is somebody's choice (the ranks here have started with 1)."""
@@ -272,7 +320,9 @@ def test_gradients_are_clipped_where_their_norm_is_over_the_limit_or_none():
     assert model.parameters()[0].grad.isnan().all()
 
 
-SHARDED = dict(eval_interval=6, save_interval=4, keep_last=9, batch_size=2)  # and dropout off: ranks draw their own
+SHARDED = dict(
+    eval_interval=6, save_interval=4, keep_last=9, batch_size=2
+)  # and dropout off: ranks draw their own
 
 
 @pytest.fixture(scope="module")
@@ -286,7 +336,9 @@ def same_checkpoint(one, other, step):
     (a, x), (b, y) = (checkpoint.load(checkpoint.find(run / f"step_{step:08d}")) for run in (one, other))
     assert a.keys() == b.keys() and x["loader"] == y["loader"]
     for group in a:
-        assert a[group].keys() == b[group].keys() and all(torch.equal(a[group][k], b[group][k]) for k in a[group])
+        assert a[group].keys() == b[group].keys() and all(
+            torch.equal(a[group][k], b[group][k]) for k in a[group]
+        )
 
 
 # -- for ranks.call: a patch ends with its process
@@ -301,7 +353,10 @@ def train_from_own_rows(words):
 
     def checked(stored, rows):
         if len(stored.shape) and "float" in str(stored.dtype):
-            assert rows is not ... and rows.stop - rows.start <= -(-stored.shape[0] // size) * 1.5, (stored.shape, rows)
+            assert rows is not ... and rows.stop - rows.start <= -(-stored.shape[0] // size) * 1.5, (
+                stored.shape,
+                rows,
+            )
         return read(stored, rows)
 
     checkpoint.Stored.__getitem__ = checked
@@ -406,7 +461,9 @@ def test_kill_of_one_rank_while_it_writes(data_dir, tmp_path, sharded):
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_hugging_face_weights_straight_into_shards(data_dir, tmp_path, family):
     """q, k and v, gate and up lie in one tensor of ours, GPT-2's are transposed, 257 rows of embedding are 384 here."""
-    shape = dict(tie_embeddings=False, **(dict(n_kv_head=2, n_hidden=96, **LLAMA) if family == "llama" else {}))
+    shape = dict(
+        tie_embeddings=False, **(dict(n_kv_head=2, n_hidden=96, **LLAMA) if family == "llama" else {})
+    )
     cfg = configure(Config, [str(ROOT / "config/test.py"), *flags("", "", **shape)[1:]])
     hf.save_hf(build(cfg, torch.device("cpu"), seed=5), tmp_path / "hf")
     settings = dict(init_from=f"hf:{tmp_path / 'hf'}", eval_interval=2, max_steps=2, batch_size=2, **shape)
@@ -444,7 +501,9 @@ def fail_on_rank_1(how):
 
 def test_ranks_start_from_the_same_state_each_time():
     for mark in "ab":
-        assert ranks.call(2, mark_and_see, mark) == [(str(rank), "2", (None, None, False)) for rank in range(2)]
+        assert ranks.call(2, mark_and_see, mark) == [
+            (str(rank), "2", (None, None, False)) for rank in range(2)
+        ]
 
 
 @pytest.mark.parametrize("how, codes", [("raises", [-signal.SIGKILL, 1]), ("hangs", [-signal.SIGKILL] * 2)])

@@ -22,7 +22,14 @@ from run import history
 from scale import parallel
 
 WORDS = ["--n_layer=2", "--n_head=2", "--n_embd=32", "--block_size=16", "--vocab_size=257", "--batch_size=2"]
-WORDS += ["--batch_tokens=64", "--device=cpu", "--compile=False", "--precision=fp32", "--steps=1", "--settle=0"]
+WORDS += [
+    "--batch_tokens=64",
+    "--device=cpu",
+    "--compile=False",
+    "--precision=fp32",
+    "--steps=1",
+    "--settle=0",
+]
 LLAMA = ["--norm=rmsnorm", "--positions=rope", "--mlp=swiglu", "--bias=False", "--tie_embeddings=False"]
 
 
@@ -119,7 +126,10 @@ def test_nanogpt_needs_its_folder_and_gpt2s_shape(clone, capsys):
         (["--peer=nanogpt", "--mlp=relu2"], "its model is GPT-2"),
         (["--peer=nanogpt"], "clone it and give its folder: --clone=FOLDER"),
         (["--peer=nanogpt", f"--clone={clone}", *LLAMA], "its model is GPT-2"),
-        (["--peer=nanogpt", f"--clone={clone}/docs"], "clone=.*/docs: no model.py there; expected a clone of"),
+        (
+            ["--peer=nanogpt", f"--clone={clone}/docs"],
+            "clone=.*/docs: no model.py there; expected a clone of",
+        ),
     ]:
         with pytest.raises(UserError, match=reason):
             here("peers", *WORDS, *words)
@@ -131,8 +141,17 @@ def test_curves_on_real_tokens(clone, data_dir, tmp_path, monkeypatch):
     That run has targets for the last tokens of the rows too, so that its losses are near, not the same.
     """
     set_rate, rates = optim.set_learning_rate, []
-    monkeypatch.setattr(optim, "set_learning_rate", lambda optimizer, lr: (rates.append(lr), set_rate(optimizer, lr)))
-    words = ["--steps=4", "--settle=1", "--warmup_steps=2", "--max_steps=6", "--lr=1e-2", "--vocab_multiple=1"]
+    monkeypatch.setattr(
+        optim, "set_learning_rate", lambda optimizer, lr: (rates.append(lr), set_rate(optimizer, lr))
+    )
+    words = [
+        "--steps=4",
+        "--settle=1",
+        "--warmup_steps=2",
+        "--max_steps=6",
+        "--lr=1e-2",
+        "--vocab_multiple=1",
+    ]
     words += [f"--curves={tmp_path}/curves"]
     for peer in ("ours", "hf", "nanogpt"):
         here("peers", *WORDS, *words, f"--peer={peer}", f"--clone={clone}", f"--data_dir={data_dir}")
@@ -166,7 +185,9 @@ def test_a_peer_alone(tmp_path, capsys):
 @pytest.fixture
 def no_liger(monkeypatch):
     found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "liger_kernel" else found(name))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "liger_kernel" else found(name)
+    )
 
 
 def test_the_table(no_liger, monkeypatch, tmp_path, capsys):
@@ -187,14 +208,22 @@ def test_the_table(no_liger, monkeypatch, tmp_path, capsys):
     here("peers", *WORDS, f"--out={tmp_path}/peers.json")
     said = capsys.readouterr().out
     assert re.search(r"^transformers +5.5000 +5.0 +200 +25.0% +n/a +1.50x$", said, re.MULTILINE), said
-    assert re.search(r"^transformers \+ Liger +not here: not installed: pip install liger-kernel$", said, re.MULTILINE)
+    assert re.search(
+        r"^transformers \+ Liger +not here: not installed: pip install liger-kernel$", said, re.MULTILINE
+    )
     rows = json.loads((tmp_path / "peers.json").read_text())["figures"]["peers"]
-    assert [row["peer"] for row in rows] == ["ours", "hf", "liger", "nanogpt"] and rows[1]["tokens_per_s"] == 200
-    assert {"--n_embd=32", "--precision=fp32", "--steps=1"} <= set(asked[0]), "the settings reach each process"
+    assert [row["peer"] for row in rows] == ["ours", "hf", "liger", "nanogpt"] and rows[1][
+        "tokens_per_s"
+    ] == 200
+    assert {"--n_embd=32", "--precision=fp32", "--steps=1"} <= set(asked[0]), (
+        "the settings reach each process"
+    )
     assert configure(PeersConfig, asked[1][1:-2]) == configure(PeersConfig, WORDS)
     fails = True
     here("peers", *WORDS)
-    assert "failed: error" not in (said := capsys.readouterr().out) and said.count("failed: no such model") == 2
+    assert (
+        "failed: error" not in (said := capsys.readouterr().out) and said.count("failed: no such model") == 2
+    )
 
 
 def test_a_part_of_a_peer_that_cannot_be_compiled_runs_as_it_is(no_liger, monkeypatch, capsys):
@@ -210,7 +239,9 @@ def test_a_part_of_a_peer_that_cannot_be_compiled_runs_as_it_is(no_liger, monkey
     words = [word for word in WORDS if word != "--compile=False"]
     here("peers", *words)
     said = capsys.readouterr().out
-    assert re.search(r"transformers +5.5000 .* 3.00x\n +compiled but for .* failed with: InductorError: no\n", said)
+    assert re.search(
+        r"transformers +5.5000 .* 3.00x\n +compiled but for .* failed with: InductorError: no\n", said
+    )
     again_too = True
     here("peers", *words)
     assert re.search(r"^transformers +failed: InductorError: no$", capsys.readouterr().out, re.MULTILINE)

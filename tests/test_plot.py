@@ -29,7 +29,15 @@ def write(folder, lines, tail=""):
 
 
 def training(steps, **changes):
-    base = {"kind": "train", "lr": 1e-3, "norm": 1.0, "dt_ms": 10.0, "tok_per_s": 1e5, "mfu": None, "tokens": 10}
+    base = {
+        "kind": "train",
+        "lr": 1e-3,
+        "norm": 1.0,
+        "dt_ms": 10.0,
+        "tok_per_s": 1e5,
+        "mfu": None,
+        "tokens": 10,
+    }
     return [{**base, "step": s, "loss": 10 / s**0.3, **changes} for s in steps]
 
 
@@ -98,7 +106,9 @@ def test_runs_of_the_same_name_stay_apart(tmp_path):
 
 def run_of(folder, **settings):
     """A run as the logger records it: 20 steps of 100 tokens in 0.5 s each, validated at 0, 10 and 20."""
-    cfg = dataclasses.replace(Config(out_dir=str(folder), batch_tokens=100, max_steps=20, tokenizer="gpt2"), **settings)
+    cfg = dataclasses.replace(
+        Config(out_dir=str(folder), batch_tokens=100, max_steps=20, tokenizer="gpt2"), **settings
+    )
     log = Logger(cfg, World(0, 1, torch.device("cpu")), flops_per_token=1e6, precision="fp32")
     log.start(0, [("parameters", "3 <b>")], {})
     for step in range(21):
@@ -131,7 +141,9 @@ def test_validation_starts_at_step_0_within_the_panel_on_every_axis(tmp_path, x,
 @pytest.mark.parametrize("count", [12, 14])
 def test_a_legend_names_the_lowest_of_many_runs(tmp_path, count):
     loss = {f"run_{i}": 3 + (i * 5 % count) / 100 for i in range(count)}  # each another one
-    runs = plot.load([write(tmp_path / name, training([1]) + training([2], loss=loss[name])) for name in loss])
+    runs = plot.load(
+        [write(tmp_path / name, training([1]) + training([2], loss=loss[name])) for name in loss]
+    )
     with plot.drawing(runs, "steps", "loss") as figure:
         legend = figure.axes[0].get_legend()
         names = [text.get_text() for text in legend.get_texts()]
@@ -163,10 +175,14 @@ def test_a_page_holds_everything_and_asks_the_network_for_nothing(tmp_path):
     page = HTMLParser()
     rows, cells = {}, []
     page.handle_data = lambda words: cells.append(words)
-    page.handle_endtag = lambda tag: (rows.setdefault(cells[0], cells[1:]), cells.clear()) if tag == "tr" else None
+    page.handle_endtag = lambda tag: (
+        (rows.setdefault(cells[0], cells[1:]), cells.clear()) if tag == "tr" else None
+    )
     page.handle_starttag = lambda tag, _: cells.clear() if tag == "tr" else None
     page.feed(text)
-    assert rows["lr"] == ["0.0006", "0.001"] and rows["tokenizer"] == ["gpt2", "bytes"] and "n_layer" not in rows
+    assert (
+        rows["lr"] == ["0.0006", "0.001"] and rows["tokenizer"] == ["gpt2", "bytes"] and "n_layer" not in rows
+    )
     assert rows["parameters"] == ["3 <b>"] * 2 and rows["device"][0].startswith("1 x cpu, torch ")
     assert rows["step 20"] == ["after 20 <script>\n\nx"] * 2 and rows["bits per byte"] == ["1.6047"] * 2
     assert rows["tokens a second, median"] == ["200"] * 2
@@ -178,7 +194,9 @@ def test_a_page_holds_everything_and_asks_the_network_for_nothing(tmp_path):
     assert named["b: 1.605"]["x"] == [0, 1000, 2000] and named["b: 1.605"]["y"][0] == 4
 
 
-@pytest.mark.parametrize("text", [None, "[1]", "{", '{"name": "a", "points": {}}', '{"name": "a", "points": {"x": 1}}'])
+@pytest.mark.parametrize(
+    "text", [None, "[1]", "{", '{"name": "a", "points": {}}', '{"name": "a", "points": {"x": 1}}']
+)
 def test_a_bad_reference_is_one_line(tmp_path, text):
     write(tmp_path, training([1, 2]))
     if text is not None:
@@ -196,7 +214,9 @@ def test_a_picture_that_cannot_be_written(tmp_path):
 def test_command_line(tmp_path, capsys):
     write(tmp_path / "run", training([1, 2, 3]))
     plot.main(plot.Config(), [str(tmp_path / "run")])
-    assert (tmp_path / "run" / "curves.png").stat().st_size > 10_000 and "curves.png" in capsys.readouterr().out
+    assert (
+        tmp_path / "run" / "curves.png"
+    ).stat().st_size > 10_000 and "curves.png" in capsys.readouterr().out
 
 
 def test_settings_that_a_fit_cannot_use_are_refused():
@@ -212,5 +232,7 @@ def test_as_a_script(tmp_path):
         ([f"{tmp_path}/run", "--refrence=r.json"], 2, "did you mean reference?"),
     ]:
         done = subprocess.run([sys.executable, "plot.py", *words], cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == code and said in done.stdout + done.stderr and "Traceback" not in done.stderr
+        assert (
+            done.returncode == code and said in done.stdout + done.stderr and "Traceback" not in done.stderr
+        )
     assert (tmp_path / "c.svg").exists()

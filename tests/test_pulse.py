@@ -48,7 +48,9 @@ def test_steps_as_slow_as_the_last_one_are_no_reason(clock):
 def test_the_part_and_what_is_left_are_named(clock):
     found = pulse.Pulse()
     found.item("micro-step", 1, 8)
-    assert lines(found, clock, 10)[0][1] == "working      step 1, micro-step 1 of 8; 10.0s since the last line"
+    assert (
+        lines(found, clock, 10)[0][1] == "working      step 1, micro-step 1 of 8; 10.0s since the last line"
+    )
     found.item("micro-step", 2, 8)
     [(_, line)] = lines(found, clock, 20)
     assert line == "working      step 1, micro-step 2 of 8; 20.0s since the last line, at least 1m00s more"
@@ -75,4 +77,6 @@ def test_a_slow_step_and_a_slow_validation_say_where_they_are(data_dir, tmp_path
     said = capsys.readouterr().out
     assert re.search(r"^working +step 0, validation \d of 2; ", said, re.MULTILINE), said
     assert re.search(r"^working +step 1, micro-step \d of 3; ", said, re.MULTILINE), said
-    assert said.index("settings") < said.index("validation") < said.index("val 0 |") < said.index("micro-step 2")
+    assert (
+        said.index("settings") < said.index("validation") < said.index("val 0 |") < said.index("micro-step 2")
+    )

@@ -18,7 +18,14 @@ from scale import plan
 from settings import Config
 
 PLAN = ["config/llama3_8b.py", "--world=8"]
-MS = {"matmul": 410.0, "head + loss": 178.0, "attention": 155.0, "elementwise": 53.0, "optimizer": 2.0, "idle": 10.0}
+MS = {
+    "matmul": 410.0,
+    "head + loss": 178.0,
+    "attention": 155.0,
+    "elementwise": 53.0,
+    "optimizer": 2.0,
+    "idle": 10.0,
+}
 
 
 def step_file(path, *words, **more):
@@ -47,7 +54,9 @@ def test_the_plan_says_whether_its_rates_were_measured(capsys):
     assert 2 * slower["h100"] < slower["a100"] < 4 * slower["h100"]
 
 
-@pytest.mark.parametrize("words", [["--precision=bf16"], ["--precision=fp8", "--remat=selective", "--batch_size=32"]])
+@pytest.mark.parametrize(
+    "words", [["--precision=bf16"], ["--precision=fp8", "--remat=selective", "--batch_size=32"]]
+)
 def test_the_plan_of_what_was_measured_takes_the_measured_time(tmp_path, words):
     cfg = step_file(tmp_path / "step.json", *words)
     found, lines = rates.of(f"h100,{tmp_path}/step.json")
@@ -75,7 +84,10 @@ def test_step_writes_what_it_printed(tmp_path, capsys):
     here("step", *TINY, "--steps=3", "--settle=0", f"--out={tmp_path}/step.json")
     result, said = json.loads((tmp_path / "step.json").read_text()), capsys.readouterr().out
     figures, settings = result["figures"], result["settings"]
-    assert f"{figures['step_ms']:.1f} ms, median of 3" in said and f"{figures['tokens_per_s']:,.0f} tokens/s" in said
+    assert (
+        f"{figures['step_ms']:.1f} ms, median of 3" in said
+        and f"{figures['tokens_per_s']:,.0f} tokens/s" in said
+    )
     assert f"{figures['update_ms']:.1f} ms, the optimizer's" in said and len(figures["steps_ms"]) == 3
     assert (result["bench"], result["device"], result["ranks"]) == ("step", "cpu", 1)
     assert settings["n_embd"] == 64 and settings["precision"] == "fp32"
@@ -85,20 +97,39 @@ def test_step_writes_what_it_printed(tmp_path, capsys):
 
 def test_the_kinds_of_kernels_that_are_printed_are_written(monkeypatch):
     """Without a GPU: two steps of made-up kernels."""
-    events = [("nvjet", 0, 4), ("flash", 4, 6), ("cross_entropy", 6, 8), ("copy", 8, 9), ("multi_tensor_apply", 9, 10)]
+    events = [
+        ("nvjet", 0, 4),
+        ("flash", 4, 6),
+        ("cross_entropy", 6, 8),
+        ("copy", 8, 9),
+        ("multi_tensor_apply", 9, 10),
+    ]
     floor = {"matmul": 1.0, "attention": 0.5, "head + loss": 0.5}
     monkeypatch.setattr(step, "kernel_events", lambda *_: [*events, ("nvjet", 12, 20)])
     monkeypatch.setattr(step, "head_events", lambda *_: [])
     monkeypatch.setattr(step, "floor_times", lambda *_: (floor, 2.5, "n/a"))
-    job, world, said = types.SimpleNamespace(accumulation=2), types.SimpleNamespace(main=True, device=None), []
+    job, world, said = (
+        types.SimpleNamespace(accumulation=2),
+        types.SimpleNamespace(main=True, device=None),
+        [],
+    )
     figures = step.breakdown(job, None, StepConfig(), world, said.append)
-    ms = {"matmul": 6, "attention": 1, "head + loss": 1, "elementwise": 0.5, "optimizer": 0.5, "communication": 0}
+    ms = {
+        "matmul": 6,
+        "attention": 1,
+        "head + loss": 1,
+        "elementwise": 0.5,
+        "optimizer": 0.5,
+        "communication": 0,
+    }
     assert figures["ms"] == ms | {"idle": 1} and figures["floor_ms"]["matmul"] == 2 and json.dumps(figures)
     assert re.search(r"matmul without the head +6.0 +2.0\n.*attention +1.0 +1.0\n", "\n".join(said))
 
 
 def test_collectives_are_written_and_planned_with(tmp_path):
-    done = train_ranks(2, ["comm", "--device=cpu", "--max_mib=4", "--rounds=1", f"--out={tmp_path}/c.json"], "bench.py")
+    done = train_ranks(
+        2, ["comm", "--device=cpu", "--max_mib=4", "--rounds=1", f"--out={tmp_path}/c.json"], "bench.py"
+    )
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "c.json").read_text())["figures"]["bus_gb_per_s"]
     assert [row["mib"] for row in rows] == [1, 4] and f"{rows[1]['all_reduce']:.1f} (" in done.stdout
@@ -150,7 +181,9 @@ def test_mistakes_are_one_line(words, message, monkeypatch):
     one_line(error)
 
 
-@pytest.mark.parametrize("world, words", [(1, "python"), (6, "--nproc_per_node=6"), (12, "--nnodes=2 .*=6 train")])
+@pytest.mark.parametrize(
+    "world, words", [(1, "python"), (6, "--nproc_per_node=6"), (12, "--nnodes=2 .*=6 train")]
+)
 def test_the_command_of_a_recipe_uses_every_gpu(world, words):
     assert re.search(words, tables.command("mine.py", world))
     assert "torchrun" in tables.command("mine.py", world, group=True)

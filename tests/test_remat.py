@@ -19,7 +19,9 @@ LLAMA = dict(mlp="swiglu", norm="rmsnorm", positions="rope", n_kv_head=2, bias=F
 
 
 def settings(kind, every=1, tile=None, offload=False):
-    return SimpleNamespace(remat=kind, remat_every=every, remat_tile=tile, remat_offload=offload, attention="flash")
+    return SimpleNamespace(
+        remat=kind, remat_every=every, remat_tile=tile, remat_offload=offload, attention="flash"
+    )
 
 
 def gradients(kind, shape, compiled, **options):
@@ -105,7 +107,9 @@ def test_random_numbers_of_an_edit_are_replayed():
             remat.apply(model, settings(kind, tile=16 if kind == "selective" else None))
         torch.manual_seed(3)
         idx, targets = torch.randint(0, 200, (2, 3, 32))
-        if kind == "selective":  # tiles draw other numbers than the whole: compared with another run of the same
+        if (
+            kind == "selective"
+        ):  # tiles draw other numbers than the whole: compared with another run of the same
             first = [torch.autograd.grad(model(idx, targets), list(model.parameters()))]
             torch.manual_seed(3)
             torch.randint(0, 200, (2, 3, 32))
@@ -126,7 +130,9 @@ def test_same_gradients_compiled(kind, compiler):
     """Three blocks share their graphs; fused sums differ in float32's last bits."""
     counters.clear()
     loss, grads = gradients(kind, LLAMA, True)
-    blocks = 4 if kind == "attention" else 1  # attention, in no graph, divides its own forward and that of the block
+    blocks = (
+        4 if kind == "attention" else 1
+    )  # attention, in no graph, divides its own forward and that of the block
     assert counters["stats"]["unique_graphs"] == 2 + blocks  # embedding, blocks, head
     expected, refs = gradients("none", LLAMA, False)
     assert loss == pytest.approx(expected.item(), rel=1e-6)
@@ -159,12 +165,18 @@ def kept_bytes(kind):
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_q_and_k_from_before_rope_are_kept_for_their_norm_alone(qk_norm):
     """v does not hold the projection's output, in which they lie beside it; else its backward would keep them too."""
-    cfg = GPTConfig(vocab_size=200, n_layer=1, n_head=4, n_embd=64, block_size=64, **{**LLAMA, "qk_norm": qk_norm})
+    cfg = GPTConfig(
+        vocab_size=200, n_layer=1, n_head=4, n_embd=64, block_size=64, **{**LLAMA, "qk_norm": qk_norm}
+    )
     model = models.build(cfg, torch.device("cpu"), 0)
     found = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: found.append(t) or t, lambda t: t):
         model.hidden(torch.randint(0, 200, (8, 64)))
-    v = [t for t in found if t.dim() == 4 and t.size(1) == cfg.kv_heads and t.untyped_storage().nbytes() > t.nbytes]
+    v = [
+        t
+        for t in found
+        if t.dim() == 4 and t.size(1) == cfg.kv_heads and t.untyped_storage().nbytes() > t.nbytes
+    ]
     assert bool(v) == qk_norm
 
 
@@ -184,7 +196,10 @@ def test_selective_keeps_all_but_the_inside_of_the_mlp():
 @pytest.mark.parametrize("heads, T, D", [((4, 4), 128, 64), ((8, 2), 384, 128)])
 def test_kept_attention(backend, heads, T, D):
     """Result and gradients are those of the attention that computes both, also for a dy of another layout."""
-    q, k, v = (torch.randn(2, T, h, D, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for h in (*heads, heads[1]))
+    q, k, v = (
+        torch.randn(2, T, h, D, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+        for h in (*heads, heads[1])
+    )
     q, k, v = (t.requires_grad_() for t in (q, k, v))
     expected = kernels.attention(q, k, v, backend)
     tape = remat.Tape(Shelf(False))
@@ -222,7 +237,9 @@ def test_offload_on_a_gpu(kind):
             with torch.autocast("cuda", torch.bfloat16):
                 model(idx, targets).backward()
     for (name, p), ref in zip(own.named_parameters(), plain.parameters(), strict=True):
-        assert ((p.grad - ref.grad).norm() / ref.grad.norm()).item() < 3e-2, name  # bf16, rounded in other places
+        assert ((p.grad - ref.grad).norm() / ref.grad.norm()).item() < 3e-2, (
+            name
+        )  # bf16, rounded in other places
 
 
 @pytest.mark.parametrize("kind", ["block", "attention"])
@@ -233,7 +250,9 @@ def test_a_block_frees_what_it_kept_after_its_backward(kind):
     remat.apply(model, settings(kind, tile=16))
 
     def count(_):
-        live.append(sum(type(x) is torch.Tensor and x.shape[:1] == (3,) and x.dim() > 2 for x in gc.get_objects()))
+        live.append(
+            sum(type(x) is torch.Tensor and x.shape[:1] == (3,) and x.dim() > 2 for x in gc.get_objects())
+        )
 
     for block in model.blocks:
         block.norm_1.weight.register_hook(count)

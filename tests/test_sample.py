@@ -13,7 +13,7 @@ import sample
 from configurator import UserError
 from corpus import chat, tokenizer
 from model import build
-from run import checkpoint, generate, hf, source, trained
+from run import checkpoint, hf, sampling, source, trained
 from scale import parallel, shards
 from settings import GPTConfig
 
@@ -38,17 +38,23 @@ def run(tmp_path):
 
 
 def test_as_many_samples_as_asked_for_each_with_its_prompt(run, capsys):
-    cfg = sample.Config(checkpoint=run, tokenizer="bytes", prompt="so", n_samples=3, max_new_tokens=8, device="cpu")
+    cfg = sample.Config(
+        checkpoint=run, tokenizer="bytes", prompt="so", n_samples=3, max_new_tokens=8, device="cpu"
+    )
     sample.main(cfg)
     texts = capsys.readouterr().out.split("-" * 80)
-    assert texts[3].startswith("\n24 tokens in ") and all(text.lstrip("\n").startswith("so") for text in texts[:3])
+    assert texts[3].startswith("\n24 tokens in ") and all(
+        text.lstrip("\n").startswith("so") for text in texts[:3]
+    )
 
 
 def test_without_a_cache_the_text_is_the_same_and_no_cache_is_made(run, capsys, monkeypatch):
-    options = dict(checkpoint=run, tokenizer="bytes", prompt="so", n_samples=2, max_new_tokens=8, device="cpu")
+    options = dict(
+        checkpoint=run, tokenizer="bytes", prompt="so", n_samples=2, max_new_tokens=8, device="cpu"
+    )
     sample.main(sample.Config(**options, precision="fp32", cache=True))
     expected = capsys.readouterr().out.rsplit("-" * 80, 1)[0]
-    monkeypatch.setattr(generate.cache, "make", lambda *_: pytest.fail("a cache was made"))
+    monkeypatch.setattr(sampling.cache, "make", lambda *_: pytest.fail("a cache was made"))
     sample.main(sample.Config(**options, precision="fp32", cache=False))
     assert capsys.readouterr().out.rsplit("-" * 80, 1)[0] == expected
 
@@ -86,7 +92,9 @@ def test_ranks_of_a_divided_model_go_on_until_the_last_sample_ends(tmp_path):
     assert last.partition(" in ")[0] == alone_last.partition(" in ")[0]
     lost = ranks.run(0, [*words, "--parallel=fsdp"], "sample.py")
     assert lost.returncode == 2 and lost.stderr.count("\n") == 1
-    assert lost.stderr.startswith("error: parallel=fsdp divides the model among ranks; start it with torchrun")
+    assert lost.stderr.startswith(
+        "error: parallel=fsdp divides the model among ranks; start it with torchrun"
+    )
 
 
 def test_code_that_has_changed_since_the_run_is_announced(run, capsys, monkeypatch):
@@ -98,18 +106,27 @@ def test_code_that_has_changed_since_the_run_is_announced(run, capsys, monkeypat
 def test_text_comes_in_pieces_of_whole_characters():
     tok, text = tokenizer.load("bytes"), "naïve 東京 🙂!"
     ids = list(text.encode())
-    pieces = [piece for piece in generate.pieces(tok.decode, [ids[:3], *([i] for i in ids[3:])]) if piece]
+    pieces = [piece for piece in sampling.pieces(tok.decode, [ids[:3], *([i] for i in ids[3:])]) if piece]
     assert pieces[1:] == list(text[3:]) and "".join(pieces) == text
-    assert list(generate.pieces(tok.decode, [[65], [0xE6], [0x9D]])) == ["A", "\ufffd"]  # cut off: said at the end
+    assert list(sampling.pieces(tok.decode, [[65], [0xE6], [0x9D]])) == [
+        "A",
+        "\ufffd",
+    ]  # cut off: said at the end
 
 
 def test_a_sample_ends_where_the_model_ends_its_text(run, capsys, monkeypatch):
     monkeypatch.setattr(generate, "steps", lambda *_: iter(torch.tensor([[104], [105], [256], [33]])))
     for stop, text in ((True, "so-hi"), (False, "so-hi!")):
-        cfg = sample.Config(checkpoint=run, tokenizer="bytes", prompt="so-", n_samples=1, stop=stop, device="cpu")
+        cfg = sample.Config(
+            checkpoint=run, tokenizer="bytes", prompt="so-", n_samples=1, stop=stop, device="cpu"
+        )
         sample.main(cfg)
         shown, last = capsys.readouterr().out.split("\n" + "-" * 80 + "\n")
-        assert shown == text and last.startswith(f"{3 if stop else 4} tokens in ") and last.endswith(" tokens/s\n")
+        assert (
+            shown == text
+            and last.startswith(f"{3 if stop else 4} tokens in ")
+            and last.endswith(" tokens/s\n")
+        )
 
 
 def test_a_prompt_from_a_file(run, tmp_path, capsys):
@@ -132,8 +149,12 @@ def chatty(tmp_path):
     special = ["<|begin_of_text|>", "<|end_of_text|>", "<|start|>", "<|eot_id|>", "<|eom_id|>"]
     inner.train_from_iterator([TEMPLATE], vocab_size=300, special_tokens=special, show_progress=False)
     marks = dict(bos_token="<|begin_of_text|>", eos_token="<|eot_id|>")
-    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=inner._tokenizer, chat_template=TEMPLATE, **marks)
-    cfg = GPTConfig(vocab_size=300, n_layer=1, n_head=2, n_embd=16, block_size=128, n_hidden=32, norm="rmsnorm")
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner._tokenizer, chat_template=TEMPLATE, **marks
+    )
+    cfg = GPTConfig(
+        vocab_size=300, n_layer=1, n_head=2, n_embd=16, block_size=128, n_hidden=32, norm="rmsnorm"
+    )
     cfg = GPTConfig(**vars(cfg) | dict(positions="rope", mlp="swiglu", bias=False))
     folder = hf.save_hf(build(cfg, torch.device("cpu"), seed=0), tmp_path / "hf")
     theirs.save_pretrained(folder)
@@ -153,13 +174,17 @@ def test_a_conversation_is_written_as_transformers_does(chatty, place):
         (folder / "tokenizer_config.json").write_text(json.dumps(config))
     tok = tokenizer.load(str(folder))
     expected = theirs.apply_chat_template(TALK, add_generation_prompt=True)["input_ids"]
-    assert chat.Template(folder, tok).ids(TALK) == expected and expected.count(3) == 4  # special tokens are parsed
+    assert (
+        chat.Template(folder, tok).ids(TALK) == expected and expected.count(3) == 4
+    )  # special tokens are parsed
     assert tok.encode("<|eot_id|>")[0] > 4  # and in other text they are not
     assert chat.stop_ids(folder, tok) == {1, 3, 4}
 
 
 def test_chat_replies_to_a_prompt_or_to_each_line(chatty, capsys, monkeypatch):
-    options = dict(pretrained=str(chatty[0]), chat=True, max_new_tokens=6, temperature=0, stop=False, device="cpu")
+    options = dict(
+        pretrained=str(chatty[0]), chat=True, max_new_tokens=6, temperature=0, stop=False, device="cpu"
+    )
     asked, ids = [], chat.Template.ids
     monkeypatch.setattr(chat.Template, "ids", lambda self, said: asked.append(list(said)) or ids(self, said))
     sample.main(sample.Config(prompt="hi", n_samples=2, **options))
@@ -169,7 +194,9 @@ def test_chat_replies_to_a_prompt_or_to_each_line(chatty, capsys, monkeypatch):
     sample.main(sample.Config(**options))
     out = capsys.readouterr().out
     assert out.startswith(first) and "12 tokens in " in out
-    assert asked[-1] == [sample.message(*m) for m in (("user", "hi"), ("assistant", first[:-1]), ("user", "there"))]
+    assert asked[-1] == [
+        sample.message(*m) for m in (("user", "hi"), ("assistant", first[:-1]), ("user", "there"))
+    ]
 
 
 def test_a_folder_without_a_usable_template_is_one_line(run, chatty):
@@ -188,18 +215,27 @@ def test_a_folder_without_a_usable_template_is_one_line(run, chatty):
 
 @pytest.mark.parametrize("source_of", ["pretrained", "checkpoint"])
 def test_bf16_weights_are_loaded_without_a_float32_copy(source_of, tmp_path):
-    shape = dict(n_embd=256, n_hidden=512, n_layer=4, n_head=4, vocab_size=1024, block_size=64, tie_embeddings=False)
+    shape = dict(
+        n_embd=256, n_hidden=512, n_layer=4, n_head=4, vocab_size=1024, block_size=64, tie_embeddings=False
+    )
     cfg = GPTConfig(norm="rmsnorm", positions="rope", mlp="swiglu", bias=False, **shape)
     model = build(cfg, torch.device("cpu"), seed=0).bfloat16()
     path = tmp_path / source_of
-    checkpoint.save_model(path, model, cfg) if source_of == "checkpoint" else hf.save_hf(model, path, torch.bfloat16)
+    checkpoint.save_model(path, model, cfg) if source_of == "checkpoint" else hf.save_hf(
+        model, path, torch.bfloat16
+    )
     settings = sample.Config(**{source_of: str(path)})
     peak = peak_bytes(lambda: trained.load(settings, torch.device("cpu"), "bf16"))
     loaded, _ = trained.load(settings, torch.device("cpu"), "bf16")
     size = sum(2 * p.numel() for p in model.parameters())
     assert peak < 2.2 * size  # the weights, the mapped file, which the profiler counts, and a stacked tensor
-    assert all(p.dtype == torch.bfloat16 and torch.equal(p, q) for p, q in zip(loaded.parameters(), model.parameters()))
-    assert all(p.dtype == torch.float32 for p in trained.load(settings, torch.device("cpu"), "fp32")[0].parameters())
+    assert all(
+        p.dtype == torch.bfloat16 and torch.equal(p, q)
+        for p, q in zip(loaded.parameters(), model.parameters())
+    )
+    assert all(
+        p.dtype == torch.float32 for p in trained.load(settings, torch.device("cpu"), "fp32")[0].parameters()
+    )
 
 
 def divided_in_rank(settings, precision, ids):
@@ -228,13 +264,19 @@ def divided_in_rank(settings, precision, ids):
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("source_of", ["pretrained", "checkpoint"])
 def test_two_ranks_hold_half_a_model_each_and_never_the_whole(source_of, precision, tmp_path):
-    shape = dict(n_embd=128, n_hidden=256, n_layer=12, n_head=4, vocab_size=256, block_size=64, tie_embeddings=False)
+    shape = dict(
+        n_embd=128, n_hidden=256, n_layer=12, n_head=4, vocab_size=256, block_size=64, tie_embeddings=False
+    )
     cfg = GPTConfig(norm="rmsnorm", positions="rope", mlp="swiglu", bias=False, **shape)
     model, path = build(cfg, torch.device("cpu"), seed=0), tmp_path / source_of
     model = model.bfloat16() if precision == "bf16" else model
-    checkpoint.save_model(path, model, cfg) if source_of == "checkpoint" else hf.save_hf(model, path, torch.bfloat16)
+    checkpoint.save_model(path, model, cfg) if source_of == "checkpoint" else hf.save_hf(
+        model, path, torch.bfloat16
+    )
     settings = sample.Config(**{source_of: str(path)}, parallel="fsdp", device="cpu")
-    for equal, own, size, peak, gathered in ranks.call(2, divided_in_rank, settings, precision, torch.arange(48)[None]):
+    for equal, own, size, peak, gathered in ranks.call(
+        2, divided_in_rank, settings, precision, torch.arange(48)[None]
+    ):
         assert equal and own == size / 2
         assert peak < 1.6 * size  # the half, and the mapped file, which the profiler counts
         assert gathered < 0.5 * size  # a few units at a time, each a twelfth

@@ -10,13 +10,17 @@ def judged(memory, dt, cpu):
     steps = np.arange(1, 1001)
     samples = np.stack([steps, np.cumsum(cpu(steps)) / 1e3, memory(steps)], 1)[::20].astype(float)
     log = {"train": {int(step): {"dt_ms": float(ms)} for step, ms in zip(steps, dt(steps))}}
-    return {what.split(",")[0]: holds for what, _, _, holds in soak.flat(soak.Config(steps=1000), samples, log)}
+    return {
+        what.split(",")[0]: holds for what, _, _, holds in soak.flat(soak.Config(steps=1000), samples, log)
+    }
 
 
 def test_what_grows_is_told():
     same = lambda steps: 100 + steps % 7
     growing = lambda share: lambda steps: same(steps) * (1 + share * steps / 1000)
-    filling = lambda steps: same(steps) + 100 * np.minimum(steps, 150)  # a cache, full after a seventh of the run
+    filling = lambda steps: (
+        same(steps) + 100 * np.minimum(steps, 150)
+    )  # a cache, full after a seventh of the run
     names = ["memory of rank 0", "step time", "CPU time a step"]
     assert judged(same, same, same) == judged(filling, same, same) == dict.fromkeys(names, True)
     assert judged(growing(0.05), same, same) == {names[0]: False, names[1]: True, names[2]: True}

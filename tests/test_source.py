@@ -11,7 +11,15 @@ from run import source
 def here(tmp_path, monkeypatch):
     """A repository in which the files may be edited."""
     here = tmp_path / "repository"
-    for name in ("model.py", "kernels.py", "plot.py", "fast/mlp.py", "fast/hopper.cu", "fast/notes.txt", "scale/a.py"):
+    for name in (
+        "model.py",
+        "kernels.py",
+        "plot.py",
+        "fast/mlp.py",
+        "fast/hopper.cu",
+        "fast/notes.txt",
+        "scale/a.py",
+    ):
         (here / name).parent.mkdir(parents=True, exist_ok=True)
         (here / name).write_text(f"# {name}\n")
     for wing in source.WINGS:
@@ -41,7 +49,14 @@ def test_a_run_without_an_edit_differs_in_nothing(here, tmp_path):
     assert sorted(p.name for p in run.iterdir()) == ["kernels.py", "model.py", "source.json"]
     assert (run / "model.py").read_text() == "# model.py\n"
     found = json.loads((run / "source.json").read_text())["files"]
-    assert sorted(found) == ["fast/hopper.cu", "fast/mlp.py", "kernels.py", "model.py", "plot.py", "scale/a.py"]
+    assert sorted(found) == [
+        "fast/hopper.cu",
+        "fast/mlp.py",
+        "kernels.py",
+        "model.py",
+        "plot.py",
+        "scale/a.py",
+    ]
     (here / "plot.py").write_text("another")
     (here / "scale/a.py").unlink()
     assert source.differences(run) == [] and source.warning(run) is None
@@ -74,7 +89,11 @@ def test_the_code_of_earlier_steps_is_kept_by_a_resumed_run(here, tmp_path):
     aside = {p.name: (p / "model.py").read_text() for p in run.glob("source_step_*")}
     assert aside == {"source_step_00000100": "# model.py\n", "source_step_00000200": "second"}
     assert (run / "model.py").read_text() == "third"
-    for step, folder in ((50, "source_step_00000100"), (100, "source_step_00000100"), (150, "source_step_00000200")):
+    for step, folder in (
+        (50, "source_step_00000100"),
+        (100, "source_step_00000100"),
+        (150, "source_step_00000200"),
+    ):
         assert source.kept(run / f"step_{step:08d}") == run / folder
         assert f"cp {run}/{folder}/model.py model.py" in source.warning(run / f"step_{step:08d}")
     assert source.kept(run / "step_00000250") == source.kept(run) == run and source.warning(run) is None

@@ -76,7 +76,10 @@ def test_this_machine_without_a_gpu(capsys):
     found = table(capsys, "--device=cpu")
     assert not any(found[form][0] for form in (*FAST, *FP8, *CUDNN, *HOPPER))
     assert found["kernels.mlp"][1] == kernels.unable(torch.device("cpu"))
-    assert found["precision=bf16, by default"] == (False, parallel.pick_precision("auto", torch.device("cpu"))[1])
+    assert found["precision=bf16, by default"] == (
+        False,
+        parallel.pick_precision("auto", torch.device("cpu"))[1],
+    )
 
 
 def test_a_missing_package_is_named(monkeypatch, capsys):
@@ -84,11 +87,15 @@ def test_a_missing_package_is_named(monkeypatch, capsys):
     monkeypatch.setattr(chips, "of", lambda device: chips.NAMED["h200"])
     monkeypatch.setattr("measure.support.device_name", lambda device: "NVIDIA H200")
     found = table(capsys, "--device=cpu")
-    assert all(found[form] == (False, "the package triton is not installed") for form in (*FAST, *FP8, *HOPPER))
+    assert all(
+        found[form] == (False, "the package triton is not installed") for form in (*FAST, *FP8, *HOPPER)
+    )
 
 
 def test_another_name_is_one_line():
-    with pytest.raises(UserError, match="gpu=v100: expected one of a100, 4090, h100, h200, b200, mi300x, or none") as e:
+    with pytest.raises(
+        UserError, match="gpu=v100: expected one of a100, 4090, h100, h200, b200, mi300x, or none"
+    ) as e:
         here("support", "--gpu=v100")
     one_line(e)
 
@@ -128,7 +135,9 @@ def test_a_step_with_the_forms_of_another_gpu(named, monkeypatch):
         if chip.maker == own.maker and chip.capability <= own.capability and not on_hopper_alone:
             step.imitate(name, GPU)
             assert chips.of(GPU) == chip and chips.of(torch.device("cpu")).maker == "cpu"
-            assert best_attention(GPU)[0] == ("cudnn" if chip.maker == "nvidia" and chip.number >= 90 else "flash")
+            assert best_attention(GPU)[0] == (
+                "cudnn" if chip.maker == "nvidia" and chip.number >= 90 else "flash"
+            )
             chips.imitated = None
         else:
             with pytest.raises(UserError, match=f"^gpu={name}: this GPU cannot run all of its forms"):

@@ -33,7 +33,9 @@ def test_runs_of_a_list(tmp_path, capsys):
     (tmp_path / "list.txt").write_text(LIST)
     done = run_sweep(tmp_path)
     assert done.returncode == 1 and "wrong" in done.stdout.splitlines()[-1], done.stdout + done.stderr
-    assert not (tmp_path / "kept/wrong.jsonl").exists() and "lr" in (tmp_path / "out/wrong.console").read_text()
+    assert (
+        not (tmp_path / "kept/wrong.jsonl").exists() and "lr" in (tmp_path / "out/wrong.console").read_text()
+    )
 
     whole, small = read(tmp_path / "out/two"), read(tmp_path / "kept/two.jsonl")
     start = small["start"][0]
@@ -45,10 +47,14 @@ def test_runs_of_a_list(tmp_path, capsys):
 
     (tmp_path / "list.txt").write_text(LIST + "* \nmemory bench.py memory config/test.py --world=2")
     again = run_sweep(tmp_path)  # only what has no small log
-    assert again.stdout.count("GPU") == 2 and "config/test.py" in again.stdout and "--seed=7" not in again.stdout
+    assert (
+        again.stdout.count("GPU") == 2 and "config/test.py" in again.stdout and "--seed=7" not in again.stdout
+    )
     log = (tmp_path / "kept/memory.log").read_text().splitlines()
     assert log[0].startswith("$ python bench.py memory") and log[-1] in again.stdout
-    kept = dict(out_dir=str(tmp_path / "out"), keep=str(tmp_path / "kept"), gpus=1)  # with show they do not matter
+    kept = dict(
+        out_dir=str(tmp_path / "out"), keep=str(tmp_path / "kept"), gpus=1
+    )  # with show they do not matter
     assert sweep.main(sweep.Config(show=True, **kept), [tmp_path / "list.txt"]) == 0
     shown = capsys.readouterr().out
     assert shown.splitlines()[:2] == again.stdout.splitlines()[-4:-2] and "GPU" not in shown
@@ -72,7 +78,9 @@ def test_a_wrong_list(tmp_path, text, words):
 def test_a_run_over_more_gpus_than_there_are_is_left_out(tmp_path, capsys):
     (tmp_path / "list.txt").write_text("a ranks=3")
     assert sweep.main(sweep.Config(gpus=2, keep=str(tmp_path / "kept")), [tmp_path / "list.txt"]) == 1
-    assert capsys.readouterr().out.startswith("a                            left out: it needs 3 GPUs, gpus=2\n")
+    assert capsys.readouterr().out.startswith(
+        "a                            left out: it needs 3 GPUs, gpus=2\n"
+    )
 
 
 def test_a_list_without_runs_is_done(tmp_path, capsys):

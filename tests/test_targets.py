@@ -11,7 +11,12 @@ from fast import chips
 
 pytest.importorskip("triton", reason="Triton is installed with PyTorch's CUDA builds only")
 
-SHARED_KIB = {80: 163, 89: 99, 90: 227, 100: 227}  # a block's shared memory: A100, RTX 4090 and L40, H100, B200
+SHARED_KIB = {
+    80: 163,
+    89: 99,
+    90: 227,
+    100: 227,
+}  # a block's shared memory: A100, RTX 4090 and L40, H100, B200
 BF16 = "_norm_forward _norm_backward _pack _cross_entropy _swiglu _swiglu_backward _relu2 _relu2_backward "
 BF16 += "_rope_forward _rope_backward _update"
 FP8 = " _prepare _cast _transpose _shrink _align"
@@ -34,7 +39,9 @@ def test_kernels_of_a_step_compile_and_fit(capability):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert {name for name, *_ in lines} == set((BF16 + FP8 * (capability >= 89) + HOPPER * (capability == 90)).split())
+    assert {name for name, *_ in lines} == set(
+        (BF16 + FP8 * (capability >= 89) + HOPPER * (capability == 90)).split()
+    )
     for name, _, shared, warps, registers, stack in lines:
         assert int(shared) <= SHARED_KIB[capability] * 1024, (name, shared)
         assert 32 * int(warps) * int(registers) <= 65_536, (name, registers)

@@ -17,7 +17,15 @@ from corpus import tokenizer
 
 STDLIB = Path(sysconfig.get_path("stdlib"))
 CACHE = Path(__file__).parents[2] / "shared" / "tiktoken"
-ODD = ["", "a <|endoftext|> b", "  \n\n\t x\r\n", "naïve 東京 🙂", "I'll DON'T 3,141.59", "\0\x01", "a" * 3000]
+ODD = [
+    "",
+    "a <|endoftext|> b",
+    "  \n\n\t x\r\n",
+    "naïve 東京 🙂",
+    "I'll DON'T 3,141.59",
+    "\0\x01",
+    "a" * 3000,
+]
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +38,9 @@ def small(texts, tmp_path):
     """A byte-level BPE tokenizer.json trained on the texts, as `tokenizers` writes it."""
     tokenizers = pytest.importorskip("tokenizers")
     inner = tokenizers.ByteLevelBPETokenizer()
-    inner.train_from_iterator(texts[:10], vocab_size=600, special_tokens=["<|endoftext|>"], show_progress=False)
+    inner.train_from_iterator(
+        texts[:10], vocab_size=600, special_tokens=["<|endoftext|>"], show_progress=False
+    )
     inner.save(str(tmp_path / "tokenizer.json"))
     return tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")), tmp_path / "tokenizer.json"
 
@@ -52,7 +62,9 @@ def check_json(tok, texts, folder):
     again = tokenizer.load(str(folder / "tokenizer.json"))
     assert (again.vocab_size, again.eot, again.ends) == (tok.vocab_size, tok.eot, tok.ends)
     assert np.array_equal(again.token_bytes(), tok.token_bytes())
-    assert all(np.array_equal(a, b) for a, b in zip(tok.encode_batch(texts), again.encode_batch(texts), strict=True))
+    assert all(
+        np.array_equal(a, b) for a, b in zip(tok.encode_batch(texts), again.encode_batch(texts), strict=True)
+    )
 
 
 def test_gpt2_is_tiktokens(texts, tmp_path):
@@ -86,7 +98,9 @@ BROKEN = {  # what importing or using a gigatoken without its own dependencies r
 
 
 @pytest.mark.parametrize("source", BROKEN.values(), ids=BROKEN)
-def test_a_broken_gigatoken_falls_back_to_tiktoken_with_one_warning(source, texts, tmp_path, monkeypatch, capsys):
+def test_a_broken_gigatoken_falls_back_to_tiktoken_with_one_warning(
+    source, texts, tmp_path, monkeypatch, capsys
+):
     (tmp_path / "gigatoken.py").write_text(source + "\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "gigatoken", raising=False)
@@ -155,8 +169,13 @@ def test_llama3_model_file(texts, tmp_path):
     tok = tokenizer.load(str(path))
     # Real Llama 3 has 128,000 ranks: <|begin_of_text|> is 128000, <|end_of_text|> 128001, <|eot_id|> 128009.
     assert tok.vocab_size == len(ranks) + 256 and tok.eot == len(ranks)
-    assert tok.decode([tok.eot + 9]) == "<|eot_id|>" and tok.decode([tok.eot + 255]) == "<|reserved_special_token_250|>"
-    split = tiktoken.Encoding("x", pat_str=tokenizer.LLAMA3_PATTERN, mergeable_ranks=dict(ranks), special_tokens={})
+    assert (
+        tok.decode([tok.eot + 9]) == "<|eot_id|>"
+        and tok.decode([tok.eot + 255]) == "<|reserved_special_token_250|>"
+    )
+    split = tiktoken.Encoding(
+        "x", pat_str=tokenizer.LLAMA3_PATTERN, mergeable_ranks=dict(ranks), special_tokens={}
+    )
     assert [ids.tolist() for ids in tok.encode_batch(texts)] == split.encode_ordinary_batch(texts)
     assert tok.ends == {tok.eot, tok.eot + 1}  # begin_of_text, end_of_text
     check_bytes(tok, texts)
@@ -189,7 +208,9 @@ def test_tokenizer_json_with_and_without_gigatoken(small, texts, monkeypatch):
     monkeypatch.setattr(tokenizer, "_gigatoken", lambda *args: used.append(load(*args)) or used[-1])
     fast = tokenizer.load(str(path)).encode_batch(texts[-20:])
     reference.encode_special_tokens = True
-    assert [ids.tolist() for ids in fast] == [reference.encode(t, add_special_tokens=False).ids for t in texts[-20:]]
+    assert [ids.tolist() for ids in fast] == [
+        reference.encode(t, add_special_tokens=False).ids for t in texts[-20:]
+    ]
     reference.normalizer = tokenizers.normalizers.NFKC()
     reference.save(str(path))
     tokenizer.load(str(path)).encode_batch(texts[:3])

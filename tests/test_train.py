@@ -25,14 +25,18 @@ from settings import Config
 
 
 def test_trains_evaluates_samples_and_saves(data_dir, tmp_path, capsys):
-    settings = dict(eval_interval=6, sample_interval=12, sample_tokens=8, sample_prompt="def", lr=5e-3, max_steps=40)
+    settings = dict(
+        eval_interval=6, sample_interval=12, sample_tokens=8, sample_prompt="def", lr=5e-3, max_steps=40
+    )
     log = train_here(data_dir, tmp_path / "run", **settings)
     loss, val = losses(log), losses(log, "val")
     assert sorted(loss) == list(range(1, 41)) and sorted(val) == [0, 6, 12, 18, 24, 30, 36, 40]
     assert abs(val[0] - 5.55) < 0.1  # ln 257: nothing is known before the first step
     assert val[40] < 3.6 and loss[40] < 3.7
     samples = [line for line in log if line["kind"] == "sample"]
-    assert [s["step"] for s in samples] == [0, 12, 24, 36, 40] and all(t.startswith("def") for t in samples[0]["texts"])
+    assert [s["step"] for s in samples] == [0, 12, 24, 36, 40] and all(
+        t.startswith("def") for t in samples[0]["texts"]
+    )
     assert (tmp_path / "run" / "step_00000040").is_dir()
     assert json.loads((tmp_path / "run" / "config.json").read_text())["n_embd"] == 64
     text = capsys.readouterr().out
@@ -55,7 +59,8 @@ def test_resumed_equals_uninterrupted_bitwise(data_dir, tmp_path):
 def test_validation_is_the_same_for_any_batch_size(data_dir, tmp_path):
     # 1,056 tokens are 33 rows: no batch size below divides them
     runs = [
-        train_here(data_dir, tmp_path / f"{b}", batch_size=b, eval_interval=6, eval_tokens=1056) for b in (2, 4, 16)
+        train_here(data_dir, tmp_path / f"{b}", batch_size=b, eval_interval=6, eval_tokens=1056)
+        for b in (2, 4, 16)
     ]
     for run in runs[1:]:
         assert losses(run, "val")[0] == pytest.approx(losses(runs[0], "val")[0], rel=1e-6)
@@ -77,7 +82,9 @@ def test_dry_run_writes_nothing(data_dir, tmp_path):
 def test_llama_trains_compiled_as_eager(data_dir, tmp_path, compiler):
     if compiler == "inductor" and shutil.which("g++") is None:
         pytest.skip("torch.compile needs a C++ compiler on the CPU")
-    shape = dict(norm="rmsnorm", positions="rope", mlp="swiglu", bias=False, n_kv_head=2, qk_norm=True, max_steps=4)
+    shape = dict(
+        norm="rmsnorm", positions="rope", mlp="swiglu", bias=False, n_kv_head=2, qk_norm=True, max_steps=4
+    )
     eager = train_here(data_dir, tmp_path / "eager", **shape, save_interval=0, eval_interval=4)
     fused = train_here(data_dir, tmp_path / "fused", **shape, save_interval=0, eval_interval=4, compile=True)
     for kind in ("train", "val"):
@@ -134,7 +141,10 @@ def test_going_back_in_a_folder_with_later_checkpoints_is_refused(data_dir, tmp_
             train_here(data_dir, tmp_path / "aside", resume=tmp_path / source, **{**settings, "max_steps": 6})
     assert sorted(path.name for path in (tmp_path / "aside").iterdir()) == before
     assert (
-        train_here(data_dir, tmp_path / "run", resume=tmp_path / "run", **{**settings, "max_steps": 5})[-1]["step"] == 5
+        train_here(data_dir, tmp_path / "run", resume=tmp_path / "run", **{**settings, "max_steps": 5})[-1][
+            "step"
+        ]
+        == 5
     )
 
 
@@ -153,8 +163,12 @@ def test_a_resumed_run_counts_tokens_and_names_its_own_checkpoint(data_dir, tmp_
 def test_resume_refuses_another_model_and_other_data(data_dir, tmp_path):
     train_here(data_dir, tmp_path / "run", max_steps=4)
     with open(tmp_path / "run" / "log.jsonl", "a") as file:
-        file.write('{"kind": "train", "st')  # torn, as by a kill: a resumed run's log is readable all the same
-    with pytest.raises(train.checkpoint.CheckpointError, match="n_layer: checkpoint 2, now 3; .*n_embd: checkpoint 64"):
+        file.write(
+            '{"kind": "train", "st'
+        )  # torn, as by a kill: a resumed run's log is readable all the same
+    with pytest.raises(
+        train.checkpoint.CheckpointError, match="n_layer: checkpoint 2, now 3; .*n_embd: checkpoint 64"
+    ):
         train_here(data_dir, tmp_path / "run", resume="auto", n_layer=3, n_embd=32)
     other = tmp_path / "data"
     shutil.copytree(data_dir, other)
@@ -173,13 +187,17 @@ def test_a_loss_that_is_not_finite_stops_the_run(data_dir, tmp_path):
 
 @pytest.mark.fault(58)
 def test_weights_that_are_not_finite_are_neither_saved_nor_resumed_into(data_dir, tmp_path):
-    with pytest.raises(NotFinite, match="step 1: weights are inf or NaN and were not saved; nothing was saved yet"):
+    with pytest.raises(
+        NotFinite, match="step 1: weights are inf or NaN and were not saved; nothing was saved yet"
+    ):
         train_here(data_dir, tmp_path / "run", lr=1e38, weight_decay=10, warmup_steps=0, save_interval=1)
     train_here(data_dir, tmp_path / "run", overwrite=True, max_steps=4)
     tensors, state = train.checkpoint.load(tmp_path / "run" / "step_00000004")
     tensors["model"]["blocks.0.mlp.up.weight"][0, 0] = float("nan")
     train.checkpoint.save(tmp_path / "run", 4, tensors, state)
-    with pytest.raises(train.checkpoint.CheckpointError, match="step_00000004 holds weights that are inf or NaN"):
+    with pytest.raises(
+        train.checkpoint.CheckpointError, match="step_00000004 holds weights that are inf or NaN"
+    ):
         train_here(data_dir, tmp_path / "run", resume="auto", max_steps=8)
 
 
@@ -216,7 +234,9 @@ def test_a_step_that_is_not_finite_is_skipped_bitwise(data_dir, tmp_path, monkey
     folders = [tmp_path / "run" / f"step_{step:08d}" for step in (1, 2, 3)]
     for name in ("model", "optimizer"):
         one, two, three = (load_file(folder / f"{name}.safetensors") for folder in folders)
-        assert all(torch.equal(one[k], two[k]) for k in one) and not all(torch.equal(one[k], three[k]) for k in one)
+        assert all(torch.equal(one[k], two[k]) for k in one) and not all(
+            torch.equal(one[k], three[k]) for k in one
+        )
     assert [(line["step"], line["in_all"]) for line in log if line["kind"] == "skipped"] == [(2, 1)]
     assert "step 2 was skipped, the gradient norm is inf; 1 in a row" in capsys.readouterr().out
     with pytest.raises(NotFinite, match="step 6: the gradient norm is inf"):  # its second in a row
@@ -253,14 +273,18 @@ def test_hellaswag_in_the_loop_and_without_its_file(data_dir, tmp_path, monkeypa
     log = train_here(data_dir, tmp_path / "a", max_steps=2, hellaswag_interval=2, hellaswag_file=path)
     assert [line["n"] for line in log if line["kind"] == "hellaswag"] == [3, 3]
     with pytest.raises(UserError, match="none: No such file or directory"):
-        train_here(data_dir, tmp_path / "b", max_steps=2, hellaswag_interval=2, hellaswag_file=tmp_path / "none")
+        train_here(
+            data_dir, tmp_path / "b", max_steps=2, hellaswag_interval=2, hellaswag_file=tmp_path / "none"
+        )
 
     def refuse(*_, **__):
         raise urllib.error.URLError("no network")
 
     monkeypatch.setattr(urllib.request, "urlopen", refuse)
     monkeypatch.setattr(time, "sleep", lambda _: None)
-    monkeypatch.setattr(multiple_choice, "download", functools.partial(multiple_choice.download, tmp_path / "cache"))
+    monkeypatch.setattr(
+        multiple_choice, "download", functools.partial(multiple_choice.download, tmp_path / "cache")
+    )
     log = train_here(data_dir, tmp_path / "b", max_steps=2, hellaswag_interval=2)
     assert sorted(losses(log)) == [1, 2] and "no HellaSwag in this run" in capsys.readouterr().out
 
@@ -281,14 +305,20 @@ def test_wandb_offline_resumes_the_same_run(data_dir, tmp_path, monkeypatch):
     train_here(data_dir, tmp_path / "run", wandb=True, max_steps=6, resume="auto")
     places = [len(list((tmp_path / name / "wandb").glob("offline-run-*"))) for name in ("run", "other")]
     assert places == [1, 1]
-    ids = [json.loads((tmp_path / "run" / f"step_{s:08d}" / "state.json").read_text())["wandb_id"] for s in (4, 6)]
+    ids = [
+        json.loads((tmp_path / "run" / f"step_{s:08d}" / "state.json").read_text())["wandb_id"]
+        for s in (4, 6)
+    ]
     assert ids[0] is not None and ids[0] == ids[1]
 
 
 @pytest.mark.parametrize(
     "settings, message",
     [
-        (dict(batch_tokens=1000), r"batch_tokens=1000 is not divisible .* 4\*32\*1 = 128; nearest: 896 or 1024"),
+        (
+            dict(batch_tokens=1000),
+            r"batch_tokens=1000 is not divisible .* 4\*32\*1 = 128; nearest: 896 or 1024",
+        ),
         (dict(n_head=5, lr=-1), "n_embd=64 must be divisible by n_head=5; lr=-1.0 must be at least 0"),
         (dict(beta2=1, clip=0), "beta2=1.0 must be below 1; clip=0.0 must be over 0"),
         (
@@ -305,7 +335,10 @@ def test_wandb_offline_resumes_the_same_run(data_dir, tmp_path, monkeypatch):
         ),
         (dict(lr=float("nan"), adam_eps=0), "lr=nan must be at least 0; adam_eps=0.0 must be over 0"),
         (dict(n_kv_head=-1, n_hidden=-5), "n_kv_head=-1 must be at least 1; n_hidden=-5 must be at least 1"),
-        (dict(tokenizer="gpt2", sample_interval=2), "tokenizer=gpt2 has 50,257 ids, the model 257; give the tokenizer"),
+        (
+            dict(tokenizer="gpt2", sample_interval=2),
+            "tokenizer=gpt2 has 50,257 ids, the model 257; give the tokenizer",
+        ),
         (dict(resume="auto", overwrite=True), "overwrite=True starts afresh, resume=auto goes on"),
         (dict(rope_factor=8.0, rope_low_freq=4.0, rope_high_freq=1.0), "rope_low_freq=4.0 must be under"),
         (dict(resume="out/none/step_00000001"), "is damaged|no whole checkpoint"),
@@ -356,7 +389,9 @@ def test_what_ran_is_recorded_and_what_was_set_is_shown(data_dir, tmp_path, caps
     assert found["precision"] == "fp32" and found["attention"] == "flash" and found["ops"] == "torch"
     row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("settings "))
     assert "max_steps=1" in row and "precision" not in row and "attention" not in row
-    assert train.checkpoint.open_model(tmp_path / "run")[1].attention == "auto"  # the device that samples decides
+    assert (
+        train.checkpoint.open_model(tmp_path / "run")[1].attention == "auto"
+    )  # the device that samples decides
 
 
 def test_a_run_keeps_its_code_and_a_resumed_one_says_what_differs(data_dir, tmp_path, capsys):
@@ -442,8 +477,14 @@ def test_sigterm_saves_and_the_resumed_run_is_the_same(data_dir, tmp_path):
     "settings, words",
     [
         (dict(warmup_steps=13), "the warm-up takes 13 steps, and the run ends at step 12"),
-        (dict(warmup_tokens=5121, schedule="wsd", cooldown_fraction=0.2), "11 steps, and the rate falls from step 10"),
-        (dict(eval_interval=6, eval_tokens=10**6), r".* has \d+,\d+ validation tokens, less .* reads them once"),
+        (
+            dict(warmup_tokens=5121, schedule="wsd", cooldown_fraction=0.2),
+            "11 steps, and the rate falls from step 10",
+        ),
+        (
+            dict(eval_interval=6, eval_tokens=10**6),
+            r".* has \d+,\d+ validation tokens, less .* reads them once",
+        ),
     ],
 )
 def test_settings_that_hardly_anybody_means_are_warned_of(data_dir, tmp_path, capsys, settings, words):

@@ -75,7 +75,9 @@ FAULTS = {
 
 def attempt(number, fault, at_rank, at_micro_step, data_dir, out_dir, grace=20, **settings):
     words = flags(data_dir, out_dir, **{"max_steps": 40, "save_interval": 4, **settings})
-    return ranks.attempt(number, train_with_fault, words, fault, at_rank, at_micro_step, timeout=60, grace=grace)[0]
+    return ranks.attempt(
+        number, train_with_fault, words, fault, at_rank, at_micro_step, timeout=60, grace=grace
+    )[0]
 
 
 def error_lines(done):
@@ -98,8 +100,12 @@ def check_told(done, fault, codes, line):
     [
         ("memory", [2, 2], "error: rank 1: out of memory: .*try --batch_size=4"),
         pytest.param("mistake", [1, 1], r"error: rank 1, step 3 \(data\):", marks=pytest.mark.slow),
-        pytest.param("dies", [1, -9], r"error: step 3 \(.*\): lost rank 1, last in step", marks=pytest.mark.slow),
-        pytest.param("hangs", [1, 1], r"error: rank 1 hangs in step 3 \(data\); rank 0 has", marks=pytest.mark.slow),
+        pytest.param(
+            "dies", [1, -9], r"error: step 3 \(.*\): lost rank 1, last in step", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "hangs", [1, 1], r"error: rank 1 hangs in step 3 \(data\); rank 0 has", marks=pytest.mark.slow
+        ),
     ],
 )
 @pytest.mark.fault(29, 30, 42, 48)
@@ -142,10 +148,14 @@ def test_a_token_out_of_range_in_the_rows_of_another_rank_is_named(data_dir, tmp
 
 @pytest.mark.fault(26, 56)
 def test_ranks_stop_together_in_the_middle_of_a_long_step_and_resume_bitwise(data_dir, tmp_path):
-    settings = dict(max_steps=2, batch_size=1, batch_tokens=4096, dropout=0.1, shuffle_seed=1)  # 64 micro-steps a step
+    settings = dict(
+        max_steps=2, batch_size=1, batch_tokens=4096, dropout=0.1, shuffle_seed=1
+    )  # 64 micro-steps a step
     done = attempt(2, "interrupt", 1, 70, data_dir, tmp_path / "cut", **settings)
     assert done.codes == [130, 130], done.stderr
-    assert "SIGINT in step 2" in done.stdout and "saved" in done.stdout and "stopped      step 1" in done.stdout
+    assert (
+        "SIGINT in step 2" in done.stdout and "saved" in done.stdout and "stopped      step 1" in done.stdout
+    )
     assert json.loads((tmp_path / "cut/status.json").read_text())["state"] == "stopped"
     assert sorted(losses(read_log(tmp_path / "cut"))) == [1]
     ranks.run(2, flags(data_dir, tmp_path / "cut", resume="auto", **settings))
@@ -170,7 +180,8 @@ def train_told_in_evaluation(words, part, at_rank):
 
 
 @pytest.mark.parametrize(
-    "part, number", [("validation", 0), ("hellaswag", 0), pytest.param("hellaswag", 2, marks=pytest.mark.slow)]
+    "part, number",
+    [("validation", 0), ("hellaswag", 0), pytest.param("hellaswag", 2, marks=pytest.mark.slow)],
 )
 @pytest.mark.fault(27, 56)
 def test_a_signal_in_an_evaluation_leaves_it_for_the_resumed_run(data_dir, tmp_path, part, number):
@@ -270,7 +281,8 @@ def train_told_in_save(words, times, at_rank):
 
 
 @pytest.mark.parametrize(
-    "times, number", [(1, 0), pytest.param(1, 2, marks=pytest.mark.slow), pytest.param(2, 0, marks=pytest.mark.slow)]
+    "times, number",
+    [(1, 0), pytest.param(1, 2, marks=pytest.mark.slow), pytest.param(2, 0, marks=pytest.mark.slow)],
 )
 @pytest.mark.fault(28, 56)
 def test_a_signal_in_an_asynchronous_save_leaves_whole_checkpoints(data_dir, tmp_path, times, number):
@@ -312,7 +324,9 @@ def test_a_second_signal_ends_at_once_and_no_saving_is_said(data_dir, tmp_path):
 def test_status_says_where_a_run_is(data_dir, tmp_path):
     log = train_here(data_dir, tmp_path / "run", max_steps=4)
     found = json.loads((tmp_path / "run/status.json").read_text())
-    assert found["state"] == "done" and found["step"] == found["max_steps"] == 4 and found["pid"] == os.getpid()
+    assert (
+        found["state"] == "done" and found["step"] == found["max_steps"] == 4 and found["pid"] == os.getpid()
+    )
     assert found["loss"] == losses(log)[4] and found["last_checkpoint"].endswith("step_00000004")
 
 
@@ -323,7 +337,9 @@ def test_a_compiler_that_fails_is_one_line(data_dir, tmp_path, monkeypatch):
         raise OSError("no C++ compiler")
 
     monkeypatch.setattr(torch, "compile", lambda f: torch._dynamo.optimize(broken)(f))
-    with pytest.raises(UserError, match="torch.compile failed .*OSError: no C.. compiler.*; try --compile=False"):
+    with pytest.raises(
+        UserError, match="torch.compile failed .*OSError: no C.. compiler.*; try --compile=False"
+    ):
         train_here(data_dir, tmp_path / "run", compile=True)
 
 
@@ -332,7 +348,13 @@ def test_a_compiler_that_fails_is_one_line(data_dir, tmp_path, monkeypatch):
 
 def start_torchrun(words, log, *options):
     """A process group of torchrun and two ranks, for the tests that kill some of them."""
-    options = ["--nproc_per_node=2", "--rdzv_backend=c10d", "--rdzv_endpoint=127.0.0.1:0", "--rdzv_id=1", *options]
+    options = [
+        "--nproc_per_node=2",
+        "--rdzv_backend=c10d",
+        "--rdzv_endpoint=127.0.0.1:0",
+        "--rdzv_id=1",
+        *options,
+    ]
     command = [sys.executable, "-m", "torch.distributed.run", *options, "train.py", *words]
     return subprocess.Popen(command, cwd=ROOT, env=ranks.environment(), stdout=log, stderr=log)
 
@@ -345,7 +367,10 @@ def wait_for(condition, seconds=90):
 
 
 def children(pid):
-    return [int(p) for p in subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True).stdout.split()]
+    return [
+        int(p)
+        for p in subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True).stdout.split()
+    ]
 
 
 @pytest.mark.slow
@@ -379,7 +404,9 @@ def test_a_live_run_is_protected_and_its_orphans_leave(data_dir, tmp_path):
         wait_for(lambda: "saved" in (tmp_path / "log").read_text())
         for how in ("--overwrite", "--resume=auto"):
             done = ranks.run(2, [*words, how])
-            assert done.codes == [2, 2] and len(error_lines(done)) == 1 and "is in use by a run" in done.stderr
+            assert (
+                done.codes == [2, 2] and len(error_lines(done)) == 1 and "is in use by a run" in done.stderr
+            )
         orphans = children(process.pid)
         process.kill()
         process.wait()

@@ -75,7 +75,9 @@ class Account:
                 module.register_forward_hook(lambda *_: runs.update(["attention"]))
         try:
             self.count(model, cfg, device)
-        except Exception as error:  # an edit may do anything, such as read a value, which meta tensors have not
+        except (
+            Exception
+        ) as error:  # an edit may do anything, such as read a value, which meta tensors have not
             self.problem = f"{type(error).__name__}: {error}".partition("\n")[0]
         self.bypassed = not self.problem and self.attention_calls < runs["attention"]
         self.unused = [] if self.problem else [n for n, p in model.named_parameters() if p.grad is None]
@@ -91,7 +93,9 @@ class Account:
             with FlopCounterMode(display=False) as counter:
                 loss = model(tokens, tokens)
             loss.backward()
-        padding = 2 * (cfg.padded_vocab - cfg.vocab_size) * cfg.n_embd * bool(seen.calls_of("linear_cross_entropy"))
+        padding = (
+            2 * (cfg.padded_vocab - cfg.vocab_size) * cfg.n_embd * bool(seen.calls_of("linear_cross_entropy"))
+        )
         attention = 0 if cfg.document_mask else seen.attention_flops
         forward = (counter.get_total_flops() + attention) / cfg.block_size - padding
         self.calls, self.flops_per_token, self.attention_calls = seen.calls, 3 * forward, seen.attention_calls
@@ -108,7 +112,9 @@ class Account:
     def rows(self):
         """Rows of the start block: how many calls of each operation are fast, how many plain, and why."""
         if self.problem:
-            words = f"not counted, nor is MFU: model.py's forward does not run on meta tensors ({self.problem})"
+            words = (
+                f"not counted, nor is MFU: model.py's forward does not run on meta tensors ({self.problem})"
+            )
             return [("operations", words)]
         fast = [f"{name} {n}" for (name, reason), n in self.calls.items() if reason is None]
         plain = {}
@@ -122,7 +128,9 @@ class Account:
         rows = [("operations", "; ".join(words))]
         if self.unused:
             names = ", ".join(self.unused[:3]) + f" and {len(self.unused) - 3} more" * (len(self.unused) > 3)
-            rows.append(("warning", f"the loss does not depend on {names}: these parameters stay as they are"))
+            rows.append(
+                ("warning", f"the loss does not depend on {names}: these parameters stay as they are")
+            )
         return rows
 
 
@@ -131,4 +139,6 @@ def parameter_counts(model):
     cfg = model.cfg
     padding = cfg.padded_vocab - cfg.vocab_size
     total = sum(p.numel() for p in model.parameters()) - padding * sum(cfg.tables)
-    return total, sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear)) - padding * cfg.n_embd
+    return total, sum(
+        m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear)
+    ) - padding * cfg.n_embd

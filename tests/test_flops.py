@@ -1,4 +1,4 @@
-"""run/account.py: operations, FLOPs and parameters of the model that runs, edited or not."""
+"""run/flops.py: operations, FLOPs and parameters of the model that runs, edited or not."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import kernels
 import model as models
-from run.account import Account
+from run.flops import Account
 from settings import Config
 
 CPU = torch.device("cpu")
@@ -39,7 +39,9 @@ def test_flops_are_those_of_the_formula_and_of_a_real_step(shape, vocab_multiple
     x = torch.randint(0, 200, (2, cfg.block_size))
     with FlopCounterMode(display=False) as counter:
         model(x, x).backward()
-    whole, causal = (6 * 2 * cfg.n_layer * cfg.n_embd * keys for keys in (cfg.block_size, (cfg.block_size + 1) / 2))
+    whole, causal = (
+        6 * 2 * cfg.n_layer * cfg.n_embd * keys for keys in (cfg.block_size, (cfg.block_size + 1) / 2)
+    )
     padding = 6 * (cfg.padded_vocab - cfg.vocab_size) * cfg.n_embd
     assert counter.get_total_flops() / x.numel() == found.flops_per_token + whole - causal + padding
 
@@ -72,9 +74,9 @@ def test_a_loss_in_chunks_is_counted_as_if_it_were_whole(monkeypatch):
 
 def test_reasons_of_plain_calls(monkeypatch):
     found, cfg = account(n_hidden=100)
-    assert found.calls["mlp", "a width is no multiple of 8"] == 3 and "plain: mlp 3, linear 6 (a width" in str(
-        found.rows()
-    )
+    assert found.calls[
+        "mlp", "a width is no multiple of 8"
+    ] == 3 and "plain: mlp 3, linear 6 (a width" in str(found.rows())
     found, _ = account(precision="fp32")
     assert all(reason == "computed in float32" for _, reason in found.calls)
     monkeypatch.setattr(kernels, "served", set())
@@ -109,13 +111,19 @@ def test_an_edited_model_is_counted_as_it_is(monkeypatch):
     assert not found.as_settings_say(cfg) and not found.regular
     assert found.calls["mlp", "another activation"] == 2 and found.calls["linear", None] == 2 + 2 * 2
     assert "blocks.2.attn.qkv.weight" in found.unused and len(found.unused) == 14
-    assert [name for name, _ in found.rows()] == ["operations", "warning"] and "3 nn.Linear" in found.rows()[0][1]
+    assert [name for name, _ in found.rows()] == ["operations", "warning"] and "3 nn.Linear" in found.rows()[
+        0
+    ][1]
 
 
 def test_an_edit_that_reads_a_value_is_not_counted(monkeypatch):
     monkeypatch.setattr(models.GPT, "embed", lambda self, idx: self.wte(idx) * idx.float().mean().item())
     found, cfg = account()
-    assert found.flops_per_token is None and not found.as_settings_say(cfg) and "not counted" in found.rows()[0][1]
+    assert (
+        found.flops_per_token is None
+        and not found.as_settings_say(cfg)
+        and "not counted" in found.rows()[0][1]
+    )
 
 
 @pytest.mark.parametrize("setting", [dict(document_mask=True, remat="none"), dict(context_parallel=2)])
@@ -139,7 +147,9 @@ def test_what_wraps_attention_refuses_an_attention_that_it_does_not_reach(settin
     with monkeypatch.context() as patch:
         patch.setattr(models.Attention, "forward", forward)
         assert account()[0].bypassed
-        with pytest.raises(UserError, match="goes around attn.core, which model.py's attention does not call"):
+        with pytest.raises(
+            UserError, match="goes around attn.core, which model.py's attention does not call"
+        ):
             build.build_model(Config(**{**SMALL, **setting}), World(0, 2, CPU))
     monkeypatch.setattr(models, "Attention", Mixer)
     with pytest.raises(UserError, match="block 0 of model.py has none"):

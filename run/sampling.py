@@ -25,7 +25,13 @@ class Printer:
 
         quiet: nothing is printed, the text is returned alone.
         """
-        self.model, self.tokenizer, self.stop, self.options, self.quiet = model, tokenizer, stop, options, quiet
+        self.model, self.tokenizer, self.stop, self.options, self.quiet = (
+            model,
+            tokenizer,
+            stop,
+            options,
+            quiet,
+        )
         self.cached, self.tokens, self.seconds = cached, 0, 0.0
         self.in_step = bool(parallel.units(model))  # the forwards of a sharded model need all ranks
 
