@@ -1,11 +1,12 @@
 # torchrun --standalone --nproc_per_node=8 train.py config/llama3_8b_128k.py
-# Continues training of Llama 3.1 8B's base weights at its full context of 131,072 tokens, on long documents:
-#   hf download meta-llama/Llama-3.1-8B tokenizer.json --local-dir=data/llama3   (after you accept its licence there)
-#   python fineweb.py --subset=sample-100BT --streaming --tokenizer=data/llama3/tokenizer.json --pack=131072 \
-#       --min_document_tokens=16384 --val_tokens=4194304 --out_dir=data/fineweb-edu-128k
-# For books instead: --dataset="books/*.jsonl.zst". Four ranks share a sequence, 32,768 tokens each, so that a node of
-# eight works on two. By the estimate of bench.py memory a rank of eight needs 34 GiB, or 27 with --context_parallel=8;
-# neither is measured.
+# Continues training of Llama 3.1 8B's base weights at its full context of 131,072 tokens, on long documents,
+# after you accepted its licence on the hub:
+#   hf download meta-llama/Llama-3.1-8B tokenizer.json --local-dir=data/llama3
+#   python fineweb.py --subset=sample-100BT --streaming --tokenizer=data/llama3/tokenizer.json \
+#       --pack=131072 --min_document_tokens=16384 --val_tokens=4194304 --out_dir=data/fineweb-edu-128k
+# For books instead: --dataset="books/*.jsonl.zst". Four ranks share a sequence, 32,768 tokens each, so that a
+# node of eight works on two. By the estimate of bench.py memory a rank of eight needs 34 GiB; it is not
+# measured.
 from config.llama3_8b import *  # noqa: F403
 
 out_dir = "out/llama3_8b_128k"
@@ -14,7 +15,7 @@ data_dir = "data/fineweb-edu-128k"
 document_mask = True
 shuffle_seed = 1337  # shuffles whole rows; each still begins with a packed group
 
-rope_factor, rope_low_freq, rope_high_freq, rope_original = 8.0, 1.0, 4.0, 8192  # Llama 3.1's
+rope_factor, rope_original = 8.0, 8192  # Llama 3.1's
 block_size = 131_072
 
 batch_size = 1

@@ -1,7 +1,8 @@
 # python train.py config/modern_124m.py
-# Muon and the modern switches at GPT-2's width (docs/modern.md): 300M tokens of FineWeb-Edu in about 8 minutes on one
-# H200 (650,000 tokens/s; 790,000 with --precision=fp8). On books, Wikipedia and technical documentation it ends at a
-# loss of 3.173, where GPT-2 with a tuned AdamW ends at 3.377. On four GPUs: --batch_size=32.
+# Muon and the modern switches at GPT-2's width (docs/modern.md): 300M tokens of FineWeb-Edu in about 8
+# minutes on one H200 (650,000 tokens/s; 790,000 with --precision=fp8). On books, Wikipedia and technical
+# documentation it ends at a loss of 3.173, where GPT-2 with a tuned AdamW ends at 3.377. On four GPUs:
+# --batch_size=32.
 out_dir = "out/modern_124m"
 data_dir = "data/fineweb-edu"
 
@@ -14,7 +15,7 @@ batch_size = 128
 batch_tokens = 131_072
 max_steps = 2289  # 300M tokens
 optimizer = "muon"
-lr, lr_embedding, lr_head, lr_vector = 0.02, 0.3, 0.012, 0.02
+lr, lr_embedding, lr_head = 0.02, 0.3, 0.012
 weight_decay = 0.3
 beta1, beta2, adam_eps = 0.8, 0.95, 1e-10
 schedule, cooldown_fraction, min_lr_ratio = "wsd", 0.6, 0.0

@@ -1,14 +1,13 @@
 # python train.py config/shakespeare_char.py
-# A GPT of 0.8M parameters on the characters of one text, after nanoGPT's Shakespeare on a CPU. Data of any text:
-# python fineweb.py --dataset=input.txt --tokenizer=chars --out_dir=data/shakespeare_char
-# Two minutes on an idle CPU core. 1.1 MB of Shakespeare's plays (--vocab_size=72) end at a validation loss of 1.85.
+# A GPT of 0.8M parameters on the characters of one text, after nanoGPT's Shakespeare on a CPU. Data of any
+# text:
+#   python fineweb.py --dataset=input.txt --tokenizer=chars --out_dir=data/shakespeare_char
+# Two minutes on an idle CPU core. 1.1 MB of Shakespeare's plays (--vocab_size=72) end at a loss of 1.85.
 out_dir = "out/shakespeare_char"
 data_dir = "data/shakespeare_char"
 
-vocab_size, vocab_multiple = (
-    67,
-    1,
-)  # tiny Shakespeare's 65 characters, U+FFFD, the separator; fineweb.py prints others
+vocab_size = 67  # tiny Shakespeare's 65 characters, U+FFFD, the separator; fineweb.py prints others
+vocab_multiple = 1
 n_layer, n_head, n_embd, bias = 4, 4, 128, False
 block_size = 64
 
@@ -26,7 +25,5 @@ eval_interval = 250
 eval_tokens = 50_000
 sample_interval = 1000
 sample_prompt = "The "
-n_samples = 1
-sample_tokens = 300
 save_interval = 1000
 log_interval = 50

@@ -53,8 +53,8 @@ def test_file_imports_computes_and_is_overridden(tmp_path):
 @pytest.mark.parametrize(
     "word, message",
     [
-        ("--lerning_rate=1", "unknown setting --lerning_rate; did you mean lr?"),
-        ("--zzz=1", "unknown setting --zzz"),
+        ("--lern_rate=1", "unknown setting lern_rate"),
+        ("--zzz=1", "unknown setting zzz"),
         ("--n_layers=1", "did you mean n_layer?"),
         ("--lr=abc", "lr=abc is not a float"),
         ("--n_layer=0.5", "n_layer=0.5 is not an int"),
@@ -68,7 +68,7 @@ def test_file_imports_computes_and_is_overridden(tmp_path):
         ("lr=1", "lr=1: no such config file; a setting is written --lr=1"),
         (
             "--config=config/test.py",
-            "unknown setting --config; a config file's path is given alone, without --config=",
+            "unknown setting config; a config file's path is given alone, without --config=",
         ),
     ],
 )
@@ -115,19 +115,6 @@ def test_a_recipe_by_its_name_alone_from_any_folder(tmp_path, monkeypatch):
     assert configure(settings.Config, ["--wandb", "llama_124m"]).wandb
 
 
-def test_conflicts_are_found_beside_mistakes_but_not_those_that_follow_from_one():
-    with pytest.raises(UserError) as error:
-        configure(
-            settings.Config, ["--n_embed=65", "--batch_tokens=x", "--clip=-1", "--n_head=5"], settings.check
-        )
-    assert [text.split()[-1] for text in error.value.args] == ["n_embd?", "int", "off"]
-    with pytest.raises(
-        UserError
-    ) as error:  # nothing follows from the defaults, where a file's settings are unknown
-        configure(settings.Config, ["no/such.py", "--n_head=5"], settings.check)
-    assert len(error.value.args) == 1
-
-
 @pytest.mark.fault(15, 16)
 def test_words_that_are_no_config_files():
     @dataclass
@@ -150,7 +137,7 @@ def test_all_mistakes_at_once(tmp_path):
         "lr=abc",
         "no/such.py",
         "--kind needs",
-        "--zzz",
+        "setting zzz",
     ]
     places = [text.index(word) for word in found]
     assert places == sorted(places) and "\n" not in text
@@ -162,9 +149,7 @@ def test_sections_and_comments_of_the_class_before_those_of_its_base():
         alone: int = 1
         # Second
         lr: float = 1e-3  # another default
-        kind: Literal["a", "b"] = (
-            "b"  # in brackets, as the formatter leaves a field whose comment is too long for one line with the field
-        )
+        kind: Literal["a", "b"] = "b"  # in brackets, as the formatter leaves a field whose comment is long
 
     rows = describe(More, "What it is.").splitlines()
     assert rows[:3] == ["What it is.", "", "Settings:"] and rows[3].split() == ["--alone=1"]
@@ -176,7 +161,8 @@ def test_sections_and_comments_of_the_class_before_those_of_its_base():
 def script(words, code="", name="train.py", **env):
     """A script, then `code` in the same process; its CompletedProcess."""
     before = f"import runpy, sys\nsys.argv = [{name!r}, *{words!r}]\ncode = 0\n"
-    run = f"try:\n    runpy.run_path({name!r}, run_name='__main__')\nexcept SystemExit as stop:\n    code = stop.code\n"
+    run = f"try:\n    runpy.run_path({name!r}, run_name='__main__')\n"
+    run += "except SystemExit as stop:\n    code = stop.code\n"
     words = [sys.executable, "-c", f"{before}{run}{code}\nsys.exit(code)"]
     return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env={**os.environ, **env})
 
@@ -184,11 +170,11 @@ def script(words, code="", name="train.py", **env):
 NO_TORCH = "assert not {'torch', 'datasets', 'matplotlib'}.intersection(sys.modules)"  # slow to import
 
 
-HELPED = ["fineweb", "sample", "hellaswag", "convert", "plot", "bench", "bench step", "bench plan"]
+HELPED = ["fineweb", "sample", "hellaswag", "convert", "plot", "bench", "bench step"]
 
 
 @pytest.mark.parametrize("name", HELPED)
-def test_help_of_every_script_is_instant_and_fits_120_columns(name):
+def test_help_of_every_script_is_instant_and_fits_the_terminal(name):
     name, *command = name.split()
     done = script([*command, "--help"], NO_TORCH, name=f"{name}.py")
     assert done.returncode == 0 and f"python {name}.py" in done.stdout, done.stderr
@@ -203,24 +189,19 @@ def test_help_and_mistakes_of_train_need_no_torch():
     assert max(map(len, done.stdout.splitlines())) <= 120
     done = script(["config/test", "--lerning_rate=1"], NO_TORCH)
     assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
-    assert done.stderr == "error: command line: unknown setting --lerning_rate; did you mean lr?\n"
+    assert done.stderr == "error: command line: unknown setting lerning_rate; did you mean lr?\n"
     done = script(["config/test", "--n_head=5"], NO_TORCH)
     assert done.returncode == 2 and done.stderr == "error: n_embd=64 must be divisible by n_head=5\n"
 
 
-def test_nanogpts_names_are_all_named_with_ours(tmp_path):
-    (tmp_path / "train_x.py").write_text("wandb_log = True\nseed = 1\nmax_iters = 600000\nmin_lr = 6e-5\n")
-    done = script(
-        [str(tmp_path / "train_x.py"), "--learning_rate", "1e-3", "--no_decay_lr", "--n_head=x"], NO_TORCH
-    )
-    assert done.returncode == 2
-    assert done.stderr.replace("error: ", "").replace(f"{tmp_path}/", "").splitlines() == [
-        "train_x.py:1: nanoGPT's wandb_log is wandb",
-        "train_x.py:3: nanoGPT's max_iters is max_steps",
-        "train_x.py:4: nanoGPT's min_lr is min_lr_ratio, min_lr / learning_rate",
-        "command line: nanoGPT's --learning_rate is --lr",
-        "command line: nanoGPT's --decay_lr is --schedule, constant for False",
-        "command line: n_head=x is not an int",
+def test_nanogpts_names_suggest_ours(tmp_path):
+    (tmp_path / "train_x.py").write_text("seed = 1\nmax_iters = 600000\n")
+    with pytest.raises(UserError) as error:
+        configure(settings.Config, [str(tmp_path / "train_x.py"), "--learning_rate", "1e-3", "--n_head=x"])
+    assert [text.rpartition("/")[2] for text in error.value.args] == [
+        "train_x.py:2: unknown setting max_iters; did you mean max_steps?",
+        "command line: unknown setting learning_rate; did you mean lr?",
+        "command line: n_head=x is not an int below 2**63",
     ]
 
 
@@ -236,7 +217,8 @@ def test_under_torchrun_rank_0_prints_and_every_rank_leaves_the_error_to_the_rep
 
 def test_ctrl_c_is_one_line_and_130():
     code = "import configurator, dataclasses, signal\n"
-    code += "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's job in the background ignores it
-    code += "configurator.run(lambda cfg: signal.raise_signal(signal.SIGINT), dataclasses.make_dataclass('Config', []))"
+    code += "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a background job ignores it
+    code += "empty = dataclasses.make_dataclass('Config', [])\n"
+    code += "configurator.run(lambda cfg: signal.raise_signal(signal.SIGINT), empty)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr.strip()) == (130, "stopped by SIGINT")
