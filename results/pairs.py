@@ -56,21 +56,16 @@ def main():
     args = parser.parse_args()
     command = [sys.executable, os.path.abspath(__file__), "--child", *args.words]
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    folders = {"before": args.before, "after": args.after}
-    sides = {name: subprocess.Popen(command, cwd=folder, **pipes) for name, folder in folders.items()}
-    try:
-        tokens = [answer(process) for process in sides.values()][0]  # both compile at the same time
-        times = {name: [] for name in sides}
-        print(f"{'pair':>4}{'before, ms':>14}{'after, ms':>14}{'after / before':>18}")
-        for pair in range(args.pairs):
-            for name in list(sides)[:: 1 if pair % 2 == 0 else -1]:
-                print(args.steps, file=sides[name].stdin, flush=True)
-                times[name].append(answer(sides[name]))
-            before, after = times["before"][-1], times["after"][-1]
-            print(f"{pair + 1:>4}{before:14.2f}{after:14.2f}{after / before - 1:>+18.2%}", flush=True)
-    finally:
-        for process in sides.values():
-            process.terminate()
+    sides = {n: subprocess.Popen(command, cwd=getattr(args, n), **pipes) for n in ("before", "after")}
+    tokens = [answer(process) for process in sides.values()][0]  # both compile at the same time
+    times = {name: [] for name in sides}
+    print(f"{'pair':>4}{'before, ms':>14}{'after, ms':>14}{'after / before':>18}")
+    for pair in range(args.pairs):
+        for name in list(sides)[:: 1 if pair % 2 == 0 else -1]:
+            print(args.steps, file=sides[name].stdin, flush=True)
+            times[name].append(answer(sides[name]))
+        before, after = times["before"][-1], times["after"][-1]
+        print(f"{pair + 1:>4}{before:14.2f}{after:14.2f}{after / before - 1:>+18.2%}", flush=True)
     ratios = [after / before - 1 for before, after in zip(*times.values())]
     for name, found in times.items():
         median = statistics.median(found)
