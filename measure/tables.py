@@ -4,7 +4,7 @@ import dataclasses
 
 from configurator import UserError, refuse, too_small
 from scale import memory
-from settings import check, legal
+from settings import check
 
 
 def memory_table(cfg):
@@ -39,9 +39,11 @@ def row(cfg, kind, remat):
         other.shard_size = None
     if remat in ("none", "selective"):
         other.remat_offload = False
-    if not legal(other, cfg.world):
+    if remat == "none":
         other.remat_tile = None
-    if not legal(other, cfg.world):
+    try:
+        check(other, cfg.world)
+    except UserError:
         return
     budget = cfg.gpu_gib * memory.GIB
     found = memory.largest_batch(other, cfg.world, budget), memory.longest_row(other, cfg.world, budget)
