@@ -140,26 +140,26 @@ def test_the_estimate_of_an_edited_model_says_that_it_cannot_know():
 
 MEASURED = """
 gpt2_124m 21.4
-gpt2_124m 19.7 --precision=fp8
-gpt2_124m 17.1 --remat=attention --batch_size=256 --batch_tokens=262144
-gpt2_774m 36.8 --batch_size=16
+gpt2_124m 19.7 precision=fp8
+gpt2_124m 17.1 remat=attention batch_size=256 batch_tokens=262144
+gpt2_774m 36.8 batch_size=16
 gpt2_1558m 65.1
-gpt2_1558m 59.1 --precision=fp8
+gpt2_1558m 59.1 precision=fp8
 modern_124m 35.2
-modern_124m 39.9 --precision=fp8
-modern_124m 41.3 --value_embeddings=2 --attention_gate=True
+modern_124m 39.9 precision=fp8
+modern_124m 41.3 value_embeddings=2 attention_gate=True
 modern_350m 49.3
 gpt3_2700m 66.0
-gpt3_2700m 88.6 --batch_size=32 --batch_tokens=65536 --parallel=zero2 --offload_states --remat=selective
+gpt3_2700m 88.6 batch_size=32 batch_tokens=65536 parallel=zero2 offload_states remat=selective
 llama3_8b_one_gpu 60.4
-llama3_8b_one_gpu 74.4 --remat=none
-llama3_8b_one_gpu 75.0 --remat_every=2 --precision=fp8
-llama3_8b_one_gpu 62.5 --block_size=20480 --batch_size=4 --batch_tokens=81920 --remat_offload
-llama3_8b_128k_one_gpu 60.9 --document_mask=True --remat=block
-llama3_70b 102.7 --n_layer=4 --parallel=ddp --remat=none --batch_size=1 --batch_tokens=32768
-llama3_8b 63.6 --batch_tokens=262144 --reduce_dtype=bf16 ranks=4
-llama3_8b 77.2 --batch_tokens=262144 --reduce_dtype=bf16 --parallel=zero2 ranks=4
-llama3_8b 68.6 --batch_tokens=262144 --reduce_dtype=bf16 --precision=fp8 ranks=4
+llama3_8b_one_gpu 74.4 remat=none
+llama3_8b_one_gpu 75.0 remat_every=2 precision=fp8
+llama3_8b_one_gpu 62.5 block_size=20480 batch_size=4 batch_tokens=81920 remat=attention remat_offload
+llama3_8b_128k_one_gpu 60.9 document_mask=True remat=block
+llama3_70b 102.7 n_layer=4 parallel=ddp remat=none batch_size=1 batch_tokens=32768
+llama3_8b 63.6 batch_tokens=262144 reduce_dtype=bf16 ranks=4
+llama3_8b 77.2 batch_tokens=262144 reduce_dtype=bf16 parallel=zero2 ranks=4
+llama3_8b 68.6 batch_tokens=262144 reduce_dtype=bf16 precision=fp8 ranks=4
 """
 
 
@@ -167,7 +167,9 @@ llama3_8b 68.6 --batch_tokens=262144 --reduce_dtype=bf16 --precision=fp8 ranks=4
 def test_memory_is_what_h200s_took(line):
     """Peak memory in GiB that `bench.py step` or train.py printed, on one H200 or on each of four."""
     recipe, measured, *words = line.removesuffix(" ranks=4").split()
-    cfg = configure(Config, [str(ROOT / f"config/{recipe}.py"), "--precision=bf16", *words])
+    cfg = configure(
+        Config, [str(ROOT / f"config/{recipe}.py"), "--precision=bf16", *(f"--{word}" for word in words)]
+    )
     ranks = 4 if line.endswith("ranks=4") else 1
     assert memory.takes(cfg, ranks) / memory.GIB == pytest.approx(float(measured), rel=0.07)
 
