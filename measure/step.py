@@ -9,8 +9,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import optim
+import train
 from configurator import refuse, too_small
 from measure.floor import floor_times, power
+from run.build import choose
 from run.logger import describe_device, peak_flops, show
 from scale import context, parallel
 from settings import check
@@ -60,9 +62,7 @@ def measure(cfg):
 
 def build(cfg, world):
     """(cfg with every "auto" resolved, rows of the start-up summary, Training) as train.py builds them."""
-    import train
-
-    own, rows = train.choose(cfg, world.device)
+    own, rows = choose(cfg, world.device)
     return own, rows, train.Training(own, world, eot=separator(own) if own.document_mask else None)
 
 
@@ -133,7 +133,7 @@ def breakdown(job, next_batch, cfg, world, say):
         ("floor back to back for 3 s", "", hot, f", {watts}"),
     ]:
         rate = cfg.batch_tokens / least * 1e3
-        say(f"{name:<28}{measured:>10}{least:12.1f}   the floor is {rate:,.0f} tokens/s{more}")
+        say(f"{name:<28}{measured:>10}{least:12.1f}   {rate:,.0f} tokens/s{more}")
     say(f"\n{'kernels by time':<66} {'ms a step':>10} {'times':>7} {'us each':>12}")
     by_name = {}
     for name, begin, end in events:
