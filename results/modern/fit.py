@@ -73,7 +73,7 @@ def main(picture):
             m = 1.0 if runs is MODERN else factors[errors.argmin()]
             off = np.abs(law(N, D, m) - loss).max()
             print(f"{name}: {len(N)} runs, {m:.2f} times the tokens, at most {off:.3f} nats off")
-            axes.scatter(6 * N * D, loss, (4 + 4 * np.log10(N / 1e7)) ** 2, color=color, edgecolor="white")
+            axes.scatter(6 * N * D, loss, (4 + 4 * np.log10(N / 1e7)) ** 2, color=color, zorder=3)
             compute = np.geomspace(4 * (N * D).min(), 9 * (N * D).max(), 100)
             sizes = best_size(compute, m)
             axes.plot(
@@ -82,7 +82,11 @@ def main(picture):
                 color=color,
                 label=f"{name}: {m:.2f} times the tokens",
             )
-        axes.set(xscale="log", xlabel="FLOPs of the model", title="validation loss; lines: at the best size")
+        axes.set(
+            xscale="log",
+            xlabel="FLOPs of the model",
+            title="validation loss, larger models larger; lines: the best size",
+        )
         axes.legend()
         plot.save(figure, picture)
     for compute in 10.0 ** np.arange(17, 22):
