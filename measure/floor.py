@@ -1,4 +1,4 @@
-"""Lower bounds for a training step on one GPU: its GEMMs and attention alone, in bf16; and clocks for kernels."""
+"""Lower bounds of a training step on one GPU: its GEMMs and attention alone, in bf16; clocks for kernels."""
 
 import itertools
 import statistics
@@ -15,40 +15,34 @@ GPU_CLOCK = 2e9  # cycles a second of a fast GPU: torch.cuda._sleep, which holds
 def floor_times(cfg, device):
     """Times of the GEMMs and the causal attention of a micro-batch in bf16.
 
-    Returns ({"matmul", "attention", "head + loss"}: ms with each kernel timed alone, ms of all kernels back to back for
-    3 s, at the clock that the GPU's power cap allows, and `power`'s words at the end of that).
+    Returns ({"GEMMs", "attention": ms with each kernel timed alone}, ms of all of them back to back for 3 s,
+    at the clock that the GPU's power cap allows, and `power` at their end).
     """
-    layer, head = floor_work(cfg, device)
-    floor = {kind: cfg.n_layer * sum(clock(work) for work in works) for kind, works in layer.items()}
-    floor["head + loss"] = sum(clock(work) for work in head)
+    gemms, attention, head = floor_work(cfg, device)
+    layers = cfg.n_layer
+    alone = {"GEMMs": layers * sum(map(clock, gemms)) + sum(map(clock, head))}
+    alone["attention"] = layers * sum(map(clock, attention))
 
     def micro_batch():
-        for work in [*itertools.chain(*layer.values())] * cfg.n_layer + head:
+        for work in (gemms + attention) * layers + head:
             work()
 
-    return floor, *sustained(micro_batch, device)
+    return alone, *sustained(micro_batch, device)
 
 
 def floor_work(cfg, device):
-    """({"matmul", "attention"}: the calls of a layer's forward and backward, the head's three GEMMs)."""
-    ranks = cfg.context_parallel
-    N, C, D = cfg.rank_tokens, cfg.n_embd, cfg.head_dim
-    q, k, v = (
-        torch.randn(
-            cfg.batch_size, h, cfg.block_size, D, device=device, dtype=torch.bfloat16, requires_grad=True
-        )
-        for h in (cfg.n_head // ranks, max(1, cfg.kv_heads // ranks), max(1, cfg.kv_heads // ranks))
-    )
+    """The calls of a block's GEMMs, of its attention, and of the head's GEMMs, forward and backward."""
+    heads = [max(1, n // cfg.context_parallel) for n in (cfg.n_head, cfg.kv_heads, cfg.kv_heads)]
+    options = dict(device=device, dtype=torch.bfloat16, requires_grad=True)
+    q, k, v = (torch.randn(cfg.batch_size, n, cfg.block_size, cfg.head_dim, **options) for n in heads)
     y = kernels.attention(q, k, v, cfg.attention)
     dy = torch.randn_like(y)
-    layer = {
-        "matmul": [work for M, K in cfg.block_matmuls for work in three_matmuls(N, K, M, device)],
-        "attention": [
-            lambda: kernels.attention(q, k, v, cfg.attention),
-            lambda: torch.autograd.grad(y, (q, k, v), dy, retain_graph=True),
-        ],
-    }
-    return layer, three_matmuls(N, C, cfg.padded_vocab, device)
+    attention = [
+        lambda: kernels.attention(q, k, v, cfg.attention),
+        lambda: torch.autograd.grad(y, (q, k, v), dy, retain_graph=True),
+    ]
+    gemms = [work for M, K in cfg.block_matmuls for work in three_matmuls(cfg.rank_tokens, K, M, device)]
+    return gemms, attention, three_matmuls(cfg.rank_tokens, cfg.n_embd, cfg.padded_vocab, device)
 
 
 def three_matmuls(N, K, M, device):
@@ -60,7 +54,7 @@ def three_matmuls(N, K, M, device):
 
 
 def sustained(work, device, seconds=3):
-    """(median ms of work() in the second half of `seconds` of back-to-back calls, `power`'s words at their end)."""
+    """(median ms of work() in the second half of `seconds` of back-to-back calls, `power` at their end)."""
     moments, began = [], time.perf_counter()
     while time.perf_counter() - began < seconds or len(moments) < 3:
         work()
@@ -69,9 +63,8 @@ def sustained(work, device, seconds=3):
         moments[-2:][0].synchronize()  # one call is queued while the one before it runs
     watts = power(device)
     torch.cuda.synchronize()
-    return statistics.median(
-        a.elapsed_time(b) for a, b in itertools.pairwise(moments[len(moments) // 2 :])
-    ), watts
+    late = moments[len(moments) // 2 :]
+    return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(late)), watts
 
 
 def clock(work, rounds=10, repeat=3):

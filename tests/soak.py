@@ -27,9 +27,9 @@ from conftest import ROOT, stdlib_bytes, write_shard
 import configurator
 import plot
 from configurator import UserError
+from plot import Run, series
 from run import checkpoint
 from run.files import read_json
-from run.history import Run, series
 
 GROWTH, SLOWER = 0.02, 0.10  # what is let pass: of memory over the last four fifths, of the step time
 SETTLED = 0.2  # share of the run that is left out of the memory's line: caches fill

@@ -1,0 +1,157 @@
+"""The same training step here, in transformers, with Liger's kernels in it, and in nanoGPT, on one GPU.
+
+    python results/speed/peers.py --batch_tokens=131072 --clone=../nanoGPT          # GPT-2 124M
+    python results/speed/peers.py config/llama_124m.py
+    python results/speed/peers.py config/llama_124m.py --curves=out/peers --data_dir=data/fineweb-edu
+
+All start from the same weights and read the same random tokens, or with --curves those of data_dir, and write
+their losses for plot.py. The last token of a row has no target, since transformers shifts the labels itself.
+Each row is a process; with TORCHDYNAMO_SUPPRESS_ERRORS=1 what torch.compile cannot take runs as it is.
+"""
+
+import dataclasses
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import optim
+import train
+from bench import StepConfig
+from configurator import UserError, run
+from measure import step
+from model import build
+from run import hf
+from run.build import choose, make_batches, make_loaders
+from run.flops import Account
+from scale import parallel
+from settings import check
+
+PEERS = {
+    "ours": "this repository",
+    "hf": "transformers",
+    "liger": "  + Liger's kernels",
+    "nanogpt": "nanoGPT",
+}
+
+
+@dataclasses.dataclass
+class Config(StepConfig):
+    peer: str | None = None  # ours, hf, liger or nanogpt: its row alone, in this process
+    clone: str | None = None  # folder of a clone of nanoGPT, for its row
+    curves: str | None = None  # folder for the losses, on data_dir instead of random tokens
+
+
+def main(cfg):
+    check(cfg, 1)
+    if cfg.peer:
+        return print(measure(cfg))
+    print(f"{'':<22}first loss   step")
+    for peer, name in PEERS.items():
+        command = [sys.executable, __file__, *sys.argv[1:], f"--peer={peer}"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        words = done.stderr if done.returncode else done.stdout
+        print(f"{name:<22}{words.strip().splitlines()[-1]}", flush=True)
+
+
+def measure(cfg):
+    """The row of cfg.peer in words."""
+    world = parallel.join(cfg)
+    own, _ = choose(cfg, world.device)
+    flops = Account(own, world.device).flops_per_token
+    if cfg.peer != "ours" and own.precision == "fp8":
+        own = dataclasses.replace(own, precision="bf16")
+    job = train.Training(own, world) if cfg.peer == "ours" else Peer(own, world.device)
+    loader = make_loaders(own, world)[0] if cfg.curves else None
+    batches = make_batches(own, world, loader) if loader else step.synthetic(own, world)
+    losses, take = [], job.step
+
+    def recorded(next_batch, _):
+        losses.append(take(next_batch, optim.learning_rate(len(losses), own)))
+        return losses[-1]
+
+    def without_last_targets():
+        x, y = batches()
+        return x, torch.cat([y[:, :-1], torch.full_like(y[:, -1:], -100)], 1)
+
+    job.step = recorded
+    for _ in range(1 + cfg.settle):
+        step.step(job, without_last_targets, own)
+    times = step.step_times(job, without_last_targets, own)
+    losses = [loss.item() for loss, _ in losses]
+    if loader:
+        loader.close()
+        tokens = cfg.batch_tokens
+        lines = [dict(kind="train", step=n, tokens=n * tokens, loss=x) for n, x in enumerate(losses, 1)]
+        Path(cfg.curves).mkdir(parents=True, exist_ok=True)
+        Path(cfg.curves, f"{cfg.peer}.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    gib = torch.cuda.max_memory_allocated() / 2**30
+    return f"{losses[0]:10.4f}   {step.speed(times, own, world, flops)}, {gib:.1f} GiB"
+
+
+class Peer:
+    """Another repository's model, starting from our weights, with our optimizer and clipping."""
+
+    def __init__(self, cfg, device):
+        with tempfile.TemporaryDirectory() as folder:
+            saved = hf.save_hf(build(cfg, device, cfg.seed), Path(folder) / "hf")
+            self.raw, self.loss = nanogpt(cfg, saved) if cfg.peer == "nanogpt" else transformer(cfg, saved)
+        self.raw.to(device).train()
+        self.model = torch.compile(self.raw) if cfg.compile else self.raw
+        self.optimizer = optim.make_optimizer(self.raw, cfg)
+        self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=cfg.precision == "bf16")
+        self.accumulation, self.clip = cfg.micro_steps(1), cfg.clip or float("inf")
+
+    def step(self, next_batch, lr):
+        total = 0.0
+        for _ in range(self.accumulation):
+            with self.autocast:
+                loss = self.loss(self.model, *next_batch()) / self.accumulation
+            loss.backward()
+            total += loss.detach()
+        norm = torch.nn.utils.clip_grad_norm_(self.raw.parameters(), self.clip)
+        optim.set_learning_rate(self.optimizer, lr)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return total, norm
+
+
+def transformer(cfg, saved):
+    """(transformers' model in float32, how its loss is computed)."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(saved, attn_implementation="sdpa", dtype=torch.float32)
+    if cfg.peer == "liger":
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+        _apply_liger_kernel_to_instance(model=model)
+    return model, lambda compute, x, y: compute(input_ids=x, labels=x, use_cache=False).loss
+
+
+def nanogpt(cfg, saved):
+    """(nanoGPT's model in float32, with our padded vocabulary as its own, how its loss is computed)."""
+    if cfg.clone is None or cfg.mlp != "gelu":
+        raise UserError("needs a GPT-2 and --clone=FOLDER, a clone of github.com/karpathy/nanoGPT")
+    spec = importlib.util.spec_from_file_location("nanogpt_model", Path(cfg.clone) / "model.py")
+    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)  # its dataclass looks there
+    spec.loader.exec_module(module)
+    shape = {k: getattr(cfg, k) for k in ("block_size", "n_layer", "n_head", "n_embd", "dropout", "bias")}
+    model = module.GPT(module.GPTConfig(vocab_size=cfg.padded_vocab, **shape))
+    tensors = load_file(saved / "model.safetensors")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            conv1d = name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))  # transposed there
+            theirs = tensors[name].T if conv1d else tensors[name]
+            parameter[: len(theirs)] = theirs
+    return model, lambda compute, x, y: compute(x, y.masked_fill(y == -100, -1))[1]
+
+
+if __name__ == "__main__":
+    run(main, Config)
