@@ -15,10 +15,10 @@ from torch.nn import Parameter
 
 import model as models
 from configurator import UserError, configure
-from fast import adam8
+from fast import adamw8bit as adam8
 from run.checkpoint import CheckpointError
 from scale import memory, parallel
-from scale.adam8 import AdamW8bit
+from fast.adamw8bit import AdamW8bit
 from settings import Config, legal
 
 GPU = torch.cuda.is_available()
@@ -117,8 +117,6 @@ def numbers(step, lr=1e-3, beta1=0.9, beta2=0.95, decay=0.1, eps=1e-8):
 
 def compare_kernel(rows, cols, dtype, device, differing):
     """Five steps from equal states, gradients of very different sizes; `differing`: share of codes that may differ."""
-    from fast import adam8_triton
-
     torch.manual_seed(0)
     own = tensors(rows, cols, dtype, device)
     for step in range(1, 6):
@@ -127,7 +125,7 @@ def compare_kernel(rows, cols, dtype, device, differing):
             torch.randn(rows, cols, device=device) * torch.exp(4 * torch.randn(rows, cols, device=device))
         ).to(dtype)
         adam8.update_torch(own[0], g, *own[1:], 3, *numbers(step))
-        adam8_triton.update(other[0], g, *other[1:], 3, *numbers(step))
+        adam8.update_triton(other[0], g, *other[1:], 3, *numbers(step))
         for a, b in zip(own[1:], other[1:]):
             assert (a != b).float().mean() <= differing
             if a.dtype == torch.uint8:  # next to each other, or next to zero, whose sign is anyone's

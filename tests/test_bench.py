@@ -16,7 +16,7 @@ import model as models
 import train
 from bench import COMMANDS, StepConfig
 from configurator import UserError, configure
-from fast import adam8
+from fast import adamw8bit
 from measure import ops, step
 from run import flops
 from scale import memory, parallel, plan
@@ -92,7 +92,7 @@ def test_parameter_counts_are_those_of_a_real_model(recipe):
 
 
 def test_the_arithmetic_repeats_the_modules_constants():
-    assert memory.GROUP == adam8.GROUP
+    assert memory.GROUP == adamw8bit.GROUP
 
 
 def test_the_estimate_counts_the_logits_that_a_run_may_hold():
