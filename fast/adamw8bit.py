@@ -41,10 +41,9 @@ TILE, WARPS = 4, 4  # groups per program of the kernel: one per warp
 class AdamW8bit(torch.optim.Optimizer):
     """The update of torch.optim.AdamW (https://arxiv.org/abs/1711.05101) for float32 or bfloat16 weights.
 
-    State, sharded as the parameter is: step (1,) on the CPU; m, v (rows, cols) uint8 and m_scale, v_scale
-    (rows, groups) float32, or exp_avg, exp_avg_sq and master. It is there from the start, and
-    run/checkpoint.py fills it. rows_of: a parameter -> (first, last), its rows that this rank holds; None:
-    all.
+    State, made at once and sharded as the parameter is: step (1,) on the CPU; m, v (rows, cols) uint8 and
+    m_scale, v_scale (rows, groups) float32, or exp_avg, exp_avg_sq and master.
+    rows_of: a parameter -> (first, last), its rows that this rank holds; None: all.
     """
 
     def __init__(self, params, lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, seed=0, rows_of=None):
@@ -69,8 +68,8 @@ class AdamW8bit(torch.optim.Optimizer):
         state, (first, last) = self.state[p], self.rows_of(p)
         state["step"] += 1
         step, (beta1, beta2), lr = int(state["step"]), group["betas"], group["lr"]
-        keep, rate = 1 - lr * group["weight_decay"], lr / (1 - beta1**step)
-        numbers = keep, rate, beta1, 1 - beta1, beta2, 1 - beta2, (1 - beta2**step) ** -0.5, group["eps"]
+        keep, rate, root = 1 - lr * group["weight_decay"], lr / (1 - beta1**step), (1 - beta2**step) ** -0.5
+        numbers = keep, rate, beta1, 1 - beta1, beta2, 1 - beta2, root, group["eps"]
         w, g, *codes = map(local, (p, p.grad, *(state[k] for k in ("m", "m_scale", "v", "v_scale"))))
         assert w.size(0) == last - first, "another split of rows than rows_of's"
         if w.numel():  # a rank may hold no rows of a short tensor
@@ -123,9 +122,7 @@ def update_torch(w, g, m, m_scale, v, v_scale, first, key, keep, rate, beta1, re
     """One AdamW step of w: (rows, cols) from its gradient g; w, codes and scales are updated in place.
 
     m, v: (rows, cols); m_scale, v_scale: (rows, groups). first: index of w's first row in the whole tensor;
-    key: from random_key, for this step. keep: 1 - lr * weight decay; rate: lr / (1 - beta1^step); rest1,
-    rest2: 1 - beta1,
-    1 - beta2; root: 1 / sqrt(1 - beta2^step).
+    key: from random_key, for this step; the numbers after it: see update_coded.
     """
     noise_m, noise_v, noise_w = map(grouped, noises(first, *w.shape, key, w.device))
     codes, g, weight = grouped(m.int()), grouped(g.float()), grouped(w.float())

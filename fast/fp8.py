@@ -2,10 +2,9 @@
 
 Activations and weights are cast to e4m3, gradients to e5m2 (https://arxiv.org/abs/2209.05433). Each tensor
 has one scale, a power of two, from its amax in the previous call with room to spare (delayed scaling); in the
-first call, and for weights that FSDP2 gathers, from the tensor's own amax. Hopper's fp8 GEMMs need both
+first call, and for weights that FSDP2 gathers in 8 bits (`Rows`), from its own. Hopper's fp8 GEMMs need both
 operands contiguous along K, so every cast tensor is stored transposed as well, for the gradients. Master
-weights, residual stream, norms, attention and softmax stay as in bf16. FSDP2 gathers the blocks' weights in 8
-bits (`Rows`). Evaluation runs in bf16.
+weights, residual stream, norms, attention, softmax and evaluation are as in bf16.
 
 The functions take layers, not weights, because the amax history belongs to a layer (`track`).
 """
@@ -17,6 +16,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
 
 from fast import cublas, loss
@@ -36,11 +36,9 @@ AMAX = "x_amax", "w_amax", "dy_amax"  # buffers of a tracked layer: of its input
 
 
 def track(layer):
-    """Makes a linear layer (the head too) compute in fp8 while it trains, if all its widths are multiples of
-    16.
+    """Makes a linear layer (the head too) train in fp8, if all its widths are multiples of 16.
 
-    It gets a buffer of two amax values for each operand that is cast (see `cast`); the parameters stay as
-    they are.
+    It gets a buffer of two amax values for each operand (see `cast`); the parameters stay as they are.
     """
     if all(size % 16 == 0 for p in layer.parameters() for size in p.shape):
         for name in AMAX:
@@ -194,19 +192,12 @@ class MLPFunction(torch.autograd.Function):
 
 @operator("product8")
 def product(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    a_scale: torch.Tensor,
-    b_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    dtype: torch.dtype,
+    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, dtype: torch.dtype,
     fast: bool = False,
-) -> torch.Tensor:
-    """a @ b * a_scale * b_scale + bias; a has contiguous rows, b contiguous columns or is an operand of
-    `Rows`.
+) -> Tensor:  # fmt: skip
+    """a @ b * a_scale * b_scale + bias; a has contiguous rows, b contiguous columns, or b is from `Rows`.
 
-    fast: fast accumulation, as for cublas.matmul; used for outputs and input gradients, not for weight
-    gradients.
+    fast: fast accumulation (see cublas.matmul), for outputs and input gradients, not for weight gradients.
     """
     if b.dtype == torch.bfloat16:
         straight, across = halves(b.t() if b.stride(0) == 1 else b)
@@ -222,34 +213,27 @@ def _(a, b, a_scale, b_scale, bias, dtype, fast=False):
 
 @operator("cast8", mutates=["amax"])
 def cast(
-    parts: list[torch.Tensor],
-    amax: torch.Tensor,
-    before: torch.Tensor | None = None,
-    what: str = COPY,
-    e5m2: bool = False,
+    parts: list[Tensor], amax: Tensor, before: Tensor | None = None, what: str = COPY, e5m2: bool = False,
     sums: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(x in fp8, its transpose, the factor that undoes the scale, float32 column sums if `sums`) of x: (M,
-    N).
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(x in fp8, its transpose, the factor that undoes the scale, float32 column sums if `sums`); x: (M, N).
 
     M must be a multiple of 16 (`suits`).
     parts: x, or, with COPY, GELU and RELU2, up to three contiguous tensors (M, N1), (M, N2), (M, N3): x side
     by side. what: COPY; GELU: of gelu(x); DGELU: of x gelu'(before); RELU2 and DRELU2 likewise; SWIGLU: of
     silu(gate) up, x being gate and up side by side, (M, 2 N); DSWIGLU: of both's gradients, (M, N), x being
     that of silu(gate) up, (M, N / 2), and `before` both.
-    amax: [amax that the scale is made from, amax that this call sees]; updated in place, one such buffer per
-    operand.
+    amax: [what the scale is made from, what this call sees], updated in place; one buffer for each operand.
     """
     assert parts[0].size(0) % 16 == 0 and (what in (COPY, GELU, RELU2) or len(parts) == 1)
     dtype = E5M2 if e5m2 else E4M3
     out, out_t, scale, columns = cast_results(parts, amax, before, what, e5m2, sums)
     M, N = out.shape
-    device, widths = out.device, [x.size(1) // (1 + (what == SWIGLU)) for x in parts] + [0] * (3 - len(parts))
+    widths = [x.size(1) // (1 + (what == SWIGLU)) for x in parts] + [0] * (3 - len(parts))
     steps, stages = (SUM_STEPS, SUM_STAGES) if sums else (1, 1)
     strips, programs = sum(cdiv(width, CAST_COLS) for width in widths), cdiv(M, CAST_ROWS * steps)
-    partial = torch.empty(programs if sums else 0, N, dtype=torch.float32, device=device)
-    limit = torch.finfo(dtype).max
-    room = GRADIENT_ROOM if e5m2 else ROOM
+    partial = torch.empty(programs if sums else 0, N, dtype=torch.float32, device=out.device)
+    limit, room = torch.finfo(dtype).max, GRADIENT_ROOM if e5m2 else ROOM
     abc = *parts, *[parts[0]] * (3 - len(parts))
     _prepare[(1,)](*abc, before, amax, scale, M, limit / room, *widths, WHAT=what, BLOCK=4096, num_warps=8)
     _cast[(strips, programs)](
@@ -270,7 +254,7 @@ def cast_results(parts, amax, before=None, what=COPY, e5m2=False, sums=False):
 
 @triton.jit
 def _rounded(x, limit, dtype: tl.constexpr):
-    """x in fp8, at most `limit` from 0. NaN, of which tl.clamp alone makes -limit, stays, for the loss."""
+    """x in fp8, at most `limit` from 0. NaN, of which tl.clamp alone makes -limit, stays NaN."""
     return tl.clamp(x, -limit, limit, propagate_nan=tl.PropagateNan.ALL).to(dtype)
 
 
@@ -281,8 +265,7 @@ def _values(x, before, rows, cols, inside, width, WHAT: tl.constexpr):
     at = wide if WHAT == "swiglu" else rows * width + cols
     v = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     w = v
-    # GELU: x sigmoid(2 u) = x (1 + tanh u) / 2, u = sqrt(2 / pi) (x + 0.044715 x^3); exp(-2 u) as a power of
-    # two
+    # GELU: x sigmoid(2 u) = x (1 + tanh u) / 2, u = sqrt(2 / pi) (x + 0.044715 x^3); exp(-2 u) = 2^(...)
     if WHAT == "gelu":
         v *= _sigmoid2(v * (-2.302208198 - 0.102943240 * (v * v)))
     if WHAT == "dgelu":
@@ -436,8 +419,7 @@ def _store(values, factor, limit, out, out_t, quad, cols, inside, quads, N: tl.c
 def _word(v0, v1, v2, v3, limit, dtype: tl.constexpr):
     """The fp8 bytes of four numbers in one 32-bit word, v0's the lowest.
 
-    Written in PTX: of Triton's own conversion ptxas 12.8 drops a byte that is both packed into a word and
-    stored alone.
+    In PTX, since ptxas 12.8 drops a byte of Triton's own conversion that is both packed and stored alone.
     """
     if INTERPRETED:
         low = _bits(v0, limit, dtype) | _bits(v1, limit, dtype) << 8
@@ -484,13 +466,12 @@ def gather_in_8_bits(layers, ranks):
             layer.w_amax = layer.w_amax.new_zeros(())
 
 
-class Rows(torch.Tensor):
+class Rows(Tensor):
     """A rank's rows of a weight, gathered in e4m3 through FSDP2's extension (the two fsdp_* methods).
 
     The gathered parameter is nominally a bf16 tensor (N, K), so that its gradient is bf16; its bytes hold the
     weight in e4m3 and then its transpose, both made once per gather (with zero2 once a step). Only `operands`
-    and `dense` may read it: an edit that reads layer.weight directly needs another precision or
-    --parallel=ddp.
+    and `dense` may read it: an edit that reads layer.weight needs another precision or --parallel=ddp.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -504,7 +485,7 @@ class Rows(torch.Tensor):
         return out.as_subclass(cls) if operation.overloadpacket in kept else out
 
     def fsdp_pre_all_gather(self, mesh, size, stride, layer, policy):
-        rows = self.as_subclass(torch.Tensor)
+        rows = self.as_subclass(Tensor)
         amax = torch.linalg.vector_norm(rows, float("inf"), dtype=torch.float32).view(1)
         rows8 = torch.empty_like(rows, dtype=E4M3)
         size = rows.numel()
@@ -534,7 +515,7 @@ class Widened(torch.autograd.Function):
 
 
 @operator("widened")
-def widened(both: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def widened(both: Tensor, scale: Tensor) -> Tensor:
     """The weight in bf16 from the bytes that `Rows` were gathered into."""
     return halves(both)[0].to(both.dtype) * scale
 
@@ -577,8 +558,7 @@ def _align(x, tops, out, scale, each, RANKS: tl.constexpr, MORE: tl.constexpr, B
 class HeadFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, targets, options, x_amax, w_amax):
-        flat = x.flatten(0, -2)
-        losses, dx, dw = cross_entropy_chunks8(flat, weight, targets, *options, x_amax, w_amax)
+        losses, dx, dw = cross_entropy_chunks8(x.flatten(0, -2), weight, targets, *options, x_amax, w_amax)
         loss.keep_gradients(ctx, x, weight, dx, dw)
         return losses.sum()
 
@@ -589,14 +569,9 @@ class HeadFunction(torch.autograd.Function):
 
 @operator("cross_entropy_chunks8", mutates=["x_amax", "w_amax"])
 def cross_entropy_chunks8(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
-    vocab_size: int,
-    softcap: float | None,
-    x_amax: torch.Tensor,
-    w_amax: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, softcap: float | None, x_amax: Tensor,
+    w_amax: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """loss.cross_entropy_chunks with gradients and no factors, GEMMs in fp8; N must be a multiple of 16."""
     N, P = x.size(0), weight.size(0)
     rows = min(N, loss.chunk_rows(P))
@@ -606,14 +581,13 @@ def cross_entropy_chunks8(
     gs = head_scale(x.device)
     logits, small = x.new_empty(rows, P), x.new_empty(rows, P, dtype=E5M2)
     for i in range(0, N, rows):
-        xi, ti = x8[i : i + rows], targets[i : i + rows]
-        n = xi.size(0)
+        own, n = slice(i, i + rows), min(rows, N - i)
         li, gi, git = logits[:n], small[:n], x.new_empty(P, n, dtype=E5M2)
-        cublas.matmul(xi, w8.t(), li, scales=(xs, ws), fast=True)
-        loss.cross_entropy_rows(li, ti, losses[i : i + n], gi, HEAD_SCALE, vocab_size, softcap, True)
+        cublas.matmul(x8[own], w8.t(), li, scales=(xs, ws), fast=True)
+        loss.cross_entropy_rows(li, targets[own], losses[own], gi, HEAD_SCALE, vocab_size, softcap, True)
         transpose(gi, git)
-        cublas.matmul(gi, w8t.t(), dx[i : i + n], scales=(gs, ws))
-        cublas.matmul(git, x8t[:, i : i + n].t(), dw, scales=(gs, xs), accumulate=i > 0)
+        cublas.matmul(gi, w8t.t(), dx[own], scales=(gs, ws))
+        cublas.matmul(git, x8t[:, own].t(), dw, scales=(gs, xs), accumulate=i > 0)
     return losses, dx, dw
 
 

@@ -6,11 +6,9 @@
 - exponentials: the GEMM of the logits, perhaps capped, with the numerators of their softmax and row sums.
 - linear_backward: the backward of the layer before attention, straight from the gradients of q, k and v.
 
-The kernels are CUDA: hopper_gemm.cu, hopper_wgrad.cu and what both include, hopper.cuh. NVRTC compiles them
-when a run starts, which takes seconds, and this file launches them through the driver, without a host
-compiler.
-
-NVRTC: https://docs.nvidia.com/cuda/nvrtc; the driver's calls: https://docs.nvidia.com/cuda/cuda-driver-api
+The kernels are CUDA: hopper_gemm.cu, hopper_wgrad.cu and what both include, hopper.cuh. NVRTC
+(https://docs.nvidia.com/cuda/nvrtc) compiles them when a run starts, which takes seconds and no host compiler,
+and the driver launches them (https://docs.nvidia.com/cuda/cuda-driver-api).
 """
 
 import ctypes
@@ -69,25 +67,19 @@ def available(device):
 
 
 def takes(*operands):
-    """Whether the kernels can read and write these operands: each a tensor, a shape, or None for one that is
-    absent.
+    """Whether the kernels can read and write these operands: each a tensor, a shape, or None for an absent one.
 
     A tensor must be a bf16 matrix, or a vector such as a bias, that is not empty, has contiguous rows, begins
     at a multiple of 16 bytes, and has a width and a row stride that are multiples of 8: TMA copies in units
-    of 16 bytes. A shape stands for a new contiguous bf16 tensor. The device is not looked at: see
-    `available`.
+    of 16 bytes. A shape stands for a new contiguous bf16 tensor. On which device: see `available`.
     """
-    return all(
-        x is None or (tensor_fits(x) if isinstance(x, torch.Tensor) else shape_fits(x)) for x in operands
-    )
+    return all(x is None or fits(x) for x in operands)
 
 
-def shape_fits(shape):
-    return shape[-1] % 8 == 0 and min(shape) > 0
-
-
-def tensor_fits(x):
-    if x.dtype != torch.bfloat16 or x.dim() not in (1, 2) or not shape_fits(x.shape):
+def fits(x):
+    if not isinstance(x, torch.Tensor):
+        return x[-1] % 8 == 0 and min(x) > 0
+    if x.dtype != torch.bfloat16 or x.dim() not in (1, 2) or not fits(x.shape):
         return False
     *row, element = x.stride()
     if element != 1 or row and (row[0] % 8 or row[0] < x.size(1)):
@@ -100,39 +92,32 @@ def linear(a, b, bias, out):
     """out = a b + bias; returns out.
 
     a: (M, K); b: (K, N), with contiguous rows or columns; bias: (N,) or None; out: (M, N). `takes` must hold
-    for a, b (b.t() if its columns are contiguous), bias and out; a RuntimeError otherwise, as in every
-    function here.
+    for a, b or b.t(), bias and out, as for all operands here; a RuntimeError otherwise.
     """
-    if b.stride(1) == 1:
-        launch_gemm(LINEAR_N_MAJOR, [a], b, out, bias=bias)
-    else:
-        launch_gemm(LINEAR, [a], b.t(), out, bias=bias)
+    n_major = b.stride(1) == 1
+    launch_gemm(LINEAR_N_MAJOR if n_major else LINEAR, [a], b if n_major else b.t(), out, bias=bias)
     return out
 
 
 def gelu(a, b, bias):
-    """Returns (tanh GELU of the pre-activation a b^T + bias, the pre-activation), both (M, N) bf16.
-
-    a: (M, K), b: (N, K), bias: (N,) or None, all bf16.
-    """
+    """(tanh GELU of the pre-activation, the pre-activation a b^T + bias), (M, N) each; a: (M, K), b: (N, K)."""
     out, preact = (a.new_empty(a.size(0), b.size(0)) for _ in range(2))
     launch_gemm(GELU, [a], b, out, preact, bias)
     return out, preact
 
 
 def relu2(a, b, bias):
-    """Returns max(a b^T + bias, 0)^2, (M, N) bf16; a: (M, K), b: (N, K), bias: (N,) or None, all bf16."""
+    """max(a b^T + bias, 0)^2, (M, N); a: (M, K), b: (N, K), bias: (N,) or None."""
     out = a.new_empty(a.size(0), b.size(0))
     launch_gemm(RELU2, [a], b, out, bias=bias)
     return out
 
 
 def dgelu(a, b, preact):
-    """Returns (a b times GELU's derivative at the pre-activation, (M, N) bf16; its column sums, (N,)
-    float32).
+    """(a b times GELU's derivative at preact: (M, N), its column sums, (N,) float32); a: (M, K), b: (K, N).
 
-    a: (M, K), b: (K, N), preact: (M, N), all bf16. With a and b the gradient of the output and the weight of
-    an MLP's second layer, these are the gradients of the pre-activation and of the first layer's bias.
+    With a and b the gradient of the output and the weight of an MLP's second layer, these are the gradients
+    of the pre-activation and of the first layer's bias.
     """
     return derivative(DGELU, a, b, preact)
 
@@ -152,11 +137,10 @@ def derivative(kernel, a, b, saved):
 def exponentials(a, b, shifts, vocab_size, out=None, softcap=None):
     """Softmax numerators 2^(logits log2(e) - shifts[row]) of the logits a b^T, summed over every BN columns.
 
-    a: (M, K), b: (N, K), bf16; shifts: (M,) float32; the columns from vocab_size on count as 0. Returns (M, N
-    / BN rounded up, 2) float32, the sums and what the shift was raised by: where the sum of those BN columns
-    would be above 2^60, it is raised until the largest of them is 1. `out`, (M, N) bf16, receives the
-    numerators. softcap: the logits are softcap tanh(a b^T / softcap), never raised, and `out` receives the
-    numerators times the derivative of that.
+    a: (M, K), b: (N, K); shifts: (M,) float32; columns from vocab_size on count as 0. Returns (M, N / BN
+    rounded up, 2) float32, the sums and what the shift was raised by: where the sum of those BN columns would
+    be above 2^60, it is raised until the largest is 1. `out`, (M, N), receives the numerators. softcap: the
+    logits are softcap tanh(a b^T / softcap), never raised, and `out` is multiplied with this derivative.
     """
     kernel = EXPONENTIALS if softcap is None else CAPPED_EXPONENTIALS
     sums = torch.empty(cluster_rows(a), -(-b.size(0) // BN), 2, dtype=torch.float32, device=a.device)
@@ -165,13 +149,11 @@ def exponentials(a, b, shifts, vocab_size, out=None, softcap=None):
 
 
 def linear_backward(parts, x, w):
-    """Backward of y = x w^T + b: returns the gradients of x, (T, Q) bf16, of w, (P, Q), and b, (P,), both
-    float32.
+    """Backward of y = x w^T + b: the gradients of x, (T, Q) bf16, w, (P, Q), and b, (P,), both float32.
 
     parts: the gradient of y as three matrices (T, P_i), side by side, each P_i a multiple of PART; x: (T, Q);
-    w:
-    (P = sum of P_i, Q); all bf16 and contiguous. The terms of the last two are added in no fixed order: from
-    call to call the gradients of w and b differ by float32's rounding.
+    w: (P = sum of P_i, Q); all contiguous. The gradients of w and b are added up in no fixed order: from call
+    to call they differ by float32's rounding.
     """
     (T, Q), P = x.shape, w.size(0)
     dx = torch.empty_like(x)
@@ -193,9 +175,7 @@ def unit_k_tiles(tiles, k_tiles, clusters):
 
 
 def launch_gemm(kernel, parts, b, out, saved=None, bias=None, shifts=None, sums=None, n_valid=0, softcap=0.0):
-    """Launches hopper_gemm. parts: [a], or three matrices whose columns side by side are a's; b as the kernel
-    reads
-    it, (K, N) or (N, K); None for what its epilogue does not use."""
+    """Launches hopper_gemm. parts: [a], or three matrices that are a side by side; b as the kernel reads it."""
     ensure_context(b.device.index)
     n_major = "B_N_MAJOR=1" in kernel
     M, (K, N) = parts[0].size(0), (b.shape if n_major else b.shape[::-1])

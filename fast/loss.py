@@ -8,6 +8,7 @@ less.
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from fast import cublas, hopper
 from fast.operators import LOG2E, on_hopper, operator, power_of_2
@@ -17,13 +18,13 @@ LARGEST_CAP = 32.0  # of logits whose exponentials cannot overflow: 2^18 of them
 CE_BLOCK, CE_WARPS = 2048, 8  # 4.2 ms for 65,536 rows of 50,304 on an H200; 4,096 x 8: 4.8, 1,024 x 4: 5.2
 
 
-def linear_cross_entropy(x, weight, targets, reduction, vocab_size, softcap=None):
+def linear_cross_entropy(x, weight, targets, reduction, V, softcap=None):
     """kernels.linear_cross_entropy for x in 16 bits and the head's weight; "none" has no gradient."""
     ids = targets.flatten().contiguous()
     if reduction == "none":
         flat, w = x.flatten(0, -2).contiguous(), weight.to(x.dtype)
-        return cross_entropy_chunks(flat, w, ids, vocab_size, softcap, None)[0].view_as(targets)
-    loss = LinearCrossEntropy.apply(x, weight, ids, vocab_size, softcap, torch.is_grad_enabled())
+        return cross_entropy_chunks(flat, w, ids, V, softcap, None)[0].view_as(targets)
+    loss = LinearCrossEntropy.apply(x, weight, ids, V, softcap, torch.is_grad_enabled())
     return reduced(loss, targets, reduction)
 
 
@@ -34,10 +35,10 @@ def reduced(loss, targets, reduction):
 
 class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, targets, vocab_size, softcap, grad):
+    def forward(ctx, x, weight, targets, V, softcap, grad):
         flat, w = x.flatten(0, -2).contiguous(), weight.to(x.dtype)
         dtype = sum_dtype(weight) if grad else None
-        losses, *gradients = cross_entropy_chunks(flat, w, targets, vocab_size, softcap, dtype)
+        losses, *gradients = cross_entropy_chunks(flat, w, targets, V, softcap, dtype)
         keep_gradients(ctx, x, weight, *gradients)
         return losses.sum()
 
@@ -65,18 +66,12 @@ def kept_gradients(ctx, grad):
 
 @operator("cross_entropy_chunks")
 def cross_entropy_chunks(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    targets: torch.Tensor,
-    vocab_size: int,
-    softcap: float | None,
-    dw_dtype: torch.dtype | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(losses (N,) float32, dx (N, C), dw (P, C), factors (N,)); dw_dtype None: losses alone, the gradients
-    are empty.
+    x: Tensor, w: Tensor, targets: Tensor, V: int, softcap: float | None, dw_dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(losses (N,) float32, dx (N, C), dw (P, C), factors (N,)); dw_dtype None: the last three are of no use.
 
     dx and dw are the gradients of the summed loss; the rows of dx still have to be multiplied with `factors`.
-    x: (N, C), w: (P, C), both contiguous, in 16 bits; targets: (N,).
+    x: (N, C), w: (P, C), both contiguous, in 16 bits; targets: (N,); V: rows of w that are no padding.
     """
     N, P = x.size(0), w.size(0)
     rows, grad = min(N, chunk_rows(P)), dw_dtype is not None
@@ -90,10 +85,10 @@ def cross_entropy_chunks(
         li = logits[: xi.size(0)]
         if in_product:
             each = shifts[own], losses[own], factors[own]
-            xi = exponential_rows(xi, w, ti, *each, li, vocab_size, softcap, grad)
+            xi = exponential_rows(xi, w, ti, *each, li, V, softcap, grad)
         else:
             cublas.matmul(xi, w.t(), li, tune=grad)
-            cross_entropy_rows(li, ti, losses[own], li, 1.0, vocab_size, softcap, grad)
+            cross_entropy_rows(li, ti, losses[own], li, 1.0, V, softcap, grad)
         if grad:
             cublas.matmul(li, w, dx[own])
             cublas.matmul(li.t(), xi, dw, accumulate=i > 0)
@@ -101,7 +96,7 @@ def cross_entropy_chunks(
 
 
 @cross_entropy_chunks.register_fake
-def _(x, w, targets, vocab_size, softcap, dw_dtype):
+def _(x, w, targets, V, softcap, dw_dtype):
     losses, dx, dw = empty_results(x, w, dw_dtype)
     return losses, dx, dw, torch.empty_like(losses)
 
@@ -111,11 +106,11 @@ def chunk_rows(P):
     return 2 ** max(4, (LOGITS_BYTES // (2 * P)).bit_length() - 1)
 
 
-def cross_entropy_rows(logits, targets, losses, grads, scale, vocab_size, softcap, grad):
+def cross_entropy_rows(logits, targets, losses, grads, scale, V, softcap, grad):
     """Fills `losses` (rows,) and, with grad, `grads` (rows, P) with scale times the logits' gradient."""
     _cross_entropy[(logits.size(0),)](
         logits, targets, losses, grads, softcap or 0.0, scale,
-        P=logits.size(1), V=vocab_size, CAP=softcap is not None, GRAD=grad,
+        P=logits.size(1), V=V, CAP=softcap is not None, GRAD=grad,
         DITHER=grads.dtype == torch.float8_e5m2, BLOCK=CE_BLOCK, num_warps=CE_WARPS,
     )  # fmt: skip
 
@@ -133,13 +128,11 @@ def _cross_entropy(
     P: tl.constexpr, V: tl.constexpr, CAP: tl.constexpr, GRAD: tl.constexpr, DITHER: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row a program: its loss, and with GRAD the gradient of its logits, scaled. Rows are P long, V of it
-    real.
+    """One row a program: its loss, and with GRAD the gradient of its logits, scaled; of P columns V are real.
 
     exp is taken against the largest of the last block's logits and the target's, so that the pass needs no
     running maximum; in the rare row where that overflows it is taken again against the true one. The second
-    pass goes backwards: it begins with what the cache still holds. Blocks but the last are full, so that they
-    need no mask.
+    pass goes backwards: it begins with what the cache still holds. Only the last block needs a mask.
     """
     row = tl.program_id(0).to(tl.int64)
     logits += row * P
@@ -175,23 +168,17 @@ def _cross_entropy(
     lse = top + tl.log(norm)
     tl.store(losses + row, lse - picked)
     if GRAD:
-        shift = lse * LOG2E
-        grad = _ce_grad(tail, shift, scale, softcap, CAP)
-        if DITHER:
-            grad = _dithered(grad, FULL + cols, lse)
-        grad = tl.where(FULL + cols < V, grad, 0.0)
+        grad = tl.where(FULL + cols < V, _ce_grad(tail, FULL + cols, lse, scale, softcap, CAP, DITHER), 0.0)
         tl.store(grads + FULL + cols, grad.to(grads.dtype.element_ty), mask=FULL + cols < P)
         for back in range(BLOCK, FULL + 1, BLOCK):
             at = FULL - back + cols
             x = _capped(tl.load(logits + at), softcap, CAP)
-            grad = _ce_grad(x, shift, scale, softcap, CAP)
-            if DITHER:
-                grad = _dithered(grad, at, lse)
+            grad = _ce_grad(x, at, lse, scale, softcap, CAP, DITHER)
             tl.store(grads + at, grad.to(grads.dtype.element_ty))
         for start in range(FULL + BLOCK, P, BLOCK):  # padding that reaches beyond the tail's block
             tl.store(grads + start + cols, tl.zeros((BLOCK,), grads.dtype.element_ty), mask=start + cols < P)
         tl.debug_barrier()  # the target's own gradient goes over what the loop stored there
-        at_target = _ce_grad(picked, shift, scale, 1.0, False) - scale
+        at_target = tl.exp2(picked * LOG2E - lse * LOG2E) * scale - scale
         if CAP:
             at_target *= 1 - (picked / softcap) * (picked / softcap)
         if DITHER:
@@ -208,15 +195,13 @@ def target_logits(x, w, targets, softcap):
     return shifts
 
 
-def exponential_rows(x, w, targets, shifts, losses, factors, grads, vocab_size, softcap, grad):
-    """The loss of each row as log sum exp(logit - logit of its target), exponentials from the GEMM's
-    epilogue.
+def exponential_rows(x, w, targets, shifts, losses, factors, grads, V, softcap, grad):
+    """Losses as log sum exp(logit - logit of the row's target), exponentials from the GEMM's epilogue.
 
     Fills `losses` (rows,) and, with grad, `factors` (rows,) and `grads` (rows, P): a row of `grads` times its
-    factor is the gradient of its logits. Returns x with its rows times their factors, for the weight's
-    gradient.
+    factor is the gradient of its logits. Returns x with rows times factors, for the weight's gradient.
     """
-    sums = hopper.exponentials(x, w, shifts, vocab_size, grads if grad else None, softcap)
+    sums = hopper.exponentials(x, w, shifts, V, grads if grad else None, softcap)
     scaled = torch.empty_like(x) if grad else x
     (rows, C), (P, parts) = x.shape, (w.size(0), sums.size(1))
     _exponential_rows[(rows,)](
@@ -247,8 +232,7 @@ def _exponential_rows(
     P: tl.constexpr, C: tl.constexpr, CAP: tl.constexpr, GRAD: tl.constexpr, PARTS: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row a program: its loss from the partial sums of exponentials, which are relative to the target's
-    logit.
+    """One row a program: its loss from partial sums of exponentials, relative to that of the target's logit.
 
     The exponentials of an ignored row are zeros, and so are its gradients. Where they would overflow, the
     exponentials of WIDTH columns come relative to the largest of them, `raised` above the target's logit (in
@@ -290,10 +274,12 @@ def _exponential_rows(
 
 
 @triton.jit
-def _ce_grad(x, shift, scale, softcap, CAP: tl.constexpr):
-    grad = tl.exp2(x * LOG2E - shift) * scale
+def _ce_grad(x, at, lse, scale, softcap, CAP: tl.constexpr, DITHER: tl.constexpr):
+    grad = tl.exp2(x * LOG2E - lse * LOG2E) * scale
     if CAP:
         grad *= 1 - (x / softcap) * (x / softcap)
+    if DITHER:
+        grad = _dithered(grad, at, lse)
     return grad
 
 
@@ -301,9 +287,8 @@ def _ce_grad(x, shift, scale, softcap, CAP: tl.constexpr):
 def _dithered(x, at, seed):
     """x rounded stochastically to e5m2's two mantissa bits, so that it is right in the mean.
 
-    A token has much the same probability at most positions, so that round-to-nearest errors would add up over
-    tokens. The random bits are a hash of the row's seed plus a golden-ratio step per column: one
-    multiplication each.
+    A token has much the same probability at most positions, so that errors of rounding to nearest would add
+    up. The random bits are a hash of the row's seed plus a golden-ratio step per column: a multiplication.
     """
     start = seed.to(tl.float32).to(tl.uint32, bitcast=True) * 0x9E3779B1
     start = (start ^ (start >> 15)) * 0x85EBCA77
