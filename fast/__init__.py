@@ -1,4 +1,4 @@
-"""Fused kernels for NVIDIA GPUs in bf16 and fp8, for the operations of kernels.py; tests compare them with float64.
+"""Fused kernels for the operations of kernels.py, for NVIDIA GPUs in bf16 and fp8.
 
 chips         which of them a GPU can run, by its compute capability; a CPU whose AMX cannot be used
 attention     the backend of scaled_dot_product_attention by device

@@ -1,15 +1,14 @@
 """AdamW with moments in 8 bits: 2.03 bytes of optimizer state a weight, where float32 moments take 8.
 
-After https://arxiv.org/abs/2110.02861: 8-bit codes for groups of GROUP elements along the last dimension,
-each with a float32 scale. A code is a float32's exponent and three bits of mantissa, counted down from the
-group's largest value: shifts encode and decode, on every device alike, and a group whose scale changes keeps
-its values. The second moment reaches down to 2^-32 of the largest, its root, by which Adam divides, to 2^-16,
-as does the first moment.
+After https://arxiv.org/abs/2110.02861: 8-bit codes for groups of GROUP elements of the last dimension, each
+with a float32 scale. A code is a float32's exponent and three bits of mantissa, counted down from those of
+the group's largest: shifts encode and decode, alike on every device, and a group whose scale changes keeps its
+values. The second moment reaches down to 2^-32 of the largest; its root and the first moment, to 2^-16.
 
 Both are rounded stochastically, so that the expected value is exact: rounded to nearest, a second moment that
-loses 5% a step could stay for ever. So are bfloat16 weights, since updates below 2^-9 of a weight would be
-lost (https://arxiv.org/abs/2010.06192). The random numbers are a hash of seed, step, tensor and element: any
-number of ranks and any resumed run draw the same ones.
+loses 5% a step could stay for ever. So are bfloat16 weights, since updates below 2^-9 of one would be lost
+(https://arxiv.org/abs/2010.06192). The random numbers are a hash of seed, step, tensor and element: alike for
+any number of ranks and in a resumed run.
 
 Vectors and tensors of fewer than SMALL elements keep float32 moments and, in bfloat16, a float32 master copy,
 since a norm's gain near 1 would otherwise move in steps of 2^-7.
@@ -70,7 +69,8 @@ class AdamW8bit(torch.optim.Optimizer):
         step, (beta1, beta2), lr = int(state["step"]), group["betas"], group["lr"]
         keep, rate, root = 1 - lr * group["weight_decay"], lr / (1 - beta1**step), (1 - beta2**step) ** -0.5
         numbers = keep, rate, beta1, 1 - beta1, beta2, 1 - beta2, root, group["eps"]
-        w, g, *codes = map(local, (p, p.grad, *(state[k] for k in ("m", "m_scale", "v", "v_scale"))))
+        codes = (state[kind] for kind in ("m", "m_scale", "v", "v_scale"))
+        w, g, *codes = map(local, (p, p.grad, *codes))
         assert w.size(0) == last - first, "another split of rows than rows_of's"
         if w.numel():  # a rank may hold no rows of a short tensor
             key = random_key(self.seed, step, self.numbers[p])
@@ -202,9 +202,8 @@ def update_triton(w, g, m, m_scale, v, v_scale, first, key, *numbers):
 
 
 if triton is not None:
-    SIZE, BITS, STEP, FLOOR, M_TOP, V_TOP = map(
-        tl.constexpr, (GROUP, SHIFT, 2.0**-SHIFT, LEAST, M_LEVELS, V_LEVELS)
-    )
+    numbers = GROUP, SHIFT, 2.0**-SHIFT, LEAST, M_LEVELS, V_LEVELS
+    SIZE, BITS, STEP, FLOOR, M_TOP, V_TOP = map(tl.constexpr, numbers)
 
     @triton.jit(do_not_specialize=["groups", "first", "key"])
     def _update(
@@ -217,18 +216,15 @@ if triton is not None:
         col = (group % PER_ROW * SIZE)[:, None] + tl.arange(0, SIZE)[None, :]
         inside = here[:, None] & (col < COLS)
         at = (row.to(tl.int64) * COLS)[:, None] + col
-
         index = ((row + first).to(tl.uint32) * COLS)[:, None] + col.to(tl.uint32)
         a = _mixed((index * 0x9E3779B1) ^ key.to(tl.uint32))
         b = _mixed(a + 0x9E3779B9)
         noise_m, noise_v = (a >> 12).to(tl.int32), (b >> 12).to(tl.int32)
-
         codes = tl.load(m + at, mask=inside, other=0).to(tl.int32)
         mean = _decoded(codes & M_TOP, tl.load(m_scale + group, mask=here, other=0.0), M_TOP)
         mean = tl.where(codes > M_TOP, -mean, mean)
         codes = tl.load(v + at, mask=inside, other=0).to(tl.int32)
         square = _decoded(codes, tl.load(v_scale + group, mask=here, other=0.0), V_TOP)
-
         grad = tl.load(g + at, mask=inside, other=0.0).to(tl.float32)
         weight = tl.load(w + at, mask=inside, other=0.0).to(tl.float32)
         mean = mean * beta1 + grad * rest1
@@ -238,7 +234,6 @@ if triton is not None:
             noise_w = (((a & 255) << 8) | (b & 255)).to(tl.int32)
             weight = ((weight.to(tl.int32, bitcast=True) + noise_w) & -65536).to(tl.float32, bitcast=True)
         tl.store(w + at, weight.to(w.dtype.element_ty), mask=inside)
-
         sign = (mean.to(tl.int32, bitcast=True) >> 24) & (M_TOP + 1)
         size, top = _encoded(tl.abs(mean), noise_m, M_TOP, True)
         tl.store(m + at, (size | sign).to(tl.uint8), mask=inside)
@@ -265,6 +260,6 @@ if triton is not None:
 
     @triton.jit
     def _mixed(h):
-        h = (h ^ (h >> 16)) * 0x85EBCA6B
+        h = (h ^ (h >> 16)) * 0x85EBCA6B  # as in `mixed`
         h = (h ^ (h >> 13)) * 0xC2B2AE35
         return h ^ (h >> 16)

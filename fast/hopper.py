@@ -7,8 +7,8 @@
 - linear_backward: the backward of the layer before attention, straight from the gradients of q, k and v.
 
 The kernels are CUDA: hopper_gemm.cu, hopper_wgrad.cu and what both include, hopper.cuh. NVRTC
-(https://docs.nvidia.com/cuda/nvrtc) compiles them when a run starts, which takes seconds and no host compiler,
-and the driver launches them (https://docs.nvidia.com/cuda/cuda-driver-api).
+(https://docs.nvidia.com/cuda/nvrtc) compiles them when a run starts, in seconds and without a host compiler;
+the driver launches them (https://docs.nvidia.com/cuda/cuda-driver-api).
 """
 
 import ctypes
@@ -67,7 +67,7 @@ def available(device):
 
 
 def takes(*operands):
-    """Whether the kernels can read and write these operands: each a tensor, a shape, or None for an absent one.
+    """Whether the kernels can read and write these operands: each a tensor, a shape, or None for no operand.
 
     A tensor must be a bf16 matrix, or a vector such as a bias, that is not empty, has contiguous rows, begins
     at a multiple of 16 bytes, and has a width and a row stride that are multiples of 8: TMA copies in units
@@ -100,7 +100,7 @@ def linear(a, b, bias, out):
 
 
 def gelu(a, b, bias):
-    """(tanh GELU of the pre-activation, the pre-activation a b^T + bias), (M, N) each; a: (M, K), b: (N, K)."""
+    """(tanh GELU of the pre-activation, this, a b^T + bias), (M, N) each; a: (M, K), b: (N, K)."""
     out, preact = (a.new_empty(a.size(0), b.size(0)) for _ in range(2))
     launch_gemm(GELU, [a], b, out, preact, bias)
     return out, preact
@@ -113,25 +113,20 @@ def relu2(a, b, bias):
     return out
 
 
-def dgelu(a, b, preact):
-    """(a b times GELU's derivative at preact: (M, N), its column sums, (N,) float32); a: (M, K), b: (K, N).
-
-    With a and b the gradient of the output and the weight of an MLP's second layer, these are the gradients
-    of the pre-activation and of the first layer's bias.
-    """
-    return derivative(DGELU, a, b, preact)
-
-
-def drelu2(a, b, act):
-    """As dgelu, for ReLU^2: act is its output, whose root is half the derivative."""
-    return derivative(DRELU2, a, b, act)
-
-
 def derivative(kernel, a, b, saved):
+    """(a b times GELU's or ReLU^2's derivative, (M, N), its column sums, (N,) float32); a: (M, K), b: (K, N).
+
+    saved: GELU's pre-activation, or the output of ReLU^2, whose root is half the derivative. With a and b the
+    gradient of the output and the weight of an MLP's second layer, these are the gradients of the
+    pre-activation and of the first layer's bias.
+    """
     out = torch.empty_like(saved)
     sums = torch.empty(cluster_rows(a) // 32, out.size(1), dtype=torch.float32, device=a.device)
     launch_gemm(kernel, [a], b, out, saved, sums=sums)
     return out, sums.sum(0)
+
+
+dgelu, drelu2 = functools.partial(derivative, DGELU), functools.partial(derivative, DRELU2)
 
 
 def exponentials(a, b, shifts, vocab_size, out=None, softcap=None):
@@ -175,7 +170,7 @@ def unit_k_tiles(tiles, k_tiles, clusters):
 
 
 def launch_gemm(kernel, parts, b, out, saved=None, bias=None, shifts=None, sums=None, n_valid=0, softcap=0.0):
-    """Launches hopper_gemm. parts: [a], or three matrices that are a side by side; b as the kernel reads it."""
+    """Launches hopper_gemm. parts: [a], or three matrices that make up a; b: as the kernel reads it."""
     ensure_context(b.device.index)
     n_major = "B_N_MAJOR=1" in kernel
     M, (K, N) = parts[0].size(0), (b.shape if n_major else b.shape[::-1])
