@@ -2,7 +2,7 @@
 
 After https://arxiv.org/abs/2110.02861: 8-bit codes for groups of GROUP elements of the last dimension, each
 with a float32 scale. A code is a float32's exponent and three bits of mantissa, counted down from those of
-the group's largest: shifts encode and decode, alike on every device, and a group whose scale changes keeps its
+the group's largest: shifts encode and decode, alike on every device, and a group with a new scale keeps its
 values. The second moment reaches down to 2^-32 of the largest; its root and the first moment, to 2^-16.
 
 Both are rounded stochastically, so that the expected value is exact: rounded to nearest, a second moment that

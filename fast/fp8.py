@@ -9,8 +9,6 @@ weights, residual stream, norms, attention, softmax and evaluation are as in bf1
 The functions take layers, not weights, because the amax history belongs to a layer (`track`).
 """
 
-import functools
-
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -226,14 +224,13 @@ def cast(
     amax: [what the scale is made from, what this call sees], updated in place; one buffer for each operand.
     """
     assert parts[0].size(0) % 16 == 0 and (what in (COPY, GELU, RELU2) or len(parts) == 1)
-    dtype = E5M2 if e5m2 else E4M3
     out, out_t, scale, columns = cast_results(parts, amax, before, what, e5m2, sums)
     M, N = out.shape
     widths = [x.size(1) // (1 + (what == SWIGLU)) for x in parts] + [0] * (3 - len(parts))
     steps, stages = (SUM_STEPS, SUM_STAGES) if sums else (1, 1)
     strips, programs = sum(cdiv(width, CAST_COLS) for width in widths), cdiv(M, CAST_ROWS * steps)
     partial = torch.empty(programs if sums else 0, N, dtype=torch.float32, device=out.device)
-    limit, room = torch.finfo(dtype).max, GRADIENT_ROOM if e5m2 else ROOM
+    limit, room = torch.finfo(out.dtype).max, GRADIENT_ROOM if e5m2 else ROOM
     abc = *parts, *[parts[0]] * (3 - len(parts))
     _prepare[(1,)](*abc, before, amax, scale, M, limit / room, *widths, WHAT=what, BLOCK=4096, num_warps=8)
     _cast[(strips, programs)](
@@ -578,7 +575,7 @@ def cross_entropy_chunks8(
     losses, dx, dw = loss.empty_results(x, weight, loss.sum_dtype(weight))
     x8, x8t, xs, _ = cast([x], x_amax)
     w8, w8t, ws, _ = cast([weight], w_amax)
-    gs = head_scale(x.device)
+    gs = torch.full((), 1 / HEAD_SCALE, device=x.device)
     logits, small = x.new_empty(rows, P), x.new_empty(rows, P, dtype=E5M2)
     for i in range(0, N, rows):
         own, n = slice(i, i + rows), min(rows, N - i)
@@ -594,8 +591,3 @@ def cross_entropy_chunks8(
 @cross_entropy_chunks8.register_fake
 def _(x, weight, targets, vocab_size, softcap, x_amax, w_amax):
     return loss.empty_results(x, weight, loss.sum_dtype(weight))
-
-
-@functools.cache
-def head_scale(device):
-    return torch.tensor(1 / HEAD_SCALE, device=device)

@@ -24,15 +24,9 @@ from fast import chips
 
 FOLDER = Path(__file__).parent
 HEADER = (FOLDER / "hopper.cuh").read_text()
-
-
-def constant(name):
-    """The value of a constant of hopper.cuh."""
-    return int(re.search(rf"constexpr u32 {name} = (\d+);", HEADER)[1])
-
-
-BM, BN, BK = constant("BM"), constant("BN"), constant("BK")
-STAGES, CHUNK, CLUSTER, THREADS = map(constant, ("STAGES", "CHUNK", "CLUSTER", "THREADS"))
+SIZES = dict(re.findall(r"constexpr u32 (\w+) = (\d+);", HEADER))  # explained there
+BM, BN, BK, STAGES = (int(SIZES[name]) for name in ("BM", "BN", "BK", "STAGES"))
+CHUNK, CLUSTER, THREADS = (int(SIZES[name]) for name in ("CHUNK", "CLUSTER", "THREADS"))
 PART = 2 * BM  # linear_backward's parts are multiples of this wide: a tile of hopper_wgrad takes one part
 
 # Every kernel that is compiled: its name, which is also its file's, and its -D options.

@@ -256,14 +256,11 @@ def test_bf16_weights_over_ranks(data_dir, tmp_path):
 
 
 def test_bf16_weights_begin_as_the_float32_ones():
-    shape, built = dict(vocab_size=100, n_layer=2, n_head=2, n_embd=16, block_size=8), []
+    built = []
     for dtype in (torch.float32, torch.bfloat16):
-        model = models.on_meta(Config(**shape))
-        for p in model.parameters():
-            p.data = p.data.to(dtype)
-        built.append(models.allocate(model, "cpu", seed=1, fill=parallel.fill))
-    for p, q in zip(*(m.parameters() for m in built)):
-        assert q.dtype == torch.bfloat16 and torch.equal(p.bfloat16(), q)
+        model = models.on_meta(Config(vocab_size=100, n_layer=2, n_head=2, n_embd=16, block_size=8)).to(dtype)
+        built.append(models.allocate(model, "cpu", seed=1, fill=parallel.fill).parameters())
+    assert all(q.dtype == torch.bfloat16 and torch.equal(p.bfloat16(), q) for p, q in zip(*built))
 
 
 def test_llama3_8b_fits_one_gpu():

@@ -247,7 +247,7 @@ def test_linear(B, T, K, N, dtype, bias):
 @either
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("kind", ["gelu", "relu2", "swiglu"])
-@pytest.mark.parametrize("rows, C, H", [(111, 64, 264), (512, 768, 3072)] if GPU else [(111, 64, 264)])
+@pytest.mark.parametrize("rows, C, H", [(111, 64, 264), (9, 64, 4104)] + [(512, 768, 3072)] * GPU)
 def test_mlp(rows, C, H, kind, bias):
     shapes = [(H * (1 + (kind == "swiglu")), C), (C, H)]
     parameters = [leaf(*shape, dtype=torch.float32, std=0.05) for shape in shapes]
@@ -262,20 +262,6 @@ def test_mlp(rows, C, H, kind, bias):
     assert error(y, expected) < 8e-3 and error(x.grad, xd.grad) < 1e-2
     for p, ref in zip(inputs, doubles):
         assert p is None or (p.grad.dtype == torch.float32 and error(p.grad, ref.grad) < 1e-2)
-
-
-@either
-@pytest.mark.parametrize("rows, H", [(1, 8), (37, 200), (9, 4104)])
-def test_swiglu(rows, H):
-    gate_up, dact = leaf(rows, 2 * H, dtype=WIDE, std=2), leaf(rows, H, dtype=WIDE)
-    (exact,) = doubles_of(gate_up)
-    gate, up = exact.chunk(2, 1)
-    expected = F.silu(gate) * up
-    (expected_grad,) = torch.autograd.grad(expected, exact, dact.double())
-    dgate_up, act = mlp.swiglu_backward(dact, gate_up)
-    # one rounding to bf16, of 8 numbers in the smallest case
-    assert torch.equal(act, mlp.swiglu(gate_up)) and error(act, expected) < 4e-3
-    assert error(dgate_up, expected_grad) < 4e-3
 
 
 @either
