@@ -69,8 +69,7 @@ class AdamW8bit(torch.optim.Optimizer):
         step, (beta1, beta2), lr = int(state["step"]), group["betas"], group["lr"]
         keep, rate, root = 1 - lr * group["weight_decay"], lr / (1 - beta1**step), (1 - beta2**step) ** -0.5
         numbers = keep, rate, beta1, 1 - beta1, beta2, 1 - beta2, root, group["eps"]
-        codes = (state[kind] for kind in ("m", "m_scale", "v", "v_scale"))
-        w, g, *codes = map(local, (p, p.grad, *codes))
+        w, g, *codes = map(local, (p, p.grad, *(state[k] for k in ("m", "m_scale", "v", "v_scale"))))
         assert w.size(0) == last - first, "another split of rows than rows_of's"
         if w.numel():  # a rank may hold no rows of a short tensor
             key = random_key(self.seed, step, self.numbers[p])

@@ -5,7 +5,6 @@ PyTorch runs the first algorithm that cuBLASLt's heuristic proposes. `matmul` ti
 hopper.py's kernel at the first call of a shape, and keeps the fastest with the shape's descriptors. A
 deterministic run (torch.use_deterministic_algorithms) times nothing and takes the first that runs, since
 algorithms differ in the order of their sums, and leaves out those that add partial sums up in the output.
-
 Constants and structures: https://docs.nvidia.com/cuda/cublas, section "Using the cuBLASLt API".
 """
 
@@ -36,15 +35,11 @@ CANDIDATES, ROUNDS = 8, 5  # algorithms timed per shape, and how often each
 FAST_TERMS = 4096  # longer sums never use fast accumulation, whose error grows with their length
 
 
-class Algorithm(ctypes.Structure):
-    """cublasLtMatmulAlgo_t"""
-
+class Algorithm(ctypes.Structure):  # cublasLtMatmulAlgo_t
     _fields_ = [("data", ctypes.c_uint64 * 8)]
 
 
-class HeuristicResult(ctypes.Structure):
-    """cublasLtMatmulHeuristicResult_t"""
-
+class HeuristicResult(ctypes.Structure):  # cublasLtMatmulHeuristicResult_t
     _fields_ = [("algorithm", Algorithm), ("workspace_bytes", ctypes.c_size_t), ("state", ctypes.c_int)]
     _fields_ += [("waves", ctypes.c_float), ("reserved", ctypes.c_int * 4)]
 

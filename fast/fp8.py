@@ -4,9 +4,8 @@ Activations and weights are cast to e4m3, gradients to e5m2 (https://arxiv.org/a
 has one scale, a power of two, from its amax in the previous call with room to spare (delayed scaling); in the
 first call, and for weights that FSDP2 gathers in 8 bits (`Rows`), from its own. Hopper's fp8 GEMMs need both
 operands contiguous along K, so every cast tensor is stored transposed as well, for the gradients. Master
-weights, residual stream, norms, attention, softmax and evaluation are as in bf16.
-
-The functions take layers, not weights, because the amax history belongs to a layer (`track`).
+weights, residual stream, norms, attention, softmax and evaluation are as in bf16. The functions take layers,
+not weights, because the amax history belongs to a layer (`track`).
 """
 
 import torch
@@ -84,11 +83,7 @@ def mlp(kind, x, up, down):
 
 
 def linear_cross_entropy(x, head, targets, options):
-    """The summed loss; logits and both their gradients in fp8, softmax and loss in float32; `suits(x)` must
-    hold.
-
-    options: (vocab_size, softcap).
-    """
+    """The summed loss, if x `suits`; GEMMs in fp8, softmax and loss in float32; options: (V, softcap)."""
     ids = targets.flatten().contiguous()
     return HeadFunction.apply(x, head.weight, ids, options, head.x_amax, head.w_amax)
 
@@ -566,9 +561,8 @@ class HeadFunction(torch.autograd.Function):
 
 @operator("cross_entropy_chunks8", mutates=["x_amax", "w_amax"])
 def cross_entropy_chunks8(
-    x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, softcap: float | None, x_amax: Tensor,
-    w_amax: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    x: Tensor, weight: Tensor, targets: Tensor, V: int, softcap: float | None, x_amax: Tensor, w_amax: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """loss.cross_entropy_chunks with gradients and no factors, GEMMs in fp8; N must be a multiple of 16."""
     N, P = x.size(0), weight.size(0)
     rows = min(N, loss.chunk_rows(P))
@@ -581,7 +575,7 @@ def cross_entropy_chunks8(
         own, n = slice(i, i + rows), min(rows, N - i)
         li, gi, git = logits[:n], small[:n], x.new_empty(P, n, dtype=E5M2)
         cublas.matmul(x8[own], w8.t(), li, scales=(xs, ws), fast=True)
-        loss.cross_entropy_rows(li, targets[own], losses[own], gi, HEAD_SCALE, vocab_size, softcap, True)
+        loss.cross_entropy_rows(li, targets[own], losses[own], gi, HEAD_SCALE, V, softcap, True)
         transpose(gi, git)
         cublas.matmul(gi, w8t.t(), dx[own], scales=(gs, ws))
         cublas.matmul(git, x8t[:, own].t(), dw, scales=(gs, xs), accumulate=i > 0)
@@ -589,5 +583,5 @@ def cross_entropy_chunks8(
 
 
 @cross_entropy_chunks8.register_fake
-def _(x, weight, targets, vocab_size, softcap, x_amax, w_amax):
+def _(x, weight, targets, V, softcap, x_amax, w_amax):
     return loss.empty_results(x, weight, loss.sum_dtype(weight))

@@ -106,7 +106,6 @@ template <u32 REGISTERS> __device__ void warpgroup_reg_dealloc() {
 }
 
 __device__ void warpgroup_arrive() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-
 __device__ void warpgroup_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
 template <u32 PENDING> __device__ void warpgroup_wait() {
