@@ -1,7 +1,7 @@
 """hopper.py against float64 on fresh random inputs, on a Hopper GPU; without one, that its kernels compile
 wherever NVRTC is found, and which operands it takes."""
 
-import ctypes
+import contextlib
 import math
 import threading
 
@@ -217,21 +217,11 @@ def test_any_thread_may_be_the_first():
 @pytest.fixture
 def nvrtc(monkeypatch):
     """NVRTC as hopper.py finds it, or with a PyTorch that is not for CUDA the system's."""
-    if torch.version.cuda is None:
-        monkeypatch.setattr(hopper, "nvrtc", any_nvrtc)
-    try:
-        hopper.nvrtc()
-    except OSError:
-        pytest.skip("needs libnvrtc")
-
-
-def any_nvrtc():
-    for version in (13, 12):
-        try:
-            return ctypes.CDLL(f"libnvrtc.so.{version}")
-        except OSError:
-            pass
-    raise OSError("no libnvrtc")
+    for version in [torch.version.cuda] if torch.version.cuda else ["13", "12"]:
+        monkeypatch.setattr(torch.version, "cuda", version)
+        with contextlib.suppress(OSError):
+            return hopper.nvrtc()
+    pytest.skip("needs libnvrtc")
 
 
 @pytest.mark.parametrize("kernel", hopper.KERNELS, ids=" ".join)
