@@ -300,7 +300,7 @@ def test_rope_of_other_tables_is_plain_pytorch(monkeypatch):
     x, cos = leaf(2, 3, 5, 8), torch.randn(5, 4, device=DEVICE).repeat(1, 2)
     for table in (cos, cos.expand(2, 1, 5, 8), cos[:1], cos.t().contiguous().t()):
         found = kernels.rope(x, torch.nn.Identity(), table, table)
-        assert error(found, kernels.rotated(x.double(), table, table)) < 1e-2  # bf16, which the interpreter cuts off
+        assert error(found, kernels.rotated(x.double(), table, table)) < 1e-2  # bf16, cut off here
 
 
 def test_rope_turns_gradients_back():
