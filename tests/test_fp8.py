@@ -35,6 +35,7 @@ pytestmark = [
 # a carry, so that a number just below a power of two becomes half of it.
 E4M3, E5M2, FORWARD, BACKWARD = (4e-2, 7e-2, 5e-2, 1e-1) if GPU else (0.2, 0.35, 0.2, 0.3)
 WHOLE, ALIKE = (0.25, 0.97) if GPU else (0.35, 0.95)  # of a model's gradients: several layers' rounding
+slow = lambda value: pytest.param(value, marks=pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +82,7 @@ KINDS = (*SEVERAL, fp8.DGELU, fp8.DRELU2, fp8.SWIGLU, fp8.DSWIGLU)
     "M, widths, what", [(M, w, k) for M, w in SHAPES for k in (KINDS if len(w) == 1 else SEVERAL)]
 )
 @pytest.mark.parametrize("e5m2", [False, True])
-@pytest.mark.parametrize("std", [pytest.param(1e-7, marks=pytest.mark.slow), *[1.0] * GPU, 1e4])
+@pytest.mark.parametrize("std", [slow(1e-7), *[1.0] * GPU, 1e4])
 def test_cast(M, widths, what, e5m2, std):
     """Value, transpose, column sums, and the scale: a power of two that leaves the room it should."""
     std = min(std, 100.0) if what in (fp8.RELU2, fp8.SWIGLU) else std  # whose result is a square
@@ -162,7 +163,7 @@ def test_linear(B, T, K, N, bias):
         assert not bias or error(layer.bias.grad, exact.bias.grad) < 1e-3  # summed before it is cast
 
 
-@pytest.mark.parametrize("shape", [{}, pytest.param(LLAMA, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("shape", [{}, slow(LLAMA)])
 @pytest.mark.parametrize("compiled", [False, True] if GPU else [True])
 def test_a_model_trains_in_fp8_as_in_float64(shape, compiled):
     T, V = (128, 1000) if GPU else (32, 200)
@@ -192,7 +193,7 @@ def test_a_model_trains_in_fp8_as_in_float64(shape, compiled):
             assert F.cosine_similarity(p.grad.double().flatten(), ref.grad.flatten(), 0) > ALIKE, name
 
 
-@pytest.mark.parametrize("shape", [{}, pytest.param(LLAMA, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("shape", [{}, slow(LLAMA)])
 def test_what_does_not_train_is_as_in_bf16(shape):
     cfg = GPTConfig(vocab_size=200, n_layer=2, n_head=4, n_embd=64, block_size=32, **shape)
     own, bf16 = (models.build(cfg, DEVICE, 0).eval() for _ in range(2))
@@ -206,7 +207,7 @@ def test_what_does_not_train_is_as_in_bf16(shape):
         assert not torch.equal(own.train()(idx, targets), bf16(idx, targets))
 
 
-@pytest.mark.parametrize("mlp", ["gelu", pytest.param("relu2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mlp", ["gelu", slow("relu2")])
 def test_rows_of_any_length(mlp):
     """Rows are padded for the products; the gradients are of those that were given."""
     cfg = GPTConfig(vocab_size=1000, n_layer=1, n_head=4, n_embd=256, block_size=128, mlp=mlp)
@@ -287,7 +288,7 @@ def test_scales_go_on_where_they_were():
     assert not checkpoint.load_rank_tensors(saved, other, 2, DEVICE)
 
 
-@pytest.mark.parametrize("factor", [math.inf, pytest.param(math.nan, marks=pytest.mark.slow), 1e38])
+@pytest.mark.parametrize("factor", [math.inf, slow(math.nan), slow(1e38)])
 def test_a_step_that_is_not_finite_does_not_spoil_the_next(factor):
     """The amax of its gradients, inf or far too large, would be the next step's scale."""
     words = [str(ROOT / "config/test.py"), "--vocab_size=200", f"--device={DEVICE.type}", "--compile=False"]
