@@ -58,7 +58,7 @@ def limit_logits(mib):
 
 def unable(device):
     """Why a device cannot run the fast forms, or None."""
-    return chips.no_fast_forms(chips.of(device)) or MISSING
+    return chips.no_fused_kernels(chips.of(device)) or MISSING
 
 
 def choose(operation, x, *layers, unless=None, inner=0):
@@ -292,18 +292,15 @@ def attention(q, k, v, backend, dropout=0.0):
 # -- the loss
 
 
-def linear_cross_entropy(
-    x, head, targets, reduction="mean", vocab_size=None, softcap=None, smoothing=0.0, z_loss=0.0
-):
+def linear_cross_entropy(x, head, targets, reduction="mean", vocab_size=None, softcap=None):
     """Cross-entropy of softmax(head(x)) in float32, in nats; head: an nn.Linear without bias.
 
     x: (B, T, C); head.weight: (V, C) with V >= vocab_size, the padding rows taking no part; targets: (B, T), -100 is
-    ignored. smoothing: the share of the target's probability that is spread evenly over the vocabulary. z_loss: the
-    weight of logsumexp(logits)**2 (https://arxiv.org/abs/2204.02311, section 5).
+    ignored.
     Returns a scalar for "mean" (over the targets that are not ignored) and "sum", (B, T) for "none" (0 where ignored).
     """
     V, trains = vocab_size or head.weight.size(0), torch.is_grad_enabled()
-    options = (V, softcap, smoothing, z_loss)
+    options = (V, softcap)
     # with gradients, a weight for each token is known in the backward only
     reason = "a loss for each token, with gradients" if reduction == "none" and trains else None
     if not choose("linear_cross_entropy", x, head, unless=reason):
@@ -344,20 +341,12 @@ def chunked_loss(compiled, x, weight, targets, reduction, *options):
     return torch.stack(losses).sum() / ((targets >= 0).sum() if reduction == "mean" else 1)
 
 
-def plain_cross_entropy(logits, targets, reduction, V, softcap, smoothing, z_loss):
+def plain_cross_entropy(logits, targets, reduction, V, softcap):
     """Cross-entropy from the logits, (..., V and padding); targets: (...)."""
     logits = cap(logits.float(), softcap)
     if logits.size(-1) > V:
         # masked, not sliced off: rows of an odd length cost 39.6 ms instead of 31.8 (H200, 65,536 x 768 x 50,304)
         logits = torch.where(torch.arange(logits.size(-1), device=logits.device) < V, logits, -torch.inf)
-    if smoothing or z_loss:
-        loss = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="none").view_as(targets)
-        lse = logits.logsumexp(-1)
-        more = smoothing * (lse - loss - logits[..., :V].mean(-1)) + z_loss * lse.square()
-        loss = loss + more * (targets >= 0)
-        return (
-            loss if reduction == "none" else loss.sum() / ((targets >= 0).sum() if reduction == "mean" else 1)
-        )
     loss = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction=reduction)
     return loss.view_as(targets) if reduction == "none" else loss
 

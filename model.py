@@ -206,13 +206,9 @@ class Head(nn.Linear):
     def __init__(self, cfg):
         super().__init__(cfg.n_embd, cfg.padded_vocab, bias=False)
         self.vocab_size, self.softcap = cfg.vocab_size, cfg.softcap
-        self.label_smoothing, self.z_loss = cfg.label_smoothing, cfg.z_loss
 
     def forward(self, x, targets, reduction):
-        extra = self.label_smoothing * self.training, self.z_loss * self.training
-        return kernels.linear_cross_entropy(
-            x, self, targets, reduction, self.vocab_size, self.softcap, *extra
-        )
+        return kernels.linear_cross_entropy(x, self, targets, reduction, self.vocab_size, self.softcap)
 
     def logits(self, x):
         return kernels.cap(F.linear(x, self.weight)[..., : self.vocab_size].float(), self.softcap)

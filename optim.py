@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from configurator import UserError
-from scale import adam8
+from fast.adamw8bit import AdamW8bit
 from scale.shards import local, rows_of
 
 POLAR_EXPRESS = [  # (a, b, c) of five steps x -> a x + b x x^T x + c (x x^T)^2 x
@@ -51,7 +51,7 @@ def make_optimizer(model, cfg):
         )
     options = dict(lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.adam_eps)
     if cfg.optimizer == "adamw8bit":
-        return adam8.AdamW8bit(groups, **options, seed=cfg.seed)
+        return AdamW8bit(groups, **options, seed=cfg.seed, rows_of=rows_of)
     if cfg.optimizer == "muon":
         parts = {p: matrices_of(name, p, cfg) for name, p in model.named_parameters()}
         return Muon(groups, parts, cfg.momentum, cfg.momentum_warmup, cfg.compile, **options, fused=fused)

@@ -1,11 +1,10 @@
-"""cuBLASLt called directly, for what torch.matmul does not offer: GELU and its derivative in the GEMM's epilogue, fp8
-scales, accumulation into the output, and the fastest algorithm of a shape found by timing.
+"""cuBLASLt called directly, for what torch.matmul lacks: epilogues with GELU and its derivative, fp8 scales,
+accumulation into the output, and the fastest algorithm of a shape, found by timing.
 
-PyTorch runs the first algorithm that cuBLASLt's heuristic proposes. `matmul` times the heuristic's first CANDIDATES and
-hopper.py's kernel at the first call of a shape, and keeps the fastest along with the shape's descriptors. A
-deterministic run (torch.use_deterministic_algorithms) times nothing and takes the first that runs, since algorithms
-differ in the order of their sums, and leaves out those that add partial sums up in the output.
-
+PyTorch runs the first algorithm that cuBLASLt's heuristic proposes. `matmul` times the first CANDIDATES and
+hopper.py's kernel at the first call of a shape, and keeps the fastest with the shape's descriptors. A
+deterministic run (torch.use_deterministic_algorithms) times nothing and takes the first that runs, since
+algorithms differ in the order of their sums, and leaves out those that add partial sums up in the output.
 Constants and structures: https://docs.nvidia.com/cuda/cublas, section "Using the cuBLASLt API".
 """
 
@@ -17,23 +16,18 @@ import torch
 
 from fast import hopper
 
-# cudaDataType_t, cublasComputeType_t, cublasStatus_t
-CUDA_TYPES = {
-    torch.float32: 0,
-    torch.float16: 2,
-    torch.bfloat16: 14,
-    torch.float8_e4m3fn: 28,
-    torch.float8_e5m2: 29,
-}
-COMPUTE_32F, SUCCESS = 68, 0
+# cudaDataType_t, cublasComputeType_t
+TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}
+TYPES |= {torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}
+COMPUTE_32F = 68
 # CUBLASLT_MATMUL_DESC_...
 TRANSA, TRANSB, EPILOGUE, BIAS_POINTER, EPILOGUE_AUX_POINTER, EPILOGUE_AUX_LD = 3, 4, 7, 8, 11, 12
 A_SCALE_POINTER, B_SCALE_POINTER, FAST_ACCUM, BIAS_DATA_TYPE = 17, 18, 25, 26
 # CUBLASLT_MATMUL_PREF_...
 MAX_WORKSPACE_BYTES, REDUCTION_SCHEMES, MIN_ALIGNMENT_BYTES = 1, 3, (5, 6, 7, 8)  # the last of a, b, c and d
-# CUBLASLT_REDUCTION_SCHEME_...: how split-K adds up its parts, bits to be combined: in a workspace, in two types
+# CUBLASLT_REDUCTION_SCHEME_..., bits: how split-K adds up its parts: in a workspace, in two types
 COMPUTE_TYPE, OUTPUT_TYPE = 2, 4
-# CUBLASLT_EPILOGUE_..., bits to be combined, but for DEFAULT. AUX: GELU writes, or DGELU reads, the pre-activation
+# CUBLASLT_EPILOGUE_..., bits but for DEFAULT. AUX: GELU writes, or DGELU reads, the pre-activation
 DEFAULT, BIAS, GELU, DGELU, AUX = 1, 4, 32, 64, 128
 
 WORKSPACE_BYTES = 32 * 2**20  # NVIDIA's advice for Hopper
@@ -41,22 +35,13 @@ CANDIDATES, ROUNDS = 8, 5  # algorithms timed per shape, and how often each
 FAST_TERMS = 4096  # longer sums never use fast accumulation, whose error grows with their length
 
 
-class Algorithm(ctypes.Structure):
-    """cublasLtMatmulAlgo_t"""
-
+class Algorithm(ctypes.Structure):  # cublasLtMatmulAlgo_t
     _fields_ = [("data", ctypes.c_uint64 * 8)]
 
 
-class HeuristicResult(ctypes.Structure):
-    """cublasLtMatmulHeuristicResult_t"""
-
-    _fields_ = [
-        ("algorithm", Algorithm),
-        ("workspace_bytes", ctypes.c_size_t),
-        ("state", ctypes.c_int),
-        ("waves", ctypes.c_float),
-        ("reserved", ctypes.c_int * 4),
-    ]
+class HeuristicResult(ctypes.Structure):  # cublasLtMatmulHeuristicResult_t
+    _fields_ = [("algorithm", Algorithm), ("workspace_bytes", ctypes.c_size_t), ("state", ctypes.c_int)]
+    _fields_ += [("waves", ctypes.c_float), ("reserved", ctypes.c_int * 4)]
 
 
 @functools.cache
@@ -68,13 +53,12 @@ def library():
         paths = {line.split(maxsplit=5)[-1].strip() for line in maps if "libcublasLt.so" in line}
     lib = ctypes.PyDLL(paths.pop() if paths else f"libcublasLt.so.{torch.version.cuda.split('.')[0]}")
     handle = ctypes.c_void_p()
-    check(lib.cublasLtCreate(ctypes.byref(handle)), "cublasLtCreate")
+    hopper.call(lib, "cublasLtCreate", ctypes.byref(handle))
     return lib, handle
 
 
-def check(status, call):
-    if status != SUCCESS:
-        raise RuntimeError(f"{call} failed with cuBLAS status {status}")
+def call(function, *arguments):
+    hopper.call(library()[0], function, *arguments)
 
 
 @functools.cache
@@ -88,38 +72,23 @@ def matmul(
 ):
     """out = a b, or out += a b with accumulate, on the current stream; returns out.
 
-    a: (M, K), b: (K, N), each with contiguous rows or columns; out: (M, N), contiguous. Every tensor begins at a
-    multiple of 16 bytes. bias: (N,), is added. tune: time the algorithms at the first call of a shape.
+    a: (M, K), b: (K, N), each with contiguous rows or columns; out: (M, N), contiguous; all begin at
+    multiples of 16 bytes. bias: (N,), is added. tune: time the algorithms at the first call of a shape.
 
-    gelu: (M, N), receives the pre-activation a b + bias, and out its tanh GELU. dgelu: (M, N), a pre-activation: out is
-    a b times GELU's derivative there.
+    gelu: (M, N), receives the pre-activation a b + bias, and out its tanh GELU. dgelu: (M, N), a
+    pre-activation: out is a b times GELU's derivative there.
 
-    fp8: a must have contiguous rows and b contiguous columns; scales: two float32 scalars, which multiply a and b.
-    fast: fast accumulation, in the tensor cores' accumulators of about 14 bits, instead of the split accumulator, which
-    adds partial sums up in float32. It suits sums of terms of similar size; where large terms cancel, as in a weight's
+    fp8: a must have contiguous rows and b contiguous columns; scales: two float32 scalars, which multiply a
+    and b. fast: fast accumulation, in the tensor cores' accumulators of about 14 bits, instead of partial
+    sums in float32. It suits sums of terms of similar size; where large terms cancel, as in a weight's
     gradient, which sums over all tokens, it loses the small ones.
     """
     aux = gelu if dgelu is None else dgelu
-    epilogue = (
-        BIAS * (bias is not None) + (GELU + AUX) * (gelu is not None) + (DGELU + AUX) * (dgelu is not None)
-    )
-    key = (
-        a.device,
-        *a.shape,
-        b.shape[1],
-        a.stride(),
-        b.stride(),
-        a.dtype,
-        b.dtype,
-        out.dtype,
-        epilogue or DEFAULT,
-    )
-    key += (
-        accumulate,
-        fast,
-        None if bias is None else bias.dtype,
-        torch.are_deterministic_algorithms_enabled(),
-    )
+    bits = ((bias, BIAS), (gelu, GELU | AUX), (dgelu, DGELU | AUX))
+    epilogue = sum(bit for tensor, bit in bits if tensor is not None) or DEFAULT
+    types = a.dtype, b.dtype, out.dtype, None if bias is None else bias.dtype
+    key = a.device, *a.shape, b.shape[1], a.stride(), b.stride(), types, epilogue, accumulate, fast
+    key += (torch.are_deterministic_algorithms_enabled(),)
     plan = PLANS.get(key) or PLANS.setdefault(key, Plan(*key))
     # The scales change places as the operands do: see Plan.
     pointers = [(BIAS_POINTER, bias), (EPILOGUE_AUX_POINTER, aux)]
@@ -139,22 +108,18 @@ PLANS = {}
 class Plan:
     """Descriptors and algorithms of one shape. cuBLAS is column-major, so it is asked for out^T = b^T a^T."""
 
-    def __init__(self, device, M, K, N, a_strides, b_strides, a_type, b_type, out_type, epilogue, *options):
-        lib, _ = library()
-        accumulate, fast, bias_type, self.deterministic = options
+    def __init__(self, device, M, K, N, a_strides, b_strides, types, epilogue, *options):
+        (a_type, b_type, out_type, bias_type), (accumulate, fast, self.deterministic) = types, options
         ta, tb = (strides[1] != 1 for strides in (a_strides, b_strides))
         self.device, self.tuned, self.fastest = device, False, 0
         self.alpha, self.beta = ctypes.c_float(1), ctypes.c_float(accumulate)
         self.descriptor = ctypes.c_void_p()
-        status = lib.cublasLtMatmulDescCreate(
-            ctypes.byref(self.descriptor), COMPUTE_32F, CUDA_TYPES[torch.float32]
-        )
-        check(status, "cublasLtMatmulDescCreate")
+        call("cublasLtMatmulDescCreate", ctypes.byref(self.descriptor), COMPUTE_32F, TYPES[torch.float32])
         self.set(TRANSA, ctypes.c_int32(tb))
         self.set(TRANSB, ctypes.c_int32(ta))
         self.set(EPILOGUE, ctypes.c_int32(epilogue))
         if bias_type:
-            self.set(BIAS_DATA_TYPE, ctypes.c_int32(CUDA_TYPES[bias_type]))
+            self.set(BIAS_DATA_TYPE, ctypes.c_int32(TYPES[bias_type]))
         if epilogue & AUX:
             self.set(EPILOGUE_AUX_LD, ctypes.c_int64(N))
         if fast and K <= FAST_TERMS:
@@ -165,53 +130,46 @@ class Plan:
             layout(out_type, N, M, N),
         ]
         self.algorithms = self.heuristic()
-        # Whether hopper.linear computes the same for operands that it takes; its index in `run` follows cuBLASLt's.
+        # whether hopper.linear computes the same for operands that it takes; its index follows cuBLASLt's
         self.has_hopper = epilogue in (DEFAULT, BIAS) and not accumulate and hopper.available(device)
 
     def set(self, attribute, value):
-        lib, _ = library()
         size = ctypes.sizeof(value)
-        status = lib.cublasLtMatmulDescSetAttribute(self.descriptor, attribute, ctypes.byref(value), size)
-        check(status, f"cublasLtMatmulDescSetAttribute({attribute})")
+        call("cublasLtMatmulDescSetAttribute", self.descriptor, attribute, ctypes.byref(value), size)
 
     def heuristic(self):
         """The algorithms that cuBLASLt proposes for the shape, the one that it thinks fastest first."""
-        lib, handle = library()
-        preference, limit = ctypes.c_void_p(), ctypes.c_uint64(WORKSPACE_BYTES)
-        check(lib.cublasLtMatmulPreferenceCreate(ctypes.byref(preference)), "cublasLtMatmulPreferenceCreate")
-        lib.cublasLtMatmulPreferenceSetAttribute(preference, MAX_WORKSPACE_BYTES, ctypes.byref(limit), 8)
-        for operand in MIN_ALIGNMENT_BYTES:
-            lib.cublasLtMatmulPreferenceSetAttribute(
-                preference, operand, ctypes.byref(ctypes.c_uint32(16)), 4
-            )
+        preference = ctypes.c_void_p()
+        call("cublasLtMatmulPreferenceCreate", ctypes.byref(preference))
+        limits = [(MAX_WORKSPACE_BYTES, ctypes.c_uint64(WORKSPACE_BYTES))]
+        limits += [(operand, ctypes.c_uint32(16)) for operand in MIN_ALIGNMENT_BYTES]
         if self.deterministic:
-            schemes = ctypes.byref(ctypes.c_uint32(COMPUTE_TYPE | OUTPUT_TYPE))
-            status = lib.cublasLtMatmulPreferenceSetAttribute(preference, REDUCTION_SCHEMES, schemes, 4)
-            check(status, "cublasLtMatmulPreferenceSetAttribute(REDUCTION_SCHEME_MASK)")
+            limits.append((REDUCTION_SCHEMES, ctypes.c_uint32(COMPUTE_TYPE | OUTPUT_TYPE)))
+        for attribute, value in limits:
+            size = ctypes.sizeof(value)
+            call("cublasLtMatmulPreferenceSetAttribute", preference, attribute, ctypes.byref(value), size)
         found, count = (HeuristicResult * CANDIDATES)(), ctypes.c_int()
         la, lb, lo = self.layouts
-        status = lib.cublasLtMatmulAlgoGetHeuristic(
-            handle, self.descriptor, la, lb, lo, lo, preference, CANDIDATES, found, ctypes.byref(count)
-        )
-        check(status, "cublasLtMatmulAlgoGetHeuristic")
+        call(
+            "cublasLtMatmulAlgoGetHeuristic", library()[1], self.descriptor, la, lb, lo, lo, preference,
+            CANDIDATES, found, ctypes.byref(count),
+        )  # fmt: skip
         return found[: count.value]
 
     def run(self, a, b, bias, out, which):
         """Runs an algorithm by its index; the index behind cuBLASLt's is hopper.py's kernel."""
         if self.has_hopper and which == len(self.algorithms):
             return hopper.linear(a, b, bias, out)
-        lib, handle = library()
         la, lb, lo = self.layouts
         stream = torch.cuda.current_stream(self.device).cuda_stream
         scratch = workspace(self.device, stream)
-        status = lib.cublasLtMatmul(
-            handle, self.descriptor, ctypes.byref(self.alpha),
+        call(
+            "cublasLtMatmul", library()[1], self.descriptor, ctypes.byref(self.alpha),
             ctypes.c_void_p(b.data_ptr()), la, ctypes.c_void_p(a.data_ptr()), lb, ctypes.byref(self.beta),
             ctypes.c_void_p(out.data_ptr()), lo, ctypes.c_void_p(out.data_ptr()), lo,
             ctypes.byref(self.algorithms[which].algorithm), ctypes.c_void_p(scratch.data_ptr()),
             ctypes.c_size_t(WORKSPACE_BYTES), ctypes.c_void_p(stream),
         )  # fmt: skip
-        check(status, "cublasLtMatmul")
 
     def tune(self, a, b, bias, out):
         self.tuned = True
@@ -228,7 +186,7 @@ def first(functions):
 
 
 def runs(function):
-    """Calls it -> whether it raised no RuntimeError. Out of memory goes on: it says nothing about the function."""
+    """Calls it -> whether it raised no RuntimeError; out of memory, which says nothing of it, goes on."""
     try:
         function()
     except torch.OutOfMemoryError:
@@ -241,8 +199,8 @@ def runs(function):
 def fastest(functions, device):
     """Index of the function that takes the GPU the least time, by the median of ROUNDS.
 
-    They are timed in turn, since the clock drifts with the chip's power. A function that raises a RuntimeError is left
-    out: cuBLASLt proposes some algorithms that do not run.
+    They are timed in turn, since the clock drifts with the chip's power. Algorithms that do not run are left
+    out.
     """
     events = {which: [] for which in range(len(functions))}
     for _ in range(ROUNDS):
@@ -257,17 +215,13 @@ def fastest(functions, device):
             end.record()
             events[which].append((begin, end))
     torch.cuda.synchronize(device)
-    medians = {
-        which: statistics.median(begin.elapsed_time(end) for begin, end in e) for which, e in events.items()
-    }
-    return min(medians, key=medians.get)
+    times = {which: [begin.elapsed_time(end) for begin, end in pairs] for which, pairs in events.items()}
+    return min(times, key=lambda which: statistics.median(times[which]))
 
 
 def layout(dtype, rows, columns, leading_dimension):
     """Descriptor of a column-major matrix; leading_dimension: elements from a column to the next."""
-    lib, _ = library()
     descriptor = ctypes.c_void_p()
     sizes = ctypes.c_uint64(rows), ctypes.c_uint64(columns), ctypes.c_int64(leading_dimension)
-    status = lib.cublasLtMatrixLayoutCreate(ctypes.byref(descriptor), CUDA_TYPES[dtype], *sizes)
-    check(status, "cublasLtMatrixLayoutCreate")
+    call("cublasLtMatrixLayoutCreate", ctypes.byref(descriptor), TYPES[dtype], *sizes)
     return descriptor

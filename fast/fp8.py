@@ -1,56 +1,41 @@
 """precision=fp8: the GEMMs of linear layers and of the head in 8-bit floats while they train.
 
-Activations and weights are cast to e4m3, gradients to e5m2 (https://arxiv.org/abs/2209.05433). Each tensor has one
-scale, a power of two, from its amax in the previous call with room to spare (delayed scaling); in the first call, and
-for weights that FSDP2 gathers, from the tensor's own amax. Hopper's fp8 GEMMs need both operands contiguous along K, so
-every cast tensor is stored transposed as well, for the gradients. Master weights, residual stream, norms, attention and
-softmax stay as in bf16. FSDP2 gathers the blocks' weights in 8 bits (`Rows`). Evaluation runs in bf16.
-
-The functions take layers, not weights, because the amax history belongs to a layer (`track`).
+Activations and weights are cast to e4m3, gradients to e5m2 (https://arxiv.org/abs/2209.05433). Each tensor
+has one scale, a power of two, from its amax in the previous call with room to spare (delayed scaling); in the
+first call, and for weights that FSDP2 gathers in 8 bits (`Rows`), from its own. Hopper's fp8 GEMMs need both
+operands contiguous along K, so every cast tensor is stored transposed as well, for the gradients. Master
+weights, residual stream, norms, attention, softmax and evaluation are as in bf16. The functions take layers,
+not weights, because the amax history belongs to a layer (`track`).
 """
-
-import functools
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
 
-from fast import cublas
+from fast import cublas, loss
 from fast.linear import join_heads, split_heads
-from fast.loss import chunk_rows, cross_entropy_rows, empty_results, keep_gradients, kept_gradients, sum_dtype
-from fast.operators import INTERPRETED, cdiv, dtypes_of, exp2, operator, power_of_2, reciprocal
+from fast.operators import INTERPRETED, LOG2E, cdiv, dtypes_of, exp2, operator, power_of_2, reciprocal
 
 aten = torch.ops.aten
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 COPY, GELU, RELU2, SWIGLU = "copy", "gelu", "relu2", "swiglu"  # what `cast` computes before it rounds
 DGELU, DRELU2, DSWIGLU = "dgelu", "drelu2", "dswiglu"
 CAST_ROWS, CAST_COLS, CAST_WARPS = 64, 64, 4  # of a program
-SUM_STEPS, SUM_STAGES = (
-    8,
-    3,
-)  # a program that sums columns takes 8 x 64 rows, its loads in 3 stages; others take 64
+SUM_STEPS, SUM_STAGES = 8, 3  # a program that sums columns takes 8 x 64 rows, in 3 pipeline stages; others 64
 TRANSPOSE_TILE, COPY_BLOCK = 128, 8192
-ROOM, GRADIENT_ROOM = (
-    2.0,
-    64.0,
-)  # a scale leaves room for this multiple of the last amax; larger values saturate
-HEAD_SCALE = (
-    2.0**14
-)  # of the gradient of the logits, which is in [-1, 1]: e5m2 reaches from 57,344 down to 2^-16
-AMAX = (
-    "x_amax",
-    "w_amax",
-    "dy_amax",
-)  # buffers of a tracked layer: of its input, its weight, its output's gradient
+ROOM, GRADIENT_ROOM = 2.0, 64.0  # a scale leaves room for so many times the last amax; larger values saturate
+HEAD_SCALE = 2.0**14  # of the logits' gradient, which is in [-1, 1]: e5m2 reaches from 57,344 down to 2^-16
+AMAX = "x_amax", "w_amax", "dy_amax"  # buffers of a tracked layer: of its input, weight, output's gradient
 
 
 def track(layer):
-    """Makes a linear layer (the head too) compute in fp8 while it trains, if all its widths are multiples of 16.
+    """Makes a linear layer (the head too) train in fp8, if all its widths are multiples of 16.
 
-    It gets a buffer of two amax values for each operand that is cast (see `cast`); the parameters stay as they are.
+    It gets a buffer of two amax values for each operand (see `cast`); the parameters stay as they are.
     """
     if all(size % 16 == 0 for p in layer.parameters() for size in p.shape):
         for name in AMAX:
@@ -90,7 +75,7 @@ def qkv(x, layer, heads, head_dim):
 
 
 def mlp(kind, x, up, down):
-    """As fast.mlp.mlp, in fp8: the activation and its derivative are computed where their results are cast."""
+    """As fast.mlp.mlp, in fp8; the casts of their results compute the activation and its derivative."""
     if not suits(x):
         return mlp(kind, padded(x), up, down)[..., : x.size(-2), :]
     parameters = up.weight, up.bias, down.weight, down.bias
@@ -98,8 +83,9 @@ def mlp(kind, x, up, down):
 
 
 def linear_cross_entropy(x, head, targets, options):
-    """The summed loss; logits and both their gradients in fp8, softmax and loss in float32; `suits(x)` must hold."""
-    return HeadFunction.apply(x, head.weight, targets, options, head.x_amax, head.w_amax)
+    """The summed loss, if x `suits`; GEMMs in fp8, softmax and loss in float32; options: (V, softcap)."""
+    ids = targets.flatten().contiguous()
+    return HeadFunction.apply(x, head.weight, ids, options, head.x_amax, head.w_amax)
 
 
 def amaxes(layer):
@@ -107,7 +93,7 @@ def amaxes(layer):
 
 
 def suits(x):
-    """Whether x: (..., T, K) has a multiple of 16 rows, as the weight-gradient GEMMs, which sum over rows, need."""
+    """Whether x: (..., T, K) has a multiple of 16 rows, over which the weight-gradient GEMMs sum."""
     return x.shape[:-1].numel() % 16 == 0
 
 
@@ -124,8 +110,9 @@ class LinearFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         flat = dy.flatten(0, -2).contiguous()
-        dx, dw, _ = linear_backward(ctx, [flat], sums=False)
-        # an operation of its own, which fusion.py takes from the norm's backward if that is where dy comes from
+        dx, dw, _ = gradients([flat], ctx.saved_tensors, ctx.dtypes, sums=False)
+        # an operation of its own, which fusion.py takes from the norm's backward if that is where dy comes
+        # from
         db = None if ctx.dtypes[1] is None else flat.sum(0, dtype=torch.float32).to(ctx.dtypes[1])
         return dx.unflatten(0, dy.shape[:-1]), dw, db, None, None, None
 
@@ -140,13 +127,13 @@ class QKV(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dq, dk, dv):
-        dx, dw, db = linear_backward(ctx, join_heads(dq, dk, dv))
+        dx, dw, db = gradients(join_heads(dq, dk, dv), ctx.saved_tensors, ctx.dtypes)
         return dx.unflatten(0, (dq.size(0), dq.size(2))), dw, db, None, None, None, None, None
 
 
 def linear_forward(ctx, x, weight, bias, x_amax, w_amax, dy_amax):
-    """The GEMM of a linear layer, (..., K) -> (M, N); saves the operands of linear_backward in ctx."""
-    x8, x8t, xs, _ = cast([x.flatten(0, -2)], x_amax, None, COPY, False, False)
+    """The GEMM of a linear layer, (..., K) -> (M, N); saves the operands of `gradients` in ctx."""
+    x8, x8t, xs, _ = cast([x.flatten(0, -2)], x_amax)
     w, wt, ws = operands(weight, w_amax)
     ctx.save_for_backward(x8t, xs, w, ws, dy_amax)
     ctx.dtypes = dtypes_of(weight, bias)
@@ -154,18 +141,20 @@ def linear_forward(ctx, x, weight, bias, x_amax, w_amax, dy_amax):
 
 
 def operands(weight, amax):
-    """(right operand of the dx GEMM, of the forward GEMM, scale) of a weight, perhaps gathered in 8 bits (`Rows`)."""
+    """(right operand of the dx GEMM, of the forward GEMM, scale) of a weight, also one gathered as `Rows`."""
     if amax.dim() == 0:
         return weight, weight.t(), amax
-    w8, w8t, scale, _ = cast([weight], amax, None, COPY, False, False)
+    w8, w8t, scale, _ = cast([weight], amax)
     return w8t.t(), w8.t(), scale
 
 
-def linear_backward(ctx, dy, sums=True):
-    """(dx, dw, db or None) from dy: (M, N), a list of tensors side by side; without `sums` db is empty."""
-    x8t, xs, w, ws, dy_amax = ctx.saved_tensors
-    w_dtype, b_dtype = ctx.dtypes
-    dy8, dy8t, ds, columns = cast(dy, dy_amax, None, COPY, True, sums and b_dtype is not None)
+def gradients(dy, saved, dtypes, before=None, what=COPY, sums=True):
+    """(dx, dw, db or None) of a linear layer from dy: (M, N), a list of tensors side by side.
+
+    before, what: see `cast`. Without `sums` db is empty.
+    """
+    (x8t, xs, w, ws, dy_amax), (w_dtype, b_dtype) = saved, dtypes
+    dy8, dy8t, ds, columns = cast(dy, dy_amax, before, what, True, sums and b_dtype is not None)
     dx = product(dy8, w, ds, ws, None, dy[0].dtype, True)
     dw = product(dy8t, x8t.t(), ds, xs, None, w_dtype)
     return dx, dw, None if b_dtype is None else columns.to(b_dtype)
@@ -175,48 +164,33 @@ class MLPFunction(torch.autograd.Function):
     """what, dwhat: the kinds of cast, GELU and DGELU, RELU2 and DRELU2, or SWIGLU and DSWIGLU."""
 
     @staticmethod
-    def forward(
-        ctx, what, dwhat, x, w1, b1, w2, b2, x_amax, w1_amax, dbefore_amax, act_amax, w2_amax, dy_amax
-    ):
-        x8, x8t, xs, _ = cast([x.flatten(0, -2)], x_amax, None, COPY, False, False)
+    def forward(ctx, what, dwhat, x, w1, b1, w2, b2, x_amax, w1_amax, db_amax, act_amax, w2_amax, dy_amax):
+        x8, x8t, xs, _ = cast([x.flatten(0, -2)], x_amax)
         ctx.dwhat, ctx.dtypes = dwhat, dtypes_of(w1, b1, w2, b2)
         w1, w1t, w1s = operands(w1, w1_amax)
         w2, w2t, w2s = operands(w2, w2_amax)
         b1, b2 = (None if b is None else b.to(x.dtype) for b in (b1, b2))
         before = product(x8, w1t, xs, w1s, b1, x.dtype, True)
-        act8, act8t, acts, _ = cast([before], act_amax, None, what, False, False)
-        ctx.save_for_backward(x8t, xs, w1, w1s, w2, w2s, before, act8t, acts, dbefore_amax, dy_amax)
+        act8, act8t, acts, _ = cast([before], act_amax, None, what)
+        ctx.save_for_backward(x8t, xs, w1, w1s, db_amax, act8t, acts, w2, w2s, dy_amax, before)
         return product(act8, w2t, acts, w2s, b2, x.dtype, True).unflatten(0, x.shape[:-1])
 
     @staticmethod
     def backward(ctx, dy):
-        x8t, xs, w1, w1s, w2, w2s, before, act8t, acts, dbefore_amax, dy_amax = ctx.saved_tensors
-        w1_dtype, b1_dtype, w2_dtype, b2_dtype = ctx.dtypes
-        dy8, dy8t, ds, db2 = cast(
-            [dy.flatten(0, -2).contiguous()], dy_amax, None, COPY, True, b2_dtype is not None
-        )
-        dact = product(dy8, w2, ds, w2s, None, dy.dtype, True)
-        dw2 = product(dy8t, act8t.t(), ds, acts, None, w2_dtype)
-        db8, db8t, bs, db1 = cast([dact], dbefore_amax, before, ctx.dwhat, True, b1_dtype is not None)
-        dx = product(db8, w1, bs, w1s, None, dy.dtype, True).unflatten(0, dy.shape[:-1])
-        dw1 = product(db8t, x8t.t(), bs, xs, None, w1_dtype)
-        db1 = None if b1_dtype is None else db1.to(b1_dtype)
-        return (None, None, dx, dw1, db1, dw2, None if b2_dtype is None else db2.to(b2_dtype)) + (None,) * 6
+        *saved, before = ctx.saved_tensors
+        dact, dw2, db2 = gradients([dy.flatten(0, -2).contiguous()], saved[5:], ctx.dtypes[2:])
+        dx, dw1, db1 = gradients([dact], saved[:5], ctx.dtypes[:2], before, ctx.dwhat)
+        return (None, None, dx.unflatten(0, dy.shape[:-1]), dw1, db1, dw2, db2) + (None,) * 6
 
 
 @operator("product8")
 def product(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    a_scale: torch.Tensor,
-    b_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    dtype: torch.dtype,
+    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, dtype: torch.dtype,
     fast: bool = False,
-) -> torch.Tensor:
-    """a @ b * a_scale * b_scale + bias; a has contiguous rows, b contiguous columns or is an operand of `Rows`.
+) -> Tensor:  # fmt: skip
+    """a @ b * a_scale * b_scale + bias; a has contiguous rows, b contiguous columns, or b is from `Rows`.
 
-    fast: fast accumulation, as for cublas.matmul; used for outputs and input gradients, not for weight gradients.
+    fast: fast accumulation (see cublas.matmul), for outputs and input gradients, not for weight gradients.
     """
     if b.dtype == torch.bfloat16:
         straight, across = halves(b.t() if b.stride(0) == 1 else b)
@@ -232,32 +206,26 @@ def _(a, b, a_scale, b_scale, bias, dtype, fast=False):
 
 @operator("cast8", mutates=["amax"])
 def cast(
-    parts: list[torch.Tensor],
-    amax: torch.Tensor,
-    before: torch.Tensor | None,
-    what: str,
-    e5m2: bool,
-    sums: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(x in fp8, its transpose, the factor that undoes the scale, float32 column sums if `sums`) of x: (M, N).
+    parts: list[Tensor], amax: Tensor, before: Tensor | None = None, what: str = COPY, e5m2: bool = False,
+    sums: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(x in fp8, its transpose, the factor that undoes the scale, float32 column sums if `sums`); x: (M, N).
 
     M must be a multiple of 16 (`suits`).
-    parts: x, or, with COPY, GELU and RELU2, up to three tensors (M, N1), (M, N2), (M, N3) that are x side by side;
-    contiguous. what: COPY; GELU: of gelu(x); DGELU: of x gelu'(before); RELU2 and DRELU2 likewise; SWIGLU: of
-    silu(gate) up, x being gate and up side by side, (M, 2 N); DSWIGLU: of both's gradients, (M, N), x being that of
-    silu(gate) up, (M, N / 2), and `before` both.
-    amax: [amax that the scale is made from, amax that this call sees]; updated in place, one such buffer per operand.
+    parts: x, or, with COPY, GELU and RELU2, up to three contiguous tensors (M, N1), (M, N2), (M, N3): x side
+    by side. what: COPY; GELU: of gelu(x); DGELU: of x gelu'(before); RELU2 and DRELU2 likewise; SWIGLU: of
+    silu(gate) up, x being gate and up side by side, (M, 2 N); DSWIGLU: of both's gradients, (M, N), x being
+    that of silu(gate) up, (M, N / 2), and `before` both.
+    amax: [what the scale is made from, what this call sees], updated in place; one buffer for each operand.
     """
     assert parts[0].size(0) % 16 == 0 and (what in (COPY, GELU, RELU2) or len(parts) == 1)
-    dtype = E5M2 if e5m2 else E4M3
     out, out_t, scale, columns = cast_results(parts, amax, before, what, e5m2, sums)
     M, N = out.shape
-    device, widths = out.device, [x.size(1) // (1 + (what == SWIGLU)) for x in parts] + [0] * (3 - len(parts))
+    widths = [x.size(1) // (1 + (what == SWIGLU)) for x in parts] + [0] * (3 - len(parts))
     steps, stages = (SUM_STEPS, SUM_STAGES) if sums else (1, 1)
     strips, programs = sum(cdiv(width, CAST_COLS) for width in widths), cdiv(M, CAST_ROWS * steps)
-    partial = torch.empty(programs if sums else 0, N, dtype=torch.float32, device=device)
-    limit = torch.finfo(dtype).max
-    room = GRADIENT_ROOM if e5m2 else ROOM
+    partial = torch.empty(programs if sums else 0, N, dtype=torch.float32, device=out.device)
+    limit, room = torch.finfo(out.dtype).max, GRADIENT_ROOM if e5m2 else ROOM
     abc = *parts, *[parts[0]] * (3 - len(parts))
     _prepare[(1,)](*abc, before, amax, scale, M, limit / room, *widths, WHAT=what, BLOCK=4096, num_warps=8)
     _cast[(strips, programs)](
@@ -268,22 +236,17 @@ def cast(
 
 
 @cast.register_fake
-def cast_results(parts, amax, before, what, e5m2, sums):
+def cast_results(parts, amax, before=None, what=COPY, e5m2=False, sums=False):
     x, dtype = parts[0], E5M2 if e5m2 else E4M3
     M, N = x.size(0), sum(x.size(1) for x in parts)
     N = {SWIGLU: N // 2, DSWIGLU: 2 * N}.get(what, N)
     out, out_t = x.new_empty(M, N, dtype=dtype), x.new_empty(N, M, dtype=dtype)
-    return (
-        out,
-        out_t,
-        x.new_empty((), dtype=torch.float32),
-        x.new_empty(N if sums else 0, dtype=torch.float32),
-    )
+    return out, out_t, *(x.new_empty(size, dtype=torch.float32) for size in ((), N if sums else 0))
 
 
 @triton.jit
 def _rounded(x, limit, dtype: tl.constexpr):
-    """x in fp8, at most `limit` from 0. NaN, which tl.clamp alone would make -limit, stays NaN: the loss shows it."""
+    """x in fp8, at most `limit` from 0. NaN, of which tl.clamp alone makes -limit, stays NaN."""
     return tl.clamp(x, -limit, limit, propagate_nan=tl.PropagateNan.ALL).to(dtype)
 
 
@@ -294,32 +257,33 @@ def _values(x, before, rows, cols, inside, width, WHAT: tl.constexpr):
     at = wide if WHAT == "swiglu" else rows * width + cols
     v = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     w = v
-    # GELU: x sigmoid(2 u) = x (1 + tanh u) / 2, u = sqrt(2 / pi) (x + 0.044715 x^3); exp(-2 u) as a power of two
+    # GELU: x sigmoid(2 u) = x (1 + tanh u) / 2, u = sqrt(2 / pi) (x + 0.044715 x^3); exp(-2 u) = 2^(...)
     if WHAT == "gelu":
-        v *= reciprocal(1 + exp2(v * (-2.302208198 - 0.102943240 * (v * v))))
+        v *= _sigmoid2(v * (-2.302208198 - 0.102943240 * (v * v)))
     if WHAT == "dgelu":
         b = tl.load(before + at, mask=inside, other=0.0).to(tl.float32)
         square = b * b
-        s = reciprocal(1 + exp2(b * (-2.302208198 - 0.102943240 * square)))
+        s = _sigmoid2(b * (-2.302208198 - 0.102943240 * square))
         v *= s + s * ((1 - s) * (b * (1.595769122 + 0.214064450 * square)))
     if WHAT == "relu2":
         v = tl.where(v < 0, 0.0, v * v)  # unlike tl.maximum it keeps NaN
     if WHAT == "drelu2":
         v *= 2 * tl.maximum(tl.load(before + at, mask=inside, other=0.0).to(tl.float32), 0.0)
     if WHAT == "swiglu":
-        v *= _sigmoid(v) * tl.load(x + wide + width, mask=inside, other=0.0).to(tl.float32)
+        v *= _sigmoid2(v * -LOG2E) * tl.load(x + wide + width, mask=inside, other=0.0).to(tl.float32)
     if WHAT == "dswiglu":
         gate = tl.load(before + wide, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(before + wide + width, mask=inside, other=0.0).to(tl.float32)
-        s = _sigmoid(gate)
+        s = _sigmoid2(gate * -LOG2E)
         w = v * gate * s
         v *= up * (s + s * ((1 - s) * gate))
     return v, w
 
 
 @triton.jit
-def _sigmoid(x):
-    return reciprocal(1 + exp2(x * -1.4426950408889634))
+def _sigmoid2(x):
+    """1 / (1 + 2^x)"""
+    return reciprocal(1 + exp2(x))
 
 
 @triton.jit
@@ -404,40 +368,15 @@ def _cast(
         v2, w2 = _values(here, beside, row + 2, cols, inside, width, WHAT)
         v3, w3 = _values(here, beside, row + 3, cols, inside, width, WHAT)
         to, across = out + first * N + left, out_t + tile * (ROWS // 4)
-        _store(
-            v0 * factor,
-            v1 * factor,
-            v2 * factor,
-            v3 * factor,
-            limit,
-            to,
-            across,
-            quad,
-            cols,
-            inside,
-            quads,
-            N,
-        )
-        most = tl.maximum(most, _amax(v0, v1, v2, v3))
+        v, w = (v0, v1, v2, v3), (w0, w1, w2, w3)
+        _store(v, factor, limit, to, across, quad, cols, inside, quads, N)
+        most = tl.maximum(most, _amax(v))
         if SUMS:
             sums += (v0 + v1) + (v2 + v3)
         if WHAT == "dswiglu":
             to, across = to + width, across + tl.cast(width, tl.int64) * quads
-            _store(
-                w0 * factor,
-                w1 * factor,
-                w2 * factor,
-                w3 * factor,
-                limit,
-                to,
-                across,
-                quad,
-                cols,
-                inside,
-                quads,
-                N,
-            )
-            most = tl.maximum(most, _amax(w0, w1, w2, w3))
+            _store(w, factor, limit, to, across, quad, cols, inside, quads, N)
+            most = tl.maximum(most, _amax(w))
             if SUMS:
                 more += (w0 + w1) + (w2 + w3)
     tl.atomic_max(amax + 1, tl.max(most))
@@ -449,14 +388,16 @@ def _cast(
 
 
 @triton.jit
-def _amax(v0, v1, v2, v3):
+def _amax(quad):
+    v0, v1, v2, v3 = quad
     return tl.maximum(tl.maximum(tl.abs(v0), tl.abs(v1)), tl.maximum(tl.abs(v2), tl.abs(v3)))
 
 
 @triton.jit
-def _store(v0, v1, v2, v3, limit, out, out_t, quad, cols, inside, quads, N: tl.constexpr):
+def _store(values, factor, limit, out, out_t, quad, cols, inside, quads, N: tl.constexpr):
     """Stores the four rows of quads in fp8, and their transpose."""
     dtype: tl.constexpr = out.dtype.element_ty
+    v0, v1, v2, v3 = values[0] * factor, values[1] * factor, values[2] * factor, values[3] * factor
     at = out + (4 * quad * N + cols)
     tl.store(at, _rounded(v0, limit, dtype), mask=inside)
     tl.store(at + N, _rounded(v1, limit, dtype), mask=inside)
@@ -470,15 +411,13 @@ def _store(v0, v1, v2, v3, limit, out, out_t, quad, cols, inside, quads, N: tl.c
 def _word(v0, v1, v2, v3, limit, dtype: tl.constexpr):
     """The fp8 bytes of four numbers in one 32-bit word, v0's the lowest.
 
-    Written in PTX: of Triton's own conversion ptxas 12.8 drops a byte that is both packed into a word and stored alone.
+    In PTX, since ptxas 12.8 drops a byte of Triton's own conversion that is both packed and stored alone.
     """
     if INTERPRETED:
         low = _bits(v0, limit, dtype) | _bits(v1, limit, dtype) << 8
         return low | _bits(v2, limit, dtype) << 16 | _bits(v3, limit, dtype) << 24
     else:
-        pair: tl.constexpr = (
-            "cvt.rn.satfinite.e5m2x2.f32 " if dtype == tl.float8e5 else "cvt.rn.satfinite.e4m3x2.f32 "
-        )
+        pair: tl.constexpr = "cvt.rn.satfinite." + ("e5m2" if dtype == tl.float8e5 else "e4m3") + "x2.f32 "
         both: tl.constexpr = pair + "lower, $2, $1; " + pair + "upper, $4, $3; mov.b32 $0, {lower, upper}; }"
         code: tl.constexpr = "{ .reg .b16 lower, upper; " + both
         return tl.inline_asm_elementwise(code, "=r,f,f,f,f", [v0, v1, v2, v3], tl.int32, is_pure=True, pack=1)
@@ -512,19 +451,19 @@ def _transpose(x, out, M, N, TILE: tl.constexpr):
 
 
 def gather_in_8_bits(layers, ranks):
-    """Before fully_shard among so many ranks: the weights of tracked layers become `Rows`, w_amax their scale."""
+    """Before fully_shard among so many ranks: tracked layers' weights become `Rows`, w_amax their scale."""
     for layer in layers:
         if tracked(layer) and layer.weight.size(0) % ranks == 0:
             layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Rows))
             layer.w_amax = layer.w_amax.new_zeros(())
 
 
-class Rows(torch.Tensor):
+class Rows(Tensor):
     """A rank's rows of a weight, gathered in e4m3 through FSDP2's extension (the two fsdp_* methods).
 
-    The gathered parameter is nominally a bf16 tensor (N, K), so that its gradient is bf16; its bytes hold the weight in
-    e4m3 and then its transpose, both made once per gather (with zero2 once a step). Only `operands` and `dense` may
-    read it: an edit that reads layer.weight directly needs another precision or --parallel=ddp.
+    The gathered parameter is nominally a bf16 tensor (N, K), so that its gradient is bf16; its bytes hold the
+    weight in e4m3 and then its transpose, both made once per gather (with zero2 once a step). Only `operands`
+    and `dense` may read it: an edit that reads layer.weight needs another precision or --parallel=ddp.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -538,12 +477,11 @@ class Rows(torch.Tensor):
         return out.as_subclass(cls) if operation.overloadpacket in kept else out
 
     def fsdp_pre_all_gather(self, mesh, size, stride, layer, policy):
-        rows = self.as_subclass(torch.Tensor)
+        rows = self.as_subclass(Tensor)
         amax = torch.linalg.vector_norm(rows, float("inf"), dtype=torch.float32).view(1)
         rows8 = torch.empty_like(rows, dtype=E4M3)
-        _shrink[(cdiv(rows.numel(), COPY_BLOCK),)](
-            rows, amax, rows8, rows.numel(), BLOCK=COPY_BLOCK, num_warps=8
-        )
+        size = rows.numel()
+        _shrink[(cdiv(size, COPY_BLOCK),)](rows, amax, rows8, size, BLOCK=COPY_BLOCK, num_warps=8)
         return (rows8, amax), layer.w_amax
 
     def fsdp_post_all_gather(self, gathered, scale, dtype, *, out=None):
@@ -551,11 +489,8 @@ class Rows(torch.Tensor):
         both = torch.empty_like(rows8, dtype=dtype) if out is None else out.detach()
         straight, across = halves(both)
         ranks, each = tops.numel(), rows8.numel() // tops.numel()
-        more = power_of_2(ranks)
-        grid = ranks, cdiv(each, COPY_BLOCK)
-        _align[grid](
-            rows8, tops, straight, scale, each, RANKS=ranks, MORE=more, BLOCK=COPY_BLOCK, num_warps=8
-        )
+        grid, options = (ranks, cdiv(each, COPY_BLOCK)), dict(BLOCK=COPY_BLOCK, num_warps=8)
+        _align[grid](rows8, tops, straight, scale, each, RANKS=ranks, MORE=power_of_2(ranks), **options)
         transpose(straight, across)
         rows8.untyped_storage().resize_(0)  # FSDP2 would keep it as long as `both`, and allocates it again
         return None if out is not None else (both, (both,))
@@ -572,7 +507,7 @@ class Widened(torch.autograd.Function):
 
 
 @operator("widened")
-def widened(both: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def widened(both: Tensor, scale: Tensor) -> Tensor:
     """The weight in bf16 from the bytes that `Rows` were gathered into."""
     return halves(both)[0].to(both.dtype) * scale
 
@@ -615,57 +550,38 @@ def _align(x, tops, out, scale, each, RANKS: tl.constexpr, MORE: tl.constexpr, B
 class HeadFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, targets, options, x_amax, w_amax):
-        flat = x.flatten(0, -2)
-        ids = targets.flatten().contiguous()
-        losses, dx, dw = cross_entropy_chunks8(flat, weight, ids, *options, x_amax, w_amax)
-        keep_gradients(ctx, x, weight, dx, dw)
+        losses, dx, dw = cross_entropy_chunks8(x.flatten(0, -2), weight, targets, *options, x_amax, w_amax)
+        loss.keep_gradients(ctx, x, weight, dx, dw)
         return losses.sum()
 
     @staticmethod
     def backward(ctx, grad):
-        return kept_gradients(ctx, grad) + (None,) * 4
+        return loss.kept_gradients(ctx, grad) + (None,) * 4
 
 
 @operator("cross_entropy_chunks8", mutates=["x_amax", "w_amax"])
 def cross_entropy_chunks8(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
-    vocab_size: int,
-    softcap: float | None,
-    smoothing: float,
-    z_loss: float,
-    x_amax: torch.Tensor,
-    w_amax: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As fast.loss.cross_entropy_chunks with gradients and no factors, GEMMs in fp8; N must be a multiple of 16."""
+    x: Tensor, weight: Tensor, targets: Tensor, V: int, softcap: float | None, x_amax: Tensor, w_amax: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """loss.cross_entropy_chunks with gradients and no factors, GEMMs in fp8; N must be a multiple of 16."""
     N, P = x.size(0), weight.size(0)
-    rows = min(N, chunk_rows(P))
-    losses, dx, dw = empty_results(x, weight, sum_dtype(weight))
-    x8, x8t, xs, _ = cast([x], x_amax, None, COPY, False, False)
-    w8, w8t, ws, _ = cast([weight], w_amax, None, COPY, False, False)
-    gs = head_scale(x.device)
+    rows = min(N, loss.chunk_rows(P))
+    losses, dx, dw = loss.empty_results(x, weight, loss.sum_dtype(weight))
+    x8, x8t, xs, _ = cast([x], x_amax)
+    w8, w8t, ws, _ = cast([weight], w_amax)
+    gs = torch.full((), 1 / HEAD_SCALE, device=x.device)
     logits, small = x.new_empty(rows, P), x.new_empty(rows, P, dtype=E5M2)
     for i in range(0, N, rows):
-        xi, ti = x8[i : i + rows], targets[i : i + rows]
-        n = xi.size(0)
-        li, gi = logits[:n], small[:n]
-        cublas.matmul(xi, w8.t(), li, scales=(xs, ws), fast=True)
-        options = (vocab_size, softcap, smoothing, z_loss, True)
-        cross_entropy_rows(li, ti, losses[i : i + n], gi, HEAD_SCALE, *options)
-        git = x.new_empty(P, n, dtype=E5M2)
+        own, n = slice(i, i + rows), min(rows, N - i)
+        li, gi, git = logits[:n], small[:n], x.new_empty(P, n, dtype=E5M2)
+        cublas.matmul(x8[own], w8.t(), li, scales=(xs, ws), fast=True)
+        loss.cross_entropy_rows(li, targets[own], losses[own], gi, HEAD_SCALE, V, softcap, True)
         transpose(gi, git)
-        cublas.matmul(gi, w8t.t(), dx[i : i + n], scales=(gs, ws))
-        xit = x8t[:, i : i + n]
-        cublas.matmul(git, xit.t(), dw, scales=(gs, xs), accumulate=i > 0)
+        cublas.matmul(gi, w8t.t(), dx[own], scales=(gs, ws))
+        cublas.matmul(git, x8t[:, own].t(), dw, scales=(gs, xs), accumulate=i > 0)
     return losses, dx, dw
 
 
 @cross_entropy_chunks8.register_fake
-def _(x, weight, targets, vocab_size, softcap, smoothing, z_loss, x_amax, w_amax):
-    return empty_results(x, weight, sum_dtype(weight))
-
-
-@functools.cache
-def head_scale(device):
-    return torch.tensor(1 / HEAD_SCALE, device=device)
+def _(x, weight, targets, V, softcap, x_amax, w_amax):
+    return loss.empty_results(x, weight, loss.sum_dtype(weight))

@@ -1,8 +1,7 @@
-// What the Hopper kernels share: mbarriers, TMA copies, wgmma, the pipeline from the producer warpgroup to the consumer
-// warpgroups, and bf16 arithmetic. The functions are named after CUTLASS and the PTX instructions that they issue:
-// https://docs.nvidia.com/cuda/parallel-thread-execution
-//
-// Addresses of shared memory are 32-bit, as PTX takes them. NVRTC compiles this without any other header.
+// What the Hopper kernels share: mbarriers, TMA copies, wgmma, the pipeline from the producer warpgroup to the
+// consumer warpgroups, and bf16 arithmetic. Names are CUTLASS's and those of the PTX instructions issued:
+// https://docs.nvidia.com/cuda/parallel-thread-execution. Addresses of shared memory are 32-bit, as PTX takes
+// them. NVRTC compiles this without any other header.
 #pragma once
 
 typedef unsigned short u16;
@@ -13,13 +12,13 @@ struct alignas(64) TensorMap { u64 opaque[16]; };  // CUtensorMap
 // hopper.py reads these values from here.
 constexpr u32 BM = 128;       // rows of the tile that a consumer warpgroup holds in its accumulators
 constexpr u32 BN = 192;       // columns of that tile
-constexpr u32 BK = 64;        // depth (K) of a pipeline stage: 128 bytes, the width of the shared-memory swizzle
+constexpr u32 BK = 64;        // depth (K) of a pipeline stage: 128 bytes, the width of the swizzle
 constexpr u32 STAGES = 4;     // pipeline stages in shared memory
 constexpr u32 CHUNK = 64;     // columns that a warp's epilogue stages in shared memory at once, for 32 rows
 constexpr u32 CLUSTER = 2;    // thread blocks (CTAs) of a cluster
 constexpr u32 THREADS = 384;  // of a block: consumer warpgroups 0 and 1, producer warpgroup 2
 
-// ---- mbarriers -------------------------------------------------------------------------------------------------
+// ---- mbarriers --------------------------------------------------------------------------------------------
 
 __device__ void mbarrier_init(u32 barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
@@ -27,7 +26,8 @@ __device__ void mbarrier_init(u32 barrier, u32 arrivals) {
 
 // Arrives, and the phase also waits for so many bytes of TMA copies.
 __device__ void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+        ::"r"(barrier), "r"(bytes) : "memory");
 }
 
 // Arrives at the same barrier of the cluster's block `cta_rank`.
@@ -46,10 +46,11 @@ __device__ void mbarrier_wait(u32 barrier, u32 phase) {
             : "=r"(done) : "r"(barrier), "r"(phase) : "memory");
 }
 
-// ---- synchronisation of a cluster, of two warpgroups -----------------------------------------------------------
+// ---- synchronisation of a cluster, of two warpgroups ------------------------------------------------------
 
 __device__ void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.release.aligned;"
+        " barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
 __device__ void named_barrier_sync(u32 id, u32 threads) {
@@ -60,11 +61,12 @@ __device__ void named_barrier_arrive(u32 id, u32 threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// ---- TMA: boxes of a matrix between global and shared memory; x is the column, y the row -----------------------
+// ---- TMA: boxes of a matrix between global and shared memory; x is the column, y the row ------------------
 
 __device__ void tma_load(u32 to, const TensorMap* map, u32 x, u32 y, u32 barrier) {
     asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        " [%0], [%1, {%3, %4}], [%2];"
         ::"r"(to), "l"(map), "r"(barrier), "r"(x), "r"(y) : "memory");
 }
 
@@ -81,7 +83,7 @@ __device__ void tma_store(const TensorMap* map, u32 x, u32 y, u32 from) {
         " cp.async.bulk.commit_group;" ::"l"(map), "r"(from), "r"(x), "r"(y) : "memory");
 }
 
-// Waits until all stores of this thread but the last PENDING have read shared memory, so that it may be overwritten.
+// Waits until all stores of this thread but the last PENDING have read shared memory, which is then free.
 template <u32 PENDING> __device__ void tma_store_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
@@ -93,7 +95,7 @@ __device__ void tma_store_wait_all() {  // until they have reached global memory
 // Makes writes to shared memory visible to TMA and wgmma, which go through the async proxy.
 __device__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// ---- wgmma -----------------------------------------------------------------------------------------------------
+// ---- wgmma ------------------------------------------------------------------------------------------------
 
 template <u32 REGISTERS> __device__ void warpgroup_reg_alloc() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
@@ -104,7 +106,6 @@ template <u32 REGISTERS> __device__ void warpgroup_reg_dealloc() {
 }
 
 __device__ void warpgroup_arrive() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-
 __device__ void warpgroup_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
 template <u32 PENDING> __device__ void warpgroup_wait() {
@@ -129,8 +130,8 @@ __device__ u64 make_smem_desc(u32 tile, u32 stride, u32 leading = 16) {
     return (u64)((tile & 0x3ffff) >> 4) | (u64)(leading >> 4) << 16 | (u64)(stride >> 4) << 32 | (u64)1 << 62;
 }
 
-// d = a b, or d += a b where `accumulate` is not 0: a (64, 16), b (16, 192), bf16 by descriptors; d float32 in
-// registers. TRANS_A, TRANS_B: 1 where that operand is MN-major.
+// d = a b, or d += a b where `accumulate` is not 0: a (64, 16), b (16, 192), bf16 by descriptors; d float32
+// in registers. TRANS_A, TRANS_B: 1 where that operand is MN-major.
 template <int TRANS_A, int TRANS_B>
 __device__ void wgmma_m64n192k16(float (&d)[96], u64 a, u64 b, u32 accumulate) {
 #define D8(i)                                                                                           \
@@ -159,11 +160,11 @@ __device__ void wgmma_m64n8k16(float (&d)[4], u64 a, u64 b, u32 accumulate) {
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "l"(a), "l"(b), "r"(accumulate));
 }
 
-// ---- the pipeline: STAGES buffers, each with a barrier `full` and a barrier `empty` ----------------------------
+// ---- the pipeline: STAGES buffers, each with a barrier `full` and a barrier `empty` -----------------------
 
 // `full` completes a phase with one arrival (the producer's) and all bytes of its copies, `empty` with
-// `consumer_arrivals`; `more` barriers of one arrival each follow. Ends with a cluster_sync, since the cluster's other
-// block arrives at these barriers and copies into these stages.
+// `consumer_arrivals`; `more` barriers of one arrival each follow. Ends with a cluster_sync, since the
+// cluster's other block arrives at these barriers and copies into these stages.
 __device__ void init_barriers(u32 full, u32 empty, u32 consumer_arrivals, u32 more) {
     if (threadIdx.x == 0) {
         for (u32 i = 0; i < STAGES; i++) {
@@ -180,16 +181,16 @@ __device__ void advance(u32& stage, u32& phase) {
     if (++stage == STAGES) stage = 0, phase ^= 1;
 }
 
-// A consumer warpgroup gives the stage before `stage` back to the producers of every block in the cluster, since what
-// they load into it is multicast.
+// A consumer warpgroup gives the stage before `stage` back to the producers of every block in the cluster,
+// since what they load into it is multicast.
 __device__ void release_previous_stage(u32 stage, u32 empty, u32 thread) {
     if (thread < CLUSTER) mbarrier_arrive_cluster(empty + 8 * ((stage + STAGES - 1) % STAGES), thread);
 }
 
-// ---- bf16 in registers and in shared memory --------------------------------------------------------------------
+// ---- bf16 in registers and in shared memory ---------------------------------------------------------------
 
-// Four 8 x 8 matrices; a lane holds two neighbours of each, as in wgmma's accumulators. `at`: the address of one row
-// of 16 bytes, which each lane gives.
+// Four 8 x 8 matrices; a lane holds two neighbours of each, as in wgmma's accumulators. `at`: the address of
+// one row of 16 bytes, which each lane gives.
 __device__ void ldmatrix_x4(u32 (&r)[4], u32 at) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
         : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at));

@@ -3,13 +3,12 @@
 - linear: a plain GEMM with an optional bias, which cublas.py times beside cuBLASLt's algorithms.
 - gelu, dgelu, relu2, drelu2: the MLP's first GEMM with its activation; the backward of its second with the
   activation's derivative and the gradient of the first bias.
-- exponentials: the GEMM that gives the logits, perhaps capped, with the numerators of their softmax and row sums.
+- exponentials: the GEMM of the logits, perhaps capped, with the numerators of their softmax and row sums.
 - linear_backward: the backward of the layer before attention, straight from the gradients of q, k and v.
 
-The kernels are CUDA: hopper_gemm.cu, hopper_wgrad.cu and what both include, hopper.cuh. NVRTC compiles them when a run
-starts, which takes seconds, and this file launches them through the driver, without a host compiler.
-
-NVRTC: https://docs.nvidia.com/cuda/nvrtc; the driver's calls: https://docs.nvidia.com/cuda/cuda-driver-api
+The kernels are CUDA: hopper_gemm.cu, hopper_wgrad.cu and what both include, hopper.cuh. NVRTC
+(https://docs.nvidia.com/cuda/nvrtc) compiles them when a run starts, in seconds and without a host compiler;
+the driver launches them (https://docs.nvidia.com/cuda/cuda-driver-api).
 """
 
 import ctypes
@@ -25,20 +24,10 @@ from fast import chips
 
 FOLDER = Path(__file__).parent
 HEADER = (FOLDER / "hopper.cuh").read_text()
-
-
-def constant(name):
-    """The value of a constant of hopper.cuh."""
-    return int(re.search(rf"constexpr u32 {name} = (\d+);", HEADER)[1])
-
-
-BM, BN, BK, STAGES, CHUNK = map(
-    constant, ("BM", "BN", "BK", "STAGES", "CHUNK")
-)  # tile sizes, explained there
-CLUSTER, THREADS = constant("CLUSTER"), constant("THREADS")
-PART = (
-    2 * BM
-)  # the widths of linear_backward's parts must be multiples of this: a tile of hopper_wgrad takes one part
+SIZES = dict(re.findall(r"constexpr u32 (\w+) = (\d+);", HEADER))  # explained there
+BM, BN, BK, STAGES = (int(SIZES[name]) for name in ("BM", "BN", "BK", "STAGES"))
+CHUNK, CLUSTER, THREADS = (int(SIZES[name]) for name in ("CHUNK", "CLUSTER", "THREADS"))
+PART = 2 * BM  # linear_backward's parts are multiples of this wide: a tile of hopper_wgrad takes one part
 
 # Every kernel that is compiled: its name, which is also its file's, and its -D options.
 LINEAR = "hopper_gemm", "EPILOGUE=BIAS", "B_N_MAJOR=0"  # b: (N, K)
@@ -62,8 +51,8 @@ SHARED_BYTES = {
 
 @functools.cache
 def available(device):
-    """Whether the kernels run on this torch.device: a Hopper GPU, with NVRTC, which PyTorch for CUDA brings along."""
-    if chips.no_hopper_kernels(chips.of(device)):
+    """Whether the kernels run on this torch.device: a Hopper GPU, and NVRTC, which comes with PyTorch."""
+    if chips.of(device) != chips.Chip("nvidia", (9, 0)):
         return False
     try:
         return bool(nvrtc())
@@ -72,23 +61,19 @@ def available(device):
 
 
 def takes(*operands):
-    """Whether the kernels can read and write these operands: each a tensor, a shape, or None for one that is absent.
+    """Whether the kernels can read and write these operands: each a tensor, a shape, or None for no operand.
 
-    A tensor must be a bf16 matrix, or a vector such as a bias, that is not empty, has contiguous rows, begins at a
-    multiple of 16 bytes, and has a width and a row stride that are multiples of 8: TMA copies in units of 16 bytes. A
-    shape stands for a new contiguous bf16 tensor. The device is not looked at: see `available`.
+    A tensor must be a bf16 matrix, or a vector such as a bias, that is not empty, has contiguous rows, begins
+    at a multiple of 16 bytes, and has a width and a row stride that are multiples of 8: TMA copies in units
+    of 16 bytes. A shape stands for a new contiguous bf16 tensor. On which device: see `available`.
     """
-    return all(
-        x is None or (tensor_fits(x) if isinstance(x, torch.Tensor) else shape_fits(x)) for x in operands
-    )
+    return all(x is None or fits(x) for x in operands)
 
 
-def shape_fits(shape):
-    return shape[-1] % 8 == 0 and min(shape) > 0
-
-
-def tensor_fits(x):
-    if x.dtype != torch.bfloat16 or x.dim() not in (1, 2) or not shape_fits(x.shape):
+def fits(x):
+    if not isinstance(x, torch.Tensor):
+        return x[-1] % 8 == 0 and min(x) > 0
+    if x.dtype != torch.bfloat16 or x.dim() not in (1, 2) or not fits(x.shape):
         return False
     *row, element = x.stride()
     if element != 1 or row and (row[0] % 8 or row[0] < x.size(1)):
@@ -100,61 +85,51 @@ def tensor_fits(x):
 def linear(a, b, bias, out):
     """out = a b + bias; returns out.
 
-    a: (M, K); b: (K, N), with contiguous rows or columns; bias: (N,) or None; out: (M, N). `takes` must hold for a, b
-    (b.t() if its columns are contiguous), bias and out; a RuntimeError otherwise, as in every function here.
+    a: (M, K); b: (K, N), with contiguous rows or columns; bias: (N,) or None; out: (M, N). `takes` must hold
+    for a, b or b.t(), bias and out, as for all operands here; a RuntimeError otherwise.
     """
-    if b.stride(1) == 1:
-        launch_gemm(LINEAR_N_MAJOR, [a], b, out, bias=bias)
-    else:
-        launch_gemm(LINEAR, [a], b.t(), out, bias=bias)
+    n_major = b.stride(1) == 1
+    launch_gemm(LINEAR_N_MAJOR if n_major else LINEAR, [a], b if n_major else b.t(), out, bias=bias)
     return out
 
 
 def gelu(a, b, bias):
-    """Returns (tanh GELU of the pre-activation a b^T + bias, the pre-activation), both (M, N) bf16.
-
-    a: (M, K), b: (N, K), bias: (N,) or None, all bf16.
-    """
+    """(tanh GELU of the pre-activation, this, a b^T + bias), (M, N) each; a: (M, K), b: (N, K)."""
     out, preact = (a.new_empty(a.size(0), b.size(0)) for _ in range(2))
     launch_gemm(GELU, [a], b, out, preact, bias)
     return out, preact
 
 
 def relu2(a, b, bias):
-    """Returns max(a b^T + bias, 0)^2, (M, N) bf16; a: (M, K), b: (N, K), bias: (N,) or None, all bf16."""
+    """max(a b^T + bias, 0)^2, (M, N); a: (M, K), b: (N, K), bias: (N,) or None."""
     out = a.new_empty(a.size(0), b.size(0))
     launch_gemm(RELU2, [a], b, out, bias=bias)
     return out
 
 
-def dgelu(a, b, preact):
-    """Returns (a b times GELU's derivative at the pre-activation, (M, N) bf16; its column sums, (N,) float32).
-
-    a: (M, K), b: (K, N), preact: (M, N), all bf16. With a and b the gradient of the output and the weight of an MLP's
-    second layer, these are the gradients of the pre-activation and of the first layer's bias.
-    """
-    return derivative(DGELU, a, b, preact)
-
-
-def drelu2(a, b, act):
-    """As dgelu, for ReLU^2: act is its output, whose root is half the derivative."""
-    return derivative(DRELU2, a, b, act)
-
-
 def derivative(kernel, a, b, saved):
+    """(a b times GELU's or ReLU^2's derivative, (M, N), its column sums, (N,) float32); a: (M, K), b: (K, N).
+
+    saved: GELU's pre-activation, or the output of ReLU^2, whose root is half the derivative. With a and b the
+    gradient of the output and the weight of an MLP's second layer, these are the gradients of the
+    pre-activation and of the first layer's bias.
+    """
     out = torch.empty_like(saved)
     sums = torch.empty(cluster_rows(a) // 32, out.size(1), dtype=torch.float32, device=a.device)
     launch_gemm(kernel, [a], b, out, saved, sums=sums)
     return out, sums.sum(0)
 
 
+dgelu, drelu2 = functools.partial(derivative, DGELU), functools.partial(derivative, DRELU2)
+
+
 def exponentials(a, b, shifts, vocab_size, out=None, softcap=None):
     """Softmax numerators 2^(logits log2(e) - shifts[row]) of the logits a b^T, summed over every BN columns.
 
-    a: (M, K), b: (N, K), bf16; shifts: (M,) float32; the columns from vocab_size on count as 0. Returns (M, N / BN
-    rounded up, 2) float32, the sums and what the shift was raised by: where the sum of those BN columns would be above
-    2^60, it is raised until the largest of them is 1. `out`, (M, N) bf16, receives the numerators. softcap: the logits
-    are softcap tanh(a b^T / softcap), never raised, and `out` receives the numerators times the derivative of that.
+    a: (M, K), b: (N, K); shifts: (M,) float32; columns from vocab_size on count as 0. Returns (M, N / BN
+    rounded up, 2) float32, the sums and what the shift was raised by: where the sum of those BN columns would
+    be above 2^60, it is raised until the largest is 1. `out`, (M, N), receives the numerators. softcap: the
+    logits are softcap tanh(a b^T / softcap), never raised, and `out` is multiplied with this derivative.
     """
     kernel = EXPONENTIALS if softcap is None else CAPPED_EXPONENTIALS
     sums = torch.empty(cluster_rows(a), -(-b.size(0) // BN), 2, dtype=torch.float32, device=a.device)
@@ -163,11 +138,11 @@ def exponentials(a, b, shifts, vocab_size, out=None, softcap=None):
 
 
 def linear_backward(parts, x, w):
-    """Backward of y = x w^T + b: returns the gradients of x, (T, Q) bf16, of w, (P, Q), and b, (P,), both float32.
+    """Backward of y = x w^T + b: the gradients of x, (T, Q) bf16, w, (P, Q), and b, (P,), both float32.
 
-    parts: the gradient of y as three matrices (T, P_i), side by side, each P_i a multiple of PART; x: (T, Q); w:
-    (P = sum of P_i, Q); all bf16 and contiguous. The terms of the last two are added in no fixed order: from call to
-    call the gradients of w and b differ by float32's rounding.
+    parts: the gradient of y as three matrices (T, P_i), side by side, each P_i a multiple of PART; x: (T, Q);
+    w: (P = sum of P_i, Q); all contiguous. The gradients of w and b are added up in no fixed order: from call
+    to call they differ by float32's rounding.
     """
     (T, Q), P = x.shape, w.size(0)
     dx = torch.empty_like(x)
@@ -182,19 +157,14 @@ def linear_backward(parts, x, w):
 
 @functools.cache
 def unit_k_tiles(tiles, k_tiles, clusters):
-    """How many of a tile's k-tiles hopper_wgrad makes a work unit: few units, but every cluster is busy to the end."""
-
-    def longest(
-        splits,
-    ):  # time of the busiest cluster, in k-tiles; adding a unit to dw takes as long as about two
-        return -(-tiles * splits // clusters) * (-(-k_tiles // splits) + 2)
-
-    return -(-k_tiles // min(range(1, 17), key=longest))
+    """How many k-tiles of a tile are a work unit of hopper_wgrad: few units, all clusters busy to the end."""
+    # by the time of the busiest cluster, in k-tiles; to add a unit to dw takes as long as about two
+    splits = min(range(1, 17), key=lambda n: -(-tiles * n // clusters) * (-(-k_tiles // n) + 2))
+    return -(-k_tiles // splits)
 
 
 def launch_gemm(kernel, parts, b, out, saved=None, bias=None, shifts=None, sums=None, n_valid=0, softcap=0.0):
-    """Launches hopper_gemm. parts: [a], or three matrices whose columns side by side are a's; b as the kernel reads
-    it, (K, N) or (N, K); None for what its epilogue does not use."""
+    """Launches hopper_gemm. parts: [a], or three matrices that make up a; b: as the kernel reads it."""
     ensure_context(b.device.index)
     n_major = "B_N_MAJOR=1" in kernel
     M, (K, N) = parts[0].size(0), (b.shape if n_major else b.shape[::-1])
@@ -220,7 +190,7 @@ def offsets(parts):
 
 @functools.cache
 def sm_count(device):
-    """Streaming multiprocessors of a torch.device; 1 for a CPU, where Triton's interpreter runs the kernels."""
+    """Streaming multiprocessors of a torch.device; 1 for a CPU, where Triton's interpreter runs kernels."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
@@ -232,45 +202,42 @@ def launch(kernel, device, clusters, maps, tensors, numbers):
     stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
     grid_and_block = CLUSTER * clusters, 1, 1, THREADS, 1, 1
     function, shared_bytes = loaded(kernel, device), SHARED_BYTES[kernel[0]]
-    check(
-        driver().cuLaunchKernel(function, *grid_and_block, shared_bytes, stream, addresses, None),
-        "cuLaunchKernel",
-    )
+    call(driver(), "cuLaunchKernel", function, *grid_and_block, shared_bytes, stream, addresses, None)
 
 
 def tensor_map(x, rows, columns):
-    """A CUtensorMap, TMA's descriptor of a matrix, for copies of boxes of rows x columns with the 128-byte swizzle."""
+    """A CUtensorMap, TMA's descriptor of a matrix, for boxes of rows x columns with the 128-byte swizzle."""
     if not takes(x) or x.dim() != 2:
         found = f"{x.dtype}, shape {tuple(x.shape)}, strides {x.stride()}, address {x.data_ptr():#x}"
         raise RuntimeError(
-            "fast/hopper.py takes bf16 matrices with contiguous rows whose width, row stride and address are multiples "
-            f"of 16 bytes, not {found}; use fast/cublas.py for others"
+            "fast/hopper.py takes bf16 matrices with contiguous rows whose width, row stride and address are "
+            f"multiples of 16 bytes, not {found}; use fast/cublas.py for others"
         )
     memory = ctypes.create_string_buffer(128 + 64)
     aligned = (ctypes.c_char * 128).from_buffer(memory, -ctypes.addressof(memory) % 64)
     sizes, stride = (ctypes.c_uint64 * 2)(x.size(1), x.size(0)), ctypes.c_uint64(x.stride(0) * 2)
     box, steps = (ctypes.c_uint32 * 2)(columns, rows), (ctypes.c_uint32 * 2)(1, 1)
     bf16, no_interleave, swizzle_128, promote_256, fill_zeros = 9, 0, 3, 3, 0
-    status = driver().cuTensorMapEncodeTiled(
-        aligned, bf16, 2, ctypes.c_void_p(x.data_ptr()), sizes, ctypes.byref(stride), box, steps, no_interleave,
-        swizzle_128, promote_256, fill_zeros,
+    call(
+        driver(), "cuTensorMapEncodeTiled", aligned, bf16, 2, ctypes.c_void_p(x.data_ptr()), sizes,
+        ctypes.byref(stride), box, steps, no_interleave, swizzle_128, promote_256, fill_zeros,
     )  # fmt: skip
-    check(status, "cuTensorMapEncodeTiled")
     return aligned
 
 
 def ensure_context(device):
-    """Makes the GPU's primary context current in this thread if none is: autograd's threads may start without one."""
+    """Makes the GPU's primary context current in this thread if none is, as in some of autograd's threads."""
     context = ctypes.c_void_p()
-    check(driver().cuCtxGetCurrent(ctypes.byref(context)), "cuCtxGetCurrent")
+    call(driver(), "cuCtxGetCurrent", ctypes.byref(context))
     if not context:
-        check(driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), device), "cuDevicePrimaryCtxRetain")
-        check(driver().cuCtxSetCurrent(context), "cuCtxSetCurrent")
+        call(driver(), "cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+        call(driver(), "cuCtxSetCurrent", context)
 
 
-def check(status, call):
-    if status:
-        raise RuntimeError(f"{call} failed with status {status}")
+def call(lib, function, *arguments):
+    """Calls a library's function, which returns 0 or the status of an error."""
+    if status := getattr(lib, function)(*arguments):
+        raise RuntimeError(f"{function} failed with status {status}")
 
 
 @functools.cache
@@ -291,16 +258,15 @@ def loaded(kernel, device):
     """The kernel's CUfunction on that GPU."""
     module, function, max_dynamic_shared_size_bytes = ctypes.c_void_p(), ctypes.c_void_p(), 8
     name = kernel[0]
-    check(driver().cuModuleLoadData(ctypes.byref(module), compiling()[kernel].result()), "cuModuleLoadData")
-    check(driver().cuModuleGetFunction(ctypes.byref(function), module, name.encode()), "cuModuleGetFunction")
-    status = driver().cuFuncSetAttribute(function, max_dynamic_shared_size_bytes, SHARED_BYTES[name])
-    check(status, "cuFuncSetAttribute")
+    call(driver(), "cuModuleLoadData", ctypes.byref(module), compiling()[kernel].result())
+    call(driver(), "cuModuleGetFunction", ctypes.byref(function), module, name.encode())
+    call(driver(), "cuFuncSetAttribute", function, max_dynamic_shared_size_bytes, SHARED_BYTES[name])
     return function
 
 
 @functools.cache
 def compiling():
-    """Starts to compile every kernel, a thread each, and returns their futures: they end before torch.compile does."""
+    """Starts to compile every kernel, a thread each; returns the futures. torch.compile takes longer."""
     threads = ThreadPoolExecutor(len(KERNELS))
     cubins = {kernel: threads.submit(compiled, kernel) for kernel in KERNELS}
     threads.shutdown(wait=False)
@@ -308,15 +274,13 @@ def compiling():
 
 
 def compiled(kernel):
-    """The kernel's cubin, its machine code for sm_90a; RuntimeError with the compiler's log if it does not compile."""
+    """The kernel's cubin, its machine code for sm_90a; RuntimeError with the compiler's log otherwise."""
     name, *definitions = kernel
-    source = (FOLDER / f"{name}.cu").read_bytes()
+    source, file = (FOLDER / f"{name}.cu").read_bytes(), f"{name}.cu".encode()
     options = [b"--gpu-architecture=sm_90a", *(b"-D" + definition.encode() for definition in definitions)]
     headers, include_names = (ctypes.c_char_p * 1)(HEADER.encode()), (ctypes.c_char_p * 1)(b"hopper.cuh")
     lib, program = nvrtc(), ctypes.c_void_p()
-    file = f"{name}.cu".encode()
-    status = lib.nvrtcCreateProgram(ctypes.byref(program), source, file, 1, headers, include_names)
-    check(status, "nvrtcCreateProgram")
+    call(lib, "nvrtcCreateProgram", ctypes.byref(program), source, file, 1, headers, include_names)
     if lib.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options)):
         raise RuntimeError(nvrtc_output(program, "ProgramLog").rstrip(b"\0").decode())
     return nvrtc_output(program, "CUBIN")
@@ -324,7 +288,7 @@ def compiled(kernel):
 
 def nvrtc_output(program, what):
     size = ctypes.c_size_t()
-    check(getattr(nvrtc(), f"nvrtcGet{what}Size")(program, ctypes.byref(size)), "NVRTC")
+    call(nvrtc(), f"nvrtcGet{what}Size", program, ctypes.byref(size))
     content = ctypes.create_string_buffer(size.value)
-    check(getattr(nvrtc(), f"nvrtcGet{what}")(program, content), "NVRTC")
+    call(nvrtc(), f"nvrtcGet{what}", program, content)
     return content.raw

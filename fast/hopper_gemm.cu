@@ -1,34 +1,30 @@
-// hopper_gemm: out = epilogue(a b), bf16 with float32 accumulators. -DEPILOGUE picks what happens to the accumulators
-// before they are rounded and stored, -DB_N_MAJOR the layout of b. hopper.py compiles each pair in use and launches it.
+// hopper_gemm: out = epilogue(a b), bf16 with float32 accumulators. -DEPILOGUE picks what happens to these
+// before they are stored, -DB_N_MAJOR the layout of b. hopper.py compiles each pair in use and launches it.
 //
-// A persistent grid, one block per SM, in clusters of two. In a block two consumer warpgroups alternate (CUTLASS calls
-// this ping-pong): while one multiplies its tile, the other runs the epilogue of the tile before, so that the tensor
-// cores do not idle. One thread of the third warpgroup, the producer, loads the operands by TMA. The two blocks of a
-// cluster work on neighbouring rows and share the tile of b: each loads half and multicasts it to both.
+// A persistent grid, one block per SM, in clusters of two. In a block two consumer warpgroups alternate
+// (ping-pong in CUTLASS): while one multiplies its tile, the other runs the epilogue of the tile before, so
+// that the tensor cores do not idle. One thread of the third warpgroup, the producer, loads the operands by
+// TMA. The two blocks of a cluster work on neighbouring rows and share the tile of b: each loads half and
+// multicasts it to both.
 #include "hopper.cuh"
 
 enum Epilogue {
     BIAS,    // out = a b + bias
     RELU2,   // out = max(a b + bias, 0)^2
     GELU,    // preact = a b + bias, out = GELU(preact)
-    DRELU2,  // out = a b * 2 sqrt(saved), sums[m / 32][n] = column sums of 32 rows of it before it is rounded: saved is
-             // RELU2's output, from which its derivative follows without the pre-activation
+    DRELU2,  // out = a b * 2 sqrt(saved), sums[m / 32][n] = column sums of 32 rows of it before rounding.
+             // saved: RELU2's output, from which the derivative follows without the pre-activation
     DGELU,   // the same for GELU: out = a b * GELU'(saved), where saved is the pre-activation
     EXP,     // out = 2^(a b log2(e) - shifts[m] - raised) in the first n_valid columns and 0 behind them;
-             // sums[m][n / BN] = (row sums of BN columns of it before it is rounded, raised), see raise_shifts
-    EXP_CAPPED,  // the same of z = softcap tanh(a b / softcap) instead of a b, but out times dz / d(a b), 1 - tanh^2
+             // sums[m][n / BN] = (row sums of BN columns of it before rounding, raised): see raise_shifts
+    EXP_CAPPED,  // the same of z = softcap tanh(a b / softcap), but out times dz / d(a b), 1 - tanh^2
 };
-
-#ifndef EPILOGUE  // for editors
-#define EPILOGUE GELU
-#define B_N_MAJOR 0
-#endif
 
 constexpr u32 A_BYTES = BM * BK * 2, B_BYTES = BN * BK * 2, STAGE_BYTES = A_BYTES + B_BYTES;
 constexpr u32 STAGING_BYTES = 32 * CHUNK * 2;  // a warp stages 32 rows of a chunk at once
 constexpr u32 CHUNKS = BN / CHUNK;             // of a tile
 
-// ---- pointwise functions ---------------------------------------------------------------------------------------
+// ---- pointwise functions ----------------------------------------------------------------------------------
 
 constexpr float LOG2E = 1.4426950409f;
 
@@ -70,7 +66,8 @@ __device__ float gelu(float x) {
 
 __device__ float gelu_derivative(float x) {
     const float square = x * x, t = gelu_tanh(x, square);
-    return fmaf(fmaf(-t, t, 1.f), x * fmaf(square, 1.5f * SQRT_2_PI * CUBIC, .5f * SQRT_2_PI), fmaf(t, .5f, .5f));
+    const float inner = fmaf(square, 1.5f * SQRT_2_PI * CUBIC, .5f * SQRT_2_PI);
+    return fmaf(fmaf(-t, t, 1.f), x * inner, fmaf(t, .5f, .5f));
 }
 
 __device__ float derivative(float saved) {  // of the activation, see DRELU2 and DGELU
@@ -80,12 +77,13 @@ __device__ float derivative(float saved) {  // of the activation, see DRELU2 and
     return 2.f * root;
 }
 
-// ---- epilogues -------------------------------------------------------------------------------------------------
+// ---- epilogues --------------------------------------------------------------------------------------------
 
-// A consumer warp's accumulators. A tile's 128 rows take two wgmma instructions, h = 0 and 1, of 64 rows each. The
-// descriptor of a skips every other group of 8 rows, so that a warp's rows of both are 32 consecutive ones: d[0] holds
-// their groups 0 and 2, d[1] their groups 1 and 3. In the 16 columns j, for i = 0..3, a lane holds d[h][8 j + 2 i] and
-// its right neighbour d[h][8 j + 2 i + 1]: row 16 (i % 2) + 8 h + lane / 4, column 16 j + 8 (i / 2) + 2 (lane % 4).
+// A consumer warp's accumulators. A tile's 128 rows take two wgmma instructions, h = 0 and 1, of 64 rows
+// each. The descriptor of a skips every other group of 8 rows, so that a warp's rows of both are 32
+// consecutive ones: d[0] has their groups 0 and 2, d[1] groups 1 and 3. In the 16 columns j a lane has, for
+// i = 0..3, d[h][8 j + 2 i] at row 16 (i % 2) + 8 h + lane / 4, column 16 j + 8 (i / 2) + 2 (lane % 4), and
+// its right neighbour.
 typedef float Accumulators[2][96];
 
 struct Tile {
@@ -101,10 +99,12 @@ struct Warp {
 
     __device__ u32 buffer() const { return staging + chunk % 2 * STAGING_BYTES; }
     // Offset in a buffer of the 16 columns j of d[h]'s rows, with the 128-byte swizzle.
-    __device__ u32 matrix(u32 j, u32 h) const { return offset + h * (8 * 128) + ((2 * j + lane / 16) ^ lane % 8) * 16; }
+    __device__ u32 matrix(u32 j, u32 h) const {
+        return offset + h * (8 * 128) + ((2 * j + lane / 16) ^ lane % 8) * 16;
+    }
 };
 
-// Waits until TMA has read a buffer, so that it is free: all but the last PENDING stores are done with theirs.
+// Waits until TMA has read a buffer, which is then free: all stores but the last PENDING are done.
 template <u32 PENDING> __device__ void acquire_staging(const Warp& warp) {
     if (warp.lane == 0) tma_store_wait_read<PENDING>();
     __syncwarp();
@@ -115,8 +115,9 @@ __device__ void commit_staging() {  // makes the whole warp's writes visible to 
     __syncwarp();
 }
 
-// Adds the bias to chunk c of d, which begins at column n, and writes it (RELU2: its activation) into `buffer` as bf16.
-__device__ void stage_with_bias(const Warp& warp, Accumulators& d, u32 c, u32 n, const u16* bias, u32 N, u32 buffer) {
+// Adds the bias to chunk c of d, from column n on, and writes it (RELU2: its activation) into `buffer`.
+__device__ void stage_with_bias(const Warp& warp, Accumulators& d, u32 c, u32 n, const u16* bias, u32 N,
+                                u32 buffer) {
 #pragma unroll
     for (u32 j = 0; j < CHUNK / 16; j++) {
         u32 added[2] = {0, 0};
@@ -141,8 +142,8 @@ __device__ void stage_with_bias(const Warp& warp, Accumulators& d, u32 c, u32 n,
     commit_staging();
 }
 
-__device__ void epilogue_bias(Warp& warp, Accumulators& d, Tile tile, const TensorMap* out_map, const u16* bias,
-                              u32 N) {
+__device__ void epilogue_bias(Warp& warp, Accumulators& d, Tile tile, const TensorMap* out_map,
+                              const u16* bias, u32 N) {
 #pragma unroll
     for (u32 c = 0; c < CHUNKS; c++, warp.chunk++) {
         const u32 n = tile.column + c * CHUNK, m = tile.row + 32 * warp.index, buffer = warp.buffer();
@@ -152,8 +153,7 @@ __device__ void epilogue_bias(Warp& warp, Accumulators& d, Tile tile, const Tens
     }
 }
 
-// preact goes through the first buffer, out through the second. GELU is applied to the float32 sum, not to its
-// rounded value.
+// preact goes through the first buffer, out through the second. GELU takes the sum before it is rounded.
 __device__ void epilogue_gelu(Warp& warp, Accumulators& d, Tile tile, const TensorMap* out_map,
                               const TensorMap* preact_map, const u16* bias, u32 N) {
 #pragma unroll
@@ -181,17 +181,15 @@ __device__ void epilogue_gelu(Warp& warp, Accumulators& d, Tile tile, const Tens
     }
 }
 
-// Loads the warp's rows of `saved`, from column x and the block's row y on, into the buffer of chunk number `chunk`.
-// One lane calls this.
+// Loads the warp's rows of `saved`, from column x and the block's row y on, into chunk's buffer, in one lane.
 __device__ void load_saved(const Warp& warp, const TensorMap* saved_map, u32 x, u32 y, u32 chunk) {
     const u32 barrier = warp.loaded + 8 * (chunk % 2);
     mbarrier_arrive_expect_tx(barrier, STAGING_BYTES);
     tma_load(warp.staging + chunk % 2 * STAGING_BYTES, saved_map, x, y + 32 * warp.index, barrier);
 }
 
-// Stores the sums of 32 columns, from n on, over a warp's 32 rows. total: this lane's sums over its four rows, of two
-// neighbouring columns in each group of 8. Eight lanes hold the same columns: at each exchange, two lanes split the
-// columns that they have in common.
+// Stores the sums of 32 columns, from n on, over a warp's 32 rows. total: this lane's sums of its four rows,
+// of two neighbours in each 8 columns. Eight lanes have the same columns: at each exchange two split theirs.
 __device__ void store_column_sums(float (&total)[8], u32 lane, u32 n, float* sums, u32 N) {
 #pragma unroll
     for (u32 half = 4; half > 1; half /= 2) {
@@ -209,10 +207,11 @@ __device__ void store_column_sums(float (&total)[8], u32 lane, u32 n, float* sum
     if (lane % 8 < 4 && at < N) *to = make_float2(total[0], total[1]);
 }
 
-// A chunk of `saved` is loaded into a buffer and overwritten there by out. When the store of the chunk before has read
-// the other buffer, `saved` of the chunk after is loaded into that one. The kernel loads a warp's first two chunks.
+// A chunk of `saved` is loaded into a buffer and overwritten there by out. When the store of the chunk before
+// has read the other buffer, `saved` of the chunk after goes there. The kernel loads a warp's first two.
 __device__ void epilogue_derivative(Warp& warp, Accumulators& d, Tile tile, Tile next, bool has_next,
-                                    const TensorMap* out_map, const TensorMap* saved_map, float* sums, u32 N) {
+                                    const TensorMap* out_map, const TensorMap* saved_map, float* sums,
+                                    u32 N) {
 #pragma unroll
     for (u32 c = 0; c < CHUNKS; c++, warp.chunk++) {
         const u32 n = tile.column + c * CHUNK, m = tile.row + 32 * warp.index, buffer = warp.buffer();
@@ -250,13 +249,13 @@ __device__ void epilogue_derivative(Warp& warp, Accumulators& d, Tile tile, Tile
     }
 }
 
-// Exponents (of two) far above their row's shift would overflow bf16 and float32. Where the sum of a tile's columns is
-// above 2 to this, the row's shift is raised to the tile's largest.
+// Exponents (of two) far above their row's shift would overflow. Where the sum of a tile's columns is above 2
+// to this, the row's shift is raised to the tile's largest.
 constexpr float LARGEST_EXPONENT = 60.f;
 
-// Raises the shifts of those of this lane's rows whose sums are too large, both [h][i % 2] -> whether any lane's was.
-// valid: the tile's columns that count, from this lane's first on. Each row is raised once at most. Its sum stays too
-// large where the logits, from 7e8 on, are so large that the rounding of the shift alone is above LARGEST_EXPONENT.
+// Raises the shifts of those of this lane's rows whose sums are too large, both [h][i % 2] -> whether any
+// lane's was. valid: the tile's columns that count, from this lane's first on. A row is raised once at most:
+// logits from 7e8 on, whose shift's rounding alone is above LARGEST_EXPONENT, keep too large a sum.
 __device__ bool raise_shifts(const Warp& warp, const Accumulators& d, int valid, const float (&row_sum)[2][2],
                              float (&shift)[2][2]) {
     bool large[2][2], any = false;
@@ -285,11 +284,12 @@ __device__ bool raise_shifts(const Warp& warp, const Accumulators& d, int valid,
     return true;
 }
 
-// tiles_n: the output's width in tiles, the row stride of sums. Rows behind M, up to a whole tile, are written too.
-__device__ void epilogue_exp(Warp& warp, Accumulators& d, Tile tile, const TensorMap* out_map, const float* shifts,
-                             float2* sums, u32 M, u32 n_valid, u32 tiles_n, u32 has_out, float softcap) {
+// tiles_n: the output's width in tiles, the row stride of sums. Rows behind M, up to a tile, are written too.
+__device__ void epilogue_exp(Warp& warp, Accumulators& d, Tile tile, const TensorMap* out_map,
+                             const float* shifts, float2* sums, u32 M, u32 n_valid, u32 tiles_n, u32 has_out,
+                             float softcap) {
     const float scale = 2.f * LOG2E / softcap;  // used if the logits are capped
-    const int valid = n_valid - tile.column - warp.lane % 4 * 2;  // columns that count, from this lane's first on
+    const int valid = n_valid - tile.column - warp.lane % 4 * 2;  // that count, from the lane's first on
     float shift[2][2], row_sum[2][2];  // of this lane's rows: [h][i % 2]
 #pragma unroll
     for (u32 i = 0; i < 4; i++) {
@@ -344,14 +344,13 @@ __device__ void epilogue_exp(Warp& warp, Accumulators& d, Tile tile, const Tenso
     sums[(u64)m * tiles_n + tile.column / BN] = make_float2(sum, to > from ? to - from : 0.f);
 }
 
-// ---- the kernel ------------------------------------------------------------------------------------------------
+// ---- the kernel -------------------------------------------------------------------------------------------
 
-// a: (M, K), three matrices side by side (the gradients of q, k and v), of which the second begins at column K1 and
-// the third at K2; b: (N, K), or (K, N) with B_N_MAJOR; out, saved: (M, N); all bf16 with contiguous rows. `saved` is
-// written by GELU (the pre-activation) and read by DRELU2 and DGELU.
-// bias: (N,) bf16 or null. shifts: (M,) float32. sums: float32, (M / 32, N) for DRELU2 and DGELU, (M, N / BN rounded
-// up, 2) for EXP and EXP_CAPPED, with M rounded up to whole clusters' tiles of CLUSTER * BM rows. These two write no
-// out where has_out is 0.
+// a: (M, K), three matrices side by side (the gradients of q, k and v), the second from column K1 on, the third
+// from K2; b: (N, K), or (K, N) with B_N_MAJOR; out, saved: (M, N); all bf16 with contiguous rows. `saved` is
+// written by GELU (the pre-activation) and read by DRELU2 and DGELU. bias: (N,) bf16 or null. shifts: (M,)
+// float32. sums: float32, (M / 32, N) for DRELU2 and DGELU, (M, N / BN rounded up, 2) for EXP and EXP_CAPPED,
+// with M rounded up to whole tiles of a cluster. These two write no out where has_out is 0.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTER, 1, 1)
 hopper_gemm(const __grid_constant__ TensorMap a0_map, const __grid_constant__ TensorMap a1_map,
             const __grid_constant__ TensorMap a2_map, const __grid_constant__ TensorMap b_map,
@@ -360,14 +359,15 @@ hopper_gemm(const __grid_constant__ TensorMap a0_map, const __grid_constant__ Te
             u32 M, u32 N, u32 K, u32 K1, u32 K2, u32 n_valid, u32 has_out, float softcap) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const u32 stages = (u32)__cvta_generic_to_shared(shared), staging = stages + STAGES * STAGE_BYTES;
-    const u32 full = staging + 16 * STAGING_BYTES, empty = full + 8 * STAGES, loaded = empty + 8 * STAGES;  // mbarriers
+    // mbarriers
+    const u32 full = staging + 16 * STAGING_BYTES, empty = full + 8 * STAGES, loaded = empty + 8 * STAGES;
     const u32 warpgroup = threadIdx.x / 128, thread = threadIdx.x % 128, lane = thread % 32;
     const u32 cta_rank = blockIdx.x % CLUSTER, cluster = blockIdx.x / CLUSTER, clusters = gridDim.x / CLUSTER;
     const u32 k_tiles = (K + BK - 1) / BK, tiles_n = (N + BN - 1) / BN;
     const u32 tiles_m = (M + CLUSTER * BM - 1) / (CLUSTER * BM), tiles = tiles_m * tiles_n;
 
-    // Tile scheduler: clusters take tiles in turn, and tiles that run at the same time share their part of the larger
-    // operand (the logits': b, the vocabulary; else a), so that L2 reads it from memory once.
+    // Tile scheduler: clusters take tiles in turn, and tiles that run at the same time share their part of
+    // the larger operand (the logits': b, the vocabulary; else a), so that L2 reads it from memory once.
     constexpr bool LOGITS = EPILOGUE == EXP || EPILOGUE == EXP_CAPPED;
     constexpr bool DERIVATIVE = EPILOGUE == DRELU2 || EPILOGUE == DGELU;
     const auto tile_at = [&](u32 index) {
@@ -390,10 +390,11 @@ hopper_gemm(const __grid_constant__ TensorMap a0_map, const __grid_constant__ Te
                     if (k < K1) tma_load(a, &a0_map, k, tile.row, barrier);
                     else if (k < K2) tma_load(a, &a1_map, k - K1, tile.row, barrier);
                     else tma_load(a, &a2_map, k - K2, tile.row, barrier);
-                    const u32 half = cta_rank * (B_N_MAJOR ? BK : BN) / CLUSTER;  // this block's rows of b's tile
+                    const u32 half = cta_rank * (B_N_MAJOR ? BK : BN) / CLUSTER;  // its rows of b's tile
                     if (B_N_MAJOR)
                         for (u32 n = 0; n < BN; n += 64)
-                            tma_load_multicast(b + n * BK * 2 + half * 128, &b_map, tile.column + n, k + half, barrier);
+                            tma_load_multicast(b + n * BK * 2 + half * 128, &b_map, tile.column + n, k + half,
+                                               barrier);
                     else
                         tma_load_multicast(b + half * 128, &b_map, k, tile.column + half, barrier);
                     advance(stage, phase);
@@ -405,9 +406,9 @@ hopper_gemm(const __grid_constant__ TensorMap a0_map, const __grid_constant__ Te
         warpgroup_reg_alloc<240>();
         Accumulators d;
         const u32 index_in_block = warpgroup * 4 + thread / 32;
-        Warp warp{thread / 32, lane, staging + index_in_block * 2 * STAGING_BYTES, loaded + index_in_block * 16,
-                  (lane / 8 % 2 * 16 + lane % 8) * 128, 0};
-        const u32 turn = 1 + warpgroup, other_turn = 2 - warpgroup;  // named barriers: whose turn it is to multiply
+        Warp warp{thread / 32, lane, staging + index_in_block * 2 * STAGING_BYTES,
+                  loaded + index_in_block * 16, (lane / 8 % 2 * 16 + lane % 8) * 128, 0};
+        const u32 turn = 1 + warpgroup, other_turn = 2 - warpgroup;  // named barriers: whose turn to multiply
         u32 stage = warpgroup * k_tiles % STAGES, phase = warpgroup * k_tiles / STAGES & 1;
         u32 index = cluster + warpgroup * clusters;
         Tile tile = tile_at(index);
@@ -429,7 +430,8 @@ hopper_gemm(const __grid_constant__ TensorMap a0_map, const __grid_constant__ Te
                 for (u32 i = 0; i < BK / 16; i++)
 #pragma unroll
                     for (u32 h = 0; h < 2; h++)
-                        wgmma_m64n192k16<0, B_N_MAJOR>(d[h], a + (i * 32 + h * 1024) / 16, b + i * b_step / 16, k | i);
+                        wgmma_m64n192k16<0, B_N_MAJOR>(d[h], a + (i * 32 + h * 1024) / 16,
+                                                       b + i * b_step / 16, k | i);
                 warpgroup_commit();
                 warpgroup_fence_operand(d);
                 if (k) {  // the k-tile before is multiplied
@@ -453,7 +455,8 @@ hopper_gemm(const __grid_constant__ TensorMap a0_map, const __grid_constant__ Te
             if (DERIVATIVE)
                 epilogue_derivative(warp, d, tile, next, next_index < tiles, &out_map, &saved_map, sums, N);
             if (LOGITS)
-                epilogue_exp(warp, d, tile, &out_map, shifts, (float2*)sums, M, n_valid, tiles_n, has_out, softcap);
+                epilogue_exp(warp, d, tile, &out_map, shifts, (float2*)sums, M, n_valid, tiles_n, has_out,
+                             softcap);
             index = next_index, tile = next;
         }
         if (lane == 0) tma_store_wait_all();

@@ -1,32 +1,30 @@
-"""Linear layer and cross-entropy in chunks of tokens, the gradients computed in the forward: logits are never whole.
+"""Linear layer and cross-entropy in chunks of tokens, the gradients computed in the forward: logits are never
+whole.
 
-On Hopper the exponentials of the softmax are taken in the logits GEMM's epilogue, so that the logits are not read once
-more.
+On Hopper the logits GEMM's epilogue takes the exponentials of the softmax, so that the logits are read once
+less.
 """
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from fast import cublas, hopper
-from fast.operators import on_hopper, operator, power_of_2
+from fast.operators import LOG2E, on_hopper, operator, power_of_2
 
-LOGITS_BYTES = 2**30  # of logits alive at a time
-LARGEST_CAP = (
-    32.0  # up to which exponentials of capped logits need no care: 2^18 of them, e^64 each, are below 2^111
-)
+LOGITS_BYTES = 2**30  # of logits in 16 bits alive at a time, as kernels.LOGITS_MIB of the plain loss
+LARGEST_CAP = 32.0  # of logits whose exponentials cannot overflow: 2^18 of them, e^64 each, are below 2^111
 CE_BLOCK, CE_WARPS = 2048, 8  # 4.2 ms for 65,536 rows of 50,304 on an H200; 4,096 x 8: 4.8, 1,024 x 4: 5.2
-LOG2E = tl.constexpr(1.4426950408889634)
 
 
-def linear_cross_entropy(x, weight, targets, reduction, vocab_size, softcap=None, smoothing=0.0, z_loss=0.0):
-    """The operation of kernels.linear_cross_entropy, for x in 16 bits and the head's weight. "none" has no gradient."""
-    options = (vocab_size, softcap, smoothing, z_loss)
+def linear_cross_entropy(x, weight, targets, reduction, V, softcap=None):
+    """kernels.linear_cross_entropy for x in 16 bits and the head's weight; "none" has no gradient."""
+    ids = targets.flatten().contiguous()
     if reduction == "none":
         flat, w = x.flatten(0, -2).contiguous(), weight.to(x.dtype)
-        losses = cross_entropy_chunks(flat, w, targets.flatten().contiguous(), *options, None)[0]
-        return losses.view_as(targets)
-    loss = LinearCrossEntropy.apply(x, weight, targets, options, torch.is_grad_enabled())
+        return cross_entropy_chunks(flat, w, ids, V, softcap, None)[0].view_as(targets)
+    loss = LinearCrossEntropy.apply(x, weight, ids, V, softcap, torch.is_grad_enabled())
     return reduced(loss, targets, reduction)
 
 
@@ -37,16 +35,16 @@ def reduced(loss, targets, reduction):
 
 class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, targets, options, grad):
+    def forward(ctx, x, weight, targets, V, softcap, grad):
         flat, w = x.flatten(0, -2).contiguous(), weight.to(x.dtype)
         dtype = sum_dtype(weight) if grad else None
-        losses, *gradients = cross_entropy_chunks(flat, w, targets.flatten().contiguous(), *options, dtype)
+        losses, *gradients = cross_entropy_chunks(flat, w, targets, V, softcap, dtype)
         keep_gradients(ctx, x, weight, *gradients)
         return losses.sum()
 
     @staticmethod
     def backward(ctx, grad):
-        return *kept_gradients(ctx, grad), None, None, None
+        return *kept_gradients(ctx, grad), None, None, None, None
 
 
 def sum_dtype(weight):
@@ -68,25 +66,17 @@ def kept_gradients(ctx, grad):
 
 @operator("cross_entropy_chunks")
 def cross_entropy_chunks(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    targets: torch.Tensor,
-    vocab_size: int,
-    softcap: float | None,
-    smoothing: float,
-    z_loss: float,
-    dw_dtype: torch.dtype | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(losses (N,) float32, dx (N, C), dw (P, C), factors (N,)); dw_dtype None: losses alone, the gradients are empty.
+    x: Tensor, w: Tensor, targets: Tensor, V: int, softcap: float | None, dw_dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(losses (N,) float32, dx (N, C), dw (P, C), factors (N,)); dw_dtype None: the last three are of no use.
 
     dx and dw are the gradients of the summed loss; the rows of dx still have to be multiplied with `factors`.
-    x: (N, C), w: (P, C), both contiguous, in 16 bits; targets: (N,).
+    x: (N, C), w: (P, C), both contiguous, in 16 bits; targets: (N,); V: rows of w that are no padding.
     """
     N, P = x.size(0), w.size(0)
     rows, grad = min(N, chunk_rows(P)), dw_dtype is not None
     losses, dx, dw = empty_results(x, w, dw_dtype)
-    in_product = on_hopper(x) and hopper.takes(x, w, (N, P)) and not smoothing and not z_loss
-    in_product = in_product and (softcap is None or softcap <= LARGEST_CAP)
+    in_product = on_hopper(x) and hopper.takes(x, w, (N, P)) and (softcap or 0) <= LARGEST_CAP
     shifts, factors = target_logits(x, w, targets, softcap) if in_product else None, torch.ones_like(losses)
     logits = x.new_empty(rows if grad or not in_product else 0, P)
     for i in range(0, N, rows):
@@ -94,12 +84,11 @@ def cross_entropy_chunks(
         xi, ti = x[own], targets[own]
         li = logits[: xi.size(0)]
         if in_product:
-            xi = exponential_rows(
-                xi, w, ti, shifts[own], losses[own], factors[own], li, vocab_size, softcap, grad
-            )
+            each = shifts[own], losses[own], factors[own]
+            xi = exponential_rows(xi, w, ti, *each, li, V, softcap, grad)
         else:
             cublas.matmul(xi, w.t(), li, tune=grad)
-            cross_entropy_rows(li, ti, losses[own], li, 1.0, vocab_size, softcap, smoothing, z_loss, grad)
+            cross_entropy_rows(li, ti, losses[own], li, 1.0, V, softcap, grad)
         if grad:
             cublas.matmul(li, w, dx[own])
             cublas.matmul(li.t(), xi, dw, accumulate=i > 0)
@@ -107,7 +96,7 @@ def cross_entropy_chunks(
 
 
 @cross_entropy_chunks.register_fake
-def _(x, w, targets, vocab_size, softcap, smoothing, z_loss, dw_dtype):
+def _(x, w, targets, V, softcap, dw_dtype):
     losses, dx, dw = empty_results(x, w, dw_dtype)
     return losses, dx, dw, torch.empty_like(losses)
 
@@ -117,13 +106,12 @@ def chunk_rows(P):
     return 2 ** max(4, (LOGITS_BYTES // (2 * P)).bit_length() - 1)
 
 
-def cross_entropy_rows(logits, targets, losses, grads, scale, vocab_size, softcap, smoothing, z_loss, grad):
-    """Fills `losses` (rows,) and, with grad, `grads` (rows, P), the logits' gradient times scale; may be in place."""
+def cross_entropy_rows(logits, targets, losses, grads, scale, V, softcap, grad):
+    """Fills `losses` (rows,) and, with grad, `grads` (rows, P) with scale times the logits' gradient."""
     _cross_entropy[(logits.size(0),)](
-        logits, targets, losses, grads, softcap or 0.0, smoothing, z_loss, scale,
-        P=logits.size(1), V=vocab_size, CAP=softcap is not None, SMOOTH=smoothing > 0, GRAD=grad,
-        DITHER=grads.dtype == torch.float8_e5m2,
-        BLOCK=CE_BLOCK, num_warps=CE_WARPS,
+        logits, targets, losses, grads, softcap or 0.0, scale,
+        P=logits.size(1), V=V, CAP=softcap is not None, GRAD=grad,
+        DITHER=grads.dtype == torch.float8_e5m2, BLOCK=CE_BLOCK, num_warps=CE_WARPS,
     )  # fmt: skip
 
 
@@ -136,15 +124,15 @@ def empty_results(x, w, dw_dtype):
 
 @triton.jit
 def _cross_entropy(
-    logits, targets, losses, grads, softcap, smoothing, z_loss, scale,
-    P: tl.constexpr, V: tl.constexpr, CAP: tl.constexpr, SMOOTH: tl.constexpr, GRAD: tl.constexpr, DITHER: tl.constexpr,
+    logits, targets, losses, grads, softcap, scale,
+    P: tl.constexpr, V: tl.constexpr, CAP: tl.constexpr, GRAD: tl.constexpr, DITHER: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row a program: its loss, and with GRAD the gradient of its logits, scaled. Rows are P long, V of it real.
+    """One row a program: its loss, and with GRAD the gradient of its logits, scaled; of P columns V are real.
 
-    exp is taken against the largest of the last block's logits and the target's, so that the pass needs no running
-    maximum; in the rare row where that overflows it is taken again against the true one. The second pass goes
-    backwards: it begins with what the cache still holds. Blocks but the last are full, so that they need no mask.
+    exp is taken against the largest of the last block's logits and the target's, so that the pass needs no
+    running maximum; in the rare row where that overflows it is taken again against the true one. The second
+    pass goes backwards: it begins with what the cache still holds. Only the last block needs a mask.
     """
     row = tl.program_id(0).to(tl.int64)
     logits += row * P
@@ -155,22 +143,18 @@ def _cross_entropy(
     if target < 0:
         tl.store(losses + row, 0.0)
         if GRAD:
+            zeros = tl.zeros((BLOCK,), grads.dtype.element_ty)
             for start in range(0, P, BLOCK):
-                tl.store(
-                    grads + start + cols, tl.zeros((BLOCK,), grads.dtype.element_ty), mask=start + cols < P
-                )
+                tl.store(grads + start + cols, zeros, mask=start + cols < P)
         return
     picked = _capped(tl.load(logits + target), softcap, CAP)
     tail = tl.load(logits + FULL + cols, mask=FULL + cols < V, other=-float("inf"))
     tail = tl.where(FULL + cols < V, _capped(tail, softcap, CAP), -float("inf"))
     top = tl.maximum(picked, tl.max(tail))
     norms = tl.exp2((tail - top) * LOG2E)
-    totals = tl.where(FULL + cols < V, tail, 0.0)
     for start in range(0, FULL, BLOCK):
         x = _capped(tl.load(logits + start + cols), softcap, CAP)
         norms += tl.exp2(x * LOG2E - top * LOG2E)
-        if SMOOTH:
-            totals += x
     norm = tl.sum(norms)
     if norm == float("inf"):
         highest = tail
@@ -182,28 +166,19 @@ def _cross_entropy(
             norms += tl.exp2((_capped(tl.load(logits + start + cols), softcap, CAP) - top) * LOG2E)
         norm = tl.sum(norms)
     lse = top + tl.log(norm)
-    smooth = tl.sum(totals) / V if SMOOTH else 0.0
-    tl.store(losses + row, lse - (1 - smoothing) * picked - smoothing * smooth + z_loss * lse * lse)
+    tl.store(losses + row, lse - picked)
     if GRAD:
-        gain = (1 + 2 * z_loss * lse) * scale  # d (lse + z lse^2) = (1 + 2 z lse) softmax
-        uniform = smoothing / V * scale
-        shift = lse * LOG2E
-        grad = _ce_grad(tail, shift, gain, uniform, softcap, CAP, SMOOTH)
-        if DITHER:
-            grad = _dithered(grad, FULL + cols, lse)
-        grad = tl.where(FULL + cols < V, grad, 0.0)
+        grad = tl.where(FULL + cols < V, _ce_grad(tail, FULL + cols, lse, scale, softcap, CAP, DITHER), 0.0)
         tl.store(grads + FULL + cols, grad.to(grads.dtype.element_ty), mask=FULL + cols < P)
         for back in range(BLOCK, FULL + 1, BLOCK):
             at = FULL - back + cols
             x = _capped(tl.load(logits + at), softcap, CAP)
-            grad = _ce_grad(x, shift, gain, uniform, softcap, CAP, SMOOTH)
-            if DITHER:
-                grad = _dithered(grad, at, lse)
+            grad = _ce_grad(x, at, lse, scale, softcap, CAP, DITHER)
             tl.store(grads + at, grad.to(grads.dtype.element_ty))
         for start in range(FULL + BLOCK, P, BLOCK):  # padding that reaches beyond the tail's block
             tl.store(grads + start + cols, tl.zeros((BLOCK,), grads.dtype.element_ty), mask=start + cols < P)
         tl.debug_barrier()  # the target's own gradient goes over what the loop stored there
-        at_target = _ce_grad(picked, shift, gain, uniform, 1.0, False, SMOOTH) - (1 - smoothing) * scale
+        at_target = tl.exp2(picked * LOG2E - lse * LOG2E) * scale - scale
         if CAP:
             at_target *= 1 - (picked / softcap) * (picked / softcap)
         if DITHER:
@@ -212,7 +187,7 @@ def _cross_entropy(
 
 
 def target_logits(x, w, targets, softcap):
-    """(N,) float32: the logit of each row's target, capped, times log2(e); infinite where the target is ignored."""
+    """(N,) float32: the logit of each row's target, capped, times log2(e); infinite where it is ignored."""
     shifts = torch.empty(x.size(0), dtype=torch.float32, device=x.device)
     C = x.size(1)
     block, capped = min(2048, power_of_2(C)), softcap is not None
@@ -220,13 +195,13 @@ def target_logits(x, w, targets, softcap):
     return shifts
 
 
-def exponential_rows(x, w, targets, shifts, losses, factors, grads, vocab_size, softcap, grad):
-    """The loss of each row as log sum exp(logit - logit of its target), exponentials from the GEMM's epilogue.
+def exponential_rows(x, w, targets, shifts, losses, factors, grads, V, softcap, grad):
+    """Losses as log sum exp(logit - logit of the row's target), exponentials from the GEMM's epilogue.
 
-    Fills `losses` (rows,) and, with grad, `factors` (rows,) and `grads` (rows, P): a row of `grads` times its factor is
-    the gradient of its logits. Returns x with its rows times their factors, for the weight's gradient.
+    Fills `losses` (rows,) and, with grad, `factors` (rows,) and `grads` (rows, P): a row of `grads` times its
+    factor is the gradient of its logits. Returns x with rows times factors, for the weight's gradient.
     """
-    sums = hopper.exponentials(x, w, shifts, vocab_size, grads if grad else None, softcap)
+    sums = hopper.exponentials(x, w, shifts, V, grads if grad else None, softcap)
     scaled = torch.empty_like(x) if grad else x
     (rows, C), (P, parts) = x.shape, (w.size(0), sums.size(1))
     _exponential_rows[(rows,)](
@@ -254,14 +229,14 @@ def _target_logits(x, w, targets, shifts, softcap, C: tl.constexpr, CAP: tl.cons
 @triton.jit
 def _exponential_rows(
     grads, sums, x, targets, shifts, losses, factors, scaled, parts, softcap,
-    P: tl.constexpr, C: tl.constexpr, CAP: tl.constexpr, GRAD: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
+    P: tl.constexpr, C: tl.constexpr, CAP: tl.constexpr, GRAD: tl.constexpr, PARTS: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row a program: its loss from the partial sums of exponentials, which are relative to the target's logit.
+    """One row a program: its loss from partial sums of exponentials, relative to that of the target's logit.
 
-    The exponentials of an ignored row are zeros, and so are its gradients. Where they would overflow, the exponentials
-    of WIDTH columns come relative to the largest of them, `raised` above the target's logit (in powers of two). A row
-    with such columns, which is rare, is scaled so that all are relative to its largest.
+    The exponentials of an ignored row are zeros, and so are its gradients. Where they would overflow, the
+    exponentials of WIDTH columns come relative to the largest of them, `raised` above the target's logit (in
+    powers of two). A row with such columns, which is rare, is scaled so that all are relative to its largest.
     """
     row = tl.program_id(0).to(tl.int64)
     grads += row * P
@@ -299,12 +274,12 @@ def _exponential_rows(
 
 
 @triton.jit
-def _ce_grad(x, shift, gain, uniform, softcap, CAP: tl.constexpr, SMOOTH: tl.constexpr):
-    grad = tl.exp2(x * LOG2E - shift) * gain
-    if SMOOTH:
-        grad -= uniform
+def _ce_grad(x, at, lse, scale, softcap, CAP: tl.constexpr, DITHER: tl.constexpr):
+    grad = tl.exp2(x * LOG2E - lse * LOG2E) * scale
     if CAP:
         grad *= 1 - (x / softcap) * (x / softcap)
+    if DITHER:
+        grad = _dithered(grad, at, lse)
     return grad
 
 
@@ -312,8 +287,8 @@ def _ce_grad(x, shift, gain, uniform, softcap, CAP: tl.constexpr, SMOOTH: tl.con
 def _dithered(x, at, seed):
     """x rounded stochastically to e5m2's two mantissa bits, so that it is right in the mean.
 
-    A token has much the same probability at most positions, so that round-to-nearest errors would add up over tokens.
-    The random bits are a hash of the row's seed plus a golden-ratio step per column: one multiplication each.
+    A token has much the same probability at most positions, so that errors of rounding to nearest would add
+    up. The random bits are a hash of the row's seed plus a golden-ratio step per column: a multiplication.
     """
     start = seed.to(tl.float32).to(tl.uint32, bitcast=True) * 0x9E3779B1
     start = (start ^ (start >> 15)) * 0x85EBCA77
@@ -326,10 +301,5 @@ def _dithered(x, at, seed):
 def _capped(x, softcap, CAP: tl.constexpr):
     x = x.to(tl.float32)
     if CAP:
-        x = softcap * _tanh(x / softcap)
+        x = softcap * (2 * tl.sigmoid(2 * (x / softcap)) - 1)  # tanh
     return x
-
-
-@triton.jit
-def _tanh(x):
-    return 2 * tl.sigmoid(2 * x) - 1

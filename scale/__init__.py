@@ -6,7 +6,6 @@ context       context parallelism: the tokens of a sequence over several ranks
 documents     document masks: tokens attend within their document
 remat         activation checkpointing by block, attention or MLP
 offload       kept activations in the host's memory
-adam8         the optimizer with 8-bit moments
 memory        the estimate of GPU memory; imports no torch
 plan          the estimate of speed, and the search for settings that fit; imports no torch
 

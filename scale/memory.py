@@ -24,7 +24,7 @@ HELD, WANTED = (
     r"(\S+) ([KMG])iB is allocated by PyTorch",
     r"Tried to allocate (\S+) ([KMG])iB",
 )  # in PyTorch's words
-GROUP = 256  # elements that share a float32 scale in adamw8bit's moments, as in fast/adam8.py
+GROUP = 256  # elements that share a float32 scale in adamw8bit's moments, as in fast/adamw8bit.py
 
 
 def estimate(cfg, ranks):

@@ -1,8 +1,8 @@
 """Makes Triton's interpreter, which runs the kernels where there is no GPU, about three times as fast.
 
-Without this, a quarter of its time goes into a second, 64-bit computation of every integer sum and product that looks
-for overflow (the arrays of a test are too small for one), and as much into patching triton.language again whenever one
-jitted function calls another, although the call of the kernel has done so.
+Without this, a quarter of its time goes into a second, 64-bit computation of every integer sum and product
+that looks for overflow (the arrays of a test are too small for one), and as much into patching
+triton.language again whenever one jitted function calls another, although the call of the kernel has done so.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ import os
 
 
 def hasten():
-    """Called by conftest.py, once TRITON_INTERPRET is set. A Triton with other internals than 3.7's stays as it is."""
+    """conftest.py calls it once TRITON_INTERPRET is set. A Triton without 3.7's internals stays as it is."""
     if os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None:
         return
     from triton.language import core

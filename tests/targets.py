@@ -1,8 +1,6 @@
 """Compiles every Triton kernel that a training step launches, for GPUs that need not be there; prints what each takes.
 
-    python tests/targets.py a100 90    # lines: kernel, compute capability, shared memory, warps, registers, stack
-
-A GPU is given by its name, as in fast/chips.py, or by its compute capability.
+    python tests/targets.py 80 90    # lines: kernel, compute capability, shared memory, warps, registers, stack
 
 One block of a model takes a step on the CPU. Launches compile and do not run, so that the numbers mean nothing; the
 GEMMs, which are cuBLASLt's, are PyTorch's, and those of the loss on Hopper are left out. Only the kernels' types and
@@ -25,8 +23,7 @@ from triton.runtime.jit import JITFunction
 
 import kernels
 import model as models
-from fast import adam8_triton, chips, hopper, loss
-from scale import adam8
+from fast import adamw8bit, hopper, loss
 from settings import GPTConfig
 
 CPU = torch.device("cpu")
@@ -35,7 +32,7 @@ LLAMA = dict(norm="rmsnorm", positions="rope", mlp="swiglu", bias=False, tie_emb
 SHAPES = [
     GPT2,
     GPT2 | dict(n_embd=1600, n_head=25, mlp="relu2", softcap=15.0, positions="rope", qk_norm=True),
-    LLAMA | dict(n_embd=4096, n_head=32, n_kv_head=8, n_hidden=14336, vocab_size=4096, z_loss=1e-4),
+    LLAMA | dict(n_embd=4096, n_head=32, n_kv_head=8, n_hidden=14336, vocab_size=4096),
     LLAMA | dict(n_embd=8192, n_head=64, n_kv_head=8, n_hidden=28672, vocab_size=4096),
 ]
 # width, rows of the vocabulary, softcap of the heads whose loss is compiled for Hopper
@@ -78,8 +75,8 @@ def compiled(capability):
                 step(shape, fp8)
         weight = torch.nn.Parameter(torch.zeros(512, 1024))
         weight.grad = torch.zeros_like(weight)
-        adam8.updater = lambda device: adam8_triton.update
-        adam8.AdamW8bit([weight], lr=1e-3).step()
+        adamw8bit.updater = lambda device: adamw8bit.update_triton
+        adamw8bit.AdamW8bit([weight], lr=1e-3).step()
         if capability >= 89:
             gather(torch.zeros(256, 512))
         if capability == 90:
@@ -139,8 +136,7 @@ def resources(kernel):
 if __name__ == "__main__":
     stand_in_for_cublas()
     kernels.served = {"cpu"}
-    numbers = {name: chip.number for name, chip in chips.NAMED.items() if chip.maker == "nvidia"}
-    for capability in sorted({int(numbers.get(word, word)) for word in sys.argv[1:] or numbers}):
+    for capability in map(int, sys.argv[1:]):
         for (name, _), kernel in compiled(capability).items():
             registers, stack = resources(kernel)
             print(

@@ -1,7 +1,6 @@
 """bench.py as a person runs it, on the CPU, and the arithmetic of memory against what H200s showed."""
 
 import dataclasses
-import os
 import re
 import subprocess
 import sys
@@ -17,7 +16,7 @@ import model as models
 import train
 from bench import COMMANDS, StepConfig
 from configurator import UserError, configure
-from fast import adam8, chips
+from fast import adamw8bit
 from measure import ops, step
 from run import flops
 from scale import memory, parallel
@@ -96,7 +95,7 @@ def test_parameter_counts_are_those_of_a_real_model(recipe):
 
 
 def test_the_arithmetic_repeats_the_modules_constants():
-    assert memory.GROUP == adam8.GROUP
+    assert memory.GROUP == adamw8bit.GROUP
 
 
 def test_the_estimate_counts_the_logits_that_a_run_may_hold():
@@ -434,28 +433,3 @@ def test_fsdp2_gathers_blocks_up_to_a_size(monkeypatch):
         assert sizes == [
             block + (layer in cfg.value_layers) * cfg.padded_vocab * cfg.n_embd for layer in range(12)
         ]
-
-
-@pytest.mark.parametrize(
-    "lines, unusable",
-    [
-        ("cpuid level : 28\nflags : fpu amx_tile amx_bf16", True),
-        ("cpuid level : 32\nflags : fpu amx_tile amx_bf16", False),
-        ("cpuid level : 28\nflags : fpu avx512f", False),
-        ("Features : fp asimd", False),  # an ARM
-        (None, False),  # not Linux
-    ],
-)
-def test_amx_without_its_description_is_left_alone(lines, unusable, tmp_path, monkeypatch):
-    """A virtual machine's CPU says that it has AMX, and CPUID ends before the sizes of its tiles."""
-    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
-    if lines is not None:
-        (tmp_path / "cpuinfo").write_text(f"processor : 0\n{lines}\n\nprocessor : 1\n{lines}\n")
-    assert chips.without_amx(tmp_path / "cpuinfo") == unusable
-    assert os.environ.pop("ONEDNN_MAX_CPU_ISA", None) == ("AVX512_CORE_FP16" if unusable else None)
-
-
-def test_bf16_products_on_this_cpu():
-    """Whatever this CPU says of itself; if it were wrong, this process would end."""
-    a = torch.ones(64, 64).bfloat16()
-    assert (a @ a).sum().item() == 64**3

@@ -1,4 +1,5 @@
-"""fp8.py against float64. Without an NVIDIA GPU the kernels run in Triton's interpreter (conftest.py sets it), and
+"""fp8.py against float64. Without an NVIDIA GPU the kernels run in Triton's interpreter (conftest.py sets
+it), and
 PyTorch stands in for cuBLASLt."""
 
 import dataclasses
@@ -29,15 +30,16 @@ pytestmark = [
     pytest.mark.usefixtures("products"),
     pytest.mark.skipif(not RUNS, reason="needs an NVIDIA GPU with fp8 matrix units or TRITON_INTERPRET=1"),
 ]
-# e4m3 rounds to 3 bits behind the point, a relative error of 2^-4 at worst and 2.6e-2 in the root mean square; a
-# product of two has 1.4 times that. e5m2, for gradients, has twice the error. The interpreter loses a carry, so that a
-# number just below a power of two becomes half of it.
+# e4m3 rounds to 3 bits behind the point, a relative error of 2^-4 at worst and 2.6e-2 in the root mean
+# square; a product of two has 1.4 times that. e5m2, for gradients, has twice the error. The interpreter loses
+# a carry, so that a number just below a power of two becomes half of it.
 E4M3, E5M2, FORWARD, BACKWARD = (4e-2, 7e-2, 5e-2, 1e-1) if GPU else (0.2, 0.35, 0.2, 0.3)
 WHOLE, ALIKE = (0.25, 0.97) if GPU else (0.35, 0.95)  # of a model's gradients: several layers' rounding
+slow = lambda value: pytest.param(value, marks=pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)
-def fast_forms(monkeypatch):
+def fused(monkeypatch):
     monkeypatch.setattr(kernels, "served", {DEVICE.type})
 
 
@@ -66,9 +68,7 @@ def test_a_cast_keeps_nan(what, e5m2):
     x = randn(48, 48)
     x[3, 5] = float("nan")
     out, out_t, _, _ = fp8.cast([x], torch.ones(2, device=DEVICE), None, what, e5m2, True)
-    assert out.float().isnan().nonzero().tolist() == [
-        [3, 5]
-    ] and out_t.float().isnan().nonzero().tolist() == [[5, 3]]
+    assert [t.float().isnan().nonzero().tolist() for t in (out, out_t)] == [[[3, 5]], [[5, 3]]]
 
 
 SHAPES = [(144, [300]), (48, [8, 264]), (32, [48, 16, 16])]  # rows: a multiple of 16, as `suits` demands
@@ -82,7 +82,7 @@ KINDS = (*SEVERAL, fp8.DGELU, fp8.DRELU2, fp8.SWIGLU, fp8.DSWIGLU)
     "M, widths, what", [(M, w, k) for M, w in SHAPES for k in (KINDS if len(w) == 1 else SEVERAL)]
 )
 @pytest.mark.parametrize("e5m2", [False, True])
-@pytest.mark.parametrize("std", [pytest.param(1e-7, marks=pytest.mark.slow), *[1.0] * GPU, 1e4])
+@pytest.mark.parametrize("std", [slow(1e-7), *[1.0] * GPU, 1e4])
 def test_cast(M, widths, what, e5m2, std):
     """Value, transpose, column sums, and the scale: a power of two that leaves the room it should."""
     std = min(std, 100.0) if what in (fp8.RELU2, fp8.SWIGLU) else std  # whose result is a square
@@ -92,21 +92,7 @@ def test_cast(M, widths, what, e5m2, std):
     for call in range(3):
         parts = [randn(M, N * (1 + (what == fp8.SWIGLU)), std=std * 4**call) for N in widths]
         before = randn(M, widths[0] * (1 + (what == fp8.DSWIGLU)))
-        exact = torch.cat(parts, 1).double()
-        if what == fp8.GELU:
-            exact = F.gelu(exact, approximate="tanh")
-        if what == fp8.DGELU:
-            b = before.double().requires_grad_()
-            exact = torch.autograd.grad(F.gelu(b, approximate="tanh"), b, exact)[0]
-        if what == fp8.RELU2:
-            exact = kernels.relu2(exact)
-        if what == fp8.DRELU2:
-            exact = exact * 2 * before.double().relu()
-        if what == fp8.SWIGLU:
-            exact = swiglu(exact)
-        if what == fp8.DSWIGLU:
-            b = before.double().requires_grad_()
-            exact = torch.autograd.grad(swiglu(b), b, exact)[0]
+        exact = exactly(what, torch.cat(parts, 1).double(), before.double().requires_grad_())
         given = before if what in (fp8.DGELU, fp8.DRELU2, fp8.DSWIGLU) else None
         out, out_t, scale, sums = fp8.cast(parts, top, given, what, e5m2, True)
         most = exact.abs().max().item()
@@ -121,16 +107,19 @@ def test_cast(M, widths, what, e5m2, std):
         assert torch.allclose(sums.double(), exact.sum(0), rtol=1e-3, atol=1e-3 * most * M**0.5)
 
 
-def swiglu(x):
-    gate, up = x.chunk(2, 1)
-    return F.silu(gate) * up
+def exactly(what, x, before):
+    """What `cast` computes before it rounds: an activation of x, or x times one's derivative at `before`."""
+    activation = getattr(kernels, what.removeprefix("d"), None)
+    if activation is None:
+        return x
+    return torch.autograd.grad(activation(before), before, x)[0] if what.startswith("d") else activation(x)
 
 
 @pytest.mark.skipif(not GPU, reason="is about the GPU's matrix units")
 @pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("terms", [768, 4096, 4112, 65_536])
 def test_sums(terms, fast):
-    """Those that are fast keep some 14 bits of the largest one on the way; none over cublas.FAST_TERMS is."""
+    """Fast ones keep some 14 bits of the largest number on the way; none over cublas.FAST_TERMS is fast."""
     a, b = randn(512, terms).to(torch.float8_e4m3fn), randn(256, terms).to(torch.float8_e5m2)
     one, out = torch.ones((), device=DEVICE), torch.full((512, 256), torch.nan, device=DEVICE)
     out = cublas.matmul(a, b.t(), out, scales=(one, one), fast=fast)
@@ -149,12 +138,10 @@ def test_weight_gradients_are_not_fast(monkeypatch):
     idx, targets = torch.randint(0, 200, (2, 4, 32), device=DEVICE)
     with torch.autocast(DEVICE.type, torch.bfloat16):
         own(idx, targets).backward()
-    # qkv, proj, up, down and the head: results, gradients of what they were given, of their weights in float32; the
-    # head's gradient of what it was given is a sum over the vocabulary
-    assert (
-        sorted(asked, key=str)
-        == [(torch.bfloat16, False)] + [(torch.bfloat16, True)] * 9 + [(torch.float32, False)] * 5
-    )
+    # qkv, proj, up, down and the head: results, gradients of inputs, and of weights in float32; the gradient
+    # of the head's input is a sum over the vocabulary
+    expected = [(torch.bfloat16, False)] + [(torch.bfloat16, True)] * 9 + [(torch.float32, False)] * 5
+    assert sorted(asked, key=str) == expected
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -176,7 +163,7 @@ def test_linear(B, T, K, N, bias):
         assert not bias or error(layer.bias.grad, exact.bias.grad) < 1e-3  # summed before it is cast
 
 
-@pytest.mark.parametrize("shape", [{}, pytest.param(LLAMA, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("shape", [{}, slow(LLAMA)])
 @pytest.mark.parametrize("compiled", [False, True] if GPU else [True])
 def test_a_model_trains_in_fp8_as_in_float64(shape, compiled):
     T, V = (128, 1000) if GPU else (32, 200)
@@ -206,7 +193,7 @@ def test_a_model_trains_in_fp8_as_in_float64(shape, compiled):
             assert F.cosine_similarity(p.grad.double().flatten(), ref.grad.flatten(), 0) > ALIKE, name
 
 
-@pytest.mark.parametrize("shape", [{}, pytest.param(LLAMA, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("shape", [{}, slow(LLAMA)])
 def test_what_does_not_train_is_as_in_bf16(shape):
     cfg = GPTConfig(vocab_size=200, n_layer=2, n_head=4, n_embd=64, block_size=32, **shape)
     own, bf16 = (models.build(cfg, DEVICE, 0).eval() for _ in range(2))
@@ -215,13 +202,12 @@ def test_what_does_not_train_is_as_in_bf16(shape):
     with torch.no_grad(), torch.autocast(DEVICE.type, torch.bfloat16):
         assert torch.equal(own(idx, targets), bf16(idx, targets))
         assert torch.equal(own.logits(idx), bf16.logits(idx))
-        assert not any(
-            top.any() for name, top in own.named_buffers() if name.endswith("_amax")
-        )  # no scale was touched
+        amaxes = [buffer for name, buffer in own.named_buffers() if name.endswith("_amax")]
+        assert amaxes and not any(amax.any() for amax in amaxes)  # no scale was touched
         assert not torch.equal(own.train()(idx, targets), bf16(idx, targets))
 
 
-@pytest.mark.parametrize("mlp", ["gelu", pytest.param("relu2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mlp", ["gelu", slow("relu2")])
 def test_rows_of_any_length(mlp):
     """Rows are padded for the products; the gradients are of those that were given."""
     cfg = GPTConfig(vocab_size=1000, n_layer=1, n_head=4, n_embd=256, block_size=128, mlp=mlp)
@@ -240,16 +226,13 @@ def test_rows_of_any_length(mlp):
 
 
 def test_only_tracked_layers_are_gathered_in_8_bits():
-    """A layer with a width that is no multiple of 16, or that model.py calls by itself, is gathered in bf16."""
+    """A layer with a width that is no multiple of 16, or that model.py calls itself, is gathered in bf16."""
     cfg = GPTConfig(vocab_size=64, n_layer=1, n_head=4, n_embd=64, block_size=32, mlp="swiglu", n_hidden=72)
     own = models.build(cfg, DEVICE, 0)
     own.blocks[0].extra = nn.Linear(64, 64)
     fp8.gather_in_8_bits(tracked(own).blocks.modules(), 2)
-    found = {
-        name
-        for name, layer in own.blocks[0].named_modules()
-        if isinstance(getattr(layer, "weight", 0), fp8.Rows)
-    }
+    weights = {name: getattr(layer, "weight", None) for name, layer in own.blocks[0].named_modules()}
+    found = {name for name, weight in weights.items() if isinstance(weight, fp8.Rows)}
     assert found == {"attn.qkv", "attn.proj", "mlp.gate_up"}
 
 
@@ -262,15 +245,12 @@ def test_rows_of_ranks_are_gathered_to_one_scale(dtype, each, K, ranks):
     for _ in range(2):  # the second time in place
         w = randn(each * ranks, K, std=0.02, dtype=dtype)
         w[-each:] *= 50
-        parts = [
-            fp8.Rows.fsdp_pre_all_gather(p.clone().as_subclass(fp8.Rows), *[None] * 3, layer, None)
-            for p in w.split(each)
-        ]
-        rows8, tops = (torch.cat(tensors) for tensors in zip(*(p[0] for p in parts)))
-        before = out
-        result = fp8.Rows.fsdp_post_all_gather(None, (rows8, tops), parts[0][1], torch.bfloat16, out=before)
-        assert (result is None) == (before is not None)
-        out = before if result is None else result[0]
+        shards = [part.clone().as_subclass(fp8.Rows) for part in w.split(each)]
+        parts = [shard.fsdp_pre_all_gather(*[None] * 3, layer, None) for shard in shards]
+        gathered = [torch.cat(tensors) for tensors in zip(*(part[0] for part in parts))]
+        result = fp8.Rows.fsdp_post_all_gather(None, gathered, parts[0][1], torch.bfloat16, out=out)
+        assert (result is None) == (out is not None)
+        out, rows8 = out if result is None else result[0], gathered[0]
         assert out.shape == w.shape and out.dtype == torch.bfloat16 and rows8.untyped_storage().size() == 0
         straight, across = fp8.halves(out)
         assert torch.equal(straight.t().view(torch.uint8), across.view(torch.uint8))
@@ -280,13 +260,11 @@ def test_rows_of_ranks_are_gathered_to_one_scale(dtype, each, K, ranks):
 
 
 def test_scales_go_on_where_they_were():
-    """A resumed model's next loss and gradients are those of the one that was saved, on the CPU to the last bit."""
+    """A resumed model's next loss and gradients are the saved one's, on the CPU to the last bit."""
     cfg = GPTConfig(vocab_size=64, n_layer=1, n_head=2, n_embd=32, block_size=16)
     one, other = (tracked(models.build(cfg, DEVICE, 0)) for _ in range(2))
     idx, targets = torch.randint(0, 64, (2, 2, 16), device=DEVICE)
-    same = (
-        (lambda a, b: error(a, b) < 1e-3) if GPU else torch.equal
-    )  # attention's gradients may differ by rounding
+    same = (lambda a, b: error(a, b) < 1e-3) if GPU else torch.equal  # attention may round differently
 
     def step(model):
         with torch.autocast(DEVICE.type, torch.bfloat16):
@@ -300,7 +278,7 @@ def test_scales_go_on_where_they_were():
         step(one)
         with torch.no_grad():
             for p in one.parameters():
-                p.mul_(1.5)  # the largest numbers are others than those of the call before
+                p.mul_(1.5)  # other largest numbers than in the call before
     other.load_state_dict(one.state_dict())
     saved = {f"3.{kind}": t for kind, t in checkpoint.rank_tensors(one, DEVICE).items()}
     anew = step(other)
@@ -310,9 +288,7 @@ def test_scales_go_on_where_they_were():
     assert not checkpoint.load_rank_tensors(saved, other, 2, DEVICE)
 
 
-@pytest.mark.parametrize(
-    "factor", [float("inf"), *(pytest.param(f, marks=pytest.mark.slow) for f in (1e38, math.nan))]
-)
+@pytest.mark.parametrize("factor", [math.inf, slow(math.nan), slow(1e38)])
 def test_a_step_that_is_not_finite_does_not_spoil_the_next(factor):
     """The amax of its gradients, inf or far too large, would be the next step's scale."""
     words = [str(ROOT / "config/test.py"), "--vocab_size=200", f"--device={DEVICE.type}", "--compile=False"]

@@ -1,9 +1,10 @@
-"""fp8 over two ranks equals one process. Without an NVIDIA GPU as in test_fp8.py: Triton's interpreter, and PyTorch."""
+"""fp8 over two ranks equals one process; without an NVIDIA GPU by Triton's interpreter, as in test_fp8.py."""
 
+import dataclasses
 import functools
 import os
 
-import fp8_steps
+import conftest
 import pytest
 import ranks
 import torch
@@ -12,6 +13,7 @@ pytest.importorskip("triton", reason="Triton is installed with PyTorch's CUDA bu
 GPU = torch.cuda.is_available()
 RUNS = torch.cuda.get_device_capability() >= (8, 9) if GPU else os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.device,
     pytest.mark.skipif(not RUNS, reason="needs an NVIDIA GPU with fp8 matrix units or TRITON_INTERPRET=1"),
     pytest.mark.skipif(GPU and torch.cuda.device_count() < 2, reason="needs two GPUs, or none"),
@@ -21,10 +23,44 @@ LLAMA = dict(mlp="swiglu", norm="rmsnorm", positions="rope", bias=False, n_kv_he
 SHAPES = {"llama": LLAMA, "gpt2": {}}
 
 
-def steps(number, **settings):
-    unit_mib = settings.pop("unit_mib", None)
+def train(words, unit_mib):
+    """[[loss, gradient norm, validation loss] of two of train.py's steps on random rows], on every rank."""
+    import kernels
+    import train
+    from configurator import configure
+    from scale import memory, parallel
+    from settings import Config
+
+    cfg = configure(Config, words)
+    world = parallel.join(cfg)
+    attention = "flash"
+    if world.device.type == "cpu":
+        attention = "math"
+        conftest.stand_in_for_cublas()
+        kernels.served.add("cpu")
+    if unit_mib is not None:
+        memory.UNIT_MIB = unit_mib
+    cfg = dataclasses.replace(cfg, precision="fp8", ops="fused", attention=attention)
+    job = train.Training(cfg, world)
+    torch.manual_seed(1)
+    rows = torch.randint(0, cfg.vocab_size, (2, cfg.batch_tokens // cfg.block_size, cfg.block_size + 1))
+    found = []
+    for mine in rows[:, world.rank :: world.size].to(world.device):
+        micros = [(batch[:, :-1], batch[:, 1:]) for batch in mine.split(cfg.batch_size)]
+        loss, norm = job.step(functools.partial(next, iter(micros)), cfg.lr)
+        job.raw.eval()
+        with torch.no_grad(), job.autocast:
+            after = torch.stack([job.raw(*micro, "none").mean() for micro in micros]).mean()
+        job.raw.train()
+        loss, after = (parallel.sum_over_ranks(value).item() / world.size for value in (loss, after))
+        found.append([loss, norm.item(), after])
+    parallel.stop()
+    return found
+
+
+def steps(number, unit_mib=None, **settings):
     words = ["config/test.py", *(f"--{name}={value}" for name, value in (SHAPE | settings).items())]
-    return ranks.call(number, fp8_steps.run, words, unit_mib)[0]
+    return ranks.call(number, train, words, unit_mib)[0]
 
 
 @functools.cache
@@ -35,11 +71,9 @@ def one_process(name):
 @pytest.mark.parametrize(
     "name, mode",
     [
-        pytest.param("llama", dict(parallel="fsdp", unit_mib=0), marks=pytest.mark.slow),
-        pytest.param(
-            "llama", dict(parallel="zero2", remat="selective", compile=True), marks=pytest.mark.slow
-        ),
-        pytest.param("gpt2", dict(parallel="hsdp", shard_size=2, remat="block"), marks=pytest.mark.slow),
+        ("llama", dict(parallel="fsdp", unit_mib=0)),
+        ("llama", dict(parallel="zero2", remat="selective", compile=True)),
+        ("gpt2", dict(parallel="hsdp", shard_size=2, remat="block")),
     ],
     ids=["fsdp", "zero2", "hsdp"],
 )

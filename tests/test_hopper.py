@@ -1,15 +1,13 @@
-"""hopper.py against float64 on fresh random inputs, on a Hopper GPU; without one, that its kernels compile wherever
-NVRTC is found, and which operands it takes.
-"""
+"""hopper.py against float64 on fresh random inputs, on a Hopper GPU; without one, that its kernels compile
+wherever NVRTC is found, and which operands it takes."""
 
-import ctypes
+import contextlib
 import math
 import threading
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import one_line
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fast import cublas, hopper
@@ -17,17 +15,10 @@ from fast import cublas, hopper
 GPU = torch.device("cuda", 0)
 HOPPER = torch.cuda.is_available() and hopper.available(GPU)
 on_hopper = lambda test: pytest.mark.gpu(pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")(test))
-# One tile; several tiles for every warpgroup; partial tiles in each direction; fewer rows than a warp's 32; K shorter
-# than a k-tile.
-SHAPES = [
-    (256, 192, 64),
-    (20_000, 3072, 768),
-    (1000, 1000, 200),
-    (37, 72, 8),
-    (8, 72, 16),
-    (5000, 4096, 1024),
-    (513, 200, 3072),
-]
+# One tile; several tiles for every warpgroup; partial tiles in each direction; fewer rows than a warp's 32; K
+# shorter than a k-tile.
+SHAPES = [(256, 192, 64), (20_000, 3072, 768), (1000, 1000, 200), (37, 72, 8)]
+SHAPES += [(8, 72, 16), (5000, 4096, 1024), (513, 200, 3072)]
 
 
 def randn(*shape, std=1.0):
@@ -53,33 +44,22 @@ def test_linear(M, N, K, n_major, bias):
     a, b, bias = randn(M, K), randn(K, N, std=2 / K**0.5), randn(N) if bias else None
     out, intact = guarded(M, N)
     hopper.linear(a, b if n_major else b.t().contiguous().t(), bias, out)
-    assert (
-        error(out, a.double() @ b.double() + (0 if bias is None else bias.double())) < 2e-3
-    )  # one rounding to bf16
-    assert intact()
+    exact = a.double() @ b.double() + (0 if bias is None else bias.double())
+    assert error(out, exact) < 2e-3 and intact()  # one rounding to bf16
 
 
 @on_hopper
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("M, N, K", SHAPES)
-def test_gelu(M, N, K, bias):
+def test_activations(M, N, K, bias):
     a, b, bias = randn(M, K), randn(N, K, std=2 / K**0.5), randn(N) if bias else None
-    act, preact = hopper.gelu(a, b, bias)
+    (act, preact), squares = hopper.gelu(a, b, bias), hopper.relu2(a, b, bias)
     exact = F.linear(a.double(), b.double(), None if bias is None else bias.double())
     assert error(preact, exact) < 2e-3 and error(act, F.gelu(exact, approximate="tanh")) < 2e-3
+    assert error(squares, exact.relu().square().bfloat16()) < 5e-4  # rounded once
     for _ in range(5):
         assert all(map(torch.equal, hopper.gelu(a, b, bias), (act, preact)))
-
-
-@on_hopper
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("M, N, K", SHAPES)
-def test_relu2(M, N, K, bias):
-    a, b, bias = randn(M, K), randn(N, K, std=2 / K**0.5), randn(N) if bias else None
-    act = hopper.relu2(a, b, bias)
-    exact = F.linear(a.double(), b.double(), None if bias is None else bias.double())
-    assert error(act, exact.relu().square().bfloat16()) < 5e-4  # rounded once
-    assert all(torch.equal(hopper.relu2(a, b, bias), act) for _ in range(5))
+        assert torch.equal(hopper.relu2(a, b, bias), squares)
 
 
 @on_hopper
@@ -128,9 +108,8 @@ def test_exponentials(M, N, K, softcap):
     powers = torch.exp2(tiles - raised.double()[..., None])
     exact = powers * in_tiles(torch.autograd.grad(capped.sum(), logits)[0], 0.0)
     assert ((found - powers.sum(-1)).abs() <= 1e-4 * powers.sum(-1)).all()
-    assert (
-        (in_tiles(out.double(), 0.0) - exact).norm(dim=-1) <= 4e-3 * exact.norm(dim=-1)
-    ).all()  # rounded to 2^-8
+    off = (in_tiles(out.double(), 0.0) - exact).norm(dim=-1)
+    assert (off <= 4e-3 * exact.norm(dim=-1)).all()  # rounded to 2^-8
     assert not out[:, vocab_size:].any() and not out[M // 2].any() and intact()
     first = out.clone()
     for _ in range(5):
@@ -198,9 +177,8 @@ def test_unit_k_tiles():
         for k_tiles in (1, 7, 128, 1024):
             unit = hopper.unit_k_tiles(tiles, k_tiles, 66)
             units = tiles * -(-k_tiles // unit)
-            assert 0 < unit <= k_tiles and (
-                k_tiles < 1024 or -(-units // 66) * 66 * unit <= 1.12 * tiles * k_tiles
-            )
+            even = -(-units // 66) * 66 * unit <= 1.12 * tiles * k_tiles
+            assert 0 < unit <= k_tiles and (k_tiles < 1024 or even)
 
 
 @on_hopper
@@ -220,9 +198,8 @@ def test_qkv_backward_takes_the_faster_way(way, monkeypatch):
     exact = [t.detach().double().requires_grad_() for t in (x, w, bias)]
     expected = F.linear(*exact).view(2, 100, 12, 64).transpose(1, 2)
     assert error(out, expected) < 3e-3
-    for ours, theirs in zip(
-        *(torch.autograd.grad(y, to, dy.to(y.dtype)) for y, to in ((out, (x, w, bias)), (expected, exact)))
-    ):
+    sides = (out, (x, w, bias)), (expected, exact)
+    for ours, theirs in zip(*(torch.autograd.grad(y, to, dy.to(y.dtype)) for y, to in sides)):
         assert error(ours, theirs) < 5e-3
     assert list(linear.QKV_WAYS.values()) == [way]
 
@@ -240,21 +217,11 @@ def test_any_thread_may_be_the_first():
 @pytest.fixture
 def nvrtc(monkeypatch):
     """NVRTC as hopper.py finds it, or with a PyTorch that is not for CUDA the system's."""
-    if torch.version.cuda is None:
-        monkeypatch.setattr(hopper, "nvrtc", any_nvrtc)
-    try:
-        hopper.nvrtc()
-    except OSError:
-        pytest.skip("needs libnvrtc")
-
-
-def any_nvrtc():
-    for version in (13, 12):
-        try:
-            return ctypes.CDLL(f"libnvrtc.so.{version}")
-        except OSError:
-            pass
-    raise OSError("no libnvrtc")
+    for version in [torch.version.cuda] if torch.version.cuda else ["13", "12"]:
+        monkeypatch.setattr(torch.version, "cuda", version)
+        with contextlib.suppress(OSError):
+            return hopper.nvrtc()
+    pytest.skip("needs libnvrtc")
 
 
 @pytest.mark.parametrize("kernel", hopper.KERNELS, ids=" ".join)
@@ -280,9 +247,7 @@ def zeros(*shape, dtype=torch.bfloat16):
 
 def test_takes():
     wide = zeros(16, 32)
-    assert hopper.takes(
-        wide, zeros(1, 8), wide[:, 8:16], wide[3:5], zeros(24), None, (5, 8), torch.Size([16, 192])
-    )
+    assert hopper.takes(wide, zeros(1, 8), wide[:, 8:16], wide[3:5], zeros(24), None, torch.Size([5, 8]))
     refused = {
         "float32": zeros(16, 32, dtype=torch.float32),
         "float16": zeros(16, 32, dtype=torch.float16),
@@ -309,19 +274,10 @@ def test_takes_traced_tensors(recwarn):
     assert not recwarn
 
 
-def test_operands_that_do_not_fit_are_one_line():
-    with pytest.raises(
-        RuntimeError, match=r"multiples of 16 bytes, not torch.bfloat16, shape \(300, 100\)"
-    ) as error:
+def test_what_does_not_fit_is_an_error(monkeypatch):
+    with pytest.raises(RuntimeError, match=r"^fast.* of 16 bytes, not .*bfloat16, shape \(300, 100\).*$"):
         hopper.tensor_map(zeros(300, 100), 32, 64)
-    one_line(error)
-
-
-def test_available_on_nvidia_alone(monkeypatch):
-    """AMD's MI200 is a "cuda" device of capability (9, 0) to PyTorch."""
-    assert not hopper.available(torch.device("cpu"))
     monkeypatch.setattr(torch.version, "cuda", None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert not hopper.available.__wrapped__(torch.device("cuda", 0))
     with pytest.raises(OSError, match="built for CUDA"):
         cublas.library.__wrapped__()

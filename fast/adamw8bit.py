@@ -1,0 +1,264 @@
+"""AdamW with moments in 8 bits: 2.03 bytes of optimizer state a weight, where float32 moments take 8.
+
+After https://arxiv.org/abs/2110.02861: 8-bit codes for groups of GROUP elements of the last dimension, each
+with a float32 scale. A code is a float32's exponent and three bits of mantissa, counted down from those of
+the group's largest: shifts encode and decode, alike on every device, and a group with a new scale keeps its
+values. The second moment reaches down to 2^-32 of the largest; its root and the first moment, to 2^-16.
+
+Both are rounded stochastically, so that the expected value is exact: rounded to nearest, a second moment that
+loses 5% a step could stay for ever. So are bfloat16 weights, since updates below 2^-9 of one would be lost
+(https://arxiv.org/abs/2010.06192). The random numbers are a hash of seed, step, tensor and element: alike for
+any number of ranks and in a resumed run.
+
+Vectors and tensors of fewer than SMALL elements keep float32 moments and, in bfloat16, a float32 master copy,
+since a norm's gain near 1 would otherwise move in steps of 2^-7.
+"""
+
+import functools
+import hashlib
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = None
+
+SMALL = 4096
+GROUP = 256  # elements that share a scale
+SHIFT = 20  # bits of a float32 below the third bit of its mantissa
+M_LEVELS, V_LEVELS = 127, 255  # the code of a group's largest first and second moment; code 0 is zero
+LEAST = 8  # exponent and mantissa bits of the smallest normal float32: no code stands for less
+MASK = 0xFFFFFFFF
+TILE, WARPS = 4, 4  # groups per program of the kernel: one per warp
+
+
+class AdamW8bit(torch.optim.Optimizer):
+    """The update of torch.optim.AdamW (https://arxiv.org/abs/1711.05101) for float32 or bfloat16 weights.
+
+    State, made at once and sharded as the parameter is: step (1,) on the CPU; m, v (rows, cols) uint8 and
+    m_scale, v_scale (rows, groups) float32, or exp_avg, exp_avg_sq and master.
+    rows_of: a parameter -> (first, last), its rows that this rank holds; None: all.
+    """
+
+    def __init__(self, params, lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, seed=0, rows_of=None):
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+        self.seed, self.rows_of = seed, rows_of or (lambda p: (0, p.size(0)))
+        self.numbers = {p: i for i, p in enumerate(p for g in self.param_groups for p in g["params"])}
+        for p in self.numbers:
+            self.state[p] = new_state(p)
+
+    @torch.no_grad()
+    def step(self):
+        if getattr(self, "found_inf", 0):  # as in torch.optim.AdamW, but the host waits for it
+            return
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            for p in params:
+                if "m" in self.state[p]:
+                    self.update_coded(p, group)
+            update_plain([(p, self.state[p]) for p in params if "m" not in self.state[p]], group)
+
+    def update_coded(self, p, group):
+        state, (first, last) = self.state[p], self.rows_of(p)
+        state["step"] += 1
+        step, (beta1, beta2), lr = int(state["step"]), group["betas"], group["lr"]
+        keep, rate, root = 1 - lr * group["weight_decay"], lr / (1 - beta1**step), (1 - beta2**step) ** -0.5
+        numbers = keep, rate, beta1, 1 - beta1, beta2, 1 - beta2, root, group["eps"]
+        w, g, *codes = map(local, (p, p.grad, *(state[k] for k in ("m", "m_scale", "v", "v_scale"))))
+        assert w.size(0) == last - first, "another split of rows than rows_of's"
+        if w.numel():  # a rank may hold no rows of a short tensor
+            key = random_key(self.seed, step, self.numbers[p])
+            updater(w.device)(w, g.contiguous(), *codes, first, key, *numbers)
+
+
+def new_state(p):
+    """The state of parameter p, all zeros but for a master copy."""
+    step, p = torch.zeros(1), p.detach()
+    if p.dim() == 2 and p.numel() >= SMALL:
+        scales = p[:, : -(-p.size(1) // GROUP)]  # a tensor of their shape, sharded as p is
+        codes = {moment: torch.zeros_like(p, dtype=torch.uint8) for moment in "mv"}
+        scales = {f"{moment}_scale": torch.zeros_like(scales, dtype=torch.float32) for moment in "mv"}
+        return dict(step=step, **codes, **scales)
+    moments = {kind: torch.zeros_like(p, dtype=torch.float32) for kind in ("exp_avg", "exp_avg_sq")}
+    master = {} if p.dtype == torch.float32 else {"master": p.float()}
+    return dict(step=step, **moments, **master)
+
+
+def local(tensor):
+    """A view of the rows that this rank holds, detached."""
+    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def update_plain(pairs, group):
+    """PyTorch's own AdamW for (parameter, state) pairs with float32 moments."""
+    if not pairs:
+        return
+    weights = [local(state.get("master", p)) for p, state in pairs]
+    moments = [[local(state[kind]) for _, state in pairs] for kind in ("exp_avg", "exp_avg_sq")]
+    grads, steps = [local(p.grad).float() for p, _ in pairs], [state["step"] for _, state in pairs]
+    options = {name: group[name] for name in ("lr", "weight_decay", "eps")}
+    (beta1, beta2), plain = group["betas"], dict(amsgrad=False, maximize=False)
+    adamw(weights, grads, *moments, [], steps, beta1=beta1, beta2=beta2, **options, **plain)
+    for (p, state), weight in zip(pairs, weights):
+        if "master" in state:
+            local(p).copy_(weight)
+
+
+@functools.cache
+def updater(device):
+    """The update for a torch.device: on CUDA with Triton one kernel, else plain PyTorch."""
+    if device.type == "cuda" and triton is None:
+        print("warning: optimizer=adamw8bit is slow without Triton; pip install triton", flush=True)
+    return update_torch if device.type != "cuda" or triton is None else update_triton
+
+
+def update_torch(w, g, m, m_scale, v, v_scale, first, key, keep, rate, beta1, rest1, beta2, rest2, root, eps):
+    """One AdamW step of w: (rows, cols) from its gradient g; w, codes and scales are updated in place.
+
+    m, v: (rows, cols); m_scale, v_scale: (rows, groups). first: index of w's first row in the whole tensor;
+    key: from random_key, for this step; the numbers after it: see update_coded.
+    """
+    noise_m, noise_v, noise_w = map(grouped, noises(first, *w.shape, key, w.device))
+    codes, g, weight = grouped(m.int()), grouped(g.float()), grouped(w.float())
+    mean = decoded(codes & M_LEVELS, m_scale, M_LEVELS)
+    mean = torch.where(codes > M_LEVELS, -mean, mean) * beta1 + g * rest1
+    square = decoded(grouped(v.int()), v_scale, V_LEVELS) * beta2 + g * g * rest2
+    weight = rounded(weight * keep - mean / (square.sqrt() * root + eps) * rate, noise_w, w.dtype)
+    size, m_top = encoded(mean.abs(), noise_m, M_LEVELS, True)
+    size += torch.signbit(mean) * (M_LEVELS + 1)
+    codes, v_top = encoded(square, noise_v, V_LEVELS, False)
+    for old, new in ((w, weight), (m, size), (v, codes)):
+        old.copy_(new.flatten(1)[:, : w.size(1)])
+    m_scale.copy_(m_top), v_scale.copy_(v_top)
+
+
+def grouped(x):
+    """(rows, cols) -> (rows, groups, GROUP), the last group padded with zeros."""
+    return F.pad(x, (0, -x.size(1) % GROUP)).unflatten(1, (-1, GROUP))
+
+
+def decoded(codes, scale, levels):
+    """float32 magnitudes of int32 codes, (..., GROUP); scale: (...), the value of code `levels`."""
+    steps = (scale.view(torch.int32) >> SHIFT).unsqueeze(-1) + codes - levels
+    return torch.where(codes > 0, (steps << SHIFT).view(torch.float32), 0.0)
+
+
+def encoded(x, noise, levels, to_zero):
+    """(int32 codes, scale) of magnitudes x: (..., GROUP), rounded with SHIFT bits of `noise` an element.
+
+    A value below the smallest code's becomes, with to_zero, that code or zero at random; else always that
+    code: a second moment of zero beside a first that is not zero would make Adam's update arbitrarily large.
+    """
+    steps = (x.view(torch.int32) + noise) >> SHIFT
+    top = steps.amax(-1).clamp(min=LEAST + levels)
+    least = ((top - levels + 1) << SHIFT).view(torch.float32).unsqueeze(-1)
+    up = x > noise.float() * (least * 2.0**-SHIFT) if to_zero else x > 0
+    codes = torch.where(x < least, up.int(), steps - (top - levels).unsqueeze(-1))
+    return codes, (top << SHIFT).view(torch.float32)
+
+
+def rounded(x, noise, dtype):
+    """float32 x as `dtype`; to bfloat16 it is rounded stochastically with 16 bits of `noise` an element."""
+    if dtype != torch.bfloat16:
+        return x
+    return ((x.view(torch.int32) + noise) & -65536).view(torch.float32).to(dtype)
+
+
+def random_key(*numbers):
+    """31 pseudo-random bits, the same for the same integers."""
+    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def noises(first, rows, cols, key, device):
+    """Three (rows, cols) int32 tensors of 20, 20 and 16 random bits, for a tensor's rows from `first` on."""
+    row = torch.arange(first, first + rows, device=device).unsqueeze(1)
+    index = row * cols + torch.arange(cols, device=device)
+    a = mixed((index * 0x9E3779B1 & MASK) ^ key)
+    b = mixed(a + 0x9E3779B9 & MASK)
+    return (a >> 12).int(), (b >> 12).int(), ((a & 255) << 8 | b & 255).int()
+
+
+def mixed(h):
+    """Murmur3's finaliser on 32 bits held in int64: every bit of the result depends on every bit of h."""
+    h = (h ^ h >> 16) * 0x85EBCA6B & MASK
+    h = (h ^ h >> 13) * 0xC2B2AE35 & MASK
+    return h ^ h >> 16
+
+
+def update_triton(w, g, m, m_scale, v, v_scale, first, key, *numbers):
+    """update_torch as one kernel, which moves 10 bytes a bfloat16 weight; float32's last bits may differ."""
+    groups = m_scale.numel()
+    _update[(-(-groups // TILE),)](
+        w, g, m, m_scale, v, v_scale, groups, first, key, *numbers, COLS=w.size(1), PER_ROW=m_scale.size(1),
+        ROUND=w.dtype.itemsize == 2, TILE=TILE, num_warps=WARPS,
+    )  # fmt: skip
+
+
+if triton is not None:
+    numbers = GROUP, SHIFT, 2.0**-SHIFT, LEAST, M_LEVELS, V_LEVELS
+    SIZE, BITS, STEP, FLOOR, M_TOP, V_TOP = map(tl.constexpr, numbers)
+
+    @triton.jit(do_not_specialize=["groups", "first", "key"])
+    def _update(
+        w, g, m, m_scale, v, v_scale, groups, first, key, keep, rate, beta1, rest1, beta2, rest2, root, eps,
+        COLS: tl.constexpr, PER_ROW: tl.constexpr, ROUND: tl.constexpr, TILE: tl.constexpr,
+    ):  # fmt: skip
+        group = tl.program_id(0) * TILE + tl.arange(0, TILE)
+        here = group < groups
+        row = group // PER_ROW
+        col = (group % PER_ROW * SIZE)[:, None] + tl.arange(0, SIZE)[None, :]
+        inside = here[:, None] & (col < COLS)
+        at = (row.to(tl.int64) * COLS)[:, None] + col
+        index = ((row + first).to(tl.uint32) * COLS)[:, None] + col.to(tl.uint32)
+        a = _mixed((index * 0x9E3779B1) ^ key.to(tl.uint32))
+        b = _mixed(a + 0x9E3779B9)
+        noise_m, noise_v = (a >> 12).to(tl.int32), (b >> 12).to(tl.int32)
+        codes = tl.load(m + at, mask=inside, other=0).to(tl.int32)
+        mean = _decoded(codes & M_TOP, tl.load(m_scale + group, mask=here, other=0.0), M_TOP)
+        mean = tl.where(codes > M_TOP, -mean, mean)
+        codes = tl.load(v + at, mask=inside, other=0).to(tl.int32)
+        square = _decoded(codes, tl.load(v_scale + group, mask=here, other=0.0), V_TOP)
+        grad = tl.load(g + at, mask=inside, other=0.0).to(tl.float32)
+        weight = tl.load(w + at, mask=inside, other=0.0).to(tl.float32)
+        mean = mean * beta1 + grad * rest1
+        square = square * beta2 + grad * grad * rest2
+        weight = weight * keep - mean / (tl.sqrt(square) * root + eps) * rate
+        if ROUND:
+            noise_w = (((a & 255) << 8) | (b & 255)).to(tl.int32)
+            weight = ((weight.to(tl.int32, bitcast=True) + noise_w) & -65536).to(tl.float32, bitcast=True)
+        tl.store(w + at, weight.to(w.dtype.element_ty), mask=inside)
+        sign = (mean.to(tl.int32, bitcast=True) >> 24) & (M_TOP + 1)
+        size, top = _encoded(tl.abs(mean), noise_m, M_TOP, True)
+        tl.store(m + at, (size | sign).to(tl.uint8), mask=inside)
+        tl.store(m_scale + group, top, mask=here)
+        codes, top = _encoded(square, noise_v, V_TOP, False)
+        tl.store(v + at, codes.to(tl.uint8), mask=inside)
+        tl.store(v_scale + group, top, mask=here)
+
+    @triton.jit
+    def _decoded(codes, scale, LEVELS: tl.constexpr):
+        steps = ((scale.to(tl.int32, bitcast=True) >> BITS) - LEVELS)[:, None] + codes
+        return tl.where(codes > 0, (steps << BITS).to(tl.float32, bitcast=True), 0.0)
+
+    @triton.jit
+    def _encoded(x, noise, LEVELS: tl.constexpr, TO_ZERO: tl.constexpr):
+        steps = (x.to(tl.int32, bitcast=True) + noise) >> BITS
+        top = tl.maximum(tl.max(steps, 1), FLOOR + LEVELS)
+        least = ((top - LEVELS + 1) << BITS).to(tl.float32, bitcast=True)[:, None]
+        up = x > 0
+        if TO_ZERO:
+            up = x > noise.to(tl.float32) * (least * STEP)
+        codes = tl.where(x < least, up.to(tl.int32), steps - (top - LEVELS)[:, None])
+        return codes, (top << BITS).to(tl.float32, bitcast=True)
+
+    @triton.jit
+    def _mixed(h):
+        h = (h ^ (h >> 16)) * 0x85EBCA6B  # as in `mixed`
+        h = (h ^ (h >> 13)) * 0xC2B2AE35
+        return h ^ (h >> 16)
