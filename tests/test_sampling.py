@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import kernels
 from model import GPT, Block, build
-from run import cache, sampling
+from run import sampling
 from scale import parallel
 from settings import GPTConfig
 
@@ -54,7 +54,7 @@ def test_logits_are_close(changes, dtype, bound):
     """The largest difference in standard deviations of the logits. In bf16, 0.05 is measured: attention rounds anew."""
     model, ids = random_model(**changes), prompt(2, 40)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
-        kept, expected = cache.make(model, 40), model.logits(ids)[:, 9:]
+        kept, expected = sampling.make_cache(model, 40), model.logits(ids)[:, 9:]
         found = [kept.logits(ids[:, :10]), *(kept.logits(ids[:, i : i + 1]) for i in range(10, 40))]
     assert (torch.stack(found, 1) - expected).abs().max() < bound * expected.std()
 
@@ -85,7 +85,7 @@ def block_twice(self, idx):
     ],
 )
 def test_an_edited_model_samples_without_a_cache_and_says_so(owner, name, edit, words, monkeypatch, capsys):
-    cache.warn.cache_clear()
+    sampling.warn.cache_clear()
     model, ids = random_model(), prompt(1, 5)
     monkeypatch.setattr(owner or model.blocks[1].attn, name, edit)
     expected = sampling.generate(model, ids, 8, temperature=0, cached=False)
@@ -119,7 +119,7 @@ def test_one_token_through_the_fast_forms():
     kernels.serve(device)
     try:
         with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
-            kept, expected = cache.make(model, 40), model.logits(ids)[:, 9:]
+            kept, expected = sampling.make_cache(model, 40), model.logits(ids)[:, 9:]
             found = [kept.logits(ids[:, :10]), *(kept.logits(ids[:, i : i + 1]) for i in range(10, 40))]
     finally:
         kernels.serve(device, "torch")

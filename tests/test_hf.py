@@ -1,4 +1,4 @@
-"""run/hf_config.py: settings taken from Hugging Face weights, and the tokenizer's files of an export."""
+"""run/hf.py: settings taken from Hugging Face weights, and the tokenizer's files of an export."""
 
 import json
 import shutil
@@ -13,14 +13,14 @@ import convert
 import train
 from configurator import configure
 from corpus import tokenizer
-from run import checkpoint, hf_config
+from run import checkpoint, hf
 from settings import Config
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
 def settings(*words):
-    return configure(Config, list(words), complete=hf_config.adopt)
+    return configure(Config, list(words), complete=hf.adopt)
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def byte_data(data_dir, tmp_path):
 
 def test_shape_rope_and_tokenizer_are_the_weights(weights):
     cfg = settings(f"--init_from=hf:{weights}", "--dropout=0.1")
-    assert not checkpoint.shape_differences(vars(hf_config.read_config(weights)), cfg)
+    assert not checkpoint.shape_differences(vars(hf.read_config(weights)), cfg)
     assert (cfg.n_embd, cfg.n_hidden, cfg.kv_heads, cfg.norm, cfg.tie_embeddings) == (
         64,
         88,
@@ -64,7 +64,7 @@ def test_shape_rope_and_tokenizer_are_the_weights(weights):
     assert (cfg.dropout, cfg.block_size, cfg.max_positions) == (0.1, 96, 96)
     assert cfg.tokenizer == str(
         weights / "tokenizer.json"
-    ) and f"tokenizer={cfg.tokenizer}" in hf_config.adopted(cfg)
+    ) and f"tokenizer={cfg.tokenizer}" in hf.adopted(cfg)
     assert (
         settings(f"--init_from=hf:{weights}", "--block_size=4096").block_size == 4096
     )  # RoPE has no last position
@@ -77,7 +77,7 @@ def test_qwen3(tmp_path):
     """The shape of weights, and the published config.json of Qwen3 1.7B, whose 0.6B has wider heads than its width."""
     cfg = settings(f"--init_from=hf:{saved(qwen3(), tmp_path / 'small')}")
     assert (cfg.qk_norm, cfg.mlp, cfg.norm, cfg.bias) == (True, "swiglu", "rmsnorm", False)
-    assert "qk_norm=True" in hf_config.adopted(cfg)
+    assert "qk_norm=True" in hf.adopted(cfg)
     published = dict(
         model_type="qwen3", architectures=["Qwen3ForCausalLM"], attention_bias=False, attention_dropout=0.0
     )
@@ -93,7 +93,7 @@ def test_qwen3(tmp_path):
     published |= dict(rope_scaling=None, rope_theta=1_000_000, sliding_window=None, tie_word_embeddings=True)
     published |= dict(torch_dtype="bfloat16", use_cache=True, use_sliding_window=False, vocab_size=151936)
     (tmp_path / "config.json").write_text(json.dumps(published))
-    cfg = hf_config.read_config(tmp_path)
+    cfg = hf.read_config(tmp_path)
     assert (cfg.head_dim, cfg.kv_heads, cfg.hidden, cfg.rope_theta, cfg.tie_embeddings) == (
         128,
         8,
@@ -103,7 +103,7 @@ def test_qwen3(tmp_path):
     )
     edit_config(tmp_path, hidden_size=1024)
     refused(
-        lambda: hf_config.read_config(tmp_path),
+        lambda: hf.read_config(tmp_path),
         "head_dim=128 is not hidden_size / num_attention_heads = 1024/16",
     )
 
@@ -138,7 +138,7 @@ def test_gpt2s_tokenizer_is_recognised(tmp_path):
     saved(gpt2(vocab_size=50257, n_embd=6), tmp_path)
     for name, noted in (("gpt2", "gpt2"), ("bytes", str(tmp_path / "tokenizer.json"))):
         (tmp_path / "tokenizer.json").write_text(tokenizer.load(name).to_json(), "utf-8")
-        assert hf_config.read_config(tmp_path).tokenizer == noted
+        assert hf.read_config(tmp_path).tokenizer == noted
 
 
 def test_tuned_and_exported(weights, byte_data, tmp_path, capsys):
