@@ -151,7 +151,8 @@ def batches(prepared, batch_tokens, block_size):
     width = [min(block_size, -(-(len(row) - 1) // 32) * 32) for row in prepared.rows]
     order = sorted(range(len(width)), key=width.__getitem__, reverse=True)
     for T, group in itertools.groupby(order, width.__getitem__):
-        same, B = list(group), max(1, batch_tokens // T)
+        same = list(group)
+        B = min(len(same), max(1, batch_tokens // T))
         yield from ((same[i : i + B], B, T) for i in range(0, len(same), B))
 
 

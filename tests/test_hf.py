@@ -14,7 +14,7 @@ import train
 from configurator import configure
 from corpus import tokenizer
 from run import checkpoint, hf
-from settings import Config
+from settings import Config, GPTConfig
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
@@ -26,19 +26,15 @@ def settings(*words):
 @pytest.fixture
 def weights(tmp_path):
     """A Llama with a context of 96 tokens, the tokenizer of bytes, a chat template, and two ids that end a text."""
-    folder = saved(
-        llama(vocab_size=257, max_position_embeddings=96, tie_word_embeddings=True), tmp_path / "weights"
-    )
+    theirs = llama(vocab_size=257, max_position_embeddings=96, tie_word_embeddings=True)
+    folder = saved(theirs, tmp_path / "weights")
     (folder / "tokenizer.json").write_text(tokenizer.load("bytes").to_json())
-    special = dict(
-        eos_token={"__type": "AddedToken", "content": "<|endoftext|>"},
-        tokenizer_class="PreTrainedTokenizerFast",
-    )
+    special = dict(eos_token={"__type": "AddedToken", "content": "<|endoftext|>"})
+    special["tokenizer_class"] = "PreTrainedTokenizerFast"
     (folder / "tokenizer_config.json").write_text(json.dumps(special))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    (folder / "generation_config.json").write_text(
-        json.dumps(dict(bos_token_id=1, eos_token_id=[10], max_length=70))
-    )
+    generation = dict(bos_token_id=1, eos_token_id=[10], max_length=70)
+    (folder / "generation_config.json").write_text(json.dumps(generation))
     return folder
 
 
@@ -54,66 +50,40 @@ def byte_data(data_dir, tmp_path):
 def test_shape_rope_and_tokenizer_are_the_weights(weights):
     cfg = settings(f"--init_from=hf:{weights}", "--dropout=0.1")
     assert not checkpoint.shape_differences(vars(hf.read_config(weights)), cfg)
-    assert (cfg.n_embd, cfg.n_hidden, cfg.kv_heads, cfg.norm, cfg.tie_embeddings) == (
-        64,
-        88,
-        2,
-        "rmsnorm",
-        True,
-    )
-    assert (cfg.dropout, cfg.block_size, cfg.max_positions) == (0.1, 96, 96)
-    assert cfg.tokenizer == str(
-        weights / "tokenizer.json"
-    ) and f"tokenizer={cfg.tokenizer}" in hf.adopted(cfg)
-    assert (
-        settings(f"--init_from=hf:{weights}", "--block_size=4096").block_size == 4096
-    )  # RoPE has no last position
+    shape = (cfg.n_embd, cfg.n_hidden, cfg.kv_heads, cfg.norm, cfg.tie_embeddings, cfg.dropout)
+    assert shape == (64, 88, 2, "rmsnorm", True, 0.1)
+    assert cfg.block_size == 96 and cfg.tokenizer == str(weights / "tokenizer.json")
+    assert f"tokenizer={cfg.tokenizer}" in hf.adopted(cfg)
+    longer = settings(f"--init_from=hf:{weights}", "--block_size=4096")
+    assert longer.block_size == 4096  # RoPE has no last position
     edit_config(weights, max_position_embeddings=131_072)
-    cfg = settings(f"--init_from=hf:{weights}")
-    assert (cfg.block_size, cfg.max_positions) == (1024, 131_072)
+    assert settings(f"--init_from=hf:{weights}").block_size == 1024
 
 
 def test_qwen3(tmp_path):
-    """The shape of weights, and the published config.json of Qwen3 1.7B, whose 0.6B has wider heads than its width."""
+    """The shape of weights, and Qwen3 1.7B's config.json as published; its 0.6B has heads wider than its width."""
     cfg = settings(f"--init_from=hf:{saved(qwen3(), tmp_path / 'small')}")
     assert (cfg.qk_norm, cfg.mlp, cfg.norm, cfg.bias) == (True, "swiglu", "rmsnorm", False)
     assert "qk_norm=True" in hf.adopted(cfg)
     published = dict(
-        model_type="qwen3", architectures=["Qwen3ForCausalLM"], attention_bias=False, attention_dropout=0.0
-    )
-    published |= dict(
-        bos_token_id=151643, eos_token_id=151645, head_dim=128, hidden_act="silu", hidden_size=2048
-    )
-    published |= dict(
-        initializer_range=0.02, intermediate_size=6144, max_position_embeddings=40960, rms_norm_eps=1e-06
-    )
-    published |= dict(
-        max_window_layers=28, num_attention_heads=16, num_hidden_layers=28, num_key_value_heads=8
-    )
-    published |= dict(rope_scaling=None, rope_theta=1_000_000, sliding_window=None, tie_word_embeddings=True)
-    published |= dict(torch_dtype="bfloat16", use_cache=True, use_sliding_window=False, vocab_size=151936)
+        model_type="qwen3", attention_bias=False, attention_dropout=0.0, bos_token_id=151643, eos_token_id=151645,
+        head_dim=128, hidden_act="silu", hidden_size=2048, initializer_range=0.02, intermediate_size=6144,
+        max_position_embeddings=40960, max_window_layers=28, num_attention_heads=16, num_hidden_layers=28,
+        num_key_value_heads=8, rms_norm_eps=1e-06, rope_scaling=None, rope_theta=1_000_000, sliding_window=None,
+        tie_word_embeddings=True, torch_dtype="bfloat16", use_sliding_window=False, vocab_size=151936,
+    )  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(published))
     cfg = hf.read_config(tmp_path)
-    assert (cfg.head_dim, cfg.kv_heads, cfg.hidden, cfg.rope_theta, cfg.tie_embeddings) == (
-        128,
-        8,
-        6144,
-        1e6,
-        True,
-    )
+    assert (cfg.head_dim, cfg.kv_heads, cfg.hidden, cfg.rope_theta) == (128, 8, 6144, 1e6)
     edit_config(tmp_path, hidden_size=1024)
-    refused(
-        lambda: hf.read_config(tmp_path),
-        "head_dim=128 is not hidden_size / num_attention_heads = 1024/16",
-    )
+    refused(lambda: hf.read_config(tmp_path), "head_dim=128 is not supported, expected 64")
 
 
 def test_all_contradictions_are_in_one_line(weights, tmp_path):
     words = ["config/gpt2_124m.py", f"--init_from=hf:{weights}", "--rope_theta=5e5", "--norm=rmsnorm"]
     words[0] = str(ROOT / words[0])
-    line = refused(
-        lambda: settings(*words), "n_layer: checkpoint 2, now 12", "n_head", "n_embd", "rope_theta"
-    )
+    names = "n_layer: checkpoint 2, now 12", "n_head", "n_embd", "rope_theta"
+    line = refused(lambda: settings(*words), *names)
     assert "norm:" not in line and "block_size" not in line and "leave these settings out" in line
     saved(gpt2(), tmp_path / "gpt2")
     init_from = f"--init_from=hf:{tmp_path / 'gpt2'}"
@@ -134,52 +104,46 @@ def test_a_hub_name(weights, tmp_path, monkeypatch):
     refused(lambda: settings("--init_from=hf:some/other"), "some/other", "cannot be downloaded")
 
 
-def test_gpt2s_tokenizer_is_recognised(tmp_path):
+def test_the_tokenizer_is_noted(tmp_path):
     saved(gpt2(vocab_size=50257, n_embd=6), tmp_path)
+    assert hf.read_config(tmp_path).tokenizer == "gpt2"
     for name, noted in (("gpt2", "gpt2"), ("bytes", str(tmp_path / "tokenizer.json"))):
         (tmp_path / "tokenizer.json").write_text(tokenizer.load(name).to_json(), "utf-8")
         assert hf.read_config(tmp_path).tokenizer == noted
+    edit_config(tmp_path, vocab_size=301)
+    (tmp_path / "tokenizer.json").unlink()
+    assert hf.read_config(tmp_path).tokenizer is None
+
+
+@pytest.mark.parametrize("scaling, context", [({}, 32), (dict(rope_factor=8.0, rope_original=64), 512)])
+def test_the_context_of_an_export(scaling, context):
+    cfg = GPTConfig(vocab_size=257, block_size=32, norm="rmsnorm", positions="rope", mlp="swiglu", **scaling)
+    assert hf.config_json(cfg, "float32", {})["max_position_embeddings"] == context
 
 
 def test_tuned_and_exported(weights, byte_data, tmp_path, capsys):
-    """From weights to an export: what the source folder says stays, though the run's rows are shorter."""
-    words = [
-        f"--init_from=hf:{weights}",
-        f"--data_dir={byte_data}",
-        f"--out_dir={tmp_path / 'run'}",
-        "--device=cpu",
-    ]
+    """From weights to an export: what is in the source folder stays."""
+    words = [f"--init_from=hf:{weights}", f"--data_dir={byte_data}", f"--out_dir={tmp_path / 'run'}"]
     words += ["--block_size=32", "--batch_tokens=64", "--batch_size=2", "--max_steps=1", "--eval_interval=0"]
+    words += ["--device=cpu"]
     cfg = settings(*words, "--no_compile")
     train.main(cfg)
-    said = capsys.readouterr().out
-    assert f"init_from    hf:{weights}: vocab_size=257 n_layer=2 n_head=4 n_kv_head=2 n_embd=64" in said
+    assert f"init_from    hf:{weights}: vocab_size=257 " in capsys.readouterr().out
     convert.main(convert.Config(checkpoint=str(tmp_path / "run"), to_hf=str(tmp_path / "hf")))
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
-    assert (config["max_position_embeddings"], config["bos_token_id"], config["eos_token_id"]) == (
-        96,
-        1,
-        [10, 256],
-    )
+    assert (config["bos_token_id"], config["eos_token_id"]) == (1, [10, 256])
     generation = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").generation_config
     assert (generation.eos_token_id, generation.max_length) == ([10, 256], 70)
     theirs = AutoTokenizer.from_pretrained(tmp_path / "hf")
-    assert (
-        theirs.eos_token_id == 256
-        and theirs.chat_template == TEMPLATE
-        and theirs("aé")["input_ids"] == [97, 195, 169]
-    )
+    assert theirs.eos_token_id == 256 and theirs.chat_template == TEMPLATE
+    assert theirs("aé")["input_ids"] == [97, 195, 169]
     np.save(byte_data / "token_bytes.npy", tokenizer.load("gpt2").token_bytes())
     (byte_data / "manifest.json").write_text(json.dumps(dict(tokenizer="gpt2", vocab_size=50257, eot=50256)))
     cfg.overwrite = True
-    refused(
-        lambda: train.main(cfg),
-        "was tokenized with gpt2",
-        f"fineweb.py --tokenizer={weights / 'tokenizer.json'}",
-    )
+    command = f"fineweb.py --tokenizer={weights / 'tokenizer.json'}"
+    refused(lambda: train.main(cfg), "was tokenized with gpt2", command)
     cfg.data_dir = str(tmp_path / "none")
-    words = f"fineweb.py --tokenizer={weights / 'tokenizer.json'} --out_dir={tmp_path / 'none'} "
-    refused(lambda: train.main(cfg), "no train split", words)
+    refused(lambda: train.main(cfg), "no train split", f"{command} --out_dir={tmp_path / 'none'} ")
 
 
 def test_an_export_of_a_run_from_scratch(byte_data, tmp_path, capsys):
