@@ -1,12 +1,12 @@
-"""Checkpoints from and to Hugging Face weights (which models: docs/checkpoints.md); files of ranks merged.
+"""Checkpoints from and to Hugging Face weights (which: docs/checkpoints.md); files of ranks merged.
 
     python convert.py --from_hf=gpt2 --out=out/gpt2                 # a hub name or a folder -> a checkpoint
     python convert.py --checkpoint=out/gpt2_124m --to_hf=out/hf     # -> a folder for transformers
     python convert.py --checkpoint=out/llama3_8b --out=out/merged   # files of many ranks -> one for all weights
 
-An export is compared with transformers, where that is installed: the logits of random tokens must be equal up to
-rounding, which they are not if model.py was edited to compute something else than transformers' class.
-A merge has one group of tensors in memory at a time, 8 bytes a parameter for AdamW's states; an export 5 GB.
+An export is compared with transformers, where that is installed: logits of random tokens must be equal up to
+rounding. They are not if model.py was edited to compute something else than transformers' class. In memory, a
+merge has a group of tensors at a time, 8 bytes a parameter for AdamW's states; an export 5 GB.
 """
 
 import importlib.util
@@ -20,8 +20,8 @@ from typing import Literal
 from configurator import UserError, refuse, run, without_effect
 
 MOST = 2_000_000_000  # parameters of an export that is compared: two copies in float32 take 16 GB
-# differences of logits that are rounding, relative to their spread: float32 leaves 1e-6 to 1e-5; bfloat16, with
-# embed_norm folded into the weights and rounded there, 5e-4 to 2e-3
+# differences of logits that are rounding, relative to their spread: float32 leaves 1e-6 to 1e-5, bfloat16 5e-4
+# to 2e-3 where embed_norm is folded into the weights and rounded there
 LIMITS = {"float32": 1e-4, "bfloat16": 2e-2}
 
 
@@ -38,19 +38,14 @@ class Config:
 
 def main(cfg):
     given = tuple(name for name in ("from_hf", "out", "checkpoint", "to_hf") if getattr(cfg, name))
-    actions = {
-        ("from_hf", "out"): import_hf,
-        ("checkpoint", "to_hf"): export_hf,
-        ("out", "checkpoint"): merge,
-    }
+    actions = {("from_hf", "out"): import_hf, ("checkpoint", "to_hf"): export_hf}
+    actions |= {("out", "checkpoint"): merge}
     if given not in actions:
         raise UserError(
-            "give --from_hf=NAME or --checkpoint=FOLDER, and --out=FOLDER; or --checkpoint and --to_hf"
+            "give --from_hf=NAME or --checkpoint=FOLDER, and --out=FOLDER or (export) --to_hf=FOLDER"
         )
     if not cfg.to_hf:
-        why = (
-            "cannot change a checkpoint; for an export give --checkpoint and --to_hf=FOLDER, else go without"
-        )
+        why = "cannot change a checkpoint; leave it out, or export with --checkpoint and --to_hf=FOLDER"
         refuse(without_effect(cfg, ("dtype", "tokenizer", "verify"), why))
         if (out := Path(cfg.out)).exists() and not (out.is_dir() and not any(out.iterdir())):
             raise UserError(f"out={out} is not an empty folder; nothing was written, try another name")
@@ -70,30 +65,17 @@ def import_hf(cfg):
 
 def export_hf(cfg):
     """A checkpoint -> a Hugging Face folder, removed again if transformers computes other logits from it."""
+    from corpus import tokenizer as tokenizers
     from model import on_meta
     from run import checkpoint, hf, source
 
     if warning := source.warning(cfg.checkpoint):
         print(f"warning: {warning}", file=sys.stderr)
     tensors, shape, saved = checkpoint.open_model(cfg.checkpoint)
-    tokenizer = tokenizer_of(cfg, shape, saved)
+    name = cfg.tokenizer or saved.tokenizer or ("gpt2" if shape.vocab_size == 50257 else None)
+    tokenizer = name and tokenizers.load(name, shape.vocab_size)
     path = hf.save_hf(on_meta(shape), cfg.to_hf, cfg.dtype, tensors=tensors, tokenizer=tokenizer)
     print(f"wrote {path} in {cfg.dtype}, {verify(cfg, path, shape, tensors)}")
-
-
-def tokenizer_of(cfg, shape, saved):
-    """The export's Tokenizer; None, with a warning, where the checkpoint's own cannot be loaded."""
-    from corpus import tokenizer as tokenizers
-
-    name = cfg.tokenizer or saved.tokenizer or ("gpt2" if shape.vocab_size == 50257 else None)
-    try:
-        return name and tokenizers.load(name, shape.vocab_size)
-    except UserError as error:
-        if cfg.tokenizer:
-            raise
-        print(
-            f"warning: no tokenizer in the export: {error}; --tokenizer=NAME_OR_FILE adds it", file=sys.stderr
-        )
 
 
 def merge(cfg):
@@ -144,10 +126,9 @@ def verify(cfg, path, shape, tensors):
     if difference <= limit * spread:
         return f"and transformers computes the same logits from it: largest difference {difference:.1e}"
     shutil.rmtree(path)
-    raise UserError(
-        f"transformers computes other logits from the export, up to {difference:.2g} apart with a spread of {spread:.2g}; "
-        f"model.py likely computes something else. {path} was removed; --no_verify keeps it"
-    )
+    found = f"they differ by up to {difference:.2g}, with a spread of {spread:.2g}"
+    why = "model.py likely computes something else"
+    raise UserError(f"other logits in transformers: {found}; {why}. {path} was removed; --no_verify keeps it")
 
 
 if __name__ == "__main__":

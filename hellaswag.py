@@ -47,7 +47,7 @@ class HellaSwagError(UserError):
 
 
 class Unavailable(HellaSwagError):
-    """No file is named and none can be downloaded: a training run continues without HellaSwag."""
+    """No file is named, and none can be downloaded: a training run goes on without HellaSwag."""
 
 
 def main(cfg):
@@ -64,10 +64,7 @@ def main(cfg):
 
 
 def load(path=None):
-    """The examples, dicts with ctx, endings and label, of a file; path=None: of the downloaded one.
-
-    Raises Unavailable, or HellaSwagError for a named file that is missing or has a damaged line.
-    """
+    """The examples of a file; None: of the downloaded one. Raises HellaSwagError, of which Unavailable is one."""
     path = download() if path is None else Path(path)
     try:
         return parse(path.read_bytes(), path)
@@ -76,7 +73,7 @@ def load(path=None):
 
 
 def parse(data, where):
-    """The examples in the bytes of a file. Only a newline ends a line: str.splitlines cuts at U+2028 too."""
+    """[{"ctx", "endings", "label"}] in a file's bytes. Only a newline ends a line; str.splitlines cuts at U+2028."""
     examples = []
     for number, line in enumerate(data.split(b"\n"), 1):
         if not line.strip():
@@ -134,9 +131,8 @@ def prepare(examples, tokenizer, block_size):
         context = contexts[i // 4]
         cut = max(0, len(context) + len(ending) - (block_size + 1))
         if cut >= len(context):
-            raise HellaSwagError(
-                f"example {i // 4}: an ending of {len(ending)} tokens does not fit {block_size=}"
-            )
+            size = f"an ending of {len(ending)} tokens"
+            raise HellaSwagError(f"example {i // 4}: {size} does not fit {block_size=}")
         truncated += cut > 0
         rows.append(np.concatenate([context[cut:], ending]).astype(np.int64))
         starts.append(len(context) - cut)
@@ -157,7 +153,7 @@ def batches(prepared, batch_tokens, block_size):
 
 
 def pad(prepared, numbers, B, T):
-    """(idx, targets), int64 (B, T), padded on the right; targets are -100 but for the endings' tokens."""
+    """(idx, targets), int64 (B, T), padded on the right; targets are -100 except for the endings' tokens."""
     idx, targets = np.zeros((B, T), np.int64), np.full((B, T), -100, np.int64)
     for b, i in enumerate(numbers):
         row, start = prepared.rows[i], prepared.starts[i]
@@ -190,14 +186,9 @@ def evaluate(model, prepared, device, batch_tokens=None, autocast=None):
     parallel.sum_over_ranks(losses)
     sums = losses.cpu().double().numpy()
     means = sums / (np.array([len(row) for row in prepared.rows]) - prepared.starts)
-    score = {
-        "n": len(prepared.labels),
-        "truncated": prepared.truncated,
-        "seconds": time.perf_counter() - began,
-    }
-    for name, values in dict(acc=sums, acc_norm=means).items():
-        score[name] = float((values.reshape(-1, 4).argmin(1) == prepared.labels).mean())
-    return score
+    seconds, right = time.perf_counter() - began, lambda x: x.reshape(-1, 4).argmin(1) == prepared.labels
+    shares = {"acc": float(right(sums).mean()), "acc_norm": float(right(means).mean())}
+    return shares | {"n": len(prepared.labels), "truncated": prepared.truncated, "seconds": seconds}
 
 
 def in_words(score):

@@ -44,9 +44,7 @@ def main(cfg):
     refuse(found + [f"seed={cfg.seed} must be below 2**63"] * (cfg.seed >= 2**63))
     prompt, talk = read_prompt(cfg.prompt), cfg.chat and cfg.prompt is None
     if talk and int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise UserError(
-            "chat=True without a prompt reads stdin, which ranks cannot share: leave out torchrun"
-        )
+        raise UserError("chat=True without a prompt reads stdin, which ranks cannot share: no torchrun")
     from corpus import chat
     from run import sampling, trained
     from scale import parallel
@@ -60,12 +58,11 @@ def main(cfg):
     options = dict(max_new_tokens=cfg.max_new_tokens, temperature=cfg.temperature, top_k=cfg.top_k)
     options |= dict(ends=tokenizer.ends if cfg.stop else (), cached=cfg.cache, quiet=not world.main)
     printer = sampling.Printer(model, tokenizer, **options)
+    rounds = range(0, 0 if talk else cfg.n_samples, world.size)
     with autocast:
         if talk:
             converse(printer, template, cfg.seed)
-        for first in range(
-            0, 0 if talk else cfg.n_samples, world.size
-        ):  # one on each rank; rank 0 prints all
+        for first in rounds:  # each rank makes a sample; rank 0 prints its own as it comes, then the others'
             number = first + world.rank
             own = printer(ids, cfg.seed + number, shown, wanted=number < cfg.n_samples)
             texts = parallel.gather_objects(own)[: cfg.n_samples - first]

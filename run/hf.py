@@ -404,7 +404,13 @@ def save_hf(model, path, dtype="float32", max_shard_bytes=MAX_SHARD_BYTES, tenso
 def _write_shards(folder, parts, tensors, dtype, max_bytes, eps):
     """Writes model.safetensors, or several files and their index if the tensors take more than max_bytes."""
     import torch
+    from huggingface_hub import split_torch_state_dict_into_shards
     from safetensors.torch import save_file
+
+    dtype, shapes = getattr(torch, dtype), {}
+    for name, part in parts.items():
+        width = tensors[part.ours].shape[1:] if part.ours in tensors else ()
+        shapes[name] = torch.empty(part.last - part.first, *width, dtype=dtype, device="meta")
 
     def theirs(part):  # on the CPU; zeros for a bias that our model lacks
         if part.ours not in tensors:
@@ -413,20 +419,9 @@ def _write_shards(folder, parts, tensors, dtype, max_bytes, eps):
         rows = torch.nn.functional.rms_norm(rows.float(), rows.shape[1:], eps=eps) if part.normed else rows
         return (rows.t() if part.transposed else rows).to(dtype).contiguous().clone()  # gate is not up
 
-    dtype, shards, room, total = getattr(torch, dtype), [[]], max_bytes, 0
-    for name, part in parts.items():
-        width = tensors[part.ours].shape[1:].numel() if part.ours in tensors else 1
-        nbytes = (part.last - part.first) * width * dtype.itemsize
-        if shards[-1] and nbytes > room:
-            shards.append([])
-            room = max_bytes
-        shards[-1].append(name)
-        room, total = room - nbytes, total + nbytes
-    files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
-    files = files if len(shards) > 1 else ["model.safetensors"]
-    for file, names in zip(files, shards):
+    plan = split_torch_state_dict_into_shards(shapes, max_shard_size=max_bytes)
+    for file, names in plan.filename_to_tensors.items():
         save_file({name: theirs(parts[name]) for name in names}, folder / file, {"format": "pt"})
-    if len(shards) > 1:
-        places = {name: file for file, names in zip(files, shards) for name in names}
-        index = dict(metadata={"total_size": total}, weight_map=places)
+    if plan.is_sharded:
+        index = dict(metadata=plan.metadata, weight_map=plan.tensor_to_filename)
         write_json(folder / "model.safetensors.index.json", index)

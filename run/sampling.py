@@ -4,7 +4,6 @@ The cache goes around attn.core, as scale/ does, and sets `first` of the positio
 runs, but not compiled: there would be a graph for each position. Between two steps the model is as it was.
 """
 
-import contextlib
 import functools
 import itertools
 import sys
@@ -65,7 +64,7 @@ class Printer:
 def pieces(decode, shown, ids):
     """The text of the list `shown` and of the ids that follow; an incomplete character waits for its rest.
 
-    The piece before is decoded again with each new one, since some tokenizers drop the space that begins a text.
+    The piece before is decoded again with each new one: some tokenizers drop the space that begins a text.
     """
     before, new = [], []
     for more in itertools.chain([list(shown)], ([i] for i in ids)):
@@ -119,7 +118,7 @@ def pick(logits, temperature, top_k, generator):
 
 
 def make_cache(model, size):
-    """A Cache for rows of up to `size` tokens; None, with a warning, for an edited model that it does not suit."""
+    """A Cache of `size` tokens a row; None, with a warning, for an edited model that it does not suit."""
     idx = torch.arange(min(TRIAL, size), device=parallel.device_of(model))[None] % model.cfg.vocab_size
     try:
         trial = Cache(model, idx.size(1))
@@ -127,7 +126,7 @@ def make_cache(model, size):
         return warn(str(error))
     expected = trial.uncached(idx)
     trial.logits(idx[:, :-1])
-    if (trial.logits(idx[:, -1:]) - expected).std() > 0.1 * expected.std():  # 0.02 in bf16, 1e-6 in float32
+    if (trial.logits(idx[:, -1:]) - expected).std() > 0.1 * expected.std():  # in bf16 0.02, float32 1e-6
         return warn("model.py mixes tokens outside of attn.core, or uses a block twice")
     return Cache(model, size)
 
@@ -135,9 +134,7 @@ def make_cache(model, size):
 @functools.cache
 def warn(reason):
     if is_rank_0():
-        print(
-            f"warning: {reason}; sampling goes without a KV cache, more slowly", file=sys.stderr, flush=True
-        )
+        print(f"warning: {reason}; sampling goes without a KV cache, more slowly", file=sys.stderr)
 
 
 class Cache:
@@ -149,13 +146,17 @@ class Cache:
 
     def __init__(self, model, size):
         self.model, self.length, found = model, 0, context.attentions(model, "a KV cache")
-        self.cores = {(module, "core"): Kept(module.core, size) for module in found}
-        self.placed = [*context.positions(model), *self.cores.values()]
+        self.cores = [(vars(module), "core", Kept(self, module.core, size)) for module in found]
 
     def logits(self, idx):
         """(B, T) ids that follow those in the cache, T = 1 unless it is empty -> (B, vocab_size) of the last."""
-        with attributes(self.cores | {(module, "first"): self.length for module in self.placed}):
+        own = self.cores + [(vars(module), "first", self.length) for module in context.positions(self.model)]
+        before = [(values, name, values.get(name)) for values, name, _ in own]
+        try:
+            assign(own)
             logits = self.uncached(idx)
+        finally:
+            assign(before)
         self.length += idx.size(1)
         return logits
 
@@ -164,20 +165,28 @@ class Cache:
             return self.model.logits(idx, slice(-1, None))[:, 0]
 
 
+def assign(attributes):
+    """Sets (vars(object), name, value); None: the object has none of its own, but its class's."""
+    for values, name, value in attributes:
+        values[name] = value
+        if value is None:
+            del values[name]
+
+
 class Kept:
     """attn.core of one attention, with its keys and values, allocated at once for `size` tokens."""
 
-    def __init__(self, core, size):
-        self.core, self.size, self.first, self.kept = core, size, 0, None
+    def __init__(self, cache, core, size):
+        self.cache, self.core, self.size, self.kept = cache, core, size, None
 
     def __call__(self, q, k, v, *options):
-        """For the tokens from position `first` on, q: (B, H, T, D); k, v: (B, H_kv, T, D) -> (B, H, T, D)."""
+        """For the tokens after those in the cache, q: (B, H, T, D); k, v: (B, H_kv, T, D) -> (B, H, T, D)."""
         B, H_kv, T, D = v.shape
-        last = self.first + T
+        first, last = self.cache.length, self.cache.length + T
         if self.kept is None:
             self.kept = v.new_empty(2, B, H_kv, self.size, D)
-        self.kept[0, :, :, self.first : last], self.kept[1, :, :, self.first : last] = k, v
-        if self.first == 0:
+        self.kept[0, :, :, first:last], self.kept[1, :, :, first:last] = k, v
+        if first == 0:
             return self.core(q, k, v, *options)
         assert T == 1, "several tokens after cached ones would need a mask"
         keys, values = self.kept[:, :, :, :last]
@@ -185,19 +194,3 @@ class Kept:
         with sdpa_kernel(kernels.BACKENDS["flash"], set_priority=True):  # cuDNN makes a plan for each length
             y = F.scaled_dot_product_attention(shared, keys, values)
         return y.reshape(B, 1, -1, D).transpose(1, 2)  # in memory (B, T, H, D), which fast GEMMs read
-
-
-@contextlib.contextmanager
-def attributes(values):
-    """Sets {(object, name): value}; afterwards each object has its own attribute, or its class's, as before."""
-    before = {(owner, name): vars(owner)[name] for owner, name in values if name in vars(owner)}
-    try:
-        for (owner, name), value in values.items():
-            setattr(owner, name, value)
-        yield
-    finally:
-        for owner, name in values:
-            if (owner, name) in before:
-                setattr(owner, name, before[owner, name])
-            else:
-                delattr(owner, name)

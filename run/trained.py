@@ -1,4 +1,4 @@
-"""Loads a trained model and its tokenizer, from a checkpoint or from Hugging Face weights, for the scripts."""
+"""Loads a trained model and its tokenizer, from a checkpoint or Hugging Face weights, for the scripts."""
 
 import os
 import sys
@@ -12,13 +12,11 @@ from scale import parallel
 
 
 def load(cfg):
-    """(World, model, tokenizer, autocast) for the settings of sample.py or hellaswag.py; the ranks join here."""
+    """(World, model, tokenizer, autocast) for a script's settings; its ranks join here."""
     if (cfg.checkpoint is None) == (cfg.pretrained is None):
         raise UserError("give one of --checkpoint=FOLDER and --pretrained=FOLDER_OR_HUB_NAME")
     if cfg.parallel == "fsdp" and "RANK" not in os.environ:
-        raise UserError(
-            "parallel=fsdp divides the model among ranks; start it with torchrun --nproc_per_node=N"
-        )
+        raise UserError("parallel=fsdp divides the model among ranks; start it with torchrun")
     world = parallel.start(cfg.device, timeout_s=3600)
     parallel.barrier()  # all have connected: a rank that ends on a mistake below breaks no other's connection
     precision, _ = parallel.pick_precision(cfg.precision, world.device)
