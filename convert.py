@@ -2,7 +2,7 @@
 
     python convert.py --from_hf=gpt2 --out=out/gpt2                 # a hub name or a folder -> a checkpoint
     python convert.py --checkpoint=out/gpt2_124m --to_hf=out/hf     # -> a folder for transformers
-    python convert.py --checkpoint=out/llama3_8b --out=out/merged   # files of many ranks -> one for all weights
+    python convert.py --checkpoint=out/llama3_8b --out=out/merged   # files of many ranks -> one file
 
 An export is compared with transformers, where that is installed: logits of random tokens must be equal up to
 rounding. They are not if model.py was edited to compute something else than transformers' class. In memory, a
@@ -20,8 +20,8 @@ from typing import Literal
 from configurator import UserError, refuse, run, without_effect
 
 MOST = 2_000_000_000  # parameters of an export that is compared: two copies in float32 take 16 GB
-# differences of logits that are rounding, relative to their spread: float32 leaves 1e-6 to 1e-5, bfloat16 5e-4
-# to 2e-3 where embed_norm is folded into the weights and rounded there
+# differences of logits that are rounding, over the logits' spread: float32 leaves 1e-6 to 1e-5, bfloat16 5e-4 to
+# 2e-3 where embed_norm is folded into the weights and rounded there
 LIMITS = {"float32": 1e-4, "bfloat16": 2e-2}
 
 
@@ -128,7 +128,9 @@ def verify(cfg, path, shape, tensors):
     shutil.rmtree(path)
     found = f"they differ by up to {difference:.2g}, with a spread of {spread:.2g}"
     why = "model.py likely computes something else"
-    raise UserError(f"other logits in transformers: {found}; {why}. {path} was removed; --no_verify keeps it")
+    raise UserError(
+        f"transformers computes other logits: {found}; {why}. {path} was removed; --no_verify keeps it"
+    )
 
 
 if __name__ == "__main__":

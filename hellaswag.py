@@ -5,8 +5,8 @@
     torchrun --standalone --nproc_per_node=8 hellaswag.py --checkpoint=out/llama3_8b    # each scores a part
     torchrun --standalone --nproc_per_node=4 hellaswag.py --checkpoint=out/llama3_70b --parallel=fsdp
 
-acc takes the ending with the lowest summed loss, acc_norm that with the lowest mean loss per token, as other GPT-2
-reproductions do (GPT-2 124M: 0.2859 and 0.2955); lm-eval's divides by characters instead. Chance is 0.25.
+acc takes the ending with the lowest summed loss, acc_norm that with the lowest mean loss per token, as other
+GPT-2 reproductions do (GPT-2 124M: 0.2859, 0.2955); lm-eval's divides by characters instead. Chance is 0.25.
 """
 
 import contextlib
@@ -64,7 +64,7 @@ def main(cfg):
 
 
 def load(path=None):
-    """The examples of a file; None: of the downloaded one. Raises HellaSwagError, of which Unavailable is one."""
+    """The examples of a file; None: of the downloaded one. Raises HellaSwagError or its Unavailable."""
     path = download() if path is None else Path(path)
     try:
         return parse(path.read_bytes(), path)
@@ -73,7 +73,7 @@ def load(path=None):
 
 
 def parse(data, where):
-    """[{"ctx", "endings", "label"}] in a file's bytes. Only a newline ends a line; str.splitlines cuts at U+2028."""
+    """[{"ctx", "endings", "label"}] of a file's bytes; only a newline ends a line, U+2028 does not."""
     examples = []
     for number, line in enumerate(data.split(b"\n"), 1):
         if not line.strip():
@@ -140,7 +140,7 @@ def prepare(examples, tokenizer, block_size):
 
 
 def batches(prepared, batch_tokens, block_size):
-    """Yields (row numbers, B, T) for each forward, longest rows first: if memory is short, the first one fails.
+    """Yields (row numbers, B, T) for each forward, the longest first: if memory is short, it fails at once.
 
     T is a multiple of 32 and B follows from it, so that a compiled model sees few shapes.
     """
@@ -165,8 +165,8 @@ def pad(prepared, numbers, B, T):
 def evaluate(model, prepared, device, batch_tokens=None, autocast=None):
     """{"acc", "acc_norm", "n", "truncated", "seconds"} over all examples, the same on every rank.
 
-    model(idx, targets, "none") returns the loss of each token, (B, T), 0 where the target is -100. The batches
-    are divided among the ranks, which run equally many forwards: FSDP2's collectives need all of them.
+    model(idx, targets, "none") returns the loss of each token, (B, T), 0 where the target is -100. The ranks
+    share the batches and run equally many forwards: FSDP2's collectives need all of them.
     """
     import torch
 

@@ -176,7 +176,7 @@ def _refuse_others(hf, allowed):
 
 
 def same_tokenizer(*two):
-    """Whether two tokenizers, names or arrays as in token_bytes.npy, have ids of the same numbers of bytes."""
+    """Whether two tokenizers, names or arrays of token_bytes.npy, have as many bytes in each id."""
     import numpy as np
 
     from corpus import tokenizer as tokenizers
@@ -227,8 +227,8 @@ def config_json(cfg, dtype, ids):
 def write_tokenizer(folder, tokenizer, block_size):
     """Writes the files of a tokenizer and of generation, and returns {"bos_token_id", "eos_token_id"}.
 
-    tokenizer_config.json, a chat template and generation_config.json are copied from where tokenizer.json lies.
-    Our shards have a separator before each document: generation stops at it as well.
+    tokenizer_config.json, a chat template and generation_config.json are copied from beside tokenizer.json. Our
+    shards have a separator before each document: generation stops at it as well.
     """
     from corpus import chat
 
@@ -278,11 +278,9 @@ class Transposed:
 
 
 def hf_parts(model):
-    """{Hugging Face name: Part}.
+    """{Hugging Face name: Part}; raises UserError for parameters of an edited model.py that theirs lack.
 
-    Llama's q, k, v and gate, up are separate, the vocabulary is not padded, and a tied head is absent. GPT-2
-    always has biases there; where our model has none, they are zero. Raises UserError for parameters of an edited
-    model.py that theirs do not have.
+    Theirs have no padded vocabulary and no tied head; GPT-2's biases are zero if ours has none.
     """
     cfg, own, parts = model.cfg, dict(model.named_parameters()), {}
     family = family_of(cfg)
@@ -408,6 +406,7 @@ def _write_shards(folder, parts, tensors, dtype, max_bytes, eps):
     from safetensors.torch import save_file
 
     dtype, shapes = getattr(torch, dtype), {}
+    own_memory = dict(copy=True, memory_format=torch.contiguous_format)  # gate and up may be the same rows
     for name, part in parts.items():
         width = tensors[part.ours].shape[1:] if part.ours in tensors else ()
         shapes[name] = torch.empty(part.last - part.first, *width, dtype=dtype, device="meta")
@@ -417,7 +416,7 @@ def _write_shards(folder, parts, tensors, dtype, max_bytes, eps):
             return torch.zeros(part.last - part.first, dtype=dtype)
         rows = tensors[part.ours][part.first : part.last].detach().cpu()
         rows = torch.nn.functional.rms_norm(rows.float(), rows.shape[1:], eps=eps) if part.normed else rows
-        return (rows.t() if part.transposed else rows).to(dtype).contiguous().clone()  # gate is not up
+        return (rows.t() if part.transposed else rows).to(dtype, **own_memory)
 
     plan = split_torch_state_dict_into_shards(shapes, max_shard_size=max_bytes)
     for file, names in plan.filename_to_tensors.items():

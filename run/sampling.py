@@ -86,9 +86,9 @@ def generate(model, ids, max_new_tokens, temperature=1.0, top_k=None, seed=0, ca
 def steps(model, ids, max_new_tokens, temperature=1.0, top_k=None, seed=0, cached=True):
     """Yields the next id of each row of ids (B, T) int64, (B,), max_new_tokens times.
 
-    Up to block_size tokens a KV cache is used, unless the model is edited so that it gives other logits. Beyond,
-    and without it, every step computes the last block_size tokens, in a window of one width, so that a compiled
-    model sees a single shape; causal attention does not see the zeros on its right.
+    Up to block_size tokens a KV cache is used, unless an edited model gives other logits with it. Else every step
+    computes the last block_size tokens, in a window of one width: a compiled model sees one shape, and causal
+    attention does not see the zeros on its right.
     """
     generator = torch.Generator(ids.device).manual_seed(seed)
     B, T = ids.shape
@@ -140,8 +140,8 @@ def warn(reason):
 class Cache:
     """The keys and values of rows of up to `size` tokens; `length`: how many tokens of each row it has.
 
-    Raises UserError for a model with another attn.core than kernels.attention. Use it under torch.no_grad, and
-    with context parallelism or document masks within context.alone and documents.off.
+    Raises UserError for a model with another attn.core than kernels.attention. It needs torch.no_grad, and with
+    context parallelism or document masks context.alone or documents.off.
     """
 
     def __init__(self, model, size):
@@ -149,7 +149,7 @@ class Cache:
         self.cores = [(vars(module), "core", Kept(self, module.core, size)) for module in found]
 
     def logits(self, idx):
-        """(B, T) ids that follow those in the cache, T = 1 unless it is empty -> (B, vocab_size) of the last."""
+        """(B, T) ids after those in the cache, T = 1 unless it is empty -> (B, vocab_size) of the last."""
         own = self.cores + [(vars(module), "first", self.length) for module in context.positions(self.model)]
         before = [(values, name, values.get(name)) for values, name, _ in own]
         try:

@@ -73,7 +73,7 @@ def test_samples_of_two_ranks_are_printed_in_order_as_by_one(run, mode):
 
 
 def test_ranks_of_a_divided_model_go_on_until_the_last_sample_ends(tmp_path):
-    """In a model that ends its text with one token in six, whatever came before; 40 tokens go beyond block_size."""
+    """In a model that ends its text with one token in six; 40 tokens go beyond block_size."""
     cfg = GPTConfig(vocab_size=257, n_layer=1, n_head=2, n_embd=16, block_size=32, tie_embeddings=False)
     model = build(cfg, torch.device("cpu"), seed=0)
     with torch.no_grad():
@@ -127,7 +127,7 @@ LLAMA = dict(norm="rmsnorm", positions="rope", mlp="swiglu", bias=False)
 
 @pytest.fixture
 def chatty(tmp_path):
-    """A Hugging Face folder of a small Llama with a tokenizer and a chat template, written by transformers."""
+    """A Hugging Face folder of a small Llama, whose tokenizer and chat template transformers wrote."""
     transformers = pytest.importorskip("transformers")
     inner = pytest.importorskip("tokenizers").ByteLevelBPETokenizer()
     special = ["<|begin_of_text|>", "<|end_of_text|>", "<|start|>", "<|eot_id|>", "<|eom_id|>"]
@@ -217,8 +217,8 @@ def test_bf16_weights_are_loaded_without_a_float32_copy(source_of, tmp_path):
 
 
 def divided_in_rank(settings, precision, ids):
-    """For ranks.call: whether a divided model's logits equal the whole one's; bytes of its part and of the whole;
-    the most that a load and a forward held."""
+    """For ranks.call: (whether a divided model's logits equal the whole one's, bytes of its part, of the whole,
+    most that a load held, that a forward held)"""
     read, world = checkpoint.Stored.__getitem__, parallel.start("cpu")
     whole, _ = trained.load_model(dataclasses.replace(settings, parallel="ddp"), world, precision)
 

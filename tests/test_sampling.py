@@ -1,4 +1,4 @@
-"""run/sampling.py: tokens with a KV cache are those without it, models that it does not suit, text in pieces."""
+"""run/sampling.py: tokens with a KV cache are those without, models that it does not suit, text in pieces."""
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def test_greedy_tokens_are_those_without_a_cache(changes, B, T, new):
 @pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-5), (torch.bfloat16, 0.1)])
 def test_logits_are_close(changes, dtype, bound):
-    """The largest difference in standard deviations of the logits. In bf16, 0.05 is measured: attention rounds anew."""
+    """The bound is in standard deviations of the logits. In bf16 0.05 is measured: attention rounds anew."""
     model, ids = random_model(**changes), prompt(2, 40)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
         kept, expected = sampling.make_cache(model, 40), model.logits(ids)[:, 9:]
