@@ -20,8 +20,8 @@ from typing import Literal
 from configurator import UserError, refuse, run, without_effect
 
 MOST = 2_000_000_000  # parameters of an export that is compared: two copies in float32 take 16 GB
-# differences of logits that are rounding, over the logits' spread: float32 leaves 1e-6 to 1e-5, bfloat16 5e-4 to
-# 2e-3 where embed_norm is folded into the weights and rounded there
+# differences of logits that are rounding, over their spread: float32 leaves 1e-6 to 1e-5, and bfloat16, where
+# embed_norm is folded into the weights and rounded there, 5e-4 to 2e-3
 LIMITS = {"float32": 1e-4, "bfloat16": 2e-2}
 
 

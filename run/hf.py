@@ -227,8 +227,8 @@ def config_json(cfg, dtype, ids):
 def write_tokenizer(folder, tokenizer, block_size):
     """Writes the files of a tokenizer and of generation, and returns {"bos_token_id", "eos_token_id"}.
 
-    tokenizer_config.json, a chat template and generation_config.json are copied from beside tokenizer.json. Our
-    shards have a separator before each document: generation stops at it as well.
+    tokenizer_config.json, a chat template and generation_config.json are copied from beside tokenizer.json.
+    Our shards have a separator before each document: generation stops at it as well.
     """
     from corpus import chat
 

@@ -86,7 +86,7 @@ def generate(model, ids, max_new_tokens, temperature=1.0, top_k=None, seed=0, ca
 def steps(model, ids, max_new_tokens, temperature=1.0, top_k=None, seed=0, cached=True):
     """Yields the next id of each row of ids (B, T) int64, (B,), max_new_tokens times.
 
-    Up to block_size tokens a KV cache is used, unless an edited model gives other logits with it. Else every step
+    Up to block_size tokens a KV cache is used, unless an edited model gives other logits with it. Else a step
     computes the last block_size tokens, in a window of one width: a compiled model sees one shape, and causal
     attention does not see the zeros on its right.
     """
@@ -140,8 +140,8 @@ def warn(reason):
 class Cache:
     """The keys and values of rows of up to `size` tokens; `length`: how many tokens of each row it has.
 
-    Raises UserError for a model with another attn.core than kernels.attention. It needs torch.no_grad, and with
-    context parallelism or document masks context.alone or documents.off.
+    Raises UserError for a model with another attn.core than kernels.attention. It needs torch.no_grad, and
+    with context parallelism or document masks context.alone or documents.off.
     """
 
     def __init__(self, model, size):

@@ -177,10 +177,6 @@ def test_there_and_back_is_bitwise(make, tmp_path):
         dict(LLAMA, embed_norm=True, tie_embeddings=False),
         dict(LLAMA, qk_norm=True, mlp="relu2", embed_norm=True),
     ],
-    ids=(
-        "gpt2 gpt2_without_biases gpt2_untied gpt2_relu2 llama llama_biases llama_relu2 qwen3 "
-        "llama_embed_norm qwen3_relu2_embed_norm_tied"
-    ).split(),
 )
 def test_ours_in_transformers(changes, tmp_path):
     cfg = GPTConfig(vocab_size=300, block_size=64, n_layer=2, n_head=2, n_embd=32, **changes)
@@ -340,13 +336,8 @@ def test_damaged_or_missing_files(tmp_path, monkeypatch):
 
 def test_a_hub_name_is_fetched_without_pickles(tmp_path, monkeypatch):
     """What the hub's client is asked for, on the files that GPT-2 and Llama 3 have there."""
-    files = {
-        "config.json",
-        "model.safetensors",
-        "model.safetensors.index.json",
-        "tokenizer.json",
-        "merges.txt",
-    }
+    index = "model.safetensors.index.json"
+    files = {"config.json", "model.safetensors", index, "tokenizer.json", "merges.txt"}
     others = {"pytorch_model.bin", "onnx/config.json", "original/consolidated.00.pth", "README.md"}
 
     def snapshot(name, **patterns):
@@ -399,9 +390,8 @@ def test_what_no_class_computes_is_refused(changes, words, tmp_path):
 
 
 def tiny(**changes):
-    return build(
-        GPTConfig(vocab_size=50, block_size=8, n_layer=1, n_head=2, n_embd=16, **changes), CPU, seed=0
-    )
+    shape = dict(vocab_size=50, block_size=8, n_layer=1, n_head=2, n_embd=16)
+    return build(GPTConfig(**shape, **changes), CPU, seed=0)
 
 
 def test_an_export_is_whole_or_absent(tmp_path, monkeypatch):

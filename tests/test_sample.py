@@ -48,15 +48,6 @@ def test_as_many_samples_as_asked_for_each_with_its_prompt(run, capsys):
     assert all(text.lstrip("\n").startswith("so") for text in texts[:3])
 
 
-def test_without_a_cache_the_text_is_the_same_and_no_cache_is_made(run, capsys, monkeypatch):
-    options = dict(prompt="so", n_samples=2, max_new_tokens=8, precision="fp32")
-    sample.main(config(run, **options))
-    expected = capsys.readouterr().out.rsplit("-" * 80, 1)[0]
-    monkeypatch.setattr(sampling, "make_cache", lambda *_: pytest.fail("a cache was made"))
-    sample.main(config(run, **options, cache=False))
-    assert capsys.readouterr().out.rsplit("-" * 80, 1)[0] == expected
-
-
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_samples_of_two_ranks_are_printed_in_order_as_by_one(run, mode):
     words = [f"--checkpoint={run}", "--tokenizer=bytes", "--prompt=so", "--n_samples=5", "--max_new_tokens=8"]
@@ -217,8 +208,8 @@ def test_bf16_weights_are_loaded_without_a_float32_copy(source_of, tmp_path):
 
 
 def divided_in_rank(settings, precision, ids):
-    """For ranks.call: (whether a divided model's logits equal the whole one's, bytes of its part, of the whole,
-    most that a load held, that a forward held)"""
+    """For ranks.call: (whether a divided model's logits equal the whole one's, bytes of its part and of the
+    whole, the most that a load held and that a forward held)"""
     read, world = checkpoint.Stored.__getitem__, parallel.start("cpu")
     whole, _ = trained.load_model(dataclasses.replace(settings, parallel="ddp"), world, precision)
 
