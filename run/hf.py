@@ -5,7 +5,6 @@ train.py reads the shape of --init_from=hf:NAME before it imports torch: functio
 """
 
 import itertools
-import json
 import os
 import shutil
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from configurator import UserError, refuse, typed
-from run.files import patiently, plain_name, read_json, write_json
+from run.files import patiently, plain_name, read_json, text, write_json
 from settings import GPTConfig
 
 MAX_SHARD_BYTES = 5_000_000_000  # largest file, which a save holds in memory; transformers 4's default
@@ -134,11 +133,11 @@ def adopted(cfg):
 def read_config(folder):
     """The ImportedConfig of a Hugging Face folder. Raises UserError for what model.py does not compute."""
     path = Path(folder) / "config.json"
-    hf = read_json(path, form={})
-    family = FAMILIES.get(str(hf.get("model_type")))
+    hf = read_json(path, form={"model_type": text})
+    family = FAMILIES.get(hf["model_type"])
     try:
         if family is None:
-            raise UserError(f"model_type={hf.get('model_type')} is not one of {', '.join(FAMILIES)}")
+            raise UserError(f"model_type={hf['model_type']} is not one of {', '.join(FAMILIES)}")
         return _as_settings(family, family.absent | hf, path.with_name("tokenizer.json"))
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
@@ -232,8 +231,8 @@ def write_tokenizer(folder, tokenizer, block_size):
     """
     from corpus import chat
 
-    content = json.loads(text := tokenizer.to_json())
-    (folder / "tokenizer.json").write_text(text, "utf-8")
+    (folder / "tokenizer.json").write_text(tokenizer.to_json(), "utf-8")
+    content = read_json(folder / "tokenizer.json")
     for name in COPIED:
         if tokenizer.folder and (tokenizer.folder / name).is_file():
             shutil.copyfile(tokenizer.folder / name, folder / name)
@@ -246,9 +245,9 @@ def write_tokenizer(folder, tokenizer, block_size):
         write_json(config, values | dict(unk_token=content["model"].get("unk_token") or eos))
     bos = chat.special_tokens(folder).get("bos_token")
     ids = dict(bos_token_id=next((i for i, name in names.items() if name == bos), tokenizer.eot))
-    found = read_json(generation, form={}) if generation.exists() else {}
+    ends = sorted(tokenizer.ends | chat.stop_ids(folder, tokenizer))  # which reads generation_config.json too
+    found = read_json(generation) if generation.exists() else {}
     ids |= {key: value for key, value in found.items() if value is not None}
-    ends = sorted(tokenizer.ends | chat.stop_ids(folder, tokenizer))
     ids["eos_token_id"] = ends if len(ends) > 1 else ends[0]
     write_json(generation, ids)
     return {key: ids[key] for key in ("bos_token_id", "eos_token_id")}

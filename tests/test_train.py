@@ -282,9 +282,7 @@ def test_hellaswag_in_the_loop_and_without_its_file(data_dir, tmp_path, monkeypa
 
     monkeypatch.setattr(urllib.request, "urlopen", refuse)
     monkeypatch.setattr(time, "sleep", lambda _: None)
-    monkeypatch.setattr(
-        hellaswag, "download", functools.partial(hellaswag.download, tmp_path / "cache")
-    )
+    monkeypatch.setattr(hellaswag, "download", functools.partial(hellaswag.download, tmp_path / "cache"))
     log = train_here(data_dir, tmp_path / "b", max_steps=2, hellaswag_interval=2)
     assert sorted(losses(log)) == [1, 2] and "no HellaSwag in this run" in capsys.readouterr().out
 
