@@ -2,58 +2,200 @@
 
     python hellaswag.py --checkpoint=out/gpt2_124m
     python hellaswag.py --pretrained=gpt2 --file=hellaswag_val.jsonl
-    torchrun --standalone --nproc_per_node=8 hellaswag.py --checkpoint=out/llama3_8b     # each GPU scores a part
-    torchrun --standalone --nproc_per_node=4 hellaswag.py --checkpoint=out/llama3_70b --parallel=fsdp    # sharded
+    torchrun --standalone --nproc_per_node=8 hellaswag.py --checkpoint=out/llama3_8b    # each scores a part
+    torchrun --standalone --nproc_per_node=4 hellaswag.py --checkpoint=out/llama3_70b --parallel=fsdp
 
-acc takes the ending with the lowest summed loss, acc_norm the ending with the lowest mean loss per token, as other
-GPT-2 reproductions do (GPT-2 124M: 0.2859 and 0.2955); lm-eval's divides by characters instead. Chance is 0.25.
-run/multiple_choice.py reads the file and computes the score.
+acc takes the ending with the lowest summed loss, acc_norm that with the lowest mean loss per token, as other
+GPT-2 reproductions do (GPT-2 124M: 0.2859, 0.2955); lm-eval's divides by characters instead. Chance is 0.25.
 """
 
+import contextlib
+import http.client
+import itertools
+import json
+import time
+import urllib.request
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Literal, NamedTuple
 
-from configurator import refuse, run, too_small
+import numpy as np
+
+from configurator import UserError, refuse, run, too_small
+from run.files import write_atomic
+
+URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
+CACHE = Path.home() / ".cache" / "hellaswag"
+BATCH_TOKENS = {"cuda": 65_536, "cpu": 1024}  # CPU: a row takes a third longer with 4,096 (GPT-2 124M)
 
 
 @dataclass
 class Config:
     checkpoint: str | None = None  # folder of a run or of a checkpoint
     pretrained: str | None = None  # instead: Hugging Face weights, a folder or a hub name
-    tokenizer: str | None = (
-        None  # None: the one that the checkpoint was trained with, or beside the pretrained weights
-    )
+    tokenizer: str | None = None  # None: the one that the weights were trained with
     file: str | None = None  # a local hellaswag_val.jsonl; None: downloaded once into ~/.cache/hellaswag
     limit: int | None = None  # number of examples, from the first on; None: all 10,042
     batch_tokens: int | None = None  # tokens per forward pass; None: 65,536 on a GPU, 1,024 on a CPU
     device: str = "auto"  # auto, cpu, cuda, mps
-    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = (
-        "auto"  # auto: bf16 where the GPU supports it
-    )
-    parallel: Literal["ddp", "fsdp"] = (
-        "ddp"  # what a rank holds; ddp: the whole model; fsdp: a part of each tensor
-    )
+    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"  # auto: bf16 where it is supported
+    parallel: Literal["ddp", "fsdp"] = "ddp"  # a rank holds: ddp: the whole model; fsdp: a part of it
+
+
+class HellaSwagError(UserError):
+    exit_code = 3
+
+
+class Unavailable(HellaSwagError):
+    """No file is named, and none can be downloaded: a training run goes on without HellaSwag."""
 
 
 def main(cfg):
     refuse(too_small(cfg, {"limit": 1, "batch_tokens": 1}))
-    from run import multiple_choice, trained
+    from run import trained
     from scale import parallel
 
-    device = parallel.pick_device(cfg.device)
-    precision, _ = parallel.pick_precision(cfg.precision, device)
-    autocast = parallel.autocast(precision, device)
-    model, saved = trained.load(cfg, device, precision)
-    tokenizer = trained.load_tokenizer(cfg, model, saved)
-    examples = multiple_choice.load(cfg.file)[: cfg.limit]
-    prepared = multiple_choice.prepare(examples, tokenizer, model.cfg.block_size)
-    world = parallel.start(
-        cfg.device, timeout_s=3600
-    )  # now: a mistake above would break the others' connections
-    score = multiple_choice.evaluate(model.eval(), prepared, device, cfg.batch_tokens, autocast)
+    world, model, tokenizer, autocast = trained.load(cfg)
+    prepared = prepare(load(cfg.file)[: cfg.limit], tokenizer, model.cfg.block_size)
+    score = evaluate(model, prepared, world.device, cfg.batch_tokens, autocast)
     if world.main:
-        print(multiple_choice.in_words(score))
+        print(in_words(score))
     parallel.stop()
+
+
+def load(path=None):
+    """The examples of a file; None: of the downloaded one. Raises HellaSwagError or its Unavailable."""
+    path = download() if path is None else Path(path)
+    try:
+        return parse(path.read_bytes(), path)
+    except OSError as error:
+        raise HellaSwagError(f"{path}: {error.strerror}; name another file, or none to download it") from None
+
+
+def parse(data, where):
+    """[{"ctx", "endings", "label"}] of a file's bytes; only a newline ends a line, U+2028 does not."""
+    examples = []
+    for number, line in enumerate(data.split(b"\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            example = json.loads(line)
+            ctx, endings, label = example["ctx"], example["endings"], example["label"]
+            label = int(label) if isinstance(label, str) else label
+            good = [type(text) for text in [ctx, *endings]] == [str] * 5 and type(label) is int
+            if not good or not ctx or not 0 <= label < 4:
+                raise ValueError("expected a ctx, 4 endings and a label from 0 to 3")
+        except (ValueError, KeyError, TypeError) as error:  # UnicodeDecodeError is a ValueError
+            raise HellaSwagError(f"{where}:{number}: not an example of HellaSwag ({error!r})") from None
+        examples.append({"ctx": ctx, "endings": endings, "label": label})
+    if not examples:
+        raise HellaSwagError(f"{where}: no examples in it; expected one JSON object a line")
+    return examples
+
+
+def download(folder=CACHE, url=URL, tries=3):
+    """Downloads the validation file once and returns its path. A reply that does not parse is not kept."""
+    path = Path(folder) / "hellaswag_val.jsonl"
+    for attempt in range(tries):
+        if path.exists():
+            return path
+        try:
+            with urllib.request.urlopen(url, timeout=20) as reply:
+                data = reply.read()
+            parse(data, url)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(path, data)  # several ranks may download at the same time
+            return path
+        except (OSError, http.client.HTTPException, HellaSwagError) as error:  # urllib's errors are OSErrors
+            failure = error
+            time.sleep(2**attempt)
+    local = "give a local one, hellaswag.py --file or train.py --hellaswag_file"
+    raise Unavailable(f"{url} cannot be downloaded ({failure}); {local}")
+
+
+class Prepared(NamedTuple):
+    """Tokenized examples, four rows each."""
+
+    rows: list  # ids of context and ending, int64 arrays
+    starts: np.ndarray  # index in each row at which the ending begins
+    labels: np.ndarray  # index of the right ending of each example
+    truncated: int  # rows that lost the left of their context
+
+
+def prepare(examples, tokenizer, block_size):
+    """The examples as Prepared. A row longer than block_size + 1 loses the left of its context."""
+    contexts = tokenizer.encode_batch([e["ctx"] for e in examples])
+    endings = tokenizer.encode_batch([" " + ending for e in examples for ending in e["endings"]])
+    rows, starts, truncated = [], [], 0
+    for i, ending in enumerate(endings):
+        context = contexts[i // 4]
+        cut = max(0, len(context) + len(ending) - (block_size + 1))
+        if cut >= len(context):
+            size = f"an ending of {len(ending)} tokens"
+            raise HellaSwagError(f"example {i // 4}: {size} does not fit {block_size=}")
+        truncated += cut > 0
+        rows.append(np.concatenate([context[cut:], ending]).astype(np.int64))
+        starts.append(len(context) - cut)
+    return Prepared(rows, np.array(starts), np.array([e["label"] for e in examples]), truncated)
+
+
+def batches(prepared, batch_tokens, block_size):
+    """Yields (row numbers, B, T) for each forward, the longest first: if memory is short, it fails at once.
+
+    T is a multiple of 32 and B follows from it, so that a compiled model sees few shapes.
+    """
+    width = [min(block_size, -(-(len(row) - 1) // 32) * 32) for row in prepared.rows]
+    order = sorted(range(len(width)), key=width.__getitem__, reverse=True)
+    for T, group in itertools.groupby(order, width.__getitem__):
+        same = list(group)
+        B = min(len(same), max(1, batch_tokens // T))
+        yield from ((same[i : i + B], B, T) for i in range(0, len(same), B))
+
+
+def pad(prepared, numbers, B, T):
+    """(idx, targets), int64 (B, T), padded on the right; targets are -100 except for the endings' tokens."""
+    idx, targets = np.zeros((B, T), np.int64), np.full((B, T), -100, np.int64)
+    for b, i in enumerate(numbers):
+        row, start = prepared.rows[i], prepared.starts[i]
+        idx[b, : len(row) - 1] = row[:-1]
+        targets[b, start - 1 : len(row) - 1] = row[start:]
+    return idx, targets
+
+
+def evaluate(model, prepared, device, batch_tokens=None, autocast=None):
+    """{"acc", "acc_norm", "n", "truncated", "seconds"} over all examples, the same on every rank.
+
+    model(idx, targets, "none") returns the loss of each token, (B, T), 0 where the target is -100. The ranks
+    share the batches and run equally many forwards: FSDP2's collectives need all of them.
+    """
+    import torch
+
+    from run.logger import progress
+    from scale import parallel
+
+    began, (rank, world) = time.perf_counter(), parallel.rank_and_size()
+    batch_tokens = batch_tokens or BATCH_TOKENS.get(torch.device(device).type, 4096)
+    jobs = list(batches(prepared, batch_tokens, model.cfg.block_size))
+    jobs += [([], *jobs[-1][1:])] * (-len(jobs) % world)
+    losses = torch.zeros(len(prepared.rows), dtype=torch.float32, device=device)
+    for numbers, B, T in progress(jobs[rank::world], "HellaSwag"):
+        idx, targets = (torch.from_numpy(x).to(device) for x in pad(prepared, numbers, B, T))
+        with torch.no_grad(), autocast or contextlib.nullcontext():
+            loss = model(idx, targets, "none").float().sum(1)
+        losses[torch.tensor(numbers, dtype=torch.long, device=device)] = loss[: len(numbers)]
+    parallel.sum_over_ranks(losses)
+    sums = losses.cpu().double().numpy()
+    means = sums / (np.array([len(row) for row in prepared.rows]) - prepared.starts)
+    seconds, right = time.perf_counter() - began, lambda x: x.reshape(-1, 4).argmin(1) == prepared.labels
+    shares = {"acc": float(right(sums).mean()), "acc_norm": float(right(means).mean())}
+    return shares | {"n": len(prepared.labels), "truncated": prepared.truncated, "seconds": seconds}
+
+
+def in_words(score):
+    """A line for the console; after ±, the standard errors of the two proportions."""
+    n, shares = score["n"], [(name, score[name]) for name in ("acc_norm", "acc")]
+    parts = [f"{name} {p:.4f} ±{(p * (1 - p) / n) ** 0.5:.4f}" for name, p in shares]
+    return " | ".join([*parts, f"{n:,} examples, {score['truncated']} cut", f"{score['seconds']:.1f} s"])
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ by SIGINT and SIGTERM; of every rank the same (docs/operations.md).
 """
 
 from configurator import changed, parse, run
-from run.hf_config import adopt
+from run.hf import adopt
 from settings import Config, check
 
 if __name__ == "__main__":  # torch takes seconds to import: --help and a mistake in a setting answer before

@@ -9,7 +9,7 @@ from configurator import UserError
 from corpus import mixture
 from corpus.loader import DataError, TokenLoader, find_shards, read_manifest, read_sizes
 from fast.attention import best_attention
-from run import checkpoint, hf_config, watch
+from run import checkpoint, hf, watch
 from run.flops import Account, parameter_counts
 from run.logger import human
 from scale import context, documents, memory, parallel
@@ -46,7 +46,7 @@ def make_loaders(cfg, world):
 
 def refuse_other_tokenizer(cfg):
     """Raises DataError unless there is data with the tokenizer of the Hugging Face weights in init_from."""
-    if cfg.tokenizer is None or not hf_config.names_hf(cfg.init_from):
+    if cfg.tokenizer is None or not hf.names_hf(cfg.init_from):
         return
     command = f"python fineweb.py --tokenizer={shlex.quote(cfg.tokenizer)}"  # which alone would take GPT-2's
     for folder, _ in mixture.folders(cfg.data_dir):
@@ -57,7 +57,7 @@ def refuse_other_tokenizer(cfg):
             raise DataError(str(error).replace("python fineweb.py", make)) from None
         manifest = read_manifest(folder)
         name, sizes = manifest.get("tokenizer"), read_sizes(folder, manifest)
-        if name != cfg.tokenizer and sizes is not None and not hf_config.same_tokenizer(cfg.tokenizer, sizes):
+        if name != cfg.tokenizer and sizes is not None and not hf.same_tokenizer(cfg.tokenizer, sizes):
             raise DataError(
                 f"data_dir={folder} was tokenized with {name}, the weights of init_from={cfg.init_from} use "
                 f"{cfg.tokenizer}; make the data again with {command}"
@@ -116,9 +116,7 @@ def build_model(cfg, world, weights=None, eot=None):
 
 def load_initial_weights(model, cfg):
     """Copies the weights that cfg.init_from names into a new model of the same shape, on each rank its rows."""
-    if hf_config.names_hf(cfg.init_from):
-        from run import hf
-
+    if hf.names_hf(cfg.init_from):
         tensors, shape = hf.open_hf(cfg.init_from[3:])
     else:
         tensors, shape, _ = checkpoint.open_model(cfg.init_from)
@@ -163,6 +161,6 @@ def describe(cfg, world, job, loader, start):
         ("step", f"{cfg.batch_tokens:,} tokens: {micro}"),
         ("run", f"steps {start.step} to {cfg.max_steps}: {human(tokens)} tokens"),
     ]
-    if hf_config.names_hf(cfg.init_from):
-        rows.append(("init_from", f"{cfg.init_from}: {hf_config.adopted(cfg)}"))
+    if hf.names_hf(cfg.init_from):
+        rows.append(("init_from", f"{cfg.init_from}: {hf.adopted(cfg)}"))
     return rows + ([("resumed", str(start.folder)), *start.schedule(cfg)] if start.folder else [])

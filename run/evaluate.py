@@ -5,8 +5,9 @@ import math
 
 import torch
 
+import hellaswag
 from corpus import tokenizer as tokenizers
-from run import multiple_choice, sampling, watch
+from run import sampling, watch
 from run.logger import progress
 from scale import context, documents, parallel
 
@@ -50,9 +51,9 @@ class Evaluator:
             self.tokenizer = tokenizers.load(cfg.tokenizer or "gpt2", cfg.vocab_size)
         if cfg.hellaswag_interval:
             try:
-                examples = multiple_choice.load(cfg.hellaswag_file)
-                self.examples = multiple_choice.prepare(examples, self.tokenizer, cfg.block_size)
-            except multiple_choice.Unavailable as error:
+                examples = hellaswag.load(cfg.hellaswag_file)
+                self.examples = hellaswag.prepare(examples, self.tokenizer, cfg.block_size)
+            except hellaswag.Unavailable as error:
                 self.warnings.append(f"no HellaSwag in this run: {error}")
             if not all(parallel.gather_objects(self.examples is not None)):  # all ranks take part or none
                 if self.examples is not None:
@@ -107,8 +108,8 @@ class Evaluator:
     def hellaswag(self, step, log):
         device = parallel.device_of(self.model)
         with context.alone(self.model), documents.off(self.model):
-            score = multiple_choice.evaluate(self.model, self.examples, device, autocast=self.autocast)
-        log.print(f"hellaswag {step} | {multiple_choice.in_words(score)}")
+            score = hellaswag.evaluate(self.model, self.examples, device, autocast=self.autocast)
+        log.print(f"hellaswag {step} | {hellaswag.in_words(score)}")
         log.record("hellaswag", step, **score)
 
     def samples(self, step, log):

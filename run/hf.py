@@ -1,84 +1,256 @@
-"""Hugging Face's GPT-2, Llama, Qwen3 and NanoChat: their names as ours, and folders of safetensors read and written.
+"""Hugging Face's GPT-2, Llama and Qwen3: config.json as our settings; safetensors read and written.
 
-Pickled weights are never read. RoPE pairs dimension i with i + D/2 in all, so q and k need no permutation; NanoChat
-turns the other way, which is the same with the second half of each head's q and k negated.
+Pickled weights are never read. RoPE pairs dimension i with i + D/2 there too: q and k need no permutation.
+train.py reads the shape of --init_from=hf:NAME before it imports torch: functions that need it import it.
 """
 
 import itertools
 import os
 import shutil
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-
-from configurator import UserError
-from model import build, on_meta
-from run import checkpoint
-from run.files import write_json
-from run.hf_config import (
-    context_of,
-    family_of,
-    fetch,
-    hf_config,
-    read_config,
-    read_object,
-    tied,
-    write_tokenizer,
-)
+from configurator import UserError, refuse, typed
+from run.files import patiently, plain_name, read_json, text, write_json
+from settings import GPTConfig
 
 MAX_SHARD_BYTES = 5_000_000_000  # largest file, which a save holds in memory; transformers 4's default
 
-# Our module -> theirs, for import and export. Where there are several of theirs, ours stacks their rows; but mlp.up is
-# both of Llama's: relu(gate) * up is the square of ReLU where gate = up. Where there is none, ours is one.
-LLAMA_OUTER = {"wte": ["model.embed_tokens"], "norm": ["model.norm"], "head": ["lm_head"]}
-LLAMA_BLOCK = {
-    "norm_1": ["input_layernorm"],
-    "attn.qkv": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
-    "attn.proj": ["self_attn.o_proj"],
-    "norm_2": ["post_attention_layernorm"],
-    "mlp.gate_up": ["mlp.gate_proj", "mlp.up_proj"],
-    "mlp.up": ["mlp.gate_proj", "mlp.up_proj"],
-    "mlp.proj": ["mlp.down_proj"],
-}
-OUTER = {
-    "gpt2": {
-        "wte": ["transformer.wte"],
-        "wpe": ["transformer.wpe"],
-        "norm": ["transformer.ln_f"],
-        "head": ["lm_head"],
-    },
-    "llama": LLAMA_OUTER,
-    "qwen3": LLAMA_OUTER,
-    "nanochat": LLAMA_OUTER | {"norm": []},
-}
-BLOCK = {  # our names follow "blocks.{i}."
-    "gpt2": {
-        "norm_1": ["ln_1"],
-        "attn.qkv": ["attn.c_attn"],
-        "attn.proj": ["attn.c_proj"],
-        "norm_2": ["ln_2"],
-        "mlp.up": ["mlp.c_fc"],
-        "mlp.proj": ["mlp.c_proj"],
-    },
-    "llama": LLAMA_BLOCK,
-    "qwen3": LLAMA_BLOCK | {"attn.q_norm": ["self_attn.q_norm"], "attn.k_norm": ["self_attn.k_norm"]},
-    "nanochat": LLAMA_BLOCK
-    | dict.fromkeys(["norm_1", "norm_2", "attn.q_norm", "attn.k_norm"], [])
-    | {"mlp.up": ["mlp.fc1"], "mlp.proj": ["mlp.fc2"]},
-}
-FOLDED = {  # with embed_norm: our module -> the norm before it (wte: after it) that theirs lacks, put into its weight
-    "llama": {"wte": "embed_norm"},
-    "qwen3": {"wte": "embed_norm"},
-    "nanochat": {"attn.qkv": "norm_1", "mlp.up": "norm_2", "head": "norm"},
-}
-STEM = {"gpt2": "transformer.h."}  # of a block's names; model.layers. for the others
-PREFIX = {"gpt2": "transformer."}  # absent if the model was saved without its head; model. for the others
+
+class GPT2:
+    """A class of transformers in our terms; lists and tables of values begin with the default."""
+
+    name, architecture, layers = "gpt2", "GPT2LMHeadModel", "transformer.h."
+    # {setting: values that the class computes}
+    settings = dict.fromkeys(["qk_norm", "embed_norm", "attention_gate"], [False])
+    settings |= dict(softcap=[None], value_embeddings=[0], mlp=["gelu", "relu2"])
+    settings |= dict(norm=["layernorm"], positions=["learned"])
+    # {key of config.json: our setting}
+    keys = {name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd")}
+    keys |= dict(n_positions="block_size", n_inner="n_hidden", activation_function="mlp")
+    keys |= dict(layer_norm_epsilon="norm_eps", tie_word_embeddings="tie_embeddings")
+    absent = dict(n_inner=None, activation_function="gelu_new", tie_word_embeddings=True)  # keys that may be
+    mlps = dict(gelu_new="gelu", gelu_pytorch_tanh="gelu", relu2="relu2")  # {activation: our mlp}
+    # {key: values that model.py computes}
+    allowed = dict(scale_attn_weights=[True], scale_attn_by_inverse_layer_idx=[False])
+    allowed |= dict(add_cross_attention=[False], quantization_config=[None])
+    # {our module: theirs}, and the same in a block; where theirs are several, ours stacks their rows
+    outer = dict(wte="transformer.wte", wpe="transformer.wpe", norm="transformer.ln_f", head="lm_head")
+    block = {"norm_1": "ln_1", "attn.qkv": "attn.c_attn", "attn.proj": "attn.c_proj"}
+    block |= {"norm_2": "ln_2", "mlp.up": "mlp.c_fc", "mlp.proj": "mlp.c_proj"}
+
+
+class Llama:
+    name, architecture, layers = "llama", "LlamaForCausalLM", "model.layers."
+    settings = GPT2.settings | dict(norm=["rmsnorm"], positions=["rope"], mlp=["swiglu", "relu2"])
+    settings |= dict(embed_norm=[False, True])  # an export folds it into the embedding
+    keys = dict(vocab_size="vocab_size", max_position_embeddings="block_size", num_hidden_layers="n_layer")
+    keys |= dict(num_attention_heads="n_head", num_key_value_heads="n_kv_head", hidden_size="n_embd")
+    keys |= dict(intermediate_size="n_hidden", hidden_act="mlp", rms_norm_eps="norm_eps", mlp_bias="bias")
+    keys |= dict(tie_word_embeddings="tie_embeddings", rope_theta="rope_theta")
+    absent = dict(num_key_value_heads=None, hidden_act="silu", attention_bias=False, mlp_bias=False)
+    absent |= dict(tie_word_embeddings=False, rope_theta=10000.0)
+    mlps = dict(silu="swiglu", swish="swiglu", relu="relu2")  # relu(gate) * up is ReLU squared if gate = up
+    allowed = dict(rope_type=["default", "llama3"], partial_rotary_factor=[1.0], quantization_config=[None])
+    outer = dict(wte="model.embed_tokens", norm="model.norm", head="lm_head")
+    block = {"norm_1": "input_layernorm", "norm_2": "post_attention_layernorm"}
+    block |= {"attn.qkv": "self_attn.q_proj self_attn.k_proj self_attn.v_proj"}
+    block |= {"attn.proj": "self_attn.o_proj", "mlp.proj": "mlp.down_proj"}
+    block |= dict.fromkeys(["mlp.gate_up", "mlp.up"], "mlp.gate_proj mlp.up_proj")
+
+
+class Qwen3(Llama):
+    name, architecture = "qwen3", "Qwen3ForCausalLM"
+    settings = Llama.settings | dict(qk_norm=[True], bias=[False])
+    keys = {key: name for key, name in Llama.keys.items() if name != "bias"}
+    absent = Llama.absent | dict(num_key_value_heads=32, head_dim=128)
+    allowed = Llama.allowed | dict(attention_bias=[False], use_sliding_window=[False])
+    block = Llama.block | {"attn.q_norm": "self_attn.q_norm", "attn.k_norm": "self_attn.k_norm"}
+
+
+FAMILIES = {family.name: family for family in (GPT2, Llama, Qwen3)}
+LLAMA3 = dict(low_freq_factor=[1.0], high_freq_factor=[4.0])  # constants of every Llama 3.x and of model.Rope
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # masks and tables in old files
+COPIED = ["tokenizer_config.json", "generation_config.json", "special_tokens_map.json", "tokenizer.model"]
+COPIED += ["chat_template.jinja"]
+
+
+@dataclass
+class ImportedConfig(GPTConfig):
+    tokenizer: str | None = None  # gpt2, or the tokenizer.json beside the weights
+
+
+def family_of(cfg):
+    """The Family of a GPTConfig. Raises UserError with the settings that the nearest classes lack."""
+    lacking = {}
+    for name, family in FAMILIES.items():
+        pairs = [(k, getattr(cfg, k), values) for k, values in family.settings.items()]
+        pairs += [("n_kv_head", cfg.kv_heads, [cfg.n_head])] * (family is GPT2)
+        lacking[name] = [f"{k}={value}" for k, value, values in pairs if value not in values]
+        if not lacking[name]:
+            return family
+    least = min(map(len, lacking.values()))
+    near = [f"a {name} has no {', '.join(wrong)}" for name, wrong in lacking.items() if len(wrong) == least]
+    raise UserError(f"no Hugging Face model computes this, so that it cannot be exported: {'; '.join(near)}")
+
+
+def names_hf(init_from):
+    return bool(init_from) and init_from.startswith("hf:")
+
+
+def adopt(given):
+    """The `given` settings, completed by the shape, RoPE and tokenizer of init_from's Hugging Face weights.
+
+    block_size, if not given, is the default or the weights' context, whichever is less. Raises UserError that
+    lists every given setting which the weights contradict.
+    """
+    name = given.get("init_from")
+    if not names_hf(name):
+        return given
+    from run.checkpoint import shape_differences
+
+    shape = read_config(fetch(name[3:]))
+    context, shape.block_size = shape.block_size, min(shape.block_size, GPTConfig.block_size)
+    wanted = replace(shape, **{k: v for k, v in given.items() if k in vars(shape)})
+    wrong = shape_differences(vars(shape), wanted, ["vocab_multiple", "block_size"])
+    if shape.positions == "learned" and wanted.block_size > context:
+        wrong.append(f"block_size: checkpoint {context} at most, now {wanted.block_size}")
+    if wrong:
+        problem = f"init_from={name} has another shape than the settings given: {'; '.join(wrong)}"
+        raise UserError(f"{problem}; leave these settings out to take those of the weights")
+    return vars(shape) | given
+
+
+def adopted(cfg):
+    """The settings that `adopt` takes from config.json, in words, for the start-up summary."""
+    family = family_of(cfg)
+    names = dict.fromkeys([*family.keys.values(), *family.settings, "rope_factor", "tokenizer"])
+    values = {name: getattr(cfg, name) for name in names if name != "block_size"}
+    return " ".join(f"{k}={v}" for k, v in values.items() if v is not None)
+
+
+def read_config(folder):
+    """The ImportedConfig of a Hugging Face folder. Raises UserError for what model.py does not compute."""
+    path = Path(folder) / "config.json"
+    hf = read_json(path, form={"model_type": text})
+    family = FAMILIES.get(hf["model_type"])
+    try:
+        if family is None:
+            raise UserError(f"model_type={hf['model_type']} is not one of {', '.join(FAMILIES)}")
+        return _as_settings(family, family.absent | hf, path.with_name("tokenizer.json"))
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise UserError(f"{path}: a value is missing or of the wrong type ({error!r})") from None
+
+
+def _as_settings(family, hf, tokenizer):
+    """The ImportedConfig of config.json's object, to which the values of absent keys were added."""
+    hf |= {**(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}  # transformers 4's, 5's
+    hf.setdefault("rope_type", hf.get("type", "default"))
+    scaled = family is not GPT2 and hf["rope_type"] == "llama3"
+    activation = next(key for key, name in family.keys.items() if name == "mlp")
+    _refuse_others(hf, family.allowed | {activation: list(family.mlps)} | (LLAMA3 if scaled else {}))
+    settings = {name: values[0] for name, values in family.settings.items()}
+    settings |= {name: hf[key] for key, name in family.keys.items()}
+    settings["mlp"] = family.mlps[settings["mlp"]]
+    if scaled:
+        settings |= dict(rope_factor=hf["factor"], rope_original=hf["original_max_position_embeddings"])
+    cfg = ImportedConfig(**typed(ImportedConfig, settings, settings.keys()))
+    refuse(cfg.problems())
+    _refuse_others(hf, dict(head_dim=[cfg.head_dim, None], attention_bias=[cfg.bias]))
+    cfg.n_kv_head = None if cfg.n_kv_head == cfg.n_head else cfg.n_kv_head  # as the recipes write it
+    cfg.n_hidden = None if cfg.n_hidden == 4 * cfg.n_embd else cfg.n_hidden
+    cfg.tokenizer = str(tokenizer) if tokenizer.is_file() else None
+    if cfg.vocab_size == 50257 and (cfg.tokenizer is None or same_tokenizer(tokenizer, "gpt2")):
+        cfg.tokenizer = "gpt2"
+    return cfg
+
+
+def _refuse_others(hf, allowed):
+    for key, values in allowed.items():
+        if hf.get(key, values[0]) not in values:
+            raise UserError(f"{key}={hf[key]} is not supported, expected {' or '.join(map(str, values))}")
+
+
+def same_tokenizer(*two):
+    """Whether two tokenizers, names or arrays of token_bytes.npy, have as many bytes in each id."""
+    import numpy as np
+
+    from corpus import tokenizer as tokenizers
+
+    sizes = (one if isinstance(one, np.ndarray) else tokenizers.load(str(one)).token_bytes() for one in two)
+    return np.array_equal(*sizes)
+
+
+def fetch(name):
+    """The local folder of `name`: itself, or the snapshot, perhaps cached, of a repository on the hub."""
+    if Path(name).exists() or str(name).startswith((".", "/", "~")) or str(name).count("/") > 1:
+        return Path(name)
+    import huggingface_hub
+
+    kinds = ["*.json", "*.jinja", "*.safetensors", "tokenizer*", "merges.txt"]
+    chosen = dict(allow_patterns=kinds, ignore_patterns=["*/*"])  # folders hold other formats of the weights
+    try:
+        return Path(patiently(huggingface_hub.snapshot_download, str(name), **chosen))
+    except Exception as error:  # of the hub, its HTTP client or the disk
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        raise UserError(f"{name}: no such folder, and it cannot be downloaded ({reason})") from None
+
+
+def tied(cfg):
+    """Whether an export's head is its embedding: not where embed_norm is folded into the embedding."""
+    return cfg.tie_embeddings and not cfg.embed_norm
+
+
+def config_json(cfg, dtype, ids):
+    """The content of config.json as transformers 4 writes it, which version 5 and other readers accept too.
+
+    ids: those of `write_tokenizer`. The context is block_size, or what RoPE was scaled to if that is longer.
+    """
+    family, context = family_of(cfg), max(cfg.block_size, int(cfg.rope_original * (cfg.rope_factor or 0)))
+    activation = next(theirs for theirs, ours in family.mlps.items() if ours == cfg.mlp)
+    values = vars(cfg) | dict(mlp=activation, n_kv_head=cfg.kv_heads, n_hidden=cfg.hidden, block_size=context)
+    config = {key: values[name] for key, name in family.keys.items()} | dict(tie_word_embeddings=tied(cfg))
+    config |= dict(model_type=family.name, architectures=[family.architecture], torch_dtype=dtype)
+    config |= dict(bos_token_id=None, eos_token_id=None) | ids
+    if family is GPT2:
+        return config | dict.fromkeys(["embd_pdrop", "attn_pdrop", "resid_pdrop"], cfg.dropout)
+    config |= dict(head_dim=cfg.head_dim, attention_bias=cfg.bias, attention_dropout=cfg.dropout)
+    scaling = dict(rope_type="llama3", factor=cfg.rope_factor, low_freq_factor=1.0, high_freq_factor=4.0)
+    scaling["original_max_position_embeddings"] = cfg.rope_original
+    return config | dict(rope_scaling=scaling if cfg.rope_factor else None)
+
+
+def write_tokenizer(folder, tokenizer, block_size):
+    """Writes the files of a tokenizer and of generation, and returns {"bos_token_id", "eos_token_id"}.
+
+    tokenizer_config.json, a chat template and generation_config.json are copied from beside tokenizer.json.
+    Our shards have a separator before each document: generation stops at it as well.
+    """
+    from corpus import chat
+
+    (folder / "tokenizer.json").write_text(tokenizer.to_json(), "utf-8")
+    content = read_json(folder / "tokenizer.json")
+    for name in COPIED:
+        if tokenizer.folder and (tokenizer.folder / name).is_file():
+            shutil.copyfile(tokenizer.folder / name, folder / name)
+    names = {token["id"]: token["content"] for token in content["added_tokens"]}
+    config, generation = (folder / name for name in COPIED[:2])
+    if not config.exists():
+        eos = names[min(tokenizer.ends - {tokenizer.eot}, default=tokenizer.eot)]
+        values = dict(tokenizer_class="PreTrainedTokenizerFast", clean_up_tokenization_spaces=False)
+        values |= dict(bos_token=names[tokenizer.eot], eos_token=eos, model_max_length=block_size)
+        write_json(config, values | dict(unk_token=content["model"].get("unk_token") or eos))
+    bos = chat.special_tokens(folder).get("bos_token")
+    ids = dict(bos_token_id=next((i for i, name in names.items() if name == bos), tokenizer.eot))
+    ends = sorted(tokenizer.ends | chat.stop_ids(folder, tokenizer))  # which reads generation_config.json too
+    found = read_json(generation) if generation.exists() else {}
+    ids |= {key: value for key, value in found.items() if value is not None}
+    ids["eos_token_id"] = ends if len(ends) > 1 else ends[0]
+    write_json(generation, ids)
+    return {key: ids[key] for key in ("bos_token_id", "eos_token_id")}
 
 
 class Part(NamedTuple):
@@ -87,89 +259,52 @@ class Part(NamedTuple):
     ours: str
     first: int  # row
     last: int
-    view: type  # its own inverse: of our rows it makes theirs, of their slice ours
-    norm: str | None  # our norm that an export folds into it
+    transposed: bool = False  # as GPT-2's matrices are (Conv1D)
+    normed: bool = False  # an embedding, into which an export folds embed_norm
 
 
-class Same:
-    """A tensor or a slice of safetensors as it is, read by rows."""
+class Transposed:
+    """A slice of safetensors, read by the rows of its transpose."""
 
-    def __init__(self, part):
-        self.part = part
+    def __init__(self, matrix):
+        self.matrix = matrix
 
     def get_shape(self):
-        return self.part.get_shape()
+        return self.matrix.get_shape()[::-1]
 
     def __getitem__(self, rows):
-        return self.part[rows]
-
-
-class Transposed(Same):
-    def get_shape(self):
-        return self.part.get_shape()[::-1]
-
-    def __getitem__(self, rows):
-        return self.part[...].t() if rows is ... else self.part[:, rows].t()
-
-
-class Mirrored(Same):
-    """The second half of each head's rows is negated."""
-
-    def __init__(self, part, head_dim):
-        super().__init__(part)
-        self.head_dim = head_dim
-
-    def __getitem__(self, rows):
-        x = self.part[rows]
-        row = torch.arange(x.size(0), device=x.device) + (0 if rows is ... else rows.start)
-        return torch.where((row % self.head_dim < self.head_dim // 2)[:, None], x, -x)
+        return self.matrix[...].t() if rows is ... else self.matrix[:, rows].t()
 
 
 def hf_parts(model):
-    """{Hugging Face name: Part}.
+    """{Hugging Face name: Part}; raises UserError for parameters of an edited model.py that theirs lack.
 
-    In theirs, GPT-2's matrices are transposed (Conv1D), Llama's q, k, v and gate, up are separate, the vocabulary is
-    not padded, and a tied head is absent, unless a norm is folded into it or into the embedding. Their GPT-2 always has
-    biases; where our model has none, they are zero.
-    Raises UserError for parameters of an edited model.py that theirs do not have.
+    Theirs have no padded vocabulary and no tied head; GPT-2's biases are zero if ours has none.
     """
-    cfg, family, own, parts = model.cfg, family_of(model.cfg), dict(model.named_parameters()), {}
-    modules = list(_modules(family, cfg))
-    for ours, theirs, norm in modules:
+    cfg, own, parts = model.cfg, dict(model.named_parameters()), {}
+    family = family_of(cfg)
+    modules = {ours: [theirs] for ours, theirs in family.outer.items()}
+    for i, (ours, theirs) in itertools.product(range(cfg.n_layer), family.block.items()):
+        modules[f"blocks.{i}.{ours}"] = [f"{family.layers}{i}.{name}" for name in theirs.split()]
+    for ours, theirs in modules.items():
         place = "wte" if ours == "head" and cfg.tie_embeddings and not tied(cfg) else ours
         if f"{place}.weight" not in own:  # the head, tied to wte; the MLP of another kind
             continue
-        weight, bias = own[f"{place}.weight"], f"{place}.bias" in own
-        bias |= family == "gpt2" and ours not in ("wte", "wpe", "head")
-        transposed = family == "gpt2" and weight.dim() == 2 and ours.startswith("blocks.")
-        for name, (first, last) in zip(theirs, _spans(cfg, ours, len(theirs), weight.size(0))):
-            view = Transposed if transposed else Same
-            if family == "nanochat" and name.endswith(("q_proj", "k_proj")):
-                view = partial(Mirrored, head_dim=cfg.head_dim)
-            parts[f"{name}.weight"] = Part(f"{place}.weight", first, last, view, norm)
+        weight, inside = own[f"{place}.weight"], ours.startswith("blocks.")
+        changes = family is GPT2 and inside and weight.dim() == 2, ours == "wte" and cfg.embed_norm
+        bias = f"{place}.bias" in own or family is GPT2 and (inside or ours == "norm")
+        for name, rows in zip(theirs, _rows(cfg, ours, len(theirs), weight.size(0))):
+            parts[f"{name}.weight"] = Part(f"{place}.weight", *rows, *changes)
             if bias:
-                parts[f"{name}.bias"] = Part(f"{place}.bias", first, last, Same, None)
-    gains = {f"{ours}.weight" for ours, theirs, _ in modules if not theirs}
-    if more := sorted(own.keys() - gains - {part.ours for part in parts.values()}):
-        names = ", ".join(more[:3]) + f" and {len(more) - 3} more" * (len(more) > 3)
-        raise UserError(
-            f"model.py has parameters that a Hugging Face {family} does not have: {names}; it cannot be exported"
-        )
+                parts[f"{name}.bias"] = Part(f"{place}.bias", *rows)
+    if more := sorted(own.keys() - {part.ours for part in parts.values()}):
+        names = f"{', '.join(more[:3])} ({len(more)} in all)"
+        raise UserError(f"model.py has parameters that a Hugging Face {family.name} does not have: {names}")
     return parts
 
 
-def _modules(family, cfg):
-    """Yields (our module, their modules, our norm that is folded into it, or None)."""
-    folded, stem = FOLDED[family] if cfg.embed_norm else {}, STEM.get(family, "model.layers.")
-    yield from ((ours, theirs, folded.get(ours)) for ours, theirs in OUTER[family].items())
-    for i in range(cfg.n_layer):
-        for ours, theirs in BLOCK[family].items():
-            norm = f"blocks.{i}.{folded[ours]}" if ours in folded else None
-            yield f"blocks.{i}.{ours}", [f"{stem}{i}.{name}" for name in theirs], norm
-
-
-def _spans(cfg, ours, count, rows):
-    """(first, last) row in ours of each of their `count` tensors."""
+def _rows(cfg, ours, count, rows):
+    """(first, last) row in ours of each of their `count` tensors; relu2's one matrix is both gate and up."""
     if count < 2 or ours.endswith("mlp.up"):
         return [(0, cfg.vocab_size if ours in ("wte", "head") else rows)] * count
     heads = [n * cfg.head_dim for n in (cfg.n_head, cfg.kv_heads, cfg.kv_heads)]
@@ -177,25 +312,21 @@ def _spans(cfg, ours, count, rows):
 
 
 def open_tensors(folder, family):
-    """{full Hugging Face name: slice of safetensors} from one file or the files of an index, without buffers."""
-    index = folder / "model.safetensors.index.json"
-    files = ["model.safetensors"]
+    """{full Hugging Face name: slice of safetensors} of one file or of an index's files, without buffers."""
+    from safetensors import SafetensorError, safe_open
+
+    index, files, tensors = folder / "model.safetensors.index.json", {"model.safetensors"}, {}
+    prefix = family.layers.partition(".")[0] + "."  # absent if the model was saved without its head
     if index.exists():
-        places = read_object(index).get("weight_map", {})
-        if not isinstance(places, dict):
-            raise UserError(f"{index}: weight_map is not a JSON object")
-        files = sorted(set(places.values()))
-    tensors, prefix = {}, PREFIX.get(family, "model.")
-    for file in files:
-        if not (folder / file).is_file():
-            raise UserError(
-                f"{folder / file}: missing; only safetensors are read, never pickled weights (pytorch_model.bin): "
-                "load and save those with transformers' save_pretrained first"
-            )
+        files = set(read_json(index, form={"weight_map": {str: plain_name}})["weight_map"].values())
+    for path in sorted(folder / file for file in files):
+        if not path.is_file():
+            why = "only safetensors are read, never pickled weights (pytorch_model.bin)"
+            raise UserError(f"{path}: missing; {why}: load and save those with transformers first")
         try:
-            handle = safe_open(folder / file, "pt")
+            handle = safe_open(path, "pt")
         except SafetensorError as error:
-            raise UserError(f"{folder / file}: damaged or not safetensors ({error})") from None
+            raise UserError(f"{path}: damaged or not safetensors ({error})") from None
         for name in handle.keys():
             if not name.endswith(BUFFERS):
                 full = name if name.startswith((prefix, "lm_head.")) else prefix + name
@@ -206,81 +337,59 @@ def open_tensors(folder, family):
 def open_hf(name):
     """({our name: Stored}, ImportedConfig) of a folder or hub name; rows are read when they are indexed.
 
-    Embedding and head have no padding rows. Raises UserError for another kind of model, and for tensors that are
-    missing, unexpected or of another shape.
+    Embedding and head have no padding rows. Raises UserError for tensors that do not fit config.json.
     """
+    import torch
+
+    from model import on_meta
+    from run.checkpoint import Stored
+
     folder = fetch(name)
     cfg = read_config(folder)
-    theirs = open_tensors(folder, family_of(cfg))
+    theirs, model = open_tensors(folder, family_of(cfg)), on_meta(cfg)
     head = theirs.pop("lm_head.weight", None) if cfg.tie_embeddings else None
-    model = on_meta(cfg)
-    own, parts = dict(model.named_parameters()), hf_parts(model)
-    wrong = [f"{k} missing" for k in parts.keys() - theirs.keys()]
-    wrong += [f"{k} not expected" for k in theirs.keys() - parts.keys()]
-    found = {}
-    for key, (ours, first, last, view, _) in parts.items():
-        if key not in theirs:
-            continue
-        stored = checkpoint.Stored(key, [(0, theirs[key])])
-        shape = (last - first, *own[ours].shape[1:])[:: -1 if view is Transposed else 1]
+    own, parts, found = dict(model.named_parameters()), hf_parts(model), {}
+    equal = lambda a, b: torch.equal(a[...].float(), b[...].float())
+    wrong = [f"{key} missing" for key in parts.keys() - theirs.keys()]
+    wrong += [f"{key} not expected" for key in theirs.keys() - parts.keys()]
+    for key, part in parts.items() if not wrong else ():
+        stored, shape = Stored(key, [(0, theirs[key])]), (part.last - part.first, *own[part.ours].shape[1:])
+        shape = shape[::-1] if part.transposed else shape
         if stored.shape != shape or not stored.dtype.is_floating_point:
             wrong.append(f"{key} is {tuple(stored.shape)} {stored.dtype}, expected {shape} of floats")
-        twin = found.setdefault(ours, {}).setdefault(first, view(theirs[key]))
-        if twin.part is not theirs[key] and not torch.equal(twin[...].float(), theirs[key][...].float()):
-            wrong.append(
-                f"{key} is not equal to gate_proj's, without which hidden_act=relu is not ReLU squared"
-            )
-    if not wrong:
-        tensors = {name: torch.ones(p.shape) for name, p in own.items() if name not in found}
-        tensors |= {ours: checkpoint.Stored(ours, slices.items()) for ours, slices in found.items()}
-        if head is not None and not torch.equal(head[...].float(), tensors["wte.weight"][...].float()):
-            wrong.append("lm_head.weight differs from the embedding, though tie_word_embeddings=true")
+        rows = Transposed(theirs[key]) if part.transposed else theirs[key]
+        twin = found.setdefault(part.ours, {}).setdefault(part.first, rows)
+        if twin is not rows and not equal(twin, rows):
+            wrong.append(f"{key} is not equal to gate_proj's, but hidden_act=relu is ReLU squared only then")
+    if not wrong and head is not None and not equal(head, found["wte.weight"][0]):
+        wrong.append("lm_head.weight differs from the embedding, though tie_word_embeddings=true")
     if wrong:
-        raise UserError(
-            f"{folder}: its tensors do not fit its config.json: {'; '.join(sorted(wrong)[:3])} ({len(wrong)} in all)"
-        )
-    return tensors, cfg
+        words = f"{'; '.join(sorted(wrong)[:3])} ({len(wrong)} in all)"
+        raise UserError(f"{folder}: its tensors do not fit its config.json: {words}")
+    return {ours: Stored(ours, slices.items()) for ours, slices in found.items()}, cfg
 
 
-@torch.no_grad()
-def load_hf(name, device="cpu"):
-    """(GPT in float32 on `device`, its ImportedConfig) from a folder or hub name; raises UserError as open_hf."""
-    tensors, cfg = open_hf(name)
-    model = build(cfg, torch.device(device))
-    model.wte.weight.zero_()  # for the padding rows, which files do not have
-    model.head.weight.zero_()
-    checkpoint.load_model_tensors(model, tensors, cfg.vocab_size)
-    return model.eval(), cfg
+def save_hf(model, path, dtype="float32", max_shard_bytes=MAX_SHARD_BYTES, tensors=None, tokenizer=None):
+    """Writes a folder that AutoModelForCausalLM loads, complete or not at all; returns its path.
 
-
-def save_hf(model, path, dtype=torch.float32, max_shard_bytes=MAX_SHARD_BYTES, tensors=None, tokenizer=None):
-    """Writes a folder that transformers' AutoModelForCausalLM loads, complete or not at all; returns its path.
-
-    tensors: {our name: tensor or Stored} for a model on meta, read one file at a time; None: the model's parameters.
-    tokenizer: its corpus.tokenizer.Tokenizer; None: a folder without one.
-    Raises UserError for a model that is none of theirs, a `path` in use, or a full disk.
+    tensors: {our name: tensor or Stored} for a model on meta, read one file at a time; None: the model's own.
+    tokenizer: a corpus.tokenizer.Tokenizer; None: the folder has none.
     """
-    path, parts = Path(path), hf_parts(model)
-    own = checkpoint.model_tensors(model)
+    from safetensors import SafetensorError
+
+    path, parts, own = Path(path), hf_parts(model), dict(model.named_parameters())
     tensors = own if tensors is None else tensors
     if wrong := sorted(tensors.keys() ^ own.keys()):
-        raise UserError(
-            f"the checkpoint's weights are not those of today's model.py: {', '.join(wrong[:3])}; no export"
-        )
-    for name in tensors if family_of(model.cfg) == "nanochat" else ():
-        if name.endswith(("q_norm.weight", "k_norm.weight")) and not (tensors[name][...] == 1).all():
-            raise UserError(
-                f"qk_norm=True with softcap={model.cfg.softcap}: a Hugging Face nanochat's QK norm has no gains, but "
-                f"those in {name} are not all one; it cannot be exported"
-            )
+        names = ", ".join(wrong[:3])
+        raise UserError(f"the checkpoint's weights are not those of today's model.py: {names}; no export")
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise UserError(f"{path} exists and is not an empty folder; nothing was written, try another name")
     aside = path.absolute().with_name(f".writing_{path.name}")
     shutil.rmtree(aside, ignore_errors=True)  # left by a killed save
     try:
         aside.mkdir(parents=True)
-        ids = write_tokenizer(aside, tokenizer, context_of(model.cfg)) if tokenizer else {}
-        write_json(aside / "config.json", hf_config(model.cfg, dtype, **ids))
+        ids = write_tokenizer(aside, tokenizer, model.cfg.block_size) if tokenizer else {}
+        write_json(aside / "config.json", config_json(model.cfg, dtype, ids))
         _write_shards(aside, parts, tensors, dtype, max_shard_bytes, model.cfg.norm_eps)
         os.rename(aside, path)
     except (OSError, SafetensorError, UserError) as error:
@@ -291,35 +400,26 @@ def save_hf(model, path, dtype=torch.float32, max_shard_bytes=MAX_SHARD_BYTES, t
 
 def _write_shards(folder, parts, tensors, dtype, max_bytes, eps):
     """Writes model.safetensors, or several files and their index if the tensors take more than max_bytes."""
-    sizes = {}
-    for name, (ours, first, last, *_) in parts.items():
-        width = tensors[ours].shape[1:].numel() if ours in tensors else 1
-        sizes[name] = (last - first) * width * dtype.itemsize
-    shards, size = [[]], 0
-    for name, nbytes in sizes.items():
-        if shards[-1] and size + nbytes > max_bytes:
-            shards.append([])
-            size = 0
-        shards[-1].append(name)
-        size += nbytes
-    files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
-    files = ["model.safetensors"] if len(shards) == 1 else files
-    for file, names in zip(files, shards):
-        save_file({n: _theirs(tensors, parts[n], dtype, eps) for n in names}, folder / file, {"format": "pt"})
-    if len(shards) > 1:
-        weight_map = {name: file for file, names in zip(files, shards) for name in names}
-        index = dict(metadata={"total_size": sum(sizes.values())}, weight_map=weight_map)
+    import torch
+    from huggingface_hub import split_torch_state_dict_into_shards
+    from safetensors.torch import save_file
+
+    dtype, shapes = getattr(torch, dtype), {}
+    own_memory = dict(copy=True, memory_format=torch.contiguous_format)  # gate and up may be the same rows
+    for name, part in parts.items():
+        width = tensors[part.ours].shape[1:] if part.ours in tensors else ()
+        shapes[name] = torch.empty(part.last - part.first, *width, dtype=dtype, device="meta")
+
+    def theirs(part):  # on the CPU; zeros for a bias that our model lacks
+        if part.ours not in tensors:
+            return torch.zeros(part.last - part.first, dtype=dtype)
+        rows = tensors[part.ours][part.first : part.last].detach().cpu()
+        rows = torch.nn.functional.rms_norm(rows.float(), rows.shape[1:], eps=eps) if part.normed else rows
+        return (rows.t() if part.transposed else rows).to(dtype, **own_memory)
+
+    plan = split_torch_state_dict_into_shards(shapes, max_shard_size=max_bytes)
+    for file, names in plan.filename_to_tensors.items():
+        save_file({name: theirs(parts[name]) for name in names}, folder / file, {"format": "pt"})
+    if plan.is_sharded:
+        index = dict(metadata=plan.metadata, weight_map=plan.tensor_to_filename)
         write_json(folder / "model.safetensors.index.json", index)
-
-
-def _theirs(tensors, part, dtype, eps):
-    """One of their tensors on the CPU: rows of ours, with its norm folded in; zeros for a bias that our model lacks."""
-    ours, first, last, view, norm = part
-    rows = tensors[ours][first:last].detach().cpu() if ours in tensors else torch.zeros(last - first)
-    if norm == "embed_norm":
-        rows = F.rms_norm(rows.float(), rows.shape[1:], eps=eps)
-    elif (gain := tensors.get(f"{norm}.weight")) is not None:
-        rows = rows.float() * gain[...].detach().cpu().float()
-    return view(rows)[...].to(
-        dtype, copy=True, memory_format=torch.contiguous_format
-    )  # gate and up share no memory

@@ -1,76 +1,74 @@
-"""Continues text with a model, token by token."""
+"""Continues text with a model, token by token, with a KV cache: keys and values of earlier tokens are kept.
 
+The cache goes around attn.core, as scale/ does, and sets `first` of the positions. The model's own forward
+runs, but not compiled: there would be a graph for each position. Between two steps the model is as it was.
+"""
+
+import functools
 import itertools
+import sys
 import time
 
 import torch
+import torch.nn.functional as F
+from torch.nn.attention import sdpa_kernel
 
-from run import cache
-from scale import parallel
+import kernels
+from configurator import UserError, is_rank_0
+from scale import context, parallel
+
+TRIAL = 16  # tokens with which `make_cache` tries a model
 
 
 def texts(model, tokenizer, prompt, n, max_new_tokens, temperature, top_k, seed):
     """n strings that continue `prompt`, which they include; each ends at the end of its document."""
-    device = parallel.device_of(model)
-    ids = torch.tensor([[tokenizer.eot, *tokenizer.encode(prompt)]] * n, device=device)
+    ids = torch.tensor([[tokenizer.eot, *tokenizer.encode(prompt)]] * n, device=parallel.device_of(model))
     rows = generate(model, ids, max_new_tokens, temperature, top_k, seed)[:, 1:].tolist()
     return [tokenizer.decode(itertools.takewhile(lambda i: i not in tokenizer.ends, row)) for row in rows]
 
 
 class Printer:
-    """Prints text as it is generated; `tokens` and `seconds`: how many, and how long it took, in all calls."""
+    """Prints text as it is generated, unless quiet; `tokens` and `seconds` add up over its calls."""
 
-    def __init__(self, model, tokenizer, stop, *options, cached=True, quiet=False):
-        """stop: whether to end where the model ends its text. options, cached: of `steps`, up to top_k.
+    def __init__(self, model, tokenizer, ends, quiet=False, **options):
+        """ends: the ids at which a text ends. options: of `steps`."""
+        self.model, self.tokenizer, self.ends, self.quiet = model, tokenizer, ends, quiet
+        self.options, self.tokens, self.seconds = options, 0, 0.0
 
-        quiet: nothing is printed, the text is returned alone.
+    def __call__(self, ids, seed, shown=(), wanted=True):
+        """Prints the text of `shown` and of what continues `ids`, both lists of ids; returns it.
+
+        wanted: False on a rank that has no text to make, but takes part in the forwards of a sharded model.
         """
-        self.model, self.tokenizer, self.stop, self.options, self.quiet = (
-            model,
-            tokenizer,
-            stop,
-            options,
-            quiet,
-        )
-        self.cached, self.tokens, self.seconds = cached, 0, 0.0
-        self.in_step = bool(parallel.units(model))  # the forwards of a sharded model need all ranks
-
-    def __call__(self, ids, seed, shown=()):
-        """Prints the text of `shown` and of what continues `ids`, both lists of ids; returns it."""
         began, text = time.perf_counter(), ""
-        for piece in pieces(self.tokenizer.decode, itertools.chain([list(shown)], self.continued(ids, seed))):
+        for piece in pieces(self.tokenizer.decode, shown, self.continued(ids, seed, wanted)):
             print("" if self.quiet else piece, end="", flush=True)
             text += piece
         print(end="" if self.quiet else "\n")
         self.seconds += time.perf_counter() - began
         return text
 
-    def attend(self, ids):
-        """Joins the forwards of a sharded model while other ranks generate; this rank has no text of its own."""
-        for _ in self.continued(ids, 0, ended=True) if self.in_step else ():
-            pass
-
-    def continued(self, ids, seed, ended=False):
-        """Yields the new ids in lists. With a sharded model all ranks call it, and go on until the last text ends."""
+    def continued(self, ids, seed, wanted):
+        """Yields the new ids. The ranks of a sharded model go on until the last one's text ends."""
         idx = torch.tensor([ids], device=parallel.device_of(self.model))
-        for new in steps(self.model, idx, *self.options, seed, self.cached):
-            self.tokens += not ended
-            ended = ended or self.stop and new.item() in self.tokenizer.ends
-            others = self.in_step and parallel.sum_over_ranks(new.new_tensor(int(not ended)))
-            if ended and not others:
+        in_step = bool(parallel.units(self.model))
+        for new in steps(self.model, idx, seed=seed, **self.options) if wanted or in_step else ():
+            wanted = wanted and new.item() not in self.ends
+            if not (parallel.sum_over_ranks(new.new_tensor(int(wanted))) if in_step else wanted):
                 return
-            if not ended:
-                yield new.tolist()
+            if wanted:
+                self.tokens += 1
+                yield new.item()
 
 
-def pieces(decode, rows):
-    """The text of lists of ids, which come one after another, in pieces; an incomplete character waits for its rest.
+def pieces(decode, shown, ids):
+    """The text of the list `shown` and of the ids that follow; an incomplete character waits for its rest.
 
-    The piece before is decoded again with each new one, since some tokenizers drop the space at the start of a text.
+    The piece before is decoded again with each new one: some tokenizers drop the space that begins a text.
     """
     before, new = [], []
-    for ids in rows:
-        new = new + ids
+    for more in itertools.chain([list(shown)], ([i] for i in ids)):
+        new = new + more
         text = decode(before + new)[len(decode(before)) :]
         if not text.endswith("\ufffd"):
             yield text
@@ -88,10 +86,9 @@ def generate(model, ids, max_new_tokens, temperature=1.0, top_k=None, seed=0, ca
 def steps(model, ids, max_new_tokens, temperature=1.0, top_k=None, seed=0, cached=True):
     """Yields the next id of each row of ids (B, T) int64, (B,), max_new_tokens times.
 
-    Up to block_size tokens a KV cache is used, unless the model is edited so that it gives other logits. Beyond, and
-    without it, every step computes the whole context: the last block_size tokens. That window has one width throughout,
-    so that a compiled model sees a single shape; causal attention does not see the zeros on its right. The generator is
-    not training's.
+    Up to block_size tokens a KV cache is used, unless an edited model gives other logits with it. Else a step
+    computes the last block_size tokens, in a window of one width: a compiled model sees one shape, and causal
+    attention does not see the zeros on its right.
     """
     generator = torch.Generator(ids.device).manual_seed(seed)
     B, T = ids.shape
@@ -99,10 +96,10 @@ def steps(model, ids, max_new_tokens, temperature=1.0, top_k=None, seed=0, cache
     width = min(model.cfg.block_size, -(-total // 64) * 64)
     buffer = torch.zeros(B, max(total, width), dtype=torch.long, device=ids.device)
     buffer[:, :T] = ids
-    kept = cache.make(model, width) if cached and width > 1 else None
+    cache = make_cache(model, width) if cached and width > 1 else None
     for end in range(T, total):
-        if kept and end <= width:
-            logits = kept.logits(buffer[:, kept.length : end])
+        if cache and end <= width:
+            logits = cache.logits(buffer[:, cache.length : end])
         else:
             begin = max(0, end - width)
             at = torch.tensor([end - begin - 1], device=ids.device)
@@ -116,7 +113,84 @@ def pick(logits, temperature, top_k, generator):
     if temperature == 0:
         return logits.argmax(-1)
     logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # so that a tiny one does not overflow
-    if top_k is None:
-        return logits.softmax(-1).multinomial(1, generator=generator).squeeze(1)
-    logits, ids = logits.topk(min(top_k, logits.size(-1)))
+    logits, ids = logits.topk(min(top_k or logits.size(-1), logits.size(-1)))
     return ids.gather(1, logits.softmax(-1).multinomial(1, generator=generator)).squeeze(1)
+
+
+def make_cache(model, size):
+    """A Cache of `size` tokens a row; None, with a warning, for an edited model that it does not suit."""
+    idx = torch.arange(min(TRIAL, size), device=parallel.device_of(model))[None] % model.cfg.vocab_size
+    try:
+        trial = Cache(model, idx.size(1))
+    except UserError as error:
+        return warn(str(error))
+    expected = trial.uncached(idx)
+    trial.logits(idx[:, :-1])
+    if (trial.logits(idx[:, -1:]) - expected).std() > 0.1 * expected.std():  # in bf16 0.02, float32 1e-6
+        return warn("model.py mixes tokens outside of attn.core, or uses a block twice")
+    return Cache(model, size)
+
+
+@functools.cache
+def warn(reason):
+    if is_rank_0():
+        print(f"warning: {reason}; sampling goes without a KV cache, more slowly", file=sys.stderr)
+
+
+class Cache:
+    """The keys and values of rows of up to `size` tokens; `length`: how many tokens of each row it has.
+
+    Raises UserError for a model with another attn.core than kernels.attention. It needs torch.no_grad, and
+    with context parallelism or document masks context.alone or documents.off.
+    """
+
+    def __init__(self, model, size):
+        self.model, self.length, found = model, 0, context.attentions(model, "a KV cache")
+        self.cores = [(vars(module), "core", Kept(self, module.core, size)) for module in found]
+
+    def logits(self, idx):
+        """(B, T) ids after those in the cache, T = 1 unless it is empty -> (B, vocab_size) of the last."""
+        own = self.cores + [(vars(module), "first", self.length) for module in context.positions(self.model)]
+        before = [(values, name, values.get(name)) for values, name, _ in own]
+        try:
+            assign(own)
+            logits = self.uncached(idx)
+        finally:
+            assign(before)
+        self.length += idx.size(1)
+        return logits
+
+    def uncached(self, idx):
+        with torch.compiler.set_stance("force_eager"):
+            return self.model.logits(idx, slice(-1, None))[:, 0]
+
+
+def assign(attributes):
+    """Sets (vars(object), name, value); None: the object has none of its own, but its class's."""
+    for values, name, value in attributes:
+        values[name] = value
+        if value is None:
+            del values[name]
+
+
+class Kept:
+    """attn.core of one attention, with its keys and values, allocated at once for `size` tokens."""
+
+    def __init__(self, cache, core, size):
+        self.cache, self.core, self.size, self.kept = cache, core, size, None
+
+    def __call__(self, q, k, v, *options):
+        """For the tokens after those in the cache, q: (B, H, T, D); k, v: (B, H_kv, T, D) -> (B, H, T, D)."""
+        B, H_kv, T, D = v.shape
+        first, last = self.cache.length, self.cache.length + T
+        if self.kept is None:
+            self.kept = v.new_empty(2, B, H_kv, self.size, D)
+        self.kept[0, :, :, first:last], self.kept[1, :, :, first:last] = k, v
+        if first == 0:
+            return self.core(q, k, v, *options)
+        assert T == 1, "several tokens after cached ones would need a mask"
+        keys, values = self.kept[:, :, :, :last]
+        shared = q.to(v.dtype).reshape(B, H_kv, -1, D)  # heads that share keys, as if they were tokens
+        with sdpa_kernel(kernels.BACKENDS["flash"], set_priority=True):  # cuDNN makes a plan for each length
+            y = F.scaled_dot_product_attention(shared, keys, values)
+        return y.reshape(B, 1, -1, D).transpose(1, 2)  # in memory (B, T, H, D), which fast GEMMs read

@@ -1,4 +1,4 @@
-"""Loads a trained model and its tokenizer, from a checkpoint or from Hugging Face weights, for the scripts."""
+"""Loads a trained model and its tokenizer, from a checkpoint or Hugging Face weights, for the scripts."""
 
 import os
 import sys
@@ -11,48 +11,35 @@ from run import checkpoint, hf, source
 from scale import parallel
 
 
-def load(cfg, device, precision):
-    """(model, its saved settings) from cfg.checkpoint or cfg.pretrained; warns if the code has changed since.
-
-    cfg: the settings of sample.py, hellaswag.py or the like; with parallel=fsdp the ranks join here and divide the
-    model. precision: bf16 gives weights in bf16, every other one in float32. Raises UserError unless exactly one of the
-    two is given.
-    """
+def load(cfg):
+    """(World, model, tokenizer, autocast) for a script's settings; its ranks join here."""
     if (cfg.checkpoint is None) == (cfg.pretrained is None):
         raise UserError("give one of --checkpoint=FOLDER and --pretrained=FOLDER_OR_HUB_NAME")
-    world = join(cfg) if cfg.parallel == "fsdp" else None
-    if cfg.checkpoint is None:
-        tensors, shape = hf.open_hf(cfg.pretrained)
-        return checkpoint.model_of(tensors, shape, device, precision, world), shape
-    if (warning := source.warning(cfg.checkpoint)) and is_rank_0():
-        print(f"warning: {warning}", file=sys.stderr)
-    return checkpoint.load_model(cfg.checkpoint, device, precision, world)
-
-
-def join(cfg):
-    """The World of the ranks that are to divide a model. Raises UserError without torchrun."""
-    if "RANK" not in os.environ:
-        raise UserError(
-            "parallel=fsdp divides the model among ranks; start it with torchrun --nproc_per_node=N"
-        )
+    if cfg.parallel == "fsdp" and "RANK" not in os.environ:
+        raise UserError("parallel=fsdp divides the model among ranks; start it with torchrun")
     world = parallel.start(cfg.device, timeout_s=3600)
-    parallel.barrier()  # all have connected, which a rank that now ends on a mistake would have prevented
-    return world
-
-
-def load_tokenizer(cfg, model, saved):
-    """cfg.tokenizer, or else the tokenizer of `load`'s saved settings, or GPT-2's.
-
-    Its `ends` include the ids at which the files beside the weights or the tokenizer tell a model to stop.
-    """
+    parallel.barrier()  # all have connected: a rank that ends on a mistake below breaks no other's connection
+    precision, _ = parallel.pick_precision(cfg.precision, world.device)
+    model, saved = load_model(cfg, world, precision)
     name = cfg.tokenizer or getattr(saved, "tokenizer", None) or "gpt2"
     tokenizer = tokenizers.load(name, model.cfg.vocab_size)
     for folder in folders(cfg, tokenizer):
         tokenizer.ends |= chat.stop_ids(folder, tokenizer)
-    return tokenizer
+    return world, model, tokenizer, parallel.autocast(precision, world.device)
+
+
+def load_model(cfg, world, precision):
+    """(model, its saved settings), with weights in bf16 for that precision, else in float32."""
+    options = world.device, precision, world if cfg.parallel == "fsdp" else None
+    if cfg.checkpoint is None:
+        tensors, shape = hf.open_hf(cfg.pretrained)
+        return checkpoint.model_of(tensors, shape, *options), shape
+    if (warning := source.warning(cfg.checkpoint)) and is_rank_0():
+        print(f"warning: {warning}", file=sys.stderr)
+    return checkpoint.load_model(cfg.checkpoint, *options)
 
 
 def folders(cfg, tokenizer):
-    """The folders in which Hugging Face's files may lie: beside the tokenizer, if it is a file, and the weights."""
-    beside = [tokenizer.folder] if tokenizer.folder else []
-    return [*beside, hf.fetch(cfg.pretrained) if cfg.checkpoint is None else Path(cfg.checkpoint)]
+    """Where Hugging Face's files may lie: beside the tokenizer, if it is a file, and beside the weights."""
+    weights = hf.fetch(cfg.pretrained) if cfg.checkpoint is None else Path(cfg.checkpoint)
+    return [tokenizer.folder, weights] if tokenizer.folder else [weights]

@@ -24,7 +24,7 @@ from torch._dynamo.utils import counters
 import train
 from configurator import UserError, configure
 from model import build
-from run import checkpoint, hf_config
+from run import checkpoint, hf
 from scale import documents, parallel, remat
 from settings import Config, GPTConfig, check
 
@@ -315,7 +315,7 @@ def test_the_recipe_has_the_shape_of_llama_3_1(tmp_path):
     )  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(published))
     cfg = configure(Config, [str(ROOT / "config/llama3_8b_128k.py")])
-    assert checkpoint.shape_differences(vars(hf_config.read_config(tmp_path)), cfg, ["vocab_multiple"]) == []
+    assert checkpoint.shape_differences(vars(hf.read_config(tmp_path)), cfg, ["vocab_multiple"]) == []
     for n in (4, 8):
         check(dataclasses.replace(cfg, context_parallel=n), 8)
 

@@ -33,7 +33,7 @@ from corpus import tokenizer, writer
 from corpus.loader import DataError, TokenLoader, read_header, verify
 from fineweb import Config as TextConfig
 from model import build
-from run import checkpoint, hf_config, history, source
+from run import checkpoint, hf, history, source
 from run.lock import Lock
 from settings import Config
 
@@ -323,7 +323,7 @@ def test_mutations_of_records_that_a_run_can_do_without(data_dir, tmp_path, coun
         put("run.lock")(holder)
         lock()
     survey(holder, put("run.lock"), lambda: locked(lock), count, 8, always)
-    survey(gpt2, put("config.json"), lambda: hf_config.read_config(tmp_path), count, 9, always)
+    survey(gpt2, put("config.json"), lambda: hf.read_config(tmp_path), count, 9, always)
 
 
 def locked(lock):

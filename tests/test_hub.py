@@ -10,9 +10,10 @@ from hub import Hub
 from safetensors.torch import save_file
 
 import fineweb
+import hellaswag
 from configurator import UserError
 from corpus.loader import DataError, TokenLoader, verify
-from run import hf_config, multiple_choice
+from run import hf
 
 
 @pytest.fixture
@@ -129,13 +130,13 @@ def test_weights_survive_faults(hub, tmp_path):
     add(hub, "models/me/gpt/config.json", json.dumps({"model_type": "gpt2"}).encode())
     save_file({"w": torch.randn(64, 64)}, add(hub, "models/me/gpt/model.safetensors", b""))
     hub.faults = {"model.safetensors": ["drop", 503, 429, "short"], "revision/main": [503]}
-    folder = hf_config.fetch("me/gpt")
+    folder = hf.fetch("me/gpt")
     assert not any(hub.faults.values())
     assert (folder / "model.safetensors").read_bytes() == (
         hub.folder / "models/me/gpt/model.safetensors"
     ).read_bytes()
     with pytest.raises(UserError, match="me/other: no such folder, and it cannot be downloaded") as error:
-        hf_config.fetch("me/other")
+        hf.fetch("me/other")
     one_line(error)
 
 
@@ -146,8 +147,8 @@ def test_hellaswag_survives_faults(hub, tmp_path):
     url = f"{hub.url}/datasets/me/h/resolve/main/hellaswag_val.jsonl"
     for i, faults in enumerate([[429, "drop"], [503, "short"]]):
         hub.faults = {"hellaswag_val.jsonl": faults}
-        assert multiple_choice.download(tmp_path / f"{i}", url).read_bytes() == lines
+        assert hellaswag.download(tmp_path / f"{i}", url).read_bytes() == lines
     hub.faults = {"hellaswag_val.jsonl": [503] * 9}
-    with pytest.raises(multiple_choice.Unavailable, match="cannot be downloaded .*503.*--file") as error:
-        multiple_choice.download(tmp_path / "none", url)
+    with pytest.raises(hellaswag.Unavailable, match="cannot be downloaded .*503.*--file") as error:
+        hellaswag.download(tmp_path / "none", url)
     assert one_line(error) and len(hub.faults["hellaswag_val.jsonl"]) == 6

@@ -473,7 +473,7 @@ def test_hugging_face_weights_straight_into_shards(data_dir, tmp_path, family):
     two = read_log(tmp_path / "two")
     for kind in ("train", "val"):
         assert losses(two, kind) == pytest.approx(losses(one, kind), rel=4e-6)
-    model, _ = hf.load_hf(tmp_path / "hf")
+    model = checkpoint.model_of(*hf.open_hf(tmp_path / "hf"), torch.device("cpu"))
     untrained = build(cfg, torch.device("cpu"), seed=cfg.seed)
     for name, param in (("wte", model.wte), ("head", model.head)):  # two steps of 5e-4 from where it began
         found = weights(tmp_path / "two", 2)[f"{name}.weight"]

@@ -15,11 +15,11 @@ import torch
 from conftest import ROOT, flags, losses, read_log, stdlib_bytes, tell, train_here, train_ranks, write_shard
 from safetensors.torch import load_file
 
+import hellaswag
 import kernels
 import train
 from configurator import UserError, configure
 from corpus.loader import DataError
-from run import multiple_choice
 from run.meter import NotFinite
 from settings import Config
 
@@ -282,9 +282,7 @@ def test_hellaswag_in_the_loop_and_without_its_file(data_dir, tmp_path, monkeypa
 
     monkeypatch.setattr(urllib.request, "urlopen", refuse)
     monkeypatch.setattr(time, "sleep", lambda _: None)
-    monkeypatch.setattr(
-        multiple_choice, "download", functools.partial(multiple_choice.download, tmp_path / "cache")
-    )
+    monkeypatch.setattr(hellaswag, "download", functools.partial(hellaswag.download, tmp_path / "cache"))
     log = train_here(data_dir, tmp_path / "b", max_steps=2, hellaswag_interval=2)
     assert sorted(losses(log)) == [1, 2] and "no HellaSwag in this run" in capsys.readouterr().out
 

@@ -17,10 +17,11 @@ import ranks
 import torch
 from conftest import ROOT, flags, losses, read_log, tell, train_here, write_shard
 
+import hellaswag
 import train
 from configurator import UserError, configure, run
 from corpus.loader import TokenLoader
-from run import checkpoint, multiple_choice, watch
+from run import checkpoint, watch
 from run.evaluate import Evaluator
 from run.lock import started
 from run.watch import Watch
@@ -174,8 +175,8 @@ def train_told_in_evaluation(words, part, at_rank):
 
     setattr(Evaluator, part, told)
     if "RANK" in os.environ:  # so that batches are left when the ranks have agreed
-        pad = multiple_choice.pad
-        multiple_choice.pad = lambda *rows: time.sleep(0.4) or pad(*rows)
+        pad = hellaswag.pad
+        hellaswag.pad = lambda *rows: time.sleep(0.4) or pad(*rows)
     run(train.main, configure(Config, words))
 
 

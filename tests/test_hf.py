@@ -1,0 +1,148 @@
+"""run/hf.py: settings taken from Hugging Face weights, and the tokenizer's files of an export."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from conftest import ROOT, flags
+from test_convert import edit_config, gpt2, llama, qwen3, refused, saved
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import convert
+import train
+from configurator import configure
+from corpus import tokenizer
+from run import checkpoint, hf
+from settings import Config, GPTConfig
+
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+def settings(*words):
+    return configure(Config, list(words), complete=hf.adopt)
+
+
+@pytest.fixture
+def weights(tmp_path):
+    """A Llama with a context of 96 tokens, the bytes tokenizer, a chat template, two ids that end a text."""
+    theirs = llama(vocab_size=257, max_position_embeddings=96, tie_word_embeddings=True)
+    folder = saved(theirs, tmp_path / "weights")
+    (folder / "tokenizer.json").write_text(tokenizer.load("bytes").to_json())
+    special = dict(eos_token={"__type": "AddedToken", "content": "<|endoftext|>"})
+    special["tokenizer_class"] = "PreTrainedTokenizerFast"
+    (folder / "tokenizer_config.json").write_text(json.dumps(special))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    generation = dict(bos_token_id=1, eos_token_id=[10], max_length=70)
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    return folder
+
+
+@pytest.fixture
+def byte_data(data_dir, tmp_path):
+    """The byte shards with the files that tell their tokenizer."""
+    folder = shutil.copytree(data_dir, tmp_path / "data")
+    (folder / "manifest.json").write_text(json.dumps(dict(tokenizer="bytes", vocab_size=257, eot=256)))
+    np.save(folder / "token_bytes.npy", tokenizer.load("bytes").token_bytes())
+    return folder
+
+
+def test_shape_rope_and_tokenizer_are_the_weights(weights):
+    cfg = settings(f"--init_from=hf:{weights}", "--dropout=0.1")
+    assert not checkpoint.shape_differences(vars(hf.read_config(weights)), cfg)
+    shape = (cfg.n_embd, cfg.n_hidden, cfg.kv_heads, cfg.norm, cfg.tie_embeddings, cfg.dropout)
+    assert shape == (64, 88, 2, "rmsnorm", True, 0.1)
+    assert cfg.block_size == 96 and cfg.tokenizer == str(weights / "tokenizer.json")
+    assert f"tokenizer={cfg.tokenizer}" in hf.adopted(cfg)
+    longer = settings(f"--init_from=hf:{weights}", "--block_size=4096")
+    assert longer.block_size == 4096  # RoPE has no last position
+    edit_config(weights, max_position_embeddings=131_072)
+    assert settings(f"--init_from=hf:{weights}").block_size == 1024
+
+
+def test_qwen3(tmp_path):
+    """A shape of weights, and the published config.json of Qwen3 1.7B; 0.6B has wider heads."""
+    cfg = settings(f"--init_from=hf:{saved(qwen3(), tmp_path / 'small')}")
+    assert (cfg.qk_norm, cfg.mlp, cfg.norm, cfg.bias) == (True, "swiglu", "rmsnorm", False)
+    assert "qk_norm=True" in hf.adopted(cfg)
+    published = dict(
+        model_type="qwen3", attention_bias=False, attention_dropout=0.0, bos_token_id=151643, head_dim=128,
+        eos_token_id=151645, hidden_act="silu", hidden_size=2048, num_key_value_heads=8,
+        intermediate_size=6144, max_position_embeddings=40960, max_window_layers=28, num_attention_heads=16,
+        num_hidden_layers=28, rms_norm_eps=1e-06, rope_scaling=None, rope_theta=1e6, vocab_size=151936,
+        sliding_window=None, tie_word_embeddings=True, torch_dtype="bfloat16", use_sliding_window=False,
+    )  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    cfg = hf.read_config(tmp_path)
+    assert (cfg.head_dim, cfg.kv_heads, cfg.hidden, cfg.rope_theta) == (128, 8, 6144, 1e6)
+    edit_config(tmp_path, hidden_size=1024)
+    refused(lambda: hf.read_config(tmp_path), "head_dim=128 is not supported, expected 64")
+
+
+def test_all_contradictions_are_in_one_line(weights, tmp_path):
+    words = ["config/gpt2_124m.py", f"--init_from=hf:{weights}", "--rope_theta=5e5", "--norm=rmsnorm"]
+    words[0] = str(ROOT / words[0])
+    names = "n_layer: checkpoint 2, now 12", "n_head", "n_embd", "rope_theta"
+    line = refused(lambda: settings(*words), *names)
+    assert "norm:" not in line and "block_size" not in line and "leave these settings out" in line
+    saved(gpt2(), tmp_path / "gpt2")
+    init_from = f"--init_from=hf:{tmp_path / 'gpt2'}"
+    refused(lambda: settings(init_from, "--block_size=65"), "block_size: checkpoint 64 at most, now 65")
+    assert settings(init_from, "--block_size=32").block_size == 32
+
+
+def test_the_tokenizer_is_noted(tmp_path):
+    saved(gpt2(vocab_size=50257, n_embd=6), tmp_path)
+    assert hf.read_config(tmp_path).tokenizer == "gpt2"
+    for name, noted in (("gpt2", "gpt2"), ("bytes", str(tmp_path / "tokenizer.json"))):
+        (tmp_path / "tokenizer.json").write_text(tokenizer.load(name).to_json(), "utf-8")
+        assert hf.read_config(tmp_path).tokenizer == noted
+    edit_config(tmp_path, vocab_size=301)
+    (tmp_path / "tokenizer.json").unlink()
+    assert hf.read_config(tmp_path).tokenizer is None
+
+
+@pytest.mark.parametrize("scaling, context", [({}, 32), (dict(rope_factor=8.0, rope_original=64), 512)])
+def test_the_context_of_an_export(scaling, context):
+    cfg = GPTConfig(vocab_size=257, block_size=32, norm="rmsnorm", positions="rope", mlp="swiglu", **scaling)
+    assert hf.config_json(cfg, "float32", {})["max_position_embeddings"] == context
+
+
+def test_tuned_and_exported(weights, byte_data, tmp_path, capsys):
+    """From weights to an export: what is in the source folder stays."""
+    words = [f"--init_from=hf:{weights}", f"--data_dir={byte_data}", f"--out_dir={tmp_path / 'run'}"]
+    words += ["--block_size=32", "--batch_tokens=64", "--batch_size=2", "--max_steps=1", "--eval_interval=0"]
+    words += ["--device=cpu"]
+    cfg = settings(*words, "--no_compile")
+    train.main(cfg)
+    assert f"init_from    hf:{weights}: vocab_size=257 " in capsys.readouterr().out
+    convert.main(convert.Config(checkpoint=str(tmp_path / "run"), to_hf=str(tmp_path / "hf")))
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert (config["bos_token_id"], config["eos_token_id"]) == (1, [10, 256])
+    generation = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").generation_config
+    assert (generation.eos_token_id, generation.max_length) == ([10, 256], 70)
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert theirs.eos_token_id == 256 and theirs.chat_template == TEMPLATE
+    assert theirs("aé")["input_ids"] == [97, 195, 169]
+    np.save(byte_data / "token_bytes.npy", tokenizer.load("gpt2").token_bytes())
+    (byte_data / "manifest.json").write_text(json.dumps(dict(tokenizer="gpt2", vocab_size=50257, eot=50256)))
+    cfg.overwrite = True
+    command = f"fineweb.py --tokenizer={weights / 'tokenizer.json'}"
+    refused(lambda: train.main(cfg), "was tokenized with gpt2", command)
+    cfg.data_dir = str(tmp_path / "none")
+    refused(lambda: train.main(cfg), "no train split", f"{command} --out_dir={tmp_path / 'none'} ")
+
+
+def test_an_export_of_a_run_from_scratch(byte_data, tmp_path, capsys):
+    words = flags(byte_data, tmp_path / "run", max_steps=1, save_interval=1)
+    words[0] = str(ROOT / words[0])
+    train.main(settings(*words))
+    convert.main(convert.Config(checkpoint=str(tmp_path / "run"), to_hf=str(tmp_path / "hf")))
+    theirs, model = (auto.from_pretrained(tmp_path / "hf") for auto in (AutoTokenizer, AutoModelForCausalLM))
+    assert (theirs.bos_token_id, theirs.eos_token_id, theirs.unk_token_id) == (256, 256, 256)
+    assert model.generation_config.eos_token_id == 256 and theirs.model_max_length == model.config.n_positions
+    ids = theirs("def naïve():\n", return_tensors="pt")
+    assert ids["input_ids"][0].tolist() == tokenizer.load("bytes").encode("def naïve():\n")
+    assert theirs.decode(model.generate(**ids, max_new_tokens=4)[0]).startswith("def naïve():\n")
+    again = dict(checkpoint=str(tmp_path / "run"), to_hf=str(tmp_path / "b"), verify=False)
+    refused(lambda: convert.main(convert.Config(**again, tokenizer="gpt2")), "50,257 ids, the model 257")
