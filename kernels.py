@@ -197,17 +197,6 @@ def norm(x, layer, definition):
     return definition(x)
 
 
-def add_norm(x, update, layer):
-    """(x + update, layer(x + update)): a residual addition and the norm that follows it; layer: any norm."""
-    reason = edited(layer) or unusual(x, layer)
-    if update.shape != x.shape or torch.promote_types(x.dtype, update.dtype) != x.dtype:
-        reason = "the sum has another shape or dtype than its terms"
-    if choose("add_norm", x, layer, unless=reason, inner=1):
-        return fast_norm.add_norm(x, update, *norm_options(layer))
-    x = x + update
-    return x, layer(x)
-
-
 def unusual(x, layer):
     """A reason against the fast form of a norm, which has a weight and an eps and is taken over the last dimension."""
     if layer.weight is None or layer.eps is None or layer.weight.shape != x.shape[-1:]:

@@ -194,10 +194,9 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(cfg.dropout)
 
     def forward(self, x, idx):
-        x, h = kernels.add_norm(
-            x, self.dropout(self.attn(self.norm_1(x), idx)), self.norm_2
-        )  # the sum, its norm
-        return x + self.dropout(self.mlp(h))
+        x = x + self.dropout(self.attn(self.norm_1(x), idx))
+        x = x + self.dropout(self.mlp(self.norm_2(x)))
+        return x
 
 
 class Head(nn.Linear):

@@ -1,8 +1,9 @@
-"""A torch.compile pass: what a norm's backward kernel can compute on its way is not computed in another pass.
+"""A torch.compile pass: what the norms' kernels can compute on their way is not computed in another pass over memory.
 
-Two patterns of a block's backward, each one pass over (tokens, C) in memory: the addition of the gradient that reaches
-the norm's input by the residual path, and the column sums of the result, which are the bias gradient of the layer that
-computed the update. The graphs say what model.py says; without the pass the result is the same, and slower.
+model.py adds a residual and takes the norm of the sum; its gradients are two more sums. Each is a pass over (tokens, C):
+the addition before a norm, in the forward; in the backward the addition of the gradient that reaches the norm's input
+by the residual path, and the column sums of the result, which are the bias gradient of the layer that computed the
+update. The pass moves all three into fast/norm.py's kernels. Without it the results are the same, and slower.
 """
 
 import operator
@@ -11,7 +12,7 @@ import torch
 from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-aten, prims = torch.ops.aten, torch.ops.prims
+aten, prims, pretrain = torch.ops.aten, torch.ops.prims, torch.ops.pretrain
 VIEWS = (
     aten.view.default,
     aten.reshape.default,
@@ -24,7 +25,9 @@ COLUMN_SUMS = 2  # row of norm_backward's second result
 class FoldIntoNorms(CustomGraphPass):
     def __call__(self, graph):
         order = {node: i for i, node in enumerate(graph.nodes)}
-        for norm in graph.find_nodes(op="call_function", target=torch.ops.pretrain.norm_backward.default):
+        for norm in graph.find_nodes(op="call_function", target=pretrain.norm_forward.default):
+            fold_residual_addition(norm, order)
+        for norm in graph.find_nodes(op="call_function", target=pretrain.norm_backward.default):
             fold_residual_gradient(norm, order)
         for total in graph.find_nodes(op="call_function", target=aten.sum.dim_IntList):
             take_column_sums(graph, total)
@@ -38,6 +41,31 @@ def register():
     config = torch._inductor.config
     if config.post_grad_custom_pre_pass is None:
         config.post_grad_custom_pre_pass = FoldIntoNorms()
+
+
+def fold_residual_addition(norm, order):
+    """s = x + update, norm_forward(s, None, …) -> norm_forward(x, update, …), whose result 0 is s"""
+    total, update, *rest = norm.args
+    if total.target is not aten.add.Tensor or total.kwargs or update is not None:
+        return
+    x, update = total.args
+    if not (isinstance(x, torch.fx.Node) and isinstance(update, torch.fx.Node)):
+        return
+    x, update = (x, update) if alike(x, total) else (update, x)
+    if not alike(x, total) or x.meta["val"].shape != update.meta["val"].shape:
+        return
+    if not total.meta["val"].is_contiguous():  # the kernel's sum is
+        return
+    if any(order[user] < order[norm] for user in total.users):  # it would read the sum before there is one
+        return
+    norm.args = (x, update, *rest)
+    with norm.graph.inserting_after(norm):
+        summed = norm.graph.call_function(operator.getitem, (norm, 0))
+    summed.meta = total.meta.copy()
+    norm.meta["val"] = (summed.meta["val"], *norm.meta["val"][1:])
+    total.replace_all_uses_with(summed)
+    norm.graph.erase_node(total)
+    counters["inductor"]["residual_addition_in_norm"] += 1
 
 
 def fold_residual_gradient(norm, order):
@@ -65,7 +93,7 @@ def take_column_sums(graph, total):
     if source.target is not operator.getitem or source.args[1] != 0:
         return
     norm, wanted = source.args[0], total.meta["val"]
-    if norm.target is not torch.ops.pretrain.norm_backward.default or list(total.args[1]) != [0]:
+    if norm.target is not pretrain.norm_backward.default or list(total.args[1]) != [0]:
         return
     if wanted.dtype != torch.float32 or wanted.shape != source.meta["val"].shape[-1:]:
         return

@@ -49,8 +49,9 @@ def our_loss(x, head, targets, vocab_size, logits_mib):
 
 
 def our_add_norm(x, update, norm):
-    """(x + update, norm(x + update))"""
-    return kernels.add_norm(x, update, norm)
+    """(x + update, norm(x + update)), which fast/fusion.py makes one kernel of when it is compiled."""
+    total = x + update
+    return total, norm(total)
 
 
 def our_mlp(x, mlp):
@@ -150,9 +151,10 @@ def sublayer_table(rounds):
     norm, mlp = sublayers("cuda")
     mlp_16 = sublayers("cuda")[1].bfloat16()
     compiled_norm, compiled_mlp = torch.compile(plain_add_norm), torch.compile(plain_mlp)
+    our_norm = torch.compile(our_add_norm)
     with torch.autocast("cuda", torch.bfloat16):  # as in training
         timed(rounds, "residual + LayerNorm, torch.compile", lambda: compiled_norm(x, update, norm), (dy, dy))
-        timed(rounds, "  ours", lambda: our_add_norm(x, update, norm), (dy, dy))
+        timed(rounds, "  ours", lambda: our_norm(x, update, norm), (dy, dy))
         timed(rounds, "GELU MLP, torch.compile", lambda: (compiled_mlp(x, mlp_16),), (dy,))
         timed(rounds, "  ours", lambda: (our_mlp(x, mlp),), (dy,))
     q, k, v = (

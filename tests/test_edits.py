@@ -60,8 +60,10 @@ LLAMA = dict(mlp="swiglu", norm="rmsnorm", positions="rope", bias=False, n_kv_he
 
 # -- the edits: {name: [(lines of model.py, what stands there instead), ...]}
 
-ATTEND = "x, h = kernels.add_norm(x, self.dropout(self.attn(self.norm_1(x), idx)), self.norm_2)  # the sum, its norm\n"
-TRANSFORM = "return x + self.dropout(self.mlp(h))\n"
+ATTEND = "x = x + self.dropout(self.attn(self.norm_1(x), idx))\n"
+TRANSFORM = "x = x + self.dropout(self.mlp(self.norm_2(x)))\n"
+ATTENDED = "self.dropout(self.attn(self.norm_1(x), idx))"
+BLOCK = "    def forward(self, x, idx):\n        x = x + "
 BLOCK_PARTS = "        self.norm_2, self.mlp = make_norm(cfg), make_mlp(cfg)\n"
 ATTENTION_PROJ = "        self.proj = Linear(cfg.n_embd, cfg.n_embd, bias=cfg.bias)\n"
 GATE = "y = self.gate(y.transpose(1, 2), x).flatten(2)  # (B, T, C)\n"
@@ -72,19 +74,17 @@ LOOP = "        for block in self.stack:\n            x = block(x, idx)\n"
 EDITS = {
     "attention and MLP in parallel": [
         (ATTEND, "h = self.norm_1(x)\n"),  # norm_2 is left without a use, as in PaLM
-        (TRANSFORM, "return x + self.attn(h, idx) + self.mlp(h)\n"),
+        (TRANSFORM, "x = x + self.attn(h, idx) + self.mlp(h)\n"),
     ],
-    "half of attention": [
-        ("self.dropout(self.attn(self.norm_1(x), idx))", "0.5 * self.attn(self.norm_1(x), idx)")
-    ],
+    "half of attention": [(ATTENDED, "0.5 * self.attn(self.norm_1(x), idx)")],
     "post-norm": [
         (ATTEND, "x = self.norm_1(x + self.attn(x, idx))\n"),
-        (TRANSFORM, "return self.norm_2(x + self.mlp(x))\n"),
+        (TRANSFORM, "x = self.norm_2(x + self.mlp(x))\n"),
     ],
     "sandwich norms": [
         (BLOCK_PARTS, BLOCK_PARTS + "        self.norm_3, self.norm_4 = make_norm(cfg), make_norm(cfg)\n"),
-        (ATTEND, "x, h = kernels.add_norm(x, self.norm_3(self.attn(self.norm_1(x), idx)), self.norm_2)\n"),
-        (TRANSFORM, "return x + self.norm_4(self.mlp(h))\n"),
+        (ATTENDED, "self.norm_3(self.attn(self.norm_1(x), idx))"),
+        (TRANSFORM, "x = x + self.norm_4(self.mlp(self.norm_2(x)))\n"),
     ],
     "another activation": [('{"gelu": kernels.gelu,', '{"gelu": torch.sin,')],
     "another gated activation": [
@@ -106,7 +106,7 @@ EDITS = {
             BLOCK_PARTS,
             BLOCK_PARTS + "        self.down, self.up = Linear(cfg.n_embd, 16), nn.Linear(16, cfg.n_embd)\n",
         ),
-        (TRANSFORM, "return x + self.mlp(h) + self.up(F.silu(self.down(h)))\n"),
+        (TRANSFORM, "h = self.norm_2(x)\n        x = x + self.mlp(h) + self.up(F.silu(self.down(h)))\n"),
     ],
     "value residual": [  # the first block's values go on to all others: a block takes and returns two tensors
         (
@@ -119,12 +119,12 @@ EDITS = {
         ),
         (MIX, "return self.proj(y), v if first is None else first\n"),
         (
-            "    def forward(self, x, idx):\n        x, h =",
-            "    def forward(self, x, idx, first):\n        x, h =",
+            BLOCK,
+            "    def forward(self, x, idx, first):\n"
+            "        update, first = self.attn(self.norm_1(x), idx, first)\n        x = x + ",
         ),
-        (ATTEND, "update, first = self.attn(self.norm_1(x), idx, first)\n        " + ATTEND),
-        ("self.dropout(self.attn(self.norm_1(x), idx))", "update"),
-        (TRANSFORM, "return x + self.mlp(h), first\n"),
+        (ATTENDED, "update"),
+        (TRANSFORM + "        return x\n", TRANSFORM + "        return x, first\n"),
         (
             LOOP,
             "        first = None\n        for block in self.stack:\n            x, first = block(x, idx, first)\n",
@@ -160,13 +160,13 @@ EDITS = {
     ],
     "one update for all tokens": [
         (
-            "self.dropout(self.attn(self.norm_1(x), idx))",
+            ATTENDED,
             "self.attn(self.norm_1(x), idx).mean(1, keepdim=True)",
         )
     ],
     "a layer of every other channel": [
         (BLOCK_PARTS, BLOCK_PARTS + "        self.extra = Linear(cfg.n_embd // 2, cfg.n_embd)\n"),
-        (TRANSFORM, "return x + self.mlp(h) + self.extra(h[..., ::2])\n"),
+        (TRANSFORM, "h = self.norm_2(x)\n        x = x + self.mlp(h) + self.extra(h[..., ::2])\n"),
     ],
     "a layer before the head": [
         (
@@ -188,10 +188,7 @@ EDITS = {
     "a skipped layer": [(LOOP, LOOP.replace("self.stack", "self.stack[::2]"))],
     "layers run twice": [(LOOP, LOOP.replace("self.stack", "[*self.stack, *self.stack]"))],
     "the embedding in every block": [  # by name
-        (
-            "    def forward(self, x, idx):\n        x, h =",
-            "    def forward(self, x, idx, x0):\n        x = x + x0\n        x, h =",
-        ),
+        (BLOCK, "    def forward(self, x, idx, x0):\n        x = x + x0\n        x = x + "),
         (LOOP, "        x0 = x\n" + LOOP.replace("block(x, idx)", "block(x, idx, x0=x0)")),
     ],
     "LoRA": [
@@ -513,10 +510,8 @@ PLAIN = {  # operations that take their definitions, and why; of all others not 
     "another activation": {("mlp", "another activation"): 2},
     "another gated activation": {("mlp", "another activation"): 2},
     "a gate for each head": {("linear", "a width is no multiple of 8"): 2},
-    "norms without weights": {("norm", UNUSUAL): 5, ("add_norm", UNUSUAL): 2},
-    "one update for all tokens": {("add_norm", "the sum has another shape or dtype than its terms"): 2},
+    "norms without weights": {("norm", UNUSUAL): 5},
     "LoRA": {("qkv", "another kind of layer"): 2},
-    "another norm": {("add_norm", "another kind of layer"): 2},
 }
 
 
@@ -538,7 +533,7 @@ def test_which_operations_become_plain(edit):
 def test_what_the_start_of_a_run_says_of_an_edit():
     (_, words), *others = account("LoRA").rows()
     assert words == (
-        "fast: norm 3, linear 8, add_norm 2, mlp 2, linear_cross_entropy 1; plain: qkv 2 (another kind of layer)"
+        "fast: norm 5, linear 8, mlp 2, linear_cross_entropy 1; plain: qkv 2 (another kind of layer)"
     )
     assert others == []
     (_, words), (kind, unused) = account("attention and MLP in parallel").rows()

@@ -19,7 +19,7 @@ hopper = pytest.importorskip("fast.hopper")
 GPU = torch.device("cuda", 0)
 HOPPER = ["CUDA kernels for Hopper"]
 FP8, CUDNN = ["precision=fp8"], ["attention=cudnn"]
-FAST = [f"kernels.{name}" for name in "linear qkv rope mlp norm add_norm linear_cross_entropy".split()]
+FAST = [f"kernels.{name}" for name in "linear qkv rope mlp norm linear_cross_entropy".split()]
 
 
 def table(capsys, *words):
