@@ -99,7 +99,7 @@ def mlp(kind, x, up, down):
 
 def linear_cross_entropy(x, head, targets, options):
     """The summed loss; logits and both their gradients in fp8, softmax and loss in float32; `suits(x)` must hold."""
-    return HeadFunction.apply(x, head.weight, targets, options, head.x_amax, head.w_amax)
+    return HeadFunction.apply(x, head.weight, targets, (*options, 0.0, 0.0), head.x_amax, head.w_amax)
 
 
 def amaxes(layer):

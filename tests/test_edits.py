@@ -181,7 +181,7 @@ EDITS = {
     "scaled logits": [("linear_cross_entropy(x, self,", "linear_cross_entropy(x / 2, self,")],
     "a loss of PyTorch's": [
         (
-            "return kernels.linear_cross_entropy(x, self, targets, reduction, self.vocab_size, self.softcap, *extra)\n",
+            "return kernels.linear_cross_entropy(x, self, targets, reduction, self.vocab_size, self.softcap)\n",
             "return F.cross_entropy(1.5 * self.logits(x).flatten(0, 1), targets.flatten(), reduction=reduction)\n",
         )
     ],
@@ -511,7 +511,7 @@ PLAIN = {  # operations that take their definitions, and why; of all others not 
     "another gated activation": {("mlp", "another activation"): 2},
     "a gate for each head": {("linear", "a width is no multiple of 8"): 2},
     "norms without weights": {("norm", UNUSUAL): 5},
-    "LoRA": {("qkv", "another kind of layer"): 2},
+    "LoRA": {("qkv", kernels.OTHER_LAYER): 2},
 }
 
 
@@ -533,7 +533,7 @@ def test_which_operations_become_plain(edit):
 def test_what_the_start_of_a_run_says_of_an_edit():
     (_, words), *others = account("LoRA").rows()
     assert words == (
-        "fast: norm 5, linear 8, mlp 2, linear_cross_entropy 1; plain: qkv 2 (another kind of layer)"
+        "fast: norm 5, linear 8, mlp 2, linear_cross_entropy 1; plain: qkv 2 (another kind of layer, or one with hooks)"
     )
     assert others == []
     (_, words), (kind, unused) = account("attention and MLP in parallel").rows()

@@ -66,7 +66,7 @@ def test_calls_of_the_model_as_it_is():
 def test_a_loss_in_chunks_is_counted_as_if_it_were_whole(monkeypatch):
     """Without the logits that its backward computes again."""
     whole = account()[0]
-    monkeypatch.setattr(kernels, "logits_bytes", 4 * 256 * 8)
+    monkeypatch.setattr(kernels, "LOGITS_MIB", 4 * 256 * 8 / 2**20)
     chunked = account()[0]
     assert not chunked.problem and not chunked.unused
     assert (chunked.calls, chunked.flops_per_token) == (whole.calls, whole.flops_per_token)
@@ -80,7 +80,7 @@ def test_reasons_of_plain_calls(monkeypatch):
     found, _ = account(precision="fp32")
     assert all(reason == "computed in float32" for _, reason in found.calls)
     monkeypatch.setattr(kernels, "served", set())
-    assert all(reason == "no fast forms here" for _, reason in account()[0].calls)
+    assert all(reason == "no fused kernels here" for _, reason in account()[0].calls)
 
 
 def test_an_edited_model_is_counted_as_it_is(monkeypatch):

@@ -203,7 +203,7 @@ def test_weights_that_are_not_finite_are_neither_saved_nor_resumed_into(data_dir
 
 @pytest.mark.fault(58)
 def test_weights_after_a_gradient_that_is_not_finite_are_not_saved(data_dir, tmp_path, monkeypatch):
-    clip, calls = train.parallel.clip_gradients, []
+    clip, calls = train.optim.clip_gradients, []
 
     def poisoned(model, limit):
         calls.append(model)
@@ -211,7 +211,7 @@ def test_weights_after_a_gradient_that_is_not_finite_are_not_saved(data_dir, tmp
             next(model.parameters()).grad[0, 0] = float("nan")
         return clip(model, limit)
 
-    monkeypatch.setattr(train.parallel, "clip_gradients", poisoned)
+    monkeypatch.setattr(train.optim, "clip_gradients", poisoned)
     with pytest.raises(NotFinite, match="step 4: the gradient norm is nan; nothing was saved since step 3"):
         train_here(data_dir, tmp_path / "run", max_steps=8, save_interval=1)
     assert train.checkpoint.find(tmp_path / "run").name == "step_00000003"
@@ -220,7 +220,7 @@ def test_weights_after_a_gradient_that_is_not_finite_are_not_saved(data_dir, tmp
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit", "muon"])
 @pytest.mark.fault(31)
 def test_a_step_that_is_not_finite_is_skipped_bitwise(data_dir, tmp_path, monkeypatch, capsys, optimizer):
-    clip, calls = train.parallel.clip_gradients, []
+    clip, calls = train.optim.clip_gradients, []
     settings = dict(optimizer=optimizer, max_steps=3, save_interval=1, keep_last=9, max_skipped_steps=1)
 
     def poisoned(model, limit):
@@ -229,7 +229,7 @@ def test_a_step_that_is_not_finite_is_skipped_bitwise(data_dir, tmp_path, monkey
             next(model.parameters()).grad[0, 0] = float("inf")
         return clip(model, limit)
 
-    monkeypatch.setattr(train.parallel, "clip_gradients", poisoned)
+    monkeypatch.setattr(train.optim, "clip_gradients", poisoned)
     log = train_here(data_dir, tmp_path / "run", **settings)
     folders = [tmp_path / "run" / f"step_{step:08d}" for step in (1, 2, 3)]
     for name in ("model", "optimizer"):
