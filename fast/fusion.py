@@ -1,9 +1,10 @@
-"""A torch.compile pass: what the norms' kernels can compute on their way is not computed in another pass over memory.
+"""A torch.compile pass: what the norms' kernels can compute on their way is not computed in another pass over
+memory.
 
-model.py adds a residual and takes the norm of the sum; its gradients are two more sums. Each is a pass over (tokens, C):
-the addition before a norm, in the forward; in the backward the addition of the gradient that reaches the norm's input
-by the residual path, and the column sums of the result, which are the bias gradient of the layer that computed the
-update. The pass moves all three into fast/norm.py's kernels. Without it the results are the same, and slower.
+Three things move into fast/norm.py's kernels: the residual addition before a norm; in the backward the
+addition of the gradient that reaches the norm's input by the residual path, and the column sums of the
+result, the bias gradient of the layer that computed the update. Without the pass the results are the same,
+and slower.
 """
 
 import operator
@@ -13,20 +14,16 @@ from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
 aten, prims, pretrain = torch.ops.aten, torch.ops.prims, torch.ops.pretrain
-VIEWS = (
-    aten.view.default,
-    aten.reshape.default,
-    aten._unsafe_view.default,
-    prims.convert_element_type.default,
-)
+RESHAPES = aten.view.default, aten.reshape.default, aten._unsafe_view.default
+VIEWS = *RESHAPES, prims.convert_element_type.default
 COLUMN_SUMS = 2  # row of norm_backward's second result
 
 
 class FoldIntoNorms(CustomGraphPass):
     def __call__(self, graph):
-        order = {node: i for i, node in enumerate(graph.nodes)}
         for norm in graph.find_nodes(op="call_function", target=pretrain.norm_forward.default):
-            fold_residual_addition(norm, order)
+            fold_residual_addition(norm)
+        order = {node: i for i, node in enumerate(graph.nodes)}
         for norm in graph.find_nodes(op="call_function", target=pretrain.norm_backward.default):
             fold_residual_gradient(norm, order)
         for total in graph.find_nodes(op="call_function", target=aten.sum.dim_IntList):
@@ -43,20 +40,17 @@ def register():
         config.post_grad_custom_pre_pass = FoldIntoNorms()
 
 
-def fold_residual_addition(norm, order):
+def fold_residual_addition(norm):
     """s = x + update, norm_forward(s, None, …) -> norm_forward(x, update, …), whose result 0 is s"""
     total, update, *rest = norm.args
     if total.target is not aten.add.Tensor or total.kwargs or update is not None:
         return
-    x, update = total.args
-    if not (isinstance(x, torch.fx.Node) and isinstance(update, torch.fx.Node)):
+    nodes = [arg for arg in total.args if isinstance(arg, torch.fx.Node)]
+    x, update = sorted(nodes, key=lambda node: not alike(node, total)) if len(nodes) == 2 else (None, None)
+    fits = x and alike(x, total) and x.meta["val"].shape == update.meta["val"].shape
+    if not fits or not total.meta["val"].is_contiguous():  # as the kernel's sum is
         return
-    x, update = (x, update) if alike(x, total) else (update, x)
-    if not alike(x, total) or x.meta["val"].shape != update.meta["val"].shape:
-        return
-    if not total.meta["val"].is_contiguous():  # the kernel's sum is
-        return
-    if any(order[user] < order[norm] for user in total.users):  # it would read the sum before there is one
+    if any(user < norm for user in total.users):  # it would read the sum before there is one
         return
     norm.args = (x, update, *rest)
     with norm.graph.inserting_after(norm):
@@ -115,4 +109,4 @@ def result_of(node, index):
 
 def alike(a, b):
     a, b = a.meta["val"], b.meta["val"]
-    return a.shape == b.shape and a.dtype == b.dtype
+    return isinstance(a, torch.Tensor) and a.shape == b.shape and a.dtype == b.dtype

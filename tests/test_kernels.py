@@ -16,7 +16,7 @@ from settings import GPTConfig
 
 @pytest.fixture
 def in_chunks(monkeypatch):
-    """in_chunks(rows, V) limits the logits to those of `rows` tokens, of which a power of two is computed at a time."""
+    """in_chunks(rows, V): the logits of `rows` tokens fit, of which a power of two is computed at a time."""
     return lambda rows, V: monkeypatch.setattr(kernels, "LOGITS_MIB", 4 * V * rows / 2**20)
 
 
@@ -87,7 +87,7 @@ def test_logits_in_chunks_take_a_fraction_of_the_memory(in_chunks):
 
 
 def test_chunks_in_16_bits_add_up_in_float32(in_chunks):
-    """The weight's gradient of 512 chunks under autocast has no larger error than that of all tokens at once."""
+    """The weight's gradient of 512 chunks under autocast has no larger error than of all tokens at once."""
     x, head, targets = torch.randn(2, 256, 16), nn.Linear(16, 40, bias=False), torch.randint(0, 40, (2, 256))
 
     def gradient(rows, low):
@@ -102,7 +102,7 @@ def test_chunks_in_16_bits_add_up_in_float32(in_chunks):
 
 
 def test_chunks_compiled_share_a_graph(in_chunks, compiler):
-    """The compiled head makes one graph, of as many operators for two chunks as for eight, and results stay."""
+    """The compiled head makes one graph, of as many operators for two chunks as for eight; results stay."""
     cfg, captured = GPTConfig(vocab_size=200, n_embd=32), []
     head = models.Head(cfg)
     x, targets = torch.randn(4, 32, 32, requires_grad=True), torch.randint(0, 200, (4, 32))
