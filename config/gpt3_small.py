@@ -9,5 +9,5 @@ block_size = 2048
 batch_size = 32
 batch_tokens = 524_288
 max_steps = 19_073  # 10B tokens
-warmup_tokens = 375_000_000
+warmup_steps = 716  # 375M tokens
 lr = 6e-4

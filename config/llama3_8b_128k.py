@@ -14,7 +14,7 @@ data_dir = "data/fineweb-edu-128k"
 document_mask = True
 shuffle_seed = 1337  # shuffles whole rows; each still begins with a packed group
 
-rope_factor, rope_low_freq, rope_high_freq, rope_original = 8.0, 1.0, 4.0, 8192  # Llama 3.1's
+rope_factor, rope_original = 8.0, 8192  # Llama 3.1's
 block_size = 131_072
 
 batch_size = 1

@@ -14,7 +14,7 @@ data_dir = "data/smoltalk-llama3"
 document_mask = True  # dialogues of a row do not see each other
 shuffle_seed = 1337
 
-rope_factor, rope_low_freq, rope_high_freq, rope_original = 8.0, 1.0, 4.0, 8192  # Llama 3.1's
+rope_factor, rope_original = 8.0, 8192  # Llama 3.1's
 
 batch_tokens = 524_288  # 64 rows
 max_steps = 2000

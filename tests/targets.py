@@ -35,7 +35,7 @@ LLAMA = dict(norm="rmsnorm", positions="rope", mlp="swiglu", bias=False, tie_emb
 SHAPES = [
     GPT2,
     GPT2 | dict(n_embd=1600, n_head=25, mlp="relu2", softcap=15.0, positions="rope", qk_norm=True),
-    LLAMA | dict(n_embd=4096, n_head=32, n_kv_head=8, n_hidden=14336, vocab_size=4096, z_loss=1e-4),
+    LLAMA | dict(n_embd=4096, n_head=32, n_kv_head=8, n_hidden=14336, vocab_size=4096),
     LLAMA | dict(n_embd=8192, n_head=64, n_kv_head=8, n_hidden=28672, vocab_size=4096),
 ]
 # width, rows of the vocabulary, softcap of the heads whose loss is compiled for Hopper

@@ -84,7 +84,6 @@ MUON = dict(
     optimizer="muon",
     lr=0.02,
     weight_decay=0.01,
-    lr_vector=0.01,
     lr_embedding=0.003,
     momentum_warmup=5,
     tie_embeddings=False,

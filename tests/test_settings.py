@@ -76,7 +76,6 @@ def test_every_recipe_is_legal_on_the_ranks_of_its_command(name, monkeypatch):
             1,
             "n_head=0 must be at least 1; n_kv_head=0.*clip=nan must be",
         ),
-        (dict(warmup_tokens=-1), 1, "warmup_tokens=-1 must be at least 0"),
         (dict(beta1=1.0, seed=2**63), 1, r"beta1=1.0 must be below 1; seed=\d+ must be below"),
         (dict(init_from="gpt2"), 1, "init_from=gpt2 is nanoGPT's; it is --init_from=hf:gpt2 here"),
         (dict(init_from="resume"), 1, "it is --resume=auto here"),
