@@ -47,9 +47,7 @@ def make_optimizer(model, cfg):
     """AdamW (https://arxiv.org/abs/1711.05101), PyTorch's, fused on CUDA and the CPU; adamw8bit; or Muon."""
     groups, fused = param_groups(model, cfg), next(model.parameters()).device.type in ("cuda", "cpu")
     if cfg.max_skipped_steps and not fused:
-        raise UserError(
-            "max_skipped_steps needs the fused AdamW, which this device does not have; leave it at 0"
-        )
+        raise UserError("max_skipped_steps needs fused AdamW, which this device does not have; leave it at 0")
     options = dict(lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.adam_eps)
     if cfg.optimizer == "adamw8bit":
         return adam8.AdamW8bit(groups, **options, seed=cfg.seed)
@@ -59,15 +57,11 @@ def make_optimizer(model, cfg):
     return torch.optim.AdamW(groups, **options, fused=fused)
 
 
-# -- gradient clipping
-
-
 def clip_gradients(model, limit):
     """Scales the gradients to a norm of at most `limit` over all ranks (None: leaves them); returns the norm.
 
-    One kernel for all of a rank's shards: torch's clip_grad_norm_ handles DTensors one by one, 20 ms of a
-    step of 614 (Llama 3 8B, fp8, four H200s). On the CPU, where no kernel is waited for, gradients within the
-    limit are not multiplied by 1, a quarter of the memory traffic of the update.
+    torch's clip_grad_norm_ handles DTensors one by one: 20 ms of a step of 614 (Llama 3 8B, four H200s). On
+    the CPU, a multiplication by 1 is left out, which would be a quarter of the update's memory traffic.
     """
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     own = [local(grad) for grad in grads]
@@ -131,11 +125,10 @@ class Matrix:
 class Muon(torch.optim.AdamW):
     """Muon (https://kellerjordan.github.io/posts/muon) for the group of kind "matrix", AdamW for the others.
 
-    A matrix moves by lr * sqrt(max(1, rows / columns)) along the orthogonal factor of its momentum
-    (Nesterov's). Decay is cautious: of those elements that the update shrinks as well
-    (https://arxiv.org/abs/2510.12402). One rank orthogonalises a matrix for all: updates of DDP's copies are
-    all-gathered; rows of FSDP2's shards travel to their matrix' owner and back, in two all-to-alls for a
-    batch of matrices of one shape.
+    A matrix moves by lr * sqrt(max(1, rows / columns)) along the orthogonal factor of its Nesterov momentum.
+    Only elements that the update shrinks as well decay (https://arxiv.org/abs/2510.12402). One rank
+    orthogonalises a matrix for all: updates of DDP's copies are all-gathered; rows of FSDP2's shards travel
+    to their matrix' owner and back, in two all-to-alls for a batch of matrices of one shape.
 
     parts: {parameter: rows of each matrix in it}. The momentum rises from 0.85 over `warmup` steps. As in
     fused AdamW, a `found_inf` that is not 0 stops an update. The state is sharded as the parameters are.
@@ -167,9 +160,8 @@ class Muon(torch.optim.AdamW):
         skip = steps[0] * 0 if self.found_inf is None else self.found_inf
         torch._foreach_add_(steps, [(1 - skip).view(1)] * len(steps))
         momentum = 0.85 + (self.momentum - 0.85) * (steps[0] / max(1, self.warmup)).clamp(max=1)
-        updates = {
-            p: torch.empty_like(local(p), dtype=torch.bfloat16 if p.is_cuda else None) for p in weights
-        }
+        dtype = torch.bfloat16 if weights[0].is_cuda else None
+        updates = {p: torch.empty_like(local(p), dtype=dtype) for p in weights}
         lists = alike(weights)
         for some in lists:
             moments, grads = [local(self.state[p]["momentum"]) for p in some], [local(p.grad) for p in some]
@@ -183,7 +175,7 @@ class Muon(torch.optim.AdamW):
 
 
 def alike(weights, most=4):
-    """Lists of up to `most` weights of one shape, a graph each: 96 in one took 51 s to compile, so 11."""
+    """Lists of up to `most` weights of one shape, a graph each: 96 in one compile in 51 s, in fours in 11."""
     shapes = {}
     for p in weights:
         shapes.setdefault(local(p).shape, []).append(p)

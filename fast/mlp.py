@@ -1,9 +1,8 @@
 """MLPs in bf16, GEMM, activation, GEMM, with as few passes over memory as possible: GELU, ReLU^2 and SwiGLU.
 
-GELU, and ReLU^2 on Hopper: the activation is in the first GEMM's epilogue, its derivative in that of the
-second GEMM's backward, on Hopper with the first bias gradient. ReLU^2 keeps its output alone, twice whose
-root is the derivative; elsewhere that and the bias gradient take one pass. SwiGLU: the backward computes
-silu(gate) * up again together with the gradients of both, in one pass.
+GELU, and ReLU^2 on Hopper: activation and derivative are in GEMMs' epilogues, on Hopper with the first bias
+gradient; elsewhere that and ReLU^2's derivative, twice the root of its output, take one pass. SwiGLU: the
+backward computes silu(gate) * up again together with the gradients of both, in one pass.
 """
 
 import torch
@@ -22,10 +21,9 @@ RELU2_PROGRAMS = 8  # a multiprocessor
 
 
 def mlp(kind, x, w1, b1, w2, b2, tune=True):
-    """w2 act(w1 x + b1) + b2; kind: "gelu" (tanh form), "relu2" or "swiglu" (w1 holds gate and up).
+    """w2 act(w1 x + b1) + b2; kind: "gelu" (tanh form), "relu2" or "swiglu" (w1 holds gate and up: (2 H, K)).
 
-    x: (..., K) in 16 bits; w1: (H, K) or for swiglu (2 H, K); w2: (N, H); biases or None -> (..., N) in x's
-    dtype.
+    x: (..., K) in 16 bits; w1: (H, K); w2: (N, H); biases or None -> (..., N) in x's dtype.
     """
     return FUNCTIONS[kind].apply(x, w1, b1, w2, b2, tune)
 

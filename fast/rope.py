@@ -19,8 +19,7 @@ ROPE_BACK_PROGRAMS = 4  # a multiprocessor
 def rope(x, weight, eps, cos, sin):
     """RoPE of the RMSNorm of x: (B, H, T, D) in bf16; weight: the norm's, (D,), or None for RoPE alone.
 
-    cos, sin: (T, D) float32, both halves of a row equal. Returns (B, H, T, D), laid out in memory as (B, T,
-    H, D).
+    cos, sin: (T, D) float32, both halves of a row equal. Returns (B, H, T, D), in memory (B, T, H, D).
     """
     return RopeFunction.apply(x, weight, eps, cos, sin)
 

@@ -131,17 +131,6 @@ def test_a_skipped_step_of_muon_changes_nothing():
     assert all(t.isfinite().all() for t in then) and not torch.equal(then[0], after[0])
 
 
-def test_muon_is_compiled_for_lists_of_one_shape():
-    model = build(small(n_layer=6), CPU, seed=0)
-    weights = [p for name, p in model.named_parameters() if name.startswith("blocks") and p.dim() == 2]
-    lists = optim.alike(weights)
-    assert sorted(id(p) for some in lists for p in some) == sorted(map(id, weights))
-    assert all(len({p.shape for p in some}) == 1 for some in lists)
-    assert sorted({(len(some), some[0].shape) for some in lists}) == sorted(
-        (count, p.shape) for count in (2, 4) for p in {p.shape: p for p in weights}.values()
-    )
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_compiled_muon_moves_the_weights_as_one_that_is_not():
