@@ -1,9 +1,9 @@
-"""The operations that model.py calls: each with its definition in plain PyTorch, and the choice of its fast form.
+"""The operations that model.py calls: each in plain PyTorch, and the choice of its fused kernel.
 
-A call is served by the operation's fast form (fast/, for NVIDIA GPUs in bf16 and fp8) where `choose` says so: by
-device, dtype, shapes and layers, for each call. Everywhere else the definition below runs. Both compute the same,
-so an edit of model.py takes effect on every device; an edit that takes an operation out of reach of its fast form costs
-that operation's speed, and the start of a run lists it (run/flops.py).
+A call is served by the operation's fused kernel (fast/, for NVIDIA GPUs in bf16 and fp8) where `fused` says
+so: by device, dtype, shapes and layers, for each call. Everywhere else the plain PyTorch runs. Both compute
+the same, so an edit of model.py takes effect on every device; an edit that no fused kernel can serve costs
+that operation's speed, and the start-up summary of a run lists it (run/flops.py).
 """
 
 import torch
@@ -27,17 +27,18 @@ try:
 except ImportError as error:
     MISSING = f"the package {error.name} is not installed"
 
+LOGITS_MIB = 1024  # most memory for logits that the loss holds at a time: in float32, fused kernels in bf16
+
 chips.without_amx()  # on a CPU where it would end the process
-served = set()  # types of device whose calls may take fast forms, see `serve`
-logits_bytes = 2**30  # of logits that the loss holds at a time, see `limit_logits`
-counting = None  # the run.flops.Census under way: it notes each call, of which the definition runs
+served = set()  # types of device whose calls may take fused kernels, see `serve`
+counting = None  # the run.flops.Census under way: it notes each call, of which the plain PyTorch runs
 
 
-# -- which form
+# -- the choice
 
 
 def serve(device, ops="auto"):
-    """Switches the fast forms on or off for calls on a torch.device; returns why they are off, or None.
+    """Switches the fused kernels on or off for calls on a torch.device; returns why they are off, or None.
 
     ops: auto or fused: on where the device can run them; torch: off.
     """
@@ -48,47 +49,44 @@ def serve(device, ops="auto"):
     return reason
 
 
-def limit_logits(mib):
-    """Bounds the logits that the loss holds at a time, in MiB: the definition's in float32, the fast forms' in bf16."""
-    global logits_bytes
-    logits_bytes = mib * 2**20
-    if MISSING is None:
-        fast_loss.LOGITS_BYTES = logits_bytes
-
-
 def unable(device):
-    """Why a device cannot run the fast forms, or None."""
+    """Why a device cannot run the fused kernels, or None."""
     return chips.no_fused_kernels(chips.of(device)) or MISSING
 
 
-def choose(operation, x, *layers, unless=None, inner=0):
-    """Whether the fast form serves this call on x and the parameters of these layers; `unless`: a reason why not.
+def fused(operation, x, *layers, unless=None, inner=0):
+    """Whether the fused kernel serves this call on x and the parameters of these layers.
 
-    inner: how many other operations the definition calls.
+    unless: {what else would stand against it, in words: whether that is so}. inner: how many other operations
+    the plain PyTorch calls.
     """
     if counting is None:
-        return unless is None and unserved(x.device.type, computed_in(x), layers) is None
-    counting.note(operation, unless or unserved(*counting.where, layers), inner)
+        return obstacle(x.device.type, computed_in(x), layers, unless) is None
+    counting.note(operation, obstacle(*counting.where, layers, unless), inner)
     return False
 
 
-def edited(*layers):
-    """Why the fast form cannot read the layers' parameters instead of calling them: another forward, or hooks."""
-    if any(type(layer) not in (Linear, LayerNorm, RMSNorm, nn.RMSNorm) for layer in layers):
-        return "another kind of layer"
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return "a layer with hooks" if any(getattr(layer, kind) for layer in layers for kind in kinds) else None
-
-
-def unserved(device_type, dtype, layers):
-    """Why a call on this device in this dtype with these layers takes the definition; None: it takes the fast form."""
+def obstacle(device_type, dtype, layers, unless):
+    """Why a call on this device in this dtype runs in plain PyTorch; None: the fused kernel serves it."""
+    for words, stands in (unless or {}).items():
+        if stands:
+            return words
     if device_type not in served:
-        return "no fast forms here"
+        return "no fused kernels here"
     if dtype != torch.bfloat16:
         return f"computed in {str(dtype).removeprefix('torch.')}"
-    if any(size % 8 for layer in layers for p in layer.parameters() for size in p.shape):
-        return "a width is no multiple of 8"
-    return None
+    odd = any(size % 8 for layer in layers for p in layer.parameters() for size in p.shape)
+    return "a width is no multiple of 8" if odd else None
+
+
+OTHER_LAYER = "another kind of layer, or one with hooks"
+
+
+def other(*layers):
+    """Whether the layers must be called, because a kernel that reads their parameters would do less."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    known = (Linear, LayerNorm, RMSNorm, nn.RMSNorm)
+    return any(type(layer) not in known or any(getattr(layer, h) for h in hooks) for layer in layers)
 
 
 def computed_in(x):
@@ -100,7 +98,7 @@ def computed_in(x):
 
 
 def operand(x):
-    """x as the fast forms' GEMMs take it; the copy is for an edit's slice or transpose, model.py's x are contiguous."""
+    """x as the fused kernels take it; only an edit's slice or transpose is copied."""
     return x.to(torch.bfloat16).contiguous()
 
 
@@ -118,28 +116,29 @@ def weight(layer):
 
 
 class Linear(nn.Linear):
-    def forward(self, x):
-        return linear(x, self)
-
-
-def linear(x, layer):
     """x W^T + b; x: (..., K) -> (..., N)."""
-    if not choose("linear", x, layer):
-        return F.linear(x, weight(layer), layer.bias)
-    x = operand(x)
-    if in_fp8(layer):
-        return fp8.linear(x, layer)
-    return fast_linear.linear(x, weight(layer), layer.bias, torch.is_grad_enabled())
+
+    def forward(self, x):
+        if not fused("linear", x, self):
+            return F.linear(x, weight(self), self.bias)
+        if in_fp8(self):
+            return fp8.linear(operand(x), self)
+        return fast_linear.linear(operand(x), weight(self), self.bias, torch.is_grad_enabled())
 
 
-def qkv(x, layer, heads, head_dim):
-    """The projection to q, k and v by one layer; x: (B, T, C), heads: how many each has -> (B, H, T, D) each."""
-    if not choose("qkv", x, layer, unless=edited(layer), inner=1):
-        return layer(x).unflatten(-1, (-1, head_dim)).transpose(1, 2).split(heads, dim=1)
-    x = operand(x)
-    if in_fp8(layer):
-        return fp8.qkv(x, layer, heads, head_dim)
-    return fast_linear.qkv(x, weight(layer), layer.bias, heads, head_dim, torch.is_grad_enabled())
+def qkv(x, layer, heads, head_dim, copy_v=False):
+    """The projection to q, k and v by one layer; x: (B, T, C), heads: how many each has -> (B, H, T, D) each.
+
+    They are views of one tensor. copy_v: v is none, so that keeping v does not keep q and k in memory.
+    """
+    if not fused("qkv", x, layer, unless={OTHER_LAYER: other(layer)}, inner=1):
+        q, k, v = layer(x).unflatten(-1, (-1, head_dim)).transpose(1, 2).split(heads, dim=1)
+    elif in_fp8(layer):
+        q, k, v = fp8.qkv(operand(x), layer, heads, head_dim)
+    else:
+        args = operand(x), weight(layer), layer.bias, heads, head_dim
+        q, k, v = fast_linear.qkv(*args, torch.is_grad_enabled())
+    return q, k, v.transpose(1, 2).contiguous().transpose(1, 2) if copy_v else v
 
 
 def gelu(x):
@@ -156,17 +155,19 @@ def swiglu(x):
     return F.silu(gate) * up
 
 
-FUSED = {gelu: "gelu", relu2: "relu2", swiglu: "swiglu"}  # activations that fast/mlp.py and fast/fp8.py know
+FUSED = {gelu: "gelu", relu2: "relu2", swiglu: "swiglu"}  # activations of fast/mlp.py and fast/fp8.py
 
 
 def mlp(x, up, activation, down):
     """down(activation(up(x))); x: (..., C) -> (..., C)."""
-    kind, reason = FUSED.get(activation), edited(up, down)
-    if kind is None or in_fp8(up) != in_fp8(down):
-        reason = "another activation" if kind is None else "one of two layers in fp8"
-    if not choose("mlp", x, up, down, unless=reason, inner=2):
+    unless = {
+        "another activation": activation not in FUSED,
+        "one of two layers in fp8": in_fp8(up) != in_fp8(down),
+        OTHER_LAYER: other(up, down),
+    }
+    if not fused("mlp", x, up, down, unless=unless, inner=2):
         return down(activation(up(x)))
-    x = operand(x)
+    x, kind = operand(x), FUSED[activation]
     if in_fp8(up):
         return fp8.mlp(kind, x, up, down)
     return fast_mlp.mlp(kind, x, weight(up), up.bias, weight(down), down.bias, torch.is_grad_enabled())
@@ -176,7 +177,7 @@ def mlp(x, up, activation, down):
 
 
 def residual(x):
-    """x as the residual stream: in bf16 where GEMMs compute in bf16 (GPT-2 124M, one H200: 4% less time, same loss)."""
+    """x in bf16 where GEMMs compute in bf16 (GPT-2 124M, one H200: 4% less time, same loss)."""
     return x.to(torch.bfloat16) if computed_in(x) == torch.bfloat16 else x
 
 
@@ -190,29 +191,18 @@ class RMSNorm(nn.RMSNorm):
         return norm(x, self, super().forward)
 
 
-def norm(x, layer, definition):
-    """LayerNorm or RMSNorm of x: (..., C), whose definition is PyTorch's."""
-    if choose("norm", x, layer, unless=unusual(x, layer)):
+def norm(x, layer, plain):
+    """LayerNorm or RMSNorm of x: (..., C); plain: PyTorch's own."""
+    if fused("norm", x, layer, unless={UNUSUAL_NORM: unusual(x, layer)}):
         return fast_norm.norm(x.contiguous(), *norm_options(layer))
-    return definition(x)
+    return plain(x)
 
 
-def add_norm(x, update, layer):
-    """(x + update, layer(x + update)): a residual addition and the norm that follows it; layer: any norm."""
-    reason = edited(layer) or unusual(x, layer)
-    if update.shape != x.shape or torch.promote_types(x.dtype, update.dtype) != x.dtype:
-        reason = "the sum has another shape or dtype than its terms"
-    if choose("add_norm", x, layer, unless=reason, inner=1):
-        return fast_norm.add_norm(x, update, *norm_options(layer))
-    x = x + update
-    return x, layer(x)
+UNUSUAL_NORM = "a norm without weight or eps, or over several dimensions"
 
 
 def unusual(x, layer):
-    """A reason against the fast form of a norm, which has a weight and an eps and is taken over the last dimension."""
-    if layer.weight is None or layer.eps is None or layer.weight.shape != x.shape[-1:]:
-        return "a norm without weight or eps, or over several dimensions"
-    return None
+    return layer.weight is None or layer.eps is None or layer.weight.shape != x.shape[-1:]
 
 
 def norm_options(layer):
@@ -226,16 +216,15 @@ def norm_options(layer):
 def rope(x, layer, cos, sin):
     """Rotates layer(x): (B, H, T, D) by position, in float32; layer: any norm, or nn.Identity.
 
-    Dimension i is paired with i + D/2, as in Hugging Face's Llama. cos, sin: (T, D). https://arxiv.org/abs/2104.09864.
+    Dimension i is paired with i + D/2, as in Hugging Face's Llama. cos, sin: (T, D). arxiv.org/abs/2104.09864
     """
-    normed, reason = type(layer) is not nn.Identity, None
-    if normed:  # `edited` and `unusual` let a LayerNorm pass, whose mean the fast form would not subtract
-        reason = (
-            edited(layer) or unusual(x, layer) if isinstance(layer, nn.RMSNorm) else "another kind of layer"
-        )
-    if not all(t.shape == x.shape[-2:] and t.is_contiguous() for t in (cos, sin)):
-        reason = "tables of another shape or layout"
-    if choose("rope", x, layer, unless=reason, inner=int(type(layer) is RMSNorm)):
+    normed, rms = type(layer) is not nn.Identity, isinstance(layer, nn.RMSNorm)
+    unless = {
+        OTHER_LAYER: normed and (not rms or other(layer)),
+        UNUSUAL_NORM: rms and unusual(x, layer),
+        "tables of another shape": any(t.shape != x.shape[-2:] or not t.is_contiguous() for t in (cos, sin)),
+    }
+    if fused("rope", x, layer, unless=unless, inner=int(type(layer) is RMSNorm)):
         return fast_rope.rope(x, layer.weight if normed else None, layer.eps if normed else 0.0, cos, sin)
     return Rotation.apply(layer(x), cos, sin)
 
@@ -246,7 +235,7 @@ def rotated(x, cos, sin):
 
 
 class Rotation(torch.autograd.Function):
-    """Backward of RoPE is RoPE with the opposite angle; the one that torch.compile derives takes 3 times as long."""
+    """Backward of RoPE is RoPE with the opposite angle; torch.compile's takes 3 times as long."""
 
     @staticmethod
     def forward(ctx, x, cos, sin):
@@ -260,31 +249,22 @@ class Rotation(torch.autograd.Function):
 
 
 # Order of preference for each setting of `attention`; the first that takes the shapes, dtype and device runs.
-BACKENDS = {
-    "cudnn": [
-        SDPBackend.CUDNN_ATTENTION,
-        SDPBackend.FLASH_ATTENTION,
-        SDPBackend.EFFICIENT_ATTENTION,
-        SDPBackend.MATH,
-    ],
-    "flash": [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
-    "efficient": [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
-    "math": [SDPBackend.MATH],
-}
-BACKENDS["auto"] = BACKENDS[
-    "flash"
-]  # for a model on meta; `model.build` replaces "auto" by the device's best
+ORDER = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+BACKENDS = {name: ORDER[i:] for i, name in enumerate(("cudnn", "flash", "efficient", "math"))}
+BACKENDS["auto"] = BACKENDS["flash"]  # for a model on meta; others have their device's best
 
 
 def attention(q, k, v, backend, dropout=0.0):
-    """Causal softmax attention. q: (B, H, T, D); k, v: (B, H_kv, T, D) with H a multiple of H_kv -> (B, H, T, D).
-
-    The backend is chosen inside the traced function, so that the compile cache keeps the choices apart.
-    """
+    """Causal softmax attention. q: (B, H, T, D); k, v: (B, H_kv, T, D), H_kv divides H -> (B, H, T, D)."""
     if counting is not None:
         return counting.attended(q, k, v)
     grouped = q.size(1) != k.size(1)
-    with sdpa_kernel(BACKENDS[backend], set_priority=True):
+    with sdpa_kernel(BACKENDS[backend], set_priority=True):  # traced: the compile cache knows the choice
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout, enable_gqa=grouped)
     return SameLayout.apply(y) if backend == "cudnn" else y
 
@@ -295,18 +275,19 @@ def attention(q, k, v, backend, dropout=0.0):
 def linear_cross_entropy(x, head, targets, reduction="mean", vocab_size=None, softcap=None):
     """Cross-entropy of softmax(head(x)) in float32, in nats; head: an nn.Linear without bias.
 
-    x: (B, T, C); head.weight: (V, C) with V >= vocab_size, the padding rows taking no part; targets: (B, T), -100 is
-    ignored.
-    Returns a scalar for "mean" (over the targets that are not ignored) and "sum", (B, T) for "none" (0 where ignored).
+    x: (B, T, C); head.weight: (V, C) with V >= vocab_size, the padding rows taking no part; targets: (B, T),
+    -100 is ignored. Returns a scalar for "mean" (over the targets that are not ignored) and "sum", (B, T) for
+    "none" (0 where ignored).
     """
-    V, trains = vocab_size or head.weight.size(0), torch.is_grad_enabled()
-    options = (V, softcap)
+    options, trains = (vocab_size or head.weight.size(0), softcap), torch.is_grad_enabled()
     # with gradients, a weight for each token is known in the backward only
-    reason = "a loss for each token, with gradients" if reduction == "none" and trains else None
-    if not choose("linear_cross_entropy", x, head, unless=reason):
-        if targets.numel() <= logits_bytes // (4 * head.weight.size(0)):
+    unless = {"a loss for each token, with gradients": reduction == "none" and trains}
+    if not fused("linear_cross_entropy", x, head, unless=unless):
+        rows = int(LOGITS_MIB * 2**20) // (4 * head.weight.size(0))
+        if targets.numel() <= rows:
             return plain_loss(x, head.weight, targets, reduction, *options)
-        return chunked_loss(torch.compiler.is_compiling(), x, head.weight, targets, reduction, *options)
+        rows = 2 ** max(0, rows.bit_length() - 1)  # as in fast/loss.py
+        return chunked_loss(torch.compiler.is_compiling(), rows, x, head.weight, targets, reduction, *options)
     x = operand(x)
     if in_fp8(head) and trains and fp8.suits(x):
         loss = fp8.linear_cross_entropy(x, head, targets, options)
@@ -315,24 +296,19 @@ def linear_cross_entropy(x, head, targets, reduction="mean", vocab_size=None, so
 
 
 def plain_loss(x, weight, targets, reduction, *options):
-    """The definition of linear_cross_entropy, with the logits of all tokens at once."""
+    """The plain PyTorch of linear_cross_entropy, with the logits of all tokens at once."""
     return plain_cross_entropy(F.linear(x, weight), targets, reduction, *options)
 
 
-@torch.compiler.disable  # one graph of all chunks holds the logits of several at a time: 767 MiB, not 295 (CPU)
-def chunked_loss(compiled, x, weight, targets, reduction, *options):
-    """plain_loss of as many tokens at a time as logits_bytes allows, each chunk under activation checkpointing.
+@torch.compiler.disable  # one graph of all chunks would hold the logits of several: 767 MiB, not 295 (CPU)
+def chunked_loss(compiled, rows, x, weight, targets, reduction, *options):
+    """plain_loss of `rows` tokens at a time, each chunk under activation checkpointing.
 
-    The logits of a chunk are freed after its forward and computed again in its backward: one more GEMM of the head.
+    A chunk's logits are freed after its forward and computed again in its backward: one more GEMM.
     """
-    rows = 2 ** max(0, (logits_bytes // (4 * weight.size(0))).bit_length() - 1)  # as in fast/loss.py
-    loss, each = (
-        torch.compile(plain_loss) if compiled else plain_loss,
-        "none" if reduction == "none" else "sum",
-    )
-    weight = weight.view_as(
-        weight
-    )  # not a leaf: autocast would share one cast, whose gradients add up in 16 bits
+    loss = torch.compile(plain_loss) if compiled else plain_loss
+    each = "none" if reduction == "none" else "sum"
+    weight = weight.view_as(weight)  # autocast would share a leaf's cast, whose gradients add up in 16 bits
     chunks = zip(x.flatten(0, -2).split(rows), targets.flatten().split(rows), strict=True)
     stateless = dict(use_reentrant=False, preserve_rng_state=False)
     losses = [checkpoint(loss, xi, weight, ti, each, *options, **stateless) for xi, ti in chunks]
@@ -345,7 +321,7 @@ def plain_cross_entropy(logits, targets, reduction, V, softcap):
     """Cross-entropy from the logits, (..., V and padding); targets: (...)."""
     logits = cap(logits.float(), softcap)
     if logits.size(-1) > V:
-        # masked, not sliced off: rows of an odd length cost 39.6 ms instead of 31.8 (H200, 65,536 x 768 x 50,304)
+        # masked, not sliced off: an odd length takes 39.6 ms instead of 31.8 (H200, 65,536 x 768 x 50,304)
         logits = torch.where(torch.arange(logits.size(-1), device=logits.device) < V, logits, -torch.inf)
     loss = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction=reduction)
     return loss.view_as(targets) if reduction == "none" else loss

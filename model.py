@@ -1,7 +1,11 @@
 """GPT-2 and Llama from the same blocks: the only place that says what the model computes, on every device.
 
-A variant (norm, positions, MLP, …) is a module chosen in `__init__`; `forward` reads as the papers' figure. Operations
-come from kernels.py, which picks their fast forms. Edit anything: what you read is what runs.
+A variant (norm, positions, MLP, …) is a module chosen in `__init__`; `forward` reads as the papers' figure.
+Operations are kernels.py's, which has fused kernels for them. Edit anything: what you read is what runs.
+
+scale/ and the KV cache wrap two things: `core`, the operation in which attention or an MLP does its work, and
+`GPT.stack`, the blocks; `first`, the position of a row's first token, is a number that they set.
+
 GPT-2: https://cdn.openai.com/better-language-models/language_models_are_unsupervised_multitask_learners.pdf
 Llama 3: https://arxiv.org/abs/2407.21783
 """
@@ -19,9 +23,11 @@ from fast.attention import best_attention
 from kernels import LayerNorm, Linear, RMSNorm
 from settings import GPTConfig
 
+ROPE_LOW_FREQ, ROPE_HIGH_FREQ = 1.0, 4.0  # Llama 3.1's, in turns within the original context
+
 
 class LearnedPositions(nn.Embedding):
-    first = 0  # position of the first token of a row; context parallelism sets it
+    first = 0
 
     def forward(self, x):
         return x + self.weight[self.first : self.first + x.size(1)]
@@ -30,7 +36,7 @@ class LearnedPositions(nn.Embedding):
 class Rope(nn.Module):
     """Rotary positions for q and k; the tables are computed in float32, as in Hugging Face's Llama."""
 
-    first = 0  # position of the first token of a row; context parallelism sets it
+    first = 0
 
     def __init__(self, cfg):
         super().__init__()
@@ -50,8 +56,8 @@ class Rope(nn.Module):
         freq = 1.0 / cfg.rope_theta ** (torch.arange(0, D, 2).float() / D)
         if cfg.rope_factor is None:
             return freq
-        turns = cfg.rope_original * freq / (2 * math.pi)  # full turns within the original context
-        keep = ((turns - cfg.rope_low_freq) / (cfg.rope_high_freq - cfg.rope_low_freq)).clamp(0, 1)
+        turns = cfg.rope_original * freq / (2 * math.pi)  # within the original context
+        keep = ((turns - ROPE_LOW_FREQ) / (ROPE_HIGH_FREQ - ROPE_LOW_FREQ)).clamp(0, 1)
         return keep * freq + (1 - keep) * freq / cfg.rope_factor
 
     def forward(self, q, k, q_norm, k_norm):
@@ -65,38 +71,17 @@ class NoRope(nn.Module):
 
 
 class ValueEmbedding(nn.Embedding):
-    """Adds to v the table's row of each token (https://github.com/KellerJordan/modded-nanogpt, December 2024)."""
+    """Adds a table's row of each token to v (https://github.com/KellerJordan/modded-nanogpt, end of 2024)."""
 
     def forward(self, v, idx):
         rows = super().forward(idx).unflatten(-1, (v.size(1), -1))  # (B, T, H_kv, D)
         return v + rows.transpose(1, 2).type_as(v)
 
 
-class NoValueEmbedding(nn.Module):
-    def forward(self, v, idx):
-        return v
-
-
-class OwnMemory(nn.Module):
-    """Copies v out of the projection's output.
-
-    Attention keeps v for the backward. A view would keep all of that output, with q and k from before RoPE.
-    """
-
-    def forward(self, v, idx):
-        return v.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def make_values(cfg, layer):
-    if layer in cfg.value_layers:
-        return ValueEmbedding(cfg.padded_vocab, cfg.kv_heads * cfg.head_dim)
-    return OwnMemory() if cfg.positions == "rope" and not cfg.qk_norm else NoValueEmbedding()
-
-
 class HeadGate(nn.Module):
-    """Multiplies each head's output by 2 sigmoid(W x), where x holds the first channels of the block's normed input.
+    """Multiplies each head's output by 2 sigmoid(W x), x: the first channels of the block's normed input.
 
-    One number a head, as in https://arxiv.org/abs/2505.06708; W starts at zero, so that the gates start at one.
+    One number a head, as in https://arxiv.org/abs/2505.06708; W starts at zero, so the gates start at one.
     """
 
     def __init__(self, cfg):
@@ -113,15 +98,15 @@ class HeadGate(nn.Module):
         return y * gates.unsqueeze(-1)
 
 
-class NoGate(nn.Module):
-    def forward(self, y, x):
-        return y
+class Unchanged(nn.Module):
+    """Stands for a part that a model does not have."""
+
+    def forward(self, x, _):
+        return x
 
 
 class Attention(nn.Module):
-    """Tokens mix in `core` alone: scale/ wraps it for document masks, context parallelism and remat=attention."""
-
-    core = staticmethod(kernels.attention)
+    core = staticmethod(kernels.attention)  # tokens mix here alone
 
     def __init__(self, cfg, rope, layer):
         super().__init__()
@@ -130,12 +115,16 @@ class Attention(nn.Module):
         self.qkv = Linear(cfg.n_embd, sum(self.heads) * cfg.head_dim, bias=cfg.bias)
         self.q_norm = nn.RMSNorm(cfg.head_dim, cfg.norm_eps) if cfg.qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(cfg.head_dim, cfg.norm_eps) if cfg.qk_norm else nn.Identity()
-        self.rope, self.values = rope, make_values(cfg, layer)
-        self.gate = HeadGate(cfg) if cfg.attention_gate else NoGate()
+        self.rope, self.values = rope, Unchanged()
+        if layer in cfg.value_layers:
+            self.values = ValueEmbedding(cfg.padded_vocab, cfg.kv_heads * cfg.head_dim)
+        # the backward needs v, but q and k only as RoPE leaves them, unless they are normed before it
+        self.copy_v = cfg.positions == "rope" and not cfg.qk_norm and layer not in cfg.value_layers
+        self.gate = HeadGate(cfg) if cfg.attention_gate else Unchanged()
         self.proj = Linear(cfg.n_embd, cfg.n_embd, bias=cfg.bias)
 
     def forward(self, x, idx):
-        q, k, v = kernels.qkv(x, self.qkv, self.heads, self.head_dim)  # (B, H, T, D) each
+        q, k, v = kernels.qkv(x, self.qkv, self.heads, self.head_dim, self.copy_v)  # (B, H, T, D) each
         q, k = self.rope(q, k, self.q_norm, self.k_norm)  # normed, then rotated
         v = self.values(v, idx)
         y = self.core(q, k, v, self.backend, self.dropout * self.training)
@@ -146,7 +135,7 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """proj(activation(up(x)))"""
 
-    core = staticmethod(kernels.mlp)  # scale/remat.py wraps it
+    core = staticmethod(kernels.mlp)
 
     def __init__(self, cfg, activation):
         super().__init__()
@@ -179,11 +168,9 @@ def make_norm(cfg):
 
 
 def make_mlp(cfg):
-    return (
-        SwiGLU(cfg)
-        if cfg.mlp == "swiglu"
-        else MLP(cfg, {"gelu": kernels.gelu, "relu2": kernels.relu2}[cfg.mlp])
-    )
+    if cfg.mlp == "swiglu":
+        return SwiGLU(cfg)
+    return MLP(cfg, {"gelu": kernels.gelu, "relu2": kernels.relu2}[cfg.mlp])
 
 
 class Block(nn.Module):
@@ -194,10 +181,9 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(cfg.dropout)
 
     def forward(self, x, idx):
-        x, h = kernels.add_norm(
-            x, self.dropout(self.attn(self.norm_1(x), idx)), self.norm_2
-        )  # the sum, its norm
-        return x + self.dropout(self.mlp(h))
+        x = x + self.dropout(self.attn(self.norm_1(x), idx))
+        x = x + self.dropout(self.mlp(self.norm_2(x)))
+        return x
 
 
 class Head(nn.Linear):
@@ -221,22 +207,19 @@ class GPT(nn.Module):
         super().__init__()
         self.cfg = cfg
         rope = Rope(cfg) if cfg.positions == "rope" else NoRope()
-        self.wte = nn.Embedding(cfg.padded_vocab, cfg.n_embd)
-        self.wpe = (
-            LearnedPositions(cfg.block_size, cfg.n_embd) if cfg.positions == "learned" else nn.Identity()
-        )
+        self.wte, self.wpe = nn.Embedding(cfg.padded_vocab, cfg.n_embd), nn.Identity()
+        if cfg.positions == "learned":
+            self.wpe = LearnedPositions(cfg.block_size, cfg.n_embd)
         self.embed_norm = nn.RMSNorm(cfg.n_embd, cfg.norm_eps, False) if cfg.embed_norm else nn.Identity()
         self.dropout = nn.Dropout(cfg.dropout)
         self.blocks = nn.ModuleList(Block(cfg, rope, layer) for layer in range(cfg.n_layer))
-        self.stack = list(
-            self.blocks
-        )  # the blocks as `hidden` calls them; scale/remat.py wraps these entries
+        self.stack = list(self.blocks)  # as `hidden` calls them
         self.norm = make_norm(cfg)
         self.head = Head(cfg)
         self.tie()
 
     def forward(self, idx, targets, reduction="mean"):
-        """idx, targets: (B, T) int64, T <= block_size, target -100 ignored -> loss in nats, by `reduction`."""
+        """idx, targets: (B, T) int64, T <= block_size, -100 ignored -> loss in nats, by `reduction`."""
         return self.head(self.hidden(idx), targets, reduction)
 
     def hidden(self, idx):
@@ -260,25 +243,22 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, fill=lambda tensor, function: function(tensor)):
-        """Draws the weights from N(0, std), see below; norms start at one, biases at zero.
+        """Draws the weights from N(0, std); norms start at one, biases at zero.
 
-        fill(tensor, function) draws a tensor's numbers; parallel.fill keeps this rank's rows of a sharded one.
+        fill(tensor, function) draws a tensor's numbers; parallel.fill keeps a rank's rows of a sharded one.
         """
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 fill(module.weight, partial(nn.init.normal_, std=self.initial_std(name)))
                 if getattr(module, "bias", None) is not None:
                     nn.init.zeros_(module.bias)
-            elif hasattr(module, "reset_parameters"):  # norms to one and zero
+            elif hasattr(module, "reset_parameters"):  # norms to one, gates to zero
                 module.reset_parameters()
         self.reset_tables()
         return self
 
     def initial_std(self, layer):
-        """GPT-2's 0.02, for projections into the residual stream over sqrt(2 n_layer), unless the settings say else.
-
-        Tables of value embeddings start at zero.
-        """
+        """GPT-2's 0.02, over sqrt(2 n_layer) for projections into the residual stream; values: 0."""
         cfg, projects = self.cfg, layer.endswith("proj")
         zero = projects or layer == "head" and not cfg.tie_embeddings
         if layer.endswith("values") or cfg.zero_init and zero:
@@ -289,30 +269,27 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def reset_tables(self):
-        """Computes the buffers that are not learned (RoPE's tables), for a model whose weights come from a file."""
+        """Computes RoPE's tables, for a model whose weights come from a file."""
         for module in self.modules():
             if hasattr(module, "reset_tables") and module is not self:
                 module.reset_tables()
 
 
-def on_meta(cfg):
-    """A GPT of cfg's shape that takes no memory yet."""
-    shape = GPTConfig(**{f.name: getattr(cfg, f.name) for f in fields(GPTConfig)})
+def on_meta(cfg, **changes):
+    """A GPT of cfg's shape, but for the changes, that takes no memory yet."""
+    shape = GPTConfig(**{f.name: getattr(cfg, f.name) for f in fields(GPTConfig)} | changes)
     with torch.device("meta"):
         return GPT(shape)
 
 
 def build(cfg, device, seed=None):
     """A GPT allocated on `device` at once, not on the CPU first; weights undefined unless `seed` is given."""
-    model = on_meta(cfg)
-    for module in model.modules():
-        if isinstance(module, Attention) and module.backend == "auto":
-            module.backend = best_attention(device)[0]
-    return allocate(model, device, seed)
+    best = dict(attention=best_attention(device)[0]) if cfg.attention == "auto" else {}
+    return allocate(on_meta(cfg, **best), device, seed)
 
 
 def allocate(model, device, seed=None, **options):
-    """Allocates a model on meta on `device`, and initialises its weights if `seed` is given (see init_weights)."""
+    """Allocates a model on meta on `device`, and initialises its weights if `seed` is given."""
     model.to_empty(device=device)
     model.tie()  # to_empty allocates the two apart
     if seed is None:

@@ -1,4 +1,4 @@
-"""Parameter groups, the optimizers, and learning-rate schedules as pure functions of the step."""
+"""Parameter groups, the optimizers, gradient clipping, and the learning rate as a function of the step."""
 
 import math
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ from configurator import UserError
 from fast.adamw8bit import AdamW8bit
 from scale.shards import local, rows_of
 
+ROW = 2**14  # gradients that the CPU adds up in one float32 for their norm
 POLAR_EXPRESS = [  # (a, b, c) of five steps x -> a x + b x x^T x + c (x x^T)^2 x
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
@@ -24,7 +25,7 @@ POLAR_EXPRESS = [  # (a, b, c) of five steps x -> a x + b x x^T x + c (x x^T)^2 
 def param_groups(model, cfg):
     """Groups of embeddings, head, matrices and vectors (biases, norms, gates).
 
-    `factor`: the peak rate over cfg.lr. Under AdamW all but the vectors decay; under Muon the blocks' matrices alone.
+    `factor`: the peak rate over cfg.lr. AdamW decays all but the vectors, Muon the blocks' matrices alone.
     """
     embeddings = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
     kinds = {"embedding": [], "head": [], "matrix": [], "vector": []}
@@ -32,7 +33,7 @@ def param_groups(model, cfg):
         if p.requires_grad:
             outer = "embedding" if p in embeddings else "head" if name.startswith("head.") else "matrix"
             kinds[outer if p.dim() >= 2 else "vector"].append(p)
-    rates = {"embedding": cfg.lr_embedding, "head": cfg.lr_head, "vector": cfg.lr_vector}
+    rates = {"embedding": cfg.lr_embedding, "head": cfg.lr_head}
     decays = ["matrix"] if cfg.optimizer == "muon" else ["embedding", "head", "matrix"]
     groups = []
     for kind, params in kinds.items():
@@ -46,16 +47,47 @@ def make_optimizer(model, cfg):
     """AdamW (https://arxiv.org/abs/1711.05101), PyTorch's, fused on CUDA and the CPU; adamw8bit; or Muon."""
     groups, fused = param_groups(model, cfg), next(model.parameters()).device.type in ("cuda", "cpu")
     if cfg.max_skipped_steps and not fused:
-        raise UserError(
-            "max_skipped_steps needs PyTorch's fused AdamW, which this device does not have; leave it at 0"
-        )
+        raise UserError("max_skipped_steps needs fused AdamW, which this device does not have; leave it at 0")
     options = dict(lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.adam_eps)
     if cfg.optimizer == "adamw8bit":
         return AdamW8bit(groups, **options, seed=cfg.seed, rows_of=rows_of)
     if cfg.optimizer == "muon":
         parts = {p: matrices_of(name, p, cfg) for name, p in model.named_parameters()}
-        return Muon(groups, parts, cfg.momentum, cfg.momentum_warmup, cfg.compile, **options, fused=fused)
+        return Muon(groups, parts, cfg.momentum_warmup, cfg.compile, **options, fused=fused)
     return torch.optim.AdamW(groups, **options, fused=fused)
+
+
+def clip_gradients(model, limit):
+    """Scales the gradients to a norm of at most `limit` over all ranks (None: leaves them); returns the norm.
+
+    torch's clip_grad_norm_ handles DTensors one by one: 20 ms of a step of 614 (Llama 3 8B, four H200s). On
+    the CPU, a multiplication by 1 is left out, which would be a quarter of the update's memory traffic.
+    """
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    own = [local(grad) for grad in grads]
+    square = norms(own).square().sum()
+    if isinstance(grads[0], DTensor):
+        dist.all_reduce(square, group=grads[0].device_mesh.get_group("shard"))
+    norm = square.sqrt()
+    if limit is not None and not (norm.is_cpu and norm + 1e-6 <= limit):
+        torch._foreach_mul_(own, (limit / (norm + 1e-6)).clamp(max=1))
+    return norm
+
+
+def norms(tensors):
+    """float32 norms of parts that together make up the tensors, which lie on one device.
+
+    On the CPU these are rows of ROW numbers, for all threads. torch._foreach_norm uses one thread there and
+    adds up a tensor in a few float32 numbers: the norm of 400M normal random numbers came out 7% too small.
+    """
+    if not tensors[0].is_cpu:
+        return torch.stack(torch._foreach_norm(tensors, dtype=torch.float32))
+    found = []
+    for flat in (tensor.flatten() for tensor in tensors):
+        whole = flat.numel() // ROW * ROW
+        parts = flat[:whole].view(-1, ROW), flat[whole:].view(1, -1)
+        found += [torch.linalg.vector_norm(part, dim=1, dtype=torch.float32) for part in parts]
+    return torch.cat(found)
 
 
 # -- Muon
@@ -91,63 +123,59 @@ class Matrix:
 
 
 class Muon(torch.optim.AdamW):
-    """Muon (https://kellerjordan.github.io/posts/muon) for groups of kind "matrix", AdamW for the others.
+    """Muon (https://kellerjordan.github.io/posts/muon) for the group of kind "matrix", AdamW for the others.
 
-    A matrix moves by lr * sqrt(max(1, rows / columns)) along the orthogonal factor of its momentum (Nesterov's). Decay
-    is cautious: of those elements that the update shrinks as well (https://arxiv.org/abs/2510.12402). One rank
-    orthogonalises a matrix for all: updates of DDP's copies are all-gathered, and rows of FSDP2's shards travel to
-    their matrix' owner and back, in two all-to-alls for a batch of matrices of one shape.
+    A matrix moves by lr * sqrt(max(1, rows / columns)) along the orthogonal factor of its Nesterov momentum.
+    Only elements that the update shrinks as well decay (https://arxiv.org/abs/2510.12402). One rank
+    orthogonalises a matrix for all: updates of DDP's copies are all-gathered; rows of FSDP2's shards travel
+    to their matrix' owner and back, in two all-to-alls for a batch of matrices of one shape.
 
-    State of a matrix: step and momentum, sharded as the parameter is. parts: {parameter: rows of each matrix in it}.
-    momentum: rises from 0.85 over `warmup` steps. As in fused AdamW, a `found_inf` that is not 0 stops an update.
+    parts: {parameter: rows of each matrix in it}. The momentum rises from 0.85 over `warmup` steps. As in
+    fused AdamW, a `found_inf` that is not 0 stops an update. The state is sharded as the parameters are.
     """
 
-    def __init__(self, groups, parts, momentum=0.95, warmup=0, compiled=False, **options):
+    def __init__(self, groups, parts, warmup=0, compiled=False, momentum=0.95, **options):
         super().__init__(groups, **options)
         self.momentum, self.warmup, self.found_inf = momentum, warmup, None
-        (self.group,) = [group for group in self.param_groups if group["kind"] == "matrix"]
-        for p in self.group["params"]:
+        self.matrices = next(group for group in self.param_groups if group["kind"] == "matrix")
+        weights = self.matrices["params"]
+        for p in weights:
             self.state[p] = dict(step=torch.zeros(1, device=p.device), momentum=torch.zeros_like(p))
-        self.batches = batches({p: parts[p] for p in self.group["params"]})
-        on_gpu = self.group["params"][0].is_cuda
-        compiled = partial(torch.compile, dynamic=False) if compiled and on_gpu else lambda function: function
+        self.batches = batches({p: parts[p] for p in weights})
+        compiled = compiled and weights[0].is_cuda
+        compiled = partial(torch.compile, dynamic=False) if compiled else lambda function: function
         self.accumulate, self.descend = compiled(accumulate), compiled(descend)
 
     @torch.no_grad()
     def step(self):
-        """One update; the matrices' gradients are dropped."""
-        weights = [p for p in self.group["params"] if p.grad is not None]
-        steps = [self.state[p]["step"] for p in weights]
+        self.move_matrices()
+        groups = self.param_groups
+        self.param_groups = [group for group in groups if group is not self.matrices]
+        super().step()  # AdamW's
+        self.param_groups = groups
+
+    def move_matrices(self):
+        weights = [p for p in self.matrices["params"] if p.grad is not None]
+        steps = [self.state[p]["step"] for p in weights]  # one tensor for all would be read by the host
         skip = steps[0] * 0 if self.found_inf is None else self.found_inf
-        updates = {
-            p: torch.empty_like(local(p), dtype=torch.bfloat16 if p.is_cuda else None) for p in weights
-        }
-        torch._foreach_add_(
-            steps, [(1 - skip).view(1)] * len(steps)
-        )  # one tensor for all would be read by the host
+        torch._foreach_add_(steps, [(1 - skip).view(1)] * len(steps))
         momentum = 0.85 + (self.momentum - 0.85) * (steps[0] / max(1, self.warmup)).clamp(max=1)
+        dtype = torch.bfloat16 if weights[0].is_cuda else None
+        updates = {p: torch.empty_like(local(p), dtype=dtype) for p in weights}
         lists = alike(weights)
         for some in lists:
-            moments = [local(self.state[p]["momentum"]) for p in some]
-            self.accumulate(
-                moments, [local(p.grad) for p in some], [updates[p] for p in some], momentum, skip
-            )
-        for p in weights:
-            p.grad = None  # AdamW passes over them
+            moments, grads = [local(self.state[p]["momentum"]) for p in some], [local(p.grad) for p in some]
+            self.accumulate(moments, grads, [updates[p] for p in some], momentum, skip)
         for batch in self.batches:
             orthogonalize_updates([m for m in batch if m.weight in updates], updates)
-        rates = torch.tensor([self.group["lr"], self.group["lr"] * self.group["weight_decay"]]).unbind()
+        lr, decay = self.matrices["lr"], self.matrices["weight_decay"]
+        rates = torch.tensor([lr, lr * decay]).unbind()
         for some in lists:
             self.descend([local(p) for p in some], [updates[p] for p in some], *rates)
-        super().step()
 
 
 def alike(weights, most=4):
-    """The weights in lists of one shape, up to `most` in each, for which torch.compile needs few and small graphs.
-
-    The time to compile one graph of all weights grows faster than their number: 96 took 51 s on a CPU, in lists of four
-    11 s.
-    """
+    """Lists of up to `most` weights of one shape, a graph each: 96 in one compile in 51 s, in fours in 11."""
     shapes = {}
     for p in weights:
         shapes.setdefault(local(p).shape, []).append(p)
@@ -155,7 +183,7 @@ def alike(weights, most=4):
 
 
 def batches(parts, most=2**27):
-    """Lists of matrices of one shape, up to transposition, with at most about `most` elements for a rank to work on."""
+    """Lists of matrices of one shape, up to transposition, of about `most` elements at most for a rank."""
     shapes = {}
     for weight, rows in parts.items():
         for i, count in enumerate(rows):
@@ -170,22 +198,20 @@ def batches(parts, most=2**27):
 
 def ranks_of(weight):
     """(rank, size, process group) of this process among those that share the work on a weight."""
+    if not dist.is_initialized():
+        return 0, 1, None
     group = weight.device_mesh.get_group("shard") if isinstance(weight, DTensor) else None
-    return (
-        (dist.get_rank(group), dist.get_world_size(group), group) if dist.is_initialized() else (0, 1, None)
-    )
+    return dist.get_rank(group), dist.get_world_size(group), group
 
 
 def orthogonalize_updates(matrices, updates):
-    """Replaces updates[weight] of matrices, of one shape up to transposition, by their scaled orthogonal factors."""
+    """Replaces updates[weight] of matrices, of one shape up to transposition, by their scaled factors."""
     if not matrices:
         return
     rank, size, group = ranks_of(matrices[0].weight)
-    each, (short, long) = (
-        -(-len(matrices) // size),
-        sorted(matrices[0].shape),
-    )  # matrix i is for rank i // each
+    each = -(-len(matrices) // size)  # matrix i is for rank i // each
     own, held = matrices[rank * each : (rank + 1) * each], [m.rows_in(updates[m.weight]) for m in matrices]
+    short, long = sorted(matrices[0].shape)
     stack = held[0].new_zeros(each, short, long)
     views = upright(stack, own)
     here = [held[r * each : (r + 1) * each] for r in range(size)]  # by owner
@@ -209,7 +235,7 @@ def orthogonalize_updates(matrices, updates):
 
 
 def upright(stack, matrices):
-    """Views of a stack's entries in the shapes of the matrices, whose shorter side comes first in the stack."""
+    """Views of a stack's entries, (short, long), in the shapes of the matrices."""
     return [x if x.shape == matrix.shape else x.mT for x, matrix in zip(stack, matrices)]
 
 
@@ -219,21 +245,16 @@ def copy(targets, sources):
 
 
 def exchange(sources, targets, like, group):
-    """An all-to-all of lists of tensors: sources[r] go to rank r, targets[r] come from it, all in `like`'s dtype."""
+    """An all-to-all of lists of tensors in `like`'s dtype: sources[r] go to rank r, targets[r] come back."""
     sizes = [[sum(t.numel() for t in tensors) for tensors in side] for side in (sources, targets)]
-    buffers = [like.new_empty(sum(side)) for side in sizes]
-    tensors = [sum(side, []) for side in (sources, targets)]
-    messages = [
-        [part.view(t.shape) for part, t in zip(buffer.split([t.numel() for t in side]), side)]
-        for buffer, side in zip(buffers, tensors)
-    ]
-    copy(messages[0], tensors[0])
-    dist.all_to_all_single(buffers[1], buffers[0], sizes[1], sizes[0], group)
-    copy(tensors[1], messages[1])
+    sent = torch.cat([like.new_empty(0), *(t.flatten() for tensors in sources for t in tensors)])
+    received, into = like.new_empty(sum(sizes[1])), sum(targets, [])
+    dist.all_to_all_single(received, sent, sizes[1], sizes[0], group)
+    copy(into, [part.view(t.shape) for t, part in zip(into, received.split([t.numel() for t in into]))])
 
 
 def orthogonalize(x):
-    """(n, rows, columns), rows <= columns -> the orthogonal factor of each matrix' polar decomposition, roughly.
+    """The orthogonal factors of the polar decompositions of x: (n, short, long), roughly.
 
     Five steps of Polar Express (https://arxiv.org/abs/2505.16932): singular values end between 0.85 and 1.15.
     """
@@ -254,7 +275,7 @@ def accumulate(moments, grads, updates, momentum, skip):
 
 
 def descend(weights, updates, rate, decay):
-    """w -= rate * u + decay * w, the latter where u has w's sign; rate, decay: tensors, which compile once."""
+    """w -= rate * u + decay * w, the latter where u has w's sign; rate, decay: tensors, compiled once."""
     for w, u in zip(weights, updates):
         w -= rate * u + decay * torch.where(u * w > 0, w, 0)
 
@@ -262,18 +283,13 @@ def descend(weights, updates, rate, decay):
 # -- learning rate
 
 
-def warmup_steps(cfg):
-    """Number of warm-up steps: cfg.warmup_tokens in steps, rounded up, if it is set, else cfg.warmup_steps."""
-    return cfg.warmup_steps if cfg.warmup_tokens is None else math.ceil(cfg.warmup_tokens / cfg.batch_tokens)
-
-
 def learning_rate(step, cfg):
-    """Learning rate of `step`, counted from 0: linear warm-up, then cfg.schedule to lr * min_lr_ratio at max_steps.
+    """Learning rate of `step`, from 0: linear warm-up, then cfg.schedule to lr * min_lr_ratio at max_steps.
 
-    cosine: half a cosine (https://arxiv.org/abs/1608.03983). wsd: constant, then linear over the last cooldown_fraction
-    of the run (https://arxiv.org/abs/2404.06395). constant: no decay.
+    cosine: half a cosine (https://arxiv.org/abs/1608.03983). wsd: constant, then linear over the last
+    cooldown_fraction of the run (https://arxiv.org/abs/2404.06395). constant: no decay.
     """
-    warmup, low = warmup_steps(cfg), cfg.lr * cfg.min_lr_ratio
+    warmup, low = cfg.warmup_steps, cfg.lr * cfg.min_lr_ratio
     if step < warmup:
         return cfg.lr * (step + 1) / warmup
     if cfg.schedule == "constant":

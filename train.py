@@ -67,7 +67,7 @@ class Training:
             parallel.sync_gradients(self.model, micro == self.accumulation - 1)
             loss += self.micro_step(*next_batch())
         self.scaler.unscale_(self.optimizer)
-        norm = parallel.clip_gradients(self.raw, self.clip)
+        norm = optim.clip_gradients(self.raw, self.clip)
         optim.set_learning_rate(self.optimizer, lr)
         if self.skips:  # AdamW then leaves weights and states as they are, which no host needs to know
             self.optimizer.found_inf = parallel.not_finite(loss, norm)

@@ -6,7 +6,7 @@ from fast import chips
 
 
 def best_attention(device, precision="bf16"):
-    """(backend, reason) for a torch.device: cuDNN on Hopper and later, where it is 1.5 to 2.4 times as fast."""
+    """(backend, reason) for a torch.device: cuDNN from Hopper on, where it is 1.5 to 2.4 times as fast."""
     return best_on(chips.of(device), precision, torch.backends.cudnn.is_available())
 
 
@@ -26,8 +26,8 @@ def best_on(chip, precision="bf16", cudnn=True):
 class SameLayout(torch.autograd.Function):
     """Identity; lays the gradient out in memory as the output is.
 
-    PyTorch keeps plans of cuDNN's attention backward by the layouts of q, k and v alone and runs a plan made for
-    another layout of dy too, with wrong numbers: a gate on attention's output, say, can change the layout of dy.
+    PyTorch keeps plans of cuDNN's backward by the layouts of q, k and v alone, and with another layout of dy,
+    such as a gate on attention's output may give it, a plan computes wrong numbers.
     """
 
     @staticmethod

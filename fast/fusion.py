@@ -1,8 +1,10 @@
-"""A torch.compile pass: what a norm's backward kernel can compute on its way is not computed in another pass.
+"""A torch.compile pass: what the norms' kernels can compute on their way is not computed in another pass over
+memory.
 
-Two patterns of a block's backward, each one pass over (tokens, C) in memory: the addition of the gradient that reaches
-the norm's input by the residual path, and the column sums of the result, which are the bias gradient of the layer that
-computed the update. The graphs say what model.py says; without the pass the result is the same, and slower.
+Three things move into fast/norm.py's kernels: the residual addition before a norm; in the backward the
+addition of the gradient that reaches the norm's input by the residual path, and the column sums of the
+result, the bias gradient of the layer that computed the update. Without the pass the results are the same,
+and slower.
 """
 
 import operator
@@ -11,20 +13,18 @@ import torch
 from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-aten, prims = torch.ops.aten, torch.ops.prims
-VIEWS = (
-    aten.view.default,
-    aten.reshape.default,
-    aten._unsafe_view.default,
-    prims.convert_element_type.default,
-)
+aten, prims, pretrain = torch.ops.aten, torch.ops.prims, torch.ops.pretrain
+RESHAPES = aten.view.default, aten.reshape.default, aten._unsafe_view.default
+VIEWS = *RESHAPES, prims.convert_element_type.default
 COLUMN_SUMS = 2  # row of norm_backward's second result
 
 
 class FoldIntoNorms(CustomGraphPass):
     def __call__(self, graph):
+        for norm in graph.find_nodes(op="call_function", target=pretrain.norm_forward.default):
+            fold_residual_addition(norm)
         order = {node: i for i, node in enumerate(graph.nodes)}
-        for norm in graph.find_nodes(op="call_function", target=torch.ops.pretrain.norm_backward.default):
+        for norm in graph.find_nodes(op="call_function", target=pretrain.norm_backward.default):
             fold_residual_gradient(norm, order)
         for total in graph.find_nodes(op="call_function", target=aten.sum.dim_IntList):
             take_column_sums(graph, total)
@@ -38,6 +38,28 @@ def register():
     config = torch._inductor.config
     if config.post_grad_custom_pre_pass is None:
         config.post_grad_custom_pre_pass = FoldIntoNorms()
+
+
+def fold_residual_addition(norm):
+    """s = x + update, norm_forward(s, None, …) -> norm_forward(x, update, …), whose result 0 is s"""
+    total, update, *rest = norm.args
+    if total.target is not aten.add.Tensor or total.kwargs or update is not None:
+        return
+    nodes = [arg for arg in total.args if isinstance(arg, torch.fx.Node)]
+    x, update = sorted(nodes, key=lambda node: not alike(node, total)) if len(nodes) == 2 else (None, None)
+    fits = x and alike(x, total) and x.meta["val"].shape == update.meta["val"].shape
+    if not fits or not total.meta["val"].is_contiguous():  # as the kernel's sum is
+        return
+    if any(user < norm for user in total.users):  # it would read the sum before there is one
+        return
+    norm.args = (x, update, *rest)
+    with norm.graph.inserting_after(norm):
+        summed = norm.graph.call_function(operator.getitem, (norm, 0))
+    summed.meta = total.meta.copy()
+    norm.meta["val"] = (summed.meta["val"], *norm.meta["val"][1:])
+    total.replace_all_uses_with(summed)
+    norm.graph.erase_node(total)
+    counters["inductor"]["residual_addition_in_norm"] += 1
 
 
 def fold_residual_gradient(norm, order):
@@ -65,7 +87,7 @@ def take_column_sums(graph, total):
     if source.target is not operator.getitem or source.args[1] != 0:
         return
     norm, wanted = source.args[0], total.meta["val"]
-    if norm.target is not torch.ops.pretrain.norm_backward.default or list(total.args[1]) != [0]:
+    if norm.target is not pretrain.norm_backward.default or list(total.args[1]) != [0]:
         return
     if wanted.dtype != torch.float32 or wanted.shape != source.meta["val"].shape[-1:]:
         return
@@ -87,4 +109,4 @@ def result_of(node, index):
 
 def alike(a, b):
     a, b = a.meta["val"], b.meta["val"]
-    return a.shape == b.shape and a.dtype == b.dtype
+    return isinstance(a, torch.Tensor) and a.shape == b.shape and a.dtype == b.dtype

@@ -1,4 +1,4 @@
-"""Linear layers in bf16: GEMMs by cuBLASLt or hopper.py, and the projection to q, k and v with its own backward."""
+"""Linear layers in bf16: GEMMs by cuBLASLt or hopper.py; the projection to q, k, v has its own backward."""
 
 import functools
 
@@ -11,13 +11,14 @@ from fast.hopper import sm_count
 from fast.operators import as_gradients, cdiv, dtypes_of, on_hopper, operator, power_of_2
 
 PACK_PROGRAMS, PACK_COLS, PACK_STAGES = 8, 4096, 3  # programs a multiprocessor, most columns a warp
+QKV_WAYS = {}  # shape -> the faster of the two ways of qkv_gradients
 
 
 def linear(x, weight, bias, tune=True):
-    """x W^T + b. x: (..., K) in 16 bits; weight: (N, K) and bias: (N,) or None in any dtype -> (..., N) in x's dtype.
+    """x W^T + b; x: (..., K) in 16 bits, weight and bias in any dtype -> (..., N) in x's dtype.
 
-    Gradients of weight and bias have the parameters' dtypes, straight from the GEMM's float32 accumulator. tune: time
-    cuBLASLt's algorithms at the first call of a shape.
+    Gradients have the parameters' dtypes, straight from the GEMM's float32 accumulator. tune: time cuBLASLt's
+    algorithms at the first call of a shape.
     """
     return LinearFunction.apply(x, weight, bias, tune)
 
@@ -25,8 +26,8 @@ def linear(x, weight, bias, tune=True):
 def qkv(x, weight, bias, heads, head_dim, tune=True):
     """The linear layer before attention: x: (B, T, C) -> q, k, v: (B, H, T, D) each, views of one tensor.
 
-    heads: how many q, k and v have. The backward packs the three gradients and sums the bias gradient in one pass, or
-    on Hopper multiplies them where they lie.
+    The backward packs the three gradients and sums the bias gradient in one pass, or on Hopper multiplies
+    them where they lie.
     """
     return QKV.apply(x, weight, bias, heads, head_dim, tune)
 
@@ -65,13 +66,13 @@ def linear_forward(ctx, x, weight, bias, tune):
 
 
 def operands(ctx, x, *parameters):
-    """(x: (..., K) as rows, the parameters cast to x's dtype); keeps the dtypes of their gradients in ctx."""
+    """(x: (..., K) as rows, the parameters in x's dtype); keeps the dtypes of their gradients in ctx."""
     ctx.dtypes = dtypes_of(*parameters)
     return x.flatten(0, -2), *[None if p is None else p.to(x.dtype) for p in parameters]
 
 
 def weight_gradients(dy, x, weight_dtype, bias_dtype, sums=None):
-    """(dW, db) of y = x W^T + b, from all rows of dy: (M, N) and x: (M, K); sums: column sums of dy, if known."""
+    """(dW, db) of y = x W^T + b, from dy: (M, N) and x: (M, K); sums: column sums of dy, if known."""
     dw = product(dy.t(), x, None, weight_dtype, True)
     if bias_dtype is None:
         return dw, None
@@ -87,13 +88,8 @@ class QKV(torch.autograd.Function):
     def backward(ctx, dq, dk, dv):
         x, w = ctx.saved_tensors
         dx, dw, db = qkv_gradients(*join_heads(dq, dk, dv), x, w, ctx.dtypes[0])
-        return (
-            dx.unflatten(0, (dq.size(0), dq.size(2))),
-            *as_gradients((dw, db), ctx.dtypes),
-            None,
-            None,
-            None,
-        )
+        dx = dx.unflatten(0, (dq.size(0), dq.size(2)))
+        return dx, *as_gradients((dw, db), ctx.dtypes), None, None, None
 
 
 @operator("qkv_gradients")
@@ -107,8 +103,8 @@ def qkv_gradients(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dx, dw, float32 column sums of dy) of y = x w^T, where dy is dq, dk and dv side by side.
 
-    On Hopper, if all widths suit its tiles, the faster of two ways is taken, timed at the first call of a shape; in a
-    deterministic run always the first, since hopper.linear_backward adds in no fixed order.
+    On Hopper, if all widths suit its tiles, the faster of two ways, timed at the first call of a shape; the
+    first in a deterministic run, since hopper.linear_backward adds in no fixed order.
     """
     parts = dq, dk, dv
     fits = on_hopper(x) and all(part.size(1) % hopper.PART == 0 for part in parts)
@@ -124,14 +120,8 @@ def qkv_gradients(
 
 @qkv_gradients.register_fake
 def _(dq, dk, dv, x, w, weight_dtype):
-    return (
-        torch.empty_like(x),
-        torch.empty_like(w, dtype=weight_dtype),
-        w.new_empty(w.size(0), dtype=torch.float32),
-    )
-
-
-QKV_WAYS = {}  # shape -> the faster of the two ways
+    dw = torch.empty_like(w, dtype=weight_dtype)
+    return torch.empty_like(x), dw, w.new_empty(w.size(0), dtype=torch.float32)
 
 
 def parts_gradients(parts, x, w, weight_dtype):
@@ -178,9 +168,8 @@ def _(a, b, c):
 
 @triton.jit
 def _pack(
-    a, b, c, out, parts, N,
-    A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr, STEPS: tl.constexpr,
-    STAGES: tl.constexpr,
+    a, b, c, out, parts, N, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr,
+    BLOCK: tl.constexpr, PROGRAMS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     program, which = tl.program_id(0), tl.program_id(1)
     source, width, start = a, A, 0

@@ -1,9 +1,8 @@
 """MLPs in bf16, GEMM, activation, GEMM, with as few passes over memory as possible: GELU, ReLU^2 and SwiGLU.
 
-GELU, and ReLU^2 on Hopper: the activation is in the first GEMM's epilogue, its derivative in that of the second GEMM's
-backward, on Hopper with the first bias gradient. ReLU^2 keeps its output alone: its derivative, 2 relu(x), is twice the
-root of that. Elsewhere this derivative and the bias gradient take one pass. SwiGLU: the backward computes silu(gate) *
-up again together with the gradients of both, in one pass.
+GELU, and ReLU^2 on Hopper: activation and derivative are in GEMMs' epilogues, on Hopper with the first bias
+gradient; elsewhere that and ReLU^2's derivative, twice the root of its output, take one pass. SwiGLU: the
+backward computes silu(gate) * up again together with the gradients of both, in one pass.
 """
 
 import torch
@@ -16,20 +15,15 @@ from fast.linear import operands, product, weight_gradients
 from fast.operators import cdiv, on_hopper, operator
 
 SWIGLU_BLOCK, SWIGLU_WARPS = 2048, 8
-RELU2_ROWS, RELU2_COLS, RELU2_PROGRAMS, RELU2_STAGES, RELU2_WARPS = (
-    8,
-    256,
-    8,
-    3,
-    4,
-)  # programs a multiprocessor
 RELU2_BLOCK = 2048  # elements
+RELU2_ROWS, RELU2_COLS, RELU2_STAGES, RELU2_WARPS = 8, 256, 3, 4
+RELU2_PROGRAMS = 8  # a multiprocessor
 
 
 def mlp(kind, x, w1, b1, w2, b2, tune=True):
-    """w2 act(w1 x + b1) + b2; kind: "gelu" (tanh form), "relu2" or "swiglu" (w1 holds gate and up).
+    """w2 act(w1 x + b1) + b2; kind: "gelu" (tanh form), "relu2" or "swiglu" (w1 holds gate and up: (2 H, K)).
 
-    x: (..., K) in 16 bits; w1: (H, K) or for swiglu (2 H, K); w2: (N, H); biases or None -> (..., N) in x's dtype.
+    x: (..., K) in 16 bits; w1: (H, K); w2: (N, H); biases or None -> (..., N) in x's dtype.
     """
     return FUNCTIONS[kind].apply(x, w1, b1, w2, b2, tune)
 
@@ -54,12 +48,11 @@ def _(a, b, bias, tune):
 def product_dgelu(
     a: torch.Tensor, b: torch.Tensor, before: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(a b times GELU's derivative at the pre-activation `before`, its float32 column sums; empty without hopper.py)"""
+    """(a b times GELU's derivative at the pre-activation `before`, on Hopper its float32 column sums)"""
     if on_hopper(a):
         return hopper.dgelu(a, b, before)
-    return cublas.matmul(a, b, torch.empty_like(before), dgelu=before), before.new_empty(
-        0, dtype=torch.float32
-    )
+    out = cublas.matmul(a, b, torch.empty_like(before), dgelu=before)
+    return out, out.new_empty(0, dtype=torch.float32)
 
 
 @product_dgelu.register_fake
@@ -98,8 +91,8 @@ def _(a, b, act):
 def mlp_function(up, down):
     """The autograd.Function of w2 act(w1 x + b1) + b2.
 
-    up(x, w1^T, b1, tune) -> (activation, tensors saved for `down`); down(dy, w2, *saved) -> (gradient of the
-    pre-activation, activation, column sums of that gradient or None).
+    up(x, w1^T, b1, tune) -> (activation, tensors saved for `down`)
+    down(dy, w2, *saved) -> (gradient of the pre-activation, activation, column sums of that gradient or None)
     """
 
     class Function(torch.autograd.Function):
@@ -123,44 +116,8 @@ def mlp_function(up, down):
     return Function
 
 
-def gelu_up(x, w, bias, tune):
-    act, before = product_gelu(x, w, bias, tune)
-    return act, (act, before)
-
-
-def gelu_down(dy, w, act, before):
-    dbefore, sums = product_dgelu(dy, w, before)
-    return dbefore, act, sums if len(sums) else None
-
-
-def relu2_up(x, w, bias, tune):
-    act = product_relu2(x, w, bias, tune)
-    return act, (act,)
-
-
-def relu2_down(dy, w, act):
-    dbefore, sums = product_drelu2(dy, w, act)
-    return dbefore, act, sums
-
-
-def swiglu_up(x, w, bias, tune):
-    gate_up = product(x, w, bias, x.dtype, tune)
-    return swiglu(gate_up), (gate_up,)
-
-
-def swiglu_down(dy, w, gate_up):
-    return *swiglu_backward(product(dy, w, None, dy.dtype, True), gate_up), None
-
-
-FUNCTIONS = {
-    "gelu": mlp_function(gelu_up, gelu_down),
-    "relu2": mlp_function(relu2_up, relu2_down),
-    "swiglu": mlp_function(swiglu_up, swiglu_down),
-}
-
-
 def relu2_backward(dact, act):
-    """(gradient of the pre-activation, its float32 column sums) from the gradient of act, its ReLU^2; (N, H) each."""
+    """(gradient of the pre-activation, its float32 column sums) from that of act, its ReLU^2; (N, H) each."""
     N, H = dact.shape
     dbefore, strips = torch.empty_like(dact), cdiv(H, RELU2_COLS)
     programs = min(cdiv(N, RELU2_ROWS), cdiv(RELU2_PROGRAMS * sm_count(dact.device), strips))
@@ -182,9 +139,8 @@ def _relu2(act, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def _relu2_backward(
-    dact, act, dbefore, parts, N,
-    H: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, PROGRAMS: tl.constexpr, STEPS: tl.constexpr,
-    STAGES: tl.constexpr,
+    dact, act, dbefore, parts, N, H: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, PROGRAMS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     rows, cols = tl.arange(0, ROWS), tl.program_id(1) * COLS + tl.arange(0, COLS)
@@ -251,3 +207,39 @@ def _swiglu_backward(dact, gate_up, dgate_up, act, H: tl.constexpr, BLOCK: tl.co
     tl.store(act + row * H + cols, (silu * up).to(act.dtype.element_ty), mask=cols < H)
     tl.store(out, (d * up * (s + silu * (1 - s))).to(act.dtype.element_ty), mask=cols < H)
     tl.store(out + H, (d * silu).to(act.dtype.element_ty), mask=cols < H)
+
+
+def gelu_up(x, w, bias, tune):
+    act, before = product_gelu(x, w, bias, tune)
+    return act, (act, before)
+
+
+def gelu_down(dy, w, act, before):
+    dbefore, sums = product_dgelu(dy, w, before)
+    return dbefore, act, sums if len(sums) else None
+
+
+def relu2_up(x, w, bias, tune):
+    act = product_relu2(x, w, bias, tune)
+    return act, (act,)
+
+
+def relu2_down(dy, w, act):
+    dbefore, sums = product_drelu2(dy, w, act)
+    return dbefore, act, sums
+
+
+def swiglu_up(x, w, bias, tune):
+    gate_up = product(x, w, bias, x.dtype, tune)
+    return swiglu(gate_up), (gate_up,)
+
+
+def swiglu_down(dy, w, gate_up):
+    return *swiglu_backward(product(dy, w, None, dy.dtype, True), gate_up), None
+
+
+FUNCTIONS = {
+    "gelu": mlp_function(gelu_up, gelu_down),
+    "relu2": mlp_function(relu2_up, relu2_down),
+    "swiglu": mlp_function(swiglu_up, swiglu_down),
+}

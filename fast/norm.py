@@ -1,8 +1,9 @@
-"""Residual addition and LayerNorm or RMSNorm in one pass, output in bf16; so is their backward.
+"""LayerNorm and RMSNorm in one pass, output in bf16, and their backward in another.
 
-The statistics are computed in float32. The backward sums the gradients of weight and shift in registers, so that no
-tensor is read twice; it also adds the gradient that reaches the sum by the residual path, and sums the columns of the
-result, which are the bias gradient of the layer that computed the update (fusion.py).
+The statistics are computed in float32. The backward sums the gradients of weight and shift in registers, so
+that no tensor is read twice. Where a model is compiled, fusion.py gives both kernels more to do on their way:
+the residual addition before the norm; in the backward the gradient that reaches the sum by the residual path,
+and the column sums of the result, which are the bias gradient of the layer that computed the update.
 """
 
 import torch
@@ -13,39 +14,13 @@ from fast.hopper import sm_count
 from fast.operators import as_gradients, cdiv, dtypes_of, operator, power_of_2
 
 NORM_WIDTH = 1024  # columns of a row for each warp
-NORM_BACK_WARPS, NORM_BACK_STAGES = (
-    8,
-    3,
-)  # warps a multiprocessor; C = 768: 154 us, four programs of two warps: 313
+# warps a multiprocessor; C = 768: 154 us, four programs of two warps: 313
+NORM_BACK_WARPS, NORM_BACK_STAGES = 8, 3
 
 
 def norm(x, weight, shift, eps, centred):
-    """LayerNorm (centred) or RMSNorm of x: (..., C) in bf16 or float32, in bf16; weight, shift: (C,) or None."""
+    """LayerNorm (centred) or RMSNorm of x: (..., C) in bf16 or float32, in bf16; weight, shift: (C,)."""
     return Norm.apply(x, weight, shift, eps, centred)
-
-
-def add_norm(x, update, weight, shift, eps, centred):
-    """(x + update in x's dtype, its norm in bf16); arguments as for `norm`."""
-    return AddNorm.apply(x, update, weight, shift, eps, centred)
-
-
-class AddNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, update, weight, shift, eps, centred):
-        total, h, stats = norm_forward(x, update, weight, shift, eps, centred)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(total, stats, weight)
-        ctx.centred, ctx.dtypes, ctx.update_dtype = centred, dtypes_of(weight, shift), update.dtype
-        return total, h
-
-    @staticmethod
-    def backward(ctx, dtotal, dh):
-        total, stats, weight = ctx.saved_tensors
-        if dh is None:  # only the sum was used
-            return dtotal, None if dtotal is None else dtotal.to(ctx.update_dtype), None, None, None, None
-        dx, sums = norm_backward(dtotal, dh, total, stats, weight, ctx.centred)
-        dweight, dshift = as_gradients(sums[:2].unbind(), ctx.dtypes)
-        return dx, dx.to(ctx.update_dtype), dweight, dshift, None, None
 
 
 class Norm(torch.autograd.Function):
@@ -72,14 +47,14 @@ def norm_forward(
     eps: float,
     centred: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(x + update, its norm in bf16, float32 (2, rows): mean and 1 / deviation); the sum is empty without update."""
+    """(x + update, empty without update; its norm in bf16; float32 (2, rows): mean and 1 / deviation)"""
     total, h, stats = norm_results(x, update)
     C, N = x.size(-1), x.numel() // x.size(-1)
     block = power_of_2(C)
     rows = max(1, 4096 // block)
     _norm_forward[(cdiv(N, rows),)](
-        x.contiguous(), None if update is None else update.contiguous(), weight, shift, total, h, stats, N, eps,
-        C=C, CENTRED=centred, BLOCK=block, ROWS=rows, num_warps=max(2, block // NORM_WIDTH),
+        x.contiguous(), None if update is None else update.contiguous(), weight, shift, total, h, stats, N,
+        eps, C=C, CENTRED=centred, BLOCK=block, ROWS=rows, num_warps=max(2, block // NORM_WIDTH),
     )  # fmt: skip
     return total, h, stats
 
@@ -157,9 +132,8 @@ def _norm_forward(
 
 @triton.jit
 def _norm_backward(
-    dtotal, dh, total, stats, weight, dx, parts, N,
-    C: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr, STEPS: tl.constexpr,
-    STAGES: tl.constexpr,
+    dtotal, dh, total, stats, weight, dx, parts, N, C: tl.constexpr, CENTRED: tl.constexpr,
+    BLOCK: tl.constexpr, PROGRAMS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     cols = tl.arange(0, BLOCK)

@@ -1,7 +1,7 @@
-"""RMSNorm of each head and RoPE in one pass over queries or keys, as is their backward; either also without the norm.
+"""RMSNorm of each head and RoPE in one pass over queries or keys, and their backward in one; also RoPE alone.
 
-torch.compile's kernels for the two take three passes in the backward, one of them for the gradient of the norm's gain.
-Sources: https://arxiv.org/abs/2104.09864 (RoPE), https://arxiv.org/abs/2302.05442 (norms on queries and keys).
+torch.compile's backward takes three passes, one of them for the gradient of the norm's gain.
+https://arxiv.org/abs/2104.09864 (RoPE), https://arxiv.org/abs/2302.05442 (norms on queries and keys)
 """
 
 import torch
@@ -12,18 +12,14 @@ from fast.hopper import sm_count
 from fast.operators import cdiv, operator, power_of_2
 
 ROPE_ELEMENTS, ROPE_WARPS = 4096, 4  # of a block of heads
-ROPE_BACK_ELEMENTS, ROPE_BACK_WARPS, ROPE_BACK_PROGRAMS, ROPE_BACK_STAGES = (
-    4096,
-    4,
-    4,
-    1,
-)  # programs a multiprocessor
+ROPE_BACK_ELEMENTS, ROPE_BACK_WARPS, ROPE_BACK_STAGES = 4096, 4, 1
+ROPE_BACK_PROGRAMS = 4  # a multiprocessor
 
 
 def rope(x, weight, eps, cos, sin):
     """RoPE of the RMSNorm of x: (B, H, T, D) in bf16; weight: the norm's, (D,), or None for RoPE alone.
 
-    cos, sin: (T, D) float32, both halves of a row equal. Returns (B, H, T, D), laid out in memory as (B, T, H, D).
+    cos, sin: (T, D) float32, both halves of a row equal. Returns (B, H, T, D), in memory (B, T, H, D).
     """
     return RopeFunction.apply(x, weight, eps, cos, sin)
 
@@ -78,17 +74,15 @@ def rope_backward(
     programs = min(steps, ROPE_BACK_PROGRAMS * sm_count(dy.device))
     parts = torch.empty(0 if weight is None else programs, dy.size(3), dtype=torch.float32, device=dy.device)
     _rope_backward[(programs,)](
-        dy, x, weight, cos, sin, dx, parts, size, eps, cos.stride(0), *dy.stride()[:3], *x.stride()[:3], programs,
-        H=dy.size(1), T=dy.size(2), STEPS=cdiv(steps, programs), STAGES=ROPE_BACK_STAGES, **options,
+        dy, x, weight, cos, sin, dx, parts, size, eps, cos.stride(0), *dy.stride()[:3], *x.stride()[:3],
+        programs, H=dy.size(1), T=dy.size(2), STEPS=cdiv(steps, programs), STAGES=ROPE_BACK_STAGES, **options,
     )  # fmt: skip
     return dx, parts.sum(0) if weight is not None else parts[0:0, 0]
 
 
 @rope_backward.register_fake
 def _(dy, x, weight, eps, cos, sin):
-    return heads_last(dy), torch.empty(
-        0 if weight is None else dy.size(3), dtype=torch.float32, device=dy.device
-    )
+    return heads_last(dy), dy.new_empty(0 if weight is None else dy.size(3), dtype=torch.float32)
 
 
 def side_by_side(x):
@@ -102,7 +96,7 @@ def heads_last(x):
 
 
 def blocks(x, elements, warps):
-    """(B T H, the kernels' compile-time constants): a block has as many heads as have about `elements` numbers."""
+    """(B T H, the kernels' constants): a block has as many heads as have about `elements` numbers."""
     B, H, T, D = x.shape
     half = power_of_2(D // 2)
     rows = max(1, elements // (2 * half))
@@ -129,9 +123,10 @@ def _rope_forward(
 
 @triton.jit
 def _rope_backward(
-    dy, x, weight, cos, sin, dx, parts, size, eps, row, dy_batch, dy_head, dy_token, x_batch, x_head, x_token, programs,
-    H: tl.constexpr, T: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr,
-    STAGES: tl.constexpr,
+    dy, x, weight, cos, sin, dx, parts, size, eps, row,
+    dy_batch, dy_head, dy_token, x_batch, x_head, x_token, programs,
+    H: tl.constexpr, T: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
+    STEPS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     cols = tl.arange(0, HALF)
@@ -170,19 +165,15 @@ def _rope_backward(
 def _halves(
     x, cos, sin, n, cols, inside, row, batch, head, token, H: tl.constexpr, T: tl.constexpr, D: tl.constexpr
 ):
-    """The two halves of the heads numbered n, in the order B, T, H, and their positions' cosines and sines; float32."""
+    """The halves of the heads numbered n, in the order B, T, H, and their cosines and sines; float32."""
     t, b = n // H % T, n // (H * T)
     start = b.to(tl.int64) * batch + t.to(tl.int64) * token + (n % H).to(tl.int64) * head
     at = x + start[:, None] + cols[None, :]
     first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(at + D // 2, mask=inside, other=0.0).to(tl.float32)
     angle = (t * row)[:, None] + cols[None, :]
-    return (
-        first,
-        second,
-        tl.load(cos + angle, mask=inside, other=0.0),
-        tl.load(sin + angle, mask=inside, other=0.0),
-    )
+    c, s = tl.load(cos + angle, mask=inside, other=0.0), tl.load(sin + angle, mask=inside, other=0.0)
+    return first, second, c, s
 
 
 @triton.jit

@@ -61,7 +61,7 @@ def loss(value):
 STATE = {"step": files.count, "config?": {}, "git?": (files.text, None), "wandb_id?": (files.text, None)}
 STATE |= {"val_loss?": (loss, None), "evaluated?": files.flag, "world_size?": files.count}
 STATE |= {"loader?": {"rows": files.count}, "scaler?": {}}
-SCHEDULE = ("max_steps", "batch_tokens", "lr", "min_lr_ratio", "schedule", "warmup_steps", "warmup_tokens")
+SCHEDULE = ("max_steps", "batch_tokens", "lr", "min_lr_ratio", "schedule", "warmup_steps")
 SCHEDULE += ("cooldown_fraction",)
 READ = {f.name for f in fields(GPTConfig)} - {"attention"} | {*SCHEDULE, "optimizer", "weights", "tokenizer"}
 BESIDE = ("tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "generation_config.json")
@@ -707,9 +707,9 @@ def shape_differences(saved, cfg, free=()):
     saved: {field: value}. None is replaced by the value that it stands for before the comparison.
     """
     old = GPTConfig(**{f.name: saved.get(f.name, f.default) for f in fields(GPTConfig)})
-    free = {"attention", "dropout", "label_smoothing", "z_loss", "zero_init", "max_positions", *free}
+    free = {"attention", "dropout", "zero_init", "max_positions", *free}
     if old.positions == cfg.positions == "learned" or old.rope_factor == cfg.rope_factor is None:
-        free |= {"rope_low_freq", "rope_high_freq", "rope_original"}
+        free |= {"rope_original"}
     own = {"n_kv_head": "kv_heads", "n_hidden": "hidden"}  # the property that says what None means
     pairs = [(f.name, own.get(f.name, f.name)) for f in fields(GPTConfig) if f.name not in free]
     pairs = [(name, getattr(old, p), getattr(cfg, p)) for name, p in pairs]

@@ -28,7 +28,7 @@ class Census:
         self.attention_flops, self.attention_calls = 0, 0
 
     def note(self, operation, reason, inner):
-        """Called by kernels.choose. inner: how many other operations the definition of this one calls."""
+        """Called by kernels.fused. inner: how many other operations the definition of this one calls."""
         if self.inner:  # called by the definition of an operation whose fast form includes this one
             self.inner -= 1
             return

@@ -92,7 +92,7 @@ class Start:
 def long_warmup(cfg):
     """[A warning] where the learning rate falls, or the run ends, before the warm-up does; else []."""
     falls = round(cfg.max_steps * (1 - cfg.cooldown_fraction * (cfg.schedule == "wsd")))
-    if (steps := optim.warmup_steps(cfg)) <= falls:
+    if (steps := cfg.warmup_steps) <= falls:
         return []
     end = "rate falls from" if falls < cfg.max_steps else "run ends at"
     return [f"the warm-up takes {steps} steps, and the {end} step {falls}"]

@@ -31,7 +31,6 @@ from scale import context, documents, memory, remat
 from scale.shards import copy_into, local
 
 NCCL_LATER = 10  # seconds after timeout_s until NCCL aborts; run/watch.py, which says who hangs, comes before
-ROW = 2**14  # gradients that the CPU adds up in one float32 for their norm
 BUCKET_MIB = 25  # DDP all-reduces gradients in buckets of this size during the backward; PyTorch's default
 
 
@@ -240,7 +239,6 @@ def prepare(model, cfg, world, eot=None, regular=True):
         )
     parameters = sum(p.numel() for p in model.parameters()) if world.device.type == "cpu" else 0
     memory.refuse_beyond_host(cfg, world.size, parameters)
-    kernels.limit_logits(cfg.logits_mib)
     if cfg.weights == "bf16":
         for parameter in model.parameters():  # all of them: FSDP2 requires one dtype in a unit
             parameter.data = parameter.data.bfloat16()
@@ -399,40 +397,6 @@ def sync_gradients(model, on):
     elif isinstance(model, FSDPModule):
         model.set_requires_all_reduce(on)
         model.set_reshard_after_backward(on or model.frees_gathered)
-
-
-def clip_gradients(model, limit):
-    """Scales the gradients to a norm of at most `limit` over all ranks (None: leaves them); returns the norm.
-
-    It runs on each rank's shards with one kernel for all tensors. torch's clip_grad_norm_ on DTensors handles them one
-    by one: 20 ms of a step of 614 (Llama 3 8B, fp8, four H200s). On the CPU, where no kernel is waited for, gradients
-    within the limit are not multiplied by 1: that would be a quarter of the memory traffic of the update.
-    """
-    grads = [p.grad for p in model.parameters() if p.grad is not None]
-    own = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
-    square = norms(own).square().sum()
-    if isinstance(grads[0], DTensor):
-        dist.all_reduce(square, group=grads[0].device_mesh.get_group("shard"))
-    norm = square.sqrt()
-    if limit is not None and not (norm.is_cpu and norm + 1e-6 <= limit):
-        torch._foreach_mul_(own, (limit / (norm + 1e-6)).clamp(max=1))
-    return norm
-
-
-def norms(tensors):
-    """float32 norms of parts that together make up the tensors, which lie on one device.
-
-    On the CPU, the parts are rows of ROW numbers, shared among all threads. torch._foreach_norm uses one thread there
-    and adds up each tensor in a few float32 numbers: the norm of 400M normal random numbers came out 7% too small.
-    """
-    if not tensors[0].is_cpu:
-        return torch.stack(torch._foreach_norm(tensors, dtype=torch.float32))
-    found = []
-    for flat in (tensor.flatten() for tensor in tensors):
-        whole = flat.numel() // ROW * ROW
-        parts = flat[:whole].view(-1, ROW), flat[whole:].view(1, -1)
-        found += [torch.linalg.vector_norm(part, dim=1, dtype=torch.float32) for part in parts]
-    return torch.cat(found)
 
 
 def sum_over_ranks(tensor):

@@ -155,42 +155,41 @@ def test_tokens_that_do_not_count_and_numbers_that_are_none(in_product):
 @pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
 @pytest.mark.parametrize("rows, C", [(1, 64), (37, 96), (MANY, 768), (5, 5000)])
 @pytest.mark.parametrize("residual", [torch.float32, torch.bfloat16])
-def test_add_norm(rows, C, kind, residual):
-    """Both outputs and every gradient, with and without the addition; of the sum, the norm, or both."""
+def test_norm(rows, C, kind, residual):
+    """Alone, and its operators with what fusion.py adds to them: the sum before it, and that sum's other gradient."""
     if not GPU and residual == torch.bfloat16:
         pytest.skip("NumPy, the interpreter's arithmetic, has no bf16")
-    for shifted, total_used, norm_used in itertools.product((False, True), repeat=3):
-        if not (total_used or norm_used):
-            continue
+    for shifted in (False, True):
         cfg = GPTConfig(n_embd=C, norm=kind, bias=shifted)
-        layer = models.make_norm(cfg).to(DEVICE)
-        exact = models.make_norm(cfg).to(DEVICE).double()
+        layer, exact = models.make_norm(cfg).to(DEVICE), models.make_norm(cfg).to(DEVICE).double()
         with torch.no_grad():
             for p, q in zip(layer.parameters(), exact.parameters(), strict=True):
                 p.copy_(torch.randn(C)), q.copy_(p)
-        inputs = [leaf(2, rows, C, dtype=residual), leaf(2, rows, C, dtype=WIDE)]
-        doubles = doubles_of(*inputs)
+        x, y = (
+            leaf(2, rows, C, dtype=residual),
+            leaf(2, rows, C, dtype=WIDE),
+        )
         dtotal, dh = torch.randn(2, 2, rows, C, device=DEVICE, dtype=torch.float64)
-        total, h = norm.add_norm(*inputs, *kernels.norm_options(layer))
-        expected = sum(doubles)
-        expected_h = exact(expected)
-        bound = 1e-6 if residual == torch.float32 else 3e-3
-        assert error(h, expected_h) < 6e-3 and error(total, expected) < bound
-        value = (h * dh).sum() * norm_used + (total * dtotal).sum() * total_used
-        ref = (expected_h * dh).sum() * norm_used + (expected * dtotal).sum() * total_used
-        grads = torch.autograd.grad(value, [*inputs, *layer.parameters()])
-        refs = torch.autograd.grad(ref, [*doubles, *exact.parameters()])
-        for grad, g in zip(grads, refs, strict=True):
-            # dh is rounded to bf16 on its way in, x + update on its way out
-            assert error(grad, g) < 8e-3 if g.any() else not grad.any()
-
-        y = leaf(rows, C, dtype=residual)
-        (yd,) = doubles_of(y)
-        h = norm.norm(y, *kernels.norm_options(layer))
-        grads = torch.autograd.grad((h * dh[0]).sum(), [y, *layer.parameters()])
-        refs = torch.autograd.grad((exact(yd) * dh[0]).sum(), [yd, *exact.parameters()])
-        for grad, g in zip(grads, refs, strict=True):
-            assert error(grad, g) < 8e-3
+        weight, shift, eps, centred = kernels.norm_options(layer)
+        with torch.no_grad():
+            total, h, stats = norm.norm_forward(x, y, weight, shift, eps, centred)
+            low = [dtotal.to(residual), dh.to(torch.bfloat16)]
+            dx, sums = norm.norm_backward(*low, total, stats, weight, centred)
+        exact_total = (x.double() + y.double()).detach().requires_grad_()
+        exact_h = exact(exact_total)
+        assert error(h, exact_h) < 6e-3
+        assert error(total, exact_total) < (1e-6 if residual == torch.float32 else 3e-3)
+        refs = torch.autograd.grad((exact_h * dh).sum(), [exact_total, *exact.parameters()])
+        # dh is rounded to bf16 on its way in, x + y on its way out
+        assert error(dx, refs[0] + dtotal) < 8e-3 and error(sums[2], (refs[0] + dtotal).sum((0, 1))) < 8e-3
+        for got, ref in zip(sums, refs[1:]):
+            assert error(got, ref) < 8e-3
+        xd = x.detach().double().requires_grad_()
+        value = (norm.norm(x, weight, shift, eps, centred) * dh).sum()
+        grads = torch.autograd.grad(value, [x, *layer.parameters()])
+        refs = torch.autograd.grad((exact(xd) * dh).sum(), [xd, *exact.parameters()])
+        for got, ref in zip(grads, refs, strict=True):
+            assert error(got, ref) < 8e-3
 
 
 @either

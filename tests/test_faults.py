@@ -582,7 +582,6 @@ HUGE = "9" * 4000
         "softcap=inf",
         "max_steps=1e400",
         "n_layer=1000000000",
-        "z_loss=inf",
         "weight_decay=inf",
     ]
     + [f"{name}={HUGE}" for name in ("max_steps", "n_layer", "lr", "seed", "batch_tokens")],

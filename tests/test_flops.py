@@ -56,17 +56,17 @@ def test_document_masks_leave_attention_out():
 
 def test_calls_of_the_model_as_it_is():
     found, _ = account()
-    per_block = dict(norm=3 + 1, qkv=3, linear=3, add_norm=3, mlp=3, linear_cross_entropy=1)
+    per_block = dict(norm=2 * 3 + 1, qkv=3, linear=3, mlp=3, linear_cross_entropy=1)
     assert found.calls == {(name, None): n for name, n in per_block.items()}
     assert found.rows() == [
-        ("operations", "fast: norm 4, qkv 3, linear 3, add_norm 3, mlp 3, linear_cross_entropy 1")
+        ("operations", "fast: norm 7, qkv 3, linear 3, mlp 3, linear_cross_entropy 1")
     ]  # fmt: skip
 
 
 def test_a_loss_in_chunks_is_counted_as_if_it_were_whole(monkeypatch):
     """Without the logits that its backward computes again."""
     whole = account()[0]
-    monkeypatch.setattr(kernels, "logits_bytes", 4 * 256 * 8)
+    monkeypatch.setattr(kernels, "LOGITS_MIB", 4 * 256 * 8 / 2**20)
     chunked = account()[0]
     assert not chunked.problem and not chunked.unused
     assert (chunked.calls, chunked.flops_per_token) == (whole.calls, whole.flops_per_token)
@@ -80,7 +80,7 @@ def test_reasons_of_plain_calls(monkeypatch):
     found, _ = account(precision="fp32")
     assert all(reason == "computed in float32" for _, reason in found.calls)
     monkeypatch.setattr(kernels, "served", set())
-    assert all(reason == "no fast forms here" for _, reason in account()[0].calls)
+    assert all(reason == "no fused kernels here" for _, reason in account()[0].calls)
 
 
 def test_an_edited_model_is_counted_as_it_is(monkeypatch):
@@ -93,7 +93,8 @@ def test_an_edited_model_is_counted_as_it_is(monkeypatch):
         self.mlp.activation = torch.sin
 
     def forward(self, x, idx):
-        x, h = kernels.add_norm(x, self.attn(self.norm_1(x), idx), self.norm_2)
+        x = x + self.attn(self.norm_1(x), idx)
+        h = self.norm_2(x)
         return x + self.mlp(h) + self.extra(h)
 
     def hidden(self, idx):

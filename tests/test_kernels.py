@@ -1,4 +1,4 @@
-"""kernels.py: the loss's definition, whole and in chunks, against PyTorch's own in float64; the choice of a form."""
+"""kernels.py: the loss in plain PyTorch, whole and in chunks, against float64; the choice of a kernel."""
 
 import pytest
 import torch
@@ -11,21 +11,20 @@ import kernels
 import model as models
 from fast import cublas
 from run import flops
-from settings import Config, GPTConfig
+from settings import GPTConfig
 
 
 @pytest.fixture
 def in_chunks(monkeypatch):
-    """in_chunks(rows, V) limits the logits to those of `rows` tokens, of which a power of two is computed at a time."""
-    return lambda rows, V: monkeypatch.setattr(kernels, "logits_bytes", 4 * V * rows)
+    """in_chunks(rows, V): the logits of `rows` tokens fit, of which a power of two is computed at a time."""
+    return lambda rows, V: monkeypatch.setattr(kernels, "LOGITS_MIB", 4 * V * rows / 2**20)
 
 
 @pytest.mark.parametrize("rows", [21, 20, 5, 1])
 @pytest.mark.parametrize("V", [40, 33])
-@pytest.mark.parametrize("smoothing, z_loss", [(0.0, 0.0), (0.2, 0.0), (0.0, 1e-2), (0.2, 1e-2)])
 @pytest.mark.parametrize("cap", [None, 3.0])
-def test_linear_cross_entropy(rows, V, smoothing, z_loss, cap, in_chunks):
-    """Options alone and together, of 21 tokens at once and in chunks; padding and ignored targets take no part."""
+def test_linear_cross_entropy(rows, V, cap, in_chunks):
+    """Of 21 tokens at once and in chunks; padding and ignored targets take no part."""
     in_chunks(rows, 40)
     x, weight = torch.randn(3, 7, 16, dtype=torch.float64), torch.randn(40, 16, dtype=torch.float64)
     targets, factors = torch.randint(0, V, (3, 7)), torch.rand(3, 7)
@@ -33,14 +32,13 @@ def test_linear_cross_entropy(rows, V, smoothing, z_loss, cap, in_chunks):
     x.requires_grad_()
     weight.requires_grad_()
     logits = kernels.cap(x @ weight[:V].t(), cap).flatten(0, 1)
-    real = targets.flatten() >= 0
-    expected = F.cross_entropy(logits, targets.flatten(), reduction="none", label_smoothing=smoothing)
-    expected = (expected + z_loss * logits.logsumexp(-1).square() * real).view_as(targets)
+    expected = F.cross_entropy(logits, targets.flatten(), reduction="none").view_as(targets)
     own, head = x.detach().float().requires_grad_(), nn.Linear(16, 40, bias=False)
     head.weight = nn.Parameter(weight.detach().float())
-    sums = {"none": (expected * factors).sum(), "sum": expected.sum(), "mean": expected.sum() / real.sum()}
+    sums = {"none": (expected * factors).sum(), "sum": expected.sum()}
+    sums["mean"] = sums["sum"] / (targets >= 0).sum()
     for reduction, value in sums.items():
-        loss = kernels.linear_cross_entropy(own, head, targets, reduction, V, cap, smoothing, z_loss)
+        loss = kernels.linear_cross_entropy(own, head, targets, reduction, V, cap)
         if reduction == "none":
             torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-5)
             loss = (loss * factors).sum()
@@ -50,16 +48,15 @@ def test_linear_cross_entropy(rows, V, smoothing, z_loss, cap, in_chunks):
         torch.testing.assert_close((dx.double(), dw.double()), refs, rtol=1e-4, atol=1e-5)
         assert not dw[V:].any()
         with torch.no_grad():
-            each = kernels.linear_cross_entropy(own, head, targets, "none", V, cap, smoothing, z_loss)
+            each = kernels.linear_cross_entropy(own, head, targets, "none", V, cap)
         torch.testing.assert_close(each.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_logits_of_a_chunk_are_computed_again_only_where_they_do_not_fit(in_chunks, monkeypatch):
     """24 tokens at once, and as 16 and 8: once for an evaluation, and once more for a backward."""
     seen, plain = [], kernels.plain_cross_entropy
-    monkeypatch.setattr(
-        kernels, "plain_cross_entropy", lambda *a: seen.append(a[0].numel() // 40) or plain(*a)
-    )
+    count = lambda *a: seen.append(a[0].numel() // 40) or plain(*a)  # noqa: E731
+    monkeypatch.setattr(kernels, "plain_cross_entropy", count)
     x, head, targets = torch.randn(2, 12, 16), nn.Linear(16, 40, bias=False), torch.randint(0, 40, (2, 12))
 
     def calls(rows):
@@ -77,11 +74,8 @@ def test_logits_of_a_chunk_are_computed_again_only_where_they_do_not_fit(in_chun
 
 def test_logits_in_chunks_take_a_fraction_of_the_memory(in_chunks):
     """16 MiB of logits in 16 chunks, at the peak of forward and backward and of an evaluation."""
-    x, head, targets = (
-        torch.randn(2, 512, 16),
-        nn.Linear(16, 4096, bias=False),
-        torch.randint(0, 4096, (2, 512)),
-    )
+    x, targets = torch.randn(2, 512, 16), torch.randint(0, 4096, (2, 512))
+    head = nn.Linear(16, 4096, bias=False)
 
     def peaks(rows):
         in_chunks(rows, 4096)
@@ -93,7 +87,7 @@ def test_logits_in_chunks_take_a_fraction_of_the_memory(in_chunks):
 
 
 def test_chunks_in_16_bits_add_up_in_float32(in_chunks):
-    """The weight's gradient of 512 chunks under autocast has no larger error than that of all tokens at once."""
+    """The weight's gradient of 512 chunks under autocast has no larger error than of all tokens at once."""
     x, head, targets = torch.randn(2, 256, 16), nn.Linear(16, 40, bias=False), torch.randint(0, 40, (2, 256))
 
     def gradient(rows, low):
@@ -108,7 +102,7 @@ def test_chunks_in_16_bits_add_up_in_float32(in_chunks):
 
 
 def test_chunks_compiled_share_a_graph(in_chunks, compiler):
-    """The compiled head makes one graph, of as many operators for two chunks as for eight, and results stay."""
+    """The compiled head makes one graph, of as many operators for two chunks as for eight; results stay."""
     cfg, captured = GPTConfig(vocab_size=200, n_embd=32), []
     head = models.Head(cfg)
     x, targets = torch.randn(4, 32, 32, requires_grad=True), torch.randint(0, 200, (4, 32))
@@ -130,27 +124,7 @@ def test_chunks_compiled_share_a_graph(in_chunks, compiler):
         torch.testing.assert_close(head(x, targets, "none").mean(), loss, rtol=1e-6, atol=0)
 
 
-def test_the_limit_of_the_logits_holds_for_every_form(monkeypatch):
-    loss = pytest.importorskip("fast.loss")  # needs Triton
-    for module, name in ((kernels, "logits_bytes"), (loss, "LOGITS_BYTES")):
-        assert getattr(module, name) == Config().logits_mib * 2**20
-        monkeypatch.setattr(module, name, getattr(module, name))  # put back at the end
-    kernels.limit_logits(3)
-    assert kernels.logits_bytes == loss.LOGITS_BYTES == 3 * 2**20
-    assert 2 * 50_304 * loss.chunk_rows(50_304) <= loss.LOGITS_BYTES
-
-
-def test_smoothing_and_z_loss_are_for_training_only():
-    cfg = GPTConfig(vocab_size=50, n_layer=1, n_head=2, n_embd=16, block_size=8)
-    plain = models.build(cfg, torch.device("cpu"), 0)
-    cfg.label_smoothing, cfg.z_loss = 0.1, 1e-2
-    other = models.build(cfg, torch.device("cpu"), 0)
-    idx, targets = torch.randint(0, 50, (2, 2, 8))
-    assert other(idx, targets) > plain(idx, targets)
-    assert torch.equal(other.eval()(idx, targets), plain.eval()(idx, targets))
-
-
-def test_what_takes_a_fast_form(monkeypatch):
+def test_which_calls_take_the_fused_kernel(monkeypatch):
     """By type of device, dtype, widths and kind of layer; --ops=torch switches all off."""
     monkeypatch.setattr(kernels, "served", {"cpu"})
     wide, narrow, x = kernels.Linear(16, 32), kernels.Linear(16, 30), torch.randn(2, 3, 16)
@@ -158,37 +132,40 @@ def test_what_takes_a_fast_form(monkeypatch):
     class Edited(kernels.Linear):
         pass
 
-    def fast(*layers, dtype=torch.bfloat16, **options):
+    def fused(*layers, dtype=torch.bfloat16, **options):
         with torch.autocast("cpu", dtype):
-            return kernels.choose("linear", x, *layers, **options)
+            return kernels.fused("linear", x, *layers, **options)
 
-    assert fast(wide) and not fast(narrow) and not fast(wide, narrow) and not fast(wide, unless="a reason")
-    assert not fast(wide, dtype=torch.float16) and not kernels.choose("linear", x, wide)
-    assert kernels.edited(wide, kernels.LayerNorm(16)) is None
-    assert kernels.edited(Edited(16, 32)) == "another kind of layer"
-    assert "NVIDIA" in kernels.serve(torch.device("cpu")) and not kernels.served and not fast(wide)
+    assert fused(wide) and not fused(narrow) and not fused(wide, narrow)
+    assert fused(wide, unless={"a reason": False}) and not fused(wide, unless={"a reason": True})
+    assert not fused(wide, dtype=torch.float16) and not kernels.fused("linear", x, wide)
+    assert not kernels.other(wide, kernels.LayerNorm(16)) and kernels.other(wide, Edited(16, 32))
+    assert "NVIDIA" in kernels.serve(torch.device("cpu")) and not kernels.served and not fused(wide)
     monkeypatch.setattr(kernels, "served", {"cpu"})
     assert kernels.serve(torch.device("cpu"), "torch") == "ops=torch" and not kernels.served
 
 
-def test_ropes_fast_form_has_rms_norms_alone(monkeypatch):
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+def test_a_layer_with_any_hook_is_called(kind):
+    layer = kernels.Linear(8, 8)
+    assert not kernels.other(layer)
+    getattr(layer, f"register_{kind}_hook")(lambda *_: None)
+    assert kernels.other(layer)
+
+
+def test_ropes_fused_kernel_has_rms_norms_alone(monkeypatch):
     monkeypatch.setattr(kernels, "served", {"cuda"})
     x, (cos, sin) = torch.randn(2, 3, 4, 16), torch.randn(2, 4, 16)
-    layers = nn.Identity(), nn.RMSNorm(16, 1e-5), kernels.RMSNorm(16, 1e-5)
-    others = (
-        nn.LayerNorm(16),
-        kernels.LayerNorm(16),
-        kernels.Linear(16, 16),
-        nn.Sequential(nn.RMSNorm(16, 1e-5)),
-    )
-    for layer in layers + others:
+    norms = nn.Identity(), nn.RMSNorm(16, 1e-5), kernels.RMSNorm(16, 1e-5)
+    others = kernels.LayerNorm(16), kernels.Linear(16, 16), nn.Sequential(nn.RMSNorm(16, 1e-5))
+    for layer in norms + others:
         with flops.census("cuda", torch.bfloat16) as seen:
             kernels.rope(x, layer, cos, sin)
-        assert seen.calls["rope", "another kind of layer" if layer in others else None] == 1
+        assert seen.calls["rope", kernels.OTHER_LAYER if layer in others else None] == 1
         assert layer in others or seen.calls.total() == 1  # the norm is inside
 
 
-def test_amd_gpus_take_the_definitions(monkeypatch):
+def test_amd_gpus_run_plain_pytorch(monkeypatch):
     """To PyTorch a ROCm device is "cuda" too; cuBLASLt and CUDA kernels are not for it."""
     monkeypatch.setattr(torch.version, "cuda", None)
     assert "NVIDIA" in kernels.unable(torch.device("cuda", 0))
@@ -198,13 +175,12 @@ def test_gradients_of_attention_have_the_layout_of_its_output():
     y = torch.randn(2, 8, 4, 16).transpose(1, 2).requires_grad_()
     kept = []
     y.register_hook(lambda grad: kept.append(grad.stride()))
-    out = kernels.SameLayout.apply(y)
     dy = torch.randn(2, 4, 8, 16)  # contiguous, which y is not
-    out.backward(dy)
+    kernels.SameLayout.apply(y).backward(dy)
     assert kept == [y.stride()] and torch.equal(y.grad, dy)
 
 
-def test_a_function_that_does_not_run_is_left_out_but_out_of_memory_is_told():
+def test_a_function_that_does_not_run_is_left_out_but_out_of_memory_is_not():
     """cuBLASLt's algorithms are tried so."""
 
     def fails():
@@ -216,13 +192,3 @@ def test_a_function_that_does_not_run_is_left_out_but_out_of_memory_is_told():
     assert cublas.first([fails, list, fails]) == 1 and cublas.first([fails]) == 0
     with pytest.raises(torch.OutOfMemoryError):
         cublas.first([fails, full, list])
-
-
-@pytest.mark.parametrize(
-    "kind", ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"]
-)
-def test_a_layer_with_any_hook_is_called(kind):
-    layer = kernels.Linear(8, 8)
-    assert kernels.edited(layer) is None
-    getattr(layer, f"register_{kind}")(lambda *_: None)
-    assert kernels.edited(layer) == "a layer with hooks"

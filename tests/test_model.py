@@ -70,7 +70,7 @@ def test_variants_train(changes):
     model = build(cfg, CPU, seed=0).train()
     loss = model(ids(cfg), ids(cfg, seed=1))
     loss.backward()
-    # nearly uniform at first: weights of 0.02 give logits of about 0.02 * sqrt(32) = 0.1, with softcap and without
+    # nearly uniform at first: weights of 0.02 give logits of about 0.02 * sqrt(32) = 0.1
     assert abs(loss.item() - math.log(cfg.vocab_size)) < 0.1
     for name, p in model.named_parameters():
         assert p.grad is not None and p.grad.isfinite().all() and p.grad.abs().sum() > 0, name
@@ -99,10 +99,7 @@ def test_value_embeddings_add_a_row_of_a_table_to_the_values(every, layers):
     torch.testing.assert_close(with_tables.logits(x), without.logits(x), rtol=0, atol=0)  # they start at zero
     for i, table in tables.items():
         torch.nn.init.normal_(table)
-        h, one, other = (
-            torch.randn(2, cfg.block_size, 32),
-            *(m.blocks[i].attn for m in (with_tables, without)),
-        )
+        h, one, other = torch.randn(2, 16, 32), with_tables.blocks[i].attn, without.blocks[i].attn
         one.core = other.core = lambda q, k, v, *_: v.repeat_interleave(2, dim=1)
         one.proj = other.proj = torch.nn.Identity()
         rows = table[x].view(2, cfg.block_size, 2, 8).repeat_interleave(2, dim=2).flatten(2)  # (B, T, C)
@@ -123,16 +120,11 @@ def test_attention_gate_scales_each_head_by_its_number(width):
     torch.testing.assert_close(one(h, x), other(h, x) * scale.repeat_interleave(cfg.head_dim, dim=2))
 
 
-def test_softcap_bounds_the_logits():
-    plain, capped = randomized(small()), randomized(small(softcap=0.5))
-    x = ids(plain.cfg)
-    assert plain.logits(x).abs().max() > 0.5 > capped.logits(x).abs().max()
-    torch.testing.assert_close(capped.logits(x), 0.5 * torch.tanh(plain.logits(x) / 0.5))
-
-
 def test_loss_is_the_cross_entropy_of_the_logits():
-    cfg = small(softcap=5.0, **LLAMA)
+    cfg = small(softcap=0.5, **LLAMA)
     model, x, y = randomized(cfg), ids(cfg), ids(cfg, seed=1)
+    uncapped = model.head.weight[: cfg.vocab_size] @ model.hidden(x).unsqueeze(-1)
+    torch.testing.assert_close(model.logits(x), 0.5 * torch.tanh(uncapped.squeeze(-1) / 0.5))
     y[0, :5] = -100
     expected = torch.nn.functional.cross_entropy(model.logits(x).transpose(1, 2), y, reduction="none")
     each = model(x, y, reduction="none")
@@ -176,33 +168,29 @@ def test_padding_rows_have_no_effect(tied, softcap):
         assert (q.grad[len(p) :] == 0).all()
 
 
-@pytest.mark.parametrize("shape", GPT2_SIZES)
-def test_gpt2_sizes_as_published(shape):
-    n_layer, n_head, n_embd = shape
-    cfg = GPTConfig(n_layer=n_layer, n_head=n_head, n_embd=n_embd)
-    total, matmul = parameter_counts(build(cfg, META))
-    assert total == GPT2_SIZES[shape]
-    assert matmul == 12 * n_layer * n_embd**2 + 50257 * n_embd
+@pytest.mark.parametrize("sizes", GPT2_SIZES)
+def test_gpt2_sizes_as_published(sizes):
+    n_layer, n_head, n_embd = sizes
+    total, matmul = parameter_counts(build(GPTConfig(n_layer=n_layer, n_head=n_head, n_embd=n_embd), META))
+    assert total == GPT2_SIZES[sizes] and matmul == 12 * n_layer * n_embd**2 + 50257 * n_embd
 
 
-@pytest.mark.parametrize("shape", LLAMA3_SIZES)
-def test_llama3_sizes_as_published(shape):
-    n_layer, n_head, n_embd, n_hidden, tied = shape
-    sizes = dict(
-        n_layer=n_layer, n_head=n_head, n_kv_head=8, n_embd=n_embd, n_hidden=n_hidden, tie_embeddings=tied
-    )
-    cfg = GPTConfig(vocab_size=128_256, block_size=8192, **sizes, **LLAMA)
-    total, matmul = parameter_counts(build(cfg, META))
-    norms, table = (
-        (2 * n_layer + 1) * n_embd,
-        0 if tied else 128_256 * n_embd,
-    )  # a tied table is the head, a matmul
-    assert total == LLAMA3_SIZES[shape] == table + matmul + norms
+@pytest.mark.parametrize("sizes", LLAMA3_SIZES)
+def test_llama3_sizes_as_published(sizes):
+    names = ("n_layer", "n_head", "n_embd", "n_hidden", "tie_embeddings")
+    shape = dict(zip(names, sizes), vocab_size=128_256, block_size=8192, n_kv_head=8)
+    total, matmul = parameter_counts(build(GPTConfig(**shape, **LLAMA), META))
+    n_layer, _, n_embd, _, tied = sizes
+    # a tied table is the head, a matmul
+    assert total == LLAMA3_SIZES[sizes] == matmul + (2 * n_layer + 1 + (0 if tied else 128_256)) * n_embd
 
 
 def test_initial_weights():
     cfg = GPTConfig(vocab_size=1000, block_size=128, n_layer=8, n_head=4, n_embd=256, tie_embeddings=False)
-    for name, p in build(cfg, CPU, seed=0).named_parameters():
+    model, again, other = (build(cfg, CPU, seed) for seed in (0, 0, 1))
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters()))
+    assert not torch.equal(model.wte.weight, other.wte.weight)
+    for name, p in model.named_parameters():
         if p.dim() == 1:
             assert (p == (1.0 if "norm" in name and name.endswith("weight") else 0.0)).all(), name
             continue
@@ -212,18 +200,10 @@ def test_initial_weights():
         assert abs(p.mean().item()) < 5 * expected / math.sqrt(p.numel()), name
 
 
-def test_initial_weights_follow_the_seed():
-    a, b, c = (build(small(**LLAMA), CPU, seed) for seed in (1, 1, 2))
-    assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters()))
-    assert not torch.equal(a.wte.weight, c.wte.weight)
-
-
 def test_tied_head_is_one_parameter():
     tied, untied = build(small(), CPU, seed=0), build(small(tie_embeddings=False), CPU, seed=0)
     assert tied.head.weight is tied.wte.weight and "head.weight" not in dict(tied.named_parameters())
-    assert "head.weight" in dict(untied.named_parameters()) and not torch.equal(
-        untied.head.weight, untied.wte.weight
-    )
+    assert not torch.equal(untied.head.weight, untied.wte.weight)
 
 
 @pytest.mark.parametrize("family", [{}, LLAMA], ids=["gpt2", "llama"])
@@ -237,32 +217,11 @@ def test_dropout_only_in_training(family):
     assert torch.equal(model(x, x), model(x, x)) and torch.equal(model(x, x), plain(x, x))
 
 
-@pytest.mark.parametrize("block_size", [16, 1])
 @pytest.mark.parametrize("family", [{}, LLAMA], ids=["gpt2", "llama"])
-def test_more_than_block_size_is_an_error(family, block_size):
-    cfg = small(block_size=block_size, **family)
-    model = build(cfg, CPU, seed=0)
-    with pytest.raises((RuntimeError, ValueError, AssertionError)):
-        model.logits(ids(cfg, T=block_size + 1))
-
-
-@pytest.mark.parametrize("family", [{}, LLAMA], ids=["gpt2", "llama"])
-def test_a_shorter_sequence_is_a_prefix(family):
-    cfg = small(**family)
-    model, x = randomized(cfg).eval(), ids(cfg)
-    torch.testing.assert_close(
-        model.logits(x[:, :7]), model.logits(x)[:, :7], rtol=1e-4, atol=1e-5
-    )  # other blocking
-
-
-def test_impossible_shapes_are_named():
-    for changes, word in [
-        (dict(n_head=5), "n_embd=32 must be divisible by n_head=5"),
-        (dict(n_kv_head=3), "n_head=4 must be divisible by n_kv_head=3"),
-        (dict(n_kv_head=0), "n_kv_head=0"),
-        (dict(n_embd=12, positions="rope"), "must be even"),
-        (dict(vocab_size=0, n_layer=0), "vocab_size=0"),
-        (dict(dropout=1.0), "dropout=1.0"),
-    ]:
-        assert any(word in p for p in small(**changes).problems()), word
-    assert small(**LLAMA).problems() == []
+def test_a_shorter_sequence_is_a_prefix_and_a_longer_one_an_error(family):
+    model = randomized(small(**family)).eval()
+    x = ids(model.cfg)
+    # other blocking
+    torch.testing.assert_close(model.logits(x[:, :7]), model.logits(x)[:, :7], rtol=1e-4, atol=1e-5)
+    with pytest.raises(AssertionError):
+        model.logits(ids(model.cfg, T=17))

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch._dynamo.utils import counters
 
 import convert
+import optim
 import train
 from configurator import configure
 from model import build
@@ -83,7 +84,6 @@ MUON = dict(
     optimizer="muon",
     lr=0.02,
     weight_decay=0.01,
-    lr_vector=0.01,
     lr_embedding=0.003,
     momentum_warmup=5,
     tie_embeddings=False,
@@ -306,17 +306,17 @@ def test_the_norm_on_the_cpu_is_right_for_large_tensors():
     large, odd = torch.full((2**25 + 3,), 1e-3), torch.tensor([[3.0, 0.0], [0.0, 4.0]])
     model = gradients(large, odd, torch.empty(0, 8), odd.bfloat16())
     exact = (2**25 + 3) * 1e-6 + 25 + 25
-    assert parallel.clip_gradients(model, None).item() == pytest.approx(exact**0.5, rel=1e-5)
+    assert optim.clip_gradients(model, None).item() == pytest.approx(exact**0.5, rel=1e-5)
 
 
 def test_gradients_are_clipped_where_their_norm_is_over_the_limit_or_none():
     three_four = torch.tensor([3.0, 4.0])
     for limit, expected in ((1.0, three_four / 5), (5.1, three_four), (None, three_four)):
         model = gradients(three_four.clone())
-        assert parallel.clip_gradients(model, limit).item() == 5
+        assert optim.clip_gradients(model, limit).item() == 5
         torch.testing.assert_close(model.parameters()[0].grad, expected)
     model = gradients(torch.tensor([1.0, float("nan")]))
-    parallel.clip_gradients(model, 1.0)
+    optim.clip_gradients(model, 1.0)
     assert model.parameters()[0].grad.isnan().all()
 
 
