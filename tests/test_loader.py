@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import ROOT, one_line, read_rows, write_shard
 
-from corpus.loader import Ahead, DataError, TokenLoader, aligned_starts, find_shards, split_of, verify
+from corpus.loader import DataError, TokenLoader, ahead, aligned_starts, find_shards, split_of, verify
 from run.files import digest
 
 # ---- damaged files
@@ -413,12 +413,12 @@ def test_the_threads_errors_arrive_and_close_ends_it(data):
         yield 1
         raise DataError("from the thread")
 
-    ahead = Ahead(items(), 2)
+    ahead = ahead(items(), 2)
     assert next(ahead) == 1
     for _ in range(2):
         with pytest.raises(DataError, match="from the thread"):
             next(ahead)
-    assert list(Ahead(range(5), 2)) == list(range(5))
+    assert list(ahead(range(5), 2)) == list(range(5))
     loader = TokenLoader(data[0], "train", 2, 8)
     loader.next()
     thread = loader._ahead._thread

