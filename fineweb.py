@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from configurator import UserError, parse, refuse, run, too_small, without_effect
-from corpus import DataError
+from corpus import DataError, brief
 from run.files import patiently
 
 SHORT_NAMES = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW/fineweb-edu"}
@@ -181,10 +181,8 @@ def local_files(dataset):
         if not found:
             raise UserError(f"dataset={dataset}: no file matches {part!r}")
         for path in found:
-            inside = (
-                sorted(glob.glob(f"{glob.escape(path)}/**", recursive=True)) if os.path.isdir(path) else None
-            )
-            files += [path] if inside is None else filter(is_text, inside)
+            inside = glob.glob(f"{glob.escape(path)}/**", recursive=True) if os.path.isdir(path) else None
+            files += [path] if inside is None else sorted(filter(is_text, inside))
     if not files:
         raise UserError(f"dataset={dataset}: it holds no text files")
     return list(dict.fromkeys(files))
@@ -246,9 +244,7 @@ def documents(cfg, name, files, first):
             data = patiently(datasets.load_dataset, name, **hub).select_columns(list(cfg.keys))
         total, begun = None if cfg.streaming else len(data), first
         if total is not None and first > total:
-            raise DataError(
-                f"dataset={cfg.dataset} has changed: it has {total} documents, {first} are written"
-            )
+            raise DataError(f"dataset={cfg.dataset} has changed: of {total} documents {first} are written")
         if cfg.shuffle_seed is not None:
             data = data.shuffle(seed=cfg.shuffle_seed)
         if first:
@@ -267,7 +263,7 @@ def documents(cfg, name, files, first):
             error = error.__cause__
         if isinstance(error, UserError):
             raise error from None
-        what = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        what = brief(error)
         what += "; try --revision=refs/convert/parquet" if "scripts are no longer supported" in what else ""
         kept = "finished shards are kept; run the same command again"
         raise DataError(f"dataset={cfg.dataset} cannot be read: {what}; {kept}") from None

@@ -48,7 +48,7 @@ class Dialogues:
     def rows(self, documents):
         """Yields an array of (token, loss) for each list of messages or pair; it is empty without answers."""
         for document in documents:
-            if document is None or None in document:
+            if document in (None, (None, None)):
                 yield np.empty(0, self.row)
             elif isinstance(document, tuple) and self.template is None:
                 yield self._pair(*document)
@@ -92,10 +92,8 @@ class Dialogues:
             before = self.template.render(messages[:i], add_generation_prompt=True)
             after = self.template.render(messages[: i + 1])
             if not (text.startswith(after) and after.startswith(before)):
-                other = f"renders message {i + 1} otherwise when others follow"
-                raise DataError(
-                    f"the chat template {other}; cut the dialogue after it, or change the template"
-                )
+                other = f"renders message {i + 1} otherwise when others follow; cut the dialogue after it"
+                raise DataError(f"the chat template {other}, or change the template")
             inside = np.flatnonzero((ends > len(before)) & (begins < len(after)))
             special = [n for n, token in enumerate(row["token"][inside]) if int(token) in self.parsed]
             row["loss"][inside[: special[-1] + 1] if special else inside] = True

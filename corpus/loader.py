@@ -6,13 +6,13 @@ apart. So are the .npy shards of build-nanogpt, arrays of uint16 (or uint32).
 """
 
 import bisect
+import collections
+import concurrent.futures
 import glob
 import hashlib
 import itertools
 import os
-import queue
 import re
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +24,6 @@ from run.files import digest
 
 HEADER_BYTES = 1024
 FORMATS = {20240520: (1, np.uint16), 20240801: (7, np.uint32)}  # magic: (version, token dtype), as in llm.c
-END = object()  # follows the last item of `ahead`
 MAKE_DATA = "make the data with python fineweb.py (--help lists its settings)"
 
 
@@ -81,80 +80,53 @@ def read_array(path):
 
 
 def ahead(items, depth):
-    """Yields `items`, which a daemon thread makes at most `depth` ahead; its exceptions are raised here."""
-    made, closed = queue.Queue(depth), threading.Event()
-
-    def work():
-        error = None
-        try:
-            for item in items:
-                made.put((item, None))
-                if closed.is_set():
-                    return
-        except BaseException as caught:
-            error = caught
-        made.put((END, error))
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
+    """Yields `items`, which a thread makes at most `depth` ahead; its exceptions are raised here."""
+    items, end, pool = iter(items), object(), concurrent.futures.ThreadPoolExecutor(1)
     try:
-        while (found := made.get())[0] is not END:
-            yield found[0]
-        if found[1] is not None:
-            raise found[1]
+        made = collections.deque(pool.submit(next, items, end) for _ in range(depth))
+        while (item := made.popleft().result()) is not end:
+            made.append(pool.submit(next, items, end))
+            yield item
     finally:
-        closed.set()
-        while not made.empty():  # a thread that waits for room gets it, and ends
-            made.get()
-        thread.join(1)  # not longer: it may wait for the network, and it ends with the process
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def read_header(path):
-    """(tokens, little-endian dtype) of a shard, whose header and length are checked. Raises DataError."""
+    """(tokens, their dtype, bytes before them) of a .bin file whose length is checked. Raises DataError."""
     if not os.path.isfile(path):
         raise unfit(path, "no file", "a shard")
     size = os.path.getsize(path)
     with open(path, "rb") as file:
         magic, version, count = map(int, np.frombuffer(file.read(12).ljust(12, b"\0"), "<i4"))
+    # GPT-2's tokens cannot look like a header: both magics contain 16-bit values above 50,256
+    if magic not in FORMATS and os.path.basename(path) in ("train.bin", "val.bin"):
+        if size == 0 or size % 2:
+            raise unfit(path, f"{size} bytes and no header", "uint16 tokens, as nanoGPT writes them")
+        return size // 2, np.dtype("<u2"), 0
     if size < HEADER_BYTES or magic not in FORMATS:
-        found = f"{size} bytes that begin with {magic}"
-        headerless = f"name it train.bin or val.bin if nanoGPT wrote it, else {MAKE_DATA}"
         expected = f"a header of {HEADER_BYTES} bytes that begins with {' or '.join(map(str, FORMATS))}"
-        raise unfit(path, found, expected, headerless)
+        headerless = f"name it train.bin or val.bin if nanoGPT wrote it, else {MAKE_DATA}"
+        raise unfit(path, f"{size} bytes that begin with {magic}", expected, headerless)
     right, dtype = FORMATS[magic][0], np.dtype(FORMATS[magic][1]).newbyteorder("<")
     kind = f"{dtype.name} ({'Llama 3' if dtype.itemsize == 4 else 'GPT-2'}, magic {magic})"
-    if version != right or count <= 0:
-        found = f"version {version} and {count} tokens in the header"
-        raise unfit(path, found, f"version {right} and 1 to 2**31-1 tokens of {kind}")
-    if size != (need := HEADER_BYTES + count * dtype.itemsize):
-        raise unfit(path, f"{size} bytes", f"{need} for {count} tokens of {kind}")
-    return count, dtype
+    need = HEADER_BYTES + count * dtype.itemsize
+    if version != right or count <= 0 or size != need:
+        found = f"version {version}, {count} tokens and {size} bytes"
+        raise unfit(path, found, f"version {right}, 1 to 2**31-1 tokens of {kind} and {need} bytes")
+    return count, dtype, HEADER_BYTES
 
 
 def open_shard(path):
     """The tokens of a shard, or of nanoGPT's headerless train.bin or val.bin, as a read-only memory map."""
-    if str(path).endswith(".npy"):
-        tokens, size = read_array(path), os.path.getsize(path)
-        need = getattr(tokens, "offset", 0) + tokens.nbytes
-        if tokens.ndim != 1 or tokens.dtype not in (np.uint16, np.uint32) or not len(tokens) or size != need:
-            found = f"{tokens.dtype} of shape {tokens.shape} in {size} bytes"
-            raise unfit(path, found, f"a row of uint16 or uint32 tokens in {need} bytes")
-        return tokens
-    if is_headerless(path):
-        size = os.path.getsize(path)
-        if size == 0 or size % 2:
-            raise unfit(path, f"{size} bytes and no header", "uint16 tokens, as nanoGPT writes them")
-        return np.memmap(path, "<u2", "r")
-    count, dtype = read_header(path)
-    return np.memmap(path, dtype, "r", HEADER_BYTES, (count,))
-
-
-def is_headerless(path):
-    """Whether a file is nanoGPT's, by its name and by having no magic, unlike a shard."""
-    if os.path.basename(path) not in ("train.bin", "val.bin") or not os.path.isfile(path):
-        return False
-    with open(path, "rb") as file:
-        return int.from_bytes(file.read(4), "little") not in FORMATS
+    if not str(path).endswith(".npy"):
+        count, dtype, offset = read_header(path)
+        return np.memmap(path, dtype, "r", offset, (count,))
+    tokens, size = read_array(path), os.path.getsize(path)
+    need = getattr(tokens, "offset", 0) + tokens.nbytes
+    if tokens.ndim != 1 or tokens.dtype not in (np.uint16, np.uint32) or not len(tokens) or size != need:
+        found = f"{tokens.dtype} of shape {tokens.shape} in {size} bytes"
+        raise unfit(path, found, f"a row of uint16 or uint32 tokens in {need} bytes")
+    return tokens
 
 
 def mask_path(path):
@@ -187,11 +159,8 @@ def find_shards(data_dir, split):
         raise DataError(f"{data_dir} holds {two}; keep one kind, move the other")
     if kinds:
         return kinds[0]
-    hint = MAKE_DATA
-    if split == "val" and glob.glob(f"{folder}/*train*"):
-        hint = "make one, or do without: --eval_interval=0"
-    elif os.path.exists(os.path.join(data_dir, "progress.json")):
-        hint = "fineweb.py has begun there and has not written any yet; run it again"
+    without = split == "val" and glob.glob(f"{folder}/*train*")
+    hint = "make one, or do without: --eval_interval=0" if without else MAKE_DATA
     raise DataError(f"no {split} split: {data_dir} holds no *_{split}_*.bin, .npy or {split}.bin; {hint}")
 
 
@@ -240,7 +209,13 @@ class Split:
             raise DataError(f"align_documents needs the separator, and there is no {data_dir}/manifest.json")
         self.starts = aligned_starts(begins(self.shards, self.eot), self.tokens, T) if align else None
         self.rows_per_epoch = -(-self.tokens // T) if self.starts is None else len(self.starts)
-        self.warnings = self._warnings(data_dir, manifest)
+        pack, self.warnings = manifest.get("settings", {}).get("pack"), []
+        if pack and (pack != T or align):
+            why = f"is packed for block_size={pack} without align_documents; others cut more documents"
+            self.warnings = [f"{data_dir} {why}"]
+        if not manifest and os.path.exists(os.path.join(data_dir, "meta.pkl")):
+            why = "is left alone, since a pickle can run any code; samples take --tokenizer, else GPT-2's"
+            self.warnings = [f"{data_dir}/meta.pkl {why}; for characters: fineweb.py --tokenizer=chars"]
         self._order, self._order_epoch = None, None
 
     def _check(self, manifest, recorded, what, vocab_size):
@@ -256,17 +231,6 @@ class Split:
         if self.tokens <= self.T:
             need = f"{self.T + 1:,} tokens, block_size+1, for a row; lower --block_size, or make more data"
             raise DataError(f"{what} has {self.tokens:,} tokens, expected {need}")
-
-    def _warnings(self, data_dir, manifest):
-        pack, found = manifest.get("settings", {}).get("pack"), []
-        if pack and (pack != self.T or self.starts is not None):
-            best = f"block_size={pack} without align_documents"
-            found = [f"{data_dir} is packed for {best}; other rows cut more documents than they need to"]
-        if not manifest and os.path.exists(os.path.join(data_dir, "meta.pkl")):
-            why = "since a pickle can run any code: samples take --tokenizer, else GPT-2's"
-            advice = "for characters: python fineweb.py --dataset=input.txt --tokenizer=chars"
-            found.append(f"{data_dir}/meta.pkl is left alone, {why}; {advice}")
-        return found
 
     def same_tokens(self, other):
         """Whether both have the same tokenizer, perhaps by another path: then each id has as many bytes."""

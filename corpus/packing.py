@@ -34,9 +34,7 @@ class Packer:
     def __iter__(self):
         while self.cut is not None and self.cut not in self.waiting:
             if not self._read():
-                raise UserError(
-                    f"document {self.cut + 1}, in which a shard ends, is gone: the source changed"
-                )
+                raise UserError(f"document {self.cut + 1}, which a shard cuts, is gone: the source changed")
         if self.cut is not None:
             yield self._take(self.cut, self.done)
         while True:

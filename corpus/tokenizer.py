@@ -18,6 +18,7 @@ import numpy as np
 import tiktoken
 
 from configurator import UserError, is_rank_0
+from corpus import brief
 from run.files import write_atomic
 
 LLAMA3_PATTERN = (
@@ -70,8 +71,7 @@ class Tokenizer:
     def token_bytes(self):
         """np.int32 (vocab_size,): UTF-8 bytes of each id, 0 for special tokens; for bits per byte."""
         sizes = np.zeros(self.vocab_size, np.int32)
-        for token, length in self._lengths():
-            sizes[token] = length
+        sizes[[*self.lengths]] = [*self.lengths.values()]
         return sizes
 
 
@@ -82,7 +82,8 @@ class Tiktoken(Tokenizer):
         special = encoding._special_tokens
         super().__init__(name, encoding.n_vocab, [special[s] for s in SEPARATORS if s in special])
         self.encoding, self.scheme = encoding, scheme
-        self.known = {*encoding._mergeable_ranks.values(), *special.values()}
+        self.lengths = {i: len(token) for token, i in encoding._mergeable_ranks.items()}
+        self.known = {*self.lengths, *special.values()}
         if scheme:
             self._encode = faster(self._gigatoken, self._encode) or self._encode
 
@@ -102,9 +103,6 @@ class Tiktoken(Tokenizer):
     def _decode(self, ids):  # a model with a padded vocabulary may sample ids that the encoding lacks
         return self.encoding.decode([i for i in ids if i in self.known])
 
-    def _lengths(self):
-        return ((i, len(token)) for token, i in self.encoding._mergeable_ranks.items())
-
     def to_json(self):
         """The text of a tokenizer.json, Hugging Face's format."""
         rule = RULES.get(self.scheme, self.encoding._pat_str)
@@ -119,10 +117,8 @@ class Bytes(Tiktoken):
 
     def __init__(self):
         ranks, special = {bytes([i]): i for i in range(256)}, {"<|endoftext|>": 256}
-        encoding = tiktoken.Encoding(
-            "bytes", pat_str=r"[\s\S]", mergeable_ranks=ranks, special_tokens=special
-        )
-        super().__init__("bytes", encoding)
+        parts = dict(pat_str=r"[\s\S]", mergeable_ranks=ranks, special_tokens=special)
+        super().__init__("bytes", tiktoken.Encoding("bytes", **parts))
         self.known = range(256)
 
     def _encode(self, texts):
@@ -138,9 +134,7 @@ class HuggingFace(Tokenizer):
         try:
             self.inner, self.text = tokenizers.Tokenizer.from_str(text), text
         except Exception as error:  # the package raises no narrower type
-            raise UserError(
-                f"tokenizer={name} is not a tokenizer.json: {' '.join(str(error).split())}"
-            ) from None
+            raise UserError(f"tokenizer={name} is not a tokenizer.json: {brief(error)}") from None
         self.inner.encode_special_tokens = True  # as ordinary characters
         self.inner.no_truncation()
         self.inner.no_padding()
@@ -150,13 +144,17 @@ class HuggingFace(Tokenizer):
         if not separators:
             looked = ", ".join(SEPARATORS)
             raise UserError(f"tokenizer={name} has no token to separate documents; looked for {looked}")
-        self.vocabulary = self.inner.get_vocab()
-        super().__init__(name, max(self.vocabulary.values()) + 1, separators)
-        self.byte_level = '"ByteLevel"' in text  # such a vocabulary has one character for each byte
+        vocabulary, byte_level = self.inner.get_vocab(), '"ByteLevel"' in text
+        super().__init__(name, max(vocabulary.values()) + 1, separators)
+        ordinary = {i: token for token, i in vocabulary.items() if token not in self.special}
         if (
-            self.byte_level
-        ):  # compared on 15M tokens of GPT-2's, Llama 3's and DeepSeek's files; other kinds were not
+            byte_level
+        ):  # one character for each byte; gigatoken was compared on 15M tokens of such files alone
+            self.lengths = {i: len(token) for i, token in ordinary.items()}
             self._encode = faster(self._gigatoken, self._encode, "".join(self.special)) or self._encode
+        else:
+            plain = lambda token: re.sub("^<0x[0-9A-F]{2}>$", ".", token).replace("\u2581", " ")
+            self.lengths = {i: len(plain(token).encode()) for i, token in ordinary.items()}
 
     def _encode(self, texts):
         return [row.ids for row in self.inner.encode_batch_fast(texts, add_special_tokens=False)]
@@ -177,12 +175,6 @@ class HuggingFace(Tokenizer):
     def _decode(self, ids):
         return self.inner.decode(ids, skip_special_tokens=False)
 
-    def _lengths(self):
-        for token, i in self.vocabulary.items():
-            if token not in self.special:
-                plain = "." if re.fullmatch("<0x[0-9A-F]{2}>", token) else token.replace("\u2581", " ")
-                yield i, len(token) if self.byte_level else len(plain.encode())
-
     def to_json(self):
         return self.text
 
@@ -195,8 +187,7 @@ def load(name, vocab_size=None):
     tokenizer = _load(name)
     if vocab_size is not None and tokenizer.vocab_size > vocab_size:
         sizes = f"{tokenizer.vocab_size:,} ids, the model {vocab_size:,}"
-        advice = "give the tokenizer that the model was trained with, --tokenizer=NAME"
-        raise UserError(f"tokenizer={name} has {sizes}; {advice}")
+        raise UserError(f"tokenizer={name} has {sizes}; give the tokenizer that it was trained with")
     return tokenizer
 
 
@@ -207,9 +198,9 @@ def _load(name):
         try:
             encoding = tiktoken.get_encoding(name)
         except Exception as error:  # whatever requests, the proxy or the cache raised
-            what = f"tiktoken cannot fetch it ({' '.join(f'{type(error).__name__}: {error}'.split())[:200]})"
+            what = f"tiktoken cannot fetch it ({brief(error)})"
             advice = (
-                "go online once, set TIKTOKEN_CACHE_DIR to a filled cache, or give a tokenizer.json or bytes"
+                "go online once, set TIKTOKEN_CACHE_DIR to a filled cache, or try a tokenizer.json or bytes"
             )
             raise UserError(f"tokenizer={name}: {what}; {advice}") from None
         return Tiktoken(name, encoding, SCHEMES.get(name))

@@ -17,7 +17,7 @@ import numpy as np
 from tqdm import tqdm
 
 from configurator import UserError
-from corpus import DataError, packing
+from corpus import DataError, brief, packing
 from corpus.loader import FORMATS, HEADER_BYTES, SHARD, ahead, mask_path, open_shard, split_of
 from run import files
 
@@ -130,9 +130,10 @@ class ShardWriter:
     def take(self, rows, bar, position):
         """Takes documents until validation is full or nothing is left to take; a cut one from its rest on."""
         val, done = self.val, self.progress.tokens
-        for self.number, row in () if self.complete else rows:
+        for number, row in () if self.complete else rows:
+            self.number = number
             if done > len(row):
-                found = f"document {self.number + 1} has {len(row)} tokens, {done} are written"
+                found = f"document {number + 1} has {len(row)} tokens, {done} are written"
                 raise DataError(f"{found}: the source changed")
             bar.update(len(row) - done)
             while done < len(row) and not self.complete:
@@ -189,16 +190,12 @@ class Progress:
         old = saved["settings"] if saved else None
         if not saved or (old != settings and not saved["shards"]):
             if stray := sorted([*out.glob("*.bin"), *out.glob("*.mask")]):
-                raise UserError(
-                    f"out_dir={out} holds {stray[0].name} but no record of its making; use another"
-                )
+                raise UserError(f"out_dir={out} holds {stray[0].name} and no record of it; use another")
             self._save()
             return
         for key in settings | old:
             if old.get(key) != settings.get(key):
-                was = (
-                    f"{key}={old.get(key)}, not {settings.get(key)}" if "sha" not in key else f"another {key}"
-                )
+                was = f"another {key}" if "sha" in key else f"{key}={old.get(key)}, not {settings.get(key)}"
                 raise UserError(f"out_dir={out} was begun with {was}; use another --out_dir, or remove it")
         self.shards, (self.document, self.tokens) = saved["shards"], saved.get("next", (0, 0))
         self.order = saved.get("order", [])
@@ -311,5 +308,5 @@ def fetch_shards(name, revision, max_shards, progress, tokenizer):
     except UserError:
         raise
     except Exception as error:  # the hub's own, httpx's, the disk's
-        what = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise DataError(f"dataset={name} cannot be fetched: {what}; run the same command again") from None
+        what = f"cannot be fetched: {brief(error)}"
+        raise DataError(f"dataset={name} {what}; run the same command again") from None

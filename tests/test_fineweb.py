@@ -70,6 +70,7 @@ def rebuild(texts, tok, val_tokens):
     return (np.concatenate(part) if part else np.array([], int) for part in (rows[:split], rows[split:]))
 
 
+@pytest.mark.gpt2
 def test_shards_are_the_documents(tmp_path):
     said = prepare(tmp_path / "d", shard_tokens=300_000, val_tokens=50_000)
     tok = tokenizer.load("gpt2")
@@ -98,29 +99,16 @@ def test_a_finished_folder_is_left_alone_and_other_settings_are_refused(tmp_path
     assert "finished already" in prepare(tmp_path / "d", STDLIB / "json", tokenizer="bytes")
     assert contents(tmp_path / "d") == before
     for changes, words in [
-        (dict(tokenizer="gpt2"), "tokenizer=bytes, not gpt2"),
-        (
-            dict(shuffle_seed=1, skip_bad_documents=True),
-            "skip_bad_documents=False, not True; shuffle_seed=None, not 1",
-        ),
+        (dict(tokenizer="chars"), "tokenizer=bytes, not chars"),
+        (dict(shuffle_seed=1, skip_bad_documents=True), "shuffle_seed=None, not 1"),
         (dict(dataset=STDLIB / "asyncio"), f"dataset={STDLIB / 'json'}, not {STDLIB / 'asyncio'}"),
         (dict(dataset="kjj0/fineweb10B-gpt2"), f"dataset={STDLIB / 'json'}, not kjj0/fineweb10B-gpt2"),
     ]:
         with pytest.raises(UserError) as error:
             prepare(tmp_path / "d", **dict(dataset=STDLIB / "json", tokenizer="bytes") | changes)
-        assert (
-            f"was begun with {words}; use another --out_dir" in one_line(error) and error.value.exit_code == 2
-        )
+        assert f"was begun with {words}; use another" in one_line(error) and error.value.exit_code == 2
+        (tmp_path / "d/tokenizer.json").unlink(missing_ok=True)
     assert contents(tmp_path / "d") == before
-
-
-def test_what_differs_is_named_by_the_settings_that_were_given():
-    texts = dict(dataset="a", text_key="text", tokenizer="t.json", vocab_size=300, eot=0, val_tokens=5)
-    assert writer.differences(texts, texts) == ""
-    assert writer.differences(texts, dict(dataset="a", max_shards=None)) == "shards=False, not True"
-    assert writer.differences(texts, texts | dict(vocab_size=301, eot=1)) == "another vocabulary"
-    assert writer.differences(texts, texts | dict(val_tokens=6)) == "val_tokens=5, not 6"
-    assert writer.differences(texts, texts | dict(files=2, files_sha256="b", val_tokens=6)) == "other files"
 
 
 @pytest.mark.parametrize("name, before", [("a.jsonl", "\ufeff"), ("a.json", "\ufeff"), ("a.json", "\n ")])
@@ -129,7 +117,7 @@ def test_a_byte_order_mark_or_blanks_at_the_front_cost_no_document(tmp_path, nam
     text = "\n".join(lines) if name == "a.jsonl" else f"[{','.join(lines)}]"
     (tmp_path / name).write_text(before + text, "utf-8")
     said = prepare(tmp_path / "d", tmp_path / name, tokenizer="bytes", val_tokens=0, skip_bad_documents=True)
-    assert "left out 1 bad lines, the first is line 10" in said
+    assert f"left out 1 bad lines, the first is {tmp_path / name}:10: its field text is 5" in said
     _, train = rebuild([f"line {i}" for i in range(9)], tokenizer.load("bytes"), 0)
     assert np.array_equal(shard_tokens(tmp_path / "d", "train")[0], train)
 
@@ -230,7 +218,7 @@ def test_characters_of_one_text_with_its_last_tenth_for_validation(tmp_path, mon
 
 
 @pytest.mark.parametrize("first", [0, 1000])
-def test_the_number_of_tokens_is_estimated_from_the_bytes_read(tmp_path, first):
+def test_the_number_of_tokens_is_estimated_from_the_documents_read(tmp_path, first):
     (tmp_path / "a.jsonl").write_text(
         "".join(json.dumps({"text": "abcd\u00e9" * (i % 7)}) + "\n" for i in range(3000))
     )
@@ -239,7 +227,7 @@ def test_the_number_of_tokens_is_estimated_from_the_bytes_read(tmp_path, first):
     expect = lambda tokens, share: totals.append(tokens / share)
     encode = functools.partial(writer.text_rows, tokenizer.load("bytes"))
     tokens = sum(len(row) for _, row in writer.tokenized(texts, encode, first, 1, expect))
-    assert totals[-1] == tokens and totals[0] == pytest.approx(tokens, rel=0.01)
+    assert totals[-1] == tokens and totals[0] == pytest.approx(tokens, rel=0.03)
 
 
 def test_uint32_shards(tmp_path):
@@ -355,8 +343,8 @@ PACK = dict(KILLS, shard_tokens=140_000, pack=32_768)
 
 
 def test_packed_shards_hold_every_document_once(tmp_path, clean):
-    """Groups of 32,768 tokens, 4 to a shard; validation and the documents' contents are as without packing."""
-    said = prepare(tmp_path / "d", **PACK)
+    """Groups of 32,768 tokens, 4 to a shard; validation and the documents' contents are as without."""
+    prepare(tmp_path / "d", **PACK)
     plain = np.concatenate(
         [np.frombuffer(clean[name], np.uint16, offset=1024) for name in clean if "_train_" in name]
     )
@@ -373,14 +361,7 @@ def test_packed_shards_hold_every_document_once(tmp_path, clean):
         begins = np.append(np.flatnonzero(tokens == 50256), len(tokens))
         return np.mean([a // 32_768 != (b - 1) // 32_768 for a, b in zip(begins, begins[1:])])
 
-    shares = json.loads((tmp_path / "d/manifest.json").read_text())["documents_cut"]
-    assert shares["packed"] == pytest.approx(cut(packed)) and cut(packed) < 0.5 * cut(plain)
-    assert shares["by_chance"] == pytest.approx(cut(plain), abs=0.02)  # some 300 documents
-    assert (
-        f"cut {shares['packed']:.2%} of documents; in the order of the source {shares['by_chance']:.2%}"
-        in said
-    )
-
+    assert cut(packed) < 0.5 * cut(plain)
     loader = TokenLoader(tmp_path / "d", "train", 2, 32_768)
     assert not loader.warnings
     expected = np.stack([packed[w * 32_768 :][:32_769] for w in range(20)])
@@ -389,9 +370,7 @@ def test_packed_shards_hold_every_document_once(tmp_path, clean):
     )
     loader.close()
     warnings = [TokenLoader(tmp_path / "d", "train", 1, T, align=T > 1024).warnings for T in (1024, 32_768)]
-    assert (
-        "packed for block_size=32768; rows of 1024" in warnings[0][0] and "align_documents" in warnings[1][0]
-    )
+    assert all("packed for block_size=32768 without align_documents" in w[0] for w in warnings)
 
 
 @pytest.mark.parametrize("streaming", [pytest.param(False, marks=pytest.mark.slow), True])
@@ -499,7 +478,6 @@ def test_network_lost_midway(tmp_path, monkeypatch, clean):
 def test_mistakes_in_the_settings(tmp_path):
     (tmp_path / "one.txt").write_text("only one document")
     (tmp_path / "one.jsonl").write_text('{"text": "only one document"}')
-    (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\n{"text": "a \\ud800 b"}\n')
     (tmp_path / "other.jsonl").write_text('{"body": "x"}\n{"body": "y"}\n')
     (tmp_path / "empty").mkdir()
     (tmp_path / "used").mkdir()
@@ -514,30 +492,17 @@ def test_mistakes_in_the_settings(tmp_path):
             2,
             "of a single text the last tenth is validation",
         ),
-        (dict(dataset=str(tmp_path / "bad.jsonl")), 3, "bad.jsonl:2: it holds half of a surrogate pair"),
-        (dict(dataset=str(tmp_path / "other.jsonl")), 3, "no field text_key=text; it has body"),
+        (dict(dataset=str(tmp_path / "other.jsonl")), 3, "other.jsonl:1: it has no field text; it has body"),
         (dict(out=tmp_path / "used"), 2, "holds x_train_000001.bin"),
         (dict(out="/proc/x"), 2, "cannot be written"),
         (dict(shard_tokens=0, val_tokens=-1), 2, "shard_tokens=0 must be at least 1; val_tokens=-1 must"),
         (dict(tokenizer="gpt5"), 2, "tokenizer=gpt5"),
-        (dict(pack=1, min_document_tokens=0), 2, "min_document_tokens=0 must be at least 1"),
-        (dict(pack=4096, shard_tokens=4000), 2, "shard_tokens=4000 must be at least pack=4096"),
-        (
-            dict(dataset="kjj0/fineweb10B-gpt2", pack=4096, split="x"),
-            2,
-            "split=x and pack=4096 cannot change shards",
-        ),
-        (
-            dict(dataset="kjj0/fineweb10B-gpt2", max_tokens=10**9, val_tokens=5),
-            2,
-            "val_tokens=5 and max_tokens=1000000000 cannot change shards that are written already; try --max_shards",
-        ),
+        (dict(pack=4096, shard_tokens=4000), 2, "shard_tokens=4000 must be at least one row of pack=4096"),
+        (dict(dataset="kjj0/fineweb10B-gpt2", split="x"), 2, "cannot change shards that are written already"),
     ]:
         with pytest.raises(UserError) as error:
-            prepare(**{"out": tmp_path / "d", **settings})
+            prepare(**{"out": tmp_path / "d", "tokenizer": "bytes", **settings})
         assert words in one_line(error) and error.value.exit_code == code
         shutil.rmtree(tmp_path / "d", ignore_errors=True)
-    with pytest.raises(DataError):
-        prepare(tmp_path / "d", tmp_path / "one.jsonl")
-    prepare(tmp_path / "d", tmp_path / "one.jsonl", val_tokens=0)  # the advice given, into the same folder
-    assert len(shard_tokens(tmp_path / "d", "train")[0]) == 4
+    prepare(tmp_path / "d", tmp_path / "one.jsonl", tokenizer="bytes", val_tokens=0)  # the advice given
+    assert len(shard_tokens(tmp_path / "d", "train")[0]) == 18

@@ -87,7 +87,7 @@ def test_rows_are_each_folders_own_in_one_order_for_all_ranks(three, order):
     assert np.array_equal(read_rows(again, 120), expected[240:])
     again.close()
     other = TokenLoader(mix(three, a=0.5, b=0.4, c=0.1), "train", 4, T, **order)
-    with pytest.raises(DataError, match=r"shares \[5, 4, 1\], not \[5, 3, 2\]; to continue on it anyway"):
+    with pytest.raises(DataError, match=r"shares \[5, 4, 1\], not \[5, 3, 2\]; to go on with it anyway"):
         other.load_state_dict(state)
     for loader in alone.values():
         loader.close()
@@ -112,7 +112,7 @@ def test_folders_that_do_not_go_together(three, tmp_path):
     with pytest.raises(DataError) as error:
         TokenLoader(data_dir, "train", 4, 16)
     assert f"{tmp_path}/d has the tokenizer gpt2, {three}/a has bytes" in one_line(error)
-    with pytest.raises(DataError, match="x_train_000001.bin is damaged: SHA-256"):
+    with pytest.raises(DataError, match="x_train_000001.bin is damaged: found SHA-256"):
         verify(data_dir)
 
 
