@@ -243,13 +243,17 @@ def documents(cfg, name, files, first):
             hub = dict(name=subset, split=cfg.split, revision=cfg.revision, streaming=cfg.streaming)
             data = patiently(datasets.load_dataset, name, **hub).select_columns(list(cfg.keys))
         total, begun = None if cfg.streaming else len(data), first
-        if total is not None and first > total:
-            raise DataError(f"dataset={cfg.dataset} has changed: of {total} documents {first} are written")
+        if total is not None and first >= total:  # all is written but the manifest
+            if first > total:
+                raise DataError(
+                    f"dataset={cfg.dataset} has changed: of {total} documents {first} are written"
+                )
+            return
         if cfg.shuffle_seed is not None:
             data = data.shuffle(seed=cfg.shuffle_seed)
         if first:
             data = data.skip(first) if cfg.streaming else data.select(range(first, total))
-        for batch in data.iter(batch_size=256) if first != total else ():  # about 200,000 tokens
+        for batch in data.iter(batch_size=256):  # about 200,000 tokens
             refuse_bad_lines(batch.get(BAD_LINE, ()), cfg)
             found = batch[cfg.keys[0]] if len(cfg.keys) == 1 else list(zip(*map(batch.get, cfg.keys)))
             if cfg.text_key == "messages" and files:

@@ -1,12 +1,10 @@
-"""Compiles every Triton kernel that a training step launches, for GPUs that need not be there; prints what each takes.
+"""Compiles every Triton kernel that a training step launches, for GPUs that need not be there.
 
     python tests/targets.py a100 90    # lines: kernel, compute capability, shared memory, warps, registers, stack
 
-A GPU is given by its name, as in fast/chips.py, or by its compute capability.
-
-One block of a model takes a step on the CPU. Launches compile and do not run, so that the numbers mean nothing; the
-GEMMs, which are cuBLASLt's, are PyTorch's, and those of the loss on Hopper are left out. Only the kernels' types and
-compile-time constants count, and these follow from the widths of the real models.
+A GPU is given by its name, as in fast/chips.py, or by its compute capability. One block of a model takes a step on
+the CPU, in which launches compile and do not run, so that the numbers mean nothing. GEMMs are PyTorch's, and those
+of the loss on Hopper are left out.
 """
 
 import re
@@ -35,7 +33,7 @@ LLAMA = dict(norm="rmsnorm", positions="rope", mlp="swiglu", bias=False, tie_emb
 SHAPES = [
     GPT2,
     GPT2 | dict(n_embd=1600, n_head=25, mlp="relu2", softcap=15.0, positions="rope", qk_norm=True),
-    LLAMA | dict(n_embd=4096, n_head=32, n_kv_head=8, n_hidden=14336, vocab_size=4096, z_loss=1e-4),
+    LLAMA | dict(n_embd=4096, n_head=32, n_kv_head=8, n_hidden=14336, vocab_size=4096),
     LLAMA | dict(n_embd=8192, n_head=64, n_kv_head=8, n_hidden=28672, vocab_size=4096),
 ]
 # width, rows of the vocabulary, softcap of the heads whose loss is compiled for Hopper
@@ -143,12 +141,5 @@ if __name__ == "__main__":
     for capability in sorted({int(numbers.get(word, word)) for word in sys.argv[1:] or numbers}):
         for (name, _), kernel in compiled(capability).items():
             registers, stack = resources(kernel)
-            print(
-                name,
-                capability,
-                kernel.metadata.shared,
-                kernel.metadata.num_warps,
-                registers,
-                stack,
-                flush=True,
-            )
+            meta = kernel.metadata
+            print(name, capability, meta.shared, meta.num_warps, registers, stack, flush=True)

@@ -44,7 +44,7 @@ LLAMA3 = (  # the form of Llama 3's
 
 
 def questions():
-    """Dialogues of one to three turns about functions of Python's own modules, whose docstrings are answers."""
+    """Dialogues of one to three turns about functions of Python's modules; docstrings are answers."""
     found, turns = [], []
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("[a-d]*.py")):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
@@ -95,10 +95,9 @@ def rows_of(folder, *documents):
 def read_mask(folder, split):
     """(tokens, whether each carries loss) of a split."""
     tokens = np.concatenate(shard_tokens(folder, split))
-    masks = [
-        np.unpackbits(np.fromfile(mask_path(path), np.uint8), bitorder="little")[: len(shard)]
-        for path, shard in zip(sorted(folder.glob(f"*_{split}_*.bin")), shard_tokens(folder, split))
-    ]
+    paths, masks = sorted(folder.glob(f"*_{split}_*.mask")), []
+    for path, shard in zip(paths, shard_tokens(folder, split), strict=True):
+        masks.append(np.unpackbits(np.fromfile(path, np.uint8), bitorder="little")[: len(shard)])
     return tokens, np.concatenate(masks).astype(bool)
 
 
@@ -117,30 +116,22 @@ def test_a_template_that_begins_with_the_separator_gets_no_second_one(tmp_path):
     marks = dict(bos_token={"content": special[0]}, eos_token="<|eot|>")
     folder = save_tokenizer(tmp_path / "llama", [{"name": "default", "template": LLAMA3}], special, **marks)
     tok = tokenizer.load(str(folder))
-    (row,) = rows_of(
-        folder, [{"role": "user", "content": "a"}, {"role": "assistant", "content": " yes ", "x": None}]
-    )
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": " yes ", "x": None}]
+    (row,) = rows_of(folder, talk)
     assert tok.decode(row["token"]) == (
         "<|begin_of_text|><|start|>user<|end|>\n\na<|eot|><|start|>assistant<|end|>\n\nyes<|eot|>"
     )
     assert tok.decode(row["token"][row["loss"]]) == "yes<|eot|>"
-    (folder / "chat_template.jinja").write_text(
-        "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
-    )
-    (row,) = rows_of(
-        folder, ("a?", "yes")
-    )  # the file has precedence; a pair is a user's message and the answer
-    assert (
-        tok.decode(row["token"]) == "<|begin_of_text|>a?yes"
-        and tok.decode(row["token"][row["loss"]]) == "yes"
-    )
+    template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)  # it has precedence
+    (row,) = rows_of(folder, ("a?", "yes"))  # a pair is a user's message and the answer
+    assert tok.decode(row["token"]) == "<|begin_of_text|>a?yes"
+    assert tok.decode(row["token"][row["loss"]]) == "yes"
 
 
 def test_prompt_and_completion_without_a_template(tmp_path):
-    (tmp_path / "p.jsonl").write_text(
-        "".join(json.dumps({"q": f"{i}+{i}=", "a": str(2 * i)}) + "\n" for i in range(50))
-        + '{"q": "x", "a": ""}\n'
-    )
+    pairs = [*((f"{i}+{i}=", str(2 * i)) for i in range(50)), ("x", "")]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"q": q, "a": a}) + "\n" for q, a in pairs))
     prepare(tmp_path / "d", tmp_path / "p.jsonl", text_key="q,a", tokenizer="bytes", val_tokens=0)
     tokens, loss = read_mask(tmp_path / "d", "train")
     expected = [(256, True)] + [(ord(c), False) for c in "7+7="] + [(ord(c), True) for c in "14"]
@@ -175,10 +166,8 @@ def test_shards_and_loader_hold_every_dialogue_for_any_rank(data, chatml):
     T, n = 100, len(tokens)
     targets = np.where(loss, tokens.astype(int), -100)
     for world, B in [(1, 4), (2, 2)]:
-        loaders = [
-            TokenLoader(folder, "train", B, T, r, world, vocab_size=400, batch_tokens=8 * T)
-            for r in range(world)
-        ]
+        common = dict(vocab_size=400, batch_tokens=8 * T)
+        loaders = [TokenLoader(folder, "train", B, T, rank, world, **common) for rank in range(world)]
         for k in range(2 * n // (4 * T)):  # two epochs, so that rows wrap around
             x, y, counts = zip(*[loader.next() for loader in loaders])
             at = (np.arange(4 * k, 4 * k + 4)[:, None] % -(-n // T) * T + np.arange(T)) % n

@@ -4,7 +4,6 @@ import io
 import json
 import os
 import pickle
-import shutil
 import signal
 import subprocess
 import sys
@@ -234,19 +233,6 @@ def test_nanogpts_meta_pkl_is_not_unpickled(data, tmp_path):
     assert "meta.pkl is left alone" in warning and not Canary.read
 
 
-def test_a_train_bin_with_a_header_is_a_shard_and_two_kinds_are_refused(data, tmp_path):
-    folder, stream = data
-    shutil.copy(folder / "x_train_000001.bin", tmp_path / "train.bin")
-    assert TokenLoader(tmp_path, "train", 2, 8).tokens == 333
-    with open(tmp_path / "train.bin", "ab") as file:
-        file.write(b"ab")
-    with pytest.raises(DataError, match="train.bin is damaged: .* 1692 bytes, expected .* 1690 bytes"):
-        TokenLoader(tmp_path, "train", 2, 8)
-    shutil.copy(folder / "x_train_000001.bin", tmp_path)
-    with pytest.raises(DataError, match="holds x_train_000001.bin and train.bin; keep one kind"):
-        TokenLoader(tmp_path, "train", 2, 8)
-
-
 # ---- the order
 
 
@@ -285,14 +271,6 @@ def test_order_is_the_naive_one(data, seed, align, T):
     expected = take(naive_rows(stream, T, seed, align), 300)
     assert np.array_equal(read_rows(loader, 100), expected)
     assert loader.splits[0].rows_per_epoch == len(naive_starts(stream, T, align)) and loader.tokens == 1000
-    loader.close()
-
-
-def test_every_token_is_a_target_once_an_epoch(data):
-    folder, stream = data
-    loader = TokenLoader(folder, "train", 1, 9)
-    targets = read_rows(loader, loader.splits[0].rows_per_epoch)[:, 1:].ravel()
-    assert np.array_equal(targets[:1000], np.roll(stream, -1)) and len(targets) == 112 * 9
     loader.close()
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiktoken
-
 from conftest import GPT2
 
 from configurator import UserError
