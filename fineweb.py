@@ -112,13 +112,11 @@ def main(cfg):
 
 
 def train_command(cfg, out, tokenizer):
-    """What to type next: GPT-2 124M, or on a machine without a GPU a model that its CPU trains in minutes."""
+    """What to type next: GPT-2 124M, or without a GPU a model that a CPU trains in minutes."""
     import torch
 
-    words = []
-    if cfg.tokenizer == "chars":
-        words = ["config/shakespeare_char.py"]
-    elif not torch.accelerator.is_available():
+    words = ["config/shakespeare_char.py"] if cfg.tokenizer == "chars" else []
+    if not words and not torch.accelerator.is_available():
         words = ["config/quickstart.py"]
         if tokenizer.vocab_size > 1000:  # the head of a large vocabulary takes most of the time
             words += ["--batch_size=4", "--batch_tokens=1024"]
@@ -201,8 +199,7 @@ def settings(cfg, name, files, tokenizer, dialogues):
     What another setting decides by default stands after it, since the first difference is named.
     """
     if cfg.val_tokens and alone(files):
-        why = "of a single text the last tenth is validation; try 0 or None"
-        raise UserError(f"val_tokens={cfg.val_tokens}: {why}")
+        raise UserError(f"val_tokens={cfg.val_tokens}: of a single text it is the last tenth; try 0 or None")
     chosen = {"dataset": name, "text_key": cfg.text_key, "tokenizer": cfg.tokenizer}
     chosen |= {"vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot}
     chosen |= {"chat_sha256": dialogues.digest} if dialogues else {}
@@ -301,6 +298,8 @@ def local_documents(paths, keys):
                 raise DataError(f"{path} has no field {','.join(keys)}; it has {', '.join(names)}")
             for batch in file.iter_batches(256, columns=list(keys)):
                 for row in batch.to_pylist():
+                    if not as_json and not all(isinstance(value, str | None) for value in row.values()):
+                        raise DataError(f"{path}: the field {','.join(keys)} is not text")
                     yield {key: json.dumps(row[key], default=str) for key in keys} if as_json else row
             continue
         with fsspec.open(path, "rb", compression="infer") as file:
