@@ -242,9 +242,7 @@ def documents(cfg, name, files, first):
         total, begun = None if cfg.streaming else len(data), first
         if total is not None and first >= total:  # all is written but the manifest
             if first > total:
-                raise DataError(
-                    f"dataset={cfg.dataset} has changed: of {total} documents {first} are written"
-                )
+                raise DataError(f"dataset={cfg.dataset} has changed: {first} of its {total} are written")
             return
         if cfg.shuffle_seed is not None:
             data = data.shuffle(seed=cfg.shuffle_seed)

@@ -199,10 +199,8 @@ def _load(name):
             encoding = tiktoken.get_encoding(name)
         except Exception as error:  # whatever requests, the proxy or the cache raised
             why = f"tiktoken's cache does not hold it, and it cannot be fetched ({type(error).__name__})"
-            advice = (
-                "go online once, set TIKTOKEN_CACHE_DIR to a filled cache, or give a tokenizer.json or bytes"
-            )
-            raise UserError(f"tokenizer={name}: {why}; {advice}") from None
+            advice = "go online once, set TIKTOKEN_CACHE_DIR to a filled cache, or give a tokenizer.json"
+            raise UserError(f"tokenizer={name}: {why}; {advice} or bytes") from None
         return Tiktoken(name, encoding, SCHEMES.get(name))
     if path := file_of(name):
         if not path.is_file():

@@ -49,8 +49,7 @@ def write_shards(batches, encode, progress, tokenizer, short):
     """Writes the missing shards, named after `short`.
 
     batches: yields (documents from progress.document on, share of the source that they end at or None).
-    encode: yields a row of tokens for each document of a list: text_rows, or Dialogues.rows, which marks
-    loss.
+    encode: yields a row of tokens for each document of a list: text_rows, or Dialogues.rows with its loss.
     """
     writer, pack = ShardWriter(progress, tokenizer, short), progress.settings.get("pack")
     begun, least = progress.total("tokens"), progress.settings.get("min_document_tokens", 1)
@@ -194,8 +193,9 @@ class Progress:
             self._save()
             return
         for key in settings | old:
-            if old.get(key) != settings.get(key):
-                was = f"another {key}" if "sha" in key else f"{key}={old.get(key)}, not {settings.get(key)}"
+            was, now = old.get(key) or None, settings.get(key) or None
+            if was != now:
+                was = f"another {key}" if "sha" in key else f"{key}={was}, not {now}"
                 raise UserError(f"out_dir={out} was begun with {was}; use another --out_dir, or remove it")
         self.shards, (self.document, self.tokens) = saved["shards"], saved.get("next", (0, 0))
         self.order = saved.get("order", [])
