@@ -264,10 +264,8 @@ class Split:
 
     def read(self, position, row):
         """Fills `row` with tokens from `position` on."""
-        filled = 0
-        for shard, at, length in self._pieces(position, len(row)):
-            row[filled : filled + length] = self.shards[shard][at : at + length]
-            filled += length
+        pieces = self._pieces(position, len(row))
+        row[:] = np.concatenate([self.shards[shard][at : at + length] for shard, at, length in pieces])
 
     def has_loss(self, position, count):
         """Bool (count,): which tokens from `position` on carry loss as targets."""

@@ -3,15 +3,12 @@
 import io
 import json
 import pickle
-import signal
-import subprocess
-import sys
 import time
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, one_line, read_rows, write_shard
+from conftest import one_line, read_rows, write_shard
 
 from corpus.loader import DataError, TokenLoader, ahead, aligned_starts, split_of, verify
 from run.files import digest
@@ -382,23 +379,3 @@ def test_on_a_gpu(data):
         assert np.array_equal(rows, take(naive_rows(stream, 16, 3), 120))
         assert loader._gather([(loader.splits[0], 0)]).is_pinned()
         loader.close()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="other kernels send other signals")
-def test_a_shard_cut_short_while_it_is_mapped_says_where_the_process_was(tmp_path):
-    """The kernel ends the process with SIGBUS, of which no code can make an error."""
-    write_shard(tmp_path / "py_train_000001.bin", [1] * 100_000)
-    code = f"""
-import configurator, dataclasses, os
-from corpus.loader import open_shard
-
-def main(cfg):
-    shard = open_shard({str(tmp_path / "py_train_000001.bin")!r})
-    os.truncate(shard.filename, 1024)
-    print(shard[-1])
-
-configurator.run(main, dataclasses.make_dataclass("Config", []))
-"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == -signal.SIGBUS
-    assert "Fatal Python error: Bus error" in done.stderr and "in main" in done.stderr
