@@ -14,7 +14,6 @@ import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from configurator import UserError
-from corpus import brief
 from corpus.tokenizer import without_surrogates
 from run.files import read_json
 
@@ -62,7 +61,8 @@ class Template:
         try:
             yield
         except Exception as error:  # a template computes: any can come of it
-            raise UserError(f"{self.folder}: its chat template fails ({brief(error)})") from None
+            what = " ".join(str(error).split())
+            raise UserError(f"{self.folder}: its chat template fails ({what})") from None
 
 
 def _raise(words):

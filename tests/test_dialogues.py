@@ -278,7 +278,7 @@ CHANGES = "{% for m in messages %}{{ m.content if loop.last else m.content | upp
         (PLAIN, [("", "a")], "expected a list of {role, content}"),
     ],
 )
-def test_what_cannot_be_told_is_one_line(chatml, tmp_path, template, messages, words):
+def test_bad_dialogues_are_refused_in_one_line(chatml, tmp_path, template, messages, words):
     folder = shutil.copytree(chatml, tmp_path / "t")
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     if isinstance(messages, list):

@@ -221,7 +221,7 @@ def test_nanogpts_meta_pkl_is_not_unpickled(data, tmp_path):
 
 
 def naive_starts(stream, T, align):
-    """First tokens of the rows of one epoch, by the definition."""
+    """First tokens of the rows of one epoch, one by one."""
     n, p, starts = len(stream), 0, []
     while p < n:
         starts.append(p)
@@ -261,7 +261,7 @@ def test_order_is_the_naive_one(data, seed, align, T):
 def test_aligned_rows_begin_at_documents(data):
     folder, stream = data
     rng = np.random.default_rng(1)
-    for _ in range(200):  # the vectorised starts against the definition, on streams of all kinds
+    for _ in range(200):  # the vectorised starts against naive_starts, on streams of all kinds
         n, T = rng.integers(2, 120), rng.integers(1, 40)
         stream = np.where(rng.random(n) < rng.choice([0, 0.02, 0.2, 1]), 256, 0)
         starts = aligned_starts(np.flatnonzero(stream == 256), n, T)
