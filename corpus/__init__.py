@@ -1,12 +1,17 @@
-"""From text to tokens to batches.
+"""From text to tokens to batches: tokenizers, chat templates, shards, packing, mixtures and the loader.
 
-tokenizer     text to token ids and back
-chat          the chat template and the end-of-text ids in a Hugging Face folder
-dialogues     dialogues to token ids, of which the answers alone carry loss
-writer        shards of tokens and their manifest, written so that a killed run can continue
-packing       the order of documents in which few of them cross the rows of a long context
-mixture       the folders of a mixture, and which of them gives each row
-loader        shards opened, verified and read as batches, in an order that a run can resume in
-
-Any wing and script may import this wing. It imports configurator and run/files.py alone, and no model.
+Any folder and script may import this one, which imports configurator and run/files.py alone, and no model.
 """
+
+from configurator import UserError
+
+
+class DataError(UserError):
+    """Data that cannot be read or written."""
+
+    exit_code = 3
+
+
+def brief(error):
+    """The type and the text of an exception, in a line of at most 300 characters."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]

@@ -1,11 +1,12 @@
-"""What a Hugging Face folder says beside its weights: the ids at which the model stops, and its chat template.
+"""The files beside a Hugging Face model's weights: the ids at which it stops, and its chat template.
 
-The files are generation_config.json, config.json, tokenizer_config.json, special_tokens_map.json and
+They are generation_config.json, config.json, tokenizer_config.json, special_tokens_map.json and
 chat_template.jinja; each may be absent.
 """
 
 import contextlib
 import datetime
+import functools
 import json
 from pathlib import Path
 
@@ -37,9 +38,7 @@ class Template:
         """Raises UserError if there is none, or if jinja2 cannot read it."""
         options = dict(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
         environment = ImmutableSandboxedEnvironment(**options)
-        environment.filters["tojson"] = lambda value, **options: json.dumps(
-            value, ensure_ascii=False, **options
-        )
+        environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
         environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
         environment.globals["raise_exception"] = _raise
         self.folder, self.tokenizer, self.special = folder, tokenizer, special_tokens(folder)
@@ -48,7 +47,7 @@ class Template:
             self.template = environment.from_string(self.text)
 
     def ids(self, messages):
-        """The ids of a conversation up to where the next reply begins. messages: [{"role": "user", "content": ...}]"""
+        """The ids of [{"role": "user", "content": ...}, ...] up to where the next reply begins."""
         return self.tokenizer.encode_special(self.render(messages, add_generation_prompt=True))
 
     def render(self, messages, add_generation_prompt=False):
@@ -62,9 +61,8 @@ class Template:
         try:
             yield
         except Exception as error:  # a template computes: any can come of it
-            raise UserError(
-                f"{self.folder}: its chat template fails ({' '.join(str(error).split())})"
-            ) from None
+            what = " ".join(str(error).split())
+            raise UserError(f"{self.folder}: its chat template fails ({what})") from None
 
 
 def _raise(words):
@@ -80,20 +78,17 @@ def _template(folder):
         named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
         found = named.get("default")
     if not isinstance(found, str):
-        raise NoTemplate(
-            f"chat: {folder} has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json); "
-            "give the folder of a chat model's tokenizer, --tokenizer=FOLDER, or leave --chat out"
-        )
+        places = "chat_template.jinja, or chat_template in tokenizer_config.json"
+        advice = "give the folder of a chat model's tokenizer, --tokenizer=FOLDER, or leave --chat out"
+        raise NoTemplate(f"chat: {folder} has no chat template ({places}); {advice}")
     return found
 
 
 def special_tokens(folder):
     """{"bos_token": "<s>", ...}; each is written as a string or as an object with its `content`."""
     files = _read(folder, "special_tokens_map.json") | _read(folder, "tokenizer_config.json")
-    tokens = {
-        k: v.get("content") if isinstance(v, dict) else v for k, v in files.items() if k.endswith("_token")
-    }
-    return {k: v for k, v in tokens.items() if isinstance(v, str)}
+    tokens = {k: v.get("content") if isinstance(v, dict) else v for k, v in files.items()}
+    return {k: v for k, v in tokens.items() if k.endswith("_token") and isinstance(v, str)}
 
 
 def _read(folder, name):

@@ -1,10 +1,10 @@
-"""Dialogues to tokens of which the answers alone carry loss: a Hugging Face chat template, or prompt and completion.
+"""Dialogues, or prompts with completions, to tokens of which the answers alone carry loss.
 
     python fineweb.py --dataset=chats.jsonl --text_key=messages --tokenizer=path/to/folder
     python fineweb.py --dataset=pairs.jsonl --text_key=prompt,completion
 
-corpus/chat.py renders the template, special tokens in the rendered text are parsed, and an answer is what
-a dialogue with it has more than the same dialogue before it with a generation prompt, up to its last special token.
+corpus/chat.py renders the template, and special tokens in the rendered text are parsed. An answer is what a
+dialogue has more than the dialogue before it with a generation prompt, up to the answer's last special token.
 """
 
 import contextlib
@@ -14,8 +14,7 @@ import json
 import numpy as np
 
 from configurator import UserError
-from corpus import chat
-from corpus.loader import DataError
+from corpus import DataError, chat
 from corpus.tokenizer import file_of
 
 
@@ -47,9 +46,11 @@ class Dialogues:
         self.row = np.dtype([("token", tokenizer.dtype), ("loss", bool)])
 
     def rows(self, documents):
-        """Yields for each document, a list of messages or a pair, its array of (token, loss); empty without answers."""
+        """Yields an array of (token, loss) for each list of messages or pair; it is empty without answers."""
         for document in documents:
-            if isinstance(document, tuple) and self.template is None:
+            if document in (None, (None, None)):
+                yield np.empty(0, self.row)
+            elif isinstance(document, tuple) and self.template is None:
                 yield self._pair(*document)
             elif isinstance(document, tuple):
                 roles = zip(("user", "assistant"), document)
@@ -58,9 +59,9 @@ class Dialogues:
                 yield self._dialogue(document)
 
     def _pair(self, prompt, completion):
-        """The separator, the prompt, the completion and eos; where eos is the separator, the next document's serves."""
+        """Separator, prompt, completion and eos; where that is the separator, the next document's serves."""
         if not (isinstance(prompt, str) and isinstance(completion, str)):
-            raise DataError("prompt and completion must be texts, got " + _short([prompt, completion]))
+            raise DataError(f"prompt and completion must be texts, got {[prompt, completion]!r:.90}")
         if not completion:
             return np.empty(0, self.row)
         prompt, completion = (ids.tolist() for ids in self.tokenizer.encode_batch([prompt, completion]))
@@ -73,16 +74,12 @@ class Dialogues:
 
     def _dialogue(self, messages):
         if self.template is None:
-            raise UserError(
-                f"tokenizer={self.tokenizer.name} has no chat template; give a folder with tokenizer.json and "
-                "chat_template.jinja (or chat_template in tokenizer_config.json), or pairs: "
-                "--text_key=prompt,completion"
-            )
+            advice = "give a folder with one, or prompts and completions: --text_key=prompt,completion"
+            raise UserError(f"tokenizer={self.tokenizer.name} has no chat template; {advice}")
         if not isinstance(messages, list) or not all(isinstance(m, dict) and m.get("role") for m in messages):
-            raise DataError("expected a list of {role, content}, got " + _short(messages))
-        messages = [
-            {k: v for k, v in m.items() if v is not None} for m in messages
-        ]  # datasets fills fields with None
+            raise DataError(f"expected a list of {{role, content}}, got {messages!r:.90}")
+        # datasets fills fields with None
+        messages = [{k: v for k, v in message.items() if v is not None} for message in messages]
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if not answers:
             return np.empty(0, self.row)
@@ -92,24 +89,18 @@ class Dialogues:
         row = np.zeros(len(begins), self.row)
         row["token"] = encoded.ids
         for i in answers:
-            before, after = (
-                self.template.render(messages[:i], add_generation_prompt=True),
-                self.template.render(messages[: i + 1]),
-            )
+            before = self.template.render(messages[:i], add_generation_prompt=True)
+            after = self.template.render(messages[: i + 1])
             if not (text.startswith(after) and after.startswith(before)):
-                raise DataError(
-                    f"the chat template of {self.tokenizer.name} renders message {i + 1} otherwise when others follow, "
-                    "so its tokens cannot be told; cut the dialogue after it, or change the template"
-                )
+                other = f"renders message {i + 1} otherwise when others follow; cut the dialogue after it"
+                raise DataError(f"the chat template {other}, or change the template")
             inside = np.flatnonzero((ends > len(before)) & (begins < len(after)))
             special = [n for n, token in enumerate(row["token"][inside]) if int(token) in self.parsed]
             row["loss"][inside[: special[-1] + 1] if special else inside] = True
             if special and (end := int(row["token"][inside[special[-1]]])) not in self.ends:
                 self.ends.add(end)
-                self.warnings.append(
-                    f"answers end with {self.inner.id_to_token(end)}, at which samples do not stop: "
-                    "name it as eos_token in the tokenizer's tokenizer_config.json"
-                )
+                found = f"answers end with {self.inner.id_to_token(end)}, at which samples do not stop"
+                self.warnings.append(f"{found}: name it as eos_token in tokenizer_config.json")
         if not row["loss"].any():
             return row[:0]
         words = "the chat template has the separator within dialogues: --document_mask would cut them"
@@ -118,7 +109,3 @@ class Dialogues:
         if row["token"][0] == self.tokenizer.eot:
             return row
         return np.concatenate([np.array([(self.tokenizer.eot, False)], self.row), row])
-
-
-def _short(value):
-    return repr(value) if len(repr(value)) < 100 else repr(value)[:97] + "..."

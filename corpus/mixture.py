@@ -1,4 +1,4 @@
-"""A mixture of folders of shards, data/a:0.7,data/b:0.3: its weights, and which folder each row of a run comes from."""
+"""A mixture of folders of shards, data/a:0.7,data/b:0.3: its weights, and the folder of each row of a run."""
 
 import math
 import os
@@ -10,7 +10,7 @@ FINEST = 10_000  # weights are rounded to multiples of 1 / FINEST
 
 
 def folders(data_dir):
-    """[(folder, share)] that `data_dir` names, the shares as integers without a common divisor. Raises UserError.
+    """[(folder, share)] that `data_dir` names, the shares as integers without a common divisor.
 
     A colon before a number begins a weight; without any weight the whole text is one folder.
     """
@@ -19,9 +19,8 @@ def folders(data_dir):
     if not any(found) and (len(parts) == 1 or os.path.isdir(data_dir)):
         return [(data_dir, 1)]
     if bare := [part for part, match in zip(parts, found) if not match]:
-        raise UserError(
-            f"data_dir={data_dir}: {bare[0]!r} has no weight; write a mixture as data/a:0.7,data/b:0.3"
-        )
+        form = "write a mixture as data/a:0.7,data/b:0.3"
+        raise UserError(f"data_dir={data_dir}: {bare[0]!r} has no weight; {form}")
     names = [match[1] for match in found]
     weights = [_weight(data_dir, match[2]) for match in found]
     if len({os.path.realpath(name) for name in names}) < len(names):
@@ -46,9 +45,9 @@ def _weight(data_dir, text):
 def schedule(shares):
     """(folder, number of its rows before) for each of the first sum(shares) rows; then the order repeats.
 
-    Among the first n rows a folder has its share of n, rounded up or down: its row j may come from row floor(j / share)
-    on and must come before row ceil((j + 1) / share), and the most urgent one comes first, which keeps all deadlines
-    (Liu and Layland, https://doi.org/10.1145/321738.321743).
+    Among the first n rows a folder has its share of n, rounded up or down: its row j may come from row
+    floor(j / share) on and must come before row ceil((j + 1) / share), and the most urgent one comes first,
+    which keeps all deadlines (Liu and Layland, https://doi.org/10.1145/321738.321743).
     """
     period, counts, order = sum(shares), [0] * len(shares), []
     for row in range(period):

@@ -2,14 +2,13 @@
 
     python fineweb.py --pack=131072
 
-The shards still hold every document once and in one piece. Only the order changes, and no padding is added: a document
-that crosses the end of a group of `size` tokens continues in the next group, so that the token after a group is the
-right target. Other block sizes can be trained on too, but cut more documents. A document longer than `size` fills whole
-groups, and others complete the group that its rest begins. The last group holds what is left over.
-Best fit as in https://arxiv.org/abs/2404.10830, but within a bounded buffer and without padding.
+The shards still hold every document once and in one piece. Only the order changes, and no padding is added: a
+document that crosses the end of a group of `size` tokens continues in the next group, so that the token after
+a group is the right target. Other block sizes can be trained on too, but cut more documents. A document
+longer than `size` fills whole groups, and others complete the group that its rest begins. The last group
+holds what is left over. Best fit as in https://arxiv.org/abs/2404.10830, but within a bounded buffer and
+without padding.
 """
-
-import numpy as np
 
 from configurator import UserError
 
@@ -20,30 +19,22 @@ SPARE = 32  # documents of average length that fit the end of a group, which is 
 class Packer:
     """Iterates over `rows`, pairs of a document's number (ascending) and its tokens, in packed order.
 
-    A group begins with the document that has waited longest and takes others in order while it has room for more than
-    SPARE documents. Then it takes the oldest documents that fill the rest exactly. If none do, it takes those that
-    leave the least room, and the longest of the others is cut. The choice depends only on the room and the waiting
-    documents, so that a run can resume from a `position`: pass its `done` and `order`, and `rows` from its `first` on.
+    A group begins with the document that has waited longest and takes others in order while it has room for
+    more than SPARE documents. Then it takes the oldest documents that fill the rest exactly. If none do, it
+    takes those that leave the least room, and the longest of the others is cut. The choice depends only on
+    the room and the waiting documents, so that a run can resume from a `position`: pass its `done` and
+    `order`, and `rows` from its `first` on.
     """
 
     def __init__(self, rows, size, done=0, order=()):
         self.rows, self.size, self.room, self.done = rows, size, size, done  # room: tokens left in the group
-        self.cut, self.written = (
-            next(iter(order), None),
-            set(order[1:]),
-        )  # the document to continue; documents that are written
-        self.waiting, self.total, self.read = (
-            {},
-            0,
-            0,
-        )  # {number: tokens} in order; sum of tokens; next number
+        self.cut, self.written = next(iter(order), None), set(order[1:])  # the one to continue; written ones
+        self.waiting, self.total, self.read = {}, 0, 0  # {number: tokens} in order; their sum; next number
 
     def __iter__(self):
         while self.cut is not None and self.cut not in self.waiting:
             if not self._read():
-                raise UserError(
-                    f"document {self.cut + 1}, which a shard ends in, is not there: the source changed"
-                )
+                raise UserError(f"document {self.cut + 1}, which a shard cuts, is gone: the source changed")
         if self.cut is not None:
             yield self._take(self.cut, self.done)
         while True:
@@ -88,8 +79,9 @@ class Packer:
     def _fill(self):
         """(numbers of the documents that fill the room best, tokens of room that they leave).
 
-        Subset sums as a bit set: bit n of `sums` is set if some documents have n tokens together. 30 documents have a
-        billion subsets, so that few are needed: 0.1 s for 40M tokens of books in groups of 131,072 (2 CPU cores).
+        Subset sums as a bit set: bit n of `sums` is set if some documents have n tokens together. 30
+        documents have a billion subsets, so that few are needed: 0.1 s for 40M tokens of books in groups of
+        131,072 (2 CPU cores).
         """
         fitting = ((number, len(row)) for number, row in self.waiting.items() if len(row) <= self.room)
         steps, sums, within = [], 1, (2 << self.room) - 1
@@ -107,22 +99,12 @@ class Packer:
         return chosen, self.room - full
 
     def position(self, number, done):
-        """(first, done, order) to resume from after document `number`, which is cut after `done` tokens (0: whole).
+        """(first, done, order) to resume from after document `number`, cut after `done` tokens (0: whole).
 
-        first: documents before it are not needed again. order: the cut document or None, then the written ones after
-        `first`.
+        first: documents before it are not needed again. order: the cut document or None, then the written
+        ones after `first`.
         """
         first = min(next(iter(self.waiting), self.read), number if done else self.read)
         self.written = {n for n in self.written if n > first}
         order = [number, *sorted(self.written - {number})] if done else [None, *sorted(self.written)]
         return first, done, order
-
-
-def shares_cut(begins, n, size):
-    """{"packed": share of documents that rows of `size` tokens cut, "by_chance": the share expected without packing}.
-
-    begins: positions, from 0 on, at which documents begin among n tokens.
-    """
-    lengths = np.diff(begins, append=n)
-    cut = begins // size != (begins + lengths - 1) // size
-    return {"packed": float(cut.mean()), "by_chance": float(np.minimum(1, (lengths - 1) / size).mean())}

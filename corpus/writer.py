@@ -1,7 +1,8 @@
 """Writes shards of tokens for fineweb.py; a killed run continues where it was and ends with the same bytes.
 
-A folder holds the shards, progress.json while the run lasts, and manifest.json with checksums and token_bytes.npy once
-everything is written. Each file is written atomically, and progress.json is updated after each shard.
+A folder holds the shards, progress.json while the run lasts, and manifest.json with checksums and
+token_bytes.npy once everything is written. Each file is written atomically, and progress.json is updated
+after each shard.
 """
 
 import contextlib
@@ -16,60 +17,30 @@ import numpy as np
 from tqdm import tqdm
 
 from configurator import UserError
-from corpus import packing
-from corpus.loader import (
-    FORMATS,
-    HEADER_BYTES,
-    SHARD,
-    Ahead,
-    DataError,
-    begins,
-    mask_path,
-    open_shard,
-    read_manifest,
-    split_of,
-)
+from corpus import DataError, brief, packing
+from corpus.loader import FORMATS, HEADER_BYTES, SHARD, ahead, mask_path, open_shard, split_of
 from run import files
 
-WRITTEN = SHARD | {
-    "tokens": files.count,
-    "documents": files.count,
-    "text_bytes": files.count,
-    "bytes": files.count,
-}
-WRITTEN |= {"targets?": files.count}
-# What a record has besides the settings, in words; and what follows from a setting, or from its files.
-DERIVED = dict.fromkeys(("files", "files_sha256"), "other files")
-DERIVED |= dict.fromkeys(("vocab_size", "eot"), "another vocabulary")
-DERIVED |= {"chat_sha256": "another chat template or special tokens"}
-FOLLOW = {"tokenizer": ("vocab_size", "eot", "chat_sha256", "val_tokens"), "text_key": ("chat_sha256",)}
-FOLLOW |= {"shuffle_seed": ("streaming",)} | dict.fromkeys(("shard_tokens", "files_sha256"), ("val_tokens",))
+WRITTEN = SHARD | dict.fromkeys(("tokens", "documents", "text_bytes", "bytes", "targets?"), files.count)
 RECORD = {"settings": {}, "shards": [WRITTEN]}
-RECORDS = {
-    "manifest.json": RECORD,
-    "progress.json": RECORD | {"next": [files.count], "order?": [(files.count, None)]},
-}
+NEXT = {"next": [files.count], "order?": [(files.count, None)]}
+RECORDS = {"progress.json": RECORD | NEXT, "manifest.json": RECORD}
 
 
 @contextlib.contextmanager
 def claim(out):
-    """Makes the folder `out` and locks it against other writers; the lock ends with the process, so none is stale."""
+    """Makes the folder `out` and locks it against other writers; the lock ends with the process."""
     try:
         out.mkdir(parents=True, exist_ok=True)
-        probe = out / "probe.tmp"
-        probe.touch()
-        probe.unlink()
         lock = os.open(out, os.O_RDONLY)
     except OSError as error:
         raise UserError(f"out_dir={out} cannot be written: {error.strerror}") from None
     try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                f"out_dir={out}: another fineweb.py is writing there; wait for it, or stop it"
-            ) from None
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
+    except BlockingIOError:
+        busy = "another fineweb.py is writing there; wait for it, or stop it"
+        raise UserError(f"out_dir={out}: {busy}") from None
     finally:
         os.close(lock)
 
@@ -77,8 +48,8 @@ def claim(out):
 def write_shards(batches, encode, progress, tokenizer, short):
     """Writes the missing shards, named after `short`.
 
-    batches: yields (documents from progress.document on, share of the source's bytes that they end at or None).
-    encode: yields a row of tokens for each document of a list: text_rows, or Dialogues.rows, which says what has loss.
+    batches: yields (documents from progress.document on, share of the source that they end at or None).
+    encode: yields a row of tokens for each document of a list: text_rows, or Dialogues.rows with its loss.
     """
     writer, pack = ShardWriter(progress, tokenizer, short), progress.settings.get("pack")
     begun, least = progress.total("tokens"), progress.settings.get("min_document_tokens", 1)
@@ -88,22 +59,26 @@ def write_shards(batches, encode, progress, tokenizer, short):
         total = min(begun + tokens / share if share else math.inf, writer.max_tokens + writer.val_tokens)
         bar.total = int(total) if total < math.inf else None
 
-    with bar, contextlib.closing(Ahead(batches, 4)) as batches:
+    position = in_order
+    with bar, contextlib.closing(ahead(batches, 4)) as batches:
         rows = tokenized(batches, encode, progress.document, least, expect)
         if writer.val:  # validation documents keep their order, with pack too
-            writer.take_all(rows, bar)
+            writer.take(rows, bar, position)
         if pack:
             rows = packing.Packer(rows, pack, progress.tokens, progress.order)
-            writer.position = rows.position
-        writer.take_all(rows, bar)
-    writer.close(0)
+            position = rows.position
+        writer.take(rows, bar, position)
+    writer.close(position(writer.number, 0))
     if not progress.total("tokens", "train"):
-        found = progress.total("documents")
+        found = f"{progress.total('documents')} documents hold no more than val_tokens={writer.val_tokens}"
         progress.discard()
-        raise DataError(
-            f"{found} documents hold no more than val_tokens={writer.val_tokens}, so nothing is left to train on: "
-            "lower --val_tokens (0 for none), or give more documents (a text file is one; `split -C 100k FILE` cuts it)"
-        )
+        more = "lower --val_tokens (0 for none), or give more documents (a text file is one)"
+        raise DataError(f"{found}, so nothing is left to train on: {more}")
+
+
+def in_order(number, done):
+    """(document, token, order) to resume from after document `number`, cut after `done` tokens (0: whole)."""
+    return (number, done, []) if done else (number + 1, 0, [])
 
 
 def tokenized(batches, encode, number, least, expect):
@@ -139,13 +114,10 @@ class ShardWriter:
 
     def __init__(self, progress, tokenizer, short):
         self.progress, self.tokenizer, self.short = progress, tokenizer, short
-        self.shard_tokens, self.val_tokens = (
-            progress.settings["shard_tokens"],
-            progress.settings["val_tokens"],
-        )
-        self.shard_tokens -= self.shard_tokens % progress.settings.get("pack", 1)
+        given = progress.settings
+        self.val_tokens, self.max_tokens = given["val_tokens"], given["max_tokens"] or math.inf
+        self.shard_tokens = given["shard_tokens"] - given["shard_tokens"] % given.get("pack", 1)
         self.number = progress.document - 1  # of the last document that was taken
-        self.max_tokens = progress.settings["max_tokens"] or math.inf
         self._open()
 
     def _open(self):
@@ -154,30 +126,23 @@ class ShardWriter:
         left = self.max_tokens - self.progress.total("tokens", "train")
         self.room, self.complete = min(self.shard_tokens, left), left <= 0 and not self.val
 
-    def position(self, number, done):
-        """Where a resumed run goes on after document `number`, cut after `done` tokens or whole (0); see Progress."""
-        return (number, done, []) if done else (number + 1, 0, [])
-
-    def take_all(self, rows, bar):
-        """Takes documents until validation is full or there is nothing left to take; a cut one from its rest on."""
+    def take(self, rows, bar, position):
+        """Takes documents until validation is full or nothing is left to take; a cut one from its rest on."""
         val, done = self.val, self.progress.tokens
-        if self.complete:
-            return
-        for number, row in rows:
+        for number, row in () if self.complete else rows:
             self.number = number
             if done > len(row):
-                raise DataError(
-                    f"document {number + 1} has {len(row)} tokens, {done} are written: the source changed"
-                )
+                found = f"document {number + 1} has {len(row)} tokens, {done} are written"
+                raise DataError(f"{found}: the source changed")
             bar.update(len(row) - done)
             while done < len(row) and not self.complete:
-                done = self.take(row, done)
+                done = self._add(row, done, position)
             done = 0
             if self.complete or self.val != val:
                 return
 
-    def take(self, row, done):
-        """Takes as much of row[done:] as fits the shard (validation: all of it) and returns the new `done`."""
+    def _add(self, row, done, position):
+        """Adds as much of row[done:] as fits the shard (validation: all of it) and returns the new `done`."""
         end = len(row) if self.val else min(len(row), done + self.room - self.count)
         part = row[done:end]
         if part.dtype.names:  # (token, loss)
@@ -186,11 +151,11 @@ class ShardWriter:
         self.buffer += part.tobytes()
         self.count += end - done
         if self.count >= (self.val_tokens if self.val else self.room):
-            self.close(end if end < len(row) else 0)
+            self.close(position(self.number, end if end < len(row) else 0))
         return end
 
-    def close(self, done):
-        """Writes the buffer as a shard; `done`: tokens of the last document up to here, 0 if it is whole."""
+    def close(self, position):
+        """Writes the buffer, if it holds anything, as a shard after which a run goes on at `position`."""
         if self.count:
             index = len(self.progress.shards) + (self.val_tokens == 0)  # 0 is validation
             name = f"{self.short}_{'val' if self.val else 'train'}_{index:06d}.bin"
@@ -202,91 +167,60 @@ class ShardWriter:
                 write(mask_path(self.progress.out / name), bits.tobytes())
             write(self.progress.out / name, self.buffer)
             tokens = np.frombuffer(self.buffer, self.tokenizer.dtype, offset=HEADER_BYTES)
-            self.progress.add(name, tokens, self.tokenizer, self.position(self.number, done))
+            self.progress.add(name, tokens, self.tokenizer, position)
         self._open()
 
 
-def differences(old, new):
-    """How two records of settings differ, in words, without what follows from other differences."""
-    # both are recorded only where they are True, shards as the absence of the settings for texts
-    old, new = ({"skip_bad_documents": False, "shards": "text_key" not in each} | each for each in (old, new))
-    wrong = [k for k in old | new if old.get(k) != new.get(k)]
-    wrong = next(
-        ([k] for k in ("dataset", "shards") if k in wrong), wrong
-    )  # all others may follow from these
-    follow = [each for k in wrong for each in FOLLOW.get(k, ())]
-    words = [DERIVED.get(k) or f"{k}={old.get(k)}, not {new.get(k)}" for k in wrong if k not in follow]
-    return "; ".join(dict.fromkeys(words))
-
-
 class Progress:
-    """The record of a run in its folder: progress.json while it lasts, manifest.json once everything is written.
+    """The record of a run in its folder: progress.json while it lasts, then manifest.json.
 
-    document, tokens: the next shard begins in that document of the source, after that many of its tokens. With packed
-    data `document` is the first one that is not completely written, and `order` holds the document that is cut (None if
-    none is) and those after `document` that are written.
+    document, tokens: the next shard begins in that document of the source, after that many of its tokens.
+    With packed data `document` is the first one that is not completely written, and `order` holds the
+    document that is cut (None if none is) and those after `document` that are written.
     """
 
     def __init__(self, out, settings):
-        self.out, self.settings, self.shards, self.document, self.tokens, self.order = (
-            out,
-            settings,
-            [],
-            0,
-            0,
-            [],
-        )
-        saved = self.saved()
+        self.out, self.settings, self.shards = out, settings, []
+        self.document, self.tokens, self.order = 0, 0, []
+        saved = self._saved()
         self.finished = (out / "manifest.json").exists()
         for leftover in [*out.glob("*.tmp"), *([out / "progress.json"] if self.finished else [])]:
             leftover.unlink(missing_ok=True)
         old = saved["settings"] if saved else None
         if not saved or (old != settings and not saved["shards"]):
             if stray := sorted([*out.glob("*.bin"), *out.glob("*.mask")]):
-                raise UserError(
-                    f"out_dir={out} holds {stray[0].name} but no record of how it was made; use another one"
-                )
-            self.save()
+                raise UserError(f"out_dir={out} holds {stray[0].name} and no record of it; use another")
+            self._save()
             return
-        if wrong := differences(old, settings):
-            raise UserError(
-                f"out_dir={out} was begun with {wrong}; use another --out_dir, or remove the folder"
-            )
+        for key in settings | old:
+            was, now = old.get(key) or None, settings.get(key) or None
+            if was != now:
+                was = f"another {key}" if "sha" in key else f"{key}={was}, not {now}"
+                raise UserError(f"out_dir={out} was begun with {was}; use another --out_dir, or remove it")
         self.shards, (self.document, self.tokens) = saved["shards"], saved.get("next", (0, 0))
         self.order = saved.get("order", [])
         for path, size in ((out / shard["name"], shard["bytes"]) for shard in self.shards):
-            if not path.is_file() or path.is_symlink():
-                what = (
-                    "is a link and not what was written"
-                    if path.is_symlink()
-                    else "was written and is missing"
-                )
-                raise DataError(f"{path} {what}; restore it, or remove the folder")
-            if path.stat().st_size != size:
-                found = path.stat().st_size
-                raise DataError(
-                    f"{path} has {found} bytes, {size} were written; restore it, or remove the folder"
-                )
+            found = "is a link" if path.is_symlink() else "is missing" if not path.is_file() else None
+            found = found or (path.stat().st_size != size and f"has {path.stat().st_size} bytes")
+            if found:
+                raise DataError(f"{path} {found}, {size} bytes were written; restore it, or remove {out}")
 
-    def saved(self):
+    def _saved(self):
         """The record in the folder, None if it has none. Raises DataError for a damaged one."""
         for path in (self.out / "progress.json", self.out / "manifest.json"):
             if path.exists():
                 try:
                     found = files.read_json(path, DataError, RECORDS[path.name])
+                    names = [shard["name"] for shard in found["shards"]]
+                    if len(set(names)) < len(names) or len(found.get("next", "ab")) != 2:
+                        raise DataError(f"{path} is damaged: its shards or its next position")
                 except DataError as error:
                     raise DataError(f"{error}; remove the folder {self.out}") from None
-                names = [shard["name"] for shard in found["shards"]]
-                if len(set(names)) < len(names) or len(found.get("next", "ab")) != 2:
-                    raise DataError(
-                        f"{path} is damaged: shards or its next position; remove the folder {self.out}"
-                    )
                 return found
         return None
 
     def add(self, name, tokens, tokenizer, position):
         """Records a written shard and the position (document, tokens, order) after it."""
-        sizes = tokenizer.token_bytes()
         parts = np.array_split(tokens, (len(tokens) >> 24) + 1)  # bincount copies its argument to int64
         counts = sum(np.bincount(part, minlength=tokenizer.vocab_size) for part in parts)
         size, sha256 = files.digest(self.out / name)
@@ -295,15 +229,15 @@ class Progress:
             "tokens": len(tokens),
             "documents": int(counts[tokenizer.eot]),
         }  # that begin in it
-        shard |= {"text_bytes": int(counts @ sizes), "bytes": size, "sha256": sha256}
+        shard |= {"text_bytes": int(counts @ tokenizer.token_bytes()), "bytes": size, "sha256": sha256}
         if (mask := mask_path(self.out / name)).exists():
             bits = np.fromfile(mask, np.uint8)
             shard |= {"targets": int(np.bitwise_count(bits).sum()), "mask_sha256": files.digest(mask)[1]}
         self.shards.append(shard)
         self.document, self.tokens, self.order = position
-        self.save()
+        self._save()
 
-    def save(self):
+    def _save(self):
         state = {"settings": self.settings, "shards": self.shards, "next": (self.document, self.tokens)}
         state |= {"order": self.order} if "pack" in self.settings else {}
         write(self.out / "progress.json", json.dumps(state, indent=1).encode())
@@ -313,18 +247,13 @@ class Progress:
         return sum(shard[key] for shard in self.shards if split in (None, split_of(shard["name"])))
 
     def summary(self):
-        """Lines for the console: shards and tokens by split, and how many documents rows cut, with and without pack."""
+        """Lines for the console: shards and tokens by split."""
         lines = []
         for split in ("train", "val"):
             n = sum(split_of(shard["name"]) == split for shard in self.shards)
             lines.append(f"{split:5}  {n} shards, {self.total('tokens', split):,} tokens")
             if n and "targets" in self.shards[0]:
                 lines[-1] += f", {self.total('targets', split):,} of them with loss"
-        if pack := self.settings.get("pack"):
-            form = {"documents_cut": {"packed": files.number, "by_chance": files.number}}
-            cut = read_manifest(self.out, form)["documents_cut"]
-            shares = f"{cut['packed']:.2%} of documents; in the order of the source {cut['by_chance']:.2%}"
-            lines.append(f"pack   rows of {pack:,} tokens cut {shares}")
         return lines
 
     def discard(self):
@@ -338,24 +267,10 @@ class Progress:
         np.save(sizes := io.BytesIO(), tokenizer.token_bytes())
         write(path := self.out / "token_bytes.npy", sizes.getvalue())
         manifest = {"tokenizer": tokenizer.name, "vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot}
-        manifest |= {
-            "dtype": tokenizer.dtype.name,
-            "source": self.settings["dataset"],
-            "settings": self.settings,
-        }
-        manifest |= {key: self.total(key) for key in ("documents", "tokens", "text_bytes")} | {
-            "shards": self.shards
-        }
-        manifest["token_bytes_sha256"] = files.digest(path)[1]
-        if pack := self.settings.get("pack"):
-            shards = [
-                open_shard(self.out / shard["name"])
-                for shard in self.shards
-                if split_of(shard["name"]) == "train"
-            ]
-            manifest["documents_cut"] = packing.shares_cut(
-                begins(shards, tokenizer.eot), sum(map(len, shards)), pack
-            )
+        manifest |= {"dtype": tokenizer.dtype.name, "source": self.settings["dataset"]}
+        manifest |= {key: self.total(key) for key in ("documents", "tokens", "text_bytes")}
+        manifest |= {"settings": self.settings, "shards": self.shards}
+        manifest |= {"token_bytes_sha256": files.digest(path)[1]}
         write(self.out / "manifest.json", (json.dumps(manifest, indent=1) + "\n").encode())
         (self.out / "progress.json").unlink()
 
@@ -365,11 +280,9 @@ def write(path, data):
     try:
         files.write_atomic(path, data)
     except OSError as error:
-        free = shutil.disk_usage(path.parent).free
-        raise DataError(
-            f"{path}: {error.strerror}: it needs {len(data):,} bytes, {free:,} are free; finished shards are kept, "
-            "make room and run the same command again"
-        ) from None
+        room = f"it needs {len(data):,} bytes, {shutil.disk_usage(path.parent).free:,} are free"
+        kept = "finished shards are kept, make room and run the same command again"
+        raise DataError(f"{path}: {error.strerror}: {room}; {kept}") from None
 
 
 def fetch_shards(name, revision, max_shards, progress, tokenizer):
@@ -378,29 +291,22 @@ def fetch_shards(name, revision, max_shards, progress, tokenizer):
 
     hub = dict(repo_type="dataset", revision=revision)
     try:
-        listed = [file for file in huggingface_hub.HfApi().list_repo_files(name, **hub) if "/" not in file]
-        val, training = (
-            sorted(file for file in listed if split_of(file) == split) for split in ("val", "train")
-        )
+        listed = sorted(huggingface_hub.HfApi().list_repo_files(name, **hub))
+        val, training = ([f for f in listed if "/" not in f and split_of(f) == s] for s in ("val", "train"))
         if not training:
-            raise DataError(
-                f"dataset={name} holds no *_train_000001.bin or .npy; for a dataset of texts, without --shards"
-            )
+            none = "holds no *_train_000001.bin or .npy; for a dataset of texts, without --shards"
+            raise DataError(f"dataset={name} {none}")
         names = val + training[:max_shards]
         for file in tqdm(names[len(progress.shards) :], desc=name, unit=" shards", disable=None):
             files.patiently(huggingface_hub.hf_hub_download, name, file, local_dir=progress.out, **hub)
             tokens = open_shard(progress.out / file)
             if tokens.dtype != tokenizer.dtype or tokens.max() >= tokenizer.vocab_size:
-                raise DataError(
-                    f"{progress.out / file} holds {tokens.dtype} tokens up to {tokens.max()}, {tokenizer.name} has "
-                    f"{tokenizer.dtype} ids below {tokenizer.vocab_size}; name their --tokenizer, or remove the file "
-                    "and run the same command again"
-                )
+                found = f"{progress.out / file} holds {tokens.dtype} tokens up to {tokens.max()}"
+                ids = f"{tokenizer.name} has {tokenizer.dtype} ids below {tokenizer.vocab_size}"
+                raise DataError(f"{found}, {ids}; name their --tokenizer, remove the file and run it again")
             progress.add(file, tokens, tokenizer, (0, 0, []))
     except UserError:
         raise
     except Exception as error:  # the hub's own, httpx's, the disk's
-        what = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise DataError(
-            f"dataset={name} cannot be fetched: {what}; run the same command again to continue"
-        ) from None
+        what = f"cannot be fetched: {brief(error)}"
+        raise DataError(f"dataset={name} {what}; run the same command again") from None

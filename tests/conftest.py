@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sysconfig
+import tempfile
 import time
 from pathlib import Path
 
@@ -28,6 +29,11 @@ os.environ.setdefault(
 interpreter.hasten()
 
 ROOT = Path(__file__).parent.parent
+if (ROOT.parent / "shared/tiktoken").is_dir():
+    os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(ROOT.parent / "shared/tiktoken"))
+# where tiktoken keeps GPT-2's vocabulary: a file named after the SHA-1 of its address
+CACHE = os.environ.get("TIKTOKEN_CACHE_DIR") or Path(tempfile.gettempdir(), "data-gym-cache")
+GPT2 = Path(CACHE, "6d1cbeee0f20b3d9449abfede4726ed8212e3aee")  # vocab.bpe
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses by marks
@@ -36,6 +42,10 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if item.get_closest_marker("gpt2") and not GPT2.is_file():
+            item.add_marker(
+                pytest.mark.skip(reason="tiktoken's cache has no GPT-2; go online and load it once")
+            )
         if "products" in item.fixturenames:
             item.add_marker("device")
         item.user_properties += [("fault", row) for mark in item.iter_markers("fault") for row in mark.args]

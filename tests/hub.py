@@ -1,9 +1,11 @@
-"""A server on this machine that speaks as much of the Hugging Face hub's protocol as downloads need, with faults.
+"""A server on this machine that speaks the Hugging Face hub's protocol as far as downloads need, with faults.
 
     with Hub(folder) as hub:  # folder/datasets/NAME/file, folder/models/NAME/file; NAME is owner/repository
-        hub.faults["train_000001.bin"] = ["drop", 429, 503, "short"]  # of the next GETs of a path that ends so
+        hub.faults["train_000001.bin"] = ["drop", 429, 503, "short"]  # of the next GETs of a path that ends
+        so
 
-drop: the connection ends in the middle of the body. short: a whole reply of half the file. 429 has Retry-After: 0.
+drop: the connection ends in the middle of the body. short: a whole reply of half the file. 429 has
+Retry-After: 0.
 """
 
 import hashlib
@@ -48,9 +50,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             return self.reply(fault, b"busy", {"Retry-After": "0"} if fault == 429 else {})
         if file := re.fullmatch(r"(?:/(datasets))?/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
             return self.file(hub.folder / (file[1] or "models") / file[2] / file[4], fault)
-        if call := re.fullmatch(
-            r"/api/(datasets|models)/([^/]+/[^/]+)(?:/(revision|tree|paths-info)/([^/]+).*)?", path
-        ):
+        api = r"/api/(datasets|models)/([^/]+/[^/]+)(?:/(revision|tree|paths-info)/([^/]+).*)?"
+        if call := re.fullmatch(api, path):
             return self.api(hub.folder / call[1] / call[2], call[2], call[3], fault)
         return self.reply(404, b"{}", {"X-Error-Code": "EntryNotFound"})
 
@@ -66,14 +67,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if call in ("tree", "paths-info"):
             found = [dict(type="file", path=p, size=f.stat().st_size, oid=etag(f)) for p, f in files.items()]
         else:
-            found = dict(
-                id=name,
-                sha=SHA,
-                private=False,
-                gated=False,
-                tags=[],
-                siblings=[{"rfilename": p} for p in files],
-            )
+            siblings = [{"rfilename": path} for path in files]
+            found = dict(id=name, sha=SHA, private=False, gated=False, tags=[], siblings=siblings)
         return self.reply(200, json.dumps(found).encode(), {"Content-Type": "application/json"}, fault)
 
     def file(self, path, fault):

@@ -1,10 +1,10 @@
-"""Compiles every Triton kernel that a training step launches, for GPUs that need not be there; prints what each takes.
+"""Compiles every Triton kernel that a training step launches, for GPUs that need not be there.
 
-    python tests/targets.py 80 90    # lines: kernel, compute capability, shared memory, warps, registers, stack
+    python tests/targets.py 80 90    # lines: kernel, capability, shared memory, warps, registers, stack
 
-One block of a model takes a step on the CPU. Launches compile and do not run, so that the numbers mean nothing; the
-GEMMs, which are cuBLASLt's, are PyTorch's, and those of the loss on Hopper are left out. Only the kernels' types and
-compile-time constants count, and these follow from the widths of the real models.
+A GPU is given by its compute capability. One block takes a step on the
+CPU, in which launches compile and do not run, so that the numbers mean nothing. GEMMs are PyTorch's, and
+those of the loss on Hopper are left out.
 """
 
 import re
@@ -139,12 +139,5 @@ if __name__ == "__main__":
     for capability in map(int, sys.argv[1:]):
         for (name, _), kernel in compiled(capability).items():
             registers, stack = resources(kernel)
-            print(
-                name,
-                capability,
-                kernel.metadata.shared,
-                kernel.metadata.num_warps,
-                registers,
-                stack,
-                flush=True,
-            )
+            meta = kernel.metadata
+            print(name, capability, meta.shared, meta.num_warps, registers, stack, flush=True)

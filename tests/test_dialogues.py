@@ -44,7 +44,7 @@ LLAMA3 = (  # the form of Llama 3's
 
 
 def questions():
-    """Dialogues of one to three turns about the functions of Python's own modules, with their docstrings as answers."""
+    """Dialogues of one to three turns about functions of Python's modules; docstrings are answers."""
     found, turns = [], []
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("[a-d]*.py")):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
@@ -95,10 +95,9 @@ def rows_of(folder, *documents):
 def read_mask(folder, split):
     """(tokens, whether each carries loss) of a split."""
     tokens = np.concatenate(shard_tokens(folder, split))
-    masks = [
-        np.unpackbits(np.fromfile(mask_path(path), np.uint8), bitorder="little")[: len(shard)]
-        for path, shard in zip(sorted(folder.glob(f"*_{split}_*.bin")), shard_tokens(folder, split))
-    ]
+    paths, masks = sorted(folder.glob(f"*_{split}_*.mask")), []
+    for path, shard in zip(paths, shard_tokens(folder, split), strict=True):
+        masks.append(np.unpackbits(np.fromfile(path, np.uint8), bitorder="little")[: len(shard)])
     return tokens, np.concatenate(masks).astype(bool)
 
 
@@ -117,30 +116,22 @@ def test_a_template_that_begins_with_the_separator_gets_no_second_one(tmp_path):
     marks = dict(bos_token={"content": special[0]}, eos_token="<|eot|>")
     folder = save_tokenizer(tmp_path / "llama", [{"name": "default", "template": LLAMA3}], special, **marks)
     tok = tokenizer.load(str(folder))
-    (row,) = rows_of(
-        folder, [{"role": "user", "content": "a"}, {"role": "assistant", "content": " yes ", "x": None}]
-    )
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": " yes ", "x": None}]
+    (row,) = rows_of(folder, talk)
     assert tok.decode(row["token"]) == (
         "<|begin_of_text|><|start|>user<|end|>\n\na<|eot|><|start|>assistant<|end|>\n\nyes<|eot|>"
     )
     assert tok.decode(row["token"][row["loss"]]) == "yes<|eot|>"
-    (folder / "chat_template.jinja").write_text(
-        "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
-    )
-    (row,) = rows_of(
-        folder, ("a?", "yes")
-    )  # the file has precedence; a pair is a user's message and the answer
-    assert (
-        tok.decode(row["token"]) == "<|begin_of_text|>a?yes"
-        and tok.decode(row["token"][row["loss"]]) == "yes"
-    )
+    template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)  # it has precedence
+    (row,) = rows_of(folder, ("a?", "yes"))  # a pair is a user's message and the answer
+    assert tok.decode(row["token"]) == "<|begin_of_text|>a?yes"
+    assert tok.decode(row["token"][row["loss"]]) == "yes"
 
 
 def test_prompt_and_completion_without_a_template(tmp_path):
-    (tmp_path / "p.jsonl").write_text(
-        "".join(json.dumps({"q": f"{i}+{i}=", "a": str(2 * i)}) + "\n" for i in range(50))
-        + '{"q": "x", "a": ""}\n'
-    )
+    pairs = [*((f"{i}+{i}=", str(2 * i)) for i in range(50)), ("x", "")]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"q": q, "a": a}) + "\n" for q, a in pairs))
     prepare(tmp_path / "d", tmp_path / "p.jsonl", text_key="q,a", tokenizer="bytes", val_tokens=0)
     tokens, loss = read_mask(tmp_path / "d", "train")
     expected = [(256, True)] + [(ord(c), False) for c in "7+7="] + [(ord(c), True) for c in "14"]
@@ -152,6 +143,7 @@ def test_prompt_and_completion_without_a_template(tmp_path):
     assert row["loss"].tolist() == [False, False, True, True] and row["token"][[0, 3]].tolist() == [0, 1]
 
 
+@pytest.mark.gpt2
 def test_a_folder_with_the_name_of_a_tokenizer_is_not_read(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "gpt2").mkdir()
@@ -174,10 +166,8 @@ def test_shards_and_loader_hold_every_dialogue_for_any_rank(data, chatml):
     T, n = 100, len(tokens)
     targets = np.where(loss, tokens.astype(int), -100)
     for world, B in [(1, 4), (2, 2)]:
-        loaders = [
-            TokenLoader(folder, "train", B, T, r, world, vocab_size=400, batch_tokens=8 * T)
-            for r in range(world)
-        ]
+        common = dict(vocab_size=400, batch_tokens=8 * T)
+        loaders = [TokenLoader(folder, "train", B, T, rank, world, **common) for rank in range(world)]
         for k in range(2 * n // (4 * T)):  # two epochs, so that rows wrap around
             x, y, counts = zip(*[loader.next() for loader in loaders])
             at = (np.arange(4 * k, 4 * k + 4)[:, None] % -(-n // T) * T + np.arange(T)) % n
@@ -250,9 +240,7 @@ def test_a_step_without_answers_has_a_loss_of_zero(data, tmp_path):
     log = train_here(folder, tmp_path / "run", **settings)
     first = next(line for line in log if line["kind"] == "train")
     assert first["loss"] == first["norm"] == 0.0 and 3 < losses(log)[4] < 8
-    with pytest.raises(
-        DataError, match="no token of the first eval_tokens=1024 has loss; raise --eval_tokens"
-    ):
+    with pytest.raises(DataError, match="eval_tokens=1024 holds no row of block_size=32 with loss"):
         train_here(folder, tmp_path / "val", **settings | dict(eval_interval=4))
 
 
@@ -262,41 +250,35 @@ def test_damaged_masks(data, tmp_path):
     mask = folder / "chats_train_000001.mask"
     good = mask.read_bytes()
     mask.write_bytes(bytes([good[0] ^ 4]) + good[1:])
-    with pytest.raises(DataError, match="chats_train_000001.mask is damaged: SHA-256"):
+    with pytest.raises(DataError, match="chats_train_000001.mask is damaged: found SHA-256"):
         verify(folder)
     mask.write_bytes(good[:-1])
-    with pytest.raises(
-        DataError, match="chats_train_000001.mask has 375 bytes, expected 376 bytes for 3001 tokens"
-    ):
+    with pytest.raises(DataError, match="found 375 bytes, expected 376 for 3001 tokens"):
         TokenLoader(folder, "train", 1, 16)
     mask.unlink()
-    with pytest.raises(DataError, match="chats_train_000001.mask is missing"):
+    with pytest.raises(DataError, match="found 0 bytes, expected 376"):
         TokenLoader(folder, "train", 1, 16)
-    with pytest.raises(DataError, match="chats_train_000001.mask is in the manifest"):
+    with pytest.raises(DataError, match="chats_train_000001.mask is damaged: found no file"):
         verify(folder)
+
+
+PAIR = [("user", "a"), ("assistant", "b")]
+CHANGES = "{% for m in messages %}{{ m.content if loop.last else m.content | upper }}{% endfor %}"
 
 
 @pytest.mark.parametrize(
     "template, messages, words",
     [
-        (
-            None,
-            [("user", "a"), ("assistant", "b")],
-            "has no chat template; give a folder with tokenizer.json",
-        ),
-        ("{% for", [("user", "a"), ("assistant", "b")], "unexpected 'end of template'"),
+        (None, PAIR, "has no chat template; give a folder with one"),
+        ("{% for", PAIR, "unexpected 'end of template'"),
         ("{{ raise_exception('no system here') }}", [("assistant", "b")], "no system here"),
-        (
-            "{% for m in messages %}{{ m.content if loop.last else m.content | upper }}{% endfor %}",
-            [("user", "a"), ("assistant", "b"), ("user", "c")],
-            "renders message 2 otherwise when others follow",
-        ),
+        (CHANGES, [*PAIR, ("user", "c")], "renders message 2 otherwise when others follow"),
         (PLAIN, "not a list", "expected a list of {role, content}, got 'not a list'"),
         ("{% if false %}{% endif %}", [("user", "a"), ("assistant", "\ud800")], None),
         (PLAIN, [("", "a")], "expected a list of {role, content}"),
     ],
 )
-def test_what_cannot_be_told_is_one_line(chatml, tmp_path, template, messages, words):
+def test_bad_dialogues_are_refused_in_one_line(chatml, tmp_path, template, messages, words):
     folder = shutil.copytree(chatml, tmp_path / "t")
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     if isinstance(messages, list):
@@ -323,7 +305,7 @@ def test_another_template_in_a_begun_folder_is_refused(tmp_path, chatml):
     given = dict(text_key="messages", tokenizer=str(shutil.copytree(chatml, tmp_path / "t")), val_tokens=0)
     prepare(tmp_path / "d", tmp_path / "a.jsonl", **given)
     (tmp_path / "t" / "chat_template.jinja").write_text(PLAIN.replace("trim", "upper"))
-    with pytest.raises(UserError, match="begun with another chat template or special tokens; use another"):
+    with pytest.raises(UserError, match="begun with another chat_sha256; use another"):
         prepare(tmp_path / "d", tmp_path / "a.jsonl", **given)
 
 
@@ -331,12 +313,14 @@ def test_bad_lines_name_the_document(tmp_path, chatml):
     good = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     bad = {"messages": [{"role": None, "content": "a"}]}
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (good, good, bad)))
-    with pytest.raises(DataError) as error:
-        prepare(
-            tmp_path / "d", tmp_path / "a.jsonl", text_key="messages", tokenizer=str(chatml), val_tokens=0
-        )
-    assert "document 3: expected a list of {role, content}" in one_line(error)
-    with pytest.raises(DataError, match="has no field text_key=prompt,completion; it has messages"):
+    lines = dict(text_key="messages", tokenizer=str(chatml), val_tokens=0)
+    with pytest.raises(DataError, match="document 3: expected a list of {role, content}") as error:
+        prepare(tmp_path / "d", tmp_path / "a.jsonl", **lines)
+    assert one_line(error)
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (good, {"x": 1}, good)))
+    prepare(tmp_path / "g", tmp_path / "b.jsonl", skip_bad_documents=True, **lines)
+    assert json.loads((tmp_path / "g/manifest.json").read_text())["documents"] == 2
+    with pytest.raises(DataError, match="a.jsonl:1: it has no field prompt,completion; it has messages"):
         prepare(tmp_path / "e", tmp_path / "a.jsonl", text_key="prompt,completion", tokenizer="bytes")
     with pytest.raises(UserError, match="text_key=a,b,c must be one field, or two"):
         prepare(tmp_path / "f", tmp_path / "a.jsonl", text_key="a,b,c", tokenizer="bytes")

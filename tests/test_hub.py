@@ -1,4 +1,4 @@
-"""Downloads from a server that speaks the hub's protocol, and its faults: what comes is whole, or one line says why."""
+"""Downloads from a server that plays the hub, with its faults: what comes is whole, or one line says why."""
 
 import json
 import time
@@ -18,7 +18,7 @@ from run import hf
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """A hub with a data set of shards, one of texts, and a folder for weights, whose answers nobody waits for."""
+    """A hub whose answers nobody waits for."""
     import datasets
     from huggingface_hub import constants
 
@@ -26,9 +26,8 @@ def hub(tmp_path, monkeypatch):
     with Hub(tmp_path / "hub") as server:
         monkeypatch.setattr(time, "sleep", lambda seconds: sleep(min(seconds, 0.01)))
         monkeypatch.setattr(constants, "ENDPOINT", server.url)
-        monkeypatch.setattr(
-            constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}"
-        )
+        url = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 4096)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # test.sh sets it for the other tests
@@ -82,33 +81,23 @@ def test_shards_survive_faults(hub, tmp_path):
 @pytest.mark.fault(35)
 def test_shards_that_do_not_come_end_in_one_line_and_the_next_run_goes_on(hub, tmp_path):
     files, settings = shards(hub), dict(dataset="me/shards", shards=True)
-    for fault, words in {
-        503: "503 Service Unavailable",
-        "short": "should be of size 61024 but has size 30512",
-    }.items():
+    for fault, words in {503: "503 Service Unavailable", "short": "size 61024 but has size 30512"}.items():
         hub.faults = {"train_000002.bin": [fault] * 9}
-        with pytest.raises(
-            DataError, match=f"dataset=me/shards cannot be fetched: .*{words}.*run the same command"
-        ) as e:
+        with pytest.raises(DataError, match=f"cannot be fetched: .*{words}.*run the same command") as e:
             prepare(tmp_path / "d", **settings)
         assert one_line(e) and len(hub.faults["train_000002.bin"]) == 4, "five tries"
     hub.faults, hub.asked[:] = {}, []
     prepare(tmp_path / "d", **settings)
     assert {name: (tmp_path / "d" / name).read_bytes() for name in files} == files
-    assert {path.rpartition("/")[2] for _, path, _ in hub.asked} == {
-        "main",
-        "fw_train_000002.bin",
-        "fw_train_000003.bin",
-    }
+    asked = {path.rpartition("/")[2] for _, path, _ in hub.asked}
+    assert asked == {"main", "fw_train_000002.bin", "fw_train_000003.bin"}
     with pytest.raises(DataError, match="dataset=me/other cannot be fetched: RepositoryNotFoundError"):
         prepare(tmp_path / "e", dataset="me/other", shards=True)
     add(hub, "datasets/me/texts/a.jsonl", b"")
     with pytest.raises(DataError, match="dataset=me/texts holds no .*_train_000001.bin .*without --shards"):
         prepare(tmp_path / "f", dataset="me/texts", shards=True)
     shards(hub, "me/gpt2", 50257)
-    with pytest.raises(
-        DataError, match="uint16 tokens up to .*, bytes has uint16 ids below 257; name their --tokenizer"
-    ):
+    with pytest.raises(DataError, match="uint16 tokens up to .*, bytes has uint16 ids below 257; name their"):
         prepare(tmp_path / "g", dataset="me/gpt2", shards=True)
 
 
@@ -132,9 +121,8 @@ def test_weights_survive_faults(hub, tmp_path):
     hub.faults = {"model.safetensors": ["drop", 503, 429, "short"], "revision/main": [503]}
     folder = hf.fetch("me/gpt")
     assert not any(hub.faults.values())
-    assert (folder / "model.safetensors").read_bytes() == (
-        hub.folder / "models/me/gpt/model.safetensors"
-    ).read_bytes()
+    kept = hub.folder / "models/me/gpt/model.safetensors"
+    assert (folder / "model.safetensors").read_bytes() == kept.read_bytes()
     with pytest.raises(UserError, match="me/other: no such folder, and it cannot be downloaded") as error:
         hf.fetch("me/other")
     one_line(error)

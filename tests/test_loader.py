@@ -2,20 +2,15 @@
 
 import io
 import json
-import os
 import pickle
-import shutil
-import signal
-import subprocess
-import sys
 import time
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, one_line, read_rows, write_shard
+from conftest import one_line, read_rows, write_shard
 
-from corpus.loader import Ahead, DataError, TokenLoader, aligned_starts, find_shards, split_of, verify
+from corpus.loader import DataError, TokenLoader, ahead, aligned_starts, split_of, verify
 from run.files import digest
 
 # ---- damaged files
@@ -52,37 +47,26 @@ def test_damaged_shards(data):
     good = path.read_bytes()
     int32 = lambda *values: np.array(values, "<i4").tobytes()
     for row, damage, words in [
-        (
-            1,
-            good[:-1],
-            "expected 1638 bytes for 307 tokens of a uint16 shard (GPT-2, magic 20240520), it has 1637",
-        ),
-        (
-            2,
-            good + b"\0",
-            "expected 1638 bytes for 307 tokens of a uint16 shard (GPT-2, magic 20240520), it has 1639",
-        ),
-        (1, good[:100], "holds 100 bytes, less than a header of 1024"),
-        (1, b"", "holds 0 bytes"),
-        (3, b"abcd" + good[4:], "is not a shard: it begins with 1684234849, not 20240520 or 20240801"),
-        (3, b"abcd" + good[4:], "if it is a headerless file of nanoGPT, name it train.bin"),
-        (4, int32(20240520, 2) + good[8:], "version 2 in the header of a uint16 shard (GPT-2"),
+        (1, good[:-1], "found version 1, 307 tokens and 1637 bytes, expected .* and 1638 bytes"),
+        (2, good + b"\0", "found version 1, 307 tokens and 1639 bytes, expected .* and 1638 bytes"),
+        (1, good[:100], "found 100 bytes .* expected a header of 1024 bytes"),
+        (1, b"", "found 0 bytes"),
+        (3, b"abcd" + good[4:], "begin with 1684234849, expected .* 20240801; name it train.bin or val.bin"),
+        (4, int32(20240520, 2) + good[8:], r"found version 2, .* expected version 1, .* uint16 \(GPT-2"),
+        (4, int32(20240801) + good[4:], r"expected version 7, .* uint32 \(Llama 3, magic 20240801\)"),
         (
             4,
-            int32(20240801) + good[4:],
-            "version 1 in the header of a uint32 shard (Llama 3, magic 20240801), expected 7",
+            int32(20240801, 7, 307) + bytes(1012 + 4 * 307),
+            "found 307 uint32 tokens, expected 307 of uint16",
         ),
-        (4, int32(20240801, 7) + good[8:], "expected 2252 bytes for 307 tokens of a uint32 shard (Llama 3"),
-        (4, int32(20240801, 7, 307) + bytes(1012 + 4 * 307), "holds uint32 tokens"),
-        (5, good[:8] + int32(0) + good[12:], "counts 0 tokens"),
-        (5, good[:8] + int32(-5) + good[12:], "counts -5 tokens"),
-        (5, good[:8] + int32(2**31 - 1) + good[12:], "expected 4294968318 bytes for 2147483647 tokens"),
+        (5, good[:8] + int32(0) + good[12:], "found version 1, 0 tokens"),
+        (5, good[:8] + int32(-5) + good[12:], "found version 1, -5 tokens"),
+        (5, good[:8] + int32(2**31 - 1) + good[12:], "expected .* and 4294968318 bytes"),
     ]:
         path.write_bytes(damage)
-        with pytest.raises(DataError) as error:
+        with pytest.raises(DataError, match=f"x_train_000002.bin is damaged: .*{words}") as error:
             TokenLoader(folder, "train", 2, 8, vocab_size=257)
-        assert words in one_line(error) and str(path) in str(error.value), row
-        assert error.value.exit_code == 3
+        assert one_line(error) and error.value.exit_code == 3, row
 
 
 @pytest.mark.fault(6)
@@ -94,14 +78,9 @@ def test_token_beyond_the_vocabulary(data):
         for _ in range(100):
             loader.next()
     assert "x_train_000002.bin: token 100 is 60000, not below vocab_size=257" in one_line(error)
-    with pytest.raises(DataError):
+    with pytest.raises(StopIteration):
         loader.next()  # and does not hang the second time
     loader.close()
-
-
-def test_vocabulary_smaller_than_the_tokenizers(data):
-    with pytest.raises(DataError, match="vocab_size=100 is less .*try --vocab_size=257"):
-        TokenLoader(data[0], "train", 4, 16, vocab_size=100)
 
 
 @pytest.mark.fault(7)
@@ -112,50 +91,29 @@ def test_flipped_bit(data):
         folder / "x_train_000003.bin", 1500, bytes([(folder / "x_train_000003.bin").read_bytes()[1500] ^ 1])
     )
     TokenLoader(folder, "train", 4, 16, vocab_size=1000)
-    with pytest.raises(DataError, match="x_train_000003.bin is damaged: SHA-256"):
+    with pytest.raises(DataError, match="x_train_000003.bin is damaged: found SHA-256"):
         verify(folder)
     (folder / "x_train_000003.bin").unlink()
-    with pytest.raises(DataError, match="x_train_000003.bin is in the manifest"):
+    with pytest.raises(DataError, match="x_train_000003.bin is damaged: found no file"):
         verify(folder)
-    (folder / "manifest.json").write_text("{")
-    with pytest.raises(DataError, match="manifest.json is damaged"):
-        verify(folder)
-    (folder / "manifest.json").write_text("{}")
-    with pytest.raises(DataError, match="lists no shards, so there are no checksums"):
-        verify(folder)
-    (folder / "manifest.json").unlink()
-    with pytest.raises(DataError, match="no checksums"):
-        verify(folder)
+    for content in ("{", '{"tokenizer": "bytes", "vocab_size": 257, "eot": 256}', None):
+        (folder / "manifest.json").write_text(content) if content else (folder / "manifest.json").unlink()
+        with pytest.raises(DataError, match="manifest.json is damaged"):
+            verify(folder)
 
 
-def test_the_last_word_before_the_number_is_the_split(tmp_path):
-    names = {
-        "my_train_val_000000.bin": "val",
-        "my_train_train_000001.bin": "train",
-        "a_val_train_000001.bin": "train",
-    }
-    for name in names:
-        write_shard(tmp_path / name, range(100))
-    for split in ("train", "val"):
-        found = [os.path.basename(p) for p in find_shards(tmp_path, split)]
-        assert found == sorted(name for name in names if names[name] == split)
+def test_the_last_word_before_the_number_is_the_split():
+    assert split_of("my_train_val_000000.bin") == "val" and split_of("a_val_train_000001.npy") == "train"
     assert split_of("train.bin") is split_of("some_training_000001.bin") is None
 
 
 @pytest.mark.parametrize(
-    "name, content",
-    [
-        ("manifest.json", '"text"'),
-        ("manifest.json", '{"settings": null}'),
-        ("manifest.json", '{"vocab_size": null}'),
-        ("manifest.json", '{"dtype": "foo"}'),
-        ("manifest.json", '{"vocab_size": 500}'),
-        ("token_bytes.npy", "no array"),
-    ],
+    "content", ['"text"', '{"vocab_size": null}', '{"dtype": "foo"}', '{"vocab_size": 500}']
 )
 @pytest.mark.fault(54, 55)
-def test_damaged_files_beside_the_shards(data, name, content):
+def test_damaged_files_beside_the_shards(data, content):
     folder, _ = data
+    name = "token_bytes.npy" if "500" in content else "manifest.json"
     (folder / name).write_text(content)
     with pytest.raises(DataError, match=f"{name} is damaged"):
         TokenLoader(folder, "train", 4, 16, vocab_size=257)
@@ -164,18 +122,20 @@ def test_damaged_files_beside_the_shards(data, name, content):
 @pytest.mark.fault(8, 10)
 def test_no_data(data, tmp_path):
     folder, _ = data
-    with pytest.raises(
-        DataError, match=r"absent/\*_train_\*.bin, or .npy, and .* train.bin; .*python fineweb.py"
-    ):
-        TokenLoader(tmp_path / "absent", "train", 4, 16)
-    with pytest.raises(
-        DataError, match="needs 4,096 tokens, the train split has 1,000; lower --batch_tokens"
-    ):
-        TokenLoader(folder, "train", 4, 16, batch_tokens=4096)
-    with pytest.raises(
-        DataError, match="block_size.1 = 1,001 tokens, the train split has 1,000; lower --block_size"
-    ):
-        TokenLoader(folder, "train", 1, 1000)
+    for folder_, T, batch_tokens, words in [
+        (
+            tmp_path / "absent",
+            16,
+            0,
+            r"absent holds no \*_train_\*.bin, .npy or train.bin; .*python fineweb.py",
+        ),
+        (folder, 16, 4096, "has 1,000 tokens, expected 4,096 for a global batch; lower --batch_tokens"),
+        (folder, 16, 0, "vocab_size=100 is less than bytes's; try --vocab_size=257"),
+        (folder, 1000, 0, "has 1,000 tokens, expected 1,001 tokens, block_size.1, .* lower --block_size"),
+    ]:
+        with pytest.raises(DataError, match=words):
+            vocab_size = 100 if "vocab_size" in words else 257
+            TokenLoader(folder_, "train", 4, T, batch_tokens=batch_tokens, vocab_size=vocab_size)
     (folder / "x_val_000000.bin").unlink()
     with pytest.raises(DataError, match="no val split.*--eval_interval=0"):
         TokenLoader(folder, "val", 4, 16)
@@ -189,18 +149,17 @@ def test_nanogpt_files(data, tmp_path):
     assert loader.tokenizer is None and loader.token_bytes is None
     loader.close()
     with pytest.raises(
-        DataError, match="no val split: .* no val.bin; make one, or do without: --eval_interval=0"
+        DataError, match="no val split: .* or val.bin; make one, or do without: --eval_interval=0"
     ):
         TokenLoader(tmp_path, "val", 2, 8)
     stream[:203].astype("<u2").tofile(tmp_path / "val.bin")
     assert TokenLoader(tmp_path, "val", 2, 8).tokens == 203
-    for name in ("train.bin", "val.bin"):
-        patch(tmp_path / name, (tmp_path / name).stat().st_size, b"x")
-    with pytest.raises(DataError, match="2001 bytes and no header"):
-        TokenLoader(tmp_path, "train", 2, 8)
-    (tmp_path / "train.bin").write_bytes(b"")
-    with pytest.raises(DataError, match="holds 0 bytes"):
-        TokenLoader(tmp_path, "train", 2, 8)
+    for content in (b"x" * 2001, b""):
+        (tmp_path / "train.bin").write_bytes(content)
+        with pytest.raises(
+            DataError, match=f"train.bin is damaged: found {len(content)} bytes and no header"
+        ):
+            TokenLoader(tmp_path, "train", 2, 8)
 
 
 def test_npy_shards_of_build_nanogpt(data, tmp_path):
@@ -216,14 +175,14 @@ def test_npy_shards_of_build_nanogpt(data, tmp_path):
     good = second.read_bytes()
     for content, words in {
         good[:-2]: "mmap length is greater than file size",
-        good + b"x": "expected 1128 bytes for 500 tokens, it has 1129",
-        b"": "is not a shard",
-        npy(np.zeros((2, 5), np.uint16)): r"got uint16 \(2, 5\)",
-        npy(stream): "got int64",
-        npy(np.array([Canary()], object)): "is not a shard",
+        good + b"x": "in 1129 bytes, expected .* in 1128 bytes",
+        b"": "is damaged",
+        npy(np.zeros((2, 5), np.uint16)): r"found uint16 of shape \(2, 5\)",
+        npy(stream): "found int64",
+        npy(np.array([Canary()], object)): "is damaged",
     }.items():
         second.write_bytes(content)
-        with pytest.raises(DataError, match=f"edufineweb_train_000002.npy.* {words}") as error:
+        with pytest.raises(DataError, match=f"edufineweb_train_000002.npy.*{words}") as error:
             TokenLoader(tmp_path, "train", 1, 32)
         assert one_line(error)
     assert not Canary.read
@@ -255,27 +214,14 @@ def test_nanogpts_meta_pkl_is_not_unpickled(data, tmp_path):
     data[1].astype("<u2").tofile(tmp_path / "train.bin")
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps(Canary()))
     (warning,) = TokenLoader(tmp_path, "train", 2, 8).warnings
-    assert "meta.pkl is left alone" in warning and "--tokenizer=chars" in warning and not Canary.read
-
-
-def test_a_train_bin_with_a_header_is_a_shard_and_two_kinds_are_refused(data, tmp_path):
-    folder, stream = data
-    shutil.copy(folder / "x_train_000001.bin", tmp_path / "train.bin")
-    assert TokenLoader(tmp_path, "train", 2, 8).tokens == 333
-    with open(tmp_path / "train.bin", "ab") as file:
-        file.write(b"ab")
-    with pytest.raises(DataError, match="train.bin: expected 1690 bytes for 333 tokens .* it has 1692"):
-        TokenLoader(tmp_path, "train", 2, 8)
-    shutil.copy(folder / "x_train_000001.bin", tmp_path)
-    with pytest.raises(DataError, match="holds x_train_000001.bin and train.bin; keep one kind"):
-        TokenLoader(tmp_path, "train", 2, 8)
+    assert "meta.pkl is left alone" in warning and not Canary.read
 
 
 # ---- the order
 
 
 def naive_starts(stream, T, align):
-    """First tokens of the rows of one epoch, by the definition."""
+    """First tokens of the rows of one epoch, one by one."""
     n, p, starts = len(stream), 0, []
     while p < n:
         starts.append(p)
@@ -302,7 +248,7 @@ def take(rows, n):
 
 @pytest.mark.parametrize("seed", [None, 7])
 @pytest.mark.parametrize("align", [False, True])
-@pytest.mark.parametrize("T", [7, 16, 50, 999])
+@pytest.mark.parametrize("T", [7, 50, 999])
 def test_order_is_the_naive_one(data, seed, align, T):
     folder, stream = data
     loader = TokenLoader(folder, "train", 3, T, vocab_size=257, shuffle_seed=seed, align=align)
@@ -312,18 +258,10 @@ def test_order_is_the_naive_one(data, seed, align, T):
     loader.close()
 
 
-def test_every_token_is_a_target_once_an_epoch(data):
-    folder, stream = data
-    loader = TokenLoader(folder, "train", 1, 9)
-    targets = read_rows(loader, loader.splits[0].rows_per_epoch)[:, 1:].ravel()
-    assert np.array_equal(targets[:1000], np.roll(stream, -1)) and len(targets) == 112 * 9
-    loader.close()
-
-
 def test_aligned_rows_begin_at_documents(data):
     folder, stream = data
     rng = np.random.default_rng(1)
-    for _ in range(200):  # the vectorised starts against the definition, on streams of all kinds
+    for _ in range(200):  # the vectorised starts against naive_starts, on streams of all kinds
         n, T = rng.integers(2, 120), rng.integers(1, 40)
         stream = np.where(rng.random(n) < rng.choice([0, 0.02, 0.2, 1]), 256, 0)
         starts = aligned_starts(np.flatnonzero(stream == 256), n, T)
@@ -408,23 +346,25 @@ def test_validation_is_the_same_for_any_world_and_batch(data, tokens, rows):
         assert sorted(got) == sorted(expected) and len(batches) == (rows > 0)
 
 
-def test_the_threads_errors_arrive_and_close_ends_it(data):
-    def items():
-        yield 1
+def test_errors_of_the_thread_arrive_and_close_ends_it():
+    made = []
+
+    def items(last):
+        for i in range(last):
+            made.append(i)
+            yield i
         raise DataError("from the thread")
 
-    ahead = Ahead(items(), 2)
-    assert next(ahead) == 1
-    for _ in range(2):
-        with pytest.raises(DataError, match="from the thread"):
-            next(ahead)
-    assert list(Ahead(range(5), 2)) == list(range(5))
-    loader = TokenLoader(data[0], "train", 2, 8)
-    loader.next()
-    thread = loader._ahead._thread
-    loader.close()
-    loader.close()
-    assert not thread.is_alive()
+    found = ahead(items(1), 2)
+    assert next(found) == 0
+    with pytest.raises(DataError, match="from the thread"):
+        next(found)
+    assert list(ahead(iter(range(5)), 2)) == list(range(5))
+    found = ahead(items(100), 2)
+    assert next(found) == 0
+    found.close()
+    time.sleep(0.2)
+    assert len(made) <= 1 + 4, "no more than the items that were under way"
 
 
 @pytest.mark.gpu
@@ -439,23 +379,3 @@ def test_on_a_gpu(data):
         assert np.array_equal(rows, take(naive_rows(stream, 16, 3), 120))
         assert loader._gather([(loader.splits[0], 0)]).is_pinned()
         loader.close()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="other kernels send other signals")
-def test_a_shard_cut_short_while_it_is_mapped_says_where_the_process_was(tmp_path):
-    """The kernel ends the process with SIGBUS, of which no code can make an error."""
-    write_shard(tmp_path / "py_train_000001.bin", [1] * 100_000)
-    code = f"""
-import configurator, dataclasses, os
-from corpus.loader import open_shard
-
-def main(cfg):
-    shard = open_shard({str(tmp_path / "py_train_000001.bin")!r})
-    os.truncate(shard.filename, 1024)
-    print(shard[-1])
-
-configurator.run(main, dataclasses.make_dataclass("Config", []))
-"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == -signal.SIGBUS
-    assert "Fatal Python error: Bus error" in done.stderr and "in main" in done.stderr

@@ -1,4 +1,4 @@
-"""packing.py: every document once, few of them cut, and an order that can be resumed from the end of any group."""
+"""packing.py: every document once, few of them cut, and an order that resumes from the end of any group."""
 
 import itertools
 import json
@@ -40,10 +40,6 @@ def test_every_document_once(kind):
     packed = list(packing.Packer(iter(rows), SIZE))
     assert sorted(packed, key=lambda pair: pair[0]) == rows
     assert packed == list(packing.Packer(iter(rows), SIZE))
-    share = packing.shares_cut(
-        np.cumsum([0, *(len(row) for _, row in packed[:-1])]), sum(len(r) for _, r in rows), SIZE
-    )
-    assert share["packed"] == pytest.approx(cut(packed) / len(rows))
 
 
 def test_hardly_any_is_cut_that_would_fit():
@@ -61,14 +57,6 @@ def test_waits_in_a_bounded_buffer():
     packer = packing.Packer(iter(rows), SIZE)
     most = max(len(packer.waiting) for _ in packer)
     assert packer.total == len(packer.waiting) == 0 and most == packing.DOCUMENTS - 1
-
-
-def test_shares_by_chance():
-    begins, n = np.array([0, 10, 11, 40]), 100  # 10, 1, 29 and 60 tokens in rows of 30
-    assert packing.shares_cut(begins, n, 30) == {
-        "packed": 2 / 4,
-        "by_chance": pytest.approx((9 / 30 + 0 + 28 / 30 + 1) / 4),
-    }
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -9,12 +9,8 @@ from conftest import ROOT
 
 pytest.importorskip("triton", reason="Triton is installed with PyTorch's CUDA builds only")
 
-SHARED_KIB = {
-    80: 163,
-    89: 99,
-    90: 227,
-    100: 227,
-}  # a block's shared memory: A100, RTX 4090 and L40, H100, B200
+# of a block, by compute capability: A100, RTX 4090 and L40, H100, B200
+SHARED_KIB = {80: 163, 89: 99, 90: 227, 100: 227}
 BF16 = "_norm_forward _norm_backward _pack _cross_entropy _swiglu _swiglu_backward _relu2 _relu2_backward "
 BF16 += "_rope_forward _rope_backward _update"
 FP8 = " _prepare _cast _transpose _shrink _align"
@@ -24,18 +20,15 @@ HOPPER = " _target_logits _exponential_rows"
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", SHARED_KIB)
 def test_kernels_of_a_step_compile_and_fit(capability):
-    done = subprocess.run(
+    command, env = (
         [sys.executable, "tests/targets.py", str(capability)],
-        cwd=ROOT,
-        env=os.environ | {"TRITON_INTERPRET": "0"},
-        capture_output=True,
-        text=True,
+        os.environ | {"TRITON_INTERPRET": "0"},
     )
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert {name for name, *_ in lines} == set(
-        (BF16 + FP8 * (capability >= 89) + HOPPER * (capability == 90)).split()
-    )
+    expected = BF16 + FP8 * (capability >= 89) + HOPPER * (capability == 90)
+    assert {name for name, *_ in lines} == set(expected.split())
     for name, _, shared, warps, registers, stack in lines:
         assert int(shared) <= SHARED_KIB[capability] * 1024, (name, shared)
         assert 32 * int(warps) * int(registers) <= 65_536, (name, registers)
