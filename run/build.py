@@ -165,4 +165,4 @@ def describe(cfg, world, job, loader, start):
     ]
     if hf_config.names_hf(cfg.init_from):
         rows.append(("init_from", f"{cfg.init_from}: {hf_config.adopted(cfg)}"))
-    return rows + ([("resumed", str(start.folder)), *start.schedule(cfg)] if start.folder else [])
+    return rows + start.rows(cfg)

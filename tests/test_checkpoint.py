@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 
 import optim
 from model import build
-from run import checkpoint
+from run import checkpoint, files
+from scale import parallel
 from settings import Config, GPTConfig
 
 CPU = torch.device("cpu")
@@ -37,7 +38,7 @@ def test_model_round_trip(tmp_path):
     other, saved = checkpoint.load_model(tmp_path, "cpu")
     idx = torch.randint(0, 100, (2, 8))
     assert torch.equal(model.logits(idx), other.logits(idx))
-    assert saved.n_embd == 16 and saved.no_such_setting is None
+    assert saved.n_embd == 16 and saved.wandb is None
 
 
 def test_optimizer_round_trip_goes_on_bitwise(tmp_path):
@@ -68,7 +69,7 @@ def test_optimizer_round_trip_goes_on_bitwise(tmp_path):
 def test_keeps_the_last_and_the_best(tmp_path):
     for step, val_loss in enumerate([5.0, 3.0, 4.0, None, 4.5], start=1):
         save(tmp_path, step, keep_last=2, val_loss=val_loss)
-    assert [int(p.name[5:]) for p in checkpoint._folders(tmp_path)] == [2, 4, 5]
+    assert [int(p.name[5:]) for p in checkpoint.folders(tmp_path)] == [2, 4, 5]
 
 
 def test_what_is_saved_behind_later_ones_stays(tmp_path):
@@ -125,15 +126,6 @@ def test_disk_full_leaves_the_old_one(tmp_path, monkeypatch):
     save(tmp_path, 2)
 
 
-class Run:
-    """What checkpoint.Saver needs of a configuration and of a process alone."""
-
-    async_save, keep_last, rank, size, main = True, 3, 0, 1, True
-
-    def __init__(self, out_dir, device=CPU):
-        self.out_dir, self.device = out_dir, device
-
-
 no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 
@@ -144,15 +136,15 @@ def test_training_goes_on_while_a_copy_is_written(tmp_path, monkeypatch, device)
     before, optimizer = model.wte.weight.detach().cpu().clone(), torch.optim.AdamW(model.parameters())
     really = checkpoint.save_file
     monkeypatch.setattr(checkpoint, "save_file", lambda *args: go_on.wait(10) and really(*args))
-    run = Run(tmp_path, torch.device(device))
-    saver = checkpoint.Saver(run, run, said.append)
+    world = parallel.World(0, 1, torch.device(device))
+    saver = checkpoint.Saver(tmp_path, 1, 3, world, background=True, saved=lambda *saved: said.append(saved))
     saver.save(1, model, optimizer, {"config": {}})
     with torch.no_grad():
         model.wte.weight.zero_()
-    assert saver.written() == 0 and not said and not checkpoint.exists(tmp_path)
+    assert saver.written() == 0 and not said and not checkpoint.folders(tmp_path)
     go_on.set()
     saver.save(2, model, optimizer, {"config": {}})  # waits for the first
-    assert [checkpoint.folder_of(tmp_path, 1)] == checkpoint._folders(tmp_path) and len(said) == 1
+    assert [checkpoint.folder_of(tmp_path, 1)] == checkpoint.folders(tmp_path) and len(said) == 1
     saver.wait()
     saver.wait()
     tensors, state = checkpoint.load(checkpoint.find(tmp_path / "step_00000001"))
@@ -162,8 +154,8 @@ def test_training_goes_on_while_a_copy_is_written(tmp_path, monkeypatch, device)
 
 @pytest.mark.fault(24)
 def test_disk_full_in_the_background_is_raised_by_the_next_wait(tmp_path, monkeypatch):
-    good, run, model = save(tmp_path, 1), Run(tmp_path), build(small(), CPU, seed=1)
-    saver, optimizer = checkpoint.Saver(run, run), torch.optim.AdamW(model.parameters())
+    good, world, model = save(tmp_path, 1), parallel.World(0, 1, CPU), build(small(), CPU, seed=1)
+    saver, optimizer = checkpoint.Saver(tmp_path, 1, 3, world, True), torch.optim.AdamW(model.parameters())
 
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -248,7 +240,7 @@ def test_no_pickle_is_ever_read(tmp_path):
             return os.system, (f"touch {canary}",)
 
     (folder / "model.safetensors").write_bytes(pickle.dumps(Evil()))
-    manifest = {f.name: checkpoint._digest(f) for f in folder.iterdir() if f.name != "manifest.json"}
+    manifest = {f.name: files.digest(f) for f in folder.iterdir() if f.name != "manifest.json"}
     (folder / "manifest.json").write_text(json.dumps(manifest))  # an attacker can write that too
     with pytest.raises(checkpoint.CheckpointError, match="not safetensors"):
         checkpoint.load(folder)
