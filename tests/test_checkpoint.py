@@ -13,8 +13,10 @@ import torch
 from safetensors.torch import save_file
 
 import optim
+from configurator import UserError
 from model import build
 from run import checkpoint, files
+from run.resume import Start
 from scale import parallel
 from settings import Config, GPTConfig
 
@@ -131,7 +133,7 @@ no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA devic
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, no_gpu])])
 def test_training_goes_on_while_a_copy_is_written(tmp_path, monkeypatch, device):
-    """What is saved is what was there when `save` returned, whatever happens before it is written."""
+    """What is saved is what was there when `save` returned."""
     model, go_on, said = build(small(), torch.device(device), seed=1), threading.Event(), []
     before, optimizer = model.wte.weight.detach().cpu().clone(), torch.optim.AdamW(model.parameters())
     really = checkpoint.save_file
@@ -254,3 +256,55 @@ def test_weights_of_another_shape_are_named(tmp_path):
         checkpoint.load_model_tensors(build(small(n_embd=32), CPU), checkpoint.model_tensors(model))
     with pytest.raises(checkpoint.CheckpointError, match="blocks.2.*missing"):
         checkpoint.load_model_tensors(build(small(n_layer=3), CPU), checkpoint.model_tensors(model))
+
+
+def kept(folder):
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.fault(53)
+def test_only_our_folders_and_files_are_removed(tmp_path):
+    """What a user keeps in out_dir stays when checkpoints are pruned and by --overwrite."""
+    for name in ("step_notes.md", "step_plans/a", "step_2x/a", "step_00000003/a", ".writing_plans/a"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("mine")
+    (tmp_path / ".writing_step_00000009").write_text("mine")  # ours is a folder
+    users = kept(tmp_path)
+    for leftover in (".writing_step_00000005", ".writing_gone_step_00000001"):
+        (tmp_path / leftover).mkdir()
+    for step in (1, 4):
+        save(tmp_path, step, keep_last=1)
+    assert {name.partition("/")[0] for name in kept(tmp_path) - users} == {"step_00000004"}
+    (tmp_path / "log.jsonl").write_text('{"kind": "train"}')
+    start = Start(tmp_path, overwrite=True)
+    start.prepare_out_dir()
+    assert kept(tmp_path) == users | {"source.json", "model.py", "kernels.py"}
+    folder = save(tmp_path, 5)
+    assert (folder / "model.py").read_bytes() == (tmp_path / "model.py").read_bytes()
+    assert "model.py" in json.loads((folder / "manifest.json").read_text())
+
+
+@pytest.mark.fault(45)
+def test_a_folder_in_use_is_refused_and_left(tmp_path):
+    (tmp_path / "model.py").write_text("mine")
+    for resume in ("none", "auto"):
+        with pytest.raises(UserError, match="model.py is not a run's copy"):
+            Start(tmp_path, resume)
+    (tmp_path / "model.py").unlink()
+    (tmp_path / "log.jsonl").write_text('{"kind": "train", "step": 1}\n')
+    with pytest.raises(UserError, match="holds an earlier run; try --resume=auto"):
+        Start(tmp_path)
+    Start(
+        tmp_path, "auto"
+    ).prepare_out_dir()  # killed before its first checkpoint: begins again, and the log stays
+    assert (tmp_path / "log.jsonl").exists()
+    with open(tmp_path / "log.jsonl", "a") as log:
+        log.write('{"kind": "saved", "step": 1}\n')
+    with pytest.raises(UserError, match="has a log that names checkpoints, and holds none"):
+        Start(tmp_path, "auto")
+    first, last = save(tmp_path, 1), save(tmp_path, 2)
+    assert Start(tmp_path, "auto").folder == Start(tmp_path, str(tmp_path)).folder == last
+    with pytest.raises(UserError, match="holds step_00000002, beyond .*step_00000001"):
+        Start(tmp_path, str(first))
+    with pytest.raises(UserError, match="holds another run than"):
+        Start(tmp_path, str(save(tmp_path / "other", 3)))
