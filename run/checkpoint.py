@@ -53,8 +53,11 @@ LOSS = files.Form("a loss, a finite number from 0", lambda v: files.number(v) an
 STATE = {"step": files.count, "config?": {}, "git?": (files.text, None), "wandb_id?": (files.text, None)}
 STATE |= {"val_loss?": (LOSS, None), "evaluated?": (True, False), "world_size?": files.count}
 STATE |= {"loader?": {"rows": files.count}, "scaler?": {}}
-SCHEDULE = "max_steps batch_tokens lr min_lr_ratio schedule warmup_steps cooldown_fraction".split()
-READ = {f.name for f in fields(GPTConfig)} - {"attention"} | {*SCHEDULE, "optimizer", "weights", "tokenizer"}
+SHAPE = {f.name for f in fields(GPTConfig)} - {"attention"}
+LEAST = {"max_steps": 1, "batch_tokens": 1}  # least values of what the schedule depends on
+LEAST |= dict.fromkeys(("lr", "min_lr_ratio", "warmup_steps", "cooldown_fraction"), 0)
+SCHEDULE = (*LEAST, "schedule")
+READ = SHAPE | {*SCHEDULE, "optimizer", "weights", "tokenizer"}
 BESIDE = ("tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "generation_config.json")
 TABLES = (
     "wte.weight",
@@ -109,8 +112,7 @@ def prune(final, keep_last, known):
 def find(path):
     """The checkpoint that `path` names: path itself, or the newest undamaged one in a run's folder.
 
-    All ranks call it and get the same result. It warns of each damaged folder that it skips and leaves.
-    Raises CheckpointError if there is no undamaged one.
+    All ranks call it, with one result. It warns of damaged ones. Raises CheckpointError if none is whole.
     """
     path, (rank, ranks) = Path(path), parallel.rank_and_size()
     single = path.name.startswith("step_") or (path / "manifest.json").is_file()
@@ -155,8 +157,8 @@ def problem(folder, rank=0, ranks=1):
 def save(out_dir, step, tensors, state, keep_last=2):
     """Writes out_dir/step_<step>, prunes older checkpoints, and returns the path; for a process alone.
 
-    tensors: {"model": {name: tensor or Stored}, ...}, a file for each key; state: what else state.json has.
-    Raises CheckpointError if it cannot be written; earlier checkpoints are then as they were.
+    tensors: {"model": {name: tensor or Stored}, ...}, a file for each key. Raises CheckpointError on a full
+    disk and the like, which leaves earlier checkpoints as they were.
     """
     alone = parallel.World(0, 1, torch.device("cpu"))
     Saver(out_dir, 1, keep_last, alone, saved=lambda *_: None).write(step, tensors, state)
@@ -176,10 +178,7 @@ class Saver:
     """
 
     def __init__(self, out_dir, every, keep_last, world, background=False, last=None, saved=print):
-        """every: steps between two saves, 0: none. last: the checkpoint in out_dir that the run resumed from.
-
-        saved(step, folder) is called for each checkpoint that is complete.
-        """
+        """every: 0: never. last: the resumed checkpoint, if in out_dir. saved(step, folder) follows each."""
         self.out_dir, self.every, self.keep_last, self.world = out_dir, every, keep_last, world
         self.background, self.saved = background, saved
         self.last = None if last is None else int(last.name[5:])  # the step of the last save
@@ -194,12 +193,9 @@ class Saver:
         """Starts the save after `step` steps when the one before is done; waits unless in the background."""
         parallel.reshard(model)
         if not parallel.all_finite(model):
-            since = (
-                "nothing was saved yet" if self.last is None else f"the last checkpoint is step {self.last}'s"
-            )
-            raise NotFinite(
-                f"step {step}: weights are inf or NaN and were not saved; {since}; try a lower --lr"
-            )
+            lost = f"step {step}: weights are inf or NaN and were not saved"
+            since = f"the last checkpoint is step {self.last}'s" if self.last else "nothing was saved yet"
+            raise NotFinite(f"{lost}; {since}; try a lower --lr")
         ranks = parallel.gather_objects(rank_tensors(model, self.world.device))
         rng = {f"{rank}.{kind}": t for rank, found in enumerate(ranks) for kind, t in found.items()}
         tensors = {
@@ -264,9 +260,8 @@ class Saver:
         except Exception as problem:  # any type: the other ranks wait in the collective below
             kind = "" if isinstance(problem, OSError) else f"{type(problem).__name__}: "
             error = f"{kind}{problem}".partition("\n")[0]
-        failed = [
-            f"rank {rank}: {error}" for rank, error in enumerate(parallel.gather_objects(error)) if error
-        ]
+        errors = parallel.gather_objects(error)
+        failed = [f"rank {rank}: {words}" for rank, words in enumerate(errors) if words]
         if failed:
             if self.world.main:
                 shutil.rmtree(_aside(final), ignore_errors=True)
@@ -405,12 +400,8 @@ def saved_settings(folder, state):
     """(settings in a checkpoint's state, their GPTConfig); what is read has today's types and ranges."""
     try:
         config = typed(Config, state.get("config"), READ)
-        shape = GPTConfig(
-            **{f.name: config[f.name] for f in fields(GPTConfig) if f.name in READ & config.keys()}
-        )
-        least = {
-            k: int(k in ("max_steps", "batch_tokens")) for k in SCHEDULE if k in config and k != "schedule"
-        }
+        shape = GPTConfig(**{name: config[name] for name in SHAPE & config.keys()})
+        least = {name: LEAST[name] for name in LEAST.keys() & config.keys()}
         refuse(shape.problems() + too_small(SimpleNamespace(**config), least))
     except UserError as error:
         raise CheckpointError(f"{folder}/state.json is damaged: {error}") from None
@@ -491,9 +482,8 @@ def load_optimizer_tensors(model, optimizer, tensors):
             if states.keys() != (own.keys() or usual):
                 wrong.append(f"{name}: states are missing")
             else:
-                wrong += [
-                    f"{name}.{kind}" for kind in states if not _load_state(param, own, kind, states[kind])
-                ]
+                bad = [kind for kind, value in states.items() if not _load_state(param, own, kind, value)]
+                wrong += [f"{name}.{kind}" for kind in bad]
     if wrong := wrong + sorted(found):
         raise CheckpointError(f"optimizer states do not fit the model: {wrong[0]} ({len(wrong)} in all)")
 

@@ -1,4 +1,4 @@
-"""run/source.py: a run and its checkpoints keep the code that they were trained with, and tell what differs."""
+"""run/source.py: a run and its checkpoints keep the code that they were trained with, and tell of edits."""
 
 import pytest
 
