@@ -70,7 +70,8 @@ class Start:
                 checkpoint.remove_leftovers(self.out_dir)
                 for folder in checkpoint.folders(self.out_dir):
                     checkpoint.remove(folder)
-                (self.out_dir / "log.jsonl").unlink(missing_ok=True)
+                for log in self.out_dir.glob("log.jsonl"):
+                    log.unlink()
             source.record(self.out_dir)
 
     def rows(self, cfg):
@@ -108,9 +109,7 @@ def claim(out_dir, resume, overwrite, dry_run):
     elif used and not lies_in(out_dir, found):
         wrong = f"holds another run than {found}; try another --out_dir, or --resume=auto for the run there"
     elif newest and newest.name > found.name and found == Path(resume):  # else the newer ones are damaged
-        wrong = (
-            f"holds {newest.name}, beyond {found}, which the next --resume=auto would take; remove it first"
-        )
+        wrong = f"holds {newest.name}, beyond {found}, which --resume=auto would take next; remove it first"
     if wrong:
         raise UserError(f"out_dir={out_dir} {wrong}")
     return found
@@ -133,10 +132,8 @@ def refuse_other(cfg, folder, tensors, state):
     state["config"], shape = checkpoint.saved_settings(folder, state)
     if wrong := checkpoint.shape_differences(vars(shape), cfg):
         raise CheckpointError(f"{folder} is another model: {'; '.join(wrong)}; nothing was changed")
-    was = {
-        name: state["config"].get(name, usual)
-        for name, usual in (("optimizer", "adamw"), ("weights", "fp32"))
-    }
+    config = state["config"]
+    was = {"optimizer": config.get("optimizer", "adamw"), "weights": config.get("weights", "fp32")}
     wrong = [f"{k}={v}, now {getattr(cfg, k)}" for k, v in was.items() if v != getattr(cfg, k)]
     wrong += [f"no {name}" for name in ("loader", "scaler", "world_size") if name not in state]
     wrong += ["no state of an optimizer"] * ("optimizer" not in tensors)
