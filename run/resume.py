@@ -109,7 +109,7 @@ def claim(out_dir, resume, overwrite, dry_run):
     elif used and not lies_in(out_dir, found):
         wrong = f"holds another run than {found}; try another --out_dir, or --resume=auto for the run there"
     elif newest and newest.name > found.name and found == Path(resume):  # else the newer ones are damaged
-        wrong = f"holds {newest.name}, beyond {found}, which --resume=auto would take next; remove it first"
+        wrong = f"holds {newest.name}, beyond {found}; remove it first, or give another --out_dir"
     if wrong:
         raise UserError(f"out_dir={out_dir} {wrong}")
     return found
