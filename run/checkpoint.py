@@ -414,7 +414,7 @@ def shape_differences(saved, cfg, free=()):
     saved: {field: value}. None is replaced by the value that it stands for before the comparison.
     """
     old = GPTConfig(**{f.name: saved.get(f.name, f.default) for f in fields(GPTConfig)})
-    free = {"attention", "dropout", "zero_init", *free}
+    free = {"attention", "dropout", "zero_init", "max_positions", *free}
     if old.positions == cfg.positions == "learned" or old.rope_factor == cfg.rope_factor is None:
         free.add("rope_original")
     own = {"n_kv_head": "kv_heads", "n_hidden": "hidden"}  # the property that says what None means
