@@ -93,7 +93,8 @@ def train(cfg, world, watch):
     check(cfg, world.size)
     cfg, chosen = choose(cfg, world.device)
     check(dataclasses.replace(cfg, attention="auto"), world.size)  # the resolved precision may be in conflict
-    start = Start(cfg)
+    start = Start(cfg.out_dir, cfg.resume, cfg.overwrite, cfg.dry_run)
+    start.check(cfg)
     if cfg.dry_run:
         cfg = dataclasses.replace(cfg, max_steps=start.step + 2 + graphs.EAGER_STEPS * cfg.cuda_graph)
 
@@ -113,13 +114,14 @@ def train(cfg, world, watch):
     # console and files
     if watch.writes:
         watch.lock.take()
-        start.prepare_out_dir(cfg)
+        start.prepare_out_dir()
     log = Logger(cfg, world, job.account.flops_per_token, cfg.precision, start.state.get("wandb_id"))
     warnings = [("warning", words) for words in [*loader.warnings, *evaluate.warnings, *start.warnings]]
     rows = [*chosen, *describe(cfg, world, job, loader, start), *warnings]
     log.start(start.step, rows, settings, tokens=loader.position)
-    saved = start.step if start.own(cfg) else None
-    saver = checkpoint.Saver(cfg, world, log.print, saved, evaluated=start.evaluated is not None)
+    every = 0 if cfg.dry_run else cfg.save_interval
+    options = dict(background=cfg.async_save, last=start.saved, saved=log.saved)
+    saver = checkpoint.Saver(cfg.out_dir, every, cfg.keep_last, world, **options)
     meter = Meter(log, saver, job.scaler, world, cfg.max_skipped_steps, began)
 
     step, evaluate.done = start.step, start.evaluated

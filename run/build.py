@@ -163,4 +163,4 @@ def describe(cfg, world, job, loader, start):
     ]
     if hf.names_hf(cfg.init_from):
         rows.append(("init_from", f"{cfg.init_from}: {hf.adopted(cfg)}"))
-    return rows + ([("resumed", str(start.folder)), *start.schedule(cfg)] if start.folder else [])
+    return rows + start.rows(cfg)

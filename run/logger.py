@@ -171,6 +171,12 @@ class Logger:
         show(rows, self.print)
         self.record("start", step, flops_per_token=self.flops_per_token, rows=rows)
 
+    def saved(self, step, folder):
+        """A checkpoint is complete. A later --resume=auto that finds none looks for this line."""
+        self.print(f"saved {folder}")
+        self.record("saved", step)
+        watch.note(last_checkpoint=str(folder))
+
     def step(self, step, loss, lr, norm, seconds):
         """The line of a finished training step (steps counted from 1), its time in seconds."""
         cfg, rate = self.cfg, self.cfg.batch_tokens / seconds

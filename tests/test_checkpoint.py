@@ -12,10 +12,12 @@ import ranks
 import torch
 from safetensors.torch import save_file
 
-import optim
+from configurator import UserError
 from model import build
-from run import checkpoint
-from settings import Config, GPTConfig
+from run import checkpoint, files
+from run.resume import Start
+from scale import parallel
+from settings import GPTConfig
 
 CPU = torch.device("cpu")
 
@@ -37,42 +39,17 @@ def test_model_round_trip(tmp_path):
     other, saved = checkpoint.load_model(tmp_path, "cpu")
     idx = torch.randint(0, 100, (2, 8))
     assert torch.equal(model.logits(idx), other.logits(idx))
-    assert saved.n_embd == 16 and saved.no_such_setting is None
-
-
-def test_optimizer_round_trip_goes_on_bitwise(tmp_path):
-    def steps(model, optimizer, seeds):
-        for seed in seeds:
-            idx = torch.randint(0, 100, (2, 9), generator=torch.Generator().manual_seed(seed))
-            model(idx[:, :-1], idx[:, 1:]).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    first = build(small(), CPU, seed=1)
-    a = optim.make_optimizer(first, Config(lr=1e-3))
-    steps(first, a, range(3))
-    tensors = {"model": checkpoint.model_tensors(first), "optimizer": checkpoint.optimizer_tensors(first, a)}
-    folder = checkpoint.save(tmp_path, 3, tensors, {}, 1)
-    steps(first, a, range(3, 6))
-
-    second = build(small(), CPU, seed=2)
-    b = optim.make_optimizer(second, Config(lr=1e-3))
-    loaded, _ = checkpoint.load(folder)
-    checkpoint.load_model_tensors(second, loaded["model"])
-    checkpoint.load_optimizer_tensors(second, b, loaded["optimizer"])
-    steps(second, b, range(3, 6))
-    for p, q in zip(first.parameters(), second.parameters()):
-        assert torch.equal(p, q)
+    assert saved.n_embd == 16 and saved.wandb is None
 
 
 def test_keeps_the_last_and_the_best(tmp_path):
     for step, val_loss in enumerate([5.0, 3.0, 4.0, None, 4.5], start=1):
         save(tmp_path, step, keep_last=2, val_loss=val_loss)
-    assert [int(p.name[5:]) for p in checkpoint._folders(tmp_path)] == [2, 4, 5]
+    assert [int(p.name[5:]) for p in checkpoint.folders(tmp_path)] == [2, 4, 5]
 
 
 def test_what_is_saved_behind_later_ones_stays(tmp_path):
-    """In a run resumed from step 100, 200 and 300 belong to another attempt, and keep_last does not count them."""
+    """In a run resumed from step 100, 200 and 300 belong to another attempt and do not count."""
     for step in (100, 200, 300, 110, 120, 130):
         save(tmp_path, step, keep_last=2)
         assert checkpoint.problem(checkpoint.folder_of(tmp_path, step)) is None
@@ -110,49 +87,25 @@ def test_none_there(tmp_path):
         checkpoint.find(tmp_path)
 
 
-@pytest.mark.fault(24)
-def test_disk_full_leaves_the_old_one(tmp_path, monkeypatch):
-    good = save(tmp_path, 1)
-
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "save_file", full)
-        with pytest.raises(checkpoint.CheckpointError, match="No space left.*earlier checkpoints are intact"):
-            save(tmp_path, 2)
-    assert checkpoint.find(tmp_path) == good and list(tmp_path.iterdir()) == [good]
-    save(tmp_path, 2)
-
-
-class Run:
-    """What checkpoint.Saver needs of a configuration and of a process alone."""
-
-    async_save, keep_last, rank, size, main = True, 3, 0, 1, True
-
-    def __init__(self, out_dir, device=CPU):
-        self.out_dir, self.device = out_dir, device
-
-
 no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, no_gpu])])
 def test_training_goes_on_while_a_copy_is_written(tmp_path, monkeypatch, device):
-    """What is saved is what was there when `save` returned, whatever happens before it is written."""
+    """What is saved is what was there when `save` returned."""
     model, go_on, said = build(small(), torch.device(device), seed=1), threading.Event(), []
     before, optimizer = model.wte.weight.detach().cpu().clone(), torch.optim.AdamW(model.parameters())
     really = checkpoint.save_file
     monkeypatch.setattr(checkpoint, "save_file", lambda *args: go_on.wait(10) and really(*args))
-    run = Run(tmp_path, torch.device(device))
-    saver = checkpoint.Saver(run, run, said.append)
+    world = parallel.World(0, 1, torch.device(device))
+    saver = checkpoint.Saver(tmp_path, 1, 3, world, background=True, saved=lambda *saved: said.append(saved))
     saver.save(1, model, optimizer, {"config": {}})
     with torch.no_grad():
         model.wte.weight.zero_()
-    assert saver.written() == 0 and not said and not checkpoint.exists(tmp_path)
+    assert saver.written() == 0 and not said and not checkpoint.folders(tmp_path)
     go_on.set()
     saver.save(2, model, optimizer, {"config": {}})  # waits for the first
-    assert [checkpoint.folder_of(tmp_path, 1)] == checkpoint._folders(tmp_path) and len(said) == 1
+    assert [checkpoint.folder_of(tmp_path, 1)] == checkpoint.folders(tmp_path) and len(said) == 1
     saver.wait()
     saver.wait()
     tensors, state = checkpoint.load(checkpoint.find(tmp_path / "step_00000001"))
@@ -161,17 +114,22 @@ def test_training_goes_on_while_a_copy_is_written(tmp_path, monkeypatch, device)
 
 
 @pytest.mark.fault(24)
-def test_disk_full_in_the_background_is_raised_by_the_next_wait(tmp_path, monkeypatch):
-    good, run, model = save(tmp_path, 1), Run(tmp_path), build(small(), CPU, seed=1)
-    saver, optimizer = checkpoint.Saver(run, run), torch.optim.AdamW(model.parameters())
+@pytest.mark.parametrize("background", [False, True])
+def test_a_full_disk_leaves_the_old_ones(tmp_path, monkeypatch, background):
+    """In the background the next call of the saver raises it."""
+    good, world, model = save(tmp_path, 1), parallel.World(0, 1, CPU), build(small(), CPU, seed=1)
+    saver, optimizer = (
+        checkpoint.Saver(tmp_path, 1, 3, world, background),
+        torch.optim.AdamW(model.parameters()),
+    )
 
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "save_file", full)
-        saver.save(2, model, optimizer, {"config": {}})
         with pytest.raises(checkpoint.CheckpointError, match="No space left.*earlier checkpoints are intact"):
+            saver.save(2, model, optimizer, {"config": {}})
             saver.save(3, model, optimizer, {"config": {}})
     assert checkpoint.find(tmp_path) == good and list(tmp_path.iterdir()) == [good]
     saver.save(3, model, optimizer, {"config": {}})
@@ -208,7 +166,7 @@ def test_a_part_that_is_gone_is_missed(tmp_path, omit):
 
 
 def save_until_killed(folder, step, seconds):
-    """For ranks.attempt: saves without end; killed so long after the first is saved. Prints the steps that are."""
+    """For ranks.attempt: saves and prints steps without end; killed so long after the first."""
     while True:
         checkpoint.save(
             folder,
@@ -248,7 +206,7 @@ def test_no_pickle_is_ever_read(tmp_path):
             return os.system, (f"touch {canary}",)
 
     (folder / "model.safetensors").write_bytes(pickle.dumps(Evil()))
-    manifest = {f.name: checkpoint._digest(f) for f in folder.iterdir() if f.name != "manifest.json"}
+    manifest = {f.name: files.digest(f) for f in folder.iterdir() if f.name != "manifest.json"}
     (folder / "manifest.json").write_text(json.dumps(manifest))  # an attacker can write that too
     with pytest.raises(checkpoint.CheckpointError, match="not safetensors"):
         checkpoint.load(folder)
@@ -262,3 +220,55 @@ def test_weights_of_another_shape_are_named(tmp_path):
         checkpoint.load_model_tensors(build(small(n_embd=32), CPU), checkpoint.model_tensors(model))
     with pytest.raises(checkpoint.CheckpointError, match="blocks.2.*missing"):
         checkpoint.load_model_tensors(build(small(n_layer=3), CPU), checkpoint.model_tensors(model))
+
+
+def kept(folder):
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.fault(53)
+def test_only_our_folders_and_files_are_removed(tmp_path):
+    """What a user keeps in out_dir stays when checkpoints are pruned and by --overwrite."""
+    for name in ("step_notes.md", "step_plans/a", "step_2x/a", "step_00000003/a", ".writing_plans/a"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("mine")
+    (tmp_path / ".writing_step_00000009").write_text("mine")  # ours is a folder
+    users = kept(tmp_path)
+    for leftover in (".writing_step_00000005", ".writing_gone_step_00000001"):
+        (tmp_path / leftover).mkdir()
+    for step in (1, 4):
+        save(tmp_path, step, keep_last=1)
+    assert {name.partition("/")[0] for name in kept(tmp_path) - users} == {"step_00000004"}
+    (tmp_path / "log.jsonl").write_text('{"kind": "train"}')
+    start = Start(tmp_path, overwrite=True)
+    start.prepare_out_dir()
+    assert kept(tmp_path) == users | {"source.json", "model.py", "kernels.py"}
+    folder = save(tmp_path, 5)
+    assert (folder / "model.py").read_bytes() == (tmp_path / "model.py").read_bytes()
+    assert "model.py" in json.loads((folder / "manifest.json").read_text())
+
+
+@pytest.mark.fault(45)
+def test_a_folder_in_use_is_refused_and_left(tmp_path):
+    (tmp_path / "model.py").write_text("mine")
+    for resume in ("none", "auto"):
+        with pytest.raises(UserError, match="model.py is not a run's copy"):
+            Start(tmp_path, resume)
+    (tmp_path / "model.py").unlink()
+    (tmp_path / "log.jsonl").write_text('{"kind": "train", "step": 1}\n')
+    with pytest.raises(UserError, match="holds an earlier run; try --resume=auto"):
+        Start(tmp_path)
+    Start(
+        tmp_path, "auto"
+    ).prepare_out_dir()  # killed before its first checkpoint: begins again, and the log stays
+    assert (tmp_path / "log.jsonl").exists()
+    with open(tmp_path / "log.jsonl", "a") as log:
+        log.write('{"kind": "saved", "step": 1}\n')
+    with pytest.raises(UserError, match="has a log that names checkpoints, and holds none"):
+        Start(tmp_path, "auto")
+    first, last = save(tmp_path, 1), save(tmp_path, 2)
+    assert Start(tmp_path, "auto").folder == Start(tmp_path, str(tmp_path)).folder == last
+    with pytest.raises(UserError, match="holds step_00000002, beyond .*step_00000001"):
+        Start(tmp_path, str(first))
+    with pytest.raises(UserError, match="holds another run than"):
+        Start(tmp_path, str(save(tmp_path / "other", 3)))

@@ -164,7 +164,7 @@ def saved(tmp_path_factory):
 
 def sign(folder):
     """Makes the digests right, as somebody could who changes files on purpose."""
-    manifest = {f.name: checkpoint._digest(f) for f in folder.iterdir() if f.name != "manifest.json"}
+    manifest = {f.name: files.digest(f) for f in folder.iterdir() if f.name != "manifest.json"}
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
@@ -310,8 +310,8 @@ def test_mutations_of_records_that_a_run_can_do_without(data_dir, tmp_path, coun
 
     whole = lambda value: lines(value if isinstance(value, list) else [value])
     survey(log, whole, read_log_for_plot, count, 6, always)
-    files = {"git": None, "files": {"model.py": "0" * 64, "fast/fp8.py": "1" * 64}}
-    survey(files, put("source.json"), lambda: source.warning(tmp_path), count, 7, always)
+    code = {"git": None, "files": {"model.py": "0" * 64, "fast/fp8.py": "1" * 64}}
+    survey(code, put("source.json"), lambda: source.warning(tmp_path), count, 7, always)
 
     def lock():
         mine = Lock(tmp_path)
@@ -384,7 +384,7 @@ def test_nothing_outside_a_folder_is_touched(tmp_path, name):
     name = name.format(outside=str(outside).lstrip("/"))
     (folder / "link_train_000001.bin").symlink_to(outside)
     manifest["shards"][1] |= {"name": name, "tokens": 50, "bytes": len(before)}
-    manifest["shards"][1]["sha256"] = checkpoint._digest(outside)[1]
+    manifest["shards"][1]["sha256"] = files.digest(outside)[1]
     (folder / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(DataError, match="is damaged|is a link"):
         verify(folder)
@@ -407,7 +407,7 @@ def test_a_checkpoint_reads_its_own_files_alone(tmp_path, name, capsys):
     (tmp_path / "other").write_text("x")
     (bad / "link").symlink_to(tmp_path / "other")
     manifest = json.loads((bad / "manifest.json").read_text())
-    manifest[name] = checkpoint._digest(tmp_path / "other" if name != "/etc/hostname" else name)
+    manifest[name] = files.digest(tmp_path / "other" if name != "/etc/hostname" else name)
     (bad / "manifest.json").write_text(json.dumps(manifest))
     assert checkpoint.find(tmp_path) == good
     assert "is not a file in the folder" in capsys.readouterr().err
@@ -435,7 +435,7 @@ def test_a_whole_checkpoint_stays_until_another_takes_its_place(tmp_path, capsys
         path = checkpoint.folder_of(tmp_path, step) / "model.safetensors"
         path.write_bytes(path.read_bytes()[:-1] + b"\x01")
     assert checkpoint.find(tmp_path).name == "step_00000002"
-    steps = lambda: [int(f.name[5:]) for f in checkpoint._folders(tmp_path)]
+    steps = lambda: [int(f.name[5:]) for f in checkpoint.folders(tmp_path)]
     test_checkpoint.save(tmp_path, 4, keep_last=2)
     assert steps() == [2, 3, 4]  # the damaged one stays in place, as its warning says
     test_checkpoint.save(tmp_path, 5, keep_last=2)
@@ -622,7 +622,7 @@ def test_random_kills_of_training(data_dir, tmp_path, number, kills):
     for _ in range(kills):
         done, _ = ranks.attempt(number, train_until_killed, words, rng.uniform(0.05, 1.0), timeout=60)
         assert all(code in (-signal.SIGKILL, 1) for code in done.codes), done.stderr
-        if checkpoint.exists(tmp_path / "cut"):
+        if checkpoint.folders(tmp_path / "cut"):
             checkpoint.find(tmp_path / "cut")
     last, whole = max(losses(read_log(tmp_path / "cut"))), tmp_path / "whole"
     saved_at = checkpoint.load(checkpoint.find(tmp_path / "cut"))[1]["step"]

@@ -1,4 +1,4 @@
-"""run/files.py: a file is the old one or the new one, JSON is read with a one-line error, a digest is SHA-256."""
+"""run/files.py: a file is the old or the new one, JSON is read with a one-line error, a digest is SHA-256."""
 
 import errno
 import hashlib
