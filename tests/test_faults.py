@@ -27,13 +27,14 @@ from conftest import flags, losses, one_line, read_log, train_here, write_shard
 
 import fineweb
 import optim
+import plot
 import sample
 from configurator import UserError, configure
 from corpus import tokenizer, writer
 from corpus.loader import DataError, TokenLoader, read_header, verify
 from fineweb import Config as TextConfig
 from model import build
-from run import checkpoint, hf, history, source
+from run import checkpoint, files, hf, source
 from run.lock import Lock
 from settings import Config
 
@@ -300,13 +301,13 @@ def test_mutations_of_records_that_a_run_can_do_without(data_dir, tmp_path, coun
     always = lambda at, value: True
     (tmp_path / "log.jsonl").write_text("\n".join(map(json.dumps, log)))
     put = lambda name: lambda value: (tmp_path / name).write_text(json.dumps(value))
-    survey(config, put("config.json"), lambda: history.Run(tmp_path, "a", "b", 1).config, count, 5, always)
+    survey(config, put("config.json"), lambda: plot.Run(tmp_path, "a", "b", 1).config, count, 5, always)
     put("config.json")({})
     lines = lambda value: (tmp_path / "log.jsonl").write_text("\n".join(map(json.dumps, value or [0])))
 
     def read_log_for_plot():
-        run = history.Run(tmp_path, "a", "b", 1)
-        return [history.series(run.log, "train", key)[1].tolist() for key in ("loss", "dt_ms")]
+        run = plot.Run(tmp_path, "a", "b", 1)
+        return [plot.series(run.log, "train", key)[1].tolist() for key in ("loss", "dt_ms")]
 
     whole = lambda value: lines(value if isinstance(value, list) else [value])
     survey(log, whole, read_log_for_plot, count, 6, always)
