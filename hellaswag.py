@@ -39,10 +39,10 @@ def main(cfg):
     refuse(too_small(cfg, {"limit": 1, "batch_tokens": 1}))
     from run import multiple_choice, trained
     from scale import parallel
+    from scale.precision import autocast, pick_precision
 
     device = parallel.pick_device(cfg.device)
-    precision, _ = parallel.pick_precision(cfg.precision, device)
-    autocast = parallel.autocast(precision, device)
+    precision, _ = pick_precision(cfg.precision, device)
     model, saved = trained.load(cfg, device, precision)
     tokenizer = trained.load_tokenizer(cfg, model, saved)
     examples = multiple_choice.load(cfg.file)[: cfg.limit]
@@ -50,7 +50,7 @@ def main(cfg):
     world = parallel.start(
         cfg.device, timeout_s=3600
     )  # now: a mistake above would break the others' connections
-    score = multiple_choice.evaluate(model.eval(), prepared, device, cfg.batch_tokens, autocast)
+    score = multiple_choice.evaluate(model.eval(), prepared, device, cfg.batch_tokens, autocast(precision, device))
     if world.main:
         print(multiple_choice.in_words(score))
     parallel.stop()

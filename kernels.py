@@ -29,7 +29,7 @@ except ImportError as error:
 
 chips.without_amx()  # on a CPU where it would end the process
 served = set()  # types of device whose calls may take fast forms, see `serve`
-logits_bytes = 2**30  # of logits that the loss holds at a time, see `limit_logits`
+LOGITS_MIB = 1024  # of logits that the loss holds at a time: more tokens than fit are computed in chunks
 counting = None  # the run.flops.Census under way: it notes each call, of which the definition runs
 
 
@@ -46,14 +46,6 @@ def serve(device, ops="auto"):
     if reason is None:
         fusion.register()
     return reason
-
-
-def limit_logits(mib):
-    """Bounds the logits that the loss holds at a time, in MiB: the definition's in float32, the fast forms' in bf16."""
-    global logits_bytes
-    logits_bytes = mib * 2**20
-    if MISSING is None:
-        fast_loss.LOGITS_BYTES = logits_bytes
 
 
 def unable(device):
@@ -307,7 +299,7 @@ def linear_cross_entropy(
     # with gradients, a weight for each token is known in the backward only
     reason = "a loss for each token, with gradients" if reduction == "none" and trains else None
     if not choose("linear_cross_entropy", x, head, unless=reason):
-        if targets.numel() <= logits_bytes // (4 * head.weight.size(0)):
+        if targets.numel() <= int(LOGITS_MIB * 2**20) // (4 * head.weight.size(0)):
             return plain_loss(x, head.weight, targets, reduction, *options)
         return chunked_loss(torch.compiler.is_compiling(), x, head.weight, targets, reduction, *options)
     x = operand(x)
@@ -324,11 +316,11 @@ def plain_loss(x, weight, targets, reduction, *options):
 
 @torch.compiler.disable  # one graph of all chunks holds the logits of several at a time: 767 MiB, not 295 (CPU)
 def chunked_loss(compiled, x, weight, targets, reduction, *options):
-    """plain_loss of as many tokens at a time as logits_bytes allows, each chunk under activation checkpointing.
+    """plain_loss of as many tokens at a time as LOGITS_MIB allows, each chunk under activation checkpointing.
 
     The logits of a chunk are freed after its forward and computed again in its backward: one more GEMM of the head.
     """
-    rows = 2 ** max(0, (logits_bytes // (4 * weight.size(0))).bit_length() - 1)  # as in fast/loss.py
+    rows = 2 ** max(0, (int(LOGITS_MIB * 2**20) // (4 * weight.size(0))).bit_length() - 1)  # as in fast/loss.py
     loss, each = (
         torch.compile(plain_loss) if compiled else plain_loss,
         "none" if reduction == "none" else "sum",

@@ -12,6 +12,7 @@ from configurator import UserError
 from scale import adam8
 from scale.shards import local, rows_of
 
+ROW = 2**14  # gradients that the CPU adds up in one float32 for their norm
 POLAR_EXPRESS = [  # (a, b, c) of five steps x -> a x + b x x^T x + c (x x^T)^2 x
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
@@ -56,6 +57,43 @@ def make_optimizer(model, cfg):
         parts = {p: matrices_of(name, p, cfg) for name, p in model.named_parameters()}
         return Muon(groups, parts, cfg.momentum, cfg.momentum_warmup, cfg.compile, **options, fused=fused)
     return torch.optim.AdamW(groups, **options, fused=fused)
+
+
+# -- gradient clipping
+
+
+def clip_gradients(model, limit):
+    """Scales the gradients to a norm of at most `limit` over all ranks (None: leaves them); returns the norm.
+
+    It runs on each rank's shards with one kernel for all tensors. torch's clip_grad_norm_ on DTensors handles them one
+    by one: 20 ms of a step of 614 (Llama 3 8B, fp8, four H200s). On the CPU, where no kernel is waited for, gradients
+    within the limit are not multiplied by 1: that would be a quarter of the memory traffic of the update.
+    """
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    own = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
+    square = norms(own).square().sum()
+    if isinstance(grads[0], DTensor):
+        dist.all_reduce(square, group=grads[0].device_mesh.get_group("shard"))
+    norm = square.sqrt()
+    if limit is not None and not (norm.is_cpu and norm + 1e-6 <= limit):
+        torch._foreach_mul_(own, (limit / (norm + 1e-6)).clamp(max=1))
+    return norm
+
+
+def norms(tensors):
+    """float32 norms of parts that together make up the tensors, which lie on one device.
+
+    On the CPU, the parts are rows of ROW numbers, shared among all threads. torch._foreach_norm uses one thread there
+    and adds up each tensor in a few float32 numbers: the norm of 400M normal random numbers came out 7% too small.
+    """
+    if not tensors[0].is_cpu:
+        return torch.stack(torch._foreach_norm(tensors, dtype=torch.float32))
+    found = []
+    for flat in (tensor.flatten() for tensor in tensors):
+        whole = flat.numel() // ROW * ROW
+        parts = flat[:whole].view(-1, ROW), flat[whole:].view(1, -1)
+        found += [torch.linalg.vector_norm(part, dim=1, dtype=torch.float32) for part in parts]
+    return torch.cat(found)
 
 
 # -- Muon

@@ -60,9 +60,10 @@ def main(cfg):
     from corpus import chat
     from run import sampling, trained
     from scale import parallel
+    from scale.precision import autocast, pick_precision
 
     device = parallel.pick_device(cfg.device)
-    precision, _ = parallel.pick_precision(cfg.precision, device)
+    precision, _ = pick_precision(cfg.precision, device)
     model, saved = trained.load(cfg, device, precision)
     tokenizer = trained.load_tokenizer(cfg, model, saved)
     template = chat.Template(trained.folders(cfg, tokenizer)[0], tokenizer) if cfg.chat else None
@@ -75,7 +76,7 @@ def main(cfg):
     )  # now: a mistake above would break the others' connections
     options = cfg.max_new_tokens, cfg.temperature, cfg.top_k
     printer = sampling.Printer(model, tokenizer, cfg.stop, *options, cached=cfg.cache, quiet=not world.main)
-    with parallel.autocast(precision, device):
+    with autocast(precision, device):
         if template and prompt is None:
             converse(printer, template, cfg.seed)
         else:

@@ -339,7 +339,7 @@ def out_of_range(cfg, ranks):
         "timeout_s",
         "top_k",
     ]
-    one += ["n_samples", "sample_tokens", "remat_tile", "logits_mib"]
+    one += ["n_samples", "sample_tokens", "remat_tile"]
     zero = ["lr_embedding", "lr_head", "lr_vector", "momentum", "momentum_warmup"]
     zero += [
         "lr",
@@ -408,8 +408,6 @@ def conflicts(cfg, ranks):
         found.append(
             f"offload_states=True updates on the CPU, where {cfg.optimizer} is slow; try --optimizer=adamw"
         )
-    if cfg.offload_states and cfg.backend == "nccl":
-        found.append("offload_states=True needs gloo as well as backend=nccl; try --backend=auto")
     if cfg.deterministic and cfg.attention == "cudnn":
         found.append(
             "deterministic=True: attention=cudnn adds gradients in no fixed order; try --attention=flash"

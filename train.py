@@ -32,6 +32,7 @@ from run.meter import Meter
 from run.resume import Start
 from run.watch import Watch
 from scale import documents, graphs, parallel
+from scale.precision import autocast
 
 
 class Training:
@@ -45,7 +46,7 @@ class Training:
         self.amaxes = checkpoint.magnitudes(self.raw)
         self.optimizer = optim.make_optimizer(self.raw, cfg)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=cfg.precision == "fp16")
-        self.autocast = parallel.autocast(cfg.precision, world.device)
+        self.autocast = autocast(cfg.precision, world.device)
         self.accumulation = cfg.micro_steps(world.size)
         self.clip, self.skips = cfg.clip, cfg.max_skipped_steps > 0 and not self.scaler.is_enabled()
         if cfg.cuda_graph:
@@ -67,7 +68,7 @@ class Training:
             parallel.sync_gradients(self.model, micro == self.accumulation - 1)
             loss += self.micro_step(*next_batch())
         self.scaler.unscale_(self.optimizer)
-        norm = parallel.clip_gradients(self.raw, self.clip)
+        norm = optim.clip_gradients(self.raw, self.clip)
         optim.set_learning_rate(self.optimizer, lr)
         if self.skips:  # AdamW then leaves weights and states as they are, which no host needs to know
             self.optimizer.found_inf = parallel.not_finite(loss, norm)

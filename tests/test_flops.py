@@ -65,9 +65,9 @@ def test_calls_of_the_model_as_it_is():
 
 def test_a_loss_in_chunks_is_counted_as_if_it_were_whole(monkeypatch):
     """Without the logits that its backward computes again."""
-    whole = account()[0]
-    monkeypatch.setattr(kernels, "logits_bytes", 4 * 256 * 8)
-    chunked = account()[0]
+    whole = account(vocab_multiple=16_384)[0]
+    monkeypatch.setattr(kernels, "LOGITS_MIB", 1)  # 16 of the 32 tokens at a time
+    chunked = account(vocab_multiple=16_384)[0]
     assert not chunked.problem and not chunked.unused
     assert (chunked.calls, chunked.flops_per_token) == (whole.calls, whole.flops_per_token)
 

@@ -8,7 +8,7 @@ pytest.importorskip("triton", reason="Triton is installed with PyTorch's CUDA bu
 import kernels
 import model as models
 from fast import fusion
-from scale import parallel
+from scale.compile import compile_model
 from settings import GPTConfig
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -18,7 +18,7 @@ def gradients(compiled):
     cfg = GPTConfig(vocab_size=200, n_layer=2, n_head=4, n_embd=64, block_size=32)
     model = models.build(cfg, torch.device(DEVICE), 0)
     if compiled:
-        parallel.compile_model(model)
+        compile_model(model)
     torch.manual_seed(1)
     idx, targets = torch.randint(0, 200, (2, 2, 16), device=DEVICE)
     with torch.autocast(DEVICE, torch.bfloat16):

@@ -105,7 +105,7 @@ def scored_in_rank():
     jobs = list(multiple_choice.batches(prepared, SIZE, 128, few_shapes=False))
     assert len(jobs) % 2 == 1  # else one rank needs no extra forward
     alone = multiple_choice.evaluate(small(), prepared, "cpu", SIZE)
-    parallel.start("cpu", "gloo")
+    parallel.start("cpu")
     model, calls = small(), []
     model.register_forward_hook(lambda *_: calls.append(1))
     together = multiple_choice.evaluate(model, prepared, "cpu", SIZE)

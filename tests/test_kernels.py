@@ -11,13 +11,13 @@ import kernels
 import model as models
 from fast import cublas
 from run import flops
-from settings import Config, GPTConfig
+from settings import GPTConfig
 
 
 @pytest.fixture
 def in_chunks(monkeypatch):
     """in_chunks(rows, V) limits the logits to those of `rows` tokens, of which a power of two is computed at a time."""
-    return lambda rows, V: monkeypatch.setattr(kernels, "logits_bytes", 4 * V * rows)
+    return lambda rows, V: monkeypatch.setattr(kernels, "LOGITS_MIB", 4 * V * rows / 2**20)
 
 
 @pytest.mark.parametrize("rows", [21, 20, 5, 1])
@@ -128,16 +128,6 @@ def test_chunks_compiled_share_a_graph(in_chunks, compiler):
     assert captured[0] == captured[1] > 0
     with torch.no_grad():
         torch.testing.assert_close(head(x, targets, "none").mean(), loss, rtol=1e-6, atol=0)
-
-
-def test_the_limit_of_the_logits_holds_for_every_form(monkeypatch):
-    loss = pytest.importorskip("fast.loss")  # needs Triton
-    for module, name in ((kernels, "logits_bytes"), (loss, "LOGITS_BYTES")):
-        assert getattr(module, name) == Config().logits_mib * 2**20
-        monkeypatch.setattr(module, name, getattr(module, name))  # put back at the end
-    kernels.limit_logits(3)
-    assert kernels.logits_bytes == loss.LOGITS_BYTES == 3 * 2**20
-    assert 2 * 50_304 * loss.chunk_rows(50_304) <= loss.LOGITS_BYTES
 
 
 def test_smoothing_and_z_loss_are_for_training_only():

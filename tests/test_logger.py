@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from run import logger
+from run import flops, logger
 from run.logger import Logger
 from scale.parallel import World
 from settings import Config
@@ -35,8 +35,8 @@ def make(tmp_path, **settings):
 )
 def test_peaks(monkeypatch, name, precision, tflops):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    assert logger.peak_flops(torch.device("cuda", 0), precision) == (tflops and tflops * 1e12)
-    assert logger.peak_flops(CPU, precision) is None
+    assert flops.peak_flops(torch.device("cuda", 0), precision) == (tflops and tflops * 1e12)
+    assert flops.peak_flops(CPU, precision) is None
 
 
 def test_the_first_step_of_a_process_is_left_out_of_the_time_that_is_left(tmp_path, capsys):

@@ -16,11 +16,13 @@ from safetensors.torch import load_file
 from torch._dynamo.utils import counters
 
 import convert
+import kernels
+import optim
 import train
 from configurator import configure
 from model import build
 from run import checkpoint, hf
-from scale import parallel
+from scale import memory, parallel
 from settings import Config
 
 
@@ -53,10 +55,17 @@ def copied(run, step, to):
     return to
 
 
+def train_within(words, limits, compiler="inductor"):
+    """For ranks.call: train_in_rank with other values of memory.UNIT_MIB and kernels.LOGITS_MIB."""
+    memory.UNIT_MIB = limits.get("UNIT_MIB", memory.UNIT_MIB)
+    kernels.LOGITS_MIB = limits.get("LOGITS_MIB", kernels.LOGITS_MIB)
+    return train_in_rank(words, compiler)
+
+
 def over_ranks(number, data_dir, folder, **settings):
     """A run of train.py that succeeds; returns its folder."""
-    unit_mib = settings.pop("unit_mib", None)
-    done = ranks.call(number, train_in_rank, flags(data_dir, folder, **settings), "inductor", unit_mib)
+    limits = {name: settings.pop(name) for name in ("UNIT_MIB", "LOGITS_MIB") if name in settings}
+    done = ranks.call(number, train_within, flags(data_dir, folder, **settings), limits)
     assert done == [(0, "")] * number
     return folder
 
@@ -92,19 +101,19 @@ MUON = dict(
     attention_gate=True,
 )
 LLAMA = dict(mlp="swiglu", norm="rmsnorm", positions="rope", bias=False)
-CHUNKS, WIDE = dict(logits_mib=1), dict(vocab_multiple=16_384)  # 16 tokens of the loss at a time; alone: all
+CHUNKS, WIDE = dict(LOGITS_MIB=1), dict(vocab_multiple=16_384)  # 16 tokens of the loss at a time; alone: all
 MODES = {
     "ddp": (2, {}, {}),
     "loss in chunks in ddp": (2, CHUNKS, WIDE),
-    "fsdp": (2, dict(parallel="fsdp", unit_mib=0), {}),
-    "zero2": (2, dict(parallel="zero2", unit_mib=0, **CHUNKS), dict(n_kv_head=2, **LLAMA, **WIDE)),
+    "fsdp": (2, dict(parallel="fsdp", UNIT_MIB=0), {}),
+    "zero2": (2, dict(parallel="zero2", UNIT_MIB=0, **CHUNKS), dict(n_kv_head=2, **LLAMA, **WIDE)),
     "hsdp": (
         4,
-        dict(parallel="hsdp", shard_size=2, unit_mib=1),
+        dict(parallel="hsdp", shard_size=2, UNIT_MIB=1),
         dict(n_embd=128, n_layer=3, batch_size=1),
     ),  # 2 + 1
     "context": (2, dict(context_parallel=2, remat="attention", remat_tile=6, remat_offload=True), {}),
-    "states on the host": (2, dict(parallel="fsdp", unit_mib=0, offload_states=True), {}),
+    "states on the host": (2, dict(parallel="fsdp", UNIT_MIB=0, offload_states=True), {}),
     "states on the host, sums on the device": (
         2,
         dict(parallel="hsdp", shard_size=2, offload_states=True),
@@ -126,7 +135,7 @@ MODES = {
     "muon": (4, {}, MUON | dict(batch_size=1, n_layer=3)),
     "muon in fsdp": (
         4,
-        dict(parallel="fsdp", unit_mib=0),
+        dict(parallel="fsdp", UNIT_MIB=0),
         MUON | LLAMA | dict(n_kv_head=2, batch_size=1, n_layer=3),
     ),
     "muon in zero2": (2, dict(parallel="zero2"), MUON),
@@ -228,9 +237,9 @@ def test_compiled_ranks_equal_one_process_and_resume_there(
     settings = SHORT | dict(
         batch_size=1, tie_embeddings=False, sample_interval=0, vocab_multiple=vocab_multiple
     )
-    mode = dict(parallel="fsdp", context_parallel=2, remat="block", compile=True, **chunks)
+    mode = dict(parallel="fsdp", context_parallel=2, remat="block", compile=True)
     words = flags(data_dir, tmp_path / "many", **settings, **mode)
-    assert ranks.call(2, train_in_rank, words, compiler, timeout=300) == [(0, "")] * 2
+    assert ranks.call(2, train_within, words, chunks, compiler, timeout=300) == [(0, "")] * 2
     same_run(alone(**settings), tmp_path / "many")
     train_here(data_dir, copied(tmp_path / "many", 3, tmp_path / "back"), resume="auto", **settings)
     same_end(tmp_path / "back", alone(**settings))
@@ -306,17 +315,17 @@ def test_the_norm_on_the_cpu_is_right_for_large_tensors():
     large, odd = torch.full((2**25 + 3,), 1e-3), torch.tensor([[3.0, 0.0], [0.0, 4.0]])
     model = gradients(large, odd, torch.empty(0, 8), odd.bfloat16())
     exact = (2**25 + 3) * 1e-6 + 25 + 25
-    assert parallel.clip_gradients(model, None).item() == pytest.approx(exact**0.5, rel=1e-5)
+    assert optim.clip_gradients(model, None).item() == pytest.approx(exact**0.5, rel=1e-5)
 
 
 def test_gradients_are_clipped_where_their_norm_is_over_the_limit_or_none():
     three_four = torch.tensor([3.0, 4.0])
     for limit, expected in ((1.0, three_four / 5), (5.1, three_four), (None, three_four)):
         model = gradients(three_four.clone())
-        assert parallel.clip_gradients(model, limit).item() == 5
+        assert optim.clip_gradients(model, limit).item() == 5
         torch.testing.assert_close(model.parameters()[0].grad, expected)
     model = gradients(torch.tensor([1.0, float("nan")]))
-    parallel.clip_gradients(model, 1.0)
+    optim.clip_gradients(model, 1.0)
     assert model.parameters()[0].grad.isnan().all()
 
 

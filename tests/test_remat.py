@@ -11,7 +11,8 @@ from torch._dynamo.utils import counters
 
 import kernels
 import model as models
-from scale import parallel, remat
+from scale import remat
+from scale.compile import compile_model
 from scale.offload import Shelf
 from settings import GPTConfig
 
@@ -30,7 +31,7 @@ def gradients(kind, shape, compiled, **options):
     if kind != "none":
         remat.apply(model, settings(kind, **options))
     if compiled:
-        parallel.compile_model(model)
+        compile_model(model)
     torch.manual_seed(1)
     idx, targets = torch.randint(0, 200, (2, 3, 32))
     loss = model(idx, targets)
@@ -230,7 +231,7 @@ def test_offload_on_a_gpu(kind):
     cfg = GPTConfig(vocab_size=512, n_layer=5, n_head=4, n_embd=256, block_size=1024, **shape)
     plain, own = (models.build(cfg, torch.device("cuda"), 0) for _ in range(2))
     remat.apply(own, settings(kind, tile=256, offload=True))
-    parallel.compile_model(own)
+    compile_model(own)
     for _ in range(3):
         idx, targets = torch.randint(0, 512, (2, 2, 1024), device="cuda")
         for model in (plain, own):

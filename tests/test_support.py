@@ -13,7 +13,7 @@ from configurator import UserError
 from fast import chips
 from fast.attention import best_attention
 from measure import step
-from scale import parallel
+from scale.precision import pick_precision
 
 hopper = pytest.importorskip("fast.hopper")
 GPU = torch.device("cuda", 0)
@@ -47,9 +47,9 @@ def test_the_table_of_a_name_is_what_such_a_device_gets(named, capsys):
     assert all(runs[form] == (kernels.unable(GPU) is None) for form in FAST)
     assert runs["CUDA kernels for Hopper"] == hopper.available.__wrapped__(GPU)
     assert runs["attention=cudnn"] == (best_attention(GPU)[0] == "cudnn")
-    assert runs["precision=bf16, by default"] == (parallel.pick_precision("auto", GPU)[0] == "bf16")
+    assert runs["precision=bf16, by default"] == (pick_precision("auto", GPU)[0] == "bf16")
     try:
-        fp8 = parallel.pick_precision("fp8", GPU)[0] == "fp8"
+        fp8 = pick_precision("fp8", GPU)[0] == "fp8"
     except UserError as error:
         fp8 = "try --precision=bf16" not in str(error)
     assert runs["precision=fp8"] == fp8
@@ -78,7 +78,7 @@ def test_this_machine_without_a_gpu(capsys):
     assert found["kernels.mlp"][1] == kernels.unable(torch.device("cpu"))
     assert found["precision=bf16, by default"] == (
         False,
-        parallel.pick_precision("auto", torch.device("cpu"))[1],
+        pick_precision("auto", torch.device("cpu"))[1],
     )
 
 

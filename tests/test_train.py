@@ -92,13 +92,13 @@ def test_llama_trains_compiled_as_eager(data_dir, tmp_path, compiler):
             assert losses(fused, kind)[step] == pytest.approx(loss, rel=1e-5)
 
 
-def test_a_loss_in_chunks_trains_as_one_at_once(data_dir, tmp_path):
+def test_a_loss_in_chunks_trains_as_one_at_once(data_dir, tmp_path, monkeypatch):
     """16 of 128 tokens at a time, in training and validation; with a document mask the loss is a weighted sum."""
     options = dict(document_mask=True, softcap=20.0, label_smoothing=0.1, z_loss=1e-3, vocab_multiple=16_384)
     options |= dict(batch_tokens=256, max_steps=3, eval_interval=3, eval_tokens=256, save_interval=0)
-    chunks = train_here(data_dir, tmp_path / "chunks", logits_mib=1, **options)
-    assert kernels.logits_bytes == 2**20
-    whole = train_here(data_dir, tmp_path / "whole", **options)  # back to the default
+    whole = train_here(data_dir, tmp_path / "whole", **options)
+    monkeypatch.setattr(kernels, "LOGITS_MIB", 1)
+    chunks = train_here(data_dir, tmp_path / "chunks", **options)
     for kind in ("train", "val"):
         assert losses(chunks, kind) == pytest.approx(losses(whole, kind), rel=1e-5)
 
@@ -203,7 +203,7 @@ def test_weights_that_are_not_finite_are_neither_saved_nor_resumed_into(data_dir
 
 @pytest.mark.fault(58)
 def test_weights_after_a_gradient_that_is_not_finite_are_not_saved(data_dir, tmp_path, monkeypatch):
-    clip, calls = train.parallel.clip_gradients, []
+    clip, calls = train.optim.clip_gradients, []
 
     def poisoned(model, limit):
         calls.append(model)
@@ -211,7 +211,7 @@ def test_weights_after_a_gradient_that_is_not_finite_are_not_saved(data_dir, tmp
             next(model.parameters()).grad[0, 0] = float("nan")
         return clip(model, limit)
 
-    monkeypatch.setattr(train.parallel, "clip_gradients", poisoned)
+    monkeypatch.setattr(train.optim, "clip_gradients", poisoned)
     with pytest.raises(NotFinite, match="step 4: the gradient norm is nan; nothing was saved since step 3"):
         train_here(data_dir, tmp_path / "run", max_steps=8, save_interval=1)
     assert train.checkpoint.find(tmp_path / "run").name == "step_00000003"
@@ -220,7 +220,7 @@ def test_weights_after_a_gradient_that_is_not_finite_are_not_saved(data_dir, tmp
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit", "muon"])
 @pytest.mark.fault(31)
 def test_a_step_that_is_not_finite_is_skipped_bitwise(data_dir, tmp_path, monkeypatch, capsys, optimizer):
-    clip, calls = train.parallel.clip_gradients, []
+    clip, calls = train.optim.clip_gradients, []
     settings = dict(optimizer=optimizer, max_steps=3, save_interval=1, keep_last=9, max_skipped_steps=1)
 
     def poisoned(model, limit):
@@ -229,7 +229,7 @@ def test_a_step_that_is_not_finite_is_skipped_bitwise(data_dir, tmp_path, monkey
             next(model.parameters()).grad[0, 0] = float("inf")
         return clip(model, limit)
 
-    monkeypatch.setattr(train.parallel, "clip_gradients", poisoned)
+    monkeypatch.setattr(train.optim, "clip_gradients", poisoned)
     log = train_here(data_dir, tmp_path / "run", **settings)
     folders = [tmp_path / "run" / f"step_{step:08d}" for step in (1, 2, 3)]
     for name in ("model", "optimizer"):
