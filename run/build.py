@@ -69,18 +69,15 @@ def refuse_other_tokenizer(cfg):
         manifest = read_manifest(folder)
         name, sizes = manifest.get("tokenizer"), read_sizes(folder, manifest)
         if name != cfg.tokenizer and sizes is not None and not hf_config.same_tokenizer(cfg.tokenizer, sizes):
-            raise DataError(
-                f"data_dir={folder} was tokenized with {name}, the weights of init_from={cfg.init_from} use "
-                f"{cfg.tokenizer}; make the data again with {command}"
-            )
+            words = f"the weights of init_from={cfg.init_from} use {cfg.tokenizer}; make the data again"
+            raise DataError(f"data_dir={folder} was tokenized with {name}, {words} with {command}")
 
 
 def make_batches(cfg, world, loader):
-    """A function that returns this rank's part of the next (x, y); with cfg.overfit it repeats the first step's.
+    """A function that returns this rank's part of the next (x, y); with cfg.overfit of the first step's.
 
     With a mask it returns (x, y, weight): this weight times the sum of losses, added up over micro-steps and
-    averaged over ranks, is the mean over the targets of the whole step, which are not equally many in each
-    micro-step.
+    averaged over ranks, is the mean over the targets of the whole step, which differ in number by micro-step.
     """
 
     micro_steps = cfg.micro_steps(world.size)
@@ -110,11 +107,10 @@ def build_model(cfg, world, weights=None, eot=None):
     cfg: from `choose`. weights: {name: Stored} of a checkpoint; None: the weights of cfg.init_from, or new
     ones. eot: see documents.separator.
     """
-    account, device = Account(cfg, world.device), world.device
+    device, account = world.device, Account(cfg, world.device)
     if account.bypassed and (cfg.document_mask or cfg.context_parallel > 1):
-        setting = "document_mask" if cfg.document_mask else "context_parallel"
-        words = "goes around attn.core, which model.py's attention does not call"
-        raise UserError(f"{setting} {words}: see docs/experiment.md")
+        words = f"{'document_mask' if cfg.document_mask else 'context_parallel'} goes around attn.core"
+        raise UserError(f"{words}, which model.py's attention does not call: see docs/experiment.md")
     memory.refuse_beyond_host(cfg, world.size, account.parameters if device.type == "cpu" else 0)
     model = models.on_meta(cfg)
     prepare(model, cfg, world, eot, account.regular)
@@ -134,8 +130,7 @@ def prepare(model, cfg, world, eot, regular):
     """Applies, to a model on meta, in this order: fp8, documents, remat, context parallel, compile, FSDP2."""
     sharded = dist.is_initialized() and cfg.parallel != "ddp"
     if cfg.offload_states and not sharded:
-        words = "start it with torchrun, --nproc_per_node=1 for one"
-        raise UserError(f"offload_states=True needs a process group; {words}")
+        raise UserError("offload_states=True needs a process group; start it with torchrun, 1 rank or more")
     for parameter in model.parameters() if cfg.weights == "bf16" else ():
         parameter.data = parameter.data.bfloat16()  # all of them: FSDP2 requires one dtype in a unit
     for layer in model.modules() if cfg.precision == "fp8" else ():

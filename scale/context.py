@@ -1,12 +1,11 @@
-"""Context parallelism: ranks share a sequence whose activations do not fit one GPU; each has some tokens.
+"""Context parallelism: ranks share a sequence whose activations do not fit one GPU, each with some tokens.
 
     torchrun --standalone --nproc_per_node=4 train.py config/llama3_8b.py --parallel=fsdp --context_parallel=4
 
 Only attention's core mixes tokens. An all-to-all before it exchanges tokens for heads, so that a rank has all
-tokens of some heads, and another one after it reverses the exchange (Ulysses,
-https://arxiv.org/abs/2309.14509). All ranks have the same share of causal attention's work. For parameters
-and gradients they are data-parallel ranks. An edit of model.py that mixes tokens outside attn.core gives
-wrong results under context parallelism.
+tokens of some heads, and one after it reverses the exchange (Ulysses, https://arxiv.org/abs/2309.14509). For
+parameters and gradients they are data-parallel ranks. An edit of model.py that mixes tokens outside attn.core
+gives wrong results.
 """
 
 import contextlib

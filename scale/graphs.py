@@ -109,11 +109,8 @@ def gradients(parameters):
 
 
 def stream(device):
-    """A stream for the capture and the steps before it.
-
-    The nodes that add to gradients run on the stream on which they were created, in the first forward, and a
-    capture allows no other stream.
-    """
+    """For the capture and the steps before: the nodes that add to gradients run on the stream of the first
+    forward, and a capture allows no other."""
     if device.type != "cuda":
         raise UserError(f"cuda_graph=True needs a CUDA device, this is {device.type}; leave it out")
     return torch.cuda.Stream(device)

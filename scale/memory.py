@@ -134,9 +134,6 @@ def kept(cfg, remat):
     return [*sizes, 2 * cfg.mlp_width, cfg.hidden if fp8 else 2 * cfg.hidden]  # operands of the second GEMM
 
 
-# -- sharding
-
-
 def units(sizes, apart):
     """The units of FSDP2, each a list of block indices: blocks gathered together, up to UNIT_MIB in 16 bits.
 
@@ -183,22 +180,18 @@ def on_host(cfg, ranks):
     All but moments is pinned, in blocks of a power of two, which is how PyTorch allocates pinned memory.
     """
     parts, shards, (own, _, moments) = {}, shards_of(cfg, ranks), bytes_of_parameter(cfg)
+    pinned = lambda size: 2 ** (size - 1).bit_length()
     if cfg.offload_states:
         tables = [(cfg.padded_vocab, width) for width in cfg.tables]
         tables += [(cfg.block_size, cfg.n_embd)] if cfg.positions == "learned" else []
         shapes = cfg.block_matmuls * cfg.n_layer + tables
-        pinned = sum(power_of_2(own * -(-rows // shards) * width) for rows, width in shapes)
-        parts = {"parameters": pinned, "gradients": pinned}
+        weights = sum(pinned(own * -(-rows // shards) * width) for rows, width in shapes)
+        parts = {"parameters": weights, "gradients": weights}
         parts["optimizer"] = int(moments * parameter_counts(cfg)[0] / shards)
     if cfg.remat_offload:
-        sizes = [power_of_2(cfg.rank_tokens * each) for each in kept(cfg, cfg.remat)]
+        sizes = [pinned(cfg.rank_tokens * each) for each in kept(cfg, cfg.remat)]
         parts["activations"] = sum(sizes) * -(-cfg.n_layer // cfg.remat_every)
     return parts
-
-
-def power_of_2(size):
-    """The least power of two that is at least `size`."""
-    return 2 ** (size - 1).bit_length()
 
 
 def host_limit():
@@ -217,18 +210,16 @@ def refuse_beyond_host(cfg, ranks, parameters=0):
     parameters: those of a model on a CPU, where they count with their gradients and moments; 0 on a GPU.
     """
     parts, limit, here = on_host(cfg, ranks), host_limit(), ranks_of_host(ranks)
+    own, _, moments = bytes_of_parameter(cfg)
     causes = [f"--{name}" for name in ("offload_states", "remat_offload") if getattr(cfg, name)]
     if parameters and not cfg.offload_states:
-        parts["states"] = parameters * state_bytes(cfg) / shards_of(cfg, ranks)
+        parts["states"] = parameters * (2 * own + moments) / shards_of(cfg, ranks)
         causes.append(f"{parameters:,} parameters, their gradients and moments")
     if limit and (need := here * sum(parts.values())) > limit:
         raise UserError(
             f"{' and '.join(causes)} would take about {need / GIB:.0f} GiB of this host's memory for {here} "
             f"rank{'s' * (here > 1)}; there are {limit / GIB:.0f}; take a host with more, or a smaller model"
         )
-
-
-# -- what fits
 
 
 def largest_batch(cfg, ranks, budget):
@@ -247,27 +238,18 @@ def largest(fits):
     return bisect.bisect_left(range(1, 2**20), True, key=lambda count: not fits(count))
 
 
-# -- in words
-
-
-def state_bytes(cfg):
-    """Bytes of a parameter, its gradient and optimizer state."""
-    own, _, moments = bytes_of_parameter(cfg)
-    return 2 * own + moments
-
-
 def describe(cfg, ranks, parameters=None, usual=True):
     """The estimate in words; the total only where the operations are those that it counts.
 
     parameters: the number that the model has. usual: its FLOPs are those of the settings; an edit may differ.
     """
-    counted = parameter_counts(cfg)[0]
-    states = state_bytes(cfg) * (parameters or counted) / shards_of(cfg, ranks) / GIB
+    (counted, _), (own, _, moments) = parameter_counts(cfg), bytes_of_parameter(cfg)
+    states = (2 * own + moments) * (parameters or counted) / shards_of(cfg, ranks) / GIB
     where = "of the host's memory " if cfg.offload_states else ""
     words = f"{states:.2f} GiB {where}a rank for weights, gradients and optimizer states"
     if parameters not in (None, counted) or not usual:
         return words + "; activations are not estimated, since model.py is not what the settings describe"
-    return words + f", about {takes(cfg, ranks) / GIB:.1f} GiB of a GPU in all" * (not uncounted(cfg))
+    return words + ("" if uncounted(cfg) else f", about {takes(cfg, ranks) / GIB:.1f} GiB of a GPU in all")
 
 
 def uncounted(cfg):

@@ -14,7 +14,6 @@ class Group:
         self.members, self.previous, self.ready, self.on_device = [], previous, None, True
 
     def kept(self):
-        """Its tensors that a backward may still ask for."""
         return [kept for member in self.members if (kept := member()) is not None]
 
 
@@ -75,9 +74,7 @@ class Shelf:
         with self._copying(members[0].device if members else torch.device("cpu")) as stream:
             for kept in members:
                 kept.tensor.copy_(kept.host, non_blocking=True)
-                self.buffers[_key(kept.host)].append(
-                    kept.host
-                )  # later copies into it wait in the same stream
+                self.buffers[_key(kept.host)].append(kept.host)  # a later copy into it waits in this stream
             group.ready = stream.record_event() if stream else None
 
     def _free(self, group):

@@ -3,8 +3,8 @@
 import os
 import time
 import warnings
-from dataclasses import dataclass
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,17 +20,11 @@ from configurator import UserError
 from scale import memory
 from scale.shards import copy_into, local
 
-NCCL_LATER = (
-    10  # seconds after timeout_s until NCCL ends the process without a word; the run reports a hang before
-)
+NCCL_LATER = 10  # seconds after timeout_s until NCCL ends the process; the run reports a hang before
 BUCKET_MIB = 25  # DDP all-reduces gradients in buckets of this size during the backward; PyTorch's default
 
 
-# -- processes and devices
-
-
-@dataclass(frozen=True)
-class World:
+class World(NamedTuple):
     """This process among the others, as torchrun numbers them."""
 
     rank: int
@@ -53,10 +47,9 @@ def join(cfg):
 
 
 def take_cores():
-    """Has PyTorch use this rank's share of the cores on the CPU, unless OMP_NUM_THREADS names more than one.
+    """Has PyTorch use this rank's share of the cores, where torchrun has left each rank one.
 
-    torchrun sets that to 1 for several ranks, and the update would run on one core: 200M parameters took 210
-    ms on one, 111 ms on two. Without torchrun a 1 is somebody's choice.
+    The update of 200M parameters took 210 ms on one core, 111 on two. OMP_NUM_THREADS=2 or more decides instead.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     if "RANK" in os.environ and os.environ.get("OMP_NUM_THREADS", "1") == "1":
@@ -66,8 +59,7 @@ def take_cores():
 def make_deterministic():
     """Has this process compute the same bits each time; an operation that cannot raises a RuntimeError.
 
-    PyTorch, its compiler and fast/ then avoid atomic additions and choices by timing. Call it before CUDA
-    starts. Several GPUs are not covered: the order in which NCCL sums is its own choice.
+    Call it before CUDA starts. The order in which NCCL sums over several GPUs is its own choice.
     """
     os.environ.setdefault(
         "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
@@ -81,9 +73,9 @@ def make_deterministic():
 def start(device="auto", timeout_s=600, expandable=False, on_cpu=False):
     """Joins the process group that torchrun describes (none without it) and claims this process's device.
 
-    expandable: use PyTorch's expandable segments, unless the environment configures the allocator; without
-    them small tensors fragment the memory, and near the limit steps wait while the allocator frees its cache.
-    on_cpu: the ranks of GPUs also reduce tensors on the CPU.
+    expandable: unless the environment configures the allocator, it uses expandable segments: without them
+    small tensors fragment the memory, and near the limit steps wait for it. on_cpu: GPUs' ranks also reduce
+    on the CPU.
     """
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     device = pick_device(device)
@@ -103,9 +95,10 @@ def start(device="auto", timeout_s=600, expandable=False, on_cpu=False):
                 backend, **options, timeout=time_limit(timeout_s, backend), device_id=bound
             )
         except (ValueError, RuntimeError) as error:
+            hint = (
+                "can every rank reach --master_addr, is --master_port free? one node: torchrun --standalone"
+            )
             reason = str(error).partition("\n")[0]
-            hint = "the port is taken: give torchrun --standalone, or another --master_port"
-            hint = hint if "EADDRINUSE" in reason else "see that all ranks reach --master_addr"
             raise UserError(f"the ranks could not join over {backend} ({reason}); {hint}") from None
     return World(rank, size, device)
 
@@ -152,28 +145,23 @@ def time_limit(timeout_s, backend=None):
 def shard(model, cfg, world, regular=True):
     """FSDP2 (https://arxiv.org/abs/2304.11277) with a unit for each block, embedding and head, cut by rows.
 
-    Consecutive small blocks form one unit, up to memory.UNIT_MIB: fewer, larger messages and less work for
-    the host. regular: whether every block runs exactly once in a forward. fsdp: a block's parameters are
-    gathered for its forward and again for its backward. zero2: they stay gathered during a step. hsdp: fsdp
-    within groups of shard_size ranks, each of which holds a copy. With bf16 and fp8, parameters are gathered
-    in bf16, in fp8 the blocks' weights in 8 bits. offload_states: the shards are in the CPU's memory, where
-    the optimizer runs.
+    Small blocks share a unit, up to memory.UNIT_MIB: fewer, larger messages and less work for the host.
+    regular: each block runs exactly once in a forward. fsdp gathers a block for its forward and for its
+    backward, zero2 once a step; hsdp is fsdp within groups of shard_size ranks, each of which holds a copy.
+    Parameters are gathered in bf16 with precision=bf16 and fp8, the blocks' in 8 bits with fp8.
+    offload_states: the shards, and the optimizer, are on the CPU.
     """
     mesh = make_mesh(cfg, world)
-    policy = fsdp.MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16 if cfg.precision in ("bf16", "fp8") else None,
-        reduce_dtype=torch.bfloat16 if cfg.reduce_dtype == "bf16" else torch.float32,
-    )
-    options = dict(mesh=mesh, mp_policy=policy)
+    low = torch.bfloat16 if cfg.precision in ("bf16", "fp8") else None
+    summed = torch.bfloat16 if cfg.reduce_dtype == "bf16" else torch.float32
+    options = dict(mesh=mesh, mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=low, reduce_dtype=summed))
     if cfg.offload_states:
         options["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
-    frees = (
-        cfg.parallel != "zero2"
-    )  # gathered parameters after each use; zero2 does so after the last micro-step
+    frees = cfg.parallel != "zero2"  # parameters after each use; zero2 does so after the last micro-step
     if memory.gathers_8_bits(cfg, mesh.size(-1)):
         kernels.fp8.gather_in_8_bits(model.blocks.modules(), mesh.size(-1))
     sizes = [sum(p.numel() for p in block.parameters()) for block in model.blocks]
-    for unit in memory.units(sizes, apart=not regular or memory.runs_blocks_twice(cfg)):
+    for unit in memory.units(sizes, apart=not regular or cfg.remat in ("block", "attention")):
         fsdp.fully_shard([model.blocks[i] for i in unit], reshard_after_forward=frees, **options)
     if not cfg.tie_embeddings:  # a shared weight belongs to the root's unit
         fsdp.fully_shard(model.wte, reshard_after_forward=frees, **options)
@@ -188,22 +176,13 @@ def shard(model, cfg, world, regular=True):
 
 def make_mesh(cfg, world):
     """The ranks as FSDP2 sees them: one row, or for hsdp a row for each copy of the model."""
-    size = world.size
-    if cfg.parallel == "hsdp" and cfg.shard_size is None:
-        sizes = gather_objects(memory.ranks_of_host(world.size))
-        if len(set(sizes)) > 1:
-            words = f"hosts have {min(sizes)} to {max(sizes)} ranks"
-            raise UserError(f"parallel=hsdp: {words}; set --shard_size, a divisor of all")
-        size = sizes[0]
-    size = cfg.shard_size or size
-    shape, names = (
-        ((world.size // size, size), ("replicate", "shard"))
-        if cfg.parallel == "hsdp"
-        else ((size,), ("shard",))
-    )
-    mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=names)
-    for name in names:  # instead of PyTorch's limits, 10 (NCCL) or 30 minutes (gloo)
-        distributed_c10d._set_pg_timeout(time_limit(cfg.timeout_s), mesh.get_group(name))
+    size = memory.shards_of(cfg, world.size) if cfg.parallel == "hsdp" else world.size
+    if len(set(sizes := gather_objects(size))) > 1:
+        raise UserError(f"parallel=hsdp: hosts have {min(sizes)} to {max(sizes)} ranks; set --shard_size")
+    shape = (world.size // size, size) if cfg.parallel == "hsdp" else (size,)
+    mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    for group in mesh.get_all_groups():  # instead of PyTorch's limits, 10 (NCCL) or 30 minutes (gloo)
+        distributed_c10d._set_pg_timeout(time_limit(cfg.timeout_s), group)
     return mesh
 
 
@@ -310,9 +289,6 @@ def gather_objects(value):
 def barrier():
     if dist.is_initialized():
         dist.barrier()
-
-
-# -- device and time
 
 
 def device_of(model):

@@ -2,7 +2,7 @@
 
 --remat=selective  keeps all but the inside of the MLP, whose wide tensors are most of the activations
                    (https://arxiv.org/abs/2205.05198); costs another GEMM
---remat=block      keeps the block's input (https://arxiv.org/abs/1604.06174); costs another forward of the block
+--remat=block      keeps the block's input (https://arxiv.org/abs/1604.06174); costs another forward of it
 --remat=attention  keeps attention's output besides: what grows with the square of the context runs once
 --remat_every=3    does so in every third block only
 --remat_tile=16384 computes an MLP on so many tokens at a time, so that its wide tensors are small
@@ -25,8 +25,8 @@ from configurator import UserError
 from scale.offload import Kept, Shelf
 from settings import KEEPERS
 
-# Compiled by torch 2.11, a checkpoint keeps what an autograd.Function saves, unless a context forbids it; by 2.12
-# it does not (pytorch's pull request 177396).
+# Compiled by torch 2.11, a checkpoint keeps what an autograd.Function saves, unless a context forbids; by torch
+# 2.12 it does not (pytorch's pull request 177396).
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 recompute_all = functools.partial(
     create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_RECOMPUTE
