@@ -105,7 +105,7 @@ def build_model(cfg, world, weights=None, eot=None):
     """(model, the model as the loop calls it, Account): on meta, prepared, allocated, loaded, in DDP.
 
     cfg: from `choose`. weights: {name: Stored} of a checkpoint; None: the weights of cfg.init_from, or new
-    ones. eot: see documents.separator.
+    ones. eot: the manifest's separator of documents.
     """
     device, account = world.device, Account(cfg, world.device)
     if account.bypassed and (cfg.document_mask or cfg.context_parallel > 1):
@@ -139,7 +139,7 @@ def prepare(model, cfg, world, eot, regular):
     if cfg.document_mask:
         from scale import documents
 
-        documents.apply(model, eot)
+        documents.apply(model, documents.separator(cfg, eot))
     if cfg.remat != "none":
         from scale import remat
 

@@ -46,7 +46,7 @@ class Cache:
     """The keys and values of rows of up to `size` tokens; `length`: how many tokens of each row it has.
 
     Raises UserError for a model with another attn.core than kernels.attention. Use it under torch.no_grad, and for a
-    model with context parallelism or document masks within context.alone and documents.off.
+    model with context parallelism or document masks within context.alone.
     """
 
     def __init__(self, model, size):

@@ -8,7 +8,7 @@ import torch
 from corpus import tokenizer as tokenizers
 from run import multiple_choice, sampling, watch
 from run.logger import progress
-from scale import context, documents, parallel
+from scale import context, parallel
 
 
 @torch.no_grad()
@@ -106,7 +106,7 @@ class Evaluator:
 
     def hellaswag(self, step, log):
         device = parallel.device_of(self.model)
-        with context.alone(self.model), documents.off(self.model):
+        with context.alone(self.model):
             score = multiple_choice.evaluate(self.model, self.examples, device, autocast=self.autocast)
         log.print(f"hellaswag {step} | {multiple_choice.in_words(score)}")
         log.record("hellaswag", step, **score)
@@ -114,7 +114,7 @@ class Evaluator:
     def samples(self, step, log):
         cfg = self.cfg
         options = (cfg.n_samples, cfg.sample_tokens, cfg.temperature, cfg.top_k, cfg.seed)
-        with self.autocast, context.alone(self.model), documents.off(self.model):
+        with self.autocast, context.alone(self.model):
             texts = sampling.texts(self.model, self.tokenizer, cfg.sample_prompt, *options)
         for text in texts:
             log.print(f"sample {step} | {text!r}")

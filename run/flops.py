@@ -18,8 +18,8 @@ import model as models
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}
 
-# Dense peak TFLOP/s by precision, from data sheets, by the first pattern in the device's name. AMD's fp32 figures
-# are those of its matrix units; MI250X: of half a card, since PyTorch sees two devices.
+# Dense peak TFLOP/s by precision, from data sheets, by the first pattern in the device's name. AMD's fp32
+# figures are those of its matrix units; MI250X: of half a card, since PyTorch sees two devices.
 PEAK_TFLOPS = {
     "B200": {"fp8": 4500, "bf16": 2250, "fp16": 2250, "tf32": 1125, "fp32": 75},
     "H100 PCIe": {"fp8": 1513, "bf16": 756, "fp16": 756, "tf32": 378, "fp32": 51},

@@ -65,16 +65,18 @@ class Spread:
 
 @contextlib.contextmanager
 def alone(model):
-    """Within it, each rank works on whole, separate sequences, as in HellaSwag and samples."""
-    spread = getattr(model, "spread", Spread(None, 1))
+    """Within it, each rank has whole, separate rows, each of one document: for HellaSwag and samples."""
+    switches = [getattr(model, name) for name in ("spread", "documents") if hasattr(model, name)]
     firsts = {module: module.first for module in positions(model)}
-    spread.on = False
+    for switch in switches:
+        switch.on = False
     for module in firsts:
         module.first = 0
     try:
         yield
     finally:
-        spread.on = True
+        for switch in switches:
+            switch.on = True
         for module, first in firsts.items():
             module.first = first
 

@@ -11,7 +11,6 @@ host, so each forward begins with a wait for the device. Elsewhere attention is 
 tests and short rows.
 """
 
-import contextlib
 import inspect
 
 import torch
@@ -26,13 +25,13 @@ GROUPED = "enable_gqa" in inspect.signature(varlen_attn).parameters  # from torc
 
 
 def separator(cfg, eot):
-    """The id before each document: the manifest's `eot`, else the tokenizer's; None without document_mask."""
-    if not cfg.document_mask:
-        return None
-    if eot is None and cfg.tokenizer is None:
+    """The id before each document: the manifest's `eot`, else the tokenizer's."""
+    if eot is not None or not cfg.document_mask:
+        return eot
+    if cfg.tokenizer is None:
         missing = f"{cfg.data_dir}/manifest.json is not there"
         raise UserError(f"document_mask needs to know the separator, and {missing}; set --tokenizer")
-    return tokenizers.load(cfg.tokenizer).eot if eot is None else eot
+    return tokenizers.load(cfg.tokenizer).eot
 
 
 def apply(model, eot):
@@ -46,17 +45,6 @@ def apply(model, eot):
             documents.find(context.whole_sequences(model, args[0]))
 
     model.register_forward_pre_hook(look)
-
-
-@contextlib.contextmanager
-def off(model):
-    """Within it, each row is one document: for HellaSwag, and samples, which call no hook."""
-    documents = getattr(model, "documents", Documents(None))
-    documents.on = False
-    try:
-        yield
-    finally:
-        documents.on = True
 
 
 class Documents:

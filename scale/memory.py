@@ -209,16 +209,14 @@ def refuse_beyond_host(cfg, ranks, parameters=0):
 
     parameters: those of a model on a CPU, where they count with their gradients and moments; 0 on a GPU.
     """
-    parts, limit, here = on_host(cfg, ranks), host_limit(), ranks_of_host(ranks)
-    own, _, moments = bytes_of_parameter(cfg)
-    causes = [f"--{name}" for name in ("offload_states", "remat_offload") if getattr(cfg, name)]
-    if parameters and not cfg.offload_states:
-        parts["states"] = parameters * (2 * own + moments) / shards_of(cfg, ranks)
-        causes.append(f"{parameters:,} parameters, their gradients and moments")
-    if limit and (need := here * sum(parts.values())) > limit:
+    (own, _, moments), here, limit = bytes_of_parameter(cfg), ranks_of_host(ranks), host_limit()
+    on_cpu = 0 if cfg.offload_states else parameters * (2 * own + moments) / shards_of(cfg, ranks)
+    need = here * (sum(on_host(cfg, ranks).values()) + on_cpu)
+    if limit and need > limit:
+        used = [f"--{name}" for name in ("offload_states", "remat_offload") if getattr(cfg, name)]
         raise UserError(
-            f"{' and '.join(causes)} would take about {need / GIB:.0f} GiB of this host's memory for {here} "
-            f"rank{'s' * (here > 1)}; there are {limit / GIB:.0f}; take a host with more, or a smaller model"
+            f"{' and '.join(used) or 'training on the CPU'} would take about {need / GIB:.0f} GiB of this "
+            f"host's memory, which has {limit / GIB:.0f}; take a larger host, or a smaller model"
         )
 
 
@@ -262,17 +260,9 @@ def uncounted(cfg):
 
 def advice(cfg, ranks, budget):
     """What to change after a run was out of memory; budget: bytes of the GPU."""
-    need = takes(cfg, ranks)
+    need, copies = takes(cfg, ranks), ranks > 1 and cfg.parallel == "ddp"
     why = f"this takes about {need / GIB:.1f} GiB of {budget / GIB:.1f} a GPU by estimate"
-    if need < 0.9 * budget and not uncounted(cfg):
-        why += ", so that another process may be on it (nvidia-smi)"
-    smaller = [rows for rows in range(1, cfg.batch_size) if cfg.batch_size % rows == 0]
-    tries = [f"--batch_size={rows}" for rows in smaller[-1:]]
-    tries.append(
-        {"none": "--remat=selective", "selective": "--remat=block"}.get(cfg.remat, "--remat_offload")
-    )
-    if ranks > 1 and cfg.parallel == "ddp":
-        tries.append("--parallel=fsdp")
-    elif cfg.optimizer == "adamw" and cfg.precision in ("auto", "bf16", "fp8") and not cfg.offload_states:
-        tries.append("--optimizer=adamw8bit --weights=bf16")
-    return f"out of memory: {why}; try {', '.join(tries)} or more GPUs"
+    why += " (is another process on it? see nvidia-smi)" if need < 0.9 * budget else ""
+    remat = "--remat=selective" if cfg.remat == "none" else "--remat=block"
+    states = "--parallel=fsdp" if copies else "--optimizer=adamw8bit --weights=bf16"
+    return f"out of memory: {why}; try a smaller --batch_size, {remat} or {states}"

@@ -43,13 +43,13 @@ def join(cfg):
     if cfg.offload_states:
         take_cores()
     tight = cfg.parallel != "ddp" or cfg.remat != "none"
-    return start(cfg.device, cfg.timeout_s, expandable=tight, on_cpu=cfg.offload_states)
+    return start(cfg.device, cfg.timeout_s, tight, cfg.offload_states)
 
 
 def take_cores():
     """Has PyTorch use this rank's share of the cores, where torchrun has left each rank one.
 
-    The update of 200M parameters took 210 ms on one core, 111 on two. OMP_NUM_THREADS=2 or more decides instead.
+    The update of 200M parameters took 210 ms on one core, 111 on two. OMP_NUM_THREADS=2 or more decides.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     if "RANK" in os.environ and os.environ.get("OMP_NUM_THREADS", "1") == "1":
@@ -310,12 +310,8 @@ class Moment:
     """A point in time on the device: a CUDA event; other devices are waited for."""
 
     def __init__(self, device):
-        self.time, self.event = None, None
-        if device.type == "cuda":
-            self.event = torch.cuda.Event(enable_timing=True)
-            self.event.record()
-        else:
-            self.time = synchronize(device)
+        self.event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
+        self.time = self.event.record() if self.event else synchronize(device)
 
     def since(self, earlier):
         """Seconds since an earlier Moment; the device must have passed both."""
@@ -326,11 +322,8 @@ class Later:
     """A small tensor copied to the host in the background: `get` waits for it, not for later work."""
 
     def __init__(self, tensor):
-        device, self.tensor = tensor.device, tensor
-        if device.type == "cuda":
-            self.tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            self.tensor.copy_(tensor, non_blocking=True)
-        self.moment = Moment(device)
+        self.tensor = tensor.to("cpu", non_blocking=tensor.is_cuda)  # pinned
+        self.moment = Moment(tensor.device)
 
     def get(self):
         if self.moment.event:

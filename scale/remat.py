@@ -25,7 +25,7 @@ from configurator import UserError
 from scale.offload import Kept, Shelf
 from settings import KEEPERS
 
-# Compiled by torch 2.11, a checkpoint keeps what an autograd.Function saves, unless a context forbids; by torch
+# Compiled by torch 2.11, a checkpoint keeps what an autograd.Function saves, unless a context forbids; by
 # 2.12 it does not (pytorch's pull request 177396).
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 recompute_all = functools.partial(

@@ -36,7 +36,7 @@ ROOT = Path(__file__).parent.parent
 
 @dataclass
 class Ran:
-    """The end of a run, like subprocess.CompletedProcess, with the code and the texts of each rank besides."""
+    """The end of a run, like subprocess.CompletedProcess, with the code and the texts of each rank."""
 
     returncode: int  # 0, or the code of the rank that failed first; negative: killed by that signal
     codes: list  # of each rank
@@ -213,7 +213,7 @@ def be_process(rank, request):
 
 
 def wait_for(pids, timeout, grace):
-    """(exit codes, the first that is not 0). Ranks over the time, or that outlive a failed one, are killed."""
+    """(exit codes, the first that is not 0). Ranks over the time, or who outlive one, are killed."""
     codes, first, deadline = {}, 0, time.monotonic() + timeout
     while len(codes) < len(pids):
         for pid in (pid for pid in pids if pid not in codes):

@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 import train
 from configurator import UserError
 from model import build
-from scale import documents, parallel, remat
+from scale import context, documents, parallel, remat
 from scale.compile import compile_model
 from settings import Config, GPTConfig
 
@@ -205,11 +205,11 @@ def test_off_is_the_plain_model(way):
     documents.apply(model, EOT)
     idx, targets = rows(), rows(seed=1)
     assert not torch.equal(model(idx, targets), plain(idx, targets))
-    with documents.off(model):
+    with context.alone(model):
         assert torch.equal(model(idx[:, :9], targets[:, :9]), plain(idx[:, :9], targets[:, :9]))
         assert torch.equal(model.logits(idx), plain.logits(idx))
     assert not torch.equal(model(idx, targets), plain(idx, targets))
-    with documents.off(plain):
+    with context.alone(plain):
         plain(idx, targets)
     no_separator = idx.clamp(min=8)
     torch.testing.assert_close(model(no_separator, targets), plain(no_separator, targets))
