@@ -1,9 +1,8 @@
 """--cuda_graph: the host launches a micro-step's kernels together, as one CUDA graph.
 
-The host needs tens of microseconds for each kernel that it launches. Where a micro-batch or a model is small,
-or the host slow, that is longer than the kernels take, and the GPU waits. A graph is captured once and
-launched as one (https://developer.nvidia.com/blog/cuda-graphs); what is captured is the micro-step of
-train.py as it stands.
+The host needs tens of microseconds to launch a kernel. Where a micro-batch or a model is small, or the host
+slow, kernels take less, and the GPU waits. What is captured is the micro-step of train.py as it stands
+(https://developer.nvidia.com/blog/cuda-graphs).
 """
 
 import gc
@@ -85,9 +84,11 @@ class Replayed:
             cause = error.__context__ or error  # where the capture then cannot be ended either
             if isinstance(cause, torch.OutOfMemoryError):
                 raise cause from None
-            words = f"the micro-step cannot be captured ({str(cause).partition(chr(10))[0]})"
+            reason = str(cause).partition("\n")[0]
             hint = "does an edit wait for the GPU, as with .item()? leave cuda_graph out, or mend it"
-            raise UserError(f"cuda_graph=True: {words}; {hint}") from cause
+            raise UserError(
+                f"cuda_graph=True: the micro-step cannot be captured ({reason}); {hint}"
+            ) from cause
 
     def average(self):
         """The gradients' mean over the ranks, as DDP computes it."""

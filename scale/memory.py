@@ -213,11 +213,11 @@ def refuse_beyond_host(cfg, ranks, parameters=0):
     on_cpu = 0 if cfg.offload_states else parameters * (2 * own + moments) / shards_of(cfg, ranks)
     need = here * (sum(on_host(cfg, ranks).values()) + on_cpu)
     if limit and need > limit:
-        used = [f"--{name}" for name in ("offload_states", "remat_offload") if getattr(cfg, name)]
-        raise UserError(
-            f"{' and '.join(used) or 'training on the CPU'} would take about {need / GIB:.0f} GiB of this "
-            f"host's memory, which has {limit / GIB:.0f}; take a larger host, or a smaller model"
-        )
+        causes = [f"--{name}" for name in ("offload_states", "remat_offload") if getattr(cfg, name)]
+        causes += [f"{parameters:,} parameters, their gradients and moments"] * bool(on_cpu)
+        words = f"{need / GIB:.0f} GiB of this host's memory for {here} rank{'s' * (here > 1)}"
+        words += f"; there are {limit / GIB:.0f}; take a larger host, or a smaller model"
+        raise UserError(f"{' and '.join(causes)} would take about {words}")
 
 
 def largest_batch(cfg, ranks, budget):
@@ -252,9 +252,11 @@ def describe(cfg, ranks, parameters=None, usual=True):
 
 def uncounted(cfg):
     """Problems, one line each: the settings with operations that keep more than the estimate counts."""
-    found = ["ops=torch: the estimate is of fused kernels; try --ops=auto"] if cfg.ops == "torch" else []
+    found = (
+        ["ops=torch: the arithmetic counts the fused kernels; try --ops=auto"] if cfg.ops == "torch" else []
+    )
     if cfg.attention == "math":
-        found.append("attention=math: the estimate has no T x T matrices; try --attention=auto")
+        found.append("attention=math: the arithmetic does not count its T x T matrices; try --attention=auto")
     return found
 
 
@@ -262,7 +264,7 @@ def advice(cfg, ranks, budget):
     """What to change after a run was out of memory; budget: bytes of the GPU."""
     need, copies = takes(cfg, ranks), ranks > 1 and cfg.parallel == "ddp"
     why = f"this takes about {need / GIB:.1f} GiB of {budget / GIB:.1f} a GPU by estimate"
-    why += " (is another process on it? see nvidia-smi)" if need < 0.9 * budget else ""
+    why += " (is another process on it? see nvidia-smi)" if need < 0.9 * budget and not uncounted(cfg) else ""
     remat = "--remat=selective" if cfg.remat == "none" else "--remat=block"
     states = "--parallel=fsdp" if copies else "--optimizer=adamw8bit --weights=bf16"
     return f"out of memory: {why}; try a smaller --batch_size, {remat} or {states}"

@@ -61,21 +61,16 @@ def make_deterministic():
 
     Call it before CUDA starts. The order in which NCCL sums over several GPUs is its own choice.
     """
-    os.environ.setdefault(
-        "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-    )  # scratch memory of fixed size for each stream
-    torch.use_deterministic_algorithms(
-        True
-    )  # warn_only would keep the atomic additions of attention's backward
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # scratch memory of fixed size for a stream
+    torch.use_deterministic_algorithms(True)  # warn_only keeps the atomic additions of attention's backward
     torch.utils.deterministic.fill_uninitialized_memory = False  # or every new tensor is written once more
 
 
 def start(device="auto", timeout_s=600, expandable=False, on_cpu=False):
     """Joins the process group that torchrun describes (none without it) and claims this process's device.
 
-    expandable: unless the environment configures the allocator, it uses expandable segments: without them
-    small tensors fragment the memory, and near the limit steps wait for it. on_cpu: GPUs' ranks also reduce
-    on the CPU.
+    expandable: expandable segments, unless the environment configures the allocator: without them, small
+    tensors fragment the memory, and near the limit steps wait for it. on_cpu: GPUs' ranks reduce there too.
     """
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     device = pick_device(device)
@@ -89,16 +84,12 @@ def start(device="auto", timeout_s=600, expandable=False, on_cpu=False):
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         try:
             store = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))[0]
-            # torchrun's store outlives a restart, with old addresses
-            options = dict(store=dist.PrefixStore(f"attempt_{attempt}", store), rank=rank, world_size=size)
-            dist.init_process_group(
-                backend, **options, timeout=time_limit(timeout_s, backend), device_id=bound
-            )
+            store = dist.PrefixStore(f"attempt_{attempt}", store)  # torchrun's outlives a restart
+            options = dict(store=store, rank=rank, world_size=size, device_id=bound)
+            dist.init_process_group(backend, **options, timeout=time_limit(timeout_s, backend))
         except (ValueError, RuntimeError) as error:
-            hint = (
-                "can every rank reach --master_addr, is --master_port free? one node: torchrun --standalone"
-            )
             reason = str(error).partition("\n")[0]
+            hint = "is --master_addr reachable, and --master_port free? on one node: torchrun --standalone"
             raise UserError(f"the ranks could not join over {backend} ({reason}); {hint}") from None
     return World(rank, size, device)
 
@@ -224,16 +215,13 @@ def wrap(model, cfg, world, unused=False):
     """
     if not dist.is_initialized() or cfg.parallel != "ddp" or cfg.cuda_graph:
         return model
-    on_gpu, in_bf16 = world.device.type == "cuda", cfg.reduce_dtype == "bf16" and cfg.weights == "fp32"
-    if in_bf16 and not on_gpu:
-        raise UserError(
-            f"reduce_dtype=bf16 under DDP needs CUDA, not {world.device.type}; try --reduce_dtype=fp32"
-        )
-    warnings.filterwarnings(
-        "ignore", "`broadcast_buffers` is deprecated"
-    )  # torch 2.11 has no newer name for it
+    kind, in_bf16 = world.device.type, cfg.reduce_dtype == "bf16" and cfg.weights == "fp32"
+    if in_bf16 and kind != "cuda":
+        raise UserError(f"reduce_dtype=bf16 under DDP needs CUDA, not {kind}; try --reduce_dtype=fp32")
+    # torch 2.11 has no newer name for it
+    warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")
     options = dict(gradient_as_bucket_view=True, broadcast_buffers=False, find_unused_parameters=unused)
-    ids = [world.device.index] if on_gpu else None
+    ids = [world.device.index] if kind == "cuda" else None
     ddp = DistributedDataParallel(model, device_ids=ids, bucket_cap_mb=BUCKET_MIB, **options)
     if in_bf16:
         ddp.register_comm_hook(None, bf16_compress_hook)

@@ -19,7 +19,7 @@ from fast import adam8
 from run.checkpoint import CheckpointError
 from scale import memory, parallel
 from scale.adam8 import AdamW8bit
-from settings import Config, legal
+from settings import Config
 
 GPU = torch.cuda.is_available()
 M, V = (adam8.M_LEVELS, True), (adam8.V_LEVELS, False)  # levels, whether small ones go to zero
@@ -332,7 +332,7 @@ def test_llama3_8b_fits_one_gpu():
         assert parts[part] == pytest.approx(8_030_261_248 * each, rel=1e-3)
     assert sum(parts.values()) < 72 * memory.GIB
     plain = dataclasses.replace(cfg, optimizer="adamw", weights="fp32")
-    assert "--optimizer=adamw8bit --weights=bf16" in memory.advice(plain, 1, 80 * memory.GIB, legal)
+    assert "--optimizer=adamw8bit --weights=bf16" in memory.advice(plain, 1, 80 * memory.GIB)
     away = dataclasses.replace(plain, parallel="fsdp", offload_states=True)
     assert (
         memory.estimate(away, 1)["optimizer"] == 0

@@ -295,8 +295,7 @@ def test_varlen_on_a_gpu(dtype, kv_heads, D, B, T, compiled):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("ops", ["torch", "fused"])
-@pytest.mark.parametrize("shape", [{}, LLAMA], ids=["gpt2", "llama"])
+@pytest.mark.parametrize("ops, shape", [("torch", {}), ("fused", {}), ("fused", LLAMA)])
 def test_model_on_a_gpu(ops, shape):
     """As train.py builds it in bf16, compiled: near float32, compiled once for any number of documents."""
     cfg = Config(vocab_size=100, block_size=512, n_layer=3, n_head=4, n_embd=256, document_mask=True, **shape)

@@ -405,25 +405,11 @@ def test_hugging_face_weights_straight_into_shards(data_dir, tmp_path, family):
 # -- ranks.py itself
 
 
-def mark_and_see(mark):
-    """This rank, and what an earlier call left in a module, in the environment and in the random state."""
-    seen = getattr(train, "mark", None), os.environ.get("MARK"), torch.initial_seed() == 7
-    train.mark, os.environ["MARK"] = mark, mark
-    torch.manual_seed(7)
-    return os.environ["RANK"], os.environ["WORLD_SIZE"], seen
-
-
 def fail_on_rank_1(how):
     print("rank 1 ends" if os.environ["RANK"] == "1" else "rank 0 waits")
     if os.environ["RANK"] == "1" and how == "raises":
         raise ValueError("of rank 1")
     time.sleep(60)
-
-
-def test_ranks_start_from_the_same_state_each_time():
-    for mark in "ab":
-        expected = [(str(rank), "2", (None, None, False)) for rank in range(2)]
-        assert ranks.call(2, mark_and_see, mark) == expected
 
 
 @pytest.mark.parametrize("how, codes", [("raises", [-signal.SIGKILL, 1]), ("hangs", [-signal.SIGKILL] * 2)])
