@@ -15,8 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import kernels
 import model as models
-
-PRECISIONS = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}
+from scale.precision import DTYPES
 
 # Dense peak TFLOP/s by precision, from data sheets, by the first pattern in the device's name. AMD's fp32
 # figures are those of its matrix units; MI250X: of half a card, since PyTorch sees two devices.
@@ -57,8 +56,7 @@ def parameter_counts(model):
 class Census:
     """Counts calls of operations: `calls` is {(operation, None or why it is no fused kernel): number}.
 
-    attention_flops: FLOPs of attention's forward, without the half of each square that the causal mask leaves
-    out.
+    attention_flops: of attention's forward, without the half of each square that the causal mask leaves out.
     """
 
     def __init__(self, device_type, dtype):
@@ -123,7 +121,7 @@ class Account:
         With document masks it leaves attention out, whose FLOPs depend on the documents' lengths.
         """
         tokens = torch.zeros(1, cfg.block_size, dtype=torch.long, device="meta")
-        with census(device.type, PRECISIONS.get(cfg.precision, torch.float32)) as seen:
+        with census(device.type, DTYPES.get(cfg.precision, torch.float32)) as seen:
             with FlopCounterMode(display=False) as counter:
                 loss = model(tokens, tokens)
             loss.backward()

@@ -20,10 +20,9 @@ ALIGNED = 128  # elements: each gradient begins at a multiple of them
 class Replayed:
     """A micro-step (train.Training.micro_step) on a GPU, replayed as a graph from a step's start on.
 
-    The graph reads its batch from tensors of its own and adds to gradients that stay where they are. The
-    optimizer may set .grad to None after a step as always: then the next call puts them back, filled with
-    zeros. Several ranks average the gradients in one piece, after the last of a step's `accumulation`
-    micro-steps.
+    The graph reads its batch from tensors of its own and adds to gradients that stay where they are. If the
+    optimizer sets .grad to None, the next call puts them back, filled with zeros. Several ranks average the
+    gradients in one piece, after the last of a step's `accumulation` micro-steps.
     """
 
     def __init__(self, micro_step, model, accumulation, reduce_dtype):

@@ -8,6 +8,8 @@ import kernels
 from configurator import UserError
 from fast import chips
 
+DTYPES = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}  # of autocast's GEMMs
+
 
 def pick_precision(name, device, weights="fp32"):
     """(precision, reason), with auto resolved by the device and the weights' dtype."""
@@ -42,5 +44,6 @@ def pick_ops(name, device, precision):
 def autocast(precision, device):
     """The autocast context of a forward; with any precision but fp32, float32 GEMMs use TF32."""
     torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
-    dtype = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}.get(precision)
-    return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype)
+    if precision not in DTYPES:
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, DTYPES[precision])

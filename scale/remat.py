@@ -64,9 +64,6 @@ def part_of(block, name):
     return part
 
 
-# -- a block
-
-
 class Checkpointed:
     """A block that keeps its inputs, and attention's results if they are on the tape, and runs again."""
 
@@ -188,9 +185,6 @@ def attention_results(q, k, v, backend):
     if backend == "cudnn":
         return aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True)[:8]
     return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[:8]
-
-
-# -- an MLP
 
 
 class RecomputedMLP:

@@ -42,7 +42,7 @@ def fast_forms(monkeypatch):
 
 
 def tracked(model):
-    """The model with fp8 in all its layers, as scale/parallel.py's `prepare` sets it up."""
+    """The model with fp8 in all its layers, as run/build.py's `prepare` sets it up."""
     for layer in model.modules():
         if isinstance(layer, (models.Linear, models.Head)):
             fp8.track(layer)
