@@ -86,7 +86,7 @@ def alone(data_dir, tmp_path_factory):
 
 
 SHORT = dict(max_steps=6, batch_tokens=256, batch_size=2, eval_interval=3, eval_tokens=256, save_interval=3)
-SHORT |= dict(keep_last=9, sample_interval=6)
+SHORT |= dict(keep_last=9)
 # little decay: an element whose update is zero but for rounding decays in one run and not in the other
 MUON = dict(optimizer="muon", lr=0.02, weight_decay=0.01, lr_embedding=0.003, momentum_warmup=5)
 MUON |= dict(tie_embeddings=False, zero_init=True, value_embeddings=2, attention_gate=True)
@@ -97,14 +97,14 @@ GATED = dict(
 CHUNKS, WIDE = dict(LOGITS_MIB=1), dict(vocab_multiple=16_384)  # 16 tokens of the loss at a time; alone: all
 FSDP, HSDP = dict(parallel="fsdp", UNIT_MIB=0), dict(parallel="hsdp", shard_size=2)
 HOST, FOUR = dict(offload_states=True), dict(batch_size=1, n_layer=3)
-CONTEXT = dict(context_parallel=2)
+CONTEXT, KEPT = dict(context_parallel=2), dict(remat="attention", remat_tile=6, remat_offload=True)
 MODES = {  # ranks, settings of the mode, settings of the run in one process too
     "ddp": (2, {}, {}),
     "loss in chunks in ddp": (2, CHUNKS, WIDE),
-    "fsdp": (2, FSDP, {}),
+    "fsdp": (2, FSDP, dict(sample_interval=6)),
     "zero2": (2, dict(parallel="zero2", UNIT_MIB=0, **CHUNKS), dict(n_kv_head=2, **LLAMA, **WIDE)),
     "hsdp": (4, dict(UNIT_MIB=1, **HSDP), dict(n_embd=128, **FOUR)),  # units of 2 blocks and 1
-    "context": (2, dict(remat="attention", remat_tile=6, remat_offload=True, **CONTEXT), {}),
+    "context": (2, CONTEXT | KEPT, dict(sample_interval=6)),
     "states on the host": (2, FSDP | HOST, {}),
     "states on the host, sums on the device": (2, HSDP | HOST, {}),
     "context in fsdp": (4, FSDP | CHUNKS | CONTEXT | dict(remat="selective"), GATED | WIDE),
@@ -178,7 +178,7 @@ def test_ddp_does_not_cut_the_graph_of_a_block():
 
 @pytest.mark.parametrize("compiler", ["graphs", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled_ranks_equal_one_process_and_resume_there(data_dir, tmp_path, alone, compiler):
-    settings = SHORT | dict(batch_size=1, tie_embeddings=False, sample_interval=0)
+    settings = SHORT | dict(batch_size=1, tie_embeddings=False)
     mode = dict(parallel="fsdp", context_parallel=2, remat="block", compile=True)
     words = flags(data_dir, tmp_path / "many", **settings, **mode)
     assert ranks.call(2, train_in_rank, words, compiler, timeout=300) == [(0, "")] * 2
