@@ -17,7 +17,7 @@ import sys
 from dataclasses import dataclass
 
 from configurator import UserError, run
-from settings import Config, check, legal
+from settings import Config, check
 
 
 @dataclass
@@ -78,12 +78,12 @@ def on_device(measure, cfg):
 
     try:
         measure(cfg)
-    except torch.OutOfMemoryError as error:
+    except torch.OutOfMemoryError:
         if not isinstance(cfg, StepConfig):
             raise UserError("out of memory: another process may use this GPU (nvidia-smi)") from None
         budget = torch.cuda.mem_get_info()[1]
         budget = min(budget, (cfg.gpu_gib or budget) * 2**30)
-        raise UserError(memory.advice(cfg, parallel.rank_and_size()[1], budget, legal, error)) from None
+        raise UserError(memory.advice(cfg, parallel.rank_and_size()[1], budget)) from None
     finally:
         parallel.stop()  # after measure's locals are gone: FSDP2 modules alive at this point may make it hang
 

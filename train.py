@@ -31,13 +31,14 @@ from run.logger import Logger
 from run.meter import Meter
 from run.resume import Start
 from run.watch import Watch
-from scale import documents, graphs, parallel
+from scale import graphs, parallel
+from scale.precision import autocast
 
 
 class Training:
     """A run's model, optimizer and step. `raw` is the model; `model` is the one that a step calls, perhaps in DDP.
 
-    cfg: from `choose`. weights: of a checkpoint; None: of cfg.init_from, or new ones. eot: see documents.separator.
+    cfg: from `choose`. weights: of a checkpoint; None: of cfg.init_from, or new ones. eot: the separator of documents.
     """
 
     def __init__(self, cfg, world, weights=None, eot=None):
@@ -45,7 +46,7 @@ class Training:
         self.amaxes = checkpoint.magnitudes(self.raw)
         self.optimizer = optim.make_optimizer(self.raw, cfg)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=cfg.precision == "fp16")
-        self.autocast = parallel.autocast(cfg.precision, world.device)
+        self.autocast = autocast(cfg.precision, world.device)
         self.accumulation = cfg.micro_steps(world.size)
         self.clip, self.skips = cfg.clip, cfg.max_skipped_steps > 0 and not self.scaler.is_enabled()
         if cfg.cuda_graph:
@@ -106,7 +107,7 @@ def train(cfg, world, watch):
     next_batch = make_batches(cfg, world, loader)
 
     # model and optimizer, new or as a checkpoint has them
-    job = Training(cfg, world, start.weights, documents.separator(cfg, loader.eot))
+    job = Training(cfg, world, start.weights, loader.eot)
     evaluate = Evaluator(cfg, world, job, val_loaders)
     torch.manual_seed(cfg.seed + world.rank)  # dropout differs by rank
     start.restore(job, loader, world, cfg.allow_data_change)

@@ -13,7 +13,8 @@ import train
 from configurator import refuse, too_small
 from measure.floor import floor_times, power
 from run.build import choose
-from run.logger import describe_device, peak_flops, show
+from run.flops import peak_flops
+from run.logger import describe_device, show
 from scale import context, parallel
 from settings import check
 

@@ -9,7 +9,7 @@ import hellaswag
 from corpus import tokenizer as tokenizers
 from run import sampling, watch
 from run.logger import progress
-from scale import context, documents, parallel
+from scale import context, parallel
 
 
 @torch.no_grad()
@@ -107,7 +107,7 @@ class Evaluator:
 
     def hellaswag(self, step, log):
         device = parallel.device_of(self.model)
-        with context.alone(self.model), documents.off(self.model):
+        with context.alone(self.model):
             score = hellaswag.evaluate(self.model, self.examples, device, autocast=self.autocast)
         log.print(f"hellaswag {step} | {hellaswag.in_words(score)}")
         log.record("hellaswag", step, **score)
@@ -115,7 +115,7 @@ class Evaluator:
     def samples(self, step, log):
         cfg = self.cfg
         options = (cfg.n_samples, cfg.sample_tokens, cfg.temperature, cfg.top_k, cfg.seed)
-        with self.autocast, context.alone(self.model), documents.off(self.model):
+        with self.autocast, context.alone(self.model):
             texts = sampling.texts(self.model, self.tokenizer, cfg.sample_prompt, *options)
         for text in texts:
             log.print(f"sample {step} | {text!r}")

@@ -1,10 +1,12 @@
-"""What the model of a run computes, found by running its forward and backward once on meta tensors, before training.
+"""What a model computes (operations, FLOPs, MFU), from one forward and backward on meta tensors.
 
-model.py may have been edited in any way, so nothing is inferred from settings: the operations and the form that each
-takes, the FLOPs for MFU, and the parameters that no loss depends on, are those of the code that runs.
+model.py may have been edited in any way, so nothing is inferred from settings: the operations and whether
+each runs as a fused kernel, the FLOPs for MFU, and the parameters that no loss depends on, are those of the
+code that runs.
 """
 
 import contextlib
+import re
 from collections import Counter
 
 import torch
@@ -13,14 +15,48 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import kernels
 import model as models
+from scale.precision import DTYPES
 
-PRECISIONS = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}
+# Dense peak TFLOP/s by precision, from data sheets, by the first pattern in the device's name. AMD's fp32
+# figures are those of its matrix units; MI250X: of half a card, since PyTorch sees two devices.
+PEAK_TFLOPS = {
+    "B200": {"fp8": 4500, "bf16": 2250, "fp16": 2250, "tf32": 1125, "fp32": 75},
+    "H100 PCIe": {"fp8": 1513, "bf16": 756, "fp16": 756, "tf32": 378, "fp32": 51},
+    "H100 NVL": {"fp8": 1671, "bf16": 835, "fp16": 835, "tf32": 417, "fp32": 60},
+    "H100|H200|H800": {"fp8": 1979, "bf16": 989, "fp16": 989, "tf32": 494, "fp32": 67},
+    "A100|A800": {"bf16": 312, "fp16": 312, "tf32": 156, "fp32": 19.5},
+    "L40S": {"fp8": 733, "bf16": 362, "fp16": 362, "tf32": 183, "fp32": 91.6},
+    "L4": {"fp8": 242, "bf16": 121, "fp16": 121, "tf32": 60, "fp32": 30.3},
+    "A10": {"bf16": 125, "fp16": 125, "tf32": 62.5, "fp32": 31.2},
+    "RTX 5090": {"fp8": 419, "bf16": 209.5, "fp16": 209.5, "tf32": 104.8, "fp32": 104.8},
+    "RTX 4090": {"fp8": 330, "bf16": 165, "fp16": 165, "tf32": 82.6, "fp32": 82.6},
+    "RTX 3090": {"bf16": 71, "fp16": 71, "tf32": 35.6, "fp32": 35.6},
+    "V100": {"fp16": 125, "fp32": 15.7},
+    "T4": {"fp16": 65, "fp32": 8.1},
+    "MI300X": {"fp8": 2615, "bf16": 1307, "fp16": 1307, "tf32": 654, "fp32": 163},
+    "MI250X": {"bf16": 191.5, "fp16": 191.5, "fp32": 47.9},
+}
+
+
+def peak_flops(device, precision):
+    """Peak FLOP/s of one device at this precision; None where it is unknown (the MFU is then n/a)."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    peaks = next((peaks for pattern, peaks in PEAK_TFLOPS.items() if re.search(pattern, name)), {})
+    return peaks[precision] * 1e12 if precision in peaks else None
+
+
+def parameter_counts(model):
+    """(parameters, those in matmuls) of a model: no vocabulary padding, and a shared weight once."""
+    cfg, padding = model.cfg, model.cfg.padded_vocab - model.cfg.vocab_size
+    matmuls = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
+    total = sum(p.numel() for p in model.parameters())
+    return total - padding * sum(cfg.tables), matmuls - padding * cfg.n_embd
 
 
 class Census:
-    """Counts calls of operations: `calls` is {(operation, None or why it took its definition): number}.
+    """Counts calls of operations: `calls` is {(operation, None or why it is no fused kernel): number}.
 
-    attention_flops: FLOPs of attention's forward, without the half of each square that the causal mask leaves out.
+    attention_flops: of attention's forward, without the half of each square that the causal mask leaves out.
     """
 
     def __init__(self, device_type, dtype):
@@ -28,18 +64,15 @@ class Census:
         self.attention_flops, self.attention_calls = 0, 0
 
     def note(self, operation, reason, inner):
-        """Called by kernels.fused. inner: how many other operations the definition of this one calls."""
-        if self.inner:  # called by the definition of an operation whose fast form includes this one
+        """Called by kernels.fused. inner: how many other operations this one calls where it is not fused."""
+        if self.inner:  # called by an operation whose fused kernel includes this one
             self.inner -= 1
             return
         self.calls[operation, reason] += 1
         self.inner = 0 if reason else inner
 
-    def calls_of(self, name):
-        return sum(count for (operation, _), count in self.calls.items() if operation == name)
-
     def attended(self, q, k, v):
-        """Replaces an attention call: a query sees (T + 1) / 2 keys on average, 2 FLOPs each for QK^T and for AV."""
+        """Replaces attention: a query sees (T + 1) / 2 keys on average, 2 FLOPs each for QK^T and for AV."""
         (B, H, T, D), out = q.shape, v.size(-1)
         self.attention_calls += 1
         self.attention_flops += B * H * T * (T + 1) * (D + out)
@@ -48,7 +81,7 @@ class Census:
 
 @contextlib.contextmanager
 def census(device_type, dtype):
-    """Within it, operations are counted as if they ran on this type of device in this dtype; definitions run."""
+    """Within it, operations run in plain PyTorch and are counted as if on this device in this dtype."""
     kernels.counting = Census(device_type, dtype)
     try:
         yield kernels.counting
@@ -57,10 +90,11 @@ def census(device_type, dtype):
 
 
 class Account:
-    """calls: {(operation, None or why it takes its definition): number}; flops_per_token: forward and backward of a
-    training token; parameters: their number; unused: names of those without a gradient; regular: every block ran
-    once; bypassed: an attention module ran without its `core`, so that what wraps the core does not take part;
-    problem: why nothing is known, if the forward cannot run on meta tensors (then the figures are None)."""
+    """What a model computes. `calls`: see Census. unused: names of parameters without a gradient.
+
+    regular: every block ran once. bypassed: an attention ran without its `core`, so that what wraps the core
+    takes no part. problem: why the forward cannot run on meta tensors (then flops_per_token is None).
+    """
 
     def __init__(self, cfg, device):
         model = models.on_meta(cfg)
@@ -75,27 +109,24 @@ class Account:
                 module.register_forward_hook(lambda *_: runs.update(["attention"]))
         try:
             self.count(model, cfg, device)
-        except (
-            Exception
-        ) as error:  # an edit may do anything, such as read a value, which meta tensors have not
+        except Exception as error:  # an edit may read a value, which meta tensors do not have
             self.problem = f"{type(error).__name__}: {error}".partition("\n")[0]
         self.bypassed = not self.problem and self.attention_calls < runs["attention"]
         self.unused = [] if self.problem else [n for n, p in model.named_parameters() if p.grad is None]
         self.regular = not self.problem and all(runs[i] == 1 for i in range(len(model.blocks)))
 
     def count(self, model, cfg, device):
-        """MFU counts each matmul weight once a token, causal attention once, no padding rows and no recomputation.
+        """MFU counts matmul weights once a token, causal attention once, no padding rows, no recomputation.
 
         With document masks it leaves attention out, whose FLOPs depend on the documents' lengths.
         """
         tokens = torch.zeros(1, cfg.block_size, dtype=torch.long, device="meta")
-        with census(device.type, PRECISIONS.get(cfg.precision, torch.float32)) as seen:
+        with census(device.type, DTYPES.get(cfg.precision, torch.float32)) as seen:
             with FlopCounterMode(display=False) as counter:
                 loss = model(tokens, tokens)
             loss.backward()
-        padding = (
-            2 * (cfg.padded_vocab - cfg.vocab_size) * cfg.n_embd * bool(seen.calls_of("linear_cross_entropy"))
-        )
+        usual_loss = "linear_cross_entropy" in {name for name, _ in seen.calls}
+        padding = 2 * (cfg.padded_vocab - cfg.vocab_size) * cfg.n_embd * usual_loss
         attention = 0 if cfg.document_mask else seen.attention_flops
         forward = (counter.get_total_flops() + attention) / cfg.block_size - padding
         self.calls, self.flops_per_token, self.attention_calls = seen.calls, 3 * forward, seen.attention_calls
@@ -110,21 +141,17 @@ class Account:
         return usual and self.flops_per_token == 6 * (weights + attention)
 
     def rows(self):
-        """Rows of the start block: how many calls of each operation are fast, how many plain, and why."""
+        """Rows of the start-up summary: which calls of operations are fused, which are plain, and why."""
         if self.problem:
-            words = (
-                f"not counted, nor is MFU: model.py's forward does not run on meta tensors ({self.problem})"
-            )
-            return [("operations", words)]
-        fast = [f"{name} {n}" for (name, reason), n in self.calls.items() if reason is None]
-        plain = {}
+            words = f"model.py's forward does not run on meta tensors ({self.problem})"
+            return [("operations", f"not counted, nor is MFU: {words}")]
+        by_reason = {}
         for (name, reason), n in self.calls.items():
-            if reason is not None:
-                plain.setdefault(reason, []).append(f"{name} {n}")
-        words = [f"fast: {', '.join(fast)}"] * bool(fast)
-        words += [f"plain: {', '.join(names)} ({reason})" for reason, names in plain.items()]
+            by_reason.setdefault(reason, []).append(f"{name} {n}")
+        words = [f"fast: {', '.join(by_reason.pop(None))}"] if None in by_reason else []
+        words += [f"plain: {', '.join(names)} ({reason})" for reason, names in by_reason.items()]
         if self.plain_linears:
-            words.append(f"{self.plain_linears} nn.Linear by themselves (kernels.Linear has a fast form)")
+            words.append(f"{self.plain_linears} nn.Linear by themselves (kernels.Linear has a fused kernel)")
         rows = [("operations", "; ".join(words))]
         if self.unused:
             names = ", ".join(self.unused[:3]) + f" and {len(self.unused) - 3} more" * (len(self.unused) > 3)
@@ -132,13 +159,3 @@ class Account:
                 ("warning", f"the loss does not depend on {names}: these parameters stay as they are")
             )
         return rows
-
-
-def parameter_counts(model):
-    """(parameters, those in matmuls, head included) of a model: no vocabulary padding, and a shared weight once."""
-    cfg = model.cfg
-    padding = cfg.padded_vocab - cfg.vocab_size
-    total = sum(p.numel() for p in model.parameters()) - padding * sum(cfg.tables)
-    return total, sum(
-        m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear)
-    ) - padding * cfg.n_embd

@@ -141,7 +141,7 @@ class Cache:
     """The keys and values of rows of up to `size` tokens; `length`: how many tokens of each row it has.
 
     Raises UserError for a model with another attn.core than kernels.attention. It needs torch.no_grad, and
-    with context parallelism or document masks context.alone or documents.off.
+    with context parallelism or document masks context.alone.
     """
 
     def __init__(self, model, size):

@@ -9,6 +9,7 @@ from corpus import chat
 from corpus import tokenizer as tokenizers
 from run import checkpoint, hf, source
 from scale import parallel
+from scale.precision import autocast, pick_precision
 
 
 def load(cfg):
@@ -19,13 +20,13 @@ def load(cfg):
         raise UserError("parallel=fsdp divides the model among ranks; start it with torchrun")
     world = parallel.start(cfg.device, timeout_s=3600)
     parallel.barrier()  # all have connected: a rank that ends on a mistake below breaks no other's connection
-    precision, _ = parallel.pick_precision(cfg.precision, world.device)
+    precision, _ = pick_precision(cfg.precision, world.device)
     model, saved = load_model(cfg, world, precision)
     name = cfg.tokenizer or getattr(saved, "tokenizer", None) or "gpt2"
     tokenizer = tokenizers.load(name, model.cfg.vocab_size)
     for folder in folders(cfg, tokenizer):
         tokenizer.ends |= chat.stop_ids(folder, tokenizer)
-    return world, model, tokenizer, parallel.autocast(precision, world.device)
+    return world, model, tokenizer, autocast(precision, world.device)
 
 
 def load_model(cfg, world, precision):

@@ -30,7 +30,6 @@ from run import files
 from run.lock import Lock, machine, started
 from run.pulse import Pulse
 from scale import memory, parallel
-from settings import legal
 
 SIGNALS = signal.SIGTERM, signal.SIGINT
 POLL = 0.5  # seconds between two looks at the store
@@ -447,7 +446,7 @@ def explain(error, cfg, world):
     """A UserError that says what to do about an error of the machine, or None."""
     if isinstance(error, torch.OutOfMemoryError):
         budget = torch.cuda.mem_get_info(world.device)[1]
-        return UserError(memory.advice(cfg, world.size, budget, legal, error))
+        return UserError(memory.advice(cfg, world.size, budget))
     if "does not have a deterministic implementation" in str(error):
         name = first_line(error).partition(" does not have")[0]
         return UserError(

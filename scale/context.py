@@ -1,11 +1,11 @@
-"""Context parallelism: ranks share a sequence, whose activations do not fit on one GPU; each has a part of its tokens.
+"""Context parallelism: ranks share a sequence whose activations do not fit one GPU, each with some tokens.
 
     torchrun --standalone --nproc_per_node=4 train.py config/llama3_8b.py --parallel=fsdp --context_parallel=4
 
-Only attention's core mixes tokens. An all-to-all before it exchanges tokens for heads, so that a rank has all tokens of
-some heads, and another one after it reverses the exchange (Ulysses, https://arxiv.org/abs/2309.14509). All ranks have
-the same share of causal attention's work. For parameters and gradients they are data-parallel ranks. An edit of
-model.py that mixes tokens outside attn.core gives wrong results under context parallelism.
+Only attention's core mixes tokens. An all-to-all before it exchanges tokens for heads, so that a rank has all
+tokens of some heads, and one after it reverses the exchange (Ulysses, https://arxiv.org/abs/2309.14509). For
+parameters and gradients they are data-parallel ranks. An edit of model.py that mixes tokens outside attn.core
+gives wrong results.
 """
 
 import contextlib
@@ -18,12 +18,13 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 import kernels
 import model as models
 from configurator import UserError
+from scale import parallel
 
 
 def apply(model, cfg, world):
     """Wraps the cores of all attentions; neighbouring ranks share a sequence. All ranks call it."""
-    N = cfg.context_parallel
-    groups = [dist.new_group(range(i, i + N)) for i in range(0, world.size, N)]
+    N, limit = cfg.context_parallel, parallel.time_limit(cfg.timeout_s)
+    groups = [dist.new_group(range(i, i + N), timeout=limit) for i in range(0, world.size, N)]
     spread = model.spread = Spread(groups[world.rank // N], N)
     for module in attentions(model, "context_parallel", any_core=True):
         module.core = Ulysses(module.core, spread)
@@ -32,25 +33,22 @@ def apply(model, cfg, world):
 
 
 def attentions(model, setting, any_core=False):
-    """The modules that have kernels.attention, perhaps wrapped, as their `core`; UserError if a block has none.
+    """The modules with kernels.attention, perhaps wrapped, as their `core`; UserError if a block has none.
 
     any_core: also models.Attention with another function as its core.
     """
 
-    def innermost(core):
-        return innermost(core.core) if hasattr(core, "core") else core
-
     def suits(module):
-        usual = innermost(getattr(module, "core", None)) is kernels.attention
-        return usual or any_core and isinstance(module, models.Attention)
+        core = getattr(module, "core", None)
+        while hasattr(core, "core"):
+            core = core.core
+        return core is kernels.attention or any_core and isinstance(module, models.Attention)
 
-    found = [module for module in model.modules() if suits(module)]
     for i, block in enumerate(model.blocks):
-        if not any(module in found for module in block.modules()):
-            raise UserError(
-                f"{setting} goes around attn.core, and block {i} of model.py has none: see docs/experiment.md"
-            )
-    return found
+        if not any(map(suits, block.modules())):
+            words = f"{setting} goes around attn.core, and block {i} of model.py has none"
+            raise UserError(f"{words}: see docs/experiment.md")
+    return list(filter(suits, model.modules()))
 
 
 def positions(model):
@@ -59,7 +57,7 @@ def positions(model):
 
 
 class Spread:
-    """The process group of the ranks that share a sequence; `on` is False while each rank has whole sequences."""
+    """The process group of the ranks that share a sequence; on: False while each rank has whole ones."""
 
     def __init__(self, group, size):
         self.group, self.size, self.on = group, size, True
@@ -67,21 +65,19 @@ class Spread:
 
 @contextlib.contextmanager
 def alone(model):
-    """Within it, each rank works on whole, separate sequences: for short ones, as in HellaSwag and samples."""
-    spread = getattr(model, "spread", None)
-    if spread is None:
-        yield
-        return
-    modules = positions(model)
-    firsts = [m.first for m in modules]
-    spread.on = False
-    for module in modules:
+    """Within it, each rank has whole, separate rows, each of one document: for HellaSwag and samples."""
+    switches = [getattr(model, name) for name in ("spread", "documents") if hasattr(model, name)]
+    firsts = {module: module.first for module in positions(model)}
+    for switch in switches:
+        switch.on = False
+    for module in firsts:
         module.first = 0
     try:
         yield
     finally:
-        spread.on = True
-        for module, first in zip(modules, firsts, strict=True):
+        for switch in switches:
+            switch.on = True
+        for module, first in firsts.items():
             module.first = first
 
 
@@ -108,13 +104,13 @@ class Ulysses:
 
 
 def exchange(parts, group):
-    """All-to-all: parts[i] goes to rank i of the group and is replaced by the part that rank i sends to this rank."""
+    """All-to-all: parts[i] goes to rank i of the group and is replaced by what rank i sends."""
     flat = all_to_all_single_autograd(parts.contiguous().flatten(0, 1), None, None, group)
     return flat.unflatten(0, parts.shape[:2])
 
 
 def whole_sequences(model, idx):
-    """(B, T) ids of whole sequences, gathered from the ranks that share them; `idx` itself where it is whole."""
+    """(B, T) ids of whole sequences, gathered from the ranks that share them."""
     spread = getattr(model, "spread", None)
     if spread is None or not spread.on:
         return idx

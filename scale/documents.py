@@ -2,16 +2,15 @@
 
     python train.py config/llama_124m.py --document_mask
 
-A document begins at its separator, as fineweb.py writes it, or at the start of the row. Llama 3 was trained in this way
-(https://arxiv.org/abs/2407.21783, section 3.2). Positions count through the whole row: RoPE depends on differences of
-positions alone, so it is not affected; a learned table (GPT-2's) gives a document later positions than it would have by
-itself. A hook finds the documents once in a forward, for all blocks. On CUDA in 16 bits attention is
-torch.nn.attention.varlen, whose FLOPs fall with the documents' length; it needs the longest length on the host, so each
-forward begins with a wait for the device. Elsewhere attention is SDPA with a T x T mask, for tests and short rows. The
-MFU that is logged counts attention over whole rows all the same.
+A document begins at its separator, as fineweb.py writes it, or at the start of the row. Llama 3 was trained
+in this way (https://arxiv.org/abs/2407.21783, section 3.2). Positions count through the whole row: RoPE sees
+differences of positions alone; a learned table (GPT-2's) gives a document later positions than it would have
+by itself. A hook finds the documents once in a forward, for all blocks. On CUDA in 16 bits attention is
+torch.nn.attention.varlen, whose FLOPs fall with the documents' length; it needs the longest length on the
+host, so each forward begins with a wait for the device. Elsewhere attention is SDPA with a T x T mask, for
+tests and short rows.
 """
 
-import contextlib
 import inspect
 
 import torch
@@ -22,31 +21,21 @@ from configurator import UserError
 from corpus import tokenizer as tokenizers
 from scale import context
 
-GROUPED = (
-    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else None
-)  # torch 2.12
-
-
-def describe(device, precision):
-    """The row of the start block: what a token attends to, and by which kernel."""
-    if device.type == "cuda" and precision not in ("fp32", "tf32"):
-        return "a token attends within its own (flash attention for variable lengths)"
-    return f"a token attends within its own (T x T masks, slow for long rows: {precision} on {device.type})"
+GROUPED = "enable_gqa" in inspect.signature(varlen_attn).parameters  # from torch 2.12 on
 
 
 def separator(cfg, eot):
-    """The id that precedes each document: the manifest's `eot`, else the tokenizer's; None without document_mask."""
-    if not cfg.document_mask or eot is not None:
-        return eot if cfg.document_mask else None
+    """The id before each document: the manifest's `eot`, else the tokenizer's."""
+    if eot is not None or not cfg.document_mask:
+        return eot
     if cfg.tokenizer is None:
-        raise UserError(
-            f"document_mask needs to know the separator, and {cfg.data_dir}/manifest.json is not there; set --tokenizer"
-        )
+        missing = f"{cfg.data_dir}/manifest.json is not there"
+        raise UserError(f"document_mask needs to know the separator, and {missing}; set --tokenizer")
     return tokenizers.load(cfg.tokenizer).eot
 
 
 def apply(model, eot):
-    """Wraps the core of every attention in a document mask. eot: the token that begins a document; None: rows do."""
+    """Wraps the core of every attention. eot: the token that begins a document; None: each row is one."""
     documents = model.documents = Documents(eot)
     for module in context.attentions(model, "document_mask"):
         module.core = DocumentMask(module.core, documents)
@@ -58,26 +47,13 @@ def apply(model, eot):
     model.register_forward_pre_hook(look)
 
 
-@contextlib.contextmanager
-def off(model):
-    """Within it, each row is one document: for HellaSwag, where that is so, and samples, which call no forward hook."""
-    documents = getattr(model, "documents", None)
-    if documents is None:
-        yield
-        return
-    documents.on = False
-    try:
-        yield
-    finally:
-        documents.on = True
-
-
 class Documents:
-    """The bounds of a batch's documents, kept until the next forward, since a backward may recompute attention.
+    """A batch's documents, kept until the next forward, since a backward may compute attention again.
 
-    ids: (B, T), equal within a document. bounds: int32; in the concatenated rows, document i is the tokens bounds[i] to
-    bounds[i + 1]. longest: a tensor of shape (length of the longest document, 0), because torch.compile treats a size
-    as a variable and a Python number as a constant. on: False while each row counts as one document.
+    ids: (B, T), equal within a document. bounds: int32; in the concatenated rows, document i is the tokens
+    bounds[i] to bounds[i + 1]. longest: a tensor of shape (length of the longest document, 0), because
+    torch.compile treats a size as a variable and a Python number as a constant. on: False while each row
+    counts as one document.
     """
 
     def __init__(self, eot):
@@ -115,18 +91,16 @@ def takes_varlen(v):
 
 
 def masked_attention(q, k, v, ids):
-    """Causal attention within documents. q: (B, H, T, D); k, v: (B, H_kv, T, D); ids: (B, T) -> (B, H, T, D)."""
+    """Causal attention within documents. q: (B, H, T, D); k, v: (B, H_kv, T, D); ids: (B, T)."""
     mask = (ids[:, :, None] == ids[:, None, :]).tril().unsqueeze(1)  # (B, 1, T, T)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.size(1) != k.size(1))
 
 
 def varlen_attention(q, k, v, bounds, longest):
-    """masked_attention for CUDA tensors in 16 bits. bounds: see Documents; longest: length of the longest document."""
+    """masked_attention for CUDA tensors in 16 bits; longest: length of the longest document."""
     B, H, T, D = q.shape
-    options = {}
-    if k.size(1) != H and GROUPED:
-        options = GROUPED
-    elif k.size(1) != H:
+    options = {"enable_gqa": True} if k.size(1) != H and GROUPED else {}
+    if k.size(1) != H and not GROUPED:
         k, v = (x.repeat_interleave(H // x.size(1), dim=1) for x in (k, v))
     # q_norm and k_norm may give float32 under autocast
     q, k, v = (x.transpose(1, 2).flatten(0, 1).to(v.dtype).contiguous() for x in (q, k, v))  # (B * T, H, D)

@@ -1,8 +1,8 @@
 """--cuda_graph: the host launches a micro-step's kernels together, as one CUDA graph.
 
-The host needs tens of microseconds for each kernel that it launches. Where a micro-batch or a model is small, or the
-host slow, that is longer than the kernels take, and the GPU waits. A graph is captured once and launched as one
-(https://developer.nvidia.com/blog/cuda-graphs); what is captured is the micro-step of train.py as it stands.
+The host needs tens of microseconds to launch a kernel. Where a micro-batch or a model is small, or the host
+slow, kernels take less, and the GPU waits. What is captured is the micro-step of train.py as it stands
+(https://developer.nvidia.com/blog/cuda-graphs).
 """
 
 import gc
@@ -18,21 +18,18 @@ ALIGNED = 128  # elements: each gradient begins at a multiple of them
 
 
 class Replayed:
-    """A micro-step (train.Training.micro_step) of a model on a GPU, replayed as a graph from a step's start on.
+    """A micro-step (train.Training.micro_step) on a GPU, replayed as a graph from a step's start on.
 
-    The graph reads its batch from tensors of its own and adds to gradients that stay where they are. The optimizer may
-    set .grad to None after a step as always: then the next call puts them back, filled with zeros. Several ranks
-    average the gradients in one piece, after the last of a step's `accumulation` micro-steps.
+    The graph reads its batch from tensors of its own and adds to gradients that stay where they are. If the
+    optimizer sets .grad to None, the next call puts them back, filled with zeros. Several ranks average the
+    gradients in one piece, after the last of a step's `accumulation` micro-steps.
     """
 
     def __init__(self, micro_step, model, accumulation, reduce_dtype):
         if isinstance(model, FSDPModule):
             raise UserError("cuda_graph=True cannot capture FSDP2's collectives; try --parallel=ddp")
-        self.micro_step, self.parameters, self.accumulation = (
-            micro_step,
-            list(model.parameters()),
-            accumulation,
-        )
+        self.micro_step, self.accumulation = micro_step, accumulation
+        self.parameters = list(model.parameters())
         self.reduce_dtype = torch.bfloat16 if reduce_dtype == "bf16" else None  # None: the gradients' own
         self.device = self.parameters[0].device
         self.stream, self.steps, self.micro_steps = stream(self.device), 0, 0
@@ -59,7 +56,7 @@ class Replayed:
         return self.loss
 
     def launch(self):
-        """Runs the micro-step on the capture's stream, so that this stream's workspaces exist before the capture."""
+        """Runs the micro-step on the capture's stream, whose workspaces then exist before the capture."""
         usual = torch.cuda.current_stream()
         self.stream.wait_stream(usual)
         with torch.cuda.stream(self.stream):
@@ -87,9 +84,9 @@ class Replayed:
             if isinstance(cause, torch.OutOfMemoryError):
                 raise cause from None
             reason = str(cause).partition("\n")[0]
+            hint = "does an edit wait for the GPU, as with .item()? leave cuda_graph out, or mend it"
             raise UserError(
-                f"cuda_graph=True: the micro-step cannot be captured ({reason}); does an edit wait for the GPU, as "
-                "with .item()? leave cuda_graph out, or mend it"
+                f"cuda_graph=True: the micro-step cannot be captured ({reason}); {hint}"
             ) from cause
 
     def average(self):
@@ -112,11 +109,8 @@ def gradients(parameters):
 
 
 def stream(device):
-    """A stream for the capture and the steps before it.
-
-    The nodes that add to gradients run on the stream on which they were created, in the first forward, and a capture
-    allows no other stream.
-    """
+    """For the capture and the steps before: the nodes that add to gradients run on the stream of the first
+    forward, and a capture allows no other."""
     if device.type != "cuda":
         raise UserError(f"cuda_graph=True needs a CUDA device, this is {device.type}; leave it out")
     return torch.cuda.Stream(device)

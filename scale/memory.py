@@ -1,12 +1,11 @@
-"""GPU memory that a run will take, by arithmetic alone: it needs neither a GPU nor torch.
+"""The GPU memory that a run will take, by arithmetic alone: `bench.py memory` needs neither a GPU nor torch.
 
-    python bench.py memory config/llama3_8b.py --world=8 --gpu_gib=80
-
-Counts what the fast forms (--ops=fused) in bf16 and fp8 keep, in bytes a rank, at the three moments where a step may
-have its peak: when the loss is computed, in the backward of the last block, and in the optimizer's update. The tests
-compare the constants below with the modules that they describe, and the parameter counts with real models.
+Counts what the fused kernels (--ops=fused) in bf16 and fp8 keep, in bytes a rank, at the moments where a step
+may have its peak: the loss, the backward of the last block, and the update. Tests compare the constants with
+the modules that they describe, the parameter counts with real models, and the totals with measurements.
 """
 
+import bisect
 import contextlib
 import dataclasses
 import os
@@ -17,30 +16,22 @@ from configurator import UserError
 
 GIB = 2**30
 WORKSPACE = 2**25  # bytes of cuBLAS's workspace
-UNIT_MIB = (
-    100  # parallel.shard gathers consecutive blocks as one unit up to this size in 16 bits; 0: a block a unit
-)
-HELD, WANTED = (
-    r"(\S+) ([KMG])iB is allocated by PyTorch",
-    r"Tried to allocate (\S+) ([KMG])iB",
-)  # in PyTorch's words
-GROUP = 256  # elements that share a float32 scale in adamw8bit's moments, as in fast/adamw8bit.py
+LOGITS_MIB = 1024  # as in kernels.py
+GROUP = 256  # elements that share a float32 scale in adamw8bit's moments, as in its module
+UNIT_MIB = 100  # blocks that FSDP2 gathers as one unit take up to this in 16 bits; 0: a block a unit
 
 
 def estimate(cfg, ranks):
     """{part: bytes of GPU memory on a rank} for a settings.Config and `ranks` processes.
 
-    Offloaded states do not count (on_host does). 8-bit states are counted as if no tensor were small enough to stay in
-    float32.
+    Offloaded states do not count (on_host does). 8-bit states are counted as if no tensor were small enough
+    to stay in float32.
     """
-    total, block = parameter_counts(cfg)
-    rest = total - cfg.n_layer * block - cfg.padded_vocab * sum(cfg.value_tables)
-    shards, sharded, own = shards_of(cfg, ranks), is_sharded(cfg, ranks), bytes_of_weight(cfg)
-    tokens = cfg.rank_tokens
+    (total, block), (own, summed, moments) = parameter_counts(cfg), bytes_of_parameter(cfg)
+    shards, sharded = shards_of(cfg, ranks), is_sharded(cfg, ranks)
     here = 0 if cfg.offload_states else total / shards
-    states = {"parameters": own * here, "gradients": own * here, "optimizer": bytes_of_moments(cfg) * here}
-    rope_tables = 8 * cfg.block_size * cfg.head_dim if cfg.positions == "rope" else 0
-    states["buffers"] = WORKSPACE + rope_tables
+    states = {"parameters": own * here, "gradients": own * here, "optimizer": moments * here}
+    states["buffers"] = WORKSPACE + 8 * cfg.block_size * cfg.head_dim * (cfg.positions == "rope")
     parts = dict(states)
     if cfg.optimizer == "muon":
         states["updates"] = 2 * cfg.n_layer * block / shards  # of the blocks' matrices, beside all gradients
@@ -48,85 +39,21 @@ def estimate(cfg, ranks):
     if sharded and not several:
         parts["gradients"] = 0  # of a single micro-step: they grow while activations are freed
     elif cfg.offload_states and cfg.parallel == "hsdp":
-        parts["gradients"] = (
-            bytes_of_sum(cfg) * total / shards
-        )  # added up on the GPU until the last micro-step
+        parts["gradients"] = summed * total / shards  # added up on the GPU until the last micro-step
     elif several and ranks > 1 and not sharded and not cfg.cuda_graph:
         parts["gradients"] *= 2  # .grad, and DDP's buckets, to which they are copied in the last micro-step
-    again = (
-        0 if cfg.remat == "none" else -(-cfg.n_layer // cfg.remat_every)
-    )  # blocks under activation checkpointing
-    parts["gathered"] = gathered(cfg, total, block, rest, shards) if sharded else 0
-    if not gathers_8_bits(cfg, shards):
-        parts["gathered"] += copied(cfg, (cfg.n_layer - again) * block, 2 if sharded else own)
+    again = 0 if cfg.remat == "none" else -(-cfg.n_layer // cfg.remat_every)  # blocks under checkpointing
+    parts["gathered"] = gathered(cfg, shards) if sharded else 0
+    small = 1 if cfg.precision == "fp8" else 2  # fp8 keeps the transposes alone
+    if not gathers_8_bits(cfg, shards) and (2 if sharded else own) != small:
+        parts["gathered"] += small * (cfg.n_layer - again) * block  # casts, kept until the backward
     waits = cfg.remat_offload and again > 2 and cfg.remat in ("attention", "block")
-    kept = 2 if waits else again  # two blocks on the GPU while the others wait on the host
-    parts["activations"] = tokens * (
-        (cfg.n_layer - again) * block_per_token(cfg) + kept * kept_per_token(cfg)
-    )
-    parts["loss or a block's backward"] = max(
-        loss_bytes(cfg, tokens, own), backward_bytes(cfg, tokens, again)
-    )
+    on_gpu = 2 if waits else again  # blocks, while the others wait on the host
+    tokens = (cfg.n_layer - again) * sum(kept(cfg, "none")) + on_gpu * sum(kept(cfg, cfg.remat))
+    parts["activations"] = cfg.rank_tokens * tokens
+    parts["loss or a block's backward"] = max(loss_bytes(cfg), backward_bytes(cfg, again))
     most = max(parts, states, key=lambda moment: sum(moment.values()))
     return {name: int(size) for name, size in most.items()}
-
-
-def on_host(cfg, ranks):
-    """{part: bytes of the host's memory that a rank takes} with offload_states or remat_offload; {} without either.
-
-    All but moments is pinned, in blocks of a power of two, which is how PyTorch allocates pinned memory.
-    """
-    parts, (total, _), shards, own = {}, parameter_counts(cfg), shards_of(cfg, ranks), bytes_of_weight(cfg)
-    if cfg.offload_states:
-        tables = [(cfg.padded_vocab, width) for width in cfg.tables]
-        tables += [(cfg.block_size, cfg.n_embd)] if cfg.positions == "learned" else []
-        sizes = [own * -(-rows // shards) * width for rows, width in cfg.block_matmuls * cfg.n_layer + tables]
-        pinned = sum(map(power_of_2, sizes))
-        parts = {
-            "parameters": pinned,
-            "gradients": pinned,
-            "optimizer": int(bytes_of_moments(cfg) * total / shards),
-        }
-    if cfg.remat_offload:
-        kept = sum(power_of_2(cfg.rank_tokens * each) for each in kept_tensors(cfg))
-        parts["activations"] = kept * -(-cfg.n_layer // cfg.remat_every)
-    return parts
-
-
-def power_of_2(size):
-    """The least power of two that is at least `size`."""
-    return 2 ** (size - 1).bit_length()
-
-
-def host_limit():
-    """Bytes of memory that all processes of this machine, or of its container, may take; None where Linux says none."""
-    total, limit = ("/proc/meminfo", r"MemTotal: +(\d+) kB", 1024), ("/sys/fs/cgroup/memory.max", r"(\d+)", 1)
-    found = []
-    for path, pattern, unit in (total, limit):
-        with contextlib.suppress(OSError):
-            found += [unit * int(size) for size in re.findall(pattern, Path(path).read_text())[:1]]
-    return min(found, default=None)
-
-
-def refuse_beyond_host(cfg, ranks, parameters=0):
-    """Raises UserError if a run puts more into the host's memory than there is; Linux would end it without a word.
-
-    Counted are what offload_states and remat_offload put there and, on a CPU, the states of this many parameters (0 on
-    a GPU): themselves, their gradients and moments.
-    """
-    parts, limit, here = on_host(cfg, ranks), host_limit(), ranks_of_host(ranks)
-    causes = [f"--{name}" for name in ("offload_states", "remat_offload") if getattr(cfg, name)]
-    remedy = "leave it out" if causes else "train a smaller model"
-    if parameters and not cfg.offload_states:
-        parts["states"] = (
-            parameters * (2 * bytes_of_weight(cfg) + bytes_of_moments(cfg)) / shards_of(cfg, ranks)
-        )
-        causes.append(f"{parameters:,} parameters, their gradients and moments")
-    if limit and (need := here * sum(parts.values())) > limit:
-        raise UserError(
-            f"{' and '.join(causes)} would take about {need / GIB:.0f} GiB of this host's memory for {here} "
-            f"rank{'s' * (here > 1)}; there are {limit / GIB:.0f}; {remedy}, or take a host with more"
-        )
 
 
 def takes(cfg, ranks):
@@ -134,38 +61,8 @@ def takes(cfg, ranks):
     return sum(estimate(cfg, ranks).values())
 
 
-def describe(cfg, ranks, parameters=None, usual=True):
-    """The estimate in words, for the start of a run; the total only where the operations are those that it counts.
-
-    parameters: the number that the model really has. usual: its FLOPs are those that the settings say; in an edited
-    model.py either may differ.
-    """
-    counted = parameter_counts(cfg)[0]
-    each = 2 * bytes_of_weight(cfg) + bytes_of_moments(cfg)
-    states = each * (parameters or counted) / shards_of(cfg, ranks) / GIB
-    where = "of the host's memory " if cfg.offload_states else ""
-    words = f"{states:.2f} GiB {where}a rank for weights, gradients and optimizer states"
-    if cfg.offload_states and parameters in (None, counted):
-        pinned = sum(on_host(dataclasses.replace(cfg, remat_offload=False), ranks).values())
-        words += f" ({pinned / GIB:.2f} with weights and gradients pinned)"
-    if parameters not in (None, counted) or not usual:
-        return (
-            words
-            + "; activations are not estimated, since model.py computes something else than the settings say"
-        )
-    return words + f", about {takes(cfg, ranks) / GIB:.1f} GiB of a GPU in all" * (not uncounted(cfg))
-
-
-def uncounted(cfg):
-    """Problems, one line each: the settings with operations that keep more than the estimate counts."""
-    found = ["ops=torch: the arithmetic counts the fast forms; try --ops=auto"] if cfg.ops == "torch" else []
-    if cfg.attention == "math":
-        found.append("attention=math: the arithmetic does not count its T x T matrices; try --attention=auto")
-    return found
-
-
 def parameter_counts(cfg):
-    """(of the model, of a block without a table) by a GPTConfig: shared weights once, padding rows included."""
+    """Parameters (of the model, of a block without a table): shared weights once, padding rows included."""
     C = cfg.n_embd
     norm = C * (1 + (cfg.norm == "layernorm" and cfg.bias))
     linears = sum(n * k + n * cfg.bias for n, k in cfg.block_matmuls)
@@ -174,11 +71,74 @@ def parameter_counts(cfg):
     return tables + cfg.n_layer * block + norm, block
 
 
+def bytes_of_parameter(cfg):
+    """Bytes of (a weight or its gradient, a gradient in the sum over ranks, optimizer state on average)."""
+    total, block = parameter_counts(cfg)
+    moments = {"adamw": 8, "adamw8bit": 2 * (1 + 4 / GROUP), "muon": 8 - 4 * cfg.n_layer * block / total}
+    own, summed = (2 if dtype == "bf16" else 4 for dtype in (cfg.weights, cfg.reduce_dtype))
+    return own, summed, moments[cfg.optimizer]
+
+
+def gathered(cfg, shards):
+    """FSDP2's buffers in 16 bits: weights of two units of blocks and the head (zero2: of all), and one
+    unit's gradients before and after the reduction."""
+    (total, block), (own, summed, _) = parameter_counts(cfg), bytes_of_parameter(cfg)
+    table = cfg.padded_vocab * cfg.kv_heads * cfg.head_dim  # gathered with its block
+    sizes = [block + table * (layer in cfg.value_layers) for layer in range(cfg.n_layer)]
+    filled = [sum(sizes[i] for i in unit) for unit in units(sizes, cfg.remat in ("block", "attention"))]
+    unit, two = max(filled), max(a + b for a, b in zip(filled, [*filled[1:], 0]))
+    rest = total - cfg.n_layer * block - cfg.padded_vocab * sum(cfg.value_tables)
+    head = rest // (1 if cfg.tie_embeddings else 2)
+    whole = 2 * (total if cfg.parallel == "zero2" else head + (unit if shards == 1 else two))
+    if shards == 1:  # nothing to gather from other ranks ahead of its use, and nothing to reduce
+        return whole
+    arriving = cfg.offload_states * own * max(unit, head) / shards  # from the host, not yet cast
+    return whole + (2 + summed) * max(unit, head) * (1 + 1 / shards) + arriving
+
+
+def loss_bytes(cfg):
+    """Bytes while the loss is computed: a chunk of logits, gradients of the hidden state and the head."""
+    tokens, (own, *_) = cfg.rank_tokens, bytes_of_parameter(cfg)
+    logits = min(LOGITS_MIB * 2**20, 2 * tokens * cfg.padded_vocab) * (2 if cfg.precision == "fp8" else 1)
+    return logits + tokens * cfg.n_embd * 2 + own * cfg.padded_vocab * cfg.n_embd
+
+
+def backward_bytes(cfg, again):
+    """Working memory of a block's backward: gradients, and activations where they are computed again."""
+    C, wide, tokens = cfg.n_embd, 2 * (2 * cfg.mlp_width + 2 * cfg.hidden), cfg.rank_tokens
+    if not again:
+        return tokens * (wide + 2 * 3 * C)
+    tile = min(tokens, cfg.remat_tile or tokens)
+    if cfg.remat == "selective":
+        return tile * wide + tokens * 2 * 4 * C
+    rotated = cfg.qkv_width - cfg.kv_heads * cfg.head_dim if cfg.positions == "rope" else 0
+    # attention: q, k, v before and after RoPE; x, y, norm_1(x), three gradients; dq, dk, dv, dq in float32
+    attention = 2 * (cfg.qkv_width + rotated + 6 * C) + 2 * cfg.qkv_width + 4 * C
+    # MLP: the pre-activation, its gradient and the activation's; x, y, norm_2(x), three gradients
+    return max(tokens * attention, tile * (wide - 2 * cfg.hidden) + tokens * 2 * 6 * C)
+
+
+def kept(cfg, remat):
+    """[Bytes a token] of the tensors that a block keeps for its backward."""
+    C, fp8 = cfg.n_embd, cfg.precision == "fp8"
+    if remat in ("block", "attention"):  # its input; attention's output and logsumexp
+        return [2 * C] + [2 * C, 4 * cfg.n_head] * (remat == "attention")
+    sizes = [4 * C, 2 * C if fp8 else 4 * C, 16]  # the residual stream before both norms, and their outputs
+    sizes += [2 * cfg.qkv_width, 2 * C, 4 * cfg.n_head]  # q, k, v, attention's output and logsumexp
+    sizes += [2 * (cfg.n_head + cfg.kv_heads) * cfg.head_dim * cfg.qk_norm]  # q and k before their norm
+    sizes += [2 * C * cfg.attention_gate, C * fp8]  # the output before its gates, and in 8 bits
+    if remat == "selective":
+        return [*sizes, C * fp8]  # the MLP's input in bf16
+    if cfg.mlp in ("relu2", "swiglu") and not fp8:
+        return [*sizes, 2 * cfg.mlp_width]  # ReLU^2's output; the backward computes silu(gate) * up again
+    return [*sizes, 2 * cfg.mlp_width, cfg.hidden if fp8 else 2 * cfg.hidden]  # operands of the second GEMM
+
+
 def units(sizes, apart):
     """The units of FSDP2, each a list of block indices: blocks gathered together, up to UNIT_MIB in 16 bits.
 
-    sizes: the parameters of each block. apart: a unit for each block, since a unit of several needs each of them to run
-    exactly once, in their order.
+    sizes: the parameters of each block. apart: a unit for each block; one of several needs each of them to
+    run exactly once, in their order.
     """
     found, filled = [], 0
     for block, size in enumerate(sizes):
@@ -190,13 +150,8 @@ def units(sizes, apart):
     return found
 
 
-def runs_blocks_twice(cfg):
-    """Whether activation checkpointing computes a block, or the part of it with attention, again in the backward."""
-    return cfg.remat in ("block", "attention")
-
-
 def gathers_8_bits(cfg, shards):
-    """Whether FSDP2 gathers the blocks' weights in fp8: both the matrix and its transpose, as many bytes as in bf16."""
+    """Whether FSDP2 gathers the blocks' weights in fp8: each matrix and its transpose, the bytes of bf16."""
     return cfg.precision == "fp8" and shards > 1 and not cfg.offload_states
 
 
@@ -212,106 +167,57 @@ def shards_of(cfg, ranks):
 
 
 def ranks_of_host(ranks):
-    """Of `ranks`, how many run on one host: as torchrun says, which parallel.shard reads too; else up to 8."""
+    """Of `ranks`, how many run on one host: as torchrun says, else up to 8."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", min(8, ranks)))
 
 
-def bytes_of_weight(cfg):
-    return 2 if cfg.weights == "bf16" else 4
+# -- the host's memory
 
 
-def bytes_of_moments(cfg):
-    """Bytes of optimizer state for a parameter, on average: Muon keeps one moment of the blocks' matrices."""
-    if cfg.optimizer == "muon":
-        total, block = parameter_counts(cfg)
-        return 8 - 4 * cfg.n_layer * block / total
-    return 2 * (1 + 4 / GROUP) if cfg.optimizer == "adamw8bit" else 8
+def on_host(cfg, ranks):
+    """{part: bytes of the host's memory that a rank takes} with offload_states or remat_offload; {} without.
 
-
-def bytes_of_sum(cfg):
-    """Bytes of a gradient's element in the reduction over ranks."""
-    return 2 if cfg.reduce_dtype == "bf16" else 4
-
-
-def gathered(cfg, total, block, rest, shards):
-    """FSDP2's buffers: the gathered weights of two units of blocks and the head (zero2: of all), in 16 bits, and one
-    unit's gradients before and after the reduction."""
-    table = cfg.padded_vocab * cfg.kv_heads * cfg.head_dim  # gathered with its block
-    sizes = [block + table * (layer in cfg.value_layers) for layer in range(cfg.n_layer)]
-    filled = [sum(sizes[i] for i in unit) for unit in units(sizes, runs_blocks_twice(cfg))]
-    unit, two = max(filled), max(a + b for a, b in zip(filled, [*filled[1:], 0]))
-    head = rest // (1 if cfg.tie_embeddings else 2)
-    whole = 2 * (total if cfg.parallel == "zero2" else head + (unit if shards == 1 else two))
-    if shards == 1:  # nothing to gather from other ranks ahead of its use, and nothing to reduce
-        return whole
-    arriving = (
-        cfg.offload_states * bytes_of_weight(cfg) * max(unit, head) / shards
-    )  # from the host, not yet cast
-    return whole + (2 + bytes_of_sum(cfg)) * max(unit, head) * (1 + 1 / shards) + arriving
-
-
-def copied(cfg, numbers, own):
-    """Casts of the weights of blocks without activation checkpointing, which autocast keeps until the backward."""
-    small = 1 if cfg.precision == "fp8" else 2  # fp8 keeps the transposes alone
-    return 0 if own == small else small * numbers
-
-
-def loss_bytes(cfg, tokens, own):
-    """Bytes while the loss is computed: a chunk of logits, the hidden state's gradient and the head's gradient."""
-    logits = min(cfg.logits_mib * 2**20, 2 * tokens * cfg.padded_vocab) * (2 if cfg.precision == "fp8" else 1)
-    return logits + tokens * cfg.n_embd * 2 + own * cfg.padded_vocab * cfg.n_embd
-
-
-def backward_bytes(cfg, tokens, again):
-    """Working memory of a block's backward: gradients, and activations where they are computed again."""
-    C, wide = cfg.n_embd, 2 * (2 * cfg.mlp_width + 2 * cfg.hidden)
-    if not again:
-        return tokens * (wide + 2 * 3 * C)
-    if cfg.remat == "selective":
-        return min(tokens, cfg.remat_tile or tokens) * wide + tokens * 2 * 4 * C
-    rotated = cfg.qkv_width - cfg.kv_heads * cfg.head_dim if cfg.positions == "rope" else 0
-    # attention: q, k, v before and after RoPE; x, y, norm_1(x), three gradients; dq, dk, dv, and dq in float32
-    attention = 2 * (cfg.qkv_width + rotated + 6 * C) + 2 * cfg.qkv_width + 4 * C
-    # MLP: the pre-activation, its gradient and the activation's; x, y, norm_2(x), three gradients
-    mlp = min(tokens, cfg.remat_tile or tokens) * (wide - 2 * cfg.hidden) + tokens * 2 * 6 * C
-    return max(tokens * attention, mlp)
-
-
-def block_per_token(cfg):
-    """Bytes a token that a block without activation checkpointing keeps for its backward."""
-    C, fp8 = cfg.n_embd, cfg.precision == "fp8"
-    residual = 2 * 2 * C  # the residual stream before both norms
-    attention = 2 * cfg.qkv_width + 2 * C + 4 * cfg.n_head  # q, k, v, the output, logsumexp
-    attention += (
-        2 * (cfg.n_head + cfg.kv_heads) * cfg.head_dim if cfg.qk_norm else 0
-    )  # q and k before their norm
-    attention += 2 * C if cfg.attention_gate else 0  # the output before its gates
-    attention += C if fp8 else 0  # the output in 8 bits; in bf16 the projection reads the one above
-    return residual + attention + (1 if fp8 else 2) * 2 * C + mlp_per_token(cfg) + 16  # both norms' outputs
-
-
-def mlp_per_token(cfg):
-    """Bytes a token that the inside of an MLP keeps: the pre-activation and the second GEMM's operand."""
-    fp8 = cfg.precision == "fp8"
-    if cfg.mlp in ("relu2", "swiglu") and not fp8:
-        return 2 * cfg.mlp_width  # ReLU^2's output alone; the backward computes silu(gate) * up again
-    return 2 * cfg.mlp_width + (1 if fp8 else 2) * cfg.hidden
-
-
-def kept_per_token(cfg):
-    """Bytes a token that a block keeps with cfg.remat; selective: all but the inside of the MLP, its input in bf16."""
-    if cfg.remat in ("block", "attention"):
-        return sum(kept_tensors(cfg))
-    return block_per_token(cfg) - mlp_per_token(cfg) + (cfg.n_embd if cfg.precision == "fp8" else 0)
-
-
-def kept_tensors(cfg):
-    """[Bytes a token] of each tensor that a block keeps with remat=block or attention.
-
-    block: the residual stream before it. attention: attention's output and logsumexp besides.
+    All but moments is pinned, in blocks of a power of two, which is how PyTorch allocates pinned memory.
     """
-    stream = 2 * cfg.n_embd
-    return [stream, stream, 4 * cfg.n_head] if cfg.remat == "attention" else [stream]
+    parts, shards, (own, _, moments) = {}, shards_of(cfg, ranks), bytes_of_parameter(cfg)
+    pinned = lambda size: 2 ** (size - 1).bit_length()
+    if cfg.offload_states:
+        tables = [(cfg.padded_vocab, width) for width in cfg.tables]
+        tables += [(cfg.block_size, cfg.n_embd)] if cfg.positions == "learned" else []
+        shapes = cfg.block_matmuls * cfg.n_layer + tables
+        weights = sum(pinned(own * -(-rows // shards) * width) for rows, width in shapes)
+        parts = {"parameters": weights, "gradients": weights}
+        parts["optimizer"] = int(moments * parameter_counts(cfg)[0] / shards)
+    if cfg.remat_offload:
+        sizes = [pinned(cfg.rank_tokens * each) for each in kept(cfg, cfg.remat)]
+        parts["activations"] = sum(sizes) * -(-cfg.n_layer // cfg.remat_every)
+    return parts
+
+
+def host_limit():
+    """Bytes that all processes of this machine, or its container, may take; None where Linux does not say."""
+    files = ("/proc/meminfo", r"MemTotal: +(\d+) kB", 1024), ("/sys/fs/cgroup/memory.max", r"(\d+)", 1)
+    found = []
+    for path, pattern, unit in files:
+        with contextlib.suppress(OSError):
+            found += [unit * int(size) for size in re.findall(pattern, Path(path).read_text())[:1]]
+    return min(found, default=None)
+
+
+def refuse_beyond_host(cfg, ranks, parameters=0):
+    """Raises UserError if a run puts more into the host's memory than there is; Linux would kill it silently.
+
+    parameters: those of a model on a CPU, where they count with their gradients and moments; 0 on a GPU.
+    """
+    (own, _, moments), here, limit = bytes_of_parameter(cfg), ranks_of_host(ranks), host_limit()
+    on_cpu = 0 if cfg.offload_states else parameters * (2 * own + moments) / shards_of(cfg, ranks)
+    need = here * (sum(on_host(cfg, ranks).values()) + on_cpu)
+    if limit and need > limit:
+        causes = [f"--{name}" for name in ("offload_states", "remat_offload") if getattr(cfg, name)]
+        causes += [f"{parameters:,} parameters, their gradients and moments"] * bool(on_cpu)
+        words = f"{need / GIB:.0f} GiB of this host's memory for {here} rank{'s' * (here > 1)}"
+        words += f"; there are {limit / GIB:.0f}; take a larger host, or a smaller model"
+        raise UserError(f"{' and '.join(causes)} would take about {words}")
 
 
 def largest_batch(cfg, ranks, budget):
@@ -320,64 +226,45 @@ def largest_batch(cfg, ranks, budget):
 
 
 def longest_row(cfg, ranks, budget):
-    """The largest block_size, in steps of 1,024 a rank, that fits `budget` bytes with batch_size=1, 0 if none does."""
-    step = 1024 * cfg.context_parallel
-    return step * largest(
-        lambda n: takes(dataclasses.replace(cfg, batch_size=1, block_size=n * step), ranks) <= budget
-    )
+    """The largest block_size that fits with batch_size=1, in steps of 1,024 a rank, 0 if none does."""
+    step, one = 1024 * cfg.context_parallel, dataclasses.replace(cfg, batch_size=1)
+    return step * largest(lambda n: takes(dataclasses.replace(one, block_size=n * step), ranks) <= budget)
 
 
 def largest(fits):
-    """The largest number that fits, up to 2^20, 0 if none does; fits must be monotonic."""
-    count = 1
-    while fits(count) and count < 2**20:
-        count *= 2
-    low, high = count // 2, count
-    while low + 1 < high:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low  # the last that fitted, or 0
+    """The largest number below 2^20 that fits, 0 if none does; fits must be monotonic."""
+    return bisect.bisect_left(range(1, 2**20), True, key=lambda count: not fits(count))
 
 
-def fitting(cfg, ranks, budget, changes, legal):
-    """["--batch_size=2 --remat=block", …]: the changes, each {setting: value}, with which some legal batch fits."""
-    found = []
-    for change in changes:
-        other = dataclasses.replace(cfg, **change)
-        rows = min(cfg.batch_size, largest_batch(other, ranks, budget))
-        while rows and not legal(dataclasses.replace(other, batch_size=rows), ranks):
-            rows -= 1
-        if rows:
-            changed = {k: v for k, v in change.items() if v != getattr(cfg, k)}
-            found.append(" ".join(f"--{k}={v}" for k, v in {"batch_size": rows, **changed}.items()))
+def describe(cfg, ranks, parameters=None, usual=True):
+    """The estimate in words; the total only where the operations are those that it counts.
+
+    parameters: the number that the model has. usual: its FLOPs are those of the settings; an edit may differ.
+    """
+    (counted, _), (own, _, moments) = parameter_counts(cfg), bytes_of_parameter(cfg)
+    states = (2 * own + moments) * (parameters or counted) / shards_of(cfg, ranks) / GIB
+    where = "of the host's memory " if cfg.offload_states else ""
+    words = f"{states:.2f} GiB {where}a rank for weights, gradients and optimizer states"
+    if parameters not in (None, counted) or not usual:
+        return words + "; activations are not estimated, since model.py is not what the settings describe"
+    return words + ("" if uncounted(cfg) else f", about {takes(cfg, ranks) / GIB:.1f} GiB of a GPU in all")
+
+
+def uncounted(cfg):
+    """Problems, one line each: the settings with operations that keep more than the estimate counts."""
+    found = (
+        ["ops=torch: the arithmetic counts the fused kernels; try --ops=auto"] if cfg.ops == "torch" else []
+    )
+    if cfg.attention == "math":
+        found.append("attention=math: the arithmetic does not count its T x T matrices; try --attention=auto")
     return found
 
 
-def advice(cfg, ranks, budget, legal, error=""):
-    """What to change after a run was out of memory, in words.
-
-    budget: bytes of the GPU; legal: as settings.legal; error: PyTorch's, which says how much it held and wanted.
-    """
-    plain = {"remat_tile": None, "remat_offload": False}
-    changes = [{}, {"remat": "selective", **plain}, {"remat": "block"}]
-    least = {"remat": "attention", "remat_tile": 16_384, "remat_offload": True}
-    copies = ranks > 1 and cfg.parallel == "ddp"
-    low = {"parallel": "fsdp"} if copies else {"optimizer": "adamw8bit", "weights": "bf16"}
-    fits = fitting(cfg, ranks, budget, changes, legal)
-    fits = fits or list(
-        dict.fromkeys(fitting(cfg, ranks, budget, [least, {"remat": "block", **low}, least | low], legal))
-    )
-    more = " --parallel=fsdp" if copies else ""
-    tries = " or ".join(f for f in fits if f != f"--batch_size={cfg.batch_size}") or f"more GPUs{more}"
-    need, held, wanted = takes(cfg, ranks), size_in(error, HELD), size_in(error, WANTED)
-    roomy = max(need, held + wanted) < 0.9 * budget and not uncounted(cfg)
+def advice(cfg, ranks, budget):
+    """What to change after a run was out of memory; budget: bytes of the GPU."""
+    need, copies = takes(cfg, ranks), ranks > 1 and cfg.parallel == "ddp"
     why = f"this takes about {need / GIB:.1f} GiB of {budget / GIB:.1f} a GPU by estimate"
-    why += f"; it held {held / GIB:.1f} and wanted {wanted / GIB:.2f} more" if held else ""
-    why += ", so that another process may be on it (nvidia-smi)" if roomy else ""
-    return f"out of memory: {why}; try {tries}"
-
-
-def size_in(text, pattern):
-    """Bytes of a size such as "190.25 GiB" in a text, 0 without it. pattern: groups are its number and K, M or G."""
-    found = re.search(pattern, str(text))
-    return float(found[1]) * 1024 ** (1 + "KMG".index(found[2])) if found else 0
+    why += " (is another process on it? see nvidia-smi)" if need < 0.9 * budget and not uncounted(cfg) else ""
+    remat = "--remat=selective" if cfg.remat == "none" else "--remat=block"
+    states = "--parallel=fsdp" if copies else "--optimizer=adamw8bit --weights=bf16"
+    return f"out of memory: {why}; try a smaller --batch_size, {remat} or {states}"

@@ -1,4 +1,4 @@
-"""Keeps tensors of a forward for its backward, on the device or in the host's memory, copied during computation."""
+"""Keeps tensors of a forward for its backward, on the device or, copied meanwhile, in the host's memory."""
 
 import collections
 import contextlib
@@ -14,7 +14,6 @@ class Group:
         self.members, self.previous, self.ready, self.on_device = [], previous, None, True
 
     def kept(self):
-        """Its tensors that a backward may still ask for."""
         return [kept for member in self.members if (kept := member()) is not None]
 
 
@@ -28,9 +27,9 @@ class Kept:
 class Shelf:
     """Keeps tensors from the forward to the backward; with `offload` in pinned host memory.
 
-    `begin` opens a group, `put` adds to it, `take` returns a tensor. Copies have their own stream: a group goes out
-    while the next block is computed, and comes back while the gradients of the block after it are computed, so that
-    the device holds two groups at a time. Host buffers are used again.
+    `begin` opens a group, `put` adds to it, `take` returns a tensor. Copies have their own stream: a group
+    goes out while the next block is computed, and comes back while the gradients of the block after it are
+    computed, so that the device holds two groups at a time. Host buffers are used again.
     """
 
     def __init__(self, offload):
@@ -38,7 +37,7 @@ class Shelf:
         self.buffers, self.leaving = collections.defaultdict(list), collections.deque()
 
     def begin(self):
-        """Opens the group of a block's forward; weak references: a forward without a backward leaves nothing behind."""
+        """Opens a block's group. References are weak: a forward without a backward leaves nothing."""
         self.group = Group(self.last)
         if self.offload:
             self.last = weakref.ref(self.group)
@@ -75,9 +74,7 @@ class Shelf:
         with self._copying(members[0].device if members else torch.device("cpu")) as stream:
             for kept in members:
                 kept.tensor.copy_(kept.host, non_blocking=True)
-                self.buffers[_key(kept.host)].append(
-                    kept.host
-                )  # later copies into it wait in the same stream
+                self.buffers[_key(kept.host)].append(kept.host)  # a later copy into it waits in this stream
             group.ready = stream.record_event() if stream else None
 
     def _free(self, group):
@@ -89,7 +86,7 @@ class Shelf:
         group.on_device = False
 
     def _buffer(self, tensor):
-        """Host memory with the tensor's strides: PyTorch's cuDNN attention takes its output's layout for granted."""
+        """Host memory with the tensor's strides, which PyTorch's cuDNN attention takes for granted."""
         free = self.buffers[_key(tensor)]
         return free.pop() if free else torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
 

@@ -1,16 +1,16 @@
 """Activation checkpointing: blocks keep little of their forward and compute it again in the backward.
 
---remat=selective  keeps everything but the inside of the MLP, whose wide tensors are most of a block's activations
+--remat=selective  keeps all but the inside of the MLP, whose wide tensors are most of the activations
                    (https://arxiv.org/abs/2205.05198); costs another GEMM
---remat=block      keeps the block's input alone; costs another forward of the block (https://arxiv.org/abs/1604.06174)
---remat=attention  keeps attention's output besides, so that what grows with the square of the context runs once
+--remat=block      keeps the block's input (https://arxiv.org/abs/1604.06174); costs another forward of it
+--remat=attention  keeps attention's output besides: what grows with the square of the context runs once
 --remat_every=3    does so in every third block only
 --remat_tile=16384 computes an MLP on so many tokens at a time, so that its wide tensors are small
 --remat_offload    block, attention: what is kept waits in pinned host memory (offload.py)
 
-All of it goes around the model: a wrapper of a block stands in `model.stack`, one of attention's core in `attn.core`,
-one of the MLP in `mlp.core`. Parameters and their names stay. The block's own forward is what runs, twice, with the
-random state replayed, so that any edit of it is right.
+All of it goes around the model: a wrapper of a block stands in `model.stack`, one of attention's core in
+`attn.core`, one of the MLP in `mlp.core`. Parameters and their names stay. The block's own forward is what
+runs, twice, with the random state replayed, so that any edit of it is right.
 """
 
 import contextlib
@@ -25,8 +25,8 @@ from configurator import UserError
 from scale.offload import Kept, Shelf
 from settings import KEEPERS
 
-# A checkpoint that torch 2.11 compiles keeps what an autograd.Function saves, unless a context says to recompute it;
-# 2.12 does not (pytorch's pull request 177396).
+# Compiled by torch 2.11, a checkpoint keeps what an autograd.Function saves, unless a context forbids; by
+# 2.12 it does not (pytorch's pull request 177396).
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 recompute_all = functools.partial(
     create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_RECOMPUTE
@@ -36,23 +36,23 @@ recompute_all = functools.partial(
 def apply(model, cfg, device_type="cpu"):
     """Puts cfg.remat around every cfg.remat_every-th block, from the first; results do not change."""
     if cfg.remat == "attention" and device_type != "cpu":
-        if device_type != "cuda" or cfg.attention not in KEEPERS or cfg.precision in ("fp32", "tf32"):
-            words = f"it is {cfg.attention} in {cfg.precision} on {device_type}"
-            raise UserError(
-                f"remat=attention needs attention=cudnn or flash in 16 bits, {words}; try --remat=block"
-            )
+        in_16_bits = device_type == "cuda" and cfg.precision not in ("fp32", "tf32")
+        if not in_16_bits or cfg.attention not in KEEPERS:
+            words = f"it is {cfg.attention} in {cfg.precision} on {device_type}; try --remat=block"
+            raise UserError(f"remat=attention needs attention=cudnn or flash in 16 bits, {words}")
     shelf = Shelf(cfg.remat_offload)
     for i in range(0, len(model.blocks), cfg.remat_every):
         block, tape = model.blocks[i], Tape(shelf)
         if cfg.remat == "selective" or cfg.remat_tile:
-            part = part_of(block, "mlp")
-            part.core = RecomputedMLP(part.core, cfg.remat_tile)
+            mlp = part_of(block, "mlp")
+            mlp.core = RecomputedMLP(mlp.core, cfg.remat_tile)
         if cfg.remat == "attention":
-            if part_of(block, "attn").core is not kernels.attention:
+            attn = part_of(block, "attn")
+            if attn.core is not kernels.attention:
                 raise UserError(
-                    "remat=attention keeps kernels.attention's output, and model.py's attn.core is another"
+                    "remat=attention keeps kernels.attention's output; model.py's attn.core is another"
                 )
-            block.attn.core = KeptAttention(block.attn.core, tape)
+            attn.core = KeptAttention(attn.core, tape)
         if cfg.remat != "selective":
             model.stack[i] = Checkpointed(block, tape)
 
@@ -64,53 +64,45 @@ def part_of(block, name):
     return part
 
 
-# -- a block
-
-
 class Checkpointed:
-    """A block whose forward keeps its input, and attention's results if they are on the tape, and runs again later."""
+    """A block that keeps its inputs, and attention's results if they are on the tape, and runs again."""
 
     def __init__(self, block, tape):
         self.block, self.tape = block, tape
 
     def __call__(self, *inputs, **named):
-        """named: an edit's, which are kept as they are, not on the shelf."""
+        """named: an edit's inputs, which are kept as they are, not on the shelf."""
         if not torch.is_grad_enabled():
             return self.block(*inputs, **named)
-        self.tape.shelf.begin()
-        run = Run(functools.partial(self.block, **named), self.tape, inputs)
+        shelf, kept, results = self.tape.shelf, list(inputs), []
+        shelf.begin()
+
+        def forward(_):
+            return self.block(*(taken(shelf, x) for x in kept), **named)
+
+        def contexts():
+            return self.tape.use(results, recording=True), self.tape.use(results, recording=False)
+
         # the empty tensor says on which device the random state is to be kept
-        out = checkpoint(run.forward, inputs[0].new_empty(0), use_reentrant=False, context_fn=run.contexts)
-        run.shelve()
+        out = checkpoint(forward, inputs[0].new_empty(0), use_reentrant=False, context_fn=contexts)
+        kept[:] = (shelf.put(x.detach()) if torch.is_tensor(x) else x for x in inputs)
         return out
 
 
-class Run:
-    """One forward of a checkpointed block: holds its inputs on the shelf until the backward."""
-
-    def __init__(self, block, tape, inputs):
-        self.block, self.tape, self.inputs, self.shelved, self.results = block, tape, inputs, False, []
-
-    def shelve(self):
-        shelf, self.shelved = self.tape.shelf, True
-        self.inputs = [shelf.put(x.detach()) if torch.is_tensor(x) else x for x in self.inputs]
-
-    def taken(self, x):
-        if not isinstance(x, Kept):
-            return x
-        x = self.tape.shelf.take(x).detach()
-        return x.requires_grad_() if x.is_floating_point() else x
-
-    def forward(self, _):
-        return self.block(*(map(self.taken, self.inputs) if self.shelved else self.inputs))
-
-    def contexts(self):
-        """(around the forward, around the recomputation), as checkpoint's context_fn returns them."""
-        return self.tape.use(self.results, True), self.tape.use(self.results, False)
+def taken(shelf, x):
+    """An input of the block as its recomputation takes it; as it is, unless it is on the shelf."""
+    if not isinstance(x, Kept):
+        return x
+    x = shelf.take(x).detach()
+    return x.requires_grad_() if x.is_floating_point() else x
 
 
 class Tape:
-    """Attention's results in the block that runs: recorded in its forward, played back in its recomputation."""
+    """Attention's results in the block that runs: recorded in its forward, played back in its recomputation.
+
+    Each result is a list: output and logsumexp, on the shelf, and the small tensors and numbers for the
+    backward.
+    """
 
     def __init__(self, shelf):
         self.shelf, self.results, self.recording = shelf, None, False
@@ -123,27 +115,13 @@ class Tape:
         finally:
             self.results = None
 
-    def record(self, results):
-        self.results.append(Attended(self.shelf, *results))
+    def record(self, out, lse, *small):
+        self.results.append([self.shelf.put(out), self.shelf.put(lse), *small])
         return self.results[-1]
 
     def play(self):
         self.position += 1
         return self.results[self.position - 1]
-
-
-class Attended:
-    """Attention's output and logsumexp, on the shelf, and the small tensors and numbers that its backward takes."""
-
-    def __init__(self, shelf, out, lse, *small):
-        self.shelf, self.kept, self.small = shelf, [shelf.put(out), shelf.put(lse)], small
-
-    def tensors(self):
-        return [self.shelf.take(kept) for kept in self.kept]
-
-    def release(self):
-        """Frees the tensors: autograd frees what a function saved for its backward, but not what its ctx refers to."""
-        self.kept.clear()
 
 
 class KeptAttention:
@@ -156,10 +134,7 @@ class KeptAttention:
     def __call__(self, q, k, v, backend, dropout=0.0):
         if self.tape.results is None:
             return self.core(q, k, v, backend, dropout)
-        q, k = (
-            q.to(v.dtype),
-            k.to(v.dtype),
-        )  # RMSNorm under autocast gives float32, which SDPA itself would cast
+        q, k = q.to(v.dtype), k.to(v.dtype)  # RMSNorm under autocast gives float32
         if not q.is_cuda and q.size(1) != k.size(1):  # the CPU's operator has no grouped heads
             k, v = (t.repeat_interleave(q.size(1) // t.size(1), dim=1) for t in (k, v))
         return AttentionFromTape.apply(q, k, v, backend, self.tape)
@@ -171,39 +146,39 @@ class AttentionFromTape(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, backend, tape):
         ctx.save_for_backward(q, k, v)
-        ctx.backend = backend
+        ctx.backend, ctx.shelf = backend, tape.shelf
         if tape.recording:
             results = attention_results(q, k, v, backend)
-            ctx.result, out = tape.record(results), results[0]
+            ctx.result, out = tape.record(*results), results[0]
         else:
             ctx.result = tape.play()
-            out = ctx.result.tensors()[0]
+            out = tape.shelf.take(ctx.result[0])
         return out.detach()  # another tensor than the kept one, which must not hold this graph
 
     @staticmethod
     def backward(ctx, dy):
         (q, k, v), aten = ctx.saved_tensors, torch.ops.aten
-        (out, lse), small = ctx.result.tensors(), ctx.result.small
-        ctx.result.release()
+        out, lse, *small = (ctx.shelf.take(x) if isinstance(x, Kept) else x for x in ctx.result)
+        ctx.result.clear()  # autograd frees what a function saved, but not what ctx refers to
         if dy.stride() != out.stride():  # see fast.attention.SameLayout
             dy = torch.empty_like(out).copy_(dy)
+        inputs = dy, q, k, v, out, lse
         if not q.is_cuda:
-            grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                dy, q, k, v, out, lse, 0.0, True
-            )
-            return *grads, None, None
-        *lengths, seed, offset = small
-        if ctx.backend == "cudnn":
-            state, last = (seed, offset, None), ()
-            backward = aten._scaled_dot_product_cudnn_attention_backward
+            grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(*inputs, 0.0, True)
+        elif ctx.backend == "cudnn":
+            *lengths, seed, offset = small
+            state = seed, offset, None
+            grads = aten._scaled_dot_product_cudnn_attention_backward(*inputs, *state, *lengths, 0.0, True)
         else:
-            state, last = (), (seed, offset)
-            backward = aten._scaled_dot_product_flash_attention_backward
-        return *backward(dy, q, k, v, out, lse, *state, *lengths, 0.0, True, *last), None, None
+            *lengths, seed, offset = small
+            grads = aten._scaled_dot_product_flash_attention_backward(
+                *inputs, *lengths, 0.0, True, seed, offset
+            )
+        return *grads, None, None
 
 
 def attention_results(q, k, v, backend):
-    """(output, logsumexp and whatever else the backward takes) of causal attention; on CUDA by cuDNN or flash."""
+    """(output, logsumexp and whatever else the backward takes) of causal attention."""
     aten = torch.ops.aten
     if not q.is_cuda:
         return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
@@ -212,19 +187,14 @@ def attention_results(q, k, v, backend):
     return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[:8]
 
 
-# -- an MLP
-
-
 class RecomputedMLP:
-    """mlp.core that keeps its input alone and computes the rest again in the backward; `tile`: tokens at a time."""
+    """mlp.core that keeps its input and computes the rest again in the backward; `tile`: tokens at a time."""
 
     def __init__(self, core, tile):
         self.core, self.tile = core, tile
 
     def __call__(self, x, up, activation, down):
-        def run(x):
-            return self.core(x, up, activation, down)
-
+        run = lambda x: self.core(x, up, activation, down)
         if self.tile is not None:
             parts = [part for part in (up, activation, down) if isinstance(part, nn.Module)]
             return self.tiled(x, run, [p for part in parts for p in part.parameters() if p.requires_grad])
@@ -243,17 +213,17 @@ class RecomputedMLP:
 
 
 def tiles_of(T, tile):
-    """Slices of T tokens, of equal lengths if T can be divided so, and multiples of 16 as fp8's GEMMs need them."""
+    """Slices of T tokens, of equal lengths if possible, and multiples of 16 as fp8's GEMMs need them."""
     count = -(-T // tile)
     size = -(-T // count // 16) * 16
     return [slice(i, min(T, i + size)) for i in range(0, T, size)]
 
 
 class ForwardInTiles(torch.autograd.Function):
-    """run(x) tile by tile; its "gradient of x" is that of its result, from which RecomputeInTiles computes the rest.
+    """run(x) tile by tile; its "gradient of x" is that of its result; RecomputeInTiles computes the rest.
 
-    The two are apart so that a checkpointed block saves x before the MLP runs: its recomputation then stops there, and
-    the MLP runs twice in all, not three times.
+    The two are apart so that a checkpointed block saves x before the MLP runs: its recomputation then stops
+    there, and the MLP runs twice in all, not three times.
     """
 
     @staticmethod
@@ -273,43 +243,27 @@ class RecomputeInTiles(torch.autograd.Function):
         ctx.save_for_backward(x)
         ctx.run, ctx.tiles, ctx.parameters = run, tiles, parameters
         ctx.autocast = torch.is_autocast_enabled(x.device.type), torch.get_autocast_dtype(x.device.type)
-        ctx.state = random_state(x.device)
+        ctx.state = torch.get_rng_state(), torch.cuda.get_rng_state(x.device) if x.is_cuda else None
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, dout):
-        (x,), parameters = ctx.saved_tensors, ctx.parameters
+        (x,), (enabled, dtype), parameters = ctx.saved_tensors, ctx.autocast, ctx.parameters
         dx, sums = torch.empty_like(x), [None] * len(parameters)
-        enabled, dtype = ctx.autocast
         # without autocast's cache, which would hand a tile the casts, and the freed graph, of the tile before
         autocast = torch.autocast(x.device.type, dtype, enabled, cache_enabled=False)
         with autocast, replayed(ctx.state, x.device), torch.enable_grad():
             for t in ctx.tiles:
                 xt = x[:, t].detach().requires_grad_()
                 out = ctx.run(xt)
-                inputs, dy = [xt, *parameters], dout[:, t].to(out.dtype)
-                dx[:, t], *grads = torch.autograd.grad(out, inputs, dy, allow_unused=True)
+                dy = dout[:, t].to(out.dtype)
+                dx[:, t], *grads = torch.autograd.grad(out, [xt, *parameters], dy, allow_unused=True)
                 del out
                 for i, grad in enumerate(grads):  # summed in float32, whatever the parameter's dtype
-                    if grad is None:  # an edit's layer may have a parameter that its forward does not use
-                        continue
-                    sums[i] = (
-                        grad
-                        if len(ctx.tiles) == 1
-                        else grad.float()
-                        if sums[i] is None
-                        else sums[i].add_(grad)
-                    )
-        return (
-            dx,
-            None,
-            None,
-            *[s if s is None else s.to(p.dtype) for s, p in zip(sums, parameters, strict=True)],
-        )
-
-
-def random_state(device):
-    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+                    if grad is not None:  # an edit's layer may have a parameter that its forward does not use
+                        sums[i] = grad.float() if sums[i] is None else sums[i].add_(grad)
+        sums = [s if s is None else s.to(p.dtype) for s, p in zip(sums, parameters, strict=True)]
+        return dx, None, None, *sums
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ def own_rows(tensor):
 
 
 def rows_of(tensor, rank=None):
-    """(first, last): the rows that a shard holds, None: this rank's; FSDP2 splits rows as torch.chunk does."""
+    """(first, last): the rows of a rank's shard, None: this rank's; FSDP2 splits rows as torch.chunk does."""
     if not isinstance(tensor, DTensor):
         return 0, tensor.size(0)
     along = tensor.placements.index(Shard(0))  # the mesh's only dimension, or the second with hsdp
@@ -27,18 +27,15 @@ def local(tensor):
 
 
 def is_first_copy(tensor):
-    """Whether no lower rank holds the same rows. Only the first copy is saved."""
+    """Whether no lower rank holds the same rows; only the first copy is saved."""
     if not isinstance(tensor, DTensor):
-        return (dist.get_rank() if dist.is_initialized() else 0) == 0
+        return not dist.is_initialized() or dist.get_rank() == 0
     places = zip(tensor.device_mesh.get_coordinate(), tensor.placements)
     return all(at == 0 for at, placement in places if placement.is_replicate())
 
 
 def copy_into(tensor, whole, rows=None):
-    """tensor[:rows] = whole[:rows] for the rows that this rank holds; rows=None: all.
-
-    whole: a tensor, or an object whose whole[a:b] reads rows a to b (checkpoint.Stored); no other rows are read.
-    """
+    """tensor[:rows] = whole[:rows] for this rank's rows; whole[a:b] may read a file, of those rows alone."""
     first, last = own_rows(tensor)
     last = last if rows is None else min(last, rows)
     if first < last:

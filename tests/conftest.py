@@ -198,18 +198,12 @@ def train_ranks(number, words, script="train.py"):
     return ranks.run(number, words, script)
 
 
-def train_in_rank(words, compiler="inductor", unit_mib=None):
-    """For ranks.call: train.py's main; (exit code, message) of a user's error, (0, "") without one.
-
-    unit_mib: instead of memory.UNIT_MIB, for models whose blocks would all be one unit.
-    """
+def train_in_rank(words, compiler="inductor"):
+    """For ranks.call: train.py's main; (exit code, message) of a user's error, (0, "") without one."""
     import train
     from configurator import UserError, configure
-    from scale import memory
     from settings import Config
 
-    if unit_mib is not None:
-        memory.UNIT_MIB = unit_mib
     if compiler == "graphs":
         compile_to_graphs()
     try:

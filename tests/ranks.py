@@ -1,14 +1,14 @@
-"""Runs scripts and functions over several ranks on this machine, without importing torch again for each of them.
+"""Runs scripts and functions over several ranks on this machine, without importing torch for each of them.
 
     done = ranks.run(2, ["config/test.py", "--max_steps=3"])    # `python train.py WORDS` in each of two ranks
     done = ranks.run(0, words, script="convert.py")             # one process without a process group
     values = ranks.call(2, function, *arguments)                # [function(*arguments) in rank 0, in rank 1]
 
-torchrun starts a new Python for every rank, and each imports torch and its compiler for 5 to 10 s of CPU time. Here one
-server process per pytest process imports them once, starts no thread and touches no device; for each run it forks one
-child per rank. A child starts from the state after the imports, whatever an earlier run has patched, compiled, seeded
-or left open, and ends without Python's shutdown. Each child leads a session of its own, which is killed with all its
-processes at the end. Tests of torchrun itself, of exit at shutdown and of signals from outside use `torchrun` below.
+torchrun starts a new Python for every rank, and each imports torch and its compiler for 5 to 10 s of CPU
+time. Here one server per pytest process imports them once, starts no thread and touches no device; for each
+run it forks one child per rank, which starts from the state after the imports, leads a session of its own,
+and ends without Python's shutdown. Tests of torchrun itself, of exit at shutdown and of signals from outside
+use `torchrun` below.
 """
 
 import atexit
@@ -36,7 +36,7 @@ ROOT = Path(__file__).parent.parent
 
 @dataclass
 class Ran:
-    """The end of a run: like subprocess.CompletedProcess, with the exit code and the texts of each rank besides."""
+    """The end of a run, like subprocess.CompletedProcess, with the code and the texts of each rank."""
 
     returncode: int  # 0, or the code of the rank that failed first; negative: killed by that signal
     codes: list  # of each rank
@@ -55,7 +55,8 @@ class Ran:
 def run(ranks, words, script="train.py", **limits):
     """`python script words` from the repository's root in each rank (0: one process, no rank) -> Ran.
 
-    limits: timeout, s; grace, s that the other ranks have to end once one has failed. Whoever is left then is killed.
+    limits: timeout, s; grace, s that the other ranks have to end once one has failed. Whoever is left then is
+    killed.
     """
     with tempfile.TemporaryDirectory() as folder:
         return _pool().ask(folder, ranks, script=str(script), words=list(map(str, words)), **limits)
@@ -64,8 +65,8 @@ def run(ranks, words, script="train.py", **limits):
 def call(ranks, function, *arguments, **limits):
     """[value of function(*arguments) in each rank]; AssertionError with the ranks' output where one failed.
 
-    The function is one at the top level of a module in tests/ and joins the process group itself (parallel.start).
-    Arguments and values are pickled.
+    The function is one at the top level of a module in tests/ and joins the process group itself
+    (parallel.start). Arguments and values are pickled.
     """
     done, values = attempt(ranks, function, *arguments, **limits)
     assert done.returncode == 0, f"exit codes {done.codes}\n{done.stdout}\n{done.stderr}"
@@ -82,7 +83,7 @@ def attempt(ranks, function, *arguments, **limits):
 
 
 def torchrun(ranks, words, script="train.py", timeout=120):
-    """The same script under torchrun, or as a plain new process for 0 ranks -> subprocess.CompletedProcess."""
+    """The script under torchrun, or as a plain new process for 0 ranks -> subprocess.CompletedProcess."""
     options = [f"--nproc_per_node={ranks}", f"--master_port={free_port()}"]
     command = [
         sys.executable,
@@ -90,9 +91,8 @@ def torchrun(ranks, words, script="train.py", timeout=120):
         str(script),
         *words,
     ]
-    return subprocess.run(
-        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=timeout
-    )
+    kept = dict(capture_output=True, text=True, timeout=timeout)
+    return subprocess.run(command, cwd=ROOT, env=environment(), **kept)
 
 
 def environment():
@@ -115,22 +115,15 @@ class _Pool:
     def __init__(self):
         # NVML: torch.cuda.is_available() would otherwise initialise CUDA, which does not survive a fork
         env = environment() | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-        self.server = subprocess.Popen(
-            [sys.executable, __file__],
-            cwd=ROOT,
-            env=env,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.server = subprocess.Popen([sys.executable, __file__], cwd=ROOT, env=env, **pipes)
 
     def alive(self):
         return self.server.poll() is None
 
     def ask(self, folder, ranks, timeout=120, grace=20, **what):
-        request = dict(
-            folder=folder, ranks=ranks, port=free_port(), timeout=timeout, grace=grace, env=environment()
-        )
+        request = dict(folder=folder, ranks=ranks, port=free_port(), timeout=timeout, grace=grace)
+        request["env"] = environment()
         reply = ""
         with contextlib.suppress(BrokenPipeError):
             self.server.stdin.write(json.dumps(request | what) + "\n")
@@ -142,10 +135,8 @@ class _Pool:
             self.close()
             raise RuntimeError(f"the server of ranks died or hung in {what}")
         found = json.loads(reply)
-        texts = [
-            [(Path(folder) / f"{name}_{rank}").read_text(errors="replace") for rank in range(max(ranks, 1))]
-            for name in ("stdout", "stderr")
-        ]
+        read = lambda name, rank: (Path(folder) / f"{name}_{rank}").read_text(errors="replace")
+        texts = [[read(name, rank) for rank in range(max(ranks, 1))] for name in ("stdout", "stderr")]
         return Ran(found["first"], found["codes"], *texts)
 
     def close(self):
@@ -222,7 +213,7 @@ def be_process(rank, request):
 
 
 def wait_for(pids, timeout, grace):
-    """(exit codes, the first that is not 0). Ranks that are over the time, or outlive a failed one, are killed."""
+    """(exit codes, the first that is not 0). Ranks over the time, or who outlive one, are killed."""
     codes, first, deadline = {}, 0, time.monotonic() + timeout
     while len(codes) < len(pids):
         for pid in (pid for pid in pids if pid not in codes):
@@ -253,7 +244,7 @@ def be_rank(rank, request):
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     faulthandler.dump_traceback_later(
         request["timeout"] - 1
-    )  # where a rank hangs that is killed a second later
+    )  # where a rank hangs, a second before it is killed
     os.environ.clear()
     os.environ.update(request["env"])
     if request["ranks"]:

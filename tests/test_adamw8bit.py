@@ -271,15 +271,6 @@ def test_llama3_8b_fits_one_gpu():
         assert parts[part] == pytest.approx(8_030_261_248 * each, rel=1e-3)
     assert sum(parts.values()) < 72 * memory.GIB
 
-
-@pytest.mark.parametrize(
-    "settings, message",
-    [
-        (dict(weights="bf16"), "weights=bf16 would lose small updates with optimizer=adamw; try --"),
-        (dict(precision="fp32", **LOW), "weights=bf16 cannot give precision=fp32"),
-        (dict(offload_states=True, parallel="fsdp", **LOW), "where adamw8bit is slow; try --optimizer=adamw"),
-    ],
-)
 def test_settings_that_do_not_go_together(data_dir, tmp_path, settings, message):
     with pytest.raises(UserError, match=message):
         train_here(data_dir, tmp_path / "run", **settings)

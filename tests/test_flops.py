@@ -9,7 +9,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import kernels
 import model as models
+from configurator import UserError
+from run import build, flops
 from run.flops import Account
+from scale import context, memory
+from scale.parallel import World
 from settings import Config
 
 CPU = torch.device("cpu")
@@ -32,16 +36,15 @@ def account(**settings):
     "shape", [{}, LLAMA, dict(qk_norm=True, mlp="relu2"), dict(tie_embeddings=False, attention_gate=True)]
 )
 def test_flops_are_those_of_the_formula_and_of_a_real_step(shape, vocab_multiple):
-    """PyTorch's counter sees whole T x T attention matrices and the padding rows; MFU's convention leaves both out."""
+    """PyTorch's counter sees whole T x T attention and the padding rows; MFU leaves both out."""
     found, cfg = account(vocab_multiple=vocab_multiple, **shape)
     assert found.as_settings_say(cfg) and found.regular and not found.unused and not found.problem
     model = models.build(dataclasses.replace(cfg, attention="math"), CPU, 0)
     x = torch.randint(0, 200, (2, cfg.block_size))
     with FlopCounterMode(display=False) as counter:
         model(x, x).backward()
-    whole, causal = (
-        6 * 2 * cfg.n_layer * cfg.n_embd * keys for keys in (cfg.block_size, (cfg.block_size + 1) / 2)
-    )
+    keys = cfg.block_size, (cfg.block_size + 1) / 2
+    whole, causal = (12 * cfg.n_layer * cfg.n_embd * count for count in keys)
     padding = 6 * (cfg.padded_vocab - cfg.vocab_size) * cfg.n_embd
     assert counter.get_total_flops() / x.numel() == found.flops_per_token + whole - causal + padding
 
@@ -58,25 +61,24 @@ def test_calls_of_the_model_as_it_is():
     found, _ = account()
     per_block = dict(norm=2 * 3 + 1, qkv=3, linear=3, mlp=3, linear_cross_entropy=1)
     assert found.calls == {(name, None): n for name, n in per_block.items()}
-    assert found.rows() == [
-        ("operations", "fast: norm 7, qkv 3, linear 3, mlp 3, linear_cross_entropy 1")
-    ]  # fmt: skip
+    words = "fast: norm 7, qkv 3, linear 3, mlp 3, linear_cross_entropy 1"
+    assert found.rows() == [("operations", words)]
 
 
 def test_a_loss_in_chunks_is_counted_as_if_it_were_whole(monkeypatch):
     """Without the logits that its backward computes again."""
-    whole = account()[0]
-    monkeypatch.setattr(kernels, "LOGITS_MIB", 4 * 256 * 8 / 2**20)
-    chunked = account()[0]
+    assert memory.LOGITS_MIB == kernels.LOGITS_MIB
+    whole = account(vocab_multiple=16_384)[0]
+    monkeypatch.setattr(kernels, "LOGITS_MIB", 1)  # 16 of the 32 tokens at a time
+    chunked = account(vocab_multiple=16_384)[0]
     assert not chunked.problem and not chunked.unused
     assert (chunked.calls, chunked.flops_per_token) == (whole.calls, whole.flops_per_token)
 
 
 def test_reasons_of_plain_calls(monkeypatch):
     found, cfg = account(n_hidden=100)
-    assert found.calls[
-        "mlp", "a width is no multiple of 8"
-    ] == 3 and "plain: mlp 3, linear 6 (a width" in str(found.rows())
+    assert found.calls["mlp", "a width is no multiple of 8"] == 3
+    assert "plain: mlp 3, linear 6 (a width" in str(found.rows())
     found, _ = account(precision="fp32")
     assert all(reason == "computed in float32" for _, reason in found.calls)
     monkeypatch.setattr(kernels, "served", set())
@@ -112,28 +114,20 @@ def test_an_edited_model_is_counted_as_it_is(monkeypatch):
     assert not found.as_settings_say(cfg) and not found.regular
     assert found.calls["mlp", "another activation"] == 2 and found.calls["linear", None] == 2 + 2 * 2
     assert "blocks.2.attn.qkv.weight" in found.unused and len(found.unused) == 14
-    assert [name for name, _ in found.rows()] == ["operations", "warning"] and "3 nn.Linear" in found.rows()[
-        0
-    ][1]
+    (kind, words), (other, _) = found.rows()
+    assert (kind, other) == ("operations", "warning") and "3 nn.Linear" in words
 
 
 def test_an_edit_that_reads_a_value_is_not_counted(monkeypatch):
     monkeypatch.setattr(models.GPT, "embed", lambda self, idx: self.wte(idx) * idx.float().mean().item())
     found, cfg = account()
-    assert (
-        found.flops_per_token is None
-        and not found.as_settings_say(cfg)
-        and "not counted" in found.rows()[0][1]
-    )
+    assert found.flops_per_token is None and not found.as_settings_say(cfg)
+    assert "not counted" in found.rows()[0][1]
 
 
-@pytest.mark.parametrize("setting", [dict(document_mask=True, remat="none"), dict(context_parallel=2)])
+@pytest.mark.parametrize("setting", [dict(document_mask=True), dict(context_parallel=2)])
 def test_what_wraps_attention_refuses_an_attention_that_it_does_not_reach(setting, monkeypatch):
     """One that computes softmax by itself instead of calling self.core, and one that has no core."""
-    from configurator import UserError
-    from run import build
-    from scale import context
-    from scale.parallel import World
 
     def forward(self, x, idx):
         q, k, v = kernels.qkv(x, self.qkv, self.heads, self.head_dim)
@@ -148,10 +142,18 @@ def test_what_wraps_attention_refuses_an_attention_that_it_does_not_reach(settin
     with monkeypatch.context() as patch:
         patch.setattr(models.Attention, "forward", forward)
         assert account()[0].bypassed
-        with pytest.raises(
-            UserError, match="goes around attn.core, which model.py's attention does not call"
-        ):
+        with pytest.raises(UserError, match="attn.core, which model.py's attention does not call"):
             build.build_model(Config(**{**SMALL, **setting}), World(0, 2, CPU))
     monkeypatch.setattr(models, "Attention", Mixer)
     with pytest.raises(UserError, match="block 0 of model.py has none"):
         context.attentions(models.GPT(Config(**SMALL)), "document_mask")
+
+
+@pytest.mark.parametrize("name, precision, tflops", [
+    ("NVIDIA H200", "bf16", 989), ("NVIDIA H100 PCIe", "bf16", 756), ("AMD Instinct MI300X", "tf32", 654),
+    ("AMD Instinct MI250X", "fp8", None), ("Some GPU", "bf16", None),
+])  # fmt: skip
+def test_peaks(monkeypatch, name, precision, tflops):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert flops.peak_flops(torch.device("cuda", 0), precision) == (tflops and tflops * 1e12)
+    assert flops.peak_flops(CPU, precision) is None

@@ -44,7 +44,7 @@ def fused(monkeypatch):
 
 
 def tracked(model):
-    """The model with fp8 in all its layers, as scale/parallel.py's `prepare` sets it up."""
+    """The model with fp8 in all its layers, as run/build.py's `prepare` sets it up."""
     for layer in model.modules():
         if isinstance(layer, (models.Linear, models.Head)):
             fp8.track(layer)

@@ -1,4 +1,4 @@
-"""--cuda_graph: a replayed micro-step is the launched one, bit for bit; what cannot be captured is refused."""
+"""--cuda_graph: a replayed micro-step is the launched one, bit for bit; what it cannot do is refused."""
 
 import contextlib
 import subprocess
@@ -15,37 +15,29 @@ from configurator import UserError, configure
 from scale import graphs, parallel
 from settings import Config
 
-WORDS = [
-    "--n_layer=2",
-    "--n_head=4",
-    "--n_embd=256",
-    "--vocab_size=500",
-    "--block_size=128",
-    "--batch_size=4",
-]
+WORDS = "--n_layer=2 --n_head=4 --n_embd=256 --vocab_size=500 --block_size=128 --batch_size=4".split()
 WORDS += ["--compile=False", "--deterministic=True", "--warmup_steps=0"]
 LLAMA = ["--positions=rope", "--norm=rmsnorm", "--mlp=swiglu", "--bias=False", "--tie_embeddings=False"]
 
 
+REPLAYED = {
+    "one": "--precision=bf16 --batch_tokens=512",
+    "dropout": "--precision=bf16 --batch_tokens=1024 --dropout=0.1",
+    "llama": " ".join(["--precision=bf16 --batch_tokens=1536 --optimizer=muon", *LLAMA]),
+    "fp8": "--precision=fp8 --batch_tokens=1024",
+    "fp16": "--precision=fp16 --batch_tokens=1024",
+    "weighted": "--precision=tf32 --batch_tokens=1024 --weighted",
+    "compiled": "--precision=bf16 --batch_tokens=1024 --compile=True",
+}
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "more",
-    [
-        ["--precision=bf16", "--batch_tokens=512"],
-        ["--precision=bf16", "--batch_tokens=1024", "--dropout=0.1"],
-        ["--precision=bf16", "--batch_tokens=1536", "--optimizer=muon", *LLAMA],
-        ["--precision=fp8", "--batch_tokens=1024"],
-        ["--precision=fp16", "--batch_tokens=1024"],
-        ["--precision=tf32", "--batch_tokens=1024", "--weighted"],
-        ["--precision=bf16", "--batch_tokens=1024", "--compile=True"],
-    ],
-    ids=["one", "dropout", "llama", "fp8", "fp16", "weighted", "compiled"],
-)
-def test_replayed_steps_equal_launched_ones(more):
+@pytest.mark.parametrize("name", REPLAYED)
+def test_replayed_steps_equal_launched_ones(name):
     """Losses, gradient norms and the weights after six steps, of which the graph does the last three."""
     parallel.make_deterministic()
     try:
-        launched, replayed = both_ways(more)
+        launched, replayed = both_ways(REPLAYED[name].split())
     finally:
         torch.use_deterministic_algorithms(False)
     same(launched, replayed)
@@ -60,13 +52,12 @@ def both_ways(more, device="cuda"):
     words = [*WORDS, *(word for word in more if word != "--weighted"), f"--device={device}"]
     words += ["--n_embd=64", "--block_size=32"] if device == "cpu" else []
     world = parallel.start(device)
-    return [
-        six_steps(configure(Config, words), world, graph, "--weighted" in more) for graph in (False, True)
-    ]
+    weighted = "--weighted" in more
+    return [six_steps(configure(Config, words), world, graph, weighted) for graph in (False, True)]
 
 
 def six_steps(cfg, world, graph, weighted):
-    """([loss and norm of each step], {name: weight}) on the same random batches, which differ from step to step."""
+    """([loss and norm of each step], {name: weight}) on the same random batches."""
     cfg.cuda_graph = graph
     own, _ = train.choose(cfg, world.device)
     job = train.Training(own, world)
@@ -77,17 +68,14 @@ def six_steps(cfg, world, graph, weighted):
 
     def next_batch():
         row = next(taken)
-        return (
-            (row[:, :-1], row[:, 1:], 1 / (400 + int(row[0, 0]))) if weighted else (row[:, :-1], row[:, 1:])
-        )
+        return row[:, :-1], row[:, 1:], *([1 / (400 + int(row[0, 0]))] if weighted else [])
 
     found = []
     for _ in range(6):
         loss, norm = job.step(next_batch, 1e-3)
         found += [loss.item(), norm.item()]
-    assert graph == isinstance(job.micro_step, graphs.Replayed) and (
-        not graph or job.micro_step.graph is not None
-    )
+    assert graph == isinstance(job.micro_step, graphs.Replayed)
+    assert not graph or job.micro_step.graph is not None
     return found, {name: p.detach().to("cpu", copy=True) for name, p in job.raw.named_parameters()}
 
 
@@ -109,11 +97,9 @@ def imitate(put):
     put(graphs.Replayed, "capture", capture)
 
 
-@pytest.mark.parametrize(
-    "more", [["--batch_tokens=128"], ["--batch_tokens=256", "--weighted"], ["--batch_tokens=640"]]
-)
+@pytest.mark.parametrize("more", [["--batch_tokens=256", "--weighted"], ["--batch_tokens=640"]])
 def test_the_gradients_of_replays_add_up_as_those_of_steps(more, monkeypatch):
-    """Micro-steps of one, two and five a step."""
+    """Two and five micro-steps a step."""
     imitate(monkeypatch.setattr)
     same(*both_ways(more, "cpu"))
 
@@ -139,15 +125,14 @@ def test_ranks_average_the_gradients_of_replays():
 
 @pytest.mark.gpu
 def test_a_run_with_evaluations_resumes(data_dir, tmp_path):
-    """train.py with validation, samples and checkpoints between the replays, and a resumed run, equal one without."""
+    """train.py with evaluations and checkpoints between the replays, and a resumed run, equal one without."""
     settings = dict(device="cuda", precision="bf16", deterministic=True, eval_interval=3, sample_interval=4)
-    settings |= dict(save_interval=6, n_samples=1, sample_tokens=4, max_steps=12)
+    settings |= dict(save_interval=6, max_steps=12)
     try:
         expected = losses(train_here(data_dir, tmp_path / "a", **settings))
         assert losses(train_here(data_dir, tmp_path / "b", cuda_graph=True, **settings)) == expected
-        resumed = train_here(
-            data_dir, tmp_path / "c", cuda_graph=True, resume=tmp_path / "b/step_00000006", **settings
-        )
+        settings |= dict(cuda_graph=True, resume=tmp_path / "b/step_00000006")
+        resumed = train_here(data_dir, tmp_path / "c", **settings)
     finally:
         torch.use_deterministic_algorithms(False)
     assert losses(resumed) == {step: loss for step, loss in expected.items() if step > 6}
@@ -162,18 +147,12 @@ def in_rank_on_a_gpu(more):
 @pytest.mark.gpu
 @pytest.mark.parametrize("number", [1, 2])
 @pytest.mark.parametrize(
-    "more",
-    [
-        ["--precision=bf16"],
-        ["--precision=bf16", "--reduce_dtype=bf16"],
-        ["--precision=fp8", "--compile=True"],
-    ],
-    ids=["bf16", "sums in bf16", "fp8"],
+    "more", ["--precision=bf16", "--precision=bf16 --reduce_dtype=bf16", "--precision=fp8 --compile=True"]
 )
 def test_ddp_on_gpus(number, more):
     if torch.cuda.device_count() < number:
         pytest.skip(f"needs {number} GPUs")
-    found = ranks.call(number, in_rank_on_a_gpu, [*more, "--batch_tokens=2048"], timeout=300)
+    found = ranks.call(number, in_rank_on_a_gpu, [*more.split(), "--batch_tokens=2048"], timeout=300)
     for launched, replayed in found:
         same(launched, replayed)
 
@@ -195,13 +174,10 @@ for _ in range(4):
 
 @pytest.mark.gpu
 def test_a_step_that_waits_for_the_gpu_is_named():
-    done = subprocess.run(
-        [sys.executable, "-c", WAITS], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
-    last = done.stderr.strip().splitlines()[-1]
-    assert done.returncode and "UserError: cuda_graph=True: the micro-step cannot be captured" in last, (
-        done.stderr
-    )
+    options = dict(cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", WAITS], **options)
+    words = "UserError: cuda_graph=True: the micro-step cannot be captured"
+    assert done.returncode and words in done.stderr.strip().splitlines()[-1], done.stderr
 
 
 def test_a_cpu_has_no_graphs(data_dir, tmp_path):

@@ -19,26 +19,6 @@ def make(tmp_path, **settings):
     return Logger(cfg, World(0, 1, CPU), flops_per_token=1e6, precision="fp32")
 
 
-@pytest.mark.parametrize(
-    "name, precision, tflops",
-    [
-        ("NVIDIA H200", "bf16", 989),
-        ("NVIDIA H100 PCIe", "bf16", 756),
-        ("AMD Instinct MI300X", "bf16", 1307),
-        ("AMD Instinct MI300X", "fp8", 2615),
-        ("AMD Instinct MI300X", "tf32", 654),
-        ("AMD Instinct MI250X", "bf16", 191.5),  # of one of the two devices that PyTorch sees of a card
-        ("AMD Instinct MI250X", "fp32", 47.9),
-        ("AMD Instinct MI250X", "fp8", None),
-        ("Some GPU", "bf16", None),
-    ],
-)
-def test_peaks(monkeypatch, name, precision, tflops):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    assert logger.peak_flops(torch.device("cuda", 0), precision) == (tflops and tflops * 1e12)
-    assert logger.peak_flops(CPU, precision) is None
-
-
 def test_the_first_step_of_a_process_is_left_out_of_the_time_that_is_left(tmp_path, capsys):
     log = make(tmp_path)
     for step, seconds in ((501, 60.0), (502, 0.5), (503, 0.5)):  # a resumed run, whose first step compiles

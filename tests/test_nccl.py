@@ -14,9 +14,7 @@ from test_watch import attempt, check_restarts, check_told, error_lines
 
 GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs, {GPUS} found")]
-ON_GPUS = dict(
-    device="cuda", backend="nccl", precision="bf16", ops="torch"
-)  # nothing to compile: starts in seconds
+ON_GPUS = dict(device="cuda", precision="bf16", ops="torch")  # nothing to compile: starts in seconds
 repeated = [pytest.mark.repeated, pytest.mark.slow]
 
 

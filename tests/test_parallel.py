@@ -1,4 +1,4 @@
-"""train.py over several ranks: every mode equals one process, checkpoints go on under any other, failures end all."""
+"""train.py over ranks: every mode equals one process, checkpoints go on under any other, failures end all."""
 
 import errno
 import os
@@ -16,12 +16,13 @@ from safetensors.torch import load_file
 from torch._dynamo.utils import counters
 
 import convert
+import kernels
 import optim
 import train
 from configurator import configure
 from model import build
 from run import checkpoint, hf
-from scale import parallel
+from scale import memory, parallel
 from settings import Config
 
 
@@ -30,7 +31,7 @@ def weights(out_dir, step):
 
 
 def same_run(one, other, rel=4e-6):
-    """Asserts that two run folders have the same training and validation losses, samples, and weights at the end."""
+    """Asserts that two runs have the same training and validation losses, samples, and weights at the end."""
     texts = [[line["texts"] for line in read_log(run) if line["kind"] == "sample"] for run in (one, other)]
     assert texts[0] == texts[1]
     for kind in ("train", "val"):
@@ -54,17 +55,24 @@ def copied(run, step, to):
     return to
 
 
+def train_within(words, limits):
+    """For ranks.call: train_in_rank with other values of memory.UNIT_MIB and kernels.LOGITS_MIB."""
+    memory.UNIT_MIB = limits.get("UNIT_MIB", memory.UNIT_MIB)
+    kernels.LOGITS_MIB = limits.get("LOGITS_MIB", kernels.LOGITS_MIB)
+    return train_in_rank(words)
+
+
 def over_ranks(number, data_dir, folder, **settings):
     """A run of train.py that succeeds; returns its folder."""
-    unit_mib = settings.pop("unit_mib", None)
-    done = ranks.call(number, train_in_rank, flags(data_dir, folder, **settings), "inductor", unit_mib)
+    limits = {name: settings.pop(name) for name in ("UNIT_MIB", "LOGITS_MIB") if name in settings}
+    done = ranks.call(number, train_within, flags(data_dir, folder, **settings), limits)
     assert done == [(0, "")] * number
     return folder
 
 
 @pytest.fixture(scope="module")
 def alone(data_dir, tmp_path_factory):
-    """alone(**settings) -> the folder of that run in one process, trained once for all tests that ask for it."""
+    """alone(**settings) -> the folder of that run in one process, trained once for all tests."""
     done = {}
 
     def run(**settings):
@@ -78,78 +86,44 @@ def alone(data_dir, tmp_path_factory):
 
 
 SHORT = dict(max_steps=6, batch_tokens=256, batch_size=2, eval_interval=3, eval_tokens=256, save_interval=3)
-SHORT |= dict(keep_last=9, sample_interval=3, n_samples=1, sample_tokens=4)
+SHORT |= dict(keep_last=9)
 # little decay: an element whose update is zero but for rounding decays in one run and not in the other
-MUON = dict(
-    optimizer="muon",
-    lr=0.02,
-    weight_decay=0.01,
-    lr_embedding=0.003,
-    momentum_warmup=5,
-    tie_embeddings=False,
-    zero_init=True,
-    value_embeddings=2,
-    attention_gate=True,
-)
+MUON = dict(optimizer="muon", lr=0.02, weight_decay=0.01, lr_embedding=0.003, momentum_warmup=5)
+MUON |= dict(tie_embeddings=False, zero_init=True, value_embeddings=2, attention_gate=True)
 LLAMA = dict(mlp="swiglu", norm="rmsnorm", positions="rope", bias=False)
-CHUNKS, WIDE = dict(logits_mib=1), dict(vocab_multiple=16_384)  # 16 tokens of the loss at a time; alone: all
-MODES = {
+GATED = dict(
+    n_kv_head=1, mlp="swiglu", positions="rope", tie_embeddings=False, value_embeddings=1, attention_gate=True
+)
+CHUNKS, WIDE = dict(LOGITS_MIB=1), dict(vocab_multiple=16_384)  # 16 tokens of the loss at a time; alone: all
+FSDP, HSDP = dict(parallel="fsdp", UNIT_MIB=0), dict(parallel="hsdp", shard_size=2)
+HOST, FOUR = dict(offload_states=True), dict(batch_size=1, n_layer=3)
+CONTEXT, KEPT = dict(context_parallel=2), dict(remat="attention", remat_tile=6, remat_offload=True)
+MODES = {  # ranks, settings of the mode, settings of the run in one process too
     "ddp": (2, {}, {}),
     "loss in chunks in ddp": (2, CHUNKS, WIDE),
-    "fsdp": (2, dict(parallel="fsdp", unit_mib=0), {}),
-    "zero2": (2, dict(parallel="zero2", unit_mib=0, **CHUNKS), dict(n_kv_head=2, **LLAMA, **WIDE)),
-    "hsdp": (
-        4,
-        dict(parallel="hsdp", shard_size=2, unit_mib=1),
-        dict(n_embd=128, n_layer=3, batch_size=1),
-    ),  # 2 + 1
-    "context": (2, dict(context_parallel=2, remat="attention", remat_tile=6, remat_offload=True), {}),
-    "states on the host": (2, dict(parallel="fsdp", unit_mib=0, offload_states=True), {}),
-    "states on the host, sums on the device": (
-        2,
-        dict(parallel="hsdp", shard_size=2, offload_states=True),
-        {},
-    ),
-    "context in fsdp": (
-        4,
-        dict(context_parallel=2, parallel="fsdp", remat="selective", **CHUNKS),
-        dict(
-            mlp="swiglu",
-            positions="rope",
-            n_kv_head=1,
-            tie_embeddings=False,
-            value_embeddings=1,
-            attention_gate=True,
-            **WIDE,
-        ),
-    ),
-    "muon": (4, {}, MUON | dict(batch_size=1, n_layer=3)),
-    "muon in fsdp": (
-        4,
-        dict(parallel="fsdp", unit_mib=0),
-        MUON | LLAMA | dict(n_kv_head=2, batch_size=1, n_layer=3),
-    ),
+    "fsdp": (2, FSDP, dict(sample_interval=6)),
+    "zero2": (2, dict(parallel="zero2", UNIT_MIB=0, **CHUNKS), dict(n_kv_head=2, **LLAMA, **WIDE)),
+    "hsdp": (4, dict(UNIT_MIB=1, **HSDP), dict(n_embd=128, **FOUR)),  # units of 2 blocks and 1
+    "context": (2, CONTEXT | KEPT, dict(sample_interval=6)),
+    "states on the host": (2, FSDP | HOST, {}),
+    "states on the host, sums on the device": (2, HSDP | HOST, {}),
+    "context in fsdp": (4, FSDP | CHUNKS | CONTEXT | dict(remat="selective"), GATED | WIDE),
+    "muon": (4, {}, MUON | FOUR),
+    "muon in fsdp": (4, FSDP, MUON | LLAMA | FOUR | dict(n_kv_head=2)),
     "muon in zero2": (2, dict(parallel="zero2"), MUON),
-    "muon in hsdp": (
-        4,
-        dict(parallel="hsdp", shard_size=2),
-        MUON | dict(batch_size=1, mlp="relu2", qk_norm=True),
-    ),
+    "muon in hsdp": (4, HSDP, MUON | dict(batch_size=1, mlp="relu2", qk_norm=True)),
 }
-
-
 # by the other modes, together
 COVERED = {"loss in chunks in ddp", "context in fsdp", "muon", "muon in hsdp", "muon in fsdp"}
 COVERED |= {"states on the host, sums on the device"}
-SOME = [
-    pytest.param(*mode, id=name, marks=[pytest.mark.slow] * (name in COVERED)) for name, mode in MODES.items()
-]
+SLOW = {name: [pytest.mark.slow] * (name in COVERED) for name in MODES}
+SOME = [pytest.param(*mode, id=name, marks=SLOW[name]) for name, mode in MODES.items()]
 
 
 @pytest.mark.parametrize("number, mode, shape", SOME)
 @pytest.mark.fault(20)
 def test_any_mode_equals_one_process_and_resumes_across(data_dir, tmp_path, alone, number, mode, shape):
-    """The same global batches in float32, two micro-steps a step on any number of ranks: equal but for sums' orders.
+    """The same global batches in float32, in two micro-steps a step or more: equal but for sums' orders.
 
     What the ranks saved goes on in one process, and the other way round, sampling included.
     """
@@ -164,7 +138,7 @@ def test_any_mode_equals_one_process_and_resumes_across(data_dir, tmp_path, alon
 
 
 def graphs_in_rank(words):
-    """(whether the model is in DDP, the graphs that a step compiles for the embedding, the blocks and the head)."""
+    """(whether the model is in DDP, the number of graphs that a step compiles)."""
     compile_to_graphs()
     cfg = configure(Config, words)
     world = parallel.join(cfg)
@@ -175,7 +149,7 @@ def graphs_in_rank(words):
 
 
 def time_limits_in_rank(words):
-    """Seconds after which this rank gives up: of the world, and of each group of a model sharded by these settings."""
+    """Seconds after which this rank gives up: in the world, and in each group of a sharded model."""
     cfg = configure(Config, words)
     world = parallel.join(cfg)
     cfg, _ = train.choose(cfg, world.device)
@@ -186,49 +160,26 @@ def time_limits_in_rank(words):
     return [group._get_backend(world.device).options._timeout.total_seconds() for group in groups]
 
 
+TINY = "--n_layer=2 --n_head=4 --n_embd=256 --vocab_size=64 --batch_size=1 --block_size=16".split()
+TINY += ["--device=cpu", "--precision=fp32"]
+
+
 def test_every_group_has_the_time_limit_of_the_run():
-    words = [
-        "--n_layer=1",
-        "--n_head=2",
-        "--n_embd=32",
-        "--vocab_size=64",
-        "--batch_size=1",
-        "--block_size=16",
-    ]
-    words += ["--batch_tokens=32", "--device=cpu", "--precision=fp32", "--compile=False", "--timeout_s=1234"]
-    words += ["--parallel=hsdp", "--shard_size=1", "--context_parallel=2"]
+    words = [*TINY, "--batch_tokens=32", "--compile=False", "--timeout_s=1234", "--parallel=hsdp"]
+    words += ["--shard_size=1", "--context_parallel=2"]
     assert ranks.call(2, time_limits_in_rank, words) == 2 * [4 * [1234.0]]
 
 
 @pytest.mark.slow
 def test_ddp_does_not_cut_the_graph_of_a_block():
-    words = [
-        "--n_layer=2",
-        "--n_head=4",
-        "--n_embd=256",
-        "--vocab_size=64",
-        "--batch_size=1",
-        "--block_size=16",
-    ]
-    words += ["--batch_tokens=16", "--device=cpu", "--precision=fp32", "--compile=True", "--remat=selective"]
+    words = [*TINY, "--batch_tokens=16", "--compile=True", "--remat=selective"]
     assert ranks.call(1, graphs_in_rank, words) == [(True, 3)]  # a block has 3 MiB, DDP's first bucket 1
 
 
-@pytest.mark.parametrize(
-    "compiler, vocab_multiple, chunks",
-    [
-        ("graphs", 128, {}),
-        pytest.param("inductor", 128, {}, marks=pytest.mark.slow),
-        pytest.param("inductor", 32_768, CHUNKS, marks=pytest.mark.slow),
-    ],
-)
-def test_compiled_ranks_equal_one_process_and_resume_there(
-    data_dir, tmp_path, alone, compiler, vocab_multiple, chunks
-):
-    settings = SHORT | dict(
-        batch_size=1, tie_embeddings=False, sample_interval=0, vocab_multiple=vocab_multiple
-    )
-    mode = dict(parallel="fsdp", context_parallel=2, remat="block", compile=True, **chunks)
+@pytest.mark.parametrize("compiler", ["graphs", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_ranks_equal_one_process_and_resume_there(data_dir, tmp_path, alone, compiler):
+    settings = SHORT | dict(batch_size=1, tie_embeddings=False)
+    mode = dict(parallel="fsdp", context_parallel=2, remat="block", compile=True)
     words = flags(data_dir, tmp_path / "many", **settings, **mode)
     assert ranks.call(2, train_in_rank, words, compiler, timeout=300) == [(0, "")] * 2
     same_run(alone(**settings), tmp_path / "many")
@@ -250,17 +201,11 @@ def test_errors_under_torchrun_are_one_line_and_end_every_rank(tmp_path):
     began = time.time()
     result = ranks.torchrun(2, flags(tmp_path, tmp_path / "run"))  # a folder without shards
     assert result.returncode != 0 and time.time() - began < 60
-    assert (
-        result.stderr.count("error: ") == 1
-        and str(tmp_path) in result.stderr
-        and "exitcode  : 3" in result.stderr
-    )
+    assert result.stderr.count("error: ") == 1 and str(tmp_path) in result.stderr
+    assert "exitcode  : 3" in result.stderr
     result = ranks.torchrun(2, ["config/test", "--lr=x"])
-    assert (
-        result.stderr.startswith("error: command line: lr=x is not a float")
-        and "exitcode  : 2" in result.stderr
-    )
-    assert "rank      : 0" in result.stderr
+    assert result.stderr.startswith("error: command line: lr=x is not a float")
+    assert "exitcode  : 2" in result.stderr and "rank      : 0" in result.stderr
     once = "rank      : 1" not in result.stderr  # one report for all ranks
     assert once or "exitcode  : -15" in result.stderr  # torchrun ended rank 1 before it had read its settings
 
@@ -268,29 +213,23 @@ def test_errors_under_torchrun_are_one_line_and_end_every_rank(tmp_path):
 def test_errors_are_one_line_and_end_every_rank(tmp_path):
     result = train_ranks(2, flags(tmp_path, tmp_path / "run"))
     assert result.codes == [3, 3] and result.stdout == ""
-    assert (
-        result.stderr.startswith("error: ")
-        and str(tmp_path) in result.stderr
-        and result.stderr.count("\n") == 1
-    )
+    assert result.stderr.startswith("error: ") and str(tmp_path) in result.stderr
+    assert result.stderr.count("\n") == 1
 
 
 def threads_in_rank(cfg, cores, threads):
-    """PyTorch's threads in this rank after it has joined, on a host of `cores` cores, OMP_NUM_THREADS=threads."""
+    """PyTorch's threads in this rank after it has joined, on a host of so many cores."""
     os.sched_getaffinity, os.environ["OMP_NUM_THREADS"] = lambda _: set(range(cores)), threads
     parallel.join(cfg)
     parallel.barrier()  # a rank that left now would take its connections along
     return torch.get_num_threads()
 
 
-@pytest.mark.parametrize(
-    "cores, omp, offload, threads",
-    [(7, "1", True, 3), (1, "1", True, 1), (7, "2", True, 1), (7, "1", False, 1)],
-)
-def test_ranks_that_update_on_the_cpu_share_its_cores(cores, omp, offload, threads):
-    """torchrun sets OMP_NUM_THREADS=1; another number is somebody's choice (the ranks here have started with 1)."""
+@pytest.mark.parametrize("omp, offload, threads", [("1", True, 3), ("2", True, 1), ("1", False, 1)])
+def test_ranks_that_update_on_the_cpu_share_its_cores(omp, offload, threads):
+    """torchrun sets OMP_NUM_THREADS=1; another number is somebody's choice."""
     cfg = Config(device="cpu", parallel="fsdp", offload_states=offload)
-    assert ranks.call(2, threads_in_rank, cfg, cores, omp) == [threads] * 2
+    assert ranks.call(2, threads_in_rank, cfg, 7, omp) == [threads] * 2
 
 
 def gradients(*values):
@@ -320,9 +259,8 @@ def test_gradients_are_clipped_where_their_norm_is_over_the_limit_or_none():
     assert model.parameters()[0].grad.isnan().all()
 
 
-SHARDED = dict(
-    eval_interval=6, save_interval=4, keep_last=9, batch_size=2
-)  # and dropout off: ranks draw their own
+# and dropout off: ranks draw their own
+SHARDED = dict(eval_interval=6, save_interval=4, keep_last=9, batch_size=2)
 
 
 @pytest.fixture(scope="module")
@@ -336,9 +274,8 @@ def same_checkpoint(one, other, step):
     (a, x), (b, y) = (checkpoint.load(checkpoint.find(run / f"step_{step:08d}")) for run in (one, other))
     assert a.keys() == b.keys() and x["loader"] == y["loader"]
     for group in a:
-        assert a[group].keys() == b[group].keys() and all(
-            torch.equal(a[group][k], b[group][k]) for k in a[group]
-        )
+        assert a[group].keys() == b[group].keys()
+        assert all(torch.equal(a[group][k], b[group][k]) for k in a[group])
 
 
 # -- for ranks.call: a patch ends with its process
@@ -353,39 +290,27 @@ def train_from_own_rows(words):
 
     def checked(stored, rows):
         if len(stored.shape) and "float" in str(stored.dtype):
-            assert rows is not ... and rows.stop - rows.start <= -(-stored.shape[0] // size) * 1.5, (
-                stored.shape,
-                rows,
-            )
+            most = -(-stored.shape[0] // size) * 1.5
+            assert rows is not ... and rows.stop - rows.start <= most, (stored.shape, rows)
         return read(stored, rows)
 
     checkpoint.Stored.__getitem__ = checked
     return train_in_rank(words)
 
 
-def train_with_a_full_disk(words):
-    """As train_in_rank; rank 1 cannot write its files of step 8."""
+def train_with_a_broken_write(words, how):
+    """As train_in_rank; rank 1 cannot write its files of step 8 (full), or is killed after one of them."""
     save_file = checkpoint.save_file
 
-    def full(tensors, path, header):
-        if os.environ["RANK"] == "1" and "step_00000008" in str(path):
+    def broken(tensors, path, header):
+        here = os.environ["RANK"] == "1" and "step_00000008" in str(path)
+        if here and how == "full":
             raise OSError(errno.ENOSPC, "No space left on device")
         save_file(tensors, path, header)
-
-    checkpoint.save_file = full
-    return train_in_rank(words)
-
-
-def train_until_killed(words):
-    """As train_in_rank; rank 1 is killed once it has written a file of step 8."""
-    save_file = checkpoint.save_file
-
-    def killed(tensors, path, header):
-        save_file(tensors, path, header)
-        if os.environ["RANK"] == "1" and "step_00000008" in str(path):
+        if here:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    checkpoint.save_file = killed
+    checkpoint.save_file = broken
     return train_in_rank(words)
 
 
@@ -396,15 +321,13 @@ def test_sharded_and_in_the_background_as_one_process(data_dir, tmp_path, alone,
     words = flags(data_dir, tmp_path / "run", parallel="fsdp", async_save=True, **SHARDED)
     result = train_ranks(2, words)
     assert result.returncode == 0, result.stderr
-    assert [line for line in result.stdout.splitlines() if line.startswith("saved")] == [
-        f"saved {tmp_path / 'run'}/step_{step:08d}" for step in (4, 8, 12)
-    ]
+    assert [result.stdout.count(f"step_{step:08d}\n") for step in (4, 8, 12)] == [1] * 3
     for step in (4, 8, 12):
         same_checkpoint(sharded, tmp_path / "run", step)
 
 
 def test_resharded_from_two_ranks_to_one_to_four(data_dir, tmp_path, sharded):
-    """Losses go on as uninterrupted; no rank reads more than it holds, though the tensors were cut otherwise."""
+    """Losses go on as uninterrupted; no rank reads more than it holds, however the tensors were cut."""
     settings = dict(SHARDED, resume="auto")
     train_here(data_dir, copied(sharded, 4, tmp_path / "1"), **settings)
     words = flags(data_dir, copied(tmp_path / "1", 8, tmp_path / "4"), parallel="fsdp", **settings)
@@ -420,8 +343,7 @@ def test_resharded_from_two_ranks_to_one_to_four(data_dir, tmp_path, sharded):
 def test_merged_goes_on_exactly_as_sharded_and_exports_the_same(data_dir, tmp_path, sharded):
     merged, part = tmp_path / "merged", sharded / "step_00000004"
     convert.main(convert.Config(checkpoint=str(part), out=str(merged)))
-    names = {"model.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json", "manifest.json"}
-    assert {p.name for p in (merged / "step_00000004").iterdir()} == names
+    assert not list((merged / "step_00000004").glob("*.rank*"))
     same_checkpoint(sharded, merged, 4)
     models = [checkpoint.load_model(folder, "cpu")[0] for folder in (part, merged)]
     assert all(torch.equal(p, q) for p, q in zip(*(model.parameters() for model in models)))
@@ -440,7 +362,7 @@ def test_merged_goes_on_exactly_as_sharded_and_exports_the_same(data_dir, tmp_pa
 @pytest.mark.fault(24)
 def test_disk_full_on_one_rank_ends_all_with_the_same_line(data_dir, tmp_path, async_save):
     words = flags(data_dir, tmp_path / "run", parallel="fsdp", async_save=async_save, **SHARDED)
-    (code, text), other = ranks.call(2, train_with_a_full_disk, words, timeout=60)
+    (code, text), other = ranks.call(2, train_with_a_broken_write, words, "full", timeout=60)
     assert code == 4 and other == (code, text)
     assert "rank 1: [Errno 28] No space left" in text and "\n" not in text
     assert [p.name for p in (tmp_path / "run").iterdir() if p.is_dir()] == ["step_00000004"]
@@ -450,8 +372,8 @@ def test_disk_full_on_one_rank_ends_all_with_the_same_line(data_dir, tmp_path, a
 @pytest.mark.fault(21)
 def test_kill_of_one_rank_while_it_writes(data_dir, tmp_path, sharded):
     words = flags(data_dir, tmp_path / "run", parallel="fsdp", async_save=True, **SHARDED)
-    done, _ = ranks.attempt(2, train_until_killed, words)
-    assert done.codes == [1, -signal.SIGKILL] and "lost rank 1, last in step" in done.stderr, done
+    done, _ = ranks.attempt(2, train_with_a_broken_write, words, "killed")
+    assert done.codes[0] > 0 and done.codes[1] == -signal.SIGKILL, done
     assert checkpoint.find(tmp_path / "run").name == "step_00000004"
     again = train_here(data_dir, tmp_path / "run", resume="auto", **SHARDED)
     assert losses(again)[12] == pytest.approx(losses(read_log(sharded))[12], rel=4e-6)
@@ -460,10 +382,9 @@ def test_kill_of_one_rank_while_it_writes(data_dir, tmp_path, sharded):
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_hugging_face_weights_straight_into_shards(data_dir, tmp_path, family):
-    """q, k and v, gate and up lie in one tensor of ours, GPT-2's are transposed, 257 rows of embedding are 384 here."""
-    shape = dict(
-        tie_embeddings=False, **(dict(n_kv_head=2, n_hidden=96, **LLAMA) if family == "llama" else {})
-    )
+    """q, k, v, gate and up lie in one tensor of ours, GPT-2's are transposed, 257 rows are 384 here."""
+    shape = dict(n_kv_head=2, n_hidden=96, **LLAMA) if family == "llama" else {}
+    shape |= dict(tie_embeddings=False)
     cfg = configure(Config, [str(ROOT / "config/test.py"), *flags("", "", **shape)[1:]])
     hf.save_hf(build(cfg, torch.device("cpu"), seed=5), tmp_path / "hf")
     settings = dict(init_from=f"hf:{tmp_path / 'hf'}", eval_interval=2, max_steps=2, batch_size=2, **shape)
@@ -484,26 +405,11 @@ def test_hugging_face_weights_straight_into_shards(data_dir, tmp_path, family):
 # -- ranks.py itself
 
 
-def mark_and_see(mark):
-    """This rank, and what an earlier call left in a module, in the environment and in the random state."""
-    seen = getattr(train, "mark", None), os.environ.get("MARK"), torch.initial_seed() == 7
-    train.mark, os.environ["MARK"] = mark, mark
-    torch.manual_seed(7)
-    return os.environ["RANK"], os.environ["WORLD_SIZE"], seen
-
-
 def fail_on_rank_1(how):
     print("rank 1 ends" if os.environ["RANK"] == "1" else "rank 0 waits")
     if os.environ["RANK"] == "1" and how == "raises":
         raise ValueError("of rank 1")
     time.sleep(60)
-
-
-def test_ranks_start_from_the_same_state_each_time():
-    for mark in "ab":
-        assert ranks.call(2, mark_and_see, mark) == [
-            (str(rank), "2", (None, None, False)) for rank in range(2)
-        ]
 
 
 @pytest.mark.parametrize("how, codes", [("raises", [-signal.SIGKILL, 1]), ("hangs", [-signal.SIGKILL] * 2)])

@@ -8,7 +8,7 @@ import kernels
 from corpus import tokenizer
 from model import GPT, Block, build
 from run import sampling
-from scale import parallel
+from scale.compile import compile_model
 from settings import GPTConfig
 
 CPU = torch.device("cpu")
@@ -101,7 +101,7 @@ def test_a_compiled_model_keeps_its_graphs(compiler):
 
     model, ids = random_model(n_layer=1, **LLAMA), prompt(2, 16)
     expected = sampling.generate(model, ids, 8, temperature=0)
-    parallel.compile_model(model)
+    compile_model(model)
     loss = model(ids, ids)
     before = [list(vars(module)) for module in model.modules()]
     graphs = counters["stats"]["unique_graphs"]

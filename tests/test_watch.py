@@ -128,7 +128,7 @@ def wait_beside(cfg, at_end):
 @pytest.mark.fault(29)
 @pytest.mark.parametrize("end, codes", [("lost", [1, 7]), ("left", [0, 0])])
 def test_a_rank_whose_process_ends_is_missed_by_those_who_get_no_error(tmp_path, end, codes):
-    config, *words = flags(tmp_path, tmp_path / "run", backend="gloo")
+    config, *words = flags(tmp_path, tmp_path / "run")
     cfg = configure(Config, [str(ROOT / config), *words])
     done = ranks.attempt(2, wait_beside, cfg, end, grace=5)[0]
     assert done.codes == codes, done.stderr

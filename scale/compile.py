@@ -1,0 +1,22 @@
+"""torch.compile, block by block."""
+
+import torch
+
+SHAPES = 64  # recompilations allowed: training, validation, HellaSwag and sampling each have their own shapes
+
+
+def compile_model(model, sharded=False):
+    """Compiles a model in place, so that state-dict keys keep their names.
+
+    All blocks share one graph, which shortens compilation, and a block's gradients are ready when its
+    backward ends, so that DDP reduces them while the backward continues. optimize_ddp would cut a block's
+    graph where a bucket of DDP ends: nothing is fused across such a cut, and with torch 2.11 remat=selective
+    then keeps everything.
+    """
+    torch._dynamo.config.recompile_limit = SHAPES
+    torch._dynamo.config.optimize_ddp = False
+    if not sharded:  # FSDP2 gathers the embedding in a hook, which a compiled function would not call
+        model.embed = torch.compile(model.embed)
+    for block in model.blocks:
+        block.compile()
+    model.head.compile()

@@ -1,0 +1,49 @@
+"""Precision: its choice for a device, autocast and TF32, and whether fused kernels serve it."""
+
+import contextlib
+
+import torch
+
+import kernels
+from configurator import UserError
+from fast import chips
+
+DTYPES = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}  # of autocast's GEMMs
+
+
+def pick_precision(name, device, weights="fp32"):
+    """(precision, reason), with auto resolved by the device and the weights' dtype."""
+    if name == "auto" and weights == "bf16":
+        return "bf16", "the weights are in bf16"
+    if name == "auto":
+        missing = chips.no_bf16(chips.of(device))
+        low = "fp16" if device.type == "cuda" else "fp32"
+        return (low, missing) if missing else ("bf16", "this GPU has bf16 matrix units")
+    if name in ("tf32", "fp16", "fp8") and device.type != "cuda":
+        raise UserError(f"precision={name} needs a CUDA device, this is {device.type}; try --precision=fp32")
+    if name == "fp8" and (missing := chips.no_fp8(chips.of(device))):
+        raise UserError(f"precision=fp8: {missing}; try --precision=bf16")
+    return name, "as set"
+
+
+def pick_ops(name, device, precision):
+    """(torch or fused, reason), with auto resolved; switches the fused kernels on or off for the device."""
+    missing = kernels.serve(device, name)
+    if not missing and precision not in ("bf16", "fp8"):
+        missing = f"fused kernels are for bf16 and fp8, precision is {precision}"
+    if not missing:
+        return "fused", "fused kernels: cuBLASLt, Triton, on Hopper CUDA"
+    if name == "fused" or precision == "fp8":
+        setting, other = (
+            ("ops=fused", "--ops=torch") if name == "fused" else ("precision=fp8", "--precision=bf16")
+        )
+        raise UserError(f"{setting} needs the fused kernels: {missing}; try {other}")
+    return "torch", missing
+
+
+def autocast(precision, device):
+    """The autocast context of a forward; with any precision but fp32, float32 GEMMs use TF32."""
+    torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
+    if precision not in DTYPES:
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, DTYPES[precision])
