@@ -19,6 +19,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 import types
 import typing
@@ -73,6 +74,7 @@ def configure(cls, argv, check=lambda cfg: None, complete=dict):
 
 def parse(cls, check=lambda cfg: None, complete=dict):
     """`configure` from the command line of a script; a mistake ends the process."""
+    leave_with_torchrun()
     with _errors_in_one_line():
         try:
             return configure(cls, sys.argv[1:], check, complete)
@@ -102,7 +104,7 @@ def _errors_in_one_line():
     except BrokenPipeError:  # | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
-    except KeyboardInterrupt:  # train.py saves and stops by itself, see run/watch.py
+    except KeyboardInterrupt:  # train.py saves and stops by itself, see run/signals.py
         if is_rank_0():
             print("\nstopped by SIGINT", file=sys.stderr, flush=True)
         leave(130)
@@ -132,6 +134,19 @@ def leave(code, message=None, at_once=False):
     if at_once or "RANK" in os.environ:
         os._exit(code)
     sys.exit(code)
+
+
+def leave_with_torchrun():
+    """Ends this process, if it is a rank, within a second after torchrun was killed, from the imports on."""
+
+    def wait(parent):
+        while os.getppid() == parent:
+            time.sleep(1)
+        print("torchrun is gone", file=sys.stderr)
+        leave(1, "torchrun is gone", at_once=True)
+
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        threading.Thread(target=wait, args=[os.getppid()], daemon=True).start()
 
 
 def _leave_the_report_to_local_rank_0():

@@ -27,7 +27,5 @@ eval_interval = 46
 eval_tokens = 16_384
 sample_interval = 230
 sample_prompt = "def "
-n_samples = 1
-sample_tokens = 100
 save_interval = 230
 log_interval = 10

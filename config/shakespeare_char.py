@@ -26,7 +26,5 @@ eval_interval = 250
 eval_tokens = 50_000
 sample_interval = 1000
 sample_prompt = "The "
-n_samples = 1
-sample_tokens = 300
 save_interval = 1000
 log_interval = 50

@@ -14,7 +14,8 @@ from configurator import UserError, refuse, too_small
 from fast import chips
 from measure import rates as results
 from measure.floor import floor_times, power
-from run.logger import describe_device, device_name, peak_flops, show
+from run.flops import peak_flops
+from run.logger import describe_device, device_name, show
 from scale import context, parallel
 from settings import check
 

@@ -10,11 +10,9 @@ evaluate          the evaluations during a run
 multiple_choice   HellaSwag's file, rows and score
 sampling          continues text with a model
 cache             the KV cache of generate
-meter             the figures of each step: read, recorded, checked
-watch             signals, lost and hanging ranks, status.json: a thread that watches over a run
+signals           signals, and ranks that fail, die or hang
 lock              one process writes into a run's folder
-pulse             lines that say what a slow phase is doing
-logger            the console, log.jsonl and wandb
+logger            the console, log.jsonl, status.json and wandb
 history           a run as its log.jsonl tells it, for plot.py; imports no torch
 fit               loss against size and tokens, from the ends of runs, for plot.py; imports no torch
 page              plot.py's HTML page, of the template page.html; imports no torch

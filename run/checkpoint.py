@@ -36,8 +36,8 @@ import model as models
 from configurator import UserError, refuse, too_small, typed
 from corpus import tokenizer as tokenizers
 from fast.attention import best_attention
-from run import files, watch
-from run.meter import NotFinite
+from run import files
+from run.logger import NotFinite
 from run.source import git_revision
 from scale import parallel
 from scale.shards import copy_into, is_first_copy, local, own_rows
@@ -93,11 +93,11 @@ class Saver:
     the folder once all ranks have written. A failure on any rank raises CheckpointError on all of them.
     """
 
-    def __init__(self, cfg, world, say=print, last=None, evaluated=True):
-        """last: step of the checkpoint that the run resumed from. evaluated: False where it was told to stop before it
+    def __init__(self, cfg, world, saved=print, last=None, evaluated=True):
+        """saved(step, folder): called once a checkpoint is there. last: step of the checkpoint that the run resumed from. evaluated: False where it was told to stop before it
         had that step's validation loss, which decides whether the checkpoint is the best: it is then saved once more.
         """
-        self.cfg, self.world, self.say, self.last, self.evaluated = cfg, world, say, last, evaluated
+        self.cfg, self.world, self.saved, self.last, self.evaluated = cfg, world, saved, last, evaluated
         self.thread, self.pending = (
             ThreadPoolExecutor(1),
             None,
@@ -112,7 +112,6 @@ class Saver:
     def save(self, step, model, optimizer, state):
         """Waits for the previous save, starts the one after `step` steps, and without async_save waits for it too."""
         self.wait()
-        watch.mark("save")
         parallel.reshard(model)
         if not parallel.all_finite(model):
             since = (
@@ -168,8 +167,7 @@ class Saver:
             parts = parallel.gather_objects(_agreed(writing.result))
             manifest = {name: digest for part in parts for name, digest in part.items()}
             _agreed(lambda: self.world.main and _publish(final, manifest, self.cfg.keep_last))
-        self.say(f"saved {final}")
-        watch.note(last_checkpoint=str(final))
+        self.saved(self.last, final)
 
 
 def copied(tensor):

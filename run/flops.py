@@ -16,6 +16,50 @@ import model as models
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}
 
+# Dense peak TFLOP/s by precision, from the vendors' data sheets; the first key found in the device's name counts.
+# AMD's fp32 figures are those of its matrix units.
+PEAK_TFLOPS = {
+    "B200": {"fp8": 4500, "bf16": 2250, "fp16": 2250, "tf32": 1125, "fp32": 75},
+    "H200": {"fp8": 1979, "bf16": 989, "fp16": 989, "tf32": 494, "fp32": 67},
+    "H100 PCIe": {"fp8": 1513, "bf16": 756, "fp16": 756, "tf32": 378, "fp32": 51},
+    "H100 NVL": {"fp8": 1671, "bf16": 835, "fp16": 835, "tf32": 417, "fp32": 60},
+    "H100": {"fp8": 1979, "bf16": 989, "fp16": 989, "tf32": 494, "fp32": 67},
+    "H800": {"fp8": 1979, "bf16": 989, "fp16": 989, "tf32": 494, "fp32": 67},
+    "A100": {"bf16": 312, "fp16": 312, "tf32": 156, "fp32": 19.5},
+    "A800": {"bf16": 312, "fp16": 312, "tf32": 156, "fp32": 19.5},
+    "L40S": {"fp8": 733, "bf16": 362, "fp16": 362, "tf32": 183, "fp32": 91.6},
+    "L4": {"fp8": 242, "bf16": 121, "fp16": 121, "tf32": 60, "fp32": 30.3},
+    "A10": {"bf16": 125, "fp16": 125, "tf32": 62.5, "fp32": 31.2},
+    "RTX 5090": {"fp8": 419, "bf16": 209.5, "fp16": 209.5, "tf32": 104.8, "fp32": 104.8},
+    "RTX 4090": {"fp8": 330, "bf16": 165, "fp16": 165, "tf32": 82.6, "fp32": 82.6},
+    "RTX 3090": {"bf16": 71, "fp16": 71, "tf32": 35.6, "fp32": 35.6},
+    "V100": {"fp16": 125, "fp32": 15.7},
+    "T4": {"fp16": 65, "fp32": 8.1},
+    "MI300X": {
+        "fp8": 2615,
+        "bf16": 1307,
+        "fp16": 1307,
+        "tf32": 654,
+        "fp32": 163,
+    },  # as in "AMD Instinct MI300X"
+    "MI250X": {
+        "bf16": 191.5,
+        "fp16": 191.5,
+        "fp32": 47.9,
+    },  # of a die, half the card's: PyTorch sees two devices
+}
+
+
+def peak_flops(device, precision):
+    """Peak FLOP/s of one device at this precision; None where it is unknown (the MFU is then n/a)."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    for key, peaks in PEAK_TFLOPS.items():
+        if key in name:
+            return peaks[precision] * 1e12 if precision in peaks else None
+    return None
+
 
 class Census:
     """Counts calls of operations: `calls` is {(operation, None or why it took its definition): number}.

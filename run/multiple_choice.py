@@ -142,12 +142,13 @@ def batches(prepared, batch_tokens, block_size, few_shapes=True):
         order = order[: len(order) - len(fitting)]
 
 
-def evaluate(model, prepared, device, batch_tokens=None, autocast=None, few_shapes=None):
+def evaluate(model, prepared, device, batch_tokens=None, autocast=None, few_shapes=None, stop=lambda: False):
     """{"acc", "acc_norm", "n", "truncated", "seconds"} over all examples, the same on every rank.
 
     model(idx, targets, "none") returns the loss of each token, (B, T), 0 where the target is -100. The batches are
     divided among the ranks, and all ranks run equally many forwards, since FSDP2's collectives need all of them.
-    few_shapes: see `batches`; None: on all devices but the CPU, for which padding costs more than new shapes.
+    few_shapes: see `batches`; None: on all devices but the CPU, for which padding costs more than new shapes. stop():
+    whether to end before all batches; the score is then worth nothing.
     """
     began = time.perf_counter()
     rank, world = parallel.rank_and_size()
@@ -157,7 +158,7 @@ def evaluate(model, prepared, device, batch_tokens=None, autocast=None, few_shap
     jobs = list(batches(prepared, batch_tokens, model.cfg.block_size, few_shapes))
     jobs += [([], *jobs[-1][1:])] * (-len(jobs) % world)
     losses = torch.zeros(len(prepared.rows), dtype=torch.float32, device=device)
-    for numbers, B, T in progress(jobs[rank::world], "HellaSwag"):
+    for numbers, B, T in progress(jobs[rank::world], "HellaSwag", stop=stop):
         idx, targets = pad(prepared, numbers, B, T)
         with torch.no_grad(), autocast or contextlib.nullcontext():
             loss = model(idx.to(device, non_blocking=True), targets.to(device, non_blocking=True), "none")

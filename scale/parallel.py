@@ -30,7 +30,7 @@ from fast import chips
 from scale import context, documents, memory, remat
 from scale.shards import copy_into, local
 
-NCCL_LATER = 10  # seconds after timeout_s until NCCL aborts; run/watch.py, which says who hangs, comes before
+NCCL_LATER = 10  # seconds after timeout_s until NCCL aborts; run/signals.py, which says who hangs, comes before
 ROW = 2**14  # gradients that the CPU adds up in one float32 for their norm
 BUCKET_MIB = 25  # DDP all-reduces gradients in buckets of this size during the backward; PyTorch's default
 

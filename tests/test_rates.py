@@ -13,7 +13,7 @@ import train
 from bench import StepConfig
 from configurator import UserError, configure
 from measure import rates, step, tables
-from run.logger import PEAK_TFLOPS
+from run.flops import PEAK_TFLOPS
 from scale import plan
 from settings import Config
 

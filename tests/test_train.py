@@ -19,8 +19,8 @@ import kernels
 import train
 from configurator import UserError, configure
 from corpus.loader import DataError
-from run import multiple_choice
-from run.meter import NotFinite
+from run import checkpoint, multiple_choice
+from run.logger import NotFinite
 from settings import Config
 
 
@@ -167,7 +167,7 @@ def test_resume_refuses_another_model_and_other_data(data_dir, tmp_path):
             '{"kind": "train", "st'
         )  # torn, as by a kill: a resumed run's log is readable all the same
     with pytest.raises(
-        train.checkpoint.CheckpointError, match="n_layer: checkpoint 2, now 3; .*n_embd: checkpoint 64"
+        checkpoint.CheckpointError, match="n_layer: checkpoint 2, now 3; .*n_embd: checkpoint 64"
     ):
         train_here(data_dir, tmp_path / "run", resume="auto", n_layer=3, n_embd=32)
     other = tmp_path / "data"
@@ -192,11 +192,11 @@ def test_weights_that_are_not_finite_are_neither_saved_nor_resumed_into(data_dir
     ):
         train_here(data_dir, tmp_path / "run", lr=1e38, weight_decay=10, warmup_steps=0, save_interval=1)
     train_here(data_dir, tmp_path / "run", overwrite=True, max_steps=4)
-    tensors, state = train.checkpoint.load(tmp_path / "run" / "step_00000004")
+    tensors, state = checkpoint.load(tmp_path / "run" / "step_00000004")
     tensors["model"]["blocks.0.mlp.up.weight"][0, 0] = float("nan")
-    train.checkpoint.save(tmp_path / "run", 4, tensors, state)
+    checkpoint.save(tmp_path / "run", 4, tensors, state)
     with pytest.raises(
-        train.checkpoint.CheckpointError, match="step_00000004 holds weights that are inf or NaN"
+        checkpoint.CheckpointError, match="step_00000004 holds weights that are inf or NaN"
     ):
         train_here(data_dir, tmp_path / "run", resume="auto", max_steps=8)
 
@@ -214,7 +214,7 @@ def test_weights_after_a_gradient_that_is_not_finite_are_not_saved(data_dir, tmp
     monkeypatch.setattr(train.parallel, "clip_gradients", poisoned)
     with pytest.raises(NotFinite, match="step 4: the gradient norm is nan; nothing was saved since step 3"):
         train_here(data_dir, tmp_path / "run", max_steps=8, save_interval=1)
-    assert train.checkpoint.find(tmp_path / "run").name == "step_00000003"
+    assert checkpoint.find(tmp_path / "run").name == "step_00000003"
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit", "muon"])
@@ -261,7 +261,7 @@ def test_a_folder_that_cannot_be_cleared_is_one_line(data_dir, tmp_path, monkeyp
     def read_only(path):
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(train.checkpoint.Path, "unlink", read_only)
+    monkeypatch.setattr(checkpoint.Path, "unlink", read_only)
     with pytest.raises(UserError, match="out_dir=.*run: Permission denied; try another --out_dir"):
         train_here(data_dir, tmp_path / "run", overwrite=True)
 
@@ -372,14 +372,14 @@ def test_a_run_that_is_beyond_max_steps_is_refused_and_tried_out_for_two(data_di
 
 def test_a_run_of_before_some_settings_went_is_resumed_and_loaded(data_dir, tmp_path):
     train_here(data_dir, tmp_path / "run", max_steps=4, save_interval=4)
-    tensors, state = train.checkpoint.load(tmp_path / "run" / "step_00000004")
+    tensors, state = checkpoint.load(tmp_path / "run" / "step_00000004")
     gone = dict(bucket_mib=50, unit_mib=None, data_format="llmc", wandb_project="mine", bf16_residual=False)
     assert gone.keys() == Config.gone.keys() and not gone.keys() & state["config"].keys()
     state["config"] |= gone
-    train.checkpoint.save(tmp_path / "run", 4, tensors, state)
+    checkpoint.save(tmp_path / "run", 4, tensors, state)
     log = train_here(data_dir, tmp_path / "run", max_steps=6, resume="auto")
     assert sorted(losses(log)) == [1, 2, 3, 4, 5, 6]
-    model, config = train.checkpoint.load_model(tmp_path / "run" / "step_00000004", "cpu")
+    model, config = checkpoint.load_model(tmp_path / "run" / "step_00000004", "cpu")
     assert model.cfg.n_embd == 64 and config.wandb_project == "mine"
 
 
@@ -390,7 +390,7 @@ def test_what_ran_is_recorded_and_what_was_set_is_shown(data_dir, tmp_path, caps
     row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("settings "))
     assert "max_steps=1" in row and "precision" not in row and "attention" not in row
     assert (
-        train.checkpoint.open_model(tmp_path / "run")[1].attention == "auto"
+        checkpoint.open_model(tmp_path / "run")[1].attention == "auto"
     )  # the device that samples decides
 
 
