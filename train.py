@@ -28,7 +28,7 @@ from run.checkpoint import Saver, magnitudes
 from run.evaluate import Evaluator, add_evaluations
 from run.flops import peak_flops
 from run.lock import Lock
-from run.logger import Logger, NotFinite, progress
+from run.logger import LONG, Logger, NotFinite, progress
 from run.resume import Start
 from run.signals import Watch, explained
 from scale import documents, graphs, parallel
@@ -98,6 +98,9 @@ def train(cfg, world, watch):
         if world.main:
             verify(cfg.data_dir)
         cfg = dataclasses.replace(cfg, max_steps=start.step + 2 + graphs.EAGER_STEPS * cfg.cuda_graph)
+    skips = None if cfg.precision == "fp16" else cfg.max_skipped_steps
+    log = Logger(world, cfg.max_steps, cfg.log_interval, cfg.batch_tokens, skips)
+    watch.push(log)
 
     # data
     loader, val_loaders = make_loaders(cfg, world)
@@ -110,8 +113,6 @@ def train(cfg, world, watch):
     start.restore(job, loader, world, cfg.allow_data_change)
 
     # console, files, evaluation
-    skips = None if job.scaler.is_enabled() else cfg.max_skipped_steps
-    log = watch.enter_context(Logger(world, cfg.max_steps, cfg.log_interval, cfg.batch_tokens, skips))
     evaluate = Evaluator(job, log, watch.agreed, cfg.max_steps, start.evaluated)
     warnings = [*loader.warnings, *add_evaluations(evaluate, cfg, world, val_loaders)]
     config, own = dataclasses.asdict(cfg), start.step if start.own(cfg) else None
@@ -121,9 +122,7 @@ def train(cfg, world, watch):
     if not cfg.dry_run:
         log.open(cfg.out_dir, config, cfg.wandb, start.state.get("wandb_id"), own)
     saver = Saver(cfg, world, log.saved, own, evaluated=start.evaluated is not None)
-    watch.push(
-        lambda kind, *_: saver.wait() if kind is NotFinite else None
-    )  # a save in the background ends whole
+    watch.push(lambda kind, *_: kind is NotFinite and saver.wait())  # ends a save in the background
     rows = [*chosen, *describe(cfg, world, job, loader, start)]
     rows += [("warning", words) for words in [*warnings, *start.warnings]]
     peak = peak_flops(world.device, cfg.precision)
@@ -139,10 +138,9 @@ def train(cfg, world, watch):
             log.refuse(step, "validation loss", evaluate(step))
             last = last or watch.stopping
         if saver.due(step, last):
-            state = dict(
-                config=config, wandb_id=log.wandb_id, loader=loader.state_dict(), **evaluate.state(step)
-            )
-            saver.save(step, job.raw, job.optimizer, state | {"scaler": job.scaler.state_dict()})
+            state = dict(config=config, wandb_id=log.wandb_id, **evaluate.state(step))
+            state |= dict(loader=loader.state_dict(), scaler=job.scaler.state_dict())
+            saver.save(step, job.raw, job.optimizer, state)
         if last:
             break
         watch.begin(step + 1)
@@ -150,11 +148,12 @@ def train(cfg, world, watch):
         lr = optim.learning_rate(step, cfg)
         loss, norm = job.step(next_batch, lr)
         step += 1
-        asked, written = log.step(step, lr, loss, norm, began, (watch.asked > 0, saver.written()))
-        if written == 1:  # on every rank, of a save in the background
-            saver.wait()
-        if asked or log.waits:
+        flags = watch.asked > 0, saver.written()
+        asked, written, seconds = log.step(step, lr, loss, norm, began, flags)
+        if asked or seconds > LONG:
             watch.agreed()
+        if written == 1:  # a save in the background, by every rank
+            saver.wait()
 
     saver.wait()
     loader.close()

@@ -63,7 +63,7 @@ class Logger:
     """Prints and records on rank 0; all ranks make the same calls, since `step` averages figures over them.
 
     A step's figures are read when the device has computed them: on CUDA one step late, so that the device
-    always has the next step queued. `with log`: a thread keeps status.json.
+    always has the next step queued.
     """
 
     def __init__(self, world, max_steps, log_interval, batch_tokens, max_skipped):
@@ -72,23 +72,17 @@ class Logger:
         self.batch_tokens, self.max_skipped = batch_tokens, max_skipped
         self.began, self.origin = time.perf_counter(), (0, 0)  # a step, and the tokens read before it
         self.out_dir = self.file = self.wandb = self.wandb_id = self.saved_at = None
-        self.flops_per_token = self.peak = None  # of all devices, per second
-        self.unread, self.flags, self.late = collections.deque(), [], 0
-        self.first, self.seconds, self.average = True, 0.0, None  # average: without the first step
-        self.skipped = self.in_a_row = self.warned = 0
+        self.flops_per_token = self.peak = self.mark = None  # peak: of all devices, per second
+        self.unread, self.late, self.figures = collections.deque(), 0, []
+        self.seconds, self.average = 0.0, None  # of a step; average: without the first one, which compiles
+        self.full, self.skipped, self.in_a_row, self.warned = False, 0, 0, 0
         self.trend = 0.0, 0.0, 0  # running mean and variance of the loss, number of steps in them
-        self.status = {"state": "running", "step": 0, "max_steps": max_steps}
-        self.ended, self.thread = threading.Event(), threading.Thread(target=self._keep_status, daemon=True)
-
-    def __enter__(self):
-        self.thread.start()
-        return self
+        self.status, self.ended = dict(state="running", step=0, max_steps=max_steps), threading.Event()
 
     def __exit__(self, kind, *_):
+        """Ends the files; an ExitStack calls it."""
         self.ended.set()
-        self.thread.join()
-        if kind:
-            self.status["state"] = "failed"
+        self.status |= {"state": "failed"} if kind else {}
         self._write_status()
         if self.file:
             self.file.close()
@@ -113,7 +107,7 @@ class Logger:
                 if path.exists():  # a kill may have cut the last line short: it would spoil the next one
                     os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
                 self.file = open(path, "ab", buffering=0)
-            self._write_status()
+            threading.Thread(target=self._keep_status, daemon=True).start()
             self.wandb = self._try_wandb(self._start_wandb, config) if wandb else None
             self.wandb_id = self.wandb.id if self.wandb else wandb_id
 
@@ -151,12 +145,12 @@ class Logger:
         except OSError as error:
             with contextlib.suppress(OSError):
                 self.file.truncate(end)
-            if not self.status.get("log_cut"):
-                self.status["log_cut"] = True
-                words = f"{error.strerror}; training goes on, lines of the log are lost"
+            if not self.full:
+                self.full, words = True, f"{error.strerror}; training goes on, lines of the log are lost"
                 self.print(f"warning: {self.file.name}: {words}")
 
     def _keep_status(self):
+        self._write_status()
         while not self.ended.wait(ALIVE):
             self._write_status()
 
@@ -177,7 +171,7 @@ class Logger:
         where unknown.
         """
         (self.flops_per_token, peak), self.origin = flops, (step, tokens)
-        self.peak, self.status["step"] = peak and peak * self.world.size, step
+        self.peak = peak and peak * self.world.size
         words = [f"{name}={value}" for name, value in settings.items()]
         rows = [describe_device(self.world), *rows, ("settings", " ".join(words) or "all defaults")]
         show(rows, self.print)
@@ -209,41 +203,37 @@ class Logger:
     # -- steps
 
     def step(self, step, lr, loss, norm, began, flags=()):
-        """Takes a step that was launched -> the mean flags of all ranks, of the step that was read last.
+        """Takes a step that was launched -> means over the ranks, of the step that was read last: [*flags, s].
 
-        loss, norm: tensors on the device. began: a Moment before the step. flags: numbers of this rank.
+        loss, norm: tensors on the device. began: a Moment before the step. flags: numbers of this rank. s: the
+        time of the step before it.
         """
         own = [torch.full_like(loss, flag) for flag in (*flags, self.seconds)]
         figures = parallel.sum_over_ranks(torch.stack([loss, norm, *own])) / self.world.size
         self.unread.append((step, lr, began, parallel.Later(figures)))
-        self.catch_up(self.late)
-        return self.flags
-
-    def catch_up(self, late=0):
-        """Reads the launched steps but the last `late`; before an evaluation or a save all of them."""
-        while len(self.unread) > late:
+        while len(self.unread) > self.late:
             self._read(*self.unread.popleft())
+        return self.figures
 
-    @property
-    def waits(self):
-        """Whether the host waits for each step of a GPU, since they are long; the same on all ranks."""
-        return self.late == 0 and self.world.device.type == "cuda"
+    def catch_up(self):
+        """Reads every step that was launched; the time until the next one begins is then nobody's."""
+        while self.unread:
+            self._read(*self.unread.popleft())
+        self.mark = None
 
     def _read(self, step, lr, began, result):
-        loss, norm, *self.flags, seconds = result.get()
-        self.late = int(self.world.device.type == "cuda" and seconds < LONG)
-        self.seconds = result.moment.since(began)
-        if self.first:
-            self.first, total = False, time.perf_counter() - self.began
+        loss, norm, *self.figures = result.get()
+        self.late = int(self.world.device.type == "cuda" and self.figures[-1] < LONG)
+        first, self.seconds = self.seconds == 0, result.moment.since(self.mark or began)
+        self.mark = result.moment
+        if first:
+            total = time.perf_counter() - self.began
             self.print(f"first step done after {total:.1f} s, {self.seconds:.1f} s of them in the step")
         else:
             self.average = 0.9 * (self.average or self.seconds) + 0.1 * self.seconds
         self._line(step, lr, loss, norm)
         bad = {name: x for name, x in (("loss", loss), ("gradient norm", norm)) if not math.isfinite(x)}
-        if self.max_skipped is None:
-            self.refuse(step, "loss", loss)
-        else:
-            self._skip_or_refuse(step, bad)
+        self._skip_or_refuse(step, bad)
         if "loss" not in bad:
             self._look_for_spike(step, loss)
 
@@ -269,6 +259,9 @@ class Logger:
 
     def _skip_or_refuse(self, step, bad):
         """Counts a step that Training.step skipped for figures {name: value} in `bad`; refuses too many."""
+        if self.max_skipped is None:
+            self.refuse(step, "loss", bad.get("loss"))
+            return
         self.in_a_row = self.in_a_row + 1 if bad else 0
         for name, value in list(bad.items())[:1]:
             if self.in_a_row > self.max_skipped:
@@ -291,11 +284,10 @@ class Logger:
         off = loss - mean if count else 0.0
         z, rate = off / max(variance**0.5, 1e-6), max(0.02, 1 / (count + 1))
         if count >= SETTLED and z > SPIKE and step - self.warned >= SETTLED:
-            self.warned, last = step, f"last checkpoint: step {self.saved_at}"
-            last = "no checkpoint before it" if self.saved_at is None else last
+            self.warned = step
             self.record("spike", step, loss=loss, mean=mean, z=z)
-            words = f"loss {loss:.4f} is {z:.1f} sigma above its mean {mean:.4f}; {last}"
-            self.print(f"warning: step {step}: {words}")
+            words = f"{z:.1f} sigma above its mean {mean:.4f}; last checkpoint: step {self.saved_at}"
+            self.print(f"warning: step {step}: loss {loss:.4f} is {words}")
         self.trend = loss - (1 - rate) * off, (1 - rate) * (variance + rate * off**2), count + 1
 
 
@@ -304,13 +296,13 @@ def progress(iterable, label, total=None, stop=lambda: False, bar=True):
     from tqdm import tqdm
 
     bar = bar and is_rank_0() and sys.stderr.isatty()
-    total = len(iterable) if total is None and hasattr(iterable, "__len__") else total
+    total = len(iterable) if total is None else total
     began, told = time.monotonic(), 0.0
     for n, item in enumerate(tqdm(iterable, desc=label, total=total, leave=False, disable=not bar)):
         if stop():
             break
         passed = time.monotonic() - began
         if is_rank_0() and not bar and n and passed > max(SILENT, 2 * told):
-            told, more = passed, f", about {duration(passed / n * (total - n))} more" if total else ""
-            print(f"working      {label} {n} of {total}: {duration(passed)}{more}", flush=True)
+            told, left = passed, duration(passed / n * (total - n))
+            print(f"working      {label} {n} of {total}: {duration(passed)}, about {left} more", flush=True)
         yield item

@@ -17,7 +17,7 @@ a shard's magic is wrong | the same, with a hint at nanoGPT's files
 a shard's version is wrong, or it is Llama 3's | the line says uint16 or uint32
 a header counts no tokens, or more than the file has | one line, code 3
 a token is not below the vocabulary's size | file and index; all ranks end
-a bit of a shard is flipped | `--verify_data` finds it
+a bit of a shard is flipped | `--dry_run` finds it
 an empty data folder | the pattern that was tried and the command that makes data
 fewer tokens than a global batch | tokens needed and there, and the setting to lower
 no validation split | refused at the start, or `--eval_interval=0`
@@ -36,11 +36,11 @@ kill -9 while a checkpoint is removed | no folder is left that looks whole
 the newest checkpoint is damaged | a warning, the one before it is taken, nothing is removed
 the disk is full under a checkpoint | older ones stay, no leftovers, one line with bytes needed and free
 the disk is full under a shard | no partial shard; the same command goes on
-SIGTERM in a step | all ranks stop together, one checkpoint, 143; resumed bit for bit
+SIGTERM, SIGINT, SIGHUP, SIGUSR1 in a step | all ranks stop after it, one checkpoint, 128 + number; resumed bit for bit
 SIGTERM in an evaluation | saved at once; the evaluation is repeated after the resume
 a second signal | ends at once, no checkpoint is torn
 a rank raises or dies | the others end, and say which it was
-a rank hangs | the line names rank, step and phase; stacks
+a rank hangs | all end after timeout_s (NCCL: 10 s later); the rank's stacks, with its rank and step
 a gradient that is not finite | all ranks skip the step or stop together; weights unchanged
 a spike of the loss | a warning with the checkpoint before it
 wandb is absent or cannot connect | one warning; the run goes on
@@ -82,9 +82,8 @@ What can go wrong with a run, what must hold then, and the tests that repeat it,
 `./test.sh --faults` runs them and writes this table, this one on {date} with {cores} CPU cores and {gpu}. Among them
 are 18,200 mutations of files, 210 kills at random moments, and rows 47 and 60 twenty times each.
 
-Where there are two GPUs, `tests/test_nccl.py` repeats rows 29, 30, 42, 47, 48 and 60 over NCCL; elsewhere they run over
-gloo alone, and the test raises row 42's error itself. On two NVIDIA H200s its 11 tests passed on 2026-11-22, row 47
-five times and row 60 with three kills; its further repetitions were not run there.
+Where there are two GPUs, `tests/test_nccl.py` repeats rows 29, 30, 42, 47, 48 and 60 over NCCL; elsewhere they run
+over gloo alone, and the test raises row 42's error itself.
 
 [operations.md](operations.md) and [checkpoints.md](checkpoints.md) say how to live with it.
 """

@@ -11,7 +11,7 @@ import ranks
 import torch
 from conftest import ROOT, flags, losses, read_log, train_here
 from test_parallel import SHORT, copied, same_end, same_run
-from test_watch import wait_for
+from test_signals import wait_for
 
 
 def on_two_nodes(words, numbered):
