@@ -31,7 +31,7 @@ from run.lock import Lock
 from run.logger import LONG, Logger, NotFinite, progress
 from run.resume import Start
 from run.signals import Watch, explained
-from scale import documents, graphs, parallel
+from scale import documents, parallel
 
 
 class Training:
@@ -49,6 +49,8 @@ class Training:
         self.accumulation = cfg.micro_steps(world.size)
         self.clip, self.skips = cfg.clip, cfg.max_skipped_steps > 0 and not self.scaler.is_enabled()
         if cfg.cuda_graph:
+            from scale import graphs
+
             options = self.model, self.accumulation, cfg.reduce_dtype
             self.micro_step = graphs.Replayed(self.micro_step, *options)
 
@@ -95,9 +97,11 @@ def train(cfg, world, watch):
     lock = watch.enter_context(Lock(cfg.out_dir)) if writes else None
     start = Start(cfg)
     if cfg.dry_run:
+        from scale.graphs import EAGER_STEPS
+
+        cfg = dataclasses.replace(cfg, max_steps=start.step + 2 + EAGER_STEPS * cfg.cuda_graph)
         if world.main:
             verify(cfg.data_dir)
-        cfg = dataclasses.replace(cfg, max_steps=start.step + 2 + graphs.EAGER_STEPS * cfg.cuda_graph)
     skips = None if cfg.precision == "fp16" else cfg.max_skipped_steps
     log = Logger(world, cfg.max_steps, cfg.log_interval, cfg.batch_tokens, skips)
     watch.push(log)

@@ -101,7 +101,7 @@ class Evaluator:
 
 
 def add_evaluations(evaluate, cfg, world, val_loaders):
-    """Adds to an Evaluator what cfg asks for. Returns warnings of what cannot be evaluated."""
+    """Adds what cfg asks for; returns warnings of what cannot be evaluated."""
     warnings, own = [], functools.partial(context.own_tokens, cfg, world)
     for share, loader in val_loaders:
         if share * cfg.eval_tokens > 1.01 * loader.tokens:

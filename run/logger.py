@@ -129,7 +129,7 @@ class Logger:
             self.print(f"warning: wandb is off ({type(error).__name__}: {reason}); log.jsonl goes on")
 
     def record(self, kind, step, **values):
-        """A line of log.jsonl, where inf and NaN are null as JSON has neither, and in wandb as kind/name."""
+        """A line of log.jsonl, where inf and NaN are null as in JSON, and in wandb as kind/name."""
         if self.file:
             self._append(json.dumps({"kind": kind, "step": step, **files.finite(values)}) + "\n")
         if self.wandb:
@@ -167,8 +167,7 @@ class Logger:
     def start(self, step, tokens, rows, settings, flops):
         """The start-up summary: rows (name, value), and the settings that the user changed, {name: value}.
 
-        tokens: how many were trained on before `step`. flops: of a token, and a device's peak per second; None
-        where unknown.
+        tokens: those trained on before `step`. flops: of a token, and a device's peak per second, or None.
         """
         (self.flops_per_token, peak), self.origin = flops, (step, tokens)
         self.peak = peak and peak * self.world.size
@@ -203,10 +202,9 @@ class Logger:
     # -- steps
 
     def step(self, step, lr, loss, norm, began, flags=()):
-        """Takes a step that was launched -> means over the ranks, of the step that was read last: [*flags, s].
+        """Takes a step that was launched -> of the step that was read last, means over ranks: [*flags, s].
 
-        loss, norm: tensors on the device. began: a Moment before the step. flags: numbers of this rank. s: the
-        time of the step before it.
+        loss, norm: tensors on the device. began: a Moment before the step. flags: this rank's. s: of a step.
         """
         own = [torch.full_like(loss, flag) for flag in (*flags, self.seconds)]
         figures = parallel.sum_over_ranks(torch.stack([loss, norm, *own])) / self.world.size
@@ -251,8 +249,8 @@ class Logger:
         if step % self.log_interval == 0 or left == 0:
             eta = "n/a" if left and self.average is None else duration(left * (self.average or 0))
             self.print(
-                f"step {step:>{len(str(self.max_steps))}}/{self.max_steps} | loss {loss:8.4f} | lr {lr:.2e} | "
-                f"norm {norm:7.3f} | {seconds * 1e3:8.1f} ms | {rate:>11,.0f} tok/s | "
+                f"step {step:>{len(str(self.max_steps))}}/{self.max_steps} | loss {loss:8.4f} | "
+                f"lr {lr:.2e} | norm {norm:7.3f} | {seconds * 1e3:8.1f} ms | {rate:>11,.0f} tok/s | "
                 f"mfu {'  n/a' if mfu is None else f'{mfu:5.1%}'} | "
                 f"{'' if gib is None else f'{gib:5.1f} GiB | '}eta {eta}"
             )

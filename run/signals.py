@@ -1,10 +1,10 @@
 """Signals, and ranks that fail, die or hang: a run stops after a step, or all its ranks end with one error.
 
-A thread notes a signal; the loop obeys it at the end of a step, or between two batches of an evaluation, so that
-no collective is interrupted and nothing has to be undone. A second signal ends the process at once.
-Ranks learn of each other's errors through the process group's store, since a collective does not return while
-a rank is missing: the first error is printed once, with its rank, and all ranks end with its exit code. gloo's
-and NCCL's time limit (timeout_s) ends ranks that wait for one that hangs; those left then print their stacks.
+A thread notes a signal; the loop obeys it after a step, or between two batches of an evaluation, so that no
+collective is interrupted and nothing has to be undone. A second signal ends the process at once.
+Ranks learn of each other's errors through the process group's store, as a collective does not return while a
+rank is missing: the first error is printed once, with its rank, and all ranks end with its exit code. gloo's
+and NCCL's time limit, timeout_s, ends ranks that wait for one that hangs; those left then print their stacks.
 """
 
 import contextlib
@@ -32,10 +32,14 @@ PATIENCE = 1.5  # s in which a rank may fail by itself, once another has failed
 STORE_GONE = 5  # s without the store after which the run is over: rank 0 or torchrun holds it
 
 
+class RankLost(UserError):
+    exit_code = 1
+
+
 class Watch(contextlib.ExitStack):
     """`with Watch(world, timeout_s) as watch`: an ExitStack, left also if another rank's error ends this one.
 
-    asked: the first signal that this process got, else 0. stopping: the signal at which all ranks stop, else 0.
+    asked: the first signal that this process got, else 0. stopping: the one at which all ranks stop, else 0.
     """
 
     def __init__(self, world, timeout_s):
@@ -55,7 +59,7 @@ class Watch(contextlib.ExitStack):
         self._before_wakeup = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
-        # That thread alone gets signals from here on. Processes started from here inherit the mask: Ctrl-C goes
+        # From here on that thread alone gets signals. Processes started later inherit the mask: Ctrl-C goes
         # to the whole process group, and a compiler that died of it would look like one that failed.
         self._before_mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         return self
@@ -64,10 +68,9 @@ class Watch(contextlib.ExitStack):
         """Opens a descriptor of each other rank of this machine: readable once its process has ended."""
         self.store.set(f"process/{self.world.rank}", str(os.getpid()))
         first = self.world.rank - int(os.environ.get("LOCAL_RANK", 0))
-        ranks = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+        ranks = {*range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", 1)))} - {self.world.rank}
         for rank in ranks if hasattr(os, "pidfd_open") else ():  # Linux
-            if rank != self.world.rank:
-                self._peers[os.pidfd_open(int(self.store.get(f"process/{rank}")))] = rank
+            self._peers[os.pidfd_open(int(self.store.get(f"process/{rank}")))] = rank
 
     def __exit__(self, kind, error, trace):
         try:
@@ -112,8 +115,7 @@ class Watch(contextlib.ExitStack):
         if parallel.lost_connection(error):  # most likely for an error of another rank, which is told soon
             self._wait(lambda: self.store.check(["failed"]), 2)
             reason = re.sub(r"^\[.*?\] |\. This is typically .*", "", first_line(error))  # gloo's long text
-            error = UserError(f"step {self._step}: lost another rank ({reason}; timeout_s={self.timeout_s})")
-            error.exit_code = 1
+            error = RankLost(f"step {self._step}: lost another rank ({reason}; timeout_s={self.timeout_s})")
         if isinstance(error, SystemExit):
             error = RuntimeError(f"sys.exit({error.code}) in one of the ranks")
         code, text = getattr(error, "exit_code", 1), str(error) or type(error).__name__
@@ -156,7 +158,8 @@ class Watch(contextlib.ExitStack):
         while not self._closing.is_set():
             ready = select.select([self._pipe[0], *self._peers], [], [], POLL)[0]
             for number in os.read(self._pipe[0], 64) if self._pipe[0] in ready else b"":
-                self._signalled(number)
+                if number in SIGNALS:  # not the byte of __exit__
+                    self._signalled(number)
             try:
                 if self.store is not None and not self._failing:
                     self._look(ready)
@@ -166,13 +169,12 @@ class Watch(contextlib.ExitStack):
                     self._end(1, f"the process that holds the ranks' store is gone ({first_line(error)})")
 
     def _signalled(self, number):
-        if self.asked and number in SIGNALS and time.monotonic() - self._asked_at > TWICE:
+        if self.asked and time.monotonic() - self._asked_at > TWICE:
             self._end(128 + number, "a second signal")  # checkpoints are whole or not there
-        if not self.asked and number in SIGNALS:
-            self.asked, self._asked_at = number, time.monotonic()
-            if self.world.main:
-                words = f"{signal.Signals(number).name} in step {self._step}: this run saves and stops"
-                print(f"{words}; a second signal ends it at once", flush=True)
+        if self.world.main and not self.asked:
+            words = f"{signal.Signals(number).name} in step {self._step}: this run saves and stops"
+            print(f"{words}; a second signal ends it at once", flush=True)
+        self.asked, self._asked_at = self.asked or number, self._asked_at or time.monotonic()
 
     def _look(self, ready):
         """Looks for ranks that have failed or died: NCCL does not tell those who wait for one."""

@@ -268,9 +268,7 @@ def short_documents(tmp_path):
 
 
 def test_training_with_the_mask(short_documents, tmp_path, capsys):
-    common = dict(
-        positions="rope", eval_interval=12, sample_interval=12, sample_tokens=4, block_size=128, batch_size=2
-    )
+    common = dict(positions="rope", eval_interval=12, sample_interval=12, block_size=128, batch_size=2)
     masked = train_here(short_documents, tmp_path / "a", document_mask=True, **common)
     same = train_here(short_documents, tmp_path / "b", document_mask=True, init_from=tmp_path / "a", **common)
     whole = train_here(short_documents, tmp_path / "c", init_from=tmp_path / "a", **common)
@@ -288,9 +286,7 @@ COMPILED = dict(parallel="fsdp", n_kv_head=1, remat="block", compile=True, sampl
 )
 def test_context_parallel_equals_one_process(short_documents, tmp_path, settings, compiler):
     shape = dict(positions="rope", norm="rmsnorm", mlp="swiglu", n_kv_head=settings.get("n_kv_head", 2))
-    common = dict(
-        document_mask=True, eval_interval=3, sample_interval=3, sample_tokens=4, n_samples=1, batch_size=2
-    )
+    common = dict(document_mask=True, eval_interval=3, sample_interval=3, batch_size=2)
     common |= dict(max_steps=6, batch_tokens=256, eval_tokens=256, **shape)
     one = train_here(short_documents, tmp_path / "one", **common)
     words = flags(short_documents, tmp_path / "many", **{**common, "context_parallel": 2, **settings})

@@ -1,4 +1,4 @@
-"""Damaged and foreign files: what a run reads is what it expects, or is refused in one line. See docs/reliability.md.
+"""Damaged and foreign files: what a run reads is what it expects, or is refused in one line.
 
 Those marked `repeated` run by ./test.sh --faults alone: 10,000 mutations, 200 kills, restarts twenty times.
 """
@@ -93,7 +93,7 @@ def places(value, at=()):
 
 
 def mutated(value, rng):
-    """(a copy of `value` with another structure, where): a value of another type, a missing, renamed or doubled one."""
+    """(a copy of `value`, where it differs): a value of another type, a missing, renamed or doubled one."""
     value, at = [copy.deepcopy(value)], (0, *rng.choice(list(places(value))))
     *way, key = at
     inside = value
@@ -112,9 +112,9 @@ def mutated(value, rng):
 
 
 def survey(value, write, read, count, seed, legal=lambda at, value: False):
-    """Writes and reads `count` mutations; returns how many were refused, and how many changed nothing that is read.
+    """Writes and reads `count` mutations; returns how many were refused, and how many changed nothing.
 
-    read() returns all that a reader takes from the file. A mutation that is accepted must leave that as it was, unless
+    read() returns all that a reader takes from the file. A mutation that is accepted must leave that, unless
     legal(path, mutated value) says that the file is another right one.
     """
     rng, refused, unread = random.Random(seed), 0, 0
@@ -542,30 +542,13 @@ def test_a_port_in_use_is_one_line(data_dir, tmp_path, monkeypatch):
     assert done.returncode == 2 and "--standalone" in done.stderr and "Traceback" not in done.stderr
 
 
-HUGE = "9" * 4000
+ODD = "lr=inf lr=nan clip=nan norm_eps=nan norm_eps=inf norm_eps=-1 rope_theta=nan beta1=nan softcap=inf"
+ODD = f"{ODD} max_steps=1e400 n_layer=1000000000 weight_decay=inf".split()
+ODD += [f"{name}={'9' * 4000}" for name in ("max_steps", "n_layer", "lr", "seed", "batch_tokens")]
 
 
 @pytest.mark.fault(65)
-@pytest.mark.parametrize(
-    "word",
-    [
-        "lr=inf",
-        "lr=nan",
-        "clip=nan",
-        "norm_eps=nan",
-        "norm_eps=inf",
-        "norm_eps=-1",
-        "rope_theta=nan",
-        "beta1=nan",
-    ]
-    + [
-        "softcap=inf",
-        "max_steps=1e400",
-        "n_layer=1000000000",
-        "weight_decay=inf",
-    ]
-    + [f"{name}={HUGE}" for name in ("max_steps", "n_layer", "lr", "seed", "batch_tokens")],
-)
+@pytest.mark.parametrize("word", ODD)
 def test_numbers_that_are_none_are_refused(word):
     from settings import check
 
@@ -593,7 +576,7 @@ def train_until_killed(words, seconds):
     "number, kills", [pytest.param(0, 60, marks=repeated), pytest.param(2, 50, marks=repeated)]
 )
 def test_random_kills_of_training(data_dir, tmp_path, number, kills):
-    """After each kill a run resumes; at the end its losses are those of a run that was never killed, bit for bit."""
+    """After each kill a run resumes; at the end its losses are those of a run that was never killed."""
     rng, settings = (
         random.Random(number),
         dict(max_steps=100_000, save_interval=2, keep_last=2, async_save=True),

@@ -141,7 +141,7 @@ def test_ranks_average_the_gradients_of_replays():
 def test_a_run_with_evaluations_resumes(data_dir, tmp_path):
     """train.py with validation, samples and checkpoints between the replays, and a resumed run, equal one without."""
     settings = dict(device="cuda", precision="bf16", deterministic=True, eval_interval=3, sample_interval=4)
-    settings |= dict(save_interval=6, n_samples=1, sample_tokens=4, max_steps=12)
+    settings |= dict(save_interval=6, max_steps=12)
     try:
         expected = losses(train_here(data_dir, tmp_path / "a", **settings))
         assert losses(train_here(data_dir, tmp_path / "b", cuda_graph=True, **settings)) == expected

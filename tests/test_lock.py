@@ -9,7 +9,10 @@ from conftest import ROOT
 from configurator import UserError
 from run.lock import Lock
 
-HOLD = "import sys; from run.lock import Lock; lock = Lock(sys.argv[1]); lock.take(); print('held', flush=True); input()"
+HOLD = (
+    "import sys; from run.lock import Lock; lock = Lock(sys.argv[1]); lock.take(); print('held', flush=True)"
+)
+HOLD += "; input()"
 
 
 @pytest.mark.fault(44)

@@ -1,7 +1,7 @@
-"""What holds for ranks on gloo (test_signals.py, test_faults.py) holds on two GPUs and NCCL, rows 29, 30, 42, 47, 48, 60.
+"""What holds for ranks on gloo (test_signals.py, test_faults.py) holds on two GPUs and NCCL.
 
-NCCL differs: the host runs ahead of the device, and a rank that waits for a dead one gets no error. A failing test
-shows the exit codes of the ranks, the seconds, and what the ranks have said.
+NCCL differs: the host runs ahead of the device, and a rank that waits for a dead one gets no error. A failing
+test shows the exit codes of the ranks, the seconds, and what the ranks have printed.
 """
 
 import time

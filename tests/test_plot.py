@@ -109,15 +109,18 @@ def run_of(folder, **settings):
     cfg = dataclasses.replace(
         Config(out_dir=str(folder), batch_tokens=100, max_steps=20, tokenizer="gpt2"), **settings
     )
-    log = Logger(cfg, World(0, 1, torch.device("cpu")), flops_per_token=1e6, precision="fp32")
-    log.start(0, [("parameters", "3 <b>")], {})
+    log = Logger(World(0, 1, torch.device("cpu")), 20, log_interval=1, batch_tokens=100, max_skipped=0)
+    folder.mkdir(parents=True, exist_ok=True)
+    log.open(folder, dataclasses.asdict(cfg))
+    log.start(0, 0, [("parameters", "3 <b>")], {}, (1e6, None))
+    log.seconds = 0.5
     for step in range(21):
         if step:
-            log.step(step, 9 / step**0.3, 1e-3, 1.0, 0.5)
+            log._line(step, 1e-3, 9 / step**0.3, 1.0)
         if step % 10 == 0:
             log.record("val", step, loss=10 / (step + 1) ** 0.3, bpb=4 / (step + 1) ** 0.3, seconds=1.0)
             log.record("sample", step, texts=[f"after {step} <script>", "x"])
-    log.close(20, None, 10)
+    log.close(20, False)
     return folder
 
 

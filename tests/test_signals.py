@@ -1,6 +1,6 @@
 """run/signals.py: a fault of one rank is heard, ends all of them, and leaves a checkpoint to go on from.
 
-Those over several ranks run train.py as a script in ranks.py's processes; tests of torchrun itself are marked slow.
+Those over several ranks run train.py in ranks.py's processes; tests of torchrun itself are marked slow.
 """
 
 import functools
@@ -26,7 +26,7 @@ from settings import Config
 
 
 def train_with_fault(words, fault, at_rank, at_micro_step):
-    """For ranks.attempt: train.py as a script, with a fault in one rank before a micro-step, counted from 1."""
+    """For ranks.attempt: train.py, with a fault in one rank before a micro-step, counted from 1."""
     take, count = TokenLoader.next, []
 
     def next_batch(loader):
@@ -83,7 +83,7 @@ def error_lines(done):
 
 
 def check_told(done, fault, codes, line):
-    """The ranks' exit codes, and that rank 1's fault is told once, in a line that begins as the pattern `line`."""
+    """The ranks' exit codes, and that rank 1's fault is told once, in a line that begins as `line`."""
     assert done.codes == codes, done.stderr
     [found] = error_lines(done)
     assert re.match(line, found), found
@@ -143,7 +143,7 @@ def test_a_signal_is_obeyed_after_the_step_and_the_resumed_run_is_the_same(data_
 
 
 def train_told_in_evaluation(words, part, at_rank):
-    """For ranks.attempt: train.py as a script; one rank gets SIGTERM in the first batch of step 4's evaluation."""
+    """For ranks.attempt: train.py; one rank gets SIGTERM before the first batch of step 4's evaluation."""
     function = getattr(evaluate.Evaluator, part)
 
     def told(evaluator, step, *rest):

@@ -1,4 +1,4 @@
-"""train.py run whole: resumed against uninterrupted, ranks against one process, and each user error with its code."""
+"""train.py run whole: resumed against uninterrupted, and each user error with its code."""
 
 import functools
 import json
@@ -448,7 +448,7 @@ def test_settings_that_hardly_anybody_means_are_warned_of(data_dir, tmp_path, ca
 
 @pytest.mark.gpu
 def test_fp16_skips_steps_whose_gradients_overflow(data_dir, tmp_path, monkeypatch):
-    """From a scale of 2**40 the scaler halves it until gradients are finite; a skipped step changes no weight."""
+    """From 2**40 the scaler halves its scale until gradients are finite; a skipped step changes no weight."""
     scaler = functools.partial(torch.amp.GradScaler, init_scale=2.0**40)
     monkeypatch.setattr(torch.amp, "GradScaler", scaler)
     settings = dict(device="cuda", precision="fp16", max_steps=60, save_interval=30, warmup_steps=0, lr=3e-3)
