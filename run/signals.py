@@ -8,6 +8,7 @@ and NCCL's time limit, timeout_s, ends ranks that wait for one that hangs; those
 """
 
 import contextlib
+import datetime
 import faulthandler
 import json
 import os
@@ -30,10 +31,6 @@ TWICE = 1  # s within which a second signal is the same one, from torchrun and f
 POLL = 0.5  # s between two looks at the store
 PATIENCE = 1.5  # s in which a rank may fail by itself, once another has failed
 STORE_GONE = 5  # s without the store after which the run is over: rank 0 or torchrun holds it
-
-
-class RankLost(UserError):
-    exit_code = 1
 
 
 class Watch(contextlib.ExitStack):
@@ -113,9 +110,11 @@ class Watch(contextlib.ExitStack):
         if not self.world.main:
             time.sleep(0.5)  # of an error that all ranks have, rank 0 tells
         if parallel.lost_connection(error):  # most likely for an error of another rank, which is told soon
-            self._wait(lambda: self.store.check(["failed"]), 2)
+            with contextlib.suppress(RuntimeError):
+                self.store.wait(["failed"], datetime.timedelta(seconds=2))
             reason = re.sub(r"^\[.*?\] |\. This is typically .*", "", first_line(error))  # gloo's long text
-            error = RankLost(f"step {self._step}: lost another rank ({reason}; timeout_s={self.timeout_s})")
+            error = UserError(f"step {self._step}: lost another rank ({reason}; timeout_s={self.timeout_s})")
+            error.exit_code = 1
         if isinstance(error, SystemExit):
             error = RuntimeError(f"sys.exit({error.code}) in one of the ranks")
         code, text = getattr(error, "exit_code", 1), str(error) or type(error).__name__
@@ -136,20 +135,14 @@ class Watch(contextlib.ExitStack):
             return self.store.compare_set("failed", "", cause).decode() == cause
         return True
 
-    def _wait(self, condition, seconds):
-        deadline = time.monotonic() + seconds
-        with contextlib.suppress(RuntimeError):
-            while not condition() and time.monotonic() < deadline:
-                time.sleep(0.05)
-
     def _leave_store(self, wait):
         """Rank 0, whose process may hold the store, waits at an error until the others have read it."""
-        if self.store is not None:
-            with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError):
+            if self.store is not None:
                 self.store.set(f"ended/{self.world.rank}", "")
-                self.store.add("left", 1)
-                if wait and self.world.main:
-                    self._wait(lambda: self.store.add("left", 0) >= self.world.size, PATIENCE + 1)
+            if self.store is not None and wait and self.world.main:
+                others = [f"ended/{rank}" for rank in range(self.world.size)]
+                self.store.wait(others, datetime.timedelta(seconds=PATIENCE + 1))
 
     # -- the thread
 
@@ -166,11 +159,12 @@ class Watch(contextlib.ExitStack):
                 store_seen = time.monotonic()
             except RuntimeError as error:  # torch's errors of a store
                 if time.monotonic() - store_seen > STORE_GONE and not self._closing.is_set():
-                    self._end(1, f"the process that holds the ranks' store is gone ({first_line(error)})")
+                    why = f"the process that holds the ranks' store is gone ({first_line(error)})"
+                    self._quit(1, why, alone=True)
 
     def _signalled(self, number):
         if self.asked and time.monotonic() - self._asked_at > TWICE:
-            self._end(128 + number, "a second signal")  # checkpoints are whole or not there
+            self._quit(128 + number, "a second signal", alone=True)  # checkpoints are whole or not there
         if self.world.main and not self.asked:
             words = f"{signal.Signals(number).name} in step {self._step}: this run saves and stops"
             print(f"{words}; a second signal ends it at once", flush=True)
@@ -196,12 +190,11 @@ class Watch(contextlib.ExitStack):
             faulthandler.dump_traceback()
         self._quit(cause["code"], f"rank {cause['rank']} failed: {cause['text']}")
 
-    def _end(self, code, why):
-        print(f"{self._where()}: {why}", file=sys.stderr, flush=True)
-        self.store = None  # nobody is to be waited for
-        self._quit(code, why)
-
-    def _quit(self, code, why):
+    def _quit(self, code, why, alone=False):
+        """alone: for a reason of this process, which waits for nobody."""
+        if alone:
+            print(f"{self._where()}: {why}", file=sys.stderr, flush=True)
+            self.store = None
         with contextlib.suppress(Exception):
             super().__exit__(SystemExit, SystemExit(code), None)
         self._leave_store(wait=True)
