@@ -66,8 +66,9 @@ class Watch(contextlib.ExitStack):
         self.store.set(f"process/{self.world.rank}", str(os.getpid()))
         first = self.world.rank - int(os.environ.get("LOCAL_RANK", 0))
         ranks = {*range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", 1)))} - {self.world.rank}
-        for rank in ranks if hasattr(os, "pidfd_open") else ():  # Linux
-            self._peers[os.pidfd_open(int(self.store.get(f"process/{rank}")))] = rank
+        for rank in ranks:
+            with contextlib.suppress(OSError, AttributeError):  # Linux alone has it
+                self._peers[os.pidfd_open(int(self.store.get(f"process/{rank}")))] = rank
 
     def __exit__(self, kind, error, trace):
         try:
@@ -147,15 +148,20 @@ class Watch(contextlib.ExitStack):
     # -- the thread
 
     def _watch(self):
-        store_seen = time.monotonic()
+        store_seen, poll = time.monotonic(), select.poll()
+        for descriptor in (self._pipe[0], *self._peers):
+            poll.register(descriptor, select.POLLIN)
         while not self._closing.is_set():
-            ready = select.select([self._pipe[0], *self._peers], [], [], POLL)[0]
+            ready = [descriptor for descriptor, _ in poll.poll(1000 * POLL)]
             for number in os.read(self._pipe[0], 64) if self._pipe[0] in ready else b"":
                 if number in SIGNALS:  # not the byte of __exit__
                     self._signalled(number)
+            ended = [descriptor for descriptor in ready if descriptor in self._peers]
+            for descriptor in ended:
+                poll.unregister(descriptor)  # it stays readable
             try:
                 if self.store is not None and not self._failing:
-                    self._look(ready)
+                    self._look(ended)
                 store_seen = time.monotonic()
             except RuntimeError as error:  # torch's errors of a store
                 if time.monotonic() - store_seen > STORE_GONE and not self._closing.is_set():
@@ -170,15 +176,12 @@ class Watch(contextlib.ExitStack):
             print(f"{words}; a second signal ends it at once", flush=True)
         self.asked, self._asked_at = self.asked or number, self._asked_at or time.monotonic()
 
-    def _look(self, ready):
+    def _look(self, ended):
         """Looks for ranks that have failed or died: NCCL does not tell those who wait for one."""
-        for descriptor in [d for d in ready if d in self._peers]:
-            os.close(descriptor)
-            lost, text = self._peers.pop(descriptor), f"{self._where()}: lost rank"
-            if not self.store.check([f"ended/{lost}"]) and self._first(
-                lost, 1, f"{text} {lost}, it has ended"
-            ):
-                print(f"error: {text} {lost}: its process has ended", file=sys.stderr, flush=True)
+        for lost in map(self._peers.get, ended):
+            text = f"{self._where()}: lost rank {lost}: its process has ended"
+            if not self.store.check([f"ended/{lost}"]) and self._first(lost, 1, text):
+                print(f"error: {text}", file=sys.stderr, flush=True)
         if self.store.check(["failed"]) and not self._closing.wait(PATIENCE) and not self._failing:
             self._follow()
 
@@ -210,11 +213,11 @@ def explained(cfg, world):
         budget = torch.cuda.mem_get_info(world.device)[1]
         raise UserError(memory.advice(cfg, world.size, budget, legal, error)) from None
     except RuntimeError as error:
-        text, inner = first_line(error), getattr(error, "inner_exception", None)
-        if "does not have a deterministic implementation" in text:
-            text = f"deterministic=True: {text.partition(' does not have')[0]} has no deterministic form"
-            raise UserError(f"{text}; replace it, or --deterministic=False") from None
-        if inner:  # of torch._dynamo's BackendCompilerFailed
+        name, missing, _ = first_line(error).partition(" does not have a deterministic implementation")
+        if missing:
+            hint = "has no deterministic form; replace it, or --deterministic=False"
+            raise UserError(f"deterministic=True: {name} {hint}") from None
+        if inner := getattr(error, "inner_exception", None):  # of torch._dynamo's BackendCompilerFailed
             text = f"torch.compile failed ({type(inner).__name__}: {first_line(inner)})"
             raise UserError(f"{text}; try --compile=False, or mend the compiler") from None
         raise

@@ -78,12 +78,12 @@ folders with `[`, spaces, a slash at the end, links | they work; printed command
 NaN, infinity and numbers of 4,000 digits as settings | refused in one line
 """.strip().splitlines()
 ABOUT = """
-What can go wrong with a run, what must hold then, and the tests that repeat it, with the number of those that
-passed. `./test.sh --faults` runs them and writes this table, this one on {date} with {cores} CPU cores and {gpu}.
-Among them are 18,200 mutations of files, 210 kills at random moments, and rows 47 and 60 twenty times each.
+What can go wrong with a run, what must hold then, and the tests that repeat it, with the number that passed.
+`./test.sh --faults` runs them and wrote this table on {date} with {cores} CPU cores and {gpu}. Among them
+are 18,200 mutations of files, 210 kills at random moments, and rows 47 and 60 twenty times each.
 
-Where there are two GPUs, `tests/test_nccl.py` repeats rows 29, 30, 42, 47, 48 and 60 over NCCL; elsewhere they
-run over gloo alone, and the test raises row 42's error itself.
+Where there are two GPUs, `tests/test_nccl.py` repeats rows 29, 30, 42, 47, 48 and 60 over NCCL; elsewhere
+they run over gloo alone, and the test raises row 42's error itself.
 
 [operations.md](operations.md) and [checkpoints.md](checkpoints.md) say how to live with it.
 """

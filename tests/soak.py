@@ -4,9 +4,9 @@
     python tests/soak.py --ranks=1 --device=cuda     # on a GPU
 
 It trains on bytes of Python's own source under torchrun, with evaluation, HellaSwag, samples and asynchronous
-saves, and reads the ranks' resident memory twice a second and the step time from log.jsonl. Memory may grow by
-2% over the last four fifths of the run, by a least-squares line, and a step's time by 10% from the second fifth
-to the last. It prints a table and ends with 1 if something does not hold. Linux alone, for /proc.
+saves, and reads the ranks' resident memory twice a second and the step time from log.jsonl. Memory may grow
+by 2% over the last four fifths of the run, by a least-squares line, and a step's time by 10% from the second
+fifth to the last. It prints a table and ends with 1 if something does not hold. Linux alone, for /proc.
 """
 
 import json
