@@ -77,14 +77,16 @@ class Logger:
         self.seconds, self.average = 0.0, None  # of a step; average: without the first one, which compiles
         self.full, self.skipped, self.in_a_row, self.warned = False, 0, 0, 0
         self.trend = 0.0, 0.0, 0  # running mean and variance of the loss, number of steps in them
-        self.status, self.ended = dict(state="running", step=0, max_steps=max_steps), threading.Event()
+        self.status = dict(state="running", step=0, max_steps=max_steps)
+        self.ended, self.thread = threading.Event(), threading.Thread(target=self._keep_status, daemon=True)
 
     def __exit__(self, kind, *_):
         """Ends the files; an ExitStack calls it."""
         self.ended.set()
-        self.status |= {"state": "failed"} if kind else {}
-        self._write_status()
         if self.file:
+            self.thread.join()
+            self.status |= {"state": "failed"} if kind else {}
+            self._write_status()
             self.file.close()
             self.file = None
 
@@ -107,7 +109,7 @@ class Logger:
                 if path.exists():  # a kill may have cut the last line short: it would spoil the next one
                     os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
                 self.file = open(path, "ab", buffering=0)
-            threading.Thread(target=self._keep_status, daemon=True).start()
+            self.thread.start()
             self.wandb = self._try_wandb(self._start_wandb, config) if wandb else None
             self.wandb_id = self.wandb.id if self.wandb else wandb_id
 
