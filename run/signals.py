@@ -8,7 +8,6 @@ and NCCL's time limit, timeout_s, ends ranks that wait for one that hangs; those
 """
 
 import contextlib
-import datetime
 import faulthandler
 import json
 import os
@@ -110,23 +109,24 @@ class Watch(contextlib.ExitStack):
         self._failing = True
         if not self.world.main:
             time.sleep(0.5)  # of an error that all ranks have, rank 0 tells
-        if parallel.lost_connection(error):  # most likely for an error of another rank, which is told soon
-            with contextlib.suppress(RuntimeError):
-                self.store.wait(["failed"], datetime.timedelta(seconds=2))
+        if lost := parallel.lost_connection(error):
+            self._wait(["failed"], 2)  # another rank most likely has an error, and tells it soon
             reason = re.sub(r"^\[.*?\] |\. This is typically .*", "", first_line(error))  # gloo's long text
             error = UserError(f"step {self._step}: lost another rank ({reason}; timeout_s={self.timeout_s})")
             error.exit_code = 1
         if isinstance(error, SystemExit):
             error = RuntimeError(f"sys.exit({error.code}) in one of the ranks")
         code, text = getattr(error, "exit_code", 1), str(error) or type(error).__name__
-        if not self._first(self.world.rank, code, text):
-            return self._follow()
+        first = self._first(self.world.rank, code, text)
+        if not first and (lost or not isinstance(error, UserError)):
+            self._follow()
         if not isinstance(error, UserError):
             print(f"error: {self._where()}:", file=sys.stderr)
             traceback.print_exception(error)
             self._quit(code, text)
-        error.args = error.args if self.world.main else (f"rank {self.world.rank}: {error}",)
-        error.loud = True
+        if first and not self.world.main:
+            error.args = (f"rank {self.world.rank}: {error}",)
+        error.loud = first
         raise error from None
 
     def _first(self, rank, code, text):
@@ -136,14 +136,20 @@ class Watch(contextlib.ExitStack):
             return self.store.compare_set("failed", "", cause).decode() == cause
         return True
 
+    def _wait(self, keys, seconds):
+        """Until the store has the keys; its own wait would print a warning."""
+        deadline = time.monotonic() + seconds
+        with contextlib.suppress(RuntimeError):
+            while not self.store.check(keys) and time.monotonic() < deadline:
+                time.sleep(0.05)
+
     def _leave_store(self, wait):
         """Rank 0, whose process may hold the store, waits at an error until the others have read it."""
         with contextlib.suppress(RuntimeError):
             if self.store is not None:
                 self.store.set(f"ended/{self.world.rank}", "")
             if self.store is not None and wait and self.world.main:
-                others = [f"ended/{rank}" for rank in range(self.world.size)]
-                self.store.wait(others, datetime.timedelta(seconds=PATIENCE + 1))
+                self._wait([f"ended/{rank}" for rank in range(self.world.size)], PATIENCE + 1)
 
     # -- the thread
 
