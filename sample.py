@@ -36,12 +36,9 @@ class Config:
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"  # auto: bf16 where it is supported
     parallel: Literal["ddp", "fsdp"] = "ddp"  # a rank holds: ddp: the whole model; fsdp: a part of it
 
-    nanogpt = {"out_dir": "checkpoint", "start": "prompt", "num_samples": "n_samples", "dtype": "precision"}
-
 
 def main(cfg):
-    found = too_small(cfg, {"n_samples": 1, "max_new_tokens": 0, "temperature": 0, "top_k": 1, "seed": 0})
-    refuse(found + [f"seed={cfg.seed} must be below 2**63"] * (cfg.seed >= 2**63))
+    refuse(too_small(cfg, {"n_samples": 1, "max_new_tokens": 0, "temperature": 0, "top_k": 1, "seed": 0}))
     prompt, talk = read_prompt(cfg.prompt), cfg.chat and cfg.prompt is None
     if talk and int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise UserError("chat=True without a prompt reads stdin, which ranks cannot share: no torchrun")
@@ -52,17 +49,16 @@ def main(cfg):
     world, model, tokenizer, autocast = trained.load(cfg)
     template = chat.Template(trained.folders(cfg, tokenizer)[0], tokenizer) if cfg.chat else None
     shown = [] if template else tokenizer.encode("\n" if prompt is None else prompt)
-    ids = [tokenizer.eot, *shown]
-    if template and not talk:
-        ids = template.ids([message("user", prompt)])
+    question = [dict(role="user", content=prompt)]
+    ids = template.ids(question) if template and not talk else [tokenizer.eot, *shown]
     options = dict(max_new_tokens=cfg.max_new_tokens, temperature=cfg.temperature, top_k=cfg.top_k)
     options |= dict(ends=tokenizer.ends if cfg.stop else (), cached=cfg.cache, quiet=not world.main)
     printer = sampling.Printer(model, tokenizer, **options)
-    rounds = range(0, 0 if talk else cfg.n_samples, world.size)
     with autocast:
         if talk:
             converse(printer, template, cfg.seed)
-        for first in rounds:  # each rank makes a sample; rank 0 prints its own as it comes, then the others'
+        # each rank makes a sample; rank 0 prints its own as it comes, then the others'
+        for first in range(0, 0 if talk else cfg.n_samples, world.size):
             number = first + world.rank
             own = printer(ids, cfg.seed + number, shown, wanted=number < cfg.n_samples)
             texts = parallel.gather_objects(own)[: cfg.n_samples - first]
@@ -85,18 +81,14 @@ def read_prompt(prompt):
 
 
 def converse(printer, template, seed):
-    """Replies to each line of stdin, which is to end with Ctrl-D."""
+    """Replies to each line of stdin, until Ctrl-D."""
     messages = []
     while True:
         try:
-            messages.append(message("user", input("> " if sys.stdin.isatty() else "")))
+            messages.append(dict(role="user", content=input("> " if sys.stdin.isatty() else "")))
         except EOFError:
             return
-        messages.append(message("assistant", printer(template.ids(messages), seed)))
-
-
-def message(role, content):
-    return {"role": role, "content": content}
+        messages.append(dict(role="assistant", content=printer(template.ids(messages), seed)))
 
 
 if __name__ == "__main__":
