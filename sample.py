@@ -1,7 +1,7 @@
 """Generate text from a checkpoint.
 
     python sample.py --checkpoint=out/gpt2_124m --prompt="Once upon a time" --n_samples=4
-    python sample.py --pretrained=gpt2 --prompt=FILE:story.txt --temperature=0.8 --top_k=50
+    python sample.py --pretrained=gpt2 --prompt="$(cat story.txt)" --temperature=0.8 --top_k=50
     torchrun --standalone --nproc_per_node=8 sample.py --checkpoint=out/llama3_8b --n_samples=32  # 4 on each
     torchrun --standalone --nproc_per_node=4 sample.py --checkpoint=out/llama3_70b --parallel=fsdp
     python sample.py --pretrained=FOLDER --chat                       # a conversation: a line, a reply
@@ -12,7 +12,6 @@ Prints the text as it is generated, and at the end tokens a second. The sampling
 import os
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from configurator import UserError, refuse, run, too_small
@@ -23,7 +22,7 @@ class Config:
     checkpoint: str | None = None  # folder of a run or of a checkpoint
     pretrained: str | None = None  # instead: Hugging Face weights, a folder or a hub name
     tokenizer: str | None = None  # None: the one that the weights were trained with
-    prompt: str | None = None  # text, or FILE:PATH of one; None: a new line, with chat the lines of stdin
+    prompt: str | None = None  # text; None: a new line, with chat the lines of stdin
     chat: bool = False  # the prompt is a message, put into the chat template of the tokenizer's folder
     n_samples: int = 4  # number of continuations
     max_new_tokens: int = 200  # tokens to generate for each
@@ -39,7 +38,7 @@ class Config:
 
 def main(cfg):
     refuse(too_small(cfg, {"n_samples": 1, "max_new_tokens": 0, "temperature": 0, "top_k": 1, "seed": 0}))
-    prompt, talk = read_prompt(cfg.prompt), cfg.chat and cfg.prompt is None
+    talk = cfg.chat and cfg.prompt is None
     if talk and int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise UserError("chat=True without a prompt reads stdin, which ranks cannot share: no torchrun")
     from corpus import chat
@@ -48,8 +47,8 @@ def main(cfg):
 
     world, model, tokenizer, autocast = trained.load(cfg)
     template = chat.Template(trained.folders(cfg, tokenizer)[0], tokenizer) if cfg.chat else None
-    shown = [] if template else tokenizer.encode("\n" if prompt is None else prompt)
-    question = [dict(role="user", content=prompt)]
+    shown = [] if template else tokenizer.encode("\n" if cfg.prompt is None else cfg.prompt)
+    question = [dict(role="user", content=cfg.prompt)]
     ids = template.ids(question) if template and not talk else [tokenizer.eot, *shown]
     options = dict(max_new_tokens=cfg.max_new_tokens, temperature=cfg.temperature, top_k=cfg.top_k)
     options |= dict(ends=tokenizer.ends if cfg.stop else (), cached=cfg.cache, quiet=not world.main)
@@ -69,15 +68,6 @@ def main(cfg):
     if world.main:
         print(f"{tokens:,} tokens in {seconds:.1f} s, {tokens / max(seconds, 1e-9):,.1f} tokens/s")
     parallel.stop()
-
-
-def read_prompt(prompt):
-    if prompt is None or not prompt.startswith("FILE:"):
-        return prompt
-    try:
-        return Path(prompt[5:]).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise UserError(f"prompt={prompt}: cannot be read as UTF-8 text ({error})") from None
 
 
 def converse(printer, template, seed):

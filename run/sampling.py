@@ -43,7 +43,7 @@ class Printer:
         return text
 
     def continued(self, ids, seed, wanted):
-        """Yields the new ids. A sharded model's ranks go on until the last text ends, not wanted ones too."""
+        """Yields the new ids. A sharded model's ranks, also those without a `wanted` text, go on together."""
         idx = torch.tensor([ids], device=parallel.device_of(self.model))
         in_step = bool(parallel.units(self.model))
         for new in steps(self.model, idx, seed=seed, **self.options) if wanted or in_step else ():

@@ -129,15 +129,6 @@ def test_a_missing_or_empty_file_is_a_mistake_and_a_dead_network_is_not(tmp_path
     assert not (tmp_path / "cache").exists()
 
 
-def test_download_through_the_network_and_the_cache(tmp_path):
-    source = tmp_path / "source.jsonl"
-    source.write_text("".join(json.dumps(example) + "\n" for example in made_up(3)))
-    path = hellaswag.download(tmp_path / "cache", url=source.as_uri())
-    source.unlink()
-    assert hellaswag.download(tmp_path / "cache", url=source.as_uri()) == path
-    assert len(hellaswag.load(path)) == 3
-
-
 def test_command_line_scores_a_checkpoint_and_refuses_no_examples(tmp_path, capsys):
     model, path = small(), tmp_path / "h.jsonl"
     path.write_text("".join(json.dumps(example) + "\n" for example in made_up(5)))

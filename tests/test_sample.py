@@ -92,18 +92,6 @@ def test_a_sample_ends_where_the_model_ends_its_text_and_changed_code_is_announc
         assert err == f"warning: model.py differs from that of {run}\n"
 
 
-def test_a_prompt_from_a_file(run, tmp_path, capsys):
-    (tmp_path / "p.txt").write_text("naïve\n", encoding="utf-8")
-    options = dict(n_samples=1, max_new_tokens=2)
-    sample.main(config(run, prompt=f"FILE:{tmp_path}/p.txt", **options))
-    assert capsys.readouterr().out.startswith("naïve\n")
-    (tmp_path / "p.txt").write_bytes(b"\xff")
-    for name in ("p.txt", "none.txt"):
-        with pytest.raises(UserError, match=f"FILE:.*{name}: cannot be read as UTF-8 text") as error:
-            sample.main(config(run, prompt=f"FILE:{tmp_path}/{name}", **options))
-        one_line(error)
-
-
 LLAMA = dict(norm="rmsnorm", positions="rope", mlp="swiglu", bias=False)
 
 
