@@ -22,11 +22,14 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from configurator import UserError, refuse, run, too_small
-from run.files import write_atomic
+from run.files import Form, misfit, text, write_atomic
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 CACHE = Path.home() / ".cache" / "hellaswag"
 BATCH_TOKENS = {"cuda": 65_536, "cpu": 1024}  # CPU: a row takes a third longer with 4,096 (GPT-2 124M)
+FOUR = Form("4 texts", lambda v: isinstance(v, list) and len(v) == 4 and all(map(text, v)))
+CONTEXT = Form("a text of a letter or more", lambda v: text(v) and v != "")
+EXAMPLE = {"ctx": CONTEXT, "endings": FOUR, "label": (*range(4), *"0123")}
 
 
 @dataclass
@@ -80,42 +83,33 @@ def parse(data, where):
             continue
         try:
             example = json.loads(line)
-            ctx, endings, label = example["ctx"], example["endings"], example["label"]
-            label = int(label) if isinstance(label, str) else label
-            good = [type(text) for text in [ctx, *endings]] == [str] * 5 and type(label) is int
-            if not good or not ctx or not 0 <= label < 4:
-                raise ValueError("expected a ctx, 4 endings and a label from 0 to 3")
-        except (ValueError, KeyError, TypeError) as error:  # UnicodeDecodeError is a ValueError
-            raise HellaSwagError(f"{where}:{number}: not an example of HellaSwag ({error!r})") from None
-        examples.append({"ctx": ctx, "endings": endings, "label": label})
+            if wrong := misfit(example, EXAMPLE):
+                raise ValueError(wrong)
+        except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
+            raise HellaSwagError(f"{where}:{number}: not an example of HellaSwag ({error})") from None
+        examples.append({k: example[k] for k in ("ctx", "endings")} | {"label": int(example["label"])})
     if not examples:
         raise HellaSwagError(f"{where}: no examples in it; expected one JSON object a line")
     return examples
 
 
-def download(folder=CACHE, url=URL, tries=3):
+def download(folder=CACHE, url=URL):
     """Downloads the validation file once and returns its path. A reply that does not parse is not kept."""
     path = Path(folder) / "hellaswag_val.jsonl"
-    for attempt in range(tries):
-        if path.exists():
-            return path
-        try:
+    try:
+        if not path.exists():
             with urllib.request.urlopen(url, timeout=20) as reply:
                 data = reply.read()
             parse(data, url)
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(path, data)  # several ranks may download at the same time
-            return path
-        except (OSError, http.client.HTTPException, HellaSwagError) as error:  # urllib's errors are OSErrors
-            failure = error
-            time.sleep(2**attempt)
-    local = "give a local one, hellaswag.py --file or train.py --hellaswag_file"
-    raise Unavailable(f"{url} cannot be downloaded ({failure}); {local}")
+    except (OSError, http.client.HTTPException, HellaSwagError) as error:  # urllib's errors are OSErrors
+        local = "give a local one, hellaswag.py --file or train.py --hellaswag_file"
+        raise Unavailable(f"{url} cannot be downloaded ({error}); {local}") from None
+    return path
 
 
-class Prepared(NamedTuple):
-    """Tokenized examples, four rows each."""
-
+class Prepared(NamedTuple):  # tokenized examples, four rows each
     rows: list  # ids of context and ending, int64 arrays
     starts: np.ndarray  # index in each row at which the ending begins
     labels: np.ndarray  # index of the right ending of each example
@@ -131,8 +125,7 @@ def prepare(examples, tokenizer, block_size):
         context = contexts[i // 4]
         cut = max(0, len(context) + len(ending) - (block_size + 1))
         if cut >= len(context):
-            size = f"an ending of {len(ending)} tokens"
-            raise HellaSwagError(f"example {i // 4}: {size} does not fit {block_size=}")
+            raise HellaSwagError(f"example {i // 4}: an ending of {len(ending)} tokens exceeds {block_size=}")
         truncated += cut > 0
         rows.append(np.concatenate([context[cut:], ending]).astype(np.int64))
         starts.append(len(context) - cut)
@@ -140,10 +133,7 @@ def prepare(examples, tokenizer, block_size):
 
 
 def batches(prepared, batch_tokens, block_size):
-    """Yields (row numbers, B, T) for each forward, the longest first: if memory is short, it fails at once.
-
-    T is a multiple of 32 and B follows from it, so that a compiled model sees few shapes.
-    """
+    """Yields (row numbers, B, T) of each forward, longest first; T in steps of 32, for few shapes."""
     width = [min(block_size, -(-(len(row) - 1) // 32) * 32) for row in prepared.rows]
     order = sorted(range(len(width)), key=width.__getitem__, reverse=True)
     for T, group in itertools.groupby(order, width.__getitem__):
@@ -165,9 +155,8 @@ def pad(prepared, numbers, B, T):
 def evaluate(model, prepared, device, batch_tokens=None, autocast=None, stop=lambda: False):
     """{"acc", "acc_norm", "n", "truncated", "seconds"} over all examples, the same on every rank.
 
-    model(idx, targets, "none") returns the loss of each token, (B, T), 0 where the target is -100. The ranks
-    share the batches and run equally many forwards: FSDP2's collectives need all of them. stop(): whether to end
-    before the last batch; the score is then worth nothing.
+    The ranks share the batches and run equally many forwards: FSDP2's collectives need all of them. stop():
+    whether to end before the last batch; the score is then worth nothing.
     """
     import torch
 
@@ -178,7 +167,7 @@ def evaluate(model, prepared, device, batch_tokens=None, autocast=None, stop=lam
     batch_tokens = batch_tokens or BATCH_TOKENS.get(torch.device(device).type, 4096)
     jobs = list(batches(prepared, batch_tokens, model.cfg.block_size))
     jobs += [([], *jobs[-1][1:])] * (-len(jobs) % world)
-    losses = torch.zeros(len(prepared.rows), dtype=torch.float32, device=device)
+    losses = torch.zeros(len(prepared.rows), device=device)
     for numbers, B, T in progress(jobs[rank::world], "HellaSwag", stop=stop):
         idx, targets = (torch.from_numpy(x).to(device) for x in pad(prepared, numbers, B, T))
         with torch.no_grad(), autocast or contextlib.nullcontext():
@@ -187,9 +176,9 @@ def evaluate(model, prepared, device, batch_tokens=None, autocast=None, stop=lam
     parallel.sum_over_ranks(losses)
     sums = losses.cpu().double().numpy()
     means = sums / (np.array([len(row) for row in prepared.rows]) - prepared.starts)
-    seconds, right = time.perf_counter() - began, lambda x: x.reshape(-1, 4).argmin(1) == prepared.labels
-    shares = {"acc": float(right(sums).mean()), "acc_norm": float(right(means).mean())}
-    return shares | {"n": len(prepared.labels), "truncated": prepared.truncated, "seconds": seconds}
+    share = lambda x: float((x.reshape(-1, 4).argmin(1) == prepared.labels).mean())
+    score = dict(acc=share(sums), acc_norm=share(means), n=len(prepared.labels), truncated=prepared.truncated)
+    return score | dict(seconds=time.perf_counter() - began)
 
 
 def in_words(score):

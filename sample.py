@@ -1,7 +1,7 @@
 """Generate text from a checkpoint.
 
     python sample.py --checkpoint=out/gpt2_124m --prompt="Once upon a time" --n_samples=4
-    python sample.py --pretrained=gpt2 --prompt=FILE:story.txt --temperature=0.8 --top_k=50
+    python sample.py --pretrained=gpt2 --prompt="$(cat story.txt)" --temperature=0.8 --top_k=50
     torchrun --standalone --nproc_per_node=8 sample.py --checkpoint=out/llama3_8b --n_samples=32  # 4 on each
     torchrun --standalone --nproc_per_node=4 sample.py --checkpoint=out/llama3_70b --parallel=fsdp
     python sample.py --pretrained=FOLDER --chat                       # a conversation: a line, a reply
@@ -12,7 +12,6 @@ Prints the text as it is generated, and at the end tokens a second. The sampling
 import os
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from configurator import UserError, refuse, run, too_small
@@ -23,7 +22,7 @@ class Config:
     checkpoint: str | None = None  # folder of a run or of a checkpoint
     pretrained: str | None = None  # instead: Hugging Face weights, a folder or a hub name
     tokenizer: str | None = None  # None: the one that the weights were trained with
-    prompt: str | None = None  # text, or FILE:PATH of one; None: a new line, with chat the lines of stdin
+    prompt: str | None = None  # text; None: a new line, with chat the lines of stdin
     chat: bool = False  # the prompt is a message, put into the chat template of the tokenizer's folder
     n_samples: int = 4  # number of continuations
     max_new_tokens: int = 200  # tokens to generate for each
@@ -36,13 +35,10 @@ class Config:
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"  # auto: bf16 where it is supported
     parallel: Literal["ddp", "fsdp"] = "ddp"  # a rank holds: ddp: the whole model; fsdp: a part of it
 
-    nanogpt = {"out_dir": "checkpoint", "start": "prompt", "num_samples": "n_samples", "dtype": "precision"}
-
 
 def main(cfg):
-    found = too_small(cfg, {"n_samples": 1, "max_new_tokens": 0, "temperature": 0, "top_k": 1, "seed": 0})
-    refuse(found + [f"seed={cfg.seed} must be below 2**63"] * (cfg.seed >= 2**63))
-    prompt, talk = read_prompt(cfg.prompt), cfg.chat and cfg.prompt is None
+    refuse(too_small(cfg, {"n_samples": 1, "max_new_tokens": 0, "temperature": 0, "top_k": 1, "seed": 0}))
+    talk = cfg.chat and cfg.prompt is None
     if talk and int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise UserError("chat=True without a prompt reads stdin, which ranks cannot share: no torchrun")
     from corpus import chat
@@ -51,18 +47,17 @@ def main(cfg):
 
     world, model, tokenizer, autocast = trained.load(cfg)
     template = chat.Template(trained.folders(cfg, tokenizer)[0], tokenizer) if cfg.chat else None
-    shown = [] if template else tokenizer.encode("\n" if prompt is None else prompt)
-    ids = [tokenizer.eot, *shown]
-    if template and not talk:
-        ids = template.ids([message("user", prompt)])
+    shown = [] if template else tokenizer.encode("\n" if cfg.prompt is None else cfg.prompt)
+    question = [dict(role="user", content=cfg.prompt)]
+    ids = template.ids(question) if template and not talk else [tokenizer.eot, *shown]
     options = dict(max_new_tokens=cfg.max_new_tokens, temperature=cfg.temperature, top_k=cfg.top_k)
     options |= dict(ends=tokenizer.ends if cfg.stop else (), cached=cfg.cache, quiet=not world.main)
     printer = sampling.Printer(model, tokenizer, **options)
-    rounds = range(0, 0 if talk else cfg.n_samples, world.size)
     with autocast:
         if talk:
             converse(printer, template, cfg.seed)
-        for first in rounds:  # each rank makes a sample; rank 0 prints its own as it comes, then the others'
+        # each rank makes a sample; rank 0 prints its own as it comes, then the others'
+        for first in range(0, 0 if talk else cfg.n_samples, world.size):
             number = first + world.rank
             own = printer(ids, cfg.seed + number, shown, wanted=number < cfg.n_samples)
             texts = parallel.gather_objects(own)[: cfg.n_samples - first]
@@ -75,28 +70,15 @@ def main(cfg):
     parallel.stop()
 
 
-def read_prompt(prompt):
-    if prompt is None or not prompt.startswith("FILE:"):
-        return prompt
-    try:
-        return Path(prompt[5:]).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise UserError(f"prompt={prompt}: cannot be read as UTF-8 text ({error})") from None
-
-
 def converse(printer, template, seed):
-    """Replies to each line of stdin, which is to end with Ctrl-D."""
+    """Replies to each line of stdin, until Ctrl-D."""
     messages = []
     while True:
         try:
-            messages.append(message("user", input("> " if sys.stdin.isatty() else "")))
+            messages.append(dict(role="user", content=input("> " if sys.stdin.isatty() else "")))
         except EOFError:
             return
-        messages.append(message("assistant", printer(template.ids(messages), seed)))
-
-
-def message(role, content):
-    return {"role": role, "content": content}
+        messages.append(dict(role="assistant", content=printer(template.ids(messages), seed)))
 
 
 if __name__ == "__main__":

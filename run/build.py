@@ -175,6 +175,4 @@ def describe(cfg, world, job, loader, start):
         rows.append(("", f"{folder}: {share:.1%} of the rows, {epochs:.2f} epochs"))
     rows.append(("step", f"{cfg.batch_tokens:,} tokens: {micro}"))
     rows.append(("run", f"steps {start.step} to {cfg.max_steps}: {human(tokens)} tokens"))
-    if hf.names_hf(cfg.init_from):
-        rows.append(("init_from", f"{cfg.init_from}: {hf.adopted(cfg)}"))
     return rows + start.rows(cfg)

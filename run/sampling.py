@@ -17,8 +17,6 @@ import kernels
 from configurator import UserError, is_rank_0
 from scale import context, parallel
 
-TRIAL = 16  # tokens with which `make_cache` tries a model
-
 
 def texts(model, tokenizer, prompt, n, max_new_tokens, temperature, top_k, seed):
     """n strings that continue `prompt`, which they include; each ends at the end of its document."""
@@ -28,18 +26,14 @@ def texts(model, tokenizer, prompt, n, max_new_tokens, temperature, top_k, seed)
 
 
 class Printer:
-    """Prints text as it is generated, unless quiet; `tokens` and `seconds` add up over its calls."""
+    """Prints text as it comes, unless quiet, up to an id of `ends`; adds up `tokens` and `seconds`."""
 
-    def __init__(self, model, tokenizer, ends, quiet=False, **options):
-        """ends: the ids at which a text ends. options: of `steps`."""
+    def __init__(self, model, tokenizer, ends, quiet=False, **options):  # of `steps`
         self.model, self.tokenizer, self.ends, self.quiet = model, tokenizer, ends, quiet
         self.options, self.tokens, self.seconds = options, 0, 0.0
 
     def __call__(self, ids, seed, shown=(), wanted=True):
-        """Prints the text of `shown` and of what continues `ids`, both lists of ids; returns it.
-
-        wanted: False on a rank that has no text to make, but takes part in the forwards of a sharded model.
-        """
+        """Prints the text of `shown` and of what continues `ids`, both lists of ids; returns it."""
         began, text = time.perf_counter(), ""
         for piece in pieces(self.tokenizer.decode, shown, self.continued(ids, seed, wanted)):
             print("" if self.quiet else piece, end="", flush=True)
@@ -49,7 +43,7 @@ class Printer:
         return text
 
     def continued(self, ids, seed, wanted):
-        """Yields the new ids. The ranks of a sharded model go on until the last one's text ends."""
+        """Yields the new ids. A sharded model's ranks, also those without a `wanted` text, go on together."""
         idx = torch.tensor([ids], device=parallel.device_of(self.model))
         in_step = bool(parallel.units(self.model))
         for new in steps(self.model, idx, seed=seed, **self.options) if wanted or in_step else ():
@@ -66,14 +60,14 @@ def pieces(decode, shown, ids):
 
     The piece before is decoded again with each new one: some tokenizers drop the space that begins a text.
     """
-    before, new = [], []
+    before, new, text = [], [], ""
     for more in itertools.chain([list(shown)], ([i] for i in ids)):
         new = new + more
         text = decode(before + new)[len(decode(before)) :]
         if not text.endswith("\ufffd"):
             yield text
-            before, new = new, []
-    yield decode(before + new)[len(decode(before)) :]
+            before, new, text = new, [], ""
+    yield text
 
 
 def generate(model, ids, max_new_tokens, temperature=1.0, top_k=None, seed=0, cached=True):
@@ -86,16 +80,13 @@ def generate(model, ids, max_new_tokens, temperature=1.0, top_k=None, seed=0, ca
 def steps(model, ids, max_new_tokens, temperature=1.0, top_k=None, seed=0, cached=True):
     """Yields the next id of each row of ids (B, T) int64, (B,), max_new_tokens times.
 
-    Up to block_size tokens a KV cache is used, unless an edited model gives other logits with it. Else a step
-    computes the last block_size tokens, in a window of one width: a compiled model sees one shape, and causal
-    attention does not see the zeros on its right.
+    Beyond block_size tokens, or without a KV cache, a step computes the last block_size tokens in a window of
+    one width: a compiled model sees one shape, and causal attention does not see the zeros on its right.
     """
     generator = torch.Generator(ids.device).manual_seed(seed)
-    B, T = ids.shape
-    total = T + max_new_tokens
+    T, total = ids.size(1), ids.size(1) + max_new_tokens
     width = min(model.cfg.block_size, -(-total // 64) * 64)
-    buffer = torch.zeros(B, max(total, width), dtype=torch.long, device=ids.device)
-    buffer[:, :T] = ids
+    buffer = F.pad(ids, (0, max(total, width) - T))
     cache = make_cache(model, width) if cached and width > 1 else None
     for end in range(T, total):
         if cache and end <= width:
@@ -119,7 +110,7 @@ def pick(logits, temperature, top_k, generator):
 
 def make_cache(model, size):
     """A Cache of `size` tokens a row; None, with a warning, for an edited model that it does not suit."""
-    idx = torch.arange(min(TRIAL, size), device=parallel.device_of(model))[None] % model.cfg.vocab_size
+    idx = torch.arange(min(16, size), device=parallel.device_of(model))[None] % model.cfg.vocab_size
     try:
         trial = Cache(model, idx.size(1))
     except UserError as error:
@@ -138,15 +129,16 @@ def warn(reason):
 
 
 class Cache:
-    """The keys and values of rows of up to `size` tokens; `length`: how many tokens of each row it has.
+    """Keys and values of rows of up to `size` tokens; `length`: how many of each row it has.
 
     Raises UserError for a model with another attn.core than kernels.attention. It needs torch.no_grad, and
     with context parallelism or document masks context.alone.
     """
 
     def __init__(self, model, size):
-        self.model, self.length, found = model, 0, context.attentions(model, "a KV cache")
-        self.cores = [(vars(module), "core", Kept(self, module.core, size)) for module in found]
+        self.model, self.size, self.length, self.kept = model, size, 0, {}
+        found = context.attentions(model, "a KV cache")
+        self.cores = [(vars(m), "core", functools.partial(self.attend, m, m.core)) for m in found]
 
     def logits(self, idx):
         """(B, T) ids after those in the cache, T = 1 unless it is empty -> (B, vocab_size) of the last."""
@@ -164,6 +156,22 @@ class Cache:
         with torch.compiler.set_stance("force_eager"):
             return self.model.logits(idx, slice(-1, None))[:, 0]
 
+    def attend(self, module, core, q, k, v, *options):
+        """attn.core for tokens after those in the cache, q: (B, H, T, D); k, v: (B, H_kv, T, D) -> as q."""
+        B, H_kv, T, D = v.shape
+        first, last = self.length, self.length + T
+        if first == 0:
+            self.kept[module] = v.new_empty(2, B, H_kv, self.size, D)
+        kept = self.kept[module][:, :, :, :last]
+        kept[0, :, :, first:], kept[1, :, :, first:] = k, v
+        if first == 0:
+            return core(q, k, v, *options)
+        assert T == 1, "several tokens after cached ones would need a mask"
+        shared = q.to(v.dtype).reshape(B, H_kv, -1, D)  # heads that share keys, as if they were tokens
+        with sdpa_kernel(kernels.BACKENDS["flash"], set_priority=True):  # cuDNN makes a plan for each length
+            y = F.scaled_dot_product_attention(shared, *kept)
+        return y.reshape(B, 1, -1, D).transpose(1, 2)  # in memory (B, T, H, D), which fast GEMMs read
+
 
 def assign(attributes):
     """Sets (vars(object), name, value); None: the object has none of its own, but its class's."""
@@ -171,26 +179,3 @@ def assign(attributes):
         values[name] = value
         if value is None:
             del values[name]
-
-
-class Kept:
-    """attn.core of one attention, with its keys and values, allocated at once for `size` tokens."""
-
-    def __init__(self, cache, core, size):
-        self.cache, self.core, self.size, self.kept = cache, core, size, None
-
-    def __call__(self, q, k, v, *options):
-        """For the tokens after those in the cache, q: (B, H, T, D); k, v: (B, H_kv, T, D) -> (B, H, T, D)."""
-        B, H_kv, T, D = v.shape
-        first, last = self.cache.length, self.cache.length + T
-        if self.kept is None:
-            self.kept = v.new_empty(2, B, H_kv, self.size, D)
-        self.kept[0, :, :, first:last], self.kept[1, :, :, first:last] = k, v
-        if first == 0:
-            return self.core(q, k, v, *options)
-        assert T == 1, "several tokens after cached ones would need a mask"
-        keys, values = self.kept[:, :, :, :last]
-        shared = q.to(v.dtype).reshape(B, H_kv, -1, D)  # heads that share keys, as if they were tokens
-        with sdpa_kernel(kernels.BACKENDS["flash"], set_priority=True):  # cuDNN makes a plan for each length
-            y = F.scaled_dot_product_attention(shared, keys, values)
-        return y.reshape(B, 1, -1, D).transpose(1, 2)  # in memory (B, T, H, D), which fast GEMMs read

@@ -22,8 +22,7 @@ def load(cfg):
     parallel.barrier()  # all have connected: a rank that ends on a mistake below breaks no other's connection
     precision, _ = pick_precision(cfg.precision, world.device)
     model, saved = load_model(cfg, world, precision)
-    name = cfg.tokenizer or getattr(saved, "tokenizer", None) or "gpt2"
-    tokenizer = tokenizers.load(name, model.cfg.vocab_size)
+    tokenizer = tokenizers.load(cfg.tokenizer or saved.tokenizer or "gpt2", model.cfg.vocab_size)
     for folder in folders(cfg, tokenizer):
         tokenizer.ends |= chat.stop_ids(folder, tokenizer)
     return world, model, tokenizer, autocast(precision, world.device)

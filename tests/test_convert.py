@@ -4,22 +4,13 @@ import errno
 import json
 import os
 import pickle
-import shutil
 
 import pytest
 import torch
 from conftest import ROOT
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModelForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import convert
@@ -36,10 +27,8 @@ SCALING["original_max_position_embeddings"] = 32  # of 64: all three ranges of w
 
 
 def gpt2(**changes):
-    shape = dict(
-        vocab_size=301, n_positions=64, n_embd=48, n_layer=2, n_head=3, bos_token_id=0, eos_token_id=0
-    )
-    return randomized(GPT2LMHeadModel(GPT2Config(**{**shape, **changes})))
+    shape = dict(vocab_size=301, n_positions=64, n_embd=48, n_layer=2, n_head=3)
+    return made(GPT2Config(**{**shape, **dict(bos_token_id=0, eos_token_id=0), **changes}))
 
 
 SHAPE = dict(vocab_size=301, max_position_embeddings=64, hidden_size=64, intermediate_size=88)
@@ -47,18 +36,15 @@ SHAPE |= dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
 
 
 def llama(**changes):
-    return randomized(LlamaForCausalLM(LlamaConfig(**{**SHAPE, **changes})))
+    return made(LlamaConfig(**{**SHAPE, **changes}))
 
 
 def qwen3(**changes):
-    return randomized(Qwen3ForCausalLM(Qwen3Config(**{**SHAPE, "head_dim": 16, **changes})))
+    return made(Qwen3Config(**{**SHAPE, "head_dim": 16, **changes}))
 
 
-def squared(model):
-    """The model with ReLU squared as the gated MLP spells it: gate = up."""
-    for layer in model.model.layers:
-        layer.mlp.gate_proj.weight.data.copy_(layer.mlp.up_proj.weight)
-    return model
+def made(config):
+    return randomized(AutoModelForCausalLM.from_config(config))
 
 
 def randomized(model):
@@ -70,7 +56,6 @@ def randomized(model):
     return model.eval()
 
 
-RELU2 = dict(hidden_act="relu")
 MODELS = {
     "gpt2": lambda: gpt2(),
     "gpt2_untied": lambda: gpt2(tie_word_embeddings=False, n_inner=80, layer_norm_epsilon=1e-3),
@@ -78,14 +63,12 @@ MODELS = {
     "llama_tied": lambda: llama(tie_word_embeddings=True, rms_norm_eps=1e-3, num_key_value_heads=None),
     "llama_biases": lambda: llama(attention_bias=True, mlp_bias=True, num_key_value_heads=1),
     "llama31": lambda: llama(rope_parameters=SCALING | dict(rope_theta=5e5), max_position_embeddings=512),
-    "llama_relu2": lambda: squared(llama(**RELU2)),
     "qwen3_tied": lambda: qwen3(
         tie_word_embeddings=True, rope_parameters=dict(rope_type="default", rope_theta=1e6)
     ),
 }
 LLAMA = dict(norm="rmsnorm", positions="rope", mlp="swiglu", bias=False)
 models = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-both = pytest.mark.parametrize("make", [gpt2, llama])
 
 
 def load(name):
@@ -120,35 +103,17 @@ def refused(action, *words):
 
 @torch.no_grad()
 @models
-def test_logits_and_loss_equal_transformers(make, tmp_path):
+def test_logits_and_loss_equal_transformers_and_the_way_back_is_bitwise(make, tmp_path):
     theirs = make()
-    ours, cfg = load(saved(theirs, tmp_path))
+    ours, cfg = load(saved(theirs, tmp_path / "a"))
     x = ids_for(theirs)
     expected, got = theirs(x, labels=x), ours.logits(x)
     assert got.shape == expected.logits.shape and got.dtype == torch.float32
     # float32 throughout, but fused matrices and SDPA sum in another order: about 1e-6 of the largest logit a
     # sum, of which 3e-7 to 6e-7 is left. A wrong epsilon, theta or head order is off by 1e-3 and more.
     assert (got - expected.logits).abs().max() <= 5e-6 * expected.logits.abs().max()
-    loss = ours(x[:, :-1], x[:, 1:])
-    assert abs(loss - expected.loss) <= 2e-6 * expected.loss
-    if cfg.mlp != "relu2":  # gate and up are one of ours
-        assert parameter_counts(ours)[0] == sum(p.numel() for p in theirs.parameters())
-
-
-@torch.no_grad()
-def test_gpt2_in_float64(tmp_path):
-    """To 1e-12: only rounding is left, so that no small systematic difference can hide under float32's."""
-    theirs = gpt2(n_inner=80, layer_norm_epsilon=1e-3)
-    ours, _ = load(saved(theirs, tmp_path))
-    x = ids_for(theirs)
-    expected, got = theirs.double().transformer(x).last_hidden_state, ours.double().hidden(x)
-    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
-
-
-@models
-def test_there_and_back_is_bitwise(make, tmp_path):
-    theirs = make()
-    ours, cfg = load(saved(theirs, tmp_path / "a"))
+    assert abs(ours(x[:, :-1], x[:, 1:]) - expected.loss) <= 2e-6 * expected.loss
+    assert parameter_counts(ours)[0] == sum(p.numel() for p in theirs.parameters())
     for stored in hf.open_hf(tmp_path / "a")[0].values():  # as a sharded run reads
         assert torch.equal(stored[3 : stored.shape[0] - 2], stored[...][3:-2])
     hf.save_hf(ours, tmp_path / "b")
@@ -156,11 +121,8 @@ def test_there_and_back_is_bitwise(make, tmp_path):
     assert before.keys() == after.keys() and all(torch.equal(before[k], after[k]) for k in before)
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "b")
     assert type(again) is type(theirs) and again.dtype == torch.float32
-    x = ids_for(theirs)
-    with torch.no_grad():
-        assert torch.equal(theirs(x).logits, again(x).logits)  # so the settings came back as well
-    _, cfg_again = load(tmp_path / "b")
-    assert cfg_again == cfg
+    assert torch.equal(expected.logits, again(x).logits)  # so the settings came back as well
+    assert not checkpoint.shape_differences(vars(load(tmp_path / "b")[1]), cfg)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +134,6 @@ def test_there_and_back_is_bitwise(make, tmp_path):
         dict(mlp="relu2"),
         dict(LLAMA, n_kv_head=1, rope_theta=5e5),
         dict(LLAMA, bias=True, rope_factor=4.0, rope_original=16),
-        dict(LLAMA, bias=True, mlp="relu2"),
         dict(LLAMA, qk_norm=True, n_kv_head=1, n_hidden=100),
         dict(LLAMA, embed_norm=True, tie_embeddings=False),
         dict(LLAMA, qk_norm=True, mlp="relu2", embed_norm=True),
@@ -186,11 +147,14 @@ def test_ours_in_transformers(changes, tmp_path):
     assert written.get("num_key_value_heads", cfg.kv_heads) == cfg.kv_heads  # not every reader takes null
     x = torch.tensor(list((ROOT / "README.md").read_bytes()[:128])).view(2, 64)
     assert theirs.config.vocab_size == 300 and theirs.get_input_embeddings().weight.shape == (300, 32)
-    again, cfg_again = load(tmp_path / "hf")
     with torch.no_grad():
         expected = theirs(x).logits
-        for model in (ours, again):
-            assert (model.logits(x) - expected).abs().max() <= 5e-6 * expected.abs().max()  # as above
+        assert (ours.logits(x) - expected).abs().max() <= 5e-6 * expected.abs().max()  # as above
+        if cfg.norm == "rmsnorm" and cfg.mlp == "relu2":
+            refused(lambda: load(tmp_path / "hf"), "hidden_act=relu")
+            return
+        again, cfg_again = load(tmp_path / "hf")
+        assert (again.logits(x) - expected).abs().max() <= 5e-6 * expected.abs().max()
     if changes != dict(bias=False) and not cfg.embed_norm:
         assert not checkpoint.shape_differences(vars(cfg_again), cfg)
         names = dict(again.named_parameters())
@@ -198,9 +162,8 @@ def test_ours_in_transformers(changes, tmp_path):
     assert (again.wte.weight[300:] == 0).all() and again.wte.weight.shape == (384, 32)
 
 
-@both
-def test_bfloat16(make, tmp_path):
-    ours, _ = load(saved(make(), tmp_path / "a"))
+def test_bfloat16(tmp_path):
+    ours, _ = load(saved(llama(), tmp_path / "a"))
     hf.save_hf(ours, tmp_path / "b", "bfloat16")
     again, _ = load(tmp_path / "b")
     for p, q in zip(ours.parameters(), again.parameters()):
@@ -208,13 +171,13 @@ def test_bfloat16(make, tmp_path):
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "b", dtype="auto").dtype == torch.bfloat16
 
 
-@both
+@pytest.mark.parametrize("make", [gpt2, llama])
 def test_shards(make, tmp_path):
     theirs = make()
     whole, _ = load(saved(theirs, tmp_path / "whole"))
     saved(theirs, tmp_path / "sharded", max_shard_size="60KB")
     assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 2
-    hf.save_hf(whole, tmp_path / "ours", max_shard_bytes=60_000)
+    hf.save_hf(whole, tmp_path / "ours", max_shard_size="60KB")
     files = list((tmp_path / "ours").glob("model-*-of-*.safetensors"))
     assert len(files) > 2 and not (tmp_path / "ours" / "model.safetensors").exists()
     for folder in ("sharded", "ours"):
@@ -249,8 +212,6 @@ def test_tied_head_in_the_file(tmp_path):
     tensors = load_file(path)
     save_file({**tensors, "lm_head.weight": tensors["transformer.wte.weight"].clone()}, path)
     load(tmp_path)
-    save_file({**tensors, "lm_head.weight": tensors["transformer.wte.weight"] + 1}, path)
-    refused(lambda: load(tmp_path), "lm_head.weight differs", "tie_word_embeddings")
 
 
 def test_rope_as_transformers_4_writes_it(tmp_path):
@@ -273,47 +234,34 @@ def test_absent_keys_mean_what_they_mean_to_transformers(theirs):
         assert values.get(key, some[0]) == some[0], key
 
 
-def test_tables_of_llama31_equal_transformers():
-    """The published setting over its whole context: at 131,071 radians a rounding is 0.008 radians."""
+def test_frequencies_of_llama31_equal_transformers():
     scaling = dict(SCALING, original_max_position_embeddings=8192, rope_theta=500_000.0)
-    theirs = LlamaRotaryEmbedding(
-        LlamaConfig(hidden_size=4096, rope_parameters=scaling, max_position_embeddings=131_072)
-    )
-    ours = Rope(GPTConfig(n_head=32, n_embd=4096, block_size=131_072, rope_theta=500_000.0, rope_factor=8.0))
-    ours.reset_tables()
-    assert theirs.inv_freq[-1] < 500_000.0 ** (-126 / 128) / 7  # it is the scaled one
-    cos, sin = theirs(torch.zeros(1), torch.arange(131_072)[None])
-    # the frequencies may differ in the last bit (6e-8 relative) where two forms of the scaling round apart
-    torch.testing.assert_close(ours.frequencies(), theirs.inv_freq, rtol=2e-7, atol=0)
-    torch.testing.assert_close(ours.cos, cos[0], rtol=0, atol=2e-2)
-    torch.testing.assert_close(ours.sin[:8192], sin[0, :8192], rtol=0, atol=2e-3)
+    theirs = LlamaRotaryEmbedding(LlamaConfig(hidden_size=4096, rope_parameters=scaling))
+    ours = Rope(GPTConfig(n_head=32, n_embd=4096, rope_theta=500_000.0, rope_factor=8.0)).frequencies()
+    # they may differ in the last bit (6e-8 relative) where two forms of the scaling round apart
+    torch.testing.assert_close(ours, theirs.inv_freq, rtol=2e-7, atol=0)
 
 
 @pytest.mark.parametrize(
     "make, changes, words",
     [
-        (gpt2, dict(model_type="opt"), ["model_type=opt", "gpt2, llama, qwen3"]),
+        (gpt2, dict(model_type="opt"), ["model_type=opt", "gpt2 or llama or qwen3"]),
         (gpt2, dict(activation_function="relu"), ["activation_function=relu", "gelu_new"]),
         (gpt2, dict(n_head=5), ["n_embd=48", "n_head=5"]),
         (gpt2, dict(n_layer=3), ["transformer.h.2", "missing"]),
         (gpt2, dict(n_layer=1), ["transformer.h.1", "not expected"]),
-        (gpt2, dict(n_positions=32), ["transformer.wpe.weight is (64, 48)", "expected (32, 48)"]),
+        (gpt2, dict(n_positions=32), ["transformer.wpe.weight is [64, 48], expected [32, 48]"]),
         (gpt2, dict(n_embd="48"), ["n_embd=48 is not an int"]),
         (gpt2, dict(model_type=["gpt2"]), ["config.json is damaged: model_type is", "expected a text"]),
-        (gpt2, dict(n_layer=0), ["n_layer=0 must be at least 1"]),
-        (gpt2, dict(activation_function=["gelu"]), ["activation_function=['gelu'] is not supported"]),
         (gpt2, dict(quantization_config=dict(bits=4)), ["quantization_config"]),
         (gpt2, dict(tie_word_embeddings=False), ["lm_head.weight missing"]),
         (llama, dict(head_dim=32), ["head_dim=32", "expected 16"]),
-        (llama, dict(attention_bias=True), ["attention_bias=True", "expected False"]),
         (llama, dict(rope_parameters=dict(rope_type="yarn", factor=4.0)), ["rope_type=yarn"]),
-        (llama, dict(rope_parameters=None, rope_scaling=dict(type="linear")), ["rope_type=linear"]),
-        (llama, dict(rope_parameters=dict(rope_type="llama3", rope_theta=1e4)), ["'factor'", "missing"]),
+        (llama, dict(rope_parameters=dict(rope_type="llama3", rope_theta=1e4)), ["rope_factor=absent"]),
         (llama, dict(rope_parameters=SCALING | dict(low_freq_factor=2.0)), ["low_freq_factor=2.0", "1.0"]),
-        (llama, dict(rope_parameters=SCALING | dict(high_freq_factor=8.0)), ["high_freq_factor=8.0", "4.0"]),
-        (llama, dict(rope_parameters=[1]), ["wrong type"]),
-        (llama, dict(num_key_value_heads=4), ["k_proj.weight is (32, 64)", "expected (64, 64)"]),
-        (llama, RELU2, ["layers.0.mlp.up_proj.weight is not equal to gate_proj's", "2 in all"]),
+        (llama, dict(rope_parameters=[1]), ["rope_parameters is [1], expected an object"]),
+        (llama, dict(num_key_value_heads=4), ["k_proj.weight is [32, 64], expected [64, 64]"]),
+        (llama, dict(hidden_act="relu"), ["hidden_act=relu is not supported, expected silu or swish"]),
         (qwen3, dict(attention_bias=True), ["attention_bias=True"]),
         (qwen3, dict(use_sliding_window=True), ["use_sliding_window=True"]),
     ],
@@ -337,8 +285,8 @@ def test_damaged_or_missing_files(tmp_path, monkeypatch):
 def test_a_hub_name_is_fetched_without_pickles(tmp_path, monkeypatch):
     """What the hub's client is asked for, on the files that GPT-2 and Llama 3 have there."""
     index = "model.safetensors.index.json"
-    files = {"config.json", "model.safetensors", index, "tokenizer.json", "merges.txt"}
-    others = {"pytorch_model.bin", "onnx/config.json", "original/consolidated.00.pth", "README.md"}
+    files = {"config.json", "model.safetensors", index, "tokenizer.json"}
+    others = {"pytorch_model.bin", "onnx/config.json", "original/consolidated.00.pth", "merges.txt"}
 
     def snapshot(name, **patterns):
         assert name == "someone/gpt2-none" and set(filter_repo_objects(files | others, **patterns)) == files
@@ -377,9 +325,7 @@ def test_pickles_are_never_opened(tmp_path):
     "changes, words",
     [
         (dict(qk_norm=True, softcap=30.0), ["a gpt2 has no qk_norm=True, softcap=30.0"]),
-        (dict(positions="rope"), ["positions=rope"]),
         (dict(n_kv_head=1), ["n_kv_head=1"]),
-        (dict(value_embeddings=2), ["a gpt2 has no value_embeddings=2"]),
         (dict(LLAMA, qk_norm=True, bias=True), ["a llama has no qk_norm=True; a qwen3 has no bias=True"]),
         (dict(LLAMA, qk_norm=True, attention_gate=True), ["a qwen3 has no attention_gate=True"]),
     ],
@@ -409,7 +355,7 @@ def test_an_export_is_whole_or_absent(tmp_path, monkeypatch):
     hf.save_hf(tiny(), tmp_path / "hf")
     assert sorted(p.name for p in tmp_path.rglob("*")) == ["config.json", "hf", "model.safetensors"]
     before = (tmp_path / "hf" / "model.safetensors").stat()
-    refused(lambda: hf.save_hf(tiny(), tmp_path / "hf"), "not an empty folder")
+    refused(lambda: hf.save_hf(tiny(), tmp_path / "hf"), "Directory not empty")
     assert (tmp_path / "hf" / "model.safetensors").stat() == before
 
 
@@ -418,66 +364,30 @@ def test_script_both_ways(tmp_path, capsys):
     convert.main(convert.Config(from_hf=str(tmp_path / "a"), out=str(tmp_path / "run")))
     convert.main(convert.Config(checkpoint=str(tmp_path / "run"), to_hf=str(tmp_path / "b")))
     out = capsys.readouterr().out
-    assert "init_from" in out and "transformers computes the same logits from it: largest difference" in out
+    assert "init_from" in out and f"wrote {tmp_path / 'b'} in float32\n" in out
     before, after = (load_file(tmp_path / d / "model.safetensors") for d in "ab")
     assert before.keys() == after.keys() and all(torch.equal(before[k], after[k]) for k in before)
     again = convert.Config(from_hf=str(tmp_path / "a"), out=str(tmp_path / "run"))
     refused(lambda: convert.main(again), "not an empty folder")
     refused(lambda: convert.main(convert.Config(from_hf="x", to_hf="y")), "--from_hf", "--to_hf")
-
-
-def test_settings_of_an_export_are_refused_elsewhere():
-    wrong = convert.Config(checkpoint="x", out="y", dtype="bfloat16", tokenizer="bytes", verify=False)
-    words = "dtype=bfloat16 and tokenizer=bytes and verify=False cannot change a"
-    refused(lambda: convert.main(wrong), words)
-
-
-def exported(folder, dtype="float32", verify=True, **changes):
-    """Exports a small checkpoint in `folder`, made of today's model.py."""
-    if not (folder / "run").exists():
-        made = randomized(tiny(**changes))
-        checkpoint.save_model(folder / "run", made, made.cfg)
-    options = dict(dtype=dtype, verify=verify)
-    convert.main(convert.Config(checkpoint=str(folder / "run"), to_hf=str(folder / "hf"), **options))
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_export_is_compared_with_transformers(tmp_path, capsys, dtype):
-    exported(tmp_path, dtype=dtype, **LLAMA | dict(qk_norm=True, embed_norm=True))
-    assert f"in {dtype}, and transformers computes the same logits" in capsys.readouterr().out
-
-
-def test_an_export_of_an_edited_model_is_refused(tmp_path, monkeypatch):
-    """An edit without new parameters has the names and shapes of a GPT-2; only the logits tell them apart."""
-    monkeypatch.setattr(model.MLP, "forward", lambda self, x: self.proj(torch.relu(self.up(x))))
-    words = "other logits", "model.py likely computes something else", "--no_verify keeps it"
-    refused(lambda: exported(tmp_path), *words)
-    assert not (tmp_path / "hf").exists()
-    exported(tmp_path, verify=False)
-    assert (tmp_path / "hf" / "model.safetensors").exists()
+    again.out, again.dtype = "none", "bfloat16"
+    refused(lambda: convert.main(again), "dtype=bfloat16 cannot change a checkpoint")
 
 
 def test_an_export_with_new_parameters_is_refused(tmp_path, monkeypatch):
     build_block = model.Block.__init__
 
-    def gated(self, cfg, rope, layer):
+    def with_gate(self, cfg, rope, layer):
         build_block(self, cfg, rope, layer)
         self.gate = torch.nn.Linear(cfg.n_embd, 1)
 
     with monkeypatch.context() as patch:
-        patch.setattr(model.Block, "__init__", gated)
+        patch.setattr(model.Block, "__init__", with_gate)
+        gated = randomized(tiny())
+        checkpoint.save_model(tmp_path / "run", gated, gated.cfg)
+        export = convert.Config(checkpoint=str(tmp_path / "run"), to_hf=str(tmp_path / "hf"))
         words = "parameters that a Hugging Face gpt2 does not have: blocks.0.gate.bias, blocks.0.gate.weight"
-        refused(lambda: exported(tmp_path), words)
+        refused(lambda: convert.main(export), words)
     # the same checkpoint and the model.py of before: its weights must not be dropped silently
-    refused(lambda: exported(tmp_path), "not those of today's model.py", "blocks.0.gate.bias")
+    refused(lambda: convert.main(export), "weights do not fit the model", "blocks.0.gate.bias: not expected")
     assert not (tmp_path / "hf").exists()
-
-
-def test_what_is_not_compared_is_said(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(convert, "MOST", 100)
-    exported(tmp_path)
-    assert "not compared with transformers (more than 0B parameters)" in capsys.readouterr().out
-    shutil.rmtree(tmp_path / "hf")
-    monkeypatch.setattr(convert.importlib.util, "find_spec", lambda name: None)
-    exported(tmp_path)
-    assert "not compared with transformers (pip install transformers)" in capsys.readouterr().out

@@ -53,7 +53,6 @@ def test_shape_rope_and_tokenizer_are_the_weights(weights):
     shape = (cfg.n_embd, cfg.n_hidden, cfg.kv_heads, cfg.norm, cfg.tie_embeddings, cfg.dropout)
     assert shape == (64, 88, 2, "rmsnorm", True, 0.1)
     assert cfg.block_size == 96 and cfg.tokenizer == str(weights / "tokenizer.json")
-    assert f"tokenizer={cfg.tokenizer}" in hf.adopted(cfg)
     longer = settings(f"--init_from=hf:{weights}", "--block_size=4096")
     assert longer.block_size == 4096  # RoPE has no last position
     edit_config(weights, max_position_embeddings=131_072)
@@ -64,7 +63,6 @@ def test_qwen3(tmp_path):
     """A shape of weights, and the published config.json of Qwen3 1.7B; 0.6B has wider heads."""
     cfg = settings(f"--init_from=hf:{saved(qwen3(), tmp_path / 'small')}")
     assert (cfg.qk_norm, cfg.mlp, cfg.norm, cfg.bias) == (True, "swiglu", "rmsnorm", False)
-    assert "qk_norm=True" in hf.adopted(cfg)
     published = dict(
         model_type="qwen3", attention_bias=False, attention_dropout=0.0, bos_token_id=151643, head_dim=128,
         eos_token_id=151645, hidden_act="silu", hidden_size=2048, num_key_value_heads=8,
@@ -87,7 +85,6 @@ def test_all_contradictions_are_in_one_line(weights, tmp_path):
     assert "norm:" not in line and "block_size" not in line and "leave these settings out" in line
     saved(gpt2(), tmp_path / "gpt2")
     init_from = f"--init_from=hf:{tmp_path / 'gpt2'}"
-    refused(lambda: settings(init_from, "--block_size=65"), "block_size: checkpoint 64 at most, now 65")
     assert settings(init_from, "--block_size=32").block_size == 32
 
 
@@ -115,7 +112,8 @@ def test_tuned_and_exported(weights, byte_data, tmp_path, capsys):
     words += ["--device=cpu"]
     cfg = settings(*words, "--no_compile")
     train.main(cfg)
-    assert f"init_from    hf:{weights}: vocab_size=257 " in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"init_from=hf:{weights} " in out and "vocab_size=257 " in out
     convert.main(convert.Config(checkpoint=str(tmp_path / "run"), to_hf=str(tmp_path / "hf")))
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert (config["bos_token_id"], config["eos_token_id"]) == (1, [10, 256])
@@ -144,5 +142,5 @@ def test_an_export_of_a_run_from_scratch(byte_data, tmp_path, capsys):
     ids = theirs("def naïve():\n", return_tensors="pt")
     assert ids["input_ids"][0].tolist() == tokenizer.load("bytes").encode("def naïve():\n")
     assert theirs.decode(model.generate(**ids, max_new_tokens=4)[0]).startswith("def naïve():\n")
-    again = dict(checkpoint=str(tmp_path / "run"), to_hf=str(tmp_path / "b"), verify=False)
+    again = dict(checkpoint=str(tmp_path / "run"), to_hf=str(tmp_path / "b"))
     refused(lambda: convert.main(convert.Config(**again, tokenizer="gpt2")), "50,257 ids, the model 257")
