@@ -4,11 +4,9 @@
 
 A document begins at its separator, as fineweb.py writes it, or at the start of the row. Llama 3 was trained
 in this way (https://arxiv.org/abs/2407.21783, section 3.2). Positions count through the whole row: RoPE sees
-differences of positions alone; a learned table (GPT-2's) gives a document later positions than it would have
-by itself. A hook finds the documents once in a forward, for all blocks. On CUDA in 16 bits attention is
-torch.nn.attention.varlen, whose FLOPs fall with the documents' length; it needs the longest length on the
-host, so each forward begins with a wait for the device. Elsewhere attention is SDPA with a T x T mask, for
-tests and short rows.
+differences alone; in a learned table (GPT-2's) a document's positions are later than by itself. On CUDA in 16
+bits attention is torch.nn.attention.varlen, whose FLOPs fall with the documents' length; it needs the longest
+length on the host, so each forward begins with a wait. Elsewhere it is SDPA with a T x T mask, for short rows.
 """
 
 import inspect
@@ -29,8 +27,8 @@ def separator(cfg, eot):
     if eot is not None or not cfg.document_mask:
         return eot
     if cfg.tokenizer is None:
-        missing = f"{cfg.data_dir}/manifest.json is not there"
-        raise UserError(f"document_mask needs to know the separator, and {missing}; set --tokenizer")
+        why = f"needs to know the separator, and {cfg.data_dir}/manifest.json is not there"
+        raise UserError(f"document_mask {why}; set --tokenizer")
     return tokenizers.load(cfg.tokenizer).eot
 
 
@@ -40,11 +38,8 @@ def apply(model, eot):
     for module in context.attentions(model, "document_mask"):
         module.core = DocumentMask(module.core, documents)
 
-    def look(model, args):
-        if documents.on:
-            documents.find(context.whole_sequences(model, args[0]))
-
-    model.register_forward_pre_hook(look)
+    whole = lambda model, args: context.whole_sequences(model, args[0])
+    model.register_forward_pre_hook(lambda *call: documents.find(whole(*call)) if documents.on else None)
 
 
 class Documents:

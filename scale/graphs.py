@@ -1,8 +1,7 @@
-"""--cuda_graph: the host launches a micro-step's kernels together, as one CUDA graph.
+"""--cuda_graph: the host launches the kernels of a micro-step of train.py together, as one CUDA graph.
 
 The host needs tens of microseconds to launch a kernel. Where a micro-batch or a model is small, or the host
-slow, kernels take less, and the GPU waits. What is captured is the micro-step of train.py as it stands
-(https://developer.nvidia.com/blog/cuda-graphs).
+slow, kernels take less, and the GPU waits (https://developer.nvidia.com/blog/cuda-graphs).
 """
 
 import gc
@@ -38,7 +37,7 @@ class Replayed:
     def __call__(self, *batch):
         """The micro-step's loss, in a tensor that the next call may overwrite. batch: tensors and numbers."""
         given = [torch.as_tensor(value) for value in batch]
-        self.batch = self.batch or [torch.empty(t.shape, dtype=t.dtype, device=self.device) for t in given]
+        self.batch = self.batch or [torch.empty_like(t, device=self.device) for t in given]
         for own, value in zip(self.batch, given, strict=True):
             own.copy_(value, non_blocking=True)
         begins = all(p.grad is None for p in self.parameters)  # a step
@@ -70,7 +69,7 @@ class Replayed:
             self.flat, self.grads = gradients(self.used)
         for flat in self.flat:
             flat.zero_()
-        for parameter, grad in zip(self.used, self.grads, strict=True):
+        for parameter, grad in self.grads.items():
             parameter.grad = grad
 
     def capture(self):
@@ -83,11 +82,8 @@ class Replayed:
             cause = error.__context__ or error  # where the capture then cannot be ended either
             if isinstance(cause, torch.OutOfMemoryError):
                 raise cause from None
-            reason = str(cause).partition("\n")[0]
-            hint = "does an edit wait for the GPU, as with .item()? leave cuda_graph out, or mend it"
-            raise UserError(
-                f"cuda_graph=True: the micro-step cannot be captured ({reason}); {hint}"
-            ) from cause
+            why, hint = str(cause).partition("\n")[0], "does an edit wait for the GPU, as with .item()?"
+            raise UserError(f"cuda_graph=True: the micro-step cannot be captured ({why}); {hint}") from cause
 
     def average(self):
         """The gradients' mean over the ranks, as DDP computes it."""
@@ -98,14 +94,15 @@ class Replayed:
 
 
 def gradients(parameters):
-    """One tensor for each dtype, and for each parameter the part that is its gradient -> (tensors, parts)."""
-    ends, parts = {}, []
-    for p in parameters:
-        parts.append(ends.get(p.dtype, 0))
-        ends[p.dtype] = parts[-1] + -(-p.numel() // ALIGNED) * ALIGNED
-    flat = {dtype: torch.empty(end, dtype=dtype, device=parameters[0].device) for dtype, end in ends.items()}
-    grads = [flat[p.dtype][at : at + p.numel()].view_as(p) for at, p in zip(parts, parameters, strict=True)]
-    return list(flat.values()), grads
+    """([one tensor for each dtype], {parameter: the part that is its gradient})."""
+    flat, grads = [], {}
+    for dtype in dict.fromkeys(p.dtype for p in parameters):
+        group = [p for p in parameters if p.dtype == dtype]
+        sizes = [-(-p.numel() // ALIGNED) * ALIGNED for p in group]
+        flat.append(torch.empty(sum(sizes), dtype=dtype, device=group[0].device))
+        parts = zip(group, flat[-1].split(sizes), strict=True)
+        grads |= {p: part[: p.numel()].view_as(p) for p, part in parts}
+    return flat, grads
 
 
 def stream(device):

@@ -49,7 +49,12 @@ class Shelf:
         kept = Kept(self.group, tensor)
         if self.offload and tensor.numel():
             self.group.members.append(weakref.ref(kept))
-            kept.host = self._buffer(tensor)
+            free = self.buffers[
+                _key(tensor)
+            ]  # of the tensor's strides, which cuDNN attention takes for granted
+            kept.host = (
+                free.pop() if free else torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+            )
             with self._copying(tensor.device) as stream:
                 kept.host.copy_(tensor, non_blocking=True)
                 self.group.ready = stream.record_event() if stream else None
@@ -84,11 +89,6 @@ class Shelf:
         for kept in group.kept():
             kept.tensor = None
         group.on_device = False
-
-    def _buffer(self, tensor):
-        """Host memory with the tensor's strides, which PyTorch's cuDNN attention takes for granted."""
-        free = self.buffers[_key(tensor)]
-        return free.pop() if free else torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
 
     @contextlib.contextmanager
     def _copying(self, device):

@@ -21,7 +21,6 @@ from scale import memory
 from scale.shards import copy_into, local
 
 NCCL_LATER = 10  # seconds after timeout_s until NCCL ends the process; the run reports a hang before
-BUCKET_MIB = 25  # DDP all-reduces gradients in buckets of this size during the backward; PyTorch's default
 
 
 class World(NamedTuple):
@@ -40,20 +39,12 @@ def join(cfg):
     """Calls `start` with the settings of a settings.Config."""
     if cfg.deterministic:
         make_deterministic()
-    if cfg.offload_states:
-        take_cores()
+    if cfg.offload_states and os.environ.get("OMP_NUM_THREADS") == "1":
+        # torchrun leaves each rank one core; the update of 200M parameters took 210 ms on one, 111 on two
+        cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        torch.set_num_threads(max(1, cores))
     tight = cfg.parallel != "ddp" or cfg.remat != "none"
     return start(cfg.device, cfg.timeout_s, tight, cfg.offload_states)
-
-
-def take_cores():
-    """Has PyTorch use this rank's share of the cores, where torchrun has left each rank one.
-
-    The update of 200M parameters took 210 ms on one core, 111 on two. OMP_NUM_THREADS=2 or more decides.
-    """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    if "RANK" in os.environ and os.environ.get("OMP_NUM_THREADS", "1") == "1":
-        torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
 
 
 def make_deterministic():
@@ -88,9 +79,8 @@ def start(device="auto", timeout_s=600, expandable=False, on_cpu=False):
             options = dict(store=store, rank=rank, world_size=size, device_id=bound)
             dist.init_process_group(backend, **options, timeout=time_limit(timeout_s, backend))
         except (ValueError, RuntimeError) as error:
-            reason = str(error).partition("\n")[0]
-            hint = "is --master_addr reachable, and --master_port free? on one node: torchrun --standalone"
-            raise UserError(f"the ranks could not join over {backend} ({reason}); {hint}") from None
+            why, hint = str(error).partition("\n")[0], "is --master_addr reachable, and --master_port free?"
+            raise UserError(f"the ranks could not join over {backend} ({why}); {hint}") from None
     return World(rank, size, device)
 
 
@@ -101,12 +91,11 @@ def pick_device(name):
     kind, _, index = name.partition(":")
     if kind not in found or index and not index.isdigit():
         raise UserError(f"device={name}: expected auto, cpu, cuda, cuda:N or mps")
-    if name == "cuda":
-        index = os.environ.get("LOCAL_RANK", "0")
-    if int(index or 0) >= found[kind]:
-        fewer = ", or a smaller --nproc_per_node" * ("LOCAL_RANK" in os.environ)
-        raise UserError(f"device={name}: {found[kind]} of that kind found; try --device=cpu{fewer}")
-    return torch.device(kind, int(index)) if index else torch.device(kind)
+    index = int(index or os.environ.get("LOCAL_RANK", 0)) if kind == "cuda" else 0
+    if index >= found[kind]:
+        few = f"{found[kind]} of that kind found"
+        raise UserError(f"device={name}: {few}; try --device=cpu, or a smaller --nproc_per_node")
+    return torch.device(kind, index) if kind == "cuda" else torch.device(kind)
 
 
 def stop():
@@ -167,11 +156,11 @@ def shard(model, cfg, world, regular=True):
 
 def make_mesh(cfg, world):
     """The ranks as FSDP2 sees them: one row, or for hsdp a row for each copy of the model."""
-    size = memory.shards_of(cfg, world.size) if cfg.parallel == "hsdp" else world.size
+    size, first = memory.shards_of(cfg, world.size), int(cfg.parallel != "hsdp")
     if len(set(sizes := gather_objects(size))) > 1:
         raise UserError(f"parallel=hsdp: hosts have {min(sizes)} to {max(sizes)} ranks; set --shard_size")
-    shape = (world.size // size, size) if cfg.parallel == "hsdp" else (size,)
-    mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    shape, names = (world.size // size, size)[first:], ("replicate", "shard")[first:]
+    mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=names)
     for group in mesh.get_all_groups():  # instead of PyTorch's limits, 10 (NCCL) or 30 minutes (gloo)
         distributed_c10d._set_pg_timeout(time_limit(cfg.timeout_s), group)
     return mesh
@@ -180,8 +169,8 @@ def make_mesh(cfg, world):
 def gather_all(model, *_):
     """zero2, before a step's first forward: starts the all-gathers of all units, while the blocks compute.
 
-    If each unit's own hook did so, the buffers would come from another stream's memory pool and stay there
-    unused until the next step: near the limit (Llama 3 8B, four H200s, 80 GiB) a step waited 230 ms of 6,300.
+    Buffers of the units' own hooks come from another stream's memory pool, unused between steps: near the
+    limit (Llama 3 8B, four H200s, 80 GiB) a step waited 230 ms of 6,300.
     """
     for unit in units(model):
         unit.unshard(async_op=True)
@@ -199,12 +188,8 @@ def units(model):
 
 def fill(tensor, function):
     """function(tensor), drawn on the whole tensor in float32, so that neither sharding nor dtype matters."""
-    sharded = isinstance(tensor, DTensor)
-    if not sharded and tensor.dtype == torch.float32:
-        return function(tensor)
-    device = tensor.device_mesh.device_type if sharded else tensor.device
-    whole = torch.empty(tensor.shape, dtype=torch.float32, device=device)
-    function(whole)
+    device = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else tensor.device
+    function(whole := torch.empty(tensor.shape, dtype=torch.float32, device=device))
     copy_into(tensor, whole)
 
 
@@ -215,14 +200,13 @@ def wrap(model, cfg, world, unused=False):
     """
     if not dist.is_initialized() or cfg.parallel != "ddp" or cfg.cuda_graph:
         return model
-    kind, in_bf16 = world.device.type, cfg.reduce_dtype == "bf16" and cfg.weights == "fp32"
-    if in_bf16 and kind != "cuda":
-        raise UserError(f"reduce_dtype=bf16 under DDP needs CUDA, not {kind}; try --reduce_dtype=fp32")
+    on_gpu, in_bf16 = world.device.type == "cuda", cfg.reduce_dtype == "bf16" and cfg.weights == "fp32"
+    if in_bf16 and not on_gpu:
+        raise UserError("reduce_dtype=bf16 under DDP needs a CUDA device; try --reduce_dtype=fp32")
     # torch 2.11 has no newer name for it
     warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")
     options = dict(gradient_as_bucket_view=True, broadcast_buffers=False, find_unused_parameters=unused)
-    ids = [world.device.index] if kind == "cuda" else None
-    ddp = DistributedDataParallel(model, device_ids=ids, bucket_cap_mb=BUCKET_MIB, **options)
+    ddp = DistributedDataParallel(model, device_ids=[world.device] if on_gpu else None, **options)
     if in_bf16:
         ddp.register_comm_hook(None, bf16_compress_hook)
     return ddp
@@ -254,9 +238,7 @@ def not_finite(loss, norm):
 
 def all_finite(model):
     """Whether no weight of any rank is inf or NaN; waits for the device."""
-    own = [
-        part for part in map(local, model.parameters()) if part.numel()
-    ]  # there may be no rows of a short tensor
+    own = [rows for p in model.parameters() if (rows := local(p)).numel()]  # of a short tensor perhaps none
     tops = torch.stack([top.float() for top in torch._foreach_norm(own, float("inf"))] or [torch.zeros(())])
     return not not_finite(tops.max(), tops.max()).item()
 
@@ -281,10 +263,9 @@ def barrier():
 
 def device_of(model):
     """The device on which a model computes; with offload_states its parameters are on the CPU."""
-    parameter = next(model.parameters())
-    if not isinstance(parameter, DTensor) or parameter.device_mesh.device_type == "cpu":
-        return parameter.device
-    return torch.device(parameter.device_mesh.device_type, torch.cuda.current_device())
+    p = next(model.parameters())
+    on_gpu = isinstance(p, DTensor) and p.device_mesh.device_type == "cuda"
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else p.device
 
 
 def synchronize(device):
