@@ -1,8 +1,7 @@
 """What a model computes (operations, FLOPs, MFU), from one forward and backward on meta tensors.
 
-model.py may have been edited in any way, so nothing is inferred from settings: the operations and whether
-each runs as a fused kernel, the FLOPs for MFU, and the parameters that no loss depends on, are those of the
-code that runs.
+model.py may have been edited in any way, so nothing is inferred from settings: operations, which of them are
+fused kernels, FLOPs, and parameters that no loss depends on, are those of the code that runs.
 """
 
 import contextlib
@@ -97,45 +96,29 @@ class Account:
     """
 
     def __init__(self, cfg, device):
-        model = models.on_meta(cfg)
-        self.calls, self.flops_per_token, self.problem, runs = Counter(), None, None, Counter()
-        self.attention_calls = 0
+        model, runs = models.on_meta(cfg), Counter()
         self.parameters = sum(p.numel() for p in model.parameters())
         self.plain_linears = sum(type(module) is nn.Linear for module in model.modules())
-        for i, block in enumerate(model.blocks):
-            block.register_forward_hook(lambda *_, i=i: runs.update([i]))
         for module in model.modules():
-            if getattr(module, "core", None) is kernels.attention:
-                module.register_forward_hook(lambda *_: runs.update(["attention"]))
-        try:
-            self.count(model, cfg, device)
-        except Exception as error:  # an edit may read a value, which meta tensors do not have
-            self.problem = f"{type(error).__name__}: {error}".partition("\n")[0]
-        self.bypassed = not self.problem and self.attention_calls < runs["attention"]
-        self.unused = [] if self.problem else [n for n, p in model.named_parameters() if p.grad is None]
-        self.regular = not self.problem and all(runs[i] == 1 for i in range(len(model.blocks)))
-
-    def count(self, model, cfg, device):
-        """MFU counts matmul weights once a token, causal attention once, no padding rows, no recomputation.
-
-        With document masks it leaves attention out, whose FLOPs depend on the documents' lengths.
-        """
-        tokens = torch.zeros(1, cfg.block_size, dtype=torch.long, device="meta")
+            if module in model.blocks or getattr(module, "core", None) is kernels.attention:
+                module.register_forward_hook(lambda module, *_: runs.update([module]))
+        self.flops_per_token = self.problem = None
         with census(device.type, DTYPES.get(cfg.precision, torch.float32)) as seen:
-            with FlopCounterMode(display=False) as counter:
-                loss = model(tokens, tokens)
-            loss.backward()
-        usual_loss = "linear_cross_entropy" in {name for name, _ in seen.calls}
-        padding = 2 * (cfg.padded_vocab - cfg.vocab_size) * cfg.n_embd * usual_loss
-        attention = 0 if cfg.document_mask else seen.attention_flops
-        forward = (counter.get_total_flops() + attention) / cfg.block_size - padding
-        self.calls, self.flops_per_token, self.attention_calls = seen.calls, 3 * forward, seen.attention_calls
+            try:
+                self.flops_per_token = flops_per_token(model, cfg, seen)
+            except Exception as error:  # an edit may read a value, which meta tensors do not have
+                self.problem = f"{type(error).__name__}: {error}".partition("\n")[0]
+        known, self.calls, self.attention_calls = not self.problem, seen.calls, seen.attention_calls
+        blocks = [runs.pop(block, 0) for block in model.blocks]  # the rest are attentions
+        self.bypassed = known and self.attention_calls < runs.total()
+        self.unused = [name for name, p in model.named_parameters() if known and p.grad is None]
+        self.regular = known and set(blocks) == {1}
 
     def as_settings_say(self, cfg):
         """Whether FLOPs and activations are those of the model that GPTConfig alone describes."""
         block = sum(n * k for n, k in cfg.block_matmuls) + cfg.n_head * cfg.gate_channels
         weights = cfg.n_layer * block + cfg.vocab_size * cfg.n_embd
-        keys = 0 if cfg.document_mask else (cfg.block_size + 1) / 2  # that a query sees on average, see count
+        keys = 0 if cfg.document_mask else (cfg.block_size + 1) / 2  # that a query sees on average
         attention = 2 * cfg.n_layer * cfg.n_embd * keys
         usual = "another activation" not in {reason for _, reason in self.calls}
         return usual and self.flops_per_token == 6 * (weights + attention)
@@ -155,7 +138,21 @@ class Account:
         rows = [("operations", "; ".join(words))]
         if self.unused:
             names = ", ".join(self.unused[:3]) + f" and {len(self.unused) - 3} more" * (len(self.unused) > 3)
-            rows.append(
-                ("warning", f"the loss does not depend on {names}: these parameters stay as they are")
-            )
+            rows.append(("warning", f"no loss depends on {names}: these parameters stay as they are"))
         return rows
+
+
+def flops_per_token(model, cfg, seen):
+    """A forward and backward on meta tensors -> FLOPs of a token for MFU; seen: a Census, filled meanwhile.
+
+    Counts matmul weights once a token, causal attention once, no padding rows and no recomputation; with
+    document masks no attention, whose FLOPs depend on the documents' lengths.
+    """
+    tokens = torch.zeros(1, cfg.block_size, dtype=torch.long, device="meta")
+    with FlopCounterMode(display=False) as counter:
+        loss = model(tokens, tokens)
+    loss.backward()
+    usual_loss = "linear_cross_entropy" in {name for name, _ in seen.calls}
+    padding = 2 * (cfg.padded_vocab - cfg.vocab_size) * cfg.n_embd * usual_loss
+    attention = 0 if cfg.document_mask else seen.attention_flops
+    return 3 * ((counter.get_total_flops() + attention) / cfg.block_size - padding)

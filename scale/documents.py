@@ -6,7 +6,7 @@ A document begins at its separator, as fineweb.py writes it, or at the start of 
 in this way (https://arxiv.org/abs/2407.21783, section 3.2). Positions count through the whole row: RoPE sees
 differences alone; in a learned table (GPT-2's) a document's positions are later than by itself. On CUDA in 16
 bits attention is torch.nn.attention.varlen, whose FLOPs fall with the documents' length; it needs the longest
-length on the host, so each forward begins with a wait. Elsewhere it is SDPA with a T x T mask, for short rows.
+length on the host, so each forward begins with a wait. Elsewhere it is SDPA with a T x T mask, for tests.
 """
 
 import inspect

@@ -6,13 +6,8 @@ the modules that they describe, the parameter counts with real models, and the t
 """
 
 import bisect
-import contextlib
 import dataclasses
 import os
-import re
-from pathlib import Path
-
-from configurator import UserError
 
 GIB = 2**30
 WORKSPACE = 2**25  # bytes of cuBLAS's workspace
@@ -171,9 +166,6 @@ def ranks_of_host(ranks):
     return int(os.environ.get("LOCAL_WORLD_SIZE", min(8, ranks)))
 
 
-# -- the host's memory
-
-
 def on_host(cfg, ranks):
     """{part: bytes of the host's memory that a rank takes} with offload_states or remat_offload; {} without.
 
@@ -194,46 +186,10 @@ def on_host(cfg, ranks):
     return parts
 
 
-def host_limit():
-    """Bytes that all processes of this machine, or its container, may take; None where Linux does not say."""
-    files = ("/proc/meminfo", r"MemTotal: +(\d+) kB", 1024), ("/sys/fs/cgroup/memory.max", r"(\d+)", 1)
-    found = []
-    for path, pattern, unit in files:
-        with contextlib.suppress(OSError):
-            found += [unit * int(size) for size in re.findall(pattern, Path(path).read_text())[:1]]
-    return min(found, default=None)
-
-
-def refuse_beyond_host(cfg, ranks, parameters=0):
-    """Raises UserError if a run puts more into the host's memory than there is; Linux would kill it silently.
-
-    parameters: those of a model on a CPU, where they count with their gradients and moments; 0 on a GPU.
-    """
-    (own, _, moments), here, limit = bytes_of_parameter(cfg), ranks_of_host(ranks), host_limit()
-    on_cpu = 0 if cfg.offload_states else parameters * (2 * own + moments) / shards_of(cfg, ranks)
-    need = here * (sum(on_host(cfg, ranks).values()) + on_cpu)
-    if limit and need > limit:
-        causes = [f"--{name}" for name in ("offload_states", "remat_offload") if getattr(cfg, name)]
-        causes += [f"{parameters:,} parameters, their gradients and moments"] * bool(on_cpu)
-        words = f"{need / GIB:.0f} GiB of this host's memory for {here} rank{'s' * (here > 1)}"
-        words += f"; there are {limit / GIB:.0f}; take a larger host, or a smaller model"
-        raise UserError(f"{' and '.join(causes)} would take about {words}")
-
-
-def largest_batch(cfg, ranks, budget):
-    """The largest batch_size whose estimate is within `budget` bytes, 0 if none is."""
-    return largest(lambda rows: takes(dataclasses.replace(cfg, batch_size=rows), ranks) <= budget)
-
-
-def longest_row(cfg, ranks, budget):
-    """The largest block_size that fits with batch_size=1, in steps of 1,024 a rank, 0 if none does."""
-    step, one = 1024 * cfg.context_parallel, dataclasses.replace(cfg, batch_size=1)
-    return step * largest(lambda n: takes(dataclasses.replace(one, block_size=n * step), ranks) <= budget)
-
-
-def largest(fits):
-    """The largest number below 2^20 that fits, 0 if none does; fits must be monotonic."""
-    return bisect.bisect_left(range(1, 2**20), True, key=lambda count: not fits(count))
+def largest(cfg, ranks, budget, name, step=1):
+    """The largest value of a setting, in steps, whose estimate is within `budget` bytes; 0 if none is."""
+    over = lambda n: takes(dataclasses.replace(cfg, **{name: n * step}), ranks) > budget
+    return step * bisect.bisect_left(range(1, 2**20), True, key=over)
 
 
 def describe(cfg, ranks, parameters=None, usual=True):
@@ -252,19 +208,16 @@ def describe(cfg, ranks, parameters=None, usual=True):
 
 def uncounted(cfg):
     """Problems, one line each: the settings with operations that keep more than the estimate counts."""
-    found = (
-        ["ops=torch: the arithmetic counts the fused kernels; try --ops=auto"] if cfg.ops == "torch" else []
-    )
-    if cfg.attention == "math":
-        found.append("attention=math: the arithmetic does not count its T x T matrices; try --attention=auto")
-    return found
+    other = {"ops": "torch", "attention": "math"}  # PyTorch's own operations, T x T matrices
+    found = [(name, value) for name, value in other.items() if getattr(cfg, name) == value]
+    return [f"{k}={v}: the arithmetic counts the fused kernels; try --{k}=auto" for k, v in found]
 
 
 def advice(cfg, ranks, budget):
     """What to change after a run was out of memory; budget: bytes of the GPU."""
     need, copies = takes(cfg, ranks), ranks > 1 and cfg.parallel == "ddp"
-    why = f"this takes about {need / GIB:.1f} GiB of {budget / GIB:.1f} a GPU by estimate"
-    why += " (is another process on it? see nvidia-smi)" if need < 0.9 * budget and not uncounted(cfg) else ""
+    other = " (is another process on it? see nvidia-smi)" * (need < 0.9 * budget and not uncounted(cfg))
     remat = "--remat=selective" if cfg.remat == "none" else "--remat=block"
     states = "--parallel=fsdp" if copies else "--optimizer=adamw8bit --weights=bf16"
+    why = f"this takes about {need / GIB:.1f} GiB of {budget / GIB:.1f} a GPU by estimate{other}"
     return f"out of memory: {why}; try a smaller --batch_size, {remat} or {states}"
