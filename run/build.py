@@ -10,7 +10,7 @@ import kernels
 import model as models
 from configurator import UserError
 from corpus import mixture
-from corpus.loader import DataError, TokenLoader, find_shards, read_manifest, read_sizes
+from corpus.loader import DataError, TokenLoader, read_manifest, read_sizes
 from fast.attention import best_attention
 from run import checkpoint, hf, watch
 from run.flops import Account, parameter_counts
@@ -52,20 +52,13 @@ def make_loaders(cfg, world):
 
 
 def refuse_other_tokenizer(cfg):
-    """Raises DataError unless there is data with the tokenizer of the Hugging Face weights in init_from."""
-    if cfg.tokenizer is None or not hf.names_hf(cfg.init_from):
-        return
-    make = f"python fineweb.py --tokenizer={shlex.quote(cfg.tokenizer)}"  # which alone would take GPT-2's
-    for folder, _ in mixture.folders(cfg.data_dir):
-        try:
-            find_shards(folder, "train")
-        except DataError as error:
-            there = f"{make} --out_dir={shlex.quote(str(folder))}"
-            raise DataError(str(error).replace("python fineweb.py", there)) from None
+    """Raises DataError if the data has not the tokenizer of the Hugging Face weights in init_from."""
+    for folder, _ in mixture.folders(cfg.data_dir) if cfg.tokenizer and hf.names_hf(cfg.init_from) else []:
         manifest = read_manifest(folder)
         name, sizes = manifest.get("tokenizer"), read_sizes(folder, manifest)
         if name != cfg.tokenizer and sizes is not None and not hf.same_tokenizer(cfg.tokenizer, sizes):
             why = f"was tokenized with {name}, the weights of init_from={cfg.init_from} use {cfg.tokenizer}"
+            make = f"python fineweb.py --tokenizer={shlex.quote(cfg.tokenizer)}"
             raise DataError(f"data_dir={folder} {why}; make the data again with {make}")
 
 

@@ -23,7 +23,6 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import kernels
 from configurator import UserError
 from scale.offload import Kept, Shelf
-from settings import KEEPERS
 
 # Compiled by torch 2.11, a checkpoint keeps what an autograd.Function saves, unless a context forbids; by
 # 2.12 it does not (pytorch's pull request 177396).
@@ -37,7 +36,7 @@ def apply(model, cfg, device_type="cpu"):
     """Puts cfg.remat around every cfg.remat_every-th block, from the first; results do not change."""
     if cfg.remat == "attention" and device_type != "cpu":
         in_16_bits = device_type == "cuda" and cfg.precision not in ("fp32", "tf32")
-        if not in_16_bits or cfg.attention not in KEEPERS:
+        if not in_16_bits or cfg.attention not in ("cudnn", "flash"):
             why = f"it is {cfg.attention} in {cfg.precision} on {device_type}; try --remat=block"
             raise UserError(f"remat=attention needs attention=cudnn or flash in 16 bits, {why}")
     shelf = Shelf(cfg.remat_offload)
@@ -204,8 +203,8 @@ class RecomputedMLP:
 class ForwardInTiles(torch.autograd.Function):
     """run(x) tile by tile; its "gradient of x" is that of its result; RecomputeInTiles computes the rest.
 
-    Apart, so that a checkpointed block saves x before the MLP runs: its recomputation then stops there, and the
-    MLP runs twice in all, not three times.
+    Apart, so that a checkpointed block saves x before the MLP runs: its recomputation then stops there, and
+    the MLP runs twice in all, not three times.
     """
 
     @staticmethod
