@@ -45,9 +45,7 @@ def row(cfg, kind, remat):
         check(other, cfg.world)
     except UserError:
         return
-    budget, total = cfg.gpu_gib * memory.GIB, memory.takes(other, cfg.world) / memory.GIB
-    found = [memory.largest(other, cfg.world, budget, "batch_size")]
-    other.batch_size = 1
-    found.append(memory.largest(other, cfg.world, budget, "block_size", 1024 * cfg.context_parallel))
+    budget = cfg.gpu_gib * memory.GIB
+    found = memory.largest_batch(other, cfg.world, budget), memory.longest_row(other, cfg.world, budget)
     most = "".join(f"{f'{n:,}' if n else 'none fits':>14}" for n in found)
-    print(f"{kind:<10}{remat:<12}{total:>12.1f}{most}")
+    print(f"{kind:<10}{remat:<12}{memory.takes(other, cfg.world) / memory.GIB:>12.1f}{most}")

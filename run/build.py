@@ -93,8 +93,7 @@ def make_batches(cfg, world, loader):
 def build_model(cfg, world, weights=None, eot=None):
     """(model, the model as the loop calls it, Account): on meta, prepared, allocated, loaded, in DDP.
 
-    cfg: from `choose`. weights: {name: Stored} of a checkpoint; None: the weights of cfg.init_from, or new
-    ones. eot: the manifest's separator of documents.
+    cfg: from `choose`. weights: a checkpoint's; None: cfg.init_from's, or new. eot: the data's separator.
     """
     device, account = world.device, Account(cfg, world.device)
     if account.bypassed and (cfg.document_mask or cfg.context_parallel > 1):
@@ -165,7 +164,7 @@ def describe(cfg, world, job, loader, start):
     rows = [
         ("parameters", f"{total:,}, of them {matmul:,} in matmuls; vocabulary padding not counted"),
         *account.rows(),
-        ("memory", memory.describe(cfg, world.size, account.parameters, account.as_settings_say(cfg))),
+        ("memory", memory.describe(cfg, world.size, account.parameters)),
         ("data", f"{cfg.data_dir}: {data}"),
     ]
     for folder, share, epochs in loader.shares_of(tokens) if len(loader.folders) > 1 else []:

@@ -1,7 +1,6 @@
 """What a model computes (operations, FLOPs, MFU), from one forward and backward on meta tensors.
 
-model.py may have been edited in any way, so nothing is inferred from settings: operations, which of them are
-fused kernels, FLOPs, and parameters that no loss depends on, are those of the code that runs.
+model.py may have been edited in any way, so nothing is inferred from settings.
 """
 
 import contextlib
@@ -113,15 +112,6 @@ class Account:
         self.bypassed = known and self.attention_calls < runs.total()
         self.unused = [name for name, p in model.named_parameters() if known and p.grad is None]
         self.regular = known and set(blocks) == {1}
-
-    def as_settings_say(self, cfg):
-        """Whether FLOPs and activations are those of the model that GPTConfig alone describes."""
-        block = sum(n * k for n, k in cfg.block_matmuls) + cfg.n_head * cfg.gate_channels
-        weights = cfg.n_layer * block + cfg.vocab_size * cfg.n_embd
-        keys = 0 if cfg.document_mask else (cfg.block_size + 1) / 2  # that a query sees on average
-        attention = 2 * cfg.n_layer * cfg.n_embd * keys
-        usual = "another activation" not in {reason for _, reason in self.calls}
-        return usual and self.flops_per_token == 6 * (weights + attention)
 
     def rows(self):
         """Rows of the start-up summary: which calls of operations are fused, which are plain, and why."""

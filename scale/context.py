@@ -12,7 +12,7 @@ import math
 
 import torch
 import torch.distributed as dist
-from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed._functional_collectives import all_gather_tensor, all_to_all_single_autograd
 
 import kernels
 import model as models
@@ -110,9 +110,7 @@ def whole_sequences(model, idx):
     spread = getattr(model, "spread", None)
     if spread is None or not spread.on:
         return idx
-    parts = [torch.empty_like(idx, memory_format=torch.contiguous_format) for _ in range(spread.size)]
-    dist.all_gather(parts, idx.contiguous(), group=spread.group)
-    return torch.cat(parts, dim=1)
+    return all_gather_tensor(idx.contiguous(), 1, spread.group)
 
 
 def own_tokens(cfg, world, batch):

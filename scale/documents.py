@@ -45,10 +45,9 @@ def apply(model, eot):
 class Documents:
     """A batch's documents, kept until the next forward, since a backward may compute attention again.
 
-    ids: (B, T), equal within a document. bounds: int32; in the concatenated rows, document i is the tokens
-    bounds[i] to bounds[i + 1]. longest: a tensor of shape (length of the longest document, 0), because
-    torch.compile treats a size as a variable and a Python number as a constant. on: False while each row
-    counts as one document.
+    ids: (B, T), equal within a document. bounds: int32, where documents begin in all rows together. longest:
+    a tensor with as many rows; to torch.compile its size is a variable, a number is a constant. on: False
+    while each row counts as one document.
     """
 
     def __init__(self, eot):

@@ -17,11 +17,10 @@ ALIGNED = 128  # elements: each gradient begins at a multiple of them
 
 
 class Replayed:
-    """A micro-step (train.Training.micro_step) on a GPU, replayed as a graph from a step's start on.
+    """A micro-step on a GPU, replayed as a graph from a step's start on.
 
-    The graph reads its batch from tensors of its own and adds to gradients that stay where they are. If the
-    optimizer sets .grad to None, the next call puts them back, filled with zeros. Several ranks average the
-    gradients in one piece, after the last of a step's `accumulation` micro-steps.
+    It reads its batch from its own tensors and adds to gradients that stay where they are: the next call puts
+    them back, as zeros, where the optimizer sets .grad to None. Ranks average them after a step's last one.
     """
 
     def __init__(self, micro_step, model, accumulation, reduce_dtype):

@@ -1,8 +1,7 @@
 """The GPU memory that a run will take, by arithmetic alone: `bench.py memory` needs neither a GPU nor torch.
 
-Counts what the fused kernels (--ops=fused) in bf16 and fp8 keep, in bytes a rank, at the moments where a step
-may have its peak: the loss, the backward of the last block, and the update. Tests compare the constants with
-the modules that they describe, the parameter counts with real models, and the totals with measurements.
+Counts what the fused kernels in bf16 and fp8 keep, in bytes a rank, at the moments where a step may have its
+peak: the loss, the backward of the last block, and the update. Tests compare it with models and measurements.
 """
 
 import bisect
@@ -17,13 +16,9 @@ UNIT_MIB = 100  # blocks that FSDP2 gathers as one unit take up to this in 16 bi
 
 
 def estimate(cfg, ranks):
-    """{part: bytes of GPU memory on a rank} for a settings.Config and `ranks` processes.
-
-    Offloaded states do not count (on_host does). 8-bit states are counted as if no tensor were small enough
-    to stay in float32.
-    """
+    """{part: bytes of GPU memory on a rank} for a Config and `ranks` processes; on_host counts the host's."""
     (total, block), (own, summed, moments) = parameter_counts(cfg), bytes_of_parameter(cfg)
-    shards, sharded = shards_of(cfg, ranks), is_sharded(cfg, ranks)
+    shards, sharded = shards_of(cfg, ranks), cfg.parallel != "ddp" and (ranks > 1 or cfg.offload_states)
     here = 0 if cfg.offload_states else total / shards
     states = {"parameters": own * here, "gradients": own * here, "optimizer": moments * here}
     states["buffers"] = WORKSPACE + 8 * cfg.block_size * cfg.head_dim * (cfg.positions == "rope")
@@ -42,8 +37,7 @@ def estimate(cfg, ranks):
     small = 1 if cfg.precision == "fp8" else 2  # fp8 keeps the transposes alone
     if not gathers_8_bits(cfg, shards) and (2 if sharded else own) != small:
         parts["gathered"] += small * (cfg.n_layer - again) * block  # casts, kept until the backward
-    waits = cfg.remat_offload and again > 2 and cfg.remat in ("attention", "block")
-    on_gpu = 2 if waits else again  # blocks, while the others wait on the host
+    on_gpu = min(2, again) if cfg.remat_offload else again  # blocks, while the others wait on the host
     tokens = (cfg.n_layer - again) * sum(kept(cfg, "none")) + on_gpu * sum(kept(cfg, cfg.remat))
     parts["activations"] = cfg.rank_tokens * tokens
     parts["loss or a block's backward"] = max(loss_bytes(cfg), backward_bytes(cfg, again))
@@ -75,8 +69,7 @@ def bytes_of_parameter(cfg):
 
 
 def gathered(cfg, shards):
-    """FSDP2's buffers in 16 bits: weights of two units of blocks and the head (zero2: of all), and one
-    unit's gradients before and after the reduction."""
+    """FSDP2's buffers in 16 bits: weights of two units and the head (zero2: all), a unit's gradients."""
     (total, block), (own, summed, _) = parameter_counts(cfg), bytes_of_parameter(cfg)
     table = cfg.padded_vocab * cfg.kv_heads * cfg.head_dim  # gathered with its block
     sizes = [block + table * (layer in cfg.value_layers) for layer in range(cfg.n_layer)]
@@ -130,10 +123,9 @@ def kept(cfg, remat):
 
 
 def units(sizes, apart):
-    """The units of FSDP2, each a list of block indices: blocks gathered together, up to UNIT_MIB in 16 bits.
+    """FSDP2's units, lists of block indices: blocks gathered together, up to UNIT_MIB in 16 bits.
 
-    sizes: the parameters of each block. apart: a unit for each block; one of several needs each of them to
-    run exactly once, in their order.
+    apart: a unit for each block; one of several needs each of them to run exactly once, in their order.
     """
     found, filled = [], 0
     for block, size in enumerate(sizes):
@@ -150,15 +142,9 @@ def gathers_8_bits(cfg, shards):
     return cfg.precision == "fp8" and shards > 1 and not cfg.offload_states
 
 
-def is_sharded(cfg, ranks):
-    return cfg.parallel != "ddp" and (ranks > 1 or cfg.offload_states)
-
-
 def shards_of(cfg, ranks):
     """Ranks among which one copy of the model is sharded."""
-    if not is_sharded(cfg, ranks):
-        return 1
-    return (cfg.shard_size or ranks_of_host(ranks)) if cfg.parallel == "hsdp" else ranks
+    return {"ddp": 1, "hsdp": cfg.shard_size or ranks_of_host(ranks)}.get(cfg.parallel, ranks)
 
 
 def ranks_of_host(ranks):
@@ -186,24 +172,27 @@ def on_host(cfg, ranks):
     return parts
 
 
-def largest(cfg, ranks, budget, name, step=1):
-    """The largest value of a setting, in steps, whose estimate is within `budget` bytes; 0 if none is."""
+def largest_batch(cfg, ranks, budget, name="batch_size", step=1):
+    """The largest batch_size, or setting `name`, whose estimate is within `budget` bytes, 0 if none is."""
     over = lambda n: takes(dataclasses.replace(cfg, **{name: n * step}), ranks) > budget
     return step * bisect.bisect_left(range(1, 2**20), True, key=over)
 
 
-def describe(cfg, ranks, parameters=None, usual=True):
-    """The estimate in words; the total only where the operations are those that it counts.
+def longest_row(cfg, ranks, budget):
+    """The largest block_size that fits with batch_size=1, in steps of 1,024 a rank, 0 if none does."""
+    one = dataclasses.replace(cfg, batch_size=1)
+    return largest_batch(one, ranks, budget, "block_size", 1024 * cfg.context_parallel)
 
-    parameters: the number that the model has. usual: its FLOPs are those of the settings; an edit may differ.
-    """
+
+def describe(cfg, ranks, parameters=None):
+    """The estimate in words. parameters: of the model, whose activations are unknown if it was edited."""
     (counted, _), (own, _, moments) = parameter_counts(cfg), bytes_of_parameter(cfg)
     states = (2 * own + moments) * (parameters or counted) / shards_of(cfg, ranks) / GIB
     where = "of the host's memory " if cfg.offload_states else ""
     words = f"{states:.2f} GiB {where}a rank for weights, gradients and optimizer states"
-    if parameters not in (None, counted) or not usual:
-        return words + "; activations are not estimated, since model.py is not what the settings describe"
-    return words + ("" if uncounted(cfg) else f", about {takes(cfg, ranks) / GIB:.1f} GiB of a GPU in all")
+    if uncounted(cfg) or parameters not in (None, counted):
+        return words + "; activations are not estimated"
+    return words + f", about {takes(cfg, ranks) / GIB:.1f} GiB of a GPU in all"
 
 
 def uncounted(cfg):

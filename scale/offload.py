@@ -80,7 +80,7 @@ class Shelf:
 
     @contextlib.contextmanager
     def copying(self, group, device):
-        """On CUDA: in the copies' stream, which first waits for what was computed; then the group is ready."""
+        """On CUDA: in the copies' stream, which waits for what was computed; then the group is ready."""
         if device.type != "cuda":
             yield
             return

@@ -48,9 +48,9 @@ def join(cfg):
 
 
 def make_deterministic():
-    """Has this process compute the same bits each time; an operation that cannot raises a RuntimeError.
+    """Has this process, before CUDA starts, compute the same bits each time, but for sums over GPUs.
 
-    Call it before CUDA starts. The order in which NCCL sums over several GPUs is its own choice.
+    An operation that cannot raises a RuntimeError.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # scratch memory of fixed size for a stream
     torch.use_deterministic_algorithms(True)  # warn_only keeps the atomic additions of attention's backward
@@ -60,8 +60,8 @@ def make_deterministic():
 def start(device="auto", timeout_s=600, expandable=False, on_cpu=False):
     """Joins the process group that torchrun describes (none without it) and claims this process's device.
 
-    expandable: expandable segments, unless the environment configures the allocator: without them, small
-    tensors fragment the memory, and near the limit steps wait for it. on_cpu: GPUs' ranks reduce there too.
+    expandable: lets the allocator's segments grow, unless the environment configures it; small tensors would
+    fragment the memory, and near the limit steps wait for it. on_cpu: GPUs' ranks reduce there too.
     """
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     device = pick_device(device)
@@ -119,17 +119,12 @@ def time_limit(timeout_s, backend=None):
     return timedelta(seconds=timeout_s + NCCL_LATER * ("nccl" in backend))
 
 
-# -- FSDP2 and DDP
-
-
 def shard(model, cfg, world, regular=True):
-    """FSDP2 (https://arxiv.org/abs/2304.11277) with a unit for each block, embedding and head, cut by rows.
+    """FSDP2 (https://arxiv.org/abs/2304.11277) with a unit for embedding, head and each of memory.units.
 
-    Small blocks share a unit, up to memory.UNIT_MIB: fewer, larger messages and less work for the host.
     regular: each block runs exactly once in a forward. fsdp gathers a block for its forward and for its
     backward, zero2 once a step; hsdp is fsdp within groups of shard_size ranks, each of which holds a copy.
-    Parameters are gathered in bf16 with precision=bf16 and fp8, the blocks' in 8 bits with fp8.
-    offload_states: the shards, and the optimizer, are on the CPU.
+    Weights are gathered in bf16 with precision=bf16 and fp8, the blocks' in 8 bits with fp8.
     """
     mesh = make_mesh(cfg, world)
     low = torch.bfloat16 if cfg.precision in ("bf16", "fp8") else None
@@ -219,9 +214,6 @@ def sync_gradients(model, on):
     elif isinstance(model, fsdp.FSDPModule):
         model.set_requires_all_reduce(on)
         model.set_reshard_after_backward(on or model.frees_gathered)
-
-
-# -- collectives
 
 
 def sum_over_ranks(tensor):

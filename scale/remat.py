@@ -4,13 +4,11 @@
                    (https://arxiv.org/abs/2205.05198); costs another GEMM
 --remat=block      keeps the block's input (https://arxiv.org/abs/1604.06174); costs another forward of it
 --remat=attention  keeps attention's output besides: what grows with the square of the context runs once
---remat_every=3    does so in every third block only
 --remat_tile=16384 computes an MLP on so many tokens at a time, so that its wide tensors are small
 --remat_offload    block, attention: what is kept waits in pinned host memory (offload.py)
 
-All of it goes around the model: a wrapper of a block stands in `model.stack`, one of attention's core in
-`attn.core`, one of the MLP in `mlp.core`. Parameters and their names stay. The block's own forward is what
-runs, twice, with the random state replayed, so that any edit of it is right.
+All of it wraps: a block in `model.stack`, attention in `attn.core`, an MLP in `mlp.core`. The block's own
+forward is what runs, twice, with the random state replayed, so that any edit of it is right.
 """
 
 import contextlib
@@ -92,8 +90,7 @@ def taken(shelf, x):
 class Tape:
     """Attention's results in the block that runs: recorded in its forward, played back in its recomputation.
 
-    Each result is a list: output and logsumexp, on the shelf, and the small tensors and numbers for the
-    backward.
+    A result: [output and logsumexp, on the shelf, and the small tensors and numbers for the backward].
     """
 
     def __init__(self, shelf):
