@@ -22,21 +22,15 @@ from scale.precision import pick_ops, pick_precision
 
 def choose(cfg, device):
     """(cfg with every "auto" resolved for the device, rows of the start-up summary with the reasons)."""
-    precision, why_precision = pick_precision(cfg.precision, device, cfg.weights)
-    attention, why_attention = cfg.attention, "as set"
-    if attention == "auto":
-        attention, why_attention = best_attention(device, precision)
-    ops, why_ops = pick_ops(cfg.ops, device, precision)
-    rows = [
-        ("precision", f"{precision} ({why_precision}), compile {'on' if cfg.compile else 'off'}"),
-        ("attention", f"{attention} ({why_attention})"),
-        ("ops", f"{ops} ({why_ops})"),
-    ]
+    precision, why = pick_precision(cfg.precision, device, cfg.weights)
+    attention = best_attention(device, precision) if cfg.attention == "auto" else (cfg.attention, "as set")
+    chosen = dict(precision=(precision, why), attention=attention, ops=pick_ops(cfg.ops, device, precision))
+    rows = [(name, f"{value} ({reason})") for name, (value, reason) in chosen.items()]
     if cfg.document_mask:
         varlen = device.type == "cuda" and precision not in ("fp32", "tf32")
         how = "flash attention for variable lengths" if varlen else "T x T masks, slow for long rows"
         rows.append(("documents", f"a token attends within its own ({how})"))
-    return dataclasses.replace(cfg, precision=precision, attention=attention, ops=ops), rows
+    return dataclasses.replace(cfg, **{name: value for name, (value, _) in chosen.items()}), rows
 
 
 def make_loaders(cfg, world):
@@ -97,9 +91,8 @@ def build_model(cfg, world, weights=None, eot=None):
     """
     device, account = world.device, Account(cfg, world.device)
     if account.bypassed and (cfg.document_mask or cfg.context_parallel > 1):
-        what = "document_mask" if cfg.document_mask else "context_parallel"
-        why = "goes around attn.core, which model.py's attention does not call: see docs/experiment.md"
-        raise UserError(f"{what} {why}")
+        why = "go around attn.core, which model.py's attention does not call: see docs/experiment.md"
+        raise UserError(f"document_mask and context_parallel {why}")
     model = models.on_meta(cfg)
     prepare(model, cfg, world, eot, account.regular)
     models.allocate(model, "cpu" if cfg.offload_states else device, cfg.seed, fill=parallel.fill)

@@ -52,10 +52,7 @@ def parameter_counts(model):
 
 
 class Census:
-    """Counts calls of operations: `calls` is {(operation, None or why it is no fused kernel): number}.
-
-    attention_flops: of attention's forward, without the half of each square that the causal mask leaves out.
-    """
+    """Counts calls of operations: `calls` is {(operation, None or why it is no fused kernel): number}."""
 
     def __init__(self, device_type, dtype):
         self.where, self.calls, self.inner = (device_type, dtype), Counter(), 0
@@ -70,7 +67,7 @@ class Census:
         self.inner = 0 if reason else inner
 
     def attended(self, q, k, v):
-        """Replaces attention: a query sees (T + 1) / 2 keys on average, 2 FLOPs each for QK^T and for AV."""
+        """Replaces attention; a query sees (T + 1) / 2 keys on average, 2 FLOPs each for QK^T and for AV."""
         (B, H, T, D), out = q.shape, v.size(-1)
         self.attention_calls += 1
         self.attention_flops += B * H * T * (T + 1) * (D + out)
@@ -88,30 +85,28 @@ def census(device_type, dtype):
 
 
 class Account:
-    """What a model computes. `calls`: see Census. unused: names of parameters without a gradient.
+    """What a model computes: `calls` (see Census), flops_per_token, unused (parameters without a gradient).
 
-    regular: every block ran once. bypassed: an attention ran without its `core`, so that what wraps the core
-    takes no part. problem: why the forward cannot run on meta tensors (then flops_per_token is None).
+    regular: every block ran once. bypassed: a block ran without kernels.attention as its attn.core, so that
+    what wraps the core takes no part. problem: why nothing is known, as after an edit that reads a value.
     """
 
     def __init__(self, cfg, device):
         model, runs = models.on_meta(cfg), Counter()
         self.parameters = sum(p.numel() for p in model.parameters())
         self.plain_linears = sum(type(module) is nn.Linear for module in model.modules())
-        for module in model.modules():
-            if module in model.blocks or getattr(module, "core", None) is kernels.attention:
-                module.register_forward_hook(lambda module, *_: runs.update([module]))
+        for block in model.blocks:
+            block.register_forward_hook(lambda block, *_: runs.update([block]))
         self.flops_per_token = self.problem = None
         with census(device.type, DTYPES.get(cfg.precision, torch.float32)) as seen:
             try:
                 self.flops_per_token = flops_per_token(model, cfg, seen)
-            except Exception as error:  # an edit may read a value, which meta tensors do not have
+            except Exception as error:  # meta tensors have no values
                 self.problem = f"{type(error).__name__}: {error}".partition("\n")[0]
-        known, self.calls, self.attention_calls = not self.problem, seen.calls, seen.attention_calls
-        blocks = [runs.pop(block, 0) for block in model.blocks]  # the rest are attentions
-        self.bypassed = known and self.attention_calls < runs.total()
+        known, self.calls = not self.problem, seen.calls
+        self.bypassed = known and seen.attention_calls < runs.total()
         self.unused = [name for name, p in model.named_parameters() if known and p.grad is None]
-        self.regular = known and set(blocks) == {1}
+        self.regular = known and all(runs[block] == 1 for block in model.blocks)
 
     def rows(self):
         """Rows of the start-up summary: which calls of operations are fused, which are plain, and why."""
@@ -133,10 +128,10 @@ class Account:
 
 
 def flops_per_token(model, cfg, seen):
-    """A forward and backward on meta tensors -> FLOPs of a token for MFU; seen: a Census, filled meanwhile.
+    """FLOPs of a token for MFU, from a forward and backward on meta tensors; seen: the Census under way.
 
-    Counts matmul weights once a token, causal attention once, no padding rows and no recomputation; with
-    document masks no attention, whose FLOPs depend on the documents' lengths.
+    Counts matmul weights and causal attention once, no padding rows and no recomputation; with document masks
+    no attention, whose FLOPs depend on the documents' lengths.
     """
     tokens = torch.zeros(1, cfg.block_size, dtype=torch.long, device="meta")
     with FlopCounterMode(display=False) as counter:

@@ -32,10 +32,7 @@ def apply(model, cfg, world):
 
 
 def attentions(model, setting, any_core=False):
-    """The modules with kernels.attention, perhaps wrapped, as their `core`; UserError if a block has none.
-
-    any_core: also models.Attention with another function as its core.
-    """
+    """Modules with kernels.attention, perhaps wrapped, as `core`, or UserError; any_core: any Attention too."""
 
     def suits(module):
         core = getattr(module, "core", None)

@@ -54,7 +54,7 @@ class Replayed:
         return self.loss
 
     def launch(self):
-        """Runs the micro-step on the capture's stream, whose workspaces then exist before the capture."""
+        """Runs the micro-step on the capture's stream, whose workspaces then exist before it."""
         usual = torch.cuda.current_stream()
         self.stream.wait_stream(usual)
         with torch.cuda.stream(self.stream):
@@ -105,8 +105,7 @@ def gradients(parameters):
 
 
 def stream(device):
-    """For the capture and the steps before: the nodes that add to gradients run on the stream of the first
-    forward, and a capture allows no other."""
+    """Of the capture and the steps before: what adds to gradients runs on the stream of the first forward."""
     if device.type != "cuda":
         raise UserError(f"cuda_graph=True needs a CUDA device, this is {device.type}; leave it out")
     return torch.cuda.Stream(device)

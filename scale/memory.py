@@ -123,17 +123,15 @@ def kept(cfg, remat):
 
 
 def units(sizes, apart):
-    """FSDP2's units, lists of block indices: blocks gathered together, up to UNIT_MIB in 16 bits.
+    """FSDP2's units, lists of block indices: gathered together, up to UNIT_MIB in 16 bits.
 
-    apart: a unit for each block; one of several needs each of them to run exactly once, in their order.
+    apart: a unit for each; a unit of several needs each block to run exactly once, in order.
     """
-    found, filled = [], 0
+    found = []
     for block, size in enumerate(sizes):
-        if apart or not found or 2 * (filled + size) > UNIT_MIB * 2**20:
+        if apart or not found or 2 * (sum(sizes[i] for i in found[-1]) + size) > UNIT_MIB * 2**20:
             found.append([])
-            filled = 0
         found[-1].append(block)
-        filled += size
     return found
 
 
@@ -153,10 +151,7 @@ def ranks_of_host(ranks):
 
 
 def on_host(cfg, ranks):
-    """{part: bytes of the host's memory that a rank takes} with offload_states or remat_offload; {} without.
-
-    All but moments is pinned, in blocks of a power of two, which is how PyTorch allocates pinned memory.
-    """
+    """{part: bytes of the host's memory on a rank}; all but moments pinned, in blocks of a power of two."""
     parts, shards, (own, _, moments) = {}, shards_of(cfg, ranks), bytes_of_parameter(cfg)
     pinned = lambda size: 2 ** (size - 1).bit_length()
     if cfg.offload_states:

@@ -24,9 +24,8 @@ class Kept:
 class Shelf:
     """Keeps tensors from the forward to the backward; with `offload` in pinned host memory.
 
-    `begin` opens a group, `put` adds to it, `take` returns a tensor. Copies have their own stream: a group
-    goes out while the next block is computed, and comes back while the gradients of the block after it are
-    computed, so that the device holds two groups at a time. Host buffers are used again.
+    Copies have their own stream: a group goes out while the next block is computed, and comes back while the
+    gradients of the block after it are, so that the device holds two groups. Host buffers are used again.
     """
 
     def __init__(self, offload):

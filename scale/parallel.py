@@ -48,10 +48,7 @@ def join(cfg):
 
 
 def make_deterministic():
-    """Has this process, before CUDA starts, compute the same bits each time, but for sums over GPUs.
-
-    An operation that cannot raises a RuntimeError.
-    """
+    """Before CUDA starts: the same bits each time, but for NCCL's sums, or a RuntimeError of an operation."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # scratch memory of fixed size for a stream
     torch.use_deterministic_algorithms(True)  # warn_only keeps the atomic additions of attention's backward
     torch.utils.deterministic.fill_uninitialized_memory = False  # or every new tensor is written once more
@@ -71,12 +68,11 @@ def start(device="auto", timeout_s=600, expandable=False, on_cpu=False):
         torch.cuda.set_device(device)
     if "RANK" in os.environ and not dist.is_initialized():
         backend = ("cpu:gloo,cuda:nccl" if on_cpu else "nccl") if device.type == "cuda" else "gloo"
-        bound = device if "nccl" in backend else None  # NCCL connects now instead of in the first step
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        try:
+        options = dict(rank=rank, world_size=size, device_id=device if "nccl" in backend else None)
+        try:  # with a device NCCL connects now instead of in the first step
             store = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))[0]
-            store = dist.PrefixStore(f"attempt_{attempt}", store)  # torchrun's outlives a restart
-            options = dict(store=store, rank=rank, world_size=size, device_id=bound)
+            options["store"] = dist.PrefixStore(f"attempt_{attempt}", store)  # torchrun's outlives a restart
             dist.init_process_group(backend, **options, timeout=time_limit(timeout_s, backend))
         except (ValueError, RuntimeError) as error:
             why, hint = str(error).partition("\n")[0], "is --master_addr reachable, and --master_port free?"
@@ -162,10 +158,10 @@ def make_mesh(cfg, world):
 
 
 def gather_all(model, *_):
-    """zero2, before a step's first forward: starts the all-gathers of all units, while the blocks compute.
+    """zero2, before a step's first forward: starts all units' all-gathers.
 
-    Buffers of the units' own hooks come from another stream's memory pool, unused between steps: near the
-    limit (Llama 3 8B, four H200s, 80 GiB) a step waited 230 ms of 6,300.
+    Buffers of the units' own hooks would be another stream's, unused between steps: near the limit (Llama 3 8B,
+    four H200s, 80 GiB) a step waited 230 ms of 6,300.
     """
     for unit in units(model):
         unit.unshard(async_op=True)
@@ -189,17 +185,13 @@ def fill(tensor, function):
 
 
 def wrap(model, cfg, world, unused=False):
-    """The model as the loop calls it: in DDP if there are ranks and it is not sharded.
-
-    unused: the loss does not depend on some parameter. With cuda_graph, graphs.Replayed averages gradients.
-    """
+    """The model as the loop calls it: in DDP if nothing else averages gradients. unused: some have none."""
     if not dist.is_initialized() or cfg.parallel != "ddp" or cfg.cuda_graph:
         return model
     on_gpu, in_bf16 = world.device.type == "cuda", cfg.reduce_dtype == "bf16" and cfg.weights == "fp32"
     if in_bf16 and not on_gpu:
         raise UserError("reduce_dtype=bf16 under DDP needs a CUDA device; try --reduce_dtype=fp32")
-    # torch 2.11 has no newer name for it
-    warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")
+    warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")  # torch 2.11 has no newer name
     options = dict(gradient_as_bucket_view=True, broadcast_buffers=False, find_unused_parameters=unused)
     ddp = DistributedDataParallel(model, device_ids=[world.device] if on_gpu else None, **options)
     if in_bf16:

@@ -88,10 +88,7 @@ def taken(shelf, x):
 
 
 class Tape:
-    """Attention's results in the block that runs: recorded in its forward, played back in its recomputation.
-
-    A result: [output and logsumexp, on the shelf, and the small tensors and numbers for the backward].
-    """
+    """Attention's results in the block that runs: recorded in its forward, played in its recomputation."""
 
     def __init__(self, shelf):
         self.shelf, self.results, self.recording = shelf, None, False
@@ -105,7 +102,7 @@ class Tape:
             self.results = None
 
     def next(self, compute):
-        """The next result: of `compute`, or what it was in the block's forward."""
+        """The next result, computed or played: [output, logsumexp, both on the shelf, *what is small]."""
         if self.recording:
             out, lse, *small = compute()
             self.results.append([self.shelf.put(out), self.shelf.put(lse), *small])
@@ -200,8 +197,7 @@ class RecomputedMLP:
 class ForwardInTiles(torch.autograd.Function):
     """run(x) tile by tile; its "gradient of x" is that of its result; RecomputeInTiles computes the rest.
 
-    Apart, so that a checkpointed block saves x before the MLP runs: its recomputation then stops there, and
-    the MLP runs twice in all, not three times.
+    Apart, so that a checkpointed block saves x before the MLP runs: its recomputation stops there.
     """
 
     @staticmethod

@@ -137,7 +137,7 @@ def test_what_wraps_attention_refuses_an_attention_that_it_does_not_reach(settin
         def __init__(self, cfg, rope, layer):
             super().__init__(cfg.n_embd, cfg.n_embd)
 
-    assert not account()[0].bypassed and account()[0].attention_calls == 3
+    assert not account()[0].bypassed
     with monkeypatch.context() as patch:
         patch.setattr(models.Attention, "forward", forward)
         assert account()[0].bypassed
