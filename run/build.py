@@ -137,9 +137,8 @@ def load_initial_weights(model, cfg):
         tensors, shape = hf.open_hf(cfg.init_from[3:])
     else:
         tensors, shape, _ = checkpoint.open_model(cfg.init_from)
-    free, shorter = ["vocab_multiple"], cfg.block_size < shape.block_size
-    if cfg.positions == "rope" or shorter:  # RoPE has no weights for positions
-        free.append("block_size")
+    shorter = cfg.block_size < shape.block_size
+    free = ["vocab_multiple"] + ["block_size"] * (cfg.positions == "rope" or shorter)  # RoPE has no weights
     if wrong := checkpoint.shape_differences(dataclasses.asdict(shape), cfg, free):
         raise UserError(f"init_from={cfg.init_from} is another model: {'; '.join(wrong)}")
     if cfg.positions == "learned" and shorter:

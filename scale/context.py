@@ -32,7 +32,7 @@ def apply(model, cfg, world):
 
 
 def attentions(model, setting, any_core=False):
-    """Modules with kernels.attention, perhaps wrapped, as `core`, or UserError; any_core: any Attention too."""
+    """Modules with kernels.attention, perhaps wrapped, as `core`, or UserError; any_core: any Attention."""
 
     def suits(module):
         core = getattr(module, "core", None)

@@ -38,8 +38,11 @@ def apply(model, eot):
     for module in context.attentions(model, "document_mask"):
         module.core = DocumentMask(module.core, documents)
 
-    whole = lambda model, args: context.whole_sequences(model, args[0])
-    model.register_forward_pre_hook(lambda *call: documents.find(whole(*call)) if documents.on else None)
+    def look(model, args):
+        if documents.on:
+            documents.find(context.whole_sequences(model, args[0]))
+
+    model.register_forward_pre_hook(look)
 
 
 class Documents:

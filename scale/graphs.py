@@ -26,8 +26,7 @@ class Replayed:
     def __init__(self, micro_step, model, accumulation, reduce_dtype):
         if isinstance(model, FSDPModule):
             raise UserError("cuda_graph=True cannot capture FSDP2's collectives; try --parallel=ddp")
-        self.micro_step, self.accumulation = micro_step, accumulation
-        self.parameters = list(model.parameters())
+        self.micro_step, self.accumulation, self.parameters = micro_step, accumulation, [*model.parameters()]
         self.reduce_dtype = torch.bfloat16 if reduce_dtype == "bf16" else None  # None: the gradients' own
         self.device = self.parameters[0].device
         self.stream, self.steps, self.micro_steps = stream(self.device), 0, 0

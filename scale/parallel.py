@@ -160,8 +160,8 @@ def make_mesh(cfg, world):
 def gather_all(model, *_):
     """zero2, before a step's first forward: starts all units' all-gathers.
 
-    Buffers of the units' own hooks would be another stream's, unused between steps: near the limit (Llama 3 8B,
-    four H200s, 80 GiB) a step waited 230 ms of 6,300.
+    Their own hooks' buffers would be another stream's, unused between steps: near the limit (Llama 3 8B, four
+    H200s, 80 GiB) a step waited 230 ms of 6,300.
     """
     for unit in units(model):
         unit.unshard(async_op=True)
