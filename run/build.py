@@ -4,14 +4,13 @@ import dataclasses
 import itertools
 import shlex
 
-import torch
 import torch.distributed as dist
 
 import kernels
 import model as models
 from configurator import UserError
 from corpus import mixture
-from corpus.loader import DataError, TokenLoader, find_shards, read_manifest, read_sizes
+from corpus.loader import DataError, TokenLoader, read_manifest, read_sizes
 from fast.attention import best_attention
 from run import checkpoint, hf
 from run.flops import Account, parameter_counts
@@ -23,32 +22,23 @@ from scale.precision import pick_ops, pick_precision
 
 def choose(cfg, device):
     """(cfg with every "auto" resolved for the device, rows of the start-up summary with the reasons)."""
-    precision, why_precision = pick_precision(cfg.precision, device, cfg.weights)
-    attention, why_attention = cfg.attention, "as set"
-    if attention == "auto":
-        attention, why_attention = best_attention(device, precision)
-    ops, why_ops = pick_ops(cfg.ops, device, precision)
-    rows = [
-        ("precision", f"{precision} ({why_precision}), compile {'on' if cfg.compile else 'off'}"),
-        ("attention", f"{attention} ({why_attention})"),
-        ("ops", f"{ops} ({why_ops})"),
-    ]
-    if cfg.offload_states:
-        words = f"{torch.get_num_threads()} threads a rank; OMP_NUM_THREADS=2 or more sets it"
-        rows.append(("update", f"on the CPU (offload_states), {words}"))
+    precision, why = pick_precision(cfg.precision, device, cfg.weights)
+    attention = best_attention(device, precision) if cfg.attention == "auto" else (cfg.attention, "as set")
+    chosen = dict(precision=(precision, why), attention=attention, ops=pick_ops(cfg.ops, device, precision))
+    rows = [(name, f"{value} ({reason})") for name, (value, reason) in chosen.items()]
     if cfg.document_mask:
         varlen = device.type == "cuda" and precision not in ("fp32", "tf32")
         how = "flash attention for variable lengths" if varlen else "T x T masks, slow for long rows"
         rows.append(("documents", f"a token attends within its own ({how})"))
-    return dataclasses.replace(cfg, precision=precision, attention=attention, ops=ops), rows
+    return dataclasses.replace(cfg, **{name: value for name, (value, _) in chosen.items()}), rows
 
 
 def make_loaders(cfg, world):
     """(training loader, [(share, validation loader)] of the folders)."""
     refuse_other_tokenizer(cfg)
     rank, ranks = world.rank // cfg.context_parallel, world.size // cfg.context_parallel
-    common = dict(vocab_size=cfg.vocab_size, B=cfg.batch_size, T=cfg.block_size)
-    common |= dict(rank=rank, world=ranks, device=world.device)
+    common = dict(vocab_size=cfg.vocab_size, B=cfg.batch_size, T=cfg.block_size, rank=rank, world=ranks)
+    common |= dict(device=world.device)
     order = dict(shuffle_seed=cfg.shuffle_seed, align=cfg.align_documents, batch_tokens=cfg.batch_tokens)
     loader = TokenLoader(cfg.data_dir, "train", **order, **common)
     shares = loader.shares_of(cfg.eval_tokens) if cfg.eval_interval else []
@@ -56,21 +46,14 @@ def make_loaders(cfg, world):
 
 
 def refuse_other_tokenizer(cfg):
-    """Raises DataError unless there is data with the tokenizer of the Hugging Face weights in init_from."""
-    if cfg.tokenizer is None or not hf.names_hf(cfg.init_from):
-        return
-    command = f"python fineweb.py --tokenizer={shlex.quote(cfg.tokenizer)}"  # which alone would take GPT-2's
-    for folder, _ in mixture.folders(cfg.data_dir):
-        try:
-            find_shards(folder, "train")
-        except DataError as error:
-            make = f"{command} --out_dir={shlex.quote(str(folder))}"
-            raise DataError(str(error).replace("python fineweb.py", make)) from None
+    """Raises DataError if the data has not the tokenizer of the Hugging Face weights in init_from."""
+    for folder, _ in mixture.folders(cfg.data_dir) if cfg.tokenizer and hf.names_hf(cfg.init_from) else []:
         manifest = read_manifest(folder)
         name, sizes = manifest.get("tokenizer"), read_sizes(folder, manifest)
         if name != cfg.tokenizer and sizes is not None and not hf.same_tokenizer(cfg.tokenizer, sizes):
-            words = f"the weights of init_from={cfg.init_from} use {cfg.tokenizer}; make the data again"
-            raise DataError(f"data_dir={folder} was tokenized with {name}, {words} with {command}")
+            why = f"was tokenized with {name}, the weights of init_from={cfg.init_from} use {cfg.tokenizer}"
+            make = f"python fineweb.py --tokenizer={shlex.quote(cfg.tokenizer)}"
+            raise DataError(f"data_dir={folder} {why}; make the data again with {make}")
 
 
 def make_batches(cfg, world, loader):
@@ -92,14 +75,12 @@ def make_batches(cfg, world, loader):
 def build_model(cfg, world, weights=None, eot=None):
     """(model, the model as the loop calls it, Account): on meta, prepared, allocated, loaded, in DDP.
 
-    cfg: from `choose`. weights: {name: Stored} of a checkpoint; None: the weights of cfg.init_from, or new
-    ones. eot: the manifest's separator of documents.
+    cfg: from `choose`. weights: a checkpoint's; None: cfg.init_from's, or new. eot: the data's separator.
     """
     device, account = world.device, Account(cfg, world.device)
     if account.bypassed and (cfg.document_mask or cfg.context_parallel > 1):
-        words = f"{'document_mask' if cfg.document_mask else 'context_parallel'} goes around attn.core"
-        raise UserError(f"{words}, which model.py's attention does not call: see docs/experiment.md")
-    memory.refuse_beyond_host(cfg, world.size, account.parameters if device.type == "cpu" else 0)
+        why = "go around attn.core, which model.py's attention does not call: see docs/experiment.md"
+        raise UserError(f"document_mask and context_parallel {why}")
     model = models.on_meta(cfg)
     prepare(model, cfg, world, eot, account.regular)
     models.allocate(model, "cpu" if cfg.offload_states else device, cfg.seed, fill=parallel.fill)
@@ -116,6 +97,8 @@ def build_model(cfg, world, weights=None, eot=None):
 
 def prepare(model, cfg, world, eot, regular):
     """Applies, to a model on meta, in this order: fp8, documents, remat, context parallel, compile, FSDP2."""
+    from scale import documents, remat  # files that `import train` need not load
+
     sharded = dist.is_initialized() and cfg.parallel != "ddp"
     if cfg.offload_states and not sharded:
         raise UserError("offload_states=True needs a process group; start it with torchrun, 1 rank or more")
@@ -125,12 +108,8 @@ def prepare(model, cfg, world, eot, regular):
         if type(layer) in (models.Linear, models.Head):  # a subclass has a forward that fp8 does not know
             kernels.fp8.track(layer)
     if cfg.document_mask:
-        from scale import documents
-
         documents.apply(model, documents.separator(cfg, eot))
     if cfg.remat != "none":
-        from scale import remat
-
         remat.apply(model, cfg, world.device.type)
     if cfg.context_parallel > 1:
         context.apply(model, cfg, world)
@@ -146,29 +125,26 @@ def load_initial_weights(model, cfg):
         tensors, shape = hf.open_hf(cfg.init_from[3:])
     else:
         tensors, shape, _ = checkpoint.open_model(cfg.init_from)
-    free = ["vocab_multiple"]
-    if cfg.positions == "rope" or cfg.block_size < shape.block_size:  # RoPE has no weights for positions
-        free.append("block_size")
+    shorter = cfg.block_size < shape.block_size
+    free = ["vocab_multiple"] + ["block_size"] * (cfg.positions == "rope" or shorter)  # RoPE has no weights
     if wrong := checkpoint.shape_differences(dataclasses.asdict(shape), cfg, free):
         raise UserError(f"init_from={cfg.init_from} is another model: {'; '.join(wrong)}")
-    if cfg.positions == "learned" and cfg.block_size < shape.block_size:
+    if cfg.positions == "learned" and shorter:
         tensors["wpe.weight"] = tensors["wpe.weight"][0 : cfg.block_size]
     checkpoint.load_model_tensors(model, tensors, cfg.vocab_size)  # padding rows keep their initial values
 
 
 def describe(cfg, world, job, loader, start):
     """Rows of the start-up summary: the model, its memory, the data, the batch, and where it resumes."""
-    ranks, account = f"{world.size} ranks", job.account
-    if cfg.context_parallel > 1:
-        ranks = f"{world.size // cfg.context_parallel} groups of {cfg.context_parallel} ranks"
+    account, (total, matmul), N = job.account, parameter_counts(job.raw), cfg.context_parallel
+    ranks = f"{world.size // N} groups of {N} ranks" if N > 1 else f"{world.size} ranks"
     micro = f"{cfg.batch_size} x {cfg.block_size} x {ranks} x {job.accumulation} micro-steps"
-    total, matmul = parameter_counts(job.raw)
     tokens = loader.position + (cfg.max_steps - start.step) * cfg.batch_tokens
     data = f"{human(loader.tokens)} training tokens, tokenizer {cfg.tokenizer or 'unknown'}"
     rows = [
         ("parameters", f"{total:,}, of them {matmul:,} in matmuls; vocabulary padding not counted"),
         *account.rows(),
-        ("memory", memory.describe(cfg, world.size, account.parameters, account.as_settings_say(cfg))),
+        ("memory", memory.describe(cfg, world.size, account.parameters)),
         ("data", f"{cfg.data_dir}: {data}"),
     ]
     for folder, share, epochs in loader.shares_of(tokens) if len(loader.folders) > 1 else []:

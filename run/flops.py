@@ -1,8 +1,6 @@
 """What a model computes (operations, FLOPs, MFU), from one forward and backward on meta tensors.
 
-model.py may have been edited in any way, so nothing is inferred from settings: the operations and whether
-each runs as a fused kernel, the FLOPs for MFU, and the parameters that no loss depends on, are those of the
-code that runs.
+model.py may have been edited in any way, so nothing is inferred from settings.
 """
 
 import contextlib
@@ -54,10 +52,7 @@ def parameter_counts(model):
 
 
 class Census:
-    """Counts calls of operations: `calls` is {(operation, None or why it is no fused kernel): number}.
-
-    attention_flops: of attention's forward, without the half of each square that the causal mask leaves out.
-    """
+    """Counts calls of operations: `calls` is {(operation, None or why it is no fused kernel): number}."""
 
     def __init__(self, device_type, dtype):
         self.where, self.calls, self.inner = (device_type, dtype), Counter(), 0
@@ -72,7 +67,7 @@ class Census:
         self.inner = 0 if reason else inner
 
     def attended(self, q, k, v):
-        """Replaces attention: a query sees (T + 1) / 2 keys on average, 2 FLOPs each for QK^T and for AV."""
+        """Replaces attention; a query sees (T + 1) / 2 keys on average, 2 FLOPs each for QK^T and for AV."""
         (B, H, T, D), out = q.shape, v.size(-1)
         self.attention_calls += 1
         self.attention_flops += B * H * T * (T + 1) * (D + out)
@@ -90,55 +85,28 @@ def census(device_type, dtype):
 
 
 class Account:
-    """What a model computes. `calls`: see Census. unused: names of parameters without a gradient.
+    """What a model computes: `calls` (see Census), flops_per_token, unused (parameters without a gradient).
 
-    regular: every block ran once. bypassed: an attention ran without its `core`, so that what wraps the core
-    takes no part. problem: why the forward cannot run on meta tensors (then flops_per_token is None).
+    regular: every block ran once. bypassed: a block ran without kernels.attention as its attn.core, so that
+    what wraps the core takes no part. problem: why nothing is known, as after an edit that reads a value.
     """
 
     def __init__(self, cfg, device):
-        model = models.on_meta(cfg)
-        self.calls, self.flops_per_token, self.problem, runs = Counter(), None, None, Counter()
-        self.attention_calls = 0
+        model, runs = models.on_meta(cfg), Counter()
         self.parameters = sum(p.numel() for p in model.parameters())
         self.plain_linears = sum(type(module) is nn.Linear for module in model.modules())
-        for i, block in enumerate(model.blocks):
-            block.register_forward_hook(lambda *_, i=i: runs.update([i]))
-        for module in model.modules():
-            if getattr(module, "core", None) is kernels.attention:
-                module.register_forward_hook(lambda *_: runs.update(["attention"]))
-        try:
-            self.count(model, cfg, device)
-        except Exception as error:  # an edit may read a value, which meta tensors do not have
-            self.problem = f"{type(error).__name__}: {error}".partition("\n")[0]
-        self.bypassed = not self.problem and self.attention_calls < runs["attention"]
-        self.unused = [] if self.problem else [n for n, p in model.named_parameters() if p.grad is None]
-        self.regular = not self.problem and all(runs[i] == 1 for i in range(len(model.blocks)))
-
-    def count(self, model, cfg, device):
-        """MFU counts matmul weights once a token, causal attention once, no padding rows, no recomputation.
-
-        With document masks it leaves attention out, whose FLOPs depend on the documents' lengths.
-        """
-        tokens = torch.zeros(1, cfg.block_size, dtype=torch.long, device="meta")
+        for block in model.blocks:
+            block.register_forward_hook(lambda block, *_: runs.update([block]))
+        self.flops_per_token = self.problem = None
         with census(device.type, DTYPES.get(cfg.precision, torch.float32)) as seen:
-            with FlopCounterMode(display=False) as counter:
-                loss = model(tokens, tokens)
-            loss.backward()
-        usual_loss = "linear_cross_entropy" in {name for name, _ in seen.calls}
-        padding = 2 * (cfg.padded_vocab - cfg.vocab_size) * cfg.n_embd * usual_loss
-        attention = 0 if cfg.document_mask else seen.attention_flops
-        forward = (counter.get_total_flops() + attention) / cfg.block_size - padding
-        self.calls, self.flops_per_token, self.attention_calls = seen.calls, 3 * forward, seen.attention_calls
-
-    def as_settings_say(self, cfg):
-        """Whether FLOPs and activations are those of the model that GPTConfig alone describes."""
-        block = sum(n * k for n, k in cfg.block_matmuls) + cfg.n_head * cfg.gate_channels
-        weights = cfg.n_layer * block + cfg.vocab_size * cfg.n_embd
-        keys = 0 if cfg.document_mask else (cfg.block_size + 1) / 2  # that a query sees on average, see count
-        attention = 2 * cfg.n_layer * cfg.n_embd * keys
-        usual = "another activation" not in {reason for _, reason in self.calls}
-        return usual and self.flops_per_token == 6 * (weights + attention)
+            try:
+                self.flops_per_token = flops_per_token(model, cfg, seen)
+            except Exception as error:  # meta tensors have no values
+                self.problem = f"{type(error).__name__}: {error}".partition("\n")[0]
+        known, self.calls = not self.problem, seen.calls
+        self.bypassed = known and seen.attention_calls < runs.total()
+        self.unused = [name for name, p in model.named_parameters() if known and p.grad is None]
+        self.regular = known and all(runs[block] == 1 for block in model.blocks)
 
     def rows(self):
         """Rows of the start-up summary: which calls of operations are fused, which are plain, and why."""
@@ -155,7 +123,21 @@ class Account:
         rows = [("operations", "; ".join(words))]
         if self.unused:
             names = ", ".join(self.unused[:3]) + f" and {len(self.unused) - 3} more" * (len(self.unused) > 3)
-            rows.append(
-                ("warning", f"the loss does not depend on {names}: these parameters stay as they are")
-            )
+            rows.append(("warning", f"no loss depends on {names}: these parameters stay as they are"))
         return rows
+
+
+def flops_per_token(model, cfg, seen):
+    """FLOPs of a token for MFU, from a forward and backward on meta tensors; seen: the Census under way.
+
+    Counts matmul weights and causal attention once, no padding rows and no recomputation; with document masks
+    no attention, whose FLOPs depend on the documents' lengths.
+    """
+    tokens = torch.zeros(1, cfg.block_size, dtype=torch.long, device="meta")
+    with FlopCounterMode(display=False) as counter:
+        loss = model(tokens, tokens)
+    loss.backward()
+    usual_loss = "linear_cross_entropy" in {name for name, _ in seen.calls}
+    padding = 2 * (cfg.padded_vocab - cfg.vocab_size) * cfg.n_embd * usual_loss
+    attention = 0 if cfg.document_mask else seen.attention_flops
+    return 3 * ((counter.get_total_flops() + attention) / cfg.block_size - padding)

@@ -6,12 +6,10 @@ SHAPES = 64  # recompilations allowed: training, validation, HellaSwag and sampl
 
 
 def compile_model(model, sharded=False):
-    """Compiles a model in place, so that state-dict keys keep their names.
+    """Compiles a model in place, so that state-dict keys keep their names; all blocks share one graph.
 
-    All blocks share one graph, which shortens compilation, and a block's gradients are ready when its
-    backward ends, so that DDP reduces them while the backward continues. optimize_ddp would cut a block's
-    graph where a bucket of DDP ends: nothing is fused across such a cut, and with torch 2.11 remat=selective
-    then keeps everything.
+    DDP reduces a block's gradients when its backward ends. optimize_ddp would cut its graph where a bucket
+    ends: nothing is fused across the cut, and with torch 2.11 remat=selective then keeps everything.
     """
     torch._dynamo.config.recompile_limit = SHAPES
     torch._dynamo.config.optimize_ddp = False

@@ -2,10 +2,9 @@
 
     torchrun --standalone --nproc_per_node=4 train.py config/llama3_8b.py --parallel=fsdp --context_parallel=4
 
-Only attention's core mixes tokens. An all-to-all before it exchanges tokens for heads, so that a rank has all
-tokens of some heads, and one after it reverses the exchange (Ulysses, https://arxiv.org/abs/2309.14509). For
-parameters and gradients they are data-parallel ranks. An edit of model.py that mixes tokens outside attn.core
-gives wrong results.
+Only attention's core mixes tokens: an all-to-all before it exchanges tokens for heads, so that a rank has all
+tokens of some heads, and one after it reverses that (Ulysses, https://arxiv.org/abs/2309.14509). They are
+data-parallel ranks to gradients. An edit that mixes tokens outside attn.core gives wrong results.
 """
 
 import contextlib
@@ -13,7 +12,7 @@ import math
 
 import torch
 import torch.distributed as dist
-from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed._functional_collectives import all_gather_tensor, all_to_all_single_autograd
 
 import kernels
 import model as models
@@ -33,10 +32,7 @@ def apply(model, cfg, world):
 
 
 def attentions(model, setting, any_core=False):
-    """The modules with kernels.attention, perhaps wrapped, as their `core`; UserError if a block has none.
-
-    any_core: also models.Attention with another function as its core.
-    """
+    """Modules with kernels.attention, perhaps wrapped, as `core`, or UserError; any_core: any Attention."""
 
     def suits(module):
         core = getattr(module, "core", None)
@@ -46,8 +42,8 @@ def attentions(model, setting, any_core=False):
 
     for i, block in enumerate(model.blocks):
         if not any(map(suits, block.modules())):
-            words = f"{setting} goes around attn.core, and block {i} of model.py has none"
-            raise UserError(f"{words}: see docs/experiment.md")
+            why = f"{setting} goes around attn.core, and block {i} of model.py has none"
+            raise UserError(f"{why}: see docs/experiment.md")
     return list(filter(suits, model.modules()))
 
 
@@ -66,19 +62,16 @@ class Spread:
 @contextlib.contextmanager
 def alone(model):
     """Within it, each rank has whole, separate rows, each of one document: for HellaSwag and samples."""
-    switches = [getattr(model, name) for name in ("spread", "documents") if hasattr(model, name)]
-    firsts = {module: module.first for module in positions(model)}
-    for switch in switches:
-        switch.on = False
-    for module in firsts:
-        module.first = 0
+    own = [(getattr(model, name), "on", False) for name in ("spread", "documents") if hasattr(model, name)]
+    own += [(module, "first", 0) for module in positions(model)]
+    before = [(thing, name, getattr(thing, name)) for thing, name, _ in own]
     try:
+        for change in own:
+            setattr(*change)
         yield
     finally:
-        for switch in switches:
-            switch.on = True
-        for module, first in firsts.items():
-            module.first = first
+        for change in before:
+            setattr(*change)
 
 
 class Ulysses:
@@ -114,9 +107,7 @@ def whole_sequences(model, idx):
     spread = getattr(model, "spread", None)
     if spread is None or not spread.on:
         return idx
-    parts = [torch.empty_like(idx, memory_format=torch.contiguous_format) for _ in range(spread.size)]
-    dist.all_gather(parts, idx.contiguous(), group=spread.group)
-    return torch.cat(parts, dim=1)
+    return all_gather_tensor(idx.contiguous(), 1, spread.group)
 
 
 def own_tokens(cfg, world, batch):

@@ -4,11 +4,9 @@
 
 A document begins at its separator, as fineweb.py writes it, or at the start of the row. Llama 3 was trained
 in this way (https://arxiv.org/abs/2407.21783, section 3.2). Positions count through the whole row: RoPE sees
-differences of positions alone; a learned table (GPT-2's) gives a document later positions than it would have
-by itself. A hook finds the documents once in a forward, for all blocks. On CUDA in 16 bits attention is
-torch.nn.attention.varlen, whose FLOPs fall with the documents' length; it needs the longest length on the
-host, so each forward begins with a wait for the device. Elsewhere attention is SDPA with a T x T mask, for
-tests and short rows.
+differences alone; in a learned table (GPT-2's) a document's positions are later than by itself. On CUDA in 16
+bits attention is torch.nn.attention.varlen, whose FLOPs fall with the documents' length; it needs the longest
+length on the host, so each forward begins with a wait. Elsewhere it is SDPA with a T x T mask, for tests.
 """
 
 import inspect
@@ -29,8 +27,8 @@ def separator(cfg, eot):
     if eot is not None or not cfg.document_mask:
         return eot
     if cfg.tokenizer is None:
-        missing = f"{cfg.data_dir}/manifest.json is not there"
-        raise UserError(f"document_mask needs to know the separator, and {missing}; set --tokenizer")
+        why = f"needs to know the separator, and {cfg.data_dir}/manifest.json is not there"
+        raise UserError(f"document_mask {why}; set --tokenizer")
     return tokenizers.load(cfg.tokenizer).eot
 
 
@@ -50,10 +48,9 @@ def apply(model, eot):
 class Documents:
     """A batch's documents, kept until the next forward, since a backward may compute attention again.
 
-    ids: (B, T), equal within a document. bounds: int32; in the concatenated rows, document i is the tokens
-    bounds[i] to bounds[i + 1]. longest: a tensor of shape (length of the longest document, 0), because
-    torch.compile treats a size as a variable and a Python number as a constant. on: False while each row
-    counts as one document.
+    ids: (B, T), equal within a document. bounds: int32, where documents begin in all rows together. longest:
+    a tensor with as many rows; to torch.compile its size is a variable, a number is a constant. on: False
+    while each row counts as one document.
     """
 
     def __init__(self, eot):

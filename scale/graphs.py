@@ -1,8 +1,7 @@
-"""--cuda_graph: the host launches a micro-step's kernels together, as one CUDA graph.
+"""--cuda_graph: the host launches the kernels of a micro-step of train.py together, as one CUDA graph.
 
 The host needs tens of microseconds to launch a kernel. Where a micro-batch or a model is small, or the host
-slow, kernels take less, and the GPU waits. What is captured is the micro-step of train.py as it stands
-(https://developer.nvidia.com/blog/cuda-graphs).
+slow, kernels take less, and the GPU waits (https://developer.nvidia.com/blog/cuda-graphs).
 """
 
 import gc
@@ -18,18 +17,16 @@ ALIGNED = 128  # elements: each gradient begins at a multiple of them
 
 
 class Replayed:
-    """A micro-step (train.Training.micro_step) on a GPU, replayed as a graph from a step's start on.
+    """A micro-step on a GPU, replayed as a graph from a step's start on.
 
-    The graph reads its batch from tensors of its own and adds to gradients that stay where they are. If the
-    optimizer sets .grad to None, the next call puts them back, filled with zeros. Several ranks average the
-    gradients in one piece, after the last of a step's `accumulation` micro-steps.
+    It reads its batch from its own tensors and adds to gradients that stay where they are: the next call puts
+    them back, as zeros, where the optimizer sets .grad to None. Ranks average them after a step's last one.
     """
 
     def __init__(self, micro_step, model, accumulation, reduce_dtype):
         if isinstance(model, FSDPModule):
             raise UserError("cuda_graph=True cannot capture FSDP2's collectives; try --parallel=ddp")
-        self.micro_step, self.accumulation = micro_step, accumulation
-        self.parameters = list(model.parameters())
+        self.micro_step, self.accumulation, self.parameters = micro_step, accumulation, [*model.parameters()]
         self.reduce_dtype = torch.bfloat16 if reduce_dtype == "bf16" else None  # None: the gradients' own
         self.device = self.parameters[0].device
         self.stream, self.steps, self.micro_steps = stream(self.device), 0, 0
@@ -38,7 +35,7 @@ class Replayed:
     def __call__(self, *batch):
         """The micro-step's loss, in a tensor that the next call may overwrite. batch: tensors and numbers."""
         given = [torch.as_tensor(value) for value in batch]
-        self.batch = self.batch or [torch.empty(t.shape, dtype=t.dtype, device=self.device) for t in given]
+        self.batch = self.batch or [torch.empty_like(t, device=self.device) for t in given]
         for own, value in zip(self.batch, given, strict=True):
             own.copy_(value, non_blocking=True)
         begins = all(p.grad is None for p in self.parameters)  # a step
@@ -56,7 +53,7 @@ class Replayed:
         return self.loss
 
     def launch(self):
-        """Runs the micro-step on the capture's stream, whose workspaces then exist before the capture."""
+        """Runs the micro-step on the capture's stream, whose workspaces then exist before it."""
         usual = torch.cuda.current_stream()
         self.stream.wait_stream(usual)
         with torch.cuda.stream(self.stream):
@@ -70,7 +67,7 @@ class Replayed:
             self.flat, self.grads = gradients(self.used)
         for flat in self.flat:
             flat.zero_()
-        for parameter, grad in zip(self.used, self.grads, strict=True):
+        for parameter, grad in self.grads.items():
             parameter.grad = grad
 
     def capture(self):
@@ -83,11 +80,8 @@ class Replayed:
             cause = error.__context__ or error  # where the capture then cannot be ended either
             if isinstance(cause, torch.OutOfMemoryError):
                 raise cause from None
-            reason = str(cause).partition("\n")[0]
-            hint = "does an edit wait for the GPU, as with .item()? leave cuda_graph out, or mend it"
-            raise UserError(
-                f"cuda_graph=True: the micro-step cannot be captured ({reason}); {hint}"
-            ) from cause
+            why, hint = str(cause).partition("\n")[0], "does an edit wait for the GPU, as with .item()?"
+            raise UserError(f"cuda_graph=True: the micro-step cannot be captured ({why}); {hint}") from cause
 
     def average(self):
         """The gradients' mean over the ranks, as DDP computes it."""
@@ -98,19 +92,19 @@ class Replayed:
 
 
 def gradients(parameters):
-    """One tensor for each dtype, and for each parameter the part that is its gradient -> (tensors, parts)."""
-    ends, parts = {}, []
-    for p in parameters:
-        parts.append(ends.get(p.dtype, 0))
-        ends[p.dtype] = parts[-1] + -(-p.numel() // ALIGNED) * ALIGNED
-    flat = {dtype: torch.empty(end, dtype=dtype, device=parameters[0].device) for dtype, end in ends.items()}
-    grads = [flat[p.dtype][at : at + p.numel()].view_as(p) for at, p in zip(parts, parameters, strict=True)]
-    return list(flat.values()), grads
+    """([one tensor for each dtype], {parameter: the part that is its gradient})."""
+    flat, grads = [], {}
+    for dtype in dict.fromkeys(p.dtype for p in parameters):
+        group = [p for p in parameters if p.dtype == dtype]
+        sizes = [-(-p.numel() // ALIGNED) * ALIGNED for p in group]
+        flat.append(torch.empty(sum(sizes), dtype=dtype, device=group[0].device))
+        parts = zip(group, flat[-1].split(sizes), strict=True)
+        grads |= {p: part[: p.numel()].view_as(p) for p, part in parts}
+    return flat, grads
 
 
 def stream(device):
-    """For the capture and the steps before: the nodes that add to gradients run on the stream of the first
-    forward, and a capture allows no other."""
+    """Of the capture and the steps before: what adds to gradients runs on the stream of the first forward."""
     if device.type != "cuda":
         raise UserError(f"cuda_graph=True needs a CUDA device, this is {device.type}; leave it out")
     return torch.cuda.Stream(device)

@@ -1,18 +1,12 @@
 """The GPU memory that a run will take, by arithmetic alone: `bench.py memory` needs neither a GPU nor torch.
 
-Counts what the fused kernels (--ops=fused) in bf16 and fp8 keep, in bytes a rank, at the moments where a step
-may have its peak: the loss, the backward of the last block, and the update. Tests compare the constants with
-the modules that they describe, the parameter counts with real models, and the totals with measurements.
+Counts what the fused kernels in bf16 and fp8 keep, in bytes a rank, at the moments where a step may have its
+peak: the loss, the backward of the last block, and the update. Tests compare it with models and measurements.
 """
 
 import bisect
-import contextlib
 import dataclasses
 import os
-import re
-from pathlib import Path
-
-from configurator import UserError
 
 GIB = 2**30
 WORKSPACE = 2**25  # bytes of cuBLAS's workspace
@@ -22,13 +16,9 @@ UNIT_MIB = 100  # blocks that FSDP2 gathers as one unit take up to this in 16 bi
 
 
 def estimate(cfg, ranks):
-    """{part: bytes of GPU memory on a rank} for a settings.Config and `ranks` processes.
-
-    Offloaded states do not count (on_host does). 8-bit states are counted as if no tensor were small enough
-    to stay in float32.
-    """
+    """{part: bytes of GPU memory on a rank} for a Config and `ranks` processes; on_host counts the host's."""
     (total, block), (own, summed, moments) = parameter_counts(cfg), bytes_of_parameter(cfg)
-    shards, sharded = shards_of(cfg, ranks), is_sharded(cfg, ranks)
+    shards, sharded = shards_of(cfg, ranks), cfg.parallel != "ddp" and (ranks > 1 or cfg.offload_states)
     here = 0 if cfg.offload_states else total / shards
     states = {"parameters": own * here, "gradients": own * here, "optimizer": moments * here}
     states["buffers"] = WORKSPACE + 8 * cfg.block_size * cfg.head_dim * (cfg.positions == "rope")
@@ -47,8 +37,7 @@ def estimate(cfg, ranks):
     small = 1 if cfg.precision == "fp8" else 2  # fp8 keeps the transposes alone
     if not gathers_8_bits(cfg, shards) and (2 if sharded else own) != small:
         parts["gathered"] += small * (cfg.n_layer - again) * block  # casts, kept until the backward
-    waits = cfg.remat_offload and again > 2 and cfg.remat in ("attention", "block")
-    on_gpu = 2 if waits else again  # blocks, while the others wait on the host
+    on_gpu = min(2, again) if cfg.remat_offload else again  # blocks, while the others wait on the host
     tokens = (cfg.n_layer - again) * sum(kept(cfg, "none")) + on_gpu * sum(kept(cfg, cfg.remat))
     parts["activations"] = cfg.rank_tokens * tokens
     parts["loss or a block's backward"] = max(loss_bytes(cfg), backward_bytes(cfg, again))
@@ -80,8 +69,7 @@ def bytes_of_parameter(cfg):
 
 
 def gathered(cfg, shards):
-    """FSDP2's buffers in 16 bits: weights of two units of blocks and the head (zero2: of all), and one
-    unit's gradients before and after the reduction."""
+    """FSDP2's buffers in 16 bits: weights of two units and the head (zero2: all), a unit's gradients."""
     (total, block), (own, summed, _) = parameter_counts(cfg), bytes_of_parameter(cfg)
     table = cfg.padded_vocab * cfg.kv_heads * cfg.head_dim  # gathered with its block
     sizes = [block + table * (layer in cfg.value_layers) for layer in range(cfg.n_layer)]
@@ -135,18 +123,15 @@ def kept(cfg, remat):
 
 
 def units(sizes, apart):
-    """The units of FSDP2, each a list of block indices: blocks gathered together, up to UNIT_MIB in 16 bits.
+    """FSDP2's units, lists of block indices: gathered together, up to UNIT_MIB in 16 bits.
 
-    sizes: the parameters of each block. apart: a unit for each block; one of several needs each of them to
-    run exactly once, in their order.
+    apart: a unit for each; a unit of several needs each block to run exactly once, in order.
     """
-    found, filled = [], 0
+    found = []
     for block, size in enumerate(sizes):
-        if apart or not found or 2 * (filled + size) > UNIT_MIB * 2**20:
+        if apart or not found or 2 * (sum(sizes[i] for i in found[-1]) + size) > UNIT_MIB * 2**20:
             found.append([])
-            filled = 0
         found[-1].append(block)
-        filled += size
     return found
 
 
@@ -155,15 +140,9 @@ def gathers_8_bits(cfg, shards):
     return cfg.precision == "fp8" and shards > 1 and not cfg.offload_states
 
 
-def is_sharded(cfg, ranks):
-    return cfg.parallel != "ddp" and (ranks > 1 or cfg.offload_states)
-
-
 def shards_of(cfg, ranks):
     """Ranks among which one copy of the model is sharded."""
-    if not is_sharded(cfg, ranks):
-        return 1
-    return (cfg.shard_size or ranks_of_host(ranks)) if cfg.parallel == "hsdp" else ranks
+    return {"ddp": 1, "hsdp": cfg.shard_size or ranks_of_host(ranks)}.get(cfg.parallel, ranks)
 
 
 def ranks_of_host(ranks):
@@ -171,14 +150,8 @@ def ranks_of_host(ranks):
     return int(os.environ.get("LOCAL_WORLD_SIZE", min(8, ranks)))
 
 
-# -- the host's memory
-
-
 def on_host(cfg, ranks):
-    """{part: bytes of the host's memory that a rank takes} with offload_states or remat_offload; {} without.
-
-    All but moments is pinned, in blocks of a power of two, which is how PyTorch allocates pinned memory.
-    """
+    """{part: bytes of the host's memory on a rank}; all but moments pinned, in blocks of a power of two."""
     parts, shards, (own, _, moments) = {}, shards_of(cfg, ranks), bytes_of_parameter(cfg)
     pinned = lambda size: 2 ** (size - 1).bit_length()
     if cfg.offload_states:
@@ -194,77 +167,41 @@ def on_host(cfg, ranks):
     return parts
 
 
-def host_limit():
-    """Bytes that all processes of this machine, or its container, may take; None where Linux does not say."""
-    files = ("/proc/meminfo", r"MemTotal: +(\d+) kB", 1024), ("/sys/fs/cgroup/memory.max", r"(\d+)", 1)
-    found = []
-    for path, pattern, unit in files:
-        with contextlib.suppress(OSError):
-            found += [unit * int(size) for size in re.findall(pattern, Path(path).read_text())[:1]]
-    return min(found, default=None)
-
-
-def refuse_beyond_host(cfg, ranks, parameters=0):
-    """Raises UserError if a run puts more into the host's memory than there is; Linux would kill it silently.
-
-    parameters: those of a model on a CPU, where they count with their gradients and moments; 0 on a GPU.
-    """
-    (own, _, moments), here, limit = bytes_of_parameter(cfg), ranks_of_host(ranks), host_limit()
-    on_cpu = 0 if cfg.offload_states else parameters * (2 * own + moments) / shards_of(cfg, ranks)
-    need = here * (sum(on_host(cfg, ranks).values()) + on_cpu)
-    if limit and need > limit:
-        causes = [f"--{name}" for name in ("offload_states", "remat_offload") if getattr(cfg, name)]
-        causes += [f"{parameters:,} parameters, their gradients and moments"] * bool(on_cpu)
-        words = f"{need / GIB:.0f} GiB of this host's memory for {here} rank{'s' * (here > 1)}"
-        words += f"; there are {limit / GIB:.0f}; take a larger host, or a smaller model"
-        raise UserError(f"{' and '.join(causes)} would take about {words}")
-
-
-def largest_batch(cfg, ranks, budget):
-    """The largest batch_size whose estimate is within `budget` bytes, 0 if none is."""
-    return largest(lambda rows: takes(dataclasses.replace(cfg, batch_size=rows), ranks) <= budget)
+def largest_batch(cfg, ranks, budget, name="batch_size", step=1):
+    """The largest batch_size, or setting `name`, whose estimate is within `budget` bytes, 0 if none is."""
+    over = lambda n: takes(dataclasses.replace(cfg, **{name: n * step}), ranks) > budget
+    return step * bisect.bisect_left(range(1, 2**20), True, key=over)
 
 
 def longest_row(cfg, ranks, budget):
     """The largest block_size that fits with batch_size=1, in steps of 1,024 a rank, 0 if none does."""
-    step, one = 1024 * cfg.context_parallel, dataclasses.replace(cfg, batch_size=1)
-    return step * largest(lambda n: takes(dataclasses.replace(one, block_size=n * step), ranks) <= budget)
+    one = dataclasses.replace(cfg, batch_size=1)
+    return largest_batch(one, ranks, budget, "block_size", 1024 * cfg.context_parallel)
 
 
-def largest(fits):
-    """The largest number below 2^20 that fits, 0 if none does; fits must be monotonic."""
-    return bisect.bisect_left(range(1, 2**20), True, key=lambda count: not fits(count))
-
-
-def describe(cfg, ranks, parameters=None, usual=True):
-    """The estimate in words; the total only where the operations are those that it counts.
-
-    parameters: the number that the model has. usual: its FLOPs are those of the settings; an edit may differ.
-    """
+def describe(cfg, ranks, parameters=None):
+    """The estimate in words. parameters: of the model, whose activations are unknown if it was edited."""
     (counted, _), (own, _, moments) = parameter_counts(cfg), bytes_of_parameter(cfg)
     states = (2 * own + moments) * (parameters or counted) / shards_of(cfg, ranks) / GIB
     where = "of the host's memory " if cfg.offload_states else ""
     words = f"{states:.2f} GiB {where}a rank for weights, gradients and optimizer states"
-    if parameters not in (None, counted) or not usual:
-        return words + "; activations are not estimated, since model.py is not what the settings describe"
-    return words + ("" if uncounted(cfg) else f", about {takes(cfg, ranks) / GIB:.1f} GiB of a GPU in all")
+    if uncounted(cfg) or parameters not in (None, counted):
+        return words + "; activations are not estimated"
+    return words + f", about {takes(cfg, ranks) / GIB:.1f} GiB of a GPU in all"
 
 
 def uncounted(cfg):
     """Problems, one line each: the settings with operations that keep more than the estimate counts."""
-    found = (
-        ["ops=torch: the arithmetic counts the fused kernels; try --ops=auto"] if cfg.ops == "torch" else []
-    )
-    if cfg.attention == "math":
-        found.append("attention=math: the arithmetic does not count its T x T matrices; try --attention=auto")
-    return found
+    other = {"ops": "torch", "attention": "math"}  # PyTorch's own operations, T x T matrices
+    found = [(name, value) for name, value in other.items() if getattr(cfg, name) == value]
+    return [f"{k}={v}: the arithmetic counts the fused kernels; try --{k}=auto" for k, v in found]
 
 
 def advice(cfg, ranks, budget):
     """What to change after a run was out of memory; budget: bytes of the GPU."""
     need, copies = takes(cfg, ranks), ranks > 1 and cfg.parallel == "ddp"
-    why = f"this takes about {need / GIB:.1f} GiB of {budget / GIB:.1f} a GPU by estimate"
-    why += " (is another process on it? see nvidia-smi)" if need < 0.9 * budget and not uncounted(cfg) else ""
+    other = " (is another process on it? see nvidia-smi)" * (need < 0.9 * budget and not uncounted(cfg))
     remat = "--remat=selective" if cfg.remat == "none" else "--remat=block"
     states = "--parallel=fsdp" if copies else "--optimizer=adamw8bit --weights=bf16"
+    why = f"this takes about {need / GIB:.1f} GiB of {budget / GIB:.1f} a GPU by estimate{other}"
     return f"out of memory: {why}; try a smaller --batch_size, {remat} or {states}"

@@ -11,10 +11,7 @@ class Group:
     """The tensors of one block, which wait together; `previous` is a weak reference to the group before."""
 
     def __init__(self, previous):
-        self.members, self.previous, self.ready, self.on_device = [], previous, None, True
-
-    def kept(self):
-        return [kept for member in self.members if (kept := member()) is not None]
+        self.members, self.previous, self.ready, self.on_device = weakref.WeakSet(), previous, None, True
 
 
 class Kept:
@@ -27,9 +24,8 @@ class Kept:
 class Shelf:
     """Keeps tensors from the forward to the backward; with `offload` in pinned host memory.
 
-    `begin` opens a group, `put` adds to it, `take` returns a tensor. Copies have their own stream: a group
-    goes out while the next block is computed, and comes back while the gradients of the block after it are
-    computed, so that the device holds two groups at a time. Host buffers are used again.
+    Copies have their own stream: a group goes out while the next block is computed, and comes back while the
+    gradients of the block after it are, so that the device holds two groups. Host buffers are used again.
     """
 
     def __init__(self, offload):
@@ -43,64 +39,57 @@ class Shelf:
             self.last = weakref.ref(self.group)
             self.leaving.append(self.group)
         while len(self.leaving) > 2:  # of the block before, the copy to the host may still be under way
-            self._free(self.leaving.popleft())
+            group = self.leaving.popleft()
+            if group.ready is not None:  # frees the tensors for work that comes after the copies
+                torch.cuda.current_stream().wait_event(group.ready)
+            for kept in group.members:
+                kept.tensor = None
+            group.on_device = False
 
     def put(self, tensor):
         kept = Kept(self.group, tensor)
         if self.offload and tensor.numel():
-            self.group.members.append(weakref.ref(kept))
-            kept.host = self._buffer(tensor)
-            with self._copying(tensor.device) as stream:
+            self.group.members.add(kept)
+            buffers = self.buffers[key(tensor)]
+            new = lambda: torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+            kept.host = buffers.pop() if buffers else new()
+            with self.copying(self.group, tensor.device):
                 kept.host.copy_(tensor, non_blocking=True)
-                self.group.ready = stream.record_event() if stream else None
         return kept
 
     def take(self, kept):
         """The tensor; the copies of the group before are started."""
-        group = kept.group
-        for other in (group, group.previous()):
-            if other is not None and not other.on_device:
-                self._fetch(other)
-        if group in self.leaving:  # the last ones of a forward never left
-            self.leaving.remove(group)
-        elif group.ready is not None:
-            torch.cuda.current_stream().wait_event(group.ready)
+        for group in (kept.group, kept.group.previous()):
+            if group is not None and not group.on_device:
+                self.fetch(group, kept.device)
+        if kept.group in self.leaving:  # the last ones of a forward never left
+            self.leaving.remove(kept.group)
+        elif kept.group.ready is not None:
+            torch.cuda.current_stream().wait_event(kept.group.ready)
         return kept.tensor
 
-    def _fetch(self, group):
-        group.on_device, members = True, group.kept()
-        for kept in members:
-            kept.tensor = torch.empty_like(kept.host, device=kept.device)
-        with self._copying(members[0].device if members else torch.device("cpu")) as stream:
-            for kept in members:
+    def fetch(self, group, device):
+        for kept in group.members:  # memory of the usual stream
+            kept.tensor = torch.empty_like(kept.host, device=device)
+        with self.copying(group, device):
+            for kept in group.members:
                 kept.tensor.copy_(kept.host, non_blocking=True)
-                self.buffers[_key(kept.host)].append(kept.host)  # a later copy into it waits in this stream
-            group.ready = stream.record_event() if stream else None
-
-    def _free(self, group):
-        """Frees the device's tensors for work that comes after the copies to the host."""
-        if group.ready is not None:
-            torch.cuda.current_stream().wait_event(group.ready)
-        for kept in group.kept():
-            kept.tensor = None
-        group.on_device = False
-
-    def _buffer(self, tensor):
-        """Host memory with the tensor's strides, which PyTorch's cuDNN attention takes for granted."""
-        free = self.buffers[_key(tensor)]
-        return free.pop() if free else torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+                self.buffers[key(kept.host)].append(kept.host)  # a later copy into it waits in this stream
+        group.on_device = True
 
     @contextlib.contextmanager
-    def _copying(self, device):
-        """The copies' stream, which first waits for what was computed; None on the CPU."""
+    def copying(self, group, device):
+        """On CUDA: in the copies' stream, which waits for what was computed; then the group is ready."""
         if device.type != "cuda":
-            yield None
+            yield
             return
         self.stream = self.stream or torch.cuda.Stream(device)
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
-            yield self.stream
+            yield
+            group.ready = self.stream.record_event()
 
 
-def _key(tensor):
+def key(tensor):
+    """Host memory has the tensor's strides, which PyTorch's cuDNN attention takes for granted."""
     return tensor.shape, tensor.stride(), tensor.dtype

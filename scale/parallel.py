@@ -21,7 +21,6 @@ from scale import memory
 from scale.shards import copy_into, local
 
 NCCL_LATER = 10  # seconds after timeout_s until NCCL ends the process; the run reports a hang before
-BUCKET_MIB = 25  # DDP all-reduces gradients in buckets of this size during the backward; PyTorch's default
 
 
 class World(NamedTuple):
@@ -40,27 +39,16 @@ def join(cfg):
     """Calls `start` with the settings of a settings.Config."""
     if cfg.deterministic:
         make_deterministic()
-    if cfg.offload_states:
-        take_cores()
+    if cfg.offload_states and os.environ.get("OMP_NUM_THREADS") == "1":
+        # torchrun leaves each rank one core; the update of 200M parameters took 210 ms on one, 111 on two
+        cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        torch.set_num_threads(max(1, cores))
     tight = cfg.parallel != "ddp" or cfg.remat != "none"
     return start(cfg.device, cfg.timeout_s, tight, cfg.offload_states)
 
 
-def take_cores():
-    """Has PyTorch use this rank's share of the cores, where torchrun has left each rank one.
-
-    The update of 200M parameters took 210 ms on one core, 111 on two. OMP_NUM_THREADS=2 or more decides.
-    """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    if "RANK" in os.environ and os.environ.get("OMP_NUM_THREADS", "1") == "1":
-        torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
-
-
 def make_deterministic():
-    """Has this process compute the same bits each time; an operation that cannot raises a RuntimeError.
-
-    Call it before CUDA starts. The order in which NCCL sums over several GPUs is its own choice.
-    """
+    """Before CUDA starts: the same bits each time, but for NCCL's sums, or a RuntimeError of an operation."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # scratch memory of fixed size for a stream
     torch.use_deterministic_algorithms(True)  # warn_only keeps the atomic additions of attention's backward
     torch.utils.deterministic.fill_uninitialized_memory = False  # or every new tensor is written once more
@@ -69,8 +57,8 @@ def make_deterministic():
 def start(device="auto", timeout_s=600, expandable=False, on_cpu=False):
     """Joins the process group that torchrun describes (none without it) and claims this process's device.
 
-    expandable: expandable segments, unless the environment configures the allocator: without them, small
-    tensors fragment the memory, and near the limit steps wait for it. on_cpu: GPUs' ranks reduce there too.
+    expandable: lets the allocator's segments grow, unless the environment configures it; small tensors would
+    fragment the memory, and near the limit steps wait for it. on_cpu: GPUs' ranks reduce there too.
     """
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     device = pick_device(device)
@@ -80,17 +68,15 @@ def start(device="auto", timeout_s=600, expandable=False, on_cpu=False):
         torch.cuda.set_device(device)
     if "RANK" in os.environ and not dist.is_initialized():
         backend = ("cpu:gloo,cuda:nccl" if on_cpu else "nccl") if device.type == "cuda" else "gloo"
-        bound = device if "nccl" in backend else None  # NCCL connects now instead of in the first step
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        try:
+        options = dict(rank=rank, world_size=size, device_id=device if "nccl" in backend else None)
+        try:  # with a device NCCL connects now instead of in the first step
             store = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))[0]
-            store = dist.PrefixStore(f"attempt_{attempt}", store)  # torchrun's outlives a restart
-            options = dict(store=store, rank=rank, world_size=size, device_id=bound)
+            options["store"] = dist.PrefixStore(f"attempt_{attempt}", store)  # torchrun's outlives a restart
             dist.init_process_group(backend, **options, timeout=time_limit(timeout_s, backend))
         except (ValueError, RuntimeError) as error:
-            reason = str(error).partition("\n")[0]
-            hint = "is --master_addr reachable, and --master_port free? on one node: torchrun --standalone"
-            raise UserError(f"the ranks could not join over {backend} ({reason}); {hint}") from None
+            why, hint = str(error).partition("\n")[0], "is --master_addr reachable, and --master_port free?"
+            raise UserError(f"the ranks could not join over {backend} ({why}); {hint}") from None
     return World(rank, size, device)
 
 
@@ -101,12 +87,11 @@ def pick_device(name):
     kind, _, index = name.partition(":")
     if kind not in found or index and not index.isdigit():
         raise UserError(f"device={name}: expected auto, cpu, cuda, cuda:N or mps")
-    if name == "cuda":
-        index = os.environ.get("LOCAL_RANK", "0")
-    if int(index or 0) >= found[kind]:
-        fewer = ", or a smaller --nproc_per_node" * ("LOCAL_RANK" in os.environ)
-        raise UserError(f"device={name}: {found[kind]} of that kind found; try --device=cpu{fewer}")
-    return torch.device(kind, int(index)) if index else torch.device(kind)
+    index = int(index or os.environ.get("LOCAL_RANK", 0)) if kind == "cuda" else 0
+    if index >= found[kind]:
+        few = f"{found[kind]} of that kind found"
+        raise UserError(f"device={name}: {few}; try --device=cpu, or a smaller --nproc_per_node")
+    return torch.device(kind, index) if kind == "cuda" else torch.device(kind)
 
 
 def stop():
@@ -130,17 +115,12 @@ def time_limit(timeout_s, backend=None):
     return timedelta(seconds=timeout_s + NCCL_LATER * ("nccl" in backend))
 
 
-# -- FSDP2 and DDP
-
-
 def shard(model, cfg, world, regular=True):
-    """FSDP2 (https://arxiv.org/abs/2304.11277) with a unit for each block, embedding and head, cut by rows.
+    """FSDP2 (https://arxiv.org/abs/2304.11277) with a unit for embedding, head and each of memory.units.
 
-    Small blocks share a unit, up to memory.UNIT_MIB: fewer, larger messages and less work for the host.
     regular: each block runs exactly once in a forward. fsdp gathers a block for its forward and for its
     backward, zero2 once a step; hsdp is fsdp within groups of shard_size ranks, each of which holds a copy.
-    Parameters are gathered in bf16 with precision=bf16 and fp8, the blocks' in 8 bits with fp8.
-    offload_states: the shards, and the optimizer, are on the CPU.
+    Weights are gathered in bf16 with precision=bf16 and fp8, the blocks' in 8 bits with fp8.
     """
     mesh = make_mesh(cfg, world)
     low = torch.bfloat16 if cfg.precision in ("bf16", "fp8") else None
@@ -167,21 +147,21 @@ def shard(model, cfg, world, regular=True):
 
 def make_mesh(cfg, world):
     """The ranks as FSDP2 sees them: one row, or for hsdp a row for each copy of the model."""
-    size = memory.shards_of(cfg, world.size) if cfg.parallel == "hsdp" else world.size
+    size, first = memory.shards_of(cfg, world.size), int(cfg.parallel != "hsdp")
     if len(set(sizes := gather_objects(size))) > 1:
         raise UserError(f"parallel=hsdp: hosts have {min(sizes)} to {max(sizes)} ranks; set --shard_size")
-    shape = (world.size // size, size) if cfg.parallel == "hsdp" else (size,)
-    mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    shape, names = (world.size // size, size)[first:], ("replicate", "shard")[first:]
+    mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=names)
     for group in mesh.get_all_groups():  # instead of PyTorch's limits, 10 (NCCL) or 30 minutes (gloo)
         distributed_c10d._set_pg_timeout(time_limit(cfg.timeout_s), group)
     return mesh
 
 
 def gather_all(model, *_):
-    """zero2, before a step's first forward: starts the all-gathers of all units, while the blocks compute.
+    """zero2, before a step's first forward: starts all units' all-gathers.
 
-    If each unit's own hook did so, the buffers would come from another stream's memory pool and stay there
-    unused until the next step: near the limit (Llama 3 8B, four H200s, 80 GiB) a step waited 230 ms of 6,300.
+    Their own hooks' buffers would be another stream's, unused between steps: near the limit (Llama 3 8B, four
+    H200s, 80 GiB) a step waited 230 ms of 6,300.
     """
     for unit in units(model):
         unit.unshard(async_op=True)
@@ -199,30 +179,21 @@ def units(model):
 
 def fill(tensor, function):
     """function(tensor), drawn on the whole tensor in float32, so that neither sharding nor dtype matters."""
-    sharded = isinstance(tensor, DTensor)
-    if not sharded and tensor.dtype == torch.float32:
-        return function(tensor)
-    device = tensor.device_mesh.device_type if sharded else tensor.device
-    whole = torch.empty(tensor.shape, dtype=torch.float32, device=device)
-    function(whole)
+    device = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else tensor.device
+    function(whole := torch.empty(tensor.shape, dtype=torch.float32, device=device))
     copy_into(tensor, whole)
 
 
 def wrap(model, cfg, world, unused=False):
-    """The model as the loop calls it: in DDP if there are ranks and it is not sharded.
-
-    unused: the loss does not depend on some parameter. With cuda_graph, graphs.Replayed averages gradients.
-    """
+    """The model as the loop calls it: in DDP if nothing else averages gradients. unused: some have none."""
     if not dist.is_initialized() or cfg.parallel != "ddp" or cfg.cuda_graph:
         return model
-    kind, in_bf16 = world.device.type, cfg.reduce_dtype == "bf16" and cfg.weights == "fp32"
-    if in_bf16 and kind != "cuda":
-        raise UserError(f"reduce_dtype=bf16 under DDP needs CUDA, not {kind}; try --reduce_dtype=fp32")
-    # torch 2.11 has no newer name for it
-    warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")
+    on_gpu, in_bf16 = world.device.type == "cuda", cfg.reduce_dtype == "bf16" and cfg.weights == "fp32"
+    if in_bf16 and not on_gpu:
+        raise UserError("reduce_dtype=bf16 under DDP needs a CUDA device; try --reduce_dtype=fp32")
+    warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")  # torch 2.11 has no newer name
     options = dict(gradient_as_bucket_view=True, broadcast_buffers=False, find_unused_parameters=unused)
-    ids = [world.device.index] if kind == "cuda" else None
-    ddp = DistributedDataParallel(model, device_ids=ids, bucket_cap_mb=BUCKET_MIB, **options)
+    ddp = DistributedDataParallel(model, device_ids=[world.device] if on_gpu else None, **options)
     if in_bf16:
         ddp.register_comm_hook(None, bf16_compress_hook)
     return ddp
@@ -235,9 +206,6 @@ def sync_gradients(model, on):
     elif isinstance(model, fsdp.FSDPModule):
         model.set_requires_all_reduce(on)
         model.set_reshard_after_backward(on or model.frees_gathered)
-
-
-# -- collectives
 
 
 def sum_over_ranks(tensor):
@@ -254,9 +222,7 @@ def not_finite(loss, norm):
 
 def all_finite(model):
     """Whether no weight of any rank is inf or NaN; waits for the device."""
-    own = [
-        part for part in map(local, model.parameters()) if part.numel()
-    ]  # there may be no rows of a short tensor
+    own = [rows for p in model.parameters() if (rows := local(p)).numel()]  # of a short tensor perhaps none
     tops = torch.stack([top.float() for top in torch._foreach_norm(own, float("inf"))] or [torch.zeros(())])
     return not not_finite(tops.max(), tops.max()).item()
 
@@ -281,10 +247,9 @@ def barrier():
 
 def device_of(model):
     """The device on which a model computes; with offload_states its parameters are on the CPU."""
-    parameter = next(model.parameters())
-    if not isinstance(parameter, DTensor) or parameter.device_mesh.device_type == "cpu":
-        return parameter.device
-    return torch.device(parameter.device_mesh.device_type, torch.cuda.current_device())
+    p = next(model.parameters())
+    on_gpu = isinstance(p, DTensor) and p.device_mesh.device_type == "cuda"
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else p.device
 
 
 def synchronize(device):

@@ -34,10 +34,8 @@ def pick_ops(name, device, precision):
     if not missing:
         return "fused", "fused kernels: cuBLASLt, Triton, on Hopper CUDA"
     if name == "fused" or precision == "fp8":
-        setting, other = (
-            ("ops=fused", "--ops=torch") if name == "fused" else ("precision=fp8", "--precision=bf16")
-        )
-        raise UserError(f"{setting} needs the fused kernels: {missing}; try {other}")
+        what, other = ("ops=fused", "ops=torch") if name == "fused" else ("precision=fp8", "precision=bf16")
+        raise UserError(f"{what} needs the fused kernels: {missing}; try --{other}")
     return "torch", missing
 
 

@@ -4,13 +4,11 @@
                    (https://arxiv.org/abs/2205.05198); costs another GEMM
 --remat=block      keeps the block's input (https://arxiv.org/abs/1604.06174); costs another forward of it
 --remat=attention  keeps attention's output besides: what grows with the square of the context runs once
---remat_every=3    does so in every third block only
 --remat_tile=16384 computes an MLP on so many tokens at a time, so that its wide tensors are small
 --remat_offload    block, attention: what is kept waits in pinned host memory (offload.py)
 
-All of it goes around the model: a wrapper of a block stands in `model.stack`, one of attention's core in
-`attn.core`, one of the MLP in `mlp.core`. Parameters and their names stay. The block's own forward is what
-runs, twice, with the random state replayed, so that any edit of it is right.
+All of it wraps: a block in `model.stack`, attention in `attn.core`, an MLP in `mlp.core`. The block's own
+forward is what runs, twice, with the random state replayed, so that any edit of it is right.
 """
 
 import contextlib
@@ -23,23 +21,22 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import kernels
 from configurator import UserError
 from scale.offload import Kept, Shelf
-from settings import KEEPERS
 
 # Compiled by torch 2.11, a checkpoint keeps what an autograd.Function saves, unless a context forbids; by
 # 2.12 it does not (pytorch's pull request 177396).
-TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
-recompute_all = functools.partial(
-    create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_RECOMPUTE
-)
+RECOMPUTE_ALL = {}
+if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12):
+    always = lambda *_, **__: CheckpointPolicy.MUST_RECOMPUTE
+    RECOMPUTE_ALL["context_fn"] = functools.partial(create_selective_checkpoint_contexts, always)
 
 
 def apply(model, cfg, device_type="cpu"):
     """Puts cfg.remat around every cfg.remat_every-th block, from the first; results do not change."""
     if cfg.remat == "attention" and device_type != "cpu":
         in_16_bits = device_type == "cuda" and cfg.precision not in ("fp32", "tf32")
-        if not in_16_bits or cfg.attention not in KEEPERS:
-            words = f"it is {cfg.attention} in {cfg.precision} on {device_type}; try --remat=block"
-            raise UserError(f"remat=attention needs attention=cudnn or flash in 16 bits, {words}")
+        if not in_16_bits or cfg.attention not in ("cudnn", "flash"):
+            why = f"it is {cfg.attention} in {cfg.precision} on {device_type}; try --remat=block"
+            raise UserError(f"remat=attention needs attention=cudnn or flash in 16 bits, {why}")
     shelf = Shelf(cfg.remat_offload)
     for i in range(0, len(model.blocks), cfg.remat_every):
         block, tape = model.blocks[i], Tape(shelf)
@@ -47,20 +44,18 @@ def apply(model, cfg, device_type="cpu"):
             mlp = part_of(block, "mlp")
             mlp.core = RecomputedMLP(mlp.core, cfg.remat_tile)
         if cfg.remat == "attention":
-            attn = part_of(block, "attn")
-            if attn.core is not kernels.attention:
-                raise UserError(
-                    "remat=attention keeps kernels.attention's output; model.py's attn.core is another"
-                )
+            attn = part_of(block, "attn", kernels.attention)
             attn.core = KeptAttention(attn.core, tape)
         if cfg.remat != "selective":
             model.stack[i] = Checkpointed(block, tape)
 
 
-def part_of(block, name):
+def part_of(block, name, core=None):
+    """The block's part, which must have a `core`, that of `core` if it is given."""
     part = getattr(block, name, None)
-    if not hasattr(part, "core"):
-        raise UserError(f"this remat wraps {name}.core, and model.py's block has none; try --remat=block")
+    if not hasattr(part, "core") or core not in (None, part.core):
+        what = "another" if hasattr(part, "core") else "none"
+        raise UserError(f"this remat wraps {name}.core, and model.py's block has {what}; try --remat=block")
     return part
 
 
@@ -76,13 +71,8 @@ class Checkpointed:
             return self.block(*inputs, **named)
         shelf, kept, results = self.tape.shelf, list(inputs), []
         shelf.begin()
-
-        def forward(_):
-            return self.block(*(taken(shelf, x) for x in kept), **named)
-
-        def contexts():
-            return self.tape.use(results, recording=True), self.tape.use(results, recording=False)
-
+        forward = lambda _: self.block(*(taken(shelf, x) for x in kept), **named)
+        contexts = lambda: (self.tape.use(results, recording=True), self.tape.use(results, recording=False))
         # the empty tensor says on which device the random state is to be kept
         out = checkpoint(forward, inputs[0].new_empty(0), use_reentrant=False, context_fn=contexts)
         kept[:] = (shelf.put(x.detach()) if torch.is_tensor(x) else x for x in inputs)
@@ -98,11 +88,7 @@ def taken(shelf, x):
 
 
 class Tape:
-    """Attention's results in the block that runs: recorded in its forward, played back in its recomputation.
-
-    Each result is a list: output and logsumexp, on the shelf, and the small tensors and numbers for the
-    backward.
-    """
+    """Attention's results in the block that runs: recorded in its forward, played in its recomputation."""
 
     def __init__(self, shelf):
         self.shelf, self.results, self.recording = shelf, None, False
@@ -115,11 +101,11 @@ class Tape:
         finally:
             self.results = None
 
-    def record(self, out, lse, *small):
-        self.results.append([self.shelf.put(out), self.shelf.put(lse), *small])
-        return self.results[-1]
-
-    def play(self):
+    def next(self, compute):
+        """The next result, computed or played: [output, logsumexp, both on the shelf, *what is small]."""
+        if self.recording:
+            out, lse, *small = compute()
+            self.results.append([self.shelf.put(out), self.shelf.put(lse), *small])
         self.position += 1
         return self.results[self.position - 1]
 
@@ -147,13 +133,10 @@ class AttentionFromTape(torch.autograd.Function):
     def forward(ctx, q, k, v, backend, tape):
         ctx.save_for_backward(q, k, v)
         ctx.backend, ctx.shelf = backend, tape.shelf
-        if tape.recording:
-            results = attention_results(q, k, v, backend)
-            ctx.result, out = tape.record(*results), results[0]
-        else:
-            ctx.result = tape.play()
-            out = tape.shelf.take(ctx.result[0])
-        return out.detach()  # another tensor than the kept one, which must not hold this graph
+        ctx.result = tape.next(lambda: attention_results(q, k, v, backend))
+        kept = ctx.result[0]
+        # another tensor than the kept one, which must not hold this graph
+        return (kept.tensor if tape.recording else tape.shelf.take(kept)).detach()
 
     @staticmethod
     def backward(ctx, dy):
@@ -164,17 +147,14 @@ class AttentionFromTape(torch.autograd.Function):
             dy = torch.empty_like(out).copy_(dy)
         inputs = dy, q, k, v, out, lse
         if not q.is_cuda:
-            grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(*inputs, 0.0, True)
-        elif ctx.backend == "cudnn":
-            *lengths, seed, offset = small
-            state = seed, offset, None
-            grads = aten._scaled_dot_product_cudnn_attention_backward(*inputs, *state, *lengths, 0.0, True)
-        else:
-            *lengths, seed, offset = small
-            grads = aten._scaled_dot_product_flash_attention_backward(
-                *inputs, *lengths, 0.0, True, seed, offset
-            )
-        return *grads, None, None
+            backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+            return *backward(*inputs, 0.0, True), None, None
+        *lengths, seed, offset = small
+        if ctx.backend == "cudnn":
+            state, backward = (seed, offset, None), aten._scaled_dot_product_cudnn_attention_backward
+            return *backward(*inputs, *state, *lengths, 0.0, True), None, None
+        backward = aten._scaled_dot_product_flash_attention_backward
+        return *backward(*inputs, *lengths, 0.0, True, seed, offset), None, None
 
 
 def attention_results(q, k, v, backend):
@@ -200,30 +180,24 @@ class RecomputedMLP:
             return self.tiled(x, run, [p for part in parts for p in part.parameters() if p.requires_grad])
         if not torch.is_grad_enabled():
             return run(x)
-        contexts = {"context_fn": recompute_all} if TORCH < (2, 12) and torch.compiler.is_compiling() else {}
+        contexts = RECOMPUTE_ALL if torch.compiler.is_compiling() else {}
         return checkpoint(run, x, use_reentrant=False, **contexts)
 
     @torch.compiler.disable
     def tiled(self, x, run, parameters):
-        tiles = tiles_of(x.size(1), self.tile)
-        if torch.is_grad_enabled():
-            x = RecomputeInTiles.apply(x, run, tiles, *parameters)
-            return ForwardInTiles.apply(x, run, tiles)
-        return torch.cat([run(x[:, t]) for t in tiles], 1)
-
-
-def tiles_of(T, tile):
-    """Slices of T tokens, of equal lengths if possible, and multiples of 16 as fp8's GEMMs need them."""
-    count = -(-T // tile)
-    size = -(-T // count // 16) * 16
-    return [slice(i, min(T, i + size)) for i in range(0, T, size)]
+        """In slices of equal lengths if possible, and multiples of 16 as fp8's GEMMs need them."""
+        T = x.size(1)
+        size = -(-T // -(-T // self.tile) // 16) * 16
+        tiles = [slice(i, min(T, i + size)) for i in range(0, T, size)]
+        if not torch.is_grad_enabled():
+            return torch.cat([run(x[:, t]) for t in tiles], 1)
+        return ForwardInTiles.apply(RecomputeInTiles.apply(x, run, tiles, *parameters), run, tiles)
 
 
 class ForwardInTiles(torch.autograd.Function):
     """run(x) tile by tile; its "gradient of x" is that of its result; RecomputeInTiles computes the rest.
 
-    The two are apart so that a checkpointed block saves x before the MLP runs: its recomputation then stops
-    there, and the MLP runs twice in all, not three times.
+    Apart, so that a checkpointed block saves x before the MLP runs: its recomputation stops there.
     """
 
     @staticmethod
@@ -252,7 +226,11 @@ class RecomputeInTiles(torch.autograd.Function):
         dx, sums = torch.empty_like(x), [None] * len(parameters)
         # without autocast's cache, which would hand a tile the casts, and the freed graph, of the tile before
         autocast = torch.autocast(x.device.type, dtype, enabled, cache_enabled=False)
-        with autocast, replayed(ctx.state, x.device), torch.enable_grad():
+        random = torch.random.fork_rng([x.device] if x.is_cuda else [])  # as in the forward, until the end
+        with autocast, random, torch.enable_grad():
+            torch.set_rng_state(ctx.state[0])
+            if x.is_cuda:
+                torch.cuda.set_rng_state(ctx.state[1], x.device)
             for t in ctx.tiles:
                 xt = x[:, t].detach().requires_grad_()
                 out = ctx.run(xt)
@@ -264,13 +242,3 @@ class RecomputeInTiles(torch.autograd.Function):
                         sums[i] = grad.float() if sums[i] is None else sums[i].add_(grad)
         sums = [s if s is None else s.to(p.dtype) for s, p in zip(sums, parameters, strict=True)]
         return dx, None, None, *sums
-
-
-@contextlib.contextmanager
-def replayed(state, device):
-    """Random numbers as they were at `state`, and afterwards as they would have been without this."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.set_rng_state(state[0])
-        if state[1] is not None:
-            torch.cuda.set_rng_state(state[1], device)
-        yield

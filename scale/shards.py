@@ -15,10 +15,10 @@ def rows_of(tensor, rank=None):
     """(first, last): the rows of a rank's shard, None: this rank's; FSDP2 splits rows as torch.chunk does."""
     if not isinstance(tensor, DTensor):
         return 0, tensor.size(0)
-    along = tensor.placements.index(Shard(0))  # the mesh's only dimension, or the second with hsdp
-    each = -(-tensor.size(0) // tensor.device_mesh.size(along))
-    first = min(each * (tensor.device_mesh.get_local_rank(along) if rank is None else rank), tensor.size(0))
-    return first, min(first + each, tensor.size(0))
+    mesh, along = tensor.device_mesh, tensor.placements.index(Shard(0))  # with hsdp the second dimension
+    rank, rows = mesh.get_local_rank(along) if rank is None else rank, tensor.size(0)
+    each = -(-rows // mesh.size(along))
+    return min(each * rank, rows), min(each * (rank + 1), rows)
 
 
 def local(tensor):

@@ -7,7 +7,6 @@ import sys
 
 import pytest
 import torch
-import torch.distributed as dist
 from conftest import ROOT, train_ranks
 from ranks import call
 
@@ -131,8 +130,7 @@ def test_the_estimate_of_an_edited_model_says_that_it_cannot_know():
     assert memory.describe(cfg, 1, count) == memory.describe(cfg, 1)
     assert re.search(r"about [\d.]+ GiB of a GPU in all$", memory.describe(cfg, 1))
     edited = memory.describe(cfg, 1, 2 * count)
-    for words in (edited, memory.describe(cfg, 1, count, usual=False)):
-        assert "in all" not in words and "activations are not estimated" in words
+    assert "in all" not in edited and "activations are not estimated" in edited
 
 
 MEASURED = """
@@ -205,44 +203,16 @@ def test_the_hosts_memory_is_what_offloaded_states_take(kind):
         assert sum(weights) + sum(gradients) == moments
 
 
-def test_offloading_more_than_the_host_has_is_refused(monkeypatch):
+def test_the_hosts_memory_is_counted():
     """Half a million tokens of Llama 3 8B keep 128 GiB there, and weights, gradients and moments as much."""
-    assert 2**28 < memory.host_limit() < 2**50
-    words = [
-        "config/llama3_8b.py",
-        "--device=cpu",
-        "--block_size=524288",
-        "--batch_tokens=524288",
-        "--batch_size=1",
-    ]
+    words = ["config/llama3_8b.py", "--block_size=524288", "--batch_tokens=524288", "--batch_size=1"]
     words += ["--remat=block", "--remat_offload", "--parallel=fsdp", "--offload_states", "--precision=bf16"]
     cfg = configure(Config, words)
-    need = sum(memory.on_host(cfg, 1).values())
-    assert need == pytest.approx(256 * memory.GIB, rel=0.01)
+    assert sum(memory.on_host(cfg, 1).values()) == pytest.approx(256 * memory.GIB, rel=0.01)
     whole = dict(remat="attention", offload_states=False, batch_tokens=2 * 3 * 2**17, block_size=3 * 2**17)
     activations = memory.on_host(dataclasses.replace(cfg, **whole), 1)["activations"]
-    assert activations == 32 * (2 * 4 * memory.GIB + 2**26), (
-        "pinned: 3 GiB take 4, and attention's logsumexp 64 MiB"
-    )
-    for limit in (None, need):
-        monkeypatch.setattr(memory, "host_limit", lambda limit=limit: limit)
-        memory.refuse_beyond_host(cfg, 1)
-    monkeypatch.setattr(memory, "host_limit", lambda: 128 * memory.GIB)
-    message = r"--offload_states and --remat_offload would take about 25\d GiB of .* 1 rank; there are 128"
-    with pytest.raises(UserError, match=message):
-        memory.refuse_beyond_host(cfg, 1)
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    with pytest.raises(UserError, match=message):  # before a byte of it is allocated
-        train.Training(cfg, parallel.World(0, 1, torch.device("cpu")))
-
-
-def test_a_model_that_a_cpus_host_cannot_hold_is_refused(monkeypatch):
-    cfg = configure(Config, ["config/llama3_8b.py", "--device=cpu", "--parallel=ddp"])
-    monkeypatch.setattr(memory, "host_limit", lambda: 64 * memory.GIB)
-    with pytest.raises(
-        UserError, match="8,030,261,248 parameters, .* 120 GiB of this host's .* 1 rank; there are 64"
-    ):
-        train.Training(cfg, parallel.World(0, 1, torch.device("cpu")))
+    # pinned: 3 GiB take 4, and attention's logsumexp 64 MiB
+    assert activations == 32 * (2 * 4 * memory.GIB + 2**26)
 
 
 def three_steps_in_rank(words):
@@ -324,7 +294,7 @@ def test_out_of_memory_says_what_would_take_less(monkeypatch):
     monkeypatch.setattr(train, "train", full)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 24 * memory.GIB))
     cfg = configure(Config, [str(ROOT / "config/gpt2_124m.py"), "--batch_size=128", "--device=cpu"])
-    words = r"^out of memory: .* of 24.0 a GPU by estimate; try a smaller --batch_size, --remat=selective or --opt"
+    words = r"^out of memory: .* of 24.0 a GPU by estimate; try a smaller --batch_size, --remat=selective"
     with pytest.raises(UserError, match=words):
         train.main(cfg)
     assert "another process" in memory.advice(cfg, 1, 200 * memory.GIB)

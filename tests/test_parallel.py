@@ -225,7 +225,7 @@ def threads_in_rank(cfg, cores, threads):
     return torch.get_num_threads()
 
 
-@pytest.mark.parametrize("omp, offload, threads", [("1", True, 3), ("2", True, 1), ("1", False, 1)])
+@pytest.mark.parametrize("omp, offload, threads", [("1", True, 3), ("2", True, 1)])
 def test_ranks_that_update_on_the_cpu_share_its_cores(omp, offload, threads):
     """torchrun sets OMP_NUM_THREADS=1; another number is somebody's choice."""
     cfg = Config(device="cpu", parallel="fsdp", offload_states=offload)
