@@ -19,7 +19,7 @@ import sample
 import train
 from configurator import UserError, configure
 from corpus import tokenizer, writer
-from corpus.dialogues import Dialogues
+from corpus.chat import Dialogues
 from corpus.loader import DataError, TokenLoader, mask_path, verify
 from run import trained
 from settings import Config
