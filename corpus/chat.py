@@ -63,7 +63,6 @@ class Template:
     """The chat template of a folder, which writes a conversation as the model was trained to read it."""
 
     def __init__(self, folder, tokenizer):
-        """Raises UserError if there is none."""
         options = dict(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
         environment = ImmutableSandboxedEnvironment(**options)
         environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
@@ -175,5 +174,5 @@ class Dialogues:
         words = "the chat template has the separator within dialogues: --document_mask would cut them"
         if self.tokenizer.eot in ids[1:] and words not in self.warnings:
             self.warnings.append(words)
-        separator = np.array([(self.tokenizer.eot, False)] * (ids[0] != self.tokenizer.eot), self.row)
-        return np.concatenate([separator, row])
+        separator = (self.tokenizer.eot, False)
+        return row if ids[0] == self.tokenizer.eot else np.insert(row, 0, np.array(separator, self.row))

@@ -64,7 +64,7 @@ def ahead(items, depth):
             made.append(pool.submit(next, items, end))
             yield item
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        pool.shutdown(cancel_futures=True)  # and wait for the item under way, which may read files
 
 
 def read_header(path):
@@ -150,9 +150,8 @@ def verify(data_dir):
 class Split:
     """The shards of a folder's split as one circle of `tokens` tokens, and the order of the rows in it.
 
-    Row w is the T+1 tokens from token w*T on. An epoch is ceil(tokens/T) rows, so that no token is lost at
-    the end of a shard; the last row wraps around to the first tokens. `masks`: the bits of tokens with loss,
-    None if all have it.
+    Row w is the T+1 tokens from token w*T on; the last of an epoch's ceil(tokens/T) rows wraps around to the
+    first tokens. `masks`: the bits of tokens with loss, None if all have it.
     """
 
     def __init__(self, data_dir, split, T, vocab_size, shuffle_seed=None, align=False):

@@ -21,10 +21,10 @@ from corpus import DataError, brief, packing
 from corpus.loader import FORMATS, HEADER_BYTES, SHARD, ahead, mask_path, open_shard, split_of
 from run import files
 
-PLACE = files.Form("two whole numbers", lambda v: type(v) is list and list(map(files.count, v)) == [True] * 2)
 WRITTEN = SHARD | dict.fromkeys(("tokens", "documents", "text_bytes", "bytes", "targets?"), files.count)
 RECORD = {"settings": {}, "shards": [WRITTEN]}
-POSITION = {"next": PLACE, "order?": [(files.count, None)]}
+PAIR = files.Form("two whole numbers", lambda v: type(v) is list and list(map(files.count, v)) == [True] * 2)
+POSITION = {"next": PAIR, "order?": [(files.count, None)]}
 
 
 @contextlib.contextmanager

@@ -49,6 +49,16 @@ def prepare(out, dataset=FOLDERS, **settings):
     return text.getvalue()
 
 
+@contextlib.contextmanager
+def stopped_after(count):
+    """Ends `prepare` inside when it has recorded so many shards."""
+    add = writer.Progress.add
+    stop = lambda self, *args: 1 / 0 if len(self.shards) == count else add(self, *args)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(writer.Progress, "add", stop)
+        yield
+
+
 def contents(folder):
     return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
 
@@ -179,11 +189,7 @@ def test_characters_of_one_text_with_its_last_tenth_for_validation(tmp_path, mon
     text = (STDLIB / "argparse.py").read_text() + "\U0001f642"
     (tmp_path / "input.txt").write_text(text)
     settings = dict(dataset=tmp_path / "input.txt", tokenizer="chars", shard_tokens=40_000)
-    add = writer.Progress.add
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
-        patch.setattr(
-            writer.Progress, "add", lambda self, *args: 1 / 0 if len(self.shards) == 2 else add(self, *args)
-        )
+    with stopped_after(2):
         prepare(tmp_path / "d", **settings)
     said = prepare(tmp_path / "d", **settings)
     manifest = json.loads((tmp_path / "d/manifest.json").read_text())
@@ -268,12 +274,8 @@ def test_kill_9_leaves_no_trace(tmp_path, clean):
 
 
 def test_finished_shards_are_not_made_again(tmp_path, clean, monkeypatch):
-    add = writer.Progress.add
-    stop = lambda self, *args: 1 / 0 if len(self.shards) == 6 else add(self, *args)
-    monkeypatch.setattr(writer.Progress, "add", stop)
-    with pytest.raises(ZeroDivisionError):
+    with stopped_after(6):
         prepare(tmp_path / "d", **KILLS)
-    monkeypatch.undo()
     written = []
     write = writer.write
     monkeypatch.setattr(writer, "write", lambda path, data: (written.append(path.name), write(path, data)))
@@ -322,11 +324,8 @@ def test_packing_killed_after_any_shard_goes_on(tmp_path, monkeypatch, streaming
     prepare(tmp_path / "whole", **settings)
     whole = contents(tmp_path / "whole")
     assert sum(name.endswith(".bin") for name in whole) == 19
-    add = writer.Progress.add
     for count in range(2, 19, 4):
-        stop = lambda self, *args, n=count: 1 / 0 if len(self.shards) == n else add(self, *args)
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
-            patch.setattr(writer.Progress, "add", stop)
+        with stopped_after(count):
             prepare(tmp_path / "d", **settings)
     prepare(tmp_path / "d", **settings)
     assert contents(tmp_path / "d") == whole

@@ -193,16 +193,6 @@ def test_tokenizer_json_with_and_without_gigatoken(small, texts, monkeypatch):
     assert used == [True, False]
 
 
-def test_documents_begin_as_llama_3_was_trained(texts, tmp_path):
-    tokenizers = pytest.importorskip("tokenizers")
-    inner = tokenizers.ByteLevelBPETokenizer()
-    special = ["<|end_of_text|>", "<|begin_of_text|>"]
-    inner.train_from_iterator(texts[:3], vocab_size=400, special_tokens=special, show_progress=False)
-    inner.save(str(tmp_path / "tokenizer.json"))
-    tok = tokenizer.load(str(tmp_path))
-    assert (tok.eot, tok.ends) == (1, {0, 1})
-
-
 def test_mistakes_are_one_line(tmp_path, monkeypatch):
     (tmp_path / "tokenizer.json").write_text("{}")
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
