@@ -380,7 +380,7 @@ def test_nothing_outside_a_folder_is_touched(tmp_path, name):
     manifest["shards"][1] |= {"name": name, "tokens": 50, "bytes": len(before)}
     manifest["shards"][1]["sha256"] = files.digest(outside)[1]
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(DataError, match="is damaged|is a link"):
+    with pytest.raises(DataError, match="is damaged|is missing, a link"):
         verify(folder)
     progress = {
         "settings": manifest["settings"] | {"val_tokens": 10**9},
@@ -389,8 +389,8 @@ def test_nothing_outside_a_folder_is_touched(tmp_path, name):
     }
     (folder / "manifest.json").unlink()
     (folder / "progress.json").write_text(json.dumps(progress))
-    with pytest.raises(DataError, match="is damaged|is a link"):
-        shards(folder, val_tokens=10**9)  # too few documents: what was written would be removed
+    with pytest.raises(DataError, match="is damaged|, a link"):
+        shards(folder, val_tokens=10**9)  # too few documents
     assert outside.read_bytes() == before
 
 

@@ -263,7 +263,7 @@ def test_kill_9_leaves_no_trace(tmp_path, clean):
     while killed < 6 and runs < 15:
         process = context.Process(target=child, args=(tmp_path / "d", rng.randrange(12)))
         process.start()
-        process.join(60)
+        process.join(120)  # the first waits for the imports
         assert process.exitcode in (0, -signal.SIGKILL)
         killed, runs = killed + (process.exitcode != 0), runs + 1
         for path in tmp_path.glob("d/*.bin"):
