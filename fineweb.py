@@ -4,16 +4,14 @@
     python fineweb.py --dataset=kjj0/fineweb10B-gpt2 --max_shards=10  # ready-made GPT-2 shards of FineWeb
     python fineweb.py --dataset="books/*.txt,notes.jsonl.zst" --out_dir=data/mine
     python fineweb.py --dataset=input.txt --tokenizer=chars --out_dir=data/shakespeare_char
-    python fineweb.py --dataset=chats.jsonl --text_key=messages --tokenizer=FOLDER  # see corpus/dialogues.py
+    python fineweb.py --dataset=chats.jsonl --text_key=messages --tokenizer=FOLDER  # see corpus/chat.py
     python fineweb.py --pack=131072 --min_document_tokens=8192     # for long sequences, see corpus/packing.py
 
-Writes llm.c shards (a 1,024-byte header, then uint16 or uint32 tokens, a separator before each document),
-manifest.json with checksums, and token_bytes.npy. Validation gets whole documents from the front, or of a
-single text the last tenth. Every training shard but the last is exactly shard_tokens long; documents continue
-from one shard into the next. A killed run continues when it is started again. corpus/loader.py reads shards.
+Writes llm.c shards, which corpus/loader.py reads, manifest.json with checksums, and token_bytes.npy.
+Validation gets whole documents from the front, or of a single text the last tenth. A killed run goes on
+when it is started again.
 """
 
-import functools
 import glob
 import hashlib
 import io
@@ -23,21 +21,18 @@ import re
 import shlex
 import sys
 import time
-from codecs import BOM_UTF8
 from dataclasses import dataclass
 from pathlib import Path
 
 from configurator import UserError, parse, refuse, run, too_small, without_effect
-from corpus import DataError, brief
+from corpus import DataError
 from run.files import patiently
 
 SHORT_NAMES = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW/fineweb-edu"}
 # hub datasets that are known to need no --shards
 READY_MADE = ("kjj0/fineweb10B-gpt2", "kjj0/fineweb100B-gpt2", "kjj0/finewebedu10B-gpt2")
 COMPRESSED = (".zst", ".gz", ".xz", ".bz2")
-BLANK = BOM_UTF8 + b" \t\r\n"
-BAD_LINE = "bad line"  # column of a local dataset: where a line that gives no document is, and why
-RECORDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # any other file is one document
+RECORDS = (".jsonl", ".json", ".parquet")  # any other file is one document
 TEXTS_ALONE = "subset split text_key streaming shard_tokens val_tokens shuffle_seed max_tokens pack".split()
 TEXTS_ALONE += ["min_document_tokens", "skip_bad_documents"]  # settings that say how texts become shards
 
@@ -80,7 +75,7 @@ def main(cfg):
     check(cfg)
     from corpus import tokenizer as tokenizers
     from corpus import writer
-    from corpus.dialogues import Dialogues
+    from corpus.chat import Dialogues
 
     name = SHORT_NAMES.get(cfg.dataset, cfg.dataset)
     files = None if cfg.ready_made else local_files(name)
@@ -90,7 +85,6 @@ def main(cfg):
     with writer.claim(out):
         tokenizer = tokenizer or characters(cfg, name, files, out)
         dialogues = Dialogues(tokenizer) if cfg.is_chat else None
-        encode = dialogues.rows if dialogues else functools.partial(writer.text_rows, tokenizer)
         fetched = {"dataset": name, "max_shards": cfg.max_shards}
         decisive = fetched if cfg.ready_made else settings(cfg, name, files, tokenizer, dialogues)
         progress = writer.Progress(out, decisive | ({"revision": cfg.revision} if cfg.revision else {}))
@@ -102,13 +96,12 @@ def main(cfg):
                 writer.fetch_shards(name, cfg.revision, cfg.max_shards, progress, tokenizer)
             else:
                 batches = documents(cfg, name, files, progress.document)
-                writer.write_shards(batches, encode, progress, tokenizer, short)
+                writer.write_shards(batches, (dialogues or tokenizer).rows, progress, tokenizer, short)
             progress.finish(tokenizer)
             rate = (progress.total("tokens") - before) / (time.perf_counter() - began)
             print(f"{progress.total('documents'):,} documents, {rate / 1e6:.2f}M tokens/s")
     warnings = [f"warning: {words}" for words in dialogues.warnings] if dialogues else []
-    print("\n".join([*progress.summary(), *warnings]))
-    print(f"go on with  {train_command(cfg, out, tokenizer)}")
+    print(*progress.summary(), *warnings, f"go on with  {train_command(cfg, out, tokenizer)}", sep="\n")
 
 
 def train_command(cfg, out, tokenizer):
@@ -130,7 +123,7 @@ def characters(cfg, name, files, out):
 
     path = out / "tokenizer.json"
     if not path.exists() or not ((out / "progress.json").exists() or (out / "manifest.json").exists()):
-        tokenizers.write_characters((texts for texts, _ in documents(cfg, name, files, 0)), path)
+        tokenizers.write_characters(documents(cfg, name, files, 0), path)
     return tokenizers.load(str(path))
 
 
@@ -143,8 +136,7 @@ def check(cfg):
     if cfg.pack and cfg.pack > cfg.shard_tokens:
         wrong.append(f"shard_tokens={cfg.shard_tokens} must be at least one row of pack={cfg.pack}")
     if cfg.ready_made:
-        why = "cannot change shards that are written already; try --max_shards"
-        wrong += without_effect(cfg, TEXTS_ALONE, why)
+        wrong += without_effect(cfg, TEXTS_ALONE, "cannot change finished shards; try --max_shards")
     elif cfg.max_shards is not None:
         wrong.append(f"max_shards={cfg.max_shards} is for datasets of shards (--shards); try --max_tokens")
     if len(cfg.keys) > 2:
@@ -155,21 +147,18 @@ def check(cfg):
 
 
 def kind_of(path):
-    """json, parquet, or text, which is one document."""
+    """The suffix of a file of records, else .txt: one document."""
     suffixes = [suffix for suffix in Path(path).suffixes if suffix not in COMPRESSED]
-    return RECORDS.get(suffixes[-1], "text") if suffixes else "text"
+    return suffixes[-1] if suffixes and suffixes[-1] in RECORDS else ".txt"
 
 
 def alone(files):
     """Whether there is one document only, since `files`, from `local_files`, are one text."""
-    return files is not None and len(files) == 1 and kind_of(files[0]) == "text"
+    return files is not None and len(files) == 1 and kind_of(files[0]) == ".txt"
 
 
 def local_files(dataset):
-    """The paths that `dataset` names, in order, or None if it names a hub dataset.
-
-    A folder gives all its files in the order of their names, except hidden ones and binary ones.
-    """
+    """The paths that `dataset` names, None for one of the hub; a folder's without hidden and binary files."""
     on_hub = re.fullmatch(r"[\w-]+|[\w-][\w.-]*/[\w-][\w.-]*", dataset) and not os.path.exists(dataset)
     if on_hub and Path(dataset).suffix not in (".txt", *COMPRESSED, *RECORDS):
         return None
@@ -179,8 +168,8 @@ def local_files(dataset):
         if not found:
             raise UserError(f"dataset={dataset}: no file matches {part!r}")
         for path in found:
-            inside = glob.glob(f"{glob.escape(path)}/**", recursive=True) if os.path.isdir(path) else None
-            files += [path] if inside is None else sorted(filter(is_text, inside))
+            inside = glob.iglob(f"{glob.escape(path)}/**", recursive=True)
+            files += sorted(filter(is_text, inside)) if os.path.isdir(path) else [path]
     if not files:
         raise UserError(f"dataset={dataset}: it holds no text files")
     return list(dict.fromkeys(files))
@@ -194,12 +183,11 @@ def is_text(path):
 
 
 def settings(cfg, name, files, tokenizer, dialogues):
-    """The settings that decide the shards' bytes; a folder that was begun with other values is refused.
-
-    What another setting decides by default stands after it, since the first difference is named.
-    """
+    """The settings that decide the shards' bytes; a folder that was begun with other values is refused."""
     if cfg.val_tokens and alone(files):
         raise UserError(f"val_tokens={cfg.val_tokens}: of a single text it is the last tenth; try 0 or None")
+    if dialogues and (texts := [path for path in files or () if kind_of(path) == ".txt"]):
+        raise UserError(f"text_key={cfg.text_key} needs files of {', '.join(RECORDS)}, not {texts[0]}")
     chosen = {"dataset": name, "text_key": cfg.text_key, "tokenizer": cfg.tokenizer}
     chosen |= {"vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot}
     chosen |= {"chat_sha256": dialogues.digest} if dialogues else {}
@@ -221,130 +209,106 @@ def settings(cfg, name, files, tokenizer, dialogues):
 
 
 def documents(cfg, name, files, first):
-    """Yields (texts, messages or pairs; share read of those from number `first` on, or None)."""
-    import datasets  # takes a second to import
+    """Yields lists of texts, messages or pairs, from document number `first` on."""
+    from corpus.writer import reading
 
-    if not sys.stderr.isatty():
-        datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it logs is raised as well
-    try:
+    with reading(cfg.dataset):
         if alone(files):
-            text = next(local_documents(files, cfg.keys))[cfg.text_key]
+            text = next(local_documents(files, cfg.keys, False))[cfg.text_key]
             cut = len(text) if cfg.val_tokens == 0 else len(text) * 9 // 10
-            yield [part for part in (text[cut:], text[:cut]) if part][first:], None
+            yield [part for part in (text[cut:], text[:cut]) if part][first:]
             return
-        if files:
-            data = open_files(cfg, files)
-        else:  # the default subset is one of FineWeb alone
-            subset = cfg.subset if name in SHORT_NAMES.values() or cfg.subset != Config.subset else None
-            hub = dict(name=subset, split=cfg.split, revision=cfg.revision, streaming=cfg.streaming)
-            data = patiently(datasets.load_dataset, name, **hub).select_columns(list(cfg.keys))
-        total, begun = None if cfg.streaming else len(data), first
-        if total is not None and first >= total:  # all is written but the manifest
-            if first > total:
-                raise DataError(f"dataset={cfg.dataset} has changed: {first} of its {total} are written")
+        data = open_dataset(cfg, name, files)
+        if not cfg.streaming and first == len(data):  # all is written but the manifest
             return
-        if cfg.shuffle_seed is not None:
-            data = data.shuffle(seed=cfg.shuffle_seed)
-        if first:
-            data = data.skip(first) if cfg.streaming else data.select(range(first, total))
-        for batch in data.iter(batch_size=256):  # about 200,000 tokens
-            refuse_bad_lines(batch.get(BAD_LINE, ()), cfg)
+        data = data if cfg.shuffle_seed is None else data.shuffle(seed=cfg.shuffle_seed)
+        for batch in (data.skip(first) if first else data).iter(batch_size=256):  # about 200,000 tokens
             found = batch[cfg.keys[0]] if len(cfg.keys) == 1 else list(zip(*map(batch.get, cfg.keys)))
             if cfg.text_key == "messages" and files:
                 found = [text and json.loads(text) for text in found]
             if not cfg.is_chat and not all(isinstance(text, str | None) for text in found):
                 raise DataError(f"dataset={cfg.dataset}: the field text_key={cfg.text_key} is not text")
-            first += len(found)
-            yield found, total and (first - begun) / (total - begun)
-    except Exception as error:  # of the hub, a parser or the disk: datasets documents no narrower type
-        if isinstance(error, datasets.exceptions.DatasetGenerationError) and error.__cause__:
-            error = error.__cause__
-        if isinstance(error, UserError):
-            raise error from None
-        what = brief(error)
-        what += "; try --revision=refs/convert/parquet" if "scripts are no longer supported" in what else ""
-        kept = "finished shards are kept; run the same command again"
-        raise DataError(f"dataset={cfg.dataset} cannot be read: {what}; {kept}") from None
+            yield found
 
 
-def open_files(cfg, files):
-    """A dataset of the documents in local files; the copy in datasets' cache serves until a file changes."""
-    import datasets
+def open_dataset(cfg, name, files):
+    """The documents on the hub or in local files, whose copy in datasets' cache serves until one changes."""
+    import datasets  # takes a second to import
 
-    form = dict.fromkeys(cfg.keys, datasets.Value("large_string")) | {BAD_LINE: datasets.Value("string")}
-    options = {"features": datasets.Features(form), "gen_kwargs": {"paths": tuple(files), "keys": cfg.keys}}
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it logs is raised as well
+    if not files:  # the default subset is one of FineWeb alone
+        subset = cfg.subset if name in SHORT_NAMES.values() or cfg.subset != Config.subset else None
+        hub = dict(name=subset, split=cfg.split, revision=cfg.revision, streaming=cfg.streaming)
+        return patiently(datasets.load_dataset, name, **hub).select_columns(list(cfg.keys))
+    given = dict(paths=tuple(files), keys=cfg.keys, skip_bad=cfg.skip_bad_documents)
+    form = datasets.Features(dict.fromkeys(cfg.keys, datasets.Value("large_string")))
     if cfg.streaming:
-        return datasets.IterableDataset.from_generator(local_documents, **options)
+        return datasets.IterableDataset.from_generator(local_documents, form, gen_kwargs=given)
     stats = [(os.path.abspath(path), os.stat(path).st_size, os.stat(path).st_mtime_ns) for path in files]
-    digest = hashlib.sha256(repr((stats, cfg.keys)).encode()).hexdigest()[:32]
-    data = datasets.Dataset.from_generator(local_documents, fingerprint=digest, **options)
-    refuse_bad_lines(data.data.column(BAD_LINE).drop_null().to_pylist(), cfg)  # before anything is written
-    return data.remove_columns(BAD_LINE)
+    digest = hashlib.sha256(repr((stats, given)).encode()).hexdigest()[:32]
+    return datasets.Dataset.from_generator(local_documents, form, gen_kwargs=given, fingerprint=digest)
 
 
-def local_documents(paths, keys):
-    """Yields the documents of local files, {field: text, or JSON of messages}, and bad lines."""
+def local_documents(paths, keys, skip_bad):
+    """Yields {field: text, or JSON of messages} of each document; the first bad line raises DataError."""
+    for path in paths:
+        bad = []
+        for number, record in enumerate(records(path, keys), 1):
+            if isinstance(record, bytes) and not record.strip():
+                continue
+            try:
+                row = fields(record, keys)
+            except ValueError as error:
+                bad.append(f"{path}:{number}: {error}")
+                if not skip_bad:
+                    advice = "mend it, or leave such lines out with --skip_bad_documents"
+                    raise DataError(f"{bad[0]}; {advice}") from None
+            else:
+                yield row
+        if bad:
+            print(f"warning: left out {len(bad):,} bad lines, the first is {bad[0]}")
+
+
+def records(path, keys):
+    """Yields a file's text, or its lines of JSON as bytes, or its rows as {field: value}."""
     import fsspec
     import pyarrow.parquet
 
-    as_json = keys == ("messages",)
-    for path in paths:
-        if kind_of(path) == "parquet":
-            file = pyarrow.parquet.ParquetFile(path)
-            if not set(keys) <= set(names := file.schema_arrow.names):
-                raise DataError(f"{path} has no field {','.join(keys)}; it has {', '.join(names)}")
-            for batch in file.iter_batches(256, columns=list(keys)):
-                for row in batch.to_pylist():
-                    if not as_json and not all(isinstance(value, str | None) for value in row.values()):
-                        raise DataError(f"{path}: the field {','.join(keys)} is not text")
-                    yield {key: json.dumps(row[key], default=str) for key in keys} if as_json else row
-            continue
-        with fsspec.open(path, "rb", compression="infer") as file:
-            if kind_of(path) == "json":
-                for number, line in lines(io.BufferedReader(file)):
-                    row, problem = fields(line, keys, as_json)
-                    yield row | {BAD_LINE: problem and f"{path}:{number}: {problem}"}
-            elif as_json or len(keys) == 2:
-                raise DataError(f"{path}: text_key={','.join(keys)} needs .jsonl, .json or .parquet files")
-            else:
-                yield {keys[0]: file.read().decode("utf-8", "replace")}
+    if (kind := kind_of(path)) == ".parquet":
+        file = pyarrow.parquet.ParquetFile(path)
+        known = set(keys) <= set(file.schema_arrow.names)
+        for batch in file.iter_batches(256, columns=list(keys) if known else None):
+            yield from batch.to_pylist()
+        return
+    with fsspec.open(path, "rb", compression="infer") as file:
+        if kind == ".txt":
+            yield file.read().decode("utf-8", "replace")
+        else:
+            yield from io.BufferedReader(file)
 
 
-def lines(file):
-    """(number, line) of JSON objects, which are one a line, or all in one list and numbered."""
-    if file.peek(1024).lstrip(BLANK).startswith(b"["):
-        records = json.loads(file.read().lstrip(BLANK))
-        return enumerate((json.dumps(record).encode() for record in records), 1)
-    return ((i, line.removeprefix(BOM_UTF8)) for i, line in enumerate(file, 1) if line.strip(BLANK))
-
-
-def fields(line, keys, as_json):
-    """({key: text, or JSON of messages}, None) of a line of JSON, or ({}, why there is none)."""
+def fields(record, keys):
+    """{key: text, or JSON of messages} of a text, a row or a line of JSON; ValueError says what is wrong."""
+    if isinstance(record, str):
+        return {keys[0]: record}
     try:
-        record = json.loads(line.decode())
-        row = {key: record[key] for key in keys}
-        json.dumps(row, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return {}, "it holds half of a surrogate pair"
+        record = json.loads(record.decode("utf-8-sig")) if isinstance(record, bytes) else record
     except (ValueError, RecursionError) as error:
-        return {}, f"it is not valid JSON in UTF-8 ({error})"
-    except (KeyError, TypeError):
-        names = ", ".join(record) if isinstance(record, dict) else "no fields"
-        return {}, f"it has no field {','.join(keys)}; it has {names}"
+        raise ValueError(f"it is not valid JSON in UTF-8 ({error})") from None
+    names = record if isinstance(record, dict) else ()
+    if not set(keys) <= set(names):
+        raise ValueError(f"it has no field {','.join(keys)}; it has {', '.join(names) or 'no fields'}")
+    row = {key: record[key] for key in keys}
     for key, value in row.items():
-        if value is None or not as_json and not isinstance(value, str):
-            return {}, f"its field {key} is {json.dumps(value)[:40]}, not text"
-        row[key] = json.dumps(value) if as_json else value
-    return row, None
-
-
-def refuse_bad_lines(problems, cfg):
-    """Raises DataError for the first line that gives no document; with skip_bad_documents it counts."""
-    if problems := [problem for problem in problems if problem]:
-        if not cfg.skip_bad_documents:
-            raise DataError(f"{problems[0]}; mend it, or leave such lines out with --skip_bad_documents")
-        print(f"warning: left out {len(problems):,} bad lines, the first is {problems[0]}")
+        as_json = keys == ("messages",) and value is not None
+        row[key] = text = json.dumps(value, ensure_ascii=False, default=str) if as_json else value
+        if not isinstance(text, str):
+            raise ValueError(f"its field {key} is {json.dumps(value, default=str)[:40]}, not text")
+        if re.search("[\ud800-\udfff]", text):
+            raise ValueError("it holds half of a surrogate pair")
+    return row
 
 
 if __name__ == "__main__":

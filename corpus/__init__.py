@@ -1,7 +1,4 @@
-"""From text to tokens to batches: tokenizers, chat templates, shards, packing, mixtures and the loader.
-
-Any folder and script may import this one, which imports configurator and run/files.py alone, and no model.
-"""
+"""From text to tokens to batches; imports configurator and run/files.py alone, and no model."""
 
 from configurator import UserError
 

@@ -1,25 +1,26 @@
-"""The files beside a Hugging Face model's weights: the ids at which it stops, and its chat template.
+"""Chat templates: dialogues, or prompts with completions, as tokens of which the answers alone carry loss.
 
-They are generation_config.json, config.json, tokenizer_config.json, special_tokens_map.json and
-chat_template.jinja; each may be absent.
+    python fineweb.py --dataset=chats.jsonl --text_key=messages --tokenizer=path/to/folder
+    python fineweb.py --dataset=pairs.jsonl --text_key=prompt,completion
+
+Reads what may lie beside a Hugging Face tokenizer or its weights: generation_config.json, config.json,
+tokenizer_config.json, special_tokens_map.json and chat_template.jinja.
 """
 
-import contextlib
 import datetime
 import functools
+import hashlib
 import json
 from pathlib import Path
 
 import jinja2
+import numpy as np
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from configurator import UserError
-from corpus.tokenizer import without_surrogates
+from corpus import DataError
+from corpus.tokenizer import HuggingFace, without_surrogates
 from run.files import read_json
-
-
-class NoTemplate(UserError):
-    """The folder has no chat template."""
 
 
 def stop_ids(folder, tokenizer):
@@ -31,35 +32,59 @@ def stop_ids(folder, tokenizer):
     return ids.union(token if len(token) == 1 else [])  # another tokenizer may not have it
 
 
+def special_tokens(folder):
+    """{"bos_token": "<s>", ...}; each is written as a string or as an object with its `content`."""
+    files = _read(folder, "special_tokens_map.json") | _read(folder, "tokenizer_config.json")
+    tokens = {k: v.get("content") if isinstance(v, dict) else v for k, v in files.items()}
+    return {k: v for k, v in tokens.items() if k.endswith("_token") and isinstance(v, str)}
+
+
+def template_of(folder):
+    """The text of a folder's chat template, None if it has none."""
+    path = Path(folder, "chat_template.jinja")
+    if path.is_file():
+        return path.read_text(encoding="utf-8", errors="replace")
+    found = _read(folder, "tokenizer_config.json").get("chat_template")
+    if isinstance(found, list):  # several of them
+        named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
+        found = named.get("default")
+    return found if isinstance(found, str) else None
+
+
+def _read(folder, name):
+    path = Path(folder, name)
+    value = read_json(path) if path.is_file() else {}
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: expected a JSON object")
+    return value
+
+
 class Template:
     """The chat template of a folder, which writes a conversation as the model was trained to read it."""
 
     def __init__(self, folder, tokenizer):
-        """Raises UserError if there is none, or if jinja2 cannot read it."""
         options = dict(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
         environment = ImmutableSandboxedEnvironment(**options)
         environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
         environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
         environment.globals["raise_exception"] = _raise
         self.folder, self.tokenizer, self.special = folder, tokenizer, special_tokens(folder)
-        self.text = _template(folder)
-        with self.errors_in_one_line():
-            self.template = environment.from_string(self.text)
+        self.text, self.compiled = template_of(folder), functools.cache(environment.from_string)
+        if self.text is None:
+            places = "chat_template.jinja, or chat_template in tokenizer_config.json"
+            advice = "give the folder of a chat model's tokenizer, --tokenizer=FOLDER"
+            raise UserError(f"{folder} has no chat template ({places}); {advice}")
 
     def ids(self, messages):
         """The ids of [{"role": "user", "content": ...}, ...] up to where the next reply begins."""
         return self.tokenizer.encode_special(self.render(messages, add_generation_prompt=True))
 
     def render(self, messages, add_generation_prompt=False):
-        """The text of a conversation, with the beginning of a reply if that is asked for."""
+        """The text of a conversation, if asked for with the beginning of a reply. Raises UserError."""
         options = dict(add_generation_prompt=add_generation_prompt, tools=None, documents=None)
-        with self.errors_in_one_line():
-            return without_surrogates(self.template.render(messages=messages, **options, **self.special))
-
-    @contextlib.contextmanager
-    def errors_in_one_line(self):
         try:
-            yield
+            text = self.compiled(self.text).render(messages=messages, **options, **self.special)
+            return without_surrogates(text)
         except Exception as error:  # a template computes: any can come of it
             what = " ".join(str(error).split())
             raise UserError(f"{self.folder}: its chat template fails ({what})") from None
@@ -69,31 +94,85 @@ def _raise(words):
     raise jinja2.TemplateError(words)
 
 
-def _template(folder):
-    path = Path(folder, "chat_template.jinja")
-    if path.is_file():
-        return path.read_text(encoding="utf-8", errors="replace")
-    found = _read(folder, "tokenizer_config.json").get("chat_template")
-    if isinstance(found, list):  # several of them
-        named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
-        found = named.get("default")
-    if not isinstance(found, str):
-        places = "chat_template.jinja, or chat_template in tokenizer_config.json"
-        advice = "give the folder of a chat model's tokenizer, --tokenizer=FOLDER, or leave --chat out"
-        raise NoTemplate(f"chat: {folder} has no chat template ({places}); {advice}")
-    return found
+class Dialogues:
+    """Dialogues and pairs to tokens, with the chat template of a tokenizer's folder if there is one.
 
+    An answer is what a dialogue has more than the dialogue before it with a generation prompt, up to the
+    answer's last special token. digest: of all that decides the tokens besides the tokenizer.
+    """
 
-def special_tokens(folder):
-    """{"bos_token": "<s>", ...}; each is written as a string or as an object with its `content`."""
-    files = _read(folder, "special_tokens_map.json") | _read(folder, "tokenizer_config.json")
-    tokens = {k: v.get("content") if isinstance(v, dict) else v for k, v in files.items()}
-    return {k: v for k, v in tokens.items() if k.endswith("_token") and isinstance(v, str)}
+    def __init__(self, tokenizer):
+        self.tokenizer, self.template, self.eos, special, text = tokenizer, None, tokenizer.eot, {}, None
+        if isinstance(tokenizer, HuggingFace):
+            special, text = special_tokens(tokenizer.folder), template_of(tokenizer.folder)
+            self.template = Template(tokenizer.folder, tokenizer) if text is not None else None
+            eos = tokenizer.inner.token_to_id(special.get("eos_token", ""))
+            self.eos = tokenizer.eot if eos is None else eos  # ends a completion
+            self.ends = {tokenizer.eot} | stop_ids(tokenizer.folder, tokenizer)
+        self.digest = hashlib.sha256(json.dumps([text, special], sort_keys=True).encode()).hexdigest()
+        self.warnings = []
+        self.row = np.dtype([("token", tokenizer.dtype), ("loss", bool)])
 
+    def rows(self, documents):
+        """Yields an array of (token, loss) for each list of messages or pair; it is empty without answers."""
+        for document in documents:
+            if document in (None, (None, None)):
+                yield np.empty(0, self.row)
+            elif isinstance(document, tuple) and self.template is None:
+                yield self._pair(*document)
+            elif isinstance(document, tuple):
+                roles = zip(("user", "assistant"), document)
+                yield self._dialogue([{"role": role, "content": content} for role, content in roles])
+            else:
+                yield self._dialogue(document)
 
-def _read(folder, name):
-    path = Path(folder, name)
-    value = read_json(path) if path.is_file() else {}
-    if not isinstance(value, dict):
-        raise UserError(f"{path}: expected a JSON object")
-    return value
+    def _pair(self, prompt, completion):
+        """Separator, prompt, completion and eos; where that is the separator, the next document's serves."""
+        if not (isinstance(prompt, str) and isinstance(completion, str)):
+            raise DataError(f"prompt and completion must be texts, got {[prompt, completion]!r:.90}")
+        if not completion:
+            return np.empty(0, self.row)
+        prompt, completion = (ids.tolist() for ids in self.tokenizer.encode_batch([prompt, completion]))
+        shared = self.eos == self.tokenizer.eot
+        tokens = [self.tokenizer.eot, *prompt, *completion, *[self.eos] * (not shared)]
+        row = np.zeros(len(tokens), self.row)
+        row["token"], row["loss"] = tokens, np.arange(len(tokens)) > len(prompt)
+        row["loss"][0] = shared
+        return row
+
+    def _dialogue(self, messages):
+        if self.template is None:
+            advice = "give a folder with one, or prompts and completions: --text_key=prompt,completion"
+            raise UserError(f"tokenizer={self.tokenizer.name} has no chat template; {advice}")
+        if not isinstance(messages, list) or not all(isinstance(m, dict) and m.get("role") for m in messages):
+            raise DataError(f"expected a list of {{role, content}}, got {messages!r:.90}")
+        # datasets fills fields with None
+        messages = [{k: v for k, v in message.items() if v is not None} for message in messages]
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        if not answers:
+            return np.empty(0, self.row)
+        text = self.template.render(messages)
+        encoded = self.tokenizer.parse(text)
+        ids, (begins, ends) = encoded.ids, np.array(encoded.offsets).reshape(-1, 2).T
+        row = np.zeros(len(ids), self.row)
+        row["token"] = ids
+        for i in answers:
+            before = self.template.render(messages[:i], add_generation_prompt=True)
+            after = self.template.render(messages[: i + 1])
+            if not (text.startswith(after) and after.startswith(before)):
+                other = f"renders message {i + 1} otherwise when others follow; cut the dialogue after it"
+                raise DataError(f"the chat template {other}, or change the template")
+            inside = np.flatnonzero((ends > len(before)) & (begins < len(after)))
+            special = [n for n in inside if ids[n] in self.tokenizer.special.values()]
+            row["loss"][inside[inside <= special[-1]] if special else inside] = True
+            if special and (end := ids[special[-1]]) not in self.ends:
+                self.ends.add(end)
+                found = f"answers end with {self.tokenizer.decode([end])}, at which samples do not stop"
+                self.warnings.append(f"{found}: name it as eos_token in tokenizer_config.json")
+        if not row["loss"].any():
+            return row[:0]
+        words = "the chat template has the separator within dialogues: --document_mask would cut them"
+        if self.tokenizer.eot in ids[1:] and words not in self.warnings:
+            self.warnings.append(words)
+        separator = (self.tokenizer.eot, False)
+        return row if ids[0] == self.tokenizer.eot else np.insert(row, 0, np.array(separator, self.row))

@@ -8,6 +8,7 @@ apart. So are the .npy shards of build-nanogpt, arrays of uint16 (or uint32).
 import bisect
 import collections
 import concurrent.futures
+import functools
 import glob
 import hashlib
 import itertools
@@ -18,20 +19,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from corpus import DataError, mixture
+from corpus import DataError, brief, mixture
 from run import files
-from run.files import digest
 
 HEADER_BYTES = 1024
 FORMATS = {20240520: (1, np.uint16), 20240801: (7, np.uint32)}  # magic: (version, token dtype), as in llm.c
 MAKE_DATA = "make the data with python fineweb.py (--help lists its settings)"
 
-
-def shard_name(value):
-    """the name of a shard in this folder"""
-    return files.plain_name(value) and split_of(value) is not None
-
-
+shard_name = files.Form("a shard's name", lambda v: files.plain_name(v) and split_of(v) is not None)
 SHARD = {"name": shard_name, "sha256": files.text, "mask_sha256?": files.sha256, "tokens?": files.count}
 MANIFEST = {"tokenizer": files.text, "vocab_size": files.id_count, "eot": files.count, "shards?": [SHARD]}
 MANIFEST |= {"dtype?": ("uint16", "uint32"), "settings?": {"pack?": files.count}}
@@ -46,37 +41,18 @@ def unfit(path, found, expected, advice=f"remove it and {MAKE_DATA}"):
 def read_manifest(data_dir):
     """The object in data_dir/manifest.json, {} where there is no such file. Raises DataError."""
     path = Path(data_dir) / "manifest.json"
-    if not path.exists():
-        return {}
-    try:
-        manifest = files.read_json(path, DataError, MANIFEST)
-    except DataError as error:
-        raise DataError(f"{error}; remove it and {MAKE_DATA}") from None
-    if manifest.get("eot", 0) >= manifest.get("vocab_size", 1 << 32):
-        raise DataError(f"{path} is damaged: eot is not below vocab_size; remove it and {MAKE_DATA}")
-    return manifest
+    advised = lambda words: DataError(f"{words}; remove it and {MAKE_DATA}")
+    return files.read_json(path, advised, MANIFEST) if path.exists() else {}
 
 
 def read_sizes(data_dir, manifest):
-    """UTF-8 bytes of each token id from token_bytes.npy, None without this file. Raises DataError."""
-    path, vocab_size = Path(data_dir) / "token_bytes.npy", manifest.get("vocab_size", 0)
-    expected = manifest.get("token_bytes_sha256")
-    if not path.exists() and expected is None:
+    """UTF-8 bytes of each token id from token_bytes.npy, None without a manifest. Raises DataError."""
+    path, expected = Path(data_dir) / "token_bytes.npy", manifest.get("token_bytes_sha256")
+    if expected is None:
         return None
-    sizes = read_array(path)
-    if expected and digest(path)[1] != expected:
-        raise unfit(path, "another SHA-256", "the one in manifest.json")
-    if sizes.ndim != 1 or len(sizes) < vocab_size or sizes.dtype.kind not in "iu" or sizes.min(initial=0) < 0:
-        raise unfit(path, f"{sizes.dtype} of shape {sizes.shape}", f"{vocab_size} sizes")
-    return np.array(sizes)
-
-
-def read_array(path):
-    """An .npy file as a read-only memory map. Raises DataError; objects are not unpickled."""
-    try:
-        return np.lib.format.open_memmap(path, mode="r")
-    except Exception as error:  # numpy's parser of the header documents no narrower type
-        raise unfit(path, str(error).partition("\n")[0] or type(error).__name__, "an .npy file") from None
+    if not path.is_file() or files.digest(path)[1] != expected:
+        raise unfit(path, "no file, or another SHA-256", "the one in manifest.json")
+    return np.load(path)
 
 
 def ahead(items, depth):
@@ -88,7 +64,7 @@ def ahead(items, depth):
             made.append(pool.submit(next, items, end))
             yield item
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        pool.shutdown(cancel_futures=True)  # and wait for the item under way, which may read files
 
 
 def read_header(path):
@@ -103,17 +79,14 @@ def read_header(path):
         if size == 0 or size % 2:
             raise unfit(path, f"{size} bytes and no header", "uint16 tokens, as nanoGPT writes them")
         return size // 2, np.dtype("<u2"), 0
-    if size < HEADER_BYTES or magic not in FORMATS:
-        expected = f"a header of {HEADER_BYTES} bytes that begins with {' or '.join(map(str, FORMATS))}"
-        headerless = f"name it train.bin or val.bin if nanoGPT wrote it, else {MAKE_DATA}"
-        raise unfit(path, f"{size} bytes that begin with {magic}", expected, headerless)
-    right, dtype = FORMATS[magic][0], np.dtype(FORMATS[magic][1]).newbyteorder("<")
-    kind = f"{dtype.name} ({'Llama 3' if dtype.itemsize == 4 else 'GPT-2'}, magic {magic})"
-    need = HEADER_BYTES + count * dtype.itemsize
+    right, dtype = FORMATS.get(magic, (None, np.uint16))
+    need = HEADER_BYTES + count * np.dtype(dtype).itemsize
     if version != right or count <= 0 or size != need:
-        found = f"version {version}, {count} tokens and {size} bytes"
-        raise unfit(path, found, f"version {right}, 1 to 2**31-1 tokens of {kind} and {need} bytes")
-    return count, dtype, HEADER_BYTES
+        found = f"magic {magic}, version {version}, {count} tokens and {size} bytes"
+        kinds = "magic 20240520, version 1 (uint16, GPT-2) or 20240801, version 7 (uint32, Llama 3)"
+        advice = f"name it train.bin or val.bin if nanoGPT wrote it, else {MAKE_DATA}"
+        raise unfit(path, found, f"{kinds}, and {need} bytes", advice)
+    return count, np.dtype(dtype).newbyteorder("<"), HEADER_BYTES
 
 
 def open_shard(path):
@@ -121,25 +94,21 @@ def open_shard(path):
     if not str(path).endswith(".npy"):
         count, dtype, offset = read_header(path)
         return np.memmap(path, dtype, "r", offset, (count,))
-    tokens, size = read_array(path), os.path.getsize(path)
-    need = getattr(tokens, "offset", 0) + tokens.nbytes
+    expected = "an .npy file with a row of uint16 or uint32 tokens"
+    try:  # objects are not unpickled
+        tokens = np.lib.format.open_memmap(path, mode="r")
+    except Exception as error:  # numpy's parser of the header documents no narrower type
+        raise unfit(path, brief(error), expected) from None
+    size, need = os.path.getsize(path), tokens.offset + tokens.nbytes
     if tokens.ndim != 1 or tokens.dtype not in (np.uint16, np.uint32) or not len(tokens) or size != need:
         found = f"{tokens.dtype} of shape {tokens.shape} in {size} bytes"
-        raise unfit(path, found, f"a row of uint16 or uint32 tokens in {need} bytes")
+        raise unfit(path, found, f"{expected} in {need} bytes")
     return tokens
 
 
 def mask_path(path):
     """The file beside a shard that marks tokens with loss: a bit a token, the lowest of a byte first."""
     return Path(path).with_suffix(".mask")
-
-
-def open_mask(path, tokens):
-    """The bytes of a shard's mask as a read-only memory map. Raises DataError."""
-    size = os.path.getsize(path) if os.path.isfile(path) else 0
-    if size != -(-tokens // 8):
-        raise unfit(path, f"{size} bytes", f"{-(-tokens // 8)} for {tokens} tokens", MAKE_DATA)
-    return np.memmap(path, np.uint8, "r")
 
 
 def split_of(name):
@@ -150,16 +119,14 @@ def split_of(name):
 
 def find_shards(data_dir, split):
     """Sorted paths of a split: shards, or nanoGPT's <split>.bin. Raises DataError for none or two kinds."""
-    folder, single = glob.escape(str(data_dir)), os.path.join(data_dir, f"{split}.bin")
-    paths = sorted(path for path in glob.glob(f"{folder}/*_{split}_*") if split_of(path) == split)
-    kinds = [[path for path in paths if path.endswith(end)] for end in (".bin", ".npy")]
-    kinds = [kind for kind in (*kinds, [single] * os.path.exists(single)) if kind]
+    names = sorted(glob.glob(f"*{split}*", root_dir=data_dir))
+    kinds = [[n for n in names if split_of(n) == split and n.endswith(end)] for end in (".bin", ".npy")]
+    kinds = [kind for kind in (*kinds, [n for n in names if n == f"{split}.bin"]) if kind]
     if len(kinds) > 1:
-        two = " and ".join(os.path.basename(kind[0]) for kind in kinds[:2])
-        raise DataError(f"{data_dir} holds {two}; keep one kind, move the other")
+        raise DataError(f"{data_dir} holds {kinds[0][0]} and {kinds[1][0]}; keep one kind, move the other")
     if kinds:
-        return kinds[0]
-    without = split == "val" and glob.glob(f"{folder}/*train*")
+        return [os.path.join(data_dir, name) for name in kinds[0]]
+    without = split == "val" and glob.glob("*train*", root_dir=data_dir)
     hint = "make one, or do without: --eval_interval=0" if without else MAKE_DATA
     raise DataError(f"no {split} split: {data_dir} holds no *_{split}_*.bin, .npy or {split}.bin; {hint}")
 
@@ -171,98 +138,93 @@ def verify(data_dir):
         for shard in shards or []:  # somebody else's shards have no checksums
             path = Path(folder) / shard["name"]
             for file, sha256 in [(path, shard["sha256"]), (mask_path(path), shard.get("mask_sha256"))]:
-                if sha256 is None:
-                    continue
-                kind = "a link" if file.is_symlink() else "no file" if not file.is_file() else None
-                if found := kind or ((own := digest(file)[1]) != sha256 and f"SHA-256 {own[:16]}..."):
-                    raise unfit(file, found, f"the manifest's file, SHA-256 {sha256[:16]}...")
+                found = "a link" if file.is_symlink() else "no file" if not file.is_file() else None
+                found = found or f"SHA-256 {files.digest(file)[1]}"
+                if sha256 is not None and found != f"SHA-256 {sha256}":
+                    raise unfit(file, found, f"the manifest's file, SHA-256 {sha256}")
             open_shard(path)
 
 
 class Split:
     """The shards of a folder's split as one circle of `tokens` tokens, and the order of the rows in it.
 
-    Row w is the T+1 tokens from token w*T on. An epoch is ceil(tokens/T) rows, so that no token is lost at
-    the end of a shard; the last row wraps around to the first tokens. `masks`: the bits of tokens with loss,
-    None if all have it.
+    Row w is the T+1 tokens from token w*T on; the last of an epoch's ceil(tokens/T) rows wraps around to the
+    first tokens. `masks`: the bits of tokens with loss, None if all have it.
     """
 
-    def __init__(self, data_dir, split, T, vocab_size, shuffle_seed, align):
-        self.T, self.shuffle_seed = T, shuffle_seed
+    def __init__(self, data_dir, split, T, vocab_size, shuffle_seed=None, align=False):
+        self.T, self.shuffle_seed, self.align = T, shuffle_seed, align
         self.paths = find_shards(data_dir, split)
         self.shards = [open_shard(path) for path in self.paths]
         self.ends = np.cumsum([len(shard) for shard in self.shards]).tolist()
-        self.tokens = self.ends[-1]
-        manifest = read_manifest(data_dir)
-        recorded = {shard["name"]: shard for shard in manifest.get("shards", [])}
-        self._check(manifest, recorded, f"{data_dir}: the {split} split", vocab_size)
+        self.tokens, manifest = self.ends[-1], read_manifest(data_dir)
+        self._check(manifest, f"{data_dir}: the {split} split", vocab_size)
         masks = [mask_path(path) for path in self.paths]
-        masked = any("targets" in recorded.get(os.path.basename(path), {}) for path in self.paths)
+        masked = any("mask_sha256" in shard for shard in manifest.get("shards", ()))
         self.masks = None
         if masked or any(mask.exists() for mask in masks):
-            self.masks = [open_mask(mask, len(shard)) for mask, shard in zip(masks, self.shards)]
-        self.tokenizer, self.eot = tokenizer_of(data_dir, manifest), manifest.get("eot")
-        self.token_bytes = read_sizes(data_dir, manifest)
+            for mask, shard in zip(masks, self.shards):
+                size, need = mask.stat().st_size if mask.is_file() else 0, -(-len(shard) // 8)
+                if size != need:
+                    raise unfit(mask, f"{size} bytes", f"{need} for {len(shard)} tokens", MAKE_DATA)
+            self.masks = [np.memmap(mask, np.uint8, "r") for mask in masks]
+        self.tokenizer, own = manifest.get("tokenizer"), Path(data_dir, "tokenizer.json")
+        gone = self.tokenizer is None or Path(self.tokenizer).suffix and not Path(self.tokenizer).exists()
+        if gone and own.is_file():
+            self.tokenizer = str(own)
+        self.eot, self.token_bytes = manifest.get("eot"), read_sizes(data_dir, manifest)
         if align and self.eot is None:
             raise DataError(f"align_documents needs the separator, and there is no {data_dir}/manifest.json")
-        self.starts = aligned_starts(begins(self.shards, self.eot), self.tokens, T) if align else None
-        self.rows_per_epoch = -(-self.tokens // T) if self.starts is None else len(self.starts)
-        pack, self.warnings = manifest.get("settings", {}).get("pack"), []
+        self.starts, self.rows_per_epoch = None, -(-self.tokens // T)
+        if align:
+            found = zip(self.shards, self.ends)
+            begins = [np.flatnonzero(shard == self.eot) + end - len(shard) for shard, end in found]
+            self.starts = aligned_starts(np.concatenate(begins), self.tokens, T)
+            self.rows_per_epoch = len(self.starts)
+        self.warning, pack = None, manifest.get("settings", {}).get("pack")
         if pack and (pack != T or align):
             why = f"is packed for block_size={pack} without align_documents; others cut more documents"
-            self.warnings = [f"{data_dir} {why}"]
+            self.warning = f"{data_dir} {why}"
         if not manifest and os.path.exists(os.path.join(data_dir, "meta.pkl")):
             why = "is left alone, since a pickle can run any code; samples take --tokenizer, else GPT-2's"
-            self.warnings = [f"{data_dir}/meta.pkl {why}; for characters: fineweb.py --tokenizer=chars"]
-        self._order, self._order_epoch = None, None
+            self.warning = f"{data_dir}/meta.pkl {why}; for characters: fineweb.py --tokenizer=chars"
+        shuffled = lambda epoch: np.random.default_rng((shuffle_seed, epoch)).permutation(self.rows_per_epoch)
+        self._order = functools.lru_cache(1)(shuffled)
 
-    def _check(self, manifest, recorded, what, vocab_size):
+    def _check(self, manifest, what, vocab_size):
         """Raises DataError for shards that do not go together, with the manifest or with the model."""
         dtype = np.dtype(manifest.get("dtype", self.shards[0].dtype))
+        counts = {shard["name"]: shard.get("tokens") for shard in manifest.get("shards", ())}
         for path, shard in zip(self.paths, self.shards):
-            count = recorded.get(os.path.basename(path), {}).get("tokens", len(shard))
+            count = counts.get(os.path.basename(path)) or len(shard)
             if (shard.dtype, len(shard)) != (dtype, count):
                 raise unfit(path, f"{len(shard)} {shard.dtype.name} tokens", f"{count} of {dtype.name}")
-        if vocab_size is not None and manifest.get("vocab_size", 0) > vocab_size:
-            name, size = manifest["tokenizer"], manifest["vocab_size"]
-            raise DataError(f"vocab_size={vocab_size} is less than {name}'s; try --vocab_size={size}")
+        if vocab_size is not None and (size := manifest.get("vocab_size", 0)) > vocab_size:
+            less = f"vocab_size={vocab_size} is less than {manifest['tokenizer']}'s"
+            raise DataError(f"{less}; try --vocab_size={size}")
         if self.tokens <= self.T:
             need = f"{self.T + 1:,} tokens, block_size+1, for a row; lower --block_size, or make more data"
             raise DataError(f"{what} has {self.tokens:,} tokens, expected {need}")
 
-    def same_tokens(self, other):
-        """Whether both have the same tokenizer, perhaps by another path: then each id has as many bytes."""
-        known = self.token_bytes is not None and other.token_bytes is not None
-        bytes_are = known and np.array_equal(self.token_bytes, other.token_bytes)
-        return self.eot == other.eot and (bytes_are if known else self.tokenizer == other.tokenizer)
-
     def start(self, row):
         """First token of a row; rows are counted from the start of training."""
         epoch, w = divmod(row, self.rows_per_epoch)
-        if self.shuffle_seed is not None:
-            if self._order_epoch != epoch:
-                rng = np.random.default_rng((self.shuffle_seed, epoch))
-                self._order, self._order_epoch = rng.permutation(self.rows_per_epoch), epoch
-            w = int(self._order[w])
+        w = w if self.shuffle_seed is None else int(self._order(epoch)[w])
         return w * self.T if self.starts is None else int(self.starts[w])
 
-    def locate(self, position):
-        """(index of the shard, index in it) of a token; positions go around."""
-        position %= self.tokens
-        shard = bisect.bisect_right(self.ends, position)
-        return shard, position - self.ends[shard] + len(self.shards[shard])
-
-    def _pieces(self, position, count):
-        """(shard, first token, tokens) of the pieces of shards that follow each other from `position` on."""
+    def pieces(self, position, count):
+        """Yields (shard, first token, tokens) of the pieces that hold `count` tokens from `position` on."""
         while count:
-            shard, at = self.locate(position)
+            position %= self.tokens
+            shard = bisect.bisect_right(self.ends, position)
+            at = position - self.ends[shard] + len(self.shards[shard])
             length = min(count, len(self.shards[shard]) - at)
             yield shard, at, length
             position, count = position + length, count - length
 
     def read(self, position, row):
         """Fills `row` with tokens from `position` on."""
-        pieces = self._pieces(position, len(row))
+        pieces = self.pieces(position, len(row))
         row[:] = np.concatenate([self.shards[shard][at : at + length] for shard, at, length in pieces])
 
     def has_loss(self, position, count):
@@ -270,17 +232,10 @@ class Split:
         if self.masks is None:
             return np.ones(count, bool)
         parts = []
-        for shard, at, length in self._pieces(position, count):
+        for shard, at, length in self.pieces(position, count):
             bits = np.unpackbits(self.masks[shard][at // 8 : -(-(at + length) // 8)], bitorder="little")
             parts.append(bits[at % 8 :][:length])
         return np.concatenate(parts).view(bool)
-
-
-def tokenizer_of(data_dir, manifest):
-    """The tokenizer's name: the data's own tokenizer.json where the manifest's file is gone."""
-    name, own = manifest.get("tokenizer"), Path(data_dir) / "tokenizer.json"
-    gone = name is None or Path(name).suffix and not Path(name).exists()
-    return str(own) if gone and own.is_file() else name
 
 
 class TokenLoader:
@@ -288,34 +243,21 @@ class TokenLoader:
 
     All ranks share one order of rows: micro-step k takes world*B rows from row k*world*B on, and rank r of
     them the B rows from r*B on, so that a global batch holds the same rows for every B and world. Row i of a
-    mixture is the next row of the folder that mixture.schedule names. Targets that a mask leaves out are
-    -100.
+    mixture is the next row of the folder that mixture.schedule names. Targets without loss are -100.
 
-    shuffle_seed: epoch e has its rows in the order of numpy's default_rng((seed, e)).permutation.
-    align: a row begins at the last document start inside the row before it, or at that row's end where its
-    document is longer than T, so that a document that was cut is read again from its start.
-    batch_tokens: in an optimizer step; raises DataError if the split has fewer.
+    batch_tokens: in an optimizer step; raises DataError if the split has fewer. order: `shuffle_seed`, with
+    which epoch e has its rows in the order of numpy's default_rng((seed, e)).permutation, and `align`, for
+    rows that begin as `aligned_starts` says.
     """
 
     def __init__(
-        self,
-        data_dir,
-        split,
-        B,
-        T,
-        rank=0,
-        world=1,
-        vocab_size=None,
-        device="cpu",
-        shuffle_seed=None,
-        align=False,
-        batch_tokens=0,
+        self, data_dir, split, B, T, rank=0, world=1, vocab_size=None, device="cpu", batch_tokens=0, **order
     ):
         self.B, self.T, self.rank, self.world, self.vocab_size = B, T, rank, world, vocab_size
-        self.data_dir, self.align, self.step_rows = data_dir, align, max(batch_tokens // T, world * B)
-        self.device, self.shuffle_seed = torch.device(device), shuffle_seed
+        self.data_dir, self.step_rows = data_dir, max(batch_tokens // T, world * B)
+        self.device = torch.empty(0, device=device).device  # with its index
         self.folders, self.shares = zip(*mixture.folders(str(data_dir)))
-        self.splits = [Split(folder, split, T, vocab_size, shuffle_seed, align) for folder in self.folders]
+        self.splits = [Split(folder, split, T, vocab_size, **order) for folder in self.folders]
         self.tokens, self.masked = sum(s.tokens for s in self.splits), any(s.masks for s in self.splits)
         if self.tokens < batch_tokens:
             need = f"{batch_tokens:,} for a global batch; lower --batch_tokens, or make more data"
@@ -323,23 +265,23 @@ class TokenLoader:
         first = self.splits[0]
         self.tokenizer, self.eot, self.token_bytes = first.tokenizer, first.eot, first.token_bytes
         for folder, other in zip(self.folders, self.splits):
-            if not other.same_tokens(first):
+            alike = other.tokenizer == first.tokenizer or np.array_equal(other.token_bytes, first.token_bytes)
+            if other.eot != first.eot or not alike:  # perhaps by another path: then each id has as many bytes
                 two = f"{folder} has the tokenizer {other.tokenizer}, {self.folders[0]} has {self.tokenizer}"
                 raise DataError(f"data_dir={data_dir}: {two}; make one again with fineweb.py --tokenizer")
-        self.warnings = [words for split in self.splits for words in split.warnings]
+        self.warnings = [split.warning for split in self.splits if split.warning]
         self._turns = mixture.schedule(self.shares)
-        self.rows = 0  # rows returned on all ranks together; prefetched rows do not count
         named = ((Path(p).name, len(d)) for s in self.splits for p, d in zip(s.paths, s.shards))
         listing = "".join(f"{name} {tokens}\n" for name, tokens in named)
         self.fingerprint = hashlib.sha256(listing.encode()).hexdigest()[:16]
-        self._ahead, self._cuda = None, None
-        if self.device.type == "cuda":
-            self._cuda = self.device.index if self.device.index is not None else torch.cuda.current_device()
+        self._go_on_at(0)
+
+    def _go_on_at(self, row):
+        """rows: returned on all ranks together; prefetched ones do not count."""
+        self.rows, self._ahead = row, ahead(self._batches(row), 2)
 
     def next(self):
         """(x, y), each int64 (B, T) on the device, y one token later than x. With masks (x, y, targets)."""
-        if self._ahead is None:
-            self._ahead = ahead(self._batches(self.rows), 2)
         batch, *targets = next(self._ahead)
         self.rows += self.world * self.B
         return *self._to_device(batch), *targets
@@ -352,13 +294,14 @@ class TokenLoader:
     def shares_of(self, tokens):
         """[(folder, share of the rows, epochs)] of a run over `tokens` tokens."""
         shares = [share / sum(self.shares) for share in self.shares]
-        rows = [tokens / self.T * share / split.rows_per_epoch for share, split in zip(shares, self.splits)]
-        return list(zip(self.folders, shares, rows))
+        parts = zip(self.folders, shares, self.splits)
+        return [(name, share, tokens / self.T * share / split.rows_per_epoch) for name, share, split in parts]
 
     def state_dict(self):
-        order = {"block_size": self.T, "shuffle_seed": self.shuffle_seed, "align_documents": self.align}
-        order |= {"shares": list(self.shares)} if len(self.shares) > 1 else {}
-        return {"rows": self.rows, "tokens": self.tokens, "fingerprint": self.fingerprint, **order}
+        state = {"rows": self.rows, "tokens": self.tokens, "fingerprint": self.fingerprint}
+        state |= {"block_size": self.T, "shuffle_seed": self.splits[0].shuffle_seed}
+        state |= {"align_documents": self.splits[0].align}
+        return state | ({"shares": list(self.shares)} if len(self.shares) > 1 else {})
 
     def load_state_dict(self, state, allow_data_change=False):
         """Continues exactly after the saved row, for any B and world. Raises DataError for other data."""
@@ -368,19 +311,16 @@ class TokenLoader:
             differ = f"is not the data of the checkpoint: {'; '.join(wrong)}"
             raise DataError(f"{self.data_dir} {differ}; to go on with it anyway: --allow_data_change")
         self.close()
-        self.rows = state["rows"]
+        self._go_on_at(state["rows"])
 
     def close(self):
         """Stops the prefetching thread."""
-        if self._ahead is not None:
-            self._ahead.close()
-            self._ahead = None
+        self._ahead.close()
 
     def eval_batches(self, tokens):
-        """Yields this rank's (x, y) of rows 0 to tokens//T - 1, unshuffled: the same for every B and world.
+        """Yields this rank's (x, y) of one folder's rows 0 to tokens//T - 1, unshuffled: for any B and world.
 
-        All batches have shape (B, T), and all ranks get equally many; y is -100 in rows that only fill a
-        batch up. For one folder, not a mixture.
+        All batches are (B, T), and all ranks get equally many; y is -100 in rows that only fill a batch up.
         """
         (split,) = self.splits
         rows = min(tokens, self.tokens - 1) // self.T
@@ -394,8 +334,8 @@ class TokenLoader:
             yield x, y
 
     def _batches(self, row):
-        if self._cuda is not None:  # a thread starts on GPU 0; pinning would allocate a context there
-            torch.cuda.set_device(self._cuda)
+        if self.device.type == "cuda":  # a thread starts on GPU 0; pinning would allocate a context there
+            torch.cuda.set_device(self.device)
         for first in itertools.count(row, self.step_rows):
             step = range(first, first + self.step_rows)
             targets = []
@@ -413,18 +353,15 @@ class TokenLoader:
         return self.splits[k], self.splits[k].start(period * self.shares[k] + before)
 
     def _gather(self, places):
-        """Rows as int32 (B, T+1), in pinned memory for CUDA: half as many bytes as int64 over the bus.
-
-        A token without loss is ~token, which is negative.
-        """
-        batch = torch.empty(len(places), self.T + 1, dtype=torch.int32, pin_memory=self._cuda is not None)
+        """Rows as int32 (B, T+1), half of int64's bytes, pinned for CUDA; a token without loss is ~token."""
+        batch = torch.empty(len(places), self.T + 1, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         rows = batch.numpy().view(np.uint32)
         for row, (split, start) in zip(rows, places):
             split.read(start, row)
         if self.vocab_size is not None and rows.max() >= self.vocab_size:
             b, t = np.argwhere(rows >= self.vocab_size)[0].tolist()
             split, start = places[b]
-            shard, at = split.locate(start + t)
+            shard, at, _ = next(split.pieces(start + t, 1))
             found = f"token {at} is {rows[b, t]}, not below vocab_size={self.vocab_size}"
             advice = "raise --vocab_size if the data has another tokenizer, else make the data again"
             raise DataError(f"{split.paths[shard]}: {found}; {advice}")
@@ -439,17 +376,12 @@ class TokenLoader:
         return (torch.where(x < 0, ~x, x), torch.where(y < 0, -100, y)) if self.masked else (x, y)
 
 
-def begins(shards, eot):
-    """Sorted int64 positions at which documents begin in the concatenated shards."""
-    ends = np.cumsum([len(shard) for shard in shards])
-    return np.concatenate([np.flatnonzero(s == eot) + end - len(s) for s, end in zip(shards, ends)])
-
-
 def aligned_starts(documents, n, T):
     """Row starts of one epoch over n tokens, int64: after p the last of `documents` in (p, p+T], else p+T.
 
-    documents: sorted positions at which documents begin. 10B tokens have 10M rows, so arrays do the work: a
-    document holds `whole` rows, and the row after them ends in document `after`; only that chain is a loop.
+    documents: sorted positions. A document that a row cuts is thus read again from its start. 10B tokens have
+    10M rows, so arrays do the work: a document holds `whole` rows, and the row after them ends in document
+    `after`; only that chain is a loop.
     """
     edges = np.union1d([0, n], documents).astype(np.int64)
     whole = -(-np.diff(edges) // T) - 1  # rows of T that end before the next document begins

@@ -18,11 +18,11 @@ def folders(data_dir):
     found = [re.fullmatch(r"(.+):([-+]?\.?\d[^/]*|[-+]?(?:inf|nan))", part) for part in parts]
     if not any(found) and (len(parts) == 1 or os.path.isdir(data_dir)):
         return [(data_dir, 1)]
-    if bare := [part for part, match in zip(parts, found) if not match]:
-        form = "write a mixture as data/a:0.7,data/b:0.3"
-        raise UserError(f"data_dir={data_dir}: {bare[0]!r} has no weight; {form}")
-    names = [match[1] for match in found]
-    weights = [_weight(data_dir, match[2]) for match in found]
+    for part, match in zip(parts, found):
+        if not match or not 0 < _number(match[2]) < math.inf:
+            form = "write a mixture as data/a:0.7,data/b:0.3"
+            raise UserError(f"data_dir={data_dir}: {part!r} has no weight over 0; {form}")
+    names, weights = [match[1] for match in found], [float(match[2]) for match in found]
     if len({os.path.realpath(name) for name in names}) < len(names):
         raise UserError(f"data_dir={data_dir} names a folder twice; give each one weight")
     shares = [round(FINEST * weight / sum(weights)) for weight in weights]
@@ -32,14 +32,11 @@ def folders(data_dir):
     return [(name, share // math.gcd(*shares)) for name, share in zip(names, shares)]
 
 
-def _weight(data_dir, text):
+def _number(text):
     try:
-        weight = float(text)
+        return float(text)
     except ValueError:
-        weight = math.nan
-    if not 0 < weight < math.inf:
-        raise UserError(f"data_dir={data_dir}: the weight {text} must be a number over 0")
-    return weight
+        return math.nan
 
 
 def schedule(shares):

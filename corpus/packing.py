@@ -2,12 +2,9 @@
 
     python fineweb.py --pack=131072
 
-The shards still hold every document once and in one piece. Only the order changes, and no padding is added: a
-document that crosses the end of a group of `size` tokens continues in the next group, so that the token after
-a group is the right target. Other block sizes can be trained on too, but cut more documents. A document
-longer than `size` fills whole groups, and others complete the group that its rest begins. The last group
-holds what is left over. Best fit as in https://arxiv.org/abs/2404.10830, but within a bounded buffer and
-without padding.
+Only the order changes, and no padding is added: a document that crosses the end of a group of `size` tokens
+goes on in the next group. One longer than `size` fills whole groups, and others complete the group that its
+rest begins. Best fit as in https://arxiv.org/abs/2404.10830, but within a bounded buffer and without padding.
 """
 
 from configurator import UserError
@@ -20,10 +17,9 @@ class Packer:
     """Iterates over `rows`, pairs of a document's number (ascending) and its tokens, in packed order.
 
     A group begins with the document that has waited longest and takes others in order while it has room for
-    more than SPARE documents. Then it takes the oldest documents that fill the rest exactly. If none do, it
-    takes those that leave the least room, and the longest of the others is cut. The choice depends only on
-    the room and the waiting documents, so that a run can resume from a `position`: pass its `done` and
-    `order`, and `rows` from its `first` on.
+    more than SPARE documents, then the oldest that fill the rest exactly. If none do, it takes those that
+    leave the least room, and the longest of the others is cut. All depends on the room and the waiting
+    documents alone: to resume from a `position`, pass its `done` and `order`, and `rows` from `first` on.
     """
 
     def __init__(self, rows, size, done=0, order=()):
@@ -32,10 +28,10 @@ class Packer:
         self.waiting, self.total, self.read = {}, 0, 0  # {number: tokens} in order; their sum; next number
 
     def __iter__(self):
-        while self.cut is not None and self.cut not in self.waiting:
-            if not self._read():
-                raise UserError(f"document {self.cut + 1}, which a shard cuts, is gone: the source changed")
         if self.cut is not None:
+            while self.cut not in self.waiting:
+                if not self._read():
+                    raise UserError(f"document {self.cut + 1}, which a shard cuts, is gone from the source")
             yield self._take(self.cut, self.done)
         while True:
             while len(self.waiting) < DOCUMENTS and self.total < TOKENS and self._read():
@@ -79,9 +75,8 @@ class Packer:
     def _fill(self):
         """(numbers of the documents that fill the room best, tokens of room that they leave).
 
-        Subset sums as a bit set: bit n of `sums` is set if some documents have n tokens together. 30
-        documents have a billion subsets, so that few are needed: 0.1 s for 40M tokens of books in groups of
-        131,072 (2 CPU cores).
+        Subset sums as a bit set: bit n of `sums` is set if some documents have n tokens together. Few are
+        needed, as 30 have a billion subsets: 0.1 s for 40M tokens in groups of 131,072 (2 CPU cores).
         """
         fitting = ((number, len(row)) for number, row in self.waiting.items() if len(row) <= self.room)
         steps, sums, within = [], 1, (2 << self.room) - 1

@@ -337,20 +337,13 @@ def test_flips_in_token_bytes(tmp_path):
     shards(tmp_path / "d")
     path, rng = tmp_path / "d/token_bytes.npy", random.Random(1)
     good = path.read_bytes()
-    for signed in (True, False):  # a folder of before the digest: any flip is refused or gives sizes
-        for _ in range(100):
-            data = bytearray(good)
-            data[rng.randrange(len(data) if signed else 128)] ^= 1 << rng.randrange(8)
-            path.write_bytes(data[: rng.randrange(len(data))] if rng.random() < 0.2 else data)
-            try:
-                found = TokenLoader(tmp_path / "d", "train", 1, 16).token_bytes
-                assert not signed and len(found) >= 257
-            except DataError as error:
-                assert "token_bytes.npy" in str(error)
-                one_line_of(error)
-        manifest = json.loads((tmp_path / "d/manifest.json").read_text())
-        manifest.pop("token_bytes_sha256", None)
-        (tmp_path / "d/manifest.json").write_text(json.dumps(manifest))
+    for _ in range(100):
+        data = bytearray(good)
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        path.write_bytes(data[: rng.randrange(len(data))] if rng.random() < 0.2 else data)
+        with pytest.raises(DataError, match="token_bytes.npy") as error:
+            TokenLoader(tmp_path / "d", "train", 1, 16)
+        one_line_of(error.value)
 
 
 # -- records that name something outside: row 53
@@ -368,7 +361,7 @@ def test_nothing_outside_a_folder_is_touched(tmp_path, name):
     manifest["shards"][1] |= {"name": name, "tokens": 50, "bytes": len(before)}
     manifest["shards"][1]["sha256"] = files.digest(outside)[1]
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(DataError, match="is damaged|is a link"):
+    with pytest.raises(DataError, match="is damaged|is missing, a link"):
         verify(folder)
     progress = {
         "settings": manifest["settings"] | {"val_tokens": 10**9},
@@ -377,8 +370,8 @@ def test_nothing_outside_a_folder_is_touched(tmp_path, name):
     }
     (folder / "manifest.json").unlink()
     (folder / "progress.json").write_text(json.dumps(progress))
-    with pytest.raises(DataError, match="is damaged|is a link"):
-        shards(folder, val_tokens=10**9)  # too few documents: what was written would be removed
+    with pytest.raises(DataError, match="is damaged|, a link"):
+        shards(folder, val_tokens=10**9)  # too few documents
     assert outside.read_bytes() == before
 
 

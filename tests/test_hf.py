@@ -14,6 +14,7 @@ import train
 from configurator import configure
 from corpus import tokenizer
 from run import checkpoint, hf
+from run.files import digest
 from settings import Config, GPTConfig
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -41,9 +42,15 @@ def weights(tmp_path):
 @pytest.fixture
 def byte_data(data_dir, tmp_path):
     """The byte shards with the files that tell their tokenizer."""
-    folder = shutil.copytree(data_dir, tmp_path / "data")
-    (folder / "manifest.json").write_text(json.dumps(dict(tokenizer="bytes", vocab_size=257, eot=256)))
-    np.save(folder / "token_bytes.npy", tokenizer.load("bytes").token_bytes())
+    return name_tokenizer(shutil.copytree(data_dir, tmp_path / "data"), "bytes")
+
+
+def name_tokenizer(folder, name):
+    tok, path = tokenizer.load(name), folder / "token_bytes.npy"
+    np.save(path, tok.token_bytes())
+    manifest = dict(tokenizer=name, vocab_size=tok.vocab_size, eot=tok.eot)
+    manifest["token_bytes_sha256"] = digest(path)[1]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
     return folder
 
 
@@ -122,8 +129,7 @@ def test_tuned_and_exported(weights, byte_data, tmp_path, capsys):
     theirs = AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert theirs.eos_token_id == 256 and theirs.chat_template == TEMPLATE
     assert theirs("aé")["input_ids"] == [97, 195, 169]
-    np.save(byte_data / "token_bytes.npy", tokenizer.load("gpt2").token_bytes())
-    (byte_data / "manifest.json").write_text(json.dumps(dict(tokenizer="gpt2", vocab_size=50257, eot=50256)))
+    name_tokenizer(byte_data, "gpt2")
     cfg.overwrite = True
     command = f"fineweb.py --tokenizer={weights / 'tokenizer.json'}"
     refused(lambda: train.main(cfg), "was tokenized with gpt2", command)

@@ -83,7 +83,7 @@ def test_shards_that_do_not_come_end_in_one_line_and_the_next_run_goes_on(hub, t
     files, settings = shards(hub), dict(dataset="me/shards", shards=True)
     for fault, words in {503: "503 Service Unavailable", "short": "size 61024 but has size 30512"}.items():
         hub.faults = {"train_000002.bin": [fault] * 9}
-        with pytest.raises(DataError, match=f"cannot be fetched: .*{words}.*run the same command") as e:
+        with pytest.raises(DataError, match=f"cannot be read: .*{words}.*run the same command") as e:
             prepare(tmp_path / "d", **settings)
         assert one_line(e) and len(hub.faults["train_000002.bin"]) == 4, "five tries"
     hub.faults, hub.asked[:] = {}, []
@@ -91,7 +91,7 @@ def test_shards_that_do_not_come_end_in_one_line_and_the_next_run_goes_on(hub, t
     assert {name: (tmp_path / "d" / name).read_bytes() for name in files} == files
     asked = {path.rpartition("/")[2] for _, path, _ in hub.asked}
     assert asked == {"main", "fw_train_000002.bin", "fw_train_000003.bin"}
-    with pytest.raises(DataError, match="dataset=me/other cannot be fetched: RepositoryNotFoundError"):
+    with pytest.raises(DataError, match="dataset=me/other cannot be read: RepositoryNotFoundError"):
         prepare(tmp_path / "e", dataset="me/other", shards=True)
     add(hub, "datasets/me/texts/a.jsonl", b"")
     with pytest.raises(DataError, match="dataset=me/texts holds no .*_train_000001.bin .*without --shards"):

@@ -47,20 +47,24 @@ def test_damaged_shards(data):
     good = path.read_bytes()
     int32 = lambda *values: np.array(values, "<i4").tobytes()
     for row, damage, words in [
-        (1, good[:-1], "found version 1, 307 tokens and 1637 bytes, expected .* and 1638 bytes"),
-        (2, good + b"\0", "found version 1, 307 tokens and 1639 bytes, expected .* and 1638 bytes"),
-        (1, good[:100], "found 100 bytes .* expected a header of 1024 bytes"),
-        (1, b"", "found 0 bytes"),
-        (3, b"abcd" + good[4:], "begin with 1684234849, expected .* 20240801; name it train.bin or val.bin"),
-        (4, int32(20240520, 2) + good[8:], r"found version 2, .* expected version 1, .* uint16 \(GPT-2"),
-        (4, int32(20240801) + good[4:], r"expected version 7, .* uint32 \(Llama 3, magic 20240801\)"),
+        (1, good[:-1], "version 1, 307 tokens and 1637 bytes, expected .* and 1638 bytes"),
+        (2, good + b"\0", "version 1, 307 tokens and 1639 bytes, expected .* and 1638 bytes"),
+        (1, good[:100], "found magic 20240520, .* and 100 bytes"),
+        (1, b"", "found magic 0, .* 0 bytes"),
+        (
+            3,
+            b"abcd" + good[4:],
+            "magic 1684234849, .* expected .* 20240801, .*; name it train.bin or val.bin",
+        ),
         (
             4,
-            int32(20240801, 7, 307) + bytes(1012 + 4 * 307),
-            "found 307 uint32 tokens, expected 307 of uint16",
+            int32(20240520, 2) + good[8:],
+            r"version 2, .* expected magic 20240520, version 1 \(uint16, GPT-2",
         ),
-        (5, good[:8] + int32(0) + good[12:], "found version 1, 0 tokens"),
-        (5, good[:8] + int32(-5) + good[12:], "found version 1, -5 tokens"),
+        (4, int32(20240801) + good[4:], r"expected .* version 7 \(uint32, Llama 3\)"),
+        (4, int32(20240801, 7, 307) + bytes(1012 + 4 * 307), "found 307 uint32 tokens, expected .* uint16"),
+        (5, good[:8] + int32(0) + good[12:], "version 1, 0 tokens"),
+        (5, good[:8] + int32(-5) + good[12:], "version 1, -5 tokens"),
         (5, good[:8] + int32(2**31 - 1) + good[12:], "expected .* and 4294968318 bytes"),
     ]:
         path.write_bytes(damage)
@@ -107,16 +111,18 @@ def test_the_last_word_before_the_number_is_the_split():
     assert split_of("train.bin") is split_of("some_training_000001.bin") is None
 
 
-@pytest.mark.parametrize(
-    "content", ['"text"', '{"vocab_size": null}', '{"dtype": "foo"}', '{"vocab_size": 500}']
-)
 @pytest.mark.fault(54, 55)
-def test_damaged_files_beside_the_shards(data, content):
+def test_damaged_files_beside_the_shards(data):
     folder, _ = data
-    name = "token_bytes.npy" if "500" in content else "manifest.json"
-    (folder / name).write_text(content)
-    with pytest.raises(DataError, match=f"{name} is damaged"):
-        TokenLoader(folder, "train", 4, 16, vocab_size=257)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["token_bytes_sha256"] = "0" * 64
+    for content in ('"text"', '{"vocab_size": null}', '{"dtype": "foo"}', json.dumps(manifest)):
+        (folder / "manifest.json").write_text(content)
+        (folder / "token_bytes.npy").write_text("sizes")
+        with pytest.raises(
+            DataError, match="token_bytes.npy is damaged" if "0" in content else "manifest.json is"
+        ):
+            TokenLoader(folder, "train", 4, 16, vocab_size=257)
 
 
 @pytest.mark.fault(8, 10)

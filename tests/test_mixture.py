@@ -53,13 +53,13 @@ def test_names_and_weights():
     assert mixture.folders("data/a") == mixture.folders("data/a:0.2") == [("data/a", 1)]
     assert mixture.folders("c:/data/a") == [("c:/data/a", 1)]
     for wrong, words in [
-        ("a,b", "'a' has no weight; write a mixture as data/a:0.7,data/b:0.3"),
+        ("a,b", "'a' has no weight over 0; write a mixture as data/a:0.7,data/b:0.3"),
         ("a:1,b", "'b' has no weight"),
         ("a:1,", "'' has no weight"),
-        ("a:0,b:1", "the weight 0 must be a number over 0"),
-        ("a:1,b:-0.5", "the weight -0.5 must"),
-        ("a:nan,b:1", "the weight nan must"),
-        ("a:1x,b:1", "the weight 1x must"),
+        ("a:0,b:1", "'a:0' has no weight over 0"),
+        ("a:1,b:-0.5", "'b:-0.5' has no weight over 0"),
+        ("a:nan,b:1", "'a:nan' has"),
+        ("a:1x,b:1", "'a:1x' has"),
         ("a:1,b:2,./a:3", "names a folder twice"),
         ("a:1e-9,b:1", "a would get less than 5e-05 of all rows"),
     ]:
@@ -104,7 +104,7 @@ def test_folders_that_do_not_go_together(three, tmp_path):
     manifest = json.loads((three / "b/manifest.json").read_text())
     (tmp_path / "d").mkdir()
     path = write_shard(tmp_path / "d/x_train_000001.bin", range(100))
-    manifest |= {"tokenizer": "gpt2", "shards": [{"name": path.name, "sha256": "0"}]}
+    manifest |= {"tokenizer": "gpt2", "eot": 255, "shards": [{"name": path.name, "sha256": "0"}]}
     (tmp_path / "d/manifest.json").write_text(json.dumps(manifest))
     data_dir = f"{three}/a:1,{tmp_path}/d:1"
     with pytest.raises(DataError) as error:

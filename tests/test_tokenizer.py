@@ -179,7 +179,10 @@ def test_tokenizer_json_with_and_without_gigatoken(small, texts, monkeypatch):
     reference.post_processor = adds
     reference.save(str(path))
     used, faster = [], tokenizer.faster
-    monkeypatch.setattr(tokenizer, "faster", lambda *args: used.append(faster(*args)) or used[-1])
+    keep = lambda load, slow, probe: (
+        used.append(faster(load, slow, probe) != slow) or faster(load, slow, probe)
+    )
+    monkeypatch.setattr(tokenizer, "faster", keep)
     fast = tokenizer.load(str(path)).encode_batch(texts[-20:])
     reference.encode_special_tokens = True
     slow = [reference.encode(text, add_special_tokens=False).ids for text in texts[-20:]]
@@ -187,17 +190,7 @@ def test_tokenizer_json_with_and_without_gigatoken(small, texts, monkeypatch):
     reference.normalizer = tokenizers.normalizers.NFKC()
     reference.save(str(path))
     tokenizer.load(str(path)).encode_batch(texts[:3])
-    assert [encode is not None for encode in used] == [True, False]
-
-
-def test_documents_begin_as_llama_3_was_trained(texts, tmp_path):
-    tokenizers = pytest.importorskip("tokenizers")
-    inner = tokenizers.ByteLevelBPETokenizer()
-    special = ["<|end_of_text|>", "<|begin_of_text|>"]
-    inner.train_from_iterator(texts[:3], vocab_size=400, special_tokens=special, show_progress=False)
-    inner.save(str(tmp_path / "tokenizer.json"))
-    tok = tokenizer.load(str(tmp_path))
-    assert (tok.eot, tok.ends) == (1, {0, 1})
+    assert used == [True, False]
 
 
 def test_mistakes_are_one_line(tmp_path, monkeypatch):
@@ -207,7 +200,7 @@ def test_mistakes_are_one_line(tmp_path, monkeypatch):
         "tiktoken.load.read_file", lambda path: (_ for _ in ()).throw(ConnectionError("no route\nto it"))
     )
     for name, words in {
-        "gpt5": "is unknown: expected bytes, gpt2",
+        "gpt5": "it is unknown; expected bytes, gpt2",
         str(tmp_path / "absent.json"): "no such file",
         str(tmp_path / "tokenizer.json"): "is not a tokenizer.json",
         "p50k_base": r"cannot be fetched \(ConnectionError\); go online once, set TIKTOKEN_CACHE_DIR",
