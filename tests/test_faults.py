@@ -300,8 +300,6 @@ def test_mutations_of_records_that_a_run_can_do_without(data_dir, tmp_path, coun
     always = lambda at, value: True
     (tmp_path / "log.jsonl").write_text("\n".join(map(json.dumps, log)))
     put = lambda name: lambda value: (tmp_path / name).write_text(json.dumps(value))
-    survey(config, put("config.json"), lambda: plot.Run(tmp_path, "a", "b", 1).config, count, 5, always)
-    put("config.json")({})
     lines = lambda value: (tmp_path / "log.jsonl").write_text("\n".join(map(json.dumps, value or [0])))
 
     def read_log_for_plot():
