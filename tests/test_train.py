@@ -121,7 +121,7 @@ def test_llama_trains_compiled_as_eager(data_dir, tmp_path, compiler):
 
 
 def test_a_loss_in_chunks_trains_as_one_at_once(data_dir, tmp_path, monkeypatch):
-    """16 of 128 tokens at a time, in training and validation; with a document mask the loss is a weighted sum."""
+    """16 of 128 tokens at a time, in training and validation, with a mask of documents."""
     options = dict(document_mask=True, softcap=20.0, vocab_multiple=16_384)
     options |= dict(batch_tokens=256, max_steps=3, eval_interval=3, eval_tokens=256, save_interval=0)
     whole = train_here(data_dir, tmp_path / "whole", **options)
