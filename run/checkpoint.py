@@ -37,7 +37,7 @@ from configurator import UserError, refuse, typed
 from corpus import tokenizer as tokenizers
 from fast.attention import best_attention
 from run import files, source
-from run.meter import NotFinite
+from run.logger import NotFinite
 from scale import parallel
 from scale.shards import copy_into, is_first_copy, local, own_rows
 from settings import Config, GPTConfig
@@ -134,11 +134,7 @@ def problem(folder, rank=0, ranks=1):
 
 
 def save(out_dir, step, tensors, state, keep_last=2):
-    """Writes out_dir/step_<step>, prunes older checkpoints, and returns the path; for a process alone.
-
-    tensors: {"model": {name: tensor or Stored}, ...}, a file for each key. Raises CheckpointError, as on a
-    full disk, and leaves earlier checkpoints as they were.
-    """
+    """As Saver.write, of a process alone; returns the folder."""
     alone = parallel.World(0, 1, torch.device("cpu"))
     Saver(out_dir, 1, keep_last, alone, saved=lambda *_: None).write(step, tensors, state)
     return folder_of(out_dir, step)
@@ -182,7 +178,7 @@ class Saver:
         self.write(step, tensors, {"world_size": self.world.size, **state})
 
     def write(self, step, tensors, state):
-        """As `save`, of {"model": {name: tensor or Stored}, ...}."""
+        """Saves {"model": {name: tensor or Stored}, ...}, a file for each key, and the `state`."""
         self.wait()
         self.last, self.final = step, folder_of(self.out_dir, step)
         need = sum(t.shape.numel() * t.dtype.itemsize for group in tensors.values() for t in group.values())
@@ -359,11 +355,7 @@ def open_folder(folder):
 def _read_state(folder):
     """state.json of a checkpoint; {} where there is none. Raises CheckpointError if it is damaged."""
     path = Path(folder) / "state.json"
-    state = files.read_json(path, CheckpointError, STATE) if path.exists() else {}
-    named = re.fullmatch("step_([0-9]+)", path.parent.name)
-    if state and named and state["step"] != int(named[1]):
-        raise CheckpointError(f"{path} is damaged: step is {state['step']}")
-    return state
+    return files.read_json(path, CheckpointError, STATE) if path.exists() else {}
 
 
 def saved_settings(folder, state):
@@ -392,10 +384,9 @@ def shape_differences(saved, cfg, free=()):
 
 
 def load_model_tensors(model, tensors, vocab_size=None):
-    """Copies weights by name into `model`, on each rank the rows that it holds.
+    """Copies {name: tensor or Stored}, which must fit, into `model`, on each rank its rows.
 
-    tensors: {name: tensor or Stored}. vocab_size: further rows of embeddings and head are padding and keep
-    their values. Raises CheckpointError unless names and shapes are the model's.
+    vocab_size: further rows of embeddings and head are padding and keep their values. Raises CheckpointError.
     """
     own, wrong = dict(model.named_parameters()), []
     for name in sorted(own.keys() | tensors.keys()):
@@ -404,8 +395,7 @@ def load_model_tensors(model, tensors, vocab_size=None):
         if not (min(found[0], expected[0]) >= vocab_size if padded else found == expected):
             wrong.append(f"{name}: {found}, expected {expected}")
     if wrong:
-        words = f"{'; '.join(wrong[:4])} ({len(wrong)} in all)"
-        raise CheckpointError(f"weights do not fit the model: {words}")
+        raise CheckpointError(f"weights do not fit the model: {'; '.join(wrong[:4])} ({len(wrong)} in all)")
     for name, param in own.items():
         copy_into(param, tensors[name], vocab_size if name.endswith(TABLES) else None)
 
@@ -421,10 +411,9 @@ def load_optimizer_tensors(model, optimizer, tensors):
 
     Raises CheckpointError unless names, shapes and dtypes fit, and parameters have the same kinds of states.
     """
-    params, own, wrong = dict(model.named_parameters()), optimizer_tensors(model, optimizer), []
-    wrong += own.keys() - tensors.keys()
+    params, own = dict(model.named_parameters()), optimizer_tensors(model, optimizer)
     kinds = Counter(key.rpartition(".")[2] for key in tensors.keys() - own.keys())
-    wrong += kinds if len(set(kinds.values())) > 1 else ()
+    wrong = [*(own.keys() - tensors.keys()), *(kinds if len(set(kinds.values())) > 1 else ())]
     for key, value in tensors.items():
         name, _, kind = key.rpartition(".")
         if key not in own and (param := params.get(name)) is not None:  # torch's AdamW has not made it yet

@@ -1,4 +1,4 @@
-"""Damaged and foreign files: what a run reads is what it expects, or is refused in one line. See docs/reliability.md.
+"""Damaged and foreign files: what a run reads is what it expects, or is refused in one line.
 
 Those marked `repeated` run by ./test.sh --faults alone: 10,000 mutations, 200 kills, restarts twenty times.
 """
@@ -23,9 +23,9 @@ import pytest
 import ranks
 import test_checkpoint
 import test_fineweb
-import test_watch
+import test_signals
 import torch
-from conftest import flags, losses, one_line, read_log, train_here, write_shard
+from conftest import flags, losses, one_line, read_log, tell, train_here, write_shard
 
 import fineweb
 import optim
@@ -38,7 +38,6 @@ from corpus.loader import DataError, TokenLoader, read_header, verify
 from fineweb import Config as TextConfig
 from model import build
 from run import checkpoint, files, hf, source
-from run.lock import Lock
 from run.resume import Start
 from scale import parallel
 from settings import Config, check
@@ -105,8 +104,8 @@ def mutated(value, rng):
 def survey(value, write, read, count, seed, legal=lambda at, value: False):
     """Writes and reads `count` mutations; returns how many were refused.
 
-    read() returns all that a reader takes from the file. A mutation that is accepted must leave that as it was,
-    unless legal(path, mutated value) says that the file is another right one.
+    read() returns all that a reader takes from the file. A mutation that is accepted must leave that, unless
+    legal(path, mutated value) says that the file is another right one.
     """
     rng, refused = random.Random(seed), 0
     write(value)
@@ -255,7 +254,7 @@ def test_mutations_of_a_data_folders_manifest_and_progress(tmp_path, count):
 @pytest.mark.fault(54)
 @pytest.mark.parametrize("count", MANY)
 def test_mutations_of_records_that_a_run_can_do_without(data_dir, tmp_path, count):
-    """config.json, log.jsonl, source.json, run.lock, Hugging Face's config.json: one line, or they do not count."""
+    """config.json, log.jsonl, source.json, Hugging Face's config.json: one line, or they do not count."""
     log = [{"kind": "train", "step": i, "loss": 3.0, "dt_ms": 1.0} for i in (1, 2)]
     gpt2 = dict(
         model_type="gpt2", vocab_size=257, n_positions=8, n_layer=1, n_head=2, n_embd=16, n_inner=None
@@ -282,18 +281,6 @@ def test_mutations_of_records_that_a_run_can_do_without(data_dir, tmp_path, coun
     survey(log, whole, read_log_for_plot, count, 6, always)
     code = {"git": None, "files": {"model.py": "0" * 64, "fast/fp8.py": "1" * 64}}
     survey(code, put("source.json"), lambda: source.warning(tmp_path), count, 7, always)
-
-    def lock():
-        mine = Lock(tmp_path)
-        with contextlib.suppress(UserError):
-            mine.take()
-            mine.release()
-            return True
-
-    holder = dict(host="a", machine="b", pid=1, started=1, job=None, attempt=0)
-    put("run.lock")(holder)
-    assert not lock()
-    survey(holder, put("run.lock"), lock, count, 8, always)
     survey(gpt2, put("config.json"), lambda: hf.read_config(tmp_path), count, 9, always)
 
 
@@ -503,7 +490,7 @@ def test_odd_names_of_folders(data_dir, tmp_path, name, capsys):
     out = f"{tmp_path}/out {name}"
     train_here(f"{tmp_path}/{name}", out, max_steps=2, eval_interval=2)
     said = capsys.readouterr().out
-    assert f"--checkpoint='{out}'" in said
+    assert f"--checkpoint='{out.rstrip('/')}'" in said
     assert losses(train_here(f"{tmp_path}/{name}", out, max_steps=3, resume="auto")).keys() == {1, 2, 3}
     assert "go on with" in (said := shards(tmp_path / "d [x")) and f"'--data_dir={tmp_path}/d [x'" in said
 
@@ -567,14 +554,14 @@ def test_random_kills_of_training(data_dir, tmp_path, number, kills):
 
 def train_until(words, step):
     """For ranks.attempt: train.py's main, which gets SIGTERM once it has done so many steps."""
-    launched = train.Meter.launched
+    take = train.Logger.step
 
-    def told(meter, at, *rest):
-        launched(meter, at, *rest)
+    def told(log, at, *rest):
         if at == step + 2:
-            os.kill(os.getpid(), signal.SIGTERM)
+            tell()
+        return take(log, at, *rest)
 
-    train.Meter.launched = told
+    train.Logger.step = told
     train.main(configure(Config, words))
 
 
@@ -607,12 +594,12 @@ def test_random_kills_of_fineweb(tmp_path):
 def test_an_error_after_ddp_ends_every_rank(data_dir, tmp_path, time):
     settings = dict(lr=1e30, warmup_steps=0, max_skipped_steps=0, save_interval=0)
     done = ranks.run(2, flags(data_dir, tmp_path / "run", **settings), grace=5)  # then they are killed
-    assert done.codes == [5, 5] and len(test_watch.error_lines(done)) == 1, (done.codes, done.stderr)
+    assert done.codes == [5, 5] and len(test_signals.error_lines(done)) == 1, (done.codes, done.stderr)
 
 
 @pytest.mark.fault(60)
-@pytest.mark.parametrize("time", range(18))  # two are in test_watch.py
+@pytest.mark.parametrize("time", range(18))  # two are in test_signals.py
 @pytest.mark.repeated
 @pytest.mark.slow
 def test_restarts(data_dir, tmp_path, time):
-    test_watch.test_torchrun_restarts_a_run_of_which_a_rank_was_killed(data_dir, tmp_path, time % 2)
+    test_signals.test_torchrun_restarts_a_run_of_which_a_rank_was_killed(data_dir, tmp_path, time % 2)
