@@ -23,7 +23,6 @@ import torch
 
 from configurator import UserError, leave
 from scale import memory, parallel
-from settings import legal
 
 SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
 TWICE = 1  # s within which a second signal is the same one, from torchrun and from the scheduler
@@ -215,9 +214,9 @@ def explained(cfg, world):
     """Turns errors of the machine into a UserError that says what to do."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except torch.OutOfMemoryError:
         budget = torch.cuda.mem_get_info(world.device)[1]
-        raise UserError(memory.advice(cfg, world.size, budget, legal, error)) from None
+        raise UserError(memory.advice(cfg, world.size, budget)) from None
     except RuntimeError as error:
         name, missing, _ = first_line(error).partition(" does not have a deterministic implementation")
         if missing:

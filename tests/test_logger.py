@@ -117,7 +117,7 @@ def test_a_spike_is_told_and_noise_is_not(tmp_path, capsys):
     [warning] = capsys.readouterr().out.splitlines()
     assert warning.startswith("warning: step 400: loss 2.0000 is ")
     assert warning.endswith("last checkpoint: step 150")
-    [line] = lines(tmp_path)
+    _, line = lines(tmp_path)
     assert (line["kind"], line["step"]) == ("spike", 400) and line["z"] > 6
 
 
