@@ -300,18 +300,17 @@ class Stored:
     """A tensor in one or more files: stored[a:b] reads rows a to b to the CPU, stored[...] reads all.
 
     parts: pairs (first row, slice of safetensors, with rows from 0) that together hold each row once.
+    rows: the expected number of rows; None: the number that the parts hold.
     """
 
     def __init__(self, name, parts, rows=None):
-        """rows: the expected number of rows; None: the number that the parts hold."""
         self.parts = sorted(parts, key=lambda part: part[0])
         empty = [part[slice(0, 0) if part.get_shape() else ...] for _, part in self.parts]
         ends = [first + (part.get_shape() or [0])[0] for first, part in self.parts]
         rows = ends[-1] if rows is None else rows
         complete = [first for first, _ in self.parts] + [rows] == [0, *ends]
         if not complete or len({(part.shape, part.dtype) for part in empty}) > 1:
-            words = f"rows are missing or there twice, expected {rows}; is a rank's file gone?"
-            raise CheckpointError(f"{name}: {words}")
+            raise CheckpointError(f"{name}: not each of {rows} rows is there once; is a rank's file gone?")
         self.shape = torch.Size((rows, *empty[0].shape[1:]) if empty[0].dim() else ())
         self.dtype = empty[0].dtype
 

@@ -34,9 +34,7 @@ def refuse_own(out_dir):
     """Raises UserError where out_dir holds a model.py or kernels.py that no run wrote."""
     own = [Path(out_dir) / name for name in COPIED if (Path(out_dir) / name).exists()]
     if own and not (Path(out_dir) / "source.json").exists():
-        raise UserError(
-            f"{own[0]} is not a run's copy, which would replace it; move it, or try another --out_dir"
-        )
+        raise UserError(f"{own[0]} is not a run's copy; move it, or give another --out_dir")
 
 
 def record(out_dir):

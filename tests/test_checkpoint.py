@@ -158,7 +158,7 @@ def test_rows_of_parts(tmp_path):
 @pytest.mark.parametrize("omit", [0, 1, 2])
 def test_a_part_that_is_gone_is_missed(tmp_path, omit):
     in_parts(tmp_path, torch.zeros(10, 3), [0, 4, 8, 10], omit)
-    with pytest.raises(checkpoint.CheckpointError, match="w: rows are missing or there twice, expected 10"):
+    with pytest.raises(checkpoint.CheckpointError, match="w: not each of 10 rows is there once"):
         checkpoint.open_folder(tmp_path)
 
 
