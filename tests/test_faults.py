@@ -251,6 +251,7 @@ def test_mutations_of_records_that_a_run_can_do_without(tmp_path, count):
     """log.jsonl, source.json, Hugging Face's config.json: one line, or they do not count."""
     log = [{"kind": "train", "step": i, "loss": 3.0, "dt_ms": 1.0} for i in (1, 2)]
     gpt2 = dict(model_type="gpt2", vocab_size=257, n_positions=8, n_layer=1, n_head=2, n_embd=16)
+    gpt2 |= dict(n_inner=None, layer_norm_epsilon=1e-5)
     code = {"git": None, "files": {"model.py": "0" * 64, "fast/fp8.py": "1" * 64}}
     always = lambda at, value: True
     put = lambda name: lambda value: (tmp_path / name).write_text(json.dumps(value))
