@@ -103,7 +103,7 @@ def read(folder):
         try:
             entry = json.loads(line)
             found.setdefault(entry["kind"], {})[int(entry["step"])] = entry
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             if number < len(lines):
                 raise UserError(f"{path}:{number}: not a line of a log: {line[:60]!r}") from None
     if not any(len(series(found, kind, "loss")[0]) for kind in ("train", "val")):

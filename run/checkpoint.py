@@ -11,18 +11,18 @@ out_dir/step_00000250/
 
 Of a sharded model each rank writes the rows that it holds, to model.rank00003.safetensors and the like, whose
 headers give the first row and the number of rows in all. Both layouts are read by rows (Stored), so a run
-resumes on any number of ranks. (torch.distributed.checkpoint reshards too, but pickles its index.)
-
-A folder is written under another name, synced and renamed, so that one named step_* is complete. All nodes
-must share the file system of out_dir.
+resumes on any number of ranks. A folder is written under another name, synced and renamed, so that one named
+step_* is complete. All nodes must share the file system of out_dir.
 """
 
 import contextlib
 import json
+import operator
 import os
 import re
 import shutil
 import sys
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -33,7 +33,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 import model as models
-from configurator import UserError, refuse, too_small, typed
+from configurator import UserError, refuse, typed
 from corpus import tokenizer as tokenizers
 from fast.attention import best_attention
 from run import files, source
@@ -47,23 +47,14 @@ class CheckpointError(UserError):
     exit_code = 4
 
 
-PAIR = files.Form("two counts", lambda v: type(v) is list and len(v) == 2 and all(map(files.count, v)))
-ENTRY = files.Form("[bytes, SHA-256]", lambda v: type(v) is list and len(v) == 2 and files.sha256(v[1]))
-LOSS = files.Form("a loss, a finite number from 0", lambda v: files.number(v) and v >= 0)
-STATE = {"step": files.count, "config?": {}, "git?": (files.text, None), "wandb_id?": (files.text, None)}
-STATE |= {"val_loss?": (LOSS, None), "evaluated?": (True, False), "world_size?": files.count}
-STATE |= {"loader?": {"rows": files.count}, "scaler?": {}}
+COUNT, TEXT, NUMBER = files.count, files.text, files.number
+STATE = {"step": COUNT, "config?": {}, "wandb_id?": (TEXT, None), "val_loss?": (NUMBER, None)}
+STATE |= {"evaluated?": (True, False), "world_size?": COUNT, "loader?": {"rows": COUNT}, "scaler?": {}}
 SHAPE = {f.name for f in fields(GPTConfig)} - {"attention"}
-LEAST = {"max_steps": 1, "batch_tokens": 1}  # least values of what the schedule depends on
-LEAST |= dict.fromkeys(("lr", "min_lr_ratio", "warmup_steps", "cooldown_fraction"), 0)
-SCHEDULE = (*LEAST, "schedule")
+SCHEDULE = "max_steps batch_tokens lr min_lr_ratio warmup_steps cooldown_fraction schedule".split()
 READ = SHAPE | {*SCHEDULE, "optimizer", "weights", "tokenizer"}
 BESIDE = ("tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "generation_config.json")
-TABLES = (
-    "wte.weight",
-    "head.weight",
-    "values.weight",
-)  # ends of names of tensors with a row for each token id
+TABLES = ("wte.weight", "head.weight", "values.weight")  # ends of names of tensors with a row per token id
 
 
 def folder_of(out_dir, step):
@@ -85,27 +76,19 @@ def remove(folder):
     shutil.rmtree(gone)
 
 
-def remove_leftovers(out_dir):
-    """Deletes what killed processes left of their saves."""
-    for path in Path(out_dir).glob(".writing_*"):
-        if re.fullmatch(r"\.writing_(gone_)?step_[0-9]+", path.name) and path.is_dir():
-            shutil.rmtree(path)
-
-
-def prune(final, keep_last, known):
+def prune(final, keep_last, whole):
     """Keeps the newest keep_last whole checkpoints up to `final` and the one with the lowest validation loss.
 
     Damaged ones among the newest stay and do not count; later ones belong to another attempt, and stay too.
-    known: {folder: whether it is whole}; others are read here.
+    whole: the set of folders known to be whole, to which others that prove to be are added.
     """
     older = [folder for folder in folders(final.parent) if folder <= final]
-    known |= {folder: problem(folder) is None for folder in older if folder not in known}
-    whole = [folder for folder in older if known[folder]]
-    losses = {folder: _read_state(folder).get("val_loss") for folder in whole}
-    best = min((f for f in whole if losses[f] is not None), key=losses.get, default=final)
-    newest = whole[-keep_last:]
+    whole |= {folder for folder in older if folder not in whole and problem(folder) is None}
+    losses = {folder: _read_state(folder).get("val_loss") for folder in older if folder in whole}
+    best = min((f for f in losses if losses[f] is not None), key=losses.get, default=final)
+    newest = list(losses)[-keep_last:]
     for folder in older:
-        if folder not in (best, *newest) and (known[folder] or folder < newest[0]):
+        if folder not in (best, *newest) and (folder in whole or folder < newest[0]):
             remove(folder)
 
 
@@ -119,13 +102,12 @@ def find(path):
     found = [path] if single else folders(path)[::-1]
     for folder in found:
         wrong = next(filter(None, parallel.gather_objects(problem(folder, rank, ranks))), None)
-        if rank == 0 and wrong:
-            print(f"warning: {folder} is damaged ({wrong}); left in place", file=sys.stderr)
-        elif rank == 0 and folder != found[0]:
-            print(f"warning: taking {folder}, the newest that is whole", file=sys.stderr)
+        if rank == 0 and (wrong or folder != found[0]):
+            words = f"is damaged ({wrong}); left in place" if wrong else "is taken, the newest that is whole"
+            print(f"warning: {folder} {words}", file=sys.stderr)
         if wrong is None:
             return folder
-    hint = ("" if path.exists() else "no such folder; ") + "expected a run's, or one of its step_*/"
+    hint = "expected a run's folder, or one of its step_*/"
     if (path / "config.json").is_file() and any(path.glob("model*.safetensors")):
         hint = f"Hugging Face weights are --init_from=hf:{path}, or --pretrained={path} of sample.py"
     raise CheckpointError(f"{path}: no whole checkpoint there, {len(found)} damaged ({hint})")
@@ -135,31 +117,24 @@ def problem(folder, rank=0, ranks=1):
     """What is wrong with a checkpoint, in words; None if it is whole. Each of the ranks reads other files."""
     folder = Path(folder)
     try:
-        manifest = files.read_json(folder / "manifest.json", CheckpointError, {str: ENTRY})
+        manifest = files.read_json(folder / "manifest.json", CheckpointError, {})
         if missing := {"state.json", *(p.name for p in folder.glob("*.safetensors"))} - manifest.keys():
             return f"manifest.json does not name {min(missing)}"
         for name in manifest:
-            plain = files.plain_name(name) and not (folder / name).is_symlink()
-            if not plain or not (folder / name).is_file():
+            if not files.plain_name(name) or (folder / name).is_symlink() or not (folder / name).is_file():
                 return f"manifest.json names {name!r}, which is not a file in the folder"
         own = sorted(manifest)[rank::ranks]
         with ThreadPoolExecutor() as pool:
             for name, found in zip(own, pool.map(files.digest, [folder / name for name in own])):
                 if list(found) != manifest[name]:
                     return f"{name} is not as long as manifest.json says, or has another SHA-256"
-        if rank == 0 and "model" not in open_folder(folder)[0]:
-            return "it holds no weights"
+        return None if rank or "model" in open_folder(folder)[0] else "it holds no weights"
     except (CheckpointError, OSError) as error:
-        return str(error).removeprefix(f"{folder}/").removeprefix(f"{folder}: ")
-    return None
+        return str(error)
 
 
 def save(out_dir, step, tensors, state, keep_last=2):
-    """Writes out_dir/step_<step>, prunes older checkpoints, and returns the path; for a process alone.
-
-    tensors: {"model": {name: tensor or Stored}, ...}, a file for each key. Raises CheckpointError on a full
-    disk and the like, which leaves earlier checkpoints as they were.
-    """
+    """As Saver.write, of a process alone; returns the folder."""
     alone = parallel.World(0, 1, torch.device("cpu"))
     Saver(out_dir, 1, keep_last, alone, saved=lambda *_: None).write(step, tensors, state)
     return folder_of(out_dir, step)
@@ -167,7 +142,7 @@ def save(out_dir, step, tensors, state, keep_last=2):
 
 def save_model(folder, model, cfg, step=0):
     """Writes a checkpoint of weights only, for --init_from, sample.py and hellaswag.py."""
-    return save(folder, step, {"model": model_tensors(model)}, {"config": asdict(cfg)})
+    return save(folder, step, {"model": dict(model.named_parameters())}, {"config": asdict(cfg)})
 
 
 class Saver:
@@ -179,11 +154,11 @@ class Saver:
 
     def __init__(self, out_dir, every, keep_last, world, background=False, last=None, saved=print):
         """every: 0: never. last: the resumed checkpoint, if in out_dir. saved(step, folder) follows each."""
-        self.out_dir, self.every, self.keep_last, self.world = out_dir, every, keep_last, world
+        self.out_dir, self.every, self.keep_last, self.world = Path(out_dir), every, keep_last, world
         self.background, self.saved = background, saved
         self.last = None if last is None else int(last.name[5:])  # the step of the last save
-        self.known = {} if last is None else {last: True}  # for prune
-        self.thread, self.pending = ThreadPoolExecutor(1), None  # pending: folder, room, future of _write
+        self.whole = set() if last is None else {last}  # for prune
+        self.thread, self.pending = ThreadPoolExecutor(1), None  # pending: the future of _write
 
     def due(self, step, at_end):
         """Whether to save after `step` steps: every so many, and at the end."""
@@ -198,76 +173,79 @@ class Saver:
             raise NotFinite(f"{lost}; {since}; try a lower --lr")
         ranks = parallel.gather_objects(rank_tensors(model, self.world.device))
         rng = {f"{rank}.{kind}": t for rank, found in enumerate(ranks) for kind, t in found.items()}
-        tensors = {
-            "model": model_tensors(model),
-            "optimizer": optimizer_tensors(model, optimizer),
-            "rng": rng,
-        }
+        own, states = dict(model.named_parameters()), optimizer_tensors(model, optimizer)
+        tensors = {"model": own, "optimizer": states, "rng": rng}
         self.write(step, tensors, {"world_size": self.world.size, **state})
 
     def write(self, step, tensors, state):
-        """As `save`, of {"model": {name: tensor or Stored}, ...}."""
+        """Saves {"model": {name: tensor or Stored}, ...}, a file for each key, and the `state`."""
         self.wait()
-        self.last, final = step, folder_of(self.out_dir, step)
+        self.last, self.final = step, folder_of(self.out_dir, step)
         need = sum(t.shape.numel() * t.dtype.itemsize for group in tensors.values() for t in group.values())
-        free = shutil.disk_usage(final.parent).free if final.parent.is_dir() else 0
-        room = parallel.gather_objects(f"it needs {need / 1e9:.2f} GB of {free / 1e9:.2f} free")[0]
+        free = shutil.disk_usage(self.out_dir).free if self.out_dir.is_dir() else 0
+        self.room = f"it needs {need / 1e9:.2f} GB of {free / 1e9:.2f} free"
 
         def begin():
             if self.world.main:
-                _begin(final, step, state)
-            return {file: part for group in tensors.items() for file, part in self._part(*group)}
+                _begin(self.final, step, state)
+            return {file: part for group in tensors.items() for file, part in self._part(*group).items()}
 
-        writing = self.thread.submit(_write, final, self._agreed(begin, final, room))
-        self.pending = final, room, writing
+        self.pending = self.thread.submit(_write, self.final, self._agreed(begin))
         if not self.background:
             self.wait()
 
     def _part(self, group, tensors):
-        """Yields (file name, (tensors, shards)) if this rank writes of a group; copies in the background."""
-        own = {
-            name: t if isinstance(t, Stored) else local(t) for name, t in tensors.items() if is_first_copy(t)
-        }
+        """{file name: (tensors, shards)}, for _write, of a group of which this rank writes; else {}."""
+        own = {k: t if isinstance(t, Stored) else local(t) for k, t in tensors.items() if is_first_copy(t)}
         cut = [name for name, t in own.items() if t.shape != tensors[name].shape]
-        shards = {name: [own_rows(tensors[name])[0], len(tensors[name])] for name in cut}
+        shards = {name: (own_rows(tensors[name])[0], len(tensors[name])) for name in cut}
         if self.background:  # pinned memory takes a copy at the bus's full rate
             copies = {k: torch.empty_like(t, device="cpu", pin_memory=t.is_cuda) for k, t in own.items()}
             own = {name: copies[name].copy_(t, non_blocking=True) for name, t in own.items()}
             parallel.synchronize(self.world.device)
-        if own:
-            yield f"{group}{f'.rank{self.world.rank:05d}' if shards else ''}.safetensors", (own, shards)
+        name = f"{group}.rank{self.world.rank:05d}.safetensors" if shards else f"{group}.safetensors"
+        return {name: (own, shards)} if own else {}
 
     def written(self):
         """1.0 if this rank has written its files of the save in progress; once all have, `wait` is short."""
-        return float(self.pending is not None and self.pending[2].done())
+        return float(self.pending is not None and self.pending.done())
 
     def wait(self):
         """Waits for the save in progress, if there is one, and publishes it."""
         if self.pending is None:
             return
-        (final, room, writing), self.pending = self.pending, None
-        parts = parallel.gather_objects(self._agreed(writing.result, final, room))
+        writing, self.pending = self.pending, None
+        parts = parallel.gather_objects(self._agreed(writing.result))
         manifest = {name: digest for part in parts for name, digest in part.items()}
-        publish = lambda: self.world.main and _publish(final, manifest, self.keep_last, self.known)
-        self._agreed(publish, final, room)
-        self.saved(int(final.name[5:]), final)
+        self._agreed(lambda: self.world.main and self._publish(manifest))
+        self.saved(self.last, self.final)
 
-    def _agreed(self, action, final, room):
+    def _publish(self, manifest):
+        """Writes the manifest of a complete folder, gives it its name, and prunes older checkpoints."""
+        aside, final = _aside(self.final), self.final
+        manifest |= {p.name: files.digest(p) for p in aside.iterdir() if p.name not in manifest}
+        files.write_json(aside / "manifest.json", manifest)
+        if final.exists():  # a resumed run saved the same step again
+            remove(final)
+        os.rename(aside, final)
+        files.sync(final.parent)
+        self.whole.add(final)
+        prune(final, self.keep_last, self.whole)
+
+    def _agreed(self, action):
         """Returns action(); if it fails on a rank, removes what was written, CheckpointError on all ranks."""
         result = error = None
         try:
             result = action()
         except Exception as problem:  # any type: the other ranks wait in the collective below
             kind = "" if isinstance(problem, OSError) else f"{type(problem).__name__}: "
-            error = f"{kind}{problem}".partition("\n")[0]
-        errors = parallel.gather_objects(error)
-        failed = [f"rank {rank}: {words}" for rank, words in enumerate(errors) if words]
-        if failed:
+            error = f"rank {self.world.rank}: {kind}{problem}".partition("\n")[0] + f"; {self.room}"
+        if failed := list(filter(None, parallel.gather_objects(error))):
             if self.world.main:
-                shutil.rmtree(_aside(final), ignore_errors=True)
-            words = failed[0] + f" and {len(failed) - 1} ranks more" * (len(failed) > 1)
+                shutil.rmtree(_aside(self.final), ignore_errors=True)
+            words = f"cannot write the checkpoint on {len(failed)} ranks ({failed[0]})"
             advice = "earlier checkpoints are intact: free some space and go on with --resume=auto"
-            raise CheckpointError(f"{final}: cannot write the checkpoint ({words}); {room}; {advice}")
+            raise CheckpointError(f"{self.final}: {words}; {advice}")
         return result
 
 
@@ -277,7 +255,9 @@ def _aside(final):
 
 def _begin(final, step, state):
     """Creates the temporary folder with state.json and copies of the run's code and tokenizer."""
-    remove_leftovers(final.parent)
+    for path in final.parent.glob(".writing_*"):  # of killed processes
+        if re.fullmatch(r"\.writing_(gone_)?step_[0-9]+", path.name) and path.is_dir():
+            shutil.rmtree(path)
     _aside(final).mkdir(parents=True)
     files.write_json(_aside(final) / "state.json", {"step": step, "git": source.git_revision(), **state})
     recorded = (final.parent / "source.json").is_file()
@@ -302,7 +282,7 @@ def carried_tokenizer(folder):
 def _write(final, contents):
     """Writes {file name: (tensors, shards)} to the temporary folder; returns {file name: (bytes, SHA-256)}.
 
-    shards: {name: [first row, rows in all]} for tensors of which a rank has a part.
+    shards: {name: (first row, rows in all)} of tensors of which a rank has a part.
     """
     digests = {}
     if not _aside(final).is_dir():
@@ -316,35 +296,21 @@ def _write(final, contents):
     return digests
 
 
-def _publish(final, manifest, keep_last, known):
-    """Writes the manifest of a folder that is complete, gives it its name, and prunes older checkpoints."""
-    aside = _aside(final)
-    manifest |= {p.name: files.digest(p) for p in aside.iterdir() if p.name not in manifest}
-    files.write_json(aside / "manifest.json", manifest)
-    if final.exists():  # a resumed run saved the same step again
-        remove(final)
-    os.rename(aside, final)
-    files.sync(final.parent)
-    known[final] = True
-    prune(final, keep_last, known)
-
-
 class Stored:
     """A tensor in one or more files: stored[a:b] reads rows a to b to the CPU, stored[...] reads all.
 
     parts: pairs (first row, slice of safetensors, with rows from 0) that together hold each row once.
+    rows: the expected number of rows; None: the number that the parts hold.
     """
 
     def __init__(self, name, parts, rows=None):
-        """rows: the expected number of rows; None: the number that the parts hold."""
         self.parts = sorted(parts, key=lambda part: part[0])
         empty = [part[slice(0, 0) if part.get_shape() else ...] for _, part in self.parts]
         ends = [first + (part.get_shape() or [0])[0] for first, part in self.parts]
         rows = ends[-1] if rows is None else rows
         complete = [first for first, _ in self.parts] + [rows] == [0, *ends]
         if not complete or len({(part.shape, part.dtype) for part in empty}) > 1:
-            words = f"rows are missing or there twice, expected {rows}; is a rank's file gone?"
-            raise CheckpointError(f"{name}: {words}")
+            raise CheckpointError(f"{name}: not each of {rows} rows is there once; is a rank's file gone?")
         self.shape = torch.Size((rows, *empty[0].shape[1:]) if empty[0].dim() else ())
         self.dtype = empty[0].dtype
 
@@ -368,32 +334,27 @@ def load(folder):
 
 def open_folder(folder):
     """(tensors, state) as from `load`, but each tensor is a Stored, which is read where it is indexed."""
-    found, tensors = {}, {}
+    tensors = {}
     for path in sorted(Path(folder).glob("*.safetensors")):
-        group = path.name.partition(".")[0]
+        group = tensors.setdefault(path.name.partition(".")[0], {})
         try:
             file = safe_open(path, "pt")
             shards = json.loads((file.metadata() or {}).get("shards", "{}"))
-        except (SafetensorError, ValueError, RecursionError) as error:
-            raise CheckpointError(f"{path}: not safetensors ({error}); nothing else is read") from None
-        if wrong := files.misfit(shards, {str: PAIR}):
-            raise CheckpointError(f"{path} is damaged: in its header {wrong}")
-        for name in file.keys():
-            first, rows = shards.get(name, (0, None))
-            found.setdefault((group, name), ([], rows))[0].append((first, file.get_slice(name)))
-    for (group, name), (parts, rows) in found.items():
-        tensors.setdefault(group, {})[name] = Stored(f"{folder}: {name}", parts, rows)
+            for name in file.keys():
+                first, rows = map(operator.index, shards[name]) if name in shards else (0, None)
+                group.setdefault(name, ([], rows))[0].append((first, file.get_slice(name)))
+        except (SafetensorError, ValueError, TypeError, RecursionError) as error:
+            raise CheckpointError(f"{path} is damaged or not safetensors ({error})") from None
+    for group in tensors.values():
+        for name, parts in group.items():
+            group[name] = Stored(f"{folder}: {name}", *parts)
     return tensors, _read_state(folder)
 
 
 def _read_state(folder):
     """state.json of a checkpoint; {} where there is none. Raises CheckpointError if it is damaged."""
     path = Path(folder) / "state.json"
-    state = files.read_json(path, CheckpointError, STATE) if path.exists() else {}
-    named = re.fullmatch("step_([0-9]+)", path.parent.name)
-    if state and named and state["step"] != int(named[1]):
-        raise CheckpointError(f"{path} is damaged: step is {state['step']}")
-    return state
+    return files.read_json(path, CheckpointError, STATE) if path.exists() else {}
 
 
 def saved_settings(folder, state):
@@ -401,8 +362,7 @@ def saved_settings(folder, state):
     try:
         config = typed(Config, state.get("config"), READ)
         shape = GPTConfig(**{name: config[name] for name in SHAPE & config.keys()})
-        least = {name: LEAST[name] for name in LEAST.keys() & config.keys()}
-        refuse(shape.problems() + too_small(SimpleNamespace(**config), least))
+        refuse(shape.problems())
     except UserError as error:
         raise CheckpointError(f"{folder}/state.json is damaged: {error}") from None
     return config, shape
@@ -418,44 +378,25 @@ def shape_differences(saved, cfg, free=()):
     if old.positions == cfg.positions == "learned" or old.rope_factor == cfg.rope_factor is None:
         free.add("rope_original")
     own = {"n_kv_head": "kv_heads", "n_hidden": "hidden"}  # the property that says what None means
-    pairs = [(f.name, own.get(f.name, f.name)) for f in fields(GPTConfig) if f.name not in free]
-    pairs = [(name, getattr(old, p), getattr(cfg, p)) for name, p in pairs]
-    return [f"{name}: checkpoint {a}, now {b}" for name, a, b in pairs if a != b]
-
-
-def model_tensors(model):
-    """{name: tensor} of a model, without a tied head."""
-    return dict(model.named_parameters())
+    pairs = {f.name: [getattr(c, own.get(f.name, f.name)) for c in (old, cfg)] for f in fields(GPTConfig)}
+    return [f"{k}: checkpoint {a}, now {b}" for k, (a, b) in pairs.items() if a != b and k not in free]
 
 
 def load_model_tensors(model, tensors, vocab_size=None):
-    """Copies weights by name into `model`, on each rank the rows that it holds; names and shapes must agree.
+    """Copies {name: tensor or Stored}, which must fit, into `model`, on each rank its rows.
 
-    tensors: {name: tensor or Stored}. vocab_size: further rows of embeddings and head are padding and keep
-    their values. Raises CheckpointError.
+    vocab_size: further rows of embeddings and head are padding and keep their values. Raises CheckpointError.
     """
-    check_model_tensors(model, tensors, vocab_size)
-    for name, param in model.named_parameters():
-        copy_into(param, tensors[name], vocab_size if name.endswith(TABLES) else None)
-
-
-def check_model_tensors(model, tensors, vocab_size=None):
-    """Raises CheckpointError unless names, shapes and kinds of number are the model's; see above."""
-
-    def shape(name, tensor):
-        padded = vocab_size is not None and name.endswith(TABLES) and len(tensor.shape)
-        return (min(vocab_size, tensor.shape[0]), *tensor.shape[1:]) if padded else tuple(tensor.shape)
-
-    own = model_tensors(model)
-    wrong = [f"{k}: not expected" for k in tensors.keys() - own.keys()]
-    wrong += [f"{k}: missing" for k in own.keys() - tensors.keys()]
-    for k in own.keys() & tensors.keys():
-        found, expected = shape(k, tensors[k]), shape(k, own[k])
-        if found != expected or not tensors[k].dtype.is_floating_point:
-            wrong.append(f"{k}: {found}, expected {expected} of floats")
+    own, wrong = dict(model.named_parameters()), []
+    for name in sorted(own.keys() | tensors.keys()):
+        found, expected = (tuple(of[name].shape) if name in of else "absent" for of in (tensors, own))
+        padded = vocab_size and name.endswith(TABLES) and found[1:] == expected[1:]
+        if not (min(found[0], expected[0]) >= vocab_size if padded else found == expected):
+            wrong.append(f"{name}: {found}, expected {expected}")
     if wrong:
-        words = f"{'; '.join(sorted(wrong)[:4])} ({len(wrong)} in all)"
-        raise CheckpointError(f"weights do not fit the model: {words}")
+        raise CheckpointError(f"weights do not fit the model: {'; '.join(wrong[:4])} ({len(wrong)} in all)")
+    for name, param in own.items():
+        copy_into(param, tensors[name], vocab_size if name.endswith(TABLES) else None)
 
 
 def optimizer_tensors(model, optimizer):
@@ -465,40 +406,24 @@ def optimizer_tensors(model, optimizer):
 
 
 def load_optimizer_tensors(model, optimizer, tensors):
-    """Fills a new optimizer with saved states, each on its parameter's device, as the fused AdamW requires.
+    """Fills a new optimizer with {"<parameter>.<state>": tensor or Stored}; a rank reads its own rows.
 
-    tensors: {"<parameter>.<state>": tensor or Stored}; a rank reads the rows that it holds of the parameter.
-    Raises CheckpointError unless they fit, and the parameters of a group have the same states.
+    Raises CheckpointError unless names, shapes and dtypes fit, and parameters have the same kinds of states.
     """
-    names, found, wrong = {param: name for name, param in model.named_parameters()}, {}, []
+    params, own = dict(model.named_parameters()), optimizer_tensors(model, optimizer)
+    kinds = Counter(key.rpartition(".")[2] for key in tensors.keys() - own.keys())
+    wrong = [*(own.keys() - tensors.keys()), *(kinds if len(set(kinds.values())) > 1 else ())]
     for key, value in tensors.items():
         name, _, kind = key.rpartition(".")
-        found.setdefault(name, {})[kind] = value
-    for group in optimizer.param_groups:
-        usual = None  # the states of the parameters that have none yet; adamw8bit's have
-        for param in (p for p in group["params"] if names[p] in found):  # an unused one has no states
-            name, own, states = names[param], optimizer.state[param], found.pop(names[param])
-            usual = usual or (None if own else states.keys())
-            if states.keys() != (own.keys() or usual):
-                wrong.append(f"{name}: states are missing")
-            else:
-                bad = [kind for kind, value in states.items() if not _load_state(param, own, kind, value)]
-                wrong += [f"{name}.{kind}" for kind in bad]
-    if wrong := wrong + sorted(found):
+        if key not in own and (param := params.get(name)) is not None:  # torch's AdamW has not made it yet
+            made = torch.empty_like(param, requires_grad=False) if value.shape else value[...]
+            own[key] = optimizer.state[param][kind] = made.to(param.device)
+        if key not in own or (own[key].shape, own[key].dtype) != (value.shape, value.dtype):
+            wrong.append(key)
+        elif value.shape:
+            copy_into(own[key], value)
+    if wrong:
         raise CheckpointError(f"optimizer states do not fit the model: {wrong[0]} ({len(wrong)} in all)")
-
-
-def _load_state(param, own, kind, value):
-    """Copies a saved state to own[kind], which torch's AdamW has not made yet; returns whether it fits."""
-    if kind not in own and value.shape.numel() == 1 and value.shape != param.shape:
-        own[kind] = value[...].to(param.device)
-        return value.dtype.is_floating_point
-    if kind not in own:
-        own[kind] = torch.empty_like(param, requires_grad=False)
-    fits = (own[kind].shape, own[kind].dtype) == (value.shape, value.dtype)
-    if fits:
-        copy_into(own[kind], value)
-    return fits
 
 
 def rank_tensors(model, device):
@@ -521,8 +446,7 @@ def load_rank_tensors(tensors, model, rank, device):
         if device.type == "cuda":
             torch.cuda.set_rng_state(own["cuda"], device)
         if (amaxes := magnitudes(model)) and "magnitudes" in own:
-            saved = own["magnitudes"].to(device).split([amax.numel() for amax in amaxes])
-            for amax, value in zip(amaxes, saved, strict=True):
+            for amax, value in zip(amaxes, own["magnitudes"].split([amax.numel() for amax in amaxes])):
                 amax.copy_(value.view_as(amax))
     except (KeyError, RuntimeError, TypeError) as error:  # torch's, of a state that is none
         raise CheckpointError(f"rng.safetensors: no state of rank {rank} ({str(error)[:80]!r})") from None
@@ -563,13 +487,12 @@ def model_of(tensors, shape, device, precision="fp32", world=None):
     model = models.on_meta(replace(shape, attention=best_attention(device, precision)[0]))
     for parameter in model.parameters() if precision == "bf16" else ():
         parameter.data = parameter.data.bfloat16()
-    check_model_tensors(model, tensors, shape.vocab_size)  # before memory is taken for another shape
     if world:  # regular=False: a unit for each block, also where an edit repeats one
         settings = Config(parallel="fsdp", precision=precision, tie_embeddings=shape.tie_embeddings)
         parallel.shard(model, settings, world, regular=False)
     models.allocate(model, device)
     for name, parameter in model.named_parameters():
-        if name.endswith(TABLES):  # padding, which Hugging Face's files do not have
-            local(parameter)[max(0, shape.vocab_size - own_rows(parameter)[0]) :] = 0
+        if name.endswith(TABLES):  # zeros in padding, which Hugging Face's files do not have
+            local(parameter).zero_()
     load_model_tensors(model, tensors, shape.vocab_size)
     return model.eval()

@@ -1,7 +1,6 @@
 """Files: written atomically, read as JSON of an expected form, hashed. Imports only the standard library."""
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 import math
@@ -9,7 +8,6 @@ import os
 import re
 import reprlib
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from configurator import UserError
@@ -65,68 +63,48 @@ def write_json(path, value):
     write_atomic(path, json.dumps(value, indent=1) + "\n")
 
 
-def read_json(path, error=UserError, form=None):
-    """The value in a JSON file; raises `error`, a kind of UserError, where it is none or not of `form`."""
+def read_json(path, error=UserError, form=lambda value: True):
+    """The value in a JSON file; raises `error`, a kind of UserError, unless it is of `form`, see misfits."""
     try:
         value = json.loads(Path(path).read_bytes())
     except OSError as problem:
         raise error(f"{path}: {problem.strerror}") from None
     except (ValueError, RecursionError) as problem:
         raise error(f"{path} is damaged: it is not valid JSON ({problem})") from None
-    if wrong := form and misfit(value, form):
+    for wrong in misfits(value, form):
         raise error(f"{path} is damaged: {wrong}")
     return value
 
 
-@dataclasses.dataclass(frozen=True)
-class Form:
-    """What a value of JSON must be: in words, and as a test."""
-
-    words: str
-    fits: Callable
-
-    def __call__(self, value):
-        return self.fits(value)
+# tests of values from JSON
+text = lambda v: isinstance(v, str)
+count = lambda v: type(v) is int and 0 <= v < 1 << 63
+id_count = lambda v: type(v) is int and 0 < v <= 1 << 31  # of token ids
+number = lambda v: type(v) in (int, float) and abs(v) < 1e300  # finite
+sha256 = lambda v: text(v) and re.fullmatch("[0-9a-f]{64}", v)
+plain_name = lambda v: text(v) and re.fullmatch(r"(?!\.{1,2}$)[^/\\\0]+", v)
 
 
-text = Form("a text", lambda v: isinstance(v, str))
-count = Form("a whole number from 0 to 2**63", lambda v: type(v) is int and 0 <= v < 1 << 63)
-id_count = Form("a number of token ids, from 1 to 2**31", lambda v: type(v) is int and 0 < v <= 1 << 31)
-number = Form("a finite number", lambda v: type(v) in (int, float) and abs(v) < 1e300)
-sha256 = Form("a SHA-256", lambda v: isinstance(v, str) and re.fullmatch("[0-9a-f]{64}", v))
-plain_name = Form("a file's name", lambda v: text(v) and re.fullmatch(r"(?!\.{1,2}$)[^/\\\0]+", v))
+def misfits(value, form, at=""):
+    """Yields the places where a value of JSON is not of `form`, in words.
 
-
-def misfit(value, form, at=""):
-    """Where a value of JSON is not of `form`, in words; None if it fits.
-
-    form: a Form or another function of the value; a value; (form, ...) for alternatives; [form] for a list;
-    {name: form} for an object, whose names ending in ? may be absent and whose others are free; {str: form}
-    for one of any names.
+    form: a test; a value; (form, ...) for alternatives of these; [form] for a list; {name: form} for an
+    object, in which those ending in ? may be absent and others are free; {str: form} for one of any names.
     """
-    parts = []
-    if isinstance(form, tuple):
-        fits = any(misfit(value, one) is None for one in form)
-    elif not isinstance(form, list | dict):
-        fits = form(value) if callable(form) else type(value) is type(form) and value == form
-    elif (fits := type(value) is type(form)) and isinstance(form, list):
-        parts = [(f"{at}[{i}]", v, form[0]) for i, v in enumerate(value)]
-    elif fits:
+    if isinstance(form, dict) and isinstance(value, dict):
         for key, one in dict.fromkeys(value, form[str]).items() if str in form else form.items():
-            if (name := key if key in value else key.removesuffix("?")) in value:
-                parts.append((f"{at}.{reprlib.repr(name)[1:-1]}".lstrip("."), value[name], one))
+            name = key if key in value else key.removesuffix("?")
+            if name in value:
+                yield from misfits(value[name], one, f"{at}.{reprlib.repr(name)[1:-1]}".lstrip("."))
             elif name == key:
-                return f"{at or 'it'} has no {key}"
-    if not fits:
-        return f"{at or 'it'} is {reprlib.repr(value)}, expected {_words(form)}"
-    return next(filter(None, (misfit(part, one, place) for place, part, one in parts)), None)
-
-
-def _words(form):
-    if isinstance(form, tuple):
-        return " or ".join(map(_words, form))
-    named = {list: "a list", dict: "an object", Form: getattr(form, "words", None)}
-    return named.get(type(form)) or getattr(form, "__name__", json.dumps(form, default=str))
+                yield f"{at or 'it'} has no {key}"
+    elif isinstance(form, list) and isinstance(value, list):
+        for i, item in enumerate(value):
+            yield from misfits(item, form[0], f"{at}[{i}]")
+    else:
+        forms = form if isinstance(form, tuple) else (form,)
+        if not any(f(value) if callable(f) else type(f) is type(value) and f == value for f in forms):
+            yield f"{at or 'it'} is {reprlib.repr(value)}, which it cannot be"
 
 
 def patiently(call, *args, **options):

@@ -12,9 +12,6 @@ from run import checkpoint, files, source
 from run.checkpoint import CheckpointError
 from scale import parallel
 
-SCALER = {"scale": files.number, "growth_factor": files.number, "backoff_factor": files.number}
-SCALER |= {"growth_interval": files.count, "_growth_tracker": files.count}
-
 
 class Start:
     """The checkpoint that a run resumes from. For a new run `folder` is None, `step` 0. All ranks make one.
@@ -27,22 +24,32 @@ class Start:
         self.folder = claim(self.out_dir, resume, overwrite, dry_run)
         parallel.barrier()  # before rank 0 writes there, which would look like an earlier run
         self._tensors, self.state = checkpoint.open_folder(self.folder) if self.folder else ({}, {})
+        self.weights = self._tensors.get("model")
         self.step = self.state.get("step", 0)
         self.evaluated = self.step if self.folder and self.state.get("evaluated", True) else None
         own = self.evaluated is not None and lies_in(self.out_dir, self.folder)
         self.saved = self.folder if own else None
 
-    @property
-    def weights(self):
-        """{name: Stored} of the checkpoint, None for a new run."""
-        return self._tensors.get("model")
-
     def check(self, cfg):
-        """Raises UserError unless the checkpoint is of a run with these settings."""
-        if self.folder:
-            if (words := source.warning(self.folder)) and parallel.rank_and_size()[0] == 0:
-                print(f"warning: {words}", file=sys.stderr)  # now: an edited model may not fit the checkpoint
-            refuse_other(cfg, self.folder, self._tensors, self.state)
+        """Raises UserError unless the checkpoint is of a run with this model, optimizer, dtype and length."""
+        if not self.folder:
+            return
+        if (words := source.warning(self.folder)) and parallel.rank_and_size()[0] == 0:
+            print(f"warning: {words}", file=sys.stderr)  # now: an edited model may not fit the checkpoint
+        config, shape = checkpoint.saved_settings(self.folder, self.state)
+        self.state["config"] = config
+        if wrong := checkpoint.shape_differences(vars(shape), cfg):
+            raise CheckpointError(f"{self.folder} is another model: {'; '.join(wrong)}; nothing was changed")
+        was = {"optimizer": config.get("optimizer", "adamw"), "weights": config.get("weights", "fp32")}
+        wrong = [f"{k}={v}, now {getattr(cfg, k)}" for k, v in was.items() if v != getattr(cfg, k)]
+        wrong += [f"no {name}" for name in ("loader", "scaler", "world_size") if name not in self.state]
+        wrong += ["no loss scaler"] * (cfg.precision == "fp16" and not self.state.get("scaler"))
+        wrong += ["no state of an optimizer"] * ("optimizer" not in self._tensors)
+        kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[cfg.weights]
+        wrong += [f"{name} in {t.dtype}" for name, t in self.weights.items() if t.dtype != kind]
+        if wrong:
+            more = f"for a new run from its weights: --init_from={self.folder}"
+            raise CheckpointError(f"{self.folder} cannot be resumed: it was saved with {wrong[0]}; {more}")
         if self.step > cfg.max_steps and not cfg.dry_run:
             raise UserError(f"{self.folder} is beyond max_steps={cfg.max_steps}; try a larger --max_steps")
 
@@ -54,20 +61,17 @@ class Start:
             words = "holds weights that are inf or NaN; remove it, and --resume=auto takes the one before"
             raise CheckpointError(f"{self.folder} {words}")
         checkpoint.load_optimizer_tensors(job.raw, job.optimizer, self._tensors["optimizer"])
-        if job.scaler.is_enabled() and (wrong := files.misfit(self.state["scaler"], SCALER)):
-            raise CheckpointError(f"{self.folder}/state.json: no loss scaler of precision=fp16: {wrong}")
         job.scaler.load_state_dict(self.state["scaler"])
         loader.load_state_dict(self.state["loader"], allow_data_change=allow_data_change)
         ranks, rng = self.state["world_size"], self._tensors.get("rng", {})
         if ranks != world.size or not checkpoint.load_rank_tensors(rng, job.raw, world.rank, world.device):
             self.warnings.append(f"saved by {ranks} ranks: dropout and fp8's scales start afresh")
-        self._tensors = {}  # closes the files
+        self._tensors, self.weights = {}, None  # closes the files
 
     def prepare_out_dir(self):
         """On rank 0, not in a dry run: clears out_dir for a new run, and keeps the code of this run in it."""
         with files.writable(self.out_dir):
             if self.folder is None and self.resume != "auto":
-                checkpoint.remove_leftovers(self.out_dir)
                 for folder in checkpoint.folders(self.out_dir):
                     checkpoint.remove(folder)
                 for log in self.out_dir.glob("log.jsonl"):
@@ -100,9 +104,11 @@ def claim(out_dir, resume, overwrite, dry_run):
     if dry_run or overwrite:
         return found
     source.refuse_own(out_dir)
-    used = newest or has_line(out_dir, "train")
+    log = out_dir / "log.jsonl"
+    text = log.read_text(errors="replace") if log.exists() else ""
+    used = newest or '"kind": "train"' in text
     if resume == "auto":  # a run that was killed before its first checkpoint begins again
-        if not found and has_line(out_dir, "saved"):
+        if not found and '"kind": "saved"' in text:
             wrong = "has a log that names checkpoints, and holds none; bring one back, or try --overwrite"
     elif used and not found:
         wrong = "holds an earlier run; try --resume=auto, --overwrite or another --out_dir"
@@ -117,28 +123,3 @@ def claim(out_dir, resume, overwrite, dry_run):
 
 def lies_in(out_dir, folder):
     return folder.resolve().parent == out_dir.resolve()
-
-
-def has_line(out_dir, kind):
-    """Whether out_dir's log has a line of this kind."""
-    if not (out_dir / "log.jsonl").exists():
-        return False
-    with open(out_dir / "log.jsonl", errors="replace") as lines:
-        return any(f'"kind": "{kind}"' in line for line in lines)
-
-
-def refuse_other(cfg, folder, tensors, state):
-    """Raises CheckpointError unless the checkpoint is of a run with this model, optimizer and dtype."""
-    state["config"], shape = checkpoint.saved_settings(folder, state)
-    if wrong := checkpoint.shape_differences(vars(shape), cfg):
-        raise CheckpointError(f"{folder} is another model: {'; '.join(wrong)}; nothing was changed")
-    config = state["config"]
-    was = {"optimizer": config.get("optimizer", "adamw"), "weights": config.get("weights", "fp32")}
-    wrong = [f"{k}={v}, now {getattr(cfg, k)}" for k, v in was.items() if v != getattr(cfg, k)]
-    wrong += [f"no {name}" for name in ("loader", "scaler", "world_size") if name not in state]
-    wrong += ["no state of an optimizer"] * ("optimizer" not in tensors)
-    kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[cfg.weights]
-    wrong += [f"{name} in {t.dtype}" for name, t in tensors["model"].items() if t.dtype != kind]
-    if wrong:
-        more = f"for a new run from its weights: --init_from={folder}"
-        raise CheckpointError(f"{folder} cannot be resumed: it was saved with {wrong[0]}; {more}")

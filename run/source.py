@@ -1,8 +1,4 @@
-"""The code of a run: model.py, kernels.py and a digest of every source, in out_dir and in each checkpoint.
-
-A run writes them to out_dir at its start, and each checkpoint gets copies, so that a resumed run which was
-edited loses no code of earlier steps.
-"""
+"""The code of a run: model.py, kernels.py and a digest of every source, in out_dir and in each checkpoint."""
 
 import os
 import shlex
@@ -20,8 +16,8 @@ FOLDERS = (".", "corpus", "fast", "measure", "run", "scale")
 
 def digests():
     """{path from the repository's top: SHA-256} of every Python and CUDA source."""
-    paths = [path for folder in FOLDERS for path in (HERE / folder).glob("*")]
-    sources = sorted(path for path in paths if path.suffix in (".py", ".cu", ".cuh"))
+    paths = sorted(path for folder in FOLDERS for path in (HERE / folder).glob("*"))
+    sources = (path for path in paths if path.suffix in (".py", ".cu", ".cuh"))
     return {path.relative_to(HERE).as_posix(): files.digest(path)[1] for path in sources}
 
 
@@ -38,9 +34,7 @@ def refuse_own(out_dir):
     """Raises UserError where out_dir holds a model.py or kernels.py that no run wrote."""
     own = [Path(out_dir) / name for name in COPIED if (Path(out_dir) / name).exists()]
     if own and not (Path(out_dir) / "source.json").exists():
-        raise UserError(
-            f"{own[0]} is not a run's copy, which would replace it; move it, or give another --out_dir"
-        )
+        raise UserError(f"{own[0]} is not a run's copy; move it, or give another --out_dir")
 
 
 def record(out_dir):
@@ -58,10 +52,10 @@ def warning(folder):
     except UserError:
         return None
     now = digests()
-    kept = [path for path in sorted(then | now) if path in COPIED or path.startswith("fast/")]
-    found = [path for path in kept if then.get(path) != now.get(path)]
+    changed = (path for path in sorted(then | now) if then.get(path) != now.get(path))
+    found = [path for path in changed if path in COPIED or path.startswith("fast/")]
     if not found:
         return None
-    copies = [shlex.join(["cp", str(Path(folder) / name), name]) for name in COPIED if name in found]
+    copies = [shlex.join(["cp", f"{folder}/{name}", name]) for name in COPIED if name in found]
     back = f"; to go back: {'; '.join(copies)}" if copies else ", so results agree up to rounding"
     return f"this code differs from the one that {folder} was trained with ({', '.join(found)}){back}"

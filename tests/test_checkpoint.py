@@ -71,7 +71,7 @@ def test_a_damaged_newest_is_passed_over_and_kept(tmp_path, harm, capsys):
         target.unlink()
     assert checkpoint.find(tmp_path) == good
     said = capsys.readouterr().err
-    assert "is damaged" in said and f"taking {good}" in said and bad.is_dir()
+    assert "is damaged" in said and f"{good} is taken" in said and bad.is_dir()
     with pytest.raises(checkpoint.CheckpointError, match="no whole checkpoint"):
         checkpoint.find(bad)
 
@@ -79,8 +79,6 @@ def test_a_damaged_newest_is_passed_over_and_kept(tmp_path, harm, capsys):
 def test_none_there(tmp_path):
     with pytest.raises(checkpoint.CheckpointError, match="no whole checkpoint there"):
         checkpoint.find(tmp_path)
-    with pytest.raises(checkpoint.CheckpointError, match="no such folder"):
-        checkpoint.find(tmp_path / "none")
     for name in ("config.json", "model-00001-of-00002.safetensors"):
         (tmp_path / name).write_text("{}")
     with pytest.raises(checkpoint.CheckpointError, match=f"--init_from=hf:{tmp_path}"):
@@ -118,17 +116,17 @@ def test_training_goes_on_while_a_copy_is_written(tmp_path, monkeypatch, device)
 def test_a_full_disk_leaves_the_old_ones(tmp_path, monkeypatch, background):
     """In the background the next call of the saver raises it."""
     good, world, model = save(tmp_path, 1), parallel.World(0, 1, CPU), build(small(), CPU, seed=1)
-    saver, optimizer = (
-        checkpoint.Saver(tmp_path, 1, 3, world, background),
-        torch.optim.AdamW(model.parameters()),
-    )
+    optimizer = torch.optim.AdamW(model.parameters())
+    saver = checkpoint.Saver(tmp_path, 1, 3, world, background)
 
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "save_file", full)
-        with pytest.raises(checkpoint.CheckpointError, match="No space left.*earlier checkpoints are intact"):
+        with pytest.raises(
+            checkpoint.CheckpointError, match="No space left.*GB of .* free.*earlier checkpoints are intact"
+        ):
             saver.save(2, model, optimizer, {"config": {}})
             saver.save(3, model, optimizer, {"config": {}})
     assert checkpoint.find(tmp_path) == good and list(tmp_path.iterdir()) == [good]
@@ -142,9 +140,8 @@ def in_parts(folder, tensor, ends, omit=None):
     for rank, (first, last) in enumerate(zip(ends, ends[1:])):
         if rank != omit:
             header = {"shards": json.dumps({"w": [first, len(tensor)]})}
-            save_file(
-                {"w": tensor[first:last].contiguous()}, folder / f"model.rank{rank:05d}.safetensors", header
-            )
+            path = folder / f"model.rank{rank:05d}.safetensors"
+            save_file({"w": tensor[first:last].contiguous()}, path, header)
 
 
 def test_rows_of_parts(tmp_path):
@@ -161,20 +158,15 @@ def test_rows_of_parts(tmp_path):
 @pytest.mark.parametrize("omit", [0, 1, 2])
 def test_a_part_that_is_gone_is_missed(tmp_path, omit):
     in_parts(tmp_path, torch.zeros(10, 3), [0, 4, 8, 10], omit)
-    with pytest.raises(checkpoint.CheckpointError, match="w: rows are missing or there twice, expected 10"):
+    with pytest.raises(checkpoint.CheckpointError, match="w: not each of 10 rows is there once"):
         checkpoint.open_folder(tmp_path)
 
 
 def save_until_killed(folder, step, seconds):
     """For ranks.attempt: saves and prints steps without end; killed so long after the first."""
     while True:
-        checkpoint.save(
-            folder,
-            step,
-            {"model": {f"w{i}": torch.full((20_000,), float(step)) for i in range(4)}},
-            {"config": {}},
-            2,
-        )
+        tensors = {"model": {f"w{i}": torch.full((20_000,), float(step)) for i in range(4)}}
+        checkpoint.save(folder, step, tensors, {"config": {}}, 2)
         os.write(1, f"{step}\n".encode())
         if seconds is not None:
             threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
@@ -182,11 +174,12 @@ def save_until_killed(folder, step, seconds):
 
 
 @pytest.mark.fault(21, 22)
-def test_kill_in_the_middle_of_saving(tmp_path):
+@pytest.mark.parametrize("kills", [6, pytest.param(60, marks=[pytest.mark.repeated, pytest.mark.slow])])
+def test_kill_in_the_middle_of_saving(tmp_path, kills):
     """kill -9 at random moments of a process that saves without end: the newest is whole each time."""
     newest = 0
-    for round_ in range(6):
-        done, _ = ranks.attempt(0, save_until_killed, tmp_path, newest + 1, 0.003 * round_)
+    for kill in range(kills):
+        done, _ = ranks.attempt(0, save_until_killed, tmp_path, newest + 1, 0.003 * (kill % 10))
         assert done.codes == [-signal.SIGKILL], done.stderr
         said = [int(x) for x in done.stdout.split()]
         folder = checkpoint.find(tmp_path)
@@ -217,9 +210,9 @@ def test_no_pickle_is_ever_read(tmp_path):
 def test_weights_of_another_shape_are_named(tmp_path):
     model = build(small(), CPU, seed=0)
     with pytest.raises(checkpoint.CheckpointError, match=r"attn.proj.bias: \(16,\), expected \(32,\)"):
-        checkpoint.load_model_tensors(build(small(n_embd=32), CPU), checkpoint.model_tensors(model))
-    with pytest.raises(checkpoint.CheckpointError, match="blocks.2.*missing"):
-        checkpoint.load_model_tensors(build(small(n_layer=3), CPU), checkpoint.model_tensors(model))
+        checkpoint.load_model_tensors(build(small(n_embd=32), CPU), dict(model.named_parameters()))
+    with pytest.raises(checkpoint.CheckpointError, match="blocks.2.*absent"):
+        checkpoint.load_model_tensors(build(small(n_layer=3), CPU), dict(model.named_parameters()))
 
 
 def kept(folder):
@@ -260,7 +253,7 @@ def test_a_folder_in_use_is_refused_and_left(tmp_path):
         Start(tmp_path)
     Start(
         tmp_path, "auto"
-    ).prepare_out_dir()  # killed before its first checkpoint: begins again, and the log stays
+    ).prepare_out_dir()  # killed before its first checkpoint: begins again, the log stays
     assert (tmp_path / "log.jsonl").exists()
     with open(tmp_path / "log.jsonl", "a") as log:
         log.write('{"kind": "saved", "step": 1}\n')
