@@ -229,10 +229,10 @@ def check(cfg, ranks=None):
 def out_of_range(cfg, ranks):
     """Settings of a run that are out of range by themselves, one line each."""
     one = "batch_size batch_tokens max_steps keep_last log_interval remat_every timeout_s remat_tile"
-    zero = "lr lr_embedding lr_head min_lr_ratio cooldown_fraction weight_decay beta1 beta2 warmup_steps"
-    zero += " momentum_warmup eval_interval hellaswag_interval sample_interval save_interval seed"
-    least = dict.fromkeys(one.split(), 1) | dict.fromkeys(zero.split(), 0)
-    found = too_small(cfg, least | {"shuffle_seed": 0, "max_skipped_steps": 0, "eval_tokens": cfg.block_size})
+    zero = "lr lr_embedding lr_head min_lr_ratio cooldown_fraction weight_decay beta1 beta2 warmup_steps seed"
+    zero += " momentum_warmup eval_interval hellaswag_interval sample_interval save_interval shuffle_seed"
+    least = dict.fromkeys(one.split(), 1) | dict.fromkeys([*zero.split(), "max_skipped_steps"], 0)
+    found = too_small(cfg, least | {"eval_tokens": cfg.block_size})
     found += [f"{k}={v} must be below 1" for k in ("beta1", "beta2") if (v := getattr(cfg, k)) >= 1]
     if not cfg.lr and (cfg.lr_embedding or cfg.lr_head):
         found.append(f"lr_embedding={cfg.lr_embedding} and lr_head={cfg.lr_head} need lr over 0")
@@ -255,14 +255,7 @@ CONFLICTS = [  # a setting and its values, another one and its values ("not": al
     ("weights", "bf16", "optimizer", "not adamw8bit", "which loses small updates", "--optimizer=adamw8bit"),
     ("weights", "bf16", "precision", "fp32 tf32 fp16", "which needs more bits", "--precision=bf16"),
     ("offload_states", "True", "parallel", "ddp", "which does not shard the model", "--parallel=fsdp"),
-    (
-        "offload_states",
-        "True",
-        "optimizer",
-        "not adamw",
-        "which has no update on the CPU",
-        "--optimizer=adamw",
-    ),
+    ("offload_states", "True", "optimizer", "not adamw", "which needs the GPU", "--optimizer=adamw"),
     ("deterministic", "True", "attention", "cudnn", "which adds in no fixed order", "--attention=flash"),
     ("cuda_graph", "True", "remat", "not none", "which reads the random state", "--remat=none"),
     ("cuda_graph", "True", "offload_states", "True", "which copies to the host", "one of them"),
@@ -273,7 +266,7 @@ CONFLICTS = [  # a setting and its values, another one and its values ("not": al
     ("dropout", "not 0 0.0", "remat", "attention", "which would draw other numbers", "--remat=block"),
     ("dropout", "not 0 0.0", "document_mask", "True", "whose attention has none", "--dropout=0"),
     ("attention", "not auto", "document_mask", "True", "which brings its own", "--attention=auto"),
-    ("remat", "attention", "document_mask", "True", "it keeps whole rows", "--remat=block"),
+    ("remat", "attention", "document_mask", "True", "whose parts of a row it mixes", "--remat=block"),
 ]
 
 
