@@ -201,7 +201,7 @@ def typed(cls, values, names):
     for name in sorted(names & values.keys()):
         found[name] = _convert(cls, hints, name, values[name])
         if found[name] != values[name] or isinstance(found[name], str) != isinstance(values[name], str):
-            raise UserError(f"{name}={values[name]!r} is not {_type_name(hints[name])}")
+            raise _mistyped(name, values[name], hints[name])
     return found
 
 
@@ -222,16 +222,19 @@ def _convert(cls, hints, name, value):
     if kind is bool and str(value).lower() in ("true", "false", *("1", "0") * text):
         return str(value).lower() in ("true", "1")
     with contextlib.suppress(ValueError, OverflowError):
-        if kind in (int, float) and not isinstance(value, bool):
-            number = (
-                (int if text and re.fullmatch(r"[+-]?[\d_]+", value) else float)(value) if text else value
-            )
-            whole = isinstance(number, (int, float)) and number % 1 == 0 and abs(number) < 2**63  # 1e6 is one
-            if whole or kind is float and isinstance(number, (int, float)):
+        number = value
+        if text and kind in (int, float):
+            number = (int if re.fullmatch(r"[+-]?[\d_]+", value) else float)(value)
+        if kind in (int, float) and isinstance(number, (int, float)) and not isinstance(number, bool):
+            if kind is float or number % 1 == 0 and abs(number) < 2**63:  # 1e6 is an int
                 return kind(number)
+    raise _mistyped(name, value, hint)
+
+
+def _mistyped(name, value, hint):
     shown = " ".join(str(value).split())
     shown = shown if len(shown) <= 80 else f"{shown[:60]}... ({len(shown)} characters)"
-    raise UserError(f"{name}={shown} is not {_type_name(hint)}")
+    return UserError(f"{name}={shown} is not {_type_name(hint)}")
 
 
 def _type_name(hint):

@@ -211,13 +211,11 @@ def orthogonalize_updates(matrices, updates):
     for tall in [view for view in views if view.size(0) > view.size(1)]:
         tall *= (long / short) ** 0.5
     if sharded:
-        exchange(there, here, stack, group)
-    elif size > 1:
-        every = stack.new_empty(size * each, short, long)
-        dist.all_gather_into_tensor(every, stack)
-        copy(held, upright(every, matrices))
-    else:
-        copy(held, views)
+        return exchange(there, here, stack, group)
+    if size > 1:
+        own, stack = stack, stack.new_empty(size * each, short, long)
+        dist.all_gather_into_tensor(stack, own)
+    copy(held, upright(stack, matrices))
 
 
 def upright(stack, matrices):

@@ -1,9 +1,4 @@
-"""Single operations on one NVIDIA GPU: the fused kernels in fast/ beside torch.compile of plain PyTorch.
-
-The loss is also compared with Liger's and CCE's where those packages are installed.
-"""
-
-import contextlib
+"""Single operations on one NVIDIA GPU: the fused kernels in fast/ beside torch.compile of plain PyTorch."""
 
 import torch
 import torch.nn.functional as F
@@ -69,14 +64,6 @@ def losses(N, C, V, vocab, rounds):
         "torch.compile": lambda: compiled(x, weight, targets, "mean", vocab, None),
         "ours": lambda: kernels.linear_cross_entropy(x, head, targets, "mean", vocab),
     }
-    with contextlib.suppress(ImportError):
-        from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction as Liger
-
-        calls["Liger"] = lambda: Liger.apply(x[0], weight, targets.flatten())[0]
-    with contextlib.suppress(ImportError):
-        from cut_cross_entropy import linear_cross_entropy
-
-        calls["CCE"] = lambda: linear_cross_entropy(x, weight, targets)
     print(f"linear + cross-entropy, {N:,} x {C:,} x {V:,}")
     print(f"  {'three GEMMs alone':<42}{sum(map(clock, three_matmuls(N, C, V, 'cuda'))):10.3f}")
     torch.cuda.empty_cache()
