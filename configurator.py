@@ -16,6 +16,7 @@ import json
 import os
 import re
 import sys
+import threading
 import time
 import traceback
 import types
@@ -113,6 +114,7 @@ def _file(word, hints):
 
 def parse(cls, check=lambda cfg: None, complete=dict):
     """`configure` from the command line of a script; a mistake ends the process."""
+    leave_with_torchrun()
     with _errors_in_one_line():
         return configure(cls, sys.argv[1:], check, complete)
 
@@ -167,6 +169,19 @@ def leave(code, message=None, at_once=False):
     if at_once or "RANK" in os.environ:
         os._exit(code)
     sys.exit(code)
+
+
+def leave_with_torchrun():
+    """Ends this process, if it is a rank, within a second after torchrun was killed, from the imports on."""
+
+    def wait(parent):
+        while os.getppid() == parent:
+            time.sleep(1)
+        print("torchrun is gone", file=sys.stderr)
+        leave(1, "torchrun is gone", at_once=True)
+
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        threading.Thread(target=wait, args=[os.getppid()], daemon=True).start()
 
 
 def too_small(cfg, least):

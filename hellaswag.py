@@ -162,11 +162,12 @@ def pad(prepared, numbers, B, T):
     return idx, targets
 
 
-def evaluate(model, prepared, device, batch_tokens=None, autocast=None):
+def evaluate(model, prepared, device, batch_tokens=None, autocast=None, stop=lambda: False):
     """{"acc", "acc_norm", "n", "truncated", "seconds"} over all examples, the same on every rank.
 
     model(idx, targets, "none") returns the loss of each token, (B, T), 0 where the target is -100. The ranks
-    share the batches and run equally many forwards: FSDP2's collectives need all of them.
+    share the batches and run equally many forwards: FSDP2's collectives need all of them. stop(): whether to end
+    before the last batch; the score is then worth nothing.
     """
     import torch
 
@@ -178,7 +179,7 @@ def evaluate(model, prepared, device, batch_tokens=None, autocast=None):
     jobs = list(batches(prepared, batch_tokens, model.cfg.block_size))
     jobs += [([], *jobs[-1][1:])] * (-len(jobs) % world)
     losses = torch.zeros(len(prepared.rows), dtype=torch.float32, device=device)
-    for numbers, B, T in progress(jobs[rank::world], "HellaSwag"):
+    for numbers, B, T in progress(jobs[rank::world], "HellaSwag", stop=stop):
         idx, targets = (torch.from_numpy(x).to(device) for x in pad(prepared, numbers, B, T))
         with torch.no_grad(), autocast or contextlib.nullcontext():
             loss = model(idx, targets, "none").float().sum(1)

@@ -1,13 +1,13 @@
 """Pre-train a GPT or a Llama.
 
-    python train.py config/quickstart.py                                     # one process: CPU, one GPU, Apple's MPS
-    torchrun --standalone --nproc_per_node=8 train.py config/gpt2_124m.py    # one node
-    torchrun --nnodes=2 --nproc_per_node=4 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 train.py config/gpt2_124m.py
+    python train.py config/quickstart.py                          # one process: CPU, one GPU, Apple's MPS
+    torchrun --standalone --nproc_per_node=8 train.py config/gpt2_124m.py                         # one node
+    torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 train.py ...
 
-Settings: a config file, then --key=value (`--help` lists them). Writes out_dir/log.jsonl, config.json, the code that
-ran (model.py, kernels.py, source.json) and checkpoints, step_*/.
-Exit codes: 0 done, 2 a setting, 3 data, 4 a checkpoint, 5 numbers that are not finite, 130 and 143 saved and stopped
-by SIGINT and SIGTERM; of every rank the same (docs/operations.md).
+Settings: a config file, then --key=value (`--help` lists them). Writes out_dir/log.jsonl, status.json,
+config.json, the code that ran (model.py, kernels.py, source.json) and checkpoints, step_*/.
+Exit codes, the same of all ranks: 0 done, 2 a setting, 3 data, 4 a checkpoint, 5 numbers that are not finite,
+128 + N saved and stopped by signal N (docs/operations.md).
 """
 
 from configurator import changed, parse, run
@@ -18,44 +18,45 @@ if __name__ == "__main__":  # torch takes seconds to import: --help and a mistak
     cfg = parse(Config, check, adopt)
 
 import dataclasses
-import time
 
 import torch
 
 import optim
 from corpus.loader import verify
-from run import checkpoint
 from run.build import build_model, choose, describe, make_batches, make_loaders
-from run.evaluate import Evaluator
-from run.logger import Logger
-from run.meter import Meter
+from run.checkpoint import Saver, magnitudes
+from run.evaluate import Evaluator, add_evaluations
+from run.flops import peak_flops
+from run.lock import Lock
+from run.logger import LONG, Logger, NotFinite, progress
 from run.resume import Start
-from run.watch import Watch
-from scale import graphs, parallel
+from run.signals import Watch, explained
+from scale import parallel
 from scale.precision import autocast
 
 
 class Training:
-    """A run's model, optimizer and step. `raw` is the model; `model` is the one that a step calls, perhaps in DDP.
+    """A run's model, optimizer and step. `raw` is the model; `model` is what a step calls, perhaps in DDP.
 
-    cfg: from `choose`. weights: of a checkpoint; None: of cfg.init_from, or new ones. eot: the separator of documents.
+    cfg: from `choose`. weights: a checkpoint's; None: cfg.init_from's, or new. eot: see documents.separator.
     """
 
     def __init__(self, cfg, world, weights=None, eot=None):
         self.raw, self.model, self.account = build_model(cfg, world, weights, eot)
-        self.amaxes = checkpoint.magnitudes(self.raw)
+        self.amaxes = magnitudes(self.raw)
         self.optimizer = optim.make_optimizer(self.raw, cfg)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=cfg.precision == "fp16")
         self.autocast = autocast(cfg.precision, world.device)
         self.accumulation = cfg.micro_steps(world.size)
         self.clip, self.skips = cfg.clip, cfg.max_skipped_steps > 0 and not self.scaler.is_enabled()
         if cfg.cuda_graph:
-            self.micro_step = graphs.Replayed(
-                self.micro_step, self.model, self.accumulation, cfg.reduce_dtype
-            )
+            from scale import graphs
+
+            options = self.model, self.accumulation, cfg.reduce_dtype
+            self.micro_step = graphs.Replayed(self.micro_step, *options)
 
     def micro_step(self, x, y, *weight):
-        """Adds a micro-batch's gradients to those of the step -> its part of the loss. weight: see make_batches."""
+        """Adds a micro-batch's gradients to the step's -> its part of the loss. weight: see make_batches."""
         with self.autocast:
             loss = self.model(x, y, "sum") * weight[0] if weight else self.model(x, y) / self.accumulation
         self.scaler.scale(loss).backward()
@@ -64,7 +65,7 @@ class Training:
     def step(self, next_batch, lr):
         """One optimizer step over `accumulation` batches -> (loss, gradient norm), tensors on the device."""
         loss = 0.0
-        for micro in range(self.accumulation):
+        for micro in progress(range(self.accumulation), "micro-step", bar=False):
             parallel.sync_gradients(self.model, micro == self.accumulation - 1)
             loss += self.micro_step(*next_batch())
         self.scaler.unscale_(self.optimizer)
@@ -83,78 +84,87 @@ class Training:
 
 def main(cfg):
     world = parallel.join(cfg)
-    with Watch(cfg, world) as watch:
-        code = train(cfg, world, watch)
+    with Watch(world, cfg.timeout_s) as watch, explained(cfg, world):
+        train(cfg, world, watch)
     parallel.stop()
-    return code
+    return 128 + watch.stopping if watch.stopping else 0
 
 
 def train(cfg, world, watch):
-    began, settings = time.perf_counter(), changed(cfg)
+    settings, writes = changed(cfg), world.main and not cfg.dry_run
     check(cfg, world.size)
     cfg, chosen = choose(cfg, world.device)
     check(dataclasses.replace(cfg, attention="auto"), world.size)  # the resolved precision may be in conflict
+    lock = watch.enter_context(Lock(cfg.out_dir)) if writes else None
     start = Start(cfg.out_dir, cfg.resume, cfg.overwrite, cfg.dry_run)
     start.check(cfg)
     if cfg.dry_run:
-        cfg = dataclasses.replace(cfg, max_steps=start.step + 2 + graphs.EAGER_STEPS * cfg.cuda_graph)
+        from scale.graphs import EAGER_STEPS
+
+        cfg = dataclasses.replace(cfg, max_steps=start.step + 2 + EAGER_STEPS * cfg.cuda_graph)
+        if world.main:
+            verify(cfg.data_dir)
+    skips = None if cfg.precision == "fp16" else cfg.max_skipped_steps
+    log = Logger(world, cfg.max_steps, cfg.log_interval, cfg.batch_tokens, skips)
+    watch.push(log)
 
     # data
-    if cfg.verify_data:
-        verify(cfg.data_dir)
     loader, val_loaders = make_loaders(cfg, world)
     cfg = dataclasses.replace(cfg, tokenizer=cfg.tokenizer or loader.tokenizer)  # recorded for sample.py
     next_batch = make_batches(cfg, world, loader)
 
     # model and optimizer, new or as a checkpoint has them
     job = Training(cfg, world, start.weights, loader.eot)
-    evaluate = Evaluator(cfg, world, job, val_loaders)
     torch.manual_seed(cfg.seed + world.rank)  # dropout differs by rank
     start.restore(job, loader, world, cfg.allow_data_change)
 
-    # console and files
-    if watch.writes:
-        watch.lock.take()
+    # console, files, evaluation
+    evaluate = Evaluator(job, log, watch.agreed, cfg.max_steps, start.evaluated)
+    warnings = [*loader.warnings, *add_evaluations(evaluate, cfg, world, val_loaders)]
+    config, saved = dataclasses.asdict(cfg), start.step if start.saved else None
+    if lock:
+        lock.take()
         start.prepare_out_dir()
-    log = Logger(cfg, world, job.account.flops_per_token, cfg.precision, start.state.get("wandb_id"))
-    warnings = [("warning", words) for words in [*loader.warnings, *evaluate.warnings, *start.warnings]]
-    rows = [*chosen, *describe(cfg, world, job, loader, start), *warnings]
-    log.start(start.step, rows, settings, tokens=loader.position)
+    if not cfg.dry_run:
+        log.open(cfg.out_dir, config, cfg.wandb, start.state.get("wandb_id"), saved)
     every = 0 if cfg.dry_run else cfg.save_interval
-    options = dict(background=cfg.async_save, last=start.saved, saved=log.saved)
-    saver = checkpoint.Saver(cfg.out_dir, every, cfg.keep_last, world, **options)
-    meter = Meter(log, saver, job.scaler, world, cfg.max_skipped_steps, began)
+    saver = Saver(cfg.out_dir, every, cfg.keep_last, world, cfg.async_save, start.saved, log.saved)
+    watch.push(lambda kind, *_: kind is NotFinite and saver.wait())  # ends a save in the background
+    rows = [*chosen, *describe(cfg, world, job, loader, start)]
+    rows += [("warning", words) for words in [*warnings, *start.warnings]]
+    peak = peak_flops(world.device, cfg.precision)
+    log.start(start.step, loader.position, rows, settings, (job.account.flops_per_token, peak))
 
-    step, evaluate.done = start.step, start.evaluated
+    step = start.step
     job.raw.train()
     while True:
         last = step == cfg.max_steps or watch.stopping
-        eval_due = evaluate.due_at(step) and not watch.stopping
-        if last or eval_due or saver.due(step, last) or step == start.step + 1:
-            meter.catch_up()
-        if eval_due:
-            with watch.stoppable():
-                meter.refuse(step, "validation loss", evaluate(step, log))
+        if last or evaluate.due(step) or saver.due(step, last):
+            log.catch_up()
+        if evaluate.due(step) and not watch.stopping:
+            log.refuse(step, "validation loss", evaluate(step))
             last = last or watch.stopping
         if saver.due(step, last):
-            state = dict(config=dataclasses.asdict(cfg), wandb_id=log.run_id, **evaluate.state(step))
+            state = dict(config=config, wandb_id=log.wandb_id, **evaluate.state(step))
             state |= dict(loader=loader.state_dict(), scaler=job.scaler.state_dict())
             saver.save(step, job.raw, job.optimizer, state)
         if last:
             break
-        meter.launching(step + 1)
+        watch.begin(step + 1)
+        began = parallel.Moment(world.device)
         lr = optim.learning_rate(step, cfg)
-        with watch.stoppable(
-            loader, job.amaxes
-        ):  # told to stop in the middle of a step, the run gives that step up
-            loss, norm = job.step(next_batch, lr)
-            step += 1
-            meter.launched(step, lr, loss, norm)
+        loss, norm = job.step(next_batch, lr)
+        step += 1
+        flags = watch.asked > 0, saver.written()
+        asked, written, seconds = log.step(step, lr, loss, norm, began, flags)
+        if asked or seconds > LONG:
+            watch.agreed()
+        if written == 1:  # a save in the background, by every rank
+            saver.wait()
 
     saver.wait()
     loader.close()
-    log.close(step, saver.last, time.perf_counter() - began, watch.stopping)
-    return 128 + watch.stopping if watch.stopping else 0
+    log.close(step, bool(watch.stopping))
 
 
 if __name__ == "__main__":

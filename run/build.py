@@ -13,7 +13,7 @@ from configurator import UserError
 from corpus import mixture
 from corpus.loader import DataError, TokenLoader, find_shards, read_manifest, read_sizes
 from fast.attention import best_attention
-from run import checkpoint, hf, watch
+from run import checkpoint, hf
 from run.flops import Account, parameter_counts
 from run.logger import human
 from scale import context, memory, parallel
@@ -80,25 +80,13 @@ def make_batches(cfg, world, loader):
     averaged over ranks, is the mean over the targets of the whole step, which differ in number by micro-step.
     """
 
-    micro_steps = cfg.micro_steps(world.size)
-
     def next_batch():
         x, y, *targets = loader.next()
         return *context.own_tokens(cfg, world, (x, y)), *(world.size / max(1, n) for n in targets)
 
     if cfg.overfit:
-        next_batch = itertools.cycle([next_batch() for _ in range(micro_steps)]).__next__
-
-    places = itertools.cycle(range(1, micro_steps + 1))
-
-    def watched():
-        watch.boundary("data")
-        watch.item("micro-step", next(places), micro_steps)
-        batch = next_batch()
-        watch.mark("forward and backward")
-        return batch
-
-    return watched
+        next_batch = itertools.cycle([next_batch() for _ in range(cfg.micro_steps(world.size))]).__next__
+    return next_batch
 
 
 def build_model(cfg, world, weights=None, eot=None):

@@ -37,7 +37,7 @@ from configurator import UserError, refuse, too_small, typed
 from corpus import tokenizer as tokenizers
 from fast.attention import best_attention
 from run import files, source
-from run.meter import NotFinite
+from run.logger import NotFinite
 from scale import parallel
 from scale.shards import copy_into, is_first_copy, local, own_rows
 from settings import Config, GPTConfig

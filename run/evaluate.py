@@ -5,118 +5,130 @@ import math
 
 import torch
 
-import hellaswag
-from corpus import tokenizer as tokenizers
-from run import sampling, watch
 from run.logger import progress
 from scale import context, parallel
 
+SAMPLES = dict(n=4, max_new_tokens=64, temperature=0.8, top_k=50)
+
 
 @torch.no_grad()
-def validate(model, loader, tokens, autocast, own=lambda batch: batch):
+def validate(model, loader, tokens, autocast, own=lambda batch: batch, stop=lambda: False):
     """(nats per token, bits per byte or None) over the first `tokens` validation tokens; all ranks call it.
 
-    The result does not depend on the number of ranks or the batch size. own: a function that cuts a batch to this
-    rank's tokens, for context parallelism.
+    The result does not depend on the number of ranks or the batch size. own: a function that cuts a batch to
+    this rank's tokens, for context parallelism. stop(): whether to leave the rest out.
     """
     device = parallel.device_of(model)
     exact = torch.float32 if device.type == "mps" else torch.float64
     sizes = None if loader.token_bytes is None else torch.as_tensor(loader.token_bytes, device=device)
     total = torch.zeros(3, dtype=exact, device=device)  # nats, targets, bytes
     batches = -(-(min(tokens, loader.tokens - 1) // loader.T) // (loader.world * loader.B))
-    for x, y in progress(map(own, loader.eval_batches(tokens)), "validation", batches):
+    for x, y in progress(map(own, loader.eval_batches(tokens)), "validation", batches, stop):
         with autocast:
             loss = model(x, y, "none")
         real = y >= 0
         text = real.sum() * 0 if sizes is None else (sizes[y.clamp(min=0)] * real).sum()
         total += torch.stack([loss.sum(dtype=exact), real.sum(), text])
     nats, targets, text = parallel.sum_over_ranks(total).tolist()
-    return nats / targets, nats / math.log(2) / text if text else None
+    return nats / max(1, targets), nats / math.log(2) / text if text else None
 
 
 class Evaluator:
-    """Runs the evaluations that are due after a step. Every rank calls it. `warnings` says which cannot run."""
+    """Runs the evaluations that are due after a step. stop(): whether all ranks are to stop."""
 
-    def __init__(self, cfg, world, job, val_loaders):
-        """job: a train.Training; its model is evaluated under its autocast. val_loaders: see build.make_loaders."""
-        self.cfg, self.model, self.autocast, self.val_loaders = cfg, job.raw, job.autocast, val_loaders
-        self.own = functools.partial(context.own_tokens, cfg, world)
-        self.warnings, self.examples, self.tokenizer = [], None, None
-        self.done, self.loss = None, None  # the step evaluated last, its validation loss
-        for share, loader in val_loaders:
-            if share * cfg.eval_tokens > 1.01 * loader.tokens:
-                words = f"{loader.data_dir} has {loader.tokens:,} validation tokens, less than its part of eval_tokens"
-                self.warnings.append(f"{words}={cfg.eval_tokens:,}; each validation reads them once")
-        if cfg.hellaswag_interval or cfg.sample_interval:
-            self.tokenizer = tokenizers.load(cfg.tokenizer or "gpt2", cfg.vocab_size)
-        if cfg.hellaswag_interval:
-            try:
-                examples = hellaswag.load(cfg.hellaswag_file)
-                self.examples = hellaswag.prepare(examples, self.tokenizer, cfg.block_size)
-            except hellaswag.Unavailable as error:
-                self.warnings.append(f"no HellaSwag in this run: {error}")
-            if not all(parallel.gather_objects(self.examples is not None)):  # all ranks take part or none
-                if self.examples is not None:
-                    self.warnings.append("no HellaSwag in this run: another rank has no file")
-                self.examples = None
+    def __init__(self, job, log, stop, max_steps, done):
+        """job: a train.Training. done: the step that was evaluated last; None: none."""
+        self.model, self.autocast, self.log, self.stop = job.raw, job.autocast, log, stop
+        self.max_steps, self.done, self.loss, self.parts = max_steps, done, None, []
 
-    def due(self, interval, step):
-        return interval and (step % interval == 0 or step == self.cfg.max_steps)
+    def every(self, interval, part, *arguments):
+        """Adds part(step, *arguments), before the first step, at an interval of steps and at the end."""
+        self.parts += [(interval, part, arguments)] if interval else []
 
-    def due_at(self, step):
-        """Whether any evaluation is due after `step`, and not done: a resumed run evaluated before it was saved."""
-        cfg = self.cfg
-        return step != self.done and any(
-            self.due(i, step) for i in (cfg.eval_interval, cfg.hellaswag_interval, cfg.sample_interval)
-        )
+    def due(self, step):
+        """The parts that are due after `step`; none if the run was resumed there and had evaluated before."""
+        end = step == self.max_steps
+        return [part for part in self.parts if step != self.done and (end or step % part[0] == 0)]
 
-    def __call__(self, step, log):
-        """Evaluates, prints and records to `log`; returns the validation loss, or None if it was not due."""
+    def __call__(self, step):
+        """Returns the validation loss; None if it is not due, or the run is to stop before it is known."""
         self.model.eval()
-        self.loss = self.validation(step, log) if self.due(self.cfg.eval_interval, step) else None
-        if self.examples is not None and self.due(self.cfg.hellaswag_interval, step):
-            self.hellaswag(step, log)
-        if self.due(self.cfg.sample_interval, step):
-            watch.boundary("samples")
-            self.samples(step, log)
+        self.loss = None
+        for _, part, arguments in self.due(step):
+            if not self.stop():
+                part(step, *arguments)
         self.model.train()
-        self.done = step
+        self.done = self.done if self.stop() else step
         return self.loss
 
     def state(self, step):
-        """What a checkpoint says of the evaluation after `step`, which a run that was told to stop may have left."""
-        done = self.done == step
-        return {"val_loss": self.loss if done else None, "evaluated": done or not self.due_at(step)}
+        """What a checkpoint records of the evaluation after `step`, which a run that stops may have left."""
+        return {"val_loss": self.loss if self.done == step else None, "evaluated": not self.due(step)}
 
-    def validation(self, step, log):
-        device = parallel.device_of(self.model)
-        began = parallel.synchronize(device)
+    def validation(self, step, loaders, own):
+        """loaders: [(share of the loss, tokens, loader)] of the data folders."""
+        began = parallel.synchronize(parallel.device_of(self.model))
         loss, bpb, each = 0.0, None, {}
-        for share, loader in self.val_loaders:
-            tokens = max(self.cfg.block_size, round(share * self.cfg.eval_tokens))
-            nats, bpb = validate(self.model, loader, tokens, self.autocast, self.own)
+        for share, tokens, loader in loaders:
+            nats, bpb = validate(self.model, loader, tokens, self.autocast, own, self.stop)
             loss, each[loader.data_dir] = loss + share * nats, nats
+        if self.stop():
+            return
         if mixed := len(each) > 1:
             bpb = None  # bytes a token differ by folder
         words = [f"{nats:.4f} on {folder}" for folder, nats in each.items()] * mixed
         words += [] if bpb is None else [f"{bpb:.4f} bits/byte"]
-        seconds = parallel.synchronize(device) - began
-        log.print(" | ".join([f"val {step}", f"loss {loss:.4f}", *words, f"{seconds:.1f} s"]))
-        log.record("val", step, loss=loss, bpb=bpb, seconds=seconds, **({"folders": each} if mixed else {}))
-        return loss
+        seconds = parallel.synchronize(parallel.device_of(self.model)) - began
+        self.log.print(" | ".join([f"val {step}", f"loss {loss:.4f}", *words, f"{seconds:.1f} s"]))
+        folders = {"folders": each} if mixed else {}
+        self.log.record("val", step, loss=loss, bpb=bpb, seconds=seconds, **folders)
+        self.loss = loss
 
-    def hellaswag(self, step, log):
+    def hellaswag(self, step, module, examples):
         device = parallel.device_of(self.model)
         with context.alone(self.model):
-            score = hellaswag.evaluate(self.model, self.examples, device, autocast=self.autocast)
-        log.print(f"hellaswag {step} | {hellaswag.in_words(score)}")
-        log.record("hellaswag", step, **score)
+            score = module.evaluate(self.model, examples, device, autocast=self.autocast, stop=self.stop)
+        if not self.stop():
+            self.log.print(f"hellaswag {step} | {module.in_words(score)}")
+            self.log.record("hellaswag", step, **score)
 
-    def samples(self, step, log):
-        cfg = self.cfg
-        options = (cfg.n_samples, cfg.sample_tokens, cfg.temperature, cfg.top_k, cfg.seed)
+    def samples(self, step, sample):
         with self.autocast, context.alone(self.model):
-            texts = sampling.texts(self.model, self.tokenizer, cfg.sample_prompt, *options)
+            texts = sample(self.model)
         for text in texts:
-            log.print(f"sample {step} | {text!r}")
-        log.record("sample", step, texts=texts)
+            self.log.print(f"sample {step} | {text!r}")
+        self.log.record("sample", step, texts=texts)
+
+
+def add_evaluations(evaluate, cfg, world, val_loaders):
+    """Adds what cfg asks for; returns warnings of what cannot be evaluated."""
+    warnings, own = [], functools.partial(context.own_tokens, cfg, world)
+    for share, loader in val_loaders:
+        if share * cfg.eval_tokens > 1.01 * loader.tokens:
+            words = f"{loader.data_dir} has {loader.tokens:,} validation tokens, less than its part of"
+            warnings.append(f"{words} eval_tokens={cfg.eval_tokens:,}; each validation reads them once")
+    sizes = [max(cfg.block_size, round(share * cfg.eval_tokens)) for share, _ in val_loaders]
+    loaders = [(share, size, loader) for size, (share, loader) in zip(sizes, val_loaders)]
+    evaluate.every(cfg.eval_interval, evaluate.validation, loaders, own)
+    if cfg.hellaswag_interval or cfg.sample_interval:
+        import hellaswag
+        from corpus import tokenizer as tokenizers
+        from run import sampling
+
+        tokenizer = tokenizers.load(cfg.tokenizer or "gpt2", cfg.vocab_size)
+        options = dict(tokenizer=tokenizer, prompt=cfg.sample_prompt, seed=cfg.seed, **SAMPLES)
+    if cfg.hellaswag_interval:
+        examples = problem = None
+        try:
+            examples = hellaswag.load(cfg.hellaswag_file)
+            examples = hellaswag.prepare(examples, tokenizer, cfg.block_size)
+        except hellaswag.Unavailable as error:
+            problem = str(error)
+        problems = [text for text in parallel.gather_objects(problem) if text]  # all ranks or none
+        warnings += [f"no HellaSwag in this run: {problems[0]}"] if problems else []
+        interval = 0 if problems else cfg.hellaswag_interval
+        evaluate.every(interval, evaluate.hellaswag, hellaswag, examples)
+    if cfg.sample_interval:
+        sample = functools.partial(sampling.texts, **options)
+        evaluate.every(cfg.sample_interval, evaluate.samples, sample)
+    return warnings

@@ -1,35 +1,39 @@
-"""The console and logs of a run: the start block, one aligned line per step, log.jsonl, and wandb when asked for."""
+"""The console and logs of a run: start-up summary, a line a step, log.jsonl, status.json, and wandb."""
 
+import collections
 import contextlib
+import datetime
 import errno
 import json
+import math
 import os
 import shlex
+import socket
 import sys
-from dataclasses import asdict
+import threading
+import time
 from pathlib import Path
 
 import torch
 
-from configurator import is_rank_0
-from run import files, watch
-from run.flops import peak_flops
-from run.pulse import duration
+from configurator import UserError, is_rank_0
+from run import files
+from scale import parallel
+
+SILENT = 10  # s that a loop takes until `progress` prints a line
+ALIVE = 5  # s between two writes of status.json
+LONG = 2.0  # s; a step that takes longer is waited for, so that a stop costs no second one
+SPIKE, SETTLED = 6.0, 100  # a loss so many sigma above its mean is warned of, after so many steps
 
 
-def device_name(device):
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+class NotFinite(UserError):
+    exit_code = 5
 
 
-def describe_device(world):
-    """A row of the start block."""
-    return "device", f"{world.size} x {device_name(world.device)}, torch {torch.__version__}"
-
-
-def show(rows, say=print):
-    """Prints the rows (name, value) of a start block."""
-    for name, value in rows:
-        say(f"{name:<12} {value}")
+def duration(seconds):
+    minutes, s = divmod(int(seconds), 60)
+    h, m = divmod(minutes, 60)
+    return f"{h}h{m:02d}m" if h else f"{m}m{s:02d}s" if m else f"{seconds:.1f}s"
 
 
 def human(n):
@@ -40,172 +44,266 @@ def human(n):
     return f"{n:.4g}"
 
 
+def device_name(device):
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def describe_device(world):
+    """A row of the start-up summary."""
+    return "device", f"{world.size} x {device_name(world.device)}, torch {torch.__version__}"
+
+
+def show(rows, say=print):
+    """Prints rows (name, value), aligned."""
+    for name, value in rows:
+        say(f"{name:<12} {value}")
+
+
 class Logger:
-    """Prints and records on rank 0 only; every method may be called on every rank."""
+    """Prints and records on rank 0; all ranks make the same calls, since `step` averages figures over them.
 
-    def __init__(self, cfg, world, flops_per_token, precision, saved_id=None):
-        self.cfg, self.on, self.device, self.world = cfg, world.main, world.device, world
-        self.flops_per_token = flops_per_token
-        peak = peak_flops(world.device, precision)
-        known = peak is not None and flops_per_token is not None
-        self.mfu_per_rate = flops_per_token / (peak * world.size) if known else None
-        self.file = self.wandb = None
-        self.first, self.average = (
-            True,
-            None,
-        )  # running seconds per step, without the first: that one compiles
-        self.origin = 0, 0  # a step, and the tokens that were trained on before it
-        if self.on and not cfg.dry_run:
-            path = Path(cfg.out_dir) / "log.jsonl"
-            with files.writable(cfg.out_dir):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                files.write_json(path.with_name("config.json"), asdict(cfg))
-                if path.exists():  # a kill may have cut the last line short: it would spoil the next one
-                    os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
-                self.file, self.full = open(path, "ab", buffering=0), False  # noqa: SIM115
-            self.wandb = self._start_wandb(saved_id) if cfg.wandb else None
-        self.run_id = self.wandb.id if self.wandb else saved_id
+    A step's figures are read when the device has computed them: on CUDA one step late, so that the device
+    always has the next step queued.
+    """
 
-    def _start_wandb(self, saved_id):
-        """A wandb run, the saved one on a resume; where wandb fails, training goes on without it."""
-        try:
-            import wandb
+    def __init__(self, world, max_steps, log_interval, batch_tokens, max_skipped):
+        """max_skipped: steps in a row that may be skipped; None with fp16, whose scaler skips by itself."""
+        self.world, self.max_steps, self.log_interval = world, max_steps, log_interval
+        self.batch_tokens, self.max_skipped = batch_tokens, max_skipped
+        self.began, self.origin = time.perf_counter(), (0, 0)  # a step, and the tokens read before it
+        self.out_dir = self.file = self.wandb = self.wandb_id = self.saved_at = None
+        self.flops_per_token = self.peak = self.mark = None  # peak: of all devices, per second
+        self.unread, self.late, self.figures = collections.deque(), 0, []
+        self.seconds, self.average = 0.0, None  # of a step; average: without the first one, which compiles
+        self.full, self.skipped, self.in_a_row, self.warned = False, 0, 0, 0
+        self.trend = 0.0, 0.0, 0  # running mean and variance of the loss, number of steps in them
+        self.status = dict(state="running", step=0, max_steps=max_steps)
+        self.ended, self.thread = threading.Event(), threading.Thread(target=self._keep_status, daemon=True)
 
-            folder = os.environ.get("WANDB_DIR") or self.cfg.out_dir
-            settings = {"project": "pretrain", "name": self.cfg.run_name, "dir": folder}
-            run = wandb.init(
-                id=saved_id, resume="allow" if saved_id else None, config=vars(self.cfg), **settings
-            )
-            run.define_metric("*", step_metric="step")  # a resumed run steps back; wandb's own step may not
-            return run
-        except Exception as error:  # not installed, no key, no network: wandb has a type for each
-            self.print(
-                f"warning: wandb is off ({type(error).__name__}: {watch.first_line(error)}); log.jsonl goes on"
-            )
-            return None
+    def __exit__(self, kind, *_):
+        """Ends the files; an ExitStack calls it."""
+        self.ended.set()
+        if self.file:
+            self.thread.join()
+            self.status |= {"state": "failed"} if kind else {}
+            self._write_status()
+            self.file.close()
+            self.file = None
 
     def print(self, *words):
-        if self.on:
+        if self.world.main:
             print(*words, flush=True)
-            watch.spoke()
+
+    # -- files and wandb
+
+    def open(self, out_dir, config, wandb=False, wandb_id=None, saved_at=None):
+        """Opens the log in out_dir, and with `wandb` a wandb run: the one of wandb_id on a resume.
+
+        saved_at: the step of the checkpoint in out_dir from which the run goes on.
+        """
+        self.out_dir, self.wandb_id, self.saved_at = Path(out_dir), wandb_id, saved_at
+        if self.world.main:
+            path = self.out_dir / "log.jsonl"
+            with files.writable(out_dir):
+                files.write_json(path.with_name("config.json"), config)
+                if path.exists():  # a kill may have cut the last line short: it would spoil the next one
+                    os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+                self.file = open(path, "ab", buffering=0)
+            self.thread.start()
+            self.wandb = self._try_wandb(self._start_wandb, config) if wandb else None
+            self.wandb_id = self.wandb.id if self.wandb else wandb_id
+
+    def _start_wandb(self, config):
+        import wandb
+
+        settings = dict(name=self.out_dir.resolve().name, dir=os.environ.get("WANDB_DIR") or self.out_dir)
+        settings |= dict(id=self.wandb_id, resume="allow") if self.wandb_id else {}
+        run = wandb.init(project="pretrain", config=config, **settings)
+        run.define_metric("*", step_metric="step")  # a resumed run steps back; wandb's own step may not
+        return run
+
+    def _try_wandb(self, call, *arguments):
+        """call(*arguments); where wandb fails, for which it has many types, training goes on without it."""
+        try:
+            return call(*arguments)
+        except Exception as error:
+            self.wandb, reason = None, str(error).partition("\n")[0] or type(error).__name__
+            self.print(f"warning: wandb is off ({type(error).__name__}: {reason}); log.jsonl goes on")
 
     def record(self, kind, step, **values):
-        """One line in log.jsonl, where inf and NaN are null since JSON has neither, and in wandb as kind/name."""
+        """A line of log.jsonl, where inf and NaN are null as in JSON, and in wandb as kind/name."""
         if self.file:
             self._append(json.dumps({"kind": kind, "step": step, **files.finite(values)}) + "\n")
         if self.wandb:
-            try:
-                self.wandb.log(
-                    {"step": step, **{f"{kind}/{k}": v for k, v in values.items() if v is not None}}
-                )
-            except Exception as error:
-                self.print(f"warning: wandb stopped ({type(error).__name__}); log.jsonl goes on")
-                self.wandb = None
+            named = {f"{kind}/{name}": value for name, value in values.items() if value is not None}
+            self._try_wandb(self.wandb.log, {"step": step, **named})
 
     def _append(self, line):
         """A whole line or none; a disk that is full costs lines of the log, not the run."""
         end = os.fstat(self.file.fileno()).st_size
         try:
-            if self.file.write(data := line.encode()) < len(data):
+            if self.file.write(line.encode()) < len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             with contextlib.suppress(OSError):
                 self.file.truncate(end)
             if not self.full:
-                self.full = True
-                self.print(
-                    f"warning: {self.file.name}: {error.strerror}; training goes on, lines of the log are lost"
-                )
+                self.full, words = True, f"{error.strerror}; training goes on, lines of the log are lost"
+                self.print(f"warning: {self.file.name}: {words}")
 
-    def start(self, step, rows, settings, tokens=0):
-        """The start block: aligned names and values; last, the settings that the user changed, {name: value}.
+    def _keep_status(self):
+        self._write_status()
+        while not self.ended.wait(ALIVE):
+            self._write_status()
 
-        tokens: how many were trained on before `step`, with whatever batch_tokens.
+    def _write_status(self):
+        """status.json, whole at any time; a disk that is full costs this file only."""
+        if self.file:
+            now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+            values = self.status | dict(alive_at=now, host=socket.gethostname(), pid=os.getpid())
+            with contextlib.suppress(OSError):
+                files.write_json(self.out_dir / "status.json", files.finite(values))
+
+    # -- the run
+
+    def start(self, step, tokens, rows, settings, flops):
+        """The start-up summary: rows (name, value), and the settings that the user changed, {name: value}.
+
+        tokens: those trained on before `step`. flops: of a token, and a device's peak per second, or None.
         """
-        self.origin = step, tokens
-        words = [f"{k}={v}" for k, v in settings.items()]
+        (self.flops_per_token, peak), self.origin = flops, (step, tokens)
+        self.peak = peak and peak * self.world.size
+        words = [f"{name}={value}" for name, value in settings.items()]
         rows = [describe_device(self.world), *rows, ("settings", " ".join(words) or "all defaults")]
         show(rows, self.print)
         self.record("start", step, flops_per_token=self.flops_per_token, rows=rows)
 
     def saved(self, step, folder):
-        """A checkpoint is complete. A later --resume=auto that finds none looks for this line."""
+        """A checkpoint is complete. A later --resume=auto that finds none looks for this line of the log."""
+        self.saved_at, self.status["last_checkpoint"] = step, str(folder)
         self.print(f"saved {folder}")
         self.record("saved", step)
-        watch.note(last_checkpoint=str(folder))
 
-    def step(self, step, loss, lr, norm, seconds):
-        """The line of a finished training step (steps counted from 1), its time in seconds."""
-        cfg, rate = self.cfg, self.cfg.batch_tokens / seconds
-        if not self.first:
-            self.average = seconds if self.average is None else 0.9 * self.average + 0.1 * seconds
-        self.first = False
-        mfu = None if self.mfu_per_rate is None else rate * self.mfu_per_rate
-        gib = torch.cuda.max_memory_allocated(self.device) / 2**30 if self.device.type == "cuda" else None
-        values = {
-            "loss": loss,
-            "lr": lr,
-            "norm": norm,
-            "dt_ms": seconds * 1e3,
-            "tok_per_s": rate,
-            "mfu": mfu,
-            "gib": gib,
-        }
-        tokens = self.origin[1] + (step - self.origin[0]) * cfg.batch_tokens
+    def close(self, step, stopped):
+        """The closing summary after `step` steps."""
+        took, done = duration(time.perf_counter() - self.began), step == self.max_steps
+        rows = [("done" if done else "stopped", f"step {step} after {took}")]
+        if self.saved_at is not None:
+            out_dir, more = shlex.quote(str(self.out_dir)), "a larger --max_steps and " * done
+            if self.saved_at != step:
+                rows.append(("not saved", f"steps {self.saved_at + 1} to {step}"))
+            words = f"{out_dir} at step {self.saved_at}; to go on, the same command with {more}--resume=auto"
+            rows.append(("checkpoint", words))
+            rows.append(("next", f"python sample.py --checkpoint={out_dir}; python plot.py {out_dir}"))
+        elif stopped:
+            rows.append(("checkpoint", "none: nothing was saved"))
+        show(rows, self.print)
+        self.status |= {"state": "stopped" if stopped else "done", "step": step}
+        if self.wandb:
+            self._try_wandb(self.wandb.finish)
+
+    # -- steps
+
+    def step(self, step, lr, loss, norm, began, flags=()):
+        """Takes a step that was launched -> of the step that was read last, means over ranks: [*flags, s].
+
+        loss, norm: tensors on the device. began: a Moment before the step. flags: this rank's. s: of a step.
+        """
+        own = [torch.full_like(loss, flag) for flag in (*flags, self.seconds)]
+        figures = parallel.sum_over_ranks(torch.stack([loss, norm, *own])) / self.world.size
+        self.unread.append((step, lr, began, parallel.Later(figures)))
+        while len(self.unread) > self.late:
+            self._read(*self.unread.popleft())
+        return self.figures
+
+    def catch_up(self):
+        """Reads every step that was launched; the time until the next one begins is then nobody's."""
+        while self.unread:
+            self._read(*self.unread.popleft())
+        self.mark = None
+
+    def _read(self, step, lr, began, result):
+        loss, norm, *self.figures = result.get()
+        self.late = int(self.world.device.type == "cuda" and self.figures[-1] < LONG)
+        first, self.seconds = self.seconds == 0, result.moment.since(self.mark or began)
+        self.mark = result.moment
+        if first:
+            total = time.perf_counter() - self.began
+            self.print(f"first step done after {total:.1f} s, {self.seconds:.1f} s of them in the step")
+        else:
+            self.average = 0.9 * (self.average or self.seconds) + 0.1 * self.seconds
+        self._line(step, lr, loss, norm)
+        bad = {name: x for name, x in (("loss", loss), ("gradient norm", norm)) if not math.isfinite(x)}
+        self._skip_or_refuse(step, bad)
+        if "loss" not in bad:
+            self._look_for_spike(step, loss)
+
+    def _line(self, step, lr, loss, norm):
+        seconds, left, device = self.seconds, self.max_steps - step, self.world.device
+        rate, mfu, gib = self.batch_tokens / seconds, None, None
+        if self.flops_per_token is not None and self.peak is not None:
+            mfu = rate * self.flops_per_token / self.peak
+        if device.type == "cuda":
+            gib = torch.cuda.max_memory_allocated(device) / 2**30
+        values = dict(loss=loss, lr=lr, norm=norm, dt_ms=seconds * 1e3, tok_per_s=rate, mfu=mfu, gib=gib)
+        tokens = self.origin[1] + (step - self.origin[0]) * self.batch_tokens
         self.record("train", step, **values, tokens=tokens)
-        watch.note(step=step, loss=loss, eta_s=self.average and round(self.average * (cfg.max_steps - step)))
-        watch.spoke(seconds)
-        if step % cfg.log_interval == 0 or step == cfg.max_steps:
-            width, eta = len(str(cfg.max_steps)), self.eta(cfg.max_steps - step)
+        self.status |= {"step": step, "loss": loss, "eta_s": self.average and round(self.average * left)}
+        if step % self.log_interval == 0 or left == 0:
+            eta = "n/a" if left and self.average is None else duration(left * (self.average or 0))
             self.print(
-                f"step {step:>{width}}/{cfg.max_steps} | loss {loss:8.4f} | lr {lr:.2e} | norm {norm:7.3f} | "
-                f"{seconds * 1e3:8.1f} ms | {rate:>11,.0f} tok/s | mfu {'  n/a' if mfu is None else f'{mfu:5.1%}'} | "
+                f"step {step:>{len(str(self.max_steps))}}/{self.max_steps} | loss {loss:8.4f} | "
+                f"lr {lr:.2e} | norm {norm:7.3f} | {seconds * 1e3:8.1f} ms | {rate:>11,.0f} tok/s | "
+                f"mfu {'  n/a' if mfu is None else f'{mfu:5.1%}'} | "
                 f"{'' if gib is None else f'{gib:5.1f} GiB | '}eta {eta}"
             )
 
-    def eta(self, steps):
-        """The time that so many more steps will take, in words; n/a while only the first step has been timed."""
-        return "n/a" if steps and self.average is None else duration(steps * (self.average or 0))
+    def _skip_or_refuse(self, step, bad):
+        """Counts a step that Training.step skipped for figures {name: value} in `bad`; refuses too many."""
+        if self.max_skipped is None:
+            self.refuse(step, "loss", bad.get("loss"))
+            return
+        self.in_a_row = self.in_a_row + 1 if bad else 0
+        for name, value in list(bad.items())[:1]:
+            if self.in_a_row > self.max_skipped:
+                self.refuse(step, name, value)
+            self.skipped += 1
+            self.record("skipped", step, in_a_row=self.in_a_row, in_all=self.skipped)
+            counts = f"{self.in_a_row} in a row, {self.skipped} since the start"
+            self.print(f"warning: step {step} was skipped, the {name} is {value}; {counts}")
 
-    def close(self, step, saved, seconds, stopped=None):
-        """The closing summary after `step` steps; saved: the step of the last checkpoint, None without one."""
-        out_dir = shlex.quote(self.cfg.out_dir)
-        watch.note(state="stopped" if stopped else "done", step=step)
-        self.print(
-            f"{'done' if step == self.cfg.max_steps else 'stopped':<12} step {step} after {duration(seconds)}"
-        )
-        if saved is not None:
-            if saved != step:
-                self.print(f"{'not saved':<12} steps {saved + 1} to {step}")
-            more = "a larger --max_steps and " if step == self.cfg.max_steps else ""
-            words = f"{out_dir} at step {saved}; to go on, the same command with {more}--resume=auto"
-            self.print(f"{'checkpoint':<12} {words}")
-            self.print(f"{'next':<12} python sample.py --checkpoint={out_dir}; python plot.py {out_dir}")
-        elif stopped:
-            self.print(
-                f"{'checkpoint':<12} none: nothing was saved{' (save_interval=0)' * (not self.cfg.save_interval)}"
-            )
-        if self.file:
-            self.file.close()
-        if self.wandb:
-            try:
-                self.wandb.finish()
-            except Exception as error:
-                self.print(
-                    f"warning: wandb did not finish ({type(error).__name__}: {watch.first_line(error)})"
-                )
+    def refuse(self, step, name, value):
+        """Raises NotFinite unless the figure is finite; None passes."""
+        if value is not None and not math.isfinite(value):
+            since = "yet" if self.saved_at is None else f"since step {self.saved_at}"
+            words = f"the {name} is {value}; nothing was saved {since}; try a lower --lr"
+            raise NotFinite(f"step {step}: {words}")
+
+    def _look_for_spike(self, step, loss):
+        """Warns of a loss far above its running mean, at most once in SETTLED steps."""
+        mean, variance, count = self.trend
+        off = loss - mean if count else 0.0
+        z, rate = off / max(variance**0.5, 1e-6), max(0.02, 1 / (count + 1))
+        if count >= SETTLED and z > SPIKE and step - self.warned >= SETTLED:
+            self.warned = step
+            self.record("spike", step, loss=loss, mean=mean, z=z)
+            words = f"{z:.1f} sigma above its mean {mean:.4f}; last checkpoint: step {self.saved_at}"
+            self.print(f"warning: step {step}: loss {loss:.4f} is {words}")
+        self.trend = loss - (1 - rate) * off, (1 - rate) * (variance + rate * off**2), count + 1
 
 
-def progress(iterable, label, total=None):
-    """Yields the items; a tqdm bar shows them on rank 0 in a terminal, else a line now and then (run/pulse.py).
-
-    A run may stop at each (watch.boundary).
-    """
+def progress(iterable, label, total=None, stop=lambda: False, bar=True):
+    """Yields the items until stop(). Rank 0 shows a bar in a terminal, else lines, which become rarer."""
     from tqdm import tqdm
 
-    quiet = not is_rank_0() or not sys.stderr.isatty()
-    total = len(iterable) if total is None and hasattr(iterable, "__len__") else total
-    for number, item in enumerate(tqdm(iterable, desc=label, total=total, leave=False, disable=quiet), 1):
-        watch.boundary(label)
-        watch.item(label, number, total, shown=not quiet)
+    bar = bar and is_rank_0() and sys.stderr.isatty()
+    total = len(iterable) if total is None else total
+    began, told = time.monotonic(), 0.0
+    for n, item in enumerate(tqdm(iterable, desc=label, total=total, leave=False, disable=not bar)):
+        if stop():
+            break
+        passed = time.monotonic() - began
+        if is_rank_0() and not bar and n and passed > max(SILENT, 2 * told):
+            told, left = passed, duration(passed / n * (total - n))
+            print(f"working      {label} {n} of {total}: {duration(passed)}, about {left} more", flush=True)
         yield item

@@ -1,4 +1,4 @@
-"""Shared by the tests: small shards of real text, and runs of train.py in this process or over several ranks."""
+"""Shared by the tests: small shards of real text, and runs of train.py in this process or over ranks."""
 
 import functools
 import itertools
@@ -19,12 +19,8 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when it is first imported
-os.environ.setdefault(
-    "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-)  # a process reads it once, for deterministic tests too
-os.environ.setdefault(
-    "TORCHINDUCTOR_COMPILE_THREADS", "1"
-)  # no pool of processes, each of which imports torch
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, for deterministic tests too
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else a pool of processes that import torch
 
 interpreter.hasten()
 
@@ -38,7 +34,7 @@ GPT2 = Path(CACHE, "6d1cbeee0f20b3d9449abfede4726ed8212e3aee")  # vocab.bpe
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses by marks
 def pytest_collection_modifyitems(items):
-    """Skips tests marked `gpu` where there is no CUDA device; marks those of kernels that run on either `device`."""
+    """Skips tests marked `gpu` without a CUDA device; marks those of kernels that run on either `device`."""
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
@@ -144,8 +140,8 @@ def stand_in_for_cublas(put=setattr):
 def compiler(request, monkeypatch):
     """Runs a test twice: with TorchDynamo's graphs alone, and with all that torch.compile does.
 
-    The second builds C++ code, 4 s a kernel on a CPU. The first finds graph breaks, recompilations, and what the
-    partition into forward and backward changes.
+    The second builds C++ code, 4 s a kernel on a CPU. The first finds graph breaks, recompilations, and what
+    the partition into forward and backward changes.
     """
     torch._dynamo.reset()
     if request.param == "graphs":
@@ -214,12 +210,9 @@ def train_in_rank(words, compiler="inductor"):
 
 
 def tell(number=signal.SIGTERM):
-    """Sends this process, over which a Watch watches, a signal; its thread gets it and may take a moment."""
-    from run import watch
-
+    """Sends this process a signal, and gives the thread of a Watch the time to get it."""
     os.kill(os.getpid(), number)
-    while not watch.current.asked:
-        time.sleep(0.001)
+    time.sleep(0.2)
 
 
 def read_log(out_dir):

@@ -1,6 +1,6 @@
 """The faults that a run must survive, and the table of what became of their tests: docs/reliability.md.
 
-A test belongs to rows by `@pytest.mark.fault(23, 54)`; `./test.sh --faults` runs all of these and writes the table.
+A test belongs to rows by `@pytest.mark.fault(23, 54)`; `./test.sh --faults` runs these and writes the table.
 """
 
 import datetime
@@ -17,7 +17,7 @@ a shard's magic is wrong | the same, with a hint at nanoGPT's files
 a shard's version is wrong, or it is Llama 3's | the line says uint16 or uint32
 a header counts no tokens, or more than the file has | one line, code 3
 a token is not below the vocabulary's size | file and index; all ranks end
-a bit of a shard is flipped | `--verify_data` finds it
+a bit of a shard is flipped | `--dry_run` finds it
 an empty data folder | the pattern that was tried and the command that makes data
 fewer tokens than a global batch | tokens needed and there, and the setting to lower
 no validation split | refused at the start, or `--eval_interval=0`
@@ -36,11 +36,11 @@ kill -9 while a checkpoint is removed | no folder is left that looks whole
 the newest checkpoint is damaged | a warning, the one before it is taken, nothing is removed
 the disk is full under a checkpoint | older ones stay, no leftovers, one line with bytes needed and free
 the disk is full under a shard | no partial shard; the same command goes on
-SIGTERM in a step | all ranks stop together, one checkpoint, 143; resumed bit for bit
+a signal in a step | all ranks stop after it, one checkpoint, 128 + number; resumed bit for bit
 SIGTERM in an evaluation | saved at once; the evaluation is repeated after the resume
 a second signal | ends at once, no checkpoint is torn
 a rank raises or dies | the others end, and say which it was
-a rank hangs | the line names rank, step and phase; stacks
+a rank hangs | all end after timeout_s (NCCL: 10 s later); the rank's stacks, with its rank and step
 a gradient that is not finite | all ranks skip the step or stop together; weights unchanged
 a spike of the loss | a warning with the checkpoint before it
 wandb is absent or cannot connect | one warning; the run goes on
@@ -50,7 +50,7 @@ kill -9 of fineweb.py | a rerun ends with the bytes of a clean run
 a worker of the tokenizer dies | no hang; there are no worker processes: threads of one process encode
 odd documents: empty, special tokens, lone surrogates, 10 MB | read as documented
 a pickle instead of weights or shards | refused and not run
-a bad line in HellaSwag's file, a missing file, no network | line or file is named; without a network the run goes on
+a bad line in HellaSwag's file, a missing file, no network | line or file is named; without network it goes on
 the compiler fails | one line that names `--compile=False`
 no memory on the GPU | one line with a smaller batch_size; no rank waits
 the port is in use | one line with `--standalone`
@@ -66,7 +66,7 @@ a damaged checkpoint among the last | the whole one stays until another one take
 a record names `../x`, an absolute path or a link | refused; nothing outside the folder is read or removed
 manifests, states and headers of another structure | one line, the checkpoint before where there is one
 token_bytes.npy is damaged | its digest tells
-signals in a long step, compilation, evaluation, HellaSwag, save | one checkpoint in time; a second signal ends at once
+signals in a step, compilation, evaluation, HellaSwag, save | one checkpoint; a second signal ends at once
 SIGTERM with save_interval=0 | the last line says that nothing was saved
 weights that are not finite are due to be saved | neither saved nor resumed into
 lines of a text file that hold no text | file and line; `--skip_bad_documents` leaves them out and counts them
@@ -78,20 +78,19 @@ folders with `[`, spaces, a slash at the end, links | they work; printed command
 NaN, infinity and numbers of 4,000 digits as settings | refused in one line
 """.strip().splitlines()
 ABOUT = """
-What can go wrong with a run, what must hold then, and the tests that repeat it, with the number of those that passed.
-`./test.sh --faults` runs them and writes this table, this one on {date} with {cores} CPU cores and {gpu}. Among them
+What can go wrong with a run, what must hold then, and the tests that repeat it, with the number that passed.
+`./test.sh --faults` runs them and wrote this table on {date} with {cores} CPU cores and {gpu}. Among them
 are 18,200 mutations of files, 210 kills at random moments, and rows 47 and 60 twenty times each.
 
-Where there are two GPUs, `tests/test_nccl.py` repeats rows 29, 30, 42, 47, 48 and 60 over NCCL; elsewhere they run over
-gloo alone, and the test raises row 42's error itself. On two NVIDIA H200s its 11 tests passed on 2026-11-22, row 47
-five times and row 60 with three kills; its further repetitions were not run there.
+Where there are two GPUs, `tests/test_nccl.py` repeats rows 29, 30, 42, 47, 48 and 60 over NCCL; elsewhere
+they run over gloo alone, and the test raises row 42's error itself.
 
 [operations.md](operations.md) and [checkpoints.md](checkpoints.md) say how to live with it.
 """
 
 
 class Table:
-    """A plugin of pytest that collects the outcomes of the tests with a row, and writes the table at the end."""
+    """A plugin of pytest that collects the outcomes of the tests with a row, and writes the table."""
 
     def __init__(self, path):
         self.path, self.found = Path(path), {}

@@ -1,13 +1,12 @@
 """A long run of a small model with everything switched on: do its memory and its step time stay as they are?
 
-    python tests/soak.py                             # 5,000 steps on two CPU ranks, 2 to 4 minutes; draws docs/soak.png
-    python tests/soak.py --ranks=1 --device=cuda --picture=out/soak/soak.png    # on a GPU
+    python tests/soak.py                             # 5,000 steps on two CPU ranks, 2 to 4 minutes
+    python tests/soak.py --ranks=1 --device=cuda     # on a GPU
 
-It trains on bytes of Python's own source under torchrun, with evaluation, HellaSwag, samples and asynchronous saves,
-and reads the ranks' resident memory and CPU time twice a second and the step time from log.jsonl. Memory may grow by 2%
-over the last four fifths of the run, by a least-squares line, and a step's time by 10% from the second fifth to the
-last: the time that passes, which other programs on the machine lengthen too, and the CPU's. It prints a table and ends
-with 1 if something does not hold. Linux alone, for /proc.
+It trains on bytes of Python's own source under torchrun, with evaluation, HellaSwag, samples and asynchronous
+saves, and reads the ranks' resident memory twice a second and the step time from log.jsonl. Memory may grow
+by 2% over the last four fifths of the run, by a least-squares line, and a step's time by 10% from the second
+fifth to the last. It prints a table and ends with 1 if something does not hold. Linux alone, for /proc.
 """
 
 import json
@@ -22,16 +21,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
-from conftest import ROOT, stdlib_bytes, write_shard
+from conftest import ROOT, read_log, stdlib_bytes, write_shard
 
 import configurator
-import plot
 from configurator import UserError
-from plot import Run, series
 from run import checkpoint
 from run.files import read_json
 
-GROWTH, SLOWER = 0.02, 0.10  # what is let pass: of memory over the last four fifths, of the step time
+GROWTH, SLOWER = 0.02, 0.10  # of memory over the last four fifths, of the step time
 SETTLED = 0.2  # share of the run that is left out of the memory's line: caches fill
 
 
@@ -41,21 +38,18 @@ class Config:
     ranks: int = 2  # processes of torchrun
     device: str = "cpu"  # cpu, cuda
     out_dir: str = "out/soak"  # data, log and checkpoints
-    picture: str | None = "docs/soak.png"  # memory and step time against the step; None: not drawn
     every_s: float = 0.5  # seconds between two looks at the memory
 
 
 def main(cfg):
-    """Runs, prints the table, draws; the exit code: 0 if all of the table holds."""
+    """Runs and prints the table; the exit code: 0 if all of the table holds."""
     configurator.refuse(configurator.too_small(cfg, {"steps": 100, "ranks": 1}))
     folder = Path(cfg.out_dir).resolve()
     samples = train(cfg, command(cfg, *make_data(folder / "data")), folder / "run")
-    run = Run(folder / "run", "soak", plot.COLORS[0], 1.3)
-    rows = [*complete(cfg, run), *flat(cfg, samples, run.log)]
+    log = read_log(folder / "run")
+    rows = [*complete(cfg, folder / "run", log), *flat(cfg, samples, log)]
     for what, found, limit, holds in rows:
-        print(f"{what:<49} {found:<34} {limit:<22} {'holds' if holds else 'FAILS'}")
-    if cfg.picture:
-        draw(cfg.picture, samples, run)
+        print(f"{what:<40} {found:<34} {limit:<22} {'holds' if holds else 'FAILS'}")
     return int(not all(holds for *_, holds in rows))
 
 
@@ -72,39 +66,29 @@ def make_data(folder):
 
 def command(cfg, data, hellaswag):
     every = max(1, cfg.steps // 20)
-    settings = dict(
-        data_dir=data, tokenizer="bytes", vocab_size=257, out_dir=data.parent / "run", overwrite=True
-    )
+    settings = dict(data_dir=data, tokenizer="bytes", vocab_size=257, out_dir=data.parent / "run")
     settings |= dict(device=cfg.device, max_steps=cfg.steps, log_interval=every, shuffle_seed=1, dropout=0.1)
-    settings |= dict(
-        eval_interval=every, eval_tokens=4096, hellaswag_interval=every, hellaswag_file=hellaswag
-    )
-    settings |= dict(sample_interval=every, n_samples=2, sample_tokens=16, sample_prompt="def ")
+    settings |= dict(eval_interval=every, eval_tokens=4096, overwrite=True, sample_interval=every)
+    settings |= dict(hellaswag_interval=every, hellaswag_file=hellaswag, sample_prompt="def ")
     settings |= dict(save_interval=every, async_save=True, keep_last=2)
     if cfg.device == "cuda":  # launching kernels is nearly all that so small a step does: few of them
         settings |= dict(compile=True, batch_size=16)
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc_per_node={cfg.ranks}",
-    ]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    launcher.append(f"--nproc_per_node={cfg.ranks}")
     return [*launcher, "train.py", "config/test.py", *(f"--{key}={value}" for key, value in settings.items())]
 
 
 def train(cfg, words, out_dir):
-    """Runs the command; returns rows of (step, CPU seconds of all ranks, MiB of rank 0, of rank 1, ...) as an array."""
+    """Runs the command; returns rows of (step, MiB of rank 0, of rank 1, ...) as an array."""
     shutil.rmtree(out_dir, ignore_errors=True)
     env, samples = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}, []
     with open(out_dir.parent / "console.log", "w") as console:
         process = subprocess.Popen(words, cwd=ROOT, env=env, stdout=console, stderr=subprocess.STDOUT)
         try:
             while process.poll() is None:
-                used, step = use_of_ranks(process.pid), last_step(out_dir / "log.jsonl")
+                used, step = memory_of_ranks(process.pid), last_step(out_dir / "log.jsonl")
                 if step and len(used) == cfg.ranks:
-                    cpu, memory = zip(*(used[rank] for rank in range(cfg.ranks)))
-                    samples.append([step, sum(cpu), *memory])
+                    samples.append([step, *(used[rank] for rank in range(cfg.ranks))])
                 time.sleep(cfg.every_s)
         finally:
             process.terminate()
@@ -115,18 +99,15 @@ def train(cfg, words, out_dir):
     return np.array(samples, dtype=float)
 
 
-def use_of_ranks(torchrun):
-    """{rank: (CPU seconds, MiB of resident memory)} of the ranks that torchrun has started and that have not ended."""
-    found, tick, page = {}, os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
+def memory_of_ranks(torchrun):
+    """{rank: MiB of resident memory} of the ranks that torchrun has started and that have not ended."""
+    found, page = {}, os.sysconf("SC_PAGE_SIZE")
     try:
         for pid in Path(f"/proc/{torchrun}/task/{torchrun}/children").read_text().split():
             environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            rank = [int(entry[5:]) for entry in environment if entry.startswith(b"RANK=")]
-            stat = (
-                Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            )  # from field 3 on, see man 5 proc
-            use = (int(stat[11]) + int(stat[12])) / tick, int(stat[21]) * page / 2**20
-            found |= dict.fromkeys(rank, use)
+            pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+            ranks = [int(entry[5:]) for entry in environment if entry.startswith(b"RANK=")]
+            found |= dict.fromkeys(ranks, pages * page / 2**20)
     except OSError:  # a process ended in the meantime
         pass
     return found
@@ -142,96 +123,39 @@ def last_step(log):
         return 0
 
 
-def complete(cfg, run):
+def complete(cfg, folder, log):
     """Rows of the table, (what, found, limit, whether it holds): has all been done that was to be?"""
-    status, folders = read_json(Path(run.folder) / "status.json"), list(Path(run.folder).glob("step_*"))
-    counts = {kind: len(run.log.get(kind, ())) for kind in ("train", "val", "hellaswag", "sample")}
+    status, saved = read_json(folder / "status.json"), list(folder.glob("step_*"))
+    counts = [sum(line["kind"] == kind for line in log) for kind in ("train", "val", "hellaswag", "sample")]
     times = 1 + cfg.steps // max(1, cfg.steps // 20)
-    bad = [folder.name for folder in folders if checkpoint.problem(folder)]
-    left = [path.name for path in Path(run.folder).glob(".writing*")]
-    found = f"{len(folders)}, damaged {len(bad)}, unfinished {len(left)}"
+    bad, left = [path for path in saved if checkpoint.problem(path)], list(folder.glob(".writing*"))
+    done = status["state"] == "done" and status["step"] == cfg.steps
+    whole = len(saved) in (2, 3) and not bad and not left
+    found = f"{len(saved)}, damaged {len(bad)}, unfinished {len(left)}"
+    expected = [cfg.steps, times, times, times]
     return [
-        ("status.json", f"{status['state']}, step {status['step']}", f"done, {cfg.steps}", status["state"] == "done"),
-        ("lines: train, val, HellaSwag, sample", " ".join(map(str, counts.values())), f"{cfg.steps} and {times} each",
-         [*counts.values()] == [cfg.steps, times, times, times]),
-        ("checkpoints", found, "2 and the best, 0, 0", len(folders) in (2, 3) and not bad and not left),
-    ]  # fmt: skip
+        ("status.json", f"{status['state']}, step {status['step']}", f"done, {cfg.steps}", done),
+        ("lines: train, val, HellaSwag, sample", str(counts), str(expected), counts == expected),
+        ("checkpoints", found, "2 and the best, 0, 0", whole),
+    ]
 
 
 def flat(cfg, samples, log):
     """Rows of the table, as `complete`: have memory and step time stayed?"""
-    rows, late = [], settled(samples)
-    for rank, memory in enumerate(late.T[2:]):
-        line = fitted(late[:, 0], memory)
+    rows, late = [], samples[samples[:, 0] >= SETTLED * samples[-1, 0]]
+    parts = np.array_split(late, min(16, len(late)))  # medians: an evaluation takes some MiB for a moment
+    late = np.array([np.median(part, axis=0) for part in parts])
+    for rank, memory in enumerate(late.T[1:]):
+        line = np.polyval(np.polyfit(late[:, 0], memory, 1), late[:, 0])
         growth = (line[-1] - line[0]) / line.mean()
         found = f"{line[0]:.1f} to {line[-1]:.1f} MiB, {growth:+.2%}"
-        rows.append(
-            (f"memory of rank {rank}, least squares", found, f"growth under {GROWTH:.0%}", growth < GROWTH)
-        )
-    fifths, (steps, dt) = (
-        [(cfg.steps * a, cfg.steps * (a + 0.2)) for a in (0.2, 0.8)],
-        series(log, "train", "dt_ms"),
-    )
-    passed = [np.median(dt[(steps > a) & (steps <= b)]) for a, b in fifths]
-    inside = [samples[(samples[:, 0] > a) & (samples[:, 0] <= b)] for a, b in fifths]
-    own = [1e3 * np.ptp(part[:, 1]) / max(1, np.ptp(part[:, 0])) if len(part) else np.nan for part in inside]
-    for what, (second, last) in (("step time, median", passed), ("CPU time a step, all ranks", own)):
-        found = f"{second:.2f} to {last:.2f} ms, {last / second - 1:+.1%}"
-        rows.append(
-            (
-                f"{what}, second and last fifth",
-                found,
-                f"growth under {SLOWER:.0%}",
-                last / second - 1 < SLOWER,
-            )
-        )
-    return rows
-
-
-def settled(samples):
-    """The samples of the last four fifths, as medians of 16 parts: an evaluation takes some MiB for a moment."""
-    late = samples[samples[:, 0] >= SETTLED * samples[-1, 0]]
-    return np.array([np.median(part, axis=0) for part in np.array_split(late, min(16, len(late)))])
-
-
-def fitted(x, y):
-    """Values at x of the least-squares line through (x, y)."""
-    return np.polyval(np.polyfit(x, y, 1), x)
-
-
-def draw(path, samples, run):
-    """Memory of each rank with its line, and the step time, against the step."""
-    with plot.styled(3.4) as figure:
-        memory, speed = figure.subplots(1, 2)
-        memory.set_title("memory of each rank, MiB, with its line")
-        late = settled(samples)
-        for rank, color in zip(range(samples.shape[1] - 2), plot.COLORS * 8):
-            memory.plot(samples[:, 0], samples[:, rank + 2], color=color, linewidth=1.2, label=f"rank {rank}")
-            memory.plot(
-                late[:, 0], fitted(late[:, 0], late[:, rank + 2]), "--", color="#374151", linewidth=0.8
-            )
-        memory.set_ylim(0, 1.15 * samples[:, 2:].max())
-        memory.legend(loc="lower right")
-        steps, dt = series(run.log, "train", "dt_ms")
-        speed.set_title("time of a step, ms: as logged, and of the CPU for all ranks")
-        plot.draw_smoothed(speed, run, steps, dt, "as logged")
-        at, cpu = (
-            samples[::20, 0],
-            samples[::20, 1] * 1e3,
-        )  # over 20 looks: the kernel counts in hundredths of a second
-        speed.plot(
-            at[1:],
-            np.diff(cpu) / np.maximum(1, np.diff(at)),
-            color=plot.COLORS[1],
-            linewidth=1.2,
-            label="CPU",
-        )
-        speed.legend(loc="lower right")
-        speed.set_ylim(0, 1.3 * np.quantile(dt, 0.98))
-        for axes in (memory, speed):
-            axes.set_xlabel("step")
-        plot.save(figure, path)
-    print(f"drawn: {path}")
+        rows.append((f"memory of rank {rank}", found, f"growth under {GROWTH:.0%}", growth < GROWTH))
+    dt = np.array([[line["step"], line["dt_ms"]] for line in log if line["kind"] == "train"])
+    at, ms = dt.T
+    ends = [(cfg.steps * a, cfg.steps * (a + 0.2)) for a in (0.2, 0.8)]
+    second, last = (np.median(ms[(at > a) & (at <= b)]) for a, b in ends)
+    found, slower = f"{second:.2f} to {last:.2f} ms, {last / second - 1:+.1%}", last / second - 1
+    return [*rows, ("step time, median of fifths", found, f"growth under {SLOWER:.0%}", slower < SLOWER)]
 
 
 if __name__ == "__main__":

@@ -271,6 +271,7 @@ def test_llama3_8b_fits_one_gpu():
         assert parts[part] == pytest.approx(8_030_261_248 * each, rel=1e-3)
     assert sum(parts.values()) < 72 * memory.GIB
 
+
 def test_settings_that_do_not_go_together(data_dir, tmp_path, settings, message):
     with pytest.raises(UserError, match=message):
         train_here(data_dir, tmp_path / "run", **settings)

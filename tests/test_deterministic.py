@@ -10,7 +10,7 @@ from conftest import flags, train_here
 from safetensors.torch import load_file
 
 from configurator import UserError
-from run import watch
+from run.signals import explained
 from scale import parallel
 from settings import Config, check
 
@@ -138,5 +138,8 @@ def test_an_operation_without_a_deterministic_form_is_one_line(deterministic):
     error = RuntimeError(
         "cumsum_cuda_kernel does not have a deterministic implementation, but you set 'torch.use_..."
     )
-    found = str(watch.explain(error, Config(), types.SimpleNamespace(size=1)))
-    assert "cumsum_cuda_kernel has no deterministic form; replace it, or --deterministic=False" in found
+    with pytest.raises(UserError) as found, explained(Config(), types.SimpleNamespace(size=1)):
+        raise error
+    assert str(found.value) == (
+        "deterministic=True: cumsum_cuda_kernel has no deterministic form; replace it, or --deterministic=False"
+    )

@@ -1,4 +1,4 @@
-"""Damaged and foreign files: what a run reads is what it expects, or is refused in one line. See docs/reliability.md.
+"""Damaged and foreign files: what a run reads is what it expects, or is refused in one line.
 
 Those marked `repeated` run by ./test.sh --faults alone: 10,000 mutations, 200 kills, restarts twenty times.
 """
@@ -21,9 +21,9 @@ import pytest
 import ranks
 import test_checkpoint
 import test_fineweb
-import test_watch
+import test_signals
 import torch
-from conftest import flags, losses, one_line, read_log, train_here, write_shard
+from conftest import flags, losses, one_line, read_log, tell, train_here, write_shard
 
 import fineweb
 import optim
@@ -35,7 +35,6 @@ from corpus.loader import DataError, TokenLoader, read_header, verify
 from fineweb import Config as TextConfig
 from model import build
 from run import checkpoint, files, hf, source
-from run.lock import Lock
 from settings import Config
 
 CPU = torch.device("cpu")
@@ -95,7 +94,7 @@ def places(value, at=()):
 
 
 def mutated(value, rng):
-    """(a copy of `value` with another structure, where): a value of another type, a missing, renamed or doubled one."""
+    """(a copy of `value`, where it differs): a value of another type, a missing, renamed or doubled one."""
     value, at = [copy.deepcopy(value)], (0, *rng.choice(list(places(value))))
     *way, key = at
     inside = value
@@ -114,9 +113,9 @@ def mutated(value, rng):
 
 
 def survey(value, write, read, count, seed, legal=lambda at, value: False):
-    """Writes and reads `count` mutations; returns how many were refused, and how many changed nothing that is read.
+    """Writes and reads `count` mutations; returns how many were refused, and how many changed nothing.
 
-    read() returns all that a reader takes from the file. A mutation that is accepted must leave that as it was, unless
+    read() returns all that a reader takes from the file. A mutation that is accepted must leave that, unless
     legal(path, mutated value) says that the file is another right one.
     """
     rng, refused, unread = random.Random(seed), 0, 0
@@ -290,7 +289,7 @@ def test_mutations_of_a_data_folders_manifest_and_progress(tmp_path, count):
 @pytest.mark.fault(54)
 @pytest.mark.parametrize("count", MANY)
 def test_mutations_of_records_that_a_run_can_do_without(data_dir, tmp_path, count):
-    """config.json, log.jsonl, source.json, run.lock, Hugging Face's config.json: one line, or they do not count."""
+    """config.json, log.jsonl, source.json, Hugging Face's config.json: one line, or they do not count."""
     config, log = (
         asdict(Config(**SMALL)),
         [{"kind": "train", "step": i, "loss": 3.0, "dt_ms": 1.0} for i in (1, 2)],
@@ -311,27 +310,9 @@ def test_mutations_of_records_that_a_run_can_do_without(data_dir, tmp_path, coun
 
     whole = lambda value: lines(value if isinstance(value, list) else [value])
     survey(log, whole, read_log_for_plot, count, 6, always)
-    code = {"git": None, "files": {"model.py": "0" * 64, "fast/fp8.py": "1" * 64}}
-    survey(code, put("source.json"), lambda: source.warning(tmp_path), count, 7, always)
-
-    def lock():
-        mine = Lock(tmp_path)
-        mine.take()
-        mine.release()
-
-    holder = dict(host="a", machine="b", pid=1, started=1, job=None, attempt=0)
-    with pytest.raises(UserError):
-        put("run.lock")(holder)
-        lock()
-    survey(holder, put("run.lock"), lambda: locked(lock), count, 8, always)
+    files = {"git": None, "files": {"model.py": "0" * 64, "fast/fp8.py": "1" * 64}}
+    survey(files, put("source.json"), lambda: source.warning(tmp_path), count, 7, always)
     survey(gpt2, put("config.json"), lambda: hf.read_config(tmp_path), count, 9, always)
-
-
-def locked(lock):
-    try:
-        lock()
-    except UserError as error:
-        one_line_of(error)
 
 
 @pytest.mark.fault(1, 2, 3, 4, 5, 54)
@@ -547,7 +528,7 @@ def test_odd_names_of_folders(data_dir, tmp_path, name, capsys):
     out = f"{tmp_path}/out {name}"
     train_here(f"{tmp_path}/{name}", out, max_steps=2, eval_interval=2)
     said = capsys.readouterr().out
-    assert f"--checkpoint='{out}'" in said
+    assert f"--checkpoint='{out.rstrip('/')}'" in said
     assert losses(train_here(f"{tmp_path}/{name}", out, max_steps=3, resume="auto")).keys() == {1, 2, 3}
     assert "go on with" in (said := shards(tmp_path / "d [x")) and f"'--data_dir={tmp_path}/d [x'" in said
 
@@ -562,31 +543,13 @@ def test_a_port_in_use_is_one_line(data_dir, tmp_path, monkeypatch):
     assert done.returncode == 2 and "--standalone" in done.stderr and "Traceback" not in done.stderr
 
 
-HUGE = "9" * 4000
+ODD = "lr=inf lr=nan clip=nan norm_eps=nan norm_eps=inf norm_eps=-1 rope_theta=nan beta1=nan softcap=inf"
+ODD = f"{ODD} max_steps=1e400 n_layer=1000000000 weight_decay=inf".split()
+ODD += [f"{name}={'9' * 4000}" for name in ("max_steps", "n_layer", "lr", "seed", "batch_tokens")]
 
 
 @pytest.mark.fault(65)
-@pytest.mark.parametrize(
-    "word",
-    [
-        "lr=inf",
-        "lr=nan",
-        "clip=nan",
-        "norm_eps=nan",
-        "norm_eps=inf",
-        "norm_eps=-1",
-        "rope_theta=nan",
-        "beta1=nan",
-    ]
-    + [
-        "temperature=inf",
-        "softcap=inf",
-        "max_steps=1e400",
-        "n_layer=1000000000",
-        "weight_decay=inf",
-    ]
-    + [f"{name}={HUGE}" for name in ("max_steps", "n_layer", "lr", "seed", "batch_tokens")],
-)
+@pytest.mark.parametrize("word", ODD)
 def test_numbers_that_are_none_are_refused(word):
     from settings import check
 
@@ -614,7 +577,7 @@ def train_until_killed(words, seconds):
     "number, kills", [pytest.param(0, 60, marks=repeated), pytest.param(2, 50, marks=repeated)]
 )
 def test_random_kills_of_training(data_dir, tmp_path, number, kills):
-    """After each kill a run resumes; at the end its losses are those of a run that was never killed, bit for bit."""
+    """After each kill a run resumes; at the end its losses are those of a run that was never killed."""
     rng, settings = (
         random.Random(number),
         dict(max_steps=100_000, save_interval=2, keep_last=2, async_save=True),
@@ -641,14 +604,14 @@ def train_until(words, step):
     """For ranks.attempt: train.py's main, told to stop once it has done so many steps."""
     import train
 
-    launched = train.Meter.launched
+    take = train.Logger.step
 
-    def told(meter, at, *rest):
-        launched(meter, at, *rest)
+    def told(log, at, *rest):
         if at == step + 2:
-            os.kill(os.getpid(), signal.SIGTERM)
+            tell()
+        return take(log, at, *rest)
 
-    train.Meter.launched = told
+    train.Logger.step = told
     train.main(configure(Config, words))
 
 
@@ -698,12 +661,12 @@ def test_an_error_after_ddp_ends_every_rank(data_dir, tmp_path, time):
     done = ranks.run(
         2, flags(data_dir, tmp_path / "run", **settings), grace=5
     )  # who is left after 5 s is killed
-    assert done.codes == [5, 5] and len(test_watch.error_lines(done)) == 1, (done.codes, done.stderr)
+    assert done.codes == [5, 5] and len(test_signals.error_lines(done)) == 1, (done.codes, done.stderr)
 
 
 @pytest.mark.fault(60)
 @pytest.mark.parametrize(
     "time", [pytest.param(i, marks=repeated) for i in range(18)]
-)  # two are in test_watch.py
+)  # two are in test_signals.py
 def test_restarts(data_dir, tmp_path, time):
-    test_watch.test_torchrun_restarts_a_run_of_which_a_rank_was_killed(data_dir, tmp_path, time % 2)
+    test_signals.test_torchrun_restarts_a_run_of_which_a_rank_was_killed(data_dir, tmp_path, time % 2)

@@ -1,80 +1,74 @@
-"""run/logger.py: figures, peaks by device, the time that is left, and a log that stays readable."""
+"""run/logger.py: figures, the time that is left, warnings, and a log that stays readable."""
 
 import json
+import math
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from run import logger
-from run.logger import Logger
+from run.logger import SETTLED, Logger, progress
 from scale.parallel import World
-from settings import Config
 
-CPU = torch.device("cpu")
+WORLD = World(0, 1, torch.device("cpu"))
 
 
-def make(tmp_path, **settings):
-    cfg = Config(out_dir=str(tmp_path / "run"), batch_tokens=1000, max_steps=1000, **settings)
-    return Logger(cfg, World(0, 1, CPU), flops_per_token=1e6, precision="fp32")
+def make(tmp_path, log_interval=1, **options):
+    log = Logger(WORLD, 1000, log_interval, batch_tokens=1000, max_skipped=0)
+    (tmp_path / "run").mkdir(exist_ok=True)
+    log.open(tmp_path / "run", {"log_interval": log_interval}, **options)
+    return log
+
+
+def take(log, step, seconds, loss=3.0, norm=1.0):
+    """A step of so many seconds; the other figure is the time of the step before."""
+    began = SimpleNamespace(time=0.0, event=None)
+    moment = SimpleNamespace(since=lambda earlier: seconds)
+    log._read(step, 1e-3, began, SimpleNamespace(get=lambda: [loss, norm, 0.0], moment=moment))
+
+
+def lines(tmp_path):
+    return [json.loads(line) for line in (tmp_path / "run/log.jsonl").read_text().splitlines()]
 
 
 def test_the_first_step_of_a_process_is_left_out_of_the_time_that_is_left(tmp_path, capsys):
     log = make(tmp_path)
     for step, seconds in ((501, 60.0), (502, 0.5), (503, 0.5)):  # a resumed run, whose first step compiles
-        log.step(step, 3.0, 1e-3, 1.0, seconds)
-    ends = [line.split("eta ")[1] for line in capsys.readouterr().out.splitlines()]
+        take(log, step, seconds)
+    ends = [line.split("eta ")[1] for line in capsys.readouterr().out.splitlines() if "eta" in line]
     assert ends == ["n/a", "4m09s", "4m08s"]
-    log.step(504, 3.0, 1e-3, 1.0, 1.0)  # a running average: 0.55 s
+    take(log, 504, 1.0)  # a running average: 0.55 s
     assert capsys.readouterr().out.endswith("eta 4m32s\n")
-    assert make(tmp_path).eta(0) == "0.0s"
 
 
 def test_lines_at_an_interval_and_all_in_the_log(tmp_path, capsys):
     log = make(tmp_path, log_interval=5)
     for step in range(1, 11):
-        log.step(step, 3.0, 1e-3, 1.0, 0.5)
-    assert [line[:14] for line in capsys.readouterr().out.splitlines()] == [
-        "step    5/1000",
-        "step   10/1000",
-    ]
-    log.close(10, None, 5)
-    lines = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == list(range(1, 11)) and lines[0]["tok_per_s"] == 2000
-    assert lines[3]["tokens"] == 4000 and lines[0]["mfu"] is None
+        take(log, step, 0.5)
+    shown = [line[:14] for line in capsys.readouterr().out.splitlines() if line.startswith("step")]
+    assert shown == ["step    5/1000", "step   10/1000"]
+    found = lines(tmp_path)
+    assert [line["step"] for line in found] == list(range(1, 11)) and found[0]["tok_per_s"] == 2000
+    assert found[3]["tokens"] == 4000 and found[0]["mfu"] is None
     assert json.loads((tmp_path / "run" / "config.json").read_text())["log_interval"] == 5
 
 
 @pytest.mark.parametrize("step, words", [(10, ""), (1000, "a larger --max_steps and ")])
 def test_the_summary_says_how_to_go_on(tmp_path, capsys, step, words):
-    make(tmp_path).close(step, step, 5)
-    assert (
-        f"at step {step}; to go on, the same command with {words}--resume=auto\n" in capsys.readouterr().out
-    )
-
-
-def test_a_loss_that_is_no_number_is_null_in_the_log(tmp_path):
     log = make(tmp_path)
-    log.step(1, float("nan"), 1e-3, float("inf"), 0.1)
-    log.close(1, None, 1)
-
-    def refuse(word):
-        raise AssertionError(f"{word} is not JSON")
-
-    line = [
-        json.loads(text, parse_constant=refuse)
-        for text in (tmp_path / "run/log.jsonl").read_text().splitlines()
-    ][-1]
-    assert (line["kind"], line["loss"], line["norm"], line["lr"]) == ("train", None, None, 1e-3)
+    log.saved(step, tmp_path)
+    log.close(step, False)
+    assert f"{step}; to go on, the same command with {words}--resume=auto\n" in capsys.readouterr().out
 
 
-def test_a_log_that_was_cut_short_stays_readable(tmp_path):
+def test_a_log_that_was_cut_short_stays_readable_and_has_no_nan(tmp_path):
     make(tmp_path).record("train", 1, loss=1.0)
     with open(tmp_path / "run" / "log.jsonl", "a") as file:
         file.write('{"kind": "tr')
-    make(tmp_path).record("train", 2, loss=float("inf"))
-    lines = (tmp_path / "run" / "log.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [1, 2]
+    make(tmp_path).record("train", 2, loss=float("inf"), norm=float("nan"))
+    assert lines(tmp_path)[1:] == [{"kind": "train", "step": 2, "loss": None, "norm": None}]
 
 
 @pytest.mark.fault(61)
@@ -88,17 +82,11 @@ def test_a_full_disk_under_the_log_costs_its_lines(tmp_path, capsys):
     log.record("train", 4, loss=1.0)
     out = capsys.readouterr().out
     assert out.count("warning: /dev/full: No space left on device; training goes on") == 1
-    assert [json.loads(line)["step"] for line in (tmp_path / "run/log.jsonl").read_text().splitlines()] == [
-        1,
-        4,
-    ]
+    assert [line["step"] for line in lines(tmp_path)] == [1, 4]
 
 
 class FailingWandb:
     id = "1"
-
-    def log(self, values):
-        pass
 
     def finish(self):
         raise RuntimeError
@@ -113,8 +101,41 @@ def test_wandb_that_fails_without_a_word_costs_a_warning(tmp_path, capsys, monke
     log = make(tmp_path, wandb=True)
     assert "wandb is off (ConnectionError: ConnectionError); log.jsonl goes on" in capsys.readouterr().out
     log.wandb = FailingWandb()
-    log.close(1, None, 5)
-    assert "wandb did not finish (RuntimeError: RuntimeError)" in capsys.readouterr().out
+    log.close(1, False)
+    assert "wandb is off (RuntimeError: RuntimeError)" in capsys.readouterr().out
+
+
+@pytest.mark.fault(32)
+def test_a_spike_is_told_and_noise_is_not(tmp_path, capsys):
+    log = make(tmp_path)
+    log.saved(150, tmp_path)
+    for step in range(1, 4 * SETTLED):
+        log._look_for_spike(step, 8 / math.sqrt(step) + 0.05 * math.sin(step**2))
+    assert "warning" not in capsys.readouterr().out
+    log._look_for_spike(400, 2.0)
+    log._look_for_spike(401, 2.0)
+    [warning] = capsys.readouterr().out.splitlines()
+    assert warning.startswith("warning: step 400: loss 2.0000 is ")
+    assert warning.endswith("last checkpoint: step 150")
+    _, line = lines(tmp_path)
+    assert (line["kind"], line["step"]) == ("spike", 400) and line["z"] > 6
+
+
+def test_a_slow_loop_says_how_far_it_is_and_stops_when_asked(monkeypatch, capsys):
+    now = [0.0]
+    monkeypatch.setattr(logger.time, "monotonic", lambda: now[0])
+    seen = []
+    for item in progress(range(50), "validation", stop=lambda: len(seen) == 40):
+        seen.append(item)
+        now[0] += 4
+    said = capsys.readouterr().out.splitlines()
+    assert seen == list(range(40)) and [line.split(": ")[1].split(",")[0] for line in said] == [
+        "12.0s",
+        "28.0s",
+        "1m00s",
+        "2m04s",
+    ]
+    assert said[0] == "working      validation 3 of 50: 12.0s, about 3m08s more"
 
 
 def test_words():

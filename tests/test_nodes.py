@@ -1,4 +1,4 @@
-"""Several nodes: a torchrun for each, two of them on this machine, and the script for SLURM in docs/operations.md."""
+"""Several nodes: a torchrun for each, two of them on this machine, and docs/operations.md's SLURM script."""
 
 import inspect
 import os
@@ -11,13 +11,13 @@ import ranks
 import torch
 from conftest import ROOT, flags, losses, read_log, train_here
 from test_parallel import SHORT, copied, same_end, same_run
-from test_watch import wait_for
+from test_signals import wait_for
 
 
 def on_two_nodes(words, numbered):
-    """`train.py words` under a torchrun on each of two nodes, of one rank each -> their output; both must succeed.
+    """`train.py words` under a torchrun on each of two nodes, of one rank each -> their output.
 
-    numbered: the nodes by --node_rank; else they meet at a c10d rendezvous, which numbers them. Node n sees GPU n.
+    numbered: by --node_rank; else they meet at a c10d rendezvous, which numbers them. Node n sees GPU n.
     """
     port = ranks.free_port()
     meet = [f"--master_addr=localhost --master_port={port} --node_rank={node}" for node in range(2)]
@@ -61,8 +61,8 @@ def test_two_nodes_of_a_gpu_each_equal_one_gpu(data_dir, tmp_path):
     assert sorted(found) == [1, 2, 3, 4, 5, 6] and found == pytest.approx(expected, rel=1e-4)
 
 
-# Stand-ins for SLURM's commands: srun runs its command once for each node and notes the process ids, for the signal
-# that SLURM would send at the end of the job's time; scontrol notes the job that it is to queue again.
+# Stand-ins for SLURM's commands: srun runs its command once for each node and notes the process ids, for the
+# signal that SLURM would send at the end of the job's time; scontrol notes the job that it is to queue again.
 SRUN = """
 for node in $(seq $SLURM_NNODES); do "$@" & echo $! >> $HERE/pids; done
 code=0

@@ -1,0 +1,232 @@
+"""Signals, and ranks that fail, die or hang: a run stops after a step, or all its ranks end with one error.
+
+A thread notes a signal; the loop obeys it after a step, or between two batches of an evaluation, so that no
+collective is interrupted and nothing has to be undone. A second signal ends the process at once.
+Ranks learn of each other's errors through the process group's store, as a collective does not return while a
+rank is missing: the first error is printed once, with its rank, and all ranks end with its exit code. gloo's
+and NCCL's time limit, timeout_s, ends ranks that wait for one that hangs; those left then print their stacks.
+"""
+
+import contextlib
+import faulthandler
+import json
+import os
+import re
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+
+import torch
+
+from configurator import UserError, leave
+from scale import memory, parallel
+
+SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
+TWICE = 1  # s within which a second signal is the same one, from torchrun and from the scheduler
+POLL = 0.5  # s between two looks at the store
+PATIENCE = 1.5  # s in which a rank may fail by itself, once another has failed
+STORE_GONE = 5  # s without the store after which the run is over: rank 0 or torchrun holds it
+
+
+class Watch(contextlib.ExitStack):
+    """`with Watch(world, timeout_s) as watch`: an ExitStack, left also if another rank's error ends this one.
+
+    asked: the first signal that this process got, else 0. stopping: the one at which all ranks stop, else 0.
+    """
+
+    def __init__(self, world, timeout_s):
+        super().__init__()
+        self.world, self.timeout_s, self.store = world, timeout_s, parallel.store_connection()
+        self.asked, self.stopping, self._asked_at = 0, 0, 0.0
+        self._step, self._moved = 0, time.monotonic()
+        self._peers, self._failing, self._closing = {}, False, threading.Event()
+
+    def __enter__(self):
+        if self.store is not None:
+            self._find_peers()
+        self._pipe = os.pipe()  # gets the number of each signal, also while the main thread waits in C++
+        for end in self._pipe:
+            os.set_blocking(end, False)
+        self._before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+        self._before_wakeup = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        # From here on that thread alone gets signals. Processes started later inherit the mask: Ctrl-C goes
+        # to the whole process group, and a compiler that died of it would look like one that failed.
+        self._before_mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        return self
+
+    def _find_peers(self):
+        """Opens a descriptor of each other rank of this machine: readable once its process has ended."""
+        self.store.set(f"process/{self.world.rank}", str(os.getpid()))
+        first = self.world.rank - int(os.environ.get("LOCAL_RANK", 0))
+        ranks = {*range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", 1)))} - {self.world.rank}
+        for rank in ranks:
+            with contextlib.suppress(OSError, AttributeError):  # Linux alone has it
+                self._peers[os.pidfd_open(int(self.store.get(f"process/{rank}")))] = rank
+
+    def __exit__(self, kind, error, trace):
+        try:
+            super().__exit__(kind, error, trace)
+            if isinstance(error, (Exception, SystemExit)) and self.store is not None:
+                self._fail(error)
+        finally:
+            self._closing.set()
+            os.write(self._pipe[1], b"\0")
+            self._thread.join()
+            self._leave_store(wait=error is not None)
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._before_mask)
+            signal.set_wakeup_fd(self._before_wakeup)
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
+            for descriptor in (*self._pipe, *self._peers):
+                os.close(descriptor)
+
+    # -- the main thread
+
+    def begin(self, step):
+        """Notes which step begins, for messages."""
+        self._step, self._moved = step, time.monotonic()
+
+    def agreed(self):
+        """Sets `stopping` where any rank got a signal; returns it. All ranks call it: a small all-reduce."""
+        if not self.stopping:
+            self._moved = time.monotonic()
+            own = torch.tensor([float(self.asked == number) for number in SIGNALS], device=self.world.device)
+            found = parallel.sum_over_ranks(own).tolist()
+            self.stopping = next((number for number, ranks in zip(SIGNALS, found) if ranks), 0)
+        return self.stopping
+
+    def _where(self):
+        return f"rank {self.world.rank}, step {self._step}"
+
+    def _fail(self, error):
+        """Makes this rank's error known. Raises it if it is a UserError, else ends the process."""
+        self._failing = True
+        if not self.world.main:
+            time.sleep(0.5)  # of an error that all ranks have, rank 0 tells
+        if lost := parallel.lost_connection(error):
+            self._wait(["failed"], 2)  # another rank most likely has an error, and tells it soon
+            reason = re.sub(r"^\[.*?\] |\. This is typically .*", "", first_line(error))  # gloo's long text
+            error = UserError(f"step {self._step}: lost another rank ({reason}; timeout_s={self.timeout_s})")
+            error.exit_code = 1
+        if isinstance(error, SystemExit):
+            error = RuntimeError(f"sys.exit({error.code}) in one of the ranks")
+        code, text = getattr(error, "exit_code", 1), str(error) or type(error).__name__
+        first = self._first(self.world.rank, code, text)
+        if not first and (lost or not isinstance(error, UserError)):
+            self._follow()
+        if not isinstance(error, UserError):
+            print(f"error: {self._where()}:", file=sys.stderr)
+            traceback.print_exception(error)
+            self._quit(code, text)
+        if first and not self.world.main:
+            error.args = (f"rank {self.world.rank}: {error}",)
+        error.loud = first
+        raise error from None
+
+    def _first(self, rank, code, text):
+        """Makes an error of a rank known; whether it is the first one."""
+        cause = json.dumps({"rank": rank, "code": code, "text": text, "by": self.world.rank})
+        with contextlib.suppress(RuntimeError):  # the store is gone: each rank that is left tells
+            return self.store.compare_set("failed", "", cause).decode() == cause
+        return True
+
+    def _wait(self, keys, seconds):
+        """Until the store has the keys; its own wait would print a warning."""
+        deadline = time.monotonic() + seconds
+        with contextlib.suppress(RuntimeError):
+            while not self.store.check(keys) and time.monotonic() < deadline:
+                time.sleep(0.05)
+
+    def _leave_store(self, wait):
+        """Rank 0, whose process may hold the store, waits at an error until the others have read it."""
+        with contextlib.suppress(RuntimeError):
+            if self.store is not None:
+                self.store.set(f"ended/{self.world.rank}", "")
+            if self.store is not None and wait and self.world.main:
+                self._wait([f"ended/{rank}" for rank in range(self.world.size)], PATIENCE + 1)
+
+    # -- the thread
+
+    def _watch(self):
+        store_seen, poll = time.monotonic(), select.poll()
+        for descriptor in (self._pipe[0], *self._peers):
+            poll.register(descriptor, select.POLLIN)
+        while not self._closing.is_set():
+            ready = [descriptor for descriptor, _ in poll.poll(1000 * POLL)]
+            for number in os.read(self._pipe[0], 64) if self._pipe[0] in ready else b"":
+                if number in SIGNALS:  # not the byte of __exit__
+                    self._signalled(number)
+            ended = [descriptor for descriptor in ready if descriptor in self._peers]
+            for descriptor in ended:
+                poll.unregister(descriptor)  # it stays readable
+            try:
+                if self.store is not None and not self._failing:
+                    self._look(ended)
+                store_seen = time.monotonic()
+            except RuntimeError as error:  # torch's errors of a store
+                if time.monotonic() - store_seen > STORE_GONE and not self._closing.is_set():
+                    why = f"the process that holds the ranks' store is gone ({first_line(error)})"
+                    self._quit(1, why, alone=True)
+
+    def _signalled(self, number):
+        if self.asked and time.monotonic() - self._asked_at > TWICE:
+            self._quit(128 + number, "a second signal", alone=True)  # checkpoints are whole or not there
+        if self.world.main and not self.asked:
+            words = f"{signal.Signals(number).name} in step {self._step}: this run saves and stops"
+            print(f"{words}; a second signal ends it at once", flush=True)
+        self.asked, self._asked_at = self.asked or number, self._asked_at or time.monotonic()
+
+    def _look(self, ended):
+        """Looks for ranks that have failed or died: NCCL does not tell those who wait for one."""
+        for lost in map(self._peers.get, ended):
+            text = f"{self._where()}: lost rank {lost}: its process has ended"
+            if not self.store.check([f"ended/{lost}"]) and self._first(lost, 1, text):
+                print(f"error: {text}", file=sys.stderr, flush=True)
+        if self.store.check(["failed"]) and not self._closing.wait(PATIENCE) and not self._failing:
+            self._follow()
+
+    def _follow(self):
+        """Ends this rank after another one has failed."""
+        cause, seconds = json.loads(self.store.get("failed")), time.monotonic() - self._moved
+        if seconds > self.timeout_s / 2:
+            print(f"stacks of {self._where()}, for {seconds:.0f} s:", file=sys.stderr, flush=True)
+            faulthandler.dump_traceback()
+        self._quit(cause["code"], f"rank {cause['rank']} failed: {cause['text']}")
+
+    def _quit(self, code, why, alone=False):
+        """alone: for a reason of this process, which waits for nobody."""
+        if alone:
+            print(f"{self._where()}: {why}", file=sys.stderr, flush=True)
+            self.store = None
+        with contextlib.suppress(Exception):
+            super().__exit__(SystemExit, SystemExit(code), None)
+        self._leave_store(wait=True)
+        leave(code, why, at_once=True)
+
+
+@contextlib.contextmanager
+def explained(cfg, world):
+    """Turns errors of the machine into a UserError that says what to do."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        budget = torch.cuda.mem_get_info(world.device)[1]
+        raise UserError(memory.advice(cfg, world.size, budget)) from None
+    except RuntimeError as error:
+        name, missing, _ = first_line(error).partition(" does not have a deterministic implementation")
+        if missing:
+            hint = "has no deterministic form; replace it, or --deterministic=False"
+            raise UserError(f"deterministic=True: {name} {hint}") from None
+        if inner := getattr(error, "inner_exception", None):  # of torch._dynamo's BackendCompilerFailed
+            text = f"torch.compile failed ({type(inner).__name__}: {first_line(inner)})"
+            raise UserError(f"{text}; try --compile=False, or mend the compiler") from None
+        raise
+
+
+def first_line(error):
+    return str(error).partition("\n")[0] or type(error).__name__

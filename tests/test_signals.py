@@ -1,0 +1,356 @@
+"""run/signals.py: a fault of one rank is heard, ends all of them, and leaves a checkpoint to go on from.
+
+Those over several ranks run train.py in ranks.py's processes; tests of torchrun itself are marked slow.
+"""
+
+import functools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import ranks
+import torch
+from conftest import ROOT, flags, losses, read_log, tell, train_here, write_shard
+
+import train
+from configurator import UserError, configure, run
+from corpus.loader import TokenLoader
+from run import checkpoint, evaluate, signals
+from settings import Config
+
+
+def train_with_fault(words, fault, at_rank, at_micro_step):
+    """For ranks.attempt: train.py, with a fault in one rank before a micro-step, counted from 1."""
+    take, count = TokenLoader.next, []
+
+    def next_batch(loader):
+        count.append(1)
+        if len(count) == at_micro_step and os.environ.get("RANK", "0") == str(at_rank):
+            FAULTS[fault]()
+        return take(loader)
+
+    TokenLoader.next = next_batch
+    if not torch.cuda.is_available():
+        torch.cuda.mem_get_info = lambda device: (0, 24 * 2**30)
+    run(train.main, configure(Config, words))
+
+
+def out_of_memory():
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def mistake():
+    raise ZeroDivisionError("in an edit of model.py")
+
+
+def signalled_twice():
+    tell(signal.SIGINT)
+    time.sleep(1.5)
+    tell(signal.SIGINT)
+    time.sleep(60)
+
+
+FAULTS = {
+    "memory": out_of_memory,
+    "mistake": mistake,
+    "full": lambda: torch.empty(2**50, dtype=torch.uint8, device="cuda"),
+    "leaves": lambda: sys.exit(0),
+    "exits": lambda: os._exit(7),
+    "dies": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "hangs": lambda: time.sleep(1e9),
+    "interrupt twice": signalled_twice,
+} | {
+    name: functools.partial(tell, getattr(signal, name))
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
+}
+
+
+def attempt(number, fault, at_rank, at_micro_step, data_dir, out_dir, grace=20, **settings):
+    words = flags(data_dir, out_dir, **{"max_steps": 40, "save_interval": 4, **settings})
+    return ranks.attempt(
+        number, train_with_fault, words, fault, at_rank, at_micro_step, timeout=90, grace=grace
+    )[0]
+
+
+def error_lines(done):
+    return [line for line in done.stderr.splitlines() if line.startswith("error:")]
+
+
+def check_told(done, fault, codes, line):
+    """The ranks' exit codes, and that rank 1's fault is told once, in a line that begins as `line`."""
+    assert done.codes == codes, done.stderr
+    [found] = error_lines(done)
+    assert re.match(line, found), found
+    if fault == "hangs":
+        assert "stacks of rank 1, step 3" in done.errors[1] and "next_batch" in done.errors[1]
+    if fault == "mistake":
+        assert done.stderr.count("ZeroDivisionError: in an edit") == 1 and not done.errors[0]
+
+
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "fault, codes, line",
+    [
+        ("memory", [2, 2], "error: rank 1: out of memory: "),
+        pytest.param("mistake", [1, 1], r"error: rank 1, step 3:", marks=slow),
+        pytest.param("leaves", [1, 1], r"error: rank 1, step 3:", marks=slow),
+        pytest.param(
+            "dies", [1, -9], r"error: rank 0, step 3: lost rank 1: its process has ended", marks=slow
+        ),
+        pytest.param("hangs", [1, 1], r"error: step 3: lost another rank \(Timed out", marks=slow),
+    ],
+)
+@pytest.mark.fault(29, 30, 42, 48)
+def test_a_fault_of_one_rank_is_told_once_and_ends_all(data_dir, tmp_path, fault, codes, line):
+    check_told(attempt(2, fault, 1, 6, data_dir, tmp_path / "run", timeout_s=6), fault, codes, line)
+
+
+@slow
+@pytest.mark.fault(6, 48)
+def test_a_token_out_of_range_in_the_rows_of_another_rank_is_named(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write_shard(folder / "py_train_000001.bin", [1] * 4 * 33 + [60_000] + [1] * 4_000)
+    done = ranks.run(2, flags(folder, tmp_path / "run"))
+    assert done.codes == [3, 3] and len(error_lines(done)) == 1
+    assert "error: rank 1: " in done.stderr and "py_train_000001.bin: token 132 is 60000" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "number, name",
+    [(2, "SIGINT"), (0, "SIGTERM")] + [pytest.param(0, n, marks=slow) for n in ("SIGHUP", "SIGUSR1")],
+)
+@pytest.mark.fault(26, 56)
+def test_a_signal_is_obeyed_after_the_step_and_the_resumed_run_is_the_same(data_dir, tmp_path, number, name):
+    settings = dict(max_steps=4, batch_size=1, batch_tokens=512, dropout=0.1, shuffle_seed=1, save_interval=9)
+    micro_steps = 512 // 32 // max(1, number)
+    code = 128 + getattr(signal, name)
+    done = attempt(number, name, max(0, number - 1), micro_steps + 3, data_dir, tmp_path / "cut", **settings)
+    assert set(done.codes) == {code} and "stopped      step 2" in done.stdout, (done.codes, done.stderr)
+    assert json.loads((tmp_path / "cut/status.json").read_text())["state"] == "stopped"
+    assert sorted(losses(read_log(tmp_path / "cut"))) == [1, 2]
+    ranks.run(number, flags(data_dir, tmp_path / "cut", resume="auto", **settings))
+    ranks.run(number, flags(data_dir, tmp_path / "whole", **settings))
+    assert losses(read_log(tmp_path / "cut")) == losses(read_log(tmp_path / "whole"))
+
+
+def train_told_in_evaluation(words, part, at_rank):
+    """For ranks.attempt: train.py; one rank gets SIGTERM before the first batch of step 4's evaluation."""
+    function = getattr(evaluate.Evaluator, part)
+
+    def told(evaluator, step, *rest):
+        if step == 4 and os.environ.get("RANK", "0") == str(at_rank):
+            tell()
+        return function(evaluator, step, *rest)
+
+    setattr(evaluate.Evaluator, part, told)
+    run(train.main, configure(Config, words))
+
+
+@pytest.mark.parametrize(
+    "part, number", [("validation", 0), ("hellaswag", 0), pytest.param("hellaswag", 2, marks=slow)]
+)
+@pytest.mark.fault(27, 56)
+def test_a_signal_in_an_evaluation_leaves_it_for_the_resumed_run(data_dir, tmp_path, part, number):
+    examples = [dict(ctx=f"{i} is", endings=["odd", "even", "red", "big"], label=i % 4) for i in range(200)]
+    (tmp_path / "hellaswag").write_text("\n".join(map(json.dumps, examples)))
+    settings = dict(max_steps=6, eval_interval=4, save_interval=4, hellaswag_interval=4)
+    words = flags(data_dir, tmp_path / "cut", hellaswag_file=tmp_path / "hellaswag", **settings)
+    done, _ = ranks.attempt(number, train_told_in_evaluation, words, part, number - 1 if number else 0)
+    assert set(done.codes) == {143}, done.stderr
+    cut, state = read_log(tmp_path / "cut"), tmp_path / "cut/step_00000004/state.json"
+    assert sorted(losses(cut, "val")) == ([0] if part == "validation" else [0, 4])
+    assert [line["step"] for line in cut if line["kind"] == "hellaswag"] == [0]
+    assert json.loads(state.read_text())["val_loss"] is None
+    ranks.run(number, [*words, "--resume=auto"])
+    cut = read_log(tmp_path / "cut")
+    assert json.loads(state.read_text())["val_loss"] == losses(cut, "val")[4]  # it may be the best
+    words[2] = f"--out_dir={tmp_path / 'whole'}"
+    ranks.run(number, words)
+    whole = read_log(tmp_path / "whole")
+    assert losses(cut, "val") == losses(whole, "val") and losses(cut) == losses(whole)
+    scores = [{s["step"]: s["acc_norm"] for s in log if s["kind"] == "hellaswag"} for log in (cut, whole)]
+    assert scores[0] == scores[1] and sorted(scores[0]) == [0, 4, 6]
+
+
+def train_told_in_compilation(words, at_rank):
+    """For ranks.attempt: train.py; while its compiler, another process, runs, their group gets SIGTERM."""
+    told = []
+
+    def backend(graph, inputs):
+        if not told and os.environ.get("RANK", "0") == str(at_rank):
+            told.append(True)
+            compiler = subprocess.Popen(["sleep", "0.5"])
+            os.killpg(os.getpgid(0), signal.SIGTERM)
+            if compiler.wait():
+                raise OSError("the compiler was killed")
+        return graph.forward
+
+    torch.compile = functools.partial(torch.compile, backend=backend)
+    run(train.main, configure(Config, words))
+
+
+@pytest.mark.parametrize("number", [0, pytest.param(2, marks=slow)])
+@pytest.mark.fault(26, 56)
+def test_a_signal_in_a_compilation_is_obeyed_after_it(data_dir, tmp_path, number):
+    words = flags(data_dir, tmp_path / "cut", max_steps=3, compile=True)
+    done, _ = ranks.attempt(number, train_told_in_compilation, words, number - 1 if number else 0)
+    assert set(done.codes) == {143} and not error_lines(done), done.stderr
+    assert (tmp_path / "cut/step_00000001").is_dir()
+
+
+def train_told_in_save(words, times):
+    """For ranks.attempt: train.py as a script; while step 8 is written, it gets SIGTERM once or twice."""
+    write = checkpoint._write
+
+    def slow(final, contents):
+        if final.name == "step_00000008":
+            tell()
+            time.sleep(signals.TWICE + 0.5)
+            if times == 2:
+                tell()
+                time.sleep(60)
+        return write(final, contents)
+
+    checkpoint._write = slow
+    run(train.main, configure(Config, words))
+
+
+@pytest.mark.parametrize("times", [1, pytest.param(2, marks=slow)])
+@pytest.mark.fault(28, 56)
+def test_a_signal_in_an_asynchronous_save_leaves_whole_checkpoints(data_dir, tmp_path, times):
+    words = flags(data_dir, tmp_path, max_steps=10_000, save_interval=4, async_save=True, keep_last=9)
+    began = time.monotonic()
+    done, _ = ranks.attempt(0, train_told_in_save, words, times)
+    assert done.codes == [143] and time.monotonic() - began < 50, done.stderr
+    found = sorted(tmp_path.glob("step_*"))
+    assert [folder for folder in found if checkpoint.problem(folder)] == []
+    if times == 2:  # what was being written is not there
+        assert [folder.name for folder in found] == ["step_00000004"]
+    else:  # it is finished, and where the run stopped is saved too
+        [stopped] = re.findall(r"stopped      step (\d+) ", done.stdout)
+        assert {f"step_{step:08}" for step in (4, 8, int(stopped))} <= {folder.name for folder in found}
+        assert not list(tmp_path.glob(".writing*"))
+
+
+def test_signals_are_the_processs_again_after_a_run(data_dir, tmp_path):
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    log = train_here(data_dir, tmp_path / "run", max_steps=2, save_interval=1)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
+    found = json.loads((tmp_path / "run/status.json").read_text())
+    assert (found["state"], found["step"], found["max_steps"], found["pid"]) == ("done", 2, 2, os.getpid())
+    assert found["loss"] == losses(log)[2] and found["last_checkpoint"].endswith("step_00000002")
+
+
+@pytest.mark.fault(28, 56, 57)
+def test_a_second_signal_ends_at_once_and_no_saving_is_said(data_dir, tmp_path):
+    began = time.monotonic()
+    done = attempt(0, "interrupt twice", 0, 10, data_dir, tmp_path / "a")
+    assert done.codes == [130] and time.monotonic() - began < 50
+    assert "a second signal" in done.stderr
+    done = attempt(0, "SIGTERM", 0, 10, data_dir, tmp_path / "b", save_interval=0)
+    assert done.codes == [143] and "none: nothing was saved" in done.stdout
+
+
+@slow  # imports the compiler
+@pytest.mark.fault(41)
+def test_a_compiler_that_fails_is_one_line(data_dir, tmp_path, monkeypatch):
+    def broken(graph, inputs):
+        raise OSError("no C++ compiler")
+
+    monkeypatch.setattr(torch, "compile", lambda f: torch._dynamo.optimize(broken)(f))
+    with pytest.raises(UserError, match="torch.compile failed .*OSError: no C.. compiler.*--compile=False"):
+        train_here(data_dir, tmp_path / "run", compile=True)
+
+
+# -- torchrun: each run imports torch twice
+
+
+def start_torchrun(words, log, *options):
+    """A process group of torchrun and two ranks, for the tests that kill some of them."""
+    options = ["--rdzv_backend=c10d", "--rdzv_endpoint=127.0.0.1:0", "--rdzv_id=1", *options]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node=2",
+        *options,
+        "train.py",
+        *words,
+    ]
+    return subprocess.Popen(command, cwd=ROOT, env=ranks.environment(), stdout=log, stderr=log)
+
+
+def wait_for(condition, seconds=90):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def children(pid):
+    return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+
+
+def alive(pid):
+    """Whether a process runs, and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+@slow
+@pytest.mark.parametrize("killed", [0, 1])
+@pytest.mark.fault(60)
+def test_torchrun_restarts_a_run_of_which_a_rank_was_killed(data_dir, tmp_path, killed):
+    check_restarts(data_dir, tmp_path, {10: killed})
+
+
+def check_restarts(data_dir, tmp_path, kills, steps=60, **settings):
+    """Kills a rank of a run under torchrun at each step of {step: rank}; it ends with every step."""
+    words = flags(data_dir, tmp_path / "run", max_steps=steps, save_interval=5, resume="auto", **settings)
+    with open(tmp_path / "log", "w") as log:
+        process = start_torchrun(words, log, "--max-restarts=3")
+        for step, rank in kills.items():
+            wait_for(lambda step=step: re.search(rf"step +{step}/", (tmp_path / "log").read_text()))
+            os.kill(children(process.pid)[rank], signal.SIGKILL)
+        assert process.wait(120) == 0, (tmp_path / "log").read_text()
+    text = (tmp_path / "log").read_text()
+    assert len(re.findall("^ *resumed ", text, re.M)) == len(kills), text
+    assert sorted(losses(read_log(tmp_path / "run"))) == list(range(1, steps + 1))
+
+
+@slow
+@pytest.mark.fault(44, 49, 50)
+def test_a_live_run_is_protected_and_its_orphans_leave(data_dir, tmp_path):
+    words = flags(data_dir, tmp_path / "run", max_steps=100_000, save_interval=100, log_interval=100)
+    with open(tmp_path / "log", "w") as log:
+        process = start_torchrun(words, log)
+        wait_for(lambda: children(process.pid))  # before the imports are done
+        orphans = children(process.pid)
+        time.sleep(1)
+        process.kill()
+        process.wait()
+        wait_for(lambda: not any(map(alive, orphans)), 10)
+        process = start_torchrun(words, log)
+        wait_for(lambda: "saved" in (tmp_path / "log").read_text())
+        for how in ("--overwrite", "--resume=auto"):
+            done = ranks.run(2, [*words, how])
+            assert done.codes == [2, 2] and len(error_lines(done)) == 1, done.stderr
+            assert "is in use by a run: process " in done.stderr
+        orphans = children(process.pid)
+        process.kill()
+        process.wait()
+        wait_for(lambda: not any(map(alive, orphans)), 5)
+    assert "torchrun is gone" in (tmp_path / "log").read_text()
+    assert ranks.run(2, [*words, "--resume=auto", "--dry_run"]).returncode == 0
