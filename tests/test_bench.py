@@ -321,7 +321,7 @@ def test_out_of_memory_says_what_would_take_less(monkeypatch):
     monkeypatch.setattr(train, "train", full)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 24 * memory.GIB))
     cfg = configure(Config, [str(ROOT / "config/gpt2_124m.py"), "--batch_size=128", "--device=cpu"])
-    words = r"^out of memory: .* of 24.0 a GPU by estimate; try a smaller --batch_size, --remat=selective or --opt"
+    words = r"^out of memory: .* of 24.0 a GPU by estimate; try a smaller --batch_size, --remat=selective"
     with pytest.raises(UserError, match=words):
         train.main(cfg)
     assert "another process" in memory.advice(cfg, 1, 200 * memory.GIB)
