@@ -8,13 +8,14 @@
 
 `step` builds what train.py builds and feeds it random tokens with the frequencies of text. It prints the
 median step, the GPU time by kind of kernel, and the floor: every GEMM and attention kernel timed alone, and
-all of them back to back. --trace=FILE writes a chrome trace (chrome://tracing, ui.perfetto.dev),
---snapshot=FILE the allocations (pytorch.org/memory_viz). `python bench.py COMMAND --help` lists a command's
-settings. The code is in measure/; results/ has scripts that compare with other repositories and commits.
+all of them back to back. --trace=FILE writes a chrome trace (chrome://tracing, ui.perfetto.dev). `python
+bench.py COMMAND --help` lists a command's settings; measure/COMMAND.py is its code.
 """
 
+import importlib
 import sys
 from dataclasses import dataclass
+from functools import partial
 
 from configurator import UserError, run
 from settings import Config, check
@@ -28,20 +29,17 @@ class StepConfig(Config):
     gpu_gib: float | None = None  # limit on the memory used of a larger GPU; None: all
     breakdown: bool = True  # GPU time by kind of kernel and the floor, from two more steps
     trace: str | None = None  # write a chrome trace of two steps to this file
-    snapshot: str | None = None  # write a record of all allocations until the last timed step to this file
 
 
 @dataclass
 class OpsConfig:
     rounds: int = 10  # repetitions of each operation
-    device: str = "cuda"  # a CUDA device
 
 
 @dataclass
 class CommConfig:
     device: str = "auto"  # auto, cpu, cuda
     max_mib: int = 1024  # largest message, in MiB of bf16
-    rounds: int = 10  # repetitions of each collective
 
 
 @dataclass
@@ -51,23 +49,14 @@ class MemoryConfig(Config):
     gpu_gib: float = 80.0  # memory of a GPU that may be used
 
 
-def step(cfg):
-    check(cfg)  # before torch is imported, which takes seconds
-    from measure import step
-
-    on_device(step.measure, cfg)
+COMMANDS = dict(step=StepConfig, ops=OpsConfig, comm=CommConfig, memory=MemoryConfig)
 
 
-def ops(cfg):
-    from measure import ops
-
-    on_device(ops.measure, cfg)
-
-
-def comm(cfg):
-    from measure import comm
-
-    on_device(comm.measure, cfg)
+def main(name, cfg):
+    if name == "step":
+        check(cfg)  # before torch is imported, which takes seconds
+    measure = importlib.import_module(f"measure.{name}").measure
+    return measure(cfg) if name == "memory" else on_device(measure, cfg)
 
 
 def on_device(measure, cfg):
@@ -88,21 +77,12 @@ def on_device(measure, cfg):
         parallel.stop()  # after measure's locals are gone: FSDP2 modules alive at this point may make it hang
 
 
-def memory(cfg):
-    from measure import tables
-
-    tables.memory_table(cfg)
-
-
-COMMANDS = dict(step=(step, StepConfig), ops=(ops, OpsConfig), comm=(comm, CommConfig))
-COMMANDS |= dict(memory=(memory, MemoryConfig))
-
 if __name__ == "__main__":
     name = sys.argv.pop(1) if len(sys.argv) > 1 else "--help"
     if name in ("--help", "-h"):
         print(__doc__)
-        sys.exit()
-    if name not in COMMANDS:
+    elif name in COMMANDS:
+        run(partial(main, name), COMMANDS[name])
+    else:
         print(f"error: bench.py {name}: expected one of {', '.join(COMMANDS)}; see --help", file=sys.stderr)
         sys.exit(2)
-    run(*COMMANDS[name])

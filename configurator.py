@@ -2,10 +2,8 @@
 
     python train.py config/gpt2_124m.py --batch_size=32 --lr=3e-4 --no_compile
 
-`--key value` works too, and a recipe needs neither its folder nor its ending: `python train.py gpt2_124m --lr
-3e-4`. A config file is plain Python: it may import and compute, and names that start with `_` are not
-settings. Mistakes are reported together, on a line each that says where it stands and what would be right,
-with exit code 2.
+`--key value` works too, and `gpt2_124m` names config/gpt2_124m.py. A config file is plain Python: it may
+import and compute, and names that start with `_` are not settings. All mistakes are reported at once.
 """
 
 import contextlib
@@ -20,6 +18,7 @@ import re
 import sys
 import threading
 import time
+import traceback
 import types
 import typing
 from pathlib import Path
@@ -28,11 +27,9 @@ HERE = Path(__file__).absolute().parent
 
 
 class UserError(Exception):
-    """Mistakes that the user can correct, a line each: printed without a traceback. Subclasses set
-    `exit_code`.
-    """
+    """Mistakes that the user can correct, a line each: printed without a traceback."""
 
-    exit_code = 2
+    exit_code = 2  # a subclass may have its own
     loud = None  # whether this process prints it; None: rank 0 does
 
     def __str__(self):
@@ -40,13 +37,11 @@ class UserError(Exception):
 
 
 def configure(cls, argv, check=lambda cfg: None, complete=dict):
-    """An instance of dataclass `cls` from its defaults, config files and flags; one UserError names all
-    mistakes.
+    """An instance of dataclass `cls` for words as in sys.argv[1:]; one UserError names all mistakes.
 
-    argv: words as in sys.argv[1:]. A word without dashes is a config file, or goes into `words` of the
-    instance if cls has such a list. check(cfg) raises UserError. complete({name: value}) returns the given
-    settings with others that follow from them. cls.others_names: {another project's name of a setting: ours},
-    if any.
+    A word without dashes is a config file, or goes into `words` of the instance if cls has them. check(cfg)
+    raises UserError. complete({name: value}) returns the given settings with others that follow from them.
+    cls.others_names: {another project's name of a setting: ours}, if any.
     """
     if "--help" in argv or "-h" in argv:
         print(describe(cls, sys.modules["__main__"].__doc__ or ""), flush=True)
@@ -63,11 +58,9 @@ def configure(cls, argv, check=lambda cfg: None, complete=dict):
             continue
         for where, key, value in found:
             try:
-                settings[key] = _convert(hints[key], value)
-            except KeyError:
-                wrong.append(f"{where}: unknown setting {key}{_suggestion(key, cls, hints)}")
-            except ValueError:
-                wrong.append(f"{where}: {key}={_short(value)} is not {_type_name(hints[key])}")
+                settings[key] = _convert(cls, hints, key, value)
+            except UserError as error:
+                wrong.append(f"{where}: {error}")
     refuse(wrong)
     cfg = cls(**complete(settings))
     if hasattr(cls, "words"):
@@ -79,12 +72,12 @@ def configure(cls, argv, check=lambda cfg: None, complete=dict):
 def _flag(argv, hints):
     """Takes --key=value, --key value, --flag or --no_flag from the front of argv: [(where, key, value)]."""
     key, equals, value = argv.pop(0)[2:].partition("=")
-    follows = bool(argv) and not argv[0].startswith("--")
+    following = argv[0] if argv and not argv[0].startswith("--") else None
     name = key if key in hints else key.removeprefix("no_")
     if not equals and hints.get(name) is bool:
-        said = follows and argv[0].lower() in ("true", "false")
-        key, value = name, argv.pop(0) if said else str(key == name)
-    elif not equals and follows:
+        given = (following or "").lower() in ("true", "false")
+        key, value = name, argv.pop(0) if given else str(key == name)
+    elif not equals and following is not None:
         value = argv.pop(0)
     elif not equals and key in hints:
         raise UserError(f"command line: --{key} needs a value, written --{key}=VALUE")
@@ -99,40 +92,24 @@ def _file(word, hints):
         recipes = sorted(path.stem for path in HERE.glob("config/*.py"))
         close = difflib.get_close_matches(Path(word).stem, recipes, n=1)
         hint = f"did you mean {close[0]}?" if close else f"recipes: {', '.join(recipes)}"
-        if "=" in word and word.partition("=")[0] in hints:
+        if word.partition("=")[0] in hints:
             hint = f"a setting is written --{word}"
         raise UserError(f"{word}: no such config file; {hint}")
-    if str(HERE) not in sys.path:
-        sys.path.insert(0, str(HERE))  # for `from config.gpt2_124m import *`
     try:
         source, space = Path(path).read_text(), {}
         exec(compile(source, path, "exec"), space)
     except SyntaxError as error:
         raise UserError(f"{error.filename}:{error.lineno}: {error.msg}") from None
     except Exception as error:
-        lines = [f.lineno for f in inspect.getinnerframes(error.__traceback__) if f.filename == path]
+        lines = [
+            frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path
+        ]
         raise UserError(f"{path}:{lines[-1] if lines else '?'}: {type(error).__name__}: {error}") from None
-    kinds, found, lines = (
-        (types.ModuleType, types.FunctionType, type),
-        [],
-        list(enumerate(source.splitlines(), 1)),
-    )
-    for key, value in space.items():
-        if not key.startswith("_") and not isinstance(value, kinds):
-            line = max(
-                (n for n, text in lines if re.search(rf"\b{key}\b.*=", text)), default=1
-            )  # 1: an import's
-            found.append((f"{path}:{line}", key, value))
-    return found
-
-
-def _suggestion(key, cls, hints):
-    """A guess at what a name that is no setting was meant to be."""
-    if key == "config":
-        return "; a config file's path is given alone, without --config="
-    others = getattr(cls, "others_names", {})
-    close = difflib.get_close_matches(key.lower(), [*hints, *others], n=1, cutoff=0.7)
-    return f"; did you mean {others.get(close[0], close[0])}?" if close else ""
+    rows = enumerate(source.splitlines(), 1)
+    places = {name: n for n, row in rows for name in re.findall(r"\w+", row.rpartition("=")[0])}
+    no_settings = types.ModuleType, types.FunctionType, type
+    found = {k: v for k, v in space.items() if not k.startswith("_") and not isinstance(v, no_settings)}
+    return [(f"{path}:{places.get(k, 1)}", k, v) for k, v in found.items()]  # 1: imported from another one
 
 
 def parse(cls, check=lambda cfg: None, complete=dict):
@@ -174,17 +151,15 @@ def _errors_in_one_line():
 
 
 def is_rank_0():
-    """Whether this process is rank 0 or no rank, by torchrun's variables: known before a process group
-    exists.
-    """
+    """Whether this process is rank 0 or no rank, known before a process group exists."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def leave(code, message=None, at_once=False):
-    """Ends the process; a rank, or any process that is to end `at_once`, without Python's shutdown.
+    """Ends the process; message: what torchrun prints of it.
 
-    There a rank's DDP model may wait for gloo's threads, which wait for Python. message: what torchrun prints
-    of it.
+    A rank, or any process that is to end `at_once`, ends without Python's shutdown, in which its DDP model
+    may wait for gloo's threads, which wait for Python.
     """
     if message and (report := os.environ.get("TORCHELASTIC_ERROR_FILE")):
         words = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
@@ -210,9 +185,7 @@ def leave_with_torchrun():
 
 
 def too_small(cfg, least):
-    """Problems, one line each, with settings below their least value, {name: value}. NaN is refused; None
-    passes.
-    """
+    """Problems, a line each: settings below their least value, {name: value}, or NaN; None passes."""
     pairs = ((name, getattr(cfg, name)) for name in least)
     return [f"{k}={v} must be at least {least[k]}" for k, v in pairs if v is not None and not v >= least[k]]
 
@@ -224,11 +197,8 @@ def changed(cfg):
 
 
 def without_effect(cfg, names, why):
-    """Problems, at most one line: those settings in `names` that differ from the defaults, and why they do
-    nothing.
-    """
-    given = changed(cfg)
-    words = [f"{name}={given[name]}" for name in names if name in given]
+    """Problems, at most one: those settings in `names` that were changed, and why they do nothing."""
+    words = [f"{name}={value}" for name, value in changed(cfg).items() if name in names]
     return [f"{' and '.join(words)} {why}"] if words else []
 
 
@@ -239,43 +209,47 @@ def refuse(problems):
 
 
 def typed(cls, values, names):
-    """`values`, an object read from a file, with those called `names` in the types of `cls`. Raises
-    UserError.
-    """
+    """`values`, an object of a file, with those called `names` in the types of `cls`, or a UserError."""
     if not isinstance(values, dict):
         raise UserError("it holds no settings")
     hints, found = typing.get_type_hints(cls), dict(values)
     for name in sorted(names & values.keys()):
-        value = values[name]
-        with contextlib.suppress(ValueError):
-            found[name] = _convert(hints[name], value)
-            if found[name] == value and isinstance(found[name], str) == isinstance(value, str):
-                continue
-        raise UserError(f"{name}={_short(value)} is not {_type_name(hints[name])}")
+        found[name] = _convert(cls, hints, name, values[name])
+        if found[name] != values[name] or isinstance(found[name], str) != isinstance(values[name], str):
+            raise _mistyped(name, values[name], hints[name])
     return found
 
 
-def _convert(hint, value):
-    """`value`, text of a flag or an object of a file, as a type of `hint` without loss, else ValueError."""
+def _convert(cls, hints, name, value):
+    """`value`, text of a flag or an object of a file, as a setting of this name, without loss."""
+    if name not in hints:
+        others = {"config": "the file's path alone, without --config="} | getattr(cls, "others_names", {})
+        close = difflib.get_close_matches(name.lower(), [*hints, *others], n=1, cutoff=0.7)
+        hint = f"; did you mean {others.get(close[0], close[0])}?" if close else ""
+        raise UserError(f"unknown setting {name}{hint}")
+    hint, text = hints[name], isinstance(value, str)
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    kind, text = kinds[0], isinstance(value, str)
+    kind = kinds[0]
     if type(None) in kinds and value in (None, "None"):
         return None
     if typing.get_origin(kind) is typing.Literal and value in typing.get_args(kind) or kind is str and text:
         return value
     if kind is bool and str(value).lower() in ("true", "false", *("1", "0") * text):
         return str(value).lower() in ("true", "1")
-    if kind in (int, float) and not isinstance(value, bool):
-        number = (int if text and re.fullmatch(r"[+-]?[\d_]+", value) else float)(value) if text else value
-        whole = isinstance(number, (int, float)) and number % 1 == 0 and abs(number) < 2**63  # 1e6 is an int
-        if whole or kind is float and isinstance(number, (int, float)):
-            return kind(number)
-    raise ValueError
+    with contextlib.suppress(ValueError, OverflowError):
+        number = value
+        if text and kind in (int, float):
+            number = (int if re.fullmatch(r"[+-]?[\d_]+", value) else float)(value)
+        if kind in (int, float) and isinstance(number, (int, float)) and not isinstance(number, bool):
+            if kind is float or number % 1 == 0 and abs(number) < 2**63:  # 1e6 is an int
+                return kind(number)
+    raise _mistyped(name, value, hint)
 
 
-def _short(value):
-    text = " ".join(str(value).split())
-    return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
+def _mistyped(name, value, hint):
+    shown = " ".join(str(value).split())
+    shown = shown if len(shown) <= 80 else f"{shown[:60]}... ({len(shown)} characters)"
+    return UserError(f"{name}={shown} is not {_type_name(hint)}")
 
 
 def _type_name(hint):
@@ -289,42 +263,29 @@ def _type_name(hint):
 
 
 def describe(cls, doc=""):
-    """The --help text: `doc`, then the settings in sections, a line each: its default, its choices, its
-    comment.
-    """
+    """The --help text: `doc`, then the settings by section, a line each: default, choices, comment."""
     rows, hints, layout = [inspect.cleandoc(doc)], typing.get_type_hints(cls), _layout(cls)
     for section, names in itertools.groupby(layout, lambda name: layout[name][0]):
         rows += [f"\n{section}:"]
         for name in names:
-            default = getattr(cls, name)
+            default, choices, kind = getattr(cls, name), typing.get_args(hints[name]), ""
+            if typing.get_origin(hints[name]) is typing.Literal:
+                kind = "|".join(map(str, choices)) + ": "
+            elif default is None and choices[0] is not str:
+                kind = f"{choices[0].__name__}: "
             shown = repr(default) if re.search(r"\s", str(default)) else default
-            rows += [f"  --{name}={shown}".ljust(33) + f" {_kind(hints[name], default)}{layout[name][1]}"]
+            rows += [f"  --{name}={shown}".ljust(33) + f" {kind}{layout[name][1]}"]
     return "\n".join(rows).strip()
-
-
-def _kind(hint, default):
-    """What --help says of a type that the default does not show: the choices, or the number that replaces
-    None.
-    """
-    if typing.get_origin(hint) is typing.Literal:
-        return "|".join(map(str, typing.get_args(hint))) + ": "
-    kind = typing.get_args(hint)[0] if default is None else str
-    return "" if kind is str else f"{kind.__name__}: "
 
 
 def _layout(cls):
     """{field: (section, comment)} in source order, a class before its bases."""
     names, found = typing.get_type_hints(cls), {}
     for base in filter(dataclasses.is_dataclass, cls.__mro__):
-        section, name = "Settings", None
+        section = "Settings"
         for line in inspect.cleandoc(inspect.getsource(base)).splitlines():
-            comment = line.partition("  # ")[2].strip()
             if heading := re.match(" {4}# (.+)", line):
-                section, name = heading[1], None
-            elif field := re.match(r" {4}(\w+)", line):
-                name = field[1]
-            if (
-                name in names and not found.get(name, ("", ""))[1]
-            ):  # a long field's comment is on its second line
-                found[name] = found.get(name, (section,))[0], comment
+                section = heading[1]
+            elif (field := re.match(r" {4}(\w+): ", line)) and field[1] in names:
+                found.setdefault(field[1], (section, line.partition("  # ")[2].strip()))
     return found

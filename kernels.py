@@ -1,9 +1,8 @@
 """The operations that model.py calls: each in plain PyTorch, and the choice of its fused kernel.
 
-A call is served by the operation's fused kernel (fast/, for NVIDIA GPUs in bf16 and fp8) where `fused` says
-so: by device, dtype, shapes and layers, for each call. Everywhere else the plain PyTorch runs. Both compute
-the same, so an edit of model.py takes effect on every device; an edit that no fused kernel can serve costs
-that operation's speed, and the start-up summary of a run lists it (run/flops.py).
+For each call, `fused` chooses by device, dtype, shapes and layers: the fused kernel of fast/ (NVIDIA GPUs, in
+bf16 and fp8), or plain PyTorch, which computes the same. So an edit of model.py takes effect on every device;
+where no fused kernel can serve it, a run's start-up summary lists the operation (run/flops.py).
 """
 
 import torch
@@ -38,27 +37,18 @@ counting = None  # the run.flops.Census under way: it notes each call, of which 
 
 
 def serve(device, ops="auto"):
-    """Switches the fused kernels on or off for calls on a torch.device; returns why they are off, or None.
-
-    ops: auto or fused: on where the device can run them; torch: off.
-    """
-    reason = "ops=torch" if ops == "torch" else unable(device)
+    """Switches the fused kernels on where a torch.device runs them, off with ops=torch; returns why off."""
+    reason = "ops=torch" if ops == "torch" else chips.no_fused_kernels(chips.of(device)) or MISSING
     (served.discard if reason else served.add)(device.type)
     if reason is None:
         fusion.register()
     return reason
 
 
-def unable(device):
-    """Why a device cannot run the fused kernels, or None."""
-    return chips.no_fused_kernels(chips.of(device)) or MISSING
-
-
 def fused(operation, x, *layers, unless=None, inner=0):
     """Whether the fused kernel serves this call on x and the parameters of these layers.
 
-    unless: {what else would stand against it, in words: whether that is so}. inner: how many other operations
-    the plain PyTorch calls.
+    unless: {why not, in words: whether that is so}; inner: how many other operations plain PyTorch calls.
     """
     if counting is None:
         return obstacle(x.device.type, computed_in(x), layers, unless) is None
@@ -127,9 +117,9 @@ class Linear(nn.Linear):
 
 
 def qkv(x, layer, heads, head_dim, copy_v=False):
-    """The projection to q, k and v by one layer; x: (B, T, C), heads: how many each has -> (B, H, T, D) each.
+    """q, k and v by one layer; x: (B, T, C), heads: how many each has -> (B, H, T, D) each.
 
-    They are views of one tensor. copy_v: v is none, so that keeping v does not keep q and k in memory.
+    They are views of one tensor; with copy_v, v is none, so that keeping v does not keep q and k in memory.
     """
     if not fused("qkv", x, layer, unless={OTHER_LAYER: other(layer)}, inner=1):
         q, k, v = layer(x).unflatten(-1, (-1, head_dim)).transpose(1, 2).split(heads, dim=1)
@@ -194,7 +184,8 @@ class RMSNorm(nn.RMSNorm):
 def norm(x, layer, plain):
     """LayerNorm or RMSNorm of x: (..., C); plain: PyTorch's own."""
     if fused("norm", x, layer, unless={UNUSUAL_NORM: unusual(x, layer)}):
-        return fast_norm.norm(x.contiguous(), *norm_options(layer))
+        centred = isinstance(layer, nn.LayerNorm)
+        return fast_norm.norm(x.contiguous(), layer.weight, getattr(layer, "bias", None), layer.eps, centred)
     return plain(x)
 
 
@@ -203,11 +194,6 @@ UNUSUAL_NORM = "a norm without weight or eps, or over several dimensions"
 
 def unusual(x, layer):
     return layer.weight is None or layer.eps is None or layer.weight.shape != x.shape[-1:]
-
-
-def norm_options(layer):
-    """(weight, shift, eps, whether it subtracts the mean) of a norm."""
-    return layer.weight, getattr(layer, "bias", None), layer.eps, isinstance(layer, nn.LayerNorm)
 
 
 # -- positions and attention
@@ -249,12 +235,8 @@ class Rotation(torch.autograd.Function):
 
 
 # Order of preference for each setting of `attention`; the first that takes the shapes, dtype and device runs.
-ORDER = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
+ORDER = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+ORDER += [SDPBackend.MATH]
 BACKENDS = {name: ORDER[i:] for i, name in enumerate(("cudnn", "flash", "efficient", "math"))}
 BACKENDS["auto"] = BACKENDS["flash"]  # for a model on meta; others have their device's best
 
@@ -273,11 +255,10 @@ def attention(q, k, v, backend, dropout=0.0):
 
 
 def linear_cross_entropy(x, head, targets, reduction="mean", vocab_size=None, softcap=None):
-    """Cross-entropy of softmax(head(x)) in float32, in nats; head: an nn.Linear without bias.
+    """Cross-entropy of softmax(head(x)) in float32, in nats: a scalar, or (B, T) with reduction="none".
 
-    x: (B, T, C); head.weight: (V, C) with V >= vocab_size, the padding rows taking no part; targets: (B, T),
-    -100 is ignored. Returns a scalar for "mean" (over the targets that are not ignored) and "sum", (B, T) for
-    "none" (0 where ignored).
+    x: (B, T, C); head: an nn.Linear without bias, whose rows from vocab_size on are padding and take no part;
+    targets: (B, T), -100 is ignored: 0 in "none" and "sum", left out of "mean".
     """
     options, trains = (vocab_size or head.weight.size(0), softcap), torch.is_grad_enabled()
     # with gradients, a weight for each token is known in the backward only

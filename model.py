@@ -2,9 +2,8 @@
 
 A variant (norm, positions, MLP, …) is a module chosen in `__init__`; `forward` reads as the papers' figure.
 Operations are kernels.py's, which has fused kernels for them. Edit anything: what you read is what runs.
-
-scale/ and the KV cache wrap two things: `core`, the operation in which attention or an MLP does its work, and
-`GPT.stack`, the blocks; `first`, the position of a row's first token, is a number that they set.
+scale/ and the KV cache wrap `core`, the operation of attention or an MLP, and `GPT.stack`, the blocks, and
+set `first`, the position of a row's first token.
 
 GPT-2: https://cdn.openai.com/better-language-models/language_models_are_unsupervised_multitask_learners.pdf
 Llama 3: https://arxiv.org/abs/2407.21783
@@ -23,8 +22,6 @@ from fast.attention import best_attention
 from kernels import LayerNorm, Linear, RMSNorm
 from settings import GPTConfig
 
-ROPE_LOW_FREQ, ROPE_HIGH_FREQ = 1.0, 4.0  # Llama 3.1's, in turns within the original context
-
 
 class LearnedPositions(nn.Embedding):
     first = 0
@@ -41,8 +38,8 @@ class Rope(nn.Module):
     def __init__(self, cfg):
         super().__init__()
         self.cfg = cfg
-        self.register_buffer("cos", torch.empty(cfg.block_size, cfg.head_dim), persistent=False)
-        self.register_buffer("sin", torch.empty(cfg.block_size, cfg.head_dim), persistent=False)
+        for name in ("cos", "sin"):
+            self.register_buffer(name, torch.empty(cfg.block_size, cfg.head_dim), persistent=False)
 
     def reset_tables(self):
         angles = torch.outer(torch.arange(self.cos.size(0)).float(), self.frequencies())
@@ -57,7 +54,7 @@ class Rope(nn.Module):
         if cfg.rope_factor is None:
             return freq
         turns = cfg.rope_original * freq / (2 * math.pi)  # within the original context
-        keep = ((turns - ROPE_LOW_FREQ) / (ROPE_HIGH_FREQ - ROPE_LOW_FREQ)).clamp(0, 1)
+        keep = ((turns - 1) / (4 - 1)).clamp(0, 1)  # Llama 3.1's low_freq_factor 1, high_freq_factor 4
         return keep * freq + (1 - keep) * freq / cfg.rope_factor
 
     def forward(self, q, k, q_norm, k_norm):
@@ -81,7 +78,7 @@ class ValueEmbedding(nn.Embedding):
 class HeadGate(nn.Module):
     """Multiplies each head's output by 2 sigmoid(W x), x: the first channels of the block's normed input.
 
-    One number a head, as in https://arxiv.org/abs/2505.06708; W starts at zero, so the gates start at one.
+    As in https://arxiv.org/abs/2505.06708; W starts at zero, so the gates start at one.
     """
 
     def __init__(self, cfg):
@@ -206,10 +203,10 @@ class GPT(nn.Module):
     def __init__(self, cfg):
         super().__init__()
         self.cfg = cfg
-        rope = Rope(cfg) if cfg.positions == "rope" else NoRope()
-        self.wte, self.wpe = nn.Embedding(cfg.padded_vocab, cfg.n_embd), nn.Identity()
-        if cfg.positions == "learned":
-            self.wpe = LearnedPositions(cfg.block_size, cfg.n_embd)
+        learned = cfg.positions == "learned"
+        rope = NoRope() if learned else Rope(cfg)
+        self.wte = nn.Embedding(cfg.padded_vocab, cfg.n_embd)
+        self.wpe = LearnedPositions(cfg.block_size, cfg.n_embd) if learned else nn.Identity()
         self.embed_norm = nn.RMSNorm(cfg.n_embd, cfg.norm_eps, False) if cfg.embed_norm else nn.Identity()
         self.dropout = nn.Dropout(cfg.dropout)
         self.blocks = nn.ModuleList(Block(cfg, rope, layer) for layer in range(cfg.n_layer))
@@ -254,8 +251,6 @@ class GPT(nn.Module):
                     nn.init.zeros_(module.bias)
             elif hasattr(module, "reset_parameters"):  # norms to one, gates to zero
                 module.reset_parameters()
-        self.reset_tables()
-        return self
 
     def initial_std(self, layer):
         """GPT-2's 0.02, over sqrt(2 n_layer) for projections into the residual stream; values: 0."""
@@ -292,8 +287,8 @@ def allocate(model, device, seed=None, **options):
     """Allocates a model on meta on `device`, and initialises its weights if `seed` is given."""
     model.to_empty(device=device)
     model.tie()  # to_empty allocates the two apart
-    if seed is None:
-        model.reset_tables()
-        return model
-    torch.manual_seed(seed)
-    return model.init_weights(**options)
+    model.reset_tables()
+    if seed is not None:
+        torch.manual_seed(seed)
+        model.init_weights(**options)
+    return model

@@ -60,8 +60,7 @@ def make_optimizer(model, cfg):
 def clip_gradients(model, limit):
     """Scales the gradients to a norm of at most `limit` over all ranks (None: leaves them); returns the norm.
 
-    torch's clip_grad_norm_ handles DTensors one by one: 20 ms of a step of 614 (Llama 3 8B, four H200s). On
-    the CPU, a multiplication by 1 is left out, which would be a quarter of the update's memory traffic.
+    torch's clip_grad_norm_ handles DTensors one by one: 20 ms of a step of 614 (Llama 3 8B, four H200s).
     """
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     own = [local(grad) for grad in grads]
@@ -69,7 +68,7 @@ def clip_gradients(model, limit):
     if isinstance(grads[0], DTensor):
         dist.all_reduce(square, group=grads[0].device_mesh.get_group("shard"))
     norm = square.sqrt()
-    if limit is not None and not (norm.is_cpu and norm + 1e-6 <= limit):
+    if limit is not None and not (norm.is_cpu and norm + 1e-6 <= limit):  # there, * 1 is 1/4 of an update
         torch._foreach_mul_(own, (limit / (norm + 1e-6)).clamp(max=1))
     return norm
 
@@ -77,8 +76,7 @@ def clip_gradients(model, limit):
 def norms(tensors):
     """float32 norms of parts that together make up the tensors, which lie on one device.
 
-    On the CPU these are rows of ROW numbers, for all threads. torch._foreach_norm uses one thread there and
-    adds up a tensor in a few float32 numbers: the norm of 400M normal random numbers came out 7% too small.
+    torch._foreach_norm uses one thread on the CPU, and its float32 sum of 400M squares is 7% too small.
     """
     if not tensors[0].is_cpu:
         return torch.stack(torch._foreach_norm(tensors, dtype=torch.float32))
@@ -125,13 +123,11 @@ class Matrix:
 class Muon(torch.optim.AdamW):
     """Muon (https://kellerjordan.github.io/posts/muon) for the group of kind "matrix", AdamW for the others.
 
-    A matrix moves by lr * sqrt(max(1, rows / columns)) along the orthogonal factor of its Nesterov momentum.
-    Only elements that the update shrinks as well decay (https://arxiv.org/abs/2510.12402). One rank
-    orthogonalises a matrix for all: updates of DDP's copies are all-gathered; rows of FSDP2's shards travel
-    to their matrix' owner and back, in two all-to-alls for a batch of matrices of one shape.
-
-    parts: {parameter: rows of each matrix in it}. The momentum rises from 0.85 over `warmup` steps. As in
-    fused AdamW, a `found_inf` that is not 0 stops an update. The state is sharded as the parameters are.
+    A matrix moves by lr * sqrt(max(1, rows / columns)) along the orthogonal factor of its Nesterov momentum,
+    which rises from 0.85 over `warmup` steps. Only elements that the update shrinks as well decay
+    (https://arxiv.org/abs/2510.12402). One rank orthogonalises a matrix for all: updates of DDP's copies are
+    all-gathered; rows of FSDP2's shards travel to their matrix' owner and back, in two all-to-alls a batch.
+    parts: {parameter: rows of each matrix in it}. As in fused AdamW, a `found_inf` not 0 stops an update.
     """
 
     def __init__(self, groups, parts, warmup=0, compiled=False, momentum=0.95, **options):
@@ -141,7 +137,10 @@ class Muon(torch.optim.AdamW):
         weights = self.matrices["params"]
         for p in weights:
             self.state[p] = dict(step=torch.zeros(1, device=p.device), momentum=torch.zeros_like(p))
-        self.batches = batches({p: parts[p] for p in weights})
+        matrices = [Matrix(p, sum(parts[p][:i]), n) for p in weights for i, n in enumerate(parts[p])]
+        ranks = ranks_of(weights[0])[1]
+        size = lambda shape: ranks * max(1, 2**27 // math.prod(shape))  # of a batch
+        self.batches = by_shape(matrices, lambda m: tuple(sorted(m.shape)), size)
         compiled = compiled and weights[0].is_cuda
         compiled = partial(torch.compile, dynamic=False) if compiled else lambda function: function
         self.accumulate, self.descend = compiled(accumulate), compiled(descend)
@@ -162,7 +161,8 @@ class Muon(torch.optim.AdamW):
         momentum = 0.85 + (self.momentum - 0.85) * (steps[0] / max(1, self.warmup)).clamp(max=1)
         dtype = torch.bfloat16 if weights[0].is_cuda else None
         updates = {p: torch.empty_like(local(p), dtype=dtype) for p in weights}
-        lists = alike(weights)
+        # a compiled graph of 96 weights took 51 s, graphs of four 11
+        lists = by_shape(weights, lambda p: local(p).shape, lambda _: 4)
         for some in lists:
             moments, grads = [local(self.state[p]["momentum"]) for p in some], [local(p.grad) for p in some]
             self.accumulate(moments, grads, [updates[p] for p in some], momentum, skip)
@@ -174,26 +174,12 @@ class Muon(torch.optim.AdamW):
             self.descend([local(p) for p in some], [updates[p] for p in some], *rates)
 
 
-def alike(weights, most=4):
-    """Lists of up to `most` weights of one shape, a graph each: 96 in one compile in 51 s, in fours in 11."""
+def by_shape(items, shape, most):
+    """Lists of items that have one shape(item), of at most `most(shape)` items each."""
     shapes = {}
-    for p in weights:
-        shapes.setdefault(local(p).shape, []).append(p)
-    return [same[i : i + most] for same in shapes.values() for i in range(0, len(same), most)]
-
-
-def batches(parts, most=2**27):
-    """Lists of matrices of one shape, up to transposition, of about `most` elements at most for a rank."""
-    shapes = {}
-    for weight, rows in parts.items():
-        for i, count in enumerate(rows):
-            shape = tuple(sorted((count, weight.size(1))))
-            shapes.setdefault(shape, []).append(Matrix(weight, sum(rows[:i]), count))
-    found = []
-    for (short, long), alike in shapes.items():
-        count = ranks_of(alike[0].weight)[1] * max(1, most // (short * long))
-        found += [alike[i : i + count] for i in range(0, len(alike), count)]
-    return found
+    for item in items:
+        shapes.setdefault(shape(item), []).append(item)
+    return [same[i : i + most(k)] for k, same in shapes.items() for i in range(0, len(same), most(k))]
 
 
 def ranks_of(weight):
@@ -225,13 +211,11 @@ def orthogonalize_updates(matrices, updates):
     for tall in [view for view in views if view.size(0) > view.size(1)]:
         tall *= (long / short) ** 0.5
     if sharded:
-        exchange(there, here, stack, group)
-    elif size > 1:
-        every = stack.new_empty(size * each, short, long)
-        dist.all_gather_into_tensor(every, stack)
-        copy(held, upright(every, matrices))
-    else:
-        copy(held, views)
+        return exchange(there, here, stack, group)
+    if size > 1:
+        own, stack = stack, stack.new_empty(size * each, short, long)
+        dist.all_gather_into_tensor(stack, own)
+    copy(held, upright(stack, matrices))
 
 
 def upright(stack, matrices):

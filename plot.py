@@ -5,11 +5,10 @@
     python plot.py results/modern/*_300M.jsonl --x=tokens        # small logs that the repository keeps
     python plot.py out/a assets/build_nanogpt.jsonl              # beside the losses of another program
 
-Reads each run's log.jsonl, or a file of such lines. Panels: loss (validation with marks, training thin and
-smoothed), HellaSwag, learning rate, gradient norm and tokens per second, as far as a run has them.
+Panels: loss (validation with marks, training thin and smoothed), HellaSwag, learning rate, gradient norm and
+tokens per second, as far as a run has them.
 """
 
-import contextlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ COLORS = ["#2563eb", "#dc2626", "#059669", "#9333ea", "#d97706", "#0891b2"]
 STYLE = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#e5e7eb"}
 STYLE |= {"font.size": 9, "axes.titlesize": 10, "axes.titlelocation": "left", "legend.frameon": False}
 STYLE |= {"axes.xmargin": 0.015, "axes.formatter.useoffset": False, "svg.fonttype": "none"}
+matplotlib.rcParams.update(STYLE)
 AXES = dict(steps="step", tokens="tokens", seconds="seconds of training steps", flops="FLOPs of the model")
 UNITS = {"loss": "nats a token", "bpb": "bits per byte"}
 PANELS = {  # key of a log's lines: (their kind, title)
@@ -45,13 +45,16 @@ class Config:
     out: str | None = None  # .png, .svg or .pdf; None: curves.png in the first folder
 
 
-def main(cfg, folders):
-    if not folders:
+def main(cfg):
+    if not cfg.words:
         raise UserError("give the folder of a run, or of several: python plot.py out/gpt2_124m")
-    first = Path(folders[0])
+    first = Path(cfg.words[0])
     out = Path(cfg.out or (first.with_suffix(".png") if first.is_file() else first / "curves.png"))
-    with drawing(load(folders), cfg.x, cfg.y) as figure:
-        save(figure, out)
+    figure = draw(load(cfg.words), cfg.x, cfg.y)
+    try:
+        figure.savefig(out, dpi=110, facecolor="white")
+    except (OSError, ValueError) as error:  # ValueError: an unknown kind of picture
+        raise UserError(f"{out}: cannot write the picture ({error})") from None
     print(f"drawn: {out}")
 
 
@@ -83,12 +86,14 @@ class Run:
         first, values = (at[0] - 1, np.cumsum(values) / 1e3) if x == "seconds" else (0, values * factor)
         return np.interp(steps, [first, *at], [0, *values])
 
-    def factor(self, y):
-        """What turns nats a token into y, over the validation tokens."""
-        bpb, loss = (series(self.log, "val", key)[1] for key in ("bpb", "loss"))
-        if y == "bpb" and not len(bpb):
+    def losses(self, kind, y):
+        """(steps, losses) of kind train or val; in bits per byte by the ratio at the last validation."""
+        (steps, loss), bpb = series(self.log, kind, "loss"), series(self.log, "val", "bpb")[1]
+        if y == "loss":
+            return steps, loss
+        if not len(bpb):
             raise UserError(f"{self.folder}: no bits per byte in its log; try --y=loss")
-        return 1 if y == "loss" else bpb[-1] / loss[-1]
+        return steps, loss * bpb[-1] / series(self.log, "val", "loss")[1][-1]
 
 
 def read(folder):
@@ -121,51 +126,33 @@ def series(log, kind, key):
 
 def smooth(values):
     """Mean over a window of 1/40 of the run that is centred on each point, shorter at the ends."""
-    half, at = max(1, len(values) // 40) // 2, np.arange(len(values))
-    low, high = np.maximum(at - half, 0), np.minimum(at + half + 1, len(values))
-    sums = np.concatenate([[0.0], np.cumsum(values)])
-    return (sums[high] - sums[low]) / (high - low)
+    window = np.ones(2 * (max(1, len(values) // 40) // 2) + 1)
+    return np.convolve(values, window, "same") / np.convolve(np.ones(len(values)), window, "same")
 
 
-@contextlib.contextmanager
-def styled(height):
-    """An empty figure, 10 inches wide, to be drawn and saved within the context, which holds its style."""
-    with matplotlib.rc_context(STYLE):
-        yield Figure(figsize=(10, height), layout="constrained")
-
-
-@contextlib.contextmanager
-def drawing(runs, x, y):
-    """A figure of all panels, to be saved within the context."""
+def draw(runs, x, y):
+    """A figure of all panels."""
     panels = [k for k, (kind, _) in PANELS.items() if any(len(series(r.log, kind, k)[0]) > 1 for r in runs)]
-    with styled(5.6) as figure:
-        upper, lower = figure.subfigures(2, 1, height_ratios=[2, 1])
-        whole, end = upper.subplots(1, 2, width_ratios=[3, 2])
-        draw_loss(whole, runs, x, y)
-        draw_loss(end, runs, x, y)
-        show_end(end)
-        for i, key in enumerate(panels):
-            draw_panel(lower.add_subplot(1, len(panels), i + 1, xlim=whole.get_xlim()), runs, x, key)
-        for axes in figure.axes:
-            axes.set_xlabel(AXES[x])
-            if x in ("tokens", "flops"):
-                axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-        yield figure
-
-
-def save(figure, out):
-    try:
-        figure.savefig(out, dpi=110, facecolor="white")
-    except (OSError, ValueError) as error:  # ValueError: an unknown kind of picture
-        raise UserError(f"{out}: cannot write the picture ({error})") from None
+    figure = Figure(figsize=(10, 5.6), layout="constrained")
+    upper, lower = figure.subfigures(2, 1, height_ratios=[2, 1])
+    whole, end = upper.subplots(1, 2, width_ratios=[3, 2])
+    draw_loss(whole, runs, x, y)
+    draw_loss(end, runs, x, y)
+    show_end(end)
+    for i, key in enumerate(panels):
+        draw_panel(lower.add_subplot(1, len(panels), i + 1, xlim=whole.get_xlim()), runs, x, key)
+    for axes in figure.axes:
+        axes.set_xlabel(AXES[x])
+        if x in ("tokens", "flops"):
+            axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    return figure
 
 
 def draw_loss(axes, runs, x, y):
     """Training and validation loss of every run."""
     values = []
     for run in runs:
-        (steps, loss), (at, val) = (series(run.log, kind, "loss") for kind in ("train", "val"))
-        loss, val = loss * run.factor(y), val * run.factor(y)
+        (steps, loss), (at, val) = run.losses("train", y), run.losses("val", y)
         if len(loss):
             label = f"_{run.name}, training" if len(val) else run.name
             draw_smoothed(axes, run, run.place(steps, x), loss, label, 0.6)
@@ -213,10 +200,9 @@ def draw_smoothed(axes, run, x, values, label, width=1):
 
 def draw_panel(axes, runs, x, key):
     """One of the panels below the loss."""
-    kind, title = PANELS[key]
+    (kind, title), values = PANELS[key], []
     axes.set_title(title)
     axes.locator_params(axis="x", nbins=5)
-    values = []
     for run in runs:
         steps, y = series(run.log, kind, key)
         if len(y):
@@ -232,4 +218,4 @@ def draw_panel(axes, runs, x, key):
 
 
 if __name__ == "__main__":
-    configurator.run(lambda cfg: main(cfg, cfg.words), Config)
+    configurator.run(main, Config)

@@ -13,9 +13,7 @@ from typing import Literal
 from configurator import refuse, too_small
 
 NANOGPT_WEIGHTS = {"scratch": "--init_from=None", "resume": "--resume=auto"}  # its values of init_from
-NANOGPT_WEIGHTS |= {
-    name: f"--init_from=hf:{name}" for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
-}
+NANOGPT_WEIGHTS |= {f"gpt2{size}": f"--init_from=hf:gpt2{size}" for size in ("", "-medium", "-large", "-xl")}
 
 
 @dataclass
@@ -231,16 +229,13 @@ def check(cfg, ranks=None):
 def out_of_range(cfg, ranks):
     """Settings of a run that are out of range by themselves, one line each."""
     one = "batch_size batch_tokens max_steps keep_last log_interval remat_every timeout_s remat_tile"
-    zero = "lr lr_embedding lr_head min_lr_ratio cooldown_fraction weight_decay beta1 beta2 warmup_steps"
-    zero += " momentum_warmup eval_interval hellaswag_interval sample_interval save_interval seed"
-    least = dict.fromkeys(one.split(), 1) | dict.fromkeys(zero.split(), 0)
-    found = too_small(cfg, least | {"shuffle_seed": 0, "max_skipped_steps": 0, "eval_tokens": cfg.block_size})
+    zero = "lr lr_embedding lr_head min_lr_ratio cooldown_fraction weight_decay beta1 beta2 warmup_steps seed"
+    zero += " momentum_warmup eval_interval hellaswag_interval sample_interval save_interval shuffle_seed"
+    least = dict.fromkeys(one.split(), 1) | dict.fromkeys([*zero.split(), "max_skipped_steps"], 0)
+    found = too_small(cfg, least | {"eval_tokens": cfg.block_size})
     found += [f"{k}={v} must be below 1" for k in ("beta1", "beta2") if (v := getattr(cfg, k)) >= 1]
-    found += [
-        f"{k}={v} needs lr over 0"
-        for k in ("lr_embedding", "lr_head")
-        if (v := getattr(cfg, k)) and not cfg.lr
-    ]
+    if not cfg.lr and (cfg.lr_embedding or cfg.lr_head):
+        found.append(f"lr_embedding={cfg.lr_embedding} and lr_head={cfg.lr_head} need lr over 0")
     if cfg.clip is not None and not cfg.clip > 0:
         found.append(f"clip={cfg.clip} must be over 0, or None for off")
     if not cfg.adam_eps > 0:
@@ -253,54 +248,44 @@ def out_of_range(cfg, ranks):
     return found + [f"{k}={v} must be finite" for k, v in endless.items() if f"{k}=" not in str(found)]
 
 
+CONFLICTS = [  # a setting and its values, another one and its values ("not": all but these), why, what to try
+    ("precision", "fp16", "parallel", "not ddp", "which has no loss scaler", "--precision=bf16"),
+    ("precision", "fp16", "optimizer", "not adamw", "which has no loss scaler", "--precision=bf16"),
+    ("shard_size", "not None", "parallel", "not hsdp", "which has no groups of ranks", "--parallel=hsdp"),
+    ("weights", "bf16", "optimizer", "not adamw8bit", "which loses small updates", "--optimizer=adamw8bit"),
+    ("weights", "bf16", "precision", "fp32 tf32 fp16", "which needs more bits", "--precision=bf16"),
+    ("offload_states", "True", "parallel", "ddp", "which does not shard the model", "--parallel=fsdp"),
+    ("offload_states", "True", "optimizer", "not adamw", "which needs the GPU", "--optimizer=adamw"),
+    ("deterministic", "True", "attention", "cudnn", "which adds in no fixed order", "--attention=flash"),
+    ("cuda_graph", "True", "remat", "not none", "which reads the random state", "--remat=none"),
+    ("cuda_graph", "True", "offload_states", "True", "which copies to the host", "one of them"),
+    ("cuda_graph", "True", "context_parallel", "not 1", "whose collectives it cannot hold", "one of them"),
+    ("cuda_graph", "True", "document_mask", "True", "which waits for the GPU", "one of them"),
+    ("remat_tile", "not None", "remat", "none", "which tiles nothing", "--remat=selective"),
+    ("remat_offload", "True", "remat", "none selective", "which keeps too much to move", "--remat=block"),
+    ("dropout", "not 0 0.0", "remat", "attention", "which would draw other numbers", "--remat=block"),
+    ("dropout", "not 0 0.0", "document_mask", "True", "whose attention has none", "--dropout=0"),
+    ("attention", "not auto", "document_mask", "True", "which brings its own", "--attention=auto"),
+    ("remat", "attention", "document_mask", "True", "whose parts of a row it mixes", "--remat=block"),
+]
+
+
 def conflicts(cfg, ranks):
     """Settings that cannot be combined, one line each."""
-    found, shards, sharded, remat = [], cfg.shard_size, cfg.parallel != "ddp", cfg.remat
+    found, shards = [], cfg.shard_size
+    within = lambda name, values: (str(getattr(cfg, name)) in values.split()) != values.startswith("not ")
+    for a, values, b, others, why, other in CONFLICTS:
+        if within(a, values) and within(b, others):
+            pair = f"{a}={getattr(cfg, a)} does not go with {b}={getattr(cfg, b)}"
+            found.append(f"{pair}, {why}; try {other}")
     if cfg.overwrite and cfg.resume != "none":
         found.append(f"overwrite=True starts afresh, resume={cfg.resume} goes on; leave one of them out")
-    for name, usual in (("parallel", "ddp"), ("optimizer", "adamw")):
-        if cfg.precision == "fp16" and (value := getattr(cfg, name)) != usual:
-            found.append(f"precision=fp16 has no loss scaler for {name}={value}; try --precision=bf16")
     if cfg.parallel == "hsdp" and shards is not None and (shards < 1 or ranks % shards):
         found.append(f"shard_size={shards} must divide the number of ranks, {ranks}")
-    if cfg.parallel != "hsdp" and shards is not None:
-        found.append(f"shard_size={shards} is for parallel=hsdp, parallel is {cfg.parallel}")
-    if cfg.weights == "bf16":
-        if cfg.optimizer != "adamw8bit":
-            found.append(f"weights=bf16 loses small updates with {cfg.optimizer}; try --optimizer=adamw8bit")
-        if cfg.precision in ("fp32", "tf32", "fp16"):
-            found.append(f"weights=bf16 cannot give precision={cfg.precision}; try --precision=bf16")
-        if not sharded and ranks > 1 and cfg.reduce_dtype == "fp32":
-            found.append("weights=bf16 has bf16 gradients, which DDP sums in bf16; try --reduce_dtype=bf16")
-    if cfg.offload_states and not sharded:
-        found.append("offload_states=True needs a sharded model, parallel is ddp; try --parallel=fsdp")
-    if cfg.offload_states and cfg.optimizer != "adamw":
-        found.append(f"offload_states=True updates on the CPU, which {cfg.optimizer} does not; try adamw")
-    if cfg.deterministic and cfg.attention == "cudnn":
-        found.append("deterministic=True: cudnn adds gradients in no fixed order; try --attention=flash")
-    if cfg.cuda_graph:
-        reasons = {
-            f"remat={remat}, which reads the random state": remat != "none",
-            f"FSDP2's collectives, parallel={cfg.parallel}": sharded and (ranks > 1 or cfg.offload_states),
-            "context_parallel's collectives": cfg.context_parallel > 1,
-            "document_mask=True, which waits for the GPU": cfg.document_mask,
-        }
-        found += [f"cuda_graph=True cannot capture {why}" for why, wrong in reasons.items() if wrong]
-    if remat == "none" and cfg.remat_tile:
-        found.append("remat_tile needs remat=selective, attention or block, remat is none")
-    if remat in ("none", "selective") and cfg.remat_offload:
-        found.append(f"remat_offload needs remat=attention or block, remat is {remat}")
-    if remat == "attention" and cfg.dropout:
-        found.append(f"remat=attention does not support dropout={cfg.dropout}; try --remat=block")
-    if cfg.document_mask:
-        if cfg.dropout:
-            found.append(f"document_mask=True supports no dropout={cfg.dropout}; try --dropout=0")
-        if cfg.attention != "auto":
-            found.append(
-                f"document_mask=True brings its own attention, not {cfg.attention}; leave it at auto"
-            )
-        if remat == "attention":
-            found.append("remat=attention keeps whole rows, not document_mask=True's; try --remat=block")
+    if cfg.weights == "bf16" and cfg.parallel == "ddp" and ranks > 1 and cfg.reduce_dtype == "fp32":
+        found.append("weights=bf16 has bf16 gradients, which DDP sums in bf16; try --reduce_dtype=bf16")
+    if cfg.cuda_graph and cfg.parallel != "ddp" and ranks > 1:
+        found.append(f"cuda_graph=True cannot hold the collectives of parallel={cfg.parallel}; try ddp")
     return found
 
 

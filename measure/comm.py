@@ -9,36 +9,34 @@ from configurator import UserError, refuse, too_small
 from run.logger import device_name
 from scale import parallel
 
-NAMES = "all_reduce", "all_gather", "reduce_scatter", "all_to_all"
-
 
 def measure(cfg):
     """Prints a table of GB/s and us; cfg: a bench.CommConfig. Every rank calls it."""
-    refuse(too_small(cfg, {"rounds": 1, "max_mib": 1}))
+    refuse(too_small(cfg, {"max_mib": 1}))
     world = parallel.start(cfg.device)
     if (n := world.size) == 1:
-        raise UserError(
-            "bench.py comm needs several ranks; try torchrun --standalone --nproc_per_node=4 bench.py comm"
-        )
+        words = "torchrun --standalone --nproc_per_node=4 bench.py comm"
+        raise UserError(f"bench.py comm needs several ranks; try {words}")
     say = print if world.main else lambda *_, **__: None
     say(f"{n} x {device_name(world.device)}; GB/s of bus bandwidth (us)\n{'MiB':>8}", end="")
-    say("".join(f"{name:>24}" for name in NAMES))
     size = 1
     while size <= cfg.max_mib:
         whole = torch.ones(size * 2**19, device=world.device, dtype=torch.bfloat16)
         part, other = whole[: whole.numel() // n].clone(), torch.empty_like(whole)
-        calls = [  # bytes that pass a link, as a share of the message; the call
-            (2 * (n - 1) / n, dist.all_reduce, [whole]),
-            ((n - 1) / n, dist.all_gather_into_tensor, [whole, part]),
-            ((n - 1) / n, dist.reduce_scatter_tensor, [part, whole]),
-            ((n - 1) / n, dist.all_to_all_single, [other, whole]),
-        ]
-        cells = [cell(share * whole.numel() * 2, call, tensors, cfg.rounds) for share, call, tensors in calls]
+        calls = {  # name: bytes that pass a link, as a share of the message; the call
+            "all_reduce": (2 * (n - 1) / n, dist.all_reduce, [whole]),
+            "all_gather": ((n - 1) / n, dist.all_gather_into_tensor, [whole, part]),
+            "reduce_scatter": ((n - 1) / n, dist.reduce_scatter_tensor, [part, whole]),
+            "all_to_all": ((n - 1) / n, dist.all_to_all_single, [other, whole]),
+        }
+        if size == 1:
+            say("".join(f"{name:>24}" for name in calls))
+        cells = [cell(share * whole.numel() * 2, call, tensors) for share, call, tensors in calls.values()]
         say(f"{size:>8}" + "".join(f"{c:>24}" for c in cells), flush=True)
         size *= 4
 
 
-def cell(moved, call, tensors, rounds):
+def cell(moved, call, tensors, rounds=10):
     """GB/s and median us of a collective that moves so many bytes, after two warm-ups."""
     times, device = [], tensors[0].device
     for _ in range(rounds + 2):

@@ -13,36 +13,23 @@ GPU_CLOCK = 2e9  # cycles a second of a fast GPU: torch.cuda._sleep, which holds
 
 
 def floor_times(cfg, device):
-    """Times of the GEMMs and the causal attention of a micro-batch in bf16.
+    """Times of the GEMMs and the causal attention of a micro-batch in bf16, forward and backward.
 
     Returns ({"GEMMs", "attention": ms with each kernel timed alone}, ms of all of them back to back for 3 s,
     at the clock that the GPU's power cap allows, and `power` at their end).
     """
-    gemms, attention, head = floor_work(cfg, device)
-    layers = cfg.n_layer
-    alone = {"GEMMs": layers * sum(map(clock, gemms)) + sum(map(clock, head))}
-    alone["attention"] = layers * sum(map(clock, attention))
-
-    def micro_batch():
-        for work in (gemms + attention) * layers + head:
-            work()
-
-    return alone, *sustained(micro_batch, device)
-
-
-def floor_work(cfg, device):
-    """The calls of a block's GEMMs, of its attention, and of the head's GEMMs, forward and backward."""
     heads = [max(1, n // cfg.context_parallel) for n in (cfg.n_head, cfg.kv_heads, cfg.kv_heads)]
     options = dict(device=device, dtype=torch.bfloat16, requires_grad=True)
     q, k, v = (torch.randn(cfg.batch_size, n, cfg.block_size, cfg.head_dim, **options) for n in heads)
-    y = kernels.attention(q, k, v, cfg.attention)
+    forward = lambda: kernels.attention(q, k, v, cfg.attention)
+    y = forward()
     dy = torch.randn_like(y)
-    attention = [
-        lambda: kernels.attention(q, k, v, cfg.attention),
-        lambda: torch.autograd.grad(y, (q, k, v), dy, retain_graph=True),
-    ]
+    attention = [forward, lambda: torch.autograd.grad(y, (q, k, v), dy, retain_graph=True)]
     gemms = [work for M, K in cfg.block_matmuls for work in three_matmuls(cfg.rank_tokens, K, M, device)]
-    return gemms, attention, three_matmuls(cfg.rank_tokens, cfg.n_embd, cfg.padded_vocab, device)
+    head = three_matmuls(cfg.rank_tokens, cfg.n_embd, cfg.padded_vocab, device)
+    alone = {"GEMMs": cfg.n_layer * sum(map(clock, gemms)) + sum(map(clock, head))}
+    alone["attention"] = cfg.n_layer * sum(map(clock, attention))
+    return alone, *sustained((gemms + attention) * cfg.n_layer + head, device)
 
 
 def three_matmuls(N, K, M, device):
@@ -53,14 +40,15 @@ def three_matmuls(N, K, M, device):
     return [lambda p=p: torch.mm(p[0], p[1], out=p[2]) for p in products]
 
 
-def sustained(work, device, seconds=3):
-    """(median ms of work() in the second half of `seconds` of back-to-back calls, `power` at their end)."""
+def sustained(calls, device, seconds=3):
+    """(median ms of all calls in the second half of `seconds` back to back, `power` at their end)."""
     moments, began = [], time.perf_counter()
     while time.perf_counter() - began < seconds or len(moments) < 3:
-        work()
+        for call in calls:
+            call()
         moments.append(torch.cuda.Event(enable_timing=True))
         moments[-1].record()
-        moments[-2:][0].synchronize()  # one call is queued while the one before it runs
+        moments[-2:][0].synchronize()  # one round is queued while the one before it runs
     watts = power(device)
     torch.cuda.synchronize()
     late = moments[len(moments) // 2 :]

@@ -16,7 +16,6 @@ from run.build import choose
 from run.flops import peak_flops
 from run.logger import describe_device, show
 from scale import context, parallel
-from settings import check
 
 DOCUMENT_TOKENS = 8192  # mean length of a document, with document_mask
 NCCL = "communication, exposed"
@@ -31,34 +30,27 @@ KINDS = {  # a kernel is of the first kind whose pattern its name contains
 
 
 def measure(cfg):
-    """Times cfg.steps training steps and prints the result; cfg: a bench.StepConfig."""
-    world = parallel.join(cfg)
-    began = time.perf_counter()
-    check(cfg, world.size)
+    """Times cfg.steps training steps and prints the result; cfg: a bench.StepConfig that was checked."""
     refuse(too_small(cfg, {"steps": 0, "settle": 0, "gpu_gib": 1}))
+    world, began = parallel.join(cfg), time.perf_counter()
     on_gpu, say = world.device.type == "cuda", print if world.main else lambda *_: None
     if cfg.gpu_gib and on_gpu:
         most = torch.cuda.mem_get_info(world.device)[1]
         torch.cuda.set_per_process_memory_fraction(min(1.0, cfg.gpu_gib * 2**30 / most), world.device)
-    if cfg.snapshot and on_gpu:
-        torch.cuda.memory._record_memory_history()
-    own, rows, job = build(cfg, world)
-    next_batch = synthetic(own, world)
+    cfg, rows, job = build(cfg, world)
+    next_batch = synthetic(cfg, world)
     show([describe_device(world), *rows, *job.account.rows()], say)
-    step(job, next_batch, own)
+    step(job, next_batch, cfg)
     first = parallel.synchronize(world.device) - began
-    say(f"{'first step':<12} {first:.1f} s after the start, compilation included")
-    for _ in range(own.settle):
-        step(job, next_batch, own)
-    if times := step_times(job, next_batch, own):
-        say(f"{'step':<12} {speed(times, own, world, job.account.flops_per_token)}")
+    show([("first step", f"{first:.1f} s after the start, compilation included")], say)
+    for _ in range(cfg.settle):
+        step(job, next_batch, cfg)
+    if times := step_times(job, next_batch, cfg):
+        show([("step", speed(times, cfg, world, job.account.flops_per_token))], say)
     if on_gpu:
-        say(f"{'memory':<12} {memory_peak()}, {power(world.device)}")
-        if cfg.snapshot:
-            torch.cuda.memory._dump_snapshot(cfg.snapshot)
-            torch.cuda.memory._record_memory_history(enabled=None)
-        if cfg.breakdown:
-            breakdown(job, next_batch, own, world, say)
+        show([("memory", f"{memory_peak()}, {power(world.device)}")], say)
+    if on_gpu and cfg.breakdown:
+        breakdown(job, next_batch, cfg, world, say)
 
 
 def build(cfg, world):
@@ -104,9 +96,8 @@ def step_times(job, next_batch, cfg):
 def speed(times, cfg, world, flops_per_token):
     """Median step, tokens/s and MFU in words."""
     median, peak = statistics.median(times), peak_flops(world.device, cfg.precision)
-    rate, mfu = cfg.batch_tokens / median, "n/a"
-    if peak is not None and flops_per_token is not None:
-        mfu = f"{rate * flops_per_token / peak / world.size:.1%}"
+    rate = cfg.batch_tokens / median
+    mfu = f"{rate * flops_per_token / peak / world.size:.1%}" if peak and flops_per_token else "n/a"
     spread = f"median of {len(times)} ({min(times) * 1e3:.1f} to {max(times) * 1e3:.1f})"
     return f"{median * 1e3:.1f} ms, {spread}; {rate:,.0f} tokens/s, MFU {mfu}"
 
@@ -120,21 +111,22 @@ def memory_peak():
 
 def breakdown(job, next_batch, cfg, world, say):
     """Prints the GPU time of a step by kind of kernel beside the floor, and the kernels that take most."""
-    steps, trace = 2, cfg.trace if world.main else None
-    events = kernel_events(lambda: [step(job, next_batch, cfg) for _ in range(steps)], trace)
+    steps = 2
+    work = lambda: [step(job, next_batch, cfg) for _ in range(steps)]
+    events = kernel_events(work, cfg.trace if world.main else None)
     by_kind, wall, busy = times_by_kind(events, steps)
     floor, hot, watts = floor_times(cfg, world.device)
     floor, hot = {kind: ms * job.accumulation for kind, ms in floor.items()}, hot * job.accumulation
+    alone, idle = sum(floor.values()), wall - busy
+    rate = lambda ms: f"{cfg.batch_tokens / ms * 1e3:,.0f} tokens/s"
     say(f"\n{'ms a step':<28}{'measured':>10}{'bf16 floor':>12}")
-    for kind in ("GEMMs", "attention", "loss", "elementwise", "optimizer", NCCL):
-        say(f"{kind:<28}{by_kind[kind]:10.1f}" + (f"{floor[kind]:12.1f}" if kind in floor else ""))
-    say(f"{'idle':<28}{wall - busy:10.1f}{'':<15}{idle_advice(len(events) / steps, wall - busy, wall)}")
-    for name, measured, least, more in [
-        ("all", f"{wall:10.1f}", sum(floor.values()), ""),
-        ("floor back to back for 3 s", "", hot, f", {watts}"),
-    ]:
-        rate = cfg.batch_tokens / least * 1e3
-        say(f"{name:<28}{measured:>10}{least:12.1f}   {rate:,.0f} tokens/s{more}")
+    least = {kind: f"{ms:.1f}" for kind, ms in floor.items()}
+    rows = [(kind, f"{ms:.1f}", least.get(kind, ""), "") for kind, ms in by_kind.items()]
+    rows += [("idle", f"{idle:.1f}", "", idle_advice(len(events) / steps, idle, wall))]
+    rows += [("all", f"{wall:.1f}", f"{alone:.1f}", rate(alone))]
+    rows += [("floor back to back for 3 s", "", f"{hot:.1f}", f"{rate(hot)}, {watts}")]
+    for name, measured, lower, more in rows:
+        say(f"{name:<28}{measured:>10}{lower:>12}   {more}".rstrip())
     say(f"\n{'kernels by time':<66} {'ms a step':>10} {'times':>7} {'us each':>12}")
     by_name = {}
     for name, begin, end in events:

@@ -9,7 +9,7 @@ from torch._dynamo.utils import counters
 
 import kernels
 import model as models
-from fast import cublas
+from fast import chips, cublas
 from run import flops
 from settings import GPTConfig
 
@@ -168,7 +168,7 @@ def test_ropes_fused_kernel_has_rms_norms_alone(monkeypatch):
 def test_amd_gpus_run_plain_pytorch(monkeypatch):
     """To PyTorch a ROCm device is "cuda" too; cuBLASLt and CUDA kernels are not for it."""
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert "NVIDIA" in kernels.unable(torch.device("cuda", 0))
+    assert "NVIDIA" in chips.no_fused_kernels(chips.of(torch.device("cuda", 0)))
 
 
 def test_gradients_of_attention_have_the_layout_of_its_output():

@@ -44,11 +44,10 @@ def test_draws_the_small_logs_of_the_repository():
     assert len(logs) > 1
     runs = plot.load(logs)
     assert [run.name for run in runs] == [Path(log).stem for log in logs]
-    with plot.drawing(runs, "tokens", "loss") as figure:
-        labels = [line.get_label() for line in figure.axes[0].lines]
+    labels = [line.get_label() for line in plot.draw(runs, "tokens", "loss").axes[0].lines]
     assert {run.name for run in runs} <= {label.partition(":")[0] for label in labels}
-    with pytest.raises(UserError, match="try --x=steps"), plot.drawing(runs, "seconds", "loss"):
-        pass
+    with pytest.raises(UserError, match="try --x=steps"):
+        plot.draw(runs, "seconds", "loss")
     timed = next(run for run in runs if "step_ms" in run.start)
     assert timed.place(np.array([0, 100]), "seconds") == pytest.approx([0, timed.start["step_ms"] / 10])
 
@@ -78,17 +77,16 @@ def run_of(folder):
 def test_a_run_of_train_py_has_what_every_axis_needs(data_dir, tmp_path):
     train_here(data_dir, tmp_path / "a", max_steps=3, eval_interval=1)
     for x in plot.AXES:
-        with plot.drawing(plot.load([tmp_path / "a"]), x, "loss") as figure:
-            titles = {axes.get_title(loc="left") for axes in figure.axes}
+        figure = plot.draw(plot.load([tmp_path / "a"]), x, "loss")
+        titles = {axes.get_title(loc="left") for axes in figure.axes}
         assert {"learning rate", "gradient norm", "tokens/s"} < titles
 
 
 @pytest.mark.parametrize("x, end", [("steps", 20), ("tokens", 2000), ("seconds", 10), ("flops", 2e9)])
 @pytest.mark.parametrize("y, top", [("loss", 10), ("bpb", 4)])
 def test_validation_starts_at_step_0_within_the_panel_on_every_axis(tmp_path, x, end, y, top):
-    with plot.drawing(plot.load([run_of(tmp_path / "a")]), x, y) as figure:
-        axes = figure.axes[0]
-        found = {line.get_label(): line.get_data() for line in axes.lines}
+    axes = plot.draw(plot.load([run_of(tmp_path / "a")]), x, y).axes[0]
+    found = {line.get_label(): line.get_data() for line in axes.lines}
     (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
     at, loss = found[f"a: {top / 21**0.3:.3f}"]
     assert at == pytest.approx([0, end / 2, end])
@@ -105,8 +103,8 @@ def test_a_log_without_what_the_axis_needs(tmp_path):
         ("flops", "loss", "old: its log does not hold what x=flops needs"),
         ("steps", "bpb", "old: no bits per byte in its log"),
     ]:
-        with pytest.raises(UserError, match=message), plot.drawing(runs, x, y):
-            pass
+        with pytest.raises(UserError, match=message):
+            plot.draw(runs, x, y)
 
 
 def test_as_a_script(tmp_path):

@@ -65,30 +65,30 @@ def main(picture):
 
     print(f"loss = {E:.3f} + {A:.4g} / N^{alpha:.2f} + {B:.4g} / D^{beta:.2f}")
     factors = np.geomspace(0.1, 100, 3001)
-    with plot.styled(4.2) as figure:
-        axes = figure.subplots()
-        for name, runs, color in (("modern", MODERN, plot.COLORS[0]), ("GPT-2, tuned", GPT2, plot.COLORS[1])):
-            N, D, loss = ends(runs)
-            errors = sum(np.square(law(n, d, factors) - x) for n, d, x in zip(N, D, loss))
-            m = 1.0 if runs is MODERN else factors[errors.argmin()]
-            off = np.abs(law(N, D, m) - loss).max()
-            print(f"{name}: {len(N)} runs, {m:.2f} times the tokens, at most {off:.3f} nats off")
-            axes.scatter(6 * N * D, loss, (4 + 4 * np.log10(N / 1e7)) ** 2, color=color, zorder=3)
-            compute = np.geomspace(4 * (N * D).min(), 9 * (N * D).max(), 100)
-            sizes = best_size(compute, m)
-            axes.plot(
-                compute,
-                law(sizes, compute / 6 / sizes, m),
-                color=color,
-                label=f"{name}: {m:.2f} times the tokens",
-            )
-        axes.set(
-            xscale="log",
-            xlabel="FLOPs of the model",
-            title="validation loss, larger models larger; lines: the best size",
+    figure = plot.Figure(figsize=(10, 4.2), layout="constrained")
+    axes = figure.subplots()
+    for name, runs, color in (("modern", MODERN, plot.COLORS[0]), ("GPT-2, tuned", GPT2, plot.COLORS[1])):
+        N, D, loss = ends(runs)
+        errors = sum(np.square(law(n, d, factors) - x) for n, d, x in zip(N, D, loss))
+        m = 1.0 if runs is MODERN else factors[errors.argmin()]
+        off = np.abs(law(N, D, m) - loss).max()
+        print(f"{name}: {len(N)} runs, {m:.2f} times the tokens, at most {off:.3f} nats off")
+        axes.scatter(6 * N * D, loss, (4 + 4 * np.log10(N / 1e7)) ** 2, color=color, zorder=3)
+        compute = np.geomspace(4 * (N * D).min(), 9 * (N * D).max(), 100)
+        sizes = best_size(compute, m)
+        axes.plot(
+            compute,
+            law(sizes, compute / 6 / sizes, m),
+            color=color,
+            label=f"{name}: {m:.2f} times the tokens",
         )
-        axes.legend()
-        plot.save(figure, picture)
+    axes.set(
+        xscale="log",
+        xlabel="FLOPs of the model",
+        title="validation loss, larger models larger; lines: the best size",
+    )
+    axes.legend()
+    figure.savefig(picture, dpi=110, facecolor="white")
     for compute in 10.0 ** np.arange(17, 22):
         N = best_size(compute)
         D = compute / 6 / N
