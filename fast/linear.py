@@ -62,7 +62,7 @@ def operands(ctx, x, *parameters):
 
 
 def weight_gradients(dy, x, weight_dtype, bias_dtype, sums=None):
-    """(dW, db) of y = x W^T + b, from dy: (M, N) and x: (M, K); sums: column sums of dy; None, empty: unknown."""
+    """(dW, db) of y = x W^T + b, from dy: (M, N) and x: (M, K); sums: column sums of dy, if not empty."""
     dw = product(dy.t(), x, None, weight_dtype, True)
     if bias_dtype is None:
         return dw, None

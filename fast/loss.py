@@ -1,8 +1,6 @@
-"""Linear layer and cross-entropy in chunks of tokens, the gradients computed in the forward: logits are never
-whole.
+"""Linear layer and cross-entropy in chunks of tokens, the gradients computed in the forward.
 
-On Hopper the logits GEMM's epilogue takes the exponentials of the softmax, so that the logits are read once
-less.
+On Hopper the epilogue of the logits' GEMM takes the softmax's exponentials: logits are read once less.
 """
 
 import torch
@@ -44,12 +42,9 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return *kept_gradients(ctx, grad), None, None, None, None
-
-
-def sum_dtype(weight):
-    """The dtype in which the chunks' weight gradients are summed: the weight's; float32 for float16."""
-    return torch.float32 if weight.dtype == torch.float16 else weight.dtype
+        dx, dw, factors = ctx.saved_tensors
+        by_row = grad if factors is None else grad * factors[:, None]
+        return dx.mul_(by_row).view(ctx.shape), dw.mul_(grad).to(ctx.weight_dtype), None, None, None, None
 
 
 def keep_gradients(ctx, x, weight, dx, dw, factors=None):
@@ -58,13 +53,21 @@ def keep_gradients(ctx, x, weight, dx, dw, factors=None):
     ctx.shape, ctx.weight_dtype = x.shape, weight.dtype
 
 
-def kept_gradients(ctx, grad):
-    dx, dw, factors = ctx.saved_tensors
-    by_row = grad if factors is None else grad * factors[:, None]
-    return dx.mul_(by_row).view(ctx.shape), dw.mul_(grad).to(ctx.weight_dtype)
+def sum_dtype(weight):
+    """The dtype in which the chunks' weight gradients are summed: the weight's; float32 for float16."""
+    return torch.float32 if weight.dtype == torch.float16 else weight.dtype
 
 
-@operator("cross_entropy_chunks")
+def empty_results(x, w, dw_dtype):
+    losses = x.new_empty(x.size(0), dtype=torch.float32)
+    if dw_dtype is None:
+        return losses, x.new_empty(0), x.new_empty(0)
+    return losses, torch.empty_like(x), torch.empty_like(w, dtype=dw_dtype)
+
+
+@operator(
+    "cross_entropy_chunks", lambda x, w, ids, V, cap, dtype: (*empty_results(x, w, dtype), x[:, 0].float())
+)
 def cross_entropy_chunks(
     x: Tensor, w: Tensor, targets: Tensor, V: int, softcap: float | None, dw_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -95,12 +98,6 @@ def cross_entropy_chunks(
     return losses, dx, dw, factors
 
 
-@cross_entropy_chunks.register_fake
-def _(x, w, targets, V, softcap, dw_dtype):
-    losses, dx, dw = empty_results(x, w, dw_dtype)
-    return losses, dx, dw, torch.empty_like(losses)
-
-
 def chunk_rows(P):
     """How many rows of P logits in 16 bits fit in LOGITS_BYTES, rounded down to a power of two."""
     return 2 ** max(4, (LOGITS_BYTES // (2 * P)).bit_length() - 1)
@@ -113,13 +110,6 @@ def cross_entropy_rows(logits, targets, losses, grads, scale, V, softcap, grad):
         P=logits.size(1), V=V, CAP=softcap is not None, GRAD=grad,
         DITHER=grads.dtype == torch.float8_e5m2, BLOCK=CE_BLOCK, num_warps=CE_WARPS,
     )  # fmt: skip
-
-
-def empty_results(x, w, dw_dtype):
-    losses = torch.empty(x.size(0), dtype=torch.float32, device=x.device)
-    if dw_dtype is None:
-        return losses, x.new_empty(0), x.new_empty(0)
-    return losses, torch.empty_like(x), torch.empty_like(w, dtype=dw_dtype)
 
 
 @triton.jit
@@ -188,8 +178,7 @@ def _cross_entropy(
 
 def target_logits(x, w, targets, softcap):
     """(N,) float32: the logit of each row's target, capped, times log2(e); infinite where it is ignored."""
-    shifts = torch.empty(x.size(0), dtype=torch.float32, device=x.device)
-    C = x.size(1)
+    C, shifts = x.size(1), x.new_empty(x.size(0), dtype=torch.float32)
     block, capped = min(2048, power_of_2(C)), softcap is not None
     _target_logits[(x.size(0),)](x, w, targets, shifts, softcap or 0.0, C=C, CAP=capped, BLOCK=block)
     return shifts
