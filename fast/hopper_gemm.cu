@@ -1,5 +1,5 @@
 // hopper_gemm: out = epilogue(a b), bf16 with float32 accumulators. -DEPILOGUE picks what happens to these
-// before they are stored, -DB_N_MAJOR the layout of b. hopper.py compiles each pair in use and launches it.
+// before they are stored, -DB_N_MAJOR the layout of b.
 //
 // A persistent grid, one block per SM, in clusters of two. In a block two consumer warpgroups alternate
 // (ping-pong in CUTLASS): while one multiplies its tile, the other runs the epilogue of the tile before, so
@@ -23,10 +23,9 @@ enum Epilogue {
 constexpr u32 A_BYTES = BM * BK * 2, B_BYTES = BN * BK * 2, STAGE_BYTES = A_BYTES + B_BYTES;
 constexpr u32 STAGING_BYTES = 32 * CHUNK * 2;  // a warp stages 32 rows of a chunk at once
 constexpr u32 CHUNKS = BN / CHUNK;             // of a tile
+constexpr float LOG2E = 1.4426950409f;
 
 // ---- pointwise functions ----------------------------------------------------------------------------------
-
-constexpr float LOG2E = 1.4426950409f;
 
 __device__ float exp2_approx(float x) {
     float p;
@@ -86,9 +85,7 @@ __device__ float derivative(float saved) {  // of the activation, see DRELU2 and
 // its right neighbour.
 typedef float Accumulators[2][96];
 
-struct Tile {
-    u32 row, column;  // of the output, where the block's tile begins
-};
+struct Tile { u32 row, column; };  // of the output, where the block's tile begins
 
 struct Warp {
     u32 index, lane;
@@ -115,9 +112,9 @@ __device__ void commit_staging() {  // makes the whole warp's writes visible to 
     __syncwarp();
 }
 
-// Adds the bias to chunk c of d, from column n on, and writes it (RELU2: its activation) into `buffer`.
+// Adds the bias to chunk c of d, from column n on, and writes it (RELU2: its activation) into buffer `to`.
 __device__ void stage_with_bias(const Warp& warp, Accumulators& d, u32 c, u32 n, const u16* bias, u32 N,
-                                u32 buffer) {
+                                u32 to) {
 #pragma unroll
     for (u32 j = 0; j < CHUNK / 16; j++) {
         u32 added[2] = {0, 0};
@@ -136,20 +133,20 @@ __device__ void stage_with_bias(const Warp& warp, Accumulators& d, u32 c, u32 n,
                 left += low_bf16(added[i / 2]), right += high_bf16(added[i / 2]);
                 r[i] = EPILOGUE == RELU2 ? pack_bf16x2(relu2(left), relu2(right)) : pack_bf16x2(left, right);
             }
-            stmatrix_x4(buffer + warp.matrix(j, h), r);
+            stmatrix_x4(to + warp.matrix(j, h), r);
         }
     }
     commit_staging();
 }
 
-__device__ void epilogue_bias(Warp& warp, Accumulators& d, Tile tile, const TensorMap* out_map,
+__device__ void epilogue_bias(Warp& warp, Accumulators& d, Tile tile, const TensorMap* out,
                               const u16* bias, u32 N) {
 #pragma unroll
     for (u32 c = 0; c < CHUNKS; c++, warp.chunk++) {
         const u32 n = tile.column + c * CHUNK, m = tile.row + 32 * warp.index, buffer = warp.buffer();
         acquire_staging<1>(warp);
         stage_with_bias(warp, d, c, n, bias, N, buffer);
-        if (warp.lane == 0) tma_store(out_map, n, m, buffer);
+        if (warp.lane == 0) tma_store(out, n, m, buffer);
     }
 }
 
@@ -249,13 +246,12 @@ __device__ void epilogue_derivative(Warp& warp, Accumulators& d, Tile tile, Tile
     }
 }
 
-// Exponents (of two) far above their row's shift would overflow. Where the sum of a tile's columns is above 2
-// to this, the row's shift is raised to the tile's largest.
-constexpr float LARGEST_EXPONENT = 60.f;
+constexpr float LARGEST_EXPONENT = 60.f;  // of two: see raise_shifts
 
-// Raises the shifts of those of this lane's rows whose sums are too large, both [h][i % 2] -> whether any
-// lane's was. valid: the tile's columns that count, from this lane's first on. A row is raised once at most:
-// logits from 7e8 on, whose shift's rounding alone is above LARGEST_EXPONENT, keep too large a sum.
+// Exponents far above their row's shift would overflow. Of this lane's rows whose sums are above 2 to
+// LARGEST_EXPONENT, both [h][i % 2], this raises the shift to the tile's largest exponent -> whether any lane
+// did. valid: the tile's columns that count, from this lane's first on. A row is raised once at most: logits
+// from 7e8 on, whose shift's rounding alone is above LARGEST_EXPONENT, keep too large a sum.
 __device__ bool raise_shifts(const Warp& warp, const Accumulators& d, int valid, const float (&row_sum)[2][2],
                              float (&shift)[2][2]) {
     bool large[2][2], any = false;
@@ -346,11 +342,11 @@ __device__ void epilogue_exp(Warp& warp, Accumulators& d, Tile tile, const Tenso
 
 // ---- the kernel -------------------------------------------------------------------------------------------
 
-// a: (M, K), three matrices side by side (the gradients of q, k and v), the second from column K1 on, the third
-// from K2; b: (N, K), or (K, N) with B_N_MAJOR; out, saved: (M, N); all bf16 with contiguous rows. `saved` is
-// written by GELU (the pre-activation) and read by DRELU2 and DGELU. bias: (N,) bf16 or null. shifts: (M,)
-// float32. sums: float32, (M / 32, N) for DRELU2 and DGELU, (M, N / BN rounded up, 2) for EXP and EXP_CAPPED,
-// with M rounded up to whole tiles of a cluster. These two write no out where has_out is 0.
+// a: (M, K), three matrices side by side (the gradients of q, k and v), from columns 0, K1 and K2 on; b: (N, K),
+// or (K, N) with B_N_MAJOR; out, saved: (M, N); all bf16 with contiguous rows. `saved`: written by GELU (the
+// pre-activation), read by DRELU2 and DGELU. bias: (N,) bf16 or null. shifts: (M,) float32. sums: float32,
+// (M / 32, N) for DRELU2 and DGELU, (M, N / BN rounded up, 2) for EXP and EXP_CAPPED, with M rounded up to whole
+// tiles of a cluster. These two write no out where has_out is 0.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTER, 1, 1)
 hopper_gemm(const __grid_constant__ TensorMap a0_map, const __grid_constant__ TensorMap a1_map,
             const __grid_constant__ TensorMap a2_map, const __grid_constant__ TensorMap b_map,
@@ -359,7 +355,6 @@ hopper_gemm(const __grid_constant__ TensorMap a0_map, const __grid_constant__ Te
             u32 M, u32 N, u32 K, u32 K1, u32 K2, u32 n_valid, u32 has_out, float softcap) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const u32 stages = (u32)__cvta_generic_to_shared(shared), staging = stages + STAGES * STAGE_BYTES;
-    // mbarriers
     const u32 full = staging + 16 * STAGING_BYTES, empty = full + 8 * STAGES, loaded = empty + 8 * STAGES;
     const u32 warpgroup = threadIdx.x / 128, thread = threadIdx.x % 128, lane = thread % 32;
     const u32 cta_rank = blockIdx.x % CLUSTER, cluster = blockIdx.x / CLUSTER, clusters = gridDim.x / CLUSTER;
@@ -378,7 +373,7 @@ hopper_gemm(const __grid_constant__ TensorMap a0_map, const __grid_constant__ Te
     init_barriers(full, empty, CLUSTER, 16);
 
     if (warpgroup == 2) {  // producer
-        warpgroup_reg_dealloc<24>();
+        producer_registers();
         if (thread == 0) {
             u32 stage = 0, phase = 1;
             for (u32 index = cluster; index < tiles; index += clusters) {
@@ -403,7 +398,7 @@ hopper_gemm(const __grid_constant__ TensorMap a0_map, const __grid_constant__ Te
         }
         __syncwarp();
     } else {  // consumers
-        warpgroup_reg_alloc<240>();
+        consumer_registers();
         Accumulators d;
         const u32 index_in_block = warpgroup * 4 + thread / 32;
         Warp warp{thread / 32, lane, staging + index_in_block * 2 * STAGING_BYTES,
@@ -414,10 +409,10 @@ hopper_gemm(const __grid_constant__ TensorMap a0_map, const __grid_constant__ Te
         Tile tile = tile_at(index);
         if (DERIVATIVE && lane == 0 && index < tiles)
             for (u32 c = 0; c < 2; c++) load_saved(warp, &saved_map, tile.column + c * CHUNK, tile.row, c);
-        if (warpgroup == 1) named_barrier_arrive(other_turn, 256);
+        if (warpgroup == 1) named_barrier_arrive(other_turn);
 
         while (index < tiles) {
-            named_barrier_sync(turn, 256);
+            named_barrier_sync(turn);
             for (u32 k = 0; k < k_tiles; k++) {
                 mbarrier_wait(full + 8 * stage, phase);
                 const u32 a_tile = stages + stage * STAGE_BYTES;
@@ -440,7 +435,7 @@ hopper_gemm(const __grid_constant__ TensorMap a0_map, const __grid_constant__ Te
                 }
                 advance(stage, phase);
             }
-            named_barrier_arrive(other_turn, 256);
+            named_barrier_arrive(other_turn);
             warpgroup_wait<0>();
             warpgroup_fence_operand(d);
             release_previous_stage(stage, empty, thread);

@@ -1,18 +1,16 @@
 // hopper_wgrad: dw += dy^T x and db += the column sums of dy, in float32: the gradients of a linear layer's
 // weight and bias. Both operands have K, which runs over the tokens, down their rows (MN-major).
 //
-// Split-K: a work unit is a run of k-tiles of one output tile of 256 x 192; its sums are added to dw in
-// global memory. In a block the two consumer warpgroups multiply the halves of one tile, and one thread of
-// the third, the producer, loads the operands by TMA. The two blocks of a cluster work on neighbouring
-// columns and share the tile of dy: each loads half and multicasts it to both. The column sums are a product
-// with ones on the tensor cores.
+// Split-K: a work unit is a run of k-tiles of one output tile of 256 x 192; its sums are added to dw in global
+// memory. In a block the two consumer warpgroups multiply the halves of one tile. The two blocks of a cluster
+// work on neighbouring columns and share the tile of dy. The column sums are a product with ones.
 #include "hopper.cuh"
 
 constexpr u32 SLICE_BYTES = 64 * BK * 2;  // 64 columns of a stage: the width of the swizzle
 constexpr u32 A_SLICES = 2 * BM / 64, B_SLICES = BN / 64, STAGE_BYTES = (A_SLICES + B_SLICES) * SLICE_BYTES;
 
-// dy: (T, P) bf16, three matrices side by side (the gradients of q, k and v), the second from column P1 on, the
-// third from P2; x: (T, Q) bf16; dw: (P, Q) and db: (P,) float32. A work unit has up to unit_k_tiles k-tiles.
+// dy: (T, P) bf16, three matrices side by side (the gradients of q, k and v), from columns 0, P1 and P2 on;
+// x: (T, Q) bf16; dw: (P, Q) and db: (P,) float32. A work unit has up to unit_k_tiles k-tiles.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTER, 1, 1)
 hopper_wgrad(const __grid_constant__ TensorMap dy0_map, const __grid_constant__ TensorMap dy1_map,
              const __grid_constant__ TensorMap dy2_map, const __grid_constant__ TensorMap x_map,
@@ -33,7 +31,7 @@ hopper_wgrad(const __grid_constant__ TensorMap dy0_map, const __grid_constant__ 
     init_barriers(full, empty, 2 * CLUSTER, 0);
 
     if (warpgroup == 2) {  // producer
-        warpgroup_reg_dealloc<24>();
+        producer_registers();
         if (thread == 0) {
             u32 stage = 0, phase = 1;
             for (u32 unit = cluster; unit < units; unit += clusters) {
@@ -59,7 +57,7 @@ hopper_wgrad(const __grid_constant__ TensorMap dy0_map, const __grid_constant__ 
         }
         __syncwarp();
     } else {  // consumers
-        warpgroup_reg_alloc<240>();
+        consumer_registers();
         float d[2][96], s[2][4];  // s: the column sums of dy, which are row sums of dy^T
         u32 stage = 0, phase = 0;
         for (u32 unit = cluster; unit < units; unit += clusters) {
