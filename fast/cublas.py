@@ -2,9 +2,9 @@
 accumulation into the output, and the fastest algorithm of a shape, found by timing.
 
 PyTorch runs the first algorithm that cuBLASLt's heuristic proposes. `matmul` times the first CANDIDATES and
-hopper.py's kernel at the first call of a shape, and keeps the fastest with the shape's descriptors. A
-deterministic run (torch.use_deterministic_algorithms) times nothing and takes the first that runs, since
-algorithms differ in the order of their sums, and leaves out those that add partial sums up in the output.
+hopper.py's kernel at the first call of a shape, and keeps the fastest. A deterministic run times nothing and
+takes the first that runs, since algorithms differ in the order of their sums, and leaves out those that add
+partial sums up in the output.
 Constants and structures: https://docs.nvidia.com/cuda/cublas, section "Using the cuBLASLt API".
 """
 
@@ -46,9 +46,7 @@ class HeuristicResult(ctypes.Structure):  # cublasLtMatmulHeuristicResult_t
 
 @functools.cache
 def library():
-    """(the cuBLASLt that PyTorch has loaded, a handle); OSError where PyTorch is not built for CUDA."""
-    if torch.version.cuda is None:
-        raise OSError("cuBLASLt needs a PyTorch built for CUDA")
+    """(the cuBLASLt that PyTorch has loaded, a handle)"""
     with open("/proc/self/maps") as maps:
         paths = {line.split(maxsplit=5)[-1].strip() for line in maps if "libcublasLt.so" in line}
     lib = ctypes.PyDLL(paths.pop() if paths else f"libcublasLt.so.{torch.version.cuda.split('.')[0]}")
@@ -73,15 +71,13 @@ def matmul(
     """out = a b, or out += a b with accumulate, on the current stream; returns out.
 
     a: (M, K), b: (K, N), each with contiguous rows or columns; out: (M, N), contiguous; all begin at
-    multiples of 16 bytes. bias: (N,), is added. tune: time the algorithms at the first call of a shape.
+    multiples of 16 bytes. bias: (N,), is added. gelu: (M, N), receives the pre-activation a b + bias, and out
+    its tanh GELU. dgelu: (M, N), a pre-activation: out is a b times GELU's derivative there. tune: time the
+    algorithms at the first call of a shape.
 
-    gelu: (M, N), receives the pre-activation a b + bias, and out its tanh GELU. dgelu: (M, N), a
-    pre-activation: out is a b times GELU's derivative there.
-
-    fp8: a must have contiguous rows and b contiguous columns; scales: two float32 scalars, which multiply a
-    and b. fast: fast accumulation, in the tensor cores' accumulators of about 14 bits, instead of partial
-    sums in float32. It suits sums of terms of similar size; where large terms cancel, as in a weight's
-    gradient, which sums over all tokens, it loses the small ones.
+    fp8: a has contiguous rows and b contiguous columns; scales: two float32 scalars, which multiply a and b.
+    fast: fast accumulation, in the tensor cores' accumulators of about 14 bits instead of float32. Where
+    large terms cancel, as in a weight's gradient, which sums over all tokens, it loses the small ones.
     """
     aux = gelu if dgelu is None else dgelu
     bits = ((bias, BIAS), (gelu, GELU | AUX), (dgelu, DGELU | AUX))
@@ -90,10 +86,8 @@ def matmul(
     key = a.device, *a.shape, b.shape[1], a.stride(), b.stride(), types, epilogue, accumulate, fast
     key += (torch.are_deterministic_algorithms_enabled(),)
     plan = PLANS.get(key) or PLANS.setdefault(key, Plan(*key))
-    # The scales change places as the operands do: see Plan.
-    pointers = [(BIAS_POINTER, bias), (EPILOGUE_AUX_POINTER, aux)]
-    pointers += zip((A_SCALE_POINTER, B_SCALE_POINTER), reversed(scales or ()))
-    for attribute, tensor in pointers:
+    pointers = (B_SCALE_POINTER, A_SCALE_POINTER), scales or (None, None)  # of out^T = b^T a^T: see Plan
+    for attribute, tensor in ((BIAS_POINTER, bias), (EPILOGUE_AUX_POINTER, aux), *zip(*pointers)):
         if tensor is not None:
             plan.set(attribute, ctypes.c_uint64(tensor.data_ptr()))
     if tune and not plan.tuned:
@@ -124,18 +118,16 @@ class Plan:
             self.set(EPILOGUE_AUX_LD, ctypes.c_int64(N))
         if fast and K <= FAST_TERMS:
             self.set(FAST_ACCUM, ctypes.c_int8(1))
-        self.layouts = [
-            layout(b_type, K, N, b_strides[1]) if tb else layout(b_type, N, K, b_strides[0]),
-            layout(a_type, M, K, a_strides[1]) if ta else layout(a_type, K, M, a_strides[0]),
-            layout(out_type, N, M, N),
-        ]
+        b = layout(b_type, K, N, b_strides[1]) if tb else layout(b_type, N, K, b_strides[0])
+        a = layout(a_type, M, K, a_strides[1]) if ta else layout(a_type, K, M, a_strides[0])
+        self.layouts = b, a, layout(out_type, N, M, N)
         self.algorithms = self.heuristic()
         # whether hopper.linear computes the same for operands that it takes; its index follows cuBLASLt's
         self.has_hopper = epilogue in (DEFAULT, BIAS) and not accumulate and hopper.available(device)
 
-    def set(self, attribute, value):
-        size = ctypes.sizeof(value)
-        call("cublasLtMatmulDescSetAttribute", self.descriptor, attribute, ctypes.byref(value), size)
+    def set(self, attribute, value, what="Desc", to=None):
+        arguments = to or self.descriptor, attribute, ctypes.byref(value), ctypes.sizeof(value)
+        call(f"cublasLtMatmul{what}SetAttribute", *arguments)
 
     def heuristic(self):
         """The algorithms that cuBLASLt proposes for the shape, the one that it thinks fastest first."""
@@ -146,34 +138,27 @@ class Plan:
         if self.deterministic:
             limits.append((REDUCTION_SCHEMES, ctypes.c_uint32(COMPUTE_TYPE | OUTPUT_TYPE)))
         for attribute, value in limits:
-            size = ctypes.sizeof(value)
-            call("cublasLtMatmulPreferenceSetAttribute", preference, attribute, ctypes.byref(value), size)
+            self.set(attribute, value, "Preference", preference)
         found, count = (HeuristicResult * CANDIDATES)(), ctypes.c_int()
-        la, lb, lo = self.layouts
-        call(
-            "cublasLtMatmulAlgoGetHeuristic", library()[1], self.descriptor, la, lb, lo, lo, preference,
-            CANDIDATES, found, ctypes.byref(count),
-        )  # fmt: skip
+        shape = self.descriptor, *self.layouts, self.layouts[2], preference
+        call("cublasLtMatmulAlgoGetHeuristic", library()[1], *shape, CANDIDATES, found, ctypes.byref(count))
         return found[: count.value]
 
     def run(self, a, b, bias, out, which):
         """Runs an algorithm by its index; the index behind cuBLASLt's is hopper.py's kernel."""
         if self.has_hopper and which == len(self.algorithms):
             return hopper.linear(a, b, bias, out)
-        la, lb, lo = self.layouts
         stream = torch.cuda.current_stream(self.device).cuda_stream
         scratch = workspace(self.device, stream)
-        call(
-            "cublasLtMatmul", library()[1], self.descriptor, ctypes.byref(self.alpha),
-            ctypes.c_void_p(b.data_ptr()), la, ctypes.c_void_p(a.data_ptr()), lb, ctypes.byref(self.beta),
-            ctypes.c_void_p(out.data_ptr()), lo, ctypes.c_void_p(out.data_ptr()), lo,
-            ctypes.byref(self.algorithms[which].algorithm), ctypes.c_void_p(scratch.data_ptr()),
-            ctypes.c_size_t(WORKSPACE_BYTES), ctypes.c_void_p(stream),
-        )  # fmt: skip
+        pb, pa, pout, pscratch = (ctypes.c_void_p(x.data_ptr()) for x in (b, a, out, scratch))
+        (lb, la, lo), alpha, beta = self.layouts, ctypes.byref(self.alpha), ctypes.byref(self.beta)
+        algorithm = ctypes.byref(self.algorithms[which].algorithm)
+        operands = alpha, pb, lb, pa, la, beta, pout, lo, pout, lo, algorithm, pscratch
+        size = ctypes.c_size_t(WORKSPACE_BYTES)
+        call("cublasLtMatmul", library()[1], self.descriptor, *operands, size, ctypes.c_void_p(stream))
 
     def tune(self, a, b, bias, out):
-        self.tuned = True
-        count = len(self.algorithms)
+        self.tuned, count = True, len(self.algorithms)
         if self.has_hopper and hopper.takes(a, b if b.stride(1) == 1 else b.t(), bias, out):
             count += 1
         candidates = [functools.partial(self.run, a, b, bias, out, which) for which in range(count)]
@@ -197,10 +182,9 @@ def runs(function):
 
 
 def fastest(functions, device):
-    """Index of the function that takes the GPU the least time, by the median of ROUNDS.
+    """Index of the function that takes the GPU the least time, by the median of ROUNDS, of those that run.
 
-    They are timed in turn, since the clock drifts with the chip's power. Algorithms that do not run are left
-    out.
+    They are timed in turn, since the clock drifts with the chip's power.
     """
     events = {which: [] for which in range(len(functions))}
     for _ in range(ROUNDS):

@@ -1,11 +1,12 @@
-// What the Hopper kernels share: mbarriers, TMA, wgmma, the pipeline from the producer's warpgroup to those of
-// the consumers, bf16 arithmetic. Names are CUTLASS's and those of the PTX instructions issued:
+// What the Hopper kernels share: mbarriers, TMA, wgmma, the pipeline from the producer's warpgroup to the
+// consumers' two, bf16 arithmetic. Names are CUTLASS's and those of the PTX instructions issued:
 // https://docs.nvidia.com/cuda/parallel-thread-execution. Addresses of shared memory are 32-bit, as in PTX.
 #pragma once
 
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
+#define UNROLL _Pragma("unroll")
 struct alignas(64) TensorMap { u64 opaque[16]; };  // CUtensorMap
 
 // hopper.py reads these values from here.
@@ -100,8 +101,7 @@ template <u32 PENDING> __device__ void warpgroup_wait() {
 
 // Keeps the compiler from moving accesses of the accumulators across: wgmma writes them asynchronously.
 template <int N> __device__ void warpgroup_fence_operand(float (&d)[N]) {
-#pragma unroll
-    for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
+    UNROLL for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
 }
 
 template <int N> __device__ void warpgroup_fence_operand(float (&d)[2][N]) {

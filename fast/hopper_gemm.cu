@@ -115,20 +115,16 @@ __device__ void commit_staging() {  // makes the whole warp's writes visible to 
 // Adds the bias to chunk c of d, from column n on, and writes it (RELU2: its activation) into buffer `to`.
 __device__ void stage_with_bias(const Warp& warp, Accumulators& d, u32 c, u32 n, const u16* bias, u32 N,
                                 u32 to) {
-#pragma unroll
-    for (u32 j = 0; j < CHUNK / 16; j++) {
+    UNROLL for (u32 j = 0; j < CHUNK / 16; j++) {
         u32 added[2] = {0, 0};
-#pragma unroll
-        for (u32 i = 0; i < 2; i++) {
+        UNROLL for (u32 i = 0; i < 2; i++) {
             const u32 at = n + 16 * j + 8 * i + warp.lane % 4 * 2;
             if (bias) added[i] = __ldg((const u32*)(bias + min(at, N - 2)));
         }
-#pragma unroll
-        for (u32 h = 0; h < 2; h++) {
+        UNROLL for (u32 h = 0; h < 2; h++) {
             float* v = &d[h][c * (CHUNK / 2) + j * 8];
             u32 r[4];
-#pragma unroll
-            for (u32 i = 0; i < 4; i++) {
+            UNROLL for (u32 i = 0; i < 4; i++) {
                 float &left = v[2 * i], &right = v[2 * i + 1];
                 left += low_bf16(added[i / 2]), right += high_bf16(added[i / 2]);
                 r[i] = EPILOGUE == RELU2 ? pack_bf16x2(relu2(left), relu2(right)) : pack_bf16x2(left, right);
@@ -141,8 +137,7 @@ __device__ void stage_with_bias(const Warp& warp, Accumulators& d, u32 c, u32 n,
 
 __device__ void epilogue_bias(Warp& warp, Accumulators& d, Tile tile, const TensorMap* out,
                               const u16* bias, u32 N) {
-#pragma unroll
-    for (u32 c = 0; c < CHUNKS; c++, warp.chunk++) {
+    UNROLL for (u32 c = 0; c < CHUNKS; c++, warp.chunk++) {
         const u32 n = tile.column + c * CHUNK, m = tile.row + 32 * warp.index, buffer = warp.buffer();
         acquire_staging<1>(warp);
         stage_with_bias(warp, d, c, n, bias, N, buffer);
@@ -153,25 +148,20 @@ __device__ void epilogue_bias(Warp& warp, Accumulators& d, Tile tile, const Tens
 // preact goes through the first buffer, out through the second. GELU takes the sum before it is rounded.
 __device__ void epilogue_gelu(Warp& warp, Accumulators& d, Tile tile, const TensorMap* out_map,
                               const TensorMap* preact_map, const u16* bias, u32 N) {
-#pragma unroll
-    for (u32 c = 0; c < CHUNKS; c++) {
+    UNROLL for (u32 c = 0; c < CHUNKS; c++) {
         const u32 n = tile.column + c * CHUNK, m = tile.row + 32 * warp.index;
         const u32 preact = warp.staging, out = warp.staging + STAGING_BYTES;
         acquire_staging<1>(warp);
         stage_with_bias(warp, d, c, n, bias, N, preact);
         if (warp.lane == 0) tma_store(preact_map, n, m, preact);
         acquire_staging<1>(warp);
-#pragma unroll
-        for (u32 j = 0; j < CHUNK / 16; j++) {
+        UNROLL for (u32 j = 0; j < CHUNK / 16; j++) {
             u32 r[2][4];
-#pragma unroll
-            for (u32 h = 0; h < 2; h++) {
+            UNROLL for (u32 h = 0; h < 2; h++) {
                 const float* v = &d[h][c * (CHUNK / 2) + j * 8];
-#pragma unroll
-                for (u32 i = 0; i < 4; i++) r[h][i] = pack_bf16x2(gelu(v[2 * i]), gelu(v[2 * i + 1]));
+                UNROLL for (u32 i = 0; i < 4; i++) r[h][i] = pack_bf16x2(gelu(v[2 * i]), gelu(v[2 * i + 1]));
             }
-#pragma unroll
-            for (u32 h = 0; h < 2; h++) stmatrix_x4(out + warp.matrix(j, h), r[h]);
+            UNROLL for (u32 h = 0; h < 2; h++) stmatrix_x4(out + warp.matrix(j, h), r[h]);
         }
         commit_staging();
         if (warp.lane == 0) tma_store(out_map, n, m, out);
@@ -188,11 +178,9 @@ __device__ void load_saved(const Warp& warp, const TensorMap* saved_map, u32 x, 
 // Stores the sums of 32 columns, from n on, over a warp's 32 rows. total: this lane's sums of its four rows,
 // of two neighbours in each 8 columns. Eight lanes have the same columns: at each exchange two split theirs.
 __device__ void store_column_sums(float (&total)[8], u32 lane, u32 n, float* sums, u32 N) {
-#pragma unroll
-    for (u32 half = 4; half > 1; half /= 2) {
+    UNROLL for (u32 half = 4; half > 1; half /= 2) {
         const bool upper = lane & half * 4;
-#pragma unroll
-        for (u32 i = 0; i < half; i++) {
+        UNROLL for (u32 i = 0; i < half; i++) {
             const float first = total[i], second = total[i + half];
             const float other = __shfl_xor_sync(~0u, upper ? first : second, half * 4);
             total[i] = (upper ? second : first) + other;
@@ -209,21 +197,16 @@ __device__ void store_column_sums(float (&total)[8], u32 lane, u32 n, float* sum
 __device__ void epilogue_derivative(Warp& warp, Accumulators& d, Tile tile, Tile next, bool has_next,
                                     const TensorMap* out_map, const TensorMap* saved_map, float* sums,
                                     u32 N) {
-#pragma unroll
-    for (u32 c = 0; c < CHUNKS; c++, warp.chunk++) {
+    UNROLL for (u32 c = 0; c < CHUNKS; c++, warp.chunk++) {
         const u32 n = tile.column + c * CHUNK, m = tile.row + 32 * warp.index, buffer = warp.buffer();
         mbarrier_wait(warp.loaded + 8 * (warp.chunk % 2), warp.chunk / 2 & 1);
         float total[8];  // of 32 columns: two neighbours in each 8
-#pragma unroll
-        for (u32 j = 0; j < CHUNK / 16; j++) {
+        UNROLL for (u32 j = 0; j < CHUNK / 16; j++) {
             u32 r[2][4];
-#pragma unroll
-            for (u32 h = 0; h < 2; h++) ldmatrix_x4(r[h], buffer + warp.matrix(j, h));
-#pragma unroll
-            for (u32 h = 0; h < 2; h++) {
+            UNROLL for (u32 h = 0; h < 2; h++) ldmatrix_x4(r[h], buffer + warp.matrix(j, h));
+            UNROLL for (u32 h = 0; h < 2; h++) {
                 const float* v = &d[h][c * (CHUNK / 2) + j * 8];
-#pragma unroll
-                for (u32 i = 0; i < 4; i++) {
+                UNROLL for (u32 i = 0; i < 4; i++) {
                     float left = v[2 * i], right = v[2 * i + 1];
                     left *= derivative(low_bf16(r[h][i])), right *= derivative(high_bf16(r[h][i]));
                     float* t = &total[j % 2 * 4 + i / 2 * 2];
@@ -232,8 +215,7 @@ __device__ void epilogue_derivative(Warp& warp, Accumulators& d, Tile tile, Tile
                     r[h][i] = pack_bf16x2(left, right);
                 }
             }
-#pragma unroll
-            for (u32 h = 0; h < 2; h++) stmatrix_x4(buffer + warp.matrix(j, h), r[h]);
+            UNROLL for (u32 h = 0; h < 2; h++) stmatrix_x4(buffer + warp.matrix(j, h), r[h]);
             if (j % 2) store_column_sums(total, warp.lane, n + j / 2 * 32, sums + (u64)(m / 32) * N, N);
             if (j == 1 && warp.lane == 0 && warp.chunk) {
                 tma_store_wait_read<0>();
@@ -255,20 +237,16 @@ constexpr float LARGEST_EXPONENT = 60.f;  // of two: see raise_shifts
 __device__ bool raise_shifts(const Warp& warp, const Accumulators& d, int valid, const float (&row_sum)[2][2],
                              float (&shift)[2][2]) {
     bool large[2][2], any = false;
-#pragma unroll
-    for (u32 i = 0; i < 4; i++) any |= large[i / 2][i % 2] = row_sum[i / 2][i % 2] > exp2f(LARGEST_EXPONENT);
+    UNROLL for (u32 i = 0; i < 4; i++) any |= large[i / 2][i % 2] = row_sum[i / 2][i % 2] > exp2f(LARGEST_EXPONENT);
     if (!__any_sync(~0u, any)) return false;
     float top[2][2] = {{-3e38f, -3e38f}, {-3e38f, -3e38f}};
-#pragma unroll
-    for (u32 at = 0; at < 96; at++) {
+    UNROLL for (u32 at = 0; at < 96; at++) {
         const int column = at / 8 * 16 + at / 4 % 2 * 8 + at % 2;
-#pragma unroll
-        for (u32 h = 0; h < 2; h++)
+        UNROLL for (u32 h = 0; h < 2; h++)
             if (column < valid) top[h][at / 2 % 2] = fmaxf(top[h][at / 2 % 2], d[h][at]);
     }
     bool raised = false;
-#pragma unroll
-    for (u32 i = 0; i < 4; i++) {
+    UNROLL for (u32 i = 0; i < 4; i++) {
         float& from = shift[i / 2][i % 2];
         float to = top[i / 2][i % 2];  // four lanes have columns of the same rows
         to = fmaxf(to, __shfl_xor_sync(~0u, to, 1));
@@ -287,29 +265,22 @@ __device__ void epilogue_exp(Warp& warp, Accumulators& d, Tile tile, const Tenso
     const float scale = 2.f * LOG2E / softcap;  // used if the logits are capped
     const int valid = n_valid - tile.column - warp.lane % 4 * 2;  // that count, from the lane's first on
     float shift[2][2], row_sum[2][2];  // of this lane's rows: [h][i % 2]
-#pragma unroll
-    for (u32 i = 0; i < 4; i++) {
+    UNROLL for (u32 i = 0; i < 4; i++) {
         const u32 m = tile.row + 32 * warp.index + i % 2 * 16 + i / 2 * 8 + warp.lane / 4;
         shift[i / 2][i % 2] = __ldg(shifts + min(m, M - 1));
     }
     do {
-#pragma unroll
-        for (u32 i = 0; i < 4; i++) row_sum[i / 2][i % 2] = 0.f;
-#pragma unroll
-        for (u32 c = 0; c < CHUNKS; c++, warp.chunk++) {
+        UNROLL for (u32 i = 0; i < 4; i++) row_sum[i / 2][i % 2] = 0.f;
+        UNROLL for (u32 c = 0; c < CHUNKS; c++, warp.chunk++) {
             const u32 n = tile.column + c * CHUNK, m = tile.row + 32 * warp.index, buffer = warp.buffer();
             acquire_staging<1>(warp);
-#pragma unroll
-            for (u32 j = 0; j < CHUNK / 16; j++)
-#pragma unroll
-                for (u32 h = 0; h < 2; h++) {
+            UNROLL for (u32 j = 0; j < CHUNK / 16; j++)
+                UNROLL for (u32 h = 0; h < 2; h++) {
                     const float* v = &d[h][c * (CHUNK / 2) + j * 8];
                     u32 r[4];
-#pragma unroll
-                    for (u32 i = 0; i < 4; i++) {
+                    UNROLL for (u32 i = 0; i < 4; i++) {
                         float p[2], slope[2];
-#pragma unroll
-                        for (u32 k = 0; k < 2; k++) {
+                        UNROLL for (u32 k = 0; k < 2; k++) {
                             p[k] = exp_shifted(v[2 * i + k], shift[h][i % 2], softcap, scale, slope[k]);
                             if ((int)(c * CHUNK + 16 * j + i / 2 * 8 + k) >= valid) p[k] = 0.f;
                         }
@@ -321,8 +292,7 @@ __device__ void epilogue_exp(Warp& warp, Accumulators& d, Tile tile, const Tenso
             commit_staging();
             if (warp.lane == 0 && has_out) tma_store(out_map, n, m, buffer);
         }
-#pragma unroll
-        for (u32 i = 0; i < 4; i++) {  // four lanes have columns of the same rows
+        UNROLL for (u32 i = 0; i < 4; i++) {  // four lanes have columns of the same rows
             float& sum = row_sum[i / 2][i % 2];
             sum += __shfl_xor_sync(~0u, sum, 1);
             sum += __shfl_xor_sync(~0u, sum, 2);
@@ -330,8 +300,7 @@ __device__ void epilogue_exp(Warp& warp, Accumulators& d, Tile tile, const Tenso
         // A cap bounds the exponents. Without one a row may have to be computed again, over what was stored.
     } while (EPILOGUE == EXP && raise_shifts(warp, d, valid, row_sum, shift));
     float sum = 0.f, to = 0.f;  // each of those four lanes writes one of their four rows
-#pragma unroll
-    for (u32 i = 0; i < 4; i++) {
+    UNROLL for (u32 i = 0; i < 4; i++) {
         sum = warp.lane % 4 == i ? row_sum[i / 2][i % 2] : sum;
         to = warp.lane % 4 == i ? shift[i / 2][i % 2] : to;
     }
@@ -342,11 +311,11 @@ __device__ void epilogue_exp(Warp& warp, Accumulators& d, Tile tile, const Tenso
 
 // ---- the kernel -------------------------------------------------------------------------------------------
 
-// a: (M, K), three matrices side by side (the gradients of q, k and v), from columns 0, K1 and K2 on; b: (N, K),
-// or (K, N) with B_N_MAJOR; out, saved: (M, N); all bf16 with contiguous rows. `saved`: written by GELU (the
-// pre-activation), read by DRELU2 and DGELU. bias: (N,) bf16 or null. shifts: (M,) float32. sums: float32,
-// (M / 32, N) for DRELU2 and DGELU, (M, N / BN rounded up, 2) for EXP and EXP_CAPPED, with M rounded up to whole
-// tiles of a cluster. These two write no out where has_out is 0.
+// a: (M, K), three matrices side by side (the gradients of q, k and v), from columns 0, K1 and K2 on; b:
+// (N, K), or (K, N) with B_N_MAJOR; out, saved: (M, N); all bf16 with contiguous rows. saved: GELU
+// writes it (the pre-activation), DRELU2 and DGELU read it. bias: (N,) bf16 or null. shifts: (M,) float32.
+// sums: float32, (M / 32, N) for DRELU2 and DGELU, (M, N / BN rounded up, 2) for EXP and EXP_CAPPED,
+// M rounded up to whole tiles of a cluster. These two write no out where has_out is 0.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTER, 1, 1)
 hopper_gemm(const __grid_constant__ TensorMap a0_map, const __grid_constant__ TensorMap a1_map,
             const __grid_constant__ TensorMap a2_map, const __grid_constant__ TensorMap b_map,
@@ -421,10 +390,8 @@ hopper_gemm(const __grid_constant__ TensorMap a0_map, const __grid_constant__ Te
                 const u32 b_step = B_N_MAJOR ? 2048 : 32;  // bytes to the next 16 of K
                 warpgroup_fence_operand(d);
                 warpgroup_arrive();
-#pragma unroll
-                for (u32 i = 0; i < BK / 16; i++)
-#pragma unroll
-                    for (u32 h = 0; h < 2; h++)
+                UNROLL for (u32 i = 0; i < BK / 16; i++)
+                    UNROLL for (u32 h = 0; h < 2; h++)
                         wgmma_m64n192k16<0, B_N_MAJOR>(d[h], a + (i * 32 + h * 1024) / 16,
                                                        b + i * b_step / 16, k | i);
                 warpgroup_commit();

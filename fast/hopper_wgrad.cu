@@ -1,7 +1,7 @@
 // hopper_wgrad: dw += dy^T x and db += the column sums of dy, in float32: the gradients of a linear layer's
 // weight and bias. Both operands have K, which runs over the tokens, down their rows (MN-major).
 //
-// Split-K: a work unit is a run of k-tiles of one output tile of 256 x 192; its sums are added to dw in global
+// Split-K: a work unit is a run of k-tiles of one output tile of 256 x 192; its sums are added to dw in
 // memory. In a block the two consumer warpgroups multiply the halves of one tile. The two blocks of a cluster
 // work on neighbouring columns and share the tile of dy. The column sums are a product with ones.
 #include "hopper.cuh"
@@ -76,17 +76,13 @@ hopper_wgrad(const __grid_constant__ TensorMap dy0_map, const __grid_constant__ 
                 warpgroup_fence_operand(s);
                 warpgroup_arrive();
                 if (sums_up) {  // ahead of d: behind a branch, the compiler waits for every wgmma in flight
-#pragma unroll
-                    for (u32 i = 0; i < BK / 16; i++)
-#pragma unroll
-                        for (u32 h = 0; h < 2; h++)
+                    UNROLL for (u32 i = 0; i < BK / 16; i++)
+                        UNROLL for (u32 h = 0; h < 2; h++)
                             wgmma_m64n8k16(s[h], a + (i * 2048 + h * SLICE_BYTES) / 16,
                                            make_smem_desc(ones, 1024), k | i);
                 }
-#pragma unroll
-                for (u32 i = 0; i < BK / 16; i++)
-#pragma unroll
-                    for (u32 h = 0; h < 2; h++)
+                UNROLL for (u32 i = 0; i < BK / 16; i++)
+                    UNROLL for (u32 h = 0; h < 2; h++)
                         wgmma_m64n192k16<1, 1>(d[h], a + (i * 2048 + h * SLICE_BYTES) / 16, b + i * 2048 / 16,
                                                k | i);
                 warpgroup_commit();
@@ -102,16 +98,13 @@ hopper_wgrad(const __grid_constant__ TensorMap dy0_map, const __grid_constant__ 
             warpgroup_fence_operand(d);
             warpgroup_fence_operand(s);
             release_previous_stage(stage, empty, thread);
-#pragma unroll
-            for (u32 h = 0; h < 2; h++)
-#pragma unroll
-                for (u32 i = 0; i < 2; i++) {
+            UNROLL for (u32 h = 0; h < 2; h++)
+                UNROLL for (u32 i = 0; i < 2; i++) {
                     const u32 y = row + h * 64 + warp * 16 + lane / 4 + i * 8;
                     if (y >= P) continue;
                     if (sums_up && lane % 4 == 0) atomicAdd(db + y, s[h][2 * i]);
                     float* to = dw + (u64)y * Q;
-#pragma unroll
-                    for (u32 j = 0; j < 24; j++) {
+                    UNROLL for (u32 j = 0; j < 24; j++) {
                         const u32 x = column + j * 8 + lane % 4 * 2;
                         if (x < Q)
                             asm volatile("red.global.add.v2.f32 [%0], {%1, %2};"
