@@ -186,18 +186,16 @@ def fastest(functions, device):
 
     They are timed in turn, since the clock drifts with the chip's power.
     """
-    events = {which: [] for which in range(len(functions))}
+    events = {which: [] for which, function in enumerate(functions) if runs(function)}
     for _ in range(ROUNDS):
-        for which in list(events):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            if not runs(functions[which]):
-                del events[which]
-                continue
+        for which, pairs in events.items():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            functions[which]()  # so that the caches hold what it leaves there
             begin.record()
             functions[which]()
             functions[which]()
             end.record()
-            events[which].append((begin, end))
+            pairs.append((begin, end))
     torch.cuda.synchronize(device)
     times = {which: [begin.elapsed_time(end) for begin, end in pairs] for which, pairs in events.items()}
     return min(times, key=lambda which: statistics.median(times[which]))

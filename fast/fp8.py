@@ -31,12 +31,9 @@ AMAX = "x_amax", "w_amax", "dy_amax"  # buffers of a tracked layer: of its input
 
 
 def track(layer):
-    """Makes a linear layer (the head too) train in fp8, if all its widths are multiples of 16.
-
-    It gets a buffer of two amax values for each operand (see `cast`); the parameters stay as they are.
-    """
+    """Makes a linear layer (the head too) train in fp8, if all its widths are multiples of 16."""
     if all(size % 16 == 0 for p in layer.parameters() for size in p.shape):
-        for name in AMAX:
+        for name in AMAX:  # two values each: see `cast`
             layer.register_buffer(name, torch.zeros(2, device=layer.weight.device), persistent=False)
 
 
@@ -59,7 +56,7 @@ def dense(layer):
 
 
 def suits(x):
-    """Whether x: (..., K) has a multiple of 16 rows, over which the GEMMs of weight gradients sum."""
+    """Whether x: (..., K) has a multiple of 16 rows, as GEMMs that sum over them need."""
     return x.shape[:-1].numel() % 16 == 0
 
 
@@ -103,9 +100,7 @@ class LinearFunction(torch.autograd.Function):
         return dx.unflatten(0, dy.shape[:-1]), dw, db, None, None, None
 
 
-class QKV(torch.autograd.Function):
-    """As fast.linear.QKV."""
-
+class QKV(torch.autograd.Function):  # as fast.linear.QKV
     @staticmethod
     def forward(ctx, x, heads, head_dim, *layer):
         return split_heads(linear_forward(ctx, x, *layer), x.shape[:-1], heads, head_dim)
@@ -154,10 +149,7 @@ def forward_product(x, weight, bias, x_amax, w_amax, what=COPY):
 
 
 def gradients(dy, saved, dtypes, before=None, what=COPY, sums=True):
-    """(dx, dw, db or None) of a linear layer from dy: (M, N), a list of tensors side by side.
-
-    before, what: see `cast`. Without `sums` db is empty.
-    """
+    """(dx, dw, db or None) of a linear layer from dy: (M, N) in parts; before, what: see `cast`."""
     (x8t, xs, w, ws, dy_amax), (w_dtype, b_dtype) = saved, dtypes
     dy8, dy8t, ds, columns = cast(dy, dy_amax, before, what, True, sums and b_dtype is not None)
     dx = product(dy8, w, ds, ws, None, dy[0].dtype, True)
@@ -178,10 +170,9 @@ def product(
 
     fast: fast accumulation (see cublas.matmul), for outputs and input gradients, not for weight gradients.
     """
-    if b.dtype == torch.bfloat16:
-        straight, across = halves(b.t() if b.stride(0) == 1 else b)
-        b = straight.t() if b.stride(0) == 1 else across.t()
     out = a.new_empty(a.size(0), b.size(1), dtype=dtype)
+    if b.dtype == torch.bfloat16:
+        b = halves(b.t())[0].t() if b.stride(0) == 1 else halves(b)[1].t()
     return cublas.matmul(a, b, out, bias=bias, scales=(a_scale, b_scale), fast=fast)
 
 
@@ -313,8 +304,8 @@ def _cast(
 ):  # fmt: skip
     """A program casts COLS columns, STEPS times ROWS rows; amax and column sums stay in registers.
 
-    Rows are taken in quads of four: the four bytes of a column become one word of the transpose, since Triton
-    transposes words faster than bytes. quads: the rows of all programs, divided by four.
+    Rows are taken in quads, since Triton transposes words faster than bytes: the bytes of four rows become
+    one word of the transpose. quads: the rows of all programs, divided by four.
     """
     N: tl.constexpr = 2 * A if WHAT == "dswiglu" else A + B + C
     strip, program = tl.program_id(0), tl.program_id(1)
@@ -409,9 +400,8 @@ def _bits(v, limit, dtype: tl.constexpr):
 
 def transpose(x, out):
     """out = x.T, of bytes."""
-    M, N = x.shape
-    grid = cdiv(M, TRANSPOSE_TILE), cdiv(N, TRANSPOSE_TILE)
-    _transpose[grid](x.view(torch.uint8), out.view(torch.uint8), M, N, TILE=TRANSPOSE_TILE, num_warps=8)
+    (M, N), T = x.shape, TRANSPOSE_TILE
+    _transpose[cdiv(M, T), cdiv(N, T)](x.view(torch.uint8), out.view(torch.uint8), M, N, TILE=T, num_warps=8)
 
 
 @triton.jit
@@ -441,8 +431,8 @@ class Rows(Tensor):
     """A rank's rows of a weight, gathered in e4m3 through FSDP2's extension (the two fsdp_* methods).
 
     The gathered parameter is nominally a bf16 tensor (N, K), so that its gradient is bf16; its bytes hold the
-    weight in e4m3 and then its transpose, both made once per gather (with zero2 once a step). Only `operands`
-    and `dense` may read it: an edit that reads layer.weight needs another precision or --parallel=ddp.
+    weight in e4m3 and then its transpose, both made once per gather. Only `forward_product` and `dense` may
+    read it: an edit that reads layer.weight needs another precision or --parallel=ddp.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -458,8 +448,7 @@ class Rows(Tensor):
     def fsdp_pre_all_gather(self, mesh, size, stride, layer, policy):
         rows = self.as_subclass(Tensor)
         amax = torch.linalg.vector_norm(rows, float("inf"), dtype=torch.float32).view(1)
-        rows8 = torch.empty_like(rows, dtype=E4M3)
-        size = rows.numel()
+        rows8, size = torch.empty_like(rows, dtype=E4M3), rows.numel()
         _shrink[(cdiv(size, COPY_BLOCK),)](rows, amax, rows8, size, BLOCK=COPY_BLOCK, num_warps=8)
         return (rows8, amax), layer.w_amax
 

@@ -237,7 +237,8 @@ constexpr float LARGEST_EXPONENT = 60.f;  // of two: see raise_shifts
 __device__ bool raise_shifts(const Warp& warp, const Accumulators& d, int valid, const float (&row_sum)[2][2],
                              float (&shift)[2][2]) {
     bool large[2][2], any = false;
-    UNROLL for (u32 i = 0; i < 4; i++) any |= large[i / 2][i % 2] = row_sum[i / 2][i % 2] > exp2f(LARGEST_EXPONENT);
+    UNROLL for (u32 i = 0; i < 4; i++)
+        any |= large[i / 2][i % 2] = row_sum[i / 2][i % 2] > exp2f(LARGEST_EXPONENT);
     if (!__any_sync(~0u, any)) return false;
     float top[2][2] = {{-3e38f, -3e38f}, {-3e38f, -3e38f}};
     UNROLL for (u32 at = 0; at < 96; at++) {

@@ -19,11 +19,12 @@ CE_BLOCK, CE_WARPS = 2048, 8  # 4.2 ms for 65,536 rows of 50,304 on an H200; 4,0
 def linear_cross_entropy(x, weight, targets, reduction, V, softcap=None):
     """kernels.linear_cross_entropy for x in 16 bits and the head's weight; "none" has no gradient."""
     ids = targets.flatten().contiguous()
-    if reduction == "none":
-        flat, w = x.flatten(0, -2).contiguous(), weight.to(x.dtype)
-        return cross_entropy_chunks(flat, w, ids, V, softcap, None)[0].view_as(targets)
-    loss = LinearCrossEntropy.apply(x, weight, ids, V, softcap, torch.is_grad_enabled())
-    return reduced(loss, targets, reduction)
+    if reduction != "none" and torch.is_grad_enabled():
+        loss = LinearCrossEntropy.apply(x, weight, ids, V, softcap, sum_dtype(weight))
+        return reduced(loss, targets, reduction)
+    flat, w = x.flatten(0, -2).contiguous(), weight.to(x.dtype)
+    losses = cross_entropy_chunks(flat, w, ids, V, softcap, None)[0]
+    return losses.view_as(targets) if reduction == "none" else reduced(losses.sum(), targets, reduction)
 
 
 def reduced(loss, targets, reduction):
@@ -33,10 +34,9 @@ def reduced(loss, targets, reduction):
 
 class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, targets, V, softcap, grad):
+    def forward(ctx, x, weight, targets, *options):
         flat, w = x.flatten(0, -2).contiguous(), weight.to(x.dtype)
-        dtype = sum_dtype(weight) if grad else None
-        losses, *gradients = cross_entropy_chunks(flat, w, targets, V, softcap, dtype)
+        losses, *gradients = cross_entropy_chunks(flat, w, targets, *options)
         keep_gradients(ctx, x, weight, *gradients)
         return losses.sum()
 
