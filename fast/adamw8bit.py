@@ -7,8 +7,7 @@ values. The second moment reaches down to 2^-32 of the largest; its root and the
 
 Both are rounded stochastically, or a second moment that loses 5% a step could stay for ever. So are bfloat16
 weights, since updates below 2^-9 of one would be lost (https://arxiv.org/abs/2010.06192). The random numbers
-are a hash of seed, step, tensor and element: alike for any number of ranks and in a resumed run. Vectors and
-tensors of fewer than SMALL elements keep float32 moments and, in bfloat16, a float32 master copy.
+are a hash of seed, step, tensor and element: alike for any number of ranks and in a resumed run.
 """
 
 import hashlib
@@ -24,7 +23,7 @@ try:
 except ImportError:
     triton = None
 
-SMALL = 4096
+SMALL = 4096  # elements: smaller tensors, and vectors, have float32 moments and in bf16 a float32 master copy
 GROUP = 256  # elements that share a scale
 SHIFT = 20  # bits of a float32 below the third bit of its mantissa
 M_LEVELS, V_LEVELS = 127, 255  # the code of a group's largest first and second moment; code 0 is zero

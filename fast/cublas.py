@@ -2,9 +2,8 @@
 accumulation into the output, and the fastest algorithm of a shape, found by timing.
 
 PyTorch runs the first algorithm that cuBLASLt's heuristic proposes. `matmul` times the first CANDIDATES and
-hopper.py's kernel at the first call of a shape, and keeps the fastest. A deterministic run times nothing and
-takes the first that runs, since algorithms differ in the order of their sums, and leaves out those that add
-partial sums up in the output.
+hopper.py's kernel at the first call of a shape, and keeps the fastest. A deterministic run takes the first
+that runs, since the order of sums differs, of those that do not add partial sums up in the output.
 Constants and structures: https://docs.nvidia.com/cuda/cublas, section "Using the cuBLASLt API".
 """
 
@@ -35,13 +34,9 @@ CANDIDATES, ROUNDS = 8, 5  # algorithms timed per shape, and how often each
 FAST_TERMS = 4096  # longer sums never use fast accumulation, whose error grows with their length
 
 
-class Algorithm(ctypes.Structure):  # cublasLtMatmulAlgo_t
-    _fields_ = [("data", ctypes.c_uint64 * 8)]
-
-
 class HeuristicResult(ctypes.Structure):  # cublasLtMatmulHeuristicResult_t
-    _fields_ = [("algorithm", Algorithm), ("workspace_bytes", ctypes.c_size_t), ("state", ctypes.c_int)]
-    _fields_ += [("waves", ctypes.c_float), ("reserved", ctypes.c_int * 4)]
+    _fields_ = [("algorithm", ctypes.c_uint64 * 8), ("workspace_bytes", ctypes.c_size_t)]
+    _fields_ += [("state", ctypes.c_int), ("waves", ctypes.c_float), ("reserved", ctypes.c_int * 4)]
 
 
 @functools.cache
@@ -150,12 +145,15 @@ class Plan:
             return hopper.linear(a, b, bias, out)
         stream = torch.cuda.current_stream(self.device).cuda_stream
         scratch = workspace(self.device, stream)
-        pb, pa, pout, pscratch = (ctypes.c_void_p(x.data_ptr()) for x in (b, a, out, scratch))
+        pa, pb, to, pscratch = (ctypes.c_void_p(x.data_ptr()) for x in (a, b, out, scratch))
         (lb, la, lo), alpha, beta = self.layouts, ctypes.byref(self.alpha), ctypes.byref(self.beta)
-        algorithm = ctypes.byref(self.algorithms[which].algorithm)
-        operands = alpha, pb, lb, pa, la, beta, pout, lo, pout, lo, algorithm, pscratch
-        size = ctypes.c_size_t(WORKSPACE_BYTES)
-        call("cublasLtMatmul", library()[1], self.descriptor, *operands, size, ctypes.c_void_p(stream))
+        arguments = self.descriptor, alpha, pb, lb, pa, la, beta, to, lo, to, lo
+        arguments += (
+            ctypes.byref(self.algorithms[which].algorithm),
+            pscratch,
+            ctypes.c_size_t(WORKSPACE_BYTES),
+        )
+        call("cublasLtMatmul", library()[1], *arguments, ctypes.c_void_p(stream))
 
     def tune(self, a, b, bias, out):
         self.tuned, count = True, len(self.algorithms)

@@ -1,8 +1,7 @@
 """A torch.compile pass that moves work into the kernels of fast/norm.py, where it costs no pass over memory.
 
 That is the residual addition before a norm; in the backward the addition of the gradient that reaches the
-norm's input by the residual path, and the column sums of the result, the bias gradient of the layer that
-computed the update. Without the pass the results are the same, and slower.
+norm's input by the residual path, and the column sums of the result, the bias gradient of the layer before.
 """
 
 import operator

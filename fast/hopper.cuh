@@ -79,9 +79,8 @@ template <u32 PENDING> __device__ void tma_store_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 
-__device__ void tma_store_wait_all() {  // until they have reached global memory
-    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-}
+// Until they have reached global memory.
+__device__ void tma_store_wait_all() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // Makes writes to shared memory visible to TMA and wgmma, which go through the async proxy.
 __device__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

@@ -51,9 +51,8 @@ def available(device):
 def takes(*operands):
     """Whether the kernels can read and write these operands: each a tensor, a shape, or None for no operand.
 
-    A tensor must be a bf16 matrix, or a vector such as a bias, that is not empty, has contiguous rows, begins
-    at a multiple of 16 bytes, and has a width and a row stride that are multiples of 8: TMA copies in units
-    of 16 bytes. A shape stands for a new contiguous bf16 tensor.
+    TMA copies units of 16 bytes: a tensor must be a bf16 matrix or vector, not empty, with contiguous rows,
+    and its address, width and row stride multiples of 16 bytes. A shape stands for a new bf16 tensor.
     """
     return all(x is None or fits(x) for x in operands)
 
@@ -112,8 +111,8 @@ def exponentials(a, b, shifts, vocab_size, out=None, softcap=None):
 
     a: (M, K), b: (N, K); shifts: (M,) float32; columns from vocab_size on count as 0. Returns (M, N / BN
     rounded up, 2) float32, the sums and what the shift was raised by: where the sum of those BN columns would
-    be above 2^60, it is raised until the largest is 1. `out`, (M, N), receives the numerators. softcap: the
-    logits are softcap tanh(a b^T / softcap), never raised, and `out` is multiplied with this derivative.
+    be above 2^60, until the largest is 1. `out`, (M, N), receives the numerators. softcap: the logits are
+    softcap tanh(a b^T / softcap), never raised, and `out` is multiplied with this derivative.
     """
     kernel = EXP if softcap is None else EXP_CAPPED
     sums = a.new_empty(cluster_rows(a), -(-b.size(0) // BN), 2, dtype=torch.float32)
@@ -140,7 +139,7 @@ def linear_backward(parts, x, w):
 @functools.cache
 def unit_k_tiles(tiles, k_tiles, clusters):
     """How many k-tiles of a tile are a work unit of hopper_wgrad: few units, all clusters busy to the end."""
-    # by the time of the busiest cluster, in k-tiles; to add a unit to dw takes as long as about two
+    # the busiest cluster's time in k-tiles; adding a unit to dw takes as long as about two
     splits = min(range(1, 17), key=lambda n: -(-tiles * n // clusters) * (-(-k_tiles // n) + 2))
     return -(-k_tiles // splits)
 
@@ -191,10 +190,8 @@ def tensor_map(x, rows, columns):
     """A CUtensorMap, TMA's descriptor of a matrix, for boxes of rows x columns with the 128-byte swizzle."""
     if not takes(x) or x.dim() != 2:
         found = f"{x.dtype}, shape {tuple(x.shape)}, strides {x.stride()}, address {x.data_ptr():#x}"
-        raise RuntimeError(
-            "fast/hopper.py takes bf16 matrices with contiguous rows whose width, row stride and address are "
-            f"multiples of 16 bytes, not {found}; use fast/cublas.py for others"
-        )
+        right = "bf16 matrices whose rows are contiguous and begin and end at multiples of 16 bytes"
+        raise RuntimeError(f"fast/hopper.py takes {right}, not {found}; use fast/cublas.py for others")
     memory = ctypes.create_string_buffer(128 + 64)
     aligned = (ctypes.c_char * 128).from_buffer(memory, -ctypes.addressof(memory) % 64)
     sizes, stride = (ctypes.c_uint64 * 2)(x.size(1), x.size(0)), ctypes.c_uint64(x.stride(0) * 2)

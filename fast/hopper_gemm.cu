@@ -2,10 +2,9 @@
 // before they are stored, -DB_N_MAJOR the layout of b.
 //
 // A persistent grid, one block per SM, in clusters of two. In a block two consumer warpgroups alternate
-// (ping-pong in CUTLASS): while one multiplies its tile, the other runs the epilogue of the tile before, so
-// that the tensor cores do not idle. One thread of the third warpgroup, the producer, loads the operands by
-// TMA. The two blocks of a cluster work on neighbouring rows and share the tile of b: each loads half and
-// multicasts it to both.
+// (ping-pong in CUTLASS): while one multiplies its tile, the other runs the epilogue of the tile before. One
+// thread of the third warpgroup, the producer, loads the operands by TMA. The two blocks of a cluster work on
+// neighbouring rows and share the tile of b: each loads half and multicasts it to both.
 #include "hopper.cuh"
 
 enum Epilogue {
@@ -356,12 +355,11 @@ hopper_gemm(const __grid_constant__ TensorMap a0_map, const __grid_constant__ Te
                     else if (k < K2) tma_load(a, &a1_map, k - K1, tile.row, barrier);
                     else tma_load(a, &a2_map, k - K2, tile.row, barrier);
                     const u32 half = cta_rank * (B_N_MAJOR ? BK : BN) / CLUSTER;  // its rows of b's tile
-                    if (B_N_MAJOR)
-                        for (u32 n = 0; n < BN; n += 64)
-                            tma_load_multicast(b + n * BK * 2 + half * 128, &b_map, tile.column + n, k + half,
-                                               barrier);
+                    const u32 to = b + half * 128, column = tile.column;
+                    if (!B_N_MAJOR) tma_load_multicast(to, &b_map, k, column + half, barrier);
                     else
-                        tma_load_multicast(b + half * 128, &b_map, k, tile.column + half, barrier);
+                        for (u32 n = 0; n < BN; n += 64)
+                            tma_load_multicast(to + n * BK * 2, &b_map, column + n, k + half, barrier);
                     advance(stage, phase);
                 }
             }

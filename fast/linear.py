@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fast import cublas, hopper
 from fast.hopper import sm_count
-from fast.operators import as_gradients, cdiv, dtypes_of, on_hopper, operator, power_of_2
+from fast.operators import cdiv, dtypes_of, on_hopper, operator, power_of_2
 
 PACK_PROGRAMS, PACK_COLS, PACK_STAGES = 8, 4096, 3  # programs a multiprocessor, most columns a warp
 QKV_WAYS = {}  # shape -> the faster of the two ways of qkv_gradients
@@ -18,8 +18,7 @@ QKV_WAYS = {}  # shape -> the faster of the two ways of qkv_gradients
 def linear(x, weight, bias, tune=True):
     """x W^T + b; x: (..., K) in 16 bits, weight and bias in any dtype -> (..., N) in x's dtype.
 
-    Gradients have the parameters' dtypes, straight from the GEMM's float32 accumulator. tune: time the
-    algorithms at the first call of a shape.
+    Gradients have the parameters' dtypes, straight from float32. tune: see cublas.matmul.
     """
     return LinearFunction.apply(x, weight, bias, tune)
 
@@ -79,7 +78,7 @@ class QKV(torch.autograd.Function):
         x, w = ctx.saved_tensors
         dx, dw, db = qkv_gradients(*join_heads(dq, dk, dv), x, w, ctx.dtypes[0])
         dx = dx.unflatten(0, (dq.size(0), dq.size(2)))
-        return dx, *as_gradients((dw, db), ctx.dtypes), None, None, None
+        return dx, dw, None if ctx.dtypes[1] is None else db.to(ctx.dtypes[1]), None, None, None
 
 
 def empty_gradients(dq, dk, dv, x, w, weight_dtype):

@@ -120,9 +120,9 @@ def _cross_entropy(
 ):  # fmt: skip
     """One row a program: its loss, and with GRAD the gradient of its logits, scaled; of P columns V are real.
 
-    exp is taken against the largest of the last block's logits and the target's, so that the pass needs no
-    running maximum; in the rare row where that overflows it is taken again against the true one. The second
-    pass goes backwards: it begins with what the cache still holds. Only the last block needs a mask.
+    exp is taken against the largest of the last block's logits and the target's, without a running maximum;
+    in the rare row where that overflows again against the true one. The second pass goes backwards: it begins
+    with what the cache still holds. Only the last block needs a mask.
     """
     row = tl.program_id(0).to(tl.int64)
     logits += row * P
@@ -223,9 +223,9 @@ def _exponential_rows(
 ):  # fmt: skip
     """One row a program: its loss from partial sums of exponentials, relative to that of the target's logit.
 
-    The exponentials of an ignored row are zeros, and so are its gradients. Where they would overflow, the
-    exponentials of WIDTH columns come relative to the largest of them, `raised` above the target's logit (in
-    powers of two). A row with such columns, which is rare, is scaled so that all are relative to its largest.
+    An ignored row's exponentials are zeros, and so are its gradients. Where they would overflow, those of
+    WIDTH columns come relative to the largest of them, `raised` above the target's logit (in powers of two):
+    a row with such columns, which is rare, is scaled so that all are relative to its largest.
     """
     row = tl.program_id(0).to(tl.int64)
     grads += row * P

@@ -1,8 +1,7 @@
 """MLPs in bf16, GEMM, activation, GEMM, with as few passes over memory as possible: GELU, ReLU^2 and SwiGLU.
 
 GELU, and ReLU^2 on Hopper: activation and derivative are in the GEMMs' epilogues, on Hopper with the first
-bias gradient; elsewhere ReLU^2's derivative, twice the root of its output, takes one pass. SwiGLU: the
-backward computes silu(gate) * up again together with the gradients of both, in one pass.
+bias gradient. SwiGLU: the backward computes silu(gate) * up again together with the gradients of both.
 """
 
 import torch
@@ -15,16 +14,20 @@ from fast.hopper import sm_count
 from fast.linear import operands, product, weight_gradients
 from fast.operators import cdiv, on_hopper, operator
 
-SWIGLU_BLOCK, SWIGLU_WARPS = 2048, 8
-RELU2_BLOCK = 2048  # elements
-RELU2_ROWS, RELU2_COLS, RELU2_STAGES, RELU2_WARPS = 8, 256, 3, 4
-RELU2_PROGRAMS = 8  # a multiprocessor
+SWIGLU_BLOCK, SWIGLU_WARPS, RELU2_BLOCK = 2048, 8, 2048  # elements
+RELU2_ROWS, RELU2_COLS, RELU2_STAGES, RELU2_WARPS, RELU2_PROGRAMS = (
+    8,
+    256,
+    3,
+    4,
+    8,
+)  # programs a multiprocessor
 
 
 def mlp(kind, x, w1, b1, w2, b2, tune=True):
     """w2 act(w1 x + b1) + b2; kind: "gelu" (tanh form), "relu2" or "swiglu" (w1 holds gate and up: (2 H, K)).
 
-    x: (..., K) in 16 bits; w1: (H, K); w2: (N, H); biases or None -> (..., N) in x's dtype.
+    x: (..., K) in 16 bits; w1: (H, K); w2: (N, H); biases or None -> (..., N).
     """
     return MLPFunction.apply(kind, x, w1, b1, w2, b2, tune)
 
@@ -102,15 +105,10 @@ def product_drelu2(a: Tensor, b: Tensor, act: Tensor) -> tuple[Tensor, Tensor]:
     """(a b times ReLU^2's derivative where its output is `act`, its float32 column sums)"""
     if on_hopper(a):
         return hopper.drelu2(a, b, act)
-    return relu2_backward(cublas.matmul(a, b, torch.empty_like(act)), act)
-
-
-def relu2_backward(dact, act):
-    """(gradient of the pre-activation, its float32 column sums) from that of act, its ReLU^2; (N, H) each."""
-    N, H = dact.shape
-    dbefore, strips = torch.empty_like(dact), cdiv(H, RELU2_COLS)
-    programs = min(cdiv(N, RELU2_ROWS), cdiv(RELU2_PROGRAMS * sm_count(dact.device), strips))
-    parts = dact.new_empty(programs, H, dtype=torch.float32)
+    (N, H), dact, dbefore = act.shape, cublas.matmul(a, b, torch.empty_like(act)), torch.empty_like(act)
+    strips = cdiv(H, RELU2_COLS)
+    programs = min(cdiv(N, RELU2_ROWS), cdiv(RELU2_PROGRAMS * sm_count(a.device), strips))
+    parts = a.new_empty(programs, H, dtype=torch.float32)
     _relu2_backward[(programs, strips)](
         dact, act, dbefore, parts, N, H=H, ROWS=RELU2_ROWS, COLS=RELU2_COLS, PROGRAMS=programs,
         STEPS=cdiv(N, programs * RELU2_ROWS), STAGES=RELU2_STAGES, num_warps=RELU2_WARPS,

@@ -1,8 +1,8 @@
 """LayerNorm and RMSNorm in one pass, output in bf16, and their backward in another.
 
-Statistics are float32. Where a model is compiled, fusion.py gives both kernels more to do on their way: the
-residual addition before the norm; in the backward the gradient that reaches the sum by the residual path, and
-the column sums of the result, which are the bias gradient of the layer that computed the update.
+Where a model is compiled, fusion.py gives both kernels more to do on their way: the residual addition before
+the norm; in the backward the gradient that reaches the sum by the residual path, and the column sums of the
+result, which are the bias gradient of the layer that computed the update.
 """
 
 import torch
@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fast.hopper import sm_count
-from fast.operators import as_gradients, cdiv, dtypes_of, operator, power_of_2
+from fast.operators import cdiv, dtypes_of, operator, power_of_2
 
 NORM_WIDTH = 1024  # columns of a row for each warp
 NORM_BACK_WARPS, NORM_BACK_STAGES = 8, 3  # warps a multiprocessor
@@ -33,8 +33,8 @@ class Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dh):
         dx, sums = norm_backward(None, dh, *ctx.saved_tensors, ctx.centred)
-        dweight, dshift = as_gradients(sums[:2].unbind(), ctx.dtypes)
-        return dx, dweight, dshift, None, None
+        gradients = (None if dtype is None else s.to(dtype) for s, dtype in zip(sums.unbind(), ctx.dtypes))
+        return dx, *gradients, None, None
 
 
 def norm_results(x, update=None, *_):

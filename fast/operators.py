@@ -49,11 +49,6 @@ def dtypes_of(*parameters):
     return [None if p is None else p.dtype for p in parameters]
 
 
-def as_gradients(sums, dtypes):
-    """Casts float32 sums to the dtypes of `dtypes_of`; None where there is no parameter."""
-    return [None if dtype is None else s.to(dtype) for s, dtype in zip(sums, dtypes, strict=True)]
-
-
 @triton.jit
 def exp2(x):
     """2^x in float32 in one instruction, zero below 2^-126; tl.exp2 takes four more for such numbers."""

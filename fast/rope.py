@@ -13,8 +13,7 @@ from fast.hopper import sm_count
 from fast.operators import cdiv, operator, power_of_2
 
 ROPE_ELEMENTS, ROPE_WARPS = 4096, 4  # of a block of heads
-ROPE_BACK_ELEMENTS, ROPE_BACK_WARPS, ROPE_BACK_STAGES = 4096, 4, 1
-ROPE_BACK_PROGRAMS = 4  # a multiprocessor
+ROPE_BACK_STAGES, ROPE_BACK_PROGRAMS = 1, 4  # programs a multiprocessor
 
 
 def rope(x, weight, eps, cos, sin):
@@ -42,7 +41,7 @@ class RopeFunction(torch.autograd.Function):
 @operator("rope_forward", lambda x, *_: heads_last(x))
 def rope_forward(x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
     x, y = side_by_side(x), heads_last(x)
-    size, options = blocks(x, ROPE_ELEMENTS, ROPE_WARPS)
+    size, options = blocks(x)
     _rope_forward[(cdiv(size, options["ROWS"]),)](
         x, weight, cos, sin, y, size, eps, cos.stride(0), *x.stride()[:3], H=x.size(1), T=x.size(2), **options
     )
@@ -60,7 +59,7 @@ def rope_backward(
     """(dx, the gradient of weight in float32, empty without one); x: None without weight."""
     dx, no_gradient = rope_gradients(dy, x, weight)
     dy, x = side_by_side(dy), side_by_side(dy if x is None else x)
-    size, options = blocks(dy, ROPE_BACK_ELEMENTS, ROPE_BACK_WARPS)
+    size, options = blocks(dy)
     steps = cdiv(size, options["ROWS"])
     programs = min(steps, ROPE_BACK_PROGRAMS * sm_count(dy.device))
     parts = dy.new_empty(0 if weight is None else programs, dy.size(3), dtype=torch.float32)
@@ -81,11 +80,11 @@ def heads_last(x):
     return x.new_empty(B, T, H, D).transpose(1, 2)
 
 
-def blocks(x, elements, warps):
-    """(B T H, the kernels' constants): a block has as many heads as have about `elements` numbers."""
+def blocks(x):
+    """(B T H, the kernels' constants): a block has as many heads as have about ROPE_ELEMENTS numbers."""
     B, H, T, D = x.shape
     half = power_of_2(D // 2)
-    return B * T * H, dict(D=D, HALF=half, ROWS=max(1, elements // (2 * half)), num_warps=warps)
+    return B * T * H, dict(D=D, HALF=half, ROWS=max(1, ROPE_ELEMENTS // (2 * half)), num_warps=ROPE_WARPS)
 
 
 @triton.jit
