@@ -36,8 +36,8 @@ class AdamW8bit(torch.optim.Optimizer):
     """The update of torch.optim.AdamW (https://arxiv.org/abs/1711.05101) for float32 or bfloat16 weights.
 
     State, made at once and sharded as the parameter is: step (1,) on the CPU; m, v (rows, cols) uint8 and
-    m_scale, v_scale (rows, groups) float32, or exp_avg, exp_avg_sq and master.
-    rows_of: a parameter -> (first, last), its rows that this rank holds; None: all.
+    m_scale, v_scale (rows, groups) float32, or exp_avg, exp_avg_sq and master. rows_of: a parameter ->
+    (first, last), its rows that this rank holds; None: all.
     """
 
     def __init__(self, params, lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, seed=0, rows_of=None):
@@ -89,8 +89,6 @@ def local(tensor):
 
 def update_plain(pairs, group):
     """PyTorch's own AdamW for (parameter, state) pairs with float32 moments."""
-    if not pairs:
-        return
     weights = [local(state.get("master", p)) for p, state in pairs]
     moments = [[local(state[kind]) for _, state in pairs] for kind in ("exp_avg", "exp_avg_sq")]
     grads, steps = [local(p.grad).float() for p, _ in pairs], [state["step"] for _, state in pairs]
@@ -111,7 +109,7 @@ def update_torch(w, g, m, m_scale, v, v_scale, first, key, keep, rate, beta1, re
     """One AdamW step of w: (rows, cols) from its gradient g; w, codes and scales are updated in place.
 
     m, v: (rows, cols); m_scale, v_scale: (rows, groups). first: index of w's first row in the whole tensor;
-    key: from random_key, for this step; the numbers after it: see update_coded.
+    key: from random_key, for this step.
     """
     noise_m, noise_v, noise_w = map(grouped, noises(first, *w.shape, key, w.device))
     codes, g, weight = grouped(m.int()), grouped(g.float()), grouped(w.float())

@@ -43,8 +43,8 @@ no_cudnn_attention = nvidia_from((9, 0), "it is the fastest on NVIDIA GPUs from 
 def without_amx(cpuinfo="/proc/cpuinfo"):
     """Has bf16 products use AVX-512 where this CPU's AMX cannot be used -> whether that is so.
 
-    Some virtual machines announce AMX, but their CPUID ends before leaf 0x1D, which has the sizes of its
-    tiles: oneDNN takes them to be zero, and its first bf16 product ends the process.
+    Some virtual machines announce AMX, but their CPUID ends before leaf 0x1D with the sizes of its tiles:
+    oneDNN takes them to be zero, and its first bf16 product ends the process.
     """
     info = Path(cpuinfo).read_text() if Path(cpuinfo).is_file() else ""
     lines = (line.split(":", 1) for line in info.partition("\n\n")[0].splitlines() if ":" in line)

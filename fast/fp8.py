@@ -79,7 +79,7 @@ def mlp(kind, x, up, down):
 def linear_cross_entropy(x, head, targets, options):
     """The summed loss; GEMMs in fp8, softmax and loss in float32; options: (V, softcap)."""
     ids = targets.flatten().contiguous()
-    return HeadFunction.apply(x, head.weight, ids, options, head.x_amax, head.w_amax)
+    return HeadFunction.apply(x, head.weight, ids, *options, head.x_amax, head.w_amax)
 
 
 def amaxes(layer):
@@ -168,7 +168,7 @@ def product(
 ) -> Tensor:  # fmt: skip
     """a @ b * a_scale * b_scale + bias; a has contiguous rows, b contiguous columns, or b is from `Rows`.
 
-    fast: fast accumulation (see cublas.matmul), for outputs and input gradients, not for weight gradients.
+    fast: see cublas.matmul; for outputs and input gradients, not for weight gradients.
     """
     out = a.new_empty(a.size(0), b.size(1), dtype=dtype)
     if b.dtype == torch.bfloat16:
@@ -386,11 +386,10 @@ def _word(v0, v1, v2, v3, limit, dtype: tl.constexpr):
     if INTERPRETED:
         low = _bits(v0, limit, dtype) | _bits(v1, limit, dtype) << 8
         return low | _bits(v2, limit, dtype) << 16 | _bits(v3, limit, dtype) << 24
-    else:
-        pair: tl.constexpr = "cvt.rn.satfinite." + ("e5m2" if dtype == tl.float8e5 else "e4m3") + "x2.f32 "
-        both: tl.constexpr = pair + "lower, $2, $1; " + pair + "upper, $4, $3; mov.b32 $0, {lower, upper}; }"
-        code: tl.constexpr = "{ .reg .b16 lower, upper; " + both
-        return tl.inline_asm_elementwise(code, "=r,f,f,f,f", [v0, v1, v2, v3], tl.int32, is_pure=True, pack=1)
+    pair: tl.constexpr = "cvt.rn.satfinite." + ("e5m2" if dtype == tl.float8e5 else "e4m3") + "x2.f32 "
+    both: tl.constexpr = pair + "lower, $2, $1; " + pair + "upper, $4, $3; mov.b32 $0, {lower, upper}; }"
+    code: tl.constexpr = "{ .reg .b16 lower, upper; " + both
+    return tl.inline_asm_elementwise(code, "=r,f,f,f,f", [v0, v1, v2, v3], tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -510,28 +509,14 @@ def _align(x, tops, out, scale, each, RANKS: tl.constexpr, MORE: tl.constexpr, B
 # -- the head
 
 
-class HeadFunction(loss.LinearCrossEntropy):
-    @staticmethod
-    def forward(ctx, x, weight, targets, options, x_amax, w_amax):
-        losses, *gradients = cross_entropy_chunks8(
-            x.flatten(0, -2), weight, targets, *options, x_amax, w_amax
-        )
-        loss.keep_gradients(ctx, x, weight, *gradients)
-        return losses.sum()
-
-
-@operator(
-    "cross_entropy_chunks8",
-    lambda x, weight, *_: loss.empty_results(x, weight, loss.sum_dtype(weight)),
-    mutates=["x_amax", "w_amax"],
-)
+@operator("cross_entropy_chunks8", lambda x, weight, *_: loss.empty_results(x, weight), ["x_amax", "w_amax"])
 def cross_entropy_chunks8(
     x: Tensor, weight: Tensor, targets: Tensor, V: int, softcap: float | None, x_amax: Tensor, w_amax: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """loss.cross_entropy_chunks with gradients and no factors, GEMMs in fp8; N must be a multiple of 16."""
     N, P = x.size(0), weight.size(0)
     rows = min(N, loss.chunk_rows(P))
-    losses, dx, dw = loss.empty_results(x, weight, loss.sum_dtype(weight))
+    losses, dx, dw = loss.empty_results(x, weight)
     x8, x8t, xs, _ = cast([x], x_amax)
     w8, w8t, ws, _ = cast([weight], w_amax)
     gs = torch.full((), 1 / HEAD_SCALE, device=x.device)
@@ -545,3 +530,6 @@ def cross_entropy_chunks8(
         cublas.matmul(gi, w8t.t(), dx[own], scales=(gs, ws))
         cublas.matmul(git, x8t[:, own].t(), dw, scales=(gs, xs), accumulate=i > 0)
     return losses, dx, dw
+
+
+HeadFunction = loss.summed_loss(cross_entropy_chunks8)

@@ -18,8 +18,6 @@ constexpr u32 CHUNK = 64;     // columns that a warp's epilogue stages in shared
 constexpr u32 CLUSTER = 2;    // thread blocks (CTAs) of a cluster
 constexpr u32 THREADS = 384;  // of a block: consumer warpgroups 0 and 1, producer warpgroup 2
 
-// ---- mbarriers --------------------------------------------------------------------------------------------
-
 __device__ void mbarrier_init(u32 barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
 }
@@ -44,8 +42,6 @@ __device__ void mbarrier_wait(u32 barrier, u32 phase) {
             " mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
             : "=r"(done) : "r"(barrier), "r"(phase) : "memory");
 }
-
-// ---- synchronisation of a cluster, of two warpgroups ------------------------------------------------------
 
 __device__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;" ::: "memory");
@@ -84,8 +80,6 @@ __device__ void tma_store_wait_all() { asm volatile("cp.async.bulk.wait_group 0;
 
 // Makes writes to shared memory visible to TMA and wgmma, which go through the async proxy.
 __device__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
-// ---- wgmma ------------------------------------------------------------------------------------------------
 
 // The producer gives up registers that it does not need, and the consumers take them: registers a thread.
 __device__ void producer_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 24;"); }
@@ -165,8 +159,6 @@ __device__ void advance(u32& stage, u32& phase) {
 __device__ void release_previous_stage(u32 stage, u32 empty, u32 thread) {
     if (thread < CLUSTER) mbarrier_arrive_cluster(empty + 8 * ((stage + STAGES - 1) % STAGES), thread);
 }
-
-// ---- bf16 in registers and in shared memory ---------------------------------------------------------------
 
 // Four 8 x 8 matrices; a lane holds two neighbours of each, as in wgmma's accumulators. `at`: the address of
 // one row of 16 bytes, which each lane gives.

@@ -214,7 +214,6 @@ def ensure_context(device):
 
 
 def call(lib, function, *arguments):
-    """Calls a library's function, which returns 0 or the status of an error."""
     if status := getattr(lib, function)(*arguments):
         raise RuntimeError(f"{function} failed with status {status}")
 

@@ -24,8 +24,6 @@ constexpr u32 STAGING_BYTES = 32 * CHUNK * 2;  // a warp stages 32 rows of a chu
 constexpr u32 CHUNKS = BN / CHUNK;             // of a tile
 constexpr float LOG2E = 1.4426950409f;
 
-// ---- pointwise functions ----------------------------------------------------------------------------------
-
 __device__ float exp2_approx(float x) {
     float p;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(p) : "f"(x));
@@ -74,8 +72,6 @@ __device__ float derivative(float saved) {  // of the activation, see DRELU2 and
     asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(saved));
     return 2.f * root;
 }
-
-// ---- epilogues --------------------------------------------------------------------------------------------
 
 // A consumer warp's accumulators. A tile's 128 rows take two wgmma instructions, h = 0 and 1, of 64 rows
 // each. The descriptor of a skips every other group of 8 rows, so that a warp's rows of both are 32
@@ -308,8 +304,6 @@ __device__ void epilogue_exp(Warp& warp, Accumulators& d, Tile tile, const Tenso
     const float from = __ldg(shifts + min(m, M - 1));
     sums[(u64)m * tiles_n + tile.column / BN] = make_float2(sum, to > from ? to - from : 0.f);
 }
-
-// ---- the kernel -------------------------------------------------------------------------------------------
 
 // a: (M, K), three matrices side by side (the gradients of q, k and v), from columns 0, K1 and K2 on; b:
 // (N, K), or (K, N) with B_N_MAJOR; out, saved: (M, N); all bf16 with contiguous rows. saved: GELU

@@ -20,10 +20,8 @@ def linear_cross_entropy(x, weight, targets, reduction, V, softcap=None):
     """kernels.linear_cross_entropy for x in 16 bits and the head's weight; "none" has no gradient."""
     ids = targets.flatten().contiguous()
     if reduction != "none" and torch.is_grad_enabled():
-        loss = LinearCrossEntropy.apply(x, weight, ids, V, softcap, sum_dtype(weight))
-        return reduced(loss, targets, reduction)
-    flat, w = x.flatten(0, -2).contiguous(), weight.to(x.dtype)
-    losses = cross_entropy_chunks(flat, w, ids, V, softcap, None)[0]
+        return reduced(LinearCrossEntropy.apply(x, weight, ids, V, softcap, True), targets, reduction)
+    losses = cross_entropy_chunks(x.flatten(0, -2).contiguous(), weight, ids, V, softcap, False)[0]
     return losses.view_as(targets) if reduction == "none" else reduced(losses.sum(), targets, reduction)
 
 
@@ -32,60 +30,36 @@ def reduced(loss, targets, reduction):
     return loss / (targets >= 0).sum() if reduction == "mean" else loss
 
 
-class LinearCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, targets, *options):
-        flat, w = x.flatten(0, -2).contiguous(), weight.to(x.dtype)
-        losses, *gradients = cross_entropy_chunks(flat, w, targets, *options)
-        keep_gradients(ctx, x, weight, *gradients)
-        return losses.sum()
-
-    @staticmethod
-    def backward(ctx, grad):
-        dx, dw, factors = ctx.saved_tensors
-        by_row = grad if factors is None else grad * factors[:, None]
-        return dx.mul_(by_row).view(ctx.shape), dw.mul_(grad).to(ctx.weight_dtype), None, None, None, None
-
-
-def keep_gradients(ctx, x, weight, dx, dw, factors=None):
-    """Saves the gradients that the forward computed, for the backward; factors: see cross_entropy_chunks."""
-    ctx.save_for_backward(dx, dw, factors)
-    ctx.shape, ctx.weight_dtype = x.shape, weight.dtype
-
-
-def sum_dtype(weight):
-    """The dtype in which the chunks' weight gradients are summed: the weight's; float32 for float16."""
-    return torch.float32 if weight.dtype == torch.float16 else weight.dtype
-
-
-def empty_results(x, w, dw_dtype):
+def empty_results(x, weight, grad=True):
+    """(losses, dx, dw); chunks of dw are summed in the weight's dtype, float32 for float16."""
     losses = x.new_empty(x.size(0), dtype=torch.float32)
-    if dw_dtype is None:
+    if not grad:
         return losses, x.new_empty(0), x.new_empty(0)
-    return losses, torch.empty_like(x), torch.empty_like(w, dtype=dw_dtype)
+    dtype = torch.float32 if weight.dtype == torch.float16 else weight.dtype
+    return losses, torch.empty_like(x), torch.empty_like(weight, dtype=dtype)
 
 
-@operator(
-    "cross_entropy_chunks", lambda x, w, ids, V, cap, dtype: (*empty_results(x, w, dtype), x[:, 0].float())
-)
+def chunk_results(x, weight, targets, V, softcap, grad):
+    return *empty_results(x, weight, grad), x.new_empty(x.size(0), dtype=torch.float32)
+
+
+@operator("cross_entropy_chunks", chunk_results)
 def cross_entropy_chunks(
-    x: Tensor, w: Tensor, targets: Tensor, V: int, softcap: float | None, dw_dtype: torch.dtype | None
+    x: Tensor, weight: Tensor, targets: Tensor, V: int, softcap: float | None, grad: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(losses (N,) float32, dx (N, C), dw (P, C), factors (N,)); dw_dtype None: the last three are of no use.
+    """(losses (N,) float32, dx (N, C), dw (P, C), factors (N,)); without grad the last three are of no use.
 
     dx and dw are the gradients of the summed loss; the rows of dx still have to be multiplied with `factors`.
-    x: (N, C), w: (P, C), both contiguous, in 16 bits; targets: (N,); V: rows of w that are no padding.
+    x: (N, C) in 16 bits, weight: (P, C), both contiguous; targets: (N,); V: rows of weight, less its padding.
     """
-    N, P = x.size(0), w.size(0)
-    rows, grad = min(N, chunk_rows(P)), dw_dtype is not None
-    losses, dx, dw = empty_results(x, w, dw_dtype)
+    N, P, w = x.size(0), weight.size(0), weight.to(x.dtype)
+    rows, (losses, dx, dw) = min(N, chunk_rows(P)), empty_results(x, weight, grad)
     in_product = on_hopper(x) and hopper.takes(x, w, (N, P)) and (softcap or 0) <= LARGEST_CAP
     shifts, factors = target_logits(x, w, targets, softcap) if in_product else None, torch.ones_like(losses)
     logits = x.new_empty(rows if grad or not in_product else 0, P)
     for i in range(0, N, rows):
         own = slice(i, i + rows)
-        xi, ti = x[own], targets[own]
-        li = logits[: xi.size(0)]
+        xi, ti, li = x[own], targets[own], logits[: N - i]
         if in_product:
             each = shifts[own], losses[own], factors[own]
             xi = exponential_rows(xi, w, ti, *each, li, V, softcap, grad)
@@ -96,6 +70,32 @@ def cross_entropy_chunks(
             cublas.matmul(li, w, dx[own])
             cublas.matmul(li.t(), xi, dw, accumulate=i > 0)
     return losses, dx, dw, factors
+
+
+def summed_loss(chunks):
+    """The autograd.Function of (x, weight, *more) that sums the losses of chunks(rows of x, weight, *more).
+
+    chunks also returns the gradients of x and weight, and perhaps factors for the rows of the former.
+    """
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight, *more):
+            losses, *gradients = chunks(x.flatten(0, -2).contiguous(), weight, *more)
+            ctx.save_for_backward(*gradients)
+            ctx.shape, ctx.weight_dtype, ctx.nones = x.shape, weight.dtype, (None,) * len(more)
+            return losses.sum()
+
+        @staticmethod
+        def backward(ctx, grad):
+            dx, dw, *factors = ctx.saved_tensors
+            by_row = grad * factors[0][:, None] if factors else grad
+            return dx.mul_(by_row).view(ctx.shape), dw.mul_(grad).to(ctx.weight_dtype), *ctx.nones
+
+    return Function
+
+
+LinearCrossEntropy = summed_loss(cross_entropy_chunks)
 
 
 def chunk_rows(P):
@@ -187,8 +187,8 @@ def target_logits(x, w, targets, softcap):
 def exponential_rows(x, w, targets, shifts, losses, factors, grads, V, softcap, grad):
     """Losses as log sum exp(logit - logit of the row's target), exponentials from the GEMM's epilogue.
 
-    Fills `losses` (rows,) and, with grad, `factors` (rows,) and `grads` (rows, P): a row of `grads` times its
-    factor is the gradient of its logits. Returns x with rows times factors, for the weight's gradient.
+    Fills `losses`, `factors` (rows,) and, with grad, `grads` (rows, P): a row of it times its factor is the
+    gradient of its logits. Returns x with rows times factors, for the weight's gradient.
     """
     sums = hopper.exponentials(x, w, shifts, V, grads if grad else None, softcap)
     scaled = torch.empty_like(x) if grad else x
@@ -276,8 +276,8 @@ def _ce_grad(x, at, lse, scale, softcap, CAP: tl.constexpr, DITHER: tl.constexpr
 def _dithered(x, at, seed):
     """x rounded stochastically to e5m2's two mantissa bits, so that it is right in the mean.
 
-    A token has much the same probability at most positions, so that errors of rounding to nearest would add
-    up. The random bits are a hash of the row's seed plus a golden-ratio step per column: a multiplication.
+    A token has much the same probability at most positions: errors of rounding to nearest would add up. The
+    random bits are a hash of the row's seed plus a golden-ratio step per column: a multiplication.
     """
     start = seed.to(tl.float32).to(tl.uint32, bitcast=True) * 0x9E3779B1
     start = (start ^ (start >> 15)) * 0x85EBCA77

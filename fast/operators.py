@@ -54,9 +54,9 @@ def exp2(x):
     """2^x in float32 in one instruction, zero below 2^-126; tl.exp2 takes four more for such numbers."""
     if INTERPRETED:
         return tl.exp2(x)
-    else:
-        code: tl.constexpr = "ex2.approx.ftz.f32 $0, $1;"
-        return tl.inline_asm_elementwise(code, "=f,f", [x], tl.float32, is_pure=True, pack=1)
+    return tl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1
+    )
 
 
 @triton.jit
@@ -64,6 +64,6 @@ def reciprocal(x):
     """1 / x in float32, wrong by a bit at most, zero for x above 2^126; a division takes five more."""
     if INTERPRETED:
         return 1 / x
-    else:
-        code: tl.constexpr = "rcp.approx.ftz.f32 $0, $1;"
-        return tl.inline_asm_elementwise(code, "=f,f", [x], tl.float32, is_pure=True, pack=1)
+    return tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1
+    )

@@ -1,6 +1,5 @@
 """RMSNorm of each head and RoPE in one pass over queries or keys, and their backward in one; also RoPE alone.
 
-torch.compile's backward takes three passes, one of them for the gradient of the norm's gain.
 https://arxiv.org/abs/2104.09864 (RoPE), https://arxiv.org/abs/2302.05442 (norms on queries and keys)
 """
 
