@@ -92,9 +92,9 @@ def operand(x):
     return x.to(torch.bfloat16).contiguous()
 
 
-def in_fp8(*layers):
-    """Whether the GEMMs of all these layers run in fp8 in this call (fast/fp8.py, `track`)."""
-    return all(hasattr(layer, "w_amax") and layer.training for layer in layers)
+def in_fp8(x, *layers):
+    """Whether the GEMMs of all these layers run in fp8 in this call on x (fast/fp8.py, `track`)."""
+    return all(hasattr(layer, "w_amax") and layer.training for layer in layers) and fp8.suits(x)
 
 
 def weight(layer):
@@ -111,7 +111,7 @@ class Linear(nn.Linear):
     def forward(self, x):
         if not fused("linear", x, self):
             return F.linear(x, weight(self), self.bias)
-        if in_fp8(self):
+        if in_fp8(x, self):
             return fp8.linear(operand(x), self)
         return fast_linear.linear(operand(x), weight(self), self.bias, torch.is_grad_enabled())
 
@@ -123,7 +123,7 @@ def qkv(x, layer, heads, head_dim, copy_v=False):
     """
     if not fused("qkv", x, layer, unless={OTHER_LAYER: other(layer)}, inner=1):
         q, k, v = layer(x).unflatten(-1, (-1, head_dim)).transpose(1, 2).split(heads, dim=1)
-    elif in_fp8(layer):
+    elif in_fp8(x, layer):
         q, k, v = fp8.qkv(operand(x), layer, heads, head_dim)
     else:
         args = operand(x), weight(layer), layer.bias, heads, head_dim
@@ -152,13 +152,13 @@ def mlp(x, up, activation, down):
     """down(activation(up(x))); x: (..., C) -> (..., C)."""
     unless = {
         "another activation": activation not in FUSED,
-        "one of two layers in fp8": in_fp8(up) != in_fp8(down),
+        "one of two layers in fp8": in_fp8(x, up) != in_fp8(x, down),
         OTHER_LAYER: other(up, down),
     }
     if not fused("mlp", x, up, down, unless=unless, inner=2):
         return down(activation(up(x)))
     x, kind = operand(x), FUSED[activation]
-    if in_fp8(up):
+    if in_fp8(x, up):
         return fp8.mlp(kind, x, up, down)
     return fast_mlp.mlp(kind, x, weight(up), up.bias, weight(down), down.bias, torch.is_grad_enabled())
 
@@ -270,7 +270,7 @@ def linear_cross_entropy(x, head, targets, reduction="mean", vocab_size=None, so
         rows = 2 ** max(0, rows.bit_length() - 1)  # as in fast/loss.py
         return chunked_loss(torch.compiler.is_compiling(), rows, x, head.weight, targets, reduction, *options)
     x = operand(x)
-    if in_fp8(head) and trains and fp8.suits(x):
+    if in_fp8(x, head) and trains:
         loss = fp8.linear_cross_entropy(x, head, targets, options)
         return fast_loss.reduced(loss, targets, reduction)
     return fast_loss.linear_cross_entropy(x, head.weight, targets, reduction, *options)

@@ -5,16 +5,11 @@ with a float32 scale. A code is a float32's exponent and three bits of mantissa,
 the group's largest: shifts encode and decode, alike on every device, and a group with a new scale keeps its
 values. The second moment reaches down to 2^-32 of the largest; its root and the first moment, to 2^-16.
 
-Both are rounded stochastically, so that the expected value is exact: rounded to nearest, a second moment that
-loses 5% a step could stay for ever. So are bfloat16 weights, since updates below 2^-9 of one would be lost
-(https://arxiv.org/abs/2010.06192). The random numbers are a hash of seed, step, tensor and element: alike for
-any number of ranks and in a resumed run.
-
-Vectors and tensors of fewer than SMALL elements keep float32 moments and, in bfloat16, a float32 master copy,
-since a norm's gain near 1 would otherwise move in steps of 2^-7.
+Both are rounded stochastically, or a second moment that loses 5% a step could stay for ever. So are bfloat16
+weights, since updates below 2^-9 of one would be lost (https://arxiv.org/abs/2010.06192). The random numbers
+are a hash of seed, step, tensor and element: alike for any number of ranks and in a resumed run.
 """
 
-import functools
 import hashlib
 
 import torch
@@ -28,7 +23,7 @@ try:
 except ImportError:
     triton = None
 
-SMALL = 4096
+SMALL = 4096  # elements: smaller tensors, and vectors, have float32 moments and in bf16 a float32 master copy
 GROUP = 256  # elements that share a scale
 SHIFT = 20  # bits of a float32 below the third bit of its mantissa
 M_LEVELS, V_LEVELS = 127, 255  # the code of a group's largest first and second moment; code 0 is zero
@@ -41,8 +36,8 @@ class AdamW8bit(torch.optim.Optimizer):
     """The update of torch.optim.AdamW (https://arxiv.org/abs/1711.05101) for float32 or bfloat16 weights.
 
     State, made at once and sharded as the parameter is: step (1,) on the CPU; m, v (rows, cols) uint8 and
-    m_scale, v_scale (rows, groups) float32, or exp_avg, exp_avg_sq and master.
-    rows_of: a parameter -> (first, last), its rows that this rank holds; None: all.
+    m_scale, v_scale (rows, groups) float32, or exp_avg, exp_avg_sq and master. rows_of: a parameter ->
+    (first, last), its rows that this rank holds; None: all.
     """
 
     def __init__(self, params, lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, seed=0, rows_of=None):
@@ -57,14 +52,14 @@ class AdamW8bit(torch.optim.Optimizer):
         if getattr(self, "found_inf", 0):  # as in torch.optim.AdamW, but the host waits for it
             return
         for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
-            for p in params:
-                if "m" in self.state[p]:
-                    self.update_coded(p, group)
-            update_plain([(p, self.state[p]) for p in params if "m" not in self.state[p]], group)
+            pairs = [(p, self.state[p]) for p in group["params"] if p.grad is not None]
+            for p, state in pairs:
+                if "m" in state:
+                    self.update_coded(p, state, group)
+            update_plain([(p, state) for p, state in pairs if "m" not in state], group)
 
-    def update_coded(self, p, group):
-        state, (first, last) = self.state[p], self.rows_of(p)
+    def update_coded(self, p, state, group):
+        first, last = self.rows_of(p)
         state["step"] += 1
         step, (beta1, beta2), lr = int(state["step"]), group["betas"], group["lr"]
         keep, rate, root = 1 - lr * group["weight_decay"], lr / (1 - beta1**step), (1 - beta2**step) ** -0.5
@@ -78,15 +73,13 @@ class AdamW8bit(torch.optim.Optimizer):
 
 def new_state(p):
     """The state of parameter p, all zeros but for a master copy."""
-    step, p = torch.zeros(1), p.detach()
+    step, p, float32 = torch.zeros(1), p.detach(), dict(dtype=torch.float32)
     if p.dim() == 2 and p.numel() >= SMALL:
-        scales = p[:, : -(-p.size(1) // GROUP)]  # a tensor of their shape, sharded as p is
         codes = {moment: torch.zeros_like(p, dtype=torch.uint8) for moment in "mv"}
-        scales = {f"{moment}_scale": torch.zeros_like(scales, dtype=torch.float32) for moment in "mv"}
-        return dict(step=step, **codes, **scales)
-    moments = {kind: torch.zeros_like(p, dtype=torch.float32) for kind in ("exp_avg", "exp_avg_sq")}
-    master = {} if p.dtype == torch.float32 else {"master": p.float()}
-    return dict(step=step, **moments, **master)
+        scales = p[:, : -(-p.size(1) // GROUP)]  # a tensor of their shape, sharded as p is
+        return dict(step=step, **codes, **{f"{m}_scale": torch.zeros_like(scales, **float32) for m in "mv"})
+    moments = {kind: torch.zeros_like(p, **float32) for kind in ("exp_avg", "exp_avg_sq")}
+    return dict(step=step, **moments) | ({} if p.dtype == torch.float32 else {"master": p.float()})
 
 
 def local(tensor):
@@ -96,24 +89,19 @@ def local(tensor):
 
 def update_plain(pairs, group):
     """PyTorch's own AdamW for (parameter, state) pairs with float32 moments."""
-    if not pairs:
-        return
     weights = [local(state.get("master", p)) for p, state in pairs]
     moments = [[local(state[kind]) for _, state in pairs] for kind in ("exp_avg", "exp_avg_sq")]
     grads, steps = [local(p.grad).float() for p, _ in pairs], [state["step"] for _, state in pairs]
     options = {name: group[name] for name in ("lr", "weight_decay", "eps")}
-    (beta1, beta2), plain = group["betas"], dict(amsgrad=False, maximize=False)
-    adamw(weights, grads, *moments, [], steps, beta1=beta1, beta2=beta2, **options, **plain)
+    options |= dict(zip(("beta1", "beta2"), group["betas"]), amsgrad=False, maximize=False)
+    adamw(weights, grads, *moments, [], steps, **options)
     for (p, state), weight in zip(pairs, weights):
         if "master" in state:
             local(p).copy_(weight)
 
 
-@functools.cache
 def updater(device):
     """The update for a torch.device: on CUDA with Triton one kernel, else plain PyTorch."""
-    if device.type == "cuda" and triton is None:
-        print("warning: optimizer=adamw8bit is slow without Triton; pip install triton", flush=True)
     return update_torch if device.type != "cuda" or triton is None else update_triton
 
 
@@ -121,7 +109,7 @@ def update_torch(w, g, m, m_scale, v, v_scale, first, key, keep, rate, beta1, re
     """One AdamW step of w: (rows, cols) from its gradient g; w, codes and scales are updated in place.
 
     m, v: (rows, cols); m_scale, v_scale: (rows, groups). first: index of w's first row in the whole tensor;
-    key: from random_key, for this step; the numbers after it: see update_coded.
+    key: from random_key, for this step.
     """
     noise_m, noise_v, noise_w = map(grouped, noises(first, *w.shape, key, w.device))
     codes, g, weight = grouped(m.int()), grouped(g.float()), grouped(w.float())

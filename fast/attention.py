@@ -7,20 +7,16 @@ from fast import chips
 
 def best_attention(device, precision="bf16"):
     """(backend, reason) for a torch.device: cuDNN from Hopper on, where it is 1.5 to 2.4 times as fast."""
-    return best_on(chips.of(device), precision, torch.backends.cudnn.is_available())
-
-
-def best_on(chip, precision="bf16", cudnn=True):
-    """As `best_attention`, for a chips.Chip. cudnn: whether the library is there."""
+    chip = chips.of(device)
     if chip.maker not in ("nvidia", "amd"):
         return "flash", f"PyTorch's own on {chip.maker}"
     if precision in ("fp32", "tf32"):
         return "efficient", "cuDNN and flash take 16-bit numbers only"
     if torch.are_deterministic_algorithms_enabled():
         return "flash", "deterministic: cuDNN's backward adds in no fixed order"
-    best = "cudnn" if cudnn and chips.no_cudnn_attention(chip) is None else "flash"
+    cudnn = torch.backends.cudnn.is_available() and chips.no_cudnn_attention(chip) is None
     where = "compute capability {}.{}".format(*chip.capability) if chip.maker == "nvidia" else "an AMD GPU"
-    return best, f"fastest on {where}"
+    return "cudnn" if cudnn else "flash", f"fastest on {where}"
 
 
 class SameLayout(torch.autograd.Function):

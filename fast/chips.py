@@ -1,6 +1,6 @@
 """Which fused kernels a GPU can run, by its maker and compute capability; and CPUs whose AMX cannot be used.
 
-Each `no_*` returns why a Chip cannot, in words, or None, whatever else the machine lacks (a package, NVRTC).
+Each `no_*` maps a Chip to why it cannot, in words, or None.
 """
 
 import os
@@ -30,27 +30,21 @@ def no_bf16(chip):
     return None if chip.maker == "amd" or chip.capability >= (8, 0) else "this GPU has no bf16 matrix units"
 
 
-def no_fused_kernels(chip):
-    return unless_nvidia(chip, (8, 0), "the fused kernels are for NVIDIA GPUs from Ampere on")
+def nvidia_from(least, reason):
+    """A function of a Chip: `reason` unless it is NVIDIA's with at least this compute capability."""
+    return lambda chip: None if chip.maker == "nvidia" and chip.capability >= least else reason
 
 
-def no_fp8(chip):
-    return unless_nvidia(chip, (8, 9), "it needs an NVIDIA GPU with fp8 matrix units (Ada, Hopper or later)")
-
-
-def no_cudnn_attention(chip):
-    return unless_nvidia(chip, (9, 0), "it is the fastest on NVIDIA GPUs from Hopper on alone")
-
-
-def unless_nvidia(chip, least, reason):
-    return None if chip.maker == "nvidia" and chip.capability >= least else reason
+no_fused_kernels = nvidia_from((8, 0), "the fused kernels are for NVIDIA GPUs from Ampere on")
+no_fp8 = nvidia_from((8, 9), "it needs an NVIDIA GPU with fp8 matrix units (Ada, Hopper or later)")
+no_cudnn_attention = nvidia_from((9, 0), "it is the fastest on NVIDIA GPUs from Hopper on alone")
 
 
 def without_amx(cpuinfo="/proc/cpuinfo"):
     """Has bf16 products use AVX-512 where this CPU's AMX cannot be used -> whether that is so.
 
-    Some virtual machines announce AMX, but their CPUID ends before leaf 0x1D, which has the sizes of its
-    tiles: oneDNN takes them to be zero, and its first bf16 product ends the process.
+    Some virtual machines announce AMX, but their CPUID ends before leaf 0x1D with the sizes of its tiles:
+    oneDNN takes them to be zero, and its first bf16 product ends the process.
     """
     info = Path(cpuinfo).read_text() if Path(cpuinfo).is_file() else ""
     lines = (line.split(":", 1) for line in info.partition("\n\n")[0].splitlines() if ":" in line)

@@ -2,9 +2,8 @@
 accumulation into the output, and the fastest algorithm of a shape, found by timing.
 
 PyTorch runs the first algorithm that cuBLASLt's heuristic proposes. `matmul` times the first CANDIDATES and
-hopper.py's kernel at the first call of a shape, and keeps the fastest with the shape's descriptors. A
-deterministic run (torch.use_deterministic_algorithms) times nothing and takes the first that runs, since
-algorithms differ in the order of their sums, and leaves out those that add partial sums up in the output.
+hopper.py's kernel at the first call of a shape, and keeps the fastest. A deterministic run takes the first
+that runs, since the order of sums differs, of those that do not add partial sums up in the output.
 Constants and structures: https://docs.nvidia.com/cuda/cublas, section "Using the cuBLASLt API".
 """
 
@@ -35,20 +34,14 @@ CANDIDATES, ROUNDS = 8, 5  # algorithms timed per shape, and how often each
 FAST_TERMS = 4096  # longer sums never use fast accumulation, whose error grows with their length
 
 
-class Algorithm(ctypes.Structure):  # cublasLtMatmulAlgo_t
-    _fields_ = [("data", ctypes.c_uint64 * 8)]
-
-
 class HeuristicResult(ctypes.Structure):  # cublasLtMatmulHeuristicResult_t
-    _fields_ = [("algorithm", Algorithm), ("workspace_bytes", ctypes.c_size_t), ("state", ctypes.c_int)]
-    _fields_ += [("waves", ctypes.c_float), ("reserved", ctypes.c_int * 4)]
+    _fields_ = [("algorithm", ctypes.c_uint64 * 8), ("workspace_bytes", ctypes.c_size_t)]
+    _fields_ += [("state", ctypes.c_int), ("waves", ctypes.c_float), ("reserved", ctypes.c_int * 4)]
 
 
 @functools.cache
 def library():
-    """(the cuBLASLt that PyTorch has loaded, a handle); OSError where PyTorch is not built for CUDA."""
-    if torch.version.cuda is None:
-        raise OSError("cuBLASLt needs a PyTorch built for CUDA")
+    """(the cuBLASLt that PyTorch has loaded, a handle)"""
     with open("/proc/self/maps") as maps:
         paths = {line.split(maxsplit=5)[-1].strip() for line in maps if "libcublasLt.so" in line}
     lib = ctypes.PyDLL(paths.pop() if paths else f"libcublasLt.so.{torch.version.cuda.split('.')[0]}")
@@ -73,15 +66,13 @@ def matmul(
     """out = a b, or out += a b with accumulate, on the current stream; returns out.
 
     a: (M, K), b: (K, N), each with contiguous rows or columns; out: (M, N), contiguous; all begin at
-    multiples of 16 bytes. bias: (N,), is added. tune: time the algorithms at the first call of a shape.
+    multiples of 16 bytes. bias: (N,), is added. gelu: (M, N), receives the pre-activation a b + bias, and out
+    its tanh GELU. dgelu: (M, N), a pre-activation: out is a b times GELU's derivative there. tune: time the
+    algorithms at the first call of a shape.
 
-    gelu: (M, N), receives the pre-activation a b + bias, and out its tanh GELU. dgelu: (M, N), a
-    pre-activation: out is a b times GELU's derivative there.
-
-    fp8: a must have contiguous rows and b contiguous columns; scales: two float32 scalars, which multiply a
-    and b. fast: fast accumulation, in the tensor cores' accumulators of about 14 bits, instead of partial
-    sums in float32. It suits sums of terms of similar size; where large terms cancel, as in a weight's
-    gradient, which sums over all tokens, it loses the small ones.
+    fp8: a has contiguous rows and b contiguous columns; scales: two float32 scalars, which multiply a and b.
+    fast: fast accumulation, in the tensor cores' accumulators of about 14 bits instead of float32. Where
+    large terms cancel, as in a weight's gradient, which sums over all tokens, it loses the small ones.
     """
     aux = gelu if dgelu is None else dgelu
     bits = ((bias, BIAS), (gelu, GELU | AUX), (dgelu, DGELU | AUX))
@@ -90,10 +81,8 @@ def matmul(
     key = a.device, *a.shape, b.shape[1], a.stride(), b.stride(), types, epilogue, accumulate, fast
     key += (torch.are_deterministic_algorithms_enabled(),)
     plan = PLANS.get(key) or PLANS.setdefault(key, Plan(*key))
-    # The scales change places as the operands do: see Plan.
-    pointers = [(BIAS_POINTER, bias), (EPILOGUE_AUX_POINTER, aux)]
-    pointers += zip((A_SCALE_POINTER, B_SCALE_POINTER), reversed(scales or ()))
-    for attribute, tensor in pointers:
+    pointers = (B_SCALE_POINTER, A_SCALE_POINTER), scales or (None, None)  # of out^T = b^T a^T: see Plan
+    for attribute, tensor in ((BIAS_POINTER, bias), (EPILOGUE_AUX_POINTER, aux), *zip(*pointers)):
         if tensor is not None:
             plan.set(attribute, ctypes.c_uint64(tensor.data_ptr()))
     if tune and not plan.tuned:
@@ -124,18 +113,16 @@ class Plan:
             self.set(EPILOGUE_AUX_LD, ctypes.c_int64(N))
         if fast and K <= FAST_TERMS:
             self.set(FAST_ACCUM, ctypes.c_int8(1))
-        self.layouts = [
-            layout(b_type, K, N, b_strides[1]) if tb else layout(b_type, N, K, b_strides[0]),
-            layout(a_type, M, K, a_strides[1]) if ta else layout(a_type, K, M, a_strides[0]),
-            layout(out_type, N, M, N),
-        ]
+        b = layout(b_type, K, N, b_strides[1]) if tb else layout(b_type, N, K, b_strides[0])
+        a = layout(a_type, M, K, a_strides[1]) if ta else layout(a_type, K, M, a_strides[0])
+        self.layouts = b, a, layout(out_type, N, M, N)
         self.algorithms = self.heuristic()
         # whether hopper.linear computes the same for operands that it takes; its index follows cuBLASLt's
         self.has_hopper = epilogue in (DEFAULT, BIAS) and not accumulate and hopper.available(device)
 
-    def set(self, attribute, value):
-        size = ctypes.sizeof(value)
-        call("cublasLtMatmulDescSetAttribute", self.descriptor, attribute, ctypes.byref(value), size)
+    def set(self, attribute, value, what="Desc", to=None):
+        arguments = to or self.descriptor, attribute, ctypes.byref(value), ctypes.sizeof(value)
+        call(f"cublasLtMatmul{what}SetAttribute", *arguments)
 
     def heuristic(self):
         """The algorithms that cuBLASLt proposes for the shape, the one that it thinks fastest first."""
@@ -146,34 +133,30 @@ class Plan:
         if self.deterministic:
             limits.append((REDUCTION_SCHEMES, ctypes.c_uint32(COMPUTE_TYPE | OUTPUT_TYPE)))
         for attribute, value in limits:
-            size = ctypes.sizeof(value)
-            call("cublasLtMatmulPreferenceSetAttribute", preference, attribute, ctypes.byref(value), size)
+            self.set(attribute, value, "Preference", preference)
         found, count = (HeuristicResult * CANDIDATES)(), ctypes.c_int()
-        la, lb, lo = self.layouts
-        call(
-            "cublasLtMatmulAlgoGetHeuristic", library()[1], self.descriptor, la, lb, lo, lo, preference,
-            CANDIDATES, found, ctypes.byref(count),
-        )  # fmt: skip
+        shape = self.descriptor, *self.layouts, self.layouts[2], preference
+        call("cublasLtMatmulAlgoGetHeuristic", library()[1], *shape, CANDIDATES, found, ctypes.byref(count))
         return found[: count.value]
 
     def run(self, a, b, bias, out, which):
         """Runs an algorithm by its index; the index behind cuBLASLt's is hopper.py's kernel."""
         if self.has_hopper and which == len(self.algorithms):
             return hopper.linear(a, b, bias, out)
-        la, lb, lo = self.layouts
         stream = torch.cuda.current_stream(self.device).cuda_stream
         scratch = workspace(self.device, stream)
-        call(
-            "cublasLtMatmul", library()[1], self.descriptor, ctypes.byref(self.alpha),
-            ctypes.c_void_p(b.data_ptr()), la, ctypes.c_void_p(a.data_ptr()), lb, ctypes.byref(self.beta),
-            ctypes.c_void_p(out.data_ptr()), lo, ctypes.c_void_p(out.data_ptr()), lo,
-            ctypes.byref(self.algorithms[which].algorithm), ctypes.c_void_p(scratch.data_ptr()),
-            ctypes.c_size_t(WORKSPACE_BYTES), ctypes.c_void_p(stream),
-        )  # fmt: skip
+        pa, pb, to, pscratch = (ctypes.c_void_p(x.data_ptr()) for x in (a, b, out, scratch))
+        (lb, la, lo), alpha, beta = self.layouts, ctypes.byref(self.alpha), ctypes.byref(self.beta)
+        arguments = self.descriptor, alpha, pb, lb, pa, la, beta, to, lo, to, lo
+        arguments += (
+            ctypes.byref(self.algorithms[which].algorithm),
+            pscratch,
+            ctypes.c_size_t(WORKSPACE_BYTES),
+        )
+        call("cublasLtMatmul", library()[1], *arguments, ctypes.c_void_p(stream))
 
     def tune(self, a, b, bias, out):
-        self.tuned = True
-        count = len(self.algorithms)
+        self.tuned, count = True, len(self.algorithms)
         if self.has_hopper and hopper.takes(a, b if b.stride(1) == 1 else b.t(), bias, out):
             count += 1
         candidates = [functools.partial(self.run, a, b, bias, out, which) for which in range(count)]
@@ -197,23 +180,20 @@ def runs(function):
 
 
 def fastest(functions, device):
-    """Index of the function that takes the GPU the least time, by the median of ROUNDS.
+    """Index of the function that takes the GPU the least time, by the median of ROUNDS, of those that run.
 
-    They are timed in turn, since the clock drifts with the chip's power. Algorithms that do not run are left
-    out.
+    They are timed in turn, since the clock drifts with the chip's power.
     """
-    events = {which: [] for which in range(len(functions))}
+    events = {which: [] for which, function in enumerate(functions) if runs(function)}
     for _ in range(ROUNDS):
-        for which in list(events):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            if not runs(functions[which]):
-                del events[which]
-                continue
+        for which, pairs in events.items():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            functions[which]()  # so that the caches hold what it leaves there
             begin.record()
             functions[which]()
             functions[which]()
             end.record()
-            events[which].append((begin, end))
+            pairs.append((begin, end))
     torch.cuda.synchronize(device)
     times = {which: [begin.elapsed_time(end) for begin, end in pairs] for which, pairs in events.items()}
     return min(times, key=lambda which: statistics.median(times[which]))

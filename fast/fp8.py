@@ -3,14 +3,12 @@
 Activations and weights are cast to e4m3, gradients to e5m2 (https://arxiv.org/abs/2209.05433). Each tensor
 has one scale, a power of two, from its amax in the previous call with room to spare (delayed scaling); in the
 first call, and for weights that FSDP2 gathers in 8 bits (`Rows`), from its own. Hopper's fp8 GEMMs need both
-operands contiguous along K, so every cast tensor is stored transposed as well, for the gradients. Master
-weights, residual stream, norms, attention, softmax and evaluation are as in bf16. The functions take layers,
-not weights, because the amax history belongs to a layer (`track`).
+operands contiguous along K, so every cast tensor is stored transposed as well, for the gradients. All else is
+as in bf16. The functions take layers, not weights, because the amax history belongs to a layer (`track`).
 """
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -33,12 +31,9 @@ AMAX = "x_amax", "w_amax", "dy_amax"  # buffers of a tracked layer: of its input
 
 
 def track(layer):
-    """Makes a linear layer (the head too) train in fp8, if all its widths are multiples of 16.
-
-    It gets a buffer of two amax values for each operand (see `cast`); the parameters stay as they are.
-    """
+    """Makes a linear layer (the head too) train in fp8, if all its widths are multiples of 16."""
     if all(size % 16 == 0 for p in layer.parameters() for size in p.shape):
-        for name in AMAX:
+        for name in AMAX:  # two values each: see `cast`
             layer.register_buffer(name, torch.zeros(2, device=layer.weight.device), persistent=False)
 
 
@@ -60,99 +55,101 @@ def dense(layer):
     return Widened.apply(layer.weight, layer.w_amax)
 
 
+def suits(x):
+    """Whether x: (..., K) has a multiple of 16 rows, as GEMMs that sum over them need."""
+    return x.shape[:-1].numel() % 16 == 0
+
+
 def linear(x, layer):
-    """x W^T + b with all three GEMMs in fp8; x: (..., K) in bf16 -> (..., N)."""
-    if not suits(x):
-        return linear(padded(x), layer)[..., : x.size(-2), :]
+    """x W^T + b with all three GEMMs in fp8; x: (..., K) in bf16, which `suits` -> (..., N)."""
     return LinearFunction.apply(x, layer.weight, layer.bias, *amaxes(layer))
 
 
 def qkv(x, layer, heads, head_dim):
     """As fast.linear.qkv, in fp8."""
-    if not suits(x):
-        return tuple(t[:, :, : x.size(1)] for t in qkv(padded(x), layer, heads, head_dim))
-    return QKV.apply(x, layer.weight, layer.bias, heads, head_dim, *amaxes(layer))
+    return QKV.apply(x, heads, head_dim, layer.weight, layer.bias, *amaxes(layer))
 
 
 def mlp(kind, x, up, down):
     """As fast.mlp.mlp, in fp8; the casts of their results compute the activation and its derivative."""
-    if not suits(x):
-        return mlp(kind, padded(x), up, down)[..., : x.size(-2), :]
     parameters = up.weight, up.bias, down.weight, down.bias
-    return MLPFunction.apply(kind, "d" + kind, x, *parameters, *amaxes(up), *amaxes(down))
+    return MLPFunction.apply(kind, x, *parameters, *amaxes(up), *amaxes(down))
 
 
 def linear_cross_entropy(x, head, targets, options):
-    """The summed loss, if x `suits`; GEMMs in fp8, softmax and loss in float32; options: (V, softcap)."""
+    """The summed loss; GEMMs in fp8, softmax and loss in float32; options: (V, softcap)."""
     ids = targets.flatten().contiguous()
-    return HeadFunction.apply(x, head.weight, ids, options, head.x_amax, head.w_amax)
+    return HeadFunction.apply(x, head.weight, ids, *options, head.x_amax, head.w_amax)
 
 
 def amaxes(layer):
     return [getattr(layer, name) for name in AMAX]
 
 
-def suits(x):
-    """Whether x: (..., T, K) has a multiple of 16 rows, over which the weight-gradient GEMMs sum."""
-    return x.shape[:-1].numel() % 16 == 0
-
-
-def padded(x):
-    """x: (..., T, K) with zeros appended along T, so that `suits` holds."""
-    return F.pad(x, (0, 0, 0, -x.size(-2) % 16))
-
-
 class LinearFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, x_amax, w_amax, dy_amax):
-        return linear_forward(ctx, x, weight, bias, x_amax, w_amax, dy_amax).unflatten(0, x.shape[:-1])
+    def forward(ctx, x, *layer):
+        return linear_forward(ctx, x, *layer).unflatten(0, x.shape[:-1])
 
     @staticmethod
     def backward(ctx, dy):
         flat = dy.flatten(0, -2).contiguous()
         dx, dw, _ = gradients([flat], ctx.saved_tensors, ctx.dtypes, sums=False)
-        # an operation of its own, which fusion.py takes from the norm's backward if that is where dy comes
-        # from
+        # an operation of its own, which fusion.py takes from the norm's backward, if dy is from it
         db = None if ctx.dtypes[1] is None else flat.sum(0, dtype=torch.float32).to(ctx.dtypes[1])
         return dx.unflatten(0, dy.shape[:-1]), dw, db, None, None, None
 
 
-class QKV(torch.autograd.Function):
-    """As fast.linear.QKV."""
-
+class QKV(torch.autograd.Function):  # as fast.linear.QKV
     @staticmethod
-    def forward(ctx, x, weight, bias, heads, head_dim, x_amax, w_amax, dy_amax):
-        y = linear_forward(ctx, x, weight, bias, x_amax, w_amax, dy_amax)
-        return split_heads(y, x.shape[:-1], heads, head_dim)
+    def forward(ctx, x, heads, head_dim, *layer):
+        return split_heads(linear_forward(ctx, x, *layer), x.shape[:-1], heads, head_dim)
 
     @staticmethod
     def backward(ctx, dq, dk, dv):
         dx, dw, db = gradients(join_heads(dq, dk, dv), ctx.saved_tensors, ctx.dtypes)
-        return dx.unflatten(0, (dq.size(0), dq.size(2))), dw, db, None, None, None, None, None
+        return dx.unflatten(0, (dq.size(0), dq.size(2))), None, None, dw, db, None, None, None
+
+
+class MLPFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, kind, x, w1, b1, w2, b2, x_amax, w1_amax, db_amax, act_amax, w2_amax, dy_amax):
+        ctx.kind, ctx.dtypes = kind, dtypes_of(w1, b1, w2, b2)
+        before, up = forward_product(x.flatten(0, -2), w1, b1, x_amax, w1_amax)
+        y, down = forward_product(before, w2, b2, act_amax, w2_amax, kind)
+        ctx.save_for_backward(*up, db_amax, *down, dy_amax, before)
+        return y.unflatten(0, x.shape[:-1])
+
+    @staticmethod
+    def backward(ctx, dy):
+        *saved, before = ctx.saved_tensors
+        dact, dw2, db2 = gradients([dy.flatten(0, -2).contiguous()], saved[5:], ctx.dtypes[2:])
+        dx, dw1, db1 = gradients([dact], saved[:5], ctx.dtypes[:2], before, "d" + ctx.kind)
+        return (None, dx.unflatten(0, dy.shape[:-1]), dw1, db1, dw2, db2) + (None,) * 6
 
 
 def linear_forward(ctx, x, weight, bias, x_amax, w_amax, dy_amax):
     """The GEMM of a linear layer, (..., K) -> (M, N); saves the operands of `gradients` in ctx."""
-    x8, x8t, xs, _ = cast([x.flatten(0, -2)], x_amax)
-    w, wt, ws = operands(weight, w_amax)
-    ctx.save_for_backward(x8t, xs, w, ws, dy_amax)
+    y, saved = forward_product(x.flatten(0, -2), weight, bias, x_amax, w_amax)
+    ctx.save_for_backward(*saved, dy_amax)
     ctx.dtypes = dtypes_of(weight, bias)
-    return product(x8, wt, xs, ws, None if bias is None else bias.to(x.dtype), x.dtype, True)
+    return y
 
 
-def operands(weight, amax):
-    """(right operand of the dx GEMM, of the forward GEMM, scale) of a weight, also one gathered as `Rows`."""
-    if amax.dim() == 0:
-        return weight, weight.t(), amax
-    w8, w8t, scale, _ = cast([weight], amax)
-    return w8t.t(), w8.t(), scale
+def forward_product(x, weight, bias, x_amax, w_amax, what=COPY):
+    """(x W^T + b, what `gradients` needs: x^T and its scale, the dx GEMM's right operand and its scale)"""
+    x8, x8t, xs, _ = cast([x], x_amax, None, what)
+    if w_amax.dim() == 0:  # gathered as `Rows`
+        w, wt, ws = weight, weight.t(), w_amax
+    else:
+        w8, w8t, ws, _ = cast([weight], w_amax)
+        w, wt = w8t.t(), w8.t()
+    bias = None if bias is None else bias.to(x.dtype)
+    return product(x8, wt, xs, ws, bias, x.dtype, True), (x8t, xs, w, ws)
 
 
 def gradients(dy, saved, dtypes, before=None, what=COPY, sums=True):
-    """(dx, dw, db or None) of a linear layer from dy: (M, N), a list of tensors side by side.
-
-    before, what: see `cast`. Without `sums` db is empty.
-    """
+    """(dx, dw, db or None) of a linear layer from dy: (M, N) in parts; before, what: see `cast`."""
     (x8t, xs, w, ws, dy_amax), (w_dtype, b_dtype) = saved, dtypes
     dy8, dy8t, ds, columns = cast(dy, dy_amax, before, what, True, sums and b_dtype is not None)
     dx = product(dy8, w, ds, ws, None, dy[0].dtype, True)
@@ -160,60 +157,42 @@ def gradients(dy, saved, dtypes, before=None, what=COPY, sums=True):
     return dx, dw, None if b_dtype is None else columns.to(b_dtype)
 
 
-class MLPFunction(torch.autograd.Function):
-    """what, dwhat: the kinds of cast, GELU and DGELU, RELU2 and DRELU2, or SWIGLU and DSWIGLU."""
-
-    @staticmethod
-    def forward(ctx, what, dwhat, x, w1, b1, w2, b2, x_amax, w1_amax, db_amax, act_amax, w2_amax, dy_amax):
-        x8, x8t, xs, _ = cast([x.flatten(0, -2)], x_amax)
-        ctx.dwhat, ctx.dtypes = dwhat, dtypes_of(w1, b1, w2, b2)
-        w1, w1t, w1s = operands(w1, w1_amax)
-        w2, w2t, w2s = operands(w2, w2_amax)
-        b1, b2 = (None if b is None else b.to(x.dtype) for b in (b1, b2))
-        before = product(x8, w1t, xs, w1s, b1, x.dtype, True)
-        act8, act8t, acts, _ = cast([before], act_amax, None, what)
-        ctx.save_for_backward(x8t, xs, w1, w1s, db_amax, act8t, acts, w2, w2s, dy_amax, before)
-        return product(act8, w2t, acts, w2s, b2, x.dtype, True).unflatten(0, x.shape[:-1])
-
-    @staticmethod
-    def backward(ctx, dy):
-        *saved, before = ctx.saved_tensors
-        dact, dw2, db2 = gradients([dy.flatten(0, -2).contiguous()], saved[5:], ctx.dtypes[2:])
-        dx, dw1, db1 = gradients([dact], saved[:5], ctx.dtypes[:2], before, ctx.dwhat)
-        return (None, None, dx.unflatten(0, dy.shape[:-1]), dw1, db1, dw2, db2) + (None,) * 6
+def empty_product(a, b, a_scale, b_scale, bias, dtype, fast=False):
+    return a.new_empty(a.size(0), b.size(1), dtype=dtype)
 
 
-@operator("product8")
+@operator("product8", empty_product)
 def product(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, dtype: torch.dtype,
     fast: bool = False,
 ) -> Tensor:  # fmt: skip
     """a @ b * a_scale * b_scale + bias; a has contiguous rows, b contiguous columns, or b is from `Rows`.
 
-    fast: fast accumulation (see cublas.matmul), for outputs and input gradients, not for weight gradients.
+    fast: see cublas.matmul; for outputs and input gradients, not for weight gradients.
     """
-    if b.dtype == torch.bfloat16:
-        straight, across = halves(b.t() if b.stride(0) == 1 else b)
-        b = straight.t() if b.stride(0) == 1 else across.t()
     out = a.new_empty(a.size(0), b.size(1), dtype=dtype)
+    if b.dtype == torch.bfloat16:
+        b = halves(b.t())[0].t() if b.stride(0) == 1 else halves(b)[1].t()
     return cublas.matmul(a, b, out, bias=bias, scales=(a_scale, b_scale), fast=fast)
 
 
-@product.register_fake
-def _(a, b, a_scale, b_scale, bias, dtype, fast=False):
-    return a.new_empty(a.size(0), b.size(1), dtype=dtype)
+def cast_results(parts, amax, before=None, what=COPY, e5m2=False, sums=False):
+    x, dtype = parts[0], E5M2 if e5m2 else E4M3
+    M, N = x.size(0), sum(x.size(1) for x in parts)
+    N = {SWIGLU: N // 2, DSWIGLU: 2 * N}.get(what, N)
+    out, out_t = x.new_empty(M, N, dtype=dtype), x.new_empty(N, M, dtype=dtype)
+    return out, out_t, *(x.new_empty(size, dtype=torch.float32) for size in ((), N if sums else 0))
 
 
-@operator("cast8", mutates=["amax"])
+@operator("cast8", cast_results, mutates=["amax"])
 def cast(
     parts: list[Tensor], amax: Tensor, before: Tensor | None = None, what: str = COPY, e5m2: bool = False,
     sums: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(x in fp8, its transpose, the factor that undoes the scale, float32 column sums if `sums`); x: (M, N).
 
-    M must be a multiple of 16 (`suits`).
-    parts: x, or, with COPY, GELU and RELU2, up to three contiguous tensors (M, N1), (M, N2), (M, N3): x side
-    by side. what: COPY; GELU: of gelu(x); DGELU: of x gelu'(before); RELU2 and DRELU2 likewise; SWIGLU: of
+    parts: x, or, with COPY, GELU and RELU2, up to three contiguous (M, N_i) that make up x. M % 16 = 0.
+    what: COPY; GELU: of gelu(x); DGELU: of x gelu'(before); RELU2 and DRELU2 likewise; SWIGLU: of
     silu(gate) up, x being gate and up side by side, (M, 2 N); DSWIGLU: of both's gradients, (M, N), x being
     that of silu(gate) up, (M, N / 2), and `before` both.
     amax: [what the scale is made from, what this call sees], updated in place; one buffer for each operand.
@@ -224,7 +203,7 @@ def cast(
     widths = [x.size(1) // (1 + (what == SWIGLU)) for x in parts] + [0] * (3 - len(parts))
     steps, stages = (SUM_STEPS, SUM_STAGES) if sums else (1, 1)
     strips, programs = sum(cdiv(width, CAST_COLS) for width in widths), cdiv(M, CAST_ROWS * steps)
-    partial = torch.empty(programs if sums else 0, N, dtype=torch.float32, device=out.device)
+    partial = out.new_empty(programs if sums else 0, N, dtype=torch.float32)
     limit, room = torch.finfo(out.dtype).max, GRADIENT_ROOM if e5m2 else ROOM
     abc = *parts, *[parts[0]] * (3 - len(parts))
     _prepare[(1,)](*abc, before, amax, scale, M, limit / room, *widths, WHAT=what, BLOCK=4096, num_warps=8)
@@ -233,15 +212,6 @@ def cast(
         ROWS=CAST_ROWS, COLS=CAST_COLS, STEPS=steps, STAGES=stages, num_warps=CAST_WARPS,
     )  # fmt: skip
     return out, out_t, scale, partial.sum(0) if sums else columns
-
-
-@cast.register_fake
-def cast_results(parts, amax, before=None, what=COPY, e5m2=False, sums=False):
-    x, dtype = parts[0], E5M2 if e5m2 else E4M3
-    M, N = x.size(0), sum(x.size(1) for x in parts)
-    N = {SWIGLU: N // 2, DSWIGLU: 2 * N}.get(what, N)
-    out, out_t = x.new_empty(M, N, dtype=dtype), x.new_empty(N, M, dtype=dtype)
-    return out, out_t, *(x.new_empty(size, dtype=torch.float32) for size in ((), N if sums else 0))
 
 
 @triton.jit
@@ -334,8 +304,8 @@ def _cast(
 ):  # fmt: skip
     """A program casts COLS columns, STEPS times ROWS rows; amax and column sums stay in registers.
 
-    Rows are taken in quads of four: the four bytes of a column become one word of the transpose, since Triton
-    transposes words faster than bytes. quads: the rows of all programs, divided by four.
+    Rows are taken in quads, since Triton transposes words faster than bytes: the bytes of four rows become
+    one word of the transpose. quads: the rows of all programs, divided by four.
     """
     N: tl.constexpr = 2 * A if WHAT == "dswiglu" else A + B + C
     strip, program = tl.program_id(0), tl.program_id(1)
@@ -416,11 +386,10 @@ def _word(v0, v1, v2, v3, limit, dtype: tl.constexpr):
     if INTERPRETED:
         low = _bits(v0, limit, dtype) | _bits(v1, limit, dtype) << 8
         return low | _bits(v2, limit, dtype) << 16 | _bits(v3, limit, dtype) << 24
-    else:
-        pair: tl.constexpr = "cvt.rn.satfinite." + ("e5m2" if dtype == tl.float8e5 else "e4m3") + "x2.f32 "
-        both: tl.constexpr = pair + "lower, $2, $1; " + pair + "upper, $4, $3; mov.b32 $0, {lower, upper}; }"
-        code: tl.constexpr = "{ .reg .b16 lower, upper; " + both
-        return tl.inline_asm_elementwise(code, "=r,f,f,f,f", [v0, v1, v2, v3], tl.int32, is_pure=True, pack=1)
+    pair: tl.constexpr = "cvt.rn.satfinite." + ("e5m2" if dtype == tl.float8e5 else "e4m3") + "x2.f32 "
+    both: tl.constexpr = pair + "lower, $2, $1; " + pair + "upper, $4, $3; mov.b32 $0, {lower, upper}; }"
+    code: tl.constexpr = "{ .reg .b16 lower, upper; " + both
+    return tl.inline_asm_elementwise(code, "=r,f,f,f,f", [v0, v1, v2, v3], tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -430,9 +399,8 @@ def _bits(v, limit, dtype: tl.constexpr):
 
 def transpose(x, out):
     """out = x.T, of bytes."""
-    M, N = x.shape
-    grid = cdiv(M, TRANSPOSE_TILE), cdiv(N, TRANSPOSE_TILE)
-    _transpose[grid](x.view(torch.uint8), out.view(torch.uint8), M, N, TILE=TRANSPOSE_TILE, num_warps=8)
+    (M, N), T = x.shape, TRANSPOSE_TILE
+    _transpose[cdiv(M, T), cdiv(N, T)](x.view(torch.uint8), out.view(torch.uint8), M, N, TILE=T, num_warps=8)
 
 
 @triton.jit
@@ -462,8 +430,8 @@ class Rows(Tensor):
     """A rank's rows of a weight, gathered in e4m3 through FSDP2's extension (the two fsdp_* methods).
 
     The gathered parameter is nominally a bf16 tensor (N, K), so that its gradient is bf16; its bytes hold the
-    weight in e4m3 and then its transpose, both made once per gather (with zero2 once a step). Only `operands`
-    and `dense` may read it: an edit that reads layer.weight needs another precision or --parallel=ddp.
+    weight in e4m3 and then its transpose, both made once per gather. Only `forward_product` and `dense` may
+    read it: an edit that reads layer.weight needs another precision or --parallel=ddp.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -479,8 +447,7 @@ class Rows(Tensor):
     def fsdp_pre_all_gather(self, mesh, size, stride, layer, policy):
         rows = self.as_subclass(Tensor)
         amax = torch.linalg.vector_norm(rows, float("inf"), dtype=torch.float32).view(1)
-        rows8 = torch.empty_like(rows, dtype=E4M3)
-        size = rows.numel()
+        rows8, size = torch.empty_like(rows, dtype=E4M3), rows.numel()
         _shrink[(cdiv(size, COPY_BLOCK),)](rows, amax, rows8, size, BLOCK=COPY_BLOCK, num_warps=8)
         return (rows8, amax), layer.w_amax
 
@@ -506,15 +473,10 @@ class Widened(torch.autograd.Function):
         return grad, None
 
 
-@operator("widened")
+@operator("widened", lambda both, scale: torch.empty_like(both))
 def widened(both: Tensor, scale: Tensor) -> Tensor:
     """The weight in bf16 from the bytes that `Rows` were gathered into."""
     return halves(both)[0].to(both.dtype) * scale
-
-
-@widened.register_fake
-def _(both, scale):
-    return torch.empty_like(both)
 
 
 def halves(both):
@@ -547,26 +509,14 @@ def _align(x, tops, out, scale, each, RANKS: tl.constexpr, MORE: tl.constexpr, B
 # -- the head
 
 
-class HeadFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, targets, options, x_amax, w_amax):
-        losses, dx, dw = cross_entropy_chunks8(x.flatten(0, -2), weight, targets, *options, x_amax, w_amax)
-        loss.keep_gradients(ctx, x, weight, dx, dw)
-        return losses.sum()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return loss.kept_gradients(ctx, grad) + (None,) * 4
-
-
-@operator("cross_entropy_chunks8", mutates=["x_amax", "w_amax"])
+@operator("cross_entropy_chunks8", lambda x, weight, *_: loss.empty_results(x, weight), ["x_amax", "w_amax"])
 def cross_entropy_chunks8(
     x: Tensor, weight: Tensor, targets: Tensor, V: int, softcap: float | None, x_amax: Tensor, w_amax: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """loss.cross_entropy_chunks with gradients and no factors, GEMMs in fp8; N must be a multiple of 16."""
     N, P = x.size(0), weight.size(0)
     rows = min(N, loss.chunk_rows(P))
-    losses, dx, dw = loss.empty_results(x, weight, loss.sum_dtype(weight))
+    losses, dx, dw = loss.empty_results(x, weight)
     x8, x8t, xs, _ = cast([x], x_amax)
     w8, w8t, ws, _ = cast([weight], w_amax)
     gs = torch.full((), 1 / HEAD_SCALE, device=x.device)
@@ -582,6 +532,4 @@ def cross_entropy_chunks8(
     return losses, dx, dw
 
 
-@cross_entropy_chunks8.register_fake
-def _(x, weight, targets, V, softcap, x_amax, w_amax):
-    return loss.empty_results(x, weight, loss.sum_dtype(weight))
+HeadFunction = loss.summed_loss(cross_entropy_chunks8)

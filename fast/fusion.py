@@ -1,10 +1,7 @@
-"""A torch.compile pass: what the norms' kernels can compute on their way is not computed in another pass over
-memory.
+"""A torch.compile pass that moves work into the kernels of fast/norm.py, where it costs no pass over memory.
 
-Three things move into fast/norm.py's kernels: the residual addition before a norm; in the backward the
-addition of the gradient that reaches the norm's input by the residual path, and the column sums of the
-result, the bias gradient of the layer that computed the update. Without the pass the results are the same,
-and slower.
+That is the residual addition before a norm; in the backward the addition of the gradient that reaches the
+norm's input by the residual path, and the column sums of the result, the bias gradient of the layer before.
 """
 
 import operator
@@ -13,9 +10,9 @@ import torch
 from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-aten, prims, pretrain = torch.ops.aten, torch.ops.prims, torch.ops.pretrain
-RESHAPES = aten.view.default, aten.reshape.default, aten._unsafe_view.default
-VIEWS = *RESHAPES, prims.convert_element_type.default
+aten, pretrain = torch.ops.aten, torch.ops.pretrain
+VIEWS = aten.view.default, aten.reshape.default, aten._unsafe_view.default
+VIEWS += (torch.ops.prims.convert_element_type.default,)
 COLUMN_SUMS = 2  # row of norm_backward's second result
 
 
@@ -48,9 +45,8 @@ def fold_residual_addition(norm):
     nodes = [arg for arg in total.args if isinstance(arg, torch.fx.Node)]
     x, update = sorted(nodes, key=lambda node: not alike(node, total)) if len(nodes) == 2 else (None, None)
     fits = x and alike(x, total) and x.meta["val"].shape == update.meta["val"].shape
-    if not fits or not total.meta["val"].is_contiguous():  # as the kernel's sum is
-        return
-    if any(user < norm for user in total.users):  # it would read the sum before there is one
+    # The kernel's sum is contiguous; nothing may read it before the kernel has run.
+    if not fits or not total.meta["val"].is_contiguous() or any(user < norm for user in total.users):
         return
     norm.args = (x, update, *rest)
     with norm.graph.inserting_after(norm):
@@ -84,11 +80,10 @@ def take_column_sums(graph, total):
     source = total.args[0]
     while source.target in VIEWS:
         source = source.args[0]
-    if source.target is not operator.getitem or source.args[1] != 0:
+    norm, index = source.args if source.target is operator.getitem else (source, None)
+    if index != 0 or norm.target is not pretrain.norm_backward.default or list(total.args[1]) != [0]:
         return
-    norm, wanted = source.args[0], total.meta["val"]
-    if norm.target is not pretrain.norm_backward.default or list(total.args[1]) != [0]:
-        return
+    wanted = total.meta["val"]
     if wanted.dtype != torch.float32 or wanted.shape != source.meta["val"].shape[-1:]:
         return
     with graph.inserting_before(total):
@@ -102,9 +97,8 @@ def take_column_sums(graph, total):
 
 
 def result_of(node, index):
-    return next(
-        (user for user in node.users if user.target is operator.getitem and user.args[1] == index), None
-    )
+    found = (user for user in node.users if user.target is operator.getitem and user.args[1] == index)
+    return next(found, None)
 
 
 def alike(a, b):

@@ -1,12 +1,12 @@
-// What the Hopper kernels share: mbarriers, TMA copies, wgmma, the pipeline from the producer warpgroup to the
-// consumer warpgroups, and bf16 arithmetic. Names are CUTLASS's and those of the PTX instructions issued:
-// https://docs.nvidia.com/cuda/parallel-thread-execution. Addresses of shared memory are 32-bit, as PTX takes
-// them. NVRTC compiles this without any other header.
+// What the Hopper kernels share: mbarriers, TMA, wgmma, the pipeline from the producer's warpgroup to the
+// consumers' two, bf16 arithmetic. Names are CUTLASS's and those of the PTX instructions issued:
+// https://docs.nvidia.com/cuda/parallel-thread-execution. Addresses of shared memory are 32-bit, as in PTX.
 #pragma once
 
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
+#define UNROLL _Pragma("unroll")
 struct alignas(64) TensorMap { u64 opaque[16]; };  // CUtensorMap
 
 // hopper.py reads these values from here.
@@ -17,8 +17,6 @@ constexpr u32 STAGES = 4;     // pipeline stages in shared memory
 constexpr u32 CHUNK = 64;     // columns that a warp's epilogue stages in shared memory at once, for 32 rows
 constexpr u32 CLUSTER = 2;    // thread blocks (CTAs) of a cluster
 constexpr u32 THREADS = 384;  // of a block: consumer warpgroups 0 and 1, producer warpgroup 2
-
-// ---- mbarriers --------------------------------------------------------------------------------------------
 
 __device__ void mbarrier_init(u32 barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
@@ -32,8 +30,7 @@ __device__ void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes) {
 
 // Arrives at the same barrier of the cluster's block `cta_rank`.
 __device__ void mbarrier_arrive_cluster(u32 barrier, u32 cta_rank) {
-    asm volatile(
-        "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %0, %1;"
+    asm volatile("{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %0, %1;"
         " mbarrier.arrive.shared::cluster.b64 _, [remote]; }" ::"r"(barrier), "r"(cta_rank) : "memory");
 }
 
@@ -41,40 +38,30 @@ __device__ void mbarrier_arrive_cluster(u32 barrier, u32 cta_rank) {
 __device__ void mbarrier_wait(u32 barrier, u32 phase) {
     u32 done = 0;
     while (!done)
-        asm volatile(
-            "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+        asm volatile("{ .reg .pred p;"
+            " mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
             : "=r"(done) : "r"(barrier), "r"(phase) : "memory");
 }
 
-// ---- synchronisation of a cluster, of two warpgroups ------------------------------------------------------
-
 __device__ void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release.aligned;"
-        " barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;" ::: "memory");
 }
 
-__device__ void named_barrier_sync(u32 id, u32 threads) {
-    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
-__device__ void named_barrier_arrive(u32 id, u32 threads) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
+__device__ void named_barrier_sync(u32 id) { asm volatile("bar.sync %0, 256;" ::"r"(id) : "memory"); }
+__device__ void named_barrier_arrive(u32 id) { asm volatile("bar.arrive %0, 256;" ::"r"(id) : "memory"); }
 
 // ---- TMA: boxes of a matrix between global and shared memory; x is the column, y the row ------------------
 
+#define TMA_LOAD "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+
 __device__ void tma_load(u32 to, const TensorMap* map, u32 x, u32 y, u32 barrier) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-        " [%0], [%1, {%3, %4}], [%2];"
+    asm volatile(TMA_LOAD " [%0], [%1, {%3, %4}], [%2];"
         ::"r"(to), "l"(map), "r"(barrier), "r"(x), "r"(y) : "memory");
 }
 
 // Into the same place of every block of the cluster; each block's own barrier counts the bytes.
 __device__ void tma_load_multicast(u32 to, const TensorMap* map, u32 x, u32 y, u32 barrier) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
-        " [%0], [%1, {%4, %5}], [%2], %3;"
+    asm volatile(TMA_LOAD ".multicast::cluster [%0], [%1, {%4, %5}], [%2], %3;"
         ::"r"(to), "l"(map), "r"(barrier), "h"((u16)((1 << CLUSTER) - 1)), "r"(x), "r"(y) : "memory");
 }
 
@@ -88,22 +75,15 @@ template <u32 PENDING> __device__ void tma_store_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 
-__device__ void tma_store_wait_all() {  // until they have reached global memory
-    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-}
+// Until they have reached global memory.
+__device__ void tma_store_wait_all() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // Makes writes to shared memory visible to TMA and wgmma, which go through the async proxy.
 __device__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// ---- wgmma ------------------------------------------------------------------------------------------------
-
-template <u32 REGISTERS> __device__ void warpgroup_reg_alloc() {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
-}
-
-template <u32 REGISTERS> __device__ void warpgroup_reg_dealloc() {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
-}
+// The producer gives up registers that it does not need, and the consumers take them: registers a thread.
+__device__ void producer_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 24;"); }
+__device__ void consumer_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 240;"); }
 
 __device__ void warpgroup_arrive() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ void warpgroup_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -114,13 +94,11 @@ template <u32 PENDING> __device__ void warpgroup_wait() {
 
 // Keeps the compiler from moving accesses of the accumulators across: wgmma writes them asynchronously.
 template <int N> __device__ void warpgroup_fence_operand(float (&d)[N]) {
-#pragma unroll
-    for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
+    UNROLL for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
 }
 
 template <int N> __device__ void warpgroup_fence_operand(float (&d)[2][N]) {
-    warpgroup_fence_operand(d[0]);
-    warpgroup_fence_operand(d[1]);
+    warpgroup_fence_operand(d[0]), warpgroup_fence_operand(d[1]);
 }
 
 // Descriptor of a wgmma operand at `tile` in shared memory, in rows of 128 bytes with the 128-byte swizzle.
@@ -134,11 +112,8 @@ __device__ u64 make_smem_desc(u32 tile, u32 stride, u32 leading = 16) {
 // in registers. TRANS_A, TRANS_B: 1 where that operand is MN-major.
 template <int TRANS_A, int TRANS_B>
 __device__ void wgmma_m64n192k16(float (&d)[96], u64 a, u64 b, u32 accumulate) {
-#define D8(i)                                                                                           \
-    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
-        "+f"(d[i + 6]), "+f"(d[i + 7])
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, %98, 0;"
+#define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %98, 0;"
         " wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
         "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
@@ -147,24 +122,22 @@ __device__ void wgmma_m64n192k16(float (&d)[96], u64 a, u64 b, u32 accumulate) {
         "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
         "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
         "}, %96, %97, p, 1, 1, %99, %100; }"
-        : D8(0), D8(8), D8(16), D8(24), D8(32), D8(40), D8(48), D8(56), D8(64), D8(72), D8(80), D8(88)
+        : D4(0), D4(4), D4(8), D4(12), D4(16), D4(20), D4(24), D4(28), D4(32), D4(36), D4(40), D4(44),
+          D4(48), D4(52), D4(56), D4(60), D4(64), D4(68), D4(72), D4(76), D4(80), D4(84), D4(88), D4(92)
         : "l"(a), "l"(b), "r"(accumulate), "n"(TRANS_A), "n"(TRANS_B));
-#undef D8
 }
 
 // The same for b (16, 8) and an MN-major a.
 __device__ void wgmma_m64n8k16(float (&d)[4], u64 a, u64 b, u32 accumulate) {
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, %6, 0;"
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %6, 0;"
         " wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, %4, %5, p, 1, 1, 1, 0; }"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "l"(a), "l"(b), "r"(accumulate));
+        : D4(0) : "l"(a), "l"(b), "r"(accumulate));
 }
 
 // ---- the pipeline: STAGES buffers, each with a barrier `full` and a barrier `empty` -----------------------
 
 // `full` completes a phase with one arrival (the producer's) and all bytes of its copies, `empty` with
-// `consumer_arrivals`; `more` barriers of one arrival each follow. Ends with a cluster_sync, since the
-// cluster's other block arrives at these barriers and copies into these stages.
+// `consumer_arrivals`; `more` barriers of one arrival follow. The cluster's other block arrives at them too.
 __device__ void init_barriers(u32 full, u32 empty, u32 consumer_arrivals, u32 more) {
     if (threadIdx.x == 0) {
         for (u32 i = 0; i < STAGES; i++) {
@@ -186,8 +159,6 @@ __device__ void advance(u32& stage, u32& phase) {
 __device__ void release_previous_stage(u32 stage, u32 empty, u32 thread) {
     if (thread < CLUSTER) mbarrier_arrive_cluster(empty + 8 * ((stage + STAGES - 1) % STAGES), thread);
 }
-
-// ---- bf16 in registers and in shared memory ---------------------------------------------------------------
 
 // Four 8 x 8 matrices; a lane holds two neighbours of each, as in wgmma's accumulators. `at`: the address of
 // one row of 16 bytes, which each lane gives.

@@ -1,11 +1,5 @@
 """GEMMs in bf16 for Hopper GPUs (H100, H200) whose epilogues do what cuBLASLt's do slower or not at all.
 
-- linear: a plain GEMM with an optional bias, which cublas.py times beside cuBLASLt's algorithms.
-- gelu, dgelu, relu2, drelu2: the MLP's first GEMM with its activation; the backward of its second with the
-  activation's derivative and the gradient of the first bias.
-- exponentials: the GEMM of the logits, perhaps capped, with the numerators of their softmax and row sums.
-- linear_backward: the backward of the layer before attention, straight from the gradients of q, k and v.
-
 The kernels are CUDA: hopper_gemm.cu, hopper_wgrad.cu and what both include, hopper.cuh. NVRTC
 (https://docs.nvidia.com/cuda/nvrtc) compiles them when a run starts, in seconds and without a host compiler;
 the driver launches them (https://docs.nvidia.com/cuda/cuda-driver-api).
@@ -30,17 +24,13 @@ CHUNK, CLUSTER, THREADS = (int(SIZES[name]) for name in ("CHUNK", "CLUSTER", "TH
 PART = 2 * BM  # linear_backward's parts are multiples of this wide: a tile of hopper_wgrad takes one part
 
 # Every kernel that is compiled: its name, which is also its file's, and its -D options.
-LINEAR = "hopper_gemm", "EPILOGUE=BIAS", "B_N_MAJOR=0"  # b: (N, K)
-LINEAR_N_MAJOR = "hopper_gemm", "EPILOGUE=BIAS", "B_N_MAJOR=1"  # b: (K, N)
-RELU2 = "hopper_gemm", "EPILOGUE=RELU2", "B_N_MAJOR=0"
-GELU = "hopper_gemm", "EPILOGUE=GELU", "B_N_MAJOR=0"
-DRELU2 = "hopper_gemm", "EPILOGUE=DRELU2", "B_N_MAJOR=1"
-DGELU = "hopper_gemm", "EPILOGUE=DGELU", "B_N_MAJOR=1"
-EXPONENTIALS = "hopper_gemm", "EPILOGUE=EXP", "B_N_MAJOR=0"
-CAPPED_EXPONENTIALS = "hopper_gemm", "EPILOGUE=EXP_CAPPED", "B_N_MAJOR=0"
+K_MAJOR, N_MAJOR = "B_N_MAJOR=0", "B_N_MAJOR=1"  # b: (N, K); (K, N)
+LINEAR, LINEAR_N_MAJOR = (("hopper_gemm", "EPILOGUE=BIAS", major) for major in (K_MAJOR, N_MAJOR))
+GELU, DGELU = ("hopper_gemm", "EPILOGUE=GELU", K_MAJOR), ("hopper_gemm", "EPILOGUE=DGELU", N_MAJOR)
+RELU2, DRELU2 = ("hopper_gemm", "EPILOGUE=RELU2", K_MAJOR), ("hopper_gemm", "EPILOGUE=DRELU2", N_MAJOR)
+EXP, EXP_CAPPED = (("hopper_gemm", f"EPILOGUE={name}", K_MAJOR) for name in ("EXP", "EXP_CAPPED"))
 WGRAD = ("hopper_wgrad",)
-KERNELS = LINEAR, LINEAR_N_MAJOR, RELU2, GELU, DRELU2, DGELU, EXPONENTIALS, CAPPED_EXPONENTIALS, WGRAD
-
+KERNELS = LINEAR, LINEAR_N_MAJOR, RELU2, GELU, DRELU2, DGELU, EXP, EXP_CAPPED, WGRAD
 SHARED_BYTES = {
     # pipeline stages; two staging buffers for each of the 8 consumer warps; mbarriers
     "hopper_gemm": STAGES * (BM + BN) * BK * 2 + 8 * 2 * 32 * CHUNK * 2 + 256,
@@ -52,10 +42,8 @@ SHARED_BYTES = {
 @functools.cache
 def available(device):
     """Whether the kernels run on this torch.device: a Hopper GPU, and NVRTC, which comes with PyTorch."""
-    if chips.of(device) != chips.Chip("nvidia", (9, 0)):
-        return False
     try:
-        return bool(nvrtc())
+        return chips.of(device) == chips.Chip("nvidia", (9, 0)) and bool(nvrtc())
     except OSError:
         return False
 
@@ -63,9 +51,8 @@ def available(device):
 def takes(*operands):
     """Whether the kernels can read and write these operands: each a tensor, a shape, or None for no operand.
 
-    A tensor must be a bf16 matrix, or a vector such as a bias, that is not empty, has contiguous rows, begins
-    at a multiple of 16 bytes, and has a width and a row stride that are multiples of 8: TMA copies in units
-    of 16 bytes. A shape stands for a new contiguous bf16 tensor. On which device: see `available`.
+    TMA copies units of 16 bytes: a tensor must be a bf16 matrix or vector, not empty, with contiguous rows,
+    and its address, width and row stride multiples of 16 bytes. A shape stands for a new bf16 tensor.
     """
     return all(x is None or fits(x) for x in operands)
 
@@ -76,17 +63,15 @@ def fits(x):
     if x.dtype != torch.bfloat16 or x.dim() not in (1, 2) or not fits(x.shape):
         return False
     *row, element = x.stride()
-    if element != 1 or row and (row[0] % 8 or row[0] < x.size(1)):
-        return False
     # A tensor that torch.compile traces has no address; storages begin at multiples of 512 bytes.
-    return (x.storage_offset() * 2 if isinstance(x, FakeTensor) else x.data_ptr()) % 16 == 0
+    start = x.storage_offset() * 2 if isinstance(x, FakeTensor) else x.data_ptr()
+    return element == 1 and start % 16 == 0 and not (row and (row[0] % 8 or row[0] < x.size(1)))
 
 
 def linear(a, b, bias, out):
-    """out = a b + bias; returns out.
+    """out = a b + bias; returns out. a: (M, K); b: (K, N), either major; bias: (N,) or None; out: (M, N).
 
-    a: (M, K); b: (K, N), with contiguous rows or columns; bias: (N,) or None; out: (M, N). `takes` must hold
-    for a, b or b.t(), bias and out, as for all operands here; a RuntimeError otherwise.
+    `takes` must hold for a, b or b.t(), bias and out, as for all operands here; a RuntimeError otherwise.
     """
     n_major = b.stride(1) == 1
     launch_gemm(LINEAR_N_MAJOR if n_major else LINEAR, [a], b if n_major else b.t(), out, bias=bias)
@@ -110,12 +95,10 @@ def relu2(a, b, bias):
 def derivative(kernel, a, b, saved):
     """(a b times GELU's or ReLU^2's derivative, (M, N), its column sums, (N,) float32); a: (M, K), b: (K, N).
 
-    saved: GELU's pre-activation, or the output of ReLU^2, whose root is half the derivative. With a and b the
-    gradient of the output and the weight of an MLP's second layer, these are the gradients of the
-    pre-activation and of the first layer's bias.
+    saved: GELU's pre-activation, or the output of ReLU^2, whose root is half the derivative.
     """
+    sums = a.new_empty(cluster_rows(a) // 32, b.size(1), dtype=torch.float32)
     out = torch.empty_like(saved)
-    sums = torch.empty(cluster_rows(a) // 32, out.size(1), dtype=torch.float32, device=a.device)
     launch_gemm(kernel, [a], b, out, saved, sums=sums)
     return out, sums.sum(0)
 
@@ -128,11 +111,11 @@ def exponentials(a, b, shifts, vocab_size, out=None, softcap=None):
 
     a: (M, K), b: (N, K); shifts: (M,) float32; columns from vocab_size on count as 0. Returns (M, N / BN
     rounded up, 2) float32, the sums and what the shift was raised by: where the sum of those BN columns would
-    be above 2^60, it is raised until the largest is 1. `out`, (M, N), receives the numerators. softcap: the
-    logits are softcap tanh(a b^T / softcap), never raised, and `out` is multiplied with this derivative.
+    be above 2^60, until the largest is 1. `out`, (M, N), receives the numerators. softcap: the logits are
+    softcap tanh(a b^T / softcap), never raised, and `out` is multiplied with this derivative.
     """
-    kernel = EXPONENTIALS if softcap is None else CAPPED_EXPONENTIALS
-    sums = torch.empty(cluster_rows(a), -(-b.size(0) // BN), 2, dtype=torch.float32, device=a.device)
+    kernel = EXP if softcap is None else EXP_CAPPED
+    sums = a.new_empty(cluster_rows(a), -(-b.size(0) // BN), 2, dtype=torch.float32)
     launch_gemm(kernel, [a], b, out, shifts=shifts, sums=sums, n_valid=vocab_size, softcap=softcap or 0.0)
     return sums[: a.size(0)]
 
@@ -140,14 +123,12 @@ def exponentials(a, b, shifts, vocab_size, out=None, softcap=None):
 def linear_backward(parts, x, w):
     """Backward of y = x w^T + b: the gradients of x, (T, Q) bf16, w, (P, Q), and b, (P,), both float32.
 
-    parts: the gradient of y as three matrices (T, P_i), side by side, each P_i a multiple of PART; x: (T, Q);
-    w: (P = sum of P_i, Q); all contiguous. The gradients of w and b are added up in no fixed order: from call
-    to call they differ by float32's rounding.
+    parts: the gradient of y as three contiguous matrices (T, P_i), side by side, each P_i a multiple of PART.
+    The gradients of w and b are added up in no fixed order: between calls they differ by float32's rounding.
     """
-    (T, Q), P = x.shape, w.size(0)
-    dx = torch.empty_like(x)
+    (T, Q), P, dx = x.shape, w.size(0), torch.empty_like(x)
     launch_gemm(LINEAR_N_MAJOR, parts, w, dx)
-    dw, db = (torch.zeros(size, dtype=torch.float32, device=x.device) for size in ((P, Q), P))
+    dw, db = (x.new_zeros(size, dtype=torch.float32) for size in ((P, Q), P))
     clusters = sm_count(x.device) // CLUSTER
     unit = unit_k_tiles(-(-P // PART) * -(-Q // (CLUSTER * BN)), -(-T // BK), clusters)
     maps = [*(tensor_map(part, BK // CLUSTER, 64) for part in parts), tensor_map(x, BK, 64)]
@@ -158,7 +139,7 @@ def linear_backward(parts, x, w):
 @functools.cache
 def unit_k_tiles(tiles, k_tiles, clusters):
     """How many k-tiles of a tile are a work unit of hopper_wgrad: few units, all clusters busy to the end."""
-    # by the time of the busiest cluster, in k-tiles; to add a unit to dw takes as long as about two
+    # the busiest cluster's time in k-tiles; adding a unit to dw takes as long as about two
     splits = min(range(1, 17), key=lambda n: -(-tiles * n // clusters) * (-(-k_tiles // n) + 2))
     return -(-k_tiles // splits)
 
@@ -166,7 +147,7 @@ def unit_k_tiles(tiles, k_tiles, clusters):
 def launch_gemm(kernel, parts, b, out, saved=None, bias=None, shifts=None, sums=None, n_valid=0, softcap=0.0):
     """Launches hopper_gemm. parts: [a], or three matrices that make up a; b: as the kernel reads it."""
     ensure_context(b.device.index)
-    n_major = "B_N_MAJOR=1" in kernel
+    n_major = N_MAJOR in kernel
     M, (K, N) = parts[0].size(0), (b.shape if n_major else b.shape[::-1])
     a_maps = [tensor_map(part, BM, BK) for part in parts]
     b_map = tensor_map(b, *((BK // CLUSTER, 64) if n_major else (BN // CLUSTER, BK)))
@@ -209,10 +190,8 @@ def tensor_map(x, rows, columns):
     """A CUtensorMap, TMA's descriptor of a matrix, for boxes of rows x columns with the 128-byte swizzle."""
     if not takes(x) or x.dim() != 2:
         found = f"{x.dtype}, shape {tuple(x.shape)}, strides {x.stride()}, address {x.data_ptr():#x}"
-        raise RuntimeError(
-            "fast/hopper.py takes bf16 matrices with contiguous rows whose width, row stride and address are "
-            f"multiples of 16 bytes, not {found}; use fast/cublas.py for others"
-        )
+        right = "bf16 matrices whose rows are contiguous and begin and end at multiples of 16 bytes"
+        raise RuntimeError(f"fast/hopper.py takes {right}, not {found}; use fast/cublas.py for others")
     memory = ctypes.create_string_buffer(128 + 64)
     aligned = (ctypes.c_char * 128).from_buffer(memory, -ctypes.addressof(memory) % 64)
     sizes, stride = (ctypes.c_uint64 * 2)(x.size(1), x.size(0)), ctypes.c_uint64(x.stride(0) * 2)
@@ -235,7 +214,6 @@ def ensure_context(device):
 
 
 def call(lib, function, *arguments):
-    """Calls a library's function, which returns 0 or the status of an error."""
     if status := getattr(lib, function)(*arguments):
         raise RuntimeError(f"{function} failed with status {status}")
 

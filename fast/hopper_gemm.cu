@@ -1,11 +1,10 @@
 // hopper_gemm: out = epilogue(a b), bf16 with float32 accumulators. -DEPILOGUE picks what happens to these
-// before they are stored, -DB_N_MAJOR the layout of b. hopper.py compiles each pair in use and launches it.
+// before they are stored, -DB_N_MAJOR the layout of b.
 //
 // A persistent grid, one block per SM, in clusters of two. In a block two consumer warpgroups alternate
-// (ping-pong in CUTLASS): while one multiplies its tile, the other runs the epilogue of the tile before, so
-// that the tensor cores do not idle. One thread of the third warpgroup, the producer, loads the operands by
-// TMA. The two blocks of a cluster work on neighbouring rows and share the tile of b: each loads half and
-// multicasts it to both.
+// (ping-pong in CUTLASS): while one multiplies its tile, the other runs the epilogue of the tile before. One
+// thread of the third warpgroup, the producer, loads the operands by TMA. The two blocks of a cluster work on
+// neighbouring rows and share the tile of b: each loads half and multicasts it to both.
 #include "hopper.cuh"
 
 enum Epilogue {
@@ -23,9 +22,6 @@ enum Epilogue {
 constexpr u32 A_BYTES = BM * BK * 2, B_BYTES = BN * BK * 2, STAGE_BYTES = A_BYTES + B_BYTES;
 constexpr u32 STAGING_BYTES = 32 * CHUNK * 2;  // a warp stages 32 rows of a chunk at once
 constexpr u32 CHUNKS = BN / CHUNK;             // of a tile
-
-// ---- pointwise functions ----------------------------------------------------------------------------------
-
 constexpr float LOG2E = 1.4426950409f;
 
 __device__ float exp2_approx(float x) {
@@ -77,8 +73,6 @@ __device__ float derivative(float saved) {  // of the activation, see DRELU2 and
     return 2.f * root;
 }
 
-// ---- epilogues --------------------------------------------------------------------------------------------
-
 // A consumer warp's accumulators. A tile's 128 rows take two wgmma instructions, h = 0 and 1, of 64 rows
 // each. The descriptor of a skips every other group of 8 rows, so that a warp's rows of both are 32
 // consecutive ones: d[0] has their groups 0 and 2, d[1] groups 1 and 3. In the 16 columns j a lane has, for
@@ -86,9 +80,7 @@ __device__ float derivative(float saved) {  // of the activation, see DRELU2 and
 // its right neighbour.
 typedef float Accumulators[2][96];
 
-struct Tile {
-    u32 row, column;  // of the output, where the block's tile begins
-};
+struct Tile { u32 row, column; };  // of the output, where the block's tile begins
 
 struct Warp {
     u32 index, lane;
@@ -115,66 +107,56 @@ __device__ void commit_staging() {  // makes the whole warp's writes visible to 
     __syncwarp();
 }
 
-// Adds the bias to chunk c of d, from column n on, and writes it (RELU2: its activation) into `buffer`.
+// Adds the bias to chunk c of d, from column n on, and writes it (RELU2: its activation) into buffer `to`.
 __device__ void stage_with_bias(const Warp& warp, Accumulators& d, u32 c, u32 n, const u16* bias, u32 N,
-                                u32 buffer) {
-#pragma unroll
-    for (u32 j = 0; j < CHUNK / 16; j++) {
+                                u32 to) {
+    UNROLL for (u32 j = 0; j < CHUNK / 16; j++) {
         u32 added[2] = {0, 0};
-#pragma unroll
-        for (u32 i = 0; i < 2; i++) {
+        UNROLL for (u32 i = 0; i < 2; i++) {
             const u32 at = n + 16 * j + 8 * i + warp.lane % 4 * 2;
             if (bias) added[i] = __ldg((const u32*)(bias + min(at, N - 2)));
         }
-#pragma unroll
-        for (u32 h = 0; h < 2; h++) {
+        UNROLL for (u32 h = 0; h < 2; h++) {
             float* v = &d[h][c * (CHUNK / 2) + j * 8];
             u32 r[4];
-#pragma unroll
-            for (u32 i = 0; i < 4; i++) {
+            UNROLL for (u32 i = 0; i < 4; i++) {
                 float &left = v[2 * i], &right = v[2 * i + 1];
                 left += low_bf16(added[i / 2]), right += high_bf16(added[i / 2]);
                 r[i] = EPILOGUE == RELU2 ? pack_bf16x2(relu2(left), relu2(right)) : pack_bf16x2(left, right);
             }
-            stmatrix_x4(buffer + warp.matrix(j, h), r);
+            stmatrix_x4(to + warp.matrix(j, h), r);
         }
     }
     commit_staging();
 }
 
-__device__ void epilogue_bias(Warp& warp, Accumulators& d, Tile tile, const TensorMap* out_map,
+__device__ void epilogue_bias(Warp& warp, Accumulators& d, Tile tile, const TensorMap* out,
                               const u16* bias, u32 N) {
-#pragma unroll
-    for (u32 c = 0; c < CHUNKS; c++, warp.chunk++) {
+    UNROLL for (u32 c = 0; c < CHUNKS; c++, warp.chunk++) {
         const u32 n = tile.column + c * CHUNK, m = tile.row + 32 * warp.index, buffer = warp.buffer();
         acquire_staging<1>(warp);
         stage_with_bias(warp, d, c, n, bias, N, buffer);
-        if (warp.lane == 0) tma_store(out_map, n, m, buffer);
+        if (warp.lane == 0) tma_store(out, n, m, buffer);
     }
 }
 
 // preact goes through the first buffer, out through the second. GELU takes the sum before it is rounded.
 __device__ void epilogue_gelu(Warp& warp, Accumulators& d, Tile tile, const TensorMap* out_map,
                               const TensorMap* preact_map, const u16* bias, u32 N) {
-#pragma unroll
-    for (u32 c = 0; c < CHUNKS; c++) {
+    UNROLL for (u32 c = 0; c < CHUNKS; c++) {
         const u32 n = tile.column + c * CHUNK, m = tile.row + 32 * warp.index;
         const u32 preact = warp.staging, out = warp.staging + STAGING_BYTES;
         acquire_staging<1>(warp);
         stage_with_bias(warp, d, c, n, bias, N, preact);
         if (warp.lane == 0) tma_store(preact_map, n, m, preact);
         acquire_staging<1>(warp);
-#pragma unroll
-        for (u32 j = 0; j < CHUNK / 16; j++) {
+        UNROLL for (u32 j = 0; j < CHUNK / 16; j++) {
             u32 r[2][4];
-#pragma unroll
-            for (u32 h = 0; h < 2; h++) {
+            UNROLL for (u32 h = 0; h < 2; h++) {
                 const float* v = &d[h][c * (CHUNK / 2) + j * 8];
-#pragma unroll
-                for (u32 i = 0; i < 4; i++) r[h][i] = pack_bf16x2(gelu(v[2 * i]), gelu(v[2 * i + 1]));
+                UNROLL for (u32 i = 0; i < 4; i++) r[h][i] = pack_bf16x2(gelu(v[2 * i]), gelu(v[2 * i + 1]));
             }
-#pragma unroll
-            for (u32 h = 0; h < 2; h++) stmatrix_x4(out + warp.matrix(j, h), r[h]);
+            UNROLL for (u32 h = 0; h < 2; h++) stmatrix_x4(out + warp.matrix(j, h), r[h]);
         }
         commit_staging();
         if (warp.lane == 0) tma_store(out_map, n, m, out);
@@ -191,11 +173,9 @@ __device__ void load_saved(const Warp& warp, const TensorMap* saved_map, u32 x, 
 // Stores the sums of 32 columns, from n on, over a warp's 32 rows. total: this lane's sums of its four rows,
 // of two neighbours in each 8 columns. Eight lanes have the same columns: at each exchange two split theirs.
 __device__ void store_column_sums(float (&total)[8], u32 lane, u32 n, float* sums, u32 N) {
-#pragma unroll
-    for (u32 half = 4; half > 1; half /= 2) {
+    UNROLL for (u32 half = 4; half > 1; half /= 2) {
         const bool upper = lane & half * 4;
-#pragma unroll
-        for (u32 i = 0; i < half; i++) {
+        UNROLL for (u32 i = 0; i < half; i++) {
             const float first = total[i], second = total[i + half];
             const float other = __shfl_xor_sync(~0u, upper ? first : second, half * 4);
             total[i] = (upper ? second : first) + other;
@@ -212,21 +192,16 @@ __device__ void store_column_sums(float (&total)[8], u32 lane, u32 n, float* sum
 __device__ void epilogue_derivative(Warp& warp, Accumulators& d, Tile tile, Tile next, bool has_next,
                                     const TensorMap* out_map, const TensorMap* saved_map, float* sums,
                                     u32 N) {
-#pragma unroll
-    for (u32 c = 0; c < CHUNKS; c++, warp.chunk++) {
+    UNROLL for (u32 c = 0; c < CHUNKS; c++, warp.chunk++) {
         const u32 n = tile.column + c * CHUNK, m = tile.row + 32 * warp.index, buffer = warp.buffer();
         mbarrier_wait(warp.loaded + 8 * (warp.chunk % 2), warp.chunk / 2 & 1);
         float total[8];  // of 32 columns: two neighbours in each 8
-#pragma unroll
-        for (u32 j = 0; j < CHUNK / 16; j++) {
+        UNROLL for (u32 j = 0; j < CHUNK / 16; j++) {
             u32 r[2][4];
-#pragma unroll
-            for (u32 h = 0; h < 2; h++) ldmatrix_x4(r[h], buffer + warp.matrix(j, h));
-#pragma unroll
-            for (u32 h = 0; h < 2; h++) {
+            UNROLL for (u32 h = 0; h < 2; h++) ldmatrix_x4(r[h], buffer + warp.matrix(j, h));
+            UNROLL for (u32 h = 0; h < 2; h++) {
                 const float* v = &d[h][c * (CHUNK / 2) + j * 8];
-#pragma unroll
-                for (u32 i = 0; i < 4; i++) {
+                UNROLL for (u32 i = 0; i < 4; i++) {
                     float left = v[2 * i], right = v[2 * i + 1];
                     left *= derivative(low_bf16(r[h][i])), right *= derivative(high_bf16(r[h][i]));
                     float* t = &total[j % 2 * 4 + i / 2 * 2];
@@ -235,8 +210,7 @@ __device__ void epilogue_derivative(Warp& warp, Accumulators& d, Tile tile, Tile
                     r[h][i] = pack_bf16x2(left, right);
                 }
             }
-#pragma unroll
-            for (u32 h = 0; h < 2; h++) stmatrix_x4(buffer + warp.matrix(j, h), r[h]);
+            UNROLL for (u32 h = 0; h < 2; h++) stmatrix_x4(buffer + warp.matrix(j, h), r[h]);
             if (j % 2) store_column_sums(total, warp.lane, n + j / 2 * 32, sums + (u64)(m / 32) * N, N);
             if (j == 1 && warp.lane == 0 && warp.chunk) {
                 tma_store_wait_read<0>();
@@ -249,30 +223,26 @@ __device__ void epilogue_derivative(Warp& warp, Accumulators& d, Tile tile, Tile
     }
 }
 
-// Exponents (of two) far above their row's shift would overflow. Where the sum of a tile's columns is above 2
-// to this, the row's shift is raised to the tile's largest.
-constexpr float LARGEST_EXPONENT = 60.f;
+constexpr float LARGEST_EXPONENT = 60.f;  // of two: see raise_shifts
 
-// Raises the shifts of those of this lane's rows whose sums are too large, both [h][i % 2] -> whether any
-// lane's was. valid: the tile's columns that count, from this lane's first on. A row is raised once at most:
-// logits from 7e8 on, whose shift's rounding alone is above LARGEST_EXPONENT, keep too large a sum.
+// Exponents far above their row's shift would overflow. Of this lane's rows whose sums are above 2 to
+// LARGEST_EXPONENT, both [h][i % 2], this raises the shift to the tile's largest exponent -> whether any lane
+// did. valid: the tile's columns that count, from this lane's first on. A row is raised once at most: logits
+// from 7e8 on, whose shift's rounding alone is above LARGEST_EXPONENT, keep too large a sum.
 __device__ bool raise_shifts(const Warp& warp, const Accumulators& d, int valid, const float (&row_sum)[2][2],
                              float (&shift)[2][2]) {
     bool large[2][2], any = false;
-#pragma unroll
-    for (u32 i = 0; i < 4; i++) any |= large[i / 2][i % 2] = row_sum[i / 2][i % 2] > exp2f(LARGEST_EXPONENT);
+    UNROLL for (u32 i = 0; i < 4; i++)
+        any |= large[i / 2][i % 2] = row_sum[i / 2][i % 2] > exp2f(LARGEST_EXPONENT);
     if (!__any_sync(~0u, any)) return false;
     float top[2][2] = {{-3e38f, -3e38f}, {-3e38f, -3e38f}};
-#pragma unroll
-    for (u32 at = 0; at < 96; at++) {
+    UNROLL for (u32 at = 0; at < 96; at++) {
         const int column = at / 8 * 16 + at / 4 % 2 * 8 + at % 2;
-#pragma unroll
-        for (u32 h = 0; h < 2; h++)
+        UNROLL for (u32 h = 0; h < 2; h++)
             if (column < valid) top[h][at / 2 % 2] = fmaxf(top[h][at / 2 % 2], d[h][at]);
     }
     bool raised = false;
-#pragma unroll
-    for (u32 i = 0; i < 4; i++) {
+    UNROLL for (u32 i = 0; i < 4; i++) {
         float& from = shift[i / 2][i % 2];
         float to = top[i / 2][i % 2];  // four lanes have columns of the same rows
         to = fmaxf(to, __shfl_xor_sync(~0u, to, 1));
@@ -291,29 +261,22 @@ __device__ void epilogue_exp(Warp& warp, Accumulators& d, Tile tile, const Tenso
     const float scale = 2.f * LOG2E / softcap;  // used if the logits are capped
     const int valid = n_valid - tile.column - warp.lane % 4 * 2;  // that count, from the lane's first on
     float shift[2][2], row_sum[2][2];  // of this lane's rows: [h][i % 2]
-#pragma unroll
-    for (u32 i = 0; i < 4; i++) {
+    UNROLL for (u32 i = 0; i < 4; i++) {
         const u32 m = tile.row + 32 * warp.index + i % 2 * 16 + i / 2 * 8 + warp.lane / 4;
         shift[i / 2][i % 2] = __ldg(shifts + min(m, M - 1));
     }
     do {
-#pragma unroll
-        for (u32 i = 0; i < 4; i++) row_sum[i / 2][i % 2] = 0.f;
-#pragma unroll
-        for (u32 c = 0; c < CHUNKS; c++, warp.chunk++) {
+        UNROLL for (u32 i = 0; i < 4; i++) row_sum[i / 2][i % 2] = 0.f;
+        UNROLL for (u32 c = 0; c < CHUNKS; c++, warp.chunk++) {
             const u32 n = tile.column + c * CHUNK, m = tile.row + 32 * warp.index, buffer = warp.buffer();
             acquire_staging<1>(warp);
-#pragma unroll
-            for (u32 j = 0; j < CHUNK / 16; j++)
-#pragma unroll
-                for (u32 h = 0; h < 2; h++) {
+            UNROLL for (u32 j = 0; j < CHUNK / 16; j++)
+                UNROLL for (u32 h = 0; h < 2; h++) {
                     const float* v = &d[h][c * (CHUNK / 2) + j * 8];
                     u32 r[4];
-#pragma unroll
-                    for (u32 i = 0; i < 4; i++) {
+                    UNROLL for (u32 i = 0; i < 4; i++) {
                         float p[2], slope[2];
-#pragma unroll
-                        for (u32 k = 0; k < 2; k++) {
+                        UNROLL for (u32 k = 0; k < 2; k++) {
                             p[k] = exp_shifted(v[2 * i + k], shift[h][i % 2], softcap, scale, slope[k]);
                             if ((int)(c * CHUNK + 16 * j + i / 2 * 8 + k) >= valid) p[k] = 0.f;
                         }
@@ -325,8 +288,7 @@ __device__ void epilogue_exp(Warp& warp, Accumulators& d, Tile tile, const Tenso
             commit_staging();
             if (warp.lane == 0 && has_out) tma_store(out_map, n, m, buffer);
         }
-#pragma unroll
-        for (u32 i = 0; i < 4; i++) {  // four lanes have columns of the same rows
+        UNROLL for (u32 i = 0; i < 4; i++) {  // four lanes have columns of the same rows
             float& sum = row_sum[i / 2][i % 2];
             sum += __shfl_xor_sync(~0u, sum, 1);
             sum += __shfl_xor_sync(~0u, sum, 2);
@@ -334,8 +296,7 @@ __device__ void epilogue_exp(Warp& warp, Accumulators& d, Tile tile, const Tenso
         // A cap bounds the exponents. Without one a row may have to be computed again, over what was stored.
     } while (EPILOGUE == EXP && raise_shifts(warp, d, valid, row_sum, shift));
     float sum = 0.f, to = 0.f;  // each of those four lanes writes one of their four rows
-#pragma unroll
-    for (u32 i = 0; i < 4; i++) {
+    UNROLL for (u32 i = 0; i < 4; i++) {
         sum = warp.lane % 4 == i ? row_sum[i / 2][i % 2] : sum;
         to = warp.lane % 4 == i ? shift[i / 2][i % 2] : to;
     }
@@ -344,13 +305,11 @@ __device__ void epilogue_exp(Warp& warp, Accumulators& d, Tile tile, const Tenso
     sums[(u64)m * tiles_n + tile.column / BN] = make_float2(sum, to > from ? to - from : 0.f);
 }
 
-// ---- the kernel -------------------------------------------------------------------------------------------
-
-// a: (M, K), three matrices side by side (the gradients of q, k and v), the second from column K1 on, the third
-// from K2; b: (N, K), or (K, N) with B_N_MAJOR; out, saved: (M, N); all bf16 with contiguous rows. `saved` is
-// written by GELU (the pre-activation) and read by DRELU2 and DGELU. bias: (N,) bf16 or null. shifts: (M,)
-// float32. sums: float32, (M / 32, N) for DRELU2 and DGELU, (M, N / BN rounded up, 2) for EXP and EXP_CAPPED,
-// with M rounded up to whole tiles of a cluster. These two write no out where has_out is 0.
+// a: (M, K), three matrices side by side (the gradients of q, k and v), from columns 0, K1 and K2 on; b:
+// (N, K), or (K, N) with B_N_MAJOR; out, saved: (M, N); all bf16 with contiguous rows. saved: GELU
+// writes it (the pre-activation), DRELU2 and DGELU read it. bias: (N,) bf16 or null. shifts: (M,) float32.
+// sums: float32, (M / 32, N) for DRELU2 and DGELU, (M, N / BN rounded up, 2) for EXP and EXP_CAPPED,
+// M rounded up to whole tiles of a cluster. These two write no out where has_out is 0.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTER, 1, 1)
 hopper_gemm(const __grid_constant__ TensorMap a0_map, const __grid_constant__ TensorMap a1_map,
             const __grid_constant__ TensorMap a2_map, const __grid_constant__ TensorMap b_map,
@@ -359,7 +318,6 @@ hopper_gemm(const __grid_constant__ TensorMap a0_map, const __grid_constant__ Te
             u32 M, u32 N, u32 K, u32 K1, u32 K2, u32 n_valid, u32 has_out, float softcap) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const u32 stages = (u32)__cvta_generic_to_shared(shared), staging = stages + STAGES * STAGE_BYTES;
-    // mbarriers
     const u32 full = staging + 16 * STAGING_BYTES, empty = full + 8 * STAGES, loaded = empty + 8 * STAGES;
     const u32 warpgroup = threadIdx.x / 128, thread = threadIdx.x % 128, lane = thread % 32;
     const u32 cta_rank = blockIdx.x % CLUSTER, cluster = blockIdx.x / CLUSTER, clusters = gridDim.x / CLUSTER;
@@ -378,7 +336,7 @@ hopper_gemm(const __grid_constant__ TensorMap a0_map, const __grid_constant__ Te
     init_barriers(full, empty, CLUSTER, 16);
 
     if (warpgroup == 2) {  // producer
-        warpgroup_reg_dealloc<24>();
+        producer_registers();
         if (thread == 0) {
             u32 stage = 0, phase = 1;
             for (u32 index = cluster; index < tiles; index += clusters) {
@@ -391,19 +349,18 @@ hopper_gemm(const __grid_constant__ TensorMap a0_map, const __grid_constant__ Te
                     else if (k < K2) tma_load(a, &a1_map, k - K1, tile.row, barrier);
                     else tma_load(a, &a2_map, k - K2, tile.row, barrier);
                     const u32 half = cta_rank * (B_N_MAJOR ? BK : BN) / CLUSTER;  // its rows of b's tile
-                    if (B_N_MAJOR)
-                        for (u32 n = 0; n < BN; n += 64)
-                            tma_load_multicast(b + n * BK * 2 + half * 128, &b_map, tile.column + n, k + half,
-                                               barrier);
+                    const u32 to = b + half * 128, column = tile.column;
+                    if (!B_N_MAJOR) tma_load_multicast(to, &b_map, k, column + half, barrier);
                     else
-                        tma_load_multicast(b + half * 128, &b_map, k, tile.column + half, barrier);
+                        for (u32 n = 0; n < BN; n += 64)
+                            tma_load_multicast(to + n * BK * 2, &b_map, column + n, k + half, barrier);
                     advance(stage, phase);
                 }
             }
         }
         __syncwarp();
     } else {  // consumers
-        warpgroup_reg_alloc<240>();
+        consumer_registers();
         Accumulators d;
         const u32 index_in_block = warpgroup * 4 + thread / 32;
         Warp warp{thread / 32, lane, staging + index_in_block * 2 * STAGING_BYTES,
@@ -414,10 +371,10 @@ hopper_gemm(const __grid_constant__ TensorMap a0_map, const __grid_constant__ Te
         Tile tile = tile_at(index);
         if (DERIVATIVE && lane == 0 && index < tiles)
             for (u32 c = 0; c < 2; c++) load_saved(warp, &saved_map, tile.column + c * CHUNK, tile.row, c);
-        if (warpgroup == 1) named_barrier_arrive(other_turn, 256);
+        if (warpgroup == 1) named_barrier_arrive(other_turn);
 
         while (index < tiles) {
-            named_barrier_sync(turn, 256);
+            named_barrier_sync(turn);
             for (u32 k = 0; k < k_tiles; k++) {
                 mbarrier_wait(full + 8 * stage, phase);
                 const u32 a_tile = stages + stage * STAGE_BYTES;
@@ -426,10 +383,8 @@ hopper_gemm(const __grid_constant__ TensorMap a0_map, const __grid_constant__ Te
                 const u32 b_step = B_N_MAJOR ? 2048 : 32;  // bytes to the next 16 of K
                 warpgroup_fence_operand(d);
                 warpgroup_arrive();
-#pragma unroll
-                for (u32 i = 0; i < BK / 16; i++)
-#pragma unroll
-                    for (u32 h = 0; h < 2; h++)
+                UNROLL for (u32 i = 0; i < BK / 16; i++)
+                    UNROLL for (u32 h = 0; h < 2; h++)
                         wgmma_m64n192k16<0, B_N_MAJOR>(d[h], a + (i * 32 + h * 1024) / 16,
                                                        b + i * b_step / 16, k | i);
                 warpgroup_commit();
@@ -440,7 +395,7 @@ hopper_gemm(const __grid_constant__ TensorMap a0_map, const __grid_constant__ Te
                 }
                 advance(stage, phase);
             }
-            named_barrier_arrive(other_turn, 256);
+            named_barrier_arrive(other_turn);
             warpgroup_wait<0>();
             warpgroup_fence_operand(d);
             release_previous_stage(stage, empty, thread);

@@ -2,17 +2,15 @@
 // weight and bias. Both operands have K, which runs over the tokens, down their rows (MN-major).
 //
 // Split-K: a work unit is a run of k-tiles of one output tile of 256 x 192; its sums are added to dw in
-// global memory. In a block the two consumer warpgroups multiply the halves of one tile, and one thread of
-// the third, the producer, loads the operands by TMA. The two blocks of a cluster work on neighbouring
-// columns and share the tile of dy: each loads half and multicasts it to both. The column sums are a product
-// with ones on the tensor cores.
+// memory. In a block the two consumer warpgroups multiply the halves of one tile. The two blocks of a cluster
+// work on neighbouring columns and share the tile of dy. The column sums are a product with ones.
 #include "hopper.cuh"
 
 constexpr u32 SLICE_BYTES = 64 * BK * 2;  // 64 columns of a stage: the width of the swizzle
 constexpr u32 A_SLICES = 2 * BM / 64, B_SLICES = BN / 64, STAGE_BYTES = (A_SLICES + B_SLICES) * SLICE_BYTES;
 
-// dy: (T, P) bf16, three matrices side by side (the gradients of q, k and v), the second from column P1 on, the
-// third from P2; x: (T, Q) bf16; dw: (P, Q) and db: (P,) float32. A work unit has up to unit_k_tiles k-tiles.
+// dy: (T, P) bf16, three matrices side by side (the gradients of q, k and v), from columns 0, P1 and P2 on;
+// x: (T, Q) bf16; dw: (P, Q) and db: (P,) float32. A work unit has up to unit_k_tiles k-tiles.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTER, 1, 1)
 hopper_wgrad(const __grid_constant__ TensorMap dy0_map, const __grid_constant__ TensorMap dy1_map,
              const __grid_constant__ TensorMap dy2_map, const __grid_constant__ TensorMap x_map,
@@ -33,7 +31,7 @@ hopper_wgrad(const __grid_constant__ TensorMap dy0_map, const __grid_constant__ 
     init_barriers(full, empty, 2 * CLUSTER, 0);
 
     if (warpgroup == 2) {  // producer
-        warpgroup_reg_dealloc<24>();
+        producer_registers();
         if (thread == 0) {
             u32 stage = 0, phase = 1;
             for (u32 unit = cluster; unit < units; unit += clusters) {
@@ -59,7 +57,7 @@ hopper_wgrad(const __grid_constant__ TensorMap dy0_map, const __grid_constant__ 
         }
         __syncwarp();
     } else {  // consumers
-        warpgroup_reg_alloc<240>();
+        consumer_registers();
         float d[2][96], s[2][4];  // s: the column sums of dy, which are row sums of dy^T
         u32 stage = 0, phase = 0;
         for (u32 unit = cluster; unit < units; unit += clusters) {
@@ -78,17 +76,13 @@ hopper_wgrad(const __grid_constant__ TensorMap dy0_map, const __grid_constant__ 
                 warpgroup_fence_operand(s);
                 warpgroup_arrive();
                 if (sums_up) {  // ahead of d: behind a branch, the compiler waits for every wgmma in flight
-#pragma unroll
-                    for (u32 i = 0; i < BK / 16; i++)
-#pragma unroll
-                        for (u32 h = 0; h < 2; h++)
+                    UNROLL for (u32 i = 0; i < BK / 16; i++)
+                        UNROLL for (u32 h = 0; h < 2; h++)
                             wgmma_m64n8k16(s[h], a + (i * 2048 + h * SLICE_BYTES) / 16,
                                            make_smem_desc(ones, 1024), k | i);
                 }
-#pragma unroll
-                for (u32 i = 0; i < BK / 16; i++)
-#pragma unroll
-                    for (u32 h = 0; h < 2; h++)
+                UNROLL for (u32 i = 0; i < BK / 16; i++)
+                    UNROLL for (u32 h = 0; h < 2; h++)
                         wgmma_m64n192k16<1, 1>(d[h], a + (i * 2048 + h * SLICE_BYTES) / 16, b + i * 2048 / 16,
                                                k | i);
                 warpgroup_commit();
@@ -104,16 +98,13 @@ hopper_wgrad(const __grid_constant__ TensorMap dy0_map, const __grid_constant__ 
             warpgroup_fence_operand(d);
             warpgroup_fence_operand(s);
             release_previous_stage(stage, empty, thread);
-#pragma unroll
-            for (u32 h = 0; h < 2; h++)
-#pragma unroll
-                for (u32 i = 0; i < 2; i++) {
+            UNROLL for (u32 h = 0; h < 2; h++)
+                UNROLL for (u32 i = 0; i < 2; i++) {
                     const u32 y = row + h * 64 + warp * 16 + lane / 4 + i * 8;
                     if (y >= P) continue;
                     if (sums_up && lane % 4 == 0) atomicAdd(db + y, s[h][2 * i]);
                     float* to = dw + (u64)y * Q;
-#pragma unroll
-                    for (u32 j = 0; j < 24; j++) {
+                    UNROLL for (u32 j = 0; j < 24; j++) {
                         const u32 x = column + j * 8 + lane % 4 * 2;
                         if (x < Q)
                             asm volatile("red.global.add.v2.f32 [%0], {%1, %2};"

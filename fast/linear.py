@@ -5,10 +5,11 @@ import functools
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from fast import cublas, hopper
 from fast.hopper import sm_count
-from fast.operators import as_gradients, cdiv, dtypes_of, on_hopper, operator, power_of_2
+from fast.operators import cdiv, dtypes_of, on_hopper, operator, power_of_2
 
 PACK_PROGRAMS, PACK_COLS, PACK_STAGES = 8, 4096, 3  # programs a multiprocessor, most columns a warp
 QKV_WAYS = {}  # shape -> the faster of the two ways of qkv_gradients
@@ -17,31 +18,19 @@ QKV_WAYS = {}  # shape -> the faster of the two ways of qkv_gradients
 def linear(x, weight, bias, tune=True):
     """x W^T + b; x: (..., K) in 16 bits, weight and bias in any dtype -> (..., N) in x's dtype.
 
-    Gradients have the parameters' dtypes, straight from the GEMM's float32 accumulator. tune: time cuBLASLt's
-    algorithms at the first call of a shape.
+    Gradients have the parameters' dtypes, straight from float32. tune: see cublas.matmul.
     """
     return LinearFunction.apply(x, weight, bias, tune)
 
 
 def qkv(x, weight, bias, heads, head_dim, tune=True):
-    """The linear layer before attention: x: (B, T, C) -> q, k, v: (B, H, T, D) each, views of one tensor.
-
-    The backward packs the three gradients and sums the bias gradient in one pass, or on Hopper multiplies
-    them where they lie.
-    """
+    """The linear layer before attention: x: (B, T, C) -> q, k, v: (B, H, T, D) each, views of one tensor."""
     return QKV.apply(x, weight, bias, heads, head_dim, tune)
 
 
-@operator("product")
-def product(
-    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype, tune: bool
-) -> torch.Tensor:
+@operator("product", lambda a, b, bias, dtype, tune: a.new_empty(a.size(0), b.size(1), dtype=dtype))
+def product(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype, tune: bool) -> Tensor:
     return cublas.matmul(a, b, a.new_empty(a.size(0), b.size(1), dtype=dtype), bias=bias, tune=tune)
-
-
-@product.register_fake
-def _(a, b, bias, dtype, tune):
-    return a.new_empty(a.size(0), b.size(1), dtype=dtype)
 
 
 class LinearFunction(torch.autograd.Function):
@@ -72,11 +61,11 @@ def operands(ctx, x, *parameters):
 
 
 def weight_gradients(dy, x, weight_dtype, bias_dtype, sums=None):
-    """(dW, db) of y = x W^T + b, from dy: (M, N) and x: (M, K); sums: column sums of dy, if known."""
+    """(dW, db) of y = x W^T + b, from dy: (M, N) and x: (M, K); sums: column sums of dy, if not empty."""
     dw = product(dy.t(), x, None, weight_dtype, True)
     if bias_dtype is None:
         return dw, None
-    return dw, (dy.sum(0, dtype=torch.float32) if sums is None else sums).to(bias_dtype)
+    return dw, (dy.sum(0, dtype=torch.float32) if sums is None or not len(sums) else sums).to(bias_dtype)
 
 
 class QKV(torch.autograd.Function):
@@ -89,39 +78,32 @@ class QKV(torch.autograd.Function):
         x, w = ctx.saved_tensors
         dx, dw, db = qkv_gradients(*join_heads(dq, dk, dv), x, w, ctx.dtypes[0])
         dx = dx.unflatten(0, (dq.size(0), dq.size(2)))
-        return dx, *as_gradients((dw, db), ctx.dtypes), None, None, None
+        return dx, dw, None if ctx.dtypes[1] is None else db.to(ctx.dtypes[1]), None, None, None
 
 
-@operator("qkv_gradients")
+def empty_gradients(dq, dk, dv, x, w, weight_dtype):
+    dw, sums = torch.empty_like(w, dtype=weight_dtype), w.new_empty(w.size(0), dtype=torch.float32)
+    return torch.empty_like(x), dw, sums
+
+
+@operator("qkv_gradients", empty_gradients)
 def qkv_gradients(
-    dq: torch.Tensor,
-    dk: torch.Tensor,
-    dv: torch.Tensor,
-    x: torch.Tensor,
-    w: torch.Tensor,
-    weight_dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dq: Tensor, dk: Tensor, dv: Tensor, x: Tensor, w: Tensor, weight_dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
     """(dx, dw, float32 column sums of dy) of y = x w^T, where dy is dq, dk and dv side by side.
 
     On Hopper, if all widths suit its tiles, the faster of two ways, timed at the first call of a shape; the
     first in a deterministic run, since hopper.linear_backward adds in no fixed order.
     """
-    parts = dq, dk, dv
+    parts, ways = (dq, dk, dv), (packed_gradients, parts_gradients)
     fits = on_hopper(x) and all(part.size(1) % hopper.PART == 0 for part in parts)
     if not fits or torch.are_deterministic_algorithms_enabled():
         return packed_gradients(parts, x, w, weight_dtype)
-    ways = packed_gradients, parts_gradients
     key = x.device, *x.shape, *w.shape, weight_dtype
     if key not in QKV_WAYS:
         tried = [functools.partial(way, parts, x, w, weight_dtype) for way in ways]
         QKV_WAYS[key] = ways[cublas.fastest(tried, x.device)]
     return QKV_WAYS[key](parts, x, w, weight_dtype)
-
-
-@qkv_gradients.register_fake
-def _(dq, dk, dv, x, w, weight_dtype):
-    dw = torch.empty_like(w, dtype=weight_dtype)
-    return torch.empty_like(x), dw, w.new_empty(w.size(0), dtype=torch.float32)
 
 
 def parts_gradients(parts, x, w, weight_dtype):
@@ -131,8 +113,8 @@ def parts_gradients(parts, x, w, weight_dtype):
 
 def packed_gradients(parts, x, w, weight_dtype):
     dy, sums = pack(*parts)
-    dx = cublas.matmul(dy, w, torch.empty_like(x))
-    return dx, cublas.matmul(dy.t(), x, torch.empty_like(w, dtype=weight_dtype)), sums
+    dw = cublas.matmul(dy.t(), x, torch.empty_like(w, dtype=weight_dtype))
+    return cublas.matmul(dy, w, torch.empty_like(x)), dw, sums
 
 
 def split_heads(y, shape, heads, head_dim):
@@ -145,25 +127,16 @@ def join_heads(*parts):
     return [d.transpose(1, 2).flatten(0, 1).flatten(1).contiguous() for d in parts]
 
 
-@operator("pack")
-def pack(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def pack(a, b, c):
     """(torch.cat((a, b, c), 1), its column sums in float32) of contiguous (N, A), (N, B) and (N, C)."""
-    N, widths = a.size(0), [a.size(1), b.size(1), c.size(1)]
-    out = a.new_empty(N, sum(widths))
-    programs = min(N, PACK_PROGRAMS * sm_count(a.device))
-    parts = torch.empty(programs, sum(widths), dtype=torch.float32, device=a.device)
-    block = power_of_2(max(widths))
+    N, A, B, C = a.size(0), a.size(1), b.size(1), c.size(1)
+    programs, block = min(N, PACK_PROGRAMS * sm_count(a.device)), power_of_2(max(A, B, C))
+    out, parts = a.new_empty(N, A + B + C), a.new_empty(programs, A + B + C, dtype=torch.float32)
     _pack[(programs, 3)](
-        a, b, c, out, parts, N, A=widths[0], B=widths[1], C=widths[2], BLOCK=block, PROGRAMS=programs,
-        STEPS=cdiv(N, programs), STAGES=PACK_STAGES, num_warps=max(1, block // PACK_COLS),
+        a, b, c, out, parts, N, A=A, B=B, C=C, BLOCK=block, PROGRAMS=programs, STEPS=cdiv(N, programs),
+        STAGES=PACK_STAGES, num_warps=max(1, block // PACK_COLS),
     )  # fmt: skip
     return out, parts.sum(0)
-
-
-@pack.register_fake
-def _(a, b, c):
-    width = a.size(1) + b.size(1) + c.size(1)
-    return a.new_empty(a.size(0), width), a.new_empty(width, dtype=torch.float32)
 
 
 @triton.jit

@@ -1,8 +1,6 @@
-"""Linear layer and cross-entropy in chunks of tokens, the gradients computed in the forward: logits are never
-whole.
+"""Linear layer and cross-entropy in chunks of tokens, the gradients computed in the forward.
 
-On Hopper the logits GEMM's epilogue takes the exponentials of the softmax, so that the logits are read once
-less.
+On Hopper the epilogue of the logits' GEMM takes the softmax's exponentials: logits are read once less.
 """
 
 import torch
@@ -21,11 +19,10 @@ CE_BLOCK, CE_WARPS = 2048, 8  # 4.2 ms for 65,536 rows of 50,304 on an H200; 4,0
 def linear_cross_entropy(x, weight, targets, reduction, V, softcap=None):
     """kernels.linear_cross_entropy for x in 16 bits and the head's weight; "none" has no gradient."""
     ids = targets.flatten().contiguous()
-    if reduction == "none":
-        flat, w = x.flatten(0, -2).contiguous(), weight.to(x.dtype)
-        return cross_entropy_chunks(flat, w, ids, V, softcap, None)[0].view_as(targets)
-    loss = LinearCrossEntropy.apply(x, weight, ids, V, softcap, torch.is_grad_enabled())
-    return reduced(loss, targets, reduction)
+    if reduction != "none" and torch.is_grad_enabled():
+        return reduced(LinearCrossEntropy.apply(x, weight, ids, V, softcap, True), targets, reduction)
+    losses = cross_entropy_chunks(x.flatten(0, -2).contiguous(), weight, ids, V, softcap, False)[0]
+    return losses.view_as(targets) if reduction == "none" else reduced(losses.sum(), targets, reduction)
 
 
 def reduced(loss, targets, reduction):
@@ -33,56 +30,36 @@ def reduced(loss, targets, reduction):
     return loss / (targets >= 0).sum() if reduction == "mean" else loss
 
 
-class LinearCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, targets, V, softcap, grad):
-        flat, w = x.flatten(0, -2).contiguous(), weight.to(x.dtype)
-        dtype = sum_dtype(weight) if grad else None
-        losses, *gradients = cross_entropy_chunks(flat, w, targets, V, softcap, dtype)
-        keep_gradients(ctx, x, weight, *gradients)
-        return losses.sum()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return *kept_gradients(ctx, grad), None, None, None, None
+def empty_results(x, weight, grad=True):
+    """(losses, dx, dw); chunks of dw are summed in the weight's dtype, float32 for float16."""
+    losses = x.new_empty(x.size(0), dtype=torch.float32)
+    if not grad:
+        return losses, x.new_empty(0), x.new_empty(0)
+    dtype = torch.float32 if weight.dtype == torch.float16 else weight.dtype
+    return losses, torch.empty_like(x), torch.empty_like(weight, dtype=dtype)
 
 
-def sum_dtype(weight):
-    """The dtype in which the chunks' weight gradients are summed: the weight's; float32 for float16."""
-    return torch.float32 if weight.dtype == torch.float16 else weight.dtype
+def chunk_results(x, weight, targets, V, softcap, grad):
+    return *empty_results(x, weight, grad), x.new_empty(x.size(0), dtype=torch.float32)
 
 
-def keep_gradients(ctx, x, weight, dx, dw, factors=None):
-    """Saves the gradients that the forward computed, for the backward; factors: see cross_entropy_chunks."""
-    ctx.save_for_backward(dx, dw, factors)
-    ctx.shape, ctx.weight_dtype = x.shape, weight.dtype
-
-
-def kept_gradients(ctx, grad):
-    dx, dw, factors = ctx.saved_tensors
-    by_row = grad if factors is None else grad * factors[:, None]
-    return dx.mul_(by_row).view(ctx.shape), dw.mul_(grad).to(ctx.weight_dtype)
-
-
-@operator("cross_entropy_chunks")
+@operator("cross_entropy_chunks", chunk_results)
 def cross_entropy_chunks(
-    x: Tensor, w: Tensor, targets: Tensor, V: int, softcap: float | None, dw_dtype: torch.dtype | None
+    x: Tensor, weight: Tensor, targets: Tensor, V: int, softcap: float | None, grad: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(losses (N,) float32, dx (N, C), dw (P, C), factors (N,)); dw_dtype None: the last three are of no use.
+    """(losses (N,) float32, dx (N, C), dw (P, C), factors (N,)); without grad the last three are of no use.
 
     dx and dw are the gradients of the summed loss; the rows of dx still have to be multiplied with `factors`.
-    x: (N, C), w: (P, C), both contiguous, in 16 bits; targets: (N,); V: rows of w that are no padding.
+    x: (N, C) in 16 bits, weight: (P, C), both contiguous; targets: (N,); V: rows of weight, less its padding.
     """
-    N, P = x.size(0), w.size(0)
-    rows, grad = min(N, chunk_rows(P)), dw_dtype is not None
-    losses, dx, dw = empty_results(x, w, dw_dtype)
+    N, P, w = x.size(0), weight.size(0), weight.to(x.dtype)
+    rows, (losses, dx, dw) = min(N, chunk_rows(P)), empty_results(x, weight, grad)
     in_product = on_hopper(x) and hopper.takes(x, w, (N, P)) and (softcap or 0) <= LARGEST_CAP
     shifts, factors = target_logits(x, w, targets, softcap) if in_product else None, torch.ones_like(losses)
     logits = x.new_empty(rows if grad or not in_product else 0, P)
     for i in range(0, N, rows):
         own = slice(i, i + rows)
-        xi, ti = x[own], targets[own]
-        li = logits[: xi.size(0)]
+        xi, ti, li = x[own], targets[own], logits[: N - i]
         if in_product:
             each = shifts[own], losses[own], factors[own]
             xi = exponential_rows(xi, w, ti, *each, li, V, softcap, grad)
@@ -95,10 +72,30 @@ def cross_entropy_chunks(
     return losses, dx, dw, factors
 
 
-@cross_entropy_chunks.register_fake
-def _(x, w, targets, V, softcap, dw_dtype):
-    losses, dx, dw = empty_results(x, w, dw_dtype)
-    return losses, dx, dw, torch.empty_like(losses)
+def summed_loss(chunks):
+    """The autograd.Function of (x, weight, *more) that sums the losses of chunks(rows of x, weight, *more).
+
+    chunks also returns the gradients of x and weight, and perhaps factors for the rows of the former.
+    """
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight, *more):
+            losses, *gradients = chunks(x.flatten(0, -2).contiguous(), weight, *more)
+            ctx.save_for_backward(*gradients)
+            ctx.shape, ctx.weight_dtype, ctx.nones = x.shape, weight.dtype, (None,) * len(more)
+            return losses.sum()
+
+        @staticmethod
+        def backward(ctx, grad):
+            dx, dw, *factors = ctx.saved_tensors
+            by_row = grad * factors[0][:, None] if factors else grad
+            return dx.mul_(by_row).view(ctx.shape), dw.mul_(grad).to(ctx.weight_dtype), *ctx.nones
+
+    return Function
+
+
+LinearCrossEntropy = summed_loss(cross_entropy_chunks)
 
 
 def chunk_rows(P):
@@ -115,13 +112,6 @@ def cross_entropy_rows(logits, targets, losses, grads, scale, V, softcap, grad):
     )  # fmt: skip
 
 
-def empty_results(x, w, dw_dtype):
-    losses = torch.empty(x.size(0), dtype=torch.float32, device=x.device)
-    if dw_dtype is None:
-        return losses, x.new_empty(0), x.new_empty(0)
-    return losses, torch.empty_like(x), torch.empty_like(w, dtype=dw_dtype)
-
-
 @triton.jit
 def _cross_entropy(
     logits, targets, losses, grads, softcap, scale,
@@ -130,9 +120,9 @@ def _cross_entropy(
 ):  # fmt: skip
     """One row a program: its loss, and with GRAD the gradient of its logits, scaled; of P columns V are real.
 
-    exp is taken against the largest of the last block's logits and the target's, so that the pass needs no
-    running maximum; in the rare row where that overflows it is taken again against the true one. The second
-    pass goes backwards: it begins with what the cache still holds. Only the last block needs a mask.
+    exp is taken against the largest of the last block's logits and the target's, without a running maximum;
+    in the rare row where that overflows again against the true one. The second pass goes backwards: it begins
+    with what the cache still holds. Only the last block needs a mask.
     """
     row = tl.program_id(0).to(tl.int64)
     logits += row * P
@@ -188,8 +178,7 @@ def _cross_entropy(
 
 def target_logits(x, w, targets, softcap):
     """(N,) float32: the logit of each row's target, capped, times log2(e); infinite where it is ignored."""
-    shifts = torch.empty(x.size(0), dtype=torch.float32, device=x.device)
-    C = x.size(1)
+    C, shifts = x.size(1), x.new_empty(x.size(0), dtype=torch.float32)
     block, capped = min(2048, power_of_2(C)), softcap is not None
     _target_logits[(x.size(0),)](x, w, targets, shifts, softcap or 0.0, C=C, CAP=capped, BLOCK=block)
     return shifts
@@ -198,8 +187,8 @@ def target_logits(x, w, targets, softcap):
 def exponential_rows(x, w, targets, shifts, losses, factors, grads, V, softcap, grad):
     """Losses as log sum exp(logit - logit of the row's target), exponentials from the GEMM's epilogue.
 
-    Fills `losses` (rows,) and, with grad, `factors` (rows,) and `grads` (rows, P): a row of `grads` times its
-    factor is the gradient of its logits. Returns x with rows times factors, for the weight's gradient.
+    Fills `losses`, `factors` (rows,) and, with grad, `grads` (rows, P): a row of it times its factor is the
+    gradient of its logits. Returns x with rows times factors, for the weight's gradient.
     """
     sums = hopper.exponentials(x, w, shifts, V, grads if grad else None, softcap)
     scaled = torch.empty_like(x) if grad else x
@@ -234,9 +223,9 @@ def _exponential_rows(
 ):  # fmt: skip
     """One row a program: its loss from partial sums of exponentials, relative to that of the target's logit.
 
-    The exponentials of an ignored row are zeros, and so are its gradients. Where they would overflow, the
-    exponentials of WIDTH columns come relative to the largest of them, `raised` above the target's logit (in
-    powers of two). A row with such columns, which is rare, is scaled so that all are relative to its largest.
+    An ignored row's exponentials are zeros, and so are its gradients. Where they would overflow, those of
+    WIDTH columns come relative to the largest of them, `raised` above the target's logit (in powers of two):
+    a row with such columns, which is rare, is scaled so that all are relative to its largest.
     """
     row = tl.program_id(0).to(tl.int64)
     grads += row * P
@@ -287,8 +276,8 @@ def _ce_grad(x, at, lse, scale, softcap, CAP: tl.constexpr, DITHER: tl.constexpr
 def _dithered(x, at, seed):
     """x rounded stochastically to e5m2's two mantissa bits, so that it is right in the mean.
 
-    A token has much the same probability at most positions, so that errors of rounding to nearest would add
-    up. The random bits are a hash of the row's seed plus a golden-ratio step per column: a multiplication.
+    A token has much the same probability at most positions: errors of rounding to nearest would add up. The
+    random bits are a hash of the row's seed plus a golden-ratio step per column: a multiplication.
     """
     start = seed.to(tl.float32).to(tl.uint32, bitcast=True) * 0x9E3779B1
     start = (start ^ (start >> 15)) * 0x85EBCA77

@@ -1,127 +1,114 @@
 """MLPs in bf16, GEMM, activation, GEMM, with as few passes over memory as possible: GELU, ReLU^2 and SwiGLU.
 
-GELU, and ReLU^2 on Hopper: activation and derivative are in GEMMs' epilogues, on Hopper with the first bias
-gradient; elsewhere that and ReLU^2's derivative, twice the root of its output, take one pass. SwiGLU: the
-backward computes silu(gate) * up again together with the gradients of both, in one pass.
+GELU, and ReLU^2 on Hopper: activation and derivative are in the GEMMs' epilogues, on Hopper with the first
+bias gradient. SwiGLU: the backward computes silu(gate) * up again together with the gradients of both.
 """
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from fast import cublas, hopper
 from fast.hopper import sm_count
 from fast.linear import operands, product, weight_gradients
 from fast.operators import cdiv, on_hopper, operator
 
-SWIGLU_BLOCK, SWIGLU_WARPS = 2048, 8
-RELU2_BLOCK = 2048  # elements
-RELU2_ROWS, RELU2_COLS, RELU2_STAGES, RELU2_WARPS = 8, 256, 3, 4
-RELU2_PROGRAMS = 8  # a multiprocessor
+SWIGLU_BLOCK, SWIGLU_WARPS, RELU2_BLOCK = 2048, 8, 2048  # elements
+RELU2_ROWS, RELU2_COLS, RELU2_STAGES, RELU2_WARPS, RELU2_PROGRAMS = (
+    8,
+    256,
+    3,
+    4,
+    8,
+)  # programs a multiprocessor
 
 
 def mlp(kind, x, w1, b1, w2, b2, tune=True):
     """w2 act(w1 x + b1) + b2; kind: "gelu" (tanh form), "relu2" or "swiglu" (w1 holds gate and up: (2 H, K)).
 
-    x: (..., K) in 16 bits; w1: (H, K); w2: (N, H); biases or None -> (..., N) in x's dtype.
+    x: (..., K) in 16 bits; w1: (H, K); w2: (N, H); biases or None -> (..., N).
     """
-    return FUNCTIONS[kind].apply(x, w1, b1, w2, b2, tune)
+    return MLPFunction.apply(kind, x, w1, b1, w2, b2, tune)
 
 
-@operator("product_gelu")
-def product_gelu(
-    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, tune: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+class MLPFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, kind, x, w1, b1, w2, b2, tune):
+        flat, w1, b1, w2, b2 = operands(ctx, x, w1, b1, w2, b2)
+        before = None
+        if kind == "gelu":
+            act, before = product_gelu(flat, w1.t(), b1, tune)
+        elif kind == "relu2":
+            act = product_relu2(flat, w1.t(), b1, tune)
+        else:
+            before = product(flat, w1.t(), b1, x.dtype, tune)
+            act = swiglu(before)
+        ctx.kind = kind
+        ctx.save_for_backward(flat, w1, w2, before, None if kind == "swiglu" else act)
+        return product(act, w2.t(), b2, x.dtype, tune).unflatten(0, x.shape[:-1])
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, w1, w2, before, act = ctx.saved_tensors
+        flat, sums = dy.flatten(0, -2).contiguous(), None
+        if ctx.kind == "gelu":
+            dbefore, sums = product_dgelu(flat, w2, before)
+        elif ctx.kind == "relu2":
+            dbefore, sums = product_drelu2(flat, w2, act)
+        else:
+            dbefore, act = swiglu_backward(product(flat, w2, None, dy.dtype, True), before)
+        dw2, db2 = weight_gradients(flat, act, *ctx.dtypes[2:])
+        dw1, db1 = weight_gradients(dbefore, x, *ctx.dtypes[:2], sums)
+        dx = product(dbefore, w1, None, dy.dtype, True).unflatten(0, dy.shape[:-1])
+        return None, dx, dw1, db1, dw2, db2, None
+
+
+def empty_product(a, b, *_):
+    return a.new_empty(a.size(0), b.size(1))
+
+
+@operator("product_gelu", lambda a, b, bias, tune: (empty_product(a, b), empty_product(a, b)))
+def product_gelu(a: Tensor, b: Tensor, bias: Tensor | None, tune: bool) -> tuple[Tensor, Tensor]:
     """(GELU of a b + bias, a b + bias: the pre-activation)"""
     if on_hopper(a):
         return hopper.gelu(a, b.t(), bias)
-    out, before = (a.new_empty(a.size(0), b.size(1)) for _ in range(2))
-    return cublas.matmul(a, b, out, bias=bias, gelu=before, tune=tune), before
+    before = empty_product(a, b)
+    return cublas.matmul(a, b, empty_product(a, b), bias=bias, gelu=before, tune=tune), before
 
 
-@product_gelu.register_fake
-def _(a, b, bias, tune):
-    return a.new_empty(a.size(0), b.size(1)), a.new_empty(a.size(0), b.size(1))
-
-
-@operator("product_dgelu")
-def product_dgelu(
-    a: torch.Tensor, b: torch.Tensor, before: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(a b times GELU's derivative at the pre-activation `before`, on Hopper its float32 column sums)"""
-    if on_hopper(a):
-        return hopper.dgelu(a, b, before)
-    out = cublas.matmul(a, b, torch.empty_like(before), dgelu=before)
-    return out, out.new_empty(0, dtype=torch.float32)
-
-
-@product_dgelu.register_fake
-def _(a, b, before):
+def empty_dgelu(a, b, before):
     return torch.empty_like(before), before.new_empty(before.size(1) * on_hopper(a), dtype=torch.float32)
 
 
-@operator("product_relu2")
-def product_relu2(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, tune: bool) -> torch.Tensor:
+@operator("product_dgelu", empty_dgelu)
+def product_dgelu(a: Tensor, b: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+    """(a b times GELU's derivative at the pre-activation `before`, on Hopper its float32 column sums)"""
+    if on_hopper(a):
+        return hopper.dgelu(a, b, before)
+    out, no_sums = empty_dgelu(a, b, before)
+    return cublas.matmul(a, b, out, dgelu=before), no_sums
+
+
+@operator("product_relu2", empty_product)
+def product_relu2(a: Tensor, b: Tensor, bias: Tensor | None, tune: bool) -> Tensor:
     """max(a b + bias, 0)^2"""
     if on_hopper(a):
         return hopper.relu2(a, b.t(), bias)
-    act = cublas.matmul(a, b, a.new_empty(a.size(0), b.size(1)), bias=bias, tune=tune)
+    act = cublas.matmul(a, b, empty_product(a, b), bias=bias, tune=tune)
     _relu2[(cdiv(act.numel(), RELU2_BLOCK),)](act, act.numel(), BLOCK=RELU2_BLOCK)
     return act
 
 
-@product_relu2.register_fake
-def _(a, b, bias, tune):
-    return a.new_empty(a.size(0), b.size(1))
-
-
-@operator("product_drelu2")
-def product_drelu2(a: torch.Tensor, b: torch.Tensor, act: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+@operator("product_drelu2", lambda a, b, act: (torch.empty_like(act), act.new_empty(act.size(1)).float()))
+def product_drelu2(a: Tensor, b: Tensor, act: Tensor) -> tuple[Tensor, Tensor]:
     """(a b times ReLU^2's derivative where its output is `act`, its float32 column sums)"""
     if on_hopper(a):
         return hopper.drelu2(a, b, act)
-    return relu2_backward(cublas.matmul(a, b, torch.empty_like(act)), act)
-
-
-@product_drelu2.register_fake
-def _(a, b, act):
-    return torch.empty_like(act), act.new_empty(act.size(1), dtype=torch.float32)
-
-
-def mlp_function(up, down):
-    """The autograd.Function of w2 act(w1 x + b1) + b2.
-
-    up(x, w1^T, b1, tune) -> (activation, tensors saved for `down`)
-    down(dy, w2, *saved) -> (gradient of the pre-activation, activation, column sums of that gradient or None)
-    """
-
-    class Function(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, w1, b1, w2, b2, tune):
-            flat, w1, b1, w2, b2 = operands(ctx, x, w1, b1, w2, b2)
-            act, kept = up(flat, w1.t(), b1, tune)
-            ctx.save_for_backward(flat, w1, w2, *kept)
-            return product(act, w2.t(), b2, x.dtype, tune).unflatten(0, x.shape[:-1])
-
-        @staticmethod
-        def backward(ctx, dy):
-            x, w1, w2, *kept = ctx.saved_tensors
-            flat = dy.flatten(0, -2).contiguous()
-            dbefore, act, sums = down(flat, w2, *kept)
-            dw2, db2 = weight_gradients(flat, act, *ctx.dtypes[2:])
-            dw1, db1 = weight_gradients(dbefore, x, *ctx.dtypes[:2], sums)
-            dx = product(dbefore, w1, None, dy.dtype, True).unflatten(0, dy.shape[:-1])
-            return dx, dw1, db1, dw2, db2, None
-
-    return Function
-
-
-def relu2_backward(dact, act):
-    """(gradient of the pre-activation, its float32 column sums) from that of act, its ReLU^2; (N, H) each."""
-    N, H = dact.shape
-    dbefore, strips = torch.empty_like(dact), cdiv(H, RELU2_COLS)
-    programs = min(cdiv(N, RELU2_ROWS), cdiv(RELU2_PROGRAMS * sm_count(dact.device), strips))
-    parts = torch.empty(programs, H, dtype=torch.float32, device=dact.device)
+    (N, H), dact, dbefore = act.shape, cublas.matmul(a, b, torch.empty_like(act)), torch.empty_like(act)
+    strips = cdiv(H, RELU2_COLS)
+    programs = min(cdiv(N, RELU2_ROWS), cdiv(RELU2_PROGRAMS * sm_count(a.device), strips))
+    parts = a.new_empty(programs, H, dtype=torch.float32)
     _relu2_backward[(programs, strips)](
         dact, act, dbefore, parts, N, H=H, ROWS=RELU2_ROWS, COLS=RELU2_COLS, PROGRAMS=programs,
         STEPS=cdiv(N, programs * RELU2_ROWS), STAGES=RELU2_STAGES, num_warps=RELU2_WARPS,
@@ -156,8 +143,8 @@ def _relu2_backward(
     tl.store(parts + program * H + cols, tl.sum(sums, 0), mask=cols < H)
 
 
-@operator("swiglu")
-def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+@operator("swiglu", lambda gate_up: gate_up.new_empty(gate_up.size(0), gate_up.size(1) // 2))
+def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up; gate_up: contiguous (N, 2 H), gate in the first half -> (N, H)."""
     N, H = gate_up.size(0), gate_up.size(1) // 2
     act = gate_up.new_empty(N, H)
@@ -165,24 +152,13 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     return act
 
 
-@swiglu.register_fake
-def _(gate_up):
-    return gate_up.new_empty(gate_up.size(0), gate_up.size(1) // 2)
-
-
-@operator("swiglu_backward")
-def swiglu_backward(dact: torch.Tensor, gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+@operator("swiglu_backward", lambda dact, gate_up: (torch.empty_like(gate_up), torch.empty_like(dact)))
+def swiglu_backward(dact: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
     """(gradient of gate_up, silu(gate) * up) from dact, the gradient of silu(gate) * up."""
-    N, H = dact.shape
-    dgate_up, act = torch.empty_like(gate_up), torch.empty_like(dact)
+    (N, H), dgate_up, act = dact.shape, torch.empty_like(gate_up), torch.empty_like(dact)
     grid = N, cdiv(H, SWIGLU_BLOCK)
     _swiglu_backward[grid](dact, gate_up, dgate_up, act, H=H, BLOCK=SWIGLU_BLOCK, num_warps=SWIGLU_WARPS)
     return dgate_up, act
-
-
-@swiglu_backward.register_fake
-def _(dact, gate_up):
-    return torch.empty_like(gate_up), torch.empty_like(dact)
 
 
 @triton.jit
@@ -207,39 +183,3 @@ def _swiglu_backward(dact, gate_up, dgate_up, act, H: tl.constexpr, BLOCK: tl.co
     tl.store(act + row * H + cols, (silu * up).to(act.dtype.element_ty), mask=cols < H)
     tl.store(out, (d * up * (s + silu * (1 - s))).to(act.dtype.element_ty), mask=cols < H)
     tl.store(out + H, (d * silu).to(act.dtype.element_ty), mask=cols < H)
-
-
-def gelu_up(x, w, bias, tune):
-    act, before = product_gelu(x, w, bias, tune)
-    return act, (act, before)
-
-
-def gelu_down(dy, w, act, before):
-    dbefore, sums = product_dgelu(dy, w, before)
-    return dbefore, act, sums if len(sums) else None
-
-
-def relu2_up(x, w, bias, tune):
-    act = product_relu2(x, w, bias, tune)
-    return act, (act,)
-
-
-def relu2_down(dy, w, act):
-    dbefore, sums = product_drelu2(dy, w, act)
-    return dbefore, act, sums
-
-
-def swiglu_up(x, w, bias, tune):
-    gate_up = product(x, w, bias, x.dtype, tune)
-    return swiglu(gate_up), (gate_up,)
-
-
-def swiglu_down(dy, w, gate_up):
-    return *swiglu_backward(product(dy, w, None, dy.dtype, True), gate_up), None
-
-
-FUNCTIONS = {
-    "gelu": mlp_function(gelu_up, gelu_down),
-    "relu2": mlp_function(relu2_up, relu2_down),
-    "swiglu": mlp_function(swiglu_up, swiglu_down),
-}

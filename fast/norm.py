@@ -1,21 +1,20 @@
 """LayerNorm and RMSNorm in one pass, output in bf16, and their backward in another.
 
-The statistics are computed in float32. The backward sums the gradients of weight and shift in registers, so
-that no tensor is read twice. Where a model is compiled, fusion.py gives both kernels more to do on their way:
-the residual addition before the norm; in the backward the gradient that reaches the sum by the residual path,
-and the column sums of the result, which are the bias gradient of the layer that computed the update.
+Where a model is compiled, fusion.py gives both kernels more to do on their way: the residual addition before
+the norm; in the backward the gradient that reaches the sum by the residual path, and the column sums of the
+result, which are the bias gradient of the layer that computed the update.
 """
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from fast.hopper import sm_count
-from fast.operators import as_gradients, cdiv, dtypes_of, operator, power_of_2
+from fast.operators import cdiv, dtypes_of, operator, power_of_2
 
 NORM_WIDTH = 1024  # columns of a row for each warp
-# warps a multiprocessor; C = 768: 154 us, four programs of two warps: 313
-NORM_BACK_WARPS, NORM_BACK_STAGES = 8, 3
+NORM_BACK_WARPS, NORM_BACK_STAGES = 8, 3  # warps a multiprocessor
 
 
 def norm(x, weight, shift, eps, centred):
@@ -34,22 +33,23 @@ class Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dh):
         dx, sums = norm_backward(None, dh, *ctx.saved_tensors, ctx.centred)
-        dweight, dshift = as_gradients(sums[:2].unbind(), ctx.dtypes)
-        return dx, dweight, dshift, None, None
+        gradients = (None if dtype is None else s.to(dtype) for s, dtype in zip(sums.unbind(), ctx.dtypes))
+        return dx, *gradients, None, None
 
 
-@operator("norm_forward")
+def norm_results(x, update=None, *_):
+    total = x.new_empty(0) if update is None else torch.empty_like(x, memory_format=torch.contiguous_format)
+    stats = x.new_empty(2, x.numel() // x.size(-1), dtype=torch.float32)
+    return total, x.new_empty(x.shape, dtype=torch.bfloat16), stats
+
+
+@operator("norm_forward", norm_results)
 def norm_forward(
-    x: torch.Tensor,
-    update: torch.Tensor | None,
-    weight: torch.Tensor,
-    shift: torch.Tensor | None,
-    eps: float,
-    centred: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x: Tensor, update: Tensor | None, weight: Tensor, shift: Tensor | None, eps: float, centred: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """(x + update, empty without update; its norm in bf16; float32 (2, rows): mean and 1 / deviation)"""
     total, h, stats = norm_results(x, update)
-    C, N = x.size(-1), x.numel() // x.size(-1)
+    C, N = x.size(-1), stats.size(1)
     block = power_of_2(C)
     rows = max(1, 4096 // block)
     _norm_forward[(cdiv(N, rows),)](
@@ -59,42 +59,29 @@ def norm_forward(
     return total, h, stats
 
 
-@norm_forward.register_fake
-def norm_results(x, update=None, *_):
-    total = x.new_empty(0) if update is None else torch.empty_like(x, memory_format=torch.contiguous_format)
-    stats = torch.empty(2, x.numel() // x.size(-1), dtype=torch.float32, device=x.device)
-    return total, torch.empty(x.shape, dtype=torch.bfloat16, device=x.device), stats
+def gradient_results(dtotal, dh, total, *_):
+    return torch.empty_like(total), total.new_empty(3, total.size(-1), dtype=torch.float32)
 
 
-@operator("norm_backward")
+@operator("norm_backward", gradient_results)
 def norm_backward(
-    dtotal: torch.Tensor | None,
-    dh: torch.Tensor,
-    total: torch.Tensor,
-    stats: torch.Tensor,
-    weight: torch.Tensor,
-    centred: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    dtotal: Tensor | None, dh: Tensor, total: Tensor, stats: Tensor, weight: Tensor, centred: bool
+) -> tuple[Tensor, Tensor]:
     """(dx, float32 (3, C): gradients of weight and shift, column sums of dx) of the norm of `total`.
 
     dtotal: the gradient that reaches the sum by the residual path, added to dx; None: there is none.
     """
-    C, N = total.size(-1), total.numel() // total.size(-1)
+    C, N = total.size(-1), stats.size(1)
     block = power_of_2(C)
     warps = max(1, block // NORM_WIDTH)
     programs = min(N, max(1, NORM_BACK_WARPS // warps) * sm_count(total.device))
-    dx, parts = torch.empty_like(total), torch.empty(programs, 3, C, dtype=torch.float32, device=total.device)
+    dx, parts = torch.empty_like(total), total.new_empty(programs, 3, C, dtype=torch.float32)
     _norm_backward[(programs,)](
         None if dtotal is None else dtotal.contiguous(), dh.contiguous(), total, stats, weight, dx, parts, N,
         C=C, CENTRED=centred, BLOCK=block, PROGRAMS=programs, STEPS=cdiv(N, programs),
         STAGES=NORM_BACK_STAGES, num_warps=warps,
     )  # fmt: skip
     return dx, parts.sum(0)
-
-
-@norm_backward.register_fake
-def _(dtotal, dh, total, stats, weight, centred):
-    return torch.empty_like(total), torch.empty(3, total.size(-1), dtype=torch.float32, device=total.device)
 
 
 @triton.jit

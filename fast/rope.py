@@ -1,19 +1,18 @@
 """RMSNorm of each head and RoPE in one pass over queries or keys, and their backward in one; also RoPE alone.
 
-torch.compile's backward takes three passes, one of them for the gradient of the norm's gain.
 https://arxiv.org/abs/2104.09864 (RoPE), https://arxiv.org/abs/2302.05442 (norms on queries and keys)
 """
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from fast.hopper import sm_count
 from fast.operators import cdiv, operator, power_of_2
 
 ROPE_ELEMENTS, ROPE_WARPS = 4096, 4  # of a block of heads
-ROPE_BACK_ELEMENTS, ROPE_BACK_WARPS, ROPE_BACK_STAGES = 4096, 4, 1
-ROPE_BACK_PROGRAMS = 4  # a multiprocessor
+ROPE_BACK_STAGES, ROPE_BACK_PROGRAMS = 1, 4  # programs a multiprocessor
 
 
 def rope(x, weight, eps, cos, sin):
@@ -38,51 +37,36 @@ class RopeFunction(torch.autograd.Function):
         return dx, None if weight is None else dweight.to(weight.dtype), None, None, None
 
 
-@operator("rope_forward")
-def rope_forward(
-    x: torch.Tensor, weight: torch.Tensor | None, eps: float, cos: torch.Tensor, sin: torch.Tensor
-) -> torch.Tensor:
-    x = side_by_side(x)
-    y = heads_last(x)
-    size, options = blocks(x, ROPE_ELEMENTS, ROPE_WARPS)
+@operator("rope_forward", lambda x, *_: heads_last(x))
+def rope_forward(x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+    x, y = side_by_side(x), heads_last(x)
+    size, options = blocks(x)
     _rope_forward[(cdiv(size, options["ROWS"]),)](
         x, weight, cos, sin, y, size, eps, cos.stride(0), *x.stride()[:3], H=x.size(1), T=x.size(2), **options
     )
     return y
 
 
-@rope_forward.register_fake
-def _(x, weight, eps, cos, sin):
-    return heads_last(x)
+def rope_gradients(dy, x, weight, *_):
+    return heads_last(dy), dy.new_empty(0 if weight is None else dy.size(3), dtype=torch.float32)
 
 
-@operator("rope_backward")
+@operator("rope_backward", rope_gradients)
 def rope_backward(
-    dy: torch.Tensor,
-    x: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    eps: float,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    dy: Tensor, x: Tensor | None, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
     """(dx, the gradient of weight in float32, empty without one); x: None without weight."""
-    dy = side_by_side(dy)
-    x = dy if x is None else side_by_side(x)
-    dx = heads_last(dy)
-    size, options = blocks(dy, ROPE_BACK_ELEMENTS, ROPE_BACK_WARPS)
+    dx, no_gradient = rope_gradients(dy, x, weight)
+    dy, x = side_by_side(dy), side_by_side(dy if x is None else x)
+    size, options = blocks(dy)
     steps = cdiv(size, options["ROWS"])
     programs = min(steps, ROPE_BACK_PROGRAMS * sm_count(dy.device))
-    parts = torch.empty(0 if weight is None else programs, dy.size(3), dtype=torch.float32, device=dy.device)
+    parts = dy.new_empty(0 if weight is None else programs, dy.size(3), dtype=torch.float32)
     _rope_backward[(programs,)](
         dy, x, weight, cos, sin, dx, parts, size, eps, cos.stride(0), *dy.stride()[:3], *x.stride()[:3],
         programs, H=dy.size(1), T=dy.size(2), STEPS=cdiv(steps, programs), STAGES=ROPE_BACK_STAGES, **options,
     )  # fmt: skip
-    return dx, parts.sum(0) if weight is not None else parts[0:0, 0]
-
-
-@rope_backward.register_fake
-def _(dy, x, weight, eps, cos, sin):
-    return heads_last(dy), dy.new_empty(0 if weight is None else dy.size(3), dtype=torch.float32)
+    return dx, no_gradient if weight is None else parts.sum(0)
 
 
 def side_by_side(x):
@@ -95,12 +79,11 @@ def heads_last(x):
     return x.new_empty(B, T, H, D).transpose(1, 2)
 
 
-def blocks(x, elements, warps):
-    """(B T H, the kernels' constants): a block has as many heads as have about `elements` numbers."""
+def blocks(x):
+    """(B T H, the kernels' constants): a block has as many heads as have about ROPE_ELEMENTS numbers."""
     B, H, T, D = x.shape
     half = power_of_2(D // 2)
-    rows = max(1, elements // (2 * half))
-    return B * T * H, dict(D=D, HALF=half, ROWS=rows, num_warps=warps)
+    return B * T * H, dict(D=D, HALF=half, ROWS=max(1, ROPE_ELEMENTS // (2 * half)), num_warps=ROPE_WARPS)
 
 
 @triton.jit

@@ -1,6 +1,5 @@
-"""adamw8bit.py: codes against their values, the kernel against plain PyTorch, runs against AdamW and each
-other; also
-weights in bf16."""
+"""adamw8bit.py: codes against their values, the kernel against plain PyTorch, runs against AdamW and
+each other; also weights in bf16."""
 
 import os
 import shutil
@@ -272,6 +271,13 @@ def test_llama3_8b_fits_one_gpu():
     assert sum(parts.values()) < 72 * memory.GIB
 
 
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (dict(weights="bf16"), "weights=bf16 loses small updates with adamw; try --optimizer=adamw8bit"),
+        (dict(precision="fp32", **LOW), "weights=bf16 cannot give precision=fp32"),
+    ],
+)
 def test_settings_that_do_not_go_together(data_dir, tmp_path, settings, message):
     with pytest.raises(UserError, match=message):
         train_here(data_dir, tmp_path / "run", **settings)

@@ -156,7 +156,7 @@ def test_tokens_that_do_not_count_and_numbers_that_are_none(in_product):
 @pytest.mark.parametrize("rows, C", [(1, 64), (37, 96), (MANY, 768), (5, 5000)])
 @pytest.mark.parametrize("residual", [torch.float32, torch.bfloat16])
 def test_norm(rows, C, kind, residual):
-    """Alone, and its operators with what fusion.py adds to them: the sum before it, and that sum's other gradient."""
+    """Alone, and its operators with what fusion.py adds: the sum before it, and that sum's other gradient."""
     if not GPU and residual == torch.bfloat16:
         pytest.skip("NumPy, the interpreter's arithmetic, has no bf16")
     for shifted in (False, True):

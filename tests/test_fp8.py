@@ -1,6 +1,5 @@
 """fp8.py against float64. Without an NVIDIA GPU the kernels run in Triton's interpreter (conftest.py sets
-it), and
-PyTorch stands in for cuBLASLt."""
+it), and PyTorch stands in for cuBLASLt."""
 
 import dataclasses
 import math
@@ -207,10 +206,9 @@ def test_what_does_not_train_is_as_in_bf16(shape):
         assert not torch.equal(own.train()(idx, targets), bf16(idx, targets))
 
 
-@pytest.mark.parametrize("mlp", ["gelu", slow("relu2")])
-def test_rows_of_any_length(mlp):
-    """Rows are padded for the products; the gradients are of those that were given."""
-    cfg = GPTConfig(vocab_size=1000, n_layer=1, n_head=4, n_embd=256, block_size=128, mlp=mlp)
+def test_rows_of_any_length():
+    """Where fp8's weight gradients cannot sum over the rows, the layers compute in bf16."""
+    cfg = GPTConfig(vocab_size=1000, n_layer=1, n_head=4, n_embd=256, block_size=128)
     own, plain = models.build(cfg, DEVICE, 0), models.build(cfg, DEVICE, 0).double()
     tracked(own)
     ids, targets = (torch.randint(0, 1000, (1, 7), device=DEVICE).expand(3, 7) for _ in range(2))

@@ -279,5 +279,3 @@ def test_what_does_not_fit_is_an_error(monkeypatch):
         hopper.tensor_map(zeros(300, 100), 32, 64)
     monkeypatch.setattr(torch.version, "cuda", None)
     assert not hopper.available.__wrapped__(torch.device("cuda", 0))
-    with pytest.raises(OSError, match="built for CUDA"):
-        cublas.library.__wrapped__()
