@@ -26,7 +26,7 @@ HEADER_BYTES = 1024
 FORMATS = {20240520: (1, np.uint16), 20240801: (7, np.uint32)}  # magic: (version, token dtype), as in llm.c
 MAKE_DATA = "make the data with python fineweb.py (--help lists its settings)"
 
-shard_name = files.Form("a shard's name", lambda v: files.plain_name(v) and split_of(v) is not None)
+shard_name = lambda v: files.plain_name(v) and split_of(v) is not None
 SHARD = {"name": shard_name, "sha256": files.text, "mask_sha256?": files.sha256, "tokens?": files.count}
 MANIFEST = {"tokenizer": files.text, "vocab_size": files.id_count, "eot": files.count, "shards?": [SHARD]}
 MANIFEST |= {"dtype?": ("uint16", "uint32"), "settings?": {"pack?": files.count}}

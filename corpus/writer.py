@@ -23,7 +23,7 @@ from run import files
 
 WRITTEN = SHARD | dict.fromkeys(("tokens", "documents", "text_bytes", "bytes", "targets?"), files.count)
 RECORD = {"settings": {}, "shards": [WRITTEN]}
-PAIR = files.Form("two whole numbers", lambda v: type(v) is list and list(map(files.count, v)) == [True] * 2)
+PAIR = lambda v: type(v) is list and list(map(files.count, v)) == [True] * 2
 POSITION = {"next": PAIR, "order?": [(files.count, None)]}
 
 
