@@ -22,13 +22,13 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from configurator import UserError, refuse, run, too_small
-from run.files import Form, misfit, text, write_atomic
+from run.files import misfits, text, write_atomic
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 CACHE = Path.home() / ".cache" / "hellaswag"
 BATCH_TOKENS = {"cuda": 65_536, "cpu": 1024}  # CPU: a row takes a third longer with 4,096 (GPT-2 124M)
-FOUR = Form("4 texts", lambda v: isinstance(v, list) and len(v) == 4 and all(map(text, v)))
-CONTEXT = Form("a text of a letter or more", lambda v: text(v) and v != "")
+FOUR = lambda v: isinstance(v, list) and len(v) == 4 and all(map(text, v))
+CONTEXT = lambda v: text(v) and v != ""
 EXAMPLE = {"ctx": CONTEXT, "endings": FOUR, "label": (*range(4), *"0123")}
 
 
@@ -83,7 +83,7 @@ def parse(data, where):
             continue
         try:
             example = json.loads(line)
-            if wrong := misfit(example, EXAMPLE):
+            for wrong in misfits(example, EXAMPLE):
                 raise ValueError(wrong)
         except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
             raise HellaSwagError(f"{where}:{number}: not an example of HellaSwag ({error})") from None

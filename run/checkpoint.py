@@ -382,11 +382,8 @@ def shape_differences(saved, cfg, free=()):
     return [f"{k}: checkpoint {a}, now {b}" for k, (a, b) in pairs.items() if a != b and k not in free]
 
 
-def load_model_tensors(model, tensors, vocab_size=None):
-    """Copies {name: tensor or Stored}, which must fit, into `model`, on each rank its rows.
-
-    vocab_size: further rows of embeddings and head are padding and keep their values. Raises CheckpointError.
-    """
+def check_model_tensors(model, tensors, vocab_size=None):
+    """Raises CheckpointError unless {name: tensor or Stored} fit the model. vocab_size: see below."""
     own, wrong = dict(model.named_parameters()), []
     for name in sorted(own.keys() | tensors.keys()):
         found, expected = (tuple(of[name].shape) if name in of else "absent" for of in (tensors, own))
@@ -395,7 +392,15 @@ def load_model_tensors(model, tensors, vocab_size=None):
             wrong.append(f"{name}: {found}, expected {expected}")
     if wrong:
         raise CheckpointError(f"weights do not fit the model: {'; '.join(wrong[:4])} ({len(wrong)} in all)")
-    for name, param in own.items():
+
+
+def load_model_tensors(model, tensors, vocab_size=None):
+    """Copies {name: tensor or Stored}, which must fit, into `model`, on each rank its rows.
+
+    vocab_size: further rows of embeddings and head are padding and keep their values. Raises CheckpointError.
+    """
+    check_model_tensors(model, tensors, vocab_size)
+    for name, param in model.named_parameters():
         copy_into(param, tensors[name], vocab_size if name.endswith(TABLES) else None)
 
 

@@ -102,8 +102,11 @@ def misfits(value, form, at=""):
         for i, item in enumerate(value):
             yield from misfits(item, form[0], f"{at}[{i}]")
     else:
-        forms = form if isinstance(form, tuple) else (form,)
-        if not any(f(value) if callable(f) else type(f) is type(value) and f == value for f in forms):
+        if isinstance(form, tuple):
+            fits = any(not any(misfits(value, one)) for one in form)
+        else:
+            fits = form(value) if callable(form) else type(form) is type(value) and form == value
+        if not fits:
             yield f"{at or 'it'} is {reprlib.repr(value)}, which it cannot be"
 
 

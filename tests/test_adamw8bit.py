@@ -274,8 +274,8 @@ def test_llama3_8b_fits_one_gpu():
 @pytest.mark.parametrize(
     "settings, message",
     [
-        (dict(weights="bf16"), "weights=bf16 loses small updates with adamw; try --optimizer=adamw8bit"),
-        (dict(precision="fp32", **LOW), "weights=bf16 cannot give precision=fp32"),
+        (dict(weights="bf16"), "optimizer=adamw, which loses small updates; try --optimizer=adamw8bit"),
+        (dict(precision="fp32", **LOW), "precision=fp32, which needs more bits"),
     ],
 )
 def test_settings_that_do_not_go_together(data_dir, tmp_path, settings, message):

@@ -128,7 +128,7 @@ def test_attention_is_not_cudnns(monkeypatch, deterministic):
     torch.use_deterministic_algorithms(False)
     assert best_attention(device)[0] == "cudnn"
     with pytest.raises(
-        UserError, match="attention=cudnn adds gradients in no fixed order; try --attention=flash"
+        UserError, match="attention=cudnn, which adds in no fixed order; try --attention=flash"
     ):
         check(Config(deterministic=True, attention="cudnn"), 1)
 

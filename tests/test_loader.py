@@ -100,10 +100,9 @@ def test_flipped_bit(data):
     (folder / "x_train_000003.bin").unlink()
     with pytest.raises(DataError, match="x_train_000003.bin is damaged: found no file"):
         verify(folder)
-    for content in ("{", '{"tokenizer": "bytes", "vocab_size": 257, "eot": 256}', None):
-        (folder / "manifest.json").write_text(content) if content else (folder / "manifest.json").unlink()
-        with pytest.raises(DataError, match="manifest.json is damaged"):
-            verify(folder)
+    (folder / "manifest.json").write_text("{")
+    with pytest.raises(DataError, match="manifest.json is damaged"):
+        verify(folder)
 
 
 def test_the_last_word_before_the_number_is_the_split():
