@@ -4,7 +4,8 @@ A thread notes a signal; the loop obeys it after a step, or between two batches 
 collective is interrupted and nothing has to be undone. A second signal ends the process at once.
 Ranks learn of each other's errors through the process group's store, as a collective does not return while a
 rank is missing: the first error is printed once, with its rank, and all ranks end with its exit code. gloo's
-and NCCL's time limit, timeout_s, ends ranks that wait for one that hangs; those left then print their stacks.
+time limit, timeout_s, ends ranks that wait for one that hangs, and this thread ends those that wait in NCCL,
+which takes minutes for it; all then print their stacks.
 """
 
 import contextlib
@@ -28,6 +29,7 @@ SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
 TWICE = 1  # s within which a second signal is the same one, from torchrun and from the scheduler
 POLL = 0.5  # s between two looks at the store
 PATIENCE = 1.5  # s in which a rank may fail by itself, once another has failed
+HANGS = 5  # s after timeout_s, from which on a rank that has not gone on counts as hanging
 STORE_GONE = 5  # s without the store after which the run is over: rank 0 or torchrun holds it
 
 
@@ -41,7 +43,7 @@ class Watch(contextlib.ExitStack):
         super().__init__()
         self.world, self.timeout_s, self.store = world, timeout_s, parallel.store_connection()
         self.asked, self.stopping, self._asked_at = 0, 0, 0.0
-        self._step, self._moved = 0, time.monotonic()
+        self._step, self._begun, self._moved = 0, 0, time.monotonic()
         self._peers, self._failing, self._closing = {}, False, threading.Event()
 
     def __enter__(self):
@@ -89,7 +91,7 @@ class Watch(contextlib.ExitStack):
 
     def begin(self, step):
         """Notes which step begins, for messages."""
-        self._step, self._moved = step, time.monotonic()
+        self._step, self._begun, self._moved = step, self._begun + 1, time.monotonic()
 
     def agreed(self):
         """Sets `stopping` where any rank got a signal; returns it. All ranks call it: a small all-reduce."""
@@ -186,6 +188,11 @@ class Watch(contextlib.ExitStack):
         for lost in map(self._peers.get, ended):
             text = f"{self._where()}: lost rank {lost}: its process has ended"
             if not self.store.check([f"ended/{lost}"]) and self._first(lost, 1, text):
+                print(f"error: {text}", file=sys.stderr, flush=True)
+        seconds = time.monotonic() - self._moved
+        if self._begun > 1 and seconds > self.timeout_s + HANGS:  # the first step may have to compile
+            text = f"{self._where()}: has not gone on for {seconds:.0f} s (timeout_s={self.timeout_s})"
+            if self._first(self.world.rank, 1, text):
                 print(f"error: {text}", file=sys.stderr, flush=True)
         if self.store.check(["failed"]) and not self._closing.wait(PATIENCE) and not self._failing:
             self._follow()

@@ -389,5 +389,9 @@ def test_an_export_with_new_parameters_is_refused(tmp_path, monkeypatch):
         words = "parameters that a Hugging Face gpt2 does not have: blocks.0.gate.bias, blocks.0.gate.weight"
         refused(lambda: convert.main(export), words)
     # the same checkpoint and the model.py of before: its weights must not be dropped silently
-    refused(lambda: convert.main(export), "weights do not fit the model", "blocks.0.gate.bias: (1,), expected absent")
+    refused(
+        lambda: convert.main(export),
+        "weights do not fit the model",
+        "blocks.0.gate.bias: (1,), expected absent",
+    )
     assert not (tmp_path / "hf").exists()
