@@ -190,7 +190,8 @@ class Watch(contextlib.ExitStack):
             if not self.store.check([f"ended/{lost}"]) and self._first(lost, 1, text):
                 print(f"error: {text}", file=sys.stderr, flush=True)
         seconds = time.monotonic() - self._moved
-        if self._begun > 1 and seconds > self.timeout_s + HANGS:  # the first step may have to compile
+        waits = self.world.size > 1 and self._begun > 1  # the first step may have to compile
+        if waits and seconds > self.timeout_s + HANGS:
             text = f"{self._where()}: has not gone on for {seconds:.0f} s (timeout_s={self.timeout_s})"
             if self._first(self.world.rank, 1, text):
                 print(f"error: {text}", file=sys.stderr, flush=True)
