@@ -1,8 +1,6 @@
-"""The settings of a model (GPTConfig) and of a run (Config), and their checks. Imports no torch: --help is
-instant.
+"""The settings of a model (GPTConfig) and of a run (Config), and their checks; imports no torch.
 
-Each setting's comment is its line in `python train.py --help`; a comment on a separate line begins a section
-there.
+Each setting's comment is its line in `python train.py --help`; one on a line of its own begins a section.
 """
 
 import math
@@ -11,9 +9,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from configurator import refuse, too_small
-
-NANOGPT_WEIGHTS = {"scratch": "--init_from=None", "resume": "--resume=auto"}  # its values of init_from
-NANOGPT_WEIGHTS |= {f"gpt2{size}": f"--init_from=hf:gpt2{size}" for size in ("", "-medium", "-large", "-xl")}
 
 
 @dataclass
@@ -189,18 +184,8 @@ class Config(GPTConfig):
     weights: Literal["fp32", "bf16"] = "fp32"  # of parameters and gradients; bf16: needs adamw8bit
     offload_states: bool = False  # fsdp, zero2, hsdp: parameters, gradients and moments in host memory
 
-    others_names = {  # nanoGPT's names of settings, for "did you mean"
-        "dataset": "data_dir",
-        "max_iters": "max_steps",
-        "gradient_accumulation_steps": "batch_tokens, which is in tokens",
-        "learning_rate": "lr",
-        "min_lr": "min_lr_ratio, a fraction of lr",
-        "warmup_iters": "warmup_steps",
-        "lr_decay_iters": "max_steps, at which the schedule ends",
-        "grad_clip": "clip",
-        "eval_iters": "eval_tokens, which is in tokens",
-        "dtype": "precision",
-    }
+    others_names = {"dataset": "data_dir", "learning_rate": "lr", "max_iters": "max_steps"}  # nanoGPT's
+    others_names |= {"gradient_accumulation_steps": "batch_tokens, which is in tokens"}
 
     def micro_tokens(self, ranks):
         """Tokens in a micro-step, all ranks together."""
@@ -240,8 +225,8 @@ def out_of_range(cfg, ranks):
         found.append(f"clip={cfg.clip} must be over 0, or None for off")
     if not cfg.adam_eps > 0:
         found.append(f"adam_eps={cfg.adam_eps} must be over 0: a gradient of zero would be divided by it")
-    if cfg.init_from in NANOGPT_WEIGHTS and not os.path.exists(cfg.init_from):
-        found.append(f"init_from={cfg.init_from} is nanoGPT's; it is {NANOGPT_WEIGHTS[cfg.init_from]} here")
+    if (name := cfg.init_from or "").startswith("gpt2") and not os.path.exists(name):
+        found.append(f"init_from={name} is nanoGPT's; it is --init_from=hf:{name} here")
     if cfg.context_parallel < 1 or ranks % cfg.context_parallel:
         found.append(f"context_parallel={cfg.context_parallel} must divide the number of ranks, {ranks}")
     endless = {k: v for k, v in vars(cfg).items() if isinstance(v, float) and not math.isfinite(v)}
