@@ -60,19 +60,16 @@ def main(name, cfg):
 
 
 def on_device(measure, cfg):
-    """Runs measure(cfg); out of memory becomes a line of advice; the process group is closed at the end."""
+    """Runs measure(cfg); out of memory is one line; the process group is closed at the end."""
     import torch
 
-    from scale import memory, parallel
+    from scale import parallel
 
     try:
         measure(cfg)
     except torch.OutOfMemoryError:
-        if not isinstance(cfg, StepConfig):
-            raise UserError("out of memory: another process may use this GPU (nvidia-smi)") from None
-        budget = torch.cuda.mem_get_info()[1]
-        budget = min(budget, (cfg.gpu_gib or budget) * 2**30)
-        raise UserError(memory.advice(cfg, parallel.rank_and_size()[1], budget)) from None
+        words = "bench.py memory shows what a run needs, nvidia-smi whether another process uses this GPU"
+        raise UserError(f"out of memory: {words}") from None
     finally:
         parallel.stop()  # after measure's locals are gone: FSDP2 modules alive at this point may make it hang
 

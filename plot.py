@@ -134,10 +134,9 @@ def draw(runs, x, y):
     panels = [k for k, (kind, _) in PANELS.items() if any(len(series(r.log, kind, k)[0]) > 1 for r in runs)]
     figure = Figure(figsize=(10, 5.6), layout="constrained")
     upper, lower = figure.subfigures(2, 1, height_ratios=[2, 1])
-    whole = upper.subplots()
-    draw_loss(whole, runs, x, y)
+    draw_loss(upper.subplots(), runs, x, y)
     for i, key in enumerate(panels):
-        draw_panel(lower.add_subplot(1, len(panels), i + 1, xlim=whole.get_xlim()), runs, x, key)
+        draw_panel(lower.add_subplot(1, len(panels), i + 1, xlim=figure.axes[0].get_xlim()), runs, x, key)
     for axes in figure.axes:
         axes.set_xlabel(AXES[x])
         if x == "tokens":

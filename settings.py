@@ -68,11 +68,6 @@ class GPTConfig:
         return range(self.n_layer - 1, -1, -self.value_embeddings) if self.value_embeddings else range(0)
 
     @property
-    def value_tables(self):
-        """Widths of the tables of value embeddings."""
-        return [self.kv_heads * self.head_dim] * len(self.value_layers)
-
-    @property
     def gate_channels(self):
         """Channels of a token from which a head's gate is computed; 0 without gates."""
         return min(16, self.n_embd) if self.attention_gate else 0
@@ -80,7 +75,8 @@ class GPTConfig:
     @property
     def tables(self):
         """Widths of all matrices with a row for each token id, the head's too; a shared one counts once."""
-        return [self.n_embd] * (1 if self.tie_embeddings else 2) + self.value_tables
+        values = [self.kv_heads * self.head_dim] * len(self.value_layers)
+        return [self.n_embd] * (1 if self.tie_embeddings else 2) + values
 
     @property
     def block_matmuls(self):
@@ -219,12 +215,9 @@ def out_of_range(cfg, ranks):
     least = dict.fromkeys(one.split(), 1) | dict.fromkeys([*zero.split(), "max_skipped_steps"], 0)
     found = too_small(cfg, least | {"eval_tokens": cfg.block_size})
     found += [f"{k}={v} must be below 1" for k in ("beta1", "beta2") if (v := getattr(cfg, k)) >= 1]
-    if not cfg.lr and (cfg.lr_embedding or cfg.lr_head):
-        found.append(f"lr_embedding={cfg.lr_embedding} and lr_head={cfg.lr_head} need lr over 0")
-    if cfg.clip is not None and not cfg.clip > 0:
-        found.append(f"clip={cfg.clip} must be over 0, or None for off")
-    if not cfg.adam_eps > 0:
-        found.append(f"adam_eps={cfg.adam_eps} must be over 0: a gradient of zero would be divided by it")
+    for name in ("clip", "adam_eps"):
+        if (value := getattr(cfg, name)) is not None and not value > 0:
+            found.append(f"{name}={value} must be over 0")
     if (name := cfg.init_from or "").startswith("gpt2") and not os.path.exists(name):
         found.append(f"init_from={name} is nanoGPT's; it is --init_from=hf:{name} here")
     if cfg.context_parallel < 1 or ranks % cfg.context_parallel:

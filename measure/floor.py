@@ -53,11 +53,3 @@ def clock(work, rounds=10, repeat=3):
         times.append((begin, end))
     torch.cuda.synchronize()
     return statistics.median(b.elapsed_time(e) for b, e in times) / repeat
-
-
-def power(device):
-    """The GPU's power draw and clock at this moment, in words; n/a without NVIDIA's management library."""
-    try:
-        return f"{torch.cuda.power_draw(device) / 1e3:.0f} W at {torch.cuda.clock_rate(device)} MHz"
-    except Exception:  # pynvml is missing, or the driver refuses
-        return "power n/a (pip install nvidia-ml-py)"

@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 import optim
 import train
 from configurator import refuse, too_small
-from measure.floor import floor_times, power
+from measure.floor import floor_times
 from run.build import choose
 from run.flops import peak_flops
 from run.logger import describe_device, show
@@ -49,8 +49,7 @@ def measure(cfg):
         show([("step", speed(times, cfg, world, job.account.flops_per_token))], say)
     if on_gpu:
         peak, held = torch.cuda.max_memory_allocated() / 2**30, torch.cuda.max_memory_reserved() / 2**30
-        usage = f"{peak:.1f} GiB at the peak, {held:.1f} reserved, {power(world.device)}"
-        show([("memory", usage)], say)
+        show([("memory", f"{peak:.1f} GiB at the peak, {held:.1f} reserved")], say)
     if on_gpu and cfg.breakdown:
         breakdown(job, next_batch, cfg, world, say)
 
