@@ -1,14 +1,14 @@
-"""Where the time and the memory go: training steps, single operations, collectives; and memory by arithmetic.
+"""Where the time and the memory go: training steps, the loss, collectives; and memory by arithmetic.
 
     python bench.py step config/gpt2_124m.py [--key=value ...]                 # one GPU, or the CPU
     torchrun --standalone --nproc_per_node=4 bench.py step config/gpt2_124m.py
-    python bench.py ops                                                        # loss, norm, MLP, attention
+    python bench.py ops                                                        # linear + cross-entropy
     torchrun --standalone --nproc_per_node=4 bench.py comm                     # all-reduce and others by size
     python bench.py memory config/llama3_8b.py --world=8 --gpu_gib=80          # memory of a run; needs no GPU
 
 `step` builds what train.py builds and feeds it random tokens with the frequencies of text. It prints the
-median step, the GPU time by kind of kernel, and the floor: every GEMM and attention kernel timed alone, and
-all of them back to back. --trace=FILE writes a chrome trace (chrome://tracing, ui.perfetto.dev). `python
+median step, the GPU time by kind of kernel, and the floor: every GEMM and attention kernel timed alone.
+--trace=FILE writes a chrome trace (chrome://tracing, ui.perfetto.dev). `python
 bench.py COMMAND --help` lists a command's settings; measure/COMMAND.py is its code.
 """
 
@@ -60,19 +60,16 @@ def main(name, cfg):
 
 
 def on_device(measure, cfg):
-    """Runs measure(cfg); out of memory becomes a line of advice; the process group is closed at the end."""
+    """Runs measure(cfg); out of memory is one line; the process group is closed at the end."""
     import torch
 
-    from scale import memory, parallel
+    from scale import parallel
 
     try:
         measure(cfg)
     except torch.OutOfMemoryError:
-        if not isinstance(cfg, StepConfig):
-            raise UserError("out of memory: another process may use this GPU (nvidia-smi)") from None
-        budget = torch.cuda.mem_get_info()[1]
-        budget = min(budget, (cfg.gpu_gib or budget) * 2**30)
-        raise UserError(memory.advice(cfg, parallel.rank_and_size()[1], budget)) from None
+        words = "bench.py memory shows what a run needs, nvidia-smi whether another process uses this GPU"
+        raise UserError(f"out of memory: {words}") from None
     finally:
         parallel.stop()  # after measure's locals are gone: FSDP2 modules alive at this point may make it hang
 

@@ -101,9 +101,8 @@ def _file(word, hints):
     except SyntaxError as error:
         raise UserError(f"{error.filename}:{error.lineno}: {error.msg}") from None
     except Exception as error:
-        lines = [
-            frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path
-        ]
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == path]
         raise UserError(f"{path}:{lines[-1] if lines else '?'}: {type(error).__name__}: {error}") from None
     rows = enumerate(source.splitlines(), 1)
     places = {name: n for n, row in rows for name in re.findall(r"\w+", row.rpartition("=")[0])}
@@ -120,10 +119,7 @@ def parse(cls, check=lambda cfg: None, complete=dict):
 
 
 def run(main, cfg):
-    """Runs main(cfg), which may return an exit code, as a script; a UserError ends the process.
-
-    cfg: from `parse`, or a class to parse now.
-    """
+    """Runs main(cfg), which may return an exit code, as a script; cfg: from `parse`, or a class to parse."""
     cfg = parse(cfg) if isinstance(cfg, type) else cfg
     faulthandler.enable()  # for a SIGBUS, as from a shard cut short under its map
     with _errors_in_one_line():
@@ -156,18 +152,14 @@ def is_rank_0():
 
 
 def leave(code, message=None, at_once=False):
-    """Ends the process; message: what torchrun prints of it.
-
-    A rank, or any process that is to end `at_once`, ends without Python's shutdown, in which its DDP model
-    may wait for gloo's threads, which wait for Python.
-    """
+    """Ends the process, a rank without Python's shutdown; message: what torchrun prints of it."""
     if message and (report := os.environ.get("TORCHELASTIC_ERROR_FILE")):
         words = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
         Path(report).write_text(json.dumps({"message": words}))
     sys.stdout.flush()
     sys.stderr.flush()
     if at_once or "RANK" in os.environ:
-        os._exit(code)
+        os._exit(code)  # in Python's shutdown a DDP model may wait for gloo's threads, which wait for Python
     sys.exit(code)
 
 

@@ -283,10 +283,7 @@ def plain_loss(x, weight, targets, reduction, *options):
 
 @torch.compiler.disable  # one graph of all chunks would hold the logits of several: 767 MiB, not 295 (CPU)
 def chunked_loss(compiled, rows, x, weight, targets, reduction, *options):
-    """plain_loss of `rows` tokens at a time, each chunk under activation checkpointing.
-
-    A chunk's logits are freed after its forward and computed again in its backward: one more GEMM.
-    """
+    """plain_loss of `rows` tokens at a time, whose logits the backward computes again: one more GEMM."""
     loss = torch.compile(plain_loss) if compiled else plain_loss
     each = "none" if reduction == "none" else "sum"
     weight = weight.view_as(weight)  # autocast would share a leaf's cast, whose gradients add up in 16 bits

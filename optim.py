@@ -13,7 +13,8 @@ from fast.adamw8bit import AdamW8bit
 from scale.shards import local, rows_of
 
 ROW = 2**14  # gradients that the CPU adds up in one float32 for their norm
-POLAR_EXPRESS = [  # (a, b, c) of five steps x -> a x + b x x^T x + c (x x^T)^2 x
+# (a, b, c) of five steps x -> a x + b x x^T x + c (x x^T)^2 x; singular values end between 0.85 and 1.15
+POLAR_EXPRESS = [  # https://arxiv.org/abs/2505.16932
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
     (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
@@ -123,11 +124,9 @@ class Matrix:
 class Muon(torch.optim.AdamW):
     """Muon (https://kellerjordan.github.io/posts/muon) for the group of kind "matrix", AdamW for the others.
 
-    A matrix moves by lr * sqrt(max(1, rows / columns)) along the orthogonal factor of its Nesterov momentum,
-    which rises from 0.85 over `warmup` steps. Only elements that the update shrinks as well decay
-    (https://arxiv.org/abs/2510.12402). One rank orthogonalises a matrix for all: updates of DDP's copies are
-    all-gathered; rows of FSDP2's shards travel to their matrix' owner and back, in two all-to-alls a batch.
-    parts: {parameter: rows of each matrix in it}. As in fused AdamW, a `found_inf` not 0 stops an update.
+    A matrix moves by lr * sqrt(max(1, rows / columns)) along the orthogonal factor of its Nesterov momentum.
+    Only elements that the update shrinks as well decay (https://arxiv.org/abs/2510.12402). One rank
+    orthogonalises a matrix for all. parts: {parameter: rows of each matrix in it}; found_inf: as in AdamW.
     """
 
     def __init__(self, groups, parts, warmup=0, compiled=False, momentum=0.95, **options):
@@ -238,10 +237,7 @@ def exchange(sources, targets, like, group):
 
 
 def orthogonalize(x):
-    """The orthogonal factors of the polar decompositions of x: (n, short, long), roughly.
-
-    Five steps of Polar Express (https://arxiv.org/abs/2505.16932): singular values end between 0.85 and 1.15.
-    """
+    """The orthogonal factors of the polar decompositions of x: (n, short, long), roughly (POLAR_EXPRESS)."""
     x = x / (x.norm(dim=(1, 2), keepdim=True) * 1.02 + 1e-6)
     for a, b, c in POLAR_EXPRESS:
         gram = x @ x.mT

@@ -27,7 +27,7 @@ STYLE = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True
 STYLE |= {"font.size": 9, "axes.titlesize": 10, "axes.titlelocation": "left", "legend.frameon": False}
 STYLE |= {"axes.xmargin": 0.015, "axes.formatter.useoffset": False, "svg.fonttype": "none"}
 matplotlib.rcParams.update(STYLE)
-AXES = dict(steps="step", tokens="tokens", seconds="seconds of training steps", flops="FLOPs of the model")
+AXES = dict(steps="step", tokens="tokens", seconds="seconds of training steps")
 UNITS = {"loss": "nats a token", "bpb": "bits per byte"}
 PANELS = {  # key of a log's lines: (their kind, title)
     "acc_norm": ("hellaswag", "HellaSwag acc_norm; dotted: chance"),
@@ -40,7 +40,7 @@ PANELS = {  # key of a log's lines: (their kind, title)
 @dataclass
 class Config:
     words = ()  # folders of runs, or files of logs
-    x: Literal["steps", "tokens", "seconds", "flops"] = "steps"  # seconds: of training steps alone
+    x: Literal["steps", "tokens", "seconds"] = "steps"  # seconds: of training steps alone
     y: Literal["loss", "bpb"] = "loss"  # bpb: bits per byte, which compare between tokenizers
     out: str | None = None  # .png, .svg or .pdf; None: curves.png in the first folder
 
@@ -80,10 +80,9 @@ class Run:
         if x == "seconds" and self.start.get("step_ms"):  # a small log of results/ has a step's median
             return steps * self.start["step_ms"] / 1e3
         at, values = series(self.log, "train", "dt_ms" if x == "seconds" else "tokens")
-        factor = self.start.get("flops_per_token") if x == "flops" else 1
-        if not len(at) or factor is None:
+        if not len(at):
             raise UserError(f"{self.folder}: its log does not hold what x={x} needs; try --x=steps")
-        first, values = (at[0] - 1, np.cumsum(values) / 1e3) if x == "seconds" else (0, values * factor)
+        first, values = (at[0] - 1, np.cumsum(values) / 1e3) if x == "seconds" else (0, values)
         return np.interp(steps, [first, *at], [0, *values])
 
     def losses(self, kind, y):
@@ -135,15 +134,12 @@ def draw(runs, x, y):
     panels = [k for k, (kind, _) in PANELS.items() if any(len(series(r.log, kind, k)[0]) > 1 for r in runs)]
     figure = Figure(figsize=(10, 5.6), layout="constrained")
     upper, lower = figure.subfigures(2, 1, height_ratios=[2, 1])
-    whole, end = upper.subplots(1, 2, width_ratios=[3, 2])
-    draw_loss(whole, runs, x, y)
-    draw_loss(end, runs, x, y)
-    show_end(end)
+    draw_loss(upper.subplots(), runs, x, y)
     for i, key in enumerate(panels):
-        draw_panel(lower.add_subplot(1, len(panels), i + 1, xlim=whole.get_xlim()), runs, x, key)
+        draw_panel(lower.add_subplot(1, len(panels), i + 1, xlim=figure.axes[0].get_xlim()), runs, x, key)
     for axes in figure.axes:
         axes.set_xlabel(AXES[x])
-        if x in ("tokens", "flops"):
+        if x == "tokens":
             axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     return figure
 
@@ -166,17 +162,6 @@ def draw_loss(axes, runs, x, y):
     axes.legend(loc="upper right", ncols=1 + len(runs) // 12)
 
 
-def show_end(axes):
-    """Limits a panel of losses to the second half of the shortest run, or the last 4/5 of the longest."""
-    lines = [line.get_data() for line in axes.lines if not line.get_label().startswith("_child")]
-    first, ends = min(x[0] for x, _ in lines), [x[-1] for x, _ in lines]
-    start, last = first + max((min(ends) - first) / 2, (max(ends) - first) / 5), max(ends)
-    axes.set_xlim(start, last + 0.03 * (last - start) if last > first else last + 1)
-    fit_y(axes, np.concatenate([np.asarray(y)[np.asarray(x) >= start] for x, y in lines]))
-    axes.set_title("the end")
-    axes.get_legend().remove()
-
-
 def fit_y(axes, values):
     """The limits of y, and a logarithmic scale where the first values would press the last ones together."""
     low, high = min(values), max(values)
@@ -187,7 +172,6 @@ def fit_y(axes, values):
         axes.yaxis.set_major_formatter("{x:g}")
     else:
         margin = 0.05 * (high - low) + 1e-3
-        axes.set_yscale("linear")
         axes.set_ylim(low - margin, high + margin)
 
 

@@ -1,8 +1,6 @@
-"""The settings of a model (GPTConfig) and of a run (Config), and their checks. Imports no torch: --help is
-instant.
+"""The settings of a model (GPTConfig) and of a run (Config), and their checks; imports no torch.
 
-Each setting's comment is its line in `python train.py --help`; a comment on a separate line begins a section
-there.
+Each setting's comment is its line in `python train.py --help`; one on a line of its own begins a section.
 """
 
 import math
@@ -11,9 +9,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from configurator import refuse, too_small
-
-NANOGPT_WEIGHTS = {"scratch": "--init_from=None", "resume": "--resume=auto"}  # its values of init_from
-NANOGPT_WEIGHTS |= {f"gpt2{size}": f"--init_from=hf:gpt2{size}" for size in ("", "-medium", "-large", "-xl")}
 
 
 @dataclass
@@ -73,11 +68,6 @@ class GPTConfig:
         return range(self.n_layer - 1, -1, -self.value_embeddings) if self.value_embeddings else range(0)
 
     @property
-    def value_tables(self):
-        """Widths of the tables of value embeddings."""
-        return [self.kv_heads * self.head_dim] * len(self.value_layers)
-
-    @property
     def gate_channels(self):
         """Channels of a token from which a head's gate is computed; 0 without gates."""
         return min(16, self.n_embd) if self.attention_gate else 0
@@ -85,7 +75,8 @@ class GPTConfig:
     @property
     def tables(self):
         """Widths of all matrices with a row for each token id, the head's too; a shared one counts once."""
-        return [self.n_embd] * (1 if self.tie_embeddings else 2) + self.value_tables
+        values = [self.kv_heads * self.head_dim] * len(self.value_layers)
+        return [self.n_embd] * (1 if self.tie_embeddings else 2) + values
 
     @property
     def block_matmuls(self):
@@ -189,18 +180,8 @@ class Config(GPTConfig):
     weights: Literal["fp32", "bf16"] = "fp32"  # of parameters and gradients; bf16: needs adamw8bit
     offload_states: bool = False  # fsdp, zero2, hsdp: parameters, gradients and moments in host memory
 
-    others_names = {  # nanoGPT's names of settings, for "did you mean"
-        "dataset": "data_dir",
-        "max_iters": "max_steps",
-        "gradient_accumulation_steps": "batch_tokens, which is in tokens",
-        "learning_rate": "lr",
-        "min_lr": "min_lr_ratio, a fraction of lr",
-        "warmup_iters": "warmup_steps",
-        "lr_decay_iters": "max_steps, at which the schedule ends",
-        "grad_clip": "clip",
-        "eval_iters": "eval_tokens, which is in tokens",
-        "dtype": "precision",
-    }
+    others_names = {"dataset": "data_dir", "learning_rate": "lr", "max_iters": "max_steps"}  # nanoGPT's
+    others_names |= {"gradient_accumulation_steps": "batch_tokens, which is in tokens"}
 
     def micro_tokens(self, ranks):
         """Tokens in a micro-step, all ranks together."""
@@ -234,14 +215,11 @@ def out_of_range(cfg, ranks):
     least = dict.fromkeys(one.split(), 1) | dict.fromkeys([*zero.split(), "max_skipped_steps"], 0)
     found = too_small(cfg, least | {"eval_tokens": cfg.block_size})
     found += [f"{k}={v} must be below 1" for k in ("beta1", "beta2") if (v := getattr(cfg, k)) >= 1]
-    if not cfg.lr and (cfg.lr_embedding or cfg.lr_head):
-        found.append(f"lr_embedding={cfg.lr_embedding} and lr_head={cfg.lr_head} need lr over 0")
-    if cfg.clip is not None and not cfg.clip > 0:
-        found.append(f"clip={cfg.clip} must be over 0, or None for off")
-    if not cfg.adam_eps > 0:
-        found.append(f"adam_eps={cfg.adam_eps} must be over 0: a gradient of zero would be divided by it")
-    if cfg.init_from in NANOGPT_WEIGHTS and not os.path.exists(cfg.init_from):
-        found.append(f"init_from={cfg.init_from} is nanoGPT's; it is {NANOGPT_WEIGHTS[cfg.init_from]} here")
+    for name in ("clip", "adam_eps"):
+        if (value := getattr(cfg, name)) is not None and not value > 0:
+            found.append(f"{name}={value} must be over 0")
+    if (name := cfg.init_from or "").startswith("gpt2") and not os.path.exists(name):
+        found.append(f"init_from={name} is nanoGPT's; it is --init_from=hf:{name} here")
     if cfg.context_parallel < 1 or ranks % cfg.context_parallel:
         found.append(f"context_parallel={cfg.context_parallel} must divide the number of ranks, {ranks}")
     endless = {k: v for k, v in vars(cfg).items() if isinstance(v, float) and not math.isfinite(v)}

@@ -1,4 +1,1 @@
-"""What bench.py calls, a file a command; floor: a step's GEMMs and attention alone.
-
-hellaswag_local.yaml is a task for lm-evaluation-harness.
-"""
+"""What bench.py calls, a file a command, and a task for lm-evaluation-harness, hellaswag_local.yaml."""

@@ -1,6 +1,5 @@
 """Lower bounds of a training step on one GPU: its GEMMs and attention alone, in bf16; clocks for kernels."""
 
-import itertools
 import statistics
 import time
 
@@ -13,11 +12,7 @@ GPU_CLOCK = 2e9  # cycles a second of a fast GPU: torch.cuda._sleep, which holds
 
 
 def floor_times(cfg, device):
-    """Times of the GEMMs and the causal attention of a micro-batch in bf16, forward and backward.
-
-    Returns ({"GEMMs", "attention": ms with each kernel timed alone}, ms of all of them back to back for 3 s,
-    at the clock that the GPU's power cap allows, and `power` at their end).
-    """
+    """{"GEMMs", "attention": ms of a micro-batch in bf16, forward and backward, each kernel timed alone}."""
     heads = [max(1, n // cfg.context_parallel) for n in (cfg.n_head, cfg.kv_heads, cfg.kv_heads)]
     options = dict(device=device, dtype=torch.bfloat16, requires_grad=True)
     q, k, v = (torch.randn(cfg.batch_size, n, cfg.block_size, cfg.head_dim, **options) for n in heads)
@@ -27,9 +22,8 @@ def floor_times(cfg, device):
     attention = [forward, lambda: torch.autograd.grad(y, (q, k, v), dy, retain_graph=True)]
     gemms = [work for M, K in cfg.block_matmuls for work in three_matmuls(cfg.rank_tokens, K, M, device)]
     head = three_matmuls(cfg.rank_tokens, cfg.n_embd, cfg.padded_vocab, device)
-    alone = {"GEMMs": cfg.n_layer * sum(map(clock, gemms)) + sum(map(clock, head))}
-    alone["attention"] = cfg.n_layer * sum(map(clock, attention))
-    return alone, *sustained((gemms + attention) * cfg.n_layer + head, device)
+    times = {"GEMMs": cfg.n_layer * sum(map(clock, gemms)) + sum(map(clock, head))}
+    return times | {"attention": cfg.n_layer * sum(map(clock, attention))}
 
 
 def three_matmuls(N, K, M, device):
@@ -38,21 +32,6 @@ def three_matmuls(N, K, M, device):
     y, dx, dw = torch.empty_like(dy), torch.empty_like(x), torch.empty_like(w)
     products = [(x, w.t(), y), (dy, w, dx), (dy.t(), x, dw)]
     return [lambda p=p: torch.mm(p[0], p[1], out=p[2]) for p in products]
-
-
-def sustained(calls, device, seconds=3):
-    """(median ms of all calls in the second half of `seconds` back to back, `power` at their end)."""
-    moments, began = [], time.perf_counter()
-    while time.perf_counter() - began < seconds or len(moments) < 3:
-        for call in calls:
-            call()
-        moments.append(torch.cuda.Event(enable_timing=True))
-        moments[-1].record()
-        moments[-2:][0].synchronize()  # one round is queued while the one before it runs
-    watts = power(device)
-    torch.cuda.synchronize()
-    late = moments[len(moments) // 2 :]
-    return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(late)), watts
 
 
 def clock(work, rounds=10, repeat=3):
@@ -74,11 +53,3 @@ def clock(work, rounds=10, repeat=3):
         times.append((begin, end))
     torch.cuda.synchronize()
     return statistics.median(b.elapsed_time(e) for b, e in times) / repeat
-
-
-def power(device):
-    """The GPU's power draw and clock at this moment, in words; n/a without NVIDIA's management library."""
-    try:
-        return f"{torch.cuda.power_draw(device) / 1e3:.0f} W at {torch.cuda.clock_rate(device)} MHz"
-    except Exception:  # pynvml is missing, or the driver refuses
-        return "power n/a (pip install nvidia-ml-py)"

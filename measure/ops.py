@@ -1,16 +1,11 @@
-"""Single operations on one NVIDIA GPU: the fused kernels in fast/ beside torch.compile of plain PyTorch."""
+"""The fused linear + cross-entropy on one NVIDIA GPU, beside torch.compile of plain PyTorch."""
 
 import torch
-import torch.nn.functional as F
 
 import kernels
-import model as models
 from configurator import UserError, refuse, too_small
 from measure.floor import clock, three_matmuls
 from run.logger import device_name
-from settings import GPTConfig
-
-GPT2 = GPTConfig(n_embd=768, n_head=12)
 
 
 def measure(cfg):
@@ -20,15 +15,14 @@ def measure(cfg):
         raise UserError("bench.py ops needs an NVIDIA GPU, none found")
     device = torch.device("cuda")
     if reason := kernels.serve(device):
-        raise UserError(f"bench.py ops compares the fused kernels, which are off: {reason}")
+        raise UserError(f"bench.py ops measures the fused kernels, which are off: {reason}")
     print(f"{device_name(device)}, torch {torch.__version__}; bf16; forward and backward together\n")
     print(f"{'':<44}{'ms':>10}{'MiB':>10}")
     for shape in [(65_536, 768, 50_304, 50_257), (32_768, 4_096, 128_256, 128_256)]:
         losses(*shape, cfg.rounds)
-    sublayers(cfg.rounds)
 
 
-def row(name, work, rounds, leaves=(), repeat=1):
+def row(name, work, rounds, leaves):
     """Prints ms of work(), forward and backward, and its peak in MiB with the gradients of `leaves`."""
 
     def once():
@@ -42,15 +36,7 @@ def row(name, work, rounds, leaves=(), repeat=1):
     before = torch.cuda.memory_allocated()
     once()
     mib = (torch.cuda.max_memory_allocated() - before) / 2**20
-    print(f"  {name:<42}{clock(once, rounds, repeat):10.3f}{mib:10.0f}", flush=True)
-
-
-def plain_norm(x, norm):
-    return F.layer_norm(x.float(), norm.normalized_shape, norm.weight, norm.bias, norm.eps).to(x.dtype)
-
-
-def plain_mlp(x, mlp):
-    return F.linear(kernels.gelu(F.linear(x, mlp.up.weight, mlp.up.bias)), mlp.proj.weight, mlp.proj.bias)
+    print(f"  {name:<42}{clock(once, rounds, 1):10.3f}{mib:10.0f}", flush=True)
 
 
 def losses(N, C, V, vocab, rounds):
@@ -68,32 +54,4 @@ def losses(N, C, V, vocab, rounds):
     print(f"  {'three GEMMs alone':<42}{sum(map(clock, three_matmuls(N, C, V, 'cuda'))):10.3f}")
     torch.cuda.empty_cache()
     for name, call in calls.items():
-        row(name, lambda call=call: call().backward(), rounds, leaves=(x, weight))
-
-
-def layers(device):
-    """(LayerNorm, MLP) of GPT-2 124M as model.py makes them: another class of layer takes no fused kernel."""
-    return models.make_norm(GPT2).to(device), models.make_mlp(GPT2).to(device)
-
-
-def sublayers(rounds):
-    """Rows of LayerNorm, the GELU MLP, and attention by backend, at GPT-2 124M's shapes."""
-    B, T, C, H = 64, 1024, GPT2.n_embd, GPT2.n_head
-    bf16 = dict(device="cuda", dtype=torch.bfloat16)
-    x, dy = torch.randn(B, T, C, **bf16, requires_grad=True), torch.randn(B, T, C, **bf16)
-    (norm, mlp), mlp_16 = layers("cuda"), layers("cuda")[1].bfloat16()
-    compiled_norm, compiled_mlp = torch.compile(plain_norm), torch.compile(plain_mlp)
-    print(f"sublayers, {B * T:,} x {C}")
-    with torch.autocast("cuda", torch.bfloat16):  # as in training
-        for name, call in {
-            "LayerNorm, torch.compile": lambda: compiled_norm(x, norm),
-            "LayerNorm, ours": lambda: norm(x),
-            "GELU MLP, torch.compile": lambda: compiled_mlp(x, mlp_16),
-            "GELU MLP, ours": lambda: mlp(x),
-        }.items():
-            row(name, lambda call=call: call().backward(dy), rounds, repeat=3)
-    q, k, v, dy = (torch.randn(B, T, H, C // H, **bf16).transpose(1, 2) for _ in range(4))
-    q, k, v = (tensor.requires_grad_() for tensor in (q, k, v))
-    for name in ("cudnn", "flash", "efficient"):
-        work = lambda name=name: kernels.attention(q, k, v, name).backward(dy)
-        row(f"attention, {name}", work, rounds, repeat=3)
+        row(name, lambda call=call: call().backward(), rounds, (x, weight))

@@ -11,13 +11,13 @@ from torch.profiler import ProfilerActivity, profile
 import optim
 import train
 from configurator import refuse, too_small
-from measure.floor import floor_times, power
+from measure.floor import floor_times
 from run.build import choose
 from run.flops import peak_flops
 from run.logger import describe_device, show
 from scale import context, parallel
 
-DOCUMENT_TOKENS = 8192  # mean length of a document, with document_mask
+SEPARATOR = 718  # ends documents with document_mask: one in 8,192 tokens of `synthetic` in GPT-2's vocabulary
 NCCL = "communication, exposed"
 KINDS = {  # a kernel is of the first kind whose pattern its name contains
     NCCL: "nccl",
@@ -48,7 +48,8 @@ def measure(cfg):
     if times := step_times(job, next_batch, cfg):
         show([("step", speed(times, cfg, world, job.account.flops_per_token))], say)
     if on_gpu:
-        show([("memory", f"{memory_peak()}, {power(world.device)}")], say)
+        peak, held = torch.cuda.max_memory_allocated() / 2**30, torch.cuda.max_memory_reserved() / 2**30
+        show([("memory", f"{peak:.1f} GiB at the peak, {held:.1f} reserved")], say)
     if on_gpu and cfg.breakdown:
         breakdown(job, next_batch, cfg, world, say)
 
@@ -56,7 +57,8 @@ def measure(cfg):
 def build(cfg, world):
     """(cfg with every "auto" resolved, rows of the start-up summary, Training) as train.py builds them."""
     own, rows = choose(cfg, world.device)
-    return own, rows, train.Training(own, world, eot=separator(own) if own.document_mask else None)
+    eot = min(SEPARATOR, own.vocab_size - 1) if own.document_mask else None
+    return own, rows, train.Training(own, world, eot=eot)
 
 
 def step(job, next_batch, cfg):
@@ -72,12 +74,6 @@ def synthetic(cfg, world, count=8):
     batches = rows.view(count, cfg.batch_size, cfg.block_size + 1).to(world.device)
     pairs = [context.own_tokens(cfg, world, (b[:, :-1], b[:, 1:])) for b in batches]
     return itertools.cycle([(x.contiguous(), y.contiguous()) for x, y in pairs]).__next__
-
-
-def separator(cfg):
-    """The id that occurs once in DOCUMENT_TOKENS of `synthetic`'s tokens."""
-    harmonic = sum(1 / n for n in range(1, cfg.vocab_size + 1))
-    return min(cfg.vocab_size, max(1, round(DOCUMENT_TOKENS / harmonic))) - 1
 
 
 def step_times(job, next_batch, cfg):
@@ -102,31 +98,17 @@ def speed(times, cfg, world, flops_per_token):
     return f"{median * 1e3:.1f} ms, {spread}; {rate:,.0f} tokens/s, MFU {mfu}"
 
 
-def memory_peak():
-    """Peak memory in words, and how often the allocator had to wait and free cached blocks."""
-    peak, held = torch.cuda.max_memory_allocated() / 2**30, torch.cuda.max_memory_reserved() / 2**30
-    waits = torch.cuda.memory_stats().get("num_alloc_retries", 0)
-    return f"{peak:.1f} GiB at the peak, {held:.1f} reserved" + f", {waits} allocation retries" * (waits > 0)
-
-
 def breakdown(job, next_batch, cfg, world, say):
     """Prints the GPU time of a step by kind of kernel beside the floor, and the kernels that take most."""
     steps = 2
     work = lambda: [step(job, next_batch, cfg) for _ in range(steps)]
     events = kernel_events(work, cfg.trace if world.main else None)
     by_kind, wall, busy = times_by_kind(events, steps)
-    floor, hot, watts = floor_times(cfg, world.device)
-    floor, hot = {kind: ms * job.accumulation for kind, ms in floor.items()}, hot * job.accumulation
-    alone, idle = sum(floor.values()), wall - busy
-    rate = lambda ms: f"{cfg.batch_tokens / ms * 1e3:,.0f} tokens/s"
+    floor = {kind: ms * job.accumulation for kind, ms in floor_times(cfg, world.device).items()}
+    by_kind, floor = by_kind | {"idle": wall - busy, "all": wall}, floor | {"all": sum(floor.values())}
     say(f"\n{'ms a step':<28}{'measured':>10}{'bf16 floor':>12}")
-    least = {kind: f"{ms:.1f}" for kind, ms in floor.items()}
-    rows = [(kind, f"{ms:.1f}", least.get(kind, ""), "") for kind, ms in by_kind.items()]
-    rows += [("idle", f"{idle:.1f}", "", idle_advice(len(events) / steps, idle, wall))]
-    rows += [("all", f"{wall:.1f}", f"{alone:.1f}", rate(alone))]
-    rows += [("floor back to back for 3 s", "", f"{hot:.1f}", f"{rate(hot)}, {watts}")]
-    for name, measured, lower, more in rows:
-        say(f"{name:<28}{measured:>10}{lower:>12}   {more}".rstrip())
+    for kind, ms in by_kind.items():
+        say(f"{kind:<28}{ms:>10.1f}" + (f"{floor[kind]:>12.1f}" if kind in floor else ""))
     say(f"\n{'kernels by time':<66} {'ms a step':>10} {'times':>7} {'us each':>12}")
     by_name = {}
     for name, begin, end in events:
@@ -134,12 +116,6 @@ def breakdown(job, next_batch, cfg, world, say):
     for name, times in sorted(by_name.items(), key=lambda item: -sum(item[1]))[:16]:
         each = f"{len(times) / steps:7.0f} {sum(times) / len(times) * 1e3:12.1f}"
         say(f"  {name[:64]:<64} {sum(times) / steps:10.2f} {each}")
-
-
-def idle_advice(kernels, idle, wall):
-    """How many kernels a step has, in words, and what to try where the GPU idles for over 5% of it; in ms."""
-    advice = "; the GPU waits for the host: try a larger --batch_size, or --cuda_graph"
-    return f"{kernels:,.0f} kernels a step" + advice * (idle > wall / 20)
 
 
 def times_by_kind(events, steps):

@@ -75,7 +75,7 @@ def gathered(cfg, shards):
     sizes = [block + table * (layer in cfg.value_layers) for layer in range(cfg.n_layer)]
     filled = [sum(sizes[i] for i in unit) for unit in units(sizes, cfg.remat in ("block", "attention"))]
     unit, two = max(filled), max(a + b for a, b in zip(filled, [*filled[1:], 0]))
-    rest = total - cfg.n_layer * block - cfg.padded_vocab * sum(cfg.value_tables)
+    rest = total - cfg.n_layer * block - table * len(cfg.value_layers)
     head = rest // (1 if cfg.tie_embeddings else 2)
     whole = 2 * (total if cfg.parallel == "zero2" else head + (unit if shards == 1 else two))
     if shards == 1:  # nothing to gather from other ranks ahead of its use, and nothing to reduce

@@ -65,7 +65,7 @@ def test_missing_empty_and_foreign_logs(tmp_path):
 
 def run_of(folder):
     """A run as the logger records it: 20 steps of 100 tokens in 0.5 s each, validated at 0, 10 and 20."""
-    lines = [dict(kind="start", step=0, flops_per_token=1e6)]
+    lines = [dict(kind="start", step=0)]
     for step in range(21):
         if step:
             lines += training([step], loss=9 / step**0.3, dt_ms=500.0, tokens=100 * step)
@@ -82,7 +82,7 @@ def test_a_run_of_train_py_has_what_every_axis_needs(data_dir, tmp_path):
         assert {"learning rate", "gradient norm", "tokens/s"} < titles
 
 
-@pytest.mark.parametrize("x, end", [("steps", 20), ("tokens", 2000), ("seconds", 10), ("flops", 2e9)])
+@pytest.mark.parametrize("x, end", [("steps", 20), ("tokens", 2000), ("seconds", 10)])
 @pytest.mark.parametrize("y, top", [("loss", 10), ("bpb", 4)])
 def test_validation_starts_at_step_0_within_the_panel_on_every_axis(tmp_path, x, end, y, top):
     axes = plot.draw(plot.load([run_of(tmp_path / "a")]), x, y).axes[0]
@@ -98,9 +98,9 @@ def test_validation_starts_at_step_0_within_the_panel_on_every_axis(tmp_path, x,
 
 
 def test_a_log_without_what_the_axis_needs(tmp_path):
-    runs = plot.load([write(tmp_path / "old", training([1, 2]))])
+    runs = plot.load([write(tmp_path / "old", training([1, 2], dt_ms=None))])
     for x, y, message in [
-        ("flops", "loss", "old: its log does not hold what x=flops needs"),
+        ("seconds", "loss", "old: its log does not hold what x=seconds needs"),
         ("steps", "bpb", "old: no bits per byte in its log"),
     ]:
         with pytest.raises(UserError, match=message):
