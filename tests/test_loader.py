@@ -54,14 +54,14 @@ def test_damaged_shards(data):
         (
             3,
             b"abcd" + good[4:],
-            "magic 1684234849, .* expected .* 20240801, .*; name it train.bin or val.bin",
+            "magic 1684234849, .* expected llm.c's header.*; name it train.bin or val.bin",
         ),
         (
             4,
             int32(20240520, 2) + good[8:],
-            r"version 2, .* expected magic 20240520, version 1 \(uint16, GPT-2",
+            "version 2, .* expected llm.c's header",
         ),
-        (4, int32(20240801) + good[4:], r"expected .* version 7 \(uint32, Llama 3\)"),
+        (4, int32(20240801) + good[4:], "magic 20240801, version 1, .* expected llm.c's header"),
         (4, int32(20240801, 7, 307) + bytes(1012 + 4 * 307), "found 307 uint32 tokens, expected .* uint16"),
         (5, good[:8] + int32(0) + good[12:], "version 1, 0 tokens"),
         (5, good[:8] + int32(-5) + good[12:], "version 1, -5 tokens"),
@@ -218,8 +218,8 @@ def npy(array):
 def test_nanogpts_meta_pkl_is_not_unpickled(data, tmp_path):
     data[1].astype("<u2").tofile(tmp_path / "train.bin")
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps(Canary()))
-    (warning,) = TokenLoader(tmp_path, "train", 2, 8).warnings
-    assert "meta.pkl is left alone" in warning and not Canary.read
+    TokenLoader(tmp_path, "train", 2, 8).close()
+    assert not Canary.read
 
 
 # ---- the order
