@@ -38,7 +38,7 @@ class Config:
     subset: str = "sample-10BT"  # of FineWeb and FineWeb-Edu; of another hub dataset if not the default
     split: str = "train"  # the hub's split to read
     revision: str | None = None  # the hub's branch, tag or commit; None: main
-    shards: bool = False  # the hub dataset holds shards (.bin or .npy), which are fetched as they are
+    shards: bool = False  # the hub dataset holds shards (.bin), which are fetched as they are
     text_key: str = "text"  # field of the text; messages or prompt,completion: loss on the answers alone
     streaming: bool = False  # read while downloading, keep no copy; shuffle_seed then shuffles a buffer only
     out_dir: str | None = None  # where the shards go; None: data/<name of the dataset>
@@ -77,12 +77,12 @@ def main(cfg):
     short = "text" if files and len(files) > 1 else re.sub(r"[^\w-].*", "", Path(name).name) or "text"
     out = Path(cfg.out_dir or f"data/{short}")
     with writer.claim(out):
-        path = out / "tokenizer.json" if cfg.tokenizer == "chars" else None
-        if path and not (
-            path.exists() and any((out / f"{k}.json").exists() for k in ("progress", "manifest"))
-        ):
-            tokenizers.write_characters(documents(cfg, name, files, 0), path)
-        tokenizer = tokenizers.load(str(path or cfg.tokenizer))
+        tokenizer = cfg.tokenizer
+        if tokenizer == "chars":
+            tokenizer, begun = out / "tokenizer.json", {*os.listdir(out)} & {"progress.json", "manifest.json"}
+            if not (begun and tokenizer.exists()):
+                tokenizers.write_characters(documents(cfg, name, files, 0), tokenizer)
+        tokenizer = tokenizers.load(str(tokenizer))
         dialogues = Dialogues(tokenizer) if cfg.is_chat else None
         fetched = {"dataset": name, "max_shards": cfg.max_shards}
         decisive = fetched if cfg.ready_made else settings(cfg, name, files, tokenizer, dialogues)

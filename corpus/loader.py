@@ -1,7 +1,7 @@
 """Shards of tokens as fineweb.py writes them: opened, verified, and read as batches in a fixed order.
 
 The format is llm.c's: a header of 1,024 bytes, then uint16 or uint32 tokens, a separator before each
-document. nanoGPT's headerless train.bin and val.bin and build-nanogpt's .npy shards are read too.
+document. nanoGPT's headerless train.bin and val.bin are read too.
 """
 
 import array
@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from corpus import DataError, brief, mixture
+from corpus import DataError, mixture
 from run import files
 
 HEADER_BYTES = 1024
@@ -90,19 +90,8 @@ def read_header(path):
 
 def open_shard(path):
     """The tokens of a shard, or of nanoGPT's headerless train.bin or val.bin, as a read-only memory map."""
-    if not str(path).endswith(".npy"):
-        count, dtype, offset = read_header(path)
-        return np.memmap(path, dtype, "r", offset, (count,))
-    expected = "an .npy file with a row of uint16 or uint32 tokens"
-    try:  # objects are not unpickled
-        tokens = np.lib.format.open_memmap(path, mode="r")
-    except Exception as error:  # numpy's parser of the header documents no narrower type
-        raise unfit(path, brief(error), expected) from None
-    size, need = os.path.getsize(path), tokens.offset + tokens.nbytes
-    if tokens.ndim != 1 or tokens.dtype not in (np.uint16, np.uint32) or not len(tokens) or size != need:
-        found = f"{tokens.dtype} of shape {tokens.shape} in {size} bytes"
-        raise unfit(path, found, f"{expected} in {need} bytes")
-    return tokens
+    count, dtype, offset = read_header(path)
+    return np.memmap(path, dtype, "r", offset, (count,))
 
 
 def mask_path(path):
@@ -112,21 +101,20 @@ def mask_path(path):
 
 def split_of(name):
     """train or val: the last word before the number in a shard's file name; None if it is neither."""
-    found = re.search(r"_(train|val)_[^_]*\.(bin|npy)$", name)
+    found = re.search(r"_(train|val)_[^_]*\.bin$", name)
     return found and found[1]
 
 
 def find_shards(data_dir, split):
-    """Sorted paths of a split: shards, or nanoGPT's <split>.bin. Raises DataError for none or two kinds."""
-    names = sorted(glob.glob(f"*{split}*", root_dir=data_dir))
-    kinds = [[n for n in names if split_of(n) == split and n.endswith(end)] for end in (".bin", ".npy")]
-    kinds = [kind for kind in (*kinds, [n for n in names if n == f"{split}.bin"]) if kind]
-    if len(kinds) > 1:
-        raise DataError(f"{data_dir} holds {kinds[0][0]} and {kinds[1][0]}; keep one kind, move the other")
-    if kinds:
-        return [os.path.join(data_dir, name) for name in kinds[0]]
+    """Sorted paths of a split: shards, or nanoGPT's <split>.bin. Raises DataError for none or both."""
+    names = sorted(glob.glob(f"*{split}*.bin", root_dir=data_dir))
+    found = [name for name in names if split_of(name) == split or name == f"{split}.bin"]
+    if len(found) > 1 and f"{split}.bin" in found:
+        raise DataError(f"{data_dir} holds {split}.bin and shards; keep one kind, move the other")
+    if found:
+        return [os.path.join(data_dir, name) for name in found]
     hint = "make one, or do without: --eval_interval=0" if split == "val" else MAKE_DATA
-    raise DataError(f"no {split} split: {data_dir} holds no *_{split}_*.bin, .npy or {split}.bin; {hint}")
+    raise DataError(f"no {split} split: {data_dir} holds no *_{split}_*.bin or {split}.bin; {hint}")
 
 
 def verify(data_dir):

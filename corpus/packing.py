@@ -89,10 +89,7 @@ class Packer:
         return chosen, self.room - full
 
     def position(self, number, done):
-        """(first, done, order) to resume from after document `number`, cut after `done` tokens (0: whole).
-
-        order: the cut document or None, then the written ones after `first`.
-        """
+        """(first, done, order) to resume from after document `number`, cut after `done` tokens (0: whole)."""
         first = min(next(iter(self.waiting), self.read), number if done else self.read)
         self.written = {n for n in self.written if n > first}
         order = [number, *sorted(self.written - {number})] if done else [None, *sorted(self.written)]

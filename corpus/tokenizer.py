@@ -33,10 +33,7 @@ PROBE = "I'll re-tokenize  3,141.59 naïve  \n\n\tcafés <|endoftext|> 東京 �
 
 
 class Tokenizer:
-    """One interface for every kind of tokenizer; `load` makes them.
-
-    eot: the id that precedes each document. ends: the ids that end one.
-    """
+    """An interface of all tokenizers. eot: the id that precedes each document. ends: the ids that end one."""
 
     def __init__(self, name, vocab_size, separators):
         self.name, self.vocab_size, self.eot, self.ends = name, vocab_size, separators[0], set(separators)

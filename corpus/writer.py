@@ -234,8 +234,7 @@ def fetch_shards(name, revision, max_shards, progress, tokenizer):
         listed = sorted(huggingface_hub.HfApi().list_repo_files(name, **hub))
         val, training = ([f for f in listed if "/" not in f and split_of(f) == s] for s in ("val", "train"))
         if not training:
-            none = "holds no *_train_000001.bin or .npy; for a dataset of texts, without --shards"
-            raise DataError(f"dataset={name} {none}")
+            raise DataError(f"dataset={name} holds no *_train_000001.bin; for texts, without --shards")
         names = (val + training[:max_shards])[len(progress.shards) :]
         for file in tqdm(names, desc=name, unit=" shards", disable=None):
             files.patiently(huggingface_hub.hf_hub_download, name, file, local_dir=progress.out, **hub)
