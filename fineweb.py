@@ -7,7 +7,6 @@
     python fineweb.py --dataset=chats.jsonl --text_key=messages --tokenizer=FOLDER  # see corpus/chat.py
     python fineweb.py --pack=131072 --min_document_tokens=8192     # for long sequences, see corpus/packing.py
 
-Writes llm.c shards, which corpus/loader.py reads, manifest.json with checksums, and token_bytes.npy.
 Validation gets whole documents from the front, or of a single text the last tenth. A killed run goes on
 when it is started again.
 """
@@ -19,12 +18,10 @@ import json
 import os
 import re
 import shlex
-import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from configurator import UserError, parse, refuse, run, too_small, without_effect
+from configurator import UserError, parse, refuse, run, too_small
 from corpus import DataError
 from run.files import patiently
 
@@ -33,8 +30,6 @@ SHORT_NAMES = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW
 READY_MADE = ("kjj0/fineweb10B-gpt2", "kjj0/fineweb100B-gpt2", "kjj0/finewebedu10B-gpt2")
 COMPRESSED = (".zst", ".gz", ".xz", ".bz2")
 RECORDS = (".jsonl", ".json", ".parquet")  # any other file is one document
-TEXTS_ALONE = "subset split text_key streaming shard_tokens val_tokens shuffle_seed max_tokens pack".split()
-TEXTS_ALONE += ["min_document_tokens", "skip_bad_documents"]  # settings that say how texts become shards
 
 
 @dataclass
@@ -43,7 +38,7 @@ class Config:
     subset: str = "sample-10BT"  # of FineWeb and FineWeb-Edu; of another hub dataset if not the default
     split: str = "train"  # the hub's split to read
     revision: str | None = None  # the hub's branch, tag or commit; None: main
-    shards: bool = False  # the hub dataset holds shards (.bin or .npy), which are fetched as they are
+    shards: bool = False  # the hub dataset holds shards (.bin), which are fetched as they are
     text_key: str = "text"  # field of the text; messages or prompt,completion: loss on the answers alone
     streaming: bool = False  # read while downloading, keep no copy; shuffle_seed then shuffles a buffer only
     out_dir: str | None = None  # where the shards go; None: data/<name of the dataset>
@@ -81,9 +76,13 @@ def main(cfg):
     files = None if cfg.ready_made else local_files(name)
     short = "text" if files and len(files) > 1 else re.sub(r"[^\w-].*", "", Path(name).name) or "text"
     out = Path(cfg.out_dir or f"data/{short}")
-    tokenizer = None if cfg.tokenizer == "chars" else tokenizers.load(cfg.tokenizer)
     with writer.claim(out):
-        tokenizer = tokenizer or characters(cfg, name, files, out)
+        tokenizer = cfg.tokenizer
+        if tokenizer == "chars":
+            tokenizer, begun = out / "tokenizer.json", {*os.listdir(out)} & {"progress.json", "manifest.json"}
+            if not (begun and tokenizer.exists()):
+                tokenizers.write_characters(documents(cfg, name, files, 0), tokenizer)
+        tokenizer = tokenizers.load(str(tokenizer))
         dialogues = Dialogues(tokenizer) if cfg.is_chat else None
         fetched = {"dataset": name, "max_shards": cfg.max_shards}
         decisive = fetched if cfg.ready_made else settings(cfg, name, files, tokenizer, dialogues)
@@ -91,40 +90,15 @@ def main(cfg):
         if progress.finished:
             print(f"{out} is finished already; nothing was done")
         else:
-            began, before = time.perf_counter(), progress.total("tokens")
             if cfg.ready_made:
                 writer.fetch_shards(name, cfg.revision, cfg.max_shards, progress, tokenizer)
             else:
                 batches = documents(cfg, name, files, progress.document)
                 writer.write_shards(batches, (dialogues or tokenizer).rows, progress, tokenizer, short)
             progress.finish(tokenizer)
-            rate = (progress.total("tokens") - before) / (time.perf_counter() - began)
-            print(f"{progress.total('documents'):,} documents, {rate / 1e6:.2f}M tokens/s")
-    warnings = [f"warning: {words}" for words in dialogues.warnings] if dialogues else []
-    print(*progress.summary(), *warnings, f"go on with  {train_command(cfg, out, tokenizer)}", sep="\n")
-
-
-def train_command(cfg, out, tokenizer):
-    """What to type next: GPT-2 124M, or without a GPU a model that a CPU trains in minutes."""
-    import torch
-
     words = ["config/shakespeare_char.py"] if cfg.tokenizer == "chars" else []
-    if not words and not torch.accelerator.is_available():
-        words = ["config/quickstart.py"]
-        if tokenizer.vocab_size > 1000:  # the head of a large vocabulary takes most of the time
-            words += ["--batch_size=4", "--batch_tokens=1024"]
     words += [f"--data_dir={out}", f"--out_dir=out/{out.name}", f"--vocab_size={tokenizer.vocab_size}"]
-    return shlex.join(["python", "train.py", *words])
-
-
-def characters(cfg, name, files, out):
-    """The tokenizer of the characters of all documents; out/tokenizer.json is written if need be."""
-    from corpus import tokenizer as tokenizers
-
-    path = out / "tokenizer.json"
-    if not path.exists() or not ((out / "progress.json").exists() or (out / "manifest.json").exists()):
-        tokenizers.write_characters(documents(cfg, name, files, 0), path)
-    return tokenizers.load(str(path))
+    print(*progress.summary(), f"go on with  {shlex.join(['python', 'train.py', *words])}", sep="\n")
 
 
 def check(cfg):
@@ -135,9 +109,7 @@ def check(cfg):
         wrong.append(f"shard_tokens={cfg.shard_tokens} must be below 2**31, the largest count in a header")
     if cfg.pack and cfg.pack > cfg.shard_tokens:
         wrong.append(f"shard_tokens={cfg.shard_tokens} must be at least one row of pack={cfg.pack}")
-    if cfg.ready_made:
-        wrong += without_effect(cfg, TEXTS_ALONE, "cannot change finished shards; try --max_shards")
-    elif cfg.max_shards is not None:
+    if cfg.max_shards is not None and not cfg.ready_made:
         wrong.append(f"max_shards={cfg.max_shards} is for datasets of shards (--shards); try --max_tokens")
     if len(cfg.keys) > 2:
         wrong.append(f"text_key={cfg.text_key} must be one field, or two for prompt,completion")
@@ -164,22 +136,19 @@ def local_files(dataset):
         return None
     files = []
     for part in dataset.split(","):
-        found = [part] if os.path.exists(part) else sorted(glob.glob(part, recursive=True))
+        found = []
+        for path in [part] if os.path.exists(part) else sorted(glob.glob(part, recursive=True)):
+            inside = filter(os.path.isfile, glob.iglob(f"{glob.escape(path)}/**", recursive=True))
+            found += sorted(filter(is_text, inside)) if os.path.isdir(path) else [path]
         if not found:
-            raise UserError(f"dataset={dataset}: no file matches {part!r}")
-        for path in found:
-            inside = glob.iglob(f"{glob.escape(path)}/**", recursive=True)
-            files += sorted(filter(is_text, inside)) if os.path.isdir(path) else [path]
-    if not files:
-        raise UserError(f"dataset={dataset}: it holds no text files")
+            raise UserError(f"dataset={dataset}: no text file matches {part!r}")
+        files += found
     return list(dict.fromkeys(files))
 
 
 def is_text(path):
-    if not os.path.isfile(path) or path.endswith((*COMPRESSED, ".parquet")):
-        return os.path.isfile(path)
     with open(path, "rb") as file:
-        return b"\0" not in file.read(8192)
+        return path.endswith((*COMPRESSED, ".parquet")) or b"\0" not in file.read(8192)
 
 
 def settings(cfg, name, files, tokenizer, dialogues):
@@ -219,7 +188,7 @@ def documents(cfg, name, files, first):
             yield [part for part in (text[cut:], text[:cut]) if part][first:]
             return
         data = open_dataset(cfg, name, files)
-        if not cfg.streaming and first == len(data):  # all is written but the manifest
+        if not cfg.streaming and first == len(data):  # all is written but the manifest; skip fails there
             return
         data = data if cfg.shuffle_seed is None else data.shuffle(seed=cfg.shuffle_seed)
         for batch in (data.skip(first) if first else data).iter(batch_size=256):  # about 200,000 tokens
@@ -235,8 +204,6 @@ def open_dataset(cfg, name, files):
     """The documents on the hub or in local files, whose copy in datasets' cache serves until one changes."""
     import datasets  # takes a second to import
 
-    if not sys.stderr.isatty():
-        datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it logs is raised as well
     if not files:  # the default subset is one of FineWeb alone
         subset = cfg.subset if name in SHORT_NAMES.values() or cfg.subset != Config.subset else None

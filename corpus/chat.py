@@ -1,10 +1,6 @@
 """Chat templates: dialogues, or prompts with completions, as tokens of which the answers alone carry loss.
 
-    python fineweb.py --dataset=chats.jsonl --text_key=messages --tokenizer=path/to/folder
-    python fineweb.py --dataset=pairs.jsonl --text_key=prompt,completion
-
-Reads what may lie beside a Hugging Face tokenizer or its weights: generation_config.json, config.json,
-tokenizer_config.json, special_tokens_map.json and chat_template.jinja.
+Reads the JSON files and the chat_template.jinja that may lie beside a Hugging Face tokenizer or its weights.
 """
 
 import datetime
@@ -53,10 +49,7 @@ def template_of(folder):
 
 def _read(folder, name):
     path = Path(folder, name)
-    value = read_json(path) if path.is_file() else {}
-    if not isinstance(value, dict):
-        raise UserError(f"{path}: expected a JSON object")
-    return value
+    return read_json(path, form={}) if path.is_file() else {}
 
 
 class Template:
@@ -71,9 +64,8 @@ class Template:
         self.folder, self.tokenizer, self.special = folder, tokenizer, special_tokens(folder)
         self.text, self.compiled = template_of(folder), functools.cache(environment.from_string)
         if self.text is None:
-            places = "chat_template.jinja, or chat_template in tokenizer_config.json"
             advice = "give the folder of a chat model's tokenizer, --tokenizer=FOLDER"
-            raise UserError(f"{folder} has no chat template ({places}); {advice}")
+            raise UserError(f"{folder} has no chat template; {advice}")
 
     def ids(self, messages):
         """The ids of [{"role": "user", "content": ...}, ...] up to where the next reply begins."""
@@ -95,11 +87,7 @@ def _raise(words):
 
 
 class Dialogues:
-    """Dialogues and pairs to tokens, with the chat template of a tokenizer's folder if there is one.
-
-    An answer is what a dialogue has more than the dialogue before it with a generation prompt, up to the
-    answer's last special token. digest: of all that decides the tokens besides the tokenizer.
-    """
+    """Dialogues and pairs to tokens, with the chat template of a tokenizer's folder if there is one."""
 
     def __init__(self, tokenizer):
         self.tokenizer, self.template, self.eos, special, text = tokenizer, None, tokenizer.eot, {}, None
@@ -108,9 +96,7 @@ class Dialogues:
             self.template = Template(tokenizer.folder, tokenizer) if text is not None else None
             eos = tokenizer.inner.token_to_id(special.get("eos_token", ""))
             self.eos = tokenizer.eot if eos is None else eos  # ends a completion
-            self.ends = {tokenizer.eot} | stop_ids(tokenizer.folder, tokenizer)
         self.digest = hashlib.sha256(json.dumps([text, special], sort_keys=True).encode()).hexdigest()
-        self.warnings = []
         self.row = np.dtype([("token", tokenizer.dtype), ("loss", bool)])
 
     def rows(self, documents):
@@ -156,23 +142,16 @@ class Dialogues:
         ids, (begins, ends) = encoded.ids, np.array(encoded.offsets).reshape(-1, 2).T
         row = np.zeros(len(ids), self.row)
         row["token"] = ids
-        for i in answers:
+        for i in answers:  # loss from the generation prompt to the answer's last special token
             before = self.template.render(messages[:i], add_generation_prompt=True)
             after = self.template.render(messages[: i + 1])
             if not (text.startswith(after) and after.startswith(before)):
-                other = f"renders message {i + 1} otherwise when others follow; cut the dialogue after it"
-                raise DataError(f"the chat template {other}, or change the template")
+                other = f"renders message {i + 1} otherwise when others follow"
+                raise DataError(f"the chat template {other}; cut the dialogue after it")
             inside = np.flatnonzero((ends > len(before)) & (begins < len(after)))
             special = [n for n in inside if ids[n] in self.tokenizer.special.values()]
             row["loss"][inside[inside <= special[-1]] if special else inside] = True
-            if special and (end := ids[special[-1]]) not in self.ends:
-                self.ends.add(end)
-                found = f"answers end with {self.tokenizer.decode([end])}, at which samples do not stop"
-                self.warnings.append(f"{found}: name it as eos_token in tokenizer_config.json")
         if not row["loss"].any():
             return row[:0]
-        words = "the chat template has the separator within dialogues: --document_mask would cut them"
-        if self.tokenizer.eot in ids[1:] and words not in self.warnings:
-            self.warnings.append(words)
         separator = (self.tokenizer.eot, False)
         return row if ids[0] == self.tokenizer.eot else np.insert(row, 0, np.array(separator, self.row))

@@ -6,7 +6,7 @@ import re
 
 from configurator import UserError
 
-FINEST = 10_000  # weights are rounded to multiples of 1 / FINEST
+FINEST = 10_000  # weights are rounded to multiples of 1 / FINEST, and up to the first
 
 
 def folders(data_dir):
@@ -15,36 +15,23 @@ def folders(data_dir):
     A colon before a number begins a weight; without any weight the whole text is one folder.
     """
     parts = [part.strip() for part in data_dir.split(",")]
-    found = [re.fullmatch(r"(.+):([-+]?\.?\d[^/]*|[-+]?(?:inf|nan))", part) for part in parts]
+    found = [re.fullmatch(r"(.+):(-?\d*\.?\d+)", part) for part in parts]
     if not any(found) and (len(parts) == 1 or os.path.isdir(data_dir)):
         return [(data_dir, 1)]
     for part, match in zip(parts, found):
-        if not match or not 0 < _number(match[2]) < math.inf:
+        if not match or not 0 < float(match[2]) < math.inf:
             form = "write a mixture as data/a:0.7,data/b:0.3"
             raise UserError(f"data_dir={data_dir}: {part!r} has no weight over 0; {form}")
     names, weights = [match[1] for match in found], [float(match[2]) for match in found]
-    if len({os.path.realpath(name) for name in names}) < len(names):
-        raise UserError(f"data_dir={data_dir} names a folder twice; give each one weight")
-    shares = [round(FINEST * weight / sum(weights)) for weight in weights]
-    if 0 in shares:
-        least = f"less than {0.5 / FINEST} of all rows"
-        raise UserError(f"data_dir={data_dir}: {names[shares.index(0)]} would get {least}; raise its weight")
+    shares = [max(1, round(FINEST * weight / sum(weights))) for weight in weights]
     return [(name, share // math.gcd(*shares)) for name, share in zip(names, shares)]
-
-
-def _number(text):
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
 
 
 def schedule(shares):
     """(folder, number of its rows before) for each of the first sum(shares) rows; then the order repeats.
 
-    Among the first n rows a folder has its share of n, rounded up or down: its row j may come from row
-    floor(j / share) on and must come before row ceil((j + 1) / share), and the most urgent one comes first,
-    which keeps all deadlines (Liu and Layland, https://doi.org/10.1145/321738.321743).
+    Among the first n rows a folder has its share of n, rounded up or down, since of the folders that may come
+    the most urgent one comes first (Liu and Layland, https://doi.org/10.1145/321738.321743).
     """
     period, counts, order = sum(shares), [0] * len(shares), []
     for row in range(period):

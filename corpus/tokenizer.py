@@ -1,24 +1,19 @@
 """Text to token ids and back: a tiktoken encoding, Llama 3's tokenizer.model, a tokenizer.json, or bytes.
 
-    tokenizer = load("gpt2")  # or "cl100k_base", "bytes", "path/tokenizer.model", "path/tokenizer.json"
-    tokenizer.decode(tokenizer.encode("Hello"))
-
 "<|endoftext|>" in a document is encoded as ordinary characters. Only `encode_special`, for the text of a
 chat template, parses special tokens.
 """
 
 import base64
-import importlib.util
 import json
 import re
-import sys
 import tempfile
 from pathlib import Path
 
 import numpy as np
 import tiktoken
 
-from configurator import UserError, is_rank_0
+from configurator import UserError
 from corpus import brief
 from run.files import write_atomic
 
@@ -38,15 +33,11 @@ PROBE = "I'll re-tokenize  3,141.59 naïve  \n\n\tcafés <|endoftext|> 東京 �
 
 
 class Tokenizer:
-    """One interface for every kind of tokenizer; `load` makes them.
-
-    vocab_size counts special ids too. eot: the id that precedes each document. ends: the ids that end one.
-    """
-
-    folder = None  # of the file that it was loaded from
+    """An interface of all tokenizers. eot: the id that precedes each document. ends: the ids that end one."""
 
     def __init__(self, name, vocab_size, separators):
         self.name, self.vocab_size, self.eot, self.ends = name, vocab_size, separators[0], set(separators)
+        self.folder = None  # of the file that it was loaded from
         self.dtype = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
 
     def encode_batch(self, texts):
@@ -186,10 +177,7 @@ class HuggingFace(Tokenizer):
 
 
 def load(name, vocab_size=None):
-    """The Tokenizer called `name`, or in the file `name`, for a model of vocab_size ids.
-
-    Raises UserError if it is unknown, cannot be fetched, or has more ids than the model.
-    """
+    """The Tokenizer called `name`, or in the file `name`, for a model of vocab_size ids. Raises UserError."""
     path = file_of(name)
     if name == "bytes":
         tokenizer = Bytes()
@@ -197,9 +185,8 @@ def load(name, vocab_size=None):
         try:
             tokenizer = Tiktoken(name, tiktoken.get_encoding(name), SCHEMES.get(name))
         except Exception as error:  # whatever requests, the proxy or the cache raised
-            why = f"tiktoken's cache does not hold it, and it cannot be fetched ({type(error).__name__})"
             advice = "go online once, set TIKTOKEN_CACHE_DIR to a filled cache, or give a tokenizer.json"
-            raise UserError(f"tokenizer={name}: {why}; {advice} or bytes") from None
+            raise UserError(f"tokenizer={name}: not fetched ({type(error).__name__}); {advice}") from None
     elif path and path.is_file():
         from_file = _llama3 if path.suffix == ".model" else HuggingFace
         tokenizer = from_file(name, path.read_bytes())
@@ -207,8 +194,7 @@ def load(name, vocab_size=None):
     else:
         names = ", ".join(["bytes", *tiktoken.list_encoding_names()])
         kinds = "the path of a folder with tokenizer.json, of that file, or of Llama 3's tokenizer.model"
-        found = "there is no such file" if path else "it is unknown"
-        raise UserError(f"tokenizer={name}: {found}; expected {names}, or {kinds}")
+        raise UserError(f"tokenizer={name}: no such file or encoding; expected {names}, or {kinds}")
     if vocab_size is not None and tokenizer.vocab_size > vocab_size:
         sizes = f"{tokenizer.vocab_size:,} ids, the model {vocab_size:,}"
         raise UserError(f"tokenizer={name} has {sizes}; give the tokenizer that it was trained with")
@@ -250,10 +236,7 @@ def without_surrogates(text):
 
 
 def byte_level_json(ranks, special, rule=None):
-    """The text of a tokenizer.json: BPE of bytes, as in GPT-2's.
-
-    ranks: {token's bytes: id} in the order of merges. special: {name: id}. rule: splits a text into words.
-    """
+    """The text of a tokenizer.json, BPE of bytes; `rule` splits a text into words, None as in GPT-2."""
     from tokenizers import Regex, decoders, models, pre_tokenizers, processors
     from tokenizers import Tokenizer as Inner
 
@@ -285,8 +268,6 @@ def _merges(ranks):
 
 def faster(load, slow, probe=""):
     """The batch encoder of load(gigatoken), 20 to 33 times as fast; `slow` if it is missing or differs."""
-    if importlib.util.find_spec("gigatoken") is None:
-        return slow
     try:
         import gigatoken
 
@@ -299,10 +280,7 @@ def faster(load, slow, probe=""):
 
         same = np.array_equal(encode_batch([PROBE + probe])[0], slow([PROBE + probe])[0])
         return encode_batch if same else slow
-    except Exception as error:
-        if not isinstance(error, RuntimeError) and is_rank_0():  # RuntimeError: a kind that it lacks
-            words = "gigatoken is installed but does not work; a slower package encodes"
-            print(f"warning: {words}", file=sys.stderr)
+    except Exception:  # it is not installed, is broken, or lacks this kind
         return slow
 
 

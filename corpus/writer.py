@@ -1,7 +1,6 @@
 """Writes shards of tokens for fineweb.py; a killed run continues where it was and ends with the same bytes.
 
-A folder holds the shards, progress.json, updated after each, while the run lasts, and manifest.json with
-checksums and token_bytes.npy once everything is written. Each file is written atomically.
+A folder has progress.json, updated after each shard, and once all is written manifest.json with checksums.
 """
 
 import contextlib
@@ -33,14 +32,12 @@ def claim(out):
     try:
         out.mkdir(parents=True, exist_ok=True)
         lock = os.open(out, os.O_RDONLY)
-    except OSError as error:
-        raise UserError(f"out_dir={out} cannot be written: {error.strerror}") from None
-    try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        busy = isinstance(error, BlockingIOError) and "another fineweb.py is writing there"
+        raise UserError(f"out_dir={out} cannot be written: {busy or error.strerror}") from None
+    try:
         yield
-    except BlockingIOError:
-        busy = "another fineweb.py is writing there; wait for it, or stop it"
-        raise UserError(f"out_dir={out}: {busy}") from None
     finally:
         os.close(lock)
 
@@ -54,16 +51,14 @@ def reading(name):
         error = type(error).__name__ == "DatasetGenerationError" and error.__cause__ or error
         if isinstance(error, UserError):
             raise error from None
-        hint = "; try --revision=refs/convert/parquet" if "scripts are no longer" in str(error) else ""
         again = "finished shards are kept; run the same command again"
-        raise DataError(f"dataset={name} cannot be read: {brief(error)}{hint}; {again}") from None
+        raise DataError(f"dataset={name} cannot be read: {brief(error)}; {again}") from None
 
 
 def write_shards(batches, encode, progress, tokenizer, short):
     """Writes the missing shards, named after `short`.
 
-    batches: yields lists of documents from progress.document on. encode: yields a row of tokens for each of a
-    list, Tokenizer.rows or Dialogues.rows.
+    batches: lists of documents from progress.document on. encode: Tokenizer.rows or Dialogues.rows.
     """
     given, position, parts, count, done = progress.settings, in_order, [], 0, progress.tokens
     val_tokens, pack, most = given["val_tokens"], given.get("pack"), given["max_tokens"] or math.inf
@@ -147,10 +142,7 @@ def write_shard(progress, tokenizer, short, parts, split, position):
 
 
 class Progress:
-    """The record of a run in its folder: progress.json while it lasts, then manifest.json.
-
-    document, tokens, order: from `in_order`, or for packed data from Packer.position, for the next shard.
-    """
+    """The record of a run in its folder: progress.json while it lasts, then manifest.json."""
 
     def __init__(self, out, settings):
         self.out, self.settings, self.shards = out, settings, []
@@ -242,14 +234,12 @@ def fetch_shards(name, revision, max_shards, progress, tokenizer):
         listed = sorted(huggingface_hub.HfApi().list_repo_files(name, **hub))
         val, training = ([f for f in listed if "/" not in f and split_of(f) == s] for s in ("val", "train"))
         if not training:
-            none = "holds no *_train_000001.bin or .npy; for a dataset of texts, without --shards"
-            raise DataError(f"dataset={name} {none}")
+            raise DataError(f"dataset={name} holds no *_train_000001.bin; for texts, without --shards")
         names = (val + training[:max_shards])[len(progress.shards) :]
         for file in tqdm(names, desc=name, unit=" shards", disable=None):
             files.patiently(huggingface_hub.hf_hub_download, name, file, local_dir=progress.out, **hub)
             tokens = open_shard(progress.out / file)
             if tokens.dtype != tokenizer.dtype or tokens.max() >= tokenizer.vocab_size:
-                found = f"{progress.out / file} holds {tokens.dtype} tokens up to {tokens.max()}"
-                ids = f"{tokenizer.name} has {tokenizer.dtype} ids below {tokenizer.vocab_size}"
-                raise DataError(f"{found}, {ids}; name their --tokenizer, remove the file and run it again")
+                found = f"{progress.out / file} holds other ids than {tokenizer.name}'s"
+                raise DataError(f"{found}; name their --tokenizer, remove the file and run it again")
             progress.add(file, tokens, tokenizer, (0, 0, []))

@@ -286,15 +286,6 @@ def test_bad_dialogues_are_refused_in_one_line(chatml, tmp_path, template, messa
     assert words in one_line(error)
 
 
-def test_warns_where_samples_would_not_stop_at_the_end_of_an_answer(tmp_path, chatml):
-    unnamed = save_tokenizer(tmp_path / "unnamed", PLAIN)
-    for folder, count in ((chatml, 0), (unnamed, 1)):
-        dialogues = Dialogues(tokenizer.load(str(folder)))
-        list(dialogues.rows(questions()[:3]))
-        assert len(dialogues.warnings) == count
-    assert "answers end with <|im_end|>" in dialogues.warnings[0] and "as eos_token" in dialogues.warnings[0]
-
-
 def test_another_template_in_a_begun_folder_is_refused(tmp_path, chatml):
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"messages": m}) + "\n" for m in questions()[:3]))
     given = dict(text_key="messages", tokenizer=str(shutil.copytree(chatml, tmp_path / "t")), val_tokens=0)

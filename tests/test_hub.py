@@ -94,10 +94,10 @@ def test_shards_that_do_not_come_end_in_one_line_and_the_next_run_goes_on(hub, t
     with pytest.raises(DataError, match="dataset=me/other cannot be read: RepositoryNotFoundError"):
         prepare(tmp_path / "e", dataset="me/other", shards=True)
     add(hub, "datasets/me/texts/a.jsonl", b"")
-    with pytest.raises(DataError, match="dataset=me/texts holds no .*_train_000001.bin .*without --shards"):
+    with pytest.raises(DataError, match="dataset=me/texts holds no .*_train_000001.bin; .*without --shards"):
         prepare(tmp_path / "f", dataset="me/texts", shards=True)
     shards(hub, "me/gpt2", 50257)
-    with pytest.raises(DataError, match="uint16 tokens up to .*, bytes has uint16 ids below 257; name their"):
+    with pytest.raises(DataError, match="holds other ids than bytes.s; name their"):
         prepare(tmp_path / "g", dataset="me/gpt2", shards=True)
 
 

@@ -91,14 +91,12 @@ BROKEN = {  # what importing or using a gigatoken without its own dependencies r
 
 @pytest.mark.gpt2
 @pytest.mark.parametrize("source", BROKEN.values(), ids=BROKEN)
-def test_a_broken_gigatoken_falls_back_with_a_warning(source, texts, tmp_path, monkeypatch, capsys):
+def test_a_broken_gigatoken_falls_back(source, texts, tmp_path, monkeypatch):
     (tmp_path / "gigatoken.py").write_text(source + "\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "gigatoken", raising=False)
     tokens = tokenizer.load("gpt2").encode_batch(texts)
     assert [ids.tolist() for ids in tokens] == tiktoken.get_encoding("gpt2").encode_ordinary_batch(texts)
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and said.startswith("warning: gigatoken is installed but does not work")
     monkeypatch.delitem(sys.modules, "gigatoken", raising=False)
 
 
@@ -200,10 +198,10 @@ def test_mistakes_are_one_line(tmp_path, monkeypatch):
         "tiktoken.load.read_file", lambda path: (_ for _ in ()).throw(ConnectionError("no route\nto it"))
     )
     for name, words in {
-        "gpt5": "it is unknown; expected bytes, gpt2",
+        "gpt5": "no such file or encoding; expected bytes, gpt2",
         str(tmp_path / "absent.json"): "no such file",
         str(tmp_path / "tokenizer.json"): "is not a tokenizer.json",
-        "p50k_base": r"cannot be fetched \(ConnectionError\); go online once, set TIKTOKEN_CACHE_DIR",
+        "p50k_base": r"not fetched \(ConnectionError\); go online once, set TIKTOKEN_CACHE_DIR",
     }.items():
         with pytest.raises(UserError, match=words) as caught:
             tokenizer.load(name)
