@@ -38,7 +38,7 @@ class Config:
     subset: str = "sample-10BT"  # of FineWeb and FineWeb-Edu; of another hub dataset if not the default
     split: str = "train"  # the hub's split to read
     revision: str | None = None  # the hub's branch, tag or commit; None: main
-    shards: bool = False  # the hub dataset holds shards (.bin), which are fetched as they are
+    shards: bool = False  # the hub dataset holds shards (.bin or .npy), which are fetched as they are
     text_key: str = "text"  # field of the text; messages or prompt,completion: loss on the answers alone
     streaming: bool = False  # read while downloading, keep no copy; shuffle_seed then shuffles a buffer only
     out_dir: str | None = None  # where the shards go; None: data/<name of the dataset>

@@ -1,7 +1,7 @@
 """Shards of tokens as fineweb.py writes them: opened, verified, and read as batches in a fixed order.
 
 The format is llm.c's: a header of 1,024 bytes, then uint16 or uint32 tokens, a separator before each
-document. nanoGPT's headerless train.bin and val.bin are read too.
+document. nanoGPT's headerless train.bin and val.bin and build-nanogpt's .npy shards are read too.
 """
 
 import array
@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from corpus import DataError, mixture
+from corpus import DataError, brief, mixture
 from run import files
 
 HEADER_BYTES = 1024
@@ -90,8 +90,19 @@ def read_header(path):
 
 def open_shard(path):
     """The tokens of a shard, or of nanoGPT's headerless train.bin or val.bin, as a read-only memory map."""
-    count, dtype, offset = read_header(path)
-    return np.memmap(path, dtype, "r", offset, (count,))
+    if not str(path).endswith(".npy"):
+        count, dtype, offset = read_header(path)
+        return np.memmap(path, dtype, "r", offset, (count,))
+    try:
+        tokens = np.load(path, "r")  # build-nanogpt's; objects are not unpickled
+        extra = os.path.getsize(path) - tokens.offset - tokens.nbytes
+        found = f"{tokens.dtype} of shape {tokens.shape} and {extra} bytes more"
+    except Exception as error:  # numpy's parser of the header documents no narrower type
+        tokens, found = None, brief(error)
+    types = np.uint16, np.uint32
+    if tokens is None or tokens.ndim != 1 or tokens.dtype not in types or not len(tokens) or extra:
+        raise unfit(path, found, "an .npy file with a row of uint16 or uint32 tokens")
+    return tokens
 
 
 def mask_path(path):
@@ -101,20 +112,20 @@ def mask_path(path):
 
 def split_of(name):
     """train or val: the last word before the number in a shard's file name; None if it is neither."""
-    found = re.search(r"_(train|val)_[^_]*\.bin$", name)
+    found = re.search(r"_(train|val)_[^_]*\.(?:bin|npy)$", name)
     return found and found[1]
 
 
 def find_shards(data_dir, split):
-    """Sorted paths of a split: shards, or nanoGPT's <split>.bin. Raises DataError for none or both."""
-    names = sorted(glob.glob(f"*{split}*.bin", root_dir=data_dir))
+    """Sorted paths of a split: shards, or nanoGPT's <split>.bin. Raises DataError for none or two kinds."""
+    names = sorted(glob.glob(f"*{split}*", root_dir=data_dir))
     found = [name for name in names if split_of(name) == split or name == f"{split}.bin"]
-    if len(found) > 1 and f"{split}.bin" in found:
-        raise DataError(f"{data_dir} holds {split}.bin and shards; keep one kind, move the other")
+    if len({(name == f"{split}.bin", name[-4:]) for name in found}) > 1:
+        raise DataError(f"{data_dir} holds {found[0]} and {found[-1]}; keep one kind, move the other")
     if found:
         return [os.path.join(data_dir, name) for name in found]
     hint = "make one, or do without: --eval_interval=0" if split == "val" else MAKE_DATA
-    raise DataError(f"no {split} split: {data_dir} holds no *_{split}_*.bin or {split}.bin; {hint}")
+    raise DataError(f"no {split} split: {data_dir} holds no *_{split}_*.bin, .npy or {split}.bin; {hint}")
 
 
 def verify(data_dir):

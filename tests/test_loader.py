@@ -123,6 +123,31 @@ def test_damaged_files_beside_the_shards(data):
             TokenLoader(folder, "train", 4, 16, vocab_size=257)
 
 
+def test_npy_shards_of_build_nanogpt(data, tmp_path):
+    _, stream = data
+    np.save(tmp_path / "edufineweb_train_000001.npy", stream[:500].astype(np.uint16))
+    np.save(tmp_path / "edufineweb_train_000002.npy", stream[500:].astype(np.uint16))
+    np.save(tmp_path / "edufineweb_val_000000.npy", stream[:100].astype(np.uint16))
+    loader = TokenLoader(tmp_path, "train", 1, 32)
+    assert np.array_equal(read_rows(loader, 25)[:, :-1].ravel(), stream[:800])
+    loader.close()  # its thread would go on reading the files that change below
+    assert TokenLoader(tmp_path, "val", 1, 32).tokens == 100
+    second = tmp_path / "edufineweb_train_000002.npy"
+    good = second.read_bytes()
+    for content, words in {
+        good[:-2]: "is damaged",
+        good + b"x": "and 1 bytes more",
+        b"": "is damaged",
+    }.items():
+        second.write_bytes(content)
+        with pytest.raises(DataError, match=f"edufineweb_train_000002.npy.*{words}"):
+            TokenLoader(tmp_path, "train", 1, 32)
+    for array in (np.zeros((2, 5), np.uint16), stream, np.array([object()], object)):
+        np.save(second, array)
+        with pytest.raises(DataError, match="edufineweb_train_000002.npy is damaged"):
+            TokenLoader(tmp_path, "train", 1, 32)
+
+
 @pytest.mark.fault(8, 10)
 def test_no_data(data, tmp_path):
     folder, _ = data
@@ -131,7 +156,7 @@ def test_no_data(data, tmp_path):
             tmp_path / "absent",
             16,
             0,
-            r"absent holds no \*_train_\*.bin or train.bin; .*python fineweb.py",
+            r"absent holds no \*_train_\*.bin, .npy or train.bin; .*python fineweb.py",
         ),
         (folder, 16, 4096, "has 1,000 tokens, expected 4,096 for a global batch; lower --batch_tokens"),
         (folder, 16, 0, "vocab_size=100 is less than bytes's; try --vocab_size=257"),
@@ -165,7 +190,7 @@ def test_nanogpt_files(data, tmp_path):
         ):
             TokenLoader(tmp_path, "train", 2, 8)
     write_shard(tmp_path / "x_train_000001.bin", stream[:50])
-    with pytest.raises(DataError, match="holds train.bin and shards; keep one kind") as error:
+    with pytest.raises(DataError, match="holds train.bin and x_train_000001.bin; keep one kind") as error:
         TokenLoader(tmp_path, "train", 2, 8)
     assert one_line(error)
 
