@@ -1,11 +1,10 @@
-"""Checkpoints from and to Hugging Face weights (which: docs/checkpoints.md); files of ranks merged.
+"""Checkpoints from and to Hugging Face weights (which: docs/checkpoints.md).
 
     python convert.py --from_hf=gpt2 --out=out/gpt2                 # a hub name or a folder -> a checkpoint
     python convert.py --checkpoint=out/gpt2_124m --to_hf=out/hf     # -> a folder for transformers
-    python convert.py --checkpoint=out/llama3_8b --out=out/merged   # files of many ranks -> one file
 
 An export is right as long as model.py computes what transformers' class does: compare logits after an edit.
-In memory, a merge has a group of tensors at a time, 8 bytes a parameter for AdamW's states; an export 5 GB.
+It holds 5 GB of weights in memory at a time.
 """
 
 import shlex
@@ -20,8 +19,8 @@ from configurator import UserError, refuse, run, without_effect
 @dataclass
 class Config:
     from_hf: str | None = None  # Hugging Face weights to read: a folder or a hub name
-    out: str | None = None  # where the checkpoint goes, with from_hf or checkpoint
-    checkpoint: str | None = None  # folder of a run or of a checkpoint, to export or to merge
+    out: str | None = None  # where the checkpoint goes, with from_hf
+    checkpoint: str | None = None  # folder of a run or of a checkpoint, to export
     to_hf: str | None = None  # where the Hugging Face folder goes, with checkpoint
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the exported weights
     tokenizer: str | None = None  # of the export: a name or a file; None: the checkpoint's
@@ -29,13 +28,11 @@ class Config:
 
 def main(cfg):
     given = tuple(name for name in ("from_hf", "out", "checkpoint", "to_hf") if getattr(cfg, name))
-    actions = {("from_hf", "out"): import_hf, ("checkpoint", "to_hf"): export, ("out", "checkpoint"): merge}
+    actions = {("from_hf", "out"): import_hf, ("checkpoint", "to_hf"): export}
     if given not in actions:
-        raise UserError(
-            "give --from_hf=NAME --out=FOLDER, or --checkpoint=FOLDER and --out or --to_hf=FOLDER"
-        )
-    if not cfg.to_hf:
-        why = "cannot change a checkpoint; leave it out, or export with --checkpoint and --to_hf=FOLDER"
+        raise UserError("give --from_hf=NAME --out=FOLDER, or --checkpoint=FOLDER --to_hf=FOLDER")
+    if cfg.from_hf:
+        why = "cannot change an import; leave it out, or export with --checkpoint and --to_hf=FOLDER"
         refuse(without_effect(cfg, ("dtype", "tokenizer"), why))
     out = Path(cfg.out or cfg.to_hf)
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
@@ -69,18 +66,6 @@ def export(cfg):
     tokenizer = name and tokenizers.load(name, shape.vocab_size)
     wrote = hf.save_hf(model, cfg.to_hf, cfg.dtype, tensors=tensors, tokenizer=tokenizer)
     print(f"wrote {wrote} in {cfg.dtype}")
-
-
-def merge(cfg):
-    """A checkpoint that many ranks wrote -> the same with one file for each group of tensors."""
-    from run import checkpoint
-
-    folder = checkpoint.find(cfg.checkpoint)
-    tensors, state = checkpoint.open_folder(folder)
-    if carried := checkpoint.carried_tokenizer(folder):
-        state["config"]["tokenizer"] = str(carried)
-    wrote = checkpoint.save(cfg.out, state["step"], tensors, state)
-    print(f"wrote {wrote}; go on with --resume={shlex.quote(cfg.out)}")
 
 
 if __name__ == "__main__":

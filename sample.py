@@ -6,11 +6,13 @@
     torchrun --standalone --nproc_per_node=4 sample.py --checkpoint=out/llama3_70b --parallel=fsdp
     python sample.py --pretrained=FOLDER --chat                       # a conversation: a line, a reply
 
-Prints the text as it is generated, and at the end tokens a second. The sampling is in run/sampling.py.
+Prints the texts, which each rank generates together, and tokens a second. The sampling is in run/sampling.py.
 """
 
+import functools
 import os
 import sys
+import time
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,7 +32,7 @@ class Config:
     temperature: float = 0.8  # divides the logits; 0: always the most likely token
     top_k: int | None = 50  # sample among the k most likely tokens; None: among all
     cache: bool = True  # keep keys and values of earlier tokens; --no_cache: compute them for each token
-    seed: int = 1337  # of the first sample; the next one's is 1 higher
+    seed: int = 1337  # of the first rank's samples; the next one's is 1 higher
     device: str = "auto"  # auto, cpu, cuda, mps
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"  # auto: bf16 where it is supported
     parallel: Literal["ddp", "fsdp"] = "ddp"  # a rank holds: ddp: the whole model; fsdp: a part of it
@@ -47,30 +49,27 @@ def main(cfg):
 
     world, model, tokenizer, autocast = trained.load(cfg)
     template = chat.Template(trained.folders(cfg, tokenizer)[0], tokenizer) if cfg.chat else None
-    shown = [] if template else tokenizer.encode("\n" if cfg.prompt is None else cfg.prompt)
-    question = [dict(role="user", content=cfg.prompt)]
-    ids = template.ids(question) if template and not talk else [tokenizer.eot, *shown]
     options = dict(max_new_tokens=cfg.max_new_tokens, temperature=cfg.temperature, top_k=cfg.top_k)
-    options |= dict(ends=tokenizer.ends if cfg.stop else (), cached=cfg.cache, quiet=not world.main)
-    printer = sampling.Printer(model, tokenizer, **options)
+    options |= dict(ends=tokenizer.ends if cfg.stop else (), cached=cfg.cache, seed=cfg.seed + world.rank)
+    replies = functools.partial(sampling.replies, model, **options)
     with autocast:
         if talk:
-            converse(printer, template, cfg.seed)
-        # each rank makes a sample; rank 0 prints its own as it comes, then the others'
-        for first in range(0, 0 if talk else cfg.n_samples, world.size):
-            number = first + world.rank
-            own = printer(ids, cfg.seed + number, shown, wanted=number < cfg.n_samples)
-            texts = parallel.gather_objects(own)[: cfg.n_samples - first]
-            if world.main:
-                print("-" * 80, *(f"{text}\n{'-' * 80}" for text in texts[1:]), sep="\n")
-    parts = parallel.gather_objects((printer.tokens, printer.seconds))
-    tokens, seconds = sum(n for n, _ in parts), max(s for _, s in parts)
+            return converse(replies, template, tokenizer)
+        shown = [] if template else tokenizer.encode("\n" if cfg.prompt is None else cfg.prompt)
+        question = [dict(role="user", content=cfg.prompt)]
+        ids = template.ids(question) if template else [tokenizer.eot, *shown]
+        began = time.perf_counter()
+        own = replies(ids, -(-cfg.n_samples // world.size))
+    rows = [row for rows in parallel.gather_objects(own) for row in rows][: cfg.n_samples]
     if world.main:
-        print(f"{tokens:,} tokens in {seconds:.1f} s, {tokens / max(seconds, 1e-9):,.1f} tokens/s")
+        seconds, tokens = time.perf_counter() - began, sum(map(len, rows))
+        for row in rows:
+            print(tokenizer.decode(shown + row), "-" * 80, sep="\n")
+        print(f"{tokens:,} tokens in {seconds:.1f} s, {tokens / seconds:,.1f} tokens/s")
     parallel.stop()
 
 
-def converse(printer, template, seed):
+def converse(replies, template, tokenizer):
     """Replies to each line of stdin, until Ctrl-D."""
     messages = []
     while True:
@@ -78,7 +77,9 @@ def converse(printer, template, seed):
             messages.append(dict(role="user", content=input("> " if sys.stdin.isatty() else "")))
         except EOFError:
             return
-        messages.append(dict(role="assistant", content=printer(template.ids(messages), seed)))
+        (reply,) = replies(template.ids(messages), 1)
+        print(tokenizer.decode(reply))
+        messages.append(dict(role="assistant", content=tokenizer.decode(reply)))
 
 
 if __name__ == "__main__":

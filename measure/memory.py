@@ -20,8 +20,8 @@ def measure(cfg):
     if parts := memory.on_host(cfg, cfg.world):
         print(f"\nhost memory of a rank; of a host, {memory.ranks_of_host(cfg.world)} times as much")
         table(parts)
-    print(f"\n{'':<34}{f'largest in {cfg.gpu_gib:g} GiB':>28}")
-    print(f"{'parallel':<10}{'remat':<12}{'GiB a rank':>12}{'batch_size':>14}{'or block_size':>14}")
+    most = f"batch_size in {cfg.gpu_gib:g} GiB"
+    print(f"\n{'parallel':<10}{'remat':<12}{'GiB a rank':>12}  largest {most}")
     kinds = ["ddp"] if cfg.world == 1 and not cfg.offload_states else ["ddp", "zero2", "fsdp"]
     for kind in dict.fromkeys([*kinds, cfg.parallel]):
         for remat in ("none", "selective", "attention", "block"):
@@ -44,6 +44,5 @@ def row(cfg, kind, remat):
     except UserError:
         return
     budget = cfg.gpu_gib * memory.GIB
-    found = memory.largest_batch(cfg, cfg.world, budget), memory.longest_row(cfg, cfg.world, budget)
-    most = "".join(f"{f'{n:,}' if n else 'none fits':>14}" for n in found)
-    print(f"{kind:<10}{remat:<12}{memory.takes(cfg, cfg.world) / memory.GIB:>12.1f}{most}")
+    most = memory.largest_batch(cfg, cfg.world, budget) or "none fits"
+    print(f"{kind:<10}{remat:<12}{memory.takes(cfg, cfg.world) / memory.GIB:>12.1f}{most:>14}")

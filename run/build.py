@@ -26,10 +26,6 @@ def choose(cfg, device):
     attention = best_attention(device, precision) if cfg.attention == "auto" else (cfg.attention, "as set")
     chosen = dict(precision=(precision, why), attention=attention, ops=pick_ops(cfg.ops, device, precision))
     rows = [(name, f"{value} ({reason})") for name, (value, reason) in chosen.items()]
-    if cfg.document_mask:
-        varlen = device.type == "cuda" and precision not in ("fp32", "tf32")
-        how = "flash attention for variable lengths" if varlen else "T x T masks, slow for long rows"
-        rows.append(("documents", f"a token attends within its own ({how})"))
     return dataclasses.replace(cfg, **{name: value for name, (value, _) in chosen.items()}), rows
 
 

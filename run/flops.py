@@ -94,7 +94,6 @@ class Account:
     def __init__(self, cfg, device):
         model, runs = models.on_meta(cfg), Counter()
         self.parameters = sum(p.numel() for p in model.parameters())
-        self.plain_linears = sum(type(module) is nn.Linear for module in model.modules())
         for block in model.blocks:
             block.register_forward_hook(lambda block, *_: runs.update([block]))
         self.flops_per_token = self.problem = None
@@ -118,8 +117,6 @@ class Account:
             by_reason.setdefault(reason, []).append(f"{name} {n}")
         words = [f"fast: {', '.join(by_reason.pop(None))}"] if None in by_reason else []
         words += [f"plain: {', '.join(names)} ({reason})" for reason, names in by_reason.items()]
-        if self.plain_linears:
-            words.append(f"{self.plain_linears} nn.Linear by themselves (kernels.Linear has a fused kernel)")
         rows = [("operations", "; ".join(words))]
         if self.unused:
             names = ", ".join(self.unused[:3]) + f" and {len(self.unused) - 3} more" * (len(self.unused) > 3)

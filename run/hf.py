@@ -6,7 +6,6 @@ train.py reads the shape of --init_from=hf:NAME before it imports torch: functio
 
 import itertools
 import json
-import os
 import shutil
 from collections import namedtuple
 from dataclasses import dataclass, replace
@@ -43,7 +42,6 @@ class GPT2:
 class Llama:
     name, architecture, layers = "llama", "LlamaForCausalLM", "model.layers."
     settings = GPT2.settings | dict(norm=["rmsnorm"], positions=["rope"], mlp=["swiglu", "relu2"])
-    settings |= dict(embed_norm=[False, True])  # an export folds it into the embedding
     keys = dict(vocab_size="vocab_size", max_position_embeddings="block_size", num_hidden_layers="n_layer")
     keys |= dict(num_attention_heads="n_head", num_key_value_heads="n_kv_head", hidden_size="n_embd")
     keys |= dict(intermediate_size="n_hidden", hidden_act="mlp", rms_norm_eps="norm_eps", mlp_bias="bias")
@@ -74,8 +72,7 @@ FAMILIES = {family.name: family for family in (GPT2, Llama, Qwen3)}
 FORM = {"model_type": text, **dict.fromkeys(["rope_scaling?", "rope_parameters?"], ({}, None))}
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # masks and tables in old files
 # The place of one of their tensors in ours: rows first to last. transposed: as GPT-2's matrices are (Conv1D).
-# normed: an embedding, into which an export folds embed_norm.
-Part = namedtuple("Part", "ours first last transposed normed", defaults=[False, False])
+Part = namedtuple("Part", "ours first last transposed", defaults=[False])
 
 
 @dataclass
@@ -189,10 +186,9 @@ def config_json(cfg, dtype, ids):
     ids: those of `write_tokenizer`. The context is block_size, or what RoPE was scaled to if that is longer.
     """
     family, context = family_of(cfg), max(cfg.block_size, int(cfg.rope_original * (cfg.rope_factor or 0)))
-    tied = cfg.tie_embeddings and not cfg.embed_norm  # which is folded into the embedding alone
     activation = next(theirs for theirs, ours in family.mlps.items() if ours == cfg.mlp)
     values = vars(cfg) | dict(mlp=activation, n_kv_head=cfg.kv_heads, n_hidden=cfg.hidden, block_size=context)
-    config = {key: values[name] for key, name in family.keys.items()} | dict(tie_word_embeddings=tied)
+    config = {key: values[name] for key, name in family.keys.items()}
     config |= dict(model_type=family.name, architectures=[family.architecture], torch_dtype=dtype)
     config |= dict(bos_token_id=None, eos_token_id=None) | ids
     if family is GPT2:
@@ -233,19 +229,6 @@ def write_tokenizer(folder, tokenizer, block_size):
     return {key: ids[key] for key in ("bos_token_id", "eos_token_id")}
 
 
-class Transposed:
-    """A slice of safetensors, read by the rows of its transpose."""
-
-    def __init__(self, matrix):
-        self.matrix = matrix
-
-    def get_shape(self):
-        return self.matrix.get_shape()[::-1]
-
-    def __getitem__(self, rows):
-        return self.matrix[...].t() if rows is ... else self.matrix[:, rows].t()
-
-
 def hf_parts(model):
     """{Hugging Face name: Part}; raises UserError for parameters of an edited model.py that theirs lack.
 
@@ -258,19 +241,18 @@ def hf_parts(model):
     for i, (ours, theirs) in itertools.product(range(cfg.n_layer), family.block.items()):
         modules[f"blocks.{i}.{ours}"] = [f"{family.layers}{i}.{name}" for name in theirs.split()]
     for ours, theirs in modules.items():
-        place = "wte" if ours == "head" and cfg.tie_embeddings and cfg.embed_norm else ours
-        if f"{place}.weight" not in own:  # the head, tied to wte; the MLP of another kind
+        if f"{ours}.weight" not in own:  # the head, tied to wte; the MLP of another kind
             continue
-        weight, inside, kind = own[f"{place}.weight"], ours.startswith("blocks."), ours.rpartition(".")[2]
+        weight, inside, kind = own[f"{ours}.weight"], ours.startswith("blocks."), ours.rpartition(".")[2]
         spans = [(0, cfg.vocab_size if ours in ("wte", "head") else len(weight))] * len(theirs)
         if len(theirs) > 1 and kind in stacked:  # not relu2's one matrix, which is both gate and up
             spans = itertools.pairwise([0, *itertools.accumulate(stacked[kind])])
-        changes = family is GPT2 and inside and weight.dim() == 2, ours == "wte" and cfg.embed_norm
-        bias = f"{place}.bias" in own or family is GPT2 and (inside or ours == "norm")
+        transposed = family is GPT2 and inside and weight.dim() == 2
+        bias = f"{ours}.bias" in own or family is GPT2 and (inside or ours == "norm")
         for name, span in zip(theirs, spans):
-            parts[f"{name}.weight"] = Part(f"{place}.weight", *span, *changes)
+            parts[f"{name}.weight"] = Part(f"{ours}.weight", *span, transposed)
             if bias:
-                parts[f"{name}.bias"] = Part(f"{place}.bias", *span)
+                parts[f"{name}.bias"] = Part(f"{ours}.bias", *span)
     if more := sorted(own.keys() - {part.ours for part in parts.values()}):
         names = f"{', '.join(more[:3])} ({len(more)} in all)"
         raise UserError(f"model.py has parameters that a Hugging Face {family.name} does not have: {names}")
@@ -301,7 +283,7 @@ def open_tensors(folder, family):
 
 
 def open_hf(name):
-    """({our name: Stored}, ImportedConfig) of a folder or hub name; rows are read when they are indexed.
+    """({our name: Stored}, ImportedConfig) of a folder or hub name; GPT-2's matrices are read here.
 
     Embedding and head have no padding rows. Raises UserError for tensors that do not fit config.json.
     """
@@ -317,19 +299,20 @@ def open_hf(name):
     wrong = [f"{key} missing" for key in parts.keys() - theirs.keys()]
     wrong += [f"{key} not expected" for key in theirs.keys() - parts.keys()]
     for key, part in parts.items() if not wrong else ():
-        shape, rows = [part.last - part.first, *own[part.ours].shape[1:]], theirs[key]
-        shape, rows = (shape[::-1], Transposed(rows)) if part.transposed else (shape, rows)
-        found.setdefault(part.ours, []).append((part.first, rows))
+        shape = [part.last - part.first, *own[part.ours].shape[1:]]
+        shape = shape[::-1] if part.transposed else shape
+        found.setdefault(part.ours, []).append((part.first, theirs[key]))
         if theirs[key].get_shape() != shape:
             wrong.append(f"{key} is {theirs[key].get_shape()}, expected {shape}")
     if wrong:
         words = f"{'; '.join(sorted(wrong)[:3])} ({len(wrong)} in all)"
         raise UserError(f"{folder}: its tensors do not fit its config.json: {words}")
-    return {ours: Stored(ours, slices) for ours, slices in found.items()}, cfg
+    whole = {part.ours: theirs[key][...].t() for key, part in parts.items() if part.transposed}
+    return {ours: Stored(ours, slices) for ours, slices in found.items()} | whole, cfg
 
 
 def save_hf(model, path, dtype="float32", max_shard_size="5GB", tensors=None, tokenizer=None):
-    """Writes a folder that AutoModelForCausalLM loads, complete or not at all; returns its path.
+    """Writes a folder that AutoModelForCausalLM loads, config.json last; returns its path.
 
     max_shard_size: of a file, which is in memory while it is written. tensors: {our name: tensor or Stored}
     for a model on meta; None: the model's own. tokenizer: a corpus.tokenizer.Tokenizer; None: writes none.
@@ -338,21 +321,20 @@ def save_hf(model, path, dtype="float32", max_shard_size="5GB", tensors=None, to
 
     path, parts = Path(path), hf_parts(model)
     tensors = dict(model.named_parameters()) if tensors is None else tensors
-    aside = path.absolute().with_name(f".writing_{path.name}")
-    shutil.rmtree(aside, ignore_errors=True)  # left by a killed save
+    if path.exists() and any(path.iterdir()):
+        raise UserError(f"{path}: not empty; nothing was written")
     try:
-        aside.mkdir(parents=True)
-        ids = write_tokenizer(aside, tokenizer, model.cfg.block_size) if tokenizer else {}
-        write_json(aside / "config.json", config_json(model.cfg, dtype, ids))
-        _write_shards(aside, parts, tensors, dtype, max_shard_size, model.cfg.norm_eps)
-        os.rename(aside, path)
+        path.mkdir(parents=True, exist_ok=True)
+        ids = write_tokenizer(path, tokenizer, model.cfg.block_size) if tokenizer else {}
+        _write_shards(path, parts, tensors, dtype, max_shard_size)
+        write_json(path / "config.json", config_json(model.cfg, dtype, ids))
     except (OSError, SafetensorError, UserError) as error:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(path, ignore_errors=True)
         raise UserError(f"{path}: cannot be written ({error}); nothing of it is kept") from None
     return path
 
 
-def _write_shards(folder, parts, tensors, dtype, max_size, eps):
+def _write_shards(folder, parts, tensors, dtype, max_size):
     """Writes model.safetensors, or several files and their index if the tensors take more than max_size."""
     import torch
     from huggingface_hub import split_torch_state_dict_into_shards
@@ -364,7 +346,6 @@ def _write_shards(folder, parts, tensors, dtype, max_size, eps):
 
     def theirs(part):
         rows = tensors[part.ours][part.first : part.last].detach().cpu()
-        rows = torch.nn.functional.rms_norm(rows.float(), rows.shape[1:], eps=eps) if part.normed else rows
         rows = rows.t() if part.transposed else rows
         return rows.to(dtype, copy=True, memory_format=torch.contiguous_format)  # gate may be up's memory
 

@@ -7,7 +7,6 @@ runs, but not compiled: there would be a graph for each position. Between two st
 import functools
 import itertools
 import sys
-import time
 
 import torch
 import torch.nn.functional as F
@@ -18,67 +17,22 @@ from configurator import UserError, is_rank_0
 from scale import context, parallel
 
 
-def texts(model, tokenizer, prompt, n, max_new_tokens, temperature, top_k, seed):
+def texts(model, tokenizer, prompt, n, **options):
     """n strings that continue `prompt`, which they include; each ends at the end of its document."""
-    ids = torch.tensor([[tokenizer.eot, *tokenizer.encode(prompt)]] * n, device=parallel.device_of(model))
-    rows = generate(model, ids, max_new_tokens, temperature, top_k, seed)[:, 1:].tolist()
-    return [tokenizer.decode(itertools.takewhile(lambda i: i not in tokenizer.ends, row)) for row in rows]
+    ids = [tokenizer.eot, *tokenizer.encode(prompt)]
+    return [tokenizer.decode(ids[1:] + new) for new in replies(model, ids, n, tokenizer.ends, **options)]
 
 
-class Printer:
-    """Prints text as it comes, unless quiet, up to an id of `ends`; adds up `tokens` and `seconds`."""
-
-    def __init__(self, model, tokenizer, ends, quiet=False, **options):  # of `steps`
-        self.model, self.tokenizer, self.ends, self.quiet = model, tokenizer, ends, quiet
-        self.options, self.tokens, self.seconds = options, 0, 0.0
-
-    def __call__(self, ids, seed, shown=(), wanted=True):
-        """Prints the text of `shown` and of what continues `ids`, both lists of ids; returns it."""
-        began, text = time.perf_counter(), ""
-        for piece in pieces(self.tokenizer.decode, shown, self.continued(ids, seed, wanted)):
-            print("" if self.quiet else piece, end="", flush=True)
-            text += piece
-        print(end="" if self.quiet else "\n")
-        self.seconds += time.perf_counter() - began
-        return text
-
-    def continued(self, ids, seed, wanted):
-        """Yields the new ids. A sharded model's ranks, also those without a `wanted` text, go on together."""
-        idx = torch.tensor([ids], device=parallel.device_of(self.model))
-        in_step = bool(parallel.units(self.model))
-        for new in steps(self.model, idx, seed=seed, **self.options) if wanted or in_step else ():
-            wanted = wanted and new.item() not in self.ends
-            if not (parallel.sum_over_ranks(new.new_tensor(int(wanted))) if in_step else wanted):
-                return
-            if wanted:
-                self.tokens += 1
-                yield new.item()
-
-
-def pieces(decode, shown, ids):
-    """The text of the list `shown` and of the ids that follow; an incomplete character waits for its rest.
-
-    The piece before is decoded again with each new one: some tokenizers drop the space that begins a text.
-    """
-    before, new, text = [], [], ""
-    for more in itertools.chain([list(shown)], ([i] for i in ids)):
-        new = new + more
-        text = decode(before + new)[len(decode(before)) :]
-        if not text.endswith("\ufffd"):
-            yield text
-            before, new, text = new, [], ""
-    yield text
-
-
-def generate(model, ids, max_new_tokens, temperature=1.0, top_k=None, seed=0, cached=True):
-    """Continues each row of ids (B, T) int64 by max_new_tokens; returns (B, T + max_new_tokens)."""
-    new = steps(model, ids, max_new_tokens, temperature, top_k, seed, cached)
-    return torch.cat([ids, *(row[:, None] for row in new)], 1)
+def replies(model, ids, n, ends, **options):
+    """n lists of new ids that continue the list `ids`, each up to an id of `ends`; options of `generate`."""
+    idx = torch.tensor([ids] * n, device=parallel.device_of(model))
+    rows = generate(model, idx, ends=ends, **options)[:, len(ids) :].tolist()
+    return [list(itertools.takewhile(lambda i: i not in ends, row)) for row in rows]
 
 
 @torch.no_grad()
-def steps(model, ids, max_new_tokens, temperature=1.0, top_k=None, seed=0, cached=True):
-    """Yields the next id of each row of ids (B, T) int64, (B,), max_new_tokens times.
+def generate(model, ids, max_new_tokens, temperature=1.0, top_k=None, seed=0, cached=True, ends=()):
+    """Continues each row of ids (B, T) int64 by max_new_tokens, or until all rows of all ranks have an end.
 
     Beyond block_size tokens, or without a KV cache, a step computes the last block_size tokens in a window of
     one width: a compiled model sees one shape, and causal attention does not see the zeros on its right.
@@ -88,6 +42,7 @@ def steps(model, ids, max_new_tokens, temperature=1.0, top_k=None, seed=0, cache
     width = min(model.cfg.block_size, -(-total // 64) * 64)
     buffer = F.pad(ids, (0, max(total, width) - T))
     cache = make_cache(model, width) if cached and width > 1 else None
+    ends, going = torch.tensor([*ends], device=ids.device), torch.ones_like(ids[:, 0])
     for end in range(T, total):
         if cache and end <= width:
             logits = cache.logits(buffer[:, cache.length : end])
@@ -96,7 +51,10 @@ def steps(model, ids, max_new_tokens, temperature=1.0, top_k=None, seed=0, cache
             at = torch.tensor([end - begin - 1], device=ids.device)
             logits = model.logits(buffer[:, begin : begin + width], at)[:, 0]  # (B, V)
         buffer[:, end] = pick(logits, temperature, top_k, generator)
-        yield buffer[:, end]
+        going *= torch.isin(buffer[:, end], ends, invert=True)
+        if len(ends) and not parallel.sum_over_ranks(going.sum()):  # a sharded model needs all ranks
+            return buffer[:, : end + 1]
+    return buffer[:, :total]
 
 
 def pick(logits, temperature, top_k, generator):

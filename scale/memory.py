@@ -167,16 +167,10 @@ def on_host(cfg, ranks):
     return parts
 
 
-def largest_batch(cfg, ranks, budget, name="batch_size", step=1):
-    """The largest batch_size, or setting `name`, whose estimate is within `budget` bytes, 0 if none is."""
-    over = lambda n: takes(dataclasses.replace(cfg, **{name: n * step}), ranks) > budget
-    return step * bisect.bisect_left(range(1, 2**20), True, key=over)
-
-
-def longest_row(cfg, ranks, budget):
-    """The largest block_size that fits with batch_size=1, in steps of 1,024 a rank, 0 if none does."""
-    one = dataclasses.replace(cfg, batch_size=1)
-    return largest_batch(one, ranks, budget, "block_size", 1024 * cfg.context_parallel)
+def largest_batch(cfg, ranks, budget):
+    """The largest batch_size whose estimate is within `budget` bytes, 0 if none is."""
+    over = lambda n: takes(dataclasses.replace(cfg, batch_size=n), ranks) > budget
+    return bisect.bisect_left(range(1, 2**20), True, key=over)
 
 
 def describe(cfg, ranks, parameters=None):
@@ -200,8 +194,7 @@ def uncounted(cfg):
 def advice(cfg, ranks, budget):
     """What to change after a run was out of memory; budget: bytes of the GPU."""
     need, copies = takes(cfg, ranks), ranks > 1 and cfg.parallel == "ddp"
-    other = " (is another process on it? see nvidia-smi)" * (need < 0.9 * budget and not uncounted(cfg))
     remat = "--remat=selective" if cfg.remat == "none" else "--remat=block"
     states = "--parallel=fsdp" if copies else "--optimizer=adamw8bit --weights=bf16"
-    why = f"this takes about {need / GIB:.1f} GiB of {budget / GIB:.1f} a GPU by estimate{other}"
+    why = f"this takes about {need / GIB:.1f} GiB of {budget / GIB:.1f} a GPU by estimate"
     return f"out of memory: {why}; try a smaller --batch_size, {remat} or {states}"

@@ -278,10 +278,7 @@ def test_memory_falls_as_it_must():
     rows = memory.largest_batch(dataclasses.replace(cfg, remat="block"), 8, budget)
     fits, over = (dataclasses.replace(cfg, remat="block", batch_size=b) for b in (rows, rows + 1))
     assert sum(memory.estimate(fits, 8).values()) <= budget < sum(memory.estimate(over, 8).values())
-    length = memory.longest_row(dataclasses.replace(cfg, remat="block"), 8, budget)
-    fits, over = (dataclasses.replace(cfg, remat="block", block_size=t) for t in (length, length + 1024))
-    assert memory.takes(fits, 8) <= budget < memory.takes(over, 8)
-    assert memory.longest_row(cfg, 8, 2 * memory.GIB) == 0
+    assert memory.largest_batch(cfg, 8, 2 * memory.GIB) == 0
 
 
 def test_out_of_memory_says_what_would_take_less(monkeypatch):
@@ -294,7 +291,6 @@ def test_out_of_memory_says_what_would_take_less(monkeypatch):
     words = r"^out of memory: .* of 24.0 a GPU by estimate; try a smaller --batch_size, --remat=selective"
     with pytest.raises(UserError, match=words):
         train.main(cfg)
-    assert "another process" in memory.advice(cfg, 1, 200 * memory.GIB)
     assert "--parallel=fsdp" in memory.advice(cfg, 2, 24 * memory.GIB)
 
 
@@ -305,7 +301,6 @@ def test_no_estimate_where_operations_keep_more_than_it_counts(word):
         here("memory", str(ROOT / "config/gpt2_124m.py"), word)
     cfg = configure(Config, [str(ROOT / "config/gpt2_124m.py"), "--precision=bf16", "--ops=fused", word])
     assert "in all" not in memory.describe(cfg, 1)
-    assert "another process" not in memory.advice(cfg, 1, 200 * memory.GIB)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import itertools
 import json
 
 import pytest
@@ -45,11 +46,12 @@ def config(run, **settings):
 def test_samples_of_two_ranks_are_printed_in_order_as_by_one(run, mode):
     words = [f"--checkpoint={run}", "--tokenizer=bytes", "--prompt=so", "--n_samples=5", "--max_new_tokens=8"]
     words += ["--device=cpu", "--no_stop"]
-    alone = ranks.run(0, words, "sample.py")
+    alone = [ranks.run(0, [*words, "--n_samples=3", f"--seed={seed}"], "sample.py") for seed in (1337, 1338)]
     both = ranks.run(2, [*words, f"--parallel={mode}"], "sample.py")
-    assert alone.returncode == both.returncode == 0, both.stderr
+    assert both.returncode == 0, both.stderr
     texts, last = both.outputs[0].rsplit("-" * 80, 1)
-    assert texts == alone.stdout.rsplit("-" * 80, 1)[0] and len(set(texts.split("-" * 80))) == 5
+    first, second = (one.stdout.rsplit("-" * 80, 1)[0] for one in alone)
+    assert len(set(texts.split("-" * 80))) == 5 and f"{first}{'-' * 80}\n{second}".startswith(texts)
     assert all(text.lstrip("\n").startswith("so") for text in texts.split("-" * 80))
     assert last.startswith("\n40 tokens in ") and both.outputs[1] == both.stderr == ""
     talk = ranks.run(2, [*words[:2], "--chat", "--device=cpu"], "sample.py")
@@ -68,11 +70,11 @@ def test_ranks_of_a_divided_model_go_on_until_the_last_sample_ends(tmp_path):
     checkpoint.save_model(tmp_path / "run", model, cfg)
     words = [f"--checkpoint={tmp_path}/run", "--tokenizer=bytes", "--n_samples=5", "--max_new_tokens=40"]
     words += ["--device=cpu", "--temperature=1", "--top_k=None"]
-    alone, both = ranks.run(0, words, "sample.py"), ranks.run(2, [*words, "--parallel=fsdp"], "sample.py")
-    assert alone.returncode == both.returncode == 0, both.stderr
-    (texts, last), (expected, alone_last) = (done.outputs[0].rsplit("-" * 80, 1) for done in (both, alone))
+    both = [ranks.run(2, [*words, f"--parallel={mode}"], "sample.py") for mode in ("ddp", "fsdp")]
+    assert [done.returncode for done in both] == [0, 0], both[1].stderr
+    (texts, last), (expected, other_last) = (done.outputs[0].rsplit("-" * 80, 1) for done in both)
     assert texts == expected and len(set(map(len, texts.split("-" * 80)))) > 2  # the samples differ in length
-    assert last.partition(" in ")[0] == alone_last.partition(" in ")[0]
+    assert last.partition(" in ")[0] == other_last.partition(" in ")[0]
     lost = ranks.run(0, [*words, "--parallel=fsdp"], "sample.py")
     assert lost.returncode == 2 and lost.stderr.count("\n") == 1
     assert lost.stderr.startswith(
@@ -81,11 +83,11 @@ def test_ranks_of_a_divided_model_go_on_until_the_last_sample_ends(tmp_path):
 
 
 def test_a_sample_ends_where_the_model_ends_its_text_and_changed_code_is_announced(run, capsys, monkeypatch):
-    ids = torch.tensor([[104], [105], [256], [33]])
-    monkeypatch.setattr(sampling, "steps", lambda *_, **__: iter(ids))
+    ids = itertools.cycle(torch.tensor([[104], [105], [256], [33]]))
+    monkeypatch.setattr(sampling, "pick", lambda *_: next(ids))
     monkeypatch.setattr(source, "warning", lambda folder: f"model.py differs from that of {folder}")
-    for stop, text, count in ((True, "so-hi", 2), (False, "so-hi!", 4)):
-        sample.main(config(run, prompt="so-", n_samples=1, stop=stop))
+    for stop, text, count in ((False, "so-hi!", 4), (True, "so-hi", 2)):
+        sample.main(config(run, prompt="so-", n_samples=1, max_new_tokens=4, stop=stop))
         out, err = capsys.readouterr()
         shown, last = out.split("\n" + "-" * 80 + "\n")
         assert shown == text and last.startswith(f"{count} tokens in ") and last.endswith(" tokens/s\n")
@@ -141,7 +143,7 @@ def test_chat_replies_to_a_prompt_or_to_each_line(chatty, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("hi\nthere\n"))
     sample.main(sample.Config(**options))
     out = capsys.readouterr().out
-    assert out.startswith(first) and "12 tokens in " in out
+    assert out.startswith(first)
     talk = ("user", "hi"), ("assistant", first[:-1]), ("user", "there")
     assert asked[-1] == [dict(role=role, content=content) for role, content in talk]
 

@@ -1,11 +1,10 @@
-"""run/sampling.py: tokens with a KV cache are those without, models that it does not suit, text in pieces."""
+"""run/sampling.py: tokens with a KV cache are those without, models that it does not suit."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import kernels
-from corpus import tokenizer
 from model import GPT, Block, build
 from run import sampling
 from scale.compile import compile_model
@@ -117,15 +116,6 @@ def test_top_k_and_temperature():
         kept = logits[0].where(logits[0] >= logits[0].topk(top_k or 4).values[-1], -torch.inf)
         assert (found - (kept / temperature).softmax(0)).abs().max() < 0.03  # 4 standard errors
     assert sampling.pick(logits, 1e-30, None, generator).eq(1).all()  # tiny, and nothing overflows
-
-
-def test_text_comes_in_pieces_of_whole_characters():
-    tok, text = tokenizer.load("bytes"), "naïve 東京 🙂!"
-    ids = list(text.encode())
-    pieces = [piece for piece in sampling.pieces(tok.decode, ids[:3], ids[3:]) if piece]
-    assert pieces[1:] == list(text[3:]) and "".join(pieces) == text
-    cut_off = sampling.pieces(tok.decode, [65], [0xE6, 0x9D])
-    assert list(cut_off) == ["A", "\ufffd"]  # shown at the end
 
 
 @pytest.mark.gpu
