@@ -6,7 +6,7 @@
     torchrun --standalone --nproc_per_node=4 sample.py --checkpoint=out/llama3_70b --parallel=fsdp
     python sample.py --pretrained=FOLDER --chat                       # a conversation: a line, a reply
 
-Prints the texts, which each rank generates together, and tokens a second. The sampling is in run/sampling.py.
+Prints the texts and tokens a second. The sampling is in run/sampling.py.
 """
 
 import functools

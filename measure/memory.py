@@ -16,21 +16,15 @@ def measure(cfg):
     cfg = dataclasses.replace(cfg, precision="bf16" if cfg.precision == "auto" else cfg.precision)
     check(cfg, cfg.world)
     print(f"{cfg.world} GPUs, parallel={cfg.parallel}" if cfg.world > 1 else "1 GPU; for more --world=N")
-    table(memory.estimate(cfg, cfg.world))
-    if parts := memory.on_host(cfg, cfg.world):
-        print(f"\nhost memory of a rank; of a host, {memory.ranks_of_host(cfg.world)} times as much")
-        table(parts)
+    parts = memory.estimate(cfg, cfg.world)
+    for name, size in [*parts.items(), ("all", sum(parts.values()))]:
+        print(f"{name:<28}{size / memory.GIB:8.2f} GiB")
     most = f"batch_size in {cfg.gpu_gib:g} GiB"
     print(f"\n{'parallel':<10}{'remat':<12}{'GiB a rank':>12}  largest {most}")
     kinds = ["ddp"] if cfg.world == 1 and not cfg.offload_states else ["ddp", "zero2", "fsdp"]
     for kind in dict.fromkeys([*kinds, cfg.parallel]):
         for remat in ("none", "selective", "attention", "block"):
             row(cfg, kind, remat)
-
-
-def table(parts):
-    for name, size in [*parts.items(), ("all", sum(parts.values()))]:
-        print(f"{name:<28}{size / memory.GIB:8.2f} GiB")
 
 
 def row(cfg, kind, remat):

@@ -55,8 +55,8 @@ def refuse_other_tokenizer(cfg):
 def make_batches(cfg, world, loader):
     """A function that returns this rank's part of the next (x, y); with cfg.overfit of the first step's.
 
-    With a mask it returns (x, y, weight): this weight times the sum of losses, added up over micro-steps and
-    averaged over ranks, is the mean over the targets of the whole step, which differ in number by micro-step.
+    With a mask (x, y, weight): the weighted sums of losses, added up over micro-steps and averaged over
+    ranks, are the mean over the whole step's targets.
     """
 
     def next_batch():

@@ -181,10 +181,7 @@ def fetch(name):
 
 
 def config_json(cfg, dtype, ids):
-    """The content of config.json as transformers 4 writes it, which version 5 and other readers accept too.
-
-    ids: those of `write_tokenizer`. The context is block_size, or what RoPE was scaled to if that is longer.
-    """
+    """The content of config.json as transformers 4 writes it; ids: those of `write_tokenizer`."""
     family, context = family_of(cfg), max(cfg.block_size, int(cfg.rope_original * (cfg.rope_factor or 0)))
     activation = next(theirs for theirs, ours in family.mlps.items() if ours == cfg.mlp)
     values = vars(cfg) | dict(mlp=activation, n_kv_head=cfg.kv_heads, n_hidden=cfg.hidden, block_size=context)
@@ -202,8 +199,7 @@ def config_json(cfg, dtype, ids):
 def write_tokenizer(folder, tokenizer, block_size):
     """Writes the files of a tokenizer and of generation, and returns {"bos_token_id", "eos_token_id"}.
 
-    tokenizer_config.json, a chat template and generation_config.json are copied from beside tokenizer.json.
-    Our shards have a separator before each document: generation stops at it as well.
+    Generation ends at the separator as well, which our shards have before each document.
     """
     from corpus import chat
     from run.checkpoint import BESIDE
@@ -314,8 +310,7 @@ def open_hf(name):
 def save_hf(model, path, dtype="float32", max_shard_size="5GB", tensors=None, tokenizer=None):
     """Writes a folder that AutoModelForCausalLM loads, config.json last; returns its path.
 
-    max_shard_size: of a file, which is in memory while it is written. tensors: {our name: tensor or Stored}
-    for a model on meta; None: the model's own. tokenizer: a corpus.tokenizer.Tokenizer; None: writes none.
+    max_shard_size: of a file, in memory while written. tensors: {our name: tensor or Stored}, or the model's.
     """
     from safetensors import SafetensorError
 

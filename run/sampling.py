@@ -34,8 +34,8 @@ def replies(model, ids, n, ends, **options):
 def generate(model, ids, max_new_tokens, temperature=1.0, top_k=None, seed=0, cached=True, ends=()):
     """Continues each row of ids (B, T) int64 by max_new_tokens, or until all rows of all ranks have an end.
 
-    Beyond block_size tokens, or without a KV cache, a step computes the last block_size tokens in a window of
-    one width: a compiled model sees one shape, and causal attention does not see the zeros on its right.
+    Without a KV cache or beyond block_size a step computes the last tokens in a window of one width, so that
+    a compiled model sees one shape; causal attention does not see the zeros on its right.
     """
     generator = torch.Generator(ids.device).manual_seed(seed)
     T, total = ids.size(1), ids.size(1) + max_new_tokens
@@ -89,8 +89,7 @@ def warn(reason):
 class Cache:
     """Keys and values of rows of up to `size` tokens; `length`: how many of each row it has.
 
-    Raises UserError for a model with another attn.core than kernels.attention. It needs torch.no_grad, and
-    with context parallelism or document masks context.alone.
+    It needs torch.no_grad, kernels.attention as attn.core, and context.alone around wrapped ones.
     """
 
     def __init__(self, model, size):

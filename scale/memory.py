@@ -1,7 +1,6 @@
 """The GPU memory that a run will take, by arithmetic alone: `bench.py memory` needs neither a GPU nor torch.
 
-Counts what the fused kernels in bf16 and fp8 keep, in bytes a rank, at the moments where a step may have its
-peak: the loss, the backward of the last block, and the update. Tests compare it with models and measurements.
+Counts what the fused kernels in bf16 and fp8 keep at the possible peaks of a step: loss, backward, update.
 """
 
 import bisect
@@ -16,7 +15,7 @@ UNIT_MIB = 100  # blocks that FSDP2 gathers as one unit take up to this in 16 bi
 
 
 def estimate(cfg, ranks):
-    """{part: bytes of GPU memory on a rank} for a Config and `ranks` processes; on_host counts the host's."""
+    """{part: bytes of GPU memory on a rank} for a Config and `ranks` processes."""
     (total, block), (own, summed, moments) = parameter_counts(cfg), bytes_of_parameter(cfg)
     shards, sharded = shards_of(cfg, ranks), cfg.parallel != "ddp" and (ranks > 1 or cfg.offload_states)
     here = 0 if cfg.offload_states else total / shards
@@ -148,23 +147,6 @@ def shards_of(cfg, ranks):
 def ranks_of_host(ranks):
     """Of `ranks`, how many run on one host: as torchrun says, else up to 8."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", min(8, ranks)))
-
-
-def on_host(cfg, ranks):
-    """{part: bytes of the host's memory on a rank}; all but moments pinned, in blocks of a power of two."""
-    parts, shards, (own, _, moments) = {}, shards_of(cfg, ranks), bytes_of_parameter(cfg)
-    pinned = lambda size: 2 ** (size - 1).bit_length()
-    if cfg.offload_states:
-        tables = [(cfg.padded_vocab, width) for width in cfg.tables]
-        tables += [(cfg.block_size, cfg.n_embd)] if cfg.positions == "learned" else []
-        shapes = cfg.block_matmuls * cfg.n_layer + tables
-        weights = sum(pinned(own * -(-rows // shards) * width) for rows, width in shapes)
-        parts = {"parameters": weights, "gradients": weights}
-        parts["optimizer"] = int(moments * parameter_counts(cfg)[0] / shards)
-    if cfg.remat_offload:
-        sizes = [pinned(cfg.rank_tokens * each) for each in kept(cfg, cfg.remat)]
-        parts["activations"] = sum(sizes) * -(-cfg.n_layer // cfg.remat_every)
-    return parts
 
 
 def largest_batch(cfg, ranks, budget):

@@ -168,52 +168,6 @@ def test_memory_is_what_h200s_took(line):
     assert memory.takes(cfg, ranks) / memory.GIB == pytest.approx(float(measured), rel=0.07)
 
 
-def held_in_rank(words):
-    """Bytes in this rank after a step: ([of each weight], [of each gradient], of the moments, estimate)."""
-    cfg = configure(StepConfig, words)
-    world = parallel.join(cfg)
-    own, _, job = step.build(cfg, world)
-    job.optimizer.zero_grad = lambda **_: None
-    job.step(step.synthetic(own, world), 1e-3)
-    weights = list(job.raw.parameters())
-    assert all(t.device.type == "cpu" for p in weights for t in (p, p.grad))
-    moments = [value for state in job.optimizer.state.values() for value in state.values() if value.dim()]
-    sizes = [
-        [t.to_local().nbytes for t in tensors] for tensors in (weights, [p.grad for p in weights], moments)
-    ]
-    return sizes[0], sizes[1], sum(sizes[2]), memory.on_host(own, world.size)
-
-
-@pytest.mark.parametrize("kind", ["fsdp", "zero2"])
-def test_the_hosts_memory_is_what_offloaded_states_take(kind):
-    """Over two ranks on the CPU, where nothing is pinned: pinned, a size would be the next power of two."""
-    words = [
-        *TINY,
-        "--n_embd=192",
-        "--n_head=4",
-        f"--parallel={kind}",
-        "--offload_states=True",
-        "--compile=False",
-    ]
-    for weights, gradients, moments, estimate in call(2, held_in_rank, words):
-        pinned = [sum(1 << (size - 1).bit_length() for size in sizes) for sizes in (weights, gradients)]
-        assert pinned == pytest.approx([estimate["parameters"], estimate["gradients"]], rel=0.02)
-        assert moments == pytest.approx(estimate["optimizer"], rel=1e-3)
-        assert sum(weights) + sum(gradients) == moments
-
-
-def test_the_hosts_memory_is_counted():
-    """Half a million tokens of Llama 3 8B keep 128 GiB there, and weights, gradients and moments as much."""
-    words = ["config/llama3_8b.py", "--block_size=524288", "--batch_tokens=524288", "--batch_size=1"]
-    words += ["--remat=block", "--remat_offload", "--parallel=fsdp", "--offload_states", "--precision=bf16"]
-    cfg = configure(Config, words)
-    assert sum(memory.on_host(cfg, 1).values()) == pytest.approx(256 * memory.GIB, rel=0.01)
-    whole = dict(remat="attention", offload_states=False, batch_tokens=2 * 3 * 2**17, block_size=3 * 2**17)
-    activations = memory.on_host(dataclasses.replace(cfg, **whole), 1)["activations"]
-    # pinned: 3 GiB take 4, and attention's logsumexp 64 MiB
-    assert activations == 32 * (2 * 4 * memory.GIB + 2**26)
-
-
 def three_steps_in_rank(words):
     """(Losses of three steps on one GPU, bytes of its memory at the peak, bytes by the estimate).
 
@@ -253,16 +207,6 @@ def test_a_gpu_takes_the_estimated_memory(mode):
     )
     assert peak == pytest.approx(estimate, rel=0.12)
     assert losses[0] == pytest.approx(11, abs=0.6) and losses[2] < losses[0]
-
-
-def test_memory_prints_the_hosts_memory(capsys):
-    words = ["config/llama3_8b.py", "--parallel=fsdp", "--world=4"]
-    here("memory", *words, "--offload_states=True")
-    said = capsys.readouterr().out
-    assert "host memory of a rank; of a host, 4 times as much" in said
-    assert 120 < 4 * float(re.findall(r"^all +([\d.]+) GiB$", said, re.MULTILINE)[1]) < 135
-    here("memory", *words)
-    assert "host memory" not in capsys.readouterr().out
 
 
 def test_memory_falls_as_it_must():

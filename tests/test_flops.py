@@ -150,7 +150,7 @@ def test_what_wraps_attention_refuses_an_attention_that_it_does_not_reach(settin
 
 @pytest.mark.parametrize("name, precision, tflops", [
     ("NVIDIA H200", "bf16", 989), ("NVIDIA H100 PCIe", "bf16", 756), ("AMD Instinct MI300X", "tf32", 654),
-    ("AMD Instinct MI250X", "fp8", None), ("Some GPU", "bf16", None),
+    ("NVIDIA A10", "fp8", None), ("Some GPU", "bf16", None),
 ])  # fmt: skip
 def test_peaks(monkeypatch, name, precision, tflops):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
