@@ -1,9 +1,8 @@
 """HellaSwag (https://arxiv.org/abs/1905.07830): which of four endings does the model find most likely?
 
     python hellaswag.py --checkpoint=out/gpt2_124m
-    python hellaswag.py --pretrained=gpt2 --file=hellaswag_val.jsonl
-    torchrun --standalone --nproc_per_node=8 hellaswag.py --checkpoint=out/llama3_8b    # each scores a part
-    torchrun --standalone --nproc_per_node=4 hellaswag.py --checkpoint=out/llama3_70b --parallel=fsdp
+    python hellaswag.py --pretrained=gpt2
+    torchrun --standalone --nproc_per_node=8 hellaswag.py --checkpoint=out/llama3_8b [--parallel=fsdp]
 
 acc takes the ending with the lowest summed loss, acc_norm that with the lowest mean loss per token, as other
 GPT-2 reproductions do (GPT-2 124M: 0.2859, 0.2955); lm-eval's divides by characters instead. Chance is 0.25.
@@ -15,9 +14,10 @@ import itertools
 import json
 import time
 import urllib.request
+from collections import namedtuple
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 
@@ -109,11 +109,9 @@ def download(folder=CACHE, url=URL):
     return path
 
 
-class Prepared(NamedTuple):  # tokenized examples, four rows each
-    rows: list  # ids of context and ending, int64 arrays
-    starts: np.ndarray  # index in each row at which the ending begins
-    labels: np.ndarray  # index of the right ending of each example
-    truncated: int  # rows that lost the left of their context
+# Tokenized examples, four rows each: ids of context and ending; where the endings begin; the right endings'
+# indices; how many rows lost the left of their context.
+Prepared = namedtuple("Prepared", "rows starts labels truncated")
 
 
 def prepare(examples, tokenizer, block_size):
@@ -155,8 +153,7 @@ def pad(prepared, numbers, B, T):
 def evaluate(model, prepared, device, batch_tokens=None, autocast=None, stop=lambda: False):
     """{"acc", "acc_norm", "n", "truncated", "seconds"} over all examples, the same on every rank.
 
-    The ranks share the batches and run equally many forwards: FSDP2's collectives need all of them. stop():
-    whether to end before the last batch; the score is then worth nothing.
+    The ranks run equally many forwards, as FSDP2 needs. stop(): whether to leave the rest out.
     """
     import torch
 

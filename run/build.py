@@ -26,10 +26,6 @@ def choose(cfg, device):
     attention = best_attention(device, precision) if cfg.attention == "auto" else (cfg.attention, "as set")
     chosen = dict(precision=(precision, why), attention=attention, ops=pick_ops(cfg.ops, device, precision))
     rows = [(name, f"{value} ({reason})") for name, (value, reason) in chosen.items()]
-    if cfg.document_mask:
-        varlen = device.type == "cuda" and precision not in ("fp32", "tf32")
-        how = "flash attention for variable lengths" if varlen else "T x T masks, slow for long rows"
-        rows.append(("documents", f"a token attends within its own ({how})"))
     return dataclasses.replace(cfg, **{name: value for name, (value, _) in chosen.items()}), rows
 
 
@@ -59,8 +55,8 @@ def refuse_other_tokenizer(cfg):
 def make_batches(cfg, world, loader):
     """A function that returns this rank's part of the next (x, y); with cfg.overfit of the first step's.
 
-    With a mask it returns (x, y, weight): this weight times the sum of losses, added up over micro-steps and
-    averaged over ranks, is the mean over the targets of the whole step, which differ in number by micro-step.
+    With a mask (x, y, weight): the weighted sums of losses, added up over micro-steps and averaged over
+    ranks, are the mean over the whole step's targets.
     """
 
     def next_batch():

@@ -39,7 +39,7 @@ from fast.attention import best_attention
 from run import files, source
 from run.logger import NotFinite
 from scale import parallel
-from scale.shards import copy_into, is_first_copy, local, own_rows
+from scale.shards import copy_into, is_first_copy, local, rows_of
 from settings import Config, GPTConfig
 
 
@@ -198,7 +198,7 @@ class Saver:
         """{file name: (tensors, shards)}, for _write, of a group of which this rank writes; else {}."""
         own = {k: t if isinstance(t, Stored) else local(t) for k, t in tensors.items() if is_first_copy(t)}
         cut = [name for name, t in own.items() if t.shape != tensors[name].shape]
-        shards = {name: (own_rows(tensors[name])[0], len(tensors[name])) for name in cut}
+        shards = {name: (rows_of(tensors[name])[0], len(tensors[name])) for name in cut}
         if self.background:  # pinned memory takes a copy at the bus's full rate
             copies = {k: torch.empty_like(t, device="cpu", pin_memory=t.is_cuda) for k, t in own.items()}
             own = {name: copies[name].copy_(t, non_blocking=True) for name, t in own.items()}

@@ -15,8 +15,8 @@ import kernels
 import model as models
 from scale.precision import DTYPES
 
-# Dense peak TFLOP/s by precision, from data sheets, by the first pattern in the device's name. AMD's fp32
-# figures are those of its matrix units; MI250X: of half a card, since PyTorch sees two devices.
+# Dense peak TFLOP/s by precision, from data sheets, by the first pattern in the device's name; AMD's
+# fp32 is that of its matrix units.
 PEAK_TFLOPS = {
     "B200": {"fp8": 4500, "bf16": 2250, "fp16": 2250, "tf32": 1125, "fp32": 75},
     "H100 PCIe": {"fp8": 1513, "bf16": 756, "fp16": 756, "tf32": 378, "fp32": 51},
@@ -32,7 +32,6 @@ PEAK_TFLOPS = {
     "V100": {"fp16": 125, "fp32": 15.7},
     "T4": {"fp16": 65, "fp32": 8.1},
     "MI300X": {"fp8": 2615, "bf16": 1307, "fp16": 1307, "tf32": 654, "fp32": 163},
-    "MI250X": {"bf16": 191.5, "fp16": 191.5, "fp32": 47.9},
 }
 
 
@@ -87,14 +86,13 @@ def census(device_type, dtype):
 class Account:
     """What a model computes: `calls` (see Census), flops_per_token, unused (parameters without a gradient).
 
-    regular: every block ran once. bypassed: a block ran without kernels.attention as its attn.core, so that
-    what wraps the core takes no part. problem: why nothing is known, as after an edit that reads a value.
+    regular: every block ran once. bypassed: a block ran without kernels.attention as its attn.core.
+    problem: why nothing is known, as after an edit that reads a value.
     """
 
     def __init__(self, cfg, device):
         model, runs = models.on_meta(cfg), Counter()
         self.parameters = sum(p.numel() for p in model.parameters())
-        self.plain_linears = sum(type(module) is nn.Linear for module in model.modules())
         for block in model.blocks:
             block.register_forward_hook(lambda block, *_: runs.update([block]))
         self.flops_per_token = self.problem = None
@@ -118,8 +116,6 @@ class Account:
             by_reason.setdefault(reason, []).append(f"{name} {n}")
         words = [f"fast: {', '.join(by_reason.pop(None))}"] if None in by_reason else []
         words += [f"plain: {', '.join(names)} ({reason})" for reason, names in by_reason.items()]
-        if self.plain_linears:
-            words.append(f"{self.plain_linears} nn.Linear by themselves (kernels.Linear has a fused kernel)")
         rows = [("operations", "; ".join(words))]
         if self.unused:
             names = ", ".join(self.unused[:3]) + f" and {len(self.unused) - 3} more" * (len(self.unused) > 3)
@@ -130,8 +126,7 @@ class Account:
 def flops_per_token(model, cfg, seen):
     """FLOPs of a token for MFU, from a forward and backward on meta tensors; seen: the Census under way.
 
-    Counts matmul weights and causal attention once, no padding rows and no recomputation; with document masks
-    no attention, whose FLOPs depend on the documents' lengths.
+    No padding rows, no recomputation, and no attention within documents, which depends on their lengths.
     """
     tokens = torch.zeros(1, cfg.block_size, dtype=torch.long, device="meta")
     with FlopCounterMode(display=False) as counter:

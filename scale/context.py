@@ -1,7 +1,5 @@
 """Context parallelism: ranks share a sequence whose activations do not fit one GPU, each with some tokens.
 
-    torchrun --standalone --nproc_per_node=4 train.py config/llama3_8b.py --parallel=fsdp --context_parallel=4
-
 Only attention's core mixes tokens: an all-to-all before it exchanges tokens for heads, so that a rank has all
 tokens of some heads, and one after it reverses that (Ulysses, https://arxiv.org/abs/2309.14509). They are
 data-parallel ranks to gradients. An edit that mixes tokens outside attn.core gives wrong results.

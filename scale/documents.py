@@ -1,12 +1,8 @@
 """Document masks: a token attends to earlier tokens of its own document only, though a row holds many.
 
-    python train.py config/llama_124m.py --document_mask
-
-A document begins at its separator, as fineweb.py writes it, or at the start of the row. Llama 3 was trained
-in this way (https://arxiv.org/abs/2407.21783, section 3.2). Positions count through the whole row: RoPE sees
-differences alone; in a learned table (GPT-2's) a document's positions are later than by itself. On CUDA in 16
-bits attention is torch.nn.attention.varlen, whose FLOPs fall with the documents' length; it needs the longest
-length on the host, so each forward begins with a wait. Elsewhere it is SDPA with a T x T mask, for tests.
+A document begins at its separator, as fineweb.py writes it, or at the start of the row, as for Llama 3
+(https://arxiv.org/abs/2407.21783, section 3.2). Positions count through the whole row. On CUDA in 16 bits
+attention is torch.nn.attention.varlen, which waits for the longest length; elsewhere SDPA with a T x T mask.
 """
 
 import inspect
@@ -46,11 +42,10 @@ def apply(model, eot):
 
 
 class Documents:
-    """A batch's documents, kept until the next forward, since a backward may compute attention again.
+    """A batch's documents, kept until the next forward; on: False while each row counts as one document.
 
     ids: (B, T), equal within a document. bounds: int32, where documents begin in all rows together. longest:
-    a tensor with as many rows; to torch.compile its size is a variable, a number is a constant. on: False
-    while each row counts as one document.
+    a tensor with as many rows, since a number would be a constant to torch.compile.
     """
 
     def __init__(self, eot):

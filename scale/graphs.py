@@ -17,10 +17,9 @@ ALIGNED = 128  # elements: each gradient begins at a multiple of them
 
 
 class Replayed:
-    """A micro-step on a GPU, replayed as a graph from a step's start on.
+    """A micro-step on a GPU, replayed as a graph that reads its batch from tensors of its own.
 
-    It reads its batch from its own tensors and adds to gradients that stay where they are: the next call puts
-    them back, as zeros, where the optimizer sets .grad to None. Ranks average them after a step's last one.
+    Its gradients stay in place: where the optimizer sets .grad to None, the next call puts zeros back.
     """
 
     def __init__(self, micro_step, model, accumulation, reduce_dtype):

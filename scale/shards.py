@@ -4,13 +4,6 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 
-def own_rows(tensor):
-    """(first, last): the rows of the whole tensor that this rank holds."""
-    first, last = rows_of(tensor)
-    assert last - first == local(tensor).size(0), "FSDP2 does not split rows as torch.chunk does"
-    return first, last
-
-
 def rows_of(tensor, rank=None):
     """(first, last): the rows of a rank's shard, None: this rank's; FSDP2 splits rows as torch.chunk does."""
     if not isinstance(tensor, DTensor):
@@ -36,7 +29,7 @@ def is_first_copy(tensor):
 
 def copy_into(tensor, whole, rows=None):
     """tensor[:rows] = whole[:rows] for this rank's rows; whole[a:b] may read a file, of those rows alone."""
-    first, last = own_rows(tensor)
+    first, last = rows_of(tensor)
     last = last if rows is None else min(last, rows)
     if first < last:
         local(tensor)[: last - first].copy_(whole[first:last])

@@ -12,7 +12,6 @@ import kernels
 import model as models
 from scale import remat
 from scale.compile import compile_model
-from scale.offload import Shelf
 from settings import Config, GPTConfig
 
 LLAMA = dict(mlp="swiglu", norm="rmsnorm", positions="rope", n_kv_head=2, bias=False, n_hidden=176)
@@ -180,7 +179,7 @@ def test_kept_attention(backend, heads, T, D):
     )
     q, k, v = (t.requires_grad_() for t in (q, k, v))
     expected = kernels.attention(q, k, v, backend)
-    tape = remat.Tape(Shelf(False))
+    tape = remat.Tape(remat.Shelf(False))
     tape.shelf.begin()
     dys = [torch.randn_like(expected), torch.randn(expected.shape, device="cuda", dtype=torch.bfloat16)]
     for dy in dys:
