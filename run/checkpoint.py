@@ -107,9 +107,7 @@ def find(path):
             print(f"warning: {folder} {words}", file=sys.stderr)
         if wrong is None:
             return folder
-    hint = "expected a run's folder, or one of its step_*/"
-    if (path / "config.json").is_file() and any(path.glob("model*.safetensors")):
-        hint = f"Hugging Face weights are --init_from=hf:{path}, or --pretrained={path} of sample.py"
+    hint = "expected a run's folder, or one of its step_*/; Hugging Face weights are --init_from=hf:FOLDER"
     raise CheckpointError(f"{path}: no whole checkpoint there, {len(found)} damaged ({hint})")
 
 
@@ -326,14 +324,8 @@ class Stored:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
-def load(folder):
-    """(tensors, state) of a checkpoint folder, as for `save`, on the CPU."""
-    tensors, state = open_folder(folder)
-    return {group: {name: t[...] for name, t in stored.items()} for group, stored in tensors.items()}, state
-
-
 def open_folder(folder):
-    """(tensors, state) as from `load`, but each tensor is a Stored, which is read where it is indexed."""
+    """(tensors, state) of a folder, as for `save`; a tensor is a Stored, which is read where it is indexed."""
     tensors = {}
     for path in sorted(Path(folder).glob("*.safetensors")):
         group = tensors.setdefault(path.name.partition(".")[0], {})

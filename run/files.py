@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import json
-import math
 import os
 import re
 import reprlib
@@ -51,11 +50,6 @@ def digest(path):
     """(bytes, SHA-256 as hexadecimal text) of a file."""
     with open(path, "rb") as file:
         return os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def finite(values):
-    """The dict with None for inf and NaN, which JSON does not have."""
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
 
 
 def write_json(path, value):

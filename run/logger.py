@@ -1,16 +1,13 @@
-"""The console and logs of a run: start-up summary, a line a step, log.jsonl, status.json, and wandb."""
+"""The console and logs of a run: start-up summary, a line a step, log.jsonl, and wandb."""
 
 import collections
 import contextlib
-import datetime
 import errno
 import json
 import math
 import os
 import shlex
-import socket
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -21,7 +18,6 @@ from run import files
 from scale import parallel
 
 SILENT = 10  # s that a loop takes until `progress` prints a line
-ALIVE = 5  # s between two writes of status.json
 LONG = 2.0  # s; a step that takes longer is waited for, so that a stop costs no second one
 SPIKE, SETTLED = 6.0, 100  # a loss so many sigma above its mean is warned of, after so many steps
 
@@ -34,14 +30,6 @@ def duration(seconds):
     minutes, s = divmod(int(seconds), 60)
     h, m = divmod(minutes, 60)
     return f"{h}h{m:02d}m" if h else f"{m}m{s:02d}s" if m else f"{seconds:.1f}s"
-
-
-def human(n):
-    """12,345,678 -> 12.3M."""
-    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
-        if n >= size:
-            return f"{n / size:.4g}{unit}"
-    return f"{n:.4g}"
 
 
 def device_name(device):
@@ -77,16 +65,10 @@ class Logger:
         self.seconds, self.average = 0.0, None  # of a step; average: without the first one, which compiles
         self.full, self.skipped, self.in_a_row, self.warned = False, 0, 0, 0
         self.trend = 0.0, 0.0, 0  # running mean and variance of the loss, number of steps in them
-        self.status = dict(state="running", step=0, max_steps=max_steps)
-        self.ended, self.thread = threading.Event(), threading.Thread(target=self._keep_status, daemon=True)
 
-    def __exit__(self, kind, *_):
-        """Ends the files; an ExitStack calls it."""
-        self.ended.set()
+    def __exit__(self, *_):
+        """Closes the log; an ExitStack calls it."""
         if self.file:
-            self.thread.join()
-            self.status |= {"state": "failed"} if kind else {}
-            self._write_status()
             self.file.close()
             self.file = None
 
@@ -109,7 +91,6 @@ class Logger:
                 if path.exists():  # a kill may have cut the last line short: it would spoil the next one
                     os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
                 self.file = open(path, "ab", buffering=0)
-            self.thread.start()
             self.wandb = self._try_wandb(self._start_wandb, config) if wandb else None
             self.wandb_id = self.wandb.id if self.wandb else wandb_id
 
@@ -133,7 +114,8 @@ class Logger:
     def record(self, kind, step, **values):
         """A line of log.jsonl, where inf and NaN are null as in JSON, and in wandb as kind/name."""
         if self.file:
-            self._append(json.dumps({"kind": kind, "step": step, **files.finite(values)}) + "\n")
+            finite = {k: None if v in (math.inf, -math.inf) or v != v else v for k, v in values.items()}
+            self._append(json.dumps({"kind": kind, "step": step, **finite}) + "\n")
         if self.wandb:
             named = {f"{kind}/{name}": value for name, value in values.items() if value is not None}
             self._try_wandb(self.wandb.log, {"step": step, **named})
@@ -151,19 +133,6 @@ class Logger:
                 self.full, words = True, f"{error.strerror}; training goes on, lines of the log are lost"
                 self.print(f"warning: {self.file.name}: {words}")
 
-    def _keep_status(self):
-        self._write_status()
-        while not self.ended.wait(ALIVE):
-            self._write_status()
-
-    def _write_status(self):
-        """status.json, whole at any time; a disk that is full costs this file only."""
-        if self.file:
-            now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-            values = self.status | dict(alive_at=now, host=socket.gethostname(), pid=os.getpid())
-            with contextlib.suppress(OSError):
-                files.write_json(self.out_dir / "status.json", files.finite(values))
-
     # -- the run
 
     def start(self, step, tokens, rows, settings, flops):
@@ -180,7 +149,7 @@ class Logger:
 
     def saved(self, step, folder):
         """A checkpoint is complete. A later --resume=auto that finds none looks for this line of the log."""
-        self.saved_at, self.status["last_checkpoint"] = step, str(folder)
+        self.saved_at = step
         self.print(f"saved {folder}")
         self.record("saved", step)
 
@@ -198,7 +167,6 @@ class Logger:
         elif stopped:
             rows.append(("checkpoint", "none: nothing was saved"))
         show(rows, self.print)
-        self.status |= {"state": "stopped" if stopped else "done", "step": step}
         if self.wandb:
             self._try_wandb(self.wandb.finish)
 
@@ -248,7 +216,6 @@ class Logger:
         values = dict(loss=loss, lr=lr, norm=norm, dt_ms=seconds * 1e3, tok_per_s=rate, mfu=mfu, gib=gib)
         tokens = self.origin[1] + (step - self.origin[0]) * self.batch_tokens
         self.record("train", step, **values, tokens=tokens)
-        self.status |= {"step": step, "loss": loss, "eta_s": self.average and round(self.average * left)}
         if step % self.log_interval == 0 or left == 0:
             eta = "n/a" if left and self.average is None else duration(left * (self.average or 0))
             self.print(

@@ -89,10 +89,6 @@ class Start:
             rate = f"stays {now}" if now == before else f"is {now} instead of {before}"
             words = ", ".join(f"{name} {old[name]} to {getattr(cfg, name)}" for name in changed)
             rows.append(("schedule", f"changed ({words}): the next learning rate {rate}"))
-        falls = round(cfg.max_steps * (1 - cfg.cooldown_fraction * (cfg.schedule == "wsd")))
-        if (steps := cfg.warmup_steps) > falls:
-            end = "rate falls from" if falls < cfg.max_steps else "run ends at"
-            rows.append(("warning", f"the warm-up takes {steps} steps, and the {end} step {falls}"))
         return rows
 
 

@@ -218,10 +218,6 @@ def explained(cfg, world):
         budget = torch.cuda.mem_get_info(world.device)[1]
         raise UserError(memory.advice(cfg, world.size, budget)) from None
     except RuntimeError as error:
-        name, missing, _ = first_line(error).partition(" does not have a deterministic implementation")
-        if missing:
-            hint = "has no deterministic form; replace it, or --deterministic=False"
-            raise UserError(f"deterministic=True: {name} {hint}") from None
         if inner := getattr(error, "inner_exception", None):  # of torch._dynamo's BackendCompilerFailed
             text = f"torch.compile failed ({type(inner).__name__}: {first_line(inner)})"
             raise UserError(f"{text}; try --compile=False, or mend the compiler") from None

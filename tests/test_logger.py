@@ -139,5 +139,4 @@ def test_a_slow_loop_says_how_far_it_is_and_stops_when_asked(monkeypatch, capsys
 
 
 def test_words():
-    assert [logger.human(n) for n in (12, 12_345_678, 3e12)] == ["12", "12.35M", "3T"]
     assert [logger.duration(s) for s in (1.24, 61, 7320)] == ["1.2s", "1m01s", "2h02m"]
