@@ -82,8 +82,8 @@ plain_name = lambda v: text(v) and re.fullmatch(r"(?!\.{1,2}$)[^/\\\0]+", v)
 def misfits(value, form, at=""):
     """Yields the places where a value of JSON is not of `form`, in words.
 
-    form: a test; a value; (form, ...) for alternatives of these; [form] for a list; {name: form} for an
-    object, in which those ending in ? may be absent and others are free; {str: form} for one of any names.
+    form: a test; a value; (form, ...) for alternatives; [form] for a list; {name: form} for an object, in
+    which names with ? may be absent and others are free; {str: form} for one of any names.
     """
     if isinstance(form, dict) and isinstance(value, dict):
         for key, one in dict.fromkeys(value, form[str]).items() if str in form else form.items():

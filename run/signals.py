@@ -1,10 +1,8 @@
 """Signals, and ranks that fail, die or hang: a run stops after a step, or all its ranks end with one error.
 
-A thread notes a signal; the loop obeys it after a step, or between two batches of an evaluation, so that no
-collective is interrupted and nothing has to be undone. A second signal ends the process at once.
-Ranks learn of each other's errors through the process group's store, as a collective does not return while a
-rank is missing: the first error is printed once, with its rank, and all ranks end with its exit code. gloo's
-and NCCL's time limit, timeout_s, ends ranks that wait for one that hangs; those left then print their stacks.
+A thread notes a signal; the loop obeys it after a step, or between two batches of an evaluation. A second one
+ends the process at once. Ranks learn of each other's errors through the process group's store: the first is
+printed once, and all end with its exit code. timeout_s ends ranks that wait for one that hangs, with stacks.
 """
 
 import contextlib
@@ -215,12 +213,11 @@ def explained(cfg, world):
     try:
         yield
     except torch.OutOfMemoryError:
-        budget = torch.cuda.mem_get_info(world.device)[1]
-        raise UserError(memory.advice(cfg, world.size, budget)) from None
+        raise UserError(memory.advice(cfg, world.size, torch.cuda.mem_get_info(world.device)[1])) from None
     except RuntimeError as error:
         if inner := getattr(error, "inner_exception", None):  # of torch._dynamo's BackendCompilerFailed
-            text = f"torch.compile failed ({type(inner).__name__}: {first_line(inner)})"
-            raise UserError(f"{text}; try --compile=False, or mend the compiler") from None
+            text = f"{type(inner).__name__}: {first_line(inner)}"
+            raise UserError(f"torch.compile failed ({text}); try --compile=False") from None
         raise
 
 
