@@ -154,9 +154,7 @@ class Saver:
         """Starts the save after `step` steps when the one before is done; waits unless in the background."""
         parallel.reshard(model)
         if not parallel.all_finite(model):
-            lost = f"step {step}: weights are inf or NaN and were not saved"
-            since = f"the last checkpoint is step {self.last}'s" if self.last else "nothing was saved yet"
-            raise NotFinite(f"{lost}; {since}; try a lower --lr")
+            raise NotFinite(f"step {step}: weights are inf or NaN and were not saved; try a lower --lr")
         ranks = parallel.gather_objects(rank_tensors(model, self.world.device))
         rng = {f"{rank}.{kind}": t for rank, found in enumerate(ranks) for kind, t in found.items()}
         own, states = dict(model.named_parameters()), optimizer_tensors(model, optimizer)
@@ -246,8 +244,7 @@ def _begin(final, step, state):
             shutil.rmtree(path)
     _aside(final).mkdir(parents=True)
     files.write_json(_aside(final) / "state.json", {"step": step, **state})
-    recorded = (final.parent / "source.json").is_file()
-    copies = {final.parent / name: name for name in source.KEPT if recorded}
+    copies = {final.parent / name: name for name in source.KEPT if (final.parent / "source.json").is_file()}
     name = state.get("config", {}).get("tokenizer")
     path = name and tokenizers.file_of(name)
     if name and not tokenizers.built_in(name) and not (path and path.is_file()):  # the run was moved

@@ -79,8 +79,9 @@ class Evaluator:
         words += [] if bpb is None else [f"{bpb:.4f} bits/byte"]
         seconds = parallel.synchronize(parallel.device_of(self.model)) - began
         self.log.print(" | ".join([f"val {step}", f"loss {loss:.4f}", *words, f"{seconds:.1f} s"]))
-        folders = {"folders": each} if mixed else {}
-        self.log.record("val", step, loss=loss, bpb=bpb, seconds=seconds, **folders)
+        self.log.record(
+            "val", step, loss=loss, bpb=bpb, seconds=seconds, **{"folders": each} if mixed else {}
+        )
         self.loss = loss
 
     def hellaswag(self, step, module, examples):
@@ -123,10 +124,8 @@ def add_evaluations(evaluate, cfg, world, val_loaders):
             problem = str(error)
         problems = [text for text in parallel.gather_objects(problem) if text]  # all ranks or none
         warnings += [f"no HellaSwag in this run: {problems[0]}"] if problems else []
-        interval = 0 if problems else cfg.hellaswag_interval
-        evaluate.every(interval, evaluate.hellaswag, hellaswag, examples)
+        evaluate.every(0 if problems else cfg.hellaswag_interval, evaluate.hellaswag, hellaswag, examples)
     if cfg.sample_interval:
         options = dict(tokenizer=tokenizer, prompt=cfg.sample_prompt, seed=cfg.seed, **SAMPLES)
-        sample = functools.partial(sampling.texts, **options)
-        evaluate.every(cfg.sample_interval, evaluate.samples, sample)
+        evaluate.every(cfg.sample_interval, evaluate.samples, functools.partial(sampling.texts, **options))
     return warnings

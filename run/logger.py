@@ -77,10 +77,7 @@ class Logger:
     # -- files and wandb
 
     def open(self, out_dir, config, wandb=False, wandb_id=None, saved_at=None):
-        """Opens the log in out_dir, and with `wandb` a wandb run: the one of wandb_id on a resume.
-
-        saved_at: the step of the checkpoint in out_dir from which the run goes on.
-        """
+        """Opens the log in out_dir, and a wandb run. saved_at: the step of the checkpoint resumed there."""
         self.out_dir, self.wandb_id, self.saved_at = Path(out_dir), wandb_id, saved_at
         if self.world.main:
             path = self.out_dir / "log.jsonl"
@@ -134,10 +131,7 @@ class Logger:
     # -- the run
 
     def start(self, step, tokens, rows, settings, flops):
-        """The start-up summary: rows (name, value), and the settings that the user changed, {name: value}.
-
-        tokens: those trained on before `step`. flops: of a token, and a device's peak per second, or None.
-        """
+        """The start-up summary: rows, and the settings that were changed. flops: of a token, and a peak."""
         (self.flops_per_token, peak), self.origin = flops, (step, tokens)
         self.peak = peak and peak * self.world.size
         words = [f"{name}={value}" for name, value in settings.items()]
@@ -165,10 +159,7 @@ class Logger:
     # -- steps
 
     def step(self, step, lr, loss, norm, began, flags=()):
-        """Takes a step that was launched -> of the step that was read last, means over ranks: [*flags, s].
-
-        loss, norm: tensors on the device. began: a Moment before the step. flags: this rank's. s: of a step.
-        """
+        """Takes a step that was launched -> the ranks' means of [*flags, seconds] at the step read last."""
         own = [torch.full_like(loss, flag) for flag in (*flags, self.seconds)]
         figures = parallel.sum_over_ranks(torch.stack([loss, norm, *own])) / self.world.size
         self.unread.append((step, lr, began, parallel.Later(figures)))

@@ -55,8 +55,7 @@ class Start:
         if not self.folder:
             return
         if not parallel.all_finite(job.raw):
-            words = "holds weights that are inf or NaN; remove it, and --resume=auto takes the one before"
-            raise CheckpointError(f"{self.folder} {words}")
+            raise CheckpointError(f"{self.folder}: weights are inf or NaN; remove it to take the one before")
         checkpoint.load_optimizer_tensors(job.raw, job.optimizer, self._tensors["optimizer"])
         job.scaler.load_state_dict(self.state["scaler"])
         loader.load_state_dict(self.state["loader"], allow_data_change=allow_data_change)

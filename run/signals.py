@@ -52,8 +52,7 @@ class Watch(contextlib.ExitStack):
         self._before_wakeup = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
-        # From here on that thread alone gets signals. Processes started later inherit the mask: Ctrl-C goes
-        # to the whole process group, and a compiler that died of it would look like one that failed.
+        # Only that thread gets signals now. Processes inherit the mask, so Ctrl-C does not kill a compiler.
         self._before_mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         return self
 

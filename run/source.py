@@ -35,7 +35,5 @@ def warning(folder):
     now = digests()
     changed = (path for path in sorted(then | now) if then.get(path) != now.get(path))
     found = [path for path in changed if path in COPIED or path.startswith("fast/")]
-    if not found:
-        return None
-    kept = "; it keeps the former model.py and kernels.py"
-    return f"this code differs from the one that {folder} was trained with ({', '.join(found)}){kept}"
+    kept = f"{folder}, which keeps the former model.py and kernels.py"
+    return f"this code differs ({', '.join(found)}) from that of {kept}" if found else None

@@ -465,7 +465,7 @@ def test_odd_names_of_folders(data_dir, tmp_path, name, capsys):
     out = f"{tmp_path}/out {name}"
     train_here(f"{tmp_path}/{name}", out, max_steps=2, eval_interval=2)
     said = capsys.readouterr().out
-    assert f"--checkpoint='{out.rstrip('/')}'" in said
+    assert f"'{out.rstrip('/')}' at step 2; to go on" in said
     assert losses(train_here(f"{tmp_path}/{name}", out, max_steps=3, resume="auto")).keys() == {1, 2, 3}
     assert "go on with" in (said := shards(tmp_path / "d [x")) and f"'--data_dir={tmp_path}/d [x'" in said
 

@@ -35,7 +35,7 @@ def test_an_edit_is_named_with_the_way_back(here, tmp_path):
     assert "fast/new.cu" in source.warning(run)
     (here / "model.py").write_text("edited")
     text = source.warning(run)
-    assert f"{run} was trained with (fast/new.cu, model.py); it keeps" in text and "\n" not in text
+    assert f"differs (fast/new.cu, model.py) from that of {run}, which keeps" in text and "\n" not in text
     for text in ("{", "[]", '{"files": 3}'):
         (run / "source.json").write_text(text)
         assert source.warning(run) is None
