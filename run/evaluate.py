@@ -79,9 +79,8 @@ class Evaluator:
         words += [] if bpb is None else [f"{bpb:.4f} bits/byte"]
         seconds = parallel.synchronize(parallel.device_of(self.model)) - began
         self.log.print(" | ".join([f"val {step}", f"loss {loss:.4f}", *words, f"{seconds:.1f} s"]))
-        self.log.record(
-            "val", step, loss=loss, bpb=bpb, seconds=seconds, **{"folders": each} if mixed else {}
-        )
+        folders = {"folders": each} if mixed else {}
+        self.log.record("val", step, loss=loss, bpb=bpb, seconds=seconds, **folders)
         self.loss = loss
 
     def hellaswag(self, step, module, examples):
