@@ -14,7 +14,6 @@ from corpus.loader import DataError, TokenLoader, read_manifest, read_sizes
 from fast.attention import best_attention
 from run import checkpoint, hf
 from run.flops import Account, parameter_counts
-from run.logger import human
 from scale import context, memory, parallel
 from scale.compile import compile_model
 from scale.precision import pick_ops, pick_precision
@@ -136,7 +135,7 @@ def describe(cfg, world, job, loader, start):
     ranks = f"{world.size // N} groups of {N} ranks" if N > 1 else f"{world.size} ranks"
     micro = f"{cfg.batch_size} x {cfg.block_size} x {ranks} x {job.accumulation} micro-steps"
     tokens = loader.position + (cfg.max_steps - start.step) * cfg.batch_tokens
-    data = f"{human(loader.tokens)} training tokens, tokenizer {cfg.tokenizer or 'unknown'}"
+    data = f"{loader.tokens:,} training tokens, tokenizer {cfg.tokenizer or 'unknown'}"
     rows = [
         ("parameters", f"{total:,}, of them {matmul:,} in matmuls; vocabulary padding not counted"),
         *account.rows(),
@@ -146,5 +145,5 @@ def describe(cfg, world, job, loader, start):
     for folder, share, epochs in loader.shares_of(tokens) if len(loader.folders) > 1 else []:
         rows.append(("", f"{folder}: {share:.1%} of the rows, {epochs:.2f} epochs"))
     rows.append(("step", f"{cfg.batch_tokens:,} tokens: {micro}"))
-    rows.append(("run", f"steps {start.step} to {cfg.max_steps}: {human(tokens)} tokens"))
+    rows.append(("run", f"steps {start.step} to {cfg.max_steps}: {tokens:,} tokens"))
     return rows + start.rows(cfg)

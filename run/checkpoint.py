@@ -1,18 +1,17 @@
-"""Checkpoints: a folder for each saved step, complete or absent. Nothing is pickled, so loading runs no code.
+"""Checkpoints: a folder for each saved step, complete or absent; without pickles, so loading runs no code.
 
 out_dir/step_00000250/
     model.safetensors       weights by name, shared ones once
     optimizer.safetensors   optimizer state by parameter name
     rng.safetensors         random-number state of every rank, and with fp8 the amax values of the last step
-    state.json              step, configuration, loader position, validation loss, git revision
+    state.json              step, configuration, loader position, validation loss
     source.json, *.py       the code that ran, see run/source.py
     tokenizer.json          the tokenizer and what lies beside it, unless it has a name (gpt2)
     manifest.json           bytes and SHA-256 of the files above
 
-Of a sharded model each rank writes the rows that it holds, to model.rank00003.safetensors and the like, whose
-headers give the first row and the number of rows in all. Both layouts are read by rows (Stored), so a run
-resumes on any number of ranks. A folder is written under another name, synced and renamed, so that one named
-step_* is complete. All nodes must share the file system of out_dir.
+Of a sharded model each rank writes its rows, to model.rank00003.safetensors and the like, whose headers give
+the first row and the number of rows. Both are read by rows (Stored): a run resumes on any number of ranks. A
+folder is written under another name, synced and renamed. All nodes must share the file system of out_dir.
 """
 
 import contextlib
@@ -77,11 +76,7 @@ def remove(folder):
 
 
 def prune(final, keep_last, whole):
-    """Keeps the newest keep_last whole checkpoints up to `final` and the one with the lowest validation loss.
-
-    Damaged ones among the newest stay and do not count; later ones belong to another attempt, and stay too.
-    whole: the set of folders known to be whole, to which others that prove to be are added.
-    """
+    """Keeps the newest keep_last up to `final`, the best, and damaged or later ones. whole: known as such."""
     older = [folder for folder in folders(final.parent) if folder <= final]
     whole |= {folder for folder in older if folder not in whole and problem(folder) is None}
     losses = {folder: _read_state(folder).get("val_loss") for folder in older if folder in whole}
@@ -93,10 +88,7 @@ def prune(final, keep_last, whole):
 
 
 def find(path):
-    """The checkpoint that `path` names: path itself, or the newest undamaged one in a run's folder.
-
-    All ranks call it, with one result. It warns of damaged ones. Raises CheckpointError if none is whole.
-    """
+    """The checkpoint that `path` names: path itself, or a run's newest undamaged one. All ranks call it."""
     path, (rank, ranks) = Path(path), parallel.rank_and_size()
     single = path.name.startswith("step_") or (path / "manifest.json").is_file()
     found = [path] if single else folders(path)[::-1]
@@ -107,9 +99,7 @@ def find(path):
             print(f"warning: {folder} {words}", file=sys.stderr)
         if wrong is None:
             return folder
-    hint = "expected a run's folder, or one of its step_*/"
-    if (path / "config.json").is_file() and any(path.glob("model*.safetensors")):
-        hint = f"Hugging Face weights are --init_from=hf:{path}, or --pretrained={path} of sample.py"
+    hint = "expected a run's folder, or one of its step_*/; Hugging Face weights are --init_from=hf:FOLDER"
     raise CheckpointError(f"{path}: no whole checkpoint there, {len(found)} damaged ({hint})")
 
 
@@ -146,11 +136,7 @@ def save_model(folder, model, cfg, step=0):
 
 
 class Saver:
-    """Saves a run; in the background a thread writes from a copy in the CPU's memory while training goes on.
-
-    All ranks make the same calls in the same order. The thread runs no collective: the main thread does, and
-    renames the folder once all ranks have written. A failure on a rank raises CheckpointError on all of them.
-    """
+    """Saves a run, in the background from a copy in the CPU's memory. All ranks make the same calls."""
 
     def __init__(self, out_dir, every, keep_last, world, background=False, last=None, saved=print):
         """every: 0: never. last: the resumed checkpoint, if in out_dir. saved(step, folder) follows each."""
@@ -168,9 +154,7 @@ class Saver:
         """Starts the save after `step` steps when the one before is done; waits unless in the background."""
         parallel.reshard(model)
         if not parallel.all_finite(model):
-            lost = f"step {step}: weights are inf or NaN and were not saved"
-            since = f"the last checkpoint is step {self.last}'s" if self.last else "nothing was saved yet"
-            raise NotFinite(f"{lost}; {since}; try a lower --lr")
+            raise NotFinite(f"step {step}: weights are inf or NaN and were not saved; try a lower --lr")
         ranks = parallel.gather_objects(rank_tensors(model, self.world.device))
         rng = {f"{rank}.{kind}": t for rank, found in enumerate(ranks) for kind, t in found.items()}
         own, states = dict(model.named_parameters()), optimizer_tensors(model, optimizer)
@@ -259,9 +243,8 @@ def _begin(final, step, state):
         if re.fullmatch(r"\.writing_(gone_)?step_[0-9]+", path.name) and path.is_dir():
             shutil.rmtree(path)
     _aside(final).mkdir(parents=True)
-    files.write_json(_aside(final) / "state.json", {"step": step, "git": source.git_revision(), **state})
-    recorded = (final.parent / "source.json").is_file()
-    copies = {final.parent / name: name for name in source.KEPT if recorded}
+    files.write_json(_aside(final) / "state.json", {"step": step, **state})
+    copies = {final.parent / name: name for name in source.KEPT if (final.parent / "source.json").is_file()}
     name = state.get("config", {}).get("tokenizer")
     path = name and tokenizers.file_of(name)
     if name and not tokenizers.built_in(name) and not (path and path.is_file()):  # the run was moved
@@ -280,10 +263,7 @@ def carried_tokenizer(folder):
 
 
 def _write(final, contents):
-    """Writes {file name: (tensors, shards)} to the temporary folder; returns {file name: (bytes, SHA-256)}.
-
-    shards: {name: (first row, rows in all)} of tensors of which a rank has a part.
-    """
+    """Writes {file name: (tensors, {name: (first row, rows)} of shards)} -> {file name: digest}."""
     digests = {}
     if not _aside(final).is_dir():
         raise OSError(f"{_aside(final)} is not there: out_dir must be on a file system that all nodes share")
@@ -297,13 +277,10 @@ def _write(final, contents):
 
 
 class Stored:
-    """A tensor in one or more files: stored[a:b] reads rows a to b to the CPU, stored[...] reads all.
-
-    parts: pairs (first row, slice of safetensors, with rows from 0) that together hold each row once.
-    rows: the expected number of rows; None: the number that the parts hold.
-    """
+    """A tensor in one or more files: stored[a:b] reads rows a to b to the CPU, stored[...] reads all."""
 
     def __init__(self, name, parts, rows=None):
+        """parts: [(first row, slice of safetensors)]. rows: the number expected; None: what parts hold."""
         self.parts = sorted(parts, key=lambda part: part[0])
         empty = [part[slice(0, 0) if part.get_shape() else ...] for _, part in self.parts]
         ends = [first + (part.get_shape() or [0])[0] for first, part in self.parts]
@@ -326,14 +303,8 @@ class Stored:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
-def load(folder):
-    """(tensors, state) of a checkpoint folder, as for `save`, on the CPU."""
-    tensors, state = open_folder(folder)
-    return {group: {name: t[...] for name, t in stored.items()} for group, stored in tensors.items()}, state
-
-
 def open_folder(folder):
-    """(tensors, state) as from `load`, but each tensor is a Stored, which is read where it is indexed."""
+    """(tensors, state) of a folder, as for `save`; each tensor is a Stored, read where it is indexed."""
     tensors = {}
     for path in sorted(Path(folder).glob("*.safetensors")):
         group = tensors.setdefault(path.name.partition(".")[0], {})
@@ -369,10 +340,7 @@ def saved_settings(folder, state):
 
 
 def shape_differences(saved, cfg, free=()):
-    """["n_embd: checkpoint 768, now 1024", ...] for the fields that decide results, except those in `free`.
-
-    saved: {field: value}. None is replaced by the value that it stands for before the comparison.
-    """
+    """["n_embd: checkpoint 768, now 1024", ...] of fields that decide results, except those in `free`."""
     old = GPTConfig(**{f.name: saved.get(f.name, f.default) for f in fields(GPTConfig)})
     free = {"attention", "dropout", "zero_init", *free}
     if old.positions == cfg.positions == "learned" or old.rope_factor == cfg.rope_factor is None:
@@ -395,10 +363,7 @@ def check_model_tensors(model, tensors, vocab_size=None):
 
 
 def load_model_tensors(model, tensors, vocab_size=None):
-    """Copies {name: tensor or Stored}, which must fit, into `model`, on each rank its rows.
-
-    vocab_size: further rows of embeddings and head are padding and keep their values. Raises CheckpointError.
-    """
+    """Copies {name: tensor or Stored}, on each rank its rows; those from vocab_size on are padding."""
     check_model_tensors(model, tensors, vocab_size)
     for name, param in model.named_parameters():
         copy_into(param, tensors[name], vocab_size if name.endswith(TABLES) else None)
@@ -411,10 +376,7 @@ def optimizer_tensors(model, optimizer):
 
 
 def load_optimizer_tensors(model, optimizer, tensors):
-    """Fills a new optimizer with {"<parameter>.<state>": tensor or Stored}; a rank reads its own rows.
-
-    Raises CheckpointError unless names, shapes and dtypes fit, and parameters have the same kinds of states.
-    """
+    """Fills a new optimizer with {"<parameter>.<state>": tensor or Stored}; a rank reads its own rows."""
     params, own = dict(model.named_parameters()), optimizer_tensors(model, optimizer)
     kinds = Counter(key.rpartition(".")[2] for key in tensors.keys() - own.keys())
     wrong = [*(own.keys() - tensors.keys()), *(kinds if len(set(kinds.values())) > 1 else ())]
@@ -464,10 +426,7 @@ def magnitudes(model):
 
 
 def open_model(path):
-    """({name: Stored}, GPTConfig, the saved settings) of the weights in a run's or a checkpoint's folder.
-
-    Settings that no longer exist are ignored; those that it does not have are None. attention becomes auto.
-    """
+    """({name: Stored}, GPTConfig, settings, None where not saved) of a run's or a checkpoint's folder."""
     folder = find(path)
     tensors, state = open_folder(folder)
     config, shape = saved_settings(folder, state)
@@ -484,11 +443,7 @@ def load_model(path, device, precision="fp32", world=None):
 
 @torch.no_grad()
 def model_of(tensors, shape, device, precision="fp32", world=None):
-    """A GPT for evaluation with these weights: in bf16 where that is the precision, else in float32.
-
-    tensors: {name: tensor or Stored}; one at a time is in memory in its own dtype. world: the ranks among
-    which FSDP2 divides the model, each of which reads its own rows only; None: the whole model is here.
-    """
+    """A GPT in bf16 or fp32 with {name: tensor or Stored}. world: the ranks among which FSDP2 divides it."""
     model = models.on_meta(replace(shape, attention=best_attention(device, precision)[0]))
     for parameter in model.parameters() if precision == "bf16" else ():
         parameter.data = parameter.data.bfloat16()

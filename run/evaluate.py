@@ -13,10 +13,9 @@ SAMPLES = dict(n=4, max_new_tokens=64, temperature=0.8, top_k=50)
 
 @torch.no_grad()
 def validate(model, loader, tokens, autocast, own=lambda batch: batch, stop=lambda: False):
-    """(nats per token, bits per byte or None) over the first `tokens` validation tokens; all ranks call it.
+    """(nats per token, bits per byte or None) over the first `tokens` validation tokens, from all ranks.
 
-    The result does not depend on the number of ranks or the batch size. own: a function that cuts a batch to
-    this rank's tokens, for context parallelism. stop(): whether to leave the rest out.
+    own: a function that cuts a batch to this rank's tokens, for context parallelism.
     """
     device = parallel.device_of(model)
     exact = torch.float32 if device.type == "mps" else torch.float64
@@ -116,19 +115,16 @@ def add_evaluations(evaluate, cfg, world, val_loaders):
         from run import sampling
 
         tokenizer = tokenizers.load(cfg.tokenizer or "gpt2", cfg.vocab_size)
-        options = dict(tokenizer=tokenizer, prompt=cfg.sample_prompt, seed=cfg.seed, **SAMPLES)
     if cfg.hellaswag_interval:
         examples = problem = None
         try:
-            examples = hellaswag.load(cfg.hellaswag_file)
-            examples = hellaswag.prepare(examples, tokenizer, cfg.block_size)
+            examples = hellaswag.prepare(hellaswag.load(cfg.hellaswag_file), tokenizer, cfg.block_size)
         except hellaswag.Unavailable as error:
             problem = str(error)
         problems = [text for text in parallel.gather_objects(problem) if text]  # all ranks or none
         warnings += [f"no HellaSwag in this run: {problems[0]}"] if problems else []
-        interval = 0 if problems else cfg.hellaswag_interval
-        evaluate.every(interval, evaluate.hellaswag, hellaswag, examples)
+        evaluate.every(0 if problems else cfg.hellaswag_interval, evaluate.hellaswag, hellaswag, examples)
     if cfg.sample_interval:
-        sample = functools.partial(sampling.texts, **options)
-        evaluate.every(cfg.sample_interval, evaluate.samples, sample)
+        options = dict(tokenizer=tokenizer, prompt=cfg.sample_prompt, seed=cfg.seed, **SAMPLES)
+        evaluate.every(cfg.sample_interval, evaluate.samples, functools.partial(sampling.texts, **options))
     return warnings

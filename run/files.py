@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import json
-import math
 import os
 import re
 import reprlib
@@ -53,11 +52,6 @@ def digest(path):
         return os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def finite(values):
-    """The dict with None for inf and NaN, which JSON does not have."""
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-
-
 def write_json(path, value):
     """Writes `value` as indented JSON, atomically."""
     write_atomic(path, json.dumps(value, indent=1) + "\n")
@@ -88,8 +82,8 @@ plain_name = lambda v: text(v) and re.fullmatch(r"(?!\.{1,2}$)[^/\\\0]+", v)
 def misfits(value, form, at=""):
     """Yields the places where a value of JSON is not of `form`, in words.
 
-    form: a test; a value; (form, ...) for alternatives of these; [form] for a list; {name: form} for an
-    object, in which those ending in ? may be absent and others are free; {str: form} for one of any names.
+    form: a test; a value; (form, ...) for alternatives; [form] for a list; {name: form} for an object, in
+    which names with ? may be absent and others are free; {str: form} for one of any names.
     """
     if isinstance(form, dict) and isinstance(value, dict):
         for key, one in dict.fromkeys(value, form[str]).items() if str in form else form.items():

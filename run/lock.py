@@ -1,8 +1,4 @@
-"""The lock on a run's folder, out_dir/run.lock, so that one run at a time writes there.
-
-It is the kernel's file lock (flock), which ends with the process, however that ends; NFS v4 passes it on to
-other machines. The file stays, with the name of the process that took the lock last.
-"""
+"""The lock on out_dir/run.lock (flock, which ends with the process): one run at a time writes there."""
 
 import fcntl
 import os

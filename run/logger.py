@@ -1,16 +1,14 @@
-"""The console and logs of a run: start-up summary, a line a step, log.jsonl, status.json, and wandb."""
+"""The console and logs of a run: start-up summary, a line a step, log.jsonl, and wandb."""
 
 import collections
 import contextlib
-import datetime
 import errno
 import json
 import math
 import os
 import shlex
-import socket
+import statistics
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -20,10 +18,9 @@ from configurator import UserError, is_rank_0
 from run import files
 from scale import parallel
 
-SILENT = 10  # s that a loop takes until `progress` prints a line
-ALIVE = 5  # s between two writes of status.json
+SILENT = 10  # s between two forms of the bar of `progress` in a file
 LONG = 2.0  # s; a step that takes longer is waited for, so that a stop costs no second one
-SPIKE, SETTLED = 6.0, 100  # a loss so many sigma above its mean is warned of, after so many steps
+SPIKE, SETTLED = 6.0, 100  # a loss so many sigma above the mean of so many steps is warned of
 
 
 class NotFinite(UserError):
@@ -34,14 +31,6 @@ def duration(seconds):
     minutes, s = divmod(int(seconds), 60)
     h, m = divmod(minutes, 60)
     return f"{h}h{m:02d}m" if h else f"{m}m{s:02d}s" if m else f"{seconds:.1f}s"
-
-
-def human(n):
-    """12,345,678 -> 12.3M."""
-    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
-        if n >= size:
-            return f"{n / size:.4g}{unit}"
-    return f"{n:.4g}"
 
 
 def device_name(device):
@@ -60,11 +49,7 @@ def show(rows, say=print):
 
 
 class Logger:
-    """Prints and records on rank 0; all ranks make the same calls, since `step` averages figures over them.
-
-    A step's figures are read when the device has computed them: on CUDA one step late, so that the device
-    always has the next step queued.
-    """
+    """Prints and records on rank 0; all ranks make the same calls, since `step` averages over them."""
 
     def __init__(self, world, max_steps, log_interval, batch_tokens, max_skipped):
         """max_skipped: steps in a row that may be skipped; None with fp16, whose scaler skips by itself."""
@@ -73,20 +58,15 @@ class Logger:
         self.began, self.origin = time.perf_counter(), (0, 0)  # a step, and the tokens read before it
         self.out_dir = self.file = self.wandb = self.wandb_id = self.saved_at = None
         self.flops_per_token = self.peak = self.mark = None  # peak: of all devices, per second
-        self.unread, self.late, self.figures = collections.deque(), 0, []
+        self.unread, self.figures = collections.deque(), []
+        self.late = 0  # 1 on CUDA: a step is read when the next one is queued, so that the device has work
         self.seconds, self.average = 0.0, None  # of a step; average: without the first one, which compiles
-        self.full, self.skipped, self.in_a_row, self.warned = False, 0, 0, 0
-        self.trend = 0.0, 0.0, 0  # running mean and variance of the loss, number of steps in them
-        self.status = dict(state="running", step=0, max_steps=max_steps)
-        self.ended, self.thread = threading.Event(), threading.Thread(target=self._keep_status, daemon=True)
+        self.full, self.skipped, self.in_a_row = False, 0, 0
+        self.recent = collections.deque(maxlen=SETTLED)  # losses
 
-    def __exit__(self, kind, *_):
-        """Ends the files; an ExitStack calls it."""
-        self.ended.set()
+    def __exit__(self, *_):
+        """Closes the log; an ExitStack calls it."""
         if self.file:
-            self.thread.join()
-            self.status |= {"state": "failed"} if kind else {}
-            self._write_status()
             self.file.close()
             self.file = None
 
@@ -97,10 +77,7 @@ class Logger:
     # -- files and wandb
 
     def open(self, out_dir, config, wandb=False, wandb_id=None, saved_at=None):
-        """Opens the log in out_dir, and with `wandb` a wandb run: the one of wandb_id on a resume.
-
-        saved_at: the step of the checkpoint in out_dir from which the run goes on.
-        """
+        """Opens the log in out_dir, and a wandb run. saved_at: the step of the checkpoint resumed there."""
         self.out_dir, self.wandb_id, self.saved_at = Path(out_dir), wandb_id, saved_at
         if self.world.main:
             path = self.out_dir / "log.jsonl"
@@ -109,16 +86,15 @@ class Logger:
                 if path.exists():  # a kill may have cut the last line short: it would spoil the next one
                     os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
                 self.file = open(path, "ab", buffering=0)
-            self.thread.start()
             self.wandb = self._try_wandb(self._start_wandb, config) if wandb else None
             self.wandb_id = self.wandb.id if self.wandb else wandb_id
 
     def _start_wandb(self, config):
         import wandb
 
-        settings = dict(name=self.out_dir.resolve().name, dir=os.environ.get("WANDB_DIR") or self.out_dir)
-        settings |= dict(id=self.wandb_id, resume="allow") if self.wandb_id else {}
-        run = wandb.init(project="pretrain", config=config, **settings)
+        names = dict(project="pretrain", name=self.out_dir.resolve().name, id=self.wandb_id)
+        names["dir"] = os.environ.get("WANDB_DIR") or self.out_dir
+        run = wandb.init(config=config, resume="allow", **names)
         run.define_metric("*", step_metric="step")  # a resumed run steps back; wandb's own step may not
         return run
 
@@ -133,7 +109,8 @@ class Logger:
     def record(self, kind, step, **values):
         """A line of log.jsonl, where inf and NaN are null as in JSON, and in wandb as kind/name."""
         if self.file:
-            self._append(json.dumps({"kind": kind, "step": step, **files.finite(values)}) + "\n")
+            finite = {k: None if v in (math.inf, -math.inf) or v != v else v for k, v in values.items()}
+            self._append(json.dumps({"kind": kind, "step": step, **finite}) + "\n")
         if self.wandb:
             named = {f"{kind}/{name}": value for name, value in values.items() if value is not None}
             self._try_wandb(self.wandb.log, {"step": step, **named})
@@ -151,26 +128,10 @@ class Logger:
                 self.full, words = True, f"{error.strerror}; training goes on, lines of the log are lost"
                 self.print(f"warning: {self.file.name}: {words}")
 
-    def _keep_status(self):
-        self._write_status()
-        while not self.ended.wait(ALIVE):
-            self._write_status()
-
-    def _write_status(self):
-        """status.json, whole at any time; a disk that is full costs this file only."""
-        if self.file:
-            now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-            values = self.status | dict(alive_at=now, host=socket.gethostname(), pid=os.getpid())
-            with contextlib.suppress(OSError):
-                files.write_json(self.out_dir / "status.json", files.finite(values))
-
     # -- the run
 
     def start(self, step, tokens, rows, settings, flops):
-        """The start-up summary: rows (name, value), and the settings that the user changed, {name: value}.
-
-        tokens: those trained on before `step`. flops: of a token, and a device's peak per second, or None.
-        """
+        """The start-up summary: rows, and the settings that were changed. flops: of a token, and a peak."""
         (self.flops_per_token, peak), self.origin = flops, (step, tokens)
         self.peak = peak and peak * self.world.size
         words = [f"{name}={value}" for name, value in settings.items()]
@@ -180,35 +141,25 @@ class Logger:
 
     def saved(self, step, folder):
         """A checkpoint is complete. A later --resume=auto that finds none looks for this line of the log."""
-        self.saved_at, self.status["last_checkpoint"] = step, str(folder)
+        self.saved_at = step
         self.print(f"saved {folder}")
         self.record("saved", step)
 
     def close(self, step, stopped):
         """The closing summary after `step` steps."""
-        took, done = duration(time.perf_counter() - self.began), step == self.max_steps
-        rows = [("done" if done else "stopped", f"step {step} after {took}")]
+        took, words = duration(time.perf_counter() - self.began), "none: nothing was saved"
         if self.saved_at is not None:
-            out_dir, more = shlex.quote(str(self.out_dir)), "a larger --max_steps and " * done
-            if self.saved_at != step:
-                rows.append(("not saved", f"steps {self.saved_at + 1} to {step}"))
+            out_dir, more = shlex.quote(str(self.out_dir)), "" if stopped else "a larger --max_steps and "
             words = f"{out_dir} at step {self.saved_at}; to go on, the same command with {more}--resume=auto"
-            rows.append(("checkpoint", words))
-            rows.append(("next", f"python sample.py --checkpoint={out_dir}; python plot.py {out_dir}"))
-        elif stopped:
-            rows.append(("checkpoint", "none: nothing was saved"))
-        show(rows, self.print)
-        self.status |= {"state": "stopped" if stopped else "done", "step": step}
+        done = "stopped" if stopped else "done", f"step {step} after {took}"
+        show([done, ("checkpoint", words)], self.print)
         if self.wandb:
             self._try_wandb(self.wandb.finish)
 
     # -- steps
 
     def step(self, step, lr, loss, norm, began, flags=()):
-        """Takes a step that was launched -> of the step that was read last, means over ranks: [*flags, s].
-
-        loss, norm: tensors on the device. began: a Moment before the step. flags: this rank's. s: of a step.
-        """
+        """Takes a step that was launched -> the ranks' means of [*flags, seconds] at the step read last."""
         own = [torch.full_like(loss, flag) for flag in (*flags, self.seconds)]
         figures = parallel.sum_over_ranks(torch.stack([loss, norm, *own])) / self.world.size
         self.unread.append((step, lr, began, parallel.Later(figures)))
@@ -228,8 +179,7 @@ class Logger:
         first, self.seconds = self.seconds == 0, result.moment.since(self.mark or began)
         self.mark = result.moment
         if first:
-            total = time.perf_counter() - self.began
-            self.print(f"first step done after {total:.1f} s, {self.seconds:.1f} s of them in the step")
+            self.print(f"first step done, {duration(time.perf_counter() - self.began)} after the start")
         else:
             self.average = 0.9 * (self.average or self.seconds) + 0.1 * self.seconds
         self._line(step, lr, loss, norm)
@@ -240,15 +190,12 @@ class Logger:
 
     def _line(self, step, lr, loss, norm):
         seconds, left, device = self.seconds, self.max_steps - step, self.world.device
-        rate, mfu, gib = self.batch_tokens / seconds, None, None
-        if self.flops_per_token is not None and self.peak is not None:
-            mfu = rate * self.flops_per_token / self.peak
-        if device.type == "cuda":
-            gib = torch.cuda.max_memory_allocated(device) / 2**30
+        rate = self.batch_tokens / seconds
+        mfu = rate * self.flops_per_token / self.peak if self.flops_per_token and self.peak else None
+        gib = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
         values = dict(loss=loss, lr=lr, norm=norm, dt_ms=seconds * 1e3, tok_per_s=rate, mfu=mfu, gib=gib)
         tokens = self.origin[1] + (step - self.origin[0]) * self.batch_tokens
         self.record("train", step, **values, tokens=tokens)
-        self.status |= {"step": step, "loss": loss, "eta_s": self.average and round(self.average * left)}
         if step % self.log_interval == 0 or left == 0:
             eta = "n/a" if left and self.average is None else duration(left * (self.average or 0))
             self.print(
@@ -280,30 +227,24 @@ class Logger:
             raise NotFinite(f"step {step}: {words}")
 
     def _look_for_spike(self, step, loss):
-        """Warns of a loss far above its running mean, at most once in SETTLED steps."""
-        mean, variance, count = self.trend
-        off = loss - mean if count else 0.0
-        z, rate = off / max(variance**0.5, 1e-6), max(0.02, 1 / (count + 1))
-        if count >= SETTLED and z > SPIKE and step - self.warned >= SETTLED:
-            self.warned = step
-            self.record("spike", step, loss=loss, mean=mean, z=z)
-            words = f"{z:.1f} sigma above its mean {mean:.4f}; last checkpoint: step {self.saved_at}"
-            self.print(f"warning: step {step}: loss {loss:.4f} is {words}")
-        self.trend = loss - (1 - rate) * off, (1 - rate) * (variance + rate * off**2), count + 1
+        """Warns of a loss far above the mean of SETTLED steps before it, at most once in as many."""
+        if len(self.recent) == SETTLED:
+            mean = statistics.fmean(self.recent)
+            z = (loss - mean) / max(statistics.pstdev(self.recent, mean), 1e-6)
+            if z > SPIKE:
+                self.recent.clear()
+                self.record("spike", step, loss=loss, mean=mean, z=z)
+                words = f"{z:.1f} sigma above its mean {mean:.4f}; last checkpoint: step {self.saved_at}"
+                self.print(f"warning: step {step}: loss {loss:.4f} is {words}")
+        self.recent.append(loss)
 
 
 def progress(iterable, label, total=None, stop=lambda: False, bar=True):
-    """Yields the items until stop(). Rank 0 shows a bar in a terminal, else lines, which become rarer."""
+    """Yields the items until stop(). Rank 0 shows a bar; outside a terminal, or with bar=False, rarely."""
     from tqdm import tqdm
 
-    bar = bar and is_rank_0() and sys.stderr.isatty()
-    total = len(iterable) if total is None else total
-    began, told = time.monotonic(), 0.0
-    for n, item in enumerate(tqdm(iterable, desc=label, total=total, leave=False, disable=not bar)):
+    rare = {} if bar and sys.stderr.isatty() else dict(delay=SILENT, mininterval=SILENT)
+    for item in tqdm(iterable, label, total, leave=False, disable=not is_rank_0(), **rare):
         if stop():
             break
-        passed = time.monotonic() - began
-        if is_rank_0() and not bar and n and passed > max(SILENT, 2 * told):
-            told, left = passed, duration(passed / n * (total - n))
-            print(f"working      {label} {n} of {total}: {duration(passed)}, about {left} more", flush=True)
         yield item

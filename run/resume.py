@@ -14,10 +14,7 @@ from scale import parallel
 
 
 class Start:
-    """The checkpoint that a run resumes from. For a new run `folder` is None, `step` 0. All ranks make one.
-
-    evaluated: the step, if its validation loss is known. saved: `folder`, unless that step has to be saved.
-    """
+    """The checkpoint that a run resumes from; `folder` is None and `step` 0 for a new run."""
 
     def __init__(self, out_dir, resume="none", overwrite=False, dry_run=False):
         self.out_dir, self.resume, self.warnings = Path(out_dir), resume, []
@@ -27,8 +24,8 @@ class Start:
         self.weights = self._tensors.get("model")
         self.step = self.state.get("step", 0)
         self.evaluated = self.step if self.folder and self.state.get("evaluated", True) else None
-        own = self.evaluated is not None and lies_in(self.out_dir, self.folder)
-        self.saved = self.folder if own else None
+        own = self.evaluated is not None and self.folder.resolve().parent == self.out_dir.resolve()
+        self.saved = self.folder if own else None  # else this step is saved (again) when it is evaluated
 
     def check(self, cfg):
         """Raises UserError unless the checkpoint is of a run with this model, optimizer, dtype and length."""
@@ -58,8 +55,7 @@ class Start:
         if not self.folder:
             return
         if not parallel.all_finite(job.raw):
-            words = "holds weights that are inf or NaN; remove it, and --resume=auto takes the one before"
-            raise CheckpointError(f"{self.folder} {words}")
+            raise CheckpointError(f"{self.folder}: weights are inf or NaN; remove it to take the one before")
         checkpoint.load_optimizer_tensors(job.raw, job.optimizer, self._tensors["optimizer"])
         job.scaler.load_state_dict(self.state["scaler"])
         loader.load_state_dict(self.state["loader"], allow_data_change=allow_data_change)
@@ -89,10 +85,6 @@ class Start:
             rate = f"stays {now}" if now == before else f"is {now} instead of {before}"
             words = ", ".join(f"{name} {old[name]} to {getattr(cfg, name)}" for name in changed)
             rows.append(("schedule", f"changed ({words}): the next learning rate {rate}"))
-        falls = round(cfg.max_steps * (1 - cfg.cooldown_fraction * (cfg.schedule == "wsd")))
-        if (steps := cfg.warmup_steps) > falls:
-            end = "rate falls from" if falls < cfg.max_steps else "run ends at"
-            rows.append(("warning", f"the warm-up takes {steps} steps, and the {end} step {falls}"))
         return rows
 
 
@@ -103,7 +95,9 @@ def claim(out_dir, resume, overwrite, dry_run):
         found = checkpoint.find(out_dir if resume == "auto" else resume)
     if dry_run or overwrite:
         return found
-    source.refuse_own(out_dir)
+    own = [out_dir / name for name in source.COPIED if (out_dir / name).exists()]
+    if own and not (out_dir / "source.json").exists():
+        raise UserError(f"{own[0]} is not a run's copy; move it, or give another --out_dir")
     log = out_dir / "log.jsonl"
     text = log.read_text(errors="replace") if log.exists() else ""
     used = newest or '"kind": "train"' in text
@@ -112,14 +106,10 @@ def claim(out_dir, resume, overwrite, dry_run):
             wrong = "has a log that names checkpoints, and holds none; bring one back, or try --overwrite"
     elif used and not found:
         wrong = "holds an earlier run; try --resume=auto, --overwrite or another --out_dir"
-    elif used and not lies_in(out_dir, found):
+    elif used and found.resolve().parent != out_dir.resolve():
         wrong = f"holds another run than {found}; try another --out_dir, or --resume=auto for the run there"
     elif newest and newest.name > found.name and found == Path(resume):  # else the newer ones are damaged
         wrong = f"holds {newest.name}, beyond {found}; remove it first, or give another --out_dir"
     if wrong:
         raise UserError(f"out_dir={out_dir} {wrong}")
     return found
-
-
-def lies_in(out_dir, folder):
-    return folder.resolve().parent == out_dir.resolve()

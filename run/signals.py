@@ -1,11 +1,9 @@
 """Signals, and ranks that fail, die or hang: a run stops after a step, or all its ranks end with one error.
 
-A thread notes a signal; the loop obeys it after a step, or between two batches of an evaluation, so that no
-collective is interrupted and nothing has to be undone. A second signal ends the process at once.
-Ranks learn of each other's errors through the process group's store, as a collective does not return while a
-rank is missing: the first error is printed once, with its rank, and all ranks end with its exit code. gloo's
-time limit, timeout_s, ends ranks that wait for one that hangs, and this thread ends those that wait in NCCL,
-which takes minutes for it; all then print their stacks.
+A thread notes a signal; the loop obeys it after a step, or between two batches of an evaluation. A second one
+ends the process at once. Ranks learn of each other's errors through the process group's store: the first is
+printed once, and all end with its exit code. timeout_s ends ranks that wait for one that hangs, with stacks:
+gloo by its own limit, and this thread those that wait in NCCL, which takes minutes for it.
 """
 
 import contextlib
@@ -56,8 +54,7 @@ class Watch(contextlib.ExitStack):
         self._before_wakeup = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
-        # From here on that thread alone gets signals. Processes started later inherit the mask: Ctrl-C goes
-        # to the whole process group, and a compiler that died of it would look like one that failed.
+        # Only that thread gets signals now. Processes inherit the mask, so Ctrl-C does not kill a compiler.
         self._before_mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         return self
 
@@ -223,16 +220,11 @@ def explained(cfg, world):
     try:
         yield
     except torch.OutOfMemoryError:
-        budget = torch.cuda.mem_get_info(world.device)[1]
-        raise UserError(memory.advice(cfg, world.size, budget)) from None
+        raise UserError(memory.advice(cfg, world.size, torch.cuda.mem_get_info(world.device)[1])) from None
     except RuntimeError as error:
-        name, missing, _ = first_line(error).partition(" does not have a deterministic implementation")
-        if missing:
-            hint = "has no deterministic form; replace it, or --deterministic=False"
-            raise UserError(f"deterministic=True: {name} {hint}") from None
         if inner := getattr(error, "inner_exception", None):  # of torch._dynamo's BackendCompilerFailed
-            text = f"torch.compile failed ({type(inner).__name__}: {first_line(inner)})"
-            raise UserError(f"{text}; try --compile=False, or mend the compiler") from None
+            text = f"{type(inner).__name__}: {first_line(inner)}"
+            raise UserError(f"torch.compile failed ({text}); try --compile=False") from None
         raise
 
 

@@ -222,3 +222,11 @@ def read_log(out_dir):
 def losses(log, kind="train"):
     """{step: loss}; of a step logged twice, the later."""
     return {line["step"]: line["loss"] for line in log if line["kind"] == kind}
+
+
+def load_checkpoint(folder):
+    """(tensors, state) of a checkpoint folder, as for checkpoint.save."""
+    from run import checkpoint
+
+    tensors, state = checkpoint.open_folder(folder)
+    return {group: {name: t[...] for name, t in stored.items()} for group, stored in tensors.items()}, state

@@ -26,7 +26,6 @@ from conftest import ROOT, read_log, stdlib_bytes, write_shard
 import configurator
 from configurator import UserError
 from run import checkpoint
-from run.files import read_json
 
 GROWTH, SLOWER = 0.02, 0.10  # of memory over the last four fifths, of the step time
 SETTLED = 0.2  # share of the run that is left out of the memory's line: caches fill
@@ -125,16 +124,14 @@ def last_step(log):
 
 def complete(cfg, folder, log):
     """Rows of the table, (what, found, limit, whether it holds): has all been done that was to be?"""
-    status, saved = read_json(folder / "status.json"), list(folder.glob("step_*"))
+    saved = list(folder.glob("step_*"))
     counts = [sum(line["kind"] == kind for line in log) for kind in ("train", "val", "hellaswag", "sample")]
     times = 1 + cfg.steps // max(1, cfg.steps // 20)
     bad, left = [path for path in saved if checkpoint.problem(path)], list(folder.glob(".writing*"))
-    done = status["state"] == "done" and status["step"] == cfg.steps
     whole = len(saved) in (2, 3) and not bad and not left
     found = f"{len(saved)}, damaged {len(bad)}, unfinished {len(left)}"
     expected = [cfg.steps, times, times, times]
     return [
-        ("status.json", f"{status['state']}, step {status['step']}", f"done, {cfg.steps}", done),
         ("lines: train, val, HellaSwag, sample", str(counts), str(expected), counts == expected),
         ("checkpoints", found, "2 and the best, 0, 0", whole),
     ]

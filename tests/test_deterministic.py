@@ -1,7 +1,6 @@
 """--deterministic: runs of one command end with the same bits, and nothing is chosen by time or order."""
 
 import os
-import types
 
 import pytest
 import ranks
@@ -10,7 +9,6 @@ from conftest import flags, train_here
 from safetensors.torch import load_file
 
 from configurator import UserError
-from run.signals import explained
 from scale import parallel
 from settings import Config, check
 
@@ -131,14 +129,3 @@ def test_attention_is_not_cudnns(monkeypatch, deterministic):
         UserError, match="attention=cudnn, which adds in no fixed order; try --attention=flash"
     ):
         check(Config(deterministic=True, attention="cudnn"), 1)
-
-
-def test_an_operation_without_a_deterministic_form_is_one_line(deterministic):
-    assert not torch.is_deterministic_algorithms_warn_only_enabled()  # with it flash attention would not obey
-    error = RuntimeError(
-        "cumsum_cuda_kernel does not have a deterministic implementation, but you set 'torch.use_..."
-    )
-    with pytest.raises(UserError) as found, explained(Config(), types.SimpleNamespace(size=1)):
-        raise error
-    said = "cumsum_cuda_kernel has no deterministic form; replace it, or --deterministic=False"
-    assert str(found.value) == f"deterministic=True: {said}"

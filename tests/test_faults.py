@@ -25,7 +25,7 @@ import test_checkpoint
 import test_fineweb
 import test_signals
 import torch
-from conftest import flags, losses, one_line, read_log, train_here, write_shard
+from conftest import flags, load_checkpoint, losses, one_line, read_log, train_here, write_shard
 
 import fineweb
 import optim
@@ -465,7 +465,7 @@ def test_odd_names_of_folders(data_dir, tmp_path, name, capsys):
     out = f"{tmp_path}/out {name}"
     train_here(f"{tmp_path}/{name}", out, max_steps=2, eval_interval=2)
     said = capsys.readouterr().out
-    assert f"--checkpoint='{out.rstrip('/')}'" in said
+    assert f"'{out.rstrip('/')}' at step 2; to go on" in said
     assert losses(train_here(f"{tmp_path}/{name}", out, max_steps=3, resume="auto")).keys() == {1, 2, 3}
     assert "go on with" in (said := shards(tmp_path / "d [x")) and f"'--data_dir={tmp_path}/d [x'" in said
 
@@ -518,7 +518,7 @@ def test_random_kills_of_training(data_dir, tmp_path, number, kills):
         if checkpoint.folders(tmp_path / "cut"):
             checkpoint.find(tmp_path / "cut")
     last, whole = max(losses(read_log(tmp_path / "cut"))), tmp_path / "whole"
-    saved_at = checkpoint.load(checkpoint.find(tmp_path / "cut"))[1]["step"]
+    saved_at = load_checkpoint(checkpoint.find(tmp_path / "cut"))[1]["step"]
     assert last > kills / 4 and last - saved_at <= 4
     assert not [folder for folder in (tmp_path / "cut").glob("step_*") if checkpoint.problem(folder)]
     done = ranks.run(number, flags(data_dir, whole, **settings | {"max_steps": saved_at}))

@@ -11,7 +11,17 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from conftest import ROOT, compile_to_graphs, flags, losses, read_log, train_here, train_in_rank, train_ranks
+from conftest import (
+    ROOT,
+    compile_to_graphs,
+    flags,
+    load_checkpoint,
+    losses,
+    read_log,
+    train_here,
+    train_in_rank,
+    train_ranks,
+)
 from safetensors.torch import load_file
 from torch._dynamo.utils import counters
 
@@ -27,7 +37,7 @@ from settings import Config
 
 
 def weights(out_dir, step):
-    return checkpoint.load(out_dir / f"step_{step:08d}")[0]["model"]
+    return load_checkpoint(out_dir / f"step_{step:08d}")[0]["model"]
 
 
 def same_run(one, other, rel=4e-6):
@@ -271,7 +281,7 @@ def sharded(data_dir, tmp_path_factory):
 
 def same_checkpoint(one, other, step):
     """Asserts that two runs saved the same numbers after a step, in whatever files."""
-    (a, x), (b, y) = (checkpoint.load(checkpoint.find(run / f"step_{step:08d}")) for run in (one, other))
+    (a, x), (b, y) = (load_checkpoint(checkpoint.find(run / f"step_{step:08d}")) for run in (one, other))
     assert a.keys() == b.keys() and x["loader"] == y["loader"]
     for group in a:
         assert a[group].keys() == b[group].keys()

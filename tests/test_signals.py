@@ -135,7 +135,6 @@ def test_a_signal_is_obeyed_after_the_step_and_the_resumed_run_is_the_same(data_
     code = 128 + getattr(signal, name)
     done = attempt(number, name, max(0, number - 1), micro_steps + 3, data_dir, tmp_path / "cut", **settings)
     assert set(done.codes) == {code} and "stopped      step 2" in done.stdout, (done.codes, done.stderr)
-    assert json.loads((tmp_path / "cut/status.json").read_text())["state"] == "stopped"
     assert sorted(losses(read_log(tmp_path / "cut"))) == [1, 2]
     ranks.run(number, flags(data_dir, tmp_path / "cut", resume="auto", **settings))
     ranks.run(number, flags(data_dir, tmp_path / "whole", **settings))
@@ -243,12 +242,9 @@ def test_a_signal_in_an_asynchronous_save_leaves_whole_checkpoints(data_dir, tmp
 
 def test_signals_are_the_processs_again_after_a_run(data_dir, tmp_path):
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
-    log = train_here(data_dir, tmp_path / "run", max_steps=2, save_interval=1)
+    train_here(data_dir, tmp_path / "run", max_steps=2, save_interval=1)
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
-    found = json.loads((tmp_path / "run/status.json").read_text())
-    assert (found["state"], found["step"], found["max_steps"], found["pid"]) == ("done", 2, 2, os.getpid())
-    assert found["loss"] == losses(log)[2] and found["last_checkpoint"].endswith("step_00000002")
 
 
 @pytest.mark.fault(28, 56, 57)
