@@ -75,14 +75,15 @@ def matmul(
     large terms cancel, as in a weight's gradient, which sums over all tokens, it loses the small ones.
     """
     aux = gelu if dgelu is None else dgelu
-    bits = ((bias, BIAS), (gelu, GELU | AUX), (dgelu, DGELU | AUX))
-    epilogue = sum(bit for tensor, bit in bits if tensor is not None) or DEFAULT
+    epilogue = BIAS * (bias is not None) + (GELU + AUX) * (gelu is not None)
+    epilogue = epilogue + (DGELU + AUX) * (dgelu is not None) or DEFAULT
     types = a.dtype, b.dtype, out.dtype, None if bias is None else bias.dtype
     key = a.device, *a.shape, b.shape[1], a.stride(), b.stride(), types, epilogue, accumulate, fast
     key += (torch.are_deterministic_algorithms_enabled(),)
     plan = PLANS.get(key) or PLANS.setdefault(key, Plan(*key))
-    pointers = (B_SCALE_POINTER, A_SCALE_POINTER), scales or (None, None)  # of out^T = b^T a^T: see Plan
-    for attribute, tensor in ((BIAS_POINTER, bias), (EPILOGUE_AUX_POINTER, aux), *zip(*pointers)):
+    a_scale, b_scale = scales or (None, None)  # they change places, as the operands do: see Plan
+    pairs = (BIAS_POINTER, bias), (EPILOGUE_AUX_POINTER, aux), (B_SCALE_POINTER, a_scale)
+    for attribute, tensor in (*pairs, (A_SCALE_POINTER, b_scale)):
         if tensor is not None:
             plan.set(attribute, ctypes.c_uint64(tensor.data_ptr()))
     if tune and not plan.tuned:
@@ -120,9 +121,12 @@ class Plan:
         # whether hopper.linear computes the same for operands that it takes; its index follows cuBLASLt's
         self.has_hopper = epilogue in (DEFAULT, BIAS) and not accumulate and hopper.available(device)
 
-    def set(self, attribute, value, what="Desc", to=None):
-        arguments = to or self.descriptor, attribute, ctypes.byref(value), ctypes.sizeof(value)
-        call(f"cublasLtMatmul{what}SetAttribute", *arguments)
+    def set(
+        self, attribute, value
+    ):  # as `run` without `call`: of each 5 us that a GEMM takes more, fp8 waits
+        set_attribute, size = library()[0].cublasLtMatmulDescSetAttribute, ctypes.sizeof(value)
+        if status := set_attribute(self.descriptor, attribute, ctypes.byref(value), size):
+            raise RuntimeError(f"cublasLtMatmulDescSetAttribute({attribute}) failed with status {status}")
 
     def heuristic(self):
         """The algorithms that cuBLASLt proposes for the shape, the one that it thinks fastest first."""
@@ -133,7 +137,8 @@ class Plan:
         if self.deterministic:
             limits.append((REDUCTION_SCHEMES, ctypes.c_uint32(COMPUTE_TYPE | OUTPUT_TYPE)))
         for attribute, value in limits:
-            self.set(attribute, value, "Preference", preference)
+            arguments = preference, attribute, ctypes.byref(value), ctypes.sizeof(value)
+            call("cublasLtMatmulPreferenceSetAttribute", *arguments)
         found, count = (HeuristicResult * CANDIDATES)(), ctypes.c_int()
         shape = self.descriptor, *self.layouts, self.layouts[2], preference
         call("cublasLtMatmulAlgoGetHeuristic", library()[1], *shape, CANDIDATES, found, ctypes.byref(count))
@@ -145,15 +150,14 @@ class Plan:
             return hopper.linear(a, b, bias, out)
         stream = torch.cuda.current_stream(self.device).cuda_stream
         scratch = workspace(self.device, stream)
-        pa, pb, to, pscratch = (ctypes.c_void_p(x.data_ptr()) for x in (a, b, out, scratch))
-        (lb, la, lo), alpha, beta = self.layouts, ctypes.byref(self.alpha), ctypes.byref(self.beta)
-        arguments = self.descriptor, alpha, pb, lb, pa, la, beta, to, lo, to, lo
-        arguments += (
-            ctypes.byref(self.algorithms[which].algorithm),
-            pscratch,
-            ctypes.c_size_t(WORKSPACE_BYTES),
-        )
-        call("cublasLtMatmul", library()[1], *arguments, ctypes.c_void_p(stream))
+        (lib, handle), (lb, la, lo), pointer = library(), self.layouts, ctypes.c_void_p
+        to, algorithm = pointer(out.data_ptr()), ctypes.byref(self.algorithms[which].algorithm)
+        if status := lib.cublasLtMatmul(
+            handle, self.descriptor, ctypes.byref(self.alpha), pointer(b.data_ptr()), lb,
+            pointer(a.data_ptr()), la, ctypes.byref(self.beta), to, lo, to, lo, algorithm,
+            pointer(scratch.data_ptr()), ctypes.c_size_t(WORKSPACE_BYTES), pointer(stream),
+        ):  # fmt: skip
+            raise RuntimeError(f"cublasLtMatmul failed with status {status}")
 
     def tune(self, a, b, bias, out):
         self.tuned, count = True, len(self.algorithms)
