@@ -36,7 +36,7 @@ def observe(run, *arguments, **settings):
             "exits", [1, 7], r"error: rank 0, step \d: lost rank 1: its process", marks=pytest.mark.fault(29)
         ),
         pytest.param(
-            "hangs", [1, 1], r"error: rank \d, step 3: has not gone on for", marks=pytest.mark.fault(30)
+            "hangs", [1, 1], r"error: rank \d, step \d: has not gone on for", marks=pytest.mark.fault(30)
         ),
         pytest.param(
             "full", [2, 2], r"error: rank 1: out of memory: .*; try ", marks=pytest.mark.fault(42, 48)
