@@ -153,6 +153,8 @@ class Logger:
             words = f"{out_dir} at step {self.saved_at}; to go on, the same command with {more}--resume=auto"
         done = "stopped" if stopped else "done", f"step {step} after {took}"
         show([done, ("checkpoint", words)], self.print)
+        if self.file:  # the last line, which a run that was killed lacks
+            self._append(json.dumps({"kind": done[0], "step": step}) + "\n")
         if self.wandb:
             self._try_wandb(self.wandb.finish)
 
