@@ -216,8 +216,7 @@ def test_errors_under_torchrun_are_one_line_and_end_every_rank(tmp_path):
     result = ranks.torchrun(2, ["config/test", "--lr=x"])
     assert result.stderr.startswith("error: command line: lr=x is not a float")
     assert "exitcode  : 2" in result.stderr and "rank      : 0" in result.stderr
-    once = "rank      : 1" not in result.stderr  # one report for all ranks
-    assert once or "exitcode  : -15" in result.stderr  # torchrun ended rank 1 before it had read its settings
+    assert result.stderr.count("error: command line") == 1  # torchrun's report may name both ranks
 
 
 def test_errors_are_one_line_and_end_every_rank(tmp_path):
