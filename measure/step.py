@@ -13,7 +13,7 @@ import train
 from configurator import refuse, too_small
 from measure.floor import floor_times
 from run.build import choose
-from run.flops import peak_flops
+from run.flops import mfu, peak_flops
 from run.logger import describe_device, show
 from scale import context, parallel
 
@@ -93,9 +93,10 @@ def speed(times, cfg, world, flops_per_token):
     """Median step, tokens/s and MFU in words."""
     median, peak = statistics.median(times), peak_flops(world.device, cfg.precision)
     rate = cfg.batch_tokens / median
-    mfu = f"{rate * flops_per_token / peak / world.size:.1%}" if peak and flops_per_token else "n/a"
+    share = mfu(rate, flops_per_token, peak and peak * world.size)
+    used = "n/a" if share is None else f"{share:.1%}"
     spread = f"median of {len(times)} ({min(times) * 1e3:.1f} to {max(times) * 1e3:.1f})"
-    return f"{median * 1e3:.1f} ms, {spread}; {rate:,.0f} tokens/s, MFU {mfu}"
+    return f"{median * 1e3:.1f} ms, {spread}; {rate:,.0f} tokens/s, MFU {used}"
 
 
 def breakdown(job, next_batch, cfg, world, say):

@@ -42,6 +42,11 @@ def peak_flops(device, precision):
     return peaks[precision] * 1e12 if precision in peaks else None
 
 
+def mfu(tokens_per_s, flops_per_token, peak):
+    """Model FLOPs utilisation (https://arxiv.org/abs/2204.02311, appendix B); None if a figure is unknown."""
+    return tokens_per_s * flops_per_token / peak if flops_per_token and peak else None
+
+
 def parameter_counts(model):
     """(parameters, those in matmuls) of a model: no vocabulary padding, and a shared weight once."""
     cfg, padding = model.cfg, model.cfg.padded_vocab - model.cfg.vocab_size

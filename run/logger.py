@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 
 from configurator import UserError, is_rank_0
-from run import files
+from run import files, flops
 from scale import parallel
 
-SILENT = 10  # s between two forms of the bar of `progress` in a file
+SILENT = 10  # s until the bar of `progress` begins outside a terminal, and between its updates there
 LONG = 2.0  # s; a step that takes longer is waited for, so that a stop costs no second one
 SPIKE, SETTLED = 6.0, 100  # a loss so many sigma above the mean of so many steps is warned of
 
@@ -130,9 +130,12 @@ class Logger:
 
     # -- the run
 
-    def start(self, step, tokens, rows, settings, flops):
-        """The start-up summary: rows, and the settings that were changed. flops: of a token, and a peak."""
-        (self.flops_per_token, peak), self.origin = flops, (step, tokens)
+    def start(self, step, tokens, rows, settings, costs):
+        """The start-up summary: rows, and the settings that were changed.
+
+        costs: FLOPs of a token and a device's peak FLOP/s, for the MFU; None where unknown.
+        """
+        (self.flops_per_token, peak), self.origin = costs, (step, tokens)
         self.peak = peak and peak * self.world.size
         words = [f"{name}={value}" for name, value in settings.items()]
         rows = [describe_device(self.world), *rows, ("settings", " ".join(words) or "all defaults")]
@@ -153,10 +156,10 @@ class Logger:
             words = f"{out_dir} at step {self.saved_at}; to go on, the same command with {more}--resume=auto"
         done = "stopped" if stopped else "done", f"step {step} after {took}"
         show([done, ("checkpoint", words)], self.print)
-        if self.file:  # the last line, which a run that was killed lacks
-            self._append(json.dumps({"kind": done[0], "step": step}) + "\n")
         if self.wandb:
             self._try_wandb(self.wandb.finish)
+            self.wandb = None
+        self.record(done[0], step)  # the last line, which a run that was killed lacks
 
     # -- steps
 
@@ -193,7 +196,7 @@ class Logger:
     def _line(self, step, lr, loss, norm):
         seconds, left, device = self.seconds, self.max_steps - step, self.world.device
         rate = self.batch_tokens / seconds
-        mfu = rate * self.flops_per_token / self.peak if self.flops_per_token and self.peak else None
+        mfu = flops.mfu(rate, self.flops_per_token, self.peak)
         gib = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
         values = dict(loss=loss, lr=lr, norm=norm, dt_ms=seconds * 1e3, tok_per_s=rate, mfu=mfu, gib=gib)
         tokens = self.origin[1] + (step - self.origin[0]) * self.batch_tokens
