@@ -1,21 +1,24 @@
 """Continues text with a model, token by token, with a KV cache: keys and values of earlier tokens are kept.
 
-The cache goes around attn.core, as scale/ does, and sets `first` of the positions. The model's own forward
-runs, but not compiled: there would be a graph for each position. Between two steps the model is as it was.
+The cache goes around attn.core, as scale/ does, and gives positions the rows of their tables. The model's own
+forward runs, but not compiled. A GPU would wait for the launches of a token's kernels, so they are one CUDA
+graph (https://developer.nvidia.com/blog/cuda-graphs). Between two steps the model is as it was.
 """
 
+import contextlib
 import functools
 import itertools
+import math
 import sys
 import time
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import sdpa_kernel
 
-import kernels
 from configurator import UserError, is_rank_0
 from scale import context, parallel
+
+AT_ONCE = 1024  # tokens that a cache has room for from the start, if they may come: growth takes a new graph
 
 
 def texts(model, tokenizer, prompt, n, max_new_tokens, temperature, top_k, seed):
@@ -46,9 +49,11 @@ class Printer:
         """Yields the new ids. A sharded model's ranks, also those without a `wanted` text, go on together."""
         idx = torch.tensor([ids], device=parallel.device_of(self.model))
         in_step = bool(parallel.units(self.model))
+        if self.options["cached"] is True:  # one for all texts, which may begin alike
+            self.options["cached"] = make_cache(self.model, **self.options)
         for new in steps(self.model, idx, seed=seed, **self.options) if wanted or in_step else ():
             wanted = wanted and new.item() not in self.ends
-            if not (parallel.sum_over_ranks(new.new_tensor(int(wanted))) if in_step else wanted):
+            if not (parallel.sum_over_ranks(idx.new_tensor(int(wanted))) if in_step else wanted):
                 return
             if wanted:
                 self.tokens += 1
@@ -72,29 +77,30 @@ def pieces(decode, shown, ids):
 
 def generate(model, ids, max_new_tokens, temperature=1.0, top_k=None, seed=0, cached=True):
     """Continues each row of ids (B, T) int64 by max_new_tokens; returns (B, T + max_new_tokens)."""
-    new = steps(model, ids, max_new_tokens, temperature, top_k, seed, cached)
-    return torch.cat([ids, *(row[:, None] for row in new)], 1)
+    new = list(steps(model, ids, max_new_tokens, temperature, top_k, seed, cached))
+    return torch.cat([ids, *(row[:, None].to(ids.device) for row in new)], 1)
 
 
 @torch.no_grad()
 def steps(model, ids, max_new_tokens, temperature=1.0, top_k=None, seed=0, cached=True):
     """Yields the next id of each row of ids (B, T) int64, (B,), max_new_tokens times.
 
-    Beyond block_size tokens, or without a KV cache, a step computes the last block_size tokens in a window of
-    one width: a compiled model sees one shape, and causal attention does not see the zeros on its right.
+    cached: whether to keep a KV cache, or one to go on with. Without it, and beyond block_size tokens, a step
+    computes the last block_size tokens in a window of one width: a compiled model sees one shape, and causal
+    attention does not see the zeros on its right.
     """
+    (B, T), limit, total = ids.shape, model.cfg.block_size, ids.size(1) + max_new_tokens
     generator = torch.Generator(ids.device).manual_seed(seed)
-    T, total = ids.size(1), ids.size(1) + max_new_tokens
-    width = min(model.cfg.block_size, -(-total // 64) * 64)
-    buffer = F.pad(ids, (0, max(total, width) - T))
-    cache = make_cache(model, width) if cached and width > 1 else None
-    for end in range(T, total):
-        if cache and end <= width:
-            logits = cache.logits(buffer[:, cache.length : end])
-        else:
-            begin = max(0, end - width)
-            at = torch.tensor([end - begin - 1], device=ids.device)
-            logits = model.logits(buffer[:, begin : begin + width], at)[:, 0]  # (B, V)
+    cache = make_cache(model, temperature, top_k, B) if cached is True else cached
+    if cache and T <= limit:
+        yield from cache.steps(ids, min(total, limit + 1), seed)
+        ids, generator = cache.ids[:, :total], cache.generator
+    width = min(limit, -(-total // 64) * 64)
+    buffer = F.pad(ids, (0, max(total, width) - ids.size(1)))
+    for end in range(ids.size(1), total):
+        begin = max(0, end - width)
+        at = torch.tensor([end - begin - 1], device=ids.device)
+        logits = model.logits(buffer[:, begin : begin + width], at)[:, 0]  # (B, V)
         buffer[:, end] = pick(logits, temperature, top_k, generator)
         yield buffer[:, end]
 
@@ -105,77 +111,152 @@ def pick(logits, temperature, top_k, generator):
         return logits.argmax(-1)
     logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # so that a tiny one does not overflow
     logits, ids = logits.topk(min(top_k or logits.size(-1), logits.size(-1)))
-    return ids.gather(1, logits.softmax(-1).multinomial(1, generator=generator)).squeeze(1)
+    shares = logits.softmax(-1)
+    noise = torch.empty_like(shares).exponential_(generator=generator)  # as multinomial, which would wait
+    return ids.gather(1, (shares / noise).argmax(-1, keepdim=True)).squeeze(1)
 
 
-def make_cache(model, size):
-    """A Cache of `size` tokens a row; None, with a warning, for an edited model that it does not suit."""
-    idx = torch.arange(min(16, size), device=parallel.device_of(model))[None] % model.cfg.vocab_size
-    try:
-        trial = Cache(model, idx.size(1))
-    except UserError as error:
-        return warn(str(error))
-    expected = trial.uncached(idx)
-    trial.logits(idx[:, :-1])
-    if (trial.logits(idx[:, -1:]) - expected).std() > 0.1 * expected.std():  # in bf16 0.02, float32 1e-6
-        return warn("model.py mixes tokens outside of attn.core, or uses a block twice")
-    return Cache(model, size)
+@torch.no_grad()
+def make_cache(model, temperature=0, top_k=None, rows=1, **_):
+    """A Cache; None, with a warning, for an edited model that it does not suit."""
+    at = torch.arange(min(16, model.cfg.block_size), device=parallel.device_of(model))
+    idx = at[None] % model.cfg.vocab_size
+    for by_row in (not parallel.units(model), False):  # FSDP2 divides the tables
+        try:
+            trial = Cache(model, 1, by_row)
+        except UserError as error:
+            return warn(str(error))
+        expected, trial.length = trial.forward(idx, at), len(at) - 1
+        found = trial.forward(idx[:, -1:], at[-1:])
+        if not (found - expected).std() > 0.1 * expected.std():  # in bf16 0.02, float32 1e-6
+            return Cache(model, rows, by_row, temperature, top_k)
+    return warn("model.py mixes tokens outside of attn.core, or uses a block twice")
 
 
 @functools.cache
-def warn(reason):
+def warn(reason, without="a KV cache"):
     if is_rank_0():
-        print(f"warning: {reason}; sampling goes without a KV cache, more slowly", file=sys.stderr)
+        print(f"warning: {reason}; sampling goes without {without}, more slowly", file=sys.stderr)
 
 
 class Cache:
-    """Keys and values of rows of up to `size` tokens; `length`: how many of each row it has.
+    """The ids of some rows, their keys and values, and the step that draws the next ids.
 
-    Raises UserError for a model with another attn.core than kernels.attention. It needs torch.no_grad, and
-    with context parallelism or document masks context.alone.
+    Raises UserError for a model with another attn.core than kernels.attention. It needs torch.no_grad, one
+    autocast context, and with context parallelism or document masks context.alone. by_row: positions read a
+    row of their tables that is found on the device, as a CUDA graph needs it; else they have `first`.
     """
 
-    def __init__(self, model, size):
-        self.model, self.size, self.length, self.kept = model, size, 0, {}
-        found = context.attentions(model, "a KV cache")
-        self.cores = [(vars(m), "core", functools.partial(self.attend, m, m.core)) for m in found]
+    def __init__(self, model, rows, by_row, *options):  # of pick
+        device = parallel.device_of(model)
+        self.model, self.by_row, self.options, self.kept, self.graph = model, by_row, options, {}, None
+        self.attentions = context.attentions(model, "a KV cache")
+        self.ids = torch.zeros(rows, model.cfg.block_size + 1, dtype=torch.long, device=device)
+        self.at, self.generator = self.ids.new_zeros(1), torch.Generator(device)  # at: the step's position
+        self.length = self.size = self.end = 0  # tokens that are kept, that have room, and that may come
+        self.captures = by_row and device.type == "cuda"
 
-    def logits(self, idx):
-        """(B, T) ids after those in the cache, T = 1 unless it is empty -> (B, vocab_size) of the last."""
-        own = self.cores + [(vars(module), "first", self.length) for module in context.positions(self.model)]
-        before = [(values, name, values.get(name)) for values, name, _ in own]
-        try:
-            assign(own)
-            logits = self.uncached(idx)
-        finally:
-            assign(before)
-        self.length += idx.size(1)
-        return logits
+    def steps(self, ids, end, seed):
+        """Yields the ids after ids (B, T) up to `end` tokens; a GPU's on the host, as its next step runs."""
+        self.end = end
+        self.begin(ids)
+        self.generator.manual_seed(seed)
+        new = (self.step() for _ in range(ids.size(1), end))
+        if not ids.is_cuda:
+            return (yield from new)
+        copies = ((n.to("cpu", non_blocking=True), torch.cuda.current_stream().record_event()) for n in new)
+        for (copy, event), _ in itertools.pairwise(itertools.chain(copies, [None])):
+            event.synchronize()
+            yield copy
 
-    def uncached(self, idx):
-        with torch.compiler.set_stance("force_eager"):
+    def begin(self, ids):
+        """Keeps keys and values of ids (B, T) but the last; it may have those of the first ones already."""
+        last = ids.size(1) - 1
+        alike = (self.ids[:, : last + 1] == ids).all(0).cumprod(0).sum()
+        self.length = min(self.length, last, int(alike))
+        self.ids[:, : last + 1] = ids
+        if self.length < last:  # in steps of 32, for few shapes; what is too much is overwritten
+            stop = min(last + (self.length - last) % 32, self.model.cfg.block_size)
+            at = torch.arange(self.length, stop, device=ids.device)
+            self.forward(self.ids[:, self.length : stop], at)
+        self.length = last
+        self.at.fill_(last)
+
+    def step(self):
+        """The next ids. A graph's first step runs without it, which compiles and allocates what it needs."""
+        if self.graph and self.length < self.size:
+            self.graph.replay()
+        else:
+            self.draw()
+            if self.captures:
+                self.capture()
+        self.length += 1
+        return self.ids[:, self.length]
+
+    def draw(self):
+        """Writes the ids behind those at position `at`."""
+        logits = self.forward(self.ids.index_select(1, self.at), self.at)
+        self.at += 1
+        self.ids.index_copy_(1, self.at, pick(logits, *self.options, self.generator)[:, None])
+
+    def capture(self):
+        graph, spare = torch.cuda.CUDAGraph(), self.generator.clone_state()
+        graph.register_generator_state(self.generator)
+        usual = torch.cuda.stream(torch.cuda.current_stream())  # a capture that fails leaves its own current
+        try:  # thread_local: a run's other threads may use the GPU
+            with usual, torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self.draw()
+            self.graph = graph
+        except RuntimeError as error:  # an edited model waits for the GPU
+            self.captures, self.graph, self.generator = False, None, spare
+            warn(str(error.__context__ or error).partition("\n")[0], "a CUDA graph")
+
+    def forward(self, idx, at):
+        """(B, T) ids at the positions at: (T,), which follow those in the cache -> (B, V) of the last."""
+        limit, needed = self.model.cfg.block_size, self.length + idx.size(1)
+        if needed > self.size:  # a power of two
+            self.graph = None
+            self.size = min(limit, 1 << (max(needed, min(self.end, AT_ONCE)) - 1).bit_length())
+        mask = torch.where(torch.arange(self.size, device=at.device) <= at[:, None], 0.0, -torch.inf)
+        cores = [functools.partial(self.attend, m, m.core, at, mask) for m in self.attentions]
+        own = [(vars(m), "core", core) for m, core in zip(self.attentions, cores)]
+        for module in context.positions(self.model):
+            own.append((vars(module), "first", 0 if self.by_row else self.length))
+            tensors = [*module.named_parameters(), *module.named_buffers()] * self.by_row
+            tables = [(name, table) for name, table in tensors if table.shape[:1] == (limit,)]
+            own += [(vars(module), name, table.index_select(0, at)) for name, table in tables]
+        with contextlib.ExitStack() as after, torch.compiler.set_stance("force_eager"):
+            for values, name, value in own:
+                undo = (values.update, {name: values[name]}) if name in values else (values.pop, name)
+                after.callback(*undo)
+                values[name] = value
             return self.model.logits(idx, slice(-1, None))[:, 0]
 
-    def attend(self, module, core, q, k, v, *options):
-        """attn.core for tokens after those in the cache, q: (B, H, T, D); k, v: (B, H_kv, T, D) -> as q."""
+    def attend(self, module, core, at, mask, q, k, v, *options):
+        """attn.core for the tokens `at`, q: (B, H, T, D); k, v: (B, H_kv, T, D) -> as q."""
         B, H_kv, T, D = v.shape
-        first, last = self.length, self.length + T
-        if first == 0:
-            self.kept[module] = v.new_empty(2, B, H_kv, self.size, D)
-        kept = self.kept[module][:, :, :, :last]
-        kept[0, :, :, first:], kept[1, :, :, first:] = k, v
-        if first == 0:
+        kept = self.kept.get(module, v.new_empty(2, B, H_kv, 0, D))
+        if kept.size(3) < self.size:  # zeros, since the mask does not hide NaN in values
+            kept = self.kept[module] = F.pad(kept, (0, 0, 0, self.size - kept.size(3)))
+        for own, new in zip(kept, (k, v)):
+            own.index_copy_(2, at, new.to(v.dtype))
+        if self.length == 0 and T > 1:
             return core(q, k, v, *options)
-        assert T == 1, "several tokens after cached ones would need a mask"
-        shared = q.to(v.dtype).reshape(B, H_kv, -1, D)  # heads that share keys, as if they were tokens
-        with sdpa_kernel(kernels.BACKENDS["flash"], set_priority=True):  # cuDNN makes a plan for each length
-            y = F.scaled_dot_product_attention(shared, *kept)
-        return y.reshape(B, 1, -1, D).transpose(1, 2)  # in memory (B, T, H, D), which fast GEMMs read
+        q = q.to(v.dtype)
+        if T == 1 and q.is_cuda:
+            return one_query(q, *kept, mask)
+        return F.scaled_dot_product_attention(q, *kept, mask.to(q.dtype), enable_gqa=q.size(1) != H_kv)
 
 
-def assign(attributes):
-    """Sets (vars(object), name, value); None: the object has none of its own, but its class's."""
-    for values, name, value in attributes:
-        values[name] = value
-        if value is None:
-            del values[name]
+def one_query(q, keys, values, mask):
+    """Attention of q: (B, H, 1, D) to keys, values: (B, H_kv, L, D) with mask: (1, L), 0 or -inf -> as q."""
+    B, H_kv, L, D = keys.shape
+    part = math.gcd(L, 256)  # tokens: the values' sum goes in parts, so that a few heads fill the GPU
+    exact = {} if q.dtype == torch.float32 else {"out_dtype": torch.float32}
+    q = q.reshape(B * H_kv, -1, D)  # heads that share keys, as if they were tokens
+    mask = mask.expand(*q.shape[:2], L)
+    scores = torch.baddbmm(mask, q, keys.reshape(-1, L, D).mT, alpha=D**-0.5, **exact)
+    shares = scores.softmax(-1).unflatten(-1, (-1, part)).transpose(1, 2)  # (B H_kv, parts, H / H_kv, part)
+    shares = shares.to(values.dtype, memory_format=torch.contiguous_format).flatten(0, 1)
+    y = shares @ values.reshape(-1, part, D)
+    return y.view(B, H_kv, L // part, -1, D).sum(2, dtype=y.dtype).view(B, 1, -1, D).transpose(1, 2)
