@@ -1,8 +1,7 @@
 """Continues text with a model, token by token, with a KV cache: keys and values of earlier tokens are kept.
 
-The cache goes around attn.core, as scale/ does, and gives positions the rows of their tables. The model's own
-forward runs, but not compiled. A GPU would wait for the launches of a token's kernels, so they are one CUDA
-graph (https://developer.nvidia.com/blog/cuda-graphs). Between two steps the model is as it was.
+The cache goes around attn.core, as scale/ does, and gives positions the rows of their tables; the model's own
+forward runs, not compiled, on a GPU as one CUDA graph a token. Between two steps the model is as it was.
 """
 
 import contextlib
@@ -17,8 +16,6 @@ import torch.nn.functional as F
 
 from configurator import UserError, is_rank_0
 from scale import context, parallel
-
-AT_ONCE = 1024  # tokens that a cache has room for from the start, if they may come: growth takes a new graph
 
 
 def texts(model, tokenizer, prompt, n, max_new_tokens, temperature, top_k, seed):
@@ -83,11 +80,10 @@ def generate(model, ids, max_new_tokens, temperature=1.0, top_k=None, seed=0, ca
 
 @torch.no_grad()
 def steps(model, ids, max_new_tokens, temperature=1.0, top_k=None, seed=0, cached=True):
-    """Yields the next id of each row of ids (B, T) int64, (B,), max_new_tokens times.
+    """Yields the next id of each row of ids (B, T) int64, (B,), max_new_tokens times. cached: or a Cache.
 
-    cached: whether to keep a KV cache, or one to go on with. Without it, and beyond block_size tokens, a step
-    computes the last block_size tokens in a window of one width: a compiled model sees one shape, and causal
-    attention does not see the zeros on its right.
+    Beyond block_size tokens, or without a KV cache, a step computes the last block_size tokens in a window of
+    one width: a compiled model sees one shape, and causal attention does not see the zeros on its right.
     """
     (B, T), limit, total = ids.shape, model.cfg.block_size, ids.size(1) + max_new_tokens
     generator = torch.Generator(ids.device).manual_seed(seed)
@@ -143,8 +139,8 @@ class Cache:
     """The ids of some rows, their keys and values, and the step that draws the next ids.
 
     Raises UserError for a model with another attn.core than kernels.attention. It needs torch.no_grad, one
-    autocast context, and with context parallelism or document masks context.alone. by_row: positions read a
-    row of their tables that is found on the device, as a CUDA graph needs it; else they have `first`.
+    autocast context, and with context parallelism or document masks context.alone. by_row: positions read one
+    row, which is found on the device, of their tables, as a CUDA graph must; else they have `first`.
     """
 
     def __init__(self, model, rows, by_row, *options):  # of pick
@@ -152,14 +148,13 @@ class Cache:
         self.model, self.by_row, self.options, self.kept, self.graph = model, by_row, options, {}, None
         self.attentions = context.attentions(model, "a KV cache")
         self.ids = torch.zeros(rows, model.cfg.block_size + 1, dtype=torch.long, device=device)
-        self.at, self.generator = self.ids.new_zeros(1), torch.Generator(device)  # at: the step's position
+        self.at, self.generator = self.ids.new_zeros(1), torch.Generator(device)  # at: a step's position
         self.length = self.size = self.end = 0  # tokens that are kept, that have room, and that may come
-        self.captures = by_row and device.type == "cuda"
 
     def steps(self, ids, end, seed):
-        """Yields the ids after ids (B, T) up to `end` tokens; a GPU's on the host, as its next step runs."""
-        self.end = end
-        self.begin(ids)
+        """Yields the ids after ids (B, T) up to `end` tokens. Of a GPU's, it waits for the copy to the host,
+        when the next step runs."""
+        self.begin(ids, end)
         self.generator.manual_seed(seed)
         new = (self.step() for _ in range(ids.size(1), end))
         if not ids.is_cuda:
@@ -169,27 +164,25 @@ class Cache:
             event.synchronize()
             yield copy
 
-    def begin(self, ids):
+    def begin(self, ids, end):
         """Keeps keys and values of ids (B, T) but the last; it may have those of the first ones already."""
-        last = ids.size(1) - 1
+        last, self.end = ids.size(1) - 1, end
         alike = (self.ids[:, : last + 1] == ids).all(0).cumprod(0).sum()
         self.length = min(self.length, last, int(alike))
         self.ids[:, : last + 1] = ids
         if self.length < last:  # in steps of 32, for few shapes; what is too much is overwritten
             stop = min(last + (self.length - last) % 32, self.model.cfg.block_size)
-            at = torch.arange(self.length, stop, device=ids.device)
-            self.forward(self.ids[:, self.length : stop], at)
+            self.forward(self.ids[:, self.length : stop], torch.arange(self.length, stop, device=ids.device))
         self.length = last
         self.at.fill_(last)
 
     def step(self):
-        """The next ids. A graph's first step runs without it, which compiles and allocates what it needs."""
+        """The next ids. Before the graph exists or has to grow, a step runs as it is, which compiles all."""
         if self.graph and self.length < self.size:
             self.graph.replay()
         else:
             self.draw()
-            if self.captures:
-                self.capture()
+            self.capture()
         self.length += 1
         return self.ids[:, self.length]
 
@@ -200,6 +193,8 @@ class Cache:
         self.ids.index_copy_(1, self.at, pick(logits, *self.options, self.generator)[:, None])
 
     def capture(self):
+        if not (self.by_row and self.at.is_cuda):
+            return
         graph, spare = torch.cuda.CUDAGraph(), self.generator.clone_state()
         graph.register_generator_state(self.generator)
         usual = torch.cuda.stream(torch.cuda.current_stream())  # a capture that fails leaves its own current
@@ -207,24 +202,26 @@ class Cache:
             with usual, torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self.draw()
             self.graph = graph
-        except RuntimeError as error:  # an edited model waits for the GPU
-            self.captures, self.graph, self.generator = False, None, spare
+        except RuntimeError as error:  # an edited model may wait for the GPU
+            self.by_row, self.generator = False, spare
             warn(str(error.__context__ or error).partition("\n")[0], "a CUDA graph")
 
     def forward(self, idx, at):
         """(B, T) ids at the positions at: (T,), which follow those in the cache -> (B, V) of the last."""
         limit, needed = self.model.cfg.block_size, self.length + idx.size(1)
-        if needed > self.size:  # a power of two
-            self.graph = None
-            self.size = min(limit, 1 << (max(needed, min(self.end, AT_ONCE)) - 1).bit_length())
-        mask = torch.where(torch.arange(self.size, device=at.device) <= at[:, None], 0.0, -torch.inf)
-        cores = [functools.partial(self.attend, m, m.core, at, mask) for m in self.attentions]
-        own = [(vars(m), "core", core) for m, core in zip(self.attentions, cores)]
+        if needed > self.size:  # a power of two; 1024 at once, since growth takes a new graph
+            size = 1 << (max(needed, min(self.end, 1024)) - 1).bit_length()
+            self.size, self.graph = min(limit, size), None
+        mask = None  # the ordinary attention; else (T, size)
+        if self.length or len(at) == 1:
+            mask = torch.where(torch.arange(self.size, device=at.device) <= at[:, None], 0.0, -torch.inf)
+        own, attend = [], functools.partial(self.attend, at, mask)
+        for module in self.attentions:
+            own.append((vars(module), "core", functools.partial(attend, module, module.core)))
         for module in context.positions(self.model):
+            tensors = [*module.named_parameters(), *module.named_buffers()] if self.by_row else []
             own.append((vars(module), "first", 0 if self.by_row else self.length))
-            tensors = [*module.named_parameters(), *module.named_buffers()] * self.by_row
-            tables = [(name, table) for name, table in tensors if table.shape[:1] == (limit,)]
-            own += [(vars(module), name, table.index_select(0, at)) for name, table in tables]
+            own += [(vars(module), name, t[at]) for name, t in tensors if t.shape[:1] == (limit,)]
         with contextlib.ExitStack() as after, torch.compiler.set_stance("force_eager"):
             for values, name, value in own:
                 undo = (values.update, {name: values[name]}) if name in values else (values.pop, name)
@@ -232,7 +229,7 @@ class Cache:
                 values[name] = value
             return self.model.logits(idx, slice(-1, None))[:, 0]
 
-    def attend(self, module, core, at, mask, q, k, v, *options):
+    def attend(self, at, mask, module, core, q, k, v, *options):
         """attn.core for the tokens `at`, q: (B, H, T, D); k, v: (B, H_kv, T, D) -> as q."""
         B, H_kv, T, D = v.shape
         kept = self.kept.get(module, v.new_empty(2, B, H_kv, 0, D))
@@ -240,7 +237,7 @@ class Cache:
             kept = self.kept[module] = F.pad(kept, (0, 0, 0, self.size - kept.size(3)))
         for own, new in zip(kept, (k, v)):
             own.index_copy_(2, at, new.to(v.dtype))
-        if self.length == 0 and T > 1:
+        if mask is None:
             return core(q, k, v, *options)
         q = q.to(v.dtype)
         if T == 1 and q.is_cuda:

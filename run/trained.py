@@ -9,7 +9,7 @@ from corpus import chat
 from corpus import tokenizer as tokenizers
 from run import checkpoint, hf, source
 from scale import parallel
-from scale.precision import autocast, pick_precision
+from scale.precision import autocast, pick_ops, pick_precision
 
 
 def load(cfg):
@@ -21,6 +21,7 @@ def load(cfg):
     world = parallel.start(cfg.device, timeout_s=3600)
     parallel.barrier()  # all have connected: a rank that ends on a mistake below breaks no other's connection
     precision, _ = pick_precision(cfg.precision, world.device)
+    pick_ops("auto", world.device, precision)
     model, saved = load_model(cfg, world, precision)
     tokenizer = tokenizers.load(cfg.tokenizer or saved.tokenizer or "gpt2", model.cfg.vocab_size)
     for folder in folders(cfg, tokenizer):

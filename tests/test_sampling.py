@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
 
 import kernels
@@ -51,7 +52,7 @@ def after(cache, ids):
     """Logits after each of ids (B, T) but the first nine, of which a step computes one."""
     found = []
     for end in range(10, ids.size(1) + 1):
-        cache.begin(ids[:, :end])
+        cache.begin(ids[:, :end], end)
         found.append(cache.forward(ids[:, end - 1 : end], cache.at))
     return torch.stack(found, 1)
 
@@ -62,9 +63,47 @@ def test_logits_are_close(changes, dtype, bound):
     """The bound is in standard deviations of the logits. In bf16 0.05 is measured: attention rounds anew."""
     model, ids = random_model(**changes), prompt(2, 40)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
-        kept, expected = sampling.make_cache(model, rows=2), model.logits(ids)[:, 9:]
-        found = after(kept, ids)
+        found, expected = after(sampling.make_cache(model, rows=2), ids), model.logits(ids)[:, 9:]
     assert (found - expected).abs().max() < bound * expected.std()
+
+
+@pytest.mark.parametrize("B, H, H_kv, L", [(1, 4, 4, 1024), (3, 4, 2, 512), (2, 3, 1, 40)])
+def test_one_query_sees_the_earlier_tokens(B, H, H_kv, L):
+    q, keys, values = torch.randn(B, H, 1, 8), *torch.randn(2, B, H_kv, L, 8)
+    mask = torch.where(torch.arange(L) < 39, 0.0, -torch.inf)[None]
+    expected = F.scaled_dot_product_attention(q, keys, values, mask, enable_gqa=True)
+    assert (sampling.one_query(q, keys, values, mask) - expected).abs().max() < 1e-6
+
+
+def test_a_text_that_begins_like_the_one_before_goes_on_from_there():
+    """As the samples of one prompt, and as the turns of a conversation, which it grows with."""
+    model, ids = random_model(block_size=100), prompt(1, 35)
+    cache, computed = sampling.make_cache(model, temperature=1.0, top_k=20), []
+    forward = cache.forward
+    cache.forward = lambda idx, at: computed.append(len(at)) or forward(idx, at)
+    for seed, begins, more, prefill in ((0, 5, 4, 32), (1, 5, 6, None), (2, 30, 9, 32), (2, 12, 3, None)):
+        new = list(sampling.steps(model, ids[:, :begins], more, 1.0, 20, seed, cache))
+        expected = sampling.generate(model, ids[:, :begins], more, 1.0, 20, seed)
+        assert torch.equal(torch.stack(new, 1), expected[:, begins:])
+        assert computed == [prefill] * bool(prefill) + [1] * more
+        computed.clear()
+
+
+class Slope(nn.Module):
+    """Positions without a table."""
+
+    first = 0
+
+    def forward(self, x):
+        return x + 0.1 * torch.arange(self.first, self.first + x.size(1))[:, None]
+
+
+def test_positions_may_be_computed(capsys):
+    model, ids = random_model(), prompt(2, 5)
+    model.wpe = Slope()
+    expected = sampling.generate(model, ids, 45, temperature=0, cached=False)
+    assert torch.equal(sampling.generate(model, ids, 45, temperature=0), expected)
+    assert not capsys.readouterr().err
 
 
 def shift(forward):
@@ -145,8 +184,21 @@ def test_one_token_through_the_fused_kernels():
     kernels.serve(device)
     try:
         with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
-            kept, expected = sampling.make_cache(model, 40), model.logits(ids)[:, 9:]
-            found = [kept.logits(ids[:, :10]), *(kept.logits(ids[:, i : i + 1]) for i in range(10, 40))]
+            found, expected = after(sampling.make_cache(model), ids), model.logits(ids)[:, 9:]
     finally:
         kernels.serve(device, "torch")
-    assert (torch.stack(found, 1) - expected).abs().max() < 0.1 * expected.std()
+    assert (found - expected).abs().max() < 0.1 * expected.std()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS)
+def test_a_graph_draws_the_same_tokens(changes, monkeypatch, capsys):
+    """Across a growth of the cache, and without a graph after an edit that waits for the GPU."""
+    model, ids = random_model(block_size=1100, **changes).cuda(), prompt(2, 1000).cuda()
+    greedy, drawn = dict(temperature=0), dict(temperature=1.0, top_k=20)
+    expected = sampling.generate(model, ids, 40, cached=False, **greedy)
+    found = [sampling.generate(model, ids, 40, **options) for options in (greedy, drawn)]
+    assert torch.equal(found[0], expected) and not capsys.readouterr().err
+    model.norm.register_forward_hook(lambda _, args, y: print(end="" if y.sum().item() else " "))
+    assert torch.equal(sampling.generate(model, ids, 40, **drawn), found[1])
+    assert "without a CUDA graph" in capsys.readouterr().err
