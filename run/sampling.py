@@ -138,9 +138,8 @@ def warn(reason, without="a KV cache"):
 class Cache:
     """The ids of some rows, their keys and values, and the step that draws the next ids.
 
-    Raises UserError for a model with another attn.core than kernels.attention. It needs torch.no_grad, one
-    autocast context, and with context parallelism or document masks context.alone. by_row: positions read one
-    row, which is found on the device, of their tables, as a CUDA graph must; else they have `first`.
+    Raises UserError for an attn.core that it does not suit. It needs torch.no_grad, one autocast context, and
+    context.alone. by_row: positions have the row of their tables, for a graph; else they have `first`.
     """
 
     def __init__(self, model, rows, by_row, *options):  # of pick
@@ -152,20 +151,7 @@ class Cache:
         self.length = self.size = self.end = 0  # tokens that are kept, that have room, and that may come
 
     def steps(self, ids, end, seed):
-        """Yields the ids after ids (B, T) up to `end` tokens. Of a GPU's, it waits for the copy to the host,
-        when the next step runs."""
-        self.begin(ids, end)
-        self.generator.manual_seed(seed)
-        new = (self.step() for _ in range(ids.size(1), end))
-        if not ids.is_cuda:
-            return (yield from new)
-        copies = ((n.to("cpu", non_blocking=True), torch.cuda.current_stream().record_event()) for n in new)
-        for (copy, event), _ in itertools.pairwise(itertools.chain(copies, [None])):
-            event.synchronize()
-            yield copy
-
-    def begin(self, ids, end):
-        """Keeps keys and values of ids (B, T) but the last; it may have those of the first ones already."""
+        """Yields the ids after ids (B, T) up to `end` tokens; on the host if a GPU runs the next step."""
         last, self.end = ids.size(1) - 1, end
         alike = (self.ids[:, : last + 1] == ids).all(0).cumprod(0).sum()
         self.length = min(self.length, last, int(alike))
@@ -175,6 +161,14 @@ class Cache:
             self.forward(self.ids[:, self.length : stop], torch.arange(self.length, stop, device=ids.device))
         self.length = last
         self.at.fill_(last)
+        self.generator.manual_seed(seed)
+        new = (self.step() for _ in range(last + 1, end))
+        if not ids.is_cuda:
+            return (yield from new)
+        copies = ((n.to("cpu", non_blocking=True), torch.cuda.current_stream().record_event()) for n in new)
+        for (copy, event), _ in itertools.pairwise(itertools.chain(copies, [None])):
+            event.synchronize()
+            yield copy
 
     def step(self):
         """The next ids. Before the graph exists or has to grow, a step runs as it is, which compiles all."""
@@ -182,7 +176,8 @@ class Cache:
             self.graph.replay()
         else:
             self.draw()
-            self.capture()
+            if self.by_row and self.at.is_cuda:
+                self.capture()
         self.length += 1
         return self.ids[:, self.length]
 
@@ -193,8 +188,6 @@ class Cache:
         self.ids.index_copy_(1, self.at, pick(logits, *self.options, self.generator)[:, None])
 
     def capture(self):
-        if not (self.by_row and self.at.is_cuda):
-            return
         graph, spare = torch.cuda.CUDAGraph(), self.generator.clone_state()
         graph.register_generator_state(self.generator)
         usual = torch.cuda.stream(torch.cuda.current_stream())  # a capture that fails leaves its own current
@@ -214,7 +207,8 @@ class Cache:
             self.size, self.graph = min(limit, size), None
         mask = None  # the ordinary attention; else (T, size)
         if self.length or len(at) == 1:
-            mask = torch.where(torch.arange(self.size, device=at.device) <= at[:, None], 0.0, -torch.inf)
+            later = torch.arange(self.size, device=at.device) > at[:, None]
+            mask = later.float().masked_fill_(later, -torch.inf)
         own, attend = [], functools.partial(self.attend, at, mask)
         for module in self.attentions:
             own.append((vars(module), "core", functools.partial(attend, module, module.core)))
@@ -235,12 +229,11 @@ class Cache:
         kept = self.kept.get(module, v.new_empty(2, B, H_kv, 0, D))
         if kept.size(3) < self.size:  # zeros, since the mask does not hide NaN in values
             kept = self.kept[module] = F.pad(kept, (0, 0, 0, self.size - kept.size(3)))
-        for own, new in zip(kept, (k, v)):
-            own.index_copy_(2, at, new.to(v.dtype))
+        kept.index_copy_(3, at, torch.stack((k.to(v.dtype), v)))
         if mask is None:
             return core(q, k, v, *options)
         q = q.to(v.dtype)
-        if T == 1 and q.is_cuda:
+        if T == 1 and (q.is_cuda or q.dtype == torch.float32):  # on a GPU alone bmm takes out_dtype
             return one_query(q, *kept, mask)
         return F.scaled_dot_product_attention(q, *kept, mask.to(q.dtype), enable_gqa=q.size(1) != H_kv)
 
