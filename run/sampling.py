@@ -205,13 +205,11 @@ class Cache:
         if needed > self.size:  # a power of two; 1024 at once, since growth takes a new graph
             size = 1 << (max(needed, min(self.end, 1024)) - 1).bit_length()
             self.size, self.graph = min(limit, size), None
-        mask = None  # the ordinary attention; else (T, size)
+        mask = None  # the ordinary attention; else (T, size), 0 or for later tokens -1e30
         if self.length or len(at) == 1:
-            later = torch.arange(self.size, device=at.device) > at[:, None]
-            mask = later.float().masked_fill_(later, -torch.inf)
-        own, attend = [], functools.partial(self.attend, at, mask)
-        for module in self.attentions:
-            own.append((vars(module), "core", functools.partial(attend, module, module.core)))
+            mask = 1e30 * (at[:, None] - torch.arange(self.size, device=at.device)).clamp(-1, 0)
+        attend = functools.partial(self.attend, at, mask)
+        own = [(vars(m), "core", functools.partial(attend, m, m.core)) for m in self.attentions]
         for module in context.positions(self.model):
             tensors = [*module.named_parameters(), *module.named_buffers()] if self.by_row else []
             own.append((vars(module), "first", 0 if self.by_row else self.length))
@@ -235,17 +233,17 @@ class Cache:
         q = q.to(v.dtype)
         if T == 1 and (q.is_cuda or q.dtype == torch.float32):  # on a GPU alone bmm takes out_dtype
             return one_query(q, *kept, mask)
-        return F.scaled_dot_product_attention(q, *kept, mask.to(q.dtype), enable_gqa=q.size(1) != H_kv)
+        keys, values = kept.repeat_interleave(q.size(1) // H_kv, dim=2)  # few kernels take groups and a mask
+        return F.scaled_dot_product_attention(q, keys, values, mask.to(q.dtype))
 
 
 def one_query(q, keys, values, mask):
-    """Attention of q: (B, H, 1, D) to keys, values: (B, H_kv, L, D) with mask: (1, L), 0 or -inf -> as q."""
+    """Attention of q: (B, H, 1, D) to keys, values: (B, H_kv, L, D) plus mask: (1, L) -> as q."""
     B, H_kv, L, D = keys.shape
     part = math.gcd(L, 256)  # tokens: the values' sum goes in parts, so that a few heads fill the GPU
     exact = {} if q.dtype == torch.float32 else {"out_dtype": torch.float32}
     q = q.reshape(B * H_kv, -1, D)  # heads that share keys, as if they were tokens
-    mask = mask.expand(*q.shape[:2], L)
-    scores = torch.baddbmm(mask, q, keys.reshape(-1, L, D).mT, alpha=D**-0.5, **exact)
+    scores = torch.baddbmm(mask.expand(*q.shape[:2], L), q, keys.reshape(-1, L, D).mT, alpha=D**-0.5, **exact)
     shares = scores.softmax(-1).unflatten(-1, (-1, part)).transpose(1, 2)  # (B H_kv, parts, H / H_kv, part)
     shares = shares.to(values.dtype, memory_format=torch.contiguous_format).flatten(0, 1)
     y = shares @ values.reshape(-1, part, D)
