@@ -10,6 +10,7 @@ import itertools
 import math
 import sys
 import time
+import warnings
 
 import torch
 import torch.nn.functional as F
@@ -125,8 +126,22 @@ def make_cache(model, temperature=0, top_k=None, rows=1, **_):
         expected, trial.length = trial.forward(idx, at), len(at) - 1
         found = trial.forward(idx[:, -1:], at[-1:])
         if not (found - expected).std() > 0.1 * expected.std():  # in bf16 0.02, float32 1e-6
-            return Cache(model, rows, by_row, temperature, top_k)
+            graphs = by_row and at.is_cuda and not waits(trial.forward, idx[:, -1:], at[-1:])
+            return Cache(model, rows, by_row, graphs, temperature, top_k)
     return warn("model.py mixes tokens outside of attn.core, or uses a block twice")
+
+
+def waits(function, *arguments):
+    """Whether it waits for the GPU. A capture of that would fail, and spoil the random numbers of the run."""
+    with warnings.catch_warnings(action="ignore"):  # that this mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        function(*arguments)
+    except RuntimeError as error:
+        warn(str(error), "a CUDA graph")
+        return True
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @functools.cache
@@ -142,10 +157,10 @@ class Cache:
     context.alone. by_row: positions have the row of their tables, for a graph; else they have `first`.
     """
 
-    def __init__(self, model, rows, by_row, *options):  # of pick
+    def __init__(self, model, rows, by_row, graphs=False, *options):  # of pick
         device = parallel.device_of(model)
-        self.model, self.by_row, self.options, self.kept, self.graph = model, by_row, options, {}, None
-        self.attentions = context.attentions(model, "a KV cache")
+        self.model, self.by_row, self.graphs, self.options = model, by_row, graphs, options
+        self.kept, self.graph, self.attentions = {}, None, context.attentions(model, "a KV cache")
         self.ids = torch.zeros(rows, model.cfg.block_size + 1, dtype=torch.long, device=device)
         self.at, self.generator = self.ids.new_zeros(1), torch.Generator(device)  # at: a step's position
         self.length = self.size = self.end = 0  # tokens that are kept, that have room, and that may come
@@ -176,8 +191,11 @@ class Cache:
             self.graph.replay()
         else:
             self.draw()
-            if self.by_row and self.at.is_cuda:
-                self.capture()
+            if self.graphs:
+                self.graph = torch.cuda.CUDAGraph()
+                self.graph.register_generator_state(self.generator)
+                with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):  # a run has threads
+                    self.draw()
         self.length += 1
         return self.ids[:, self.length]
 
@@ -186,18 +204,6 @@ class Cache:
         logits = self.forward(self.ids.index_select(1, self.at), self.at)
         self.at += 1
         self.ids.index_copy_(1, self.at, pick(logits, *self.options, self.generator)[:, None])
-
-    def capture(self):
-        graph, spare = torch.cuda.CUDAGraph(), self.generator.clone_state()
-        graph.register_generator_state(self.generator)
-        usual = torch.cuda.stream(torch.cuda.current_stream())  # a capture that fails leaves its own current
-        try:  # thread_local: a run's other threads may use the GPU
-            with usual, torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                self.draw()
-            self.graph = graph
-        except RuntimeError as error:  # an edited model may wait for the GPU
-            self.by_row, self.generator = False, spare
-            warn(str(error.__context__ or error).partition("\n")[0], "a CUDA graph")
 
     def forward(self, idx, at):
         """(B, T) ids at the positions at: (T,), which follow those in the cache -> (B, V) of the last."""

@@ -6,7 +6,6 @@ First it compares greedy tokens in float32 with those without a cache, then prin
 and the kernels of a step that take the most time. The weights of 8B take 16 GB.
 """
 
-import contextlib
 import importlib.util
 import sys
 import time
@@ -52,26 +51,25 @@ def same_tokens(name, shape):
         for parameter in model.parameters():  # larger, so that the tokens do not repeat
             parameter.add_(0.1 * torch.randn_like(parameter))
     ids = begin(2, 16)
-    plain, cached = (sampling.generate(model, ids, 200, temperature=0, cached=c) for c in (False, True))
-    with without_graphs():
-        eager = sampling.generate(model, ids, 200, temperature=0)
-    for kind, found in (("a graph", cached), ("no graph", eager)):
+    plain = sampling.generate(model, ids, 200, temperature=0, cached=False)
+    for kind, graphs in (("a graph", True), ("no graph", False)):
+        cache = make_cache(model, graphs, rows=2)
+        found = sampling.generate(model, ids, 200, temperature=0, cached=cache)
         words = f"with {kind} {int((found == plain).sum())} of {plain.numel()} ids are those without a cache"
         print(f"{name}, float32, greedy: {words}; {len(plain.unique())} different ones", flush=True)
 
 
-@contextlib.contextmanager
-def without_graphs():
-    capture, sampling.Cache.capture = sampling.Cache.capture, lambda cache: None
-    try:
-        yield
-    finally:
-        sampling.Cache.capture = capture
+def make_cache(model, graphs, **options):
+    cache = sampling.make_cache(model, **options)
+    if graphs and not cache.graphs:
+        print("  no graph: the step waits for the GPU")
+    cache.graphs &= graphs
+    return cache
 
 
-def timed(model, rows, new, prompt=16, **options):
+def timed(model, rows, new, prompt=16, graphs=True, **options):
     """(ms of a token after the first eight, ms until then) of a text of `new` tokens in each row."""
-    cache = sampling.make_cache(model, rows=rows, **options)
+    cache = make_cache(model, graphs, rows=rows, **options)
     began, times = time.perf_counter(), []
     for ids in sampling.steps(model, begin(rows, prompt), new, cached=cache, **options):
         ids.tolist()
@@ -87,8 +85,7 @@ def measure(name, shape):
         kernels.serve(GPU, ops)
         options = dict(temperature=float(top_k > 1), top_k=top_k)  # 0: greedy
         ms, first = timed(model, rows, NEW, **options)
-        with without_graphs():
-            eager, _ = timed(model, rows, EAGER, **options)
+        eager, _ = timed(model, rows, EAGER, graphs=False, **options)
         words = f"graph {ms:6.3f} ms a token (the first 8: {first:6.1f} ms), without {eager:6.2f}"
         print(f"  ops={ops:<5} batch {rows:2} top_k={top_k:<2}  {words}", flush=True)
         if rows == 1 and top_k > 1:
@@ -102,13 +99,11 @@ def measure(name, shape):
 @torch.no_grad()
 def print_kernels(model):
     """The GPU's time in one step at batch 1 after 500 tokens, launched one by one."""
-    cache = sampling.make_cache(model, 0.8, 50)
-    with torch.autocast("cuda", torch.bfloat16), without_graphs():
-        steps = cache.steps(begin(1, 500), 1000, seed=0)
+    steps = make_cache(model, False, temperature=0.8, top_k=50).steps(begin(1, 500), 1000, seed=0)
+    next(steps)
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
         next(steps)
-        with profile(activities=[ProfilerActivity.CUDA]) as seen:
-            next(steps)
-            torch.cuda.synchronize()
+        torch.cuda.synchronize()
     found = sorted(seen.key_averages(), key=lambda row: -row.self_device_time_total)
     total, count = sum(row.self_device_time_total for row in found), sum(row.count for row in found)
     print(f"    a step: {total / 1e3:.3f} ms in {count} kernels; most of it:")
