@@ -7,7 +7,6 @@ forward runs, not compiled, on a GPU as one CUDA graph a token. Between two step
 import contextlib
 import functools
 import itertools
-import math
 import sys
 import time
 import warnings
@@ -15,6 +14,7 @@ import warnings
 import torch
 import torch.nn.functional as F
 
+import kernels
 from configurator import UserError, is_rank_0
 from scale import context, parallel
 
@@ -233,24 +233,13 @@ class Cache:
         kept = self.kept.get(module, v.new_empty(2, B, H_kv, 0, D))
         if kept.size(3) < self.size:  # zeros, since the mask does not hide NaN in values
             kept = self.kept[module] = F.pad(kept, (0, 0, 0, self.size - kept.size(3)))
-        kept.index_copy_(3, at, torch.stack((k.to(v.dtype), v)))
+        q, k = q.to(v.dtype), k.to(v.dtype)
+        if T == 1 and q.device.type in kernels.served:
+            from fast import decode  # which needs Triton
+
+            return decode.attention(q, k, v, kept, at)
+        kept.index_copy_(3, at, torch.stack((k, v)))
         if mask is None:
             return core(q, k, v, *options)
-        q = q.to(v.dtype)
-        if T == 1 and (q.is_cuda or q.dtype == torch.float32):  # on a GPU alone bmm takes out_dtype
-            return one_query(q, *kept, mask)
         keys, values = kept.repeat_interleave(q.size(1) // H_kv, dim=2)  # few kernels take groups and a mask
         return F.scaled_dot_product_attention(q, keys, values, mask.to(q.dtype))
-
-
-def one_query(q, keys, values, mask):
-    """Attention of q: (B, H, 1, D) to keys, values: (B, H_kv, L, D) plus mask: (1, L) -> as q."""
-    B, H_kv, L, D = keys.shape
-    part = math.gcd(L, 256)  # tokens: the values' sum goes in parts, so that a few heads fill the GPU
-    exact = {} if q.dtype == torch.float32 else {"out_dtype": torch.float32}
-    q = q.reshape(B * H_kv, -1, D)  # heads that share keys, as if they were tokens
-    scores = torch.baddbmm(mask.expand(*q.shape[:2], L), q, keys.reshape(-1, L, D).mT, alpha=D**-0.5, **exact)
-    shares = scores.softmax(-1).unflatten(-1, (-1, part)).transpose(1, 2)  # (B H_kv, parts, H / H_kv, part)
-    shares = shares.to(values.dtype, memory_format=torch.contiguous_format).flatten(0, 1)
-    y = shares @ values.reshape(-1, part, D)
-    return y.view(B, H_kv, L // part, -1, D).sum(2, dtype=y.dtype).view(B, 1, -1, D).transpose(1, 2)

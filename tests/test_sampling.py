@@ -6,12 +6,14 @@ import torch.nn.functional as F
 
 import kernels
 from corpus import tokenizer
+from fast import decode
 from model import GPT, Block, LearnedPositions, build
 from run import sampling
 from scale.compile import compile_model
 from settings import GPTConfig
 
 CPU, GPU = torch.device("cpu"), pytest.mark.gpu
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LLAMA = dict(norm="rmsnorm", positions="rope", mlp="swiglu", bias=False)
 MODELS = {
     "gpt2": {},
@@ -45,6 +47,24 @@ def test_greedy_tokens_are_those_without_a_cache(changes, B, T, new):
     found = sampling.generate(model, ids, new, temperature=0)
     assert found.shape == (B, T + new) and len(found.unique()) > 2
     assert torch.equal(found, sampling.generate(model, ids, new, temperature=0, cached=False))
+
+
+@pytest.mark.device
+@pytest.mark.parametrize(
+    "H, H_kv, D, L, at", [(6, 2, 24, 300, 299), (1, 1, 64, 128, 0), (4, 4, 80, 9000, 8320)]
+)
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-6), (torch.bfloat16, 8e-3)])
+def test_attention_of_one_query(H, H_kv, D, L, at, dtype, bound):
+    """Against PyTorch's in float64; what the cache holds behind `at` takes no part, NaN neither."""
+    q, new = torch.randn(2, H, 1, D), torch.randn(2, 2, H_kv, 1, D)
+    kept = torch.randn(2, 2, H_kv, L, D)
+    kept[..., at:, :] = torch.nan
+    q, new, kept = (t.to(DEVICE, dtype) for t in (q, new, kept))
+    y = decode.attention(q, *new, kept, torch.tensor([at], device=DEVICE))
+    assert torch.equal(kept[..., at, :], new[..., 0, :]) and kept[..., at + 1 :, :].isnan().all()
+    keys, values = kept[..., : at + 1, :].double().repeat_interleave(H // H_kv, 2)
+    expected = F.scaled_dot_product_attention(q.double(), keys, values)
+    assert (y - expected).norm() < bound * expected.norm()
 
 
 @pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS)
