@@ -10,7 +10,7 @@ import triton.language as tl
 
 from fast.operators import INTERPRETED, cdiv, power_of_2
 
-PART, JOINED = 128, 64  # keys of a program; parts that are added up at a time
+PART, JOINED = 64, 64  # keys of a program; parts that are added up at a time
 
 
 def attention(q, k, v, kept, at):
@@ -37,7 +37,10 @@ def _attend(
     """A program: the H queries that share keys, and PART of these."""
     group, part, last = tl.program_id(0), tl.program_id(1), tl.load(at)
     rows, cols = tl.arange(0, ROWS)[:, None], tl.arange(0, COLS)[None, :]
-    first, inside = part * PART, cols < D
+    first, inside, head = part * PART, cols < D, group * H + rows
+    if first > last:
+        tl.store(logs + head * parts + part, -1e30, mask=rows < H)
+        return
     t, across = first + tl.arange(0, PART)[:, None], first + tl.arange(0, PART)[None, :]
     here = (tl.cast(group, tl.int64) * L + t) * D + cols
     new, old = (t == last) & inside, (t < last) & inside
@@ -47,7 +50,6 @@ def _attend(
     value = tl.where(new, tl.load(v + group * D + cols, mask=inside, other=0.0), value)
     tl.store(keys + here, key, mask=new)
     tl.store(values + here, value, mask=new)
-    head = group * H + rows
     x = tl.load(q + head * D + cols, mask=(rows < H) & inside, other=0.0)
     dtype: tl.constexpr = tl.float32 if INTERPRETED else value.dtype  # whose products know no bf16
     scores = tl.dot(x.to(dtype), tl.trans(key.to(dtype)), input_precision="ieee") * scale
@@ -62,7 +64,7 @@ def _attend(
 
 @triton.jit
 def _join(
-    some, logs, y, parts, D: tl.constexpr, COLS: tl.constexpr, MOST: tl.constexpr, JOINED: tl.constexpr
+    some, logs, out, parts, D: tl.constexpr, COLS: tl.constexpr, MOST: tl.constexpr, JOINED: tl.constexpr
 ):
     head, cols, all = tl.program_id(0), tl.arange(0, COLS)[None, :], tl.arange(0, MOST)
     own = tl.load(logs + head * parts + all, mask=all < parts, other=-1e30)
@@ -72,6 +74,7 @@ def _join(
         i = head * parts + first + tl.arange(0, JOINED)[:, None]
         inside = first + tl.arange(0, JOINED)[:, None] < parts
         share = tl.exp(tl.load(logs + i, mask=inside, other=-1e30) - top)
-        sums += tl.sum(share * tl.load(some + i * D + cols, mask=inside & (cols < D), other=0.0), 0)
+        y = tl.load(some + i * D + cols, mask=(share > 0) & (cols < D), other=0.0)
+        sums += tl.sum(share * y, 0)
     at = tl.arange(0, COLS)
-    tl.store(y + head * D + at, (sums / total).to(y.dtype.element_ty), mask=at < D)
+    tl.store(out + head * D + at, (sums / total).to(out.dtype.element_ty), mask=at < D)
