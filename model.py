@@ -18,7 +18,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import kernels
-from fast.attention import best_attention
+from fast.chips import best_attention
 from kernels import LayerNorm, Linear, RMSNorm
 from settings import GPTConfig
 

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from configurator import UserError
-from fast.adamw8bit import AdamW8bit
 from scale.shards import local, rows_of
 
 ROW = 2**14  # gradients that the CPU adds up in one float32 for their norm
@@ -51,6 +50,8 @@ def make_optimizer(model, cfg):
         raise UserError("max_skipped_steps needs fused AdamW, which this device does not have; leave it at 0")
     options = dict(lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.adam_eps)
     if cfg.optimizer == "adamw8bit":
+        from fast.adamw8bit import AdamW8bit
+
         return AdamW8bit(groups, **options, seed=cfg.seed, rows_of=rows_of)
     if cfg.optimizer == "muon":
         parts = {p: matrices_of(name, p, cfg) for name, p in model.named_parameters()}

@@ -1,4 +1,4 @@
-"""Which fused kernels a GPU can run, by its maker and compute capability; and CPUs whose AMX cannot be used.
+"""Which kernels a GPU can run, and its best for attention; and CPUs whose AMX cannot be used.
 
 Each `no_*` maps a Chip to why it cannot, in words, or None.
 """
@@ -38,6 +38,20 @@ def nvidia_from(least, reason):
 no_fused_kernels = nvidia_from((8, 0), "the fused kernels are for NVIDIA GPUs from Ampere on")
 no_fp8 = nvidia_from((8, 9), "it needs an NVIDIA GPU with fp8 matrix units (Ada, Hopper or later)")
 no_cudnn_attention = nvidia_from((9, 0), "it is the fastest on NVIDIA GPUs from Hopper on alone")
+
+
+def best_attention(device, precision="bf16"):
+    """(backend, reason) for a torch.device: cuDNN from Hopper on, where it is 1.5 to 2.4 times as fast."""
+    chip = of(device)
+    if chip.maker not in ("nvidia", "amd"):
+        return "flash", f"PyTorch's own on {chip.maker}"
+    if precision in ("fp32", "tf32"):
+        return "efficient", "cuDNN and flash take 16-bit numbers only"
+    if torch.are_deterministic_algorithms_enabled():
+        return "flash", "deterministic: cuDNN's backward adds in no fixed order"
+    cudnn = torch.backends.cudnn.is_available() and no_cudnn_attention(chip) is None
+    where = "compute capability {}.{}".format(*chip.capability) if chip.maker == "nvidia" else "an AMD GPU"
+    return "cudnn" if cudnn else "flash", f"fastest on {where}"
 
 
 def without_amx(cpuinfo="/proc/cpuinfo"):

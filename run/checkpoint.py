@@ -34,7 +34,7 @@ from safetensors.torch import save_file
 import model as models
 from configurator import UserError, refuse, typed
 from corpus import tokenizer as tokenizers
-from fast.attention import best_attention
+from fast.chips import best_attention
 from run import files, source
 from run.logger import NotFinite
 from scale import parallel

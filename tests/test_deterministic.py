@@ -116,7 +116,7 @@ def test_nothing_is_timed(monkeypatch, deterministic):
 
 
 def test_attention_is_not_cudnns(monkeypatch, deterministic):
-    from fast.attention import best_attention
+    from fast.chips import best_attention
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.version, "cuda", "13.0")

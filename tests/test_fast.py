@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from settings import GPTConfig
 
 pytest.importorskip("triton", reason="Triton is installed with PyTorch's CUDA builds only")
+import fast
 import kernels
 import model as models
 from fast import chips, hopper, linear, loss, mlp, norm, rope
@@ -78,7 +79,7 @@ def in_product(request, monkeypatch):
 @pytest.mark.parametrize("N, C, P, V", [pytest.param(20, 16, 128, 100, marks=pytest.mark.slow), *SHAPES])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16] if GPU else [torch.float32])
 def test_linear_cross_entropy(N, C, P, V, dtype, in_product, monkeypatch):
-    monkeypatch.setattr(loss, "LOGITS_BYTES", 16 * P * 4)  # several chunks, the last one ragged
+    monkeypatch.setattr(fast, "LOGITS_MIB", 16 * P * 4 / 2**20)  # several chunks, the last one ragged
     for cap, ignored in itertools.product((None, 5.0), (False, True)):
         x = torch.randn(1, N, C, device=DEVICE, dtype=dtype, requires_grad=True)
         weight = (torch.randn(P, C, device=DEVICE) * 2 / C**0.5).requires_grad_()  # logits of a few units
