@@ -4,6 +4,7 @@ Each `no_*` maps a Chip to why it cannot, in words, or None.
 """
 
 import os
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -60,10 +61,9 @@ def without_amx(cpuinfo="/proc/cpuinfo"):
     Some virtual machines announce AMX, but their CPUID ends before leaf 0x1D with the sizes of its tiles:
     oneDNN takes them to be zero, and its first bf16 product ends the process.
     """
-    info = Path(cpuinfo).read_text() if Path(cpuinfo).is_file() else ""
-    lines = (line.split(":", 1) for line in info.partition("\n\n")[0].splitlines() if ":" in line)
-    cpu = {name.strip(): value.strip() for name, value in lines}
-    unusable = "amx_tile" in cpu.get("flags", "").split() and int(cpu.get("cpuid level", 0x1D)) < 0x1D
+    info = Path(cpuinfo).read_text().partition("\n\n")[0] if Path(cpuinfo).is_file() else ""
+    level = re.search(r"cpuid level\s*: (\d+)", info)
+    unusable = "amx_tile" in info and level is not None and int(level[1]) < 0x1D
     if unusable:
         os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
     return unusable

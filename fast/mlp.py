@@ -15,13 +15,8 @@ from fast.linear import operands, product, weight_gradients
 from fast.operators import cdiv, on_hopper, operator
 
 SWIGLU_BLOCK, SWIGLU_WARPS, RELU2_BLOCK = 2048, 8, 2048  # elements
-RELU2_ROWS, RELU2_COLS, RELU2_STAGES, RELU2_WARPS, RELU2_PROGRAMS = (
-    8,
-    256,
-    3,
-    4,
-    8,
-)  # programs a multiprocessor
+RELU2_ROWS, RELU2_COLS, RELU2_STAGES, RELU2_WARPS = 8, 256, 3, 4
+RELU2_PROGRAMS = 8  # a multiprocessor
 
 
 def mlp(kind, x, w1, b1, w2, b2, tune=True):

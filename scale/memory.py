@@ -89,11 +89,8 @@ def loss_bytes(cfg):
     """Bytes while the loss is computed: a chunk of logits, gradients of the hidden state and the head."""
     tokens, (own, *_) = cfg.rank_tokens, bytes_of_parameter(cfg)
     logits = min(fast.LOGITS_MIB * 2**20, 2 * tokens * cfg.padded_vocab)
-    return (
-        logits * (1 + (cfg.precision == "fp8"))
-        + tokens * cfg.n_embd * 2
-        + own * cfg.padded_vocab * cfg.n_embd
-    )
+    logits *= 2 if cfg.precision == "fp8" else 1
+    return logits + tokens * cfg.n_embd * 2 + own * cfg.padded_vocab * cfg.n_embd
 
 
 def backward_bytes(cfg, again):

@@ -111,7 +111,7 @@ def test_nothing_is_timed(monkeypatch, deterministic):
     part, w = torch.zeros(8, 256), torch.zeros(768, 256)
     for on in (True, False):
         torch.use_deterministic_algorithms(on)
-        linear.qkv_gradients(part, part, part, torch.zeros(8, 256), w, torch.float32)
+        linear.qkv_gradients(part, part, part, torch.zeros(8, 256), w, torch.float32, True)
     assert took == ["packed_gradients", "parts_gradients"]
 
 

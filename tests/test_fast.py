@@ -215,15 +215,6 @@ def test_gradients_of_logits_in_8_bits_are_right_in_the_mean():
     assert means.square().mean() < 0.01**2 < 0.02**2 < nearest.square().mean()
 
 
-@either
-@pytest.mark.parametrize("rows, widths", [(1, (8, 8, 8)), (333, (96, 32, 32)), (40, (768, 768, 768))])
-def test_pack(rows, widths):
-    parts = [leaf(rows, w, dtype=WIDE).detach() for w in widths]
-    packed, sums = linear.pack(*parts)
-    assert torch.equal(packed, torch.cat(parts, 1))
-    assert error(sums, packed.double().sum(0)) < 1e-6
-
-
 def leaf(*shape, dtype=torch.bfloat16, std=1.0):
     return (torch.randn(*shape, device=DEVICE) * std).to(dtype).requires_grad_()
 
