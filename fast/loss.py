@@ -39,11 +39,10 @@ def empty_results(x, weight, grad=True):
     return losses, torch.empty_like(x), torch.empty_like(weight, dtype=dtype)
 
 
-def chunk_results(x, weight, targets, V, softcap, grad):
-    return *empty_results(x, weight, grad), x.new_empty(x.size(0), dtype=torch.float32)
-
-
-@operator("cross_entropy_chunks", chunk_results)
+@operator(
+    "cross_entropy_chunks",
+    lambda x, w, t, V, cap, grad: (*empty_results(x, w, grad), x.new_empty(x.size(0), dtype=torch.float32)),
+)
 def cross_entropy_chunks(
     x: Tensor, weight: Tensor, targets: Tensor, V: int, softcap: float | None, grad: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -7,6 +7,7 @@ data-parallel ranks to gradients. An edit that mixes tokens outside attn.core gi
 
 import contextlib
 import math
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ def apply(model, cfg, world):
     """Wraps the cores of all attentions; neighbouring ranks share a sequence. All ranks call it."""
     N, limit = cfg.context_parallel, parallel.time_limit(cfg.timeout_s)
     groups = [dist.new_group(range(i, i + N), timeout=limit) for i in range(0, world.size, N)]
-    spread = model.spread = Spread(groups[world.rank // N], N)
+    spread = model.spread = SimpleNamespace(group=groups[world.rank // N], size=N, on=True)  # see `alone`
     for module in attentions(model, "context_parallel", any_core=True):
         module.core = Ulysses(module.core, spread)
     for module in positions(model):
@@ -48,13 +49,6 @@ def attentions(model, setting, any_core=False):
 def positions(model):
     """The modules that know the position of a row's first token, `first`."""
     return [module for module in model.modules() if hasattr(module, "first")]
-
-
-class Spread:
-    """The process group of the ranks that share a sequence; on: False while each rank has whole ones."""
-
-    def __init__(self, group, size):
-        self.group, self.size, self.on = group, size, True
 
 
 @contextlib.contextmanager
