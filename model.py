@@ -241,10 +241,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, fill=lambda tensor, function: function(tensor)):
-        """Draws the weights from N(0, std); norms start at one, biases at zero.
-
-        fill(tensor, function) draws a tensor's numbers; parallel.fill keeps a rank's rows of a sharded one.
-        """
+        """Draws weights from N(0, std); norms start at one, biases at zero. fill: see parallel.fill."""
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 fill(module.weight, partial(nn.init.normal_, std=self.initial_std(name)))

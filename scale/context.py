@@ -55,15 +55,11 @@ def positions(model):
 def alone(model):
     """Within it, each rank has whole, separate rows, each of one document: for HellaSwag and samples."""
     own = [(getattr(model, name), "on", False) for name in ("spread", "documents") if hasattr(model, name)]
-    own += [(module, "first", 0) for module in positions(model)]
-    before = [(thing, name, getattr(thing, name)) for thing, name, _ in own]
-    try:
-        for change in own:
-            setattr(*change)
+    with contextlib.ExitStack() as undo:
+        for thing, name, value in own + [(module, "first", 0) for module in positions(model)]:
+            undo.callback(setattr, thing, name, getattr(thing, name))
+            setattr(thing, name, value)
         yield
-    finally:
-        for change in before:
-            setattr(*change)
 
 
 class Ulysses:
