@@ -5,28 +5,16 @@ bf16 and fp8), or plain PyTorch, which computes the same. So an edit of model.py
 where no fused kernel can serve it, a run's start-up summary lists the operation (run/flops.py).
 """
 
+import importlib
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
+import fast
 from fast import chips
-from fast.attention import SameLayout
-
-try:
-    from fast import fp8, fusion
-    from fast import linear as fast_linear
-    from fast import loss as fast_loss
-    from fast import mlp as fast_mlp
-    from fast import norm as fast_norm
-    from fast import rope as fast_rope
-
-    MISSING = None
-except ImportError as error:
-    MISSING = f"the package {error.name} is not installed"
-
-LOGITS_MIB = 1024  # most memory for logits that the loss holds at a time: in float32, fused kernels in bf16
 
 chips.without_amx()  # on a CPU where it would end the process
 served = set()  # types of device whose calls may take fused kernels, see `serve`
@@ -38,11 +26,20 @@ counting = None  # the run.flops.Census under way: it notes each call, of which 
 
 def serve(device, ops="auto"):
     """Switches the fused kernels on where a torch.device runs them, off with ops=torch; returns why off."""
-    reason = "ops=torch" if ops == "torch" else chips.no_fused_kernels(chips.of(device)) or MISSING
+    reason = "ops=torch" if ops == "torch" else chips.no_fused_kernels(chips.of(device)) or load()
     (served.discard if reason else served.add)(device.type)
     if reason is None:
-        fusion.register()
+        fast.fusion.register()
     return reason
+
+
+def load():
+    """Imports the fused kernels, fast.fp8 and so on, which need Triton; returns why that fails."""
+    try:
+        for name in ("fp8", "fusion", "linear", "loss", "mlp", "norm", "rope"):
+            importlib.import_module(f"fast.{name}")
+    except ImportError as error:
+        return f"the package {error.name} is not installed"
 
 
 def fused(operation, x, *layers, unless=None, inner=0):
@@ -94,12 +91,12 @@ def operand(x):
 
 def in_fp8(x, *layers):
     """Whether the GEMMs of all these layers run in fp8 in this call on x (fast/fp8.py, `track`)."""
-    return all(hasattr(layer, "w_amax") and layer.training for layer in layers) and fp8.suits(x)
+    return all(hasattr(layer, "w_amax") and layer.training for layer in layers) and fast.fp8.suits(x)
 
 
 def weight(layer):
     """The layer's weight as a matrix, also where FSDP2 gathered it in 8 bits."""
-    return fp8.dense(layer) if hasattr(layer, "w_amax") else layer.weight
+    return fast.fp8.dense(layer) if hasattr(layer, "w_amax") else layer.weight
 
 
 # -- linear layers
@@ -112,8 +109,8 @@ class Linear(nn.Linear):
         if not fused("linear", x, self):
             return F.linear(x, weight(self), self.bias)
         if in_fp8(x, self):
-            return fp8.linear(operand(x), self)
-        return fast_linear.linear(operand(x), weight(self), self.bias, torch.is_grad_enabled())
+            return fast.fp8.linear(operand(x), self)
+        return fast.linear.linear(operand(x), weight(self), self.bias, torch.is_grad_enabled())
 
 
 def qkv(x, layer, heads, head_dim, copy_v=False):
@@ -124,10 +121,10 @@ def qkv(x, layer, heads, head_dim, copy_v=False):
     if not fused("qkv", x, layer, unless={OTHER_LAYER: other(layer)}, inner=1):
         q, k, v = layer(x).unflatten(-1, (-1, head_dim)).transpose(1, 2).split(heads, dim=1)
     elif in_fp8(x, layer):
-        q, k, v = fp8.qkv(operand(x), layer, heads, head_dim)
+        q, k, v = fast.fp8.qkv(operand(x), layer, heads, head_dim)
     else:
         args = operand(x), weight(layer), layer.bias, heads, head_dim
-        q, k, v = fast_linear.qkv(*args, torch.is_grad_enabled())
+        q, k, v = fast.linear.qkv(*args, torch.is_grad_enabled())
     return q, k, v.transpose(1, 2).contiguous().transpose(1, 2) if copy_v else v
 
 
@@ -160,8 +157,8 @@ def mlp(x, up, activation, down):
         return down(activation(up(x)))
     x, kind = operand(x), FUSED[activation]
     if in_fp8(x, up):
-        return fp8.mlp(kind, x, up, down)
-    return fast_mlp.mlp(kind, x, weight(up), up.bias, weight(down), down.bias, torch.is_grad_enabled())
+        return fast.fp8.mlp(kind, x, up, down)
+    return fast.mlp.mlp(kind, x, weight(up), up.bias, weight(down), down.bias, torch.is_grad_enabled())
 
 
 # -- residual stream and norms
@@ -186,7 +183,7 @@ def norm(x, layer, plain):
     """LayerNorm or RMSNorm of x: (..., C); plain: PyTorch's own."""
     if fused("norm", x, layer, unless={UNUSUAL_NORM: unusual(x, layer)}):
         centred = isinstance(layer, nn.LayerNorm)
-        return fast_norm.norm(x.contiguous(), layer.weight, getattr(layer, "bias", None), layer.eps, centred)
+        return fast.norm.norm(x.contiguous(), layer.weight, getattr(layer, "bias", None), layer.eps, centred)
     return plain(x)
 
 
@@ -212,7 +209,7 @@ def rope(x, layer, cos, sin):
         "tables of another shape": any(t.shape != x.shape[-2:] or not t.is_contiguous() for t in (cos, sin)),
     }
     if fused("rope", x, layer, unless=unless, inner=int(type(layer) is RMSNorm)):
-        return fast_rope.rope(x, layer.weight if normed else None, layer.eps if normed else 0.0, cos, sin)
+        return fast.rope.rope(x, layer.weight if normed else None, layer.eps if normed else 0.0, cos, sin)
     return Rotation.apply(layer(x), cos, sin)
 
 
@@ -252,6 +249,25 @@ def attention(q, k, v, backend, dropout=0.0):
     return SameLayout.apply(y) if backend == "cudnn" else y
 
 
+class SameLayout(torch.autograd.Function):
+    """Identity; lays the gradient out in memory as the output is.
+
+    PyTorch keeps plans of cuDNN's backward by the layouts of q, k and v alone, and with another layout of dy,
+    such as a gate on attention's output may give it, a plan computes wrong numbers.
+    """
+
+    @staticmethod
+    def forward(ctx, y):
+        ctx.strides = y.stride()
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx, dy):
+        if dy.stride() == ctx.strides:
+            return dy
+        return torch.empty_strided(dy.shape, ctx.strides, dtype=dy.dtype, device=dy.device).copy_(dy)
+
+
 # -- the loss
 
 
@@ -265,16 +281,16 @@ def linear_cross_entropy(x, head, targets, reduction="mean", vocab_size=None, so
     # with gradients, a weight for each token is known in the backward only
     unless = {"a loss for each token, with gradients": reduction == "none" and trains}
     if not fused("linear_cross_entropy", x, head, unless=unless):
-        rows = int(LOGITS_MIB * 2**20) // (4 * head.weight.size(0))
+        rows = int(fast.LOGITS_MIB * 2**20) // (4 * head.weight.size(0))
         if targets.numel() <= rows:
             return plain_loss(x, head.weight, targets, reduction, *options)
         rows = 2 ** max(0, rows.bit_length() - 1)  # as in fast/loss.py
         return chunked_loss(torch.compiler.is_compiling(), rows, x, head.weight, targets, reduction, *options)
     x = operand(x)
     if in_fp8(x, head) and trains:
-        loss = fp8.linear_cross_entropy(x, head, targets, options)
-        return fast_loss.reduced(loss, targets, reduction)
-    return fast_loss.linear_cross_entropy(x, head.weight, targets, reduction, *options)
+        loss = fast.fp8.linear_cross_entropy(x, head, targets, options)
+        return fast.loss.reduced(loss, targets, reduction)
+    return fast.loss.linear_cross_entropy(x, head.weight, targets, reduction, *options)
 
 
 def plain_loss(x, weight, targets, reduction, *options):

@@ -18,7 +18,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import kernels
-from fast.attention import best_attention
+from fast.chips import best_attention
 from kernels import LayerNorm, Linear, RMSNorm
 from settings import GPTConfig
 
@@ -41,6 +41,7 @@ class Rope(nn.Module):
         for name in ("cos", "sin"):
             self.register_buffer(name, torch.empty(cfg.block_size, cfg.head_dim), persistent=False)
 
+    @torch.no_grad()
     def reset_tables(self):
         angles = torch.outer(torch.arange(self.cos.size(0)).float(), self.frequencies())
         angles = torch.cat((angles, angles), dim=-1)  # (T, D)
@@ -240,10 +241,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, fill=lambda tensor, function: function(tensor)):
-        """Draws the weights from N(0, std); norms start at one, biases at zero.
-
-        fill(tensor, function) draws a tensor's numbers; parallel.fill keeps a rank's rows of a sharded one.
-        """
+        """Draws weights from N(0, std); norms start at one, biases at zero. fill: see parallel.fill."""
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 fill(module.weight, partial(nn.init.normal_, std=self.initial_std(name)))
@@ -261,13 +259,6 @@ class GPT(nn.Module):
         if cfg.embed_norm and layer == "wte":
             return 1.0
         return 0.02 * (2 * cfg.n_layer) ** -0.5 if projects else 0.02
-
-    @torch.no_grad()
-    def reset_tables(self):
-        """Computes RoPE's tables, for a model whose weights come from a file."""
-        for module in self.modules():
-            if hasattr(module, "reset_tables") and module is not self:
-                module.reset_tables()
 
 
 def on_meta(cfg, **changes):
@@ -287,7 +278,9 @@ def allocate(model, device, seed=None, **options):
     """Allocates a model on meta on `device`, and initialises its weights if `seed` is given."""
     model.to_empty(device=device)
     model.tie()  # to_empty allocates the two apart
-    model.reset_tables()
+    for module in model.modules():
+        if hasattr(module, "reset_tables"):  # RoPE's, which no checkpoint has
+            module.reset_tables()
     if seed is not None:
         torch.manual_seed(seed)
         model.init_weights(**options)

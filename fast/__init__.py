@@ -1,7 +1,6 @@
 """Fused kernels for the operations of kernels.py, for NVIDIA GPUs in bf16 and fp8.
 
-chips         which of them a GPU can run, by its compute capability; a CPU whose AMX cannot be used
-attention     the backend of scaled_dot_product_attention by device
+chips         which of them a GPU can run, and its backend for attention; a CPU whose AMX cannot be used
 linear, norm, rope, mlp, loss   the operations, a file each, launcher and constants beside the kernel
 fp8           linear layers, MLP and loss in 8-bit floats
 adamw8bit     AdamW with moments in 8 bits
@@ -10,5 +9,8 @@ hopper        GEMMs for Hopper GPUs in CUDA: hopper_gemm.cu, hopper_wgrad.cu, ho
 operators     registers kernels as PyTorch operators, for torch.compile
 fusion        a pass over compiled graphs that moves work into a norm's kernels
 
-This folder imports neither kernels nor model, so that it cannot say what a model computes.
+Files with kernels need Triton; kernels.load imports them where a GPU runs them. This folder imports neither
+kernels nor model, so that it cannot say what a model computes.
 """
+
+LOGITS_MIB = 1024  # most memory for logits that a loss holds at a time: fused in bf16, plain in float32

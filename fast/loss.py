@@ -8,10 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+import fast
 from fast import cublas, hopper
 from fast.operators import LOG2E, on_hopper, operator, power_of_2
 
-LOGITS_BYTES = 2**30  # of logits in 16 bits alive at a time, as kernels.LOGITS_MIB of the plain loss
 LARGEST_CAP = 32.0  # of logits whose exponentials cannot overflow: 2^18 of them, e^64 each, are below 2^111
 CE_BLOCK, CE_WARPS = 2048, 8  # 4.2 ms for 65,536 rows of 50,304 on an H200; 4,096 x 8: 4.8, 1,024 x 4: 5.2
 
@@ -39,11 +39,10 @@ def empty_results(x, weight, grad=True):
     return losses, torch.empty_like(x), torch.empty_like(weight, dtype=dtype)
 
 
-def chunk_results(x, weight, targets, V, softcap, grad):
-    return *empty_results(x, weight, grad), x.new_empty(x.size(0), dtype=torch.float32)
-
-
-@operator("cross_entropy_chunks", chunk_results)
+@operator(
+    "cross_entropy_chunks",
+    lambda x, w, t, V, cap, grad: (*empty_results(x, w, grad), x.new_empty(x.size(0), dtype=torch.float32)),
+)
 def cross_entropy_chunks(
     x: Tensor, weight: Tensor, targets: Tensor, V: int, softcap: float | None, grad: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -99,8 +98,8 @@ LinearCrossEntropy = summed_loss(cross_entropy_chunks)
 
 
 def chunk_rows(P):
-    """How many rows of P logits in 16 bits fit in LOGITS_BYTES, rounded down to a power of two."""
-    return 2 ** max(4, (LOGITS_BYTES // (2 * P)).bit_length() - 1)
+    """How many rows of P logits in 16 bits fit in LOGITS_MIB, rounded down to a power of two."""
+    return 2 ** max(4, (int(fast.LOGITS_MIB * 2**20) // (2 * P)).bit_length() - 1)
 
 
 def cross_entropy_rows(logits, targets, losses, grads, scale, V, softcap, grad):

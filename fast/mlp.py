@@ -10,18 +10,10 @@ import triton.language as tl
 from torch import Tensor
 
 from fast import cublas, hopper
-from fast.hopper import sm_count
 from fast.linear import operands, product, weight_gradients
 from fast.operators import cdiv, on_hopper, operator
 
 SWIGLU_BLOCK, SWIGLU_WARPS, RELU2_BLOCK = 2048, 8, 2048  # elements
-RELU2_ROWS, RELU2_COLS, RELU2_STAGES, RELU2_WARPS, RELU2_PROGRAMS = (
-    8,
-    256,
-    3,
-    4,
-    8,
-)  # programs a multiprocessor
 
 
 def mlp(kind, x, w1, b1, w2, b2, tune=True):
@@ -77,16 +69,16 @@ def product_gelu(a: Tensor, b: Tensor, bias: Tensor | None, tune: bool) -> tuple
     return cublas.matmul(a, b, empty_product(a, b), bias=bias, gelu=before, tune=tune), before
 
 
-def empty_dgelu(a, b, before):
+def empty_derivative(a, b, before):
     return torch.empty_like(before), before.new_empty(before.size(1) * on_hopper(a), dtype=torch.float32)
 
 
-@operator("product_dgelu", empty_dgelu)
+@operator("product_dgelu", empty_derivative)
 def product_dgelu(a: Tensor, b: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
     """(a b times GELU's derivative at the pre-activation `before`, on Hopper its float32 column sums)"""
     if on_hopper(a):
         return hopper.dgelu(a, b, before)
-    out, no_sums = empty_dgelu(a, b, before)
+    out, no_sums = empty_derivative(a, b, before)
     return cublas.matmul(a, b, out, dgelu=before), no_sums
 
 
@@ -100,20 +92,15 @@ def product_relu2(a: Tensor, b: Tensor, bias: Tensor | None, tune: bool) -> Tens
     return act
 
 
-@operator("product_drelu2", lambda a, b, act: (torch.empty_like(act), act.new_empty(act.size(1)).float()))
+@operator("product_drelu2", empty_derivative)
 def product_drelu2(a: Tensor, b: Tensor, act: Tensor) -> tuple[Tensor, Tensor]:
-    """(a b times ReLU^2's derivative where its output is `act`, its float32 column sums)"""
+    """(a b times ReLU^2's derivative where its output is `act`, on Hopper its float32 column sums)"""
     if on_hopper(a):
         return hopper.drelu2(a, b, act)
-    (N, H), dact, dbefore = act.shape, cublas.matmul(a, b, torch.empty_like(act)), torch.empty_like(act)
-    strips = cdiv(H, RELU2_COLS)
-    programs = min(cdiv(N, RELU2_ROWS), cdiv(RELU2_PROGRAMS * sm_count(a.device), strips))
-    parts = a.new_empty(programs, H, dtype=torch.float32)
-    _relu2_backward[(programs, strips)](
-        dact, act, dbefore, parts, N, H=H, ROWS=RELU2_ROWS, COLS=RELU2_COLS, PROGRAMS=programs,
-        STEPS=cdiv(N, programs * RELU2_ROWS), STAGES=RELU2_STAGES, num_warps=RELU2_WARPS,
-    )  # fmt: skip
-    return dbefore, parts.sum(0)
+    out, no_sums = empty_derivative(a, b, act)
+    grid = (cdiv(act.numel(), RELU2_BLOCK),)
+    _relu2_backward[grid](cublas.matmul(a, b, out), act, act.numel(), BLOCK=RELU2_BLOCK)
+    return out, no_sums
 
 
 @triton.jit
@@ -125,22 +112,11 @@ def _relu2(act, size, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _relu2_backward(
-    dact, act, dbefore, parts, N, H: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, PROGRAMS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    program = tl.program_id(0)
-    rows, cols = tl.arange(0, ROWS), tl.program_id(1) * COLS + tl.arange(0, COLS)
-    sums = tl.zeros((ROWS, COLS), tl.float32)
-    for step in tl.range(STEPS, num_stages=STAGES):
-        first = tl.cast((program + step * PROGRAMS) * ROWS, tl.int64)
-        inside = (first + rows < N)[:, None] & (cols < H)[None, :]
-        at = first * H + (rows[:, None] * H + cols[None, :])
-        grad = tl.load(dact + at, mask=inside, other=0.0).to(tl.float32)
-        grad *= 2 * tl.sqrt(tl.load(act + at, mask=inside, other=0.0).to(tl.float32))
-        tl.store(dbefore + at, grad.to(dbefore.dtype.element_ty), mask=inside)
-        sums += grad
-    tl.store(parts + program * H + cols, tl.sum(sums, 0), mask=cols < H)
+def _relu2_backward(grad, act, size, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    slope = 2 * tl.sqrt(tl.load(act + at, mask=at < size, other=0.0).to(tl.float32))
+    dact = tl.load(grad + at, mask=at < size, other=0.0).to(tl.float32)
+    tl.store(grad + at, (dact * slope).to(grad.dtype.element_ty), mask=at < size)
 
 
 @operator("swiglu", lambda gate_up: gate_up.new_empty(gate_up.size(0), gate_up.size(1) // 2))

@@ -6,12 +6,12 @@ import shlex
 
 import torch.distributed as dist
 
-import kernels
+import fast
 import model as models
 from configurator import UserError
 from corpus import mixture
 from corpus.loader import DataError, TokenLoader, read_manifest, read_sizes
-from fast.attention import best_attention
+from fast.chips import best_attention
 from run import checkpoint, hf
 from run.flops import Account, parameter_counts
 from scale import context, memory, parallel
@@ -86,7 +86,7 @@ def build_model(cfg, world, weights=None, eot=None):
     for buffer in model.buffers():  # offload_states allocated them on the CPU
         buffer.data = buffer.data.to(device)
     if cfg.precision == "fp8":
-        kernels.fp8.reset(model)
+        fast.fp8.reset(model)
     return model, parallel.wrap(model, cfg, world, bool(account.unused)), account
 
 
@@ -101,7 +101,7 @@ def prepare(model, cfg, world, eot, regular):
         parameter.data = parameter.data.bfloat16()  # all of them: FSDP2 requires one dtype in a unit
     for layer in model.modules() if cfg.precision == "fp8" else ():
         if type(layer) in (models.Linear, models.Head):  # a subclass has a forward that fp8 does not know
-            kernels.fp8.track(layer)
+            fast.fp8.track(layer)
     if cfg.document_mask:
         documents.apply(model, documents.separator(cfg, eot))
     if cfg.remat != "none":

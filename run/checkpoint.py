@@ -33,8 +33,7 @@ from safetensors.torch import save_file
 
 import model as models
 from configurator import UserError, refuse, typed
-from corpus import tokenizer as tokenizers
-from fast.attention import best_attention
+from fast.chips import best_attention
 from run import files, source
 from run.logger import NotFinite
 from scale import parallel
@@ -239,6 +238,8 @@ def _aside(final):
 
 def _begin(final, step, state):
     """Creates the temporary folder with state.json and copies of the run's code and tokenizer."""
+    from corpus import tokenizer as tokenizers
+
     for path in final.parent.glob(".writing_*"):  # of killed processes
         if re.fullmatch(r"\.writing_(gone_)?step_[0-9]+", path.name) and path.is_dir():
             shutil.rmtree(path)

@@ -7,6 +7,7 @@ data-parallel ranks to gradients. An edit that mixes tokens outside attn.core gi
 
 import contextlib
 import math
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ def apply(model, cfg, world):
     """Wraps the cores of all attentions; neighbouring ranks share a sequence. All ranks call it."""
     N, limit = cfg.context_parallel, parallel.time_limit(cfg.timeout_s)
     groups = [dist.new_group(range(i, i + N), timeout=limit) for i in range(0, world.size, N)]
-    spread = model.spread = Spread(groups[world.rank // N], N)
+    spread = model.spread = SimpleNamespace(group=groups[world.rank // N], size=N, on=True)  # see `alone`
     for module in attentions(model, "context_parallel", any_core=True):
         module.core = Ulysses(module.core, spread)
     for module in positions(model):
@@ -50,26 +51,15 @@ def positions(model):
     return [module for module in model.modules() if hasattr(module, "first")]
 
 
-class Spread:
-    """The process group of the ranks that share a sequence; on: False while each rank has whole ones."""
-
-    def __init__(self, group, size):
-        self.group, self.size, self.on = group, size, True
-
-
 @contextlib.contextmanager
 def alone(model):
     """Within it, each rank has whole, separate rows, each of one document: for HellaSwag and samples."""
     own = [(getattr(model, name), "on", False) for name in ("spread", "documents") if hasattr(model, name)]
-    own += [(module, "first", 0) for module in positions(model)]
-    before = [(thing, name, getattr(thing, name)) for thing, name, _ in own]
-    try:
-        for change in own:
-            setattr(*change)
+    with contextlib.ExitStack() as undo:
+        for thing, name, value in own + [(module, "first", 0) for module in positions(model)]:
+            undo.callback(setattr, thing, name, getattr(thing, name))
+            setattr(thing, name, value)
         yield
-    finally:
-        for change in before:
-            setattr(*change)
 
 
 class Ulysses:

@@ -8,9 +8,10 @@ import bisect
 import dataclasses
 import os
 
+import fast
+
 GIB = 2**30
 WORKSPACE = 2**25  # bytes of cuBLAS's workspace
-LOGITS_MIB = 1024  # as in kernels.py
 GROUP = 256  # elements that share a float32 scale in adamw8bit's moments, as in its module
 UNIT_MIB = 100  # blocks that FSDP2 gathers as one unit take up to this in 16 bits; 0: a block a unit
 
@@ -87,7 +88,8 @@ def gathered(cfg, shards):
 def loss_bytes(cfg):
     """Bytes while the loss is computed: a chunk of logits, gradients of the hidden state and the head."""
     tokens, (own, *_) = cfg.rank_tokens, bytes_of_parameter(cfg)
-    logits = min(LOGITS_MIB * 2**20, 2 * tokens * cfg.padded_vocab) * (2 if cfg.precision == "fp8" else 1)
+    logits = min(fast.LOGITS_MIB * 2**20, 2 * tokens * cfg.padded_vocab)
+    logits *= 2 if cfg.precision == "fp8" else 1
     return logits + tokens * cfg.n_embd * 2 + own * cfg.padded_vocab * cfg.n_embd
 
 

@@ -15,7 +15,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-import kernels
+import fast
 from configurator import UserError
 from scale import memory
 from scale.shards import copy_into, local
@@ -129,7 +129,7 @@ def shard(model, cfg, world, regular=True):
         options["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
     frees = cfg.parallel != "zero2"  # parameters after each use; zero2 does so after the last micro-step
     if memory.gathers_8_bits(cfg, mesh.size(-1)):
-        kernels.fp8.gather_in_8_bits(model.blocks.modules(), mesh.size(-1))
+        fast.fp8.gather_in_8_bits(model.blocks.modules(), mesh.size(-1))
     sizes = [sum(p.numel() for p in block.parameters()) for block in model.blocks]
     for unit in memory.units(sizes, apart=not regular or cfg.remat in ("block", "attention")):
         fsdp.fully_shard([model.blocks[i] for i in unit], reshard_after_forward=frees, **options)

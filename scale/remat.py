@@ -144,7 +144,7 @@ class AttentionFromTape(torch.autograd.Function):
         (q, k, v), aten = ctx.saved_tensors, torch.ops.aten
         out, lse, *small = (ctx.shelf.take(x) if isinstance(x, Kept) else x for x in ctx.result)
         ctx.result.clear()  # autograd frees what a function saved, but not what ctx refers to
-        if dy.stride() != out.stride():  # see fast.attention.SameLayout
+        if dy.stride() != out.stride():  # see kernels.SameLayout
             dy = torch.empty_like(out).copy_(dy)
         inputs = dy, q, k, v, out, lse
         if not q.is_cuda:

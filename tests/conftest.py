@@ -24,6 +24,10 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else a pool of pr
 
 interpreter.hasten()
 
+import kernels  # noqa: E402, since PyTorch may import Triton for it
+
+kernels.load()  # as kernels.serve does on a GPU; tests put types of device into kernels.served
+
 ROOT = Path(__file__).parent.parent
 if (ROOT.parent / "shared/tiktoken").is_dir():
     os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(ROOT.parent / "shared/tiktoken"))
@@ -114,7 +118,6 @@ def products(monkeypatch):
 
 
 def stand_in_for_cublas(put=setattr):
-    import kernels
     from fast import cublas
 
     def matmul(

@@ -21,6 +21,7 @@ from conftest import stand_in_for_cublas
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+import fast
 import kernels
 import model as models
 from fast import adamw8bit, decode, hopper, loss
@@ -95,8 +96,8 @@ def step(shape, fp8):
     if fp8:
         for layer in model.modules():
             if type(layer) in (models.Linear, models.Head):
-                kernels.fp8.track(layer)
-        kernels.fp8.reset(model)
+                fast.fp8.track(layer)
+        fast.fp8.reset(model)
     tokens = torch.randint(0, 1000, (2, 64))
     with torch.autocast("cpu", torch.bfloat16):
         model(tokens, tokens).backward()
@@ -106,7 +107,7 @@ def gather(weight):
     """What two ranks' FSDP2 does with a weight in 8 bits."""
     layer = torch.nn.Module()
     layer.w_amax = torch.zeros(())
-    rows = weight.as_subclass(kernels.fp8.Rows)
+    rows = weight.as_subclass(fast.fp8.Rows)
     (rows8, amax), scale = rows.fsdp_pre_all_gather(None, None, None, layer, None)
     both = torch.cat([rows8, rows8]), torch.stack([amax, amax]).view(2)
     rows.fsdp_post_all_gather(both, scale, torch.bfloat16)

@@ -10,6 +10,7 @@ import torch
 from conftest import ROOT, train_ranks
 from ranks import call
 
+import fast
 import model as models
 import train
 from bench import COMMANDS, StepConfig, main
@@ -97,7 +98,7 @@ def test_the_arithmetic_repeats_the_modules_constants():
 def test_the_estimate_counts_the_logits_that_a_run_may_hold(monkeypatch):
     cfg = configure(Config, [str(ROOT / "config/gpt2_124m.py"), "--precision=bf16"])
     usual, whole = memory.loss_bytes(cfg), memory.takes(cfg, 1)
-    monkeypatch.setattr(memory, "LOGITS_MIB", 10**6)
+    monkeypatch.setattr(fast, "LOGITS_MIB", 10**6)
     assert memory.loss_bytes(cfg) - usual == 2 * cfg.rank_tokens * cfg.padded_vocab - 2**30
     assert memory.takes(cfg, 1) > whole  # now the loss is the peak
 

@@ -111,12 +111,12 @@ def test_nothing_is_timed(monkeypatch, deterministic):
     part, w = torch.zeros(8, 256), torch.zeros(768, 256)
     for on in (True, False):
         torch.use_deterministic_algorithms(on)
-        linear.qkv_gradients(part, part, part, torch.zeros(8, 256), w, torch.float32)
+        linear.qkv_gradients(part, part, part, torch.zeros(8, 256), w, torch.float32, True)
     assert took == ["packed_gradients", "parts_gradients"]
 
 
 def test_attention_is_not_cudnns(monkeypatch, deterministic):
-    from fast.attention import best_attention
+    from fast.chips import best_attention
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.version, "cuda", "13.0")

@@ -31,7 +31,7 @@ pytest.importorskip("triton", reason="Triton is installed with PyTorch's CUDA bu
 import kernels
 import model as unedited
 import train
-from fast.attention import best_attention
+from fast.chips import best_attention
 from run.flops import Account
 from scale import context, memory, parallel
 from scale.shards import copy_into

@@ -7,12 +7,13 @@ import torch
 import torch.nn as nn
 from torch.utils.flop_counter import FlopCounterMode
 
+import fast
 import kernels
 import model as models
 from configurator import UserError
 from run import build, flops
 from run.flops import Account
-from scale import context, memory
+from scale import context
 from scale.parallel import World
 from settings import Config
 
@@ -66,9 +67,8 @@ def test_calls_of_the_model_as_it_is():
 
 def test_a_loss_in_chunks_is_counted_as_if_it_were_whole(monkeypatch):
     """Without the logits that its backward computes again."""
-    assert memory.LOGITS_MIB == kernels.LOGITS_MIB
     whole = account(vocab_multiple=16_384)[0]
-    monkeypatch.setattr(kernels, "LOGITS_MIB", 1)  # 16 of the 32 tokens at a time
+    monkeypatch.setattr(fast, "LOGITS_MIB", 1)  # 16 of the 32 tokens at a time
     chunked = account(vocab_multiple=16_384)[0]
     assert not chunked.problem and not chunked.unused
     assert (chunked.calls, chunked.flops_per_token) == (whole.calls, whole.flops_per_token)

@@ -8,7 +8,6 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fast import cublas, hopper
 
@@ -264,14 +263,6 @@ def test_takes():
     }
     assert [why for why, operand in refused.items() if hopper.takes(operand)] == []
     assert not hopper.takes(wide, refused["width"])
-
-
-def test_takes_traced_tensors(recwarn):
-    """torch.compile asks with tensors that have no address."""
-    with FakeTensorMode():
-        wide = zeros(16, 32)
-        assert hopper.takes(wide, wide[:, 8:16]) and not hopper.takes(wide[:, 4:12])
-    assert not recwarn
 
 
 def test_what_does_not_fit_is_an_error(monkeypatch):

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from conftest import peak_bytes
 from torch._dynamo.utils import counters
 
+import fast
 import kernels
 import model as models
 from fast import chips, cublas
@@ -17,7 +18,7 @@ from settings import GPTConfig
 @pytest.fixture
 def in_chunks(monkeypatch):
     """in_chunks(rows, V): the logits of `rows` tokens fit, of which a power of two is computed at a time."""
-    return lambda rows, V: monkeypatch.setattr(kernels, "LOGITS_MIB", 4 * V * rows / 2**20)
+    return lambda rows, V: monkeypatch.setattr(fast, "LOGITS_MIB", 4 * V * rows / 2**20)
 
 
 @pytest.mark.parametrize("rows", [21, 20, 5, 1])

@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from torch._dynamo.utils import counters
 
 import convert
-import kernels
+import fast
 import optim
 import train
 from configurator import configure
@@ -66,9 +66,9 @@ def copied(run, step, to):
 
 
 def train_within(words, limits):
-    """For ranks.call: train_in_rank with other values of memory.UNIT_MIB and kernels.LOGITS_MIB."""
+    """For ranks.call: train_in_rank with other values of memory.UNIT_MIB and fast.LOGITS_MIB."""
     memory.UNIT_MIB = limits.get("UNIT_MIB", memory.UNIT_MIB)
-    kernels.LOGITS_MIB = limits.get("LOGITS_MIB", kernels.LOGITS_MIB)
+    fast.LOGITS_MIB = limits.get("LOGITS_MIB", fast.LOGITS_MIB)
     return train_in_rank(words)
 
 

@@ -14,8 +14,8 @@ import torch
 from conftest import ROOT, flags, load_checkpoint, losses, read_log, stdlib_bytes, train_here, write_shard
 from safetensors.torch import load_file
 
+import fast
 import hellaswag
-import kernels
 import train
 from configurator import UserError, configure
 from corpus.loader import DataError
@@ -125,7 +125,7 @@ def test_a_loss_in_chunks_trains_as_one_at_once(data_dir, tmp_path, monkeypatch)
     options = dict(document_mask=True, softcap=20.0, vocab_multiple=16_384)
     options |= dict(batch_tokens=256, max_steps=3, eval_interval=3, eval_tokens=256, save_interval=0)
     whole = train_here(data_dir, tmp_path / "whole", **options)
-    monkeypatch.setattr(kernels, "LOGITS_MIB", 1)
+    monkeypatch.setattr(fast, "LOGITS_MIB", 1)
     chunks = train_here(data_dir, tmp_path / "chunks", **options)
     for kind in ("train", "val"):
         assert losses(chunks, kind) == pytest.approx(losses(whole, kind), rel=1e-5)
