@@ -5,6 +5,7 @@ Each setting's comment is its line in `python train.py --help`; one on a line of
 
 import math
 import os
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -222,6 +223,8 @@ def out_of_range(cfg, ranks):
         found.append(f"init_from={name} is nanoGPT's; it is --init_from=hf:{name} here")
     if cfg.context_parallel < 1 or ranks % cfg.context_parallel:
         found.append(f"context_parallel={cfg.context_parallel} must divide the number of ranks, {ranks}")
+    odd = [k for k, v in vars(cfg).items() if isinstance(v, str) and re.search(r"[\0\ud800-\udfff]", v)]
+    found += [f"{name}={getattr(cfg, name)!a} must be UTF-8 without NUL" for name in odd]
     endless = {k: v for k, v in vars(cfg).items() if isinstance(v, float) and not math.isfinite(v)}
     return found + [f"{k}={v} must be finite" for k, v in endless.items() if f"{k}=" not in str(found)]
 

@@ -42,7 +42,7 @@ def read_manifest(data_dir):
     """The object in data_dir/manifest.json, {} where there is no such file. Raises DataError."""
     path = Path(data_dir) / "manifest.json"
     advised = lambda words: DataError(f"{words}; remove it and {MAKE_DATA}")
-    return files.read_json(path, advised, MANIFEST) if path.exists() else {}
+    return files.read_json(path, advised, MANIFEST) if os.path.exists(path) else {}
 
 
 def read_sizes(data_dir, manifest):
@@ -116,12 +116,22 @@ def split_of(name):
     return found and found[1]
 
 
-def find_shards(data_dir, split):
-    """Sorted paths of a split: shards, or nanoGPT's <split>.bin. Raises DataError for none or two kinds."""
+def find_shards(data_dir, split, listed=None):
+    """Sorted paths of a split: shards, or nanoGPT's <split>.bin. Raises DataError for none or two kinds.
+
+    listed: the manifest's shards; DataError unless they are those of the folder.
+    """
     names = sorted(glob.glob(f"*{split}*", root_dir=data_dir))
     found = [name for name in names if split_of(name) == split or name == f"{split}.bin"]
     if len({(name == f"{split}.bin", name[-4:]) for name in found}) > 1:
         raise DataError(f"{data_dir} holds {found[0]} and {found[-1]}; keep one kind, move the other")
+    if listed is not None:
+        names = {shard["name"] for shard in listed if split_of(shard["name"]) == split}
+        for name in sorted(names - set(found)):
+            advice = f"bring it back, or {MAKE_DATA}"
+            raise unfit(f"{data_dir}/{name}", "no file", "the shard that manifest.json lists", advice)
+        for name in sorted(set(found) - names):
+            raise DataError(f"{data_dir}/{name} is not listed in manifest.json; move it to another folder")
     if found:
         return [os.path.join(data_dir, name) for name in found]
     hint = "make one, or do without: --eval_interval=0" if split == "val" else MAKE_DATA
@@ -150,10 +160,11 @@ class Split:
 
     def __init__(self, data_dir, split, T, vocab_size, shuffle_seed=None, align=False):
         self.T, self.shuffle_seed, self.align = T, shuffle_seed, align
-        self.paths = find_shards(data_dir, split)
+        manifest = read_manifest(data_dir)
+        self.paths = find_shards(data_dir, split, manifest.get("shards"))
         self.shards = [open_shard(path) for path in self.paths]
         self.ends = np.cumsum([len(shard) for shard in self.shards]).tolist()
-        self.tokens, manifest = self.ends[-1], read_manifest(data_dir)
+        self.tokens, self.ids = self.ends[-1], manifest.get("vocab_size")
         self._check(manifest, f"{data_dir}: the {split} split", vocab_size)
         masks = [mask_path(path) for path in self.paths]
         masked = any("mask_sha256" in shard for shard in manifest.get("shards", ()))
@@ -191,9 +202,9 @@ class Split:
             count = counts.get(os.path.basename(path)) or len(shard)
             if (shard.dtype, len(shard)) != (dtype, count):
                 raise unfit(path, f"{len(shard)} {shard.dtype.name} tokens", f"{count} of {dtype.name}")
-        if vocab_size is not None and (size := manifest.get("vocab_size", 0)) > vocab_size:
+        if vocab_size is not None and (self.ids or 0) > vocab_size:
             less = f"vocab_size={vocab_size} is less than {manifest['tokenizer']}'s"
-            raise DataError(f"{less}; try --vocab_size={size}")
+            raise DataError(f"{less}; try --vocab_size={self.ids}")
         if self.tokens <= self.T:
             need = f"{self.T + 1:,} tokens, block_size+1, for a row; lower --block_size, or make more data"
             raise DataError(f"{what} has {self.tokens:,} tokens, expected {need}")

@@ -146,4 +146,8 @@ def describe(cfg, world, job, loader, start):
         rows.append(("", f"{folder}: {share:.1%} of the rows, {epochs:.2f} epochs"))
     rows.append(("step", f"{cfg.batch_tokens:,} tokens: {micro}"))
     rows.append(("run", f"steps {start.step} to {cfg.max_steps}: {tokens:,} tokens"))
+    ids = loader.splits[0].ids or cfg.vocab_size
+    if cfg.vocab_size > dataclasses.replace(cfg, vocab_size=ids).padded_vocab and not cfg.init_from:
+        words = f"vocab_size={cfg.vocab_size} is more than the {ids} ids of the data's tokenizer"
+        rows.append(("warning", f"{words}; try --vocab_size={ids}"))
     return rows + start.rows(cfg)

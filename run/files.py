@@ -39,11 +39,12 @@ def sync(path):
 
 @contextlib.contextmanager
 def writable(out_dir):
-    """Turns a failure to write in a run's folder into a UserError."""
+    """Turns a failure to read or write in a run's folder into a UserError."""
     try:
         yield
     except OSError as error:
-        raise UserError(f"out_dir={out_dir}: {error.strerror}; try another --out_dir") from None
+        name = os.path.basename(error.filename or out_dir)
+        raise UserError(f"out_dir={out_dir}: {name}: {error.strerror}; try another --out_dir") from None
 
 
 def digest(path):

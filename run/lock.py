@@ -17,7 +17,7 @@ class Lock:
         self.path, self.file = Path(out_dir) / "run.lock", None
 
     def __enter__(self):
-        if self.path.parent.is_dir():
+        if os.path.isdir(self.path.parent):  # False also for a name that is too long
             self.take()
         return self
 
@@ -32,18 +32,19 @@ class Lock:
             return
         with files.writable(self.path.parent):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW  # a link could lead to any file
-            file = open(os.open(self.path, flags, 0o644), "r+", errors="replace")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = " ".join(file.read(200).split()) or "another process"
-            file.close()
-            words = f"is in use by a run: {holder}; wait for its end, stop it, or give another --out_dir"
-            raise UserError(f"out_dir={self.path.parent} {words}") from None
-        except OSError as error:
-            print(f"warning: {self.path}: {error.strerror}: a second run is not refused", file=sys.stderr)
-        file.truncate()
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        file.flush()
+            if self.path.is_symlink() or self.path.exists() and not self.path.is_file():
+                raise UserError(f"{self.path} is a link or no file; remove it, or give another --out_dir")
+            file = open(self.path, "a+", errors="replace")
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                holder = " ".join(file.read(200).split()) or "another process"
+                file.close()
+                words = f"is in use by a run: {holder}; wait for its end, stop it, or give another --out_dir"
+                raise UserError(f"out_dir={self.path.parent} {words}") from None
+            except OSError as error:
+                print(f"warning: {self.path}: {error.strerror}: a second run is not refused", file=sys.stderr)
+            file.truncate(0)
+            print(f"process {os.getpid()} on {socket.gethostname()}", file=file, flush=True)
         self.file = file
