@@ -8,8 +8,8 @@
 
 `step` builds what train.py builds and feeds it random tokens with the frequencies of text. It prints the
 median step, the GPU time by kind of kernel, and the floor: every GEMM and attention kernel timed alone.
---trace=FILE writes a chrome trace (chrome://tracing, ui.perfetto.dev). `python
-bench.py COMMAND --help` lists a command's settings; measure/COMMAND.py is its code.
+--trace=FILE writes a chrome trace (chrome://tracing, ui.perfetto.dev). `python bench.py COMMAND --help` lists
+a command's settings; measure/COMMAND.py is its code.
 """
 
 import importlib

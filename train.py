@@ -26,8 +26,8 @@ from corpus.loader import verify
 from run.build import build_model, choose, describe, make_batches, make_loaders
 from run.checkpoint import Saver, magnitudes
 from run.evaluate import Evaluator, add_evaluations
+from run.files import Lock
 from run.flops import peak_flops
-from run.lock import Lock
 from run.logger import LONG, Logger, NotFinite, progress
 from run.resume import Start
 from run.signals import Watch, explained

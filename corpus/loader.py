@@ -117,21 +117,16 @@ def split_of(name):
 
 
 def find_shards(data_dir, split, listed=None):
-    """Sorted paths of a split: shards, or nanoGPT's <split>.bin. Raises DataError for none or two kinds.
-
-    listed: the manifest's shards; DataError unless they are those of the folder.
-    """
+    """Sorted paths of a split: the shards `listed` in a manifest, or any, or nanoGPT.s; or a DataError."""
     names = sorted(glob.glob(f"*{split}*", root_dir=data_dir))
     found = [name for name in names if split_of(name) == split or name == f"{split}.bin"]
     if len({(name == f"{split}.bin", name[-4:]) for name in found}) > 1:
         raise DataError(f"{data_dir} holds {found[0]} and {found[-1]}; keep one kind, move the other")
     if listed is not None:
         names = {shard["name"] for shard in listed if split_of(shard["name"]) == split}
-        for name in sorted(names - set(found)):
-            advice = f"bring it back, or {MAKE_DATA}"
-            raise unfit(f"{data_dir}/{name}", "no file", "the shard that manifest.json lists", advice)
-        for name in sorted(set(found) - names):
-            raise DataError(f"{data_dir}/{name} is not listed in manifest.json; move it to another folder")
+        for name in sorted(names ^ set(found)):
+            wrong = "is missing; bring it back" if name in names else "is not one of them; move it away"
+            raise DataError(f"{data_dir}/manifest.json lists the shards, and {name} {wrong}")
     if found:
         return [os.path.join(data_dir, name) for name in found]
     hint = "make one, or do without: --eval_interval=0" if split == "val" else MAKE_DATA
@@ -348,10 +343,8 @@ class TokenLoader:
         batch = torch.empty(len(places), self.T + 1, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         rows = batch.numpy().view(np.uint32)
         for row, (split, start) in zip(rows, places):
-            pieces = split.pieces(start, self.T + 1)
-            np.concatenate(
-                [split.shards[k][at : at + n] for k, at, n in pieces], out=row, casting="same_kind"
-            )
+            parts = [split.shards[k][at : at + n] for k, at, n in split.pieces(start, self.T + 1)]
+            np.concatenate(parts, out=row, casting="same_kind")
         if self.vocab_size is not None and rows.max() >= self.vocab_size:
             b, t = np.argwhere(rows >= self.vocab_size)[0].tolist()
             split, start = places[b]

@@ -34,15 +34,14 @@ def measure(cfg):
     """Times cfg.steps training steps and prints the result; cfg: a bench.StepConfig that was checked."""
     refuse(too_small(cfg, {"steps": 0, "settle": 0, "gpu_gib": 1}))
     world, began = parallel.join(cfg), time.perf_counter()
-    on_gpu = world.device.type == "cuda"
-    say = partial(print, flush=True) if world.main else lambda *_: None
+    on_gpu, say = world.device.type == "cuda", partial(print, flush=True) if world.main else lambda *_: None
     if cfg.gpu_gib and on_gpu:
         most = torch.cuda.mem_get_info(world.device)[1]
         torch.cuda.set_per_process_memory_fraction(min(1.0, cfg.gpu_gib * 2**30 / most), world.device)
     show([describe_device(world)], say)
     cfg, rows, job = build(cfg, world)
-    next_batch, first = synthetic(cfg, world), f"{job.accumulation} micro-steps of {cfg.rank_tokens:,} tokens"
-    show([*rows, *job.account.rows(), ("first step", f"{first} a rank; it compiles ...")], say)
+    next_batch, size = synthetic(cfg, world), f"{job.accumulation} micro-steps of {cfg.rank_tokens:,} tokens"
+    show([*rows, *job.account.rows(), ("first step", f"{size} a rank ...")], say)
     step(job, next_batch, cfg)
     first = parallel.synchronize(world.device) - began
     show([("first step", f"{first:.1f} s after the start, compilation included")], say)

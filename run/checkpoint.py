@@ -1,17 +1,9 @@
 """Checkpoints: a folder for each saved step, complete or absent; without pickles, so loading runs no code.
 
-out_dir/step_00000250/
-    model.safetensors       weights by name, shared ones once
-    optimizer.safetensors   optimizer state by parameter name
-    rng.safetensors         random-number state of every rank, and with fp8 the amax values of the last step
-    state.json              step, configuration, loader position, validation loss
-    source.json, *.py       the code that ran, see run/source.py
-    tokenizer.json          the tokenizer and what lies beside it, unless it has a name (gpt2)
-    manifest.json           bytes and SHA-256 of the files above
-
-Of a sharded model each rank writes its rows, to model.rank00003.safetensors and the like, whose headers give
-the first row and the number of rows. Both are read by rows (Stored): a run resumes on any number of ranks. A
-folder is written under another name, synced and renamed. All nodes must share the file system of out_dir.
+docs/checkpoints.md lists the files of a folder. Of a sharded model each rank writes its rows, to
+model.rank00003.safetensors and the like, whose headers give the first row and the number of rows. Both are
+read by rows (Stored): a run resumes on any number of ranks. A folder is written under another name, synced
+and renamed. All nodes must share the file system of out_dir.
 """
 
 import contextlib

@@ -82,13 +82,12 @@ class Start:
     def rows(self, cfg):
         """Rows of the start-up summary: the checkpoint, and changes of the learning rate's schedule since."""
         rows, saved = [("resumed", str(self.folder))] if self.folder else [], self.state.get("config", {})
-        old = {name: saved[name] for name in checkpoint.SCHEDULE if name in saved}
-        changed = [name for name in old if old[name] != getattr(cfg, name)]
-        if changed:
+        names = [k for k in checkpoint.SCHEDULE if k in saved and saved[k] != getattr(cfg, k)]
+        if old := {name: saved[name] for name in names}:
             settings = (dataclasses.replace(cfg, **old), cfg)
             before, now = (f"{optim.learning_rate(self.step, of):.3g}" for of in settings)
             rate = f"stays {now}" if now == before else f"is {now} instead of {before}"
-            words = ", ".join(f"{name} {old[name]} to {getattr(cfg, name)}" for name in changed)
+            words = ", ".join(f"{name} {value} to {getattr(cfg, name)}" for name, value in old.items())
             rows.append(("schedule", f"changed ({words}): the next learning rate {rate}"))
         return rows
 

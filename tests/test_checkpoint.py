@@ -16,7 +16,6 @@ from safetensors.torch import save_file
 from configurator import UserError
 from model import build
 from run import checkpoint, files
-from run.lock import Lock
 from run.resume import Start
 from scale import parallel
 from settings import Config, GPTConfig
@@ -32,6 +31,12 @@ def small(**changes):
 def save(folder, step, value=0.0, keep_last=3, **state):
     tensors = {"model": {"w": torch.full((50,), value)}}
     return checkpoint.save(folder, step, tensors, {"config": {}, **state}, keep_last)
+
+
+def sign(folder):
+    """Makes the digests right, as somebody could who changes files on purpose."""
+    manifest = {f.name: files.digest(f) for f in folder.iterdir() if f.name != "manifest.json"}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
 def test_model_round_trip(tmp_path):
@@ -186,8 +191,7 @@ def test_no_pickle_is_ever_read(tmp_path):
             return os.system, (f"touch {canary}",)
 
     (folder / "model.safetensors").write_bytes(pickle.dumps(Evil()))
-    manifest = {f.name: files.digest(f) for f in folder.iterdir() if f.name != "manifest.json"}
-    (folder / "manifest.json").write_text(json.dumps(manifest))  # an attacker can write that too
+    sign(folder)
     with pytest.raises(checkpoint.CheckpointError, match="not safetensors"):
         load_checkpoint(folder)
     assert not canary.exists()
@@ -237,11 +241,9 @@ def test_a_folder_in_use_is_refused_and_left(tmp_path):
             with pytest.raises(UserError, match=f"holds {name}, which no run wrote; move it"):
                 Start(tmp_path, resume)
         (tmp_path / name).unlink()
-    with (
-        pytest.raises(UserError, match="out_dir=.*File name too long; try another"),
-        Lock(tmp_path / ("x" * 300)),
-    ):
-        Start(tmp_path / ("x" * 300))
+    long = tmp_path / ("x" * 300)
+    with pytest.raises(UserError, match="out_dir=.*File name too long; try another"), files.Lock(long):
+        Start(long)
     (tmp_path / "log.jsonl").write_text('{"kind": "train", "step": 1}\n')
     with pytest.raises(UserError, match="holds an earlier run; try --resume=auto"):
         Start(tmp_path)

@@ -1,12 +1,14 @@
-"""run/files.py: a file is the old or the new one, JSON is read with a one-line error, a digest is SHA-256."""
+"""run/files.py: a file is old or new, JSON is read with a one-line error, a lock ends with its run."""
 
 import errno
 import hashlib
 import json
 import os
+import subprocess
+import sys
 
 import pytest
-from conftest import one_line
+from conftest import ROOT, one_line
 
 from configurator import UserError
 from run import files
@@ -47,3 +49,47 @@ def test_json_that_cannot_be_read(tmp_path):
         with pytest.raises(Error, match=words) as error:
             files.read_json(tmp_path / name, Error)
         assert str(tmp_path / name) in one_line(error)
+
+
+HOLD = "import sys; from run.files import Lock; lock = Lock(sys.argv[1]); lock.take(); "
+HOLD += "print('held', flush=True); input()"
+
+
+@pytest.mark.fault(44)
+def test_a_living_process_is_refused_and_a_dead_one_is_not(tmp_path):
+    run, pipe = tmp_path / "run", subprocess.PIPE
+    with files.Lock(run) as lock:
+        assert not run.exists() and lock.file is None
+        other = subprocess.Popen([sys.executable, "-c", HOLD, run], cwd=ROOT, stdin=pipe, stdout=pipe)
+        try:
+            assert other.stdout.readline() == b"held\n"
+            with pytest.raises(UserError, match=f"in use by a run: process {other.pid} on .*; wait for its"):
+                lock.take()
+            with pytest.raises(UserError, match="in use by a run"), files.Lock(run):
+                pass
+        finally:
+            other.kill()
+            other.wait()
+        lock.take()
+        lock.take()
+    with files.Lock(run) as again:
+        assert again.file is not None
+
+
+@pytest.mark.fault(70)
+def test_a_damaged_lock_counts_for_nothing_and_a_link_is_not_followed(tmp_path):
+    (tmp_path / "run.lock").write_bytes(b"\xff\x00{")
+    with (
+        files.Lock(tmp_path),
+        pytest.raises(UserError, match="in use by a run: process"),
+        files.Lock(tmp_path),
+    ):
+        pass
+    (tmp_path / "run.lock").unlink()
+    (tmp_path / "outside").write_text("kept")
+    for make in (lambda path: path.symlink_to(tmp_path / "outside"), os.mkfifo):
+        make(tmp_path / "run.lock")
+        with pytest.raises(UserError, match="out_dir=.*(links|seek.*); try another"), files.Lock(tmp_path):
+            pass
+        (tmp_path / "run.lock").unlink()
+    assert (tmp_path / "outside").read_text() == "kept"

@@ -282,11 +282,11 @@ def test_another_schedule_is_told_on_a_resume(data_dir, tmp_path, capsys):
 def test_a_folder_that_cannot_be_cleared_is_one_line(data_dir, tmp_path, monkeypatch):
     train_here(data_dir, tmp_path / "run", max_steps=1, save_interval=0)
 
-    def read_only(path):
+    def read_only(path, **_):
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(checkpoint.Path, "unlink", read_only)
-    with pytest.raises(UserError, match="out_dir=.*run: Permission denied; try another --out_dir"):
+    with pytest.raises(UserError, match="out_dir=.*run: log.jsonl: Permission denied; try another"):
         train_here(data_dir, tmp_path / "run", overwrite=True)
 
 
