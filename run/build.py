@@ -31,9 +31,8 @@ def choose(cfg, device):
 def make_loaders(cfg, world):
     """(training loader, [(share, validation loader)] of the folders)."""
     refuse_other_tokenizer(cfg)
-    rank, ranks = world.rank // cfg.context_parallel, world.size // cfg.context_parallel
-    common = dict(vocab_size=cfg.vocab_size, B=cfg.batch_size, T=cfg.block_size, rank=rank, world=ranks)
-    common |= dict(device=world.device)
+    common = dict(vocab_size=cfg.vocab_size, B=cfg.batch_size, T=cfg.block_size, device=world.device)
+    common |= dict(rank=world.rank // cfg.context_parallel, world=world.size // cfg.context_parallel)
     order = dict(shuffle_seed=cfg.shuffle_seed, align=cfg.align_documents, batch_tokens=cfg.batch_tokens)
     loader = TokenLoader(cfg.data_dir, "train", **order, **common)
     shares = loader.shares_of(cfg.eval_tokens) if cfg.eval_interval else []
@@ -135,12 +134,14 @@ def describe(cfg, world, job, loader, start):
     ranks = f"{world.size // N} groups of {N} ranks" if N > 1 else f"{world.size} ranks"
     micro = f"{cfg.batch_size} x {cfg.block_size} x {ranks} x {job.accumulation} micro-steps"
     tokens = loader.position + (cfg.max_steps - start.step) * cfg.batch_tokens
-    data = f"{loader.tokens:,} training tokens, tokenizer {cfg.tokenizer or 'unknown'}"
     rows = [
         ("parameters", f"{total:,}, of them {matmul:,} in matmuls; vocabulary padding not counted"),
         *account.rows(),
         ("memory", memory.describe(cfg, world.size, account.parameters)),
-        ("data", f"{cfg.data_dir}: {data}"),
+        (
+            "data",
+            f"{cfg.data_dir}: {loader.tokens:,} training tokens, tokenizer {cfg.tokenizer or 'unknown'}",
+        ),
     ]
     for folder, share, epochs in loader.shares_of(tokens) if len(loader.folders) > 1 else []:
         rows.append(("", f"{folder}: {share:.1%} of the rows, {epochs:.2f} epochs"))
