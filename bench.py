@@ -56,11 +56,8 @@ def main(name, cfg):
     if name == "step":
         check(cfg)  # before torch is imported, which takes seconds
     measure = importlib.import_module(f"measure.{name}").measure
-    return measure(cfg) if name == "memory" else on_device(measure, cfg)
-
-
-def on_device(measure, cfg):
-    """Runs measure(cfg); out of memory is one line; the process group is closed at the end."""
+    if name == "memory":
+        return measure(cfg)
     import torch
 
     from scale import parallel

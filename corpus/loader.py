@@ -117,15 +117,15 @@ def split_of(name):
 
 
 def find_shards(data_dir, split, listed=None):
-    """Sorted paths of a split: the shards `listed` in a manifest, or any, or nanoGPT.s; or a DataError."""
+    """Sorted paths of a split: the shards `listed` in a manifest, or any, or nanoGPT's; or a DataError."""
     names = sorted(glob.glob(f"*{split}*", root_dir=data_dir))
     found = [name for name in names if split_of(name) == split or name == f"{split}.bin"]
     if len({(name == f"{split}.bin", name[-4:]) for name in found}) > 1:
         raise DataError(f"{data_dir} holds {found[0]} and {found[-1]}; keep one kind, move the other")
     if listed is not None:
-        names = {shard["name"] for shard in listed if split_of(shard["name"]) == split}
-        for name in sorted(names ^ set(found)):
-            wrong = "is missing; bring it back" if name in names else "is not one of them; move it away"
+        listed = {shard["name"] for shard in listed if split_of(shard["name"]) == split}
+        for name in sorted(listed ^ set(found)):
+            wrong = "is missing; bring it back" if name in listed else "is not one of them; move it away"
             raise DataError(f"{data_dir}/manifest.json lists the shards, and {name} {wrong}")
     if found:
         return [os.path.join(data_dir, name) for name in found]
@@ -136,14 +136,14 @@ def find_shards(data_dir, split, listed=None):
 def verify(data_dir):
     """Compares every shard and mask of the folders with the manifest's SHA-256. Raises DataError."""
     for folder, _ in mixture.folders(str(data_dir)):
-        shards = read_manifest(folder).get("shards")
-        for shard in shards or []:  # somebody else's shards have no checksums
+        for shard in read_manifest(folder).get("shards", ()):  # somebody else's shards have no checksums
             path = Path(folder) / shard["name"]
             for file, sha256 in [(path, shard["sha256"]), (mask_path(path), shard.get("mask_sha256"))]:
                 found = "a link" if file.is_symlink() else "no file" if not file.is_file() else None
                 found = found or f"SHA-256 {files.digest(file)[1]}"
                 if sha256 is not None and found != f"SHA-256 {sha256}":
-                    raise unfit(file, found, f"the manifest's file, SHA-256 {sha256}")
+                    advice = f"bring the file back, or {MAKE_DATA}"
+                    raise unfit(file, found, f"the manifest's file, SHA-256 {sha256}", advice)
             open_shard(path)
 
 
@@ -260,8 +260,8 @@ class TokenLoader:
                 raise DataError(f"data_dir={data_dir}: {two}; make one again with fineweb.py --tokenizer")
         self.warnings = [split.warning for split in self.splits if split.warning]
         self._turns = mixture.schedule(self.shares)
-        named = ((Path(p).name, len(d)) for s in self.splits for p, d in zip(s.paths, s.shards))
-        listing = "".join(f"{name} {tokens}\n" for name, tokens in named)
+        shards = (shard for split in self.splits for shard in zip(split.paths, split.shards))
+        listing = "".join(f"{os.path.basename(path)} {len(tokens)}\n" for path, tokens in shards)
         self.fingerprint = hashlib.sha256(listing.encode()).hexdigest()[:16]
         self._go_on_at(0)
 

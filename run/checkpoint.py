@@ -55,9 +55,8 @@ def folder_of(out_dir, step):
 
 def folders(out_dir):
     """A run's checkpoints, oldest first: step_*/ that hold our files; a user's step_plans/ is none."""
-    found = (
-        Path(out_dir, n) for n in glob.glob("step_*", root_dir=out_dir) if re.fullmatch("step_[0-9]+", n)
-    )
+    names = filter(re.compile("step_[0-9]+").fullmatch, glob.glob("step_*", root_dir=out_dir))
+    found = (Path(out_dir, name) for name in names)
     return sorted(p for p in found if (p / "manifest.json").is_file() or (p / "state.json").is_file())
 
 

@@ -67,7 +67,6 @@ class Lock:
     def __exit__(self, *_):
         if self.file:
             self.file.close()
-            self.file = None
 
     def take(self):
         """Raises UserError if another run holds the lock, or the folder cannot be written."""
