@@ -79,11 +79,7 @@ def test_a_living_process_is_refused_and_a_dead_one_is_not(tmp_path):
 @pytest.mark.fault(70)
 def test_a_damaged_lock_counts_for_nothing_and_a_link_is_not_followed(tmp_path):
     (tmp_path / "run.lock").write_bytes(b"\xff\x00{")
-    with (
-        files.Lock(tmp_path),
-        pytest.raises(UserError, match="in use by a run: process"),
-        files.Lock(tmp_path),
-    ):
+    with files.Lock(tmp_path), pytest.raises(UserError, match="in use by a run"), files.Lock(tmp_path):
         pass
     (tmp_path / "run.lock").unlink()
     (tmp_path / "outside").write_text("kept")
