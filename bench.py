@@ -8,8 +8,8 @@
 
 `step` builds what train.py builds and feeds it random tokens with the frequencies of text. It prints the
 median step, the GPU time by kind of kernel, and the floor: every GEMM and attention kernel timed alone.
---trace=FILE writes a chrome trace (chrome://tracing, ui.perfetto.dev). `python
-bench.py COMMAND --help` lists a command's settings; measure/COMMAND.py is its code.
+--trace=FILE writes a chrome trace (chrome://tracing, ui.perfetto.dev). `python bench.py COMMAND --help` lists
+a command's settings; measure/COMMAND.py is its code.
 """
 
 import importlib
@@ -56,11 +56,8 @@ def main(name, cfg):
     if name == "step":
         check(cfg)  # before torch is imported, which takes seconds
     measure = importlib.import_module(f"measure.{name}").measure
-    return measure(cfg) if name == "memory" else on_device(measure, cfg)
-
-
-def on_device(measure, cfg):
-    """Runs measure(cfg); out of memory is one line; the process group is closed at the end."""
+    if name == "memory":
+        return measure(cfg)
     import torch
 
     from scale import parallel

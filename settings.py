@@ -5,6 +5,7 @@ Each setting's comment is its line in `python train.py --help`; one on a line of
 
 import math
 import os
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -94,8 +95,8 @@ class GPTConfig:
         found = too_small(self, dict.fromkeys(sizes, 1) | {"value_embeddings": 0})
         largest = {name: 10_000 if name == "n_layer" else 1 << 27 for name in sizes}
         found += [f"{k} must be at most {m}" for k, m in largest.items() if (getattr(self, k) or 0) > m]
-        for name in ("norm_eps", "rope_theta", "rope_factor", "rope_original", "softcap"):
-            if (value := getattr(self, name)) is not None and not value > 0:
+        for name in "norm_eps rope_theta rope_factor rope_original softcap clip adam_eps".split():
+            if (value := getattr(self, name, None)) is not None and not value > 0:
                 found.append(f"{name}={value} must be over 0")
         if not 0 <= self.dropout < 1:
             found.append(f"dropout={self.dropout} must be in [0, 1)")
@@ -198,10 +199,7 @@ class Config(GPTConfig):
 
 
 def check(cfg, ranks=None):
-    """Raises one UserError that lists every setting out of range or in conflict, for `ranks` processes.
-
-    ranks: None for those that torchrun started.
-    """
+    """Raises one UserError that lists every setting out of range or in conflict; ranks: None: torchrun's."""
     ranks = int(os.environ.get("WORLD_SIZE", 1)) if ranks is None else ranks
     refuse(cfg.problems() + out_of_range(cfg, ranks) + conflicts(cfg, ranks))
     refuse(shape_conflicts(cfg, ranks))
@@ -215,13 +213,12 @@ def out_of_range(cfg, ranks):
     least = dict.fromkeys(one.split(), 1) | dict.fromkeys([*zero.split(), "max_skipped_steps"], 0)
     found = too_small(cfg, least | {"eval_tokens": cfg.block_size})
     found += [f"{k}={v} must be below 1" for k in ("beta1", "beta2") if (v := getattr(cfg, k)) >= 1]
-    for name in ("clip", "adam_eps"):
-        if (value := getattr(cfg, name)) is not None and not value > 0:
-            found.append(f"{name}={value} must be over 0")
     if (name := cfg.init_from or "").startswith("gpt2") and not os.path.exists(name):
         found.append(f"init_from={name} is nanoGPT's; it is --init_from=hf:{name} here")
     if cfg.context_parallel < 1 or ranks % cfg.context_parallel:
         found.append(f"context_parallel={cfg.context_parallel} must divide the number of ranks, {ranks}")
+    odd = [k for k, v in vars(cfg).items() if isinstance(v, str) and re.search(r"[\0\ud800-\udfff]", v)]
+    found += [f"{name}={getattr(cfg, name)!a} must be UTF-8 without NUL" for name in odd]
     endless = {k: v for k, v in vars(cfg).items() if isinstance(v, float) and not math.isfinite(v)}
     return found + [f"{k}={v} must be finite" for k, v in endless.items() if f"{k}=" not in str(found)]
 

@@ -26,8 +26,8 @@ from corpus.loader import verify
 from run.build import build_model, choose, describe, make_batches, make_loaders
 from run.checkpoint import Saver, magnitudes
 from run.evaluate import Evaluator, add_evaluations
+from run.files import Lock
 from run.flops import peak_flops
-from run.lock import Lock
 from run.logger import LONG, Logger, NotFinite, progress
 from run.resume import Start
 from run.signals import Watch, explained
@@ -127,8 +127,7 @@ def train(cfg, world, watch):
         start.prepare_out_dir()
     if not cfg.dry_run:
         log.open(cfg.out_dir, config, cfg.wandb, start.state.get("wandb_id"), saved)
-    every = 0 if cfg.dry_run else cfg.save_interval
-    saver = Saver(cfg.out_dir, every, cfg.keep_last, world, cfg.async_save, start.saved, log.saved)
+    saver = Saver(cfg, world, start.saved, log.saved)
     watch.push(lambda kind, *_: kind is NotFinite and saver.wait())  # ends a save in the background
     rows = [*chosen, *describe(cfg, world, job, loader, start)]
     rows += [("warning", words) for words in [*warnings, *start.warnings]]

@@ -42,7 +42,7 @@ def read_manifest(data_dir):
     """The object in data_dir/manifest.json, {} where there is no such file. Raises DataError."""
     path = Path(data_dir) / "manifest.json"
     advised = lambda words: DataError(f"{words}; remove it and {MAKE_DATA}")
-    return files.read_json(path, advised, MANIFEST) if path.exists() else {}
+    return files.read_json(path, advised, MANIFEST) if os.path.exists(path) else {}
 
 
 def read_sizes(data_dir, manifest):
@@ -116,12 +116,17 @@ def split_of(name):
     return found and found[1]
 
 
-def find_shards(data_dir, split):
-    """Sorted paths of a split: shards, or nanoGPT's <split>.bin. Raises DataError for none or two kinds."""
+def find_shards(data_dir, split, listed=None):
+    """Sorted paths of a split: the shards `listed` in a manifest, or any, or nanoGPT's; or a DataError."""
     names = sorted(glob.glob(f"*{split}*", root_dir=data_dir))
     found = [name for name in names if split_of(name) == split or name == f"{split}.bin"]
     if len({(name == f"{split}.bin", name[-4:]) for name in found}) > 1:
         raise DataError(f"{data_dir} holds {found[0]} and {found[-1]}; keep one kind, move the other")
+    if listed is not None:
+        listed = {shard["name"] for shard in listed if split_of(shard["name"]) == split}
+        for name in sorted(listed ^ set(found)):
+            wrong = "is missing; bring it back" if name in listed else "is not one of them; move it away"
+            raise DataError(f"{data_dir}/manifest.json lists the shards, and {name} {wrong}")
     if found:
         return [os.path.join(data_dir, name) for name in found]
     hint = "make one, or do without: --eval_interval=0" if split == "val" else MAKE_DATA
@@ -131,14 +136,14 @@ def find_shards(data_dir, split):
 def verify(data_dir):
     """Compares every shard and mask of the folders with the manifest's SHA-256. Raises DataError."""
     for folder, _ in mixture.folders(str(data_dir)):
-        shards = read_manifest(folder).get("shards")
-        for shard in shards or []:  # somebody else's shards have no checksums
+        for shard in read_manifest(folder).get("shards", ()):  # somebody else's shards have no checksums
             path = Path(folder) / shard["name"]
             for file, sha256 in [(path, shard["sha256"]), (mask_path(path), shard.get("mask_sha256"))]:
                 found = "a link" if file.is_symlink() else "no file" if not file.is_file() else None
                 found = found or f"SHA-256 {files.digest(file)[1]}"
                 if sha256 is not None and found != f"SHA-256 {sha256}":
-                    raise unfit(file, found, f"the manifest's file, SHA-256 {sha256}")
+                    advice = f"bring the file back, or {MAKE_DATA}"
+                    raise unfit(file, found, f"the manifest's file, SHA-256 {sha256}", advice)
             open_shard(path)
 
 
@@ -150,10 +155,11 @@ class Split:
 
     def __init__(self, data_dir, split, T, vocab_size, shuffle_seed=None, align=False):
         self.T, self.shuffle_seed, self.align = T, shuffle_seed, align
-        self.paths = find_shards(data_dir, split)
+        manifest = read_manifest(data_dir)
+        self.paths = find_shards(data_dir, split, manifest.get("shards"))
         self.shards = [open_shard(path) for path in self.paths]
         self.ends = np.cumsum([len(shard) for shard in self.shards]).tolist()
-        self.tokens, manifest = self.ends[-1], read_manifest(data_dir)
+        self.tokens, self.ids = self.ends[-1], manifest.get("vocab_size")
         self._check(manifest, f"{data_dir}: the {split} split", vocab_size)
         masks = [mask_path(path) for path in self.paths]
         masked = any("mask_sha256" in shard for shard in manifest.get("shards", ()))
@@ -191,9 +197,9 @@ class Split:
             count = counts.get(os.path.basename(path)) or len(shard)
             if (shard.dtype, len(shard)) != (dtype, count):
                 raise unfit(path, f"{len(shard)} {shard.dtype.name} tokens", f"{count} of {dtype.name}")
-        if vocab_size is not None and (size := manifest.get("vocab_size", 0)) > vocab_size:
+        if vocab_size is not None and (self.ids or 0) > vocab_size:
             less = f"vocab_size={vocab_size} is less than {manifest['tokenizer']}'s"
-            raise DataError(f"{less}; try --vocab_size={size}")
+            raise DataError(f"{less}; try --vocab_size={self.ids}")
         if self.tokens <= self.T:
             need = f"{self.T + 1:,} tokens, block_size+1, for a row; lower --block_size, or make more data"
             raise DataError(f"{what} has {self.tokens:,} tokens, expected {need}")
@@ -254,8 +260,8 @@ class TokenLoader:
                 raise DataError(f"data_dir={data_dir}: {two}; make one again with fineweb.py --tokenizer")
         self.warnings = [split.warning for split in self.splits if split.warning]
         self._turns = mixture.schedule(self.shares)
-        named = ((Path(p).name, len(d)) for s in self.splits for p, d in zip(s.paths, s.shards))
-        listing = "".join(f"{name} {tokens}\n" for name, tokens in named)
+        shards = (shard for split in self.splits for shard in zip(split.paths, split.shards))
+        listing = "".join(f"{os.path.basename(path)} {len(tokens)}\n" for path, tokens in shards)
         self.fingerprint = hashlib.sha256(listing.encode()).hexdigest()[:16]
         self._go_on_at(0)
 
@@ -337,10 +343,8 @@ class TokenLoader:
         batch = torch.empty(len(places), self.T + 1, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         rows = batch.numpy().view(np.uint32)
         for row, (split, start) in zip(rows, places):
-            pieces = split.pieces(start, self.T + 1)
-            np.concatenate(
-                [split.shards[k][at : at + n] for k, at, n in pieces], out=row, casting="same_kind"
-            )
+            parts = [split.shards[k][at : at + n] for k, at, n in split.pieces(start, self.T + 1)]
+            np.concatenate(parts, out=row, casting="same_kind")
         if self.vocab_size is not None and rows.max() >= self.vocab_size:
             b, t = np.argwhere(rows >= self.vocab_size)[0].tolist()
             split, start = places[b]

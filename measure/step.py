@@ -4,6 +4,7 @@ import itertools
 import re
 import statistics
 import time
+from functools import partial
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -14,7 +15,7 @@ from configurator import refuse, too_small
 from measure.floor import floor_times
 from run.build import choose
 from run.flops import mfu, peak_flops
-from run.logger import describe_device, show
+from run.logger import describe_device, progress, show
 from scale import context, parallel
 
 SEPARATOR = 718  # ends documents with document_mask: one in 8,192 tokens of `synthetic` in GPT-2's vocabulary
@@ -33,17 +34,18 @@ def measure(cfg):
     """Times cfg.steps training steps and prints the result; cfg: a bench.StepConfig that was checked."""
     refuse(too_small(cfg, {"steps": 0, "settle": 0, "gpu_gib": 1}))
     world, began = parallel.join(cfg), time.perf_counter()
-    on_gpu, say = world.device.type == "cuda", print if world.main else lambda *_: None
+    on_gpu, say = world.device.type == "cuda", partial(print, flush=True) if world.main else lambda *_: None
     if cfg.gpu_gib and on_gpu:
         most = torch.cuda.mem_get_info(world.device)[1]
         torch.cuda.set_per_process_memory_fraction(min(1.0, cfg.gpu_gib * 2**30 / most), world.device)
+    show([describe_device(world)], say)
     cfg, rows, job = build(cfg, world)
-    next_batch = synthetic(cfg, world)
-    show([describe_device(world), *rows, *job.account.rows()], say)
+    next_batch, size = synthetic(cfg, world), f"{job.accumulation} micro-steps of {cfg.rank_tokens:,} tokens"
+    show([*rows, *job.account.rows(), ("first step", f"{size} a rank ...")], say)
     step(job, next_batch, cfg)
     first = parallel.synchronize(world.device) - began
     show([("first step", f"{first:.1f} s after the start, compilation included")], say)
-    for _ in range(cfg.settle):
+    for _ in progress(range(cfg.settle), "warm-up steps", bar=False):
         step(job, next_batch, cfg)
     if times := step_times(job, next_batch, cfg):
         show([("step", speed(times, cfg, world, job.account.flops_per_token))], say)
@@ -80,7 +82,7 @@ def step_times(job, next_batch, cfg):
     """Seconds of each of cfg.steps steps; as in train.py, a GPU always has the next step queued."""
     device = parallel.device_of(job.raw)
     moments = [parallel.Moment(device)]
-    for _ in range(cfg.steps):
+    for _ in progress(range(cfg.steps), "steps", bar=False):
         step(job, next_batch, cfg)
         moments.append(parallel.Moment(device))
         if moments[-2].event:

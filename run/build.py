@@ -31,9 +31,8 @@ def choose(cfg, device):
 def make_loaders(cfg, world):
     """(training loader, [(share, validation loader)] of the folders)."""
     refuse_other_tokenizer(cfg)
-    rank, ranks = world.rank // cfg.context_parallel, world.size // cfg.context_parallel
-    common = dict(vocab_size=cfg.vocab_size, B=cfg.batch_size, T=cfg.block_size, rank=rank, world=ranks)
-    common |= dict(device=world.device)
+    common = dict(vocab_size=cfg.vocab_size, B=cfg.batch_size, T=cfg.block_size, device=world.device)
+    common |= dict(rank=world.rank // cfg.context_parallel, world=world.size // cfg.context_parallel)
     order = dict(shuffle_seed=cfg.shuffle_seed, align=cfg.align_documents, batch_tokens=cfg.batch_tokens)
     loader = TokenLoader(cfg.data_dir, "train", **order, **common)
     shares = loader.shares_of(cfg.eval_tokens) if cfg.eval_interval else []
@@ -146,4 +145,8 @@ def describe(cfg, world, job, loader, start):
         rows.append(("", f"{folder}: {share:.1%} of the rows, {epochs:.2f} epochs"))
     rows.append(("step", f"{cfg.batch_tokens:,} tokens: {micro}"))
     rows.append(("run", f"steps {start.step} to {cfg.max_steps}: {tokens:,} tokens"))
+    ids = loader.splits[0].ids or cfg.vocab_size
+    if cfg.vocab_size > dataclasses.replace(cfg, vocab_size=ids).padded_vocab and not cfg.init_from:
+        words = f"vocab_size={cfg.vocab_size} is more than the {ids} ids of the data's tokenizer"
+        rows.append(("warning", f"{words}; try --vocab_size={ids}"))
     return rows + start.rows(cfg)

@@ -1,20 +1,13 @@
 """Checkpoints: a folder for each saved step, complete or absent; without pickles, so loading runs no code.
 
-out_dir/step_00000250/
-    model.safetensors       weights by name, shared ones once
-    optimizer.safetensors   optimizer state by parameter name
-    rng.safetensors         random-number state of every rank, and with fp8 the amax values of the last step
-    state.json              step, configuration, loader position, validation loss
-    source.json, *.py       the code that ran, see run/source.py
-    tokenizer.json          the tokenizer and what lies beside it, unless it has a name (gpt2)
-    manifest.json           bytes and SHA-256 of the files above
-
-Of a sharded model each rank writes its rows, to model.rank00003.safetensors and the like, whose headers give
-the first row and the number of rows. Both are read by rows (Stored): a run resumes on any number of ranks. A
-folder is written under another name, synced and renamed. All nodes must share the file system of out_dir.
+docs/checkpoints.md lists the files of a folder. Of a sharded model each rank writes its rows, to
+model.rank00003.safetensors and the like, whose headers give the first row and the number of rows. Both are
+read by rows (Stored): a run resumes on any number of ranks. A folder is written under another name, synced
+and renamed. All nodes must share the file system of out_dir.
 """
 
 import contextlib
+import glob
 import json
 import operator
 import os
@@ -61,7 +54,8 @@ def folder_of(out_dir, step):
 
 def folders(out_dir):
     """A run's checkpoints, oldest first: step_*/ that hold our files; a user's step_plans/ is none."""
-    found = (p for p in Path(out_dir).glob("step_*") if re.fullmatch("step_[0-9]+", p.name))
+    names = filter(re.compile("step_[0-9]+").fullmatch, glob.glob("step_*", root_dir=out_dir))
+    found = (Path(out_dir, name) for name in names)
     return sorted(p for p in found if (p / "manifest.json").is_file() or (p / "state.json").is_file())
 
 
@@ -89,7 +83,7 @@ def prune(final, keep_last, whole):
 def find(path):
     """The checkpoint that `path` names: path itself, or a run's newest undamaged one. All ranks call it."""
     path, (rank, ranks) = Path(path), parallel.rank_and_size()
-    single = path.name.startswith("step_") or (path / "manifest.json").is_file()
+    single = path.name.startswith("step_") or os.path.isfile(path / "manifest.json")
     found = [path] if single else folders(path)[::-1]
     for folder in found:
         wrong = next(filter(None, parallel.gather_objects(problem(folder, rank, ranks))), None)
@@ -124,8 +118,8 @@ def problem(folder, rank=0, ranks=1):
 
 def save(out_dir, step, tensors, state, keep_last=2):
     """As Saver.write, of a process alone; returns the folder."""
-    alone = parallel.World(0, 1, torch.device("cpu"))
-    Saver(out_dir, 1, keep_last, alone, saved=lambda *_: None).write(step, tensors, state)
+    cfg, alone = Config(out_dir=out_dir, keep_last=keep_last), parallel.World(0, 1, torch.device("cpu"))
+    Saver(cfg, alone, saved=lambda *_: None).write(step, tensors, state)
     return folder_of(out_dir, step)
 
 
@@ -135,12 +129,12 @@ def save_model(folder, model, cfg, step=0):
 
 
 class Saver:
-    """Saves a run, in the background from a copy in the CPU's memory. All ranks make the same calls."""
+    """Saves a run, with async_save from a copy in the CPU's memory. All ranks make the same calls."""
 
-    def __init__(self, out_dir, every, keep_last, world, background=False, last=None, saved=print):
-        """every: 0: never. last: the resumed checkpoint, if in out_dir. saved(step, folder) follows each."""
-        self.out_dir, self.every, self.keep_last, self.world = Path(out_dir), every, keep_last, world
-        self.background, self.saved = background, saved
+    def __init__(self, cfg, world, last=None, saved=print):
+        """last: the resumed checkpoint, if in out_dir. saved(step, folder) follows each save."""
+        self.out_dir, self.keep_last, self.background = Path(cfg.out_dir), cfg.keep_last, cfg.async_save
+        self.every, self.world, self.saved = 0 if cfg.dry_run else cfg.save_interval, world, saved
         self.last = None if last is None else int(last.name[5:])  # the step of the last save
         self.whole = set() if last is None else {last}  # for prune
         self.thread, self.pending = ThreadPoolExecutor(1), None  # pending: the future of _write
@@ -170,7 +164,7 @@ class Saver:
 
         def begin():
             if self.world.main:
-                _begin(self.final, step, state)
+                _begin(self.final, {"step": step, **state})
             return {file: part for group in tensors.items() for file, part in self._part(*group).items()}
 
         self.pending = self.thread.submit(_write, self.final, self._agreed(begin))
@@ -236,15 +230,15 @@ def _aside(final):
     return final.with_name(f".writing_{final.name}")
 
 
-def _begin(final, step, state):
+def _begin(final, state):
     """Creates the temporary folder with state.json and copies of the run's code and tokenizer."""
     from corpus import tokenizer as tokenizers
 
     for path in final.parent.glob(".writing_*"):  # of killed processes
-        if re.fullmatch(r"\.writing_(gone_)?step_[0-9]+", path.name) and path.is_dir():
-            shutil.rmtree(path)
+        if re.fullmatch(r"\.writing_(gone_)?step_[0-9]+", path.name):
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     _aside(final).mkdir(parents=True)
-    files.write_json(_aside(final) / "state.json", {"step": step, **state})
+    files.write_json(_aside(final) / "state.json", state)
     copies = {final.parent / name: name for name in source.KEPT if (final.parent / "source.json").is_file()}
     name = state.get("config", {}).get("tokenizer")
     path = name and tokenizers.file_of(name)

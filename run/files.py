@@ -1,11 +1,14 @@
-"""Files: written atomically, read as JSON of an expected form, hashed. Imports only the standard library."""
+"""Files: written atomically, locked, read as JSON of an expected form, hashed; without an import of torch."""
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import re
 import reprlib
+import socket
+import sys
 import time
 from pathlib import Path
 
@@ -39,11 +42,53 @@ def sync(path):
 
 @contextlib.contextmanager
 def writable(out_dir):
-    """Turns a failure to write in a run's folder into a UserError."""
+    """Turns a failure to read or write in a run's folder into a UserError."""
     try:
         yield
     except OSError as error:
-        raise UserError(f"out_dir={out_dir}: {error.strerror}; try another --out_dir") from None
+        name, why = os.path.basename(error.filename or out_dir), error.strerror or error
+        raise UserError(f"out_dir={out_dir}: {name}: {why}; try another --out_dir") from None
+
+
+class Lock:
+    """out_dir/run.lock (flock, which ends with the process), of the one run that may write there.
+
+    `with Lock(out_dir) as lock`: taken at once if the folder exists, else by take(), which makes it.
+    """
+
+    def __init__(self, out_dir):
+        self.path, self.file = Path(out_dir) / "run.lock", None
+
+    def __enter__(self):
+        if os.path.isdir(self.path.parent):  # False also for a name that is too long
+            self.take()
+        return self
+
+    def __exit__(self, *_):
+        if self.file:
+            self.file.close()
+
+    def take(self):
+        """Raises UserError if another run holds the lock, or the folder cannot be written."""
+        if self.file:
+            return
+        with writable(self.path.parent):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            no_link = lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o644)  # to any file
+            file = open(self.path, "a+", errors="replace", opener=no_link)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                holder = " ".join(file.read(200).split()) or "another process"
+                file.close()
+                words = f"is in use by a run: {holder}; wait for its end, stop it, or give another --out_dir"
+                raise UserError(f"out_dir={self.path.parent} {words}") from None
+            except OSError as error:
+                print(f"warning: {self.path}: {error.strerror}: a second run is not refused", file=sys.stderr)
+            file.truncate(0)
+            print(f"process {os.getpid()} on {socket.gethostname()}", file=file, flush=True)
+        self.file = file
 
 
 def digest(path):

