@@ -97,10 +97,11 @@ def write_shards(batches, encode, progress, tokenizer, short):
                 break
     if parts:
         save(parts, "train", position(number, 0))
-    if not progress.total("tokens", "train"):
-        found = f"{progress.total('documents')} documents hold no more than val_tokens={val_tokens}"
-        more = "lower --val_tokens (0 for none), or give more documents (a text file is one)"
-        raise DataError(f"{found}, so nothing is left to train on: remove {progress.out} and {more}")
+    val, train = (progress.total("tokens", split) for split in ("val", "train"))
+    if not train or (most and val - val_tokens > train):  # the source's end, after a long first document
+        found = f"val_tokens={val_tokens} takes {val:,} of {val + train:,} tokens, in whole documents"
+        more = "lower --val_tokens (0 for none), or give another --shuffle_seed or more documents"
+        raise DataError(f"{found} from the front: remove {progress.out} and {more} (a text file is one)")
 
 
 def in_order(number, done):
