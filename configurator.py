@@ -99,7 +99,7 @@ def _file(word, hints):
         source, space = Path(path).read_text(), {}
         exec(compile(source, path, "exec"), space)
     except SyntaxError as error:
-        raise UserError(f"{error.filename}:{error.lineno}: {error.msg}") from None
+        raise UserError(f"{error.filename or path}:{error.lineno or 1}: {error.msg}") from None
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == path]
@@ -239,7 +239,8 @@ def _convert(cls, hints, name, value):
 
 
 def _mistyped(name, value, hint):
-    shown = " ".join(str(value).split())
+    huge = type(value) is int and abs(value) >> 63  # of over 4,300 digits str fails
+    shown = " ".join((hex(value) if huge else str(value)).split())
     shown = shown if len(shown) <= 80 else f"{shown[:60]}... ({len(shown)} characters)"
     return UserError(f"{name}={shown} is not {_type_name(hint)}")
 
