@@ -22,7 +22,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from configurator import UserError, parse, refuse, run, too_small
+from configurator import UserError, refuse, run, too_small, without_effect
 from corpus import DataError
 from run.files import patiently
 
@@ -31,6 +31,7 @@ SHORT_NAMES = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW
 READY_MADE = ("kjj0/fineweb10B-gpt2", "kjj0/fineweb100B-gpt2", "kjj0/finewebedu10B-gpt2")
 COMPRESSED = (".zst", ".gz", ".xz", ".bz2")
 RECORDS = (".jsonl", ".json", ".parquet")  # any other file is one document
+RARE = ("pack", "min_document_tokens", "skip_bad_documents")  # settings of texts alone
 FOLDERS = (".txt", *RECORDS)  # what is read of a folder; a glob may name others
 DOCUMENT_BYTES = 1 << 30  # of a compressed file that expands without end; a larger plain file is read whole
 
@@ -87,9 +88,7 @@ def main(cfg):
                 tokenizers.write_characters(documents(cfg, name, files, 0), tokenizer)
         tokenizer = tokenizers.load(str(tokenizer))
         dialogues = Dialogues(tokenizer) if cfg.is_chat else None
-        fetched = {"dataset": name, "max_shards": cfg.max_shards}
-        decisive = fetched if cfg.ready_made else settings(cfg, name, files, tokenizer, dialogues)
-        progress = writer.Progress(out, decisive | ({"revision": cfg.revision} if cfg.revision else {}))
+        progress = writer.Progress(out, settings(cfg, name, files, tokenizer, dialogues))
         if progress.finished:
             print(f"{out} is finished already; nothing was done")
         else:
@@ -114,6 +113,9 @@ def check(cfg):
         wrong.append(f"shard_tokens={cfg.shard_tokens} must be at least one row of pack={cfg.pack}")
     if cfg.max_shards is not None and not cfg.ready_made:
         wrong.append(f"max_shards={cfg.max_shards} is for datasets of shards (--shards); try --max_tokens")
+    if cfg.ready_made:
+        texts = (*RARE, "val_tokens", "max_tokens", "shuffle_seed", "streaming", "text_key")
+        wrong += without_effect(cfg, texts, "is for texts, shards are fetched as they are")
     if len(cfg.keys) > 2:
         wrong.append(f"text_key={cfg.text_key} must be one field, or two for prompt,completion")
     if cfg.tokenizer == "chars" and (cfg.ready_made or cfg.is_chat):
@@ -160,9 +162,14 @@ def settings(cfg, name, files, tokenizer, dialogues):
         raise UserError(f"val_tokens={cfg.val_tokens}: of a single text it is the last tenth; try 0 or None")
     if dialogues and (texts := [path for path in files or () if suffix(path) not in RECORDS]):
         raise UserError(f"text_key={cfg.text_key} needs files of {', '.join(RECORDS)}, not {texts[0]}")
-    chosen = {"dataset": name, "text_key": cfg.text_key, "tokenizer": cfg.tokenizer}
-    chosen |= {"vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot}
-    chosen |= {"chat_sha256": dialogues.digest} if dialogues else {}
+    rare = {key: getattr(cfg, key) for key in ("revision", *RARE)}
+    rare["streaming"] = cfg.streaming and cfg.shuffle_seed is not None  # it shuffles otherwise
+    chosen = {"dataset": name} | {key: value for key, value in rare.items() if value}
+    if cfg.ready_made:
+        return chosen | {"max_shards": cfg.max_shards}
+    usual = ("text_key", "tokenizer", "shard_tokens", "max_tokens", "shuffle_seed")
+    chosen |= {key: getattr(cfg, key) for key in usual} | {"vocab_size": tokenizer.vocab_size}
+    chosen |= {"eot": tokenizer.eot} | ({"chat_sha256": dialogues.digest} if dialogues else {})
     if files is None:
         chosen |= {"subset": cfg.subset, "split": cfg.split}
         share = cfg.shard_tokens
@@ -173,11 +180,7 @@ def settings(cfg, name, files, tokenizer, dialogues):
         # about 1% of the tokens, which have one byte or about four; less of compressed files
         share = 1 if alone(files) else sum(sizes) // (100 if tokenizer.name == "bytes" else 400)
     default_val = max(1, min(share, cfg.shard_tokens, (cfg.max_tokens or 1 << 63) // 10))
-    chosen |= {key: getattr(cfg, key) for key in ("shard_tokens", "max_tokens", "shuffle_seed")}
-    chosen["val_tokens"] = default_val if cfg.val_tokens is None else cfg.val_tokens
-    rare = {key: getattr(cfg, key) for key in ("pack", "min_document_tokens", "skip_bad_documents")}
-    rare["streaming"] = cfg.streaming and cfg.shuffle_seed is not None  # it shuffles otherwise
-    return chosen | {key: value for key, value in rare.items() if value}
+    return chosen | {"val_tokens": default_val if cfg.val_tokens is None else cfg.val_tokens}
 
 
 def documents(cfg, name, files, first):
@@ -290,4 +293,4 @@ def fields(record, keys):
 
 
 if __name__ == "__main__":
-    run(main, parse(Config, check))
+    run(main, Config)
