@@ -164,12 +164,13 @@ def settings(cfg, name, files, tokenizer, dialogues):
         raise UserError(f"text_key={cfg.text_key} needs files of {', '.join(RECORDS)}, not {texts[0]}")
     rare = {key: getattr(cfg, key) for key in ("revision", *RARE)}
     rare["streaming"] = cfg.streaming and cfg.shuffle_seed is not None  # it shuffles otherwise
-    chosen = {"dataset": name} | {key: value for key, value in rare.items() if value}
+    rare = {key: value for key, value in rare.items() if value}
     if cfg.ready_made:
-        return chosen | {"max_shards": cfg.max_shards}
+        return {"dataset": name, "max_shards": cfg.max_shards} | rare
     usual = ("text_key", "tokenizer", "shard_tokens", "max_tokens", "shuffle_seed")
-    chosen |= {key: getattr(cfg, key) for key in usual} | {"vocab_size": tokenizer.vocab_size}
-    chosen |= {"eot": tokenizer.eot} | ({"chat_sha256": dialogues.digest} if dialogues else {})
+    chosen = {"dataset": name} | {key: getattr(cfg, key) for key in usual}
+    chosen |= {"vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot}
+    chosen |= {"chat_sha256": dialogues.digest} if dialogues else {}
     if files is None:
         chosen |= {"subset": cfg.subset, "split": cfg.split}
         share = cfg.shard_tokens
@@ -180,7 +181,7 @@ def settings(cfg, name, files, tokenizer, dialogues):
         # about 1% of the tokens, which have one byte or about four; less of compressed files
         share = 1 if alone(files) else sum(sizes) // (100 if tokenizer.name == "bytes" else 400)
     default_val = max(1, min(share, cfg.shard_tokens, (cfg.max_tokens or 1 << 63) // 10))
-    return chosen | {"val_tokens": default_val if cfg.val_tokens is None else cfg.val_tokens}
+    return chosen | {"val_tokens": default_val if cfg.val_tokens is None else cfg.val_tokens} | rare
 
 
 def documents(cfg, name, files, first):

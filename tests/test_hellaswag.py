@@ -75,9 +75,7 @@ def test_a_long_context_is_cut_on_its_left():
     prepared = hellaswag.prepare([example], tokenizer, 32)
     assert prepared.truncated == 4 and all(len(row) == 33 for row in prepared.rows)
     assert tokenizer.decode(prepared.rows[0]) == "a" * 29 + "b cc"
-    with pytest.raises(
-        hellaswag.HellaSwagError, match="example 0: an ending of 41 tokens exceeds block_size=32"
-    ):
+    with pytest.raises(UserError, match="example 0: an ending of 41 tokens exceeds block_size=32"):
         hellaswag.prepare([{**example, "endings": ["c" * 40] * 4}], tokenizer, 32)
 
 
