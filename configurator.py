@@ -222,7 +222,7 @@ def _convert(cls, hints, name, value):
     hint, text = hints[name], isinstance(value, str)
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     kind = kinds[0]
-    if type(None) in kinds and value in (None, "None"):
+    if type(None) in kinds and str(value) == "None":
         return None
     if typing.get_origin(kind) is typing.Literal and value in typing.get_args(kind) or kind is str and text:
         return value
@@ -256,29 +256,27 @@ def _type_name(hint):
 
 
 def describe(cls, doc=""):
-    """The --help text: `doc`, then the settings by section, a line each: default, choices, comment."""
-    rows, hints, layout = [inspect.cleandoc(doc)], typing.get_type_hints(cls), _layout(cls)
-    for section, names in itertools.groupby(layout, lambda name: layout[name][0]):
-        rows += [f"\n{section}:"]
-        for name in names:
-            default, choices, kind = getattr(cls, name), typing.get_args(hints[name]), ""
-            if typing.get_origin(hints[name]) is typing.Literal:
-                kind = "|".join(map(str, choices)) + ": "
-            elif default is None and choices[0] is not str:
-                kind = f"{choices[0].__name__}: "
-            shown = repr(default) if re.search(r"\s", str(default)) else default
-            rows += [f"  --{name}={shown}".ljust(33) + f" {kind}{layout[name][1]}"]
-    return "\n".join(rows).strip()
-
-
-def _layout(cls):
-    """{field: (section, comment)} in source order, a class before its bases."""
-    names, found = typing.get_type_hints(cls), {}
+    """The --help text: `doc`, then the settings by section, those of a class before those of its bases."""
+    rows, hints, seen, last = [inspect.cleandoc(doc)], typing.get_type_hints(cls), set(), None
     for base in filter(dataclasses.is_dataclass, cls.__mro__):
         section = "Settings"
         for line in inspect.cleandoc(inspect.getsource(base)).splitlines():
+            field = re.match(r" {4}(\w+): ", line)
             if heading := re.match(" {4}# (.+)", line):
                 section = heading[1]
-            elif (field := re.match(r" {4}(\w+): ", line)) and field[1] in names:
-                found.setdefault(field[1], (section, line.partition("  # ")[2].strip()))
-    return found
+            elif field and field[1] in hints.keys() - seen:
+                rows += [f"\n{section}:"] * (section != last) + [
+                    _option(cls, field[1], hints[field[1]], line)
+                ]
+                seen, last = seen | {field[1]}, section
+    return "\n".join(rows).strip()
+
+
+def _option(cls, name, hint, line):
+    default, choices, kind = getattr(cls, name), typing.get_args(hint), ""
+    if typing.get_origin(hint) is typing.Literal:
+        kind = "|".join(map(str, choices)) + ": "
+    elif default is None and choices[0] is not str:
+        kind = f"{choices[0].__name__}: "
+    shown = repr(default) if re.search(r"\s", str(default)) else default
+    return f"  --{name}={shown}".ljust(33) + f" {kind}{line.partition('  # ')[2].strip()}"

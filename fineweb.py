@@ -5,7 +5,6 @@
     python fineweb.py --dataset="books/*.txt,notes.jsonl.zst" --out_dir=data/mine
     python fineweb.py --dataset=input.txt --tokenizer=chars --out_dir=data/shakespeare_char
     python fineweb.py --dataset=chats.jsonl --text_key=messages --tokenizer=FOLDER  # see corpus/chat.py
-    python fineweb.py --pack=131072 --min_document_tokens=8192     # for long sequences, see corpus/packing.py
 
 Validation gets whole documents from the front, or of a single text the last tenth. A killed run goes on
 when it is started again.
