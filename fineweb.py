@@ -140,7 +140,8 @@ def local_files(dataset):
     files, others = [], Counter()
     for part in dataset.split(","):
         found = []
-        for path in [part] if os.path.exists(part) else sorted(glob.glob(part, recursive=True)):
+        matches = [part] if os.path.exists(part) else sorted(glob.glob(part, recursive=True))
+        for path in filter(os.path.exists, matches):  # no dangling links
             inside = glob.glob(f"{glob.escape(path)}/**", recursive=True, include_hidden=True)
             inside = sorted(filter(os.path.isfile, inside))
             kinds = {file: "hidden" if "/." in file[len(path) - 1 :] else suffix(file) for file in inside}
@@ -175,8 +176,9 @@ def settings(cfg, name, files, tokenizer, dialogues):
         share = cfg.shard_tokens
     else:
         sizes = [os.path.getsize(path) for path in files]
-        listing = "".join(f"{path}\t{size}\n" for path, size in zip(files, sizes)).encode()
-        chosen |= {"files": len(files), "files_sha256": hashlib.sha256(listing).hexdigest()}
+        listing = "".join(f"{path}\t{size}\n" for path, size in zip(files, sizes))
+        digest = hashlib.sha256(listing.encode(errors="surrogateescape")).hexdigest()
+        chosen |= {"files": len(files), "files_sha256": digest}
         # about 1% of the tokens, which have one byte or about four; less of compressed files
         share = 1 if alone(files) else sum(sizes) // (100 if tokenizer.name == "bytes" else 400)
     default_val = max(1, min(share, cfg.shard_tokens, (cfg.max_tokens or 1 << 63) // 10))

@@ -26,7 +26,12 @@ from run import files
 COLORS = ["#2563eb", "#dc2626", "#059669", "#9333ea", "#d97706", "#0891b2"]
 STYLE = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#e5e7eb"}
 STYLE |= {"font.size": 9, "axes.titlesize": 10, "axes.titlelocation": "left", "legend.frameon": False}
-STYLE |= {"axes.xmargin": 0.015, "axes.formatter.useoffset": False, "svg.fonttype": "none"}
+STYLE |= {
+    "axes.xmargin": 0.015,
+    "axes.formatter.useoffset": False,
+    "svg.fonttype": "none",
+    "text.parse_math": False,
+}
 matplotlib.rcParams.update(STYLE)
 AXES = dict(steps="step", tokens="tokens", seconds="seconds of training steps")
 UNITS = {"loss": "nats a token", "bpb": "bits per byte"}
@@ -73,7 +78,8 @@ class Run:
     """A run as it is drawn. log: see `read`; start: the line that the last start wrote, or {}."""
 
     def __init__(self, folder, name, color, width):
-        self.folder, self.name, self.color, self.width, self.log = folder, name, color, width, read(folder)
+        self.folder, self.color, self.width, self.log = folder, color, width, read(folder)
+        self.name = name.encode(errors="replace").decode()  # one that is not UTF-8
         self.start = max(self.log.get("start", {0: {}}).items())[1]
 
     def place(self, steps, x):

@@ -33,9 +33,9 @@ def claim(out):
         out.mkdir(parents=True, exist_ok=True)
         lock = os.open(out, os.O_RDONLY)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in it
         busy = isinstance(error, BlockingIOError) and "another fineweb.py is writing there"
-        raise UserError(f"out_dir={out} cannot be written: {busy or error.strerror}") from None
+        raise UserError(f"out_dir={out} cannot be written: {busy or error}") from None
     try:
         yield
     finally:
@@ -79,19 +79,19 @@ def write_shards(batches, encode, progress, tokenizer, short):
             rows = packing.Packer(rows, pack, progress.tokens, progress.order)
             position = rows.position
         most -= progress.total("tokens", "train")
-        room, count = min(most, given["shard_tokens"] - given["shard_tokens"] % (pack or 1)), 0
+        room = left = min(most, given["shard_tokens"] - given["shard_tokens"] % (pack or 1))
         for number, row in rows if most else ():
             if done > len(row):
                 found = f"document {number + 1} has {len(row)} tokens, {done} are written"
                 raise DataError(f"{found}: the source changed")
             bar.update(len(row) - done)
             while done < len(row) and most:
-                parts.append(row[done : done + room - count])
-                count, done = count + len(parts[-1]), done + len(parts[-1])
-                if count == room:
+                parts.append(row[done : done + left])
+                done, left = done + len(parts[-1]), left - len(parts[-1])
+                if not left:
                     parts = save(parts, "train", position(number, done if done < len(row) else 0))
-                    most, count = most - count, 0
-                    room = min(most, room)
+                    most -= room
+                    room = left = min(most, room)
             done = 0
             if not most:
                 break
@@ -99,9 +99,9 @@ def write_shards(batches, encode, progress, tokenizer, short):
         save(parts, "train", position(number, 0))
     val, train = (progress.total("tokens", split) for split in ("val", "train"))
     if not train or (most and val - val_tokens > train):  # the source's end, after a long first document
-        found = f"val_tokens={val_tokens} takes {val:,} of {val + train:,} tokens, in whole documents"
-        more = "lower --val_tokens (0 for none), or give another --shuffle_seed or more documents"
-        raise DataError(f"{found} from the front: remove {progress.out} and {more} (a text file is one)")
+        found = f"{val:,} of {val + train:,} tokens are for validation, by val_tokens={val_tokens}"
+        more = "lower it (0 for none), or give another --shuffle_seed or more documents (a text file is one)"
+        raise DataError(f"{found} in whole documents from the front: remove {progress.out} and {more}")
 
 
 def in_order(number, done):
@@ -187,8 +187,8 @@ class Progress:
         self._save()
 
     def _save(self):
-        state = {"settings": self.settings, "shards": self.shards, "next": (self.document, self.tokens)}
-        state |= {"order": self.order} if "pack" in self.settings else {}
+        state = {"settings": self.settings, "shards": self.shards}
+        state |= {"next": (self.document, self.tokens), "order": self.order}
         write(self.out / "progress.json", json.dumps(state, indent=1).encode())
 
     def total(self, key, split=None):

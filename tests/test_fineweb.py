@@ -363,17 +363,18 @@ def test_mistakes_in_the_settings_and_files(tmp_path, monkeypatch):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(data)
     monkeypatch.chdir(tmp_path)
+    os.symlink("nowhere", "dangling.txt")
     for settings, code, words in [
         (dict(dataset="no/such/*.txt"), 2, "no text file matches 'no/such/*.txt'"),
-        (dict(dataset="absent.jsonl"), 2, "no text file matches 'absent.jsonl'"),
+        (dict(dataset="dangling.txt"), 2, "no text file matches 'dangling.txt'"),
         (dict(dataset="./folder"), 2, "no text file matches './folder'; left out of folders: 1 .csv; a glob"),
         (dict(dataset="blank.jsonl,empty.txt"), 3, "no document in 2 files, the first is blank.jsonl"),
         (dict(dataset="empty.txt"), 3, "no document in 1 files, the first is empty.txt"),
         (dict(dataset="utf16.txt"), 3, "utf16.txt is not text in UTF-8"),
         (dict(dataset="bomb.txt.zst"), 3, "bomb.txt.zst:1: a document of over 1 MiB; cut it up"),
         (dict(dataset="bomb.jsonl.gz"), 3, "bomb.jsonl.gz:2: a document of over 1 MiB; cut it up"),
-        (dict(dataset="one.jsonl"), 3, "val_tokens=1 takes 18 of 18 tokens, in whole documents"),
-        (dict(dataset="few.jsonl"), 3, "val_tokens=1 takes 16 of 22 tokens, in whole documents"),
+        (dict(dataset="one.jsonl"), 3, "18 of 18 tokens are for validation, by val_tokens=1"),
+        (dict(dataset="few.jsonl"), 3, "16 of 22 tokens are for validation, by val_tokens=1"),
         (dict(dataset="one.txt", val_tokens=9), 2, "of a single text it is the last tenth"),
         (dict(dataset="other.jsonl"), 3, "other.jsonl:1: it has no field text; it has body"),
         (dict(out="used"), 2, "holds x_train_000001.bin"),

@@ -123,10 +123,12 @@ def test_as_a_script(tmp_path):
     write(tmp_path / "a/run", training(range(1, 31)) + score)
     write(tmp_path / "b/run", training(range(1, 30)) + training([30], loss=float("nan"), norm=float("inf")))
     a, b, other = f"{tmp_path}/a/run", f"{tmp_path}/b/run", "assets/build_nanogpt.jsonl"
+    odd = str(write(tmp_path / "\udce9 $x", training([1, 2])))
     assert [run.name for run in plot.load([a, b, ROOT / other])] == [a, b, "build_nanogpt"]
     for words, code, said in [
         ([a, b, other], 0, f"drawn: {a}/curves.png"),
         ([a, "--out", f"{tmp_path}/c.svg", "--x", "seconds"], 0, f"drawn: {tmp_path}/c.svg"),
+        ([odd, f"--out={tmp_path}/odd.png"], 0, "drawn: "),
         ([a, f"--out={tmp_path}/none/c.png"], 2, "cannot write the picture"),
         (["--out=c.png"], 2, "error: give the folder of a run"),
         (["x" * 300], 2, "File name too long; expected a run's log"),
