@@ -30,7 +30,6 @@ SHORT_NAMES = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW
 READY_MADE = ("kjj0/fineweb10B-gpt2", "kjj0/fineweb100B-gpt2", "kjj0/finewebedu10B-gpt2")
 COMPRESSED = (".zst", ".gz", ".xz", ".bz2")
 RECORDS = (".jsonl", ".json", ".parquet")  # any other file is one document
-RARE = ("pack", "min_document_tokens", "skip_bad_documents")  # settings of texts alone
 FOLDERS = (".txt", *RECORDS)  # what is read of a folder; a glob may name others
 DOCUMENT_BYTES = 1 << 30  # of a compressed file that expands without end; a larger plain file is read whole
 
@@ -113,7 +112,7 @@ def check(cfg):
     if cfg.max_shards is not None and not cfg.ready_made:
         wrong.append(f"max_shards={cfg.max_shards} is for datasets of shards (--shards); try --max_tokens")
     if cfg.ready_made:
-        texts = (*RARE, "val_tokens", "max_tokens", "shuffle_seed", "streaming", "text_key")
+        texts = vars(cfg).keys() - {"dataset", "revision", "shards", "out_dir", "tokenizer", "max_shards"}
         wrong += without_effect(cfg, texts, "is for texts, shards are fetched as they are")
     if len(cfg.keys) > 2:
         wrong.append(f"text_key={cfg.text_key} must be one field, or two for prompt,completion")
@@ -162,13 +161,13 @@ def settings(cfg, name, files, tokenizer, dialogues):
         raise UserError(f"val_tokens={cfg.val_tokens}: of a single text it is the last tenth; try 0 or None")
     if dialogues and (texts := [path for path in files or () if suffix(path) not in RECORDS]):
         raise UserError(f"text_key={cfg.text_key} needs files of {', '.join(RECORDS)}, not {texts[0]}")
-    rare = {key: getattr(cfg, key) for key in ("revision", *RARE)}
-    rare["streaming"] = cfg.streaming and cfg.shuffle_seed is not None  # it shuffles otherwise
-    rare = {key: value for key, value in rare.items() if value}
+    names = ("revision", "pack", "min_document_tokens", "skip_bad_documents")
+    rare = {key: getattr(cfg, key) for key in names if getattr(cfg, key)}
+    rare |= {"streaming": True} if cfg.streaming and cfg.shuffle_seed is not None else {}  # another order
     if cfg.ready_made:
         return {"dataset": name, "max_shards": cfg.max_shards} | rare
-    usual = ("text_key", "tokenizer", "shard_tokens", "max_tokens", "shuffle_seed")
-    chosen = {"dataset": name} | {key: getattr(cfg, key) for key in usual}
+    names = ("text_key", "tokenizer", "shard_tokens", "max_tokens", "shuffle_seed")
+    chosen = {"dataset": name} | {key: getattr(cfg, key) for key in names}
     chosen |= {"vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot}
     chosen |= {"chat_sha256": dialogues.digest} if dialogues else {}
     if files is None:
@@ -176,9 +175,8 @@ def settings(cfg, name, files, tokenizer, dialogues):
         share = cfg.shard_tokens
     else:
         sizes = [os.path.getsize(path) for path in files]
-        listing = "".join(f"{path}\t{size}\n" for path, size in zip(files, sizes))
-        digest = hashlib.sha256(listing.encode(errors="surrogateescape")).hexdigest()
-        chosen |= {"files": len(files), "files_sha256": digest}
+        listing = os.fsencode("".join(f"{path}\t{size}\n" for path, size in zip(files, sizes)))
+        chosen |= {"files": len(files), "files_sha256": hashlib.sha256(listing).hexdigest()}
         # about 1% of the tokens, which have one byte or about four; less of compressed files
         share = 1 if alone(files) else sum(sizes) // (100 if tokenizer.name == "bytes" else 400)
     default_val = max(1, min(share, cfg.shard_tokens, (cfg.max_tokens or 1 << 63) // 10))

@@ -5,8 +5,7 @@
     python plot.py results/modern/*_300M.jsonl --x=tokens        # small logs that the repository keeps
     python plot.py out/a assets/build_nanogpt.jsonl              # beside the losses of another program
 
-Panels: loss (validation with marks, training thin and smoothed), HellaSwag, learning rate, gradient norm and
-tokens per second, as far as a run has them.
+Panels: loss, HellaSwag, learning rate, gradient norm and tokens per second, as far as a run has them.
 """
 
 import json
@@ -25,14 +24,9 @@ from run import files
 
 COLORS = ["#2563eb", "#dc2626", "#059669", "#9333ea", "#d97706", "#0891b2"]
 STYLE = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#e5e7eb"}
-STYLE |= {"font.size": 9, "axes.titlesize": 10, "axes.titlelocation": "left", "legend.frameon": False}
-STYLE |= {
-    "axes.xmargin": 0.015,
-    "axes.formatter.useoffset": False,
-    "svg.fonttype": "none",
-    "text.parse_math": False,
-}
-matplotlib.rcParams.update(STYLE)
+STYLE |= {"font.size": 9, "axes.titlesize": 10, "axes.titlelocation": "left", "axes.xmargin": 0.015}
+STYLE |= {"legend.frameon": False, "axes.formatter.useoffset": False, "text.parse_math": False}
+matplotlib.rcParams.update(STYLE | {"svg.fonttype": "none"})
 AXES = dict(steps="step", tokens="tokens", seconds="seconds of training steps")
 UNITS = {"loss": "nats a token", "bpb": "bits per byte"}
 PANELS = {  # key of a log's lines: (their kind, title)

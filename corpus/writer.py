@@ -56,10 +56,7 @@ def reading(name):
 
 
 def write_shards(batches, encode, progress, tokenizer, short):
-    """Writes the missing shards, named after `short`.
-
-    batches: lists of documents from progress.document on. encode: Tokenizer.rows or Dialogues.rows.
-    """
+    """Writes the missing shards, named after `short`. batches: lists of documents from progress.document on."""
     given, position, parts, count, done = progress.settings, in_order, [], 0, progress.tokens
     val_tokens, pack, most = given["val_tokens"], given.get("pack"), given["max_tokens"] or math.inf
     save = functools.partial(write_shard, progress, tokenizer, short)
@@ -81,9 +78,6 @@ def write_shards(batches, encode, progress, tokenizer, short):
         most -= progress.total("tokens", "train")
         room = left = min(most, given["shard_tokens"] - given["shard_tokens"] % (pack or 1))
         for number, row in rows if most else ():
-            if done > len(row):
-                found = f"document {number + 1} has {len(row)} tokens, {done} are written"
-                raise DataError(f"{found}: the source changed")
             bar.update(len(row) - done)
             while done < len(row) and most:
                 parts.append(row[done : done + left])

@@ -16,7 +16,6 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet
 import pytest
-import tokenizers
 import torch
 import zstandard
 from conftest import one_line, read_rows
@@ -204,20 +203,17 @@ def test_characters_of_one_text_with_its_last_tenth_for_validation(tmp_path, mon
 
 
 def test_uint32_shards(tmp_path):
-    vocabulary = {f"w{i}": i for i in range(70_000)} | {"<|endoftext|>": 70_000}
-    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="w0"))
-    inner.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    inner.add_special_tokens(["<|endoftext|>"])
-    inner.save(str(tmp_path / "tokenizer.json"))
-    for i, text in enumerate(("w1 w2", "w69999 w3 w4")):
+    path, last = tmp_path / "tokenizer.json", chr(0x11FFF)
+    tokenizer.write_characters([map(chr, [*range(32, 0xD800), *range(0xE000, 0x12000)])], path)
+    for i, text in enumerate(("ab", f"{last}cd")):
         (tmp_path / f"{i}.txt").write_text(text)
-    prepare(tmp_path / "d", f"{tmp_path}/*.txt", tokenizer=str(tmp_path / "tokenizer.json"), val_tokens=1)
-    header = np.fromfile(tmp_path / "d/text_train_000001.bin", "<i4", 3)
-    assert header.tolist() == [20240801, 7, 4]
-    assert shard_tokens(tmp_path / "d", "train")[0].tolist() == [70_000, 69_999, 3, 4]
-    x, y = TokenLoader(tmp_path / "d", "train", 1, 3, vocab_size=70_001).next()
-    assert (x.tolist(), y.tolist()) == ([[70_000, 69_999, 3]], [[69_999, 3, 4]])
-    assert x.dtype == y.dtype == torch.int64
+    prepare(tmp_path / "d", f"{tmp_path}/*.txt", tokenizer=str(path), val_tokens=1)
+    tok = tokenizer.load(str(path))
+    row = [tok.eot, *tok.encode(f"{last}cd")]
+    assert np.fromfile(tmp_path / "d/text_train_000001.bin", "<i4", 3).tolist() == [20240801, 7, 4]
+    assert shard_tokens(tmp_path / "d", "train")[0].tolist() == row and row[1] > 1 << 16
+    x, y = TokenLoader(tmp_path / "d", "train", 1, 3, vocab_size=tok.vocab_size).next()
+    assert (x.tolist(), y.tolist()) == ([row[:3]], [row[1:]]) and x.dtype == y.dtype == torch.int64
 
 
 # ---- kills and other faults

@@ -6,7 +6,7 @@ import urllib.error
 import pytest
 import ranks
 import torch
-from conftest import ROOT, one_line
+from conftest import one_line
 
 import hellaswag
 from configurator import UserError
@@ -15,7 +15,6 @@ from model import build
 from run import checkpoint
 from settings import GPTConfig
 
-REAL = ROOT.parent / "shared" / "hellaswag" / "hellaswag_val.jsonl"
 WORDS = "the man walks his dog and then she rides a red bike over some hill while they sing".split()
 
 
@@ -159,10 +158,3 @@ def test_the_command_line_over_two_ranks_prints_one_score_the_same(tmp_path, mod
         broken = ranks.run(2, words + more, "hellaswag.py")
         assert broken.codes == [code, code], broken.stderr
         assert broken.stderr.startswith("error: ") and broken.stderr.count("\n") == 1
-
-
-@pytest.mark.skipif(not REAL.exists(), reason="needs the validation file beside the project")
-def test_the_whole_validation_set_is_read():
-    examples = hellaswag.load(REAL)
-    prepared = hellaswag.prepare(examples, tokenizers.load("gpt2"), 1024)
-    assert len(examples) == 10_042 and len(prepared.rows) == 40_168 and prepared.truncated == 0

@@ -52,6 +52,9 @@ def test_draws_the_small_logs_of_the_repository():
     assert timed.place(np.array([0, 100]), "seconds") == pytest.approx([0, timed.start["step_ms"] / 10])
 
 
+VALIDATED = [{"kind": "val", "step": 2, "loss": 2.0, "bpb": 1.0}]
+
+
 @pytest.mark.fault(81)
 @pytest.mark.parametrize("lines, message", [
     (None, "No such file"),
@@ -63,13 +66,16 @@ def test_draws_the_small_logs_of_the_repository():
     (training([1, 2]) + training([3, 4], loss=10**400), "log.jsonl:3: .*loss is 1000"),
     (training([1, 2], norm=[1.0]) + training([3]), "log.jsonl:1: .*norm is"),
     ([{"kind": "start", "step": 0, "step_ms": "1"}, *training([1])], "log.jsonl:1: .*step_ms is '1'"),
+    (training([1, 2], dt_ms=None) + VALIDATED, "run: its log does not hold what x=seconds needs"),
+    (training([1, 2]), "run: no bits per byte in its log"),
+    (training([1, 2]) + [VALIDATED[0] | {"loss": 0.0}], "run: no bits per byte in its log"),
     (training([1, 2], tok_per_s=1e200) + training([3]), r"log.jsonl:1: .*tok_per_s is 1e\+200"),
 ])  # fmt: skip
 def test_logs_that_cannot_be_drawn(tmp_path, lines, message):
     if lines is not None:
         write(tmp_path / "run", lines)
     with pytest.raises(UserError, match=message) as error:
-        plot.load([tmp_path / "run"])
+        plot.draw(plot.load([tmp_path / "run"]), "seconds", "bpb")
     one_line(error)
 
 
@@ -105,16 +111,6 @@ def test_validation_starts_at_step_0_within_the_panel_on_every_axis(tmp_path, x,
     steps, training = found["_a, training"]
     assert steps == pytest.approx(np.arange(1, 21) * end / 20)
     assert training[0] == pytest.approx(0.9 * top)
-
-
-@pytest.mark.parametrize("x, y, message", [
-    ("seconds", "loss", "run: its log does not hold what x=seconds needs"),
-    ("steps", "bpb", "run: no bits per byte in its log"),
-])  # fmt: skip
-def test_a_log_without_what_the_axes_need(tmp_path, x, y, message):
-    lines = training([1, 2], dt_ms=None) + [{"kind": "val", "step": 2, "loss": 0.0, "bpb": 1.0}]
-    with pytest.raises(UserError, match=message):
-        plot.draw(plot.load([write(tmp_path / "run", lines)]), x, y)
 
 
 def test_as_a_script(tmp_path):
