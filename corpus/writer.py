@@ -56,7 +56,7 @@ def reading(name):
 
 
 def write_shards(batches, encode, progress, tokenizer, short):
-    """Writes the missing shards, named after `short`. batches: lists of documents from progress.document on."""
+    """Writes the missing shards, named after `short`. batches: of documents from progress.document on."""
     given, position, parts, count, done = progress.settings, in_order, [], 0, progress.tokens
     val_tokens, pack, most = given["val_tokens"], given.get("pack"), given["max_tokens"] or math.inf
     save = functools.partial(write_shard, progress, tokenizer, short)
