@@ -229,9 +229,8 @@ def _convert(cls, hints, name, value):
     if kind is bool and str(value).lower() in ("true", "false", *("1", "0") * text):
         return str(value).lower() in ("true", "1")
     with contextlib.suppress(ValueError, OverflowError):
-        number = value
-        if text and kind in (int, float):
-            number = (int if re.fullmatch(r"[+-]?[\d_]+", value) else float)(value)
+        read = int if text and re.fullmatch(r"[+-]?[\d_]+", value) else float
+        number = read(value) if text else value
         if kind in (int, float) and isinstance(number, (int, float)) and not isinstance(number, bool):
             if kind is float or number % 1 == 0 and abs(number) < 2**63:  # 1e6 is an int
                 return kind(number)
