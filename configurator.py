@@ -99,7 +99,7 @@ def _file(word, hints):
         source, space = Path(path).read_text(), {}
         exec(compile(source, path, "exec"), space)
     except SyntaxError as error:
-        raise UserError(f"{error.filename}:{error.lineno}: {error.msg}") from None
+        raise UserError(f"{error.filename or path}:{error.lineno or 1}: {error.msg}") from None
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == path]
@@ -222,16 +222,15 @@ def _convert(cls, hints, name, value):
     hint, text = hints[name], isinstance(value, str)
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     kind = kinds[0]
-    if type(None) in kinds and value in (None, "None"):
+    if type(None) in kinds and str(value) == "None":
         return None
     if typing.get_origin(kind) is typing.Literal and value in typing.get_args(kind) or kind is str and text:
         return value
     if kind is bool and str(value).lower() in ("true", "false", *("1", "0") * text):
         return str(value).lower() in ("true", "1")
     with contextlib.suppress(ValueError, OverflowError):
-        number = value
-        if text and kind in (int, float):
-            number = (int if re.fullmatch(r"[+-]?[\d_]+", value) else float)(value)
+        read = int if text and re.fullmatch(r"[+-]?[\d_]+", value) else float
+        number = read(value) if text else value
         if kind in (int, float) and isinstance(number, (int, float)) and not isinstance(number, bool):
             if kind is float or number % 1 == 0 and abs(number) < 2**63:  # 1e6 is an int
                 return kind(number)
@@ -239,7 +238,8 @@ def _convert(cls, hints, name, value):
 
 
 def _mistyped(name, value, hint):
-    shown = " ".join(str(value).split())
+    huge = type(value) is int and abs(value) >> 63  # of over 4,300 digits str fails
+    shown = " ".join((hex(value) if huge else str(value)).split())
     shown = shown if len(shown) <= 80 else f"{shown[:60]}... ({len(shown)} characters)"
     return UserError(f"{name}={shown} is not {_type_name(hint)}")
 
@@ -255,29 +255,27 @@ def _type_name(hint):
 
 
 def describe(cls, doc=""):
-    """The --help text: `doc`, then the settings by section, a line each: default, choices, comment."""
-    rows, hints, layout = [inspect.cleandoc(doc)], typing.get_type_hints(cls), _layout(cls)
-    for section, names in itertools.groupby(layout, lambda name: layout[name][0]):
-        rows += [f"\n{section}:"]
-        for name in names:
-            default, choices, kind = getattr(cls, name), typing.get_args(hints[name]), ""
-            if typing.get_origin(hints[name]) is typing.Literal:
-                kind = "|".join(map(str, choices)) + ": "
-            elif default is None and choices[0] is not str:
-                kind = f"{choices[0].__name__}: "
-            shown = repr(default) if re.search(r"\s", str(default)) else default
-            rows += [f"  --{name}={shown}".ljust(33) + f" {kind}{layout[name][1]}"]
-    return "\n".join(rows).strip()
-
-
-def _layout(cls):
-    """{field: (section, comment)} in source order, a class before its bases."""
-    names, found = typing.get_type_hints(cls), {}
+    """The --help text: `doc`, then the settings by section, those of a class before those of its bases."""
+    rows, hints, seen, last = [inspect.cleandoc(doc)], typing.get_type_hints(cls), set(), None
     for base in filter(dataclasses.is_dataclass, cls.__mro__):
         section = "Settings"
         for line in inspect.cleandoc(inspect.getsource(base)).splitlines():
+            field = re.match(r" {4}(\w+): ", line)
             if heading := re.match(" {4}# (.+)", line):
                 section = heading[1]
-            elif (field := re.match(r" {4}(\w+): ", line)) and field[1] in names:
-                found.setdefault(field[1], (section, line.partition("  # ")[2].strip()))
-    return found
+            elif field and field[1] in hints.keys() - seen:
+                rows += [f"\n{section}:"] * (section != last) + [
+                    _option(cls, field[1], hints[field[1]], line)
+                ]
+                seen, last = seen | {field[1]}, section
+    return "\n".join(rows).strip()
+
+
+def _option(cls, name, hint, line):
+    default, choices, kind = getattr(cls, name), typing.get_args(hint), ""
+    if typing.get_origin(hint) is typing.Literal:
+        kind = "|".join(map(str, choices)) + ": "
+    elif default is None and choices[0] is not str:
+        kind = f"{choices[0].__name__}: "
+    shown = repr(default) if re.search(r"\s", str(default)) else default
+    return f"  --{name}={shown}".ljust(33) + f" {kind}{line.partition('  # ')[2].strip()}"

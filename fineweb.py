@@ -5,7 +5,6 @@
     python fineweb.py --dataset="books/*.txt,notes.jsonl.zst" --out_dir=data/mine
     python fineweb.py --dataset=input.txt --tokenizer=chars --out_dir=data/shakespeare_char
     python fineweb.py --dataset=chats.jsonl --text_key=messages --tokenizer=FOLDER  # see corpus/chat.py
-    python fineweb.py --pack=131072 --min_document_tokens=8192     # for long sequences, see corpus/packing.py
 
 Validation gets whole documents from the front, or of a single text the last tenth. A killed run goes on
 when it is started again.
@@ -18,10 +17,11 @@ import json
 import os
 import re
 import shlex
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from configurator import UserError, parse, refuse, run, too_small
+from configurator import UserError, refuse, run, too_small, without_effect
 from corpus import DataError
 from run.files import patiently
 
@@ -30,6 +30,8 @@ SHORT_NAMES = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW
 READY_MADE = ("kjj0/fineweb10B-gpt2", "kjj0/fineweb100B-gpt2", "kjj0/finewebedu10B-gpt2")
 COMPRESSED = (".zst", ".gz", ".xz", ".bz2")
 RECORDS = (".jsonl", ".json", ".parquet")  # any other file is one document
+FOLDERS = (".txt", *RECORDS)  # what is read of a folder; a glob may name others
+DOCUMENT_BYTES = 1 << 30  # of a compressed file that expands without end; a larger plain file is read whole
 
 
 @dataclass
@@ -84,9 +86,7 @@ def main(cfg):
                 tokenizers.write_characters(documents(cfg, name, files, 0), tokenizer)
         tokenizer = tokenizers.load(str(tokenizer))
         dialogues = Dialogues(tokenizer) if cfg.is_chat else None
-        fetched = {"dataset": name, "max_shards": cfg.max_shards}
-        decisive = fetched if cfg.ready_made else settings(cfg, name, files, tokenizer, dialogues)
-        progress = writer.Progress(out, decisive | ({"revision": cfg.revision} if cfg.revision else {}))
+        progress = writer.Progress(out, settings(cfg, name, files, tokenizer, dialogues))
         if progress.finished:
             print(f"{out} is finished already; nothing was done")
         else:
@@ -111,6 +111,9 @@ def check(cfg):
         wrong.append(f"shard_tokens={cfg.shard_tokens} must be at least one row of pack={cfg.pack}")
     if cfg.max_shards is not None and not cfg.ready_made:
         wrong.append(f"max_shards={cfg.max_shards} is for datasets of shards (--shards); try --max_tokens")
+    if cfg.ready_made:
+        texts = vars(cfg).keys() - {"dataset", "revision", "shards", "out_dir", "tokenizer", "max_shards"}
+        wrong += without_effect(cfg, texts, "is for texts, shards are fetched as they are")
     if len(cfg.keys) > 2:
         wrong.append(f"text_key={cfg.text_key} must be one field, or two for prompt,completion")
     if cfg.tokenizer == "chars" and (cfg.ready_made or cfg.is_chat):
@@ -118,63 +121,66 @@ def check(cfg):
     refuse(wrong)
 
 
-def kind_of(path):
-    """The suffix of a file of records, else .txt: one document."""
-    suffixes = [suffix for suffix in Path(path).suffixes if suffix not in COMPRESSED]
-    return suffixes[-1] if suffixes and suffixes[-1] in RECORDS else ".txt"
+def suffix(path):
+    """The suffix that says what a file holds, in lower case; "" if it has none but of a compression."""
+    return ([suffix for suffix in Path(path).suffixes if suffix not in COMPRESSED] or [""])[-1].lower()
 
 
 def alone(files):
     """Whether there is one document only, since `files`, from `local_files`, are one text."""
-    return files is not None and len(files) == 1 and kind_of(files[0]) == ".txt"
+    return files is not None and len(files) == 1 and suffix(files[0]) not in RECORDS
 
 
 def local_files(dataset):
-    """The paths that `dataset` names, None for one of the hub; a folder's without hidden and binary files."""
+    """The paths that `dataset` names, None for one of the hub; of a folder those of the kinds in FOLDERS."""
     on_hub = re.fullmatch(r"[\w-]+|[\w-][\w.-]*/[\w-][\w.-]*", dataset) and not os.path.exists(dataset)
-    if on_hub and Path(dataset).suffix not in (".txt", *COMPRESSED, *RECORDS):
+    if on_hub and Path(dataset).suffix not in (*FOLDERS, *COMPRESSED):
         return None
-    files = []
+    files, others = [], Counter()
     for part in dataset.split(","):
         found = []
-        for path in [part] if os.path.exists(part) else sorted(glob.glob(part, recursive=True)):
-            inside = filter(os.path.isfile, glob.iglob(f"{glob.escape(path)}/**", recursive=True))
-            found += sorted(filter(is_text, inside)) if os.path.isdir(path) else [path]
+        matches = [part] if os.path.exists(part) else sorted(glob.glob(part, recursive=True))
+        for path in filter(os.path.exists, matches):  # no dangling links
+            inside = glob.glob(f"{glob.escape(path)}/**", recursive=True, include_hidden=True)
+            inside = sorted(filter(os.path.isfile, inside))
+            kinds = {file: "hidden" if "/." in file[len(path) - 1 :] else suffix(file) for file in inside}
+            found += [file for file in inside if kinds[file] in FOLDERS] if os.path.isdir(path) else [path]
+            others.update(kind or "without a suffix" for kind in kinds.values() if kind not in FOLDERS)
+        words = ", ".join(f"{n} {kind}" for kind, n in others.most_common())
+        words = words and f"; left out of folders: {words}; a glob reads more, as in 'FOLDER/**/*.py'"
         if not found:
-            raise UserError(f"dataset={dataset}: no text file matches {part!r}")
+            raise UserError(f"dataset={dataset}: no text file matches {part!r}{words}")
         files += found
+    print(words[2:], end="\n" * bool(words))
     return list(dict.fromkeys(files))
-
-
-def is_text(path):
-    with open(path, "rb") as file:
-        return path.endswith((*COMPRESSED, ".parquet")) or b"\0" not in file.read(8192)
 
 
 def settings(cfg, name, files, tokenizer, dialogues):
     """The settings that decide the shards' bytes; a folder that was begun with other values is refused."""
     if cfg.val_tokens and alone(files):
         raise UserError(f"val_tokens={cfg.val_tokens}: of a single text it is the last tenth; try 0 or None")
-    if dialogues and (texts := [path for path in files or () if kind_of(path) == ".txt"]):
+    if dialogues and (texts := [path for path in files or () if suffix(path) not in RECORDS]):
         raise UserError(f"text_key={cfg.text_key} needs files of {', '.join(RECORDS)}, not {texts[0]}")
-    chosen = {"dataset": name, "text_key": cfg.text_key, "tokenizer": cfg.tokenizer}
+    names = ("revision", "pack", "min_document_tokens", "skip_bad_documents")
+    rare = {key: getattr(cfg, key) for key in names if getattr(cfg, key)}
+    rare |= {"streaming": True} if cfg.streaming and cfg.shuffle_seed is not None else {}  # another order
+    if cfg.ready_made:
+        return {"dataset": name, "max_shards": cfg.max_shards} | rare
+    names = ("text_key", "tokenizer", "shard_tokens", "max_tokens", "shuffle_seed")
+    chosen = {"dataset": name} | {key: getattr(cfg, key) for key in names}
     chosen |= {"vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot}
     chosen |= {"chat_sha256": dialogues.digest} if dialogues else {}
     if files is None:
         chosen |= {"subset": cfg.subset, "split": cfg.split}
-        default_val = cfg.shard_tokens
+        share = cfg.shard_tokens
     else:
         sizes = [os.path.getsize(path) for path in files]
-        listing = "".join(f"{path}\t{size}\n" for path, size in zip(files, sizes)).encode()
+        listing = os.fsencode("".join(f"{path}\t{size}\n" for path, size in zip(files, sizes)))
         chosen |= {"files": len(files), "files_sha256": hashlib.sha256(listing).hexdigest()}
         # about 1% of the tokens, which have one byte or about four; less of compressed files
-        one_percent = sum(sizes) // (100 if tokenizer.name == "bytes" else 400)
-        default_val = 1 if alone(files) else max(1, min(one_percent, cfg.shard_tokens))
-    chosen |= {key: getattr(cfg, key) for key in ("shard_tokens", "max_tokens", "shuffle_seed")}
-    chosen["val_tokens"] = default_val if cfg.val_tokens is None else cfg.val_tokens
-    rare = {key: getattr(cfg, key) for key in ("pack", "min_document_tokens", "skip_bad_documents")}
-    rare["streaming"] = cfg.streaming and cfg.shuffle_seed is not None  # it shuffles otherwise
-    return chosen | {key: value for key, value in rare.items() if value}
+        share = 1 if alone(files) else sum(sizes) // (100 if tokenizer.name == "bytes" else 400)
+    default_val = max(1, min(share, cfg.shard_tokens, (cfg.max_tokens or 1 << 63) // 10))
+    return chosen | {"val_tokens": default_val if cfg.val_tokens is None else cfg.val_tokens} | rare
 
 
 def documents(cfg, name, files, first):
@@ -220,6 +226,7 @@ def open_dataset(cfg, name, files):
 
 def local_documents(paths, keys, skip_bad):
     """Yields {field: text, or JSON of messages} of each document; the first bad line raises DataError."""
+    row = None
     for path in paths:
         bad = []
         for number, record in enumerate(records(path, keys), 1):
@@ -236,6 +243,8 @@ def local_documents(paths, keys, skip_bad):
                 yield row
         if bad:
             print(f"warning: left out {len(bad):,} bad lines, the first is {bad[0]}")
+    if row is None:
+        raise DataError(f"no document in {len(paths):,} files, the first is {paths[0]}")
 
 
 def records(path, keys):
@@ -243,17 +252,22 @@ def records(path, keys):
     import fsspec
     import pyarrow.parquet
 
-    if (kind := kind_of(path)) == ".parquet":
+    if suffix(path) == ".parquet":
         file = pyarrow.parquet.ParquetFile(path)
         known = set(keys) <= set(file.schema_arrow.names)
         for batch in file.iter_batches(256, columns=list(keys) if known else None):
             yield from batch.to_pylist()
         return
+    most = max(DOCUMENT_BYTES, os.path.getsize(path))
     with fsspec.open(path, "rb", compression="infer") as file:
-        if kind == ".txt":
-            yield file.read().decode("utf-8", "replace")
-        else:
-            yield from io.BufferedReader(file)
+        file, lines = io.BufferedReader(file), suffix(path) in RECORDS
+        read = file.readline if lines else file.read
+        for number, data in enumerate(iter(lambda: read(most + 1), b""), 1):
+            if len(data) > most:
+                raise DataError(f"{path}:{number}: a document of over {most >> 20:,} MiB; cut it up")
+            if not lines and b"\0" in data[:8192]:
+                raise DataError(f"{path} is not text in UTF-8: it has zero bytes; leave it out or convert it")
+            yield data if lines else data.decode("utf-8", "replace")
 
 
 def fields(record, keys):
@@ -279,4 +293,4 @@ def fields(record, keys):
 
 
 if __name__ == "__main__":
-    run(main, parse(Config, check))
+    run(main, Config)

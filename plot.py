@@ -5,8 +5,7 @@
     python plot.py results/modern/*_300M.jsonl --x=tokens        # small logs that the repository keeps
     python plot.py out/a assets/build_nanogpt.jsonl              # beside the losses of another program
 
-Panels: loss (validation with marks, training thin and smoothed), HellaSwag, learning rate, gradient norm and
-tokens per second, as far as a run has them.
+Panels: loss, HellaSwag, learning rate, gradient norm and tokens per second, as far as a run has them.
 """
 
 import json
@@ -21,12 +20,13 @@ from matplotlib.ticker import EngFormatter, LogLocator
 
 import configurator
 from configurator import UserError
+from run import files
 
 COLORS = ["#2563eb", "#dc2626", "#059669", "#9333ea", "#d97706", "#0891b2"]
 STYLE = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#e5e7eb"}
-STYLE |= {"font.size": 9, "axes.titlesize": 10, "axes.titlelocation": "left", "legend.frameon": False}
-STYLE |= {"axes.xmargin": 0.015, "axes.formatter.useoffset": False, "svg.fonttype": "none"}
-matplotlib.rcParams.update(STYLE)
+STYLE |= {"font.size": 9, "axes.titlesize": 10, "axes.titlelocation": "left", "axes.xmargin": 0.015}
+STYLE |= {"legend.frameon": False, "axes.formatter.useoffset": False, "text.parse_math": False}
+matplotlib.rcParams.update(STYLE | {"svg.fonttype": "none"})
 AXES = dict(steps="step", tokens="tokens", seconds="seconds of training steps")
 UNITS = {"loss": "nats a token", "bpb": "bits per byte"}
 PANELS = {  # key of a log's lines: (their kind, title)
@@ -35,6 +35,9 @@ PANELS = {  # key of a log's lines: (their kind, title)
     "norm": ("train", "gradient norm"),
     "tok_per_s": ("train", "tokens/s"),
 }
+KEYS = ("loss", "bpb", "tokens", "dt_ms", "step_ms", *PANELS)
+NUMBER = lambda v: v is None or files.number(v) and abs(v) < 1e39  # float32's largest is 3.4e38
+LINE = {"kind": files.text, "step": files.count} | {f"{key}?": NUMBER for key in KEYS}
 
 
 @dataclass
@@ -48,9 +51,8 @@ class Config:
 def main(cfg):
     if not cfg.words:
         raise UserError("give the folder of a run, or of several: python plot.py out/gpt2_124m")
-    first = Path(cfg.words[0])
-    out = Path(cfg.out or (first.with_suffix(".png") if first.is_file() else first / "curves.png"))
-    figure = draw(load(cfg.words), cfg.x, cfg.y)
+    figure, first = draw(load(cfg.words), cfg.x, cfg.y), Path(cfg.words[0])
+    out = Path(cfg.out or (first / "curves.png" if first.is_dir() else first.with_suffix(".png")))
     try:
         figure.savefig(out, dpi=110, facecolor="white")
     except (OSError, ValueError) as error:  # ValueError: an unknown kind of picture
@@ -70,7 +72,8 @@ class Run:
     """A run as it is drawn. log: see `read`; start: the line that the last start wrote, or {}."""
 
     def __init__(self, folder, name, color, width):
-        self.folder, self.name, self.color, self.width, self.log = folder, name, color, width, read(folder)
+        self.folder, self.color, self.width, self.log = folder, color, width, read(folder)
+        self.name = name.encode(errors="replace").decode()  # one that is not UTF-8
         self.start = max(self.log.get("start", {0: {}}).items())[1]
 
     def place(self, steps, x):
@@ -87,40 +90,43 @@ class Run:
 
     def losses(self, kind, y):
         """(steps, losses) of kind train or val; in bits per byte by the ratio at the last validation."""
-        (steps, loss), bpb = series(self.log, kind, "loss"), series(self.log, "val", "bpb")[1]
+        steps, loss = series(self.log, kind, "loss")
         if y == "loss":
             return steps, loss
-        if not len(bpb):
+        lines = self.log.get("val", {}).values()
+        ratios = [line["bpb"] / line["loss"] for line in lines if line.get("bpb") and line.get("loss")]
+        if not ratios:
             raise UserError(f"{self.folder}: no bits per byte in its log; try --y=loss")
-        return steps, loss * bpb[-1] / series(self.log, "val", "loss")[1][-1]
+        return steps, loss * ratios[-1]
 
 
 def read(folder):
     """{kind: {step: line}} of a log; of a step's lines the last counts, and a torn last line is ignored."""
-    path = Path(folder) if Path(folder).is_file() else Path(folder) / "log.jsonl"
+    path, found = Path(folder), {}
     try:
+        path = path / "log.jsonl" if path.is_dir() else path
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: {getattr(error, 'strerror', 'not text')}; expected a run's log") from None
-    found = {}
     for number, line in enumerate(lines, 1):
         try:
-            entry = json.loads(line)
-            found.setdefault(entry["kind"], {})[int(entry["step"])] = entry
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            entry = json.loads(line, parse_constant=lambda name: None)  # NaN, Infinity: a diverged run
+            for wrong in files.misfits(entry, LINE):
+                raise ValueError(wrong)
+            found.setdefault(entry["kind"], {})[entry["step"]] = entry
+        except (ValueError, RecursionError) as error:
             if number < len(lines):
-                raise UserError(f"{path}:{number}: not a line of a log: {line[:60]!r}") from None
+                raise UserError(f"{path}:{number}: not a line of a log: {error}") from None
     if not any(len(series(found, kind, "loss")[0]) for kind in ("train", "val")):
         raise UserError(f"{path}: it holds no finite training or validation loss; nothing to draw")
     return found
 
 
 def series(log, kind, key):
-    """(steps, values) as float arrays, without missing, NaN or infinite values (a diverged run)."""
+    """(steps, values) as float arrays, without missing values."""
     lines = sorted(log.get(kind, {}).items())
-    points = [(step, line[key]) for step, line in lines if isinstance(line.get(key), int | float)]
-    points = np.array(points, dtype=float).reshape(-1, 2)
-    return points[np.isfinite(points[:, 1])].T
+    points = [(step, line[key]) for step, line in lines if line.get(key) is not None]
+    return np.array(points, dtype=float).reshape(-1, 2).T
 
 
 def smooth(values):

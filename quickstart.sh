@@ -13,7 +13,7 @@ for word in "$@"; do
 done
 stdlib=$(python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')
 
-python fineweb.py --dataset="$stdlib/*.py,$stdlib/asyncio,$stdlib/email,$stdlib/json,$stdlib/unittest" \
+python fineweb.py --dataset="$stdlib/*.py,$stdlib/asyncio/*.py,$stdlib/email/*.py,$stdlib/json/*.py,$stdlib/unittest/*.py" \
     --tokenizer=bytes --out_dir=data/quickstart --shuffle_seed=1337 --val_tokens=200_000
 python train.py config/quickstart.py --resume=none --overwrite "$@"
 python sample.py --checkpoint="$out" --prompt="class " --n_samples=1 --max_new_tokens=200

@@ -33,9 +33,9 @@ def claim(out):
         out.mkdir(parents=True, exist_ok=True)
         lock = os.open(out, os.O_RDONLY)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in it
         busy = isinstance(error, BlockingIOError) and "another fineweb.py is writing there"
-        raise UserError(f"out_dir={out} cannot be written: {busy or error.strerror}") from None
+        raise UserError(f"out_dir={out} cannot be written: {busy or error}") from None
     try:
         yield
     finally:
@@ -56,10 +56,7 @@ def reading(name):
 
 
 def write_shards(batches, encode, progress, tokenizer, short):
-    """Writes the missing shards, named after `short`.
-
-    batches: lists of documents from progress.document on. encode: Tokenizer.rows or Dialogues.rows.
-    """
+    """Writes the missing shards, named after `short`. batches: of documents from progress.document on."""
     given, position, parts, count, done = progress.settings, in_order, [], 0, progress.tokens
     val_tokens, pack, most = given["val_tokens"], given.get("pack"), given["max_tokens"] or math.inf
     save = functools.partial(write_shard, progress, tokenizer, short)
@@ -79,28 +76,26 @@ def write_shards(batches, encode, progress, tokenizer, short):
             rows = packing.Packer(rows, pack, progress.tokens, progress.order)
             position = rows.position
         most -= progress.total("tokens", "train")
-        room, count = min(most, given["shard_tokens"] - given["shard_tokens"] % (pack or 1)), 0
+        room = left = min(most, given["shard_tokens"] - given["shard_tokens"] % (pack or 1))
         for number, row in rows if most else ():
-            if done > len(row):
-                found = f"document {number + 1} has {len(row)} tokens, {done} are written"
-                raise DataError(f"{found}: the source changed")
             bar.update(len(row) - done)
             while done < len(row) and most:
-                parts.append(row[done : done + room - count])
-                count, done = count + len(parts[-1]), done + len(parts[-1])
-                if count == room:
+                parts.append(row[done : done + left])
+                done, left = done + len(parts[-1]), left - len(parts[-1])
+                if not left:
                     parts = save(parts, "train", position(number, done if done < len(row) else 0))
-                    most, count = most - count, 0
-                    room = min(most, room)
+                    most -= room
+                    room = left = min(most, room)
             done = 0
             if not most:
                 break
     if parts:
         save(parts, "train", position(number, 0))
-    if not progress.total("tokens", "train"):
-        found = f"{progress.total('documents')} documents hold no more than val_tokens={val_tokens}"
-        more = "lower --val_tokens (0 for none), or give more documents (a text file is one)"
-        raise DataError(f"{found}, so nothing is left to train on: remove {progress.out} and {more}")
+    val, train = (progress.total("tokens", split) for split in ("val", "train"))
+    if not train or (most and val - val_tokens > train):  # the source's end, after a long first document
+        found = f"{val:,} of {val + train:,} tokens are for validation, by val_tokens={val_tokens}"
+        more = "lower it (0 for none), or give another --shuffle_seed or more documents (a text file is one)"
+        raise DataError(f"{found} in whole documents from the front: remove {progress.out} and {more}")
 
 
 def in_order(number, done):
@@ -186,8 +181,8 @@ class Progress:
         self._save()
 
     def _save(self):
-        state = {"settings": self.settings, "shards": self.shards, "next": (self.document, self.tokens)}
-        state |= {"order": self.order} if "pack" in self.settings else {}
+        state = {"settings": self.settings, "shards": self.shards}
+        state |= {"next": (self.document, self.tokens), "order": self.order}
         write(self.out / "progress.json", json.dumps(state, indent=1).encode())
 
     def total(self, key, split=None):

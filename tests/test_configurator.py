@@ -80,6 +80,8 @@ def test_bad_words(word, message):
         ("n_layer = 'two'\n", "c.py:1: n_layer=two is not an int"),
         ("\nlr = 1 / 0\n", "c.py:2: ZeroDivisionError"),
         ("\nlr = x\n", "c.py:2: NameError"),
+        ("n_layer = 10**5000", "c.py:1: n_layer=0x"),
+        ("\0", "c.py:1: source code"),
     ],
 )
 @pytest.mark.fault(17)

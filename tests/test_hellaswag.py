@@ -3,11 +3,10 @@
 import json
 import urllib.error
 
-import numpy as np
 import pytest
 import ranks
 import torch
-from conftest import ROOT, one_line
+from conftest import one_line
 
 import hellaswag
 from configurator import UserError
@@ -16,7 +15,6 @@ from model import build
 from run import checkpoint
 from settings import GPTConfig
 
-REAL = ROOT.parent / "shared" / "hellaswag" / "hellaswag_val.jsonl"
 WORDS = "the man walks his dog and then she rides a red bike over some hill while they sing".split()
 
 
@@ -76,9 +74,7 @@ def test_a_long_context_is_cut_on_its_left():
     prepared = hellaswag.prepare([example], tokenizer, 32)
     assert prepared.truncated == 4 and all(len(row) == 33 for row in prepared.rows)
     assert tokenizer.decode(prepared.rows[0]) == "a" * 29 + "b cc"
-    with pytest.raises(
-        hellaswag.HellaSwagError, match="example 0: an ending of 41 tokens exceeds block_size=32"
-    ):
+    with pytest.raises(UserError, match="example 0: an ending of 41 tokens exceeds block_size=32"):
         hellaswag.prepare([{**example, "endings": ["c" * 40] * 4}], tokenizer, 32)
 
 
@@ -92,9 +88,11 @@ def test_a_long_context_is_cut_on_its_left():
         '{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": 4}',
         '{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": true}',
         b'{"ctx": "\xff"}',
+        pytest.param('{"ctx": ' * 100_000, id="nested"),
+        pytest.param("1" * 5000, id="digits"),
     ],
 )
-@pytest.mark.fault(40)
+@pytest.mark.fault(40, 81)
 def test_a_bad_line_is_named(tmp_path, line):
     path = tmp_path / "h.jsonl"
     line = line if isinstance(line, bytes) else line.encode()
@@ -129,16 +127,12 @@ def test_a_missing_or_empty_file_is_a_mistake_and_a_dead_network_is_not(tmp_path
     assert not (tmp_path / "cache").exists()
 
 
-def test_command_line_scores_a_checkpoint_and_refuses_no_examples(tmp_path, capsys):
-    model, path = small(), tmp_path / "h.jsonl"
-    path.write_text("".join(json.dumps(example) + "\n" for example in made_up(5)))
-    checkpoint.save_model(tmp_path / "run", model, model.cfg)
-    cfg = hellaswag.Config(checkpoint=str(tmp_path / "run"), file=str(path), tokenizer="bytes", device="cpu")
-    cfg.limit = 3
-    hellaswag.main(cfg)
-    acc, acc_norm = naive(model, made_up(5)[:3], tokenizers.load("bytes"))
-    error = np.std([1.0] * round(3 * acc) + [0.0] * round(3 - 3 * acc)) / 3**0.5
-    assert f" | acc {acc:.4f} ±{error:.4f} | 3 examples" in capsys.readouterr().out
+def test_the_line_for_the_console_has_standard_errors():
+    score = dict(acc=0.5, acc_norm=0.25, n=4, truncated=1, seconds=2.0)
+    assert (
+        hellaswag.in_words(score)
+        == "acc_norm 0.2500 ±0.2165 | acc 0.5000 ±0.2500 | 4 examples, 1 cut | 2.0 s"
+    )
     with pytest.raises(UserError, match="limit=0 must be at least 1"):
         hellaswag.main(hellaswag.Config(limit=0))
 
@@ -146,11 +140,12 @@ def test_command_line_scores_a_checkpoint_and_refuses_no_examples(tmp_path, caps
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_the_command_line_over_two_ranks_prints_one_score_the_same(tmp_path, mode):
     model, path = small(), tmp_path / "h.jsonl"
-    path.write_text("".join(json.dumps(example) + "\n" for example in made_up(20)))
+    path.write_text("".join(json.dumps(example) + "\n" for example in made_up(25)))
     prepared = hellaswag.prepare(made_up(20), tokenizers.load("bytes"), 128)
     assert len(list(hellaswag.batches(prepared, 256, 128))) % 2 == 1  # a rank without a batch takes part
     checkpoint.save_model(tmp_path / "run", model, model.cfg)
     words = [f"--checkpoint={tmp_path}/run", f"--file={path}", "--tokenizer=bytes", "--device=cpu"]
+    words += ["--limit=20"]
     alone = ranks.run(0, [*words, "--batch_tokens=256"], "hellaswag.py")
     words += [f"--parallel={mode}"]
     both = ranks.run(2, [*words, "--batch_tokens=256"], "hellaswag.py")
@@ -163,10 +158,3 @@ def test_the_command_line_over_two_ranks_prints_one_score_the_same(tmp_path, mod
         broken = ranks.run(2, words + more, "hellaswag.py")
         assert broken.codes == [code, code], broken.stderr
         assert broken.stderr.startswith("error: ") and broken.stderr.count("\n") == 1
-
-
-@pytest.mark.skipif(not REAL.exists(), reason="needs the validation file beside the project")
-def test_the_whole_validation_set_is_read():
-    examples = hellaswag.load(REAL)
-    prepared = hellaswag.prepare(examples, tokenizers.load("gpt2"), 1024)
-    assert len(examples) == 10_042 and len(prepared.rows) == 40_168 and prepared.truncated == 0

@@ -91,8 +91,9 @@ def test_shards_that_do_not_come_end_in_one_line_and_the_next_run_goes_on(hub, t
     assert {name: (tmp_path / "d" / name).read_bytes() for name in files} == files
     asked = {path.rpartition("/")[2] for _, path, _ in hub.asked}
     assert asked == {"main", "fw_train_000002.bin", "fw_train_000003.bin"}
-    with pytest.raises(DataError, match="dataset=me/other cannot be read: RepositoryNotFoundError"):
-        prepare(tmp_path / "e", dataset="me/other", shards=True)
+    for settings in (dict(shards=True), {}):
+        with pytest.raises(DataError, match="dataset=me/other cannot be read: RepositoryNotFoundError"):
+            prepare(tmp_path / "e", dataset="me/other", **settings)
     add(hub, "datasets/me/texts/a.jsonl", b"")
     with pytest.raises(DataError, match="dataset=me/texts holds no .*_train_000001.bin; .*without --shards"):
         prepare(tmp_path / "f", dataset="me/texts", shards=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 import matplotlib.image
 import numpy as np
 import pytest
-from conftest import ROOT, train_here
+from conftest import ROOT, one_line, train_here
 
 import plot
 from configurator import UserError
@@ -52,15 +52,31 @@ def test_draws_the_small_logs_of_the_repository():
     assert timed.place(np.array([0, 100]), "seconds") == pytest.approx([0, timed.start["step_ms"] / 10])
 
 
-def test_missing_empty_and_foreign_logs(tmp_path):
-    for folder, message in [
-        (tmp_path / "none", "No such file"),
-        (write(tmp_path / "empty", []), "nothing to draw"),
-        (write(tmp_path / "foreign", ["text", *training([1])]), "log.jsonl:1: not a line"),
-        (write(tmp_path / "nan", training([1, 2], loss=float("nan"))), "no finite training or validation"),
-    ]:
-        with pytest.raises(UserError, match=message):
-            plot.read(folder)
+VALIDATED = [{"kind": "val", "step": 2, "loss": 2.0, "bpb": 1.0}]
+
+
+@pytest.mark.fault(81)
+@pytest.mark.parametrize("lines, message", [
+    (None, "No such file"),
+    ([], "nothing to draw"),
+    (training([1, 2], loss=float("nan")), "no finite training or validation"),
+    (["text", *training([1])], r"log.jsonl:1: not a line of a log: it is 'text'"),
+    ([{"kind": ["train"], "step": 1}, *training([1])], "log.jsonl:1: .*kind is"),
+    ([*training([1]), {"kind": "train", "step": 10**400}, {}], "log.jsonl:2: .*step is 1000"),
+    (training([1, 2]) + training([3, 4], loss=10**400), "log.jsonl:3: .*loss is 1000"),
+    (training([1, 2], norm=[1.0]) + training([3]), "log.jsonl:1: .*norm is"),
+    ([{"kind": "start", "step": 0, "step_ms": "1"}, *training([1])], "log.jsonl:1: .*step_ms is '1'"),
+    (training([1, 2], dt_ms=None) + VALIDATED, "run: its log does not hold what x=seconds needs"),
+    (training([1, 2]), "run: no bits per byte in its log"),
+    (training([1, 2]) + [VALIDATED[0] | {"loss": 0.0}], "run: no bits per byte in its log"),
+    (training([1, 2], tok_per_s=1e200) + training([3]), r"log.jsonl:1: .*tok_per_s is 1e\+200"),
+])  # fmt: skip
+def test_logs_that_cannot_be_drawn(tmp_path, lines, message):
+    if lines is not None:
+        write(tmp_path / "run", lines)
+    with pytest.raises(UserError, match=message) as error:
+        plot.draw(plot.load([tmp_path / "run"]), "seconds", "bpb")
+    one_line(error)
 
 
 def run_of(folder):
@@ -97,28 +113,21 @@ def test_validation_starts_at_step_0_within_the_panel_on_every_axis(tmp_path, x,
     assert training[0] == pytest.approx(0.9 * top)
 
 
-def test_a_log_without_what_the_axis_needs(tmp_path):
-    runs = plot.load([write(tmp_path / "old", training([1, 2], dt_ms=None))])
-    for x, y, message in [
-        ("seconds", "loss", "old: its log does not hold what x=seconds needs"),
-        ("steps", "bpb", "old: no bits per byte in its log"),
-    ]:
-        with pytest.raises(UserError, match=message):
-            plot.draw(runs, x, y)
-
-
 def test_as_a_script(tmp_path):
     """Two runs of the same name, one of which diverged, beside another program's losses; and mistakes."""
     score = [{"kind": "hellaswag", "step": s, "acc": 0.26, "acc_norm": 0.27} for s in (10, 20)]
     write(tmp_path / "a/run", training(range(1, 31)) + score)
     write(tmp_path / "b/run", training(range(1, 30)) + training([30], loss=float("nan"), norm=float("inf")))
     a, b, other = f"{tmp_path}/a/run", f"{tmp_path}/b/run", "assets/build_nanogpt.jsonl"
+    odd = str(write(tmp_path / "\udce9 $x", training([1, 2])))
     assert [run.name for run in plot.load([a, b, ROOT / other])] == [a, b, "build_nanogpt"]
     for words, code, said in [
         ([a, b, other], 0, f"drawn: {a}/curves.png"),
         ([a, "--out", f"{tmp_path}/c.svg", "--x", "seconds"], 0, f"drawn: {tmp_path}/c.svg"),
+        ([odd, f"--out={tmp_path}/odd.png"], 0, "drawn: "),
         ([a, f"--out={tmp_path}/none/c.png"], 2, "cannot write the picture"),
         (["--out=c.png"], 2, "error: give the folder of a run"),
+        (["x" * 300], 2, "File name too long; expected a run's log"),
         ([a, "--outt=c.png"], 2, "did you mean out?"),
     ]:
         done = subprocess.run([sys.executable, "plot.py", *words], cwd=ROOT, capture_output=True, text=True)
