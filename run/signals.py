@@ -104,7 +104,6 @@ class Watch(contextlib.ExitStack):
 
     def _fail(self, error):
         """Makes this rank's error known. Raises it if it is a UserError, else ends the process."""
-        self._failing = True
         if not self.world.main:
             time.sleep(0.5)  # of an error that all ranks have, rank 0 tells
         if lost := parallel.lost_connection(error):
@@ -112,8 +111,10 @@ class Watch(contextlib.ExitStack):
             reason = re.sub(r"^\[.*?\] |\. This is typically .*", "", first_line(error))  # gloo's long text
             error = UserError(f"step {self._step}: lost another rank ({reason}; timeout_s={self.timeout_s})")
             error.exit_code = 1
+        self._failing = True  # from here on; until then the thread may still find which rank was lost
         if isinstance(error, SystemExit):
-            error = RuntimeError(f"sys.exit({error.code}) in one of the ranks")
+            stopped = RuntimeError(f"sys.exit({error.code}) in one of the ranks")
+            error = stopped.with_traceback(error.__traceback__)
         code, text = getattr(error, "exit_code", 1), str(error) or type(error).__name__
         first = self._first(self.world.rank, code, text)
         if not first and (lost or not isinstance(error, UserError)):

@@ -1,6 +1,7 @@
 """Processes and devices; DDP and FSDP2 around a model; and the few collectives that the project uses."""
 
 import os
+import re
 import time
 import warnings
 from datetime import timedelta
@@ -105,8 +106,8 @@ def store_connection():
 
 
 def lost_connection(error):
-    """Whether an exception says that another rank could not be reached; gloo has no type for it."""
-    return isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and "gloo" in str(error)
+    """Whether an exception says that another rank could not be reached; gloo's begins with a source file."""
+    return isinstance(error, dist.DistError) or bool(re.match(r"\[[^]]*/gloo/[^]]*:\d+\] ", str(error)))
 
 
 def time_limit(timeout_s, backend=None):
