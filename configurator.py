@@ -177,31 +177,29 @@ def leave_with_torchrun():
         while os.getppid() == parent:
             time.sleep(1)
         print("torchrun is gone", file=sys.stderr)
-        leave(1, "torchrun is gone", at_once=True)
+        leave(1, "torchrun is gone")
 
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        parent = None if orphaned() else os.getppid()
-        threading.Thread(target=wait, args=[parent], daemon=True).start()
+        threading.Thread(target=wait, args=[torchrun()], daemon=True).start()
 
 
-def orphaned():
-    """Whether this rank's parent is not torchrun: a Python program that starts a rank in a new session."""
-    about = Path(f"/proc/{os.getppid()}")
+def torchrun():
+    """The id of this rank's parent; None if torchrun, which starts it in a new session, was killed before."""
+    parent = os.getppid()
+    read = lambda name: Path(f"/proc/{parent}/{name}").read_bytes()
     with contextlib.suppress(OSError):  # Linux alone has it
-        leads = os.getsid(0) == os.getpid()  # else a script of the user's stands between
-        python = b"python" in (about / "cmdline").read_bytes()
-        return leads and not (python and b"libtorch" in (about / "maps").read_bytes())
-    return False
+        if os.getsid(0) == os.getpid() and not (b"python" in read("cmdline") and b"libtorch" in read("maps")):
+            return None
+    return parent
 
 
 def allow_files(least=64, usual=1024):
     """Raises a low limit on this process's open files; a UserError where `least` are not allowed."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    allowed = hard % 2**63  # -1: no limit
-    if allowed < least:
+    soft, hard = (limit % 2**63 for limit in resource.getrlimit(resource.RLIMIT_NOFILE))  # -1: no limit
+    if hard < least:
         raise UserError(f"{hard} files may be open at a time, a run needs {least}; try ulimit -n {usual}")
-    if soft % 2**63 < usual:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(usual, allowed), hard))
+    if soft < min(usual, hard):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(usual, hard), hard))
 
 
 def too_small(cfg, least):

@@ -95,16 +95,19 @@ class Account:
     problem: why nothing is known, as after an edit that reads a value.
     """
 
-    def __init__(self, cfg, device):
+    def __init__(self, cfg, device, again=False):
         model, runs = models.on_meta(cfg), Counter()
         self.parameters = sum(p.numel() for p in model.parameters())
         for block in model.blocks:
             block.register_forward_hook(lambda block, *_: runs.update([block]))
+        self.flops_per_token = self.problem = None
         with census(device.type, DTYPES.get(cfg.precision, torch.float32)) as seen:
-            self.flops_per_token, error = attempt(flops_per_token, model, cfg, seen)
-            if error and not attempt(flops_per_token, model, cfg, seen)[1]:
-                raise error  # the lack of values on meta would have raised it twice
-        self.problem = error and f"{type(error).__name__}: {error}".partition("\n")[0]
+            try:
+                self.flops_per_token = flops_per_token(model, cfg, seen)
+            except Exception as error:  # meta tensors have no values, and that fails again
+                self.problem = f"{type(error).__name__}: {error}".partition("\n")[0]
+                if not again and not Account(cfg, device, again=True).problem:
+                    raise
         known, self.calls = not self.problem, seen.calls
         self.bypassed = known and seen.attention_calls < runs.total()
         self.unused = [name for name, p in model.named_parameters() if known and p.grad is None]
@@ -125,14 +128,6 @@ class Account:
             names = ", ".join(self.unused[:3]) + f" and {len(self.unused) - 3} more" * (len(self.unused) > 3)
             rows.append(("warning", f"no loss depends on {names}: these parameters stay as they are"))
         return rows
-
-
-def attempt(function, *arguments):
-    """(value, None) or (None, error) of a call."""
-    try:
-        return function(*arguments), None
-    except Exception as error:
-        return None, error
 
 
 def flops_per_token(model, cfg, seen):

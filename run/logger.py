@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
 from configurator import UserError, is_rank_0
 from run import files, flops
@@ -25,12 +26,6 @@ SPIKE, SETTLED = 6.0, 100  # a loss so many sigma above the mean of so many step
 
 class NotFinite(UserError):
     exit_code = 5
-
-
-def duration(seconds):
-    minutes, s = divmod(int(seconds), 60)
-    h, m = divmod(minutes, 60)
-    return f"{h}h{m:02d}m" if h else f"{m}m{s:02d}s" if m else f"{seconds:.1f}s"
 
 
 def device_name(device):
@@ -51,10 +46,10 @@ def show(rows, say=print):
 class Logger:
     """Prints and records on rank 0; all ranks make the same calls, since `step` averages over them."""
 
-    def __init__(self, world, max_steps, log_interval, batch_tokens, max_skipped):
-        """max_skipped: steps in a row that may be skipped; None with fp16, whose scaler skips by itself."""
-        self.world, self.max_steps, self.log_interval = world, max_steps, log_interval
-        self.batch_tokens, self.max_skipped = batch_tokens, max_skipped
+    def __init__(self, world, cfg):
+        self.world, self.max_steps, self.log_interval = world, cfg.max_steps, cfg.log_interval
+        self.batch_tokens = cfg.batch_tokens
+        self.max_skipped = None if cfg.precision == "fp16" else cfg.max_skipped_steps  # its scaler skips
         self.began, self.origin = time.perf_counter(), (0, 0)  # a step, and the tokens read before it
         self.out_dir = self.file = self.wandb = self.wandb_id = self.saved_at = None
         self.flops_per_token = self.peak = self.mark = None  # peak: of all devices, per second
@@ -63,12 +58,6 @@ class Logger:
         self.seconds, self.average = 0.0, None  # of a step; average: without the first one, which compiles
         self.full, self.skipped, self.in_a_row = False, 0, 0
         self.recent = collections.deque(maxlen=SETTLED)  # losses
-
-    def __exit__(self, *_):
-        """Closes the log; an ExitStack calls it."""
-        if self.file:
-            self.file.close()
-            self.file = None
 
     def print(self, *words):
         if self.world.main:
@@ -150,11 +139,11 @@ class Logger:
 
     def close(self, step, stopped):
         """The closing summary after `step` steps."""
-        took, words = duration(time.perf_counter() - self.began), "none: nothing was saved"
+        seconds, words = time.perf_counter() - self.began, "none: nothing was saved"
         if self.saved_at is not None:
             out_dir, more = shlex.quote(str(self.out_dir)), "" if stopped else "a larger --max_steps and "
             words = f"{out_dir} at step {self.saved_at}; to go on, the same command with {more}--resume=auto"
-        done = "stopped" if stopped else "done", f"step {step} after {took}"
+        done = "stopped" if stopped else "done", f"step {step} after {seconds:,.1f} s"
         show([done, ("checkpoint", words)], self.print)
         if self.wandb:
             self._try_wandb(self.wandb.finish)
@@ -184,7 +173,7 @@ class Logger:
         first, self.seconds = self.seconds == 0, result.moment.since(self.mark or began)
         self.mark = result.moment
         if first:
-            self.print(f"first step done, {duration(time.perf_counter() - self.began)} after the start")
+            self.print(f"first step done, {time.perf_counter() - self.began:.1f} s after the start")
         else:
             self.average = 0.9 * (self.average or self.seconds) + 0.1 * self.seconds
         self._line(step, lr, loss, norm)
@@ -202,7 +191,7 @@ class Logger:
         tokens = self.origin[1] + (step - self.origin[0]) * self.batch_tokens
         self.record("train", step, **values, tokens=tokens)
         if step % self.log_interval == 0 or left == 0:
-            eta = "n/a" if left and self.average is None else duration(left * (self.average or 0))
+            eta = "n/a" if left and self.average is None else tqdm.format_interval(left * (self.average or 0))
             self.print(
                 f"step {step:>{len(str(self.max_steps))}}/{self.max_steps} | loss {loss:8.4f} | "
                 f"lr {lr:.2e} | norm {norm:7.3f} | {seconds * 1e3:8.1f} ms | {rate:>11,.0f} tok/s | "
@@ -246,8 +235,6 @@ class Logger:
 
 def progress(iterable, label, total=None, stop=lambda: False, bar=True):
     """Yields the items until stop(). Rank 0 shows a bar; outside a terminal, or with bar=False, rarely."""
-    from tqdm import tqdm
-
     rare = {} if bar and sys.stderr.isatty() else dict(delay=SILENT, mininterval=SILENT)
     for item in tqdm(iterable, label, total, leave=False, disable=not is_rank_0(), **rare):
         if stop():

@@ -93,7 +93,7 @@ def check_told(done, fault, codes, line):
     if fault == "hangs":
         assert "stacks of rank 1, step 3" in done.errors[1] and "next_batch" in done.errors[1]
     if codes == [1, 1] and fault != "hangs":
-        error = "sys.exit(0) in one" if fault == "leaves" else "in an edit that uses"
+        error = "sys.exit(0)" if fault == "leaves" else "in an edit that uses"
         assert re.findall(rf"Error: {re.escape(error)}", done.stderr) and not done.errors[0]
         assert done.errors[1].count("Traceback") == 1 and "in next_batch" in done.errors[1]
 
