@@ -105,6 +105,7 @@ def train(cfg, world, watch):
         if world.main:
             verify(cfg.data_dir)
     log = Logger(world, cfg)
+    watch.callback(lambda: log.file and log.file.close())
 
     # data
     loader, val_loaders = make_loaders(cfg, world)

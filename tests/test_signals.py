@@ -70,10 +70,7 @@ FAULTS = {
     "dies": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "hangs": lambda: time.sleep(1e9),
     "interrupt twice": signalled_twice,
-} | {
-    name: functools.partial(tell, getattr(signal, name))
-    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
-}
+} | {number.name: functools.partial(tell, number) for number in signals.SIGNALS}
 
 
 def attempt(number, fault, at_rank, at_call, data_dir, out_dir, grace=20, **settings):
@@ -109,9 +106,7 @@ slow, repeated = pytest.mark.slow, pytest.mark.repeated
         pytest.param("like gloo's", [1, 1], r"error: rank 1, step 3:", marks=[slow, pytest.mark.fault(77)]),
         pytest.param("forward", [1, 1], r"error: rank 1, step 0:", marks=[slow, pytest.mark.fault(78)]),
         pytest.param("leaves", [1, 1], r"error: rank 1, step 3:", marks=[slow, pytest.mark.fault(76)]),
-        pytest.param(
-            "dies", [1, -9], r"error: rank 0, step 3: lost rank 1: its process has ended", marks=slow
-        ),
+        pytest.param("dies", [1, -9], r"error: rank 0, step 3: lost rank 1: its process has", marks=slow),
         pytest.param("hangs", [1, 1], r"error: step 3: lost another rank \(Timed out", marks=slow),
     ],
 )
@@ -304,16 +299,8 @@ def test_a_compiler_that_fails_is_one_line(data_dir, tmp_path, monkeypatch):
 
 def start_torchrun(words, log, *options):
     """A process group of torchrun and two ranks, for the tests that kill some of them."""
-    options = ["--rdzv_backend=c10d", "--rdzv_endpoint=127.0.0.1:0", "--rdzv_id=1", *options]
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc_per_node=2",
-        *options,
-        "train.py",
-        *words,
-    ]
+    meet = "--nproc_per_node=2 --rdzv_backend=c10d --rdzv_endpoint=127.0.0.1:0 --rdzv_id=1".split()
+    command = [sys.executable, "-m", "torch.distributed.run", *meet, *options, "train.py", *words]
     return subprocess.Popen(command, cwd=ROOT, env=ranks.environment(), stdout=log, stderr=log)
 
 
