@@ -177,7 +177,7 @@ def leave_with_torchrun():
         while os.getppid() == parent:
             time.sleep(1)
         print("torchrun is gone", file=sys.stderr)
-        leave(1, "torchrun is gone")
+        leave(1, "torchrun is gone", at_once=True)
 
     if "TORCHELASTIC_RUN_ID" in os.environ:
         threading.Thread(target=wait, args=[torchrun()], daemon=True).start()

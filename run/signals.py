@@ -106,9 +106,10 @@ class Watch(contextlib.ExitStack):
         """Makes this rank's error known. Raises it if it is a UserError, else ends the process."""
         if not self.world.main:
             time.sleep(0.5)  # of an error that all ranks have, rank 0 tells
-        if lost := parallel.lost_connection(error):
+        gloo = r"\[[^]]*/gloo/[^]]*:\d+\] "  # the place in its source: gloo's errors have no type
+        if lost := isinstance(error, torch.distributed.DistError) or re.match(gloo, str(error)):
             self._wait(["failed"], 2)  # another rank most likely has an error, and tells it soon
-            reason = re.sub(r"^\[.*?\] |\n.*|\. This is typically .*", "", str(error), flags=re.S)  # gloo's
+            reason = re.sub(rf"^{gloo}|\n.*|\. This is typically .*", "", str(error), flags=re.S)
             error = UserError(f"step {self._step}: lost another rank ({reason}; timeout_s={self.timeout_s})")
             error.exit_code = 1
         self._failing = True  # from here on; until then the thread may still find which rank was lost

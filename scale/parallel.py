@@ -1,7 +1,6 @@
 """Processes and devices; DDP and FSDP2 around a model; and the few collectives that the project uses."""
 
 import os
-import re
 import time
 import warnings
 from datetime import timedelta
@@ -103,11 +102,6 @@ def stop():
 def store_connection():
     """A separate connection, for a thread, to the store of the process group; None without ranks."""
     return distributed_c10d._get_default_store().clone() if dist.is_initialized() else None
-
-
-def lost_connection(error):
-    """Whether an exception says that another rank could not be reached; gloo's begins with a source file."""
-    return isinstance(error, dist.DistError) or bool(re.match(r"\[[^]]*/gloo/[^]]*:\d+\] ", str(error)))
 
 
 def time_limit(timeout_s, backend=None):

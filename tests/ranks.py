@@ -4,9 +4,9 @@
     done = ranks.run(0, words, script="convert.py")             # one process without a process group
     values = ranks.call(2, function, *arguments)                # [function(*arguments) in rank 0, in rank 1]
 
-torchrun starts a new Python for every rank, which imports torch for 5 to 10 s of CPU time. Here one server per
-pytest process imports it once, starts no thread and touches no device; for each run it forks a child per rank,
-which leads a session of its own and ends without Python's shutdown. Tests of these use `torchrun` below.
+torchrun starts a Python for every rank, which imports torch for 5 to 10 s of CPU time. Here one server per
+pytest process imports it once, starts no thread and touches no device; for each run it forks a child per
+rank, which leads its own session and ends without Python's shutdown. Tests of these use `torchrun` below.
 """
 
 import atexit

@@ -44,10 +44,6 @@ def train_with_fault(words, fault, at_rank, at_call):
     run(train.main, configure(Config, words))
 
 
-def out_of_memory():
-    raise torch.OutOfMemoryError("CUDA out of memory")
-
-
 def mistake(kind=ZeroDivisionError):
     raise kind("in an edit that uses gloo or NCCL")
 
@@ -60,7 +56,7 @@ def signalled_twice():
 
 
 FAULTS = {
-    "memory": out_of_memory,
+    "memory": lambda: mistake(torch.OutOfMemoryError),
     "mistake": mistake,
     "like gloo's": lambda: mistake(RuntimeError),
     "forward": mistake,
@@ -266,13 +262,6 @@ def test_a_signal_in_an_asynchronous_save_leaves_whole_checkpoints(data_dir, tmp
         assert not list(tmp_path.glob(".writing*"))
 
 
-def test_signals_are_the_processs_again_after_a_run(data_dir, tmp_path):
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
-    train_here(data_dir, tmp_path / "run", max_steps=2, save_interval=1)
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
-
-
 @pytest.mark.fault(28, 56, 57)
 def test_a_second_signal_ends_at_once_and_no_saving_is_said(data_dir, tmp_path):
     began = time.monotonic()
@@ -285,13 +274,17 @@ def test_a_second_signal_ends_at_once_and_no_saving_is_said(data_dir, tmp_path):
 
 @slow  # imports the compiler
 @pytest.mark.fault(41)
-def test_a_compiler_that_fails_is_one_line(data_dir, tmp_path, monkeypatch):
+def test_a_compiler_that_fails_is_one_line_and_signals_are_as_before(data_dir, tmp_path, monkeypatch):
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
     def broken(graph, inputs):
         raise OSError("no C++ compiler")
 
     monkeypatch.setattr(torch, "compile", lambda f: torch._dynamo.optimize(broken)(f))
     with pytest.raises(UserError, match="torch.compile failed .*OSError: no C.. compiler.*--compile=False"):
         train_here(data_dir, tmp_path / "run", compile=True)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
 
 
 # -- torchrun: each run imports torch twice

@@ -9,7 +9,6 @@ import urllib.error
 import urllib.request
 
 import pytest
-import ranks
 import torch
 from conftest import ROOT, flags, load_checkpoint, losses, read_log, stdlib_bytes, train_here, write_shard
 from safetensors.torch import load_file
@@ -359,14 +358,6 @@ def test_a_run_keeps_its_code_and_a_resumed_one_says_what_differs(data_dir, tmp_
         assert (folder / "model.py").read_text() == (ROOT / "model.py").read_text()
     train_here(data_dir, run, max_steps=6, resume="auto")
     assert "warning" not in "".join(capsys.readouterr())
-
-
-@pytest.mark.fault(13)
-def test_a_misspelt_setting_is_one_line():
-    result = ranks.run(0, ["config/test.py", "--lerning_rate=1"])
-    assert result.returncode == 2 and result.stdout == ""
-    assert result.stderr.startswith("error: command line: unknown setting lerning_rate; did you mean l")
-    assert result.stderr.count("\n") == 1
 
 
 def test_a_validation_set_that_is_too_small_is_warned_of(data_dir, tmp_path, capsys):
