@@ -170,8 +170,8 @@ class Watch(contextlib.ExitStack):
                 store_seen = time.monotonic()
             except RuntimeError as error:  # torch's errors of a store
                 if time.monotonic() - store_seen > STORE_GONE and not self._closing.is_set():
-                    why = f"the process that holds the ranks' store is gone ({error})".partition("\n")[0]
-                    self._quit(1, why, alone=True)
+                    why = str(error).partition("\n")[0]
+                    self._quit(1, f"the process that holds the ranks' store is gone ({why})", alone=True)
 
     def _signalled(self, number):
         if self.asked and time.monotonic() - self._asked_at > TWICE:
