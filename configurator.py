@@ -6,6 +6,7 @@
 import and compute, and names that start with `_` are not settings. All mistakes are reported at once.
 """
 
+import atexit
 import contextlib
 import dataclasses
 import difflib
@@ -15,6 +16,7 @@ import itertools
 import json
 import os
 import re
+import resource
 import sys
 import threading
 import time
@@ -115,7 +117,12 @@ def parse(cls, check=lambda cfg: None, complete=dict):
     """`configure` from the command line of a script; a mistake ends the process."""
     leave_with_torchrun()
     with _errors_in_one_line():
-        return configure(cls, sys.argv[1:], check, complete)
+        allow_files()
+        cfg = configure(cls, sys.argv[1:], check, complete)
+    if rank := os.environ.get("RANK"):  # its ends by `leave` call no such function
+        why = f"rank {rank} has ended by sys.exit or by an error outside the run"
+        atexit.register(lambda: (print(f"error: {why}", file=sys.stderr), leave(1, why)))
+    return cfg
 
 
 def run(main, cfg):
@@ -173,7 +180,26 @@ def leave_with_torchrun():
         leave(1, "torchrun is gone", at_once=True)
 
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        threading.Thread(target=wait, args=[os.getppid()], daemon=True).start()
+        threading.Thread(target=wait, args=[torchrun()], daemon=True).start()
+
+
+def torchrun():
+    """The id of this rank's parent; None if torchrun, which starts it in a new session, was killed before."""
+    parent = os.getppid()
+    read = lambda name: Path(f"/proc/{parent}/{name}").read_bytes()
+    with contextlib.suppress(OSError):  # Linux alone has it
+        if os.getsid(0) == os.getpid() and not (b"python" in read("cmdline") and b"libtorch" in read("maps")):
+            return None
+    return parent
+
+
+def allow_files(least=64, usual=1024):
+    """Raises a low limit on this process's open files; a UserError where `least` are not allowed."""
+    soft, hard = (limit % 2**63 for limit in resource.getrlimit(resource.RLIMIT_NOFILE))  # -1: no limit
+    if hard < least:
+        raise UserError(f"{hard} files may be open at a time, a run needs {least}; try ulimit -n {usual}")
+    if soft < min(usual, hard):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(usual, hard), hard))
 
 
 def too_small(cfg, least):

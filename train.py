@@ -104,9 +104,8 @@ def train(cfg, world, watch):
         cfg = dataclasses.replace(cfg, max_steps=start.step + 2 + EAGER_STEPS * cfg.cuda_graph)
         if world.main:
             verify(cfg.data_dir)
-    skips = None if cfg.precision == "fp16" else cfg.max_skipped_steps
-    log = Logger(world, cfg.max_steps, cfg.log_interval, cfg.batch_tokens, skips)
-    watch.push(log)
+    log = Logger(world, cfg)
+    watch.callback(lambda: log.file and log.file.close())
 
     # data
     loader, val_loaders = make_loaders(cfg, world)

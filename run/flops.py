@@ -95,7 +95,7 @@ class Account:
     problem: why nothing is known, as after an edit that reads a value.
     """
 
-    def __init__(self, cfg, device):
+    def __init__(self, cfg, device, again=False):
         model, runs = models.on_meta(cfg), Counter()
         self.parameters = sum(p.numel() for p in model.parameters())
         for block in model.blocks:
@@ -104,8 +104,10 @@ class Account:
         with census(device.type, DTYPES.get(cfg.precision, torch.float32)) as seen:
             try:
                 self.flops_per_token = flops_per_token(model, cfg, seen)
-            except Exception as error:  # meta tensors have no values
+            except Exception as error:  # meta tensors have no values, and that fails again
                 self.problem = f"{type(error).__name__}: {error}".partition("\n")[0]
+                if not again and not Account(cfg, device, again=True).problem:
+                    raise
         known, self.calls = not self.problem, seen.calls
         self.bypassed = known and seen.attention_calls < runs.total()
         self.unused = [name for name, p in model.named_parameters() if known and p.grad is None]

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
 from configurator import UserError, is_rank_0
 from run import files, flops
@@ -25,12 +26,6 @@ SPIKE, SETTLED = 6.0, 100  # a loss so many sigma above the mean of so many step
 
 class NotFinite(UserError):
     exit_code = 5
-
-
-def duration(seconds):
-    minutes, s = divmod(int(seconds), 60)
-    h, m = divmod(minutes, 60)
-    return f"{h}h{m:02d}m" if h else f"{m}m{s:02d}s" if m else f"{seconds:.1f}s"
 
 
 def device_name(device):
@@ -51,10 +46,8 @@ def show(rows, say=print):
 class Logger:
     """Prints and records on rank 0; all ranks make the same calls, since `step` averages over them."""
 
-    def __init__(self, world, max_steps, log_interval, batch_tokens, max_skipped):
-        """max_skipped: steps in a row that may be skipped; None with fp16, whose scaler skips by itself."""
-        self.world, self.max_steps, self.log_interval = world, max_steps, log_interval
-        self.batch_tokens, self.max_skipped = batch_tokens, max_skipped
+    def __init__(self, world, cfg):
+        self.world, self.cfg, self.max_steps = world, cfg, cfg.max_steps
         self.began, self.origin = time.perf_counter(), (0, 0)  # a step, and the tokens read before it
         self.out_dir = self.file = self.wandb = self.wandb_id = self.saved_at = None
         self.flops_per_token = self.peak = self.mark = None  # peak: of all devices, per second
@@ -63,12 +56,6 @@ class Logger:
         self.seconds, self.average = 0.0, None  # of a step; average: without the first one, which compiles
         self.full, self.skipped, self.in_a_row = False, 0, 0
         self.recent = collections.deque(maxlen=SETTLED)  # losses
-
-    def __exit__(self, *_):
-        """Closes the log; an ExitStack calls it."""
-        if self.file:
-            self.file.close()
-            self.file = None
 
     def print(self, *words):
         if self.world.main:
@@ -150,11 +137,11 @@ class Logger:
 
     def close(self, step, stopped):
         """The closing summary after `step` steps."""
-        took, words = duration(time.perf_counter() - self.began), "none: nothing was saved"
+        seconds, words = time.perf_counter() - self.began, "none: nothing was saved"
         if self.saved_at is not None:
             out_dir, more = shlex.quote(str(self.out_dir)), "" if stopped else "a larger --max_steps and "
             words = f"{out_dir} at step {self.saved_at}; to go on, the same command with {more}--resume=auto"
-        done = "stopped" if stopped else "done", f"step {step} after {took}"
+        done = "stopped" if stopped else "done", f"step {step} after {seconds:,.1f} s"
         show([done, ("checkpoint", words)], self.print)
         if self.wandb:
             self._try_wandb(self.wandb.finish)
@@ -184,7 +171,7 @@ class Logger:
         first, self.seconds = self.seconds == 0, result.moment.since(self.mark or began)
         self.mark = result.moment
         if first:
-            self.print(f"first step done, {duration(time.perf_counter() - self.began)} after the start")
+            self.print(f"first step done, {time.perf_counter() - self.began:.1f} s after the start")
         else:
             self.average = 0.9 * (self.average or self.seconds) + 0.1 * self.seconds
         self._line(step, lr, loss, norm)
@@ -195,14 +182,14 @@ class Logger:
 
     def _line(self, step, lr, loss, norm):
         seconds, left, device = self.seconds, self.max_steps - step, self.world.device
-        rate = self.batch_tokens / seconds
+        rate = self.cfg.batch_tokens / seconds
         mfu = flops.mfu(rate, self.flops_per_token, self.peak)
         gib = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
         values = dict(loss=loss, lr=lr, norm=norm, dt_ms=seconds * 1e3, tok_per_s=rate, mfu=mfu, gib=gib)
-        tokens = self.origin[1] + (step - self.origin[0]) * self.batch_tokens
+        tokens = self.origin[1] + (step - self.origin[0]) * self.cfg.batch_tokens
         self.record("train", step, **values, tokens=tokens)
-        if step % self.log_interval == 0 or left == 0:
-            eta = "n/a" if left and self.average is None else duration(left * (self.average or 0))
+        if step % self.cfg.log_interval == 0 or left == 0:
+            eta = "n/a" if left and self.average is None else tqdm.format_interval(left * (self.average or 0))
             self.print(
                 f"step {step:>{len(str(self.max_steps))}}/{self.max_steps} | loss {loss:8.4f} | "
                 f"lr {lr:.2e} | norm {norm:7.3f} | {seconds * 1e3:8.1f} ms | {rate:>11,.0f} tok/s | "
@@ -212,12 +199,12 @@ class Logger:
 
     def _skip_or_refuse(self, step, bad):
         """Counts a step that Training.step skipped for figures {name: value} in `bad`; refuses too many."""
-        if self.max_skipped is None:
+        if self.cfg.precision == "fp16":  # its scaler has skipped the step
             self.refuse(step, "loss", bad.get("loss"))
             return
         self.in_a_row = self.in_a_row + 1 if bad else 0
         for name, value in list(bad.items())[:1]:
-            if self.in_a_row > self.max_skipped:
+            if self.in_a_row > self.cfg.max_skipped_steps:
                 self.refuse(step, name, value)
             self.skipped += 1
             self.record("skipped", step, in_a_row=self.in_a_row, in_all=self.skipped)
@@ -246,8 +233,6 @@ class Logger:
 
 def progress(iterable, label, total=None, stop=lambda: False, bar=True):
     """Yields the items until stop(). Rank 0 shows a bar; outside a terminal, or with bar=False, rarely."""
-    from tqdm import tqdm
-
     rare = {} if bar and sys.stderr.isatty() else dict(delay=SILENT, mininterval=SILENT)
     for item in tqdm(iterable, label, total, leave=False, disable=not is_rank_0(), **rare):
         if stop():

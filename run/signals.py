@@ -104,16 +104,17 @@ class Watch(contextlib.ExitStack):
 
     def _fail(self, error):
         """Makes this rank's error known. Raises it if it is a UserError, else ends the process."""
-        self._failing = True
         if not self.world.main:
             time.sleep(0.5)  # of an error that all ranks have, rank 0 tells
-        if lost := parallel.lost_connection(error):
+        gloo = r"\[[^]]*/gloo/[^]]*:\d+\] "  # the place in its source: gloo's errors have no type
+        if lost := isinstance(error, torch.distributed.DistError) or re.match(gloo, str(error)):
             self._wait(["failed"], 2)  # another rank most likely has an error, and tells it soon
-            reason = re.sub(r"^\[.*?\] |\. This is typically .*", "", first_line(error))  # gloo's long text
+            reason = re.sub(rf"^{gloo}|\n.*|\. This is typically .*", "", str(error), flags=re.S)
             error = UserError(f"step {self._step}: lost another rank ({reason}; timeout_s={self.timeout_s})")
             error.exit_code = 1
+        self._failing = True  # from here on; until then the thread may still find which rank was lost
         if isinstance(error, SystemExit):
-            error = RuntimeError(f"sys.exit({error.code}) in one of the ranks")
+            error = RuntimeError(f"sys.exit({error.code})").with_traceback(error.__traceback__)
         code, text = getattr(error, "exit_code", 1), str(error) or type(error).__name__
         first = self._first(self.world.rank, code, text)
         if not first and (lost or not isinstance(error, UserError)):
@@ -169,8 +170,8 @@ class Watch(contextlib.ExitStack):
                 store_seen = time.monotonic()
             except RuntimeError as error:  # torch's errors of a store
                 if time.monotonic() - store_seen > STORE_GONE and not self._closing.is_set():
-                    why = f"the process that holds the ranks' store is gone ({first_line(error)})"
-                    self._quit(1, why, alone=True)
+                    why = str(error).partition("\n")[0]
+                    self._quit(1, f"the process that holds the ranks' store is gone ({why})", alone=True)
 
     def _signalled(self, number):
         if self.asked and time.monotonic() - self._asked_at > TWICE:
@@ -223,10 +224,6 @@ def explained(cfg, world):
         raise UserError(memory.advice(cfg, world.size, torch.cuda.mem_get_info(world.device)[1])) from None
     except RuntimeError as error:
         if inner := getattr(error, "inner_exception", None):  # of torch._dynamo's BackendCompilerFailed
-            text = f"{type(inner).__name__}: {first_line(inner)}"
+            text = f"{type(inner).__name__}: {inner}".partition("\n")[0]
             raise UserError(f"torch.compile failed ({text}); try --compile=False") from None
         raise
-
-
-def first_line(error):
-    return str(error).partition("\n")[0] or type(error).__name__

@@ -104,11 +104,6 @@ def store_connection():
     return distributed_c10d._get_default_store().clone() if dist.is_initialized() else None
 
 
-def lost_connection(error):
-    """Whether an exception says that another rank could not be reached; gloo has no type for it."""
-    return isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and "gloo" in str(error)
-
-
 def time_limit(timeout_s, backend=None):
     """After how long a collective of a backend, None: of the run's, fails."""
     backend = dist.get_backend_config() if backend is None else backend

@@ -4,11 +4,9 @@
     done = ranks.run(0, words, script="convert.py")             # one process without a process group
     values = ranks.call(2, function, *arguments)                # [function(*arguments) in rank 0, in rank 1]
 
-torchrun starts a new Python for every rank, and each imports torch and its compiler for 5 to 10 s of CPU
-time. Here one server per pytest process imports them once, starts no thread and touches no device; for each
-run it forks one child per rank, which starts from the state after the imports, leads a session of its own,
-and ends without Python's shutdown. Tests of torchrun itself, of exit at shutdown and of signals from outside
-use `torchrun` below.
+torchrun starts a Python for every rank, which imports torch for 5 to 10 s of CPU time. Here one server per
+pytest process imports it once, starts no thread and touches no device; for each run it forks a child per
+rank, which leads its own session and ends without Python's shutdown. Tests of these use `torchrun` below.
 """
 
 import atexit
@@ -55,8 +53,7 @@ class Ran:
 def run(ranks, words, script="train.py", **limits):
     """`python script words` from the repository's root in each rank (0: one process, no rank) -> Ran.
 
-    limits: timeout, s; grace, s that the other ranks have to end once one has failed. Whoever is left then is
-    killed.
+    limits: timeout, s; grace, s that others have to end once a rank has failed, before they are killed.
     """
     with tempfile.TemporaryDirectory() as folder:
         return _pool().ask(folder, ranks, script=str(script), words=list(map(str, words)), **limits)
@@ -84,13 +81,8 @@ def attempt(ranks, function, *arguments, **limits):
 
 def torchrun(ranks, words, script="train.py", timeout=120):
     """The script under torchrun, or as a plain new process for 0 ranks -> subprocess.CompletedProcess."""
-    options = [f"--nproc_per_node={ranks}", f"--master_port={free_port()}"]
-    command = [
-        sys.executable,
-        *(["-m", "torch.distributed.run", *options] if ranks else []),
-        str(script),
-        *words,
-    ]
+    launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", f"--master_port={free_port()}"]
+    command = [sys.executable, *(launcher if ranks else []), str(script), *words]
     kept = dict(capture_output=True, text=True, timeout=timeout)
     return subprocess.run(command, cwd=ROOT, env=environment(), **kept)
 
@@ -167,13 +159,7 @@ def serve():
     os.dup2(2, 1)  # nothing else may come between the replies
     sys.stdout.reconfigure(line_buffering=True)  # what a killed rank has printed is kept
     sys.path[:0] = [str(ROOT)]  # beside tests/, where this script lies
-    for module in (
-        "torch._dynamo",
-        "torch._inductor.compile_fx",
-        "torch.distributed.fsdp",
-        "train",
-        "pytest",
-    ):
+    for module in "torch._dynamo torch._inductor.compile_fx torch.distributed.fsdp train pytest".split():
         importlib.import_module(module)
     threads = Path("/proc/self/task")
     alone = not threads.is_dir() or len(list(threads.iterdir())) == 1
@@ -242,9 +228,7 @@ def be_rank(rank, request):
     for name, number in (("stdout", 1), ("stderr", 2)):
         os.dup2(os.open(folder / f"{name}_{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    faulthandler.dump_traceback_later(
-        request["timeout"] - 1
-    )  # where a rank hangs, a second before it is killed
+    faulthandler.dump_traceback_later(request["timeout"] - 1)  # where it hangs, before it is killed
     os.environ.clear()
     os.environ.update(request["env"])
     if request["ranks"]:

@@ -72,9 +72,8 @@ def command(cfg, data, hellaswag):
     settings |= dict(save_interval=every, async_save=True, keep_last=2)
     if cfg.device == "cuda":  # launching kernels is nearly all that so small a step does: few of them
         settings |= dict(compile=True, batch_size=16)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    launcher.append(f"--nproc_per_node={cfg.ranks}")
-    return [*launcher, "train.py", "config/test.py", *(f"--{key}={value}" for key, value in settings.items())]
+    launcher = f"-m torch.distributed.run --standalone --nproc_per_node={cfg.ranks} train.py config/test.py"
+    return [sys.executable, *launcher.split(), *(f"--{key}={value}" for key, value in settings.items())]
 
 
 def train(cfg, words, out_dir):
@@ -87,29 +86,23 @@ def train(cfg, words, out_dir):
             while process.poll() is None:
                 used, step = memory_of_ranks(process.pid), last_step(out_dir / "log.jsonl")
                 if step and len(used) == cfg.ranks:
-                    samples.append([step, *(used[rank] for rank in range(cfg.ranks))])
+                    samples.append([step, *used])
                 time.sleep(cfg.every_s)
         finally:
             process.terminate()
     if process.returncode:
         raise UserError(f"the run ended with {process.returncode}; see {out_dir.parent / 'console.log'}")
-    if not samples:
-        raise UserError("the ranks' memory could not be read from /proc, which Linux alone has")
     return np.array(samples, dtype=float)
 
 
 def memory_of_ranks(torchrun):
-    """{rank: MiB of resident memory} of the ranks that torchrun has started and that have not ended."""
-    found, page = {}, os.sysconf("SC_PAGE_SIZE")
+    """[MiB of resident memory of rank 0, of rank 1, ...], in the order in which torchrun started them."""
     try:
-        for pid in Path(f"/proc/{torchrun}/task/{torchrun}/children").read_text().split():
-            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-            ranks = [int(entry[5:]) for entry in environment if entry.startswith(b"RANK=")]
-            found |= dict.fromkeys(ranks, pages * page / 2**20)
+        pids = Path(f"/proc/{torchrun}/task/{torchrun}/children").read_text().split()
+        pages = [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids]
     except OSError:  # a process ended in the meantime
-        pass
-    return found
+        return []
+    return [n * os.sysconf("SC_PAGE_SIZE") / 2**20 for n in pages if n]  # 0: it has ended
 
 
 def last_step(log):

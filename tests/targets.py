@@ -2,9 +2,8 @@
 
     python tests/targets.py 80 90    # lines: kernel, capability, shared memory, warps, registers, stack
 
-A GPU is given by its compute capability. One block takes a step on the
-CPU, in which launches compile and do not run, so that the numbers mean nothing. GEMMs are PyTorch's, and
-those of the loss on Hopper are left out.
+A GPU is given by its compute capability. One block takes a step on the CPU, in which launches compile and
+do not run. GEMMs are PyTorch's, and those of the loss on Hopper are left out.
 """
 
 import re

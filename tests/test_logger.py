@@ -12,12 +12,14 @@ import torch
 from run import logger
 from run.logger import SETTLED, Logger, progress
 from scale.parallel import World
+from settings import Config
 
 WORLD = World(0, 1, torch.device("cpu"))
 
 
 def make(tmp_path, log_interval=1, **options):
-    log = Logger(WORLD, 1000, log_interval, batch_tokens=1000, max_skipped=0)
+    cfg = Config(max_steps=1000, log_interval=log_interval, batch_tokens=1000, max_skipped_steps=0)
+    log = Logger(WORLD, cfg)
     (tmp_path / "run").mkdir(exist_ok=True)
     log.open(tmp_path / "run", {"log_interval": log_interval}, **options)
     return log
@@ -39,9 +41,9 @@ def test_the_first_step_of_a_process_is_left_out_of_the_time_that_is_left(tmp_pa
     for step, seconds in ((501, 60.0), (502, 0.5), (503, 0.5)):  # a resumed run, whose first step compiles
         take(log, step, seconds)
     ends = [line.split("eta ")[1] for line in capsys.readouterr().out.splitlines() if "eta" in line]
-    assert ends == ["n/a", "4m09s", "4m08s"]
+    assert ends == ["n/a", "04:09", "04:08"]
     take(log, 504, 1.0)  # a running average: 0.55 s
-    assert capsys.readouterr().out.endswith("eta 4m32s\n")
+    assert capsys.readouterr().out.endswith("eta 04:32\n")
 
 
 def test_lines_at_an_interval_and_all_in_the_log(tmp_path, capsys):
@@ -131,7 +133,3 @@ def test_a_slow_loop_says_how_far_it_is_and_stops_when_asked(monkeypatch, capsys
         time.sleep(0.01)
     said = capsys.readouterr().err
     assert seen == list(range(10)) and ("/50 [" in said) == (silent < 1) and (silent < 1 or not said)
-
-
-def test_words():
-    assert [logger.duration(s) for s in (1.24, 61, 7320)] == ["1.2s", "1m01s", "2h02m"]

@@ -1,10 +1,7 @@
 """What holds for ranks on gloo (test_signals.py, test_faults.py) holds on two GPUs and NCCL.
 
-NCCL differs: the host runs ahead of the device, and a rank that waits for a dead one gets no error. A failing
-test shows the exit codes of the ranks, the seconds, and what the ranks have printed.
+NCCL differs: the host runs ahead of the device, and a rank that waits for a dead one gets no error.
 """
-
-import time
 
 import pytest
 import ranks
@@ -18,34 +15,19 @@ ON_GPUS = dict(device="cuda", precision="bf16", ops="torch")  # nothing to compi
 repeated = [pytest.mark.repeated, pytest.mark.slow]
 
 
-def observe(run, *arguments, **settings):
-    """run(...) -> Ran; prints what pytest shows when an assertion fails."""
-    began = time.monotonic()
-    done = run(*arguments, **settings)
-    print(f"exit codes {done.codes} after {time.monotonic() - began:.1f} s")
-    for rank, text in enumerate(done.errors):
-        print(f"stderr of rank {rank}:\n{text[-4000:]}")
-    return done
-
-
 @pytest.mark.parametrize(
     "fault, codes, line",
     [
-        pytest.param("mistake", [1, 1], "error: rank 1, step 3:", marks=pytest.mark.fault(29)),
-        pytest.param(
-            "exits", [1, 7], r"error: rank 0, step \d: lost rank 1: its process", marks=pytest.mark.fault(29)
-        ),
-        pytest.param(
-            "hangs", [1, 1], r"error: rank \d, step \d: has not gone on for", marks=pytest.mark.fault(30)
-        ),
-        pytest.param(
-            "full", [2, 2], r"error: rank 1: out of memory: .*; try ", marks=pytest.mark.fault(42, 48)
-        ),
+        ("mistake", [1, 1], "error: rank 1, step 3:"),
+        ("exits", [1, 7], r"error: rank 0, step \d: lost rank 1: its process"),
+        ("hangs", [1, 1], r"error: rank \d, step \d: has not gone on for"),
+        ("full", [2, 2], r"error: rank 1: out of memory: .*; try "),
     ],
 )
+@pytest.mark.fault(29, 30, 42, 48)
 def test_a_fault_of_one_rank_on_nccl_is_told_once_and_ends_all(data_dir, tmp_path, fault, codes, line):
     settings = dict(ON_GPUS, timeout_s=6 if fault == "hangs" else 60)
-    done = observe(attempt, 2, fault, 1, 6, data_dir, tmp_path / "run", grace=5, **settings)
+    done = attempt(2, fault, 1, 6, data_dir, tmp_path / "run", grace=5, **settings)
     check_told(done, fault, codes, line)
 
 
@@ -53,8 +35,8 @@ def test_a_fault_of_one_rank_on_nccl_is_told_once_and_ends_all(data_dir, tmp_pat
 def test_a_token_out_of_range_on_another_rank_of_nccl_is_named(tmp_path):
     (tmp_path / "data").mkdir()
     write_shard(tmp_path / "data/py_train_000001.bin", [1] * 4 * 33 + [60_000] + [1] * 4_000)
-    done = observe(ranks.run, 2, flags(tmp_path / "data", tmp_path / "run", **ON_GPUS), grace=5)
-    assert done.codes == [3, 3] and len(error_lines(done)) == 1
+    done = ranks.run(2, flags(tmp_path / "data", tmp_path / "run", **ON_GPUS), grace=5)
+    assert done.codes == [3, 3] and len(error_lines(done)) == 1, (done.codes, done.stderr)
     assert "error: rank 1: " in done.stderr and "token 132 is 60000" in done.stderr
 
 
@@ -62,8 +44,8 @@ def test_a_token_out_of_range_on_another_rank_of_nccl_is_named(tmp_path):
 @pytest.mark.parametrize("run", [*range(5), *(pytest.param(i, marks=repeated) for i in range(5, 20))])
 def test_an_error_after_ddp_ends_every_rank_of_nccl(data_dir, tmp_path, run):
     settings = dict(ON_GPUS, lr=1e30, warmup_steps=0, max_skipped_steps=0, save_interval=0)
-    done = observe(ranks.run, 2, flags(data_dir, tmp_path / "run", **settings), grace=5)
-    assert done.codes == [5, 5] and len(error_lines(done)) == 1
+    done = ranks.run(2, flags(data_dir, tmp_path / "run", **settings), grace=5)
+    assert done.codes == [5, 5] and len(error_lines(done)) == 1, (done.codes, done.stderr)
 
 
 @pytest.mark.fault(60)

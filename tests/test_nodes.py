@@ -89,9 +89,8 @@ def slurm_script():
 def test_the_script_for_slurm_queues_itself_again_until_the_run_is_done(data_dir, tmp_path):
     settings = dict(max_steps=800, save_interval=800, eval_interval=0, log_interval=50)
     name, *words = flags(data_dir, tmp_path / "run", **settings)
-    for command, lines in dict(
-        srun=SRUN, scontrol=SCONTROL, torchrun=f'exec {sys.executable} -m torch.distributed.run "$@"'
-    ).items():
+    torchrun = f'exec {sys.executable} -m torch.distributed.run "$@"'
+    for command, lines in dict(srun=SRUN, scontrol=SCONTROL, torchrun=torchrun).items():
         (tmp_path / command).write_text(f"#!/bin/bash\n{lines}")
         (tmp_path / command).chmod(0o755)
     script = slurm_script()

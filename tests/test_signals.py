@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -19,34 +20,32 @@ import torch
 from conftest import ROOT, flags, losses, read_log, tell, train_here, write_shard
 
 import train
-from configurator import UserError, configure, run
+from configurator import UserError, configure, parse, run
 from corpus.loader import TokenLoader
+from model import GPT
 from run import checkpoint, evaluate, signals
 from settings import Config
 
 
-def train_with_fault(words, fault, at_rank, at_micro_step):
-    """For ranks.attempt: train.py, with a fault in one rank before a micro-step, counted from 1."""
-    take, count = TokenLoader.next, []
+def train_with_fault(words, fault, at_rank, at_call):
+    """For ranks.attempt: train.py; a fault in one rank as it reads a batch, or in a forward, from 1 on."""
+    place = (GPT, "forward") if fault == "forward" else (TokenLoader, "next")
+    function, count = getattr(*place), []
 
-    def next_batch(loader):
+    def next_batch(*arguments):
         count.append(1)
-        if len(count) == at_micro_step and os.environ.get("RANK", "0") == str(at_rank):
+        if len(count) == at_call and os.environ.get("RANK", "0") == str(at_rank):
             FAULTS[fault]()
-        return take(loader)
+        return function(*arguments)
 
-    TokenLoader.next = next_batch
+    setattr(*place, next_batch)
     if not torch.cuda.is_available():
         torch.cuda.mem_get_info = lambda device: (0, 24 * 2**30)
     run(train.main, configure(Config, words))
 
 
-def out_of_memory():
-    raise torch.OutOfMemoryError("CUDA out of memory")
-
-
-def mistake():
-    raise ZeroDivisionError("in an edit of model.py")
+def mistake(kind=ZeroDivisionError):
+    raise kind("in an edit that uses gloo or NCCL")
 
 
 def signalled_twice():
@@ -57,25 +56,22 @@ def signalled_twice():
 
 
 FAULTS = {
-    "memory": out_of_memory,
+    "memory": lambda: mistake(torch.OutOfMemoryError),
     "mistake": mistake,
+    "like gloo's": lambda: mistake(RuntimeError),
+    "forward": mistake,
     "full": lambda: torch.empty(2**50, dtype=torch.uint8, device="cuda"),
     "leaves": lambda: sys.exit(0),
     "exits": lambda: os._exit(7),
     "dies": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "hangs": lambda: time.sleep(1e9),
     "interrupt twice": signalled_twice,
-} | {
-    name: functools.partial(tell, getattr(signal, name))
-    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
-}
+} | {number.name: functools.partial(tell, number) for number in signals.SIGNALS}
 
 
-def attempt(number, fault, at_rank, at_micro_step, data_dir, out_dir, grace=20, **settings):
+def attempt(number, fault, at_rank, at_call, data_dir, out_dir, grace=20, **settings):
     words = flags(data_dir, out_dir, **{"max_steps": 40, "save_interval": 4, **settings})
-    return ranks.attempt(
-        number, train_with_fault, words, fault, at_rank, at_micro_step, timeout=90, grace=grace
-    )[0]
+    return ranks.attempt(number, train_with_fault, words, fault, at_rank, at_call, timeout=90, grace=grace)[0]
 
 
 def error_lines(done):
@@ -89,11 +85,13 @@ def check_told(done, fault, codes, line):
     assert re.match(line, found), found
     if fault == "hangs":
         assert "stacks of rank 1, step 3" in done.errors[1] and "next_batch" in done.errors[1]
-    if fault == "mistake":
-        assert done.stderr.count("ZeroDivisionError: in an edit") == 1 and not done.errors[0]
+    if codes == [1, 1] and fault != "hangs":
+        error = "sys.exit(0)" if fault == "leaves" else "in an edit that uses"
+        assert re.findall(rf"Error: {re.escape(error)}", done.stderr) and not done.errors[0]
+        assert done.errors[1].count("Traceback") == 1 and "in next_batch" in done.errors[1]
 
 
-slow = pytest.mark.slow
+slow, repeated = pytest.mark.slow, pytest.mark.repeated
 
 
 @pytest.mark.parametrize(
@@ -101,16 +99,40 @@ slow = pytest.mark.slow
     [
         ("memory", [2, 2], "error: rank 1: out of memory: "),
         pytest.param("mistake", [1, 1], r"error: rank 1, step 3:", marks=slow),
-        pytest.param("leaves", [1, 1], r"error: rank 1, step 3:", marks=slow),
-        pytest.param(
-            "dies", [1, -9], r"error: rank 0, step 3: lost rank 1: its process has ended", marks=slow
-        ),
+        pytest.param("like gloo's", [1, 1], r"error: rank 1, step 3:", marks=[slow, pytest.mark.fault(77)]),
+        pytest.param("forward", [1, 1], r"error: rank 1, step 0:", marks=[slow, pytest.mark.fault(78)]),
+        pytest.param("leaves", [1, 1], r"error: rank 1, step 3:", marks=[slow, pytest.mark.fault(76)]),
+        pytest.param("dies", [1, -9], r"error: rank 0, step 3: lost rank 1: its process has", marks=slow),
         pytest.param("hangs", [1, 1], r"error: step 3: lost another rank \(Timed out", marks=slow),
     ],
 )
 @pytest.mark.fault(29, 30, 42, 48)
 def test_a_fault_of_one_rank_is_told_once_and_ends_all(data_dir, tmp_path, fault, codes, line):
-    check_told(attempt(2, fault, 1, 6, data_dir, tmp_path / "run", timeout_s=6), fault, codes, line)
+    at_call = 1 if fault == "forward" else 6
+    check_told(attempt(2, fault, 1, at_call, data_dir, tmp_path / "run", timeout_s=6), fault, codes, line)
+
+
+def train_with_few_files(words, *limits):
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    sys.argv[1:] = words
+    run(train.main, parse(Config))
+
+
+@pytest.mark.fault(79)
+def test_few_file_handles_are_raised_or_one_line(data_dir, tmp_path):
+    words = flags(data_dir, tmp_path / "run", max_steps=1)
+    done, _ = ranks.attempt(2, train_with_few_files, words, 24, 24)
+    said = "error: 24 files may be open at a time, a run needs 64; try ulimit -n 1024\n"
+    assert (done.codes, done.stderr, done.stdout) == ([2, 2], said, "")
+    assert ranks.attempt(2, train_with_few_files, words, 24, 1024)[0].codes == [0, 0]
+
+
+@pytest.mark.fault(76)
+def test_a_rank_that_ends_outside_the_run_is_told():
+    code = "import sys, configurator as c, settings; c.parse(settings.Config); sys.exit(0)"
+    env, pipes = os.environ | {"RANK": "1"}, dict(capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, **pipes)
+    assert done.returncode == 1 and done.stderr.startswith("error: rank 1 has ended by sys.exit or by an")
 
 
 @slow
@@ -240,13 +262,6 @@ def test_a_signal_in_an_asynchronous_save_leaves_whole_checkpoints(data_dir, tmp
         assert not list(tmp_path.glob(".writing*"))
 
 
-def test_signals_are_the_processs_again_after_a_run(data_dir, tmp_path):
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
-    train_here(data_dir, tmp_path / "run", max_steps=2, save_interval=1)
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
-
-
 @pytest.mark.fault(28, 56, 57)
 def test_a_second_signal_ends_at_once_and_no_saving_is_said(data_dir, tmp_path):
     began = time.monotonic()
@@ -259,13 +274,17 @@ def test_a_second_signal_ends_at_once_and_no_saving_is_said(data_dir, tmp_path):
 
 @slow  # imports the compiler
 @pytest.mark.fault(41)
-def test_a_compiler_that_fails_is_one_line(data_dir, tmp_path, monkeypatch):
+def test_a_compiler_that_fails_is_one_line_and_signals_are_as_before(data_dir, tmp_path, monkeypatch):
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
     def broken(graph, inputs):
         raise OSError("no C++ compiler")
 
     monkeypatch.setattr(torch, "compile", lambda f: torch._dynamo.optimize(broken)(f))
     with pytest.raises(UserError, match="torch.compile failed .*OSError: no C.. compiler.*--compile=False"):
         train_here(data_dir, tmp_path / "run", compile=True)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
 
 
 # -- torchrun: each run imports torch twice
@@ -273,16 +292,8 @@ def test_a_compiler_that_fails_is_one_line(data_dir, tmp_path, monkeypatch):
 
 def start_torchrun(words, log, *options):
     """A process group of torchrun and two ranks, for the tests that kill some of them."""
-    options = ["--rdzv_backend=c10d", "--rdzv_endpoint=127.0.0.1:0", "--rdzv_id=1", *options]
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc_per_node=2",
-        *options,
-        "train.py",
-        *words,
-    ]
+    meet = "--nproc_per_node=2 --rdzv_backend=c10d --rdzv_endpoint=127.0.0.1:0 --rdzv_id=1".split()
+    command = [sys.executable, "-m", "torch.distributed.run", *meet, *options, "train.py", *words]
     return subprocess.Popen(command, cwd=ROOT, env=ranks.environment(), stdout=log, stderr=log)
 
 
@@ -326,18 +337,35 @@ def check_restarts(data_dir, tmp_path, kills, steps=60, **settings):
     assert sorted(losses(read_log(tmp_path / "run"))) == list(range(1, steps + 1))
 
 
+@pytest.mark.fault(49, 68)
+def test_a_rank_whose_torchrun_was_killed_before_it_looked_leaves():
+    rank = "import configurator, time; time.sleep(0.5); configurator.leave_with_torchrun(); time.sleep(60)"
+    start = f"from subprocess import *; Popen(['{sys.executable}', '-c', '{rank}'], start_new_session=True)"
+    env, pipes = os.environ | {"TORCHELASTIC_RUN_ID": "1"}, dict(capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", start], cwd=ROOT, env=env, **pipes, timeout=10)
+    assert done.stderr == "torchrun is gone\n"
+
+
+@slow
+@pytest.mark.parametrize("seconds", [0, 1, 3, *(pytest.param(s / 2, marks=repeated) for s in range(7, 24))])
+@pytest.mark.fault(49, 68)
+def test_ranks_leave_when_torchrun_is_killed(data_dir, tmp_path, seconds):
+    """So long after it has started them: in the imports, in the rendezvous, while they train."""
+    with open(tmp_path / "log", "w") as log:
+        process = start_torchrun(flags(data_dir, tmp_path / "run", max_steps=10**6), log)
+        wait_for(lambda: len(children(process.pid)) == 2)
+        time.sleep(seconds)
+        orphans = children(process.pid)
+        process.kill()
+        process.wait()
+        wait_for(lambda: not any(map(alive, orphans)), 10)
+
+
 @slow
 @pytest.mark.fault(44, 49, 50)
 def test_a_live_run_is_protected_and_its_orphans_leave(data_dir, tmp_path):
     words = flags(data_dir, tmp_path / "run", max_steps=100_000, save_interval=100, log_interval=100)
     with open(tmp_path / "log", "w") as log:
-        process = start_torchrun(words, log)
-        wait_for(lambda: children(process.pid))  # before the imports are done
-        orphans = children(process.pid)
-        time.sleep(1)
-        process.kill()
-        process.wait()
-        wait_for(lambda: not any(map(alive, orphans)), 10)
         process = start_torchrun(words, log)
         wait_for(lambda: "saved" in (tmp_path / "log").read_text())
         for how in ("--overwrite", "--resume=auto"):

@@ -20,11 +20,8 @@ HOPPER = " _target_logits _exponential_rows"
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", SHARED_KIB)
 def test_kernels_of_a_step_compile_and_fit(capability):
-    command, env = (
-        [sys.executable, "tests/targets.py", str(capability)],
-        os.environ | {"TRITON_INTERPRET": "0"},
-    )
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    command, env = [sys.executable, "tests/targets.py", str(capability)], {"TRITON_INTERPRET": "0"}
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [line.split() for line in done.stdout.splitlines()]
     expected = BF16 + FP8 * (capability >= 89) + HOPPER * (capability == 90)

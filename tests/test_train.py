@@ -9,7 +9,6 @@ import urllib.error
 import urllib.request
 
 import pytest
-import ranks
 import torch
 from conftest import ROOT, flags, load_checkpoint, losses, read_log, stdlib_bytes, train_here, write_shard
 from safetensors.torch import load_file
@@ -32,13 +31,16 @@ def test_trains_evaluates_samples_and_saves(data_dir, tmp_path, capsys):
     assert abs(val[0] - 5.55) < 0.1  # ln 257: nothing is known before the first step
     assert val[40] < 3.6 and loss[40] < 3.7
     samples = [line for line in log if line["kind"] == "sample"]
-    assert [s["step"] for s in samples] == [0, 20, 40] and all(
-        t.startswith("def") for t in samples[0]["texts"]
-    )
+    assert [s["step"] for s in samples] == [0, 20, 40]
+    assert all(text.startswith("def") for text in samples[0]["texts"])
     assert (tmp_path / "run" / "step_00000040").is_dir()
-    assert json.loads((tmp_path / "run" / "config.json").read_text())["n_embd"] == 64
+    found = json.loads((tmp_path / "run" / "config.json").read_text())  # what ran, "auto" no longer in it
+    assert [found[name] for name in ("precision", "attention", "ops")] == ["fp32", "flash", "torch"]
+    assert checkpoint.open_model(tmp_path / "run")[1].attention == "auto"  # the device that samples decides
     text = capsys.readouterr().out
     assert "parameters" in text and "step 40/40 | loss" in text and "--resume=auto" in text
+    row = next(line for line in text.splitlines() if line.startswith("settings "))
+    assert "max_steps=40" in row and "precision" not in row and "attention" not in row  # what was set
 
 
 def test_resumed_equals_uninterrupted_bitwise(data_dir, tmp_path):
@@ -55,17 +57,14 @@ def test_resumed_equals_uninterrupted_bitwise(data_dir, tmp_path):
 
 
 def test_validation_is_the_same_for_any_batch_size(data_dir, tmp_path):
-    settings = dict(
-        eval_interval=6, eval_tokens=1056, max_steps=1
-    )  # 33 rows, which neither batch size divides
+    settings = dict(eval_interval=6, eval_tokens=1056, max_steps=1)  # 33 rows, which no batch size divides
     runs = [train_here(data_dir, tmp_path / f"{b}", batch_size=b, **settings) for b in (2, 4)]
     assert losses(runs[0], "val")[0] == pytest.approx(losses(runs[1], "val")[0], rel=1e-6)
 
 
 def test_overfits_one_batch(data_dir, tmp_path):
-    log = train_here(
-        data_dir, tmp_path / "run", overfit=True, max_steps=150, lr=1e-2, batch_tokens=128, save_interval=0
-    )
+    settings = dict(overfit=True, max_steps=150, lr=1e-2, batch_tokens=128, save_interval=0)
+    log = train_here(data_dir, tmp_path / "run", **settings)
     assert losses(log)[150] < 0.1 and not list((tmp_path / "run").glob("step_*"))
 
 
@@ -76,9 +75,8 @@ def test_dry_run_writes_nothing_and_compares_the_shards_with_their_digests(data_
     assert not (tmp_path / "run").exists()
     data = shutil.copytree(data_dir, tmp_path / "data")
     shards = [dict(name=p.name, tokens=1, bytes=p.stat().st_size, sha256="0" * 64) for p in data.iterdir()]
-    (data / "manifest.json").write_text(
-        json.dumps({"tokenizer": "bytes", "vocab_size": 257, "eot": 256, "shards": shards})
-    )
+    manifest = {"tokenizer": "bytes", "vocab_size": 257, "eot": 256, "shards": shards}
+    (data / "manifest.json").write_text(json.dumps(manifest))
     words[1] = f"--data_dir={data}"
     with pytest.raises(DataError, match="is damaged: found SHA-256"):
         train.main(configure(Config, [str(ROOT / words[0]), *words[1:]]))
@@ -110,25 +108,13 @@ def test_figures_read_a_step_late_are_the_same(data_dir, tmp_path, monkeypatch):
 def test_llama_trains_compiled_as_eager(data_dir, tmp_path, compiler):
     if compiler == "inductor" and shutil.which("g++") is None:
         pytest.skip("torch.compile needs a C++ compiler on the CPU")
-    shape = dict(
-        norm="rmsnorm", positions="rope", mlp="swiglu", bias=False, n_kv_head=2, qk_norm=True, max_steps=4
-    )
-    eager = train_here(data_dir, tmp_path / "eager", **shape, save_interval=0, eval_interval=4)
-    fused = train_here(data_dir, tmp_path / "fused", **shape, save_interval=0, eval_interval=4, compile=True)
+    shape = dict(norm="rmsnorm", positions="rope", mlp="swiglu", bias=False, n_kv_head=2, qk_norm=True)
+    settings = dict(max_steps=4, save_interval=0, eval_interval=4, **shape)
+    eager = train_here(data_dir, tmp_path / "eager", **settings)
+    fused = train_here(data_dir, tmp_path / "fused", **settings, compile=True)
     for kind in ("train", "val"):
         for step, loss in losses(eager, kind).items():
             assert losses(fused, kind)[step] == pytest.approx(loss, rel=1e-5)
-
-
-def test_a_loss_in_chunks_trains_as_one_at_once(data_dir, tmp_path, monkeypatch):
-    """16 of 128 tokens at a time, in training and validation, with a mask of documents."""
-    options = dict(document_mask=True, softcap=20.0, vocab_multiple=16_384)
-    options |= dict(batch_tokens=256, max_steps=3, eval_interval=3, eval_tokens=256, save_interval=0)
-    whole = train_here(data_dir, tmp_path / "whole", **options)
-    monkeypatch.setattr(fast, "LOGITS_MIB", 1)
-    chunks = train_here(data_dir, tmp_path / "chunks", **options)
-    for kind in ("train", "val"):
-        assert losses(chunks, kind) == pytest.approx(losses(whole, kind), rel=1e-5)
 
 
 def test_init_from_starts_at_those_weights(data_dir, tmp_path):
@@ -168,12 +154,8 @@ def test_going_back_in_a_folder_with_later_checkpoints_is_refused(data_dir, tmp_
         with pytest.raises(UserError, match="out_dir=.*aside holds another run than .*run/step_"):
             train_here(data_dir, tmp_path / "aside", resume=tmp_path / source, **{**settings, "max_steps": 6})
     assert sorted(path.name for path in (tmp_path / "aside").iterdir()) == before
-    assert (
-        train_here(data_dir, tmp_path / "run", resume=tmp_path / "run", **{**settings, "max_steps": 5})[-1][
-            "step"
-        ]
-        == 5
-    )
+    log = train_here(data_dir, tmp_path / "run", resume=tmp_path / "run", **{**settings, "max_steps": 5})
+    assert log[-1]["step"] == 5
 
 
 def test_a_resumed_run_counts_tokens_and_names_its_own_checkpoint(data_dir, tmp_path, capsys):
@@ -191,12 +173,8 @@ def test_a_resumed_run_counts_tokens_and_names_its_own_checkpoint(data_dir, tmp_
 def test_resume_refuses_another_model_and_other_data(data_dir, tmp_path):
     train_here(data_dir, tmp_path / "run", max_steps=4)
     with open(tmp_path / "run" / "log.jsonl", "a") as file:
-        file.write(
-            '{"kind": "train", "st'
-        )  # torn, as by a kill: a resumed run's log is readable all the same
-    with pytest.raises(
-        checkpoint.CheckpointError, match="n_layer: checkpoint 2, now 3; .*n_embd: checkpoint 64"
-    ):
+        file.write('{"kind": "train", "st')  # torn, as by a kill: a resumed run's log is readable
+    with pytest.raises(checkpoint.CheckpointError, match="n_layer: checkpoint 2, now 3; .*n_embd: check"):
         train_here(data_dir, tmp_path / "run", resume="auto", n_layer=3, n_embd=32)
     other = tmp_path / "data"
     shutil.copytree(data_dir, other)
@@ -205,12 +183,6 @@ def test_resume_refuses_another_model_and_other_data(data_dir, tmp_path):
         train_here(other, tmp_path / "run", resume="auto", max_steps=6)
     log = train_here(other, tmp_path / "run", resume="auto", max_steps=6, allow_data_change=True)
     assert sorted(losses(log)) == [1, 2, 3, 4, 5, 6]
-
-
-@pytest.mark.fault(31)
-def test_a_loss_that_is_not_finite_stops_the_run(data_dir, tmp_path):
-    with pytest.raises(NotFinite, match="step 2: the loss is nan.*since step 1"):
-        train_here(data_dir, tmp_path / "run", max_steps=4, lr=1e30, warmup_steps=0, save_interval=1)
 
 
 @pytest.mark.fault(58)
@@ -258,9 +230,8 @@ def test_a_step_that_is_not_finite_is_skipped_bitwise(data_dir, tmp_path, monkey
     folders = [tmp_path / "run" / f"step_{step:08d}" for step in (1, 2, 3)]
     for name in ("model", "optimizer"):
         one, two, three = (load_file(folder / f"{name}.safetensors") for folder in folders)
-        assert all(torch.equal(one[k], two[k]) for k in one) and not all(
-            torch.equal(one[k], three[k]) for k in one
-        )
+        assert all(torch.equal(one[k], two[k]) for k in one)
+        assert not all(torch.equal(one[k], three[k]) for k in one)
     assert [(line["step"], line["in_all"]) for line in log if line["kind"] == "skipped"] == [(2, 1)]
     assert "step 2 was skipped, the gradient norm is inf; 1 in a row" in capsys.readouterr().out
     with pytest.raises(NotFinite, match="step 6: the gradient norm is inf"):  # its second in a row
@@ -297,9 +268,7 @@ def test_hellaswag_in_the_loop_and_without_its_file(data_dir, tmp_path, monkeypa
     log = train_here(data_dir, tmp_path / "a", max_steps=2, hellaswag_interval=2, hellaswag_file=path)
     assert [line["n"] for line in log if line["kind"] == "hellaswag"] == [3, 3]
     with pytest.raises(UserError, match="none: No such file or directory"):
-        train_here(
-            data_dir, tmp_path / "b", max_steps=2, hellaswag_interval=2, hellaswag_file=tmp_path / "none"
-        )
+        train_here(data_dir, tmp_path / "b", hellaswag_interval=2, hellaswag_file=tmp_path / "none")
 
     def refuse(*_, **__):
         raise urllib.error.URLError("no network")
@@ -330,15 +299,11 @@ def test_wandb_offline_resumes_the_same_run(data_dir, tmp_path, monkeypatch):
     [
         (dict(batch_tokens=1000), r"1000 is not divisible .* 4\*32\*1 = 128; nearest: 896 or 1024"),
         (dict(n_head=5, lr=-1), "n_embd=64 must be divisible by n_head=5; lr=-1.0 must be at least 0"),
-        (dict(beta2=1, clip=0), "clip=0.0 must be over 0; beta2=1.0 must be below 1"),
-        (dict(softcap=-3, cooldown_fraction=-1), "softcap=-3.0 must .*cooldown_fraction=-1.0 must be at le"),
         (dict(precision="tf32"), "precision=tf32 needs a CUDA device"),
-        (dict(device="gpu"), "device=gpu: expected auto, cpu, cuda"),
         (dict(device="meta"), "device=meta: expected auto, cpu, cuda"),
         (dict(device="cuda:99"), r"device=cuda:99: \d+ of that kind found"),
         (dict(shuffle_seed=-1, seed=-3), "seed=-3 must be at least 0; shuffle_seed=-1 must"),
         (dict(lr=float("nan"), adam_eps=0), "adam_eps=0.0 must be over 0; lr=nan must be at least 0"),
-        (dict(n_kv_head=-1, n_hidden=-5), "n_kv_head=-1 must be at least 1; n_hidden=-5 must be at least 1"),
         (dict(tokenizer="gpt2", sample_interval=2), "tokenizer=gpt2 has 50,257 ids, the model 257; give"),
         (dict(resume="auto", overwrite=True), "overwrite=True starts afresh, resume=auto goes on"),
         (dict(resume="out/none/step_00000001"), "is damaged|no whole checkpoint"),
@@ -381,15 +346,6 @@ def test_a_run_of_before_some_settings_went_is_resumed_and_loaded(data_dir, tmp_
     assert model.cfg.n_embd == 64 and config.wandb_project == "as it was"
 
 
-def test_what_ran_is_recorded_and_what_was_set_is_shown(data_dir, tmp_path, capsys):
-    train_here(data_dir, tmp_path / "run", max_steps=1)
-    found = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert found["precision"] == "fp32" and found["attention"] == "flash" and found["ops"] == "torch"
-    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("settings "))
-    assert "max_steps=1" in row and "precision" not in row and "attention" not in row
-    assert checkpoint.open_model(tmp_path / "run")[1].attention == "auto"  # the device that samples decides
-
-
 def test_a_run_keeps_its_code_and_a_resumed_one_says_what_differs(data_dir, tmp_path, capsys, monkeypatch):
     run = tmp_path / "run"
     with monkeypatch.context() as patch:
@@ -403,20 +359,6 @@ def test_a_run_keeps_its_code_and_a_resumed_one_says_what_differs(data_dir, tmp_
         assert (folder / "model.py").read_text() == (ROOT / "model.py").read_text()
     train_here(data_dir, run, max_steps=6, resume="auto")
     assert "warning" not in "".join(capsys.readouterr())
-
-
-@pytest.mark.fault(6)
-def test_token_out_of_range_is_named(data_dir, tmp_path):
-    with pytest.raises(DataError, match=r"py_train_000001.bin: token \d+ is \d+, not below vocab_size=100"):
-        train_here(data_dir, tmp_path / "run", vocab_size=100)
-
-
-@pytest.mark.fault(13)
-def test_a_misspelt_setting_is_one_line():
-    result = ranks.run(0, ["config/test.py", "--lerning_rate=1"])
-    assert result.returncode == 2 and result.stdout == ""
-    assert result.stderr.startswith("error: command line: unknown setting lerning_rate; did you mean l")
-    assert result.stderr.count("\n") == 1
 
 
 def test_a_validation_set_that_is_too_small_is_warned_of(data_dir, tmp_path, capsys):
