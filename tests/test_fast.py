@@ -8,6 +8,7 @@ import os
 import pytest
 import torch
 import torch.nn.functional as F
+from compare import DEVICE, GPU, LLAMA, error, gradients, runs_kernels, slow, with_gradients
 
 from settings import GPTConfig
 
@@ -17,17 +18,7 @@ import model as models
 from fast import chips, hopper, linear, loss, mlp, norm, rope
 from run.flops import census
 
-GPU = torch.cuda.is_available()
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-either = pytest.mark.skipif(not (GPU or INTERPRETED), reason="needs an NVIDIA GPU or TRITON_INTERPRET=1")
-DEVICE = "cuda" if GPU else "cpu"
-pytestmark = pytest.mark.usefixtures("products")
-
-
-def error(a, b):
-    """Relative error in the Frobenius norm, against a float64 reference."""
-    return ((a.double() - b.double()).norm() / b.double().norm()).item()
-
+pytestmark = [pytest.mark.usefixtures("products"), runs_kernels]
 
 # bf16 rounds the logits and their gradient to 8 bits: 2^-9 each at worst, 1.2e-3 in the mean, a few of them
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1.5e-3}
@@ -74,8 +65,7 @@ def in_product(request, monkeypatch):
     return request.param
 
 
-@either
-@pytest.mark.parametrize("N, C, P, V", [pytest.param(20, 16, 128, 100, marks=pytest.mark.slow), *SHAPES])
+@pytest.mark.parametrize("N, C, P, V", [slow(20, 16, 128, 100), *SHAPES])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16] if GPU else [torch.float32])
 def test_linear_cross_entropy(N, C, P, V, dtype, in_product, monkeypatch):
     monkeypatch.setattr(loss, "LOGITS_BYTES", 16 * P * 4)  # several chunks, the last one ragged
@@ -104,16 +94,11 @@ def test_linear_cross_entropy(N, C, P, V, dtype, in_product, monkeypatch):
         assert each.shape == (1, N) and error(each, expected) < TOLERANCE[dtype]
 
 
-@either
 @pytest.mark.parametrize(
     "base, above, least", [(-4, {5: 8, 6: 8}, 300), (0, {5: 0.9, 6: 0.9, 1000: 1.1, 2000: 0.75}, 40)]
 )
 def test_losses_of_many_nats_and_of_none(base, above, least, in_product):
-    """exp is taken against the target's logit, or that and the last block's: others may be hundreds above, or
-    below.
-
-    Of some tens above there are several, in other tiles.
-    """
+    """exp is taken against the target's logit, or that and the last block's: others are far from it."""
     V, C = 3 * loss.CE_BLOCK + 40, 72
     x = (1 + torch.randn(1, 6, C, device=DEVICE) / 8).to(WIDE).requires_grad_()
     weight = torch.randn(V + 16, C, device=DEVICE) / 8 + base
@@ -137,7 +122,6 @@ def test_losses_of_many_nats_and_of_none(base, above, least, in_product):
     assert torch.isfinite(x.grad).all() and not x.grad[0, 4].any() and not weight.grad[V:].any()
 
 
-@either
 def test_tokens_that_do_not_count_and_numbers_that_are_none(in_product):
     x = torch.randn(1, 40, 16, device=DEVICE).to(WIDE).requires_grad_()
     weight = torch.randn(136, 16, device=DEVICE).requires_grad_()
@@ -151,24 +135,18 @@ def test_tokens_that_do_not_count_and_numbers_that_are_none(in_product):
     assert each.isnan().nonzero().flatten().tolist() == [7]
 
 
-@either
 @pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
 @pytest.mark.parametrize("rows, C", [(1, 64), (37, 96), (MANY, 768), (5, 5000)])
-@pytest.mark.parametrize("residual", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("residual", [torch.float32, torch.bfloat16] if GPU else [torch.float32])
 def test_norm(rows, C, kind, residual):
     """Alone, and its operators with what fusion.py adds: the sum before it, and that sum's other gradient."""
-    if not GPU and residual == torch.bfloat16:
-        pytest.skip("NumPy, the interpreter's arithmetic, has no bf16")
     for shifted in (False, True):
         cfg = GPTConfig(n_embd=C, norm=kind, bias=shifted)
         layer, exact = models.make_norm(cfg).to(DEVICE), models.make_norm(cfg).to(DEVICE).double()
         with torch.no_grad():
             for p, q in zip(layer.parameters(), exact.parameters(), strict=True):
                 p.copy_(torch.randn(C)), q.copy_(p)
-        x, y = (
-            leaf(2, rows, C, dtype=residual),
-            leaf(2, rows, C, dtype=WIDE),
-        )
+        x, y = leaf(2, rows, C, dtype=residual), leaf(2, rows, C, dtype=WIDE)
         dtotal, dh = torch.randn(2, 2, rows, C, device=DEVICE, dtype=torch.float64)
         weight, shift, eps = layer.weight, getattr(layer, "bias", None), layer.eps
         centred = isinstance(layer, kernels.LayerNorm)
@@ -183,17 +161,14 @@ def test_norm(rows, C, kind, residual):
         refs = torch.autograd.grad((exact_h * dh).sum(), [exact_total, *exact.parameters()])
         # dh is rounded to bf16 on its way in, x + y on its way out
         assert error(dx, refs[0] + dtotal) < 8e-3 and error(sums[2], (refs[0] + dtotal).sum((0, 1))) < 8e-3
-        for got, ref in zip(sums, refs[1:]):
-            assert error(got, ref) < 8e-3
+        assert all(error(got, ref) < 8e-3 for got, ref in zip(sums, refs[1:]))
         xd = x.detach().double().requires_grad_()
         value = (norm.norm(x, weight, shift, eps, centred) * dh).sum()
         grads = torch.autograd.grad(value, [x, *layer.parameters()])
         refs = torch.autograd.grad((exact(xd) * dh).sum(), [xd, *exact.parameters()])
-        for got, ref in zip(grads, refs, strict=True):
-            assert error(got, ref) < 8e-3
+        assert all(error(got, ref) < 8e-3 for got, ref in zip(grads, refs, strict=True))
 
 
-@either
 def test_gradients_of_logits_in_8_bits_are_right_in_the_mean():
     """Of many rows with much the same logits; the means of the nearest e5m2 values are 3% off."""
     rows, P = 400, 256
@@ -214,7 +189,6 @@ def test_gradients_of_logits_in_8_bits_are_right_in_the_mean():
     assert means.square().mean() < 0.01**2 < 0.02**2 < nearest.square().mean()
 
 
-@either
 @pytest.mark.parametrize("rows, widths", [(1, (8, 8, 8)), (333, (96, 32, 32)), (40, (768, 768, 768))])
 def test_pack(rows, widths):
     parts = [leaf(rows, w, dtype=WIDE).detach() for w in widths]
@@ -227,24 +201,19 @@ def leaf(*shape, dtype=torch.bfloat16, std=1.0):
     return (torch.randn(*shape, device=DEVICE) * std).to(dtype).requires_grad_()
 
 
-@either
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("B, T, K, N", [(3, 37, 64, 200), (2, 128, 768, 2304), (1, 1, 8, 16)])
 def test_linear(B, T, K, N, dtype, bias):
-    x, weight, b = leaf(B, T, K), leaf(N, K, dtype=dtype), leaf(N, dtype=dtype) if bias else None
-    inputs = [x, weight] + [b] * bias
-    y = linear.linear(x, weight, b)
-    doubles = doubles_of(*(i.to(torch.bfloat16) for i in inputs))
-    expected = F.linear(*doubles)
-    dy = torch.randn_like(y)
-    grads = torch.autograd.grad(y, inputs, dy)
-    assert error(y, expected) < 4e-3  # one rounding to bf16
-    for grad, ref, i in zip(grads, torch.autograd.grad(expected, doubles, dy.double()), inputs, strict=True):
-        assert grad.dtype == i.dtype and grad.shape == i.shape and error(grad, ref) < 4e-3
+    inputs = [leaf(B, T, K), leaf(N, K, dtype=dtype)] + [leaf(N, dtype=dtype)] * bias
+    dy = leaf(B, T, N).detach()
+    found = with_gradients(lambda x, weight, b=None: linear.linear(x, weight, b), inputs, dy)
+    exact = with_gradients(F.linear, [i.bfloat16().double() for i in inputs], dy)
+    assert [grad.dtype for grad in found[1:]] == [i.dtype for i in inputs]
+    for a, b in zip(found, exact):
+        assert a.shape == b.shape and error(a, b) < 4e-3  # one rounding to bf16
 
 
-@either
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("kind", ["gelu", "relu2", "swiglu"])
 @pytest.mark.parametrize("rows, C, H", [(111, 64, 264), (9, 64, 4104)] + [(512, 768, 3072)] * GPU)
@@ -264,7 +233,6 @@ def test_mlp(rows, C, H, kind, bias):
         assert p is None or (p.grad.dtype == torch.float32 and error(p.grad, ref.grad) < 1e-2)
 
 
-@either
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize(
     "B, H, T, D", [(2, 3, 37, 24), (1, 2, 5, 128)] + [(4, 6, 1000, 128), (2, 12, 700, 64)] * GPU
@@ -278,22 +246,22 @@ def test_rope(B, H, T, D, normed):
     rope_module.reset_tables()
     cos, sin = rope_module.cos[3:], rope_module.sin[3:]
     inputs = [packed, weight][: 1 + normed]
-    doubles = doubles_of(*inputs)
-    wide = heads(doubles[0])
-    wide = F.rms_norm(wide, (D,), doubles[1], 1e-5) if normed else wide
-    first, second = wide.chunk(2, -1)
-    expected = wide * cos.double() + torch.cat((-second, first), -1) * sin.double()
-    y = rope.rope(heads(packed), weight, 1e-5, cos, sin)
+    ours = lambda packed, weight=None: rope.rope(heads(packed), weight, 1e-5, cos, sin)
+
+    def theirs(packed, weight=None):
+        x = F.rms_norm(heads(packed), (D,), weight, 1e-5) if normed else heads(packed)
+        first, second = x.chunk(2, -1)
+        return x * cos.double() + torch.cat((-second, first), -1) * sin.double()
+
     dy = torch.randn(B, T, H, D, device=DEVICE).to(WIDE).transpose(1, 2)
     for given in (dy, dy.contiguous()):
-        ours = torch.autograd.grad(y, inputs, given, retain_graph=True)
-        theirs = torch.autograd.grad(expected, doubles, given.double(), retain_graph=True)
+        found = with_gradients(ours, inputs, given)
+        exact = with_gradients(theirs, [x.double() for x in inputs], given)
         bound = 3e-3 if GPU else 1e-5  # one rounding to bf16
-        assert y.transpose(1, 2).is_contiguous() and y.dtype == WIDE and error(y, expected) < bound
-        assert all(error(a, b) < bound for a, b in zip(ours, theirs, strict=True))
+        assert found[0].transpose(1, 2).is_contiguous() and found[0].dtype == WIDE
+        assert all(error(a, b) < bound for a, b in zip(found, exact))
 
 
-@either
 def test_rope_of_other_tables_is_plain_pytorch(monkeypatch):
     """The kernel reads tables of (T, D); plain PyTorch takes any that can be broadcast."""
     monkeypatch.setattr(kernels, "served", {DEVICE})
@@ -317,12 +285,11 @@ SHAPES_OF_MODELS = [
     {},
     {"dropout": 1e-9, "n_kv_head": 2, "qk_norm": True},
     {"n_hidden": 100},  # no multiple of 8: the MLP is plain PyTorch
-    {"mlp": "swiglu", "n_kv_head": 2, "norm": "rmsnorm", "positions": "rope", "bias": False},
+    {"n_kv_head": 2, **LLAMA},
     {"mlp": "relu2", "positions": "rope", "qk_norm": True, "attention_gate": True, "value_embeddings": 2},
 ]
 
 
-@either
 @pytest.mark.parametrize("compiled", [False, True] if GPU else [False])
 @pytest.mark.parametrize("shape", SHAPES_OF_MODELS)
 def test_a_model_trains_with_fused_kernels_as_with_plain_pytorch(shape, compiled, monkeypatch):
@@ -337,30 +304,25 @@ def test_a_model_trains_with_fused_kernels_as_with_plain_pytorch(shape, compiled
         own.hidden = torch.compile(own.hidden, fullgraph=True)
         own.head.compile(fullgraph=True)
     idx, targets = torch.randint(0, 1000, (2, B, T), device=DEVICE)
-    with torch.autocast(DEVICE, torch.bfloat16):
-        value = own(idx, targets)
-    value.backward()
-    with census(DEVICE, torch.bfloat16) as seen:
-        own(idx.cpu(), targets.cpu()) if not GPU else None
+    value, grads = gradients(own, idx, targets, autocast=torch.autocast(DEVICE, torch.bfloat16))
     if not GPU:
+        with census(DEVICE, torch.bfloat16) as seen:
+            own(idx, targets)
         plain_calls = {name for name, reason in seen.calls if reason}
         assert plain_calls == ({"mlp", "linear"} if "n_hidden" in shape else set())
     for block in exact.blocks:
         block.attn.backend = "math"
     monkeypatch.setattr(kernels, "served", set())
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        expected = exact.double()(idx, targets)
-    expected.backward()
+        expected, refs = gradients(exact.double(), idx, targets)
     assert error(value, expected) < 1e-3
-    for (name, p), ref in zip(own.named_parameters(), exact.parameters(), strict=True):
-        assert error(p.grad, ref.grad) < 3e-2, name
-
-
-A100, ADA, H100, B200 = (chips.Chip("nvidia", number) for number in ((8, 0), (8, 9), (9, 0), (10, 0)))
+    for name, ref in refs.items():
+        assert error(grads[name], ref) < 3e-2, name
 
 
 def test_what_each_chip_runs(monkeypatch):
     """ROCm's devices are "cuda" to PyTorch too, and their capabilities look like NVIDIA's."""
+    A100, ADA, H100, B200 = (chips.Chip("nvidia", number) for number in ((8, 0), (8, 9), (9, 0), (10, 0)))
     every = [chips.Chip("nvidia", (7, 5)), A100, ADA, H100, B200, chips.Chip("amd"), chips.Chip("cpu")]
     runs = lambda lacks: [chip for chip in every if lacks(chip) is None]
     assert runs(chips.no_fused_kernels) == [A100, ADA, H100, B200] and runs(chips.no_fp8) == [ADA, H100, B200]
