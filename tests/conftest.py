@@ -1,5 +1,6 @@
 """Shared by the tests: small shards of real text, and runs of train.py in this process or over ranks."""
 
+import contextlib
 import functools
 import itertools
 import json
@@ -174,12 +175,8 @@ def train_here(data_dir, out_dir, **settings):
     from configurator import configure
     from settings import Config
 
-    before = os.getcwd()
-    os.chdir(ROOT)
-    try:
+    with contextlib.chdir(ROOT):
         train.main(configure(Config, flags(data_dir, out_dir, **settings)))
-    finally:
-        os.chdir(before)
     return read_log(out_dir)
 
 

@@ -24,8 +24,8 @@ def bits(shape, count=adamw8bit.SHIFT):
     return torch.randint(0, 2**count, shape, dtype=torch.int32)
 
 
-def round_trip(x, levels, to_zero, noise=None):
-    codes, scale = adamw8bit.encoded(x, bits(x.shape) if noise is None else noise, levels, to_zero)
+def round_trip(x, levels, to_zero):
+    codes, scale = adamw8bit.encoded(x, bits(x.shape), levels, to_zero)
     assert codes.min() >= 0 and codes.max() <= levels
     return adamw8bit.decoded(codes, scale, levels)
 
@@ -139,20 +139,6 @@ def test_rows_apart_are_as_together():
             adamw8bit.update_torch(part[0], g[a:b], *part[1:], a, *numbers(step))
     for together, apart in zip(whole, zip(*parts)):
         assert torch.equal(together, torch.cat(apart))
-
-
-def test_moments_decay_as_they_should_and_stay_if_rounded_to_the_nearest():
-    """After 40 steps without a gradient 0.95^40 is left of the second moment, in the mean of 16,384."""
-    torch.manual_seed(0)
-    square = start = torch.rand(64, 256) + 0.5
-    nearest = square
-    for _ in range(40):
-        square = round_trip(square * 0.95, *V)
-        nearest = round_trip(nearest * 0.95, *V, noise=torch.full(square.shape, 2**19, dtype=torch.int32))
-    # an element's variance grows by (its step / 2)^2 at most, 0.4% of its square, a step
-    left = (square.sum() / start.sum()).item()
-    assert left == pytest.approx(0.95**40, rel=5 * (40 * 0.004 / 16_384) ** 0.5)
-    assert nearest.sum() > 2 * 0.95**40 * start.sum()
 
 
 OPTIONS = dict(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)

@@ -55,7 +55,6 @@ ATTENTION = "    def forward(self, x, idx):\n        q, k, v ="
 ATTENTION_PROJ = "        self.proj = Linear(cfg.n_embd, cfg.n_embd, bias=cfg.bias)\n"
 CORE = "        y = self.core("
 GATE = "y = self.gate(y.transpose(1, 2), x).flatten(2)  # (B, T, C)\n"
-MIX = "return self.proj(y)\n"
 LOOP = "        for block in self.stack:\n            x = block(x, idx)\n"
 HEAD = "        self.head = Head(cfg)\n"
 LOSS_CALL = "kernels.linear_cross_entropy(x, self, targets, reduction, self.vocab_size, self.softcap)\n"
@@ -106,7 +105,7 @@ EDITS = {
     "value residual": [  # the first block's values go on to all others: a block takes and returns two tensors
         (ATTENTION, ATTENTION.replace("idx)", "idx, first)")),
         (CORE, "        v = v if first is None else 0.5 * (v + first)\n" + CORE),
-        (MIX, "return self.proj(y), v if first is None else first\n"),
+        ("return self.proj(y)\n", "return self.proj(y), v if first is None else first\n"),
         (
             BLOCK,
             "    def forward(self, x, idx, first):\n"
@@ -279,126 +278,85 @@ def least_alike(found, reference):
     return min(F.cosine_similarity(*map(torch.flatten, pair), 0).item() for pair in pairs(found, reference))
 
 
-def check(edit, found, **settings):
-    """Asserts that the steps are those of plain PyTorch with the edit, and not those without."""
-    reference, other = plain(edit, **settings), plain(None, edit, **settings)
-    autocast = errors(plain(edit, precision="bf16", **settings), reference)
+def check(edit, found, settings):
+    """Asserts that the steps are those of plain PyTorch with the edit, and not those without, or unmasked."""
+    shape = {name: settings[name] for name in ("block_size", "document_mask") if name in settings}
+    reference, others = plain(edit, **shape), [plain(None, edit, **shape)]
+    others += [plain(edit)] if "document_mask" in shape else []
     loss, change = errors(found, reference)
-    assert loss < max(LOSS, 3 * autocast[0]) and change < max(CHANGE, 3 * autocast[1])
-    assert errors(found, other)[1] > OTHER, "the edit has no effect"
-    same_parameters_changed(found, reference)
-
-
-def check_fp8(edit, found, **settings):
-    reference, other = plain(edit, **settings), plain(None, edit, **settings)
-    assert errors(found, reference)[0] < LOSS_FP8 and least_alike(found, reference) > ALIKE
-    assert least_alike(found, other) < ALIKE - 0.05, "the edit has no effect"
-    same_parameters_changed(found, reference)
-
-
-def same_parameters_changed(found, reference):
+    if settings.get("precision") == "fp8":
+        assert loss < LOSS_FP8 and least_alike(found, reference) > ALIKE
+        assert least_alike(found, others[0]) < ALIKE - 0.05, "the edit has no effect"
+    else:
+        autocast = errors(plain(edit, precision="bf16", **shape), reference)
+        assert loss < max(LOSS, 3 * autocast[0]) and change < max(CHANGE, 3 * autocast[1])
+        assert all(errors(found, other)[1] > OTHER for other in others), "the edit or the mask has no effect"
     changed = [{name: bool(p.any()) for name, p in changes.items()} for _, changes in (found, reference)]
     assert changed[0] == changed[1]
-
-
-# -- with fused kernels
 
 
 # for the others nothing runs that does not run for one of these
 OFTEN = {"attention and MLP in parallel", "post-norm", "another activation", "a gate for each head", "LoRA"}
 OFTEN |= {"value residual", "a fused norm on q and k", "a layer before the head", "a skipped layer"}
-
-
-@pytest.mark.parametrize("edit", [name if name in OFTEN else slow(name) for name in EDITS])
-def test_fused_kernels(edit):
-    check(edit, steps(edit))
-
-
 TILES = dict(remat_tile=TILE, block_size=2 * TILE)
-REMAT = {
-    "selective": dict(remat="selective"),
-    "block": dict(remat="block"),
-    "block, every other": dict(remat="block", remat_every=2),
-    "attention": dict(remat="attention", remat_offload=True),
-    "selective in tiles": dict(remat="selective", **TILES),
-    "attention in tiles": dict(remat="attention", remat_offload=True, **TILES),
-}
-FAST = [("value residual", "attention"), ("the embedding in every block", "block")]
-FAST += [("a second norm on q and k", "attention")]
-SLOW = [slow("value residual", remat) for remat in REMAT if remat != "attention"]
-SLOW += [slow("a second norm on q and k", "attention in tiles")]
+ATTENTION = dict(remat="attention", remat_offload=True)
+CASES = [(name, {}) if name in OFTEN else slow(name, {}) for name in EDITS]
+CASES += [("value residual", ATTENTION), ("value residual", dict(document_mask=True))]
+CASES += [("the embedding in every block", dict(remat="block")), ("LoRA", dict(precision="fp8"))]
+CASES += [("a second norm on q and k", ATTENTION)]  # q and k in float32
+CASES += [("value residual", dict(compile=True)), slow("LoRA", dict(compile=True))] * (not GPU)  # there all
+REMAT = [dict(remat="selective"), dict(remat="block"), dict(remat="block", remat_every=2)]
+REMAT += [dict(remat="selective") | TILES, ATTENTION | TILES]
+CASES += [slow("value residual", remat) for remat in REMAT]
+CASES += [slow("a second norm on q and k", ATTENTION | TILES)]
+CASES += [slow("a gate for each head", dict(document_mask=True))]
+CASES += [slow(edit, dict(precision="fp8")) for edit in ("a layer of every other channel", "value residual")]
 
 
-@pytest.mark.parametrize("edit, remat", FAST + SLOW)
-def test_remat(edit, remat):
-    """Of a block that takes and returns two tensors, and with q and k in float32."""
-    settings = REMAT[remat]
-    check(edit, steps(edit, **settings), block_size=settings.get("block_size", SHAPE["block_size"]))
+def words(value):
+    return value if isinstance(value, str) else " ".join(f"{name}={x}" for name, x in value.items())
 
 
-@pytest.mark.parametrize("edit", ["value residual", slow("a gate for each head")])
-def test_document_masks(edit):
-    """Also differs from the same edit without masks."""
-    found = steps(edit, document_mask=True)
-    check(edit, found, document_mask=True)
-    assert errors(found, plain(edit))[1] > OTHER
+@pytest.mark.parametrize("edit, settings", CASES, ids=words)
+def test_in_one_process(edit, settings, monkeypatch):
+    if not GPU:
+        compile_to_graphs(monkeypatch.setattr)
+    check(edit, steps(edit, **settings), settings)
 
 
-@pytest.mark.parametrize("edit", ["LoRA", slow("a layer of every other channel"), slow("value residual")])
-def test_fp8(edit):
-    check_fp8(edit, steps(edit, precision="fp8"))
-
-
-@pytest.mark.skipif(GPU, reason="on a GPU the other tests are compiled")
-@pytest.mark.parametrize("edit", ["value residual", slow("LoRA")])
-def test_compiled_to_graphs(edit, monkeypatch):
-    compile_to_graphs(monkeypatch.setattr)
-    check(edit, steps(edit, compile=True))
-
-
-# -- over ranks
-
-SHARDED = dict(parallel="fsdp", unit_mib=0)
+SHARDED, ZERO2 = dict(parallel="fsdp", unit_mib=0), dict(parallel="zero2", unit_mib=0)
 ALL_AT_ONCE = dict(parallel="fsdp", context_parallel=2, remat="selective", document_mask=True)
+IN_FP8 = dict(block_size=128 if GPU else 16, precision="fp8")  # rows: a multiple of 16
 MODES = [
     ("value residual", dict(context_parallel=2)),
     ("value residual", SHARDED),
-    ("a layer before the head", dict(parallel="zero2", unit_mib=0, remat="block")),
+    ("a layer before the head", dict(remat="block", **ZERO2)),
     ("a skipped layer", {}),  # parameters without a gradient under DDP
     ("a skipped layer", dict(parallel="fsdp")),  # of blocks that would be one unit
     ("attention and MLP in parallel", ALL_AT_ONCE),
     slow("layers run twice", dict(parallel="fsdp")),
     slow("a second norm on q and k", dict(context_parallel=2, remat="attention")),
+    slow("LoRA", IN_FP8 | ZERO2),  # gathered in 8 bits, but for layers with another forward
+    slow("value residual", IN_FP8 | SHARDED),
 ]
 
 
 @two_ranks
-@pytest.mark.parametrize("edit, mode", MODES)
+@pytest.mark.parametrize("edit, mode", MODES, ids=words)
 def test_over_two_ranks(edit, mode):
-    batch_size = 2 if "context_parallel" in mode else 1
-    found = ranks.call(2, steps_in_rank, edit, dict(batch_size=batch_size, **mode))
+    found = ranks.call(2, steps_in_rank, edit, dict(batch_size=mode.get("context_parallel", 1), **mode))
     assert found[0][0] == found[1][0]
-    check(edit, found[0], **{name: value for name, value in mode.items() if name == "document_mask"})
+    check(edit, found[0], mode)
 
 
 COMPILED = dict(parallel="zero2", remat="selective", compile=True)
 HYBRID = dict(parallel="hsdp", shard_size=2, remat="block")
-IN_FP8 = dict(batch_size=1, block_size=128 if GPU else 16, precision="fp8")  # rows: a multiple of 16
-FP8_MODES = [slow("LoRA", dict(parallel="zero2", unit_mib=0)), slow("value residual", SHARDED)]
-
-
-@two_ranks
-@pytest.mark.parametrize("edit, mode", FP8_MODES)
-def test_fp8_over_two_ranks(edit, mode):
-    """Blocks' weights are gathered in 8 bits, those of a layer with another forward in bf16."""
-    found = ranks.call(2, steps_in_rank, edit, IN_FP8 | mode)[0]
-    check_fp8(edit, found, block_size=IN_FP8["block_size"])
 
 
 @two_ranks
 @pytest.mark.parametrize("shape, mode", [slow(GROUPED, SHARDED), slow(GROUPED, COMPILED), slow({}, HYBRID)])
 def test_fp8_over_two_ranks_is_that_of_one_process(shape, mode):
-    settings = IN_FP8 | shape
+    settings = dict(batch_size=1, **IN_FP8, **shape)
     one, two = steps(None, **settings), ranks.call(2, steps_in_rank, None, settings | mode)[0]
     norms = [torch.cat([change.flatten() for change in changes.values()]).norm() for _, changes in (one, two)]
     assert errors(two, one)[0] < 2e-3 and abs(norms[1] / norms[0] - 1) < 3e-2

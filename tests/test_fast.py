@@ -4,6 +4,7 @@ Triton's interpreter (conftest.py sets it), and PyTorch stands in for cuBLASLt (
 import itertools
 import math
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -27,13 +28,9 @@ SHAPES = [(37, 8, 136, 136), (5, 64, 4104, 4100), (MANY, 24, 2048, 3), (7, 40, 6
 WIDE = torch.bfloat16 if GPU else torch.float32  # NumPy, the interpreter's arithmetic, has no bf16
 
 
-def plain(x, weight, targets, reduction, V, cap=None):
+def plain(x, weight, targets, reduction, V, softcap=None):
     """The plain PyTorch reference of kernels.linear_cross_entropy."""
-    return kernels.plain_cross_entropy(F.linear(x, weight), targets, reduction, V, cap)
-
-
-def doubles_of(*tensors):
-    return [t if t is None else t.detach().double().requires_grad_() for t in tensors]
+    return kernels.plain_cross_entropy(F.linear(x, weight), targets, reduction, V, softcap)
 
 
 def exponentials(a, b, shifts, real, out=None, softcap=None):
@@ -67,31 +64,25 @@ def in_product(request, monkeypatch):
 
 @pytest.mark.parametrize("N, C, P, V", [slow(20, 16, 128, 100), *SHAPES])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16] if GPU else [torch.float32])
-def test_linear_cross_entropy(N, C, P, V, dtype, in_product, monkeypatch):
+@pytest.mark.parametrize("cap, ignored", itertools.product((None, 5.0), (False, True)))
+def test_linear_cross_entropy(N, C, P, V, dtype, cap, ignored, in_product, monkeypatch):
     monkeypatch.setattr(loss, "LOGITS_BYTES", 16 * P * 4)  # several chunks, the last one ragged
-    for cap, ignored in itertools.product((None, 5.0), (False, True)):
-        x = torch.randn(1, N, C, device=DEVICE, dtype=dtype, requires_grad=True)
-        weight = (torch.randn(P, C, device=DEVICE) * 2 / C**0.5).requires_grad_()  # logits of a few units
-        targets = torch.randint(0, V, (1, 2 * N), device=DEVICE)[:, ::2]  # a view with other strides
-        if ignored:
-            targets[torch.rand(1, N, device=DEVICE) < 0.3] = -100
-            targets[0, 0], targets[0, -1] = 0, -100
-        xd, wd = doubles_of(x, weight.to(dtype))
-        for reduction in ("mean", "sum"):
-            expected = plain(xd, wd, targets, reduction, V, cap)
-            value = loss.linear_cross_entropy(x, weight, targets, reduction, V, cap)
-            (3 * expected).backward()
-            (3 * value).backward()
-            assert error(value, expected) < TOLERANCE[dtype]
-            assert error(x.grad, xd.grad) < TOLERANCE[dtype]
-            assert error(weight.grad, wd.grad) < TOLERANCE[dtype]
-            assert not weight.grad[V:].any() and weight.grad.dtype == torch.float32
-            for t in (x, weight, xd, wd):
-                t.grad = None
-        with torch.no_grad():
-            each = loss.linear_cross_entropy(x, weight, targets, "none", V, cap)
-            expected = plain(xd, wd, targets, "none", V, cap)
-        assert each.shape == (1, N) and error(each, expected) < TOLERANCE[dtype]
+    x, weight = leaf(1, N, C, dtype=dtype), leaf(P, C, dtype=torch.float32, std=2 / C**0.5)
+    targets = torch.randint(0, V, (1, 2 * N), device=DEVICE)[:, ::2]  # a view with other strides
+    if ignored:
+        targets[torch.rand(1, N, device=DEVICE) < 0.3] = -100
+        targets[0, 0], targets[0, -1] = 0, -100
+    doubles, three = (x.double(), weight.to(dtype).double()), torch.tensor(3.0, device=DEVICE)
+    for reduction in ("mean", "sum"):
+        options = dict(targets=targets, reduction=reduction, V=V, softcap=cap)
+        found = with_gradients(partial(loss.linear_cross_entropy, **options), (x, weight), three)
+        exact = with_gradients(partial(plain, **options), doubles, three)
+        assert all(error(*pair) < TOLERANCE[dtype] for pair in zip(found, exact))
+        assert not found[2][V:].any() and found[2].dtype == torch.float32
+    with torch.no_grad():
+        each = loss.linear_cross_entropy(x, weight, targets, "none", V, cap)
+        expected = plain(*doubles, targets, "none", V, cap)
+    assert each.shape == (1, N) and error(each, expected) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize(
@@ -108,7 +99,7 @@ def test_losses_of_many_nats_and_of_none(base, above, least, in_product):
     targets = torch.tensor([[5, 6, V - 1, 0, -100, 9]], device=DEVICE)
     value = loss.linear_cross_entropy(x, weight, targets, "sum", V)
     value.backward()
-    xd, wd = doubles_of(x, weight)
+    xd, wd = (t.detach().double().requires_grad_() for t in (x, weight))
     each = plain(xd, wd, targets, "none", V)
     each.sum().backward()
     assert each[0, :2].max() < 20 and each[0, [2, 3, 5]].min() > least
@@ -135,38 +126,34 @@ def test_tokens_that_do_not_count_and_numbers_that_are_none(in_product):
     assert each.isnan().nonzero().flatten().tolist() == [7]
 
 
-@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
+@pytest.mark.parametrize("kind, shifted", [("layernorm", False), ("layernorm", True), ("rmsnorm", False)])
 @pytest.mark.parametrize("rows, C", [(1, 64), (37, 96), (MANY, 768), (5, 5000)])
 @pytest.mark.parametrize("residual", [torch.float32, torch.bfloat16] if GPU else [torch.float32])
-def test_norm(rows, C, kind, residual):
+def test_norm(rows, C, kind, shifted, residual):
     """Alone, and its operators with what fusion.py adds: the sum before it, and that sum's other gradient."""
-    for shifted in (False, True):
-        cfg = GPTConfig(n_embd=C, norm=kind, bias=shifted)
-        layer, exact = models.make_norm(cfg).to(DEVICE), models.make_norm(cfg).to(DEVICE).double()
-        with torch.no_grad():
-            for p, q in zip(layer.parameters(), exact.parameters(), strict=True):
-                p.copy_(torch.randn(C)), q.copy_(p)
-        x, y = leaf(2, rows, C, dtype=residual), leaf(2, rows, C, dtype=WIDE)
-        dtotal, dh = torch.randn(2, 2, rows, C, device=DEVICE, dtype=torch.float64)
-        weight, shift, eps = layer.weight, getattr(layer, "bias", None), layer.eps
-        centred = isinstance(layer, kernels.LayerNorm)
-        with torch.no_grad():
-            total, h, stats = norm.norm_forward(x, y, weight, shift, eps, centred)
-            low = [dtotal.to(residual), dh.to(torch.bfloat16)]
-            dx, sums = norm.norm_backward(*low, total, stats, weight, centred)
-        exact_total = (x.double() + y.double()).detach().requires_grad_()
-        exact_h = exact(exact_total)
-        assert error(h, exact_h) < 6e-3
-        assert error(total, exact_total) < (1e-6 if residual == torch.float32 else 3e-3)
-        refs = torch.autograd.grad((exact_h * dh).sum(), [exact_total, *exact.parameters()])
-        # dh is rounded to bf16 on its way in, x + y on its way out
-        assert error(dx, refs[0] + dtotal) < 8e-3 and error(sums[2], (refs[0] + dtotal).sum((0, 1))) < 8e-3
-        assert all(error(got, ref) < 8e-3 for got, ref in zip(sums, refs[1:]))
-        xd = x.detach().double().requires_grad_()
-        value = (norm.norm(x, weight, shift, eps, centred) * dh).sum()
-        grads = torch.autograd.grad(value, [x, *layer.parameters()])
-        refs = torch.autograd.grad((exact(xd) * dh).sum(), [xd, *exact.parameters()])
-        assert all(error(got, ref) < 8e-3 for got, ref in zip(grads, refs, strict=True))
+    layer = models.make_norm(GPTConfig(n_embd=C, norm=kind, bias=shifted)).to(DEVICE)
+    weight, shift, eps = layer.weight, getattr(layer, "bias", None), layer.eps
+    centred, parameters = kind == "layernorm", [torch.nn.init.normal_(p) for p in layer.parameters()]
+    in_float64 = partial(F.layer_norm if centred else F.rms_norm, eps=eps)
+    exactly = lambda x, *p: in_float64(x, (C,), *p)
+    x, y = leaf(2, rows, C, dtype=residual), leaf(2, rows, C, dtype=WIDE)
+    dtotal, dh = torch.randn(2, 2, rows, C, device=DEVICE, dtype=torch.float64)
+    with torch.no_grad():
+        total, h, stats = norm.norm_forward(x, y, weight, shift, eps, centred)
+        low = [dtotal.to(residual), dh.to(torch.bfloat16)]
+        dx, sums = norm.norm_backward(*low, total, stats, weight, centred)
+    exact_total, *doubles = x.double() + y.double(), *(p.double() for p in parameters)
+    exact_h, dx_alone, *exact_sums = with_gradients(exactly, [exact_total, *doubles], dh)
+    assert error(h, exact_h) < 6e-3
+    assert error(total, exact_total) < (1e-6 if residual == torch.float32 else 3e-3)
+    # dh is rounded to bf16 on its way in, x + y on its way out
+    exact_dx = dx_alone + dtotal
+    assert error(dx, exact_dx) < 8e-3 and error(sums[2], exact_dx.sum((0, 1))) < 8e-3
+    assert all(error(*pair) < 8e-3 for pair in zip(sums, exact_sums))
+    alone = lambda x, weight, shift=None: norm.norm(x, weight, shift, eps, centred)
+    found = with_gradients(alone, [x, *parameters], dh)
+    exact = with_gradients(exactly, [x.double(), *doubles], dh)
+    assert all(error(*pair) < 8e-3 for pair in zip(found, exact))
 
 
 def test_gradients_of_logits_in_8_bits_are_right_in_the_mean():
@@ -218,19 +205,20 @@ def test_linear(B, T, K, N, dtype, bias):
 @pytest.mark.parametrize("kind", ["gelu", "relu2", "swiglu"])
 @pytest.mark.parametrize("rows, C, H", [(111, 64, 264), (9, 64, 4104)] + [(512, 768, 3072)] * GPU)
 def test_mlp(rows, C, H, kind, bias):
+    def ours(x, w1, w2, b1=None, b2=None):
+        return mlp.mlp(kind, x, w1, b1, w2, b2)
+
+    def theirs(x, w1, w2, b1=None, b2=None):
+        return F.linear(getattr(kernels, kind)(F.linear(x, w1, b1)), w2, b2)
+
     shapes = [(H * (1 + (kind == "swiglu")), C), (C, H)]
-    parameters = [leaf(*shape, dtype=torch.float32, std=0.05) for shape in shapes]
-    biases = [leaf(shape[0], dtype=torch.float32, std=0.05) if bias else None for shape in shapes]
-    inputs = [p for pair in zip(parameters, biases) for p in pair]  # w1, b1, w2, b2
-    x, dy = leaf(1, rows, C), torch.randn(1, rows, C, device=DEVICE, dtype=torch.bfloat16)
-    xd, *doubles = doubles_of(*(i if i is None else i.to(torch.bfloat16) for i in (x, *inputs)))
-    w1, b1, w2, b2 = doubles
-    y, expected = mlp.mlp(kind, x, *inputs), F.linear(getattr(kernels, kind)(F.linear(xd, w1, b1)), w2, b2)
-    y.backward(dy)
-    expected.backward(dy.double())
-    assert error(y, expected) < 8e-3 and error(x.grad, xd.grad) < 1e-2
-    for p, ref in zip(inputs, doubles):
-        assert p is None or (p.grad.dtype == torch.float32 and error(p.grad, ref.grad) < 1e-2)
+    shapes += [(C_out,) for C_out, _ in shapes] * bias
+    inputs = [leaf(1, rows, C), *(leaf(*shape, dtype=torch.float32, std=0.05) for shape in shapes)]
+    dy = leaf(1, rows, C).detach()
+    found = with_gradients(ours, inputs, dy)
+    exact = with_gradients(theirs, [i.bfloat16().double() for i in inputs], dy)
+    assert error(found[0], exact[0]) < 8e-3 and all(error(*pair) < 1e-2 for pair in zip(found, exact))
+    assert all(grad.dtype == torch.float32 for grad in found[2:])
 
 
 @pytest.mark.parametrize("normed", [True, False])

@@ -156,16 +156,6 @@ def test_linear_backward(T, widths, Q):
     assert error(dw, dy.t() @ x.double()) < 1e-5 and error(db, dy.sum(0)) < 1e-5  # in float32
 
 
-@on_hopper
-def test_width_that_tma_does_not_take():
-    """cuBLASLt multiplies what hopper.py does not take."""
-    a, b = randn(300, 64), randn(100, 64)
-    out = torch.empty(300, 100, device=GPU, dtype=torch.bfloat16)
-    with pytest.raises(RuntimeError, match="multiples of 16 bytes"):
-        hopper.linear(a, b.t(), None, out)
-    assert error(cublas.matmul(a, b.t(), out), a.double() @ b.double().t()) < 2e-3
-
-
 def test_unit_k_tiles():
     """The work units cover all k-tiles and keep 66 clusters evenly busy."""
     for tiles in (6, 18, 24, 32, 264):

@@ -26,10 +26,6 @@ from scale import memory, parallel
 from settings import Config
 
 
-def weights(out_dir, step):
-    return load_checkpoint(out_dir / f"step_{step:08d}")[0]["model"]
-
-
 def same_run(one, other, rel=4e-6):
     """Asserts that two runs have the same training and validation losses, samples, and weights at the end."""
     texts = [[line["texts"] for line in read_log(run) if line["kind"] == "sample"] for run in (one, other)]
@@ -37,15 +33,11 @@ def same_run(one, other, rel=4e-6):
     for kind in ("train", "val"):
         a, b = losses(read_log(one), kind), losses(read_log(other), kind)
         assert a == pytest.approx(b, rel=rel) and len(a) > 2
-    torch.testing.assert_close(weights(other, max(a)), weights(one, max(a)), rtol=0, atol=2e-5)
+    both = [load_checkpoint(run / f"step_{max(a):08d}")[0]["model"] for run in (one, other)]
+    torch.testing.assert_close(*both, rtol=0, atol=2e-5)
 
 
-def same_end(folder, one, rel=4e-6):
-    """Asserts that a run resumed after step 3 has the losses of an uninterrupted one."""
-    goes_on(folder, one, range(4, 7), rel)
-
-
-def goes_on(folder, whole, steps, rel=4e-6):
+def same_end(folder, whole, steps=(4, 5, 6), rel=4e-6):
     """Asserts that a resumed run did these steps, with the losses of the uninterrupted one."""
     expected = losses(read_log(whole))
     assert losses(read_log(folder)) == pytest.approx({step: expected[step] for step in steps}, rel=rel)
@@ -99,28 +91,27 @@ HOST, FOUR = dict(offload_states=True), dict(batch_size=1, n_layer=3)
 CONTEXT, KEPT = dict(context_parallel=2), dict(remat="attention", remat_tile=6, remat_offload=True)
 MODES = {  # ranks, settings of the mode, settings of the run in one process too
     "ddp": (2, {}, {}),
-    "loss in chunks in ddp": (2, CHUNKS, WIDE),
     "fsdp": (2, FSDP, dict(sample_interval=6)),
     "zero2": (2, dict(parallel="zero2", UNIT_MIB=0, **CHUNKS), dict(n_kv_head=2, **LLAMA, **WIDE)),
     "hsdp": (4, dict(UNIT_MIB=1, **HSDP), dict(n_embd=128, **FOUR)),  # units of 2 blocks and 1
     "context": (2, CONTEXT | KEPT, dict(sample_interval=6)),
     "states on the host": (2, FSDP | HOST, {}),
+    "muon in zero2": (2, dict(parallel="zero2"), MUON),
+}
+COVERED = {  # by those together
+    "loss in chunks in ddp": (2, CHUNKS, WIDE),
     "states on the host, sums on the device": (2, HSDP | HOST, {}),
     "context in fsdp": (4, FSDP | CHUNKS | CONTEXT | dict(remat="selective"), GATED | WIDE),
     "muon": (4, {}, MUON | FOUR),
     "muon in fsdp": (4, FSDP, MUON | LLAMA | FOUR | dict(n_kv_head=2)),
-    "muon in zero2": (2, dict(parallel="zero2"), MUON),
     "muon in hsdp": (4, HSDP, MUON | dict(batch_size=1, mlp="relu2", qk_norm=True)),
     "adamw8bit": (2, FSDP, dict(optimizer="adamw8bit", vocab_multiple=1)),  # 257 rows
 }
-# by the other modes, together
-COVERED = {"loss in chunks in ddp", "context in fsdp", "muon", "muon in hsdp", "muon in fsdp"}
-COVERED |= {"states on the host, sums on the device", "adamw8bit"}
-SLOW = {name: [pytest.mark.slow] * (name in COVERED) for name in MODES}
-SOME = [pytest.param(*mode, id=name, marks=SLOW[name]) for name, mode in MODES.items()]
+CASES = [pytest.param(*mode, id=name) for name, mode in MODES.items()]
+CASES += [pytest.param(*mode, id=name, marks=pytest.mark.slow) for name, mode in COVERED.items()]
 
 
-@pytest.mark.parametrize("number, mode, shape", SOME)
+@pytest.mark.parametrize("number, mode, shape", CASES)
 @pytest.mark.fault(20)
 def test_any_mode_equals_one_process_and_resumes_across(data_dir, tmp_path, alone, number, mode, shape):
     """The same global batches in float32, in two micro-steps a step or more: equal but for sums' orders.
@@ -211,13 +202,6 @@ def test_errors_under_torchrun_are_one_line_and_end_every_rank():
     assert result.stderr.startswith("error: command line: lr=x is not a float")
     assert "exitcode  : 2" in result.stderr and "rank      : 0" in result.stderr
     assert result.stderr.count("error: command line") == 1  # torchrun's report may name both ranks
-
-
-def test_errors_are_one_line_and_end_every_rank(tmp_path):
-    result = ranks.run(2, flags(tmp_path, tmp_path / "run"))  # a folder without shards
-    assert result.codes == [3, 3] and result.stdout == ""
-    assert result.stderr.startswith("error: ") and str(tmp_path) in result.stderr
-    assert result.stderr.count("\n") == 1
 
 
 def threads_in_rank(cfg, cores, threads):
@@ -335,7 +319,7 @@ def test_resharded_from_two_ranks_to_one_to_four(data_dir, tmp_path, sharded):
     assert ranks.call(4, train_from_own_rows, words) == [(0, "")] * 4
     over_ranks(4, data_dir, copied(sharded, 8, tmp_path / "24"), parallel="hsdp", shard_size=2, **settings)
     for name, first in (("1", 5), ("4", 9), ("24", 9)):
-        goes_on(tmp_path / name, sharded, range(first, 13))
+        same_end(tmp_path / name, sharded, range(first, 13))
 
 
 def test_merged_goes_on_exactly_as_sharded_and_exports_the_same(data_dir, tmp_path, sharded):
@@ -352,8 +336,7 @@ def test_merged_goes_on_exactly_as_sharded_and_exports_the_same(data_dir, tmp_pa
     over_ranks(2, data_dir, merged, parallel="fsdp", resume="auto", **SHARDED)
     same_checkpoint(sharded, merged, 12)
     for kind in ("train", "val"):
-        expected = losses(read_log(sharded), kind)
-        assert all(loss == expected[step] for step, loss in losses(read_log(merged), kind).items())
+        assert losses(read_log(merged), kind).items() <= losses(read_log(sharded), kind).items()
 
 
 @pytest.mark.parametrize("async_save", [False, True])
@@ -364,7 +347,6 @@ def test_disk_full_on_one_rank_ends_all_with_the_same_line(data_dir, tmp_path, a
     assert code == 4 and other == (code, text)
     assert "rank 1: [Errno 28] No space left" in text and "\n" not in text
     assert [p.name for p in (tmp_path / "run").iterdir() if p.is_dir()] == ["step_00000004"]
-    assert checkpoint.find(tmp_path / "run").name == "step_00000004"
 
 
 @pytest.mark.fault(21)
@@ -385,16 +367,8 @@ def test_hugging_face_weights_straight_into_shards(data_dir, tmp_path, family):
     shape |= dict(tie_embeddings=False)
     cfg = configure(Config, [str(ranks.ROOT / "config/test.py"), *flags("", "", **shape)[1:]])
     hf.save_hf(build(cfg, torch.device("cpu"), seed=5), tmp_path / "hf")
-    settings = dict(init_from=f"hf:{tmp_path / 'hf'}", eval_interval=2, max_steps=2, batch_size=2, **shape)
-    one = train_here(data_dir, tmp_path / "one", **settings)
+    settings = dict(init_from=f"hf:{tmp_path / 'hf'}", eval_interval=1, max_steps=3, batch_size=2, **shape)
+    train_here(data_dir, tmp_path / "one", **settings)
     words = flags(data_dir, tmp_path / "two", parallel="fsdp", **settings)
     assert ranks.call(2, train_from_own_rows, words) == [(0, "")] * 2
-    two = read_log(tmp_path / "two")
-    for kind in ("train", "val"):
-        assert losses(two, kind) == pytest.approx(losses(one, kind), rel=4e-6)
-    model = checkpoint.model_of(*hf.open_hf(tmp_path / "hf"), torch.device("cpu"))
-    untrained = build(cfg, torch.device("cpu"), seed=cfg.seed)
-    for name, param in (("wte", model.wte), ("head", model.head)):  # two steps of 5e-4 from where it began
-        found = weights(tmp_path / "two", 2)[f"{name}.weight"]
-        begun = torch.cat([param.weight[:257], getattr(untrained, name).weight[257:]])
-        assert (found - begun).abs().max() < 5e-3
+    same_run(tmp_path / "one", tmp_path / "two")

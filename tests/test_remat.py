@@ -131,28 +131,24 @@ def test_same_gradients_compiled(kind, compiler):
 def kept_bytes(kind):
     """Bytes that autograd holds between forward and backward, each storage once, parameters apart."""
     model = build(kind=kind, n_layer=4, block_size=64)
+    found = saved(model)
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    seen = {}
+    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in found}
+    return sum(size for storage, size in sizes.items() if storage not in own)
 
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            seen[storage.data_ptr()] = storage.nbytes()
-        return tensor
 
-    x = torch.randint(0, 200, (8, 64))
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        hidden = model.hidden(x)
-    assert hidden.requires_grad
-    return sum(seen.values())
+def saved(model):
+    """The tensors that autograd holds after a forward."""
+    found = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: found.append(t) or t, lambda t: t):
+        model.hidden(torch.randint(0, 200, (8, 64)))
+    return found
 
 
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_q_and_k_from_before_rope_are_kept_for_their_norm_alone(qk_norm):
     """v does not hold the projection's output, in which they lie beside it."""
-    model, found = build(GROUPED | dict(qk_norm=qk_norm), n_layer=1, block_size=64), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: found.append(t) or t, lambda t: t):
-        model.hidden(torch.randint(0, 200, (8, 64)))
+    found = saved(build(GROUPED | dict(qk_norm=qk_norm), n_layer=1, block_size=64))
     kept = [t for t in found if t.dim() == 4 and t.size(1) == 2]  # of k and v
     assert any(t.untyped_storage().nbytes() > t.nbytes for t in kept) == qk_norm
 
