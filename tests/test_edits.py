@@ -70,16 +70,6 @@ LORA = """class LoRA(Linear):
 
 class Attention(nn.Module):
 """
-NORM = """class Norm(RMSNorm):
-    def reset_parameters(self):
-        nn.init.zeros_(self.weight)
-
-    def forward(self, x):
-        return (1 + self.weight) * x / (x.float().abs().mean(-1, keepdim=True) + self.eps)
-
-
-def make_norm(cfg):
-"""
 
 
 def second_norms(kind):
@@ -148,12 +138,7 @@ EDITS = {
         (LOOP, "        x0 = x\n" + LOOP.replace("block(x, idx)", "block(x, idx, x0=x0)")),
     ],
     "LoRA": [("class Attention(nn.Module):\n", LORA), ("self.qkv = Linear(", "self.qkv = LoRA(")],
-    "another norm": [  # by the mean absolute value, times 1 + weight
-        ("def make_norm(cfg):\n", NORM),
-        ("return RMSNorm(cfg.n_embd, cfg.norm_eps)", "return Norm(cfg.n_embd, cfg.norm_eps)"),
-    ],
 }
-OF_LLAMA = {"another norm", "a second norm on q and k"}
 
 
 def edited(edit):
@@ -182,7 +167,7 @@ def put_in_place(module, patch):
 
 
 def config(edit, settings):
-    shape = GROUPED if edit in OF_LLAMA else {}
+    shape = GROUPED if edit == "a second norm on q and k" else {}
     cfg = Config(**{**SHAPE, **shape, "device": DEVICE, **settings})
     cfg.batch_tokens = ROWS * cfg.block_size
     return cfg

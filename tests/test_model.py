@@ -46,8 +46,6 @@ def randomized(cfg, seed=1):
 VARIANTS = {
     "gpt2": {},
     "gpt2_without_biases": dict(bias=False),
-    "untied": dict(tie_embeddings=False),
-    "llama": LLAMA,
     "llama_grouped": dict(LLAMA, n_kv_head=2, n_hidden=48, tie_embeddings=False),
     "llama_one_kv_head": dict(LLAMA, n_kv_head=1),
     "llama_scaled": dict(LLAMA, rope_theta=500_000.0, rope_factor=8.0, rope_original=8),

@@ -99,7 +99,6 @@ MODES = {  # ranks, settings of the mode, settings of the run in one process too
     "muon in zero2": (2, dict(parallel="zero2"), MUON),
 }
 COVERED = {  # by those together
-    "loss in chunks in ddp": (2, CHUNKS, WIDE),
     "states on the host, sums on the device": (2, HSDP | HOST, {}),
     "context in fsdp": (4, FSDP | CHUNKS | CONTEXT | dict(remat="selective"), GATED | WIDE),
     "muon": (4, {}, MUON | FOUR),
