@@ -1,5 +1,6 @@
 """Shared by the tests: small shards of real text, and runs of train.py in this process or over ranks."""
 
+import contextlib
 import functools
 import itertools
 import json
@@ -43,9 +44,8 @@ def pytest_collection_modifyitems(items):
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if item.get_closest_marker("gpt2") and not GPT2.is_file():
-            item.add_marker(
-                pytest.mark.skip(reason="tiktoken's cache has no GPT-2; go online and load it once")
-            )
+            why = "tiktoken's cache has no GPT-2; go online and load it once"
+            item.add_marker(pytest.mark.skip(reason=why))
         if "products" in item.fixturenames:
             item.add_marker("device")
         item.user_properties += [("fault", row) for mark in item.iter_markers("fault") for row in mark.args]
@@ -99,15 +99,13 @@ def stdlib_bytes(count):
 
 def peak_bytes(work):
     """The most memory that work() held at a time on the CPU, in bytes, besides what there was before."""
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profile:
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, profile_memory=True) as profile:
         kept = work()  # freed after the profile
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
     del kept
-    return max(
-        itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
-    )
+    events.sort(key=lambda event: event.start_ns())
+    return max(itertools.accumulate(event.nbytes() for event in events))
 
 
 @pytest.fixture
@@ -120,9 +118,7 @@ def products(monkeypatch):
 def stand_in_for_cublas(put=setattr):
     from fast import cublas
 
-    def matmul(
-        a, b, out, bias=None, gelu=None, dgelu=None, accumulate=False, scales=None, fast=False, tune=True
-    ):
+    def matmul(a, b, out, bias=None, gelu=None, dgelu=None, accumulate=False, scales=None, **_):
         product = a.float() @ b.float()
         if scales is not None:
             product *= scales[0] * scales[1]
@@ -131,9 +127,8 @@ def stand_in_for_cublas(put=setattr):
         if gelu is not None:
             product = kernels.gelu(gelu.copy_(product).float())
         if dgelu is not None:
-            product *= torch.ops.aten.gelu_backward(
-                torch.ones_like(product), dgelu.float(), approximate="tanh"
-            )
+            ones = torch.ones_like(product)
+            product *= torch.ops.aten.gelu_backward(ones, dgelu.float(), approximate="tanh")
         return out.add_(product) if accumulate else out.copy_(product)
 
     put(cublas, "matmul", matmul)
@@ -183,12 +178,8 @@ def train_here(data_dir, out_dir, **settings):
     from configurator import configure
     from settings import Config
 
-    before = os.getcwd()
-    os.chdir(ROOT)
-    try:
+    with contextlib.chdir(ROOT):
         train.main(configure(Config, flags(data_dir, out_dir, **settings)))
-    finally:
-        os.chdir(before)
     return read_log(out_dir)
 
 

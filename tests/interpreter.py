@@ -1,8 +1,7 @@
 """Makes Triton's interpreter, which runs the kernels where there is no GPU, about three times as fast.
 
-Without this, a quarter of its time goes into a second, 64-bit computation of every integer sum and product
-that looks for overflow (the arrays of a test are too small for one), and as much into patching
-triton.language again whenever one jitted function calls another, although the call of the kernel has done so.
+A quarter of its time goes into looking for overflow of integers, for which a test's arrays are too small, and
+as much into patching triton.language again whenever one jitted function calls another.
 """
 
 import dataclasses

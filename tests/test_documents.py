@@ -1,23 +1,24 @@
 """Document masks against float64 with an explicit mask, against documents alone, compiled, and over ranks."""
 
-import dataclasses
+import functools
 
 import numpy as np
 import pytest
 import ranks
 import torch
+import torch.nn.functional as F
+from compare import LLAMA, error, gradients, slow, with_gradients
 from conftest import flags, losses, read_log, stdlib_bytes, train_here, train_in_rank, write_shard
 from torch._dynamo.utils import counters
 
-import train
 from configurator import UserError
 from model import build
-from scale import context, documents, parallel, remat
+from scale import context, documents, remat
 from scale.compile import compile_model
 from settings import Config, GPTConfig
 
 CPU, EOT = torch.device("cpu"), 7
-LLAMA = dict(norm="rmsnorm", positions="rope", mlp="swiglu", bias=False, n_kv_head=2)
+GROUPED = LLAMA | dict(n_kv_head=2)
 
 
 def small(**changes):
@@ -33,63 +34,54 @@ def rows(B=2, T=48, seed=0, share=0.1):
     return idx
 
 
+def documents_of(row):
+    """[the slice of each document of a row]"""
+    starts = sorted({0, *(row == EOT).nonzero().flatten().tolist()})
+    return [slice(a, b) for a, b in zip(starts, [*starts[1:], len(row)])]
+
+
 def naive(q, k, v, idx):
-    """Each token by itself in float64: softmax over the keys from its document's first token to itself."""
-    q, k, v = q.double(), *(x.double().repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
+    """Causal attention of each document by itself."""
+    causal = functools.partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
     out = []
-    for b in range(idx.size(0)):
-        first = 0
-        for t in range(idx.size(1)):
-            first = t if idx[b, t] == EOT else first
-            keys, values = k[b, :, first : t + 1], v[b, :, first : t + 1]  # (H, n, D)
-            scores = (keys @ q[b, :, t, :, None]) / q.size(-1) ** 0.5  # (H, n, 1)
-            out.append((scores.softmax(1) * values).sum(1))
-    return torch.stack(out).unflatten(0, idx.shape).transpose(1, 2)
+    for row, *qkv in zip(idx, q, k, v):
+        out.append(torch.cat([causal(*(x[:, part] for x in qkv)) for part in documents_of(row)], 1))
+    return torch.stack(out)
 
 
-def weights(q, k, bounds, longest):
+def weights(q, k, bounds):
     """Attention weights of tokens laid end to end, (H, N, N), from (N, H, D) and (N, H_kv, D)."""
-    assert bounds[0] == 0 and bounds[-1] == len(q) and bounds.diff().max() <= longest
     ids = torch.searchsorted(bounds, torch.arange(len(q), dtype=bounds.dtype), right=True)
     k = k.repeat_interleave(q.size(1) // k.size(1), dim=1)
     scores = torch.einsum("qhd,khd->hqk", q, k) / q.size(-1) ** 0.5
     return scores.masked_fill(~(ids[:, None] == ids).tril(), -torch.inf).softmax(-1)
 
 
+T = torch.Tensor
+
+
 @torch.library.custom_op("tests::varlen", mutates_args=())
-def varlen(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: torch.Tensor, longest: int
-) -> torch.Tensor:
+def varlen(q: T, k: T, v: T, bounds: T, longest: int) -> T:
     """Stands in on the CPU for torch's varlen_attn, which is an operator of its own in the same way."""
+    assert bounds[0] == 0 and bounds[-1] == len(q) and bounds.diff().max() <= longest
     v = v.repeat_interleave(q.size(1) // v.size(1), dim=1)
-    return torch.einsum("hqk,khd->qhd", weights(q, k, bounds, longest), v).contiguous()
+    return torch.einsum("hqk,khd->qhd", weights(q, k, bounds), v).contiguous()
 
 
-@torch.library.custom_op("tests::varlen_backward", mutates_args=())
-def varlen_backward(
-    dy: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: torch.Tensor, longest: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    p, groups = weights(q, k, bounds, longest), q.size(1) // k.size(1)
+def varlen_backward(ctx, dy):
+    q, k, v, bounds = ctx.saved_tensors
+    p, groups = weights(q, k, bounds), q.size(1) // k.size(1)
     wide_k, wide_v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
     dp = torch.einsum("qhd,khd->hqk", dy, wide_v)
     ds = p * (dp - (p * dp).sum(-1, keepdim=True)) / q.size(-1) ** 0.5
-    narrow = lambda x: x.unflatten(1, (-1, groups)).sum(2)
-    dk, dv = (narrow(torch.einsum("hqk,qhd->khd", *pair)) for pair in ((ds, q), (p, dy)))
-    return torch.einsum("hqk,khd->qhd", ds, wide_k).contiguous(), dk, dv
+    products = (torch.einsum("hqk,qhd->khd", *pair) for pair in ((ds, q), (p, dy)))
+    dk, dv = (x.unflatten(1, (-1, groups)).sum(2) for x in products)
+    return torch.einsum("hqk,khd->qhd", ds, wide_k), dk, dv, None, None
 
 
-varlen.register_fake(lambda q, k, v, bounds, longest: torch.empty_like(q))
-varlen_backward.register_fake(lambda dy, q, k, v, *_: tuple(map(torch.empty_like, (q, k, v))))
-
-
-def keep(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:4])
-    ctx.longest = inputs[4]
-
-
+varlen.register_fake(lambda q, *_: torch.empty_like(q))
 varlen.register_autograd(
-    lambda ctx, dy: (*varlen_backward(dy.contiguous(), *ctx.saved_tensors, ctx.longest), None, None),
-    setup_context=keep,
+    varlen_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[:4])
 )
 
 
@@ -119,14 +111,6 @@ def attend(way, q, k, v, there):
     return documents.masked_attention(q, k, v, there.ids)
 
 
-def test_bounds():
-    idx = torch.tensor([[3, EOT, 4, EOT, EOT], [EOT, 1, 2, 3, EOT]])
-    there = found(idx)
-    assert there.ids.tolist() == [[0, 1, 1, 2, 3], [1, 1, 1, 1, 2]]
-    assert there.bounds.tolist() == [0, 1, 3, 4, 5, 9, 10] and there.bounds.dtype == torch.int32
-    assert there.longest.size(0) == 4
-
-
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("grouped", [True, False])
 def test_attention_equals_float64(way, kv_heads, grouped, monkeypatch):
@@ -135,65 +119,47 @@ def test_attention_equals_float64(way, kv_heads, grouped, monkeypatch):
     idx = rows(3, 29, seed=kv_heads)
     torch.manual_seed(0)
     shapes = [(3, H, 29, 8) for H in (4, kv_heads, kv_heads)]
-    q, k, v, dy = (torch.randn(s, dtype=torch.float64) for s in (*shapes, shapes[0]))
-    outcomes = []
-    for compute in (lambda *qkv: attend(way, *qkv, found(idx)), lambda *qkv: naive(*qkv, idx)):
-        inputs = [x.clone().requires_grad_() for x in (q, k, v)]
-        y = compute(*inputs)
-        outcomes.append([y.detach(), *torch.autograd.grad(y, inputs, dy)])
-    for got, expected in zip(*outcomes):
-        torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+    *qkv, dy = (torch.randn(s, dtype=torch.float64) for s in (*shapes, shapes[0]))
+    got = with_gradients(lambda *qkv: attend(way, *qkv, found(idx)), qkv, dy)
+    expected = with_gradients(lambda *qkv: naive(*qkv, idx), qkv, dy)
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
 
 
-def gradients(model, idx, targets):
-    model.zero_grad()
-    loss = model(idx, targets)
-    loss.backward()
-    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
-
-
-@pytest.mark.parametrize("shape", [LLAMA, dict(LLAMA, qk_norm=True, rope_factor=8.0, rope_original=16)])
+@pytest.mark.parametrize("shape", [GROUPED, dict(GROUPED, qk_norm=True, rope_factor=8.0, rope_original=16)])
 def test_a_packed_row_is_its_documents_alone(way, shape):
     cfg = small(**shape)
     plain, model = build(cfg, CPU, seed=3), build(cfg, CPU, seed=3)
     documents.apply(model, EOT)
     idx, targets = rows(1, seed=5, share=0.2), rows(1, seed=6)
-    starts = sorted({0, *(idx[0] == EOT).nonzero().flatten().tolist()})
-    assert len(starts) > 3
-    total = 0.0
-    plain.zero_grad()
-    for a, b in zip(starts, [*starts[1:], 48]):
-        loss = plain(idx[:, a:b], targets[:, a:b], "sum") / 48
-        loss.backward()
-        total += loss.detach()
+    parts = documents_of(idx[0])
+    assert len(parts) > 3
+    total = sum(plain(idx[:, part], targets[:, part], "sum") for part in parts) / 48
+    total.backward()
     loss, grads = gradients(model, idx, targets)
     # float32: rotations by other angles of the same difference, and other orders of sums
-    torch.testing.assert_close(loss, total, rtol=2e-6, atol=0)
-    for name, p in plain.named_parameters():
-        torch.testing.assert_close(grads[name], p.grad, rtol=1e-4, atol=2e-6, msg=name)
+    torch.testing.assert_close(loss, total.detach(), rtol=2e-6, atol=0)
+    refs = {name: p.grad for name, p in plain.named_parameters()}
+    torch.testing.assert_close(grads, refs, rtol=1e-4, atol=2e-6)
 
 
-KINDS = [("masked", "none"), ("varlen", "none"), ("varlen", "selective")]
-KINDS += [pytest.param("varlen", "block", marks=pytest.mark.slow)]
+KINDS = [("masked", "none"), slow("varlen", "none"), ("varlen", "selective"), slow("varlen", "block")]
 
 
 @pytest.mark.parametrize("way, kind", KINDS, indirect=["way"])
 def test_compiled_equals_eager_and_is_compiled_once(way, compiler, kind):
     """Over batches with other numbers of documents, from one to all tokens, with and without gradients."""
-    eager, model = (build(small(**LLAMA), CPU, seed=3) for _ in range(2))
+    eager, model = (build(small(**GROUPED), CPU, seed=3) for _ in range(2))
     for m in (eager, model):
         documents.apply(m, EOT)
     if kind != "none":
-        tile = 24 if kind == "block" else None
-        remat.apply(model, Config(remat=kind, remat_tile=tile))
+        remat.apply(model, Config(remat=kind, remat_tile=24 if kind == "block" else None))
     compile_model(model)
     for seed, share in enumerate([0.1, 0.3, 0.0, 1.0, 0.2]):
         idx, targets = rows(seed=seed, share=share), rows(seed=9 + seed)
         expected, refs = gradients(eager, idx, targets)
         loss, grads = gradients(model, idx, targets)
         torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
-        for name, grad in grads.items():
-            torch.testing.assert_close(grad, refs[name], rtol=1e-4, atol=1e-6, msg=name)
+        torch.testing.assert_close(grads, refs, rtol=1e-4, atol=1e-6)
         if seed == 0:
             counters.clear()
         assert counters["stats"]["unique_graphs"] == 0 and not counters["graph_break"], share
@@ -201,7 +167,7 @@ def test_compiled_equals_eager_and_is_compiled_once(way, compiler, kind):
 
 def test_off_is_the_plain_model(way):
     """HellaSwag's rows, padded with zeros, and prompts that begin with the separator: as without the mask."""
-    plain, model = (build(small(**LLAMA), CPU, seed=3).eval() for _ in range(2))
+    plain, model = (build(small(**GROUPED), CPU, seed=3).eval() for _ in range(2))
     documents.apply(model, EOT)
     idx, targets = rows(), rows(seed=1)
     assert not torch.equal(model(idx, targets), plain(idx, targets))
@@ -245,13 +211,12 @@ COMPILED = dict(parallel="fsdp", n_kv_head=1, remat="block", compile=True)
 
 
 @pytest.mark.parametrize(
-    "settings, compiler",
-    [({}, None), *(pytest.param(COMPILED, name, marks=pytest.mark.slow) for name in ("graphs", "inductor"))],
+    "settings, compiler", [({}, None), *(slow(COMPILED, name) for name in ("graphs", "inductor"))]
 )
 def test_context_parallel_equals_one_process(short_documents, tmp_path, settings, compiler):
     shape = dict(positions="rope", norm="rmsnorm", mlp="swiglu", n_kv_head=settings.get("n_kv_head", 2))
-    common = dict(document_mask=True, eval_interval=3, batch_size=2)
-    common |= dict(max_steps=6, batch_tokens=256, eval_tokens=256, **shape)
+    common = dict(document_mask=True, batch_size=2, max_steps=6, batch_tokens=256, **shape)
+    common |= dict(eval_interval=3, eval_tokens=256)
     one = train_here(short_documents, tmp_path / "one", **common)
     words = flags(short_documents, tmp_path / "many", **{**common, "context_parallel": 2, **settings})
     assert ranks.call(2, train_in_rank, words, compiler) == [(0, "")] * 2
@@ -271,52 +236,16 @@ def test_varlen_on_a_gpu(dtype, kv_heads, D, B, T, compiled):
     """torch's kernel, forward and backward, against the T x T mask in float32 on the same rounded numbers."""
     torch.manual_seed(0)
     torch._dynamo.reset()
-    idx = rows(B, T, share=0.01)
-    there = found(idx.cuda())
     shapes = [(B, H, T, D) for H in (8, kv_heads, kv_heads)]
-    q, k, v, dy = (torch.randn(s, device="cuda").to(dtype) for s in (*shapes, shapes[0]))
-    assert documents.takes_varlen(v) and not documents.takes_varlen(v.float())
+    *qkv, dy = (torch.randn(s, device="cuda").to(dtype) for s in (*shapes, shapes[0]))
+    assert documents.takes_varlen(dy) and not documents.takes_varlen(dy.float())
     compute = torch.compile(documents.varlen_attention) if compiled else documents.varlen_attention
-    ways = [
-        (q, lambda *qkv: compute(*qkv, there.bounds, there.longest.size(0))),
-        (q.float(), lambda *qkv: documents.masked_attention(*qkv, there.ids)),
-    ]
-    outcomes = []
-    for like, way in ways:
-        inputs = [x.detach().to(like.dtype).requires_grad_() for x in (q, k, v)]
-        y = way(*inputs)
-        outcomes.append([y.detach(), *torch.autograd.grad(y, inputs, dy.to(like.dtype))])
-    for got, expected in zip(*outcomes):
-        assert got.dtype == dtype
-        # rounded to 8 or 11 bits inside: errors are a few units in the last place of the largest summands
-        error = (got.float() - expected).norm() / expected.norm()
-        assert error < (1e-2 if dtype == torch.bfloat16 else 2e-3)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("ops, shape", [("torch", {}), ("fused", {}), ("fused", LLAMA)])
-def test_model_on_a_gpu(ops, shape):
-    """As train.py builds it in bf16, compiled: near float32, compiled once for any number of documents."""
-    cfg = Config(vocab_size=100, block_size=512, n_layer=3, n_head=4, n_embd=256, document_mask=True, **shape)
-    device = torch.device("cuda", torch.cuda.current_device())
-    own, _ = train.choose(dataclasses.replace(cfg, precision="bf16", ops=ops, batch_tokens=4096), device)
-    world = parallel.World(0, 1, device)
-    job = train.Training(own, world, eot=EOT)
-    plain = build(GPTConfig(**{f.name: getattr(cfg, f.name) for f in dataclasses.fields(GPTConfig)}), CPU)
-    plain.load_state_dict({k: v.cpu() for k, v in job.raw.state_dict().items()})
-    documents.apply(plain, EOT)
-    torch._dynamo.reset()
-    for seed, share in enumerate([0.01, 0.05, 0.0, 0.2]):
-        idx, targets = rows(2, 512, seed, share), rows(2, 512, 9 + seed)
-        expected, refs = gradients(plain, idx, targets)
-        job.raw.zero_grad()
-        with job.autocast:
-            loss = job.model(idx.to(device), targets.to(device))
-        loss.backward()
-        assert loss.item() == pytest.approx(expected.item(), rel=2e-3)
-        for name, p in job.raw.named_parameters():
-            # bf16 through three blocks: a few percent of the norm; another mask would be of its size
-            assert (p.grad.cpu() - refs[name]).norm() < 0.1 * refs[name].norm(), name
-        if seed == 0:
-            counters.clear()
-        assert counters["stats"]["unique_graphs"] == 0 and not counters["graph_break"], share
+    there = documents.Documents(EOT)
+    varlen = lambda *qkv: compute(*qkv, there.bounds, there.longest.size(0))
+    masked = lambda *qkv: documents.masked_attention(*qkv, there.ids)
+    for share in (0.01, 0.05):
+        there.find(rows(B, T, share=share).cuda())
+        low, exact = with_gradients(varlen, qkv, dy), with_gradients(masked, [x.float() for x in qkv], dy)
+        for got, expected in zip(low, exact):
+            # rounded to 8 or 11 bits inside: errors are a few units in the last place of the largest summands
+            assert got.dtype == dtype and error(got, expected) < (1e-2 if dtype == torch.bfloat16 else 2e-3)

@@ -3,12 +3,12 @@ it), and PyTorch stands in for cuBLASLt."""
 
 import dataclasses
 import math
-import os
 
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from compare import GPU, INTERPRETED, LLAMA, error, gradients, slow, with_gradients
 from conftest import ROOT
 
 from configurator import configure
@@ -22,8 +22,7 @@ from fast import cublas, fp8
 from run import checkpoint
 from scale import parallel
 
-GPU = torch.cuda.is_available()
-RUNS = torch.cuda.get_device_capability() >= (8, 9) if GPU else os.environ.get("TRITON_INTERPRET") == "1"
+RUNS = torch.cuda.get_device_capability() >= (8, 9) if GPU else INTERPRETED
 DEVICE = torch.device("cuda" if GPU else "cpu")
 pytestmark = [
     pytest.mark.usefixtures("products"),
@@ -34,12 +33,13 @@ pytestmark = [
 # a carry, so that a number just below a power of two becomes half of it.
 E4M3, E5M2, FORWARD, BACKWARD = (4e-2, 7e-2, 5e-2, 1e-1) if GPU else (0.2, 0.35, 0.2, 0.3)
 WHOLE, ALIKE = (0.25, 0.97) if GPU else (0.35, 0.95)  # of a model's gradients: several layers' rounding
-slow = lambda value: pytest.param(value, marks=pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)
 def fused(monkeypatch):
     monkeypatch.setattr(kernels, "served", {DEVICE.type})
+    if not GPU:  # the interpreter takes as long for rows that are not there
+        monkeypatch.setattr(fp8, "SUM_STEPS", 2)
 
 
 def tracked(model):
@@ -50,16 +50,19 @@ def tracked(model):
     return model
 
 
-def error(a, b):
-    return ((a.double() - b.double()).norm() / b.double().norm()).item()
+def small(**shape):
+    return models.build(GPTConfig(vocab_size=200, n_head=4, n_embd=64, block_size=32, **shape), DEVICE, 0)
+
+
+def low(model, *batch):
+    return gradients(model, *batch, autocast=torch.autocast(DEVICE.type, torch.bfloat16))
 
 
 def randn(*shape, std=1.0, dtype=torch.bfloat16):
     return (torch.randn(*shape, device=DEVICE) * std).to(dtype)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not GPU, reason="the interpreter converts NaN to a number")
+@pytest.mark.gpu  # the interpreter converts NaN to a number
 @pytest.mark.parametrize("what", [fp8.COPY, fp8.GELU, fp8.RELU2])
 @pytest.mark.parametrize("e5m2", [False, True])
 def test_a_cast_keeps_nan(what, e5m2):
@@ -70,10 +73,10 @@ def test_a_cast_keeps_nan(what, e5m2):
     assert [t.float().isnan().nonzero().tolist() for t in (out, out_t)] == [[[3, 5]], [[5, 3]]]
 
 
-SHAPES = [(144, [300]), (48, [8, 264]), (32, [48, 16, 16])]  # rows: a multiple of 16, as `suits` demands
-SHAPES += [(16, [16]), (112, [48]), (512, [768]), (208, [300, 520, 8])] * GPU
+# tiles are of 64 x 64; rows: a multiple of 16, as `suits` demands
+SHAPES = [(144, [100]), (48, [8, 72]), (32, [48, 16, 16])]
+SHAPES += [(16, [16]), (112, [48]), (512, [768]), (208, [300, 520, 8]), (144, [300]), (48, [8, 264])] * GPU
 SEVERAL = (fp8.COPY, fp8.GELU, fp8.RELU2)  # what is computed of tensors side by side too
-LLAMA = dict(mlp="swiglu", norm="rmsnorm", positions="rope", bias=False)
 KINDS = (*SEVERAL, fp8.DGELU, fp8.DRELU2, fp8.SWIGLU, fp8.DSWIGLU)
 
 
@@ -114,7 +117,7 @@ def exactly(what, x, before):
     return torch.autograd.grad(activation(before), before, x)[0] if what.startswith("d") else activation(x)
 
 
-@pytest.mark.skipif(not GPU, reason="is about the GPU's matrix units")
+@pytest.mark.gpu  # is about its matrix units
 @pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("terms", [768, 4096, 4112, 65_536])
 def test_sums(terms, fast):
@@ -126,8 +129,7 @@ def test_sums(terms, fast):
 
 
 def test_weight_gradients_are_not_fast(monkeypatch):
-    cfg = GPTConfig(vocab_size=200, n_layer=1, n_head=4, n_embd=64, block_size=32)
-    own, real, asked = tracked(models.build(cfg, DEVICE, 0)), cublas.matmul, []
+    own, real, asked = tracked(small(n_layer=1)), cublas.matmul, []
 
     def matmul(a, b, out, **options):
         asked.append((out.dtype, options.get("fast", False)))
@@ -135,8 +137,7 @@ def test_weight_gradients_are_not_fast(monkeypatch):
 
     monkeypatch.setattr(cublas, "matmul", matmul)
     idx, targets = torch.randint(0, 200, (2, 4, 32), device=DEVICE)
-    with torch.autocast(DEVICE.type, torch.bfloat16):
-        own(idx, targets).backward()
+    low(own, idx, targets)
     # qkv, proj, up, down and the head: results, gradients of inputs, and of weights in float32; the gradient
     # of the head's input is a sum over the vocabulary
     expected = [(torch.bfloat16, False)] + [(torch.bfloat16, True)] * 9 + [(torch.float32, False)] * 5
@@ -146,20 +147,17 @@ def test_weight_gradients_are_not_fast(monkeypatch):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("B, T, K, N", [(3, 32, 64, 208)] + [(2, 512, 768, 2304)] * GPU)
 def test_linear(B, T, K, N, bias):
-    layer, exact = (models.Linear(K, N, bias=bias, device=DEVICE) for _ in range(2))
-    exact.load_state_dict(layer.state_dict())
-    exact.double()
+    layer = models.Linear(K, N, bias=bias, device=DEVICE)
     fp8.track(layer)
     assert list(layer.state_dict()) == ["weight"] + ["bias"] * bias
+    names, parameters = zip(*layer.named_parameters())
+    of_layer = lambda x, *p: torch.func.functional_call(layer, dict(zip(names, p)), x)
     for _ in range(2):
-        x, dy = randn(B, T, K).requires_grad_(), randn(B, T, N, std=1e-6)
-        xd = x.detach().double().requires_grad_()
-        y, expected = layer(x), F.linear(xd, exact.weight, exact.bias)
-        layer.zero_grad(), exact.zero_grad()
-        y.backward(dy), expected.backward(dy.double())
-        assert error(y, expected) < FORWARD and error(x.grad, xd.grad) < BACKWARD
-        assert error(layer.weight.grad, exact.weight.grad) < BACKWARD
-        assert not bias or error(layer.bias.grad, exact.bias.grad) < 1e-3  # summed before it is cast
+        inputs, dy = [randn(B, T, K), *parameters], randn(B, T, N, std=1e-6)
+        found = with_gradients(of_layer, inputs, dy)
+        exact = with_gradients(F.linear, [x.double() for x in inputs], dy)
+        bounds = FORWARD, BACKWARD, BACKWARD, 1e-3  # the bias' gradient is summed before it is cast
+        assert all(error(a, b) < bound for a, b, bound in zip(found, exact, bounds))
 
 
 @pytest.mark.parametrize("shape", [{}, slow(LLAMA)])
@@ -178,25 +176,21 @@ def test_a_model_trains_in_fp8_as_in_float64(shape, compiled):
         block.attn.backend = "math"
     exact.double()
     for _ in range(2):
-        idx, targets = torch.randint(0, V, (2, 4, T), device=DEVICE)
+        idx, targets = torch.randint(0, V, (2, 4 if GPU else 2, T), device=DEVICE)
         targets[0, :5] = -100
-        own.zero_grad(), exact.zero_grad()
-        with torch.autocast(DEVICE.type, torch.bfloat16):
-            loss = own(idx, targets)
-        loss.backward()
-        expected = exact(idx, targets)
-        expected.backward()
+        (loss, grads), (expected, refs) = low(own, idx, targets), gradients(exact, idx, targets)
         assert error(loss, expected) < 2e-3
-        for (name, p), ref in zip(own.named_parameters(), exact.parameters(), strict=True):
-            assert error(p.grad, ref.grad) < WHOLE, name
-            assert F.cosine_similarity(p.grad.double().flatten(), ref.grad.flatten(), 0) > ALIKE, name
+        for name, ref in refs.items():
+            assert error(grads[name], ref) < WHOLE and alike(grads[name], ref) > ALIKE, name
+
+
+def alike(a, b):
+    return F.cosine_similarity(a.double().flatten(), b.double().flatten(), 0)
 
 
 @pytest.mark.parametrize("shape", [{}, slow(LLAMA)])
 def test_what_does_not_train_is_as_in_bf16(shape):
-    cfg = GPTConfig(vocab_size=200, n_layer=2, n_head=4, n_embd=64, block_size=32, **shape)
-    own, bf16 = (models.build(cfg, DEVICE, 0).eval() for _ in range(2))
-    tracked(own)
+    own, bf16 = tracked(small(n_layer=2, **shape)).eval(), small(n_layer=2, **shape).eval()
     idx, targets = torch.randint(0, 200, (2, 4, 32), device=DEVICE)
     with torch.no_grad(), torch.autocast(DEVICE.type, torch.bfloat16):
         assert torch.equal(own(idx, targets), bf16(idx, targets))
@@ -212,21 +206,18 @@ def test_rows_of_any_length():
     own, plain = models.build(cfg, DEVICE, 0), models.build(cfg, DEVICE, 0).double()
     tracked(own)
     ids, targets = (torch.randint(0, 1000, (1, 7), device=DEVICE).expand(3, 7) for _ in range(2))
-    with torch.autocast(DEVICE.type, torch.bfloat16):
-        with torch.no_grad():
-            one, *others = own.logits(ids)
-        own(ids, targets).backward()
+    with torch.no_grad(), torch.autocast(DEVICE.type, torch.bfloat16):
+        one, *others = own.logits(ids)
     assert one.shape == (7, 1000) and all(torch.equal(one, other) for other in others)
-    assert F.cosine_similarity(one.double().flatten(), plain.logits(ids[:1])[0].double().flatten(), 0) > ALIKE
-    plain(ids, targets).backward()
-    for (name, p), ref in zip(own.named_parameters(), plain.parameters(), strict=True):
-        assert F.cosine_similarity(p.grad.double().flatten(), ref.grad.flatten(), 0) > ALIKE - 0.03, name
+    assert alike(one, plain.logits(ids[:1])[0]) > ALIKE
+    (_, grads), (_, refs) = low(own, ids, targets), gradients(plain, ids, targets)
+    for name, ref in refs.items():
+        assert alike(grads[name], ref) > ALIKE - 0.03, name
 
 
 def test_only_tracked_layers_are_gathered_in_8_bits():
     """A layer with a width that is no multiple of 16, or that model.py calls itself, is gathered in bf16."""
-    cfg = GPTConfig(vocab_size=64, n_layer=1, n_head=4, n_embd=64, block_size=32, mlp="swiglu", n_hidden=72)
-    own = models.build(cfg, DEVICE, 0)
+    own = small(n_layer=1, mlp="swiglu", n_hidden=72)
     own.blocks[0].extra = nn.Linear(64, 64)
     fp8.gather_in_8_bits(tracked(own).blocks.modules(), 2)
     weights = {name: getattr(layer, "weight", None) for name, layer in own.blocks[0].named_modules()}
@@ -259,24 +250,18 @@ def test_rows_of_ranks_are_gathered_to_one_scale(dtype, each, K, ranks):
 
 def test_scales_go_on_where_they_were():
     """A resumed model's next loss and gradients are the saved one's, on the CPU to the last bit."""
-    cfg = GPTConfig(vocab_size=64, n_layer=1, n_head=2, n_embd=32, block_size=16)
-    one, other = (tracked(models.build(cfg, DEVICE, 0)) for _ in range(2))
-    idx, targets = torch.randint(0, 64, (2, 2, 16), device=DEVICE)
+    one, other = (tracked(small(n_layer=1)) for _ in range(2))
+    idx, targets = torch.randint(0, 200, (2, 2, 16), device=DEVICE)
     same = (lambda a, b: error(a, b) < 1e-3) if GPU else torch.equal  # attention may round differently
 
     def step(model):
-        with torch.autocast(DEVICE.type, torch.bfloat16):
-            loss = model(idx, targets)
-        loss.backward()
-        grads = [p.grad.clone() for p in model.parameters()]
-        model.zero_grad()
-        return loss, *grads
+        loss, grads = low(model, idx, targets)
+        return loss, *grads.values()
 
-    for _ in range(2):
-        step(one)
-        with torch.no_grad():
-            for p in one.parameters():
-                p.mul_(1.5)  # other largest numbers than in the call before
+    step(one)
+    with torch.no_grad():
+        for p in one.parameters():
+            p.mul_(1.5)  # other largest numbers than in the call before
     other.load_state_dict(one.state_dict())
     saved = {f"3.{kind}": t for kind, t in checkpoint.rank_tensors(one, DEVICE).items()}
     anew = step(other)

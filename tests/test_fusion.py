@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
+from compare import DEVICE, error, gradients
 from torch._dynamo.utils import counters
 
 pytest.importorskip("triton", reason="Triton is installed with PyTorch's CUDA builds only")
@@ -11,8 +12,6 @@ import kernels
 import model as models
 from fast import fusion
 from settings import GPTConfig
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Recorded(fusion.FoldIntoNorms):
@@ -27,7 +26,7 @@ class Recorded(fusion.FoldIntoNorms):
         self.graphs.append(Counter(str(node.target) for node in graph.nodes))
 
 
-def gradients(compiled, dropout=0.0):
+def trained(compiled, dropout=0.0):
     cfg = GPTConfig(vocab_size=200, n_layer=2, n_head=4, n_embd=64, block_size=32, dropout=dropout)
     model = models.build(cfg, torch.device(DEVICE), 0)
     for block in model.blocks:
@@ -36,12 +35,11 @@ def gradients(compiled, dropout=0.0):
             block.compile()
     torch.manual_seed(1)
     idx, targets = torch.randint(0, 200, (2, 2, 16), device=DEVICE)
-    with torch.autocast(DEVICE, torch.bfloat16):
-        loss = model(idx, targets)
-        loss.backward()
-        with torch.no_grad():
-            assert abs(model.eval()(idx, targets) - loss) < 2e-2 * loss
-    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+    autocast = torch.autocast(DEVICE, torch.bfloat16)
+    loss, grads = gradients(model, idx, targets, autocast=autocast)
+    with torch.no_grad(), autocast:
+        assert abs(model.eval()(idx, targets) - loss) < 2e-2 * loss
+    return loss, grads
 
 
 @pytest.mark.slow
@@ -57,7 +55,7 @@ def test_a_blocks_sums_are_computed_in_its_norms(dropout, products, monkeypatch)
     monkeypatch.setattr(fusion, "FoldIntoNorms", lambda: fold)
     with torch._inductor.config.patch(post_grad_custom_pre_pass=None, force_disable_caches=True):
         fusion.register()
-        loss, grads = gradients(True, dropout)
+        loss, grads = trained(True, dropout)
     forward, backward, inference = fold.graphs
     for graph in (forward, inference):
         assert graph["pretrain.norm_forward.default"] == 2 and graph["aten.add.Tensor"] == 1
@@ -68,7 +66,7 @@ def test_a_blocks_sums_are_computed_in_its_norms(dropout, products, monkeypatch)
     assert found == (sums if dropout else sums | dict(column_sums_from_norm=1))
     if dropout:  # random numbers differ
         return
-    expected, refs = gradients(False)
+    expected, refs = trained(False)
     assert abs(loss - expected) < 1e-3 * expected
     for name, grad in grads.items():  # bf16: the pass adds in float32 what is otherwise rounded once more
-        assert ((grad - refs[name]).norm() / refs[name].norm()).item() < 2e-2, name
+        assert error(grad, refs[name]) < 2e-2, name

@@ -17,13 +17,11 @@ from settings import Config
 
 WORDS = "--n_layer=2 --n_head=4 --n_embd=256 --vocab_size=500 --block_size=128 --batch_size=4".split()
 WORDS += ["--compile=False", "--deterministic=True", "--warmup_steps=0"]
-LLAMA = ["--positions=rope", "--norm=rmsnorm", "--mlp=swiglu", "--bias=False", "--tie_embeddings=False"]
-
-
+LLAMA = "--positions=rope --norm=rmsnorm --mlp=swiglu --bias=False --tie_embeddings=False"
 REPLAYED = {
     "one": "--precision=bf16 --batch_tokens=512",
     "dropout": "--precision=bf16 --batch_tokens=1024 --dropout=0.1",
-    "llama": " ".join(["--precision=bf16 --batch_tokens=1536 --optimizer=muon", *LLAMA]),
+    "llama": f"--precision=bf16 --batch_tokens=1536 --optimizer=muon {LLAMA}",
     "fp8": "--precision=fp8 --batch_tokens=1024",
     "fp16": "--precision=fp16 --batch_tokens=1024",
     "weighted": "--precision=tf32 --batch_tokens=1024 --weighted",
@@ -31,15 +29,18 @@ REPLAYED = {
 }
 
 
+@pytest.fixture
+def deterministic():
+    parallel.make_deterministic()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", REPLAYED)
-def test_replayed_steps_equal_launched_ones(name):
+def test_replayed_steps_equal_launched_ones(name, deterministic):
     """Losses, gradient norms and the weights after six steps, of which the graph does the last three."""
-    parallel.make_deterministic()
-    try:
-        launched, replayed = both_ways(REPLAYED[name].split())
-    finally:
-        torch.use_deterministic_algorithms(False)
+    launched, replayed = both_ways(REPLAYED[name].split())
     same(launched, replayed)
     assert launched[0][0] - launched[0][-2] > 0.1, "the losses fall"
 
@@ -81,18 +82,13 @@ def six_steps(cfg, world, graph, weighted):
 
 def imitate(put):
     """Streams on the CPU, and a capture whose replay runs the micro-step on the same tensors."""
-
-    class Stream:
-        def __init__(self, device=None):
-            pass
-
-        def wait_stream(self, other):
-            pass
+    stream = lambda device=None: types.SimpleNamespace(wait_stream=lambda other: None)
 
     def capture(self):
         self.graph = types.SimpleNamespace(replay=lambda: setattr(self, "loss", self.micro_step(*self.batch)))
 
-    put(graphs, "stream", Stream), put(torch.cuda, "current_stream", Stream)
+    put(graphs, "stream", stream)
+    put(torch.cuda, "current_stream", stream)
     put(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     put(graphs.Replayed, "capture", capture)
 
@@ -106,42 +102,36 @@ def test_the_gradients_of_replays_add_up_as_those_of_steps(more, monkeypatch):
 
 def same(launched, replayed):
     assert launched[0] == replayed[0]
-    assert [name for name, tensor in launched[1].items() if not torch.equal(tensor, replayed[1][name])] == []
+    torch.testing.assert_close(replayed[1], launched[1], rtol=0, atol=0)
 
 
-def in_rank(more):
+def in_rank(more, device):
     """For ranks.call."""
-    imitate(setattr)
-    return both_ways(more, "cpu")
+    if device == "cpu":
+        imitate(setattr)
+    else:
+        parallel.make_deterministic()
+    return both_ways(more, device)
 
 
 def test_ranks_average_the_gradients_of_replays():
     """Two ranks with three micro-steps each, as under DDP."""
-    first, second = ranks.call(2, in_rank, ["--batch_tokens=768"])
+    first, second = ranks.call(2, in_rank, ["--batch_tokens=768"], "cpu")
     same(*first), same(*second)
     same(([], first[1][1]), ([], second[1][1]))
     assert first[1][0] != second[1][0], "each rank has its own loss"
 
 
 @pytest.mark.gpu
-def test_a_run_with_evaluations_resumes(data_dir, tmp_path):
+def test_a_run_with_evaluations_resumes(data_dir, tmp_path, deterministic):
     """train.py with evaluations and checkpoints between the replays, and a resumed run, equal one without."""
     settings = dict(device="cuda", precision="bf16", deterministic=True, eval_interval=3, sample_interval=4)
     settings |= dict(save_interval=6, max_steps=12)
-    try:
-        expected = losses(train_here(data_dir, tmp_path / "a", **settings))
-        assert losses(train_here(data_dir, tmp_path / "b", cuda_graph=True, **settings)) == expected
-        settings |= dict(cuda_graph=True, resume=tmp_path / "b/step_00000006")
-        resumed = train_here(data_dir, tmp_path / "c", **settings)
-    finally:
-        torch.use_deterministic_algorithms(False)
+    expected = losses(train_here(data_dir, tmp_path / "a", **settings))
+    settings["cuda_graph"] = True
+    assert losses(train_here(data_dir, tmp_path / "b", **settings)) == expected
+    resumed = train_here(data_dir, tmp_path / "c", resume=tmp_path / "b/step_00000006", **settings)
     assert losses(resumed) == {step: loss for step, loss in expected.items() if step > 6}
-
-
-def in_rank_on_a_gpu(more):
-    """For ranks.call."""
-    parallel.make_deterministic()
-    return both_ways(more)
 
 
 @pytest.mark.gpu
@@ -152,8 +142,8 @@ def in_rank_on_a_gpu(more):
 def test_ddp_on_gpus(number, more):
     if torch.cuda.device_count() < number:
         pytest.skip(f"needs {number} GPUs")
-    found = ranks.call(number, in_rank_on_a_gpu, [*more.split(), "--batch_tokens=2048"], timeout=300)
-    for launched, replayed in found:
+    words = [*more.split(), "--batch_tokens=2048"]
+    for launched, replayed in ranks.call(number, in_rank, words, "cuda", timeout=300):
         same(launched, replayed)
 
 

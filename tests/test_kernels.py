@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 import fast
 import kernels
 import model as models
-from fast import chips, cublas
+from fast import cublas
 from run import flops
 from settings import GPTConfig
 
@@ -21,17 +21,15 @@ def in_chunks(monkeypatch):
     return lambda rows, V: monkeypatch.setattr(fast, "LOGITS_MIB", 4 * V * rows / 2**20)
 
 
-@pytest.mark.parametrize("rows", [21, 20, 5, 1])
+@pytest.mark.parametrize("rows", [21, 5, 1])
 @pytest.mark.parametrize("V", [40, 33])
 @pytest.mark.parametrize("cap", [None, 3.0])
 def test_linear_cross_entropy(rows, V, cap, in_chunks):
     """Of 21 tokens at once and in chunks; padding and ignored targets take no part."""
     in_chunks(rows, 40)
-    x, weight = torch.randn(3, 7, 16, dtype=torch.float64), torch.randn(40, 16, dtype=torch.float64)
+    x, weight = (torch.randn(*shape, 16).double().requires_grad_() for shape in ((3, 7), (40,)))
     targets, factors = torch.randint(0, V, (3, 7)), torch.rand(3, 7)
     targets[0, :6] = -100  # a chunk of them alone
-    x.requires_grad_()
-    weight.requires_grad_()
     logits = kernels.cap(x @ weight[:V].t(), cap).flatten(0, 1)
     expected = F.cross_entropy(logits, targets.flatten(), reduction="none").view_as(targets)
     own, head = x.detach().float().requires_grad_(), nn.Linear(16, 40, bias=False)
@@ -40,51 +38,36 @@ def test_linear_cross_entropy(rows, V, cap, in_chunks):
     sums["mean"] = sums["sum"] / (targets >= 0).sum()
     for reduction, value in sums.items():
         loss = kernels.linear_cross_entropy(own, head, targets, reduction, V, cap)
-        if reduction == "none":
-            torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-5)
-            loss = (loss * factors).sum()
+        loss = (loss * factors).sum() if reduction == "none" else loss
         torch.testing.assert_close(loss.double(), value, rtol=1e-5, atol=1e-5)
         dx, dw = torch.autograd.grad(loss, [own, head.weight])
         refs = torch.autograd.grad(value, [x, weight], retain_graph=True)
         torch.testing.assert_close((dx.double(), dw.double()), refs, rtol=1e-4, atol=1e-5)
         assert not dw[V:].any()
-        with torch.no_grad():
-            each = kernels.linear_cross_entropy(own, head, targets, "none", V, cap)
-        torch.testing.assert_close(each.double(), expected, rtol=1e-5, atol=1e-5)
-
-
-def test_logits_of_a_chunk_are_computed_again_only_where_they_do_not_fit(in_chunks, monkeypatch):
-    """24 tokens at once, and as 16 and 8: once for an evaluation, and once more for a backward."""
-    seen, plain = [], kernels.plain_cross_entropy
-    count = lambda *a: seen.append(a[0].numel() // 40) or plain(*a)  # noqa: E731
-    monkeypatch.setattr(kernels, "plain_cross_entropy", count)
-    x, head, targets = torch.randn(2, 12, 16), nn.Linear(16, 40, bias=False), torch.randint(0, 40, (2, 12))
-
-    def calls(rows):
-        in_chunks(rows, 40)
-        seen.clear()
-        loss = kernels.linear_cross_entropy(x, head, targets)
-        if loss.requires_grad:
-            loss.backward()
-        return seen
-
-    assert calls(24) == [24] and calls(23) == [16, 8, 8, 16]
     with torch.no_grad():
-        assert calls(24) == [24] and calls(23) == [16, 8]
+        each = kernels.linear_cross_entropy(own, head, targets, "none", V, cap)
+    torch.testing.assert_close(each.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_logits_in_chunks_take_a_fraction_of_the_memory(in_chunks):
-    """16 MiB of logits in 16 chunks, at the peak of forward and backward and of an evaluation."""
+def test_chunks_of_logits_take_little_memory_and_come_again_for_a_backward_alone(in_chunks, monkeypatch):
+    """16 MiB of logits at once, or in 16 chunks, of which one at a time is held."""
+    seen, plain = [], kernels.plain_cross_entropy
+    monkeypatch.setattr(kernels, "plain_cross_entropy", lambda *a: seen.append(0) or plain(*a))
     x, targets = torch.randn(2, 512, 16), torch.randint(0, 4096, (2, 512))
     head = nn.Linear(16, 4096, bias=False)
 
-    def peaks(rows):
+    def measured(rows, trains):
+        """(bytes at the peak, how often logits were computed)"""
         in_chunks(rows, 4096)
-        trained = peak_bytes(lambda: kernels.linear_cross_entropy(x, head, targets).backward())
-        with torch.no_grad():
-            return trained, peak_bytes(lambda: kernels.linear_cross_entropy(x, head, targets))
+        seen.clear()
+        loss = lambda: kernels.linear_cross_entropy(x, head, targets)
+        with torch.set_grad_enabled(trains):
+            peak = peak_bytes(lambda: loss().backward() if trains else loss())
+        return peak, len(seen)
 
-    assert all(few < whole / 8 for few, whole in zip(peaks(64), peaks(1024), strict=True))
+    for trains in (True, False):
+        (whole, once), (few, often) = measured(1024, trains), measured(64, trains)
+        assert few < whole / 8 and (once, often) == (1, 32 if trains else 16)
 
 
 def test_chunks_in_16_bits_add_up_in_float32(in_chunks):
@@ -144,14 +127,10 @@ def test_which_calls_take_the_fused_kernel(monkeypatch):
     assert "NVIDIA" in kernels.serve(torch.device("cpu")) and not kernels.served and not fused(wide)
     monkeypatch.setattr(kernels, "served", {"cpu"})
     assert kernels.serve(torch.device("cpu"), "torch") == "ops=torch" and not kernels.served
-
-
-@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
-def test_a_layer_with_any_hook_is_called(kind):
-    layer = kernels.Linear(8, 8)
-    assert not kernels.other(layer)
-    getattr(layer, f"register_{kind}_hook")(lambda *_: None)
-    assert kernels.other(layer)
+    for kind in ("forward", "forward_pre", "full_backward", "full_backward_pre"):
+        layer = kernels.Linear(8, 8)
+        getattr(layer, f"register_{kind}_hook")(lambda *_: None)
+        assert not kernels.other(wide) and kernels.other(layer)  # a layer with a hook is called
 
 
 def test_ropes_fused_kernel_has_rms_norms_alone(monkeypatch):
@@ -164,12 +143,6 @@ def test_ropes_fused_kernel_has_rms_norms_alone(monkeypatch):
             kernels.rope(x, layer, cos, sin)
         assert seen.calls["rope", kernels.OTHER_LAYER if layer in others else None] == 1
         assert layer in others or seen.calls.total() == 1  # the norm is inside
-
-
-def test_amd_gpus_run_plain_pytorch(monkeypatch):
-    """To PyTorch a ROCm device is "cuda" too; cuBLASLt and CUDA kernels are not for it."""
-    monkeypatch.setattr(torch.version, "cuda", None)
-    assert "NVIDIA" in chips.no_fused_kernels(chips.of(torch.device("cuda", 0)))
 
 
 def test_gradients_of_attention_have_the_layout_of_its_output():

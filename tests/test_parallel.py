@@ -2,26 +2,17 @@
 
 import errno
 import os
+import re
 import shutil
 import signal
-import time
 import types
 
 import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from conftest import (
-    ROOT,
-    compile_to_graphs,
-    flags,
-    load_checkpoint,
-    losses,
-    read_log,
-    train_here,
-    train_in_rank,
-    train_ranks,
-)
+from compare import LLAMA, slow
+from conftest import compile_to_graphs, flags, load_checkpoint, losses, read_log, train_here, train_in_rank
 from safetensors.torch import load_file
 from torch._dynamo.utils import counters
 
@@ -36,28 +27,21 @@ from scale import memory, parallel
 from settings import Config
 
 
-def weights(out_dir, step):
-    return load_checkpoint(out_dir / f"step_{step:08d}")[0]["model"]
-
-
 def same_run(one, other, rel=4e-6):
     """Asserts that two runs have the same training and validation losses, samples, and weights at the end."""
     texts = [[line["texts"] for line in read_log(run) if line["kind"] == "sample"] for run in (one, other)]
     assert texts[0] == texts[1]
     for kind in ("train", "val"):
         a, b = losses(read_log(one), kind), losses(read_log(other), kind)
-        assert a.keys() == b.keys() and len(a) > 2
-        for step in a:
-            assert a[step] == pytest.approx(b[step], rel=rel), (kind, step)
-    for name, tensor in weights(one, max(a)).items():
-        torch.testing.assert_close(weights(other, max(a))[name], tensor, rtol=0, atol=2e-5, msg=name)
+        assert a == pytest.approx(b, rel=rel) and len(a) > 2
+    both = [load_checkpoint(run / f"step_{max(a):08d}")[0]["model"] for run in (one, other)]
+    torch.testing.assert_close(*both, rtol=0, atol=2e-5)
 
 
-def same_end(folder, one, rel=4e-6):
-    """Asserts that a run resumed after step 3 has the losses of an uninterrupted one."""
-    found, expected = losses(read_log(folder)), losses(read_log(one))
-    assert sorted(found) == [4, 5, 6]
-    assert all(found[step] == pytest.approx(expected[step], rel=rel) for step in found)
+def same_end(folder, whole, steps=(4, 5, 6), rel=4e-6):
+    """Asserts that a resumed run did these steps, with the losses of the uninterrupted one."""
+    expected = losses(read_log(whole))
+    assert losses(read_log(folder)) == pytest.approx({step: expected[step] for step in steps}, rel=rel)
 
 
 def copied(run, step, to):
@@ -100,37 +84,34 @@ SHORT |= dict(keep_last=9)
 # little decay: an element whose update is zero but for rounding decays in one run and not in the other
 MUON = dict(optimizer="muon", lr=0.02, weight_decay=0.01, lr_embedding=0.003, momentum_warmup=5)
 MUON |= dict(tie_embeddings=False, zero_init=True, value_embeddings=2, attention_gate=True)
-LLAMA = dict(mlp="swiglu", norm="rmsnorm", positions="rope", bias=False)
-GATED = dict(
-    n_kv_head=1, mlp="swiglu", positions="rope", tie_embeddings=False, value_embeddings=1, attention_gate=True
-)
+GATED = dict(n_kv_head=1, mlp="swiglu", positions="rope", tie_embeddings=False, value_embeddings=1)
+GATED["attention_gate"] = True
 CHUNKS, WIDE = dict(LOGITS_MIB=1), dict(vocab_multiple=16_384)  # 16 tokens of the loss at a time; alone: all
 FSDP, HSDP = dict(parallel="fsdp", UNIT_MIB=0), dict(parallel="hsdp", shard_size=2)
 HOST, FOUR = dict(offload_states=True), dict(batch_size=1, n_layer=3)
 CONTEXT, KEPT = dict(context_parallel=2), dict(remat="attention", remat_tile=6, remat_offload=True)
 MODES = {  # ranks, settings of the mode, settings of the run in one process too
     "ddp": (2, {}, {}),
-    "loss in chunks in ddp": (2, CHUNKS, WIDE),
     "fsdp": (2, FSDP, dict(sample_interval=6)),
     "zero2": (2, dict(parallel="zero2", UNIT_MIB=0, **CHUNKS), dict(n_kv_head=2, **LLAMA, **WIDE)),
     "hsdp": (4, dict(UNIT_MIB=1, **HSDP), dict(n_embd=128, **FOUR)),  # units of 2 blocks and 1
     "context": (2, CONTEXT | KEPT, dict(sample_interval=6)),
     "states on the host": (2, FSDP | HOST, {}),
+    "muon in zero2": (2, dict(parallel="zero2"), MUON),
+}
+COVERED = {  # by those together
     "states on the host, sums on the device": (2, HSDP | HOST, {}),
     "context in fsdp": (4, FSDP | CHUNKS | CONTEXT | dict(remat="selective"), GATED | WIDE),
     "muon": (4, {}, MUON | FOUR),
     "muon in fsdp": (4, FSDP, MUON | LLAMA | FOUR | dict(n_kv_head=2)),
-    "muon in zero2": (2, dict(parallel="zero2"), MUON),
     "muon in hsdp": (4, HSDP, MUON | dict(batch_size=1, mlp="relu2", qk_norm=True)),
+    "adamw8bit": (2, FSDP, dict(optimizer="adamw8bit", vocab_multiple=1)),  # 257 rows
 }
-# by the other modes, together
-COVERED = {"loss in chunks in ddp", "context in fsdp", "muon", "muon in hsdp", "muon in fsdp"}
-COVERED |= {"states on the host, sums on the device"}
-SLOW = {name: [pytest.mark.slow] * (name in COVERED) for name in MODES}
-SOME = [pytest.param(*mode, id=name, marks=SLOW[name]) for name, mode in MODES.items()]
+CASES = [pytest.param(*mode, id=name) for name, mode in MODES.items()]
+CASES += [pytest.param(*mode, id=name, marks=pytest.mark.slow) for name, mode in COVERED.items()]
 
 
-@pytest.mark.parametrize("number, mode, shape", SOME)
+@pytest.mark.parametrize("number, mode, shape", CASES)
 @pytest.mark.fault(20)
 def test_any_mode_equals_one_process_and_resumes_across(data_dir, tmp_path, alone, number, mode, shape):
     """The same global batches in float32, in two micro-steps a step or more: equal but for sums' orders.
@@ -147,27 +128,38 @@ def test_any_mode_equals_one_process_and_resumes_across(data_dir, tmp_path, alon
     same_end(out, one)
 
 
-def graphs_in_rank(words):
-    """(whether the model is in DDP, the number of graphs that a step compiles)."""
-    compile_to_graphs()
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [dict(reduce_dtype="bf16"), dict(parallel="hsdp", shard_size=1)])
+def test_bf16_weights_equal_one_process(data_dir, tmp_path, alone, mode):
+    """DDP and FSDP2, up to the order of sums in bf16."""
+    settings = dict(optimizer="adamw8bit", weights="bf16", save_interval=0, batch_size=2)
+    one = losses(read_log(alone(**settings)))
+    two = losses(read_log(over_ranks(2, data_dir, tmp_path / "two", **settings, **mode)))
+    assert two == pytest.approx(one, rel=2e-4)
+
+
+def job_in_rank(words):
     cfg = configure(Config, words)
     world = parallel.join(cfg)
     cfg, _ = train.choose(cfg, world.device)
-    job = train.Training(cfg, world)
+    return cfg, train.Training(cfg, world)
+
+
+def graphs_in_rank(words):
+    """(whether the model is in DDP, the number of graphs that a step compiles)."""
+    compile_to_graphs()
+    cfg, job = job_in_rank(words)
     job.step(lambda: torch.randint(0, cfg.vocab_size, (2, cfg.batch_size, cfg.block_size)), 1e-3)
     return job.model is not job.raw, counters["aot_autograd"]["total"]
 
 
 def time_limits_in_rank(words):
     """Seconds after which this rank gives up: in the world, and in each group of a sharded model."""
-    cfg = configure(Config, words)
-    world = parallel.join(cfg)
-    cfg, _ = train.choose(cfg, world.device)
-    model = train.Training(cfg, world).raw
+    model = job_in_rank(words)[1].raw
     mesh = next(model.parameters()).device_mesh
-    groups = [dist.group.WORLD, *map(mesh.get_group, mesh.mesh_dim_names)]
-    groups += [model.spread.group] if cfg.context_parallel > 1 else []
-    return [group._get_backend(world.device).options._timeout.total_seconds() for group in groups]
+    groups = [dist.group.WORLD, *map(mesh.get_group, mesh.mesh_dim_names), model.spread.group]
+    cpu = torch.device("cpu")
+    return [group._get_backend(cpu).options._timeout.total_seconds() for group in groups]
 
 
 TINY = "--n_layer=2 --n_head=4 --n_embd=256 --vocab_size=64 --batch_size=1 --block_size=16".split()
@@ -186,15 +178,13 @@ def test_ddp_does_not_cut_the_graph_of_a_block():
     assert ranks.call(1, graphs_in_rank, words) == [(True, 3)]  # a block has 3 MiB, DDP's first bucket 1
 
 
-@pytest.mark.parametrize("compiler", ["graphs", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_compiled_ranks_equal_one_process_and_resume_there(data_dir, tmp_path, alone, compiler):
+@pytest.mark.parametrize("compiler", ["graphs", slow("inductor")])
+def test_compiled_ranks_equal_one_process(data_dir, tmp_path, alone, compiler):
     settings = SHORT | dict(batch_size=1, tie_embeddings=False)
     mode = dict(parallel="fsdp", context_parallel=2, remat="block", compile=True)
     words = flags(data_dir, tmp_path / "many", **settings, **mode)
     assert ranks.call(2, train_in_rank, words, compiler, timeout=300) == [(0, "")] * 2
-    same_run(alone(**settings), tmp_path / "many")
-    train_here(data_dir, copied(tmp_path / "many", 3, tmp_path / "back"), resume="auto", **settings)
-    same_end(tmp_path / "back", alone(**settings))
+    same_run(alone(**settings), tmp_path / "many")  # weights by the same names
 
 
 def test_under_torchrun_as_one_process(data_dir, tmp_path, alone):
@@ -207,23 +197,11 @@ def test_under_torchrun_as_one_process(data_dir, tmp_path, alone):
 
 @pytest.mark.slow
 @pytest.mark.fault(12)
-def test_errors_under_torchrun_are_one_line_and_end_every_rank(tmp_path):
-    began = time.time()
-    result = ranks.torchrun(2, flags(tmp_path, tmp_path / "run"))  # a folder without shards
-    assert result.returncode != 0 and time.time() - began < 60
-    assert result.stderr.count("error: ") == 1 and str(tmp_path) in result.stderr
-    assert "exitcode  : 3" in result.stderr
+def test_errors_under_torchrun_are_one_line_and_end_every_rank():
     result = ranks.torchrun(2, ["config/test", "--lr=x"])
     assert result.stderr.startswith("error: command line: lr=x is not a float")
     assert "exitcode  : 2" in result.stderr and "rank      : 0" in result.stderr
     assert result.stderr.count("error: command line") == 1  # torchrun's report may name both ranks
-
-
-def test_errors_are_one_line_and_end_every_rank(tmp_path):
-    result = train_ranks(2, flags(tmp_path, tmp_path / "run"))
-    assert result.codes == [3, 3] and result.stdout == ""
-    assert result.stderr.startswith("error: ") and str(tmp_path) in result.stderr
-    assert result.stderr.count("\n") == 1
 
 
 def threads_in_rank(cfg, cores, threads):
@@ -281,10 +259,8 @@ def sharded(data_dir, tmp_path_factory):
 def same_checkpoint(one, other, step):
     """Asserts that two runs saved the same numbers after a step, in whatever files."""
     (a, x), (b, y) = (load_checkpoint(checkpoint.find(run / f"step_{step:08d}")) for run in (one, other))
-    assert a.keys() == b.keys() and x["loader"] == y["loader"]
-    for group in a:
-        assert a[group].keys() == b[group].keys()
-        assert all(torch.equal(a[group][k], b[group][k]) for k in a[group])
+    assert x["loader"] == y["loader"]
+    torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
 # -- for ranks.call: a patch ends with its process
@@ -328,7 +304,7 @@ def test_sharded_and_in_the_background_as_one_process(data_dir, tmp_path, alone,
     files = {f"{kind}.rank0000{rank}.safetensors" for kind in ("model", "optimizer") for rank in (0, 1)}
     assert {p.name for p in (sharded / "step_00000008").glob("*.safetensors")} == files | {"rng.safetensors"}
     words = flags(data_dir, tmp_path / "run", parallel="fsdp", async_save=True, **SHARDED)
-    result = train_ranks(2, words)
+    result = ranks.run(2, words)
     assert result.returncode == 0, result.stderr
     assert [result.stdout.count(f"step_{step:08d}\n") for step in (4, 8, 12)] == [1] * 3
     for step in (4, 8, 12):
@@ -342,11 +318,8 @@ def test_resharded_from_two_ranks_to_one_to_four(data_dir, tmp_path, sharded):
     words = flags(data_dir, copied(tmp_path / "1", 8, tmp_path / "4"), parallel="fsdp", **settings)
     assert ranks.call(4, train_from_own_rows, words) == [(0, "")] * 4
     over_ranks(4, data_dir, copied(sharded, 8, tmp_path / "24"), parallel="hsdp", shard_size=2, **settings)
-    expected = losses(read_log(sharded))
-    for name, steps in (("1", range(5, 13)), ("4", range(9, 13)), ("24", range(9, 13))):
-        found = losses(read_log(tmp_path / name))
-        assert sorted(found) == list(steps)
-        assert all(found[step] == pytest.approx(expected[step], rel=4e-6) for step in steps), name
+    for name, first in (("1", 5), ("4", 9), ("24", 9)):
+        same_end(tmp_path / name, sharded, range(first, 13))
 
 
 def test_merged_goes_on_exactly_as_sharded_and_exports_the_same(data_dir, tmp_path, sharded):
@@ -354,17 +327,16 @@ def test_merged_goes_on_exactly_as_sharded_and_exports_the_same(data_dir, tmp_pa
     convert.main(convert.Config(checkpoint=str(part), out=str(merged)))
     assert not list((merged / "step_00000004").glob("*.rank*"))
     same_checkpoint(sharded, merged, 4)
-    models = [checkpoint.load_model(folder, "cpu")[0] for folder in (part, merged)]
-    assert all(torch.equal(p, q) for p, q in zip(*(model.parameters() for model in models)))
+    one, other = (checkpoint.load_model(folder, "cpu")[0].state_dict() for folder in (part, merged))
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
     for name, source in (("a", part), ("b", merged)):
         convert.main(convert.Config(checkpoint=str(source), to_hf=str(tmp_path / name)))
     a, b = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
-    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+    torch.testing.assert_close(a, b, rtol=0, atol=0)
     over_ranks(2, data_dir, merged, parallel="fsdp", resume="auto", **SHARDED)
     same_checkpoint(sharded, merged, 12)
     for kind in ("train", "val"):
-        expected = losses(read_log(sharded), kind)
-        assert all(loss == expected[step] for step, loss in losses(read_log(merged), kind).items())
+        assert losses(read_log(merged), kind).items() <= losses(read_log(sharded), kind).items()
 
 
 @pytest.mark.parametrize("async_save", [False, True])
@@ -375,14 +347,15 @@ def test_disk_full_on_one_rank_ends_all_with_the_same_line(data_dir, tmp_path, a
     assert code == 4 and other == (code, text)
     assert "rank 1: [Errno 28] No space left" in text and "\n" not in text
     assert [p.name for p in (tmp_path / "run").iterdir() if p.is_dir()] == ["step_00000004"]
-    assert checkpoint.find(tmp_path / "run").name == "step_00000004"
 
 
 @pytest.mark.fault(21)
 def test_kill_of_one_rank_while_it_writes(data_dir, tmp_path, sharded):
     words = flags(data_dir, tmp_path / "run", parallel="fsdp", async_save=True, **SHARDED)
-    done, _ = ranks.attempt(2, train_with_a_broken_write, words, "killed")
-    assert done.codes == [1, -signal.SIGKILL] and "lost rank 1: its process" in done.stderr, done
+    done, values = ranks.attempt(2, train_with_a_broken_write, words, "killed")
+    said = done.stderr + str(values[0])  # the broken connection may tell before the watch, as a value here
+    assert done.codes[1] == -signal.SIGKILL
+    assert re.search("lost (rank 1: its|another rank)", said), (done, values)
     assert checkpoint.find(tmp_path / "run").name == "step_00000004"
     again = train_here(data_dir, tmp_path / "run", resume="auto", **SHARDED)
     assert losses(again)[12] == pytest.approx(losses(read_log(sharded))[12], rel=4e-6)
@@ -394,36 +367,10 @@ def test_hugging_face_weights_straight_into_shards(data_dir, tmp_path, family):
     """q, k, v, gate and up lie in one tensor of ours, GPT-2's are transposed, 257 rows are 384 here."""
     shape = dict(n_kv_head=2, n_hidden=96, **LLAMA) if family == "llama" else {}
     shape |= dict(tie_embeddings=False)
-    cfg = configure(Config, [str(ROOT / "config/test.py"), *flags("", "", **shape)[1:]])
+    cfg = configure(Config, [str(ranks.ROOT / "config/test.py"), *flags("", "", **shape)[1:]])
     hf.save_hf(build(cfg, torch.device("cpu"), seed=5), tmp_path / "hf")
-    settings = dict(init_from=f"hf:{tmp_path / 'hf'}", eval_interval=2, max_steps=2, batch_size=2, **shape)
-    one = train_here(data_dir, tmp_path / "one", **settings)
+    settings = dict(init_from=f"hf:{tmp_path / 'hf'}", eval_interval=1, max_steps=3, batch_size=2, **shape)
+    train_here(data_dir, tmp_path / "one", **settings)
     words = flags(data_dir, tmp_path / "two", parallel="fsdp", **settings)
     assert ranks.call(2, train_from_own_rows, words) == [(0, "")] * 2
-    two = read_log(tmp_path / "two")
-    for kind in ("train", "val"):
-        assert losses(two, kind) == pytest.approx(losses(one, kind), rel=4e-6)
-    model = checkpoint.model_of(*hf.open_hf(tmp_path / "hf"), torch.device("cpu"))
-    untrained = build(cfg, torch.device("cpu"), seed=cfg.seed)
-    for name, param in (("wte", model.wte), ("head", model.head)):  # two steps of 5e-4 from where it began
-        found = weights(tmp_path / "two", 2)[f"{name}.weight"]
-        begun = torch.cat([param.weight[:257], getattr(untrained, name).weight[257:]])
-        assert (found - begun).abs().max() < 5e-3
-
-
-# -- ranks.py itself
-
-
-def fail_on_rank_1(how):
-    print("rank 1 ends" if os.environ["RANK"] == "1" else "rank 0 waits")
-    if os.environ["RANK"] == "1" and how == "raises":
-        raise ValueError("of rank 1")
-    time.sleep(60)
-
-
-@pytest.mark.parametrize("how, codes", [("raises", [-signal.SIGKILL, 1]), ("hangs", [-signal.SIGKILL] * 2)])
-def test_ranks_that_fail_or_hang_are_ended_and_quoted(how, codes):
-    done, values = ranks.attempt(2, fail_on_rank_1, how, timeout=5 if how == "hangs" else 60, grace=2)
-    assert done.codes == codes and done.returncode == codes[1] and values == [None, None]
-    assert done.outputs == ["rank 0 waits\n", "rank 1 ends\n"]
-    assert ("ValueError: of rank 1" if how == "raises" else "in fail_on_rank_1") in done.errors[1]
+    same_run(tmp_path / "one", tmp_path / "two")

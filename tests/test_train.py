@@ -13,7 +13,6 @@ import torch
 from conftest import ROOT, flags, load_checkpoint, losses, read_log, stdlib_bytes, train_here, write_shard
 from safetensors.torch import load_file
 
-import fast
 import hellaswag
 import train
 from configurator import UserError, configure

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import kernels
 import model as models
-from fast.attention import best_attention
+from fast.chips import best_attention
 from run import sampling
 from settings import GPTConfig
 
