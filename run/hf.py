@@ -1,4 +1,4 @@
-"""Hugging Face's GPT-2, Llama and Qwen3: config.json as our settings; safetensors read and written.
+"""Hugging Face's GPT-2, Llama and their like: config.json as our settings; safetensors read and written.
 
 Pickled weights are never read. RoPE pairs dimension i with i + D/2 there too: q and k need no permutation.
 train.py reads the shape of --init_from=hf:NAME before it imports torch: functions that need it import it.
@@ -38,18 +38,19 @@ class GPT2:
     outer = dict(wte="transformer.wte", wpe="transformer.wpe", norm="transformer.ln_f", head="lm_head")
     block = {"norm_1": "ln_1", "attn.qkv": "attn.c_attn", "attn.proj": "attn.c_proj"}
     block |= {"norm_2": "ln_2", "mlp.up": "mlp.c_fc", "mlp.proj": "mlp.c_proj"}
+    unbiased = ()  # ends of the names of biases that the class lacks, for which ours are zero
 
 
 class Llama:
-    name, architecture, layers = "llama", "LlamaForCausalLM", "model.layers."
+    name, architecture, layers, unbiased = "llama", "LlamaForCausalLM", "model.layers.", ()
     settings = GPT2.settings | dict(norm=["rmsnorm"], positions=["rope"], mlp=["swiglu", "relu2"])
     settings |= dict(embed_norm=[False, True])  # an export folds it into the embedding
     keys = dict(vocab_size="vocab_size", max_position_embeddings="block_size", num_hidden_layers="n_layer")
     keys |= dict(num_attention_heads="n_head", num_key_value_heads="n_kv_head", hidden_size="n_embd")
     keys |= dict(intermediate_size="n_hidden", hidden_act="mlp", rms_norm_eps="norm_eps", mlp_bias="bias")
-    keys |= dict(tie_word_embeddings="tie_embeddings", rope_theta="rope_theta")
+    keys |= dict(tie_word_embeddings="tie_embeddings", rope_theta="rope_theta", head_dim="head_dim")
     absent = dict(num_key_value_heads=None, hidden_act="silu", attention_bias=False, mlp_bias=False)
-    absent |= dict(tie_word_embeddings=False, rope_theta=10000.0)
+    absent |= dict(tie_word_embeddings=False, rope_theta=10000.0, head_dim=None)
     mlps = dict(silu="swiglu", swish="swiglu", relu="relu2")  # relu(gate) * up is ReLU squared if gate = up
     allowed = dict(rope_type=["default", "llama3"], partial_rotary_factor=[1.0], quantization_config=[None])
     allowed |= dict(low_freq_factor=[1.0], high_freq_factor=[4.0])  # of llama3, constants of model.Rope
@@ -70,7 +71,25 @@ class Qwen3(Llama):
     block = Llama.block | {"attn.q_norm": "self_attn.q_norm", "attn.k_norm": "self_attn.k_norm"}
 
 
-FAMILIES = {family.name: family for family in (GPT2, Llama, Qwen3)}
+class Qwen2(Llama):  # read, not written: with biases it is a Llama
+    name = "qwen2"
+    settings = Llama.settings | dict(bias=[True])
+    keys = Qwen3.keys
+    absent = Llama.absent | dict(num_key_value_heads=32, attention_bias=True)
+    allowed = Llama.allowed | dict(use_sliding_window=[False])
+    unbiased = ("o_proj.bias", "gate_proj.bias", "up_proj.bias", "down_proj.bias")
+
+
+class Mistral(Llama):  # read, not written: it is a Llama
+    name = "mistral"
+    settings = Llama.settings | dict(bias=[False])
+    keys = Qwen3.keys
+    absent = Llama.absent | dict(num_key_value_heads=8, sliding_window=4096)
+    allowed = Llama.allowed | dict(sliding_window=[None])
+
+
+EXPORTS = (GPT2, Llama, Qwen3)
+FAMILIES = {family.name: family for family in (*EXPORTS, Qwen2, Mistral)}
 FORM = {"model_type": text, **dict.fromkeys(["rope_scaling?", "rope_parameters?"], ({}, None))}
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # masks and tables in old files
 # The place of one of their tensors in ours: rows first to last. transposed: as GPT-2's matrices are (Conv1D).
@@ -86,13 +105,14 @@ class ImportedConfig(GPTConfig):
 def family_of(cfg):
     """The first family whose class computes a GPTConfig. Raises UserError with what each of them lacks."""
     lacking = []
-    for name, family in FAMILIES.items():
+    for family in EXPORTS:
         values = {k: getattr(cfg, k) for k in family.settings}
         wrong = [f"{k}={value}" for k, value in values.items() if value not in family.settings[k]]
         wrong += [f"n_kv_head={cfg.n_kv_head}"] * (family is GPT2 and cfg.kv_heads < cfg.n_head)
+        wrong += [f"head_dim={cfg.head_dim}"] * (family is GPT2 and cfg.attention_width != cfg.n_embd)
         if not wrong:
             return family
-        lacking.append(f"a {name} has no {', '.join(wrong)}")
+        lacking.append(f"a {family.name} has no {', '.join(wrong)}")
     raise UserError(f"no Hugging Face model computes this, so it cannot be exported: {'; '.join(lacking)}")
 
 
@@ -149,7 +169,7 @@ def _as_settings(hf):
         settings["rope_original"] = hf.get("original_max_position_embeddings")
     cfg = ImportedConfig(**typed(ImportedConfig, settings, settings.keys()))
     refuse(cfg.problems())
-    _refuse_others(hf, dict(head_dim=[cfg.head_dim, None], attention_bias=[cfg.bias]))
+    _refuse_others(hf, dict(attention_bias=[cfg.bias]))
     return cfg
 
 
@@ -197,7 +217,7 @@ def config_json(cfg, dtype, ids):
     config |= dict(bos_token_id=None, eos_token_id=None) | ids
     if family is GPT2:
         return config | dict.fromkeys(["embd_pdrop", "attn_pdrop", "resid_pdrop"], cfg.dropout)
-    config |= dict(head_dim=cfg.head_dim, attention_bias=cfg.bias, attention_dropout=cfg.dropout)
+    config |= dict(head_dim=cfg.head_size, attention_bias=cfg.bias, attention_dropout=cfg.dropout)
     scaling = dict(rope_type="llama3", factor=cfg.rope_factor, low_freq_factor=1.0, high_freq_factor=4.0)
     scaling["original_max_position_embeddings"] = cfg.rope_original
     return config | dict(rope_scaling=scaling if cfg.rope_factor else None)
@@ -252,7 +272,7 @@ def hf_parts(model):
     Theirs have no padded vocabulary and no tied head; GPT-2's biases are zero if ours has none.
     """
     cfg, own, parts = model.cfg, dict(model.named_parameters()), {}
-    family, heads = family_of(cfg), [n * cfg.head_dim for n in (cfg.n_head, cfg.kv_heads, cfg.kv_heads)]
+    family, heads = family_of(cfg), [n * cfg.head_size for n in (cfg.n_head, cfg.kv_heads, cfg.kv_heads)]
     stacked = {"qkv": heads, "gate_up": [cfg.hidden] * 2}  # rows of each of theirs
     modules = {ours: [theirs] for ours, theirs in family.outer.items()}
     for i, (ours, theirs) in itertools.product(range(cfg.n_layer), family.block.items()):
@@ -301,19 +321,25 @@ def open_tensors(folder, family):
 
 
 def open_hf(name):
-    """({our name: Stored}, ImportedConfig) of a folder or hub name; rows are read when they are indexed.
+    """({our name: Stored or zeros}, ImportedConfig) of a folder or hub name; rows are read when indexed.
 
     Embedding and head have no padding rows. Raises UserError for tensors that do not fit config.json.
     """
+    import torch
+
     from model import on_meta
     from run.checkpoint import Stored
 
     folder = fetch(name)
     cfg = read_config(folder)
-    theirs, model, found = open_tensors(folder, family_of(cfg)), on_meta(cfg), {}
+    family = FAMILIES[read_json(folder / "config.json")["model_type"]]
+    theirs, model, found, zeros = open_tensors(folder, family), on_meta(cfg), {}, {}
     if cfg.tie_embeddings:  # some files hold the head once more
         theirs.pop("lm_head.weight", None)
     own, parts = dict(model.named_parameters()), hf_parts(model)
+    for key in [key for key in parts if key.endswith(family.unbiased)]:
+        ours = parts.pop(key).ours
+        zeros[ours] = torch.zeros(own[ours].shape)
     wrong = [f"{key} missing" for key in parts.keys() - theirs.keys()]
     wrong += [f"{key} not expected" for key in theirs.keys() - parts.keys()]
     for key, part in parts.items() if not wrong else ():
@@ -325,7 +351,7 @@ def open_hf(name):
     if wrong:
         words = f"{'; '.join(sorted(wrong)[:3])} ({len(wrong)} in all)"
         raise UserError(f"{folder}: its tensors do not fit its config.json: {words}")
-    return {ours: Stored(ours, slices) for ours, slices in found.items()}, cfg
+    return {ours: Stored(ours, slices) for ours, slices in found.items()} | zeros, cfg
 
 
 def save_hf(model, path, dtype="float32", max_shard_size="5GB", tensors=None, tokenizer=None):

@@ -7,10 +7,11 @@ import pickle
 
 import pytest
 import torch
+import transformers
 from conftest import ROOT
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen2Config, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import convert
@@ -64,8 +65,10 @@ MODELS = {
     "llama_biases": lambda: llama(attention_bias=True, mlp_bias=True, num_key_value_heads=1),
     "llama31": lambda: llama(rope_parameters=SCALING | dict(rope_theta=5e5), max_position_embeddings=512),
     "qwen3_tied": lambda: qwen3(
-        tie_word_embeddings=True, rope_parameters=dict(rope_type="default", rope_theta=1e6)
+        head_dim=32, tie_word_embeddings=True, rope_parameters=dict(rope_type="default", rope_theta=1e6)
     ),
+    "qwen2": lambda: made(Qwen2Config(**SHAPE)),
+    "mistral": lambda: made(transformers.MistralConfig(**SHAPE, head_dim=24, sliding_window=None)),
 }
 LLAMA = dict(norm="rmsnorm", positions="rope", mlp="swiglu", bias=False)
 models = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
@@ -113,14 +116,15 @@ def test_logits_and_loss_equal_transformers_and_the_way_back_is_bitwise(make, tm
     # sum, of which 3e-7 to 6e-7 is left. A wrong epsilon, theta or head order is off by 1e-3 and more.
     assert (got - expected.logits).abs().max() <= 5e-6 * expected.logits.abs().max()
     assert abs(ours(x[:, :-1], x[:, 1:]) - expected.loss) <= 2e-6 * expected.loss
-    assert parameter_counts(ours)[0] == sum(p.numel() for p in theirs.parameters())
     for stored in hf.open_hf(tmp_path / "a")[0].values():  # as a sharded run reads
         assert torch.equal(stored[3 : stored.shape[0] - 2], stored[...][3:-2])
     hf.save_hf(ours, tmp_path / "b")
     before, after = (load_file(tmp_path / d / "model.safetensors") for d in "ab")
-    assert before.keys() == after.keys() and all(torch.equal(before[k], after[k]) for k in before)
+    more = after.keys() - before.keys()  # biases that Qwen2 lacks
+    assert all(torch.equal(before[k], after[k]) for k in before) and not any(after[k].any() for k in more)
+    assert parameter_counts(ours)[0] == sum(tensor.numel() for tensor in after.values())
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "b")
-    assert type(again) is type(theirs) and again.dtype == torch.float32
+    assert type(again).__name__ == hf.family_of(cfg).architecture and again.dtype == torch.float32
     assert torch.equal(expected.logits, again(x).logits)  # so the settings came back as well
     assert not checkpoint.shape_differences(vars(load(tmp_path / "b")[1]), cfg)
 
@@ -134,7 +138,7 @@ def test_logits_and_loss_equal_transformers_and_the_way_back_is_bitwise(make, tm
         dict(mlp="relu2"),
         dict(LLAMA, n_kv_head=1, rope_theta=5e5),
         dict(LLAMA, bias=True, rope_factor=4.0, rope_original=16),
-        dict(LLAMA, qk_norm=True, n_kv_head=1, n_hidden=100),
+        dict(LLAMA, qk_norm=True, n_kv_head=1, n_hidden=100, head_dim=24),
         dict(LLAMA, embed_norm=True, tie_embeddings=False),
         dict(LLAMA, qk_norm=True, mlp="relu2", embed_norm=True),
     ],
@@ -221,15 +225,24 @@ def test_rope_as_transformers_4_writes_it(tmp_path):
     assert load(tmp_path)[1] == cfg
 
 
-@pytest.mark.parametrize("theirs", [GPT2Config(), LlamaConfig(), Qwen3Config()])
+@pytest.mark.parametrize(
+    "theirs",
+    [
+        GPT2Config(),
+        LlamaConfig(),
+        Qwen3Config(),
+        Qwen2Config(),
+        transformers.MistralConfig(sliding_window=None),
+    ],
+)
 def test_absent_keys_mean_what_they_mean_to_transformers(theirs):
     family, values = hf.FAMILIES[theirs.model_type], theirs.to_dict()
     values |= values.get("rope_parameters") or {}
+    own = dict(num_key_value_heads=theirs.num_attention_heads)  # what None means
+    own["head_dim"] = theirs.hidden_size // theirs.num_attention_heads
     for key, value in family.absent.items():
-        if key == "mlp_bias" and family is hf.Qwen3:
-            continue
-        heads = key == "num_key_value_heads" and value is None
-        assert values[key] == (theirs.num_attention_heads if heads else value), key
+        if key in values and key != "sliding_window":
+            assert values[key] == (own.get(key) if value is None else value), key
     for key, some in family.allowed.items():
         assert values.get(key, some[0]) == some[0], key
 
@@ -246,6 +259,7 @@ def test_frequencies_of_llama31_equal_transformers():
     "make, changes, words",
     [
         (gpt2, dict(model_type="opt"), ["model_type=opt", "gpt2 or llama or qwen3"]),
+        (llama, dict(model_type="mistral"), ["sliding_window=4096 is not supported, expected None"]),
         (gpt2, dict(activation_function="relu"), ["activation_function=relu", "gelu_new"]),
         (gpt2, dict(n_head=5), ["n_embd=48", "n_head=5"]),
         (gpt2, dict(n_layer=3), ["transformer.h.2", "missing"]),
@@ -255,7 +269,7 @@ def test_frequencies_of_llama31_equal_transformers():
         (gpt2, dict(model_type=["gpt2"]), ["config.json is damaged: model_type is ['gpt2']"]),
         (gpt2, dict(quantization_config=dict(bits=4)), ["quantization_config"]),
         (gpt2, dict(tie_word_embeddings=False), ["lm_head.weight missing"]),
-        (llama, dict(head_dim=32), ["head_dim=32", "expected 16"]),
+        (llama, dict(head_dim=32), ["proj.weight is [64, 64], expected [64, 128]"]),
         (llama, dict(rope_parameters=dict(rope_type="yarn", factor=4.0)), ["rope_type=yarn"]),
         (llama, dict(rope_parameters=dict(rope_type="llama3", rope_theta=1e4)), ["rope_factor=absent"]),
         (llama, dict(rope_parameters=SCALING | dict(low_freq_factor=2.0)), ["low_freq_factor=2.0", "1.0"]),
@@ -325,7 +339,7 @@ def test_pickles_are_never_opened(tmp_path):
     "changes, words",
     [
         (dict(qk_norm=True, softcap=30.0), ["a gpt2 has no qk_norm=True, softcap=30.0"]),
-        (dict(n_kv_head=1), ["n_kv_head=1"]),
+        (dict(n_kv_head=1, head_dim=4), ["n_kv_head=1, head_dim=4"]),
         (dict(LLAMA, qk_norm=True, bias=True), ["a llama has no qk_norm=True; a qwen3 has no bias=True"]),
         (dict(LLAMA, qk_norm=True, attention_gate=True), ["a qwen3 has no attention_gate=True"]),
     ],

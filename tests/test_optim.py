@@ -62,7 +62,7 @@ def test_adamw_is_the_papers():
         optimizer.step()
         m = cfg.beta1 * m + (1 - cfg.beta1) * grad.double()
         v = cfg.beta2 * v + (1 - cfg.beta2) * grad.double() ** 2
-        update = (m / (1 - cfg.beta1**t)) / ((v / (1 - cfg.beta2**t)).sqrt() + cfg.adam_eps)
+        update = (m / (1 - cfg.beta1**t)) / ((v / (1 - cfg.beta2**t)).sqrt() + 1e-8)
         w = w - cfg.lr * t * (update + cfg.weight_decay * w)
     # float32 rounding of five updates
     torch.testing.assert_close(weight.weight.double(), w, rtol=1e-5, atol=1e-6)

@@ -45,7 +45,7 @@ def test_every_recipe_is_legal_on_the_ranks_of_its_command(name, monkeypatch):
         ("--remat_tile=128", 1, "remat_tile=128 does not go with remat=none"),
         ("--remat=block --remat_tile=0", 1, "remat_tile=0 must be at least 1"),
         ("--remat=attention --dropout=0.1", 1, "dropout=0.1 does not go with remat=attention"),
-        ("--remat=attention --n_embd=48", 1, "n_embd / n_head = 4 to be a multiple of 8"),
+        ("--remat=attention --n_embd=48", 1, "head_dim=4 to be a multiple of 8"),
         (
             "--document_mask --remat=attention",
             1,
