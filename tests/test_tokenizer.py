@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiktoken
-from conftest import GPT2
+from conftest import GPT2, one_line
 
 from configurator import UserError
 from corpus import tokenizer
@@ -206,6 +206,55 @@ def test_mistakes_are_one_line(tmp_path, monkeypatch):
         with pytest.raises(UserError, match=words) as caught:
             tokenizer.load(name)
         assert "\n" not in str(caught.value) and name in str(caught.value)
+
+
+def replaced(**changes):
+    """The text of the bytes' tokenizer.json with other parts."""
+    return json.dumps(json.loads(tokenizer.load("bytes").to_json()) | changes)
+
+
+DOUBLED = dict(type="Replace", pattern=dict(String="a"), content="aa")
+SPLIT = dict(type="Split", pattern=dict(Regex="(x+x+)+y"), behavior="Isolated", invert=False)
+
+
+@pytest.mark.fault(73)
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        (dict(model=dict(type="BPE", vocab={"a": 2**31}, merges=[])), "largest id, 2147483648, is not"),
+        (dict(added_tokens=[dict(id=2**28, content="</s>")]), "id, 268435456, is not below 1048576"),
+        (dict(normalizer=dict(type="Sequence", normalizers=[DOUBLED] * 40)), "more than 1000 characters"),
+        (
+            dict(normalizer=dict(type="Precompiled", precompiled_charsmap="AAAA")),
+            "not a tokenizer.json: Panic",
+        ),
+        (dict(pre_tokenizer=dict(SPLIT, pattern=dict(Regex="("))), "Oniguruma error: end pattern"),
+        (dict(pre_tokenizer=SPLIT), "fails: PanicException: Onig: Regex search error: retry-limit"),
+    ],
+)
+def test_a_tokenizer_json_that_breaks_the_library_is_one_line(changes, words, tmp_path):
+    (tmp_path / "tokenizer.json").write_text(replaced(**changes))
+    with pytest.raises(UserError, match=words) as error:
+        tokenizer.load(str(tmp_path)).encode("x" * 60)
+    one_line(error)
+
+
+@pytest.mark.parametrize("first, adds", [("<mine>", "post_processor"), ("<mine>", "config"), ("<s>", None)])
+def test_a_document_begins_as_transformers_begins_a_text(first, adds, tmp_path):
+    """As in Llama 1 and 2, where <s> begins a text and </s> ends it."""
+    tokenizers, transformers = map(pytest.importorskip, ("tokenizers", "transformers"))
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0}, []))
+    inner.add_special_tokens(["</s>", "<s>", "<mine>"])
+    if adds == "post_processor":
+        inner.post_processor = tokenizers.processors.TemplateProcessing("<mine> $A", None, [("<mine>", 3)])
+    inner.save(str(tmp_path / "tokenizer.json"))
+    config = dict(tokenizer_class="PreTrainedTokenizerFast", bos_token=first, add_bos_token=adds == "config")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tok = tokenizer.load(str(tmp_path))
+    (row,) = tok.rows(["a</s>"])
+    assert tok.decode([tok.eot]) == first and row.tolist() == [tok.eot, 0] and {1, tok.eot} <= tok.ends
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)("a")["input_ids"]
+    assert adds != "post_processor" or theirs == row.tolist()
 
 
 @pytest.mark.gpt2
