@@ -14,7 +14,7 @@ import numpy as np
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from configurator import UserError
-from corpus import DataError, brief
+from corpus import DataError, told
 from corpus.tokenizer import HuggingFace, read_beside, special_tokens, without_surrogates
 
 LIMIT = 1_000_000  # calls and turns of loops of a chat template: a second
@@ -82,11 +82,9 @@ class Template:
         """The text of a conversation, if asked for with the beginning of a reply. Raises UserError."""
         options = dict(add_generation_prompt=add_generation_prompt, tools=None, documents=None)
         self.environment.left = LIMIT
-        try:
+        with told(f"{self.folder}: its chat template fails"):  # it computes: any error can come of it
             text = self.compiled(self.text).render(messages=messages, **options, **self.special)
             return without_surrogates(text)
-        except Exception as error:  # a template computes: any can come of it
-            raise UserError(f"{self.folder}: its chat template fails ({brief(error)})") from None
 
 
 def _raise(words):

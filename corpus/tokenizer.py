@@ -5,7 +5,6 @@ chat template, parses special tokens.
 """
 
 import base64
-import contextlib
 import json
 import math
 import re
@@ -16,7 +15,7 @@ import numpy as np
 import tiktoken
 
 from configurator import UserError
-from corpus import brief
+from corpus import told
 from run.files import read_json, write_atomic
 
 LLAMA3_PATTERN = (
@@ -195,11 +194,9 @@ def load(name, vocab_size=None):
     if name == "bytes":
         tokenizer = Bytes()
     elif built_in(name):
-        try:
+        advice = "go online once, set TIKTOKEN_CACHE_DIR to a filled cache, or give a tokenizer.json"
+        with told(f"tokenizer={name}: not fetched; {advice}"):
             tokenizer = Tiktoken(name, tiktoken.get_encoding(name), SCHEMES.get(name))
-        except Exception as error:  # whatever requests, the proxy or the cache raised
-            advice = "go online once, set TIKTOKEN_CACHE_DIR to a filled cache, or give a tokenizer.json"
-            raise UserError(f"tokenizer={name}: not fetched ({type(error).__name__}); {advice}") from None
     elif path and path.is_file():
         data, most_ids = path.read_bytes(), max(vocab_size or 0, MOST_IDS)
         model = path.suffix == ".model"
@@ -242,18 +239,6 @@ def _llama3(name, data):
         special = {f"<|{s}|>": len(ranks) + i for i, s in enumerate(names)}
         parts = dict(pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=special)
         return Tiktoken(name, tiktoken.Encoding(name, **parts), "gpt4")
-
-
-@contextlib.contextmanager
-def told(what):
-    """Turns what a library raises at files of others, a panic of Rust's included, into a UserError."""
-    try:
-        yield
-    except BaseException as error:
-        panic = type(error).__name__ == "PanicException"  # no Exception; its class cannot be imported
-        if isinstance(error, UserError) or not (panic or isinstance(error, Exception)):
-            raise
-        raise UserError(f"{what}: {brief(error)}") from None
 
 
 def check_size(parts, most_ids):

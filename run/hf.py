@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from configurator import UserError, refuse, typed
-from corpus import brief
+from corpus import told
 from run.files import patiently, plain_name, read_json, text, write_json
 from settings import GPTConfig
 
@@ -72,18 +72,14 @@ class Qwen3(Llama):
 
 
 class Qwen2(Llama):  # read, not written: with biases it is a Llama
-    name = "qwen2"
-    settings = Llama.settings | dict(bias=[True])
-    keys = Qwen3.keys
+    name, keys, settings = "qwen2", Qwen3.keys, Llama.settings | dict(bias=[True])
     absent = Llama.absent | dict(num_key_value_heads=32, attention_bias=True)
     allowed = Llama.allowed | dict(use_sliding_window=[False])
     unbiased = ("o_proj.bias", "gate_proj.bias", "up_proj.bias", "down_proj.bias")
 
 
 class Mistral(Llama):  # read, not written: it is a Llama
-    name = "mistral"
-    settings = Llama.settings | dict(bias=[False])
-    keys = Qwen3.keys
+    name, keys, settings = "mistral", Qwen3.keys, Llama.settings | dict(bias=[False])
     absent = Llama.absent | dict(num_key_value_heads=8, sliding_window=4096)
     allowed = Llama.allowed | dict(sliding_window=[None])
 
@@ -121,17 +117,14 @@ def names_hf(init_from):
 
 
 def adopt(given):
-    """The `given` settings, completed by the shape and tokenizer of init_from's Hugging Face weights.
-
-    block_size: the weights' context, at most the default. UserError lists what contradicts the weights.
-    """
+    """The `given` settings and, from Hugging Face weights in init_from, their shape and tokenizer."""
     name = given.get("init_from")
     if not names_hf(name):
         return given
     from run.checkpoint import shape_differences
 
     shape = read_config(fetch(name[3:]))
-    shape.block_size = min(shape.block_size, GPTConfig.block_size)
+    shape.block_size = min(shape.block_size, GPTConfig.block_size)  # weights may have a longer context
     wanted = replace(shape, **{k: v for k, v in given.items() if k in vars(shape)})
     wrong = shape_differences(vars(shape), wanted, ["vocab_multiple", "block_size"])
     if wrong:
@@ -197,17 +190,13 @@ def fetch(name):
 
     kinds = ["*.json", "*.jinja", "*.safetensors", "tokenizer*"]
     options = dict(allow_patterns=kinds, ignore_patterns=["*/*"])  # folders hold other formats of the weights
-    try:
+    with told(f"{name}: no such folder, and it cannot be downloaded"):  # the hub, its HTTP client, the disk
         return Path(patiently(huggingface_hub.snapshot_download, str(name), **options))
-    except Exception as error:  # of the hub, its HTTP client or the disk
-        raise UserError(f"{name}: no such folder, and it cannot be downloaded ({brief(error)})") from None
 
 
 def config_json(cfg, dtype, ids):
-    """The content of config.json as transformers 4 writes it, which version 5 and other readers accept too.
-
-    ids: those of `write_tokenizer`. The context is block_size, or what RoPE was scaled to if that is longer.
-    """
+    """The content of config.json as transformers 4 writes it, with the ids of `write_tokenizer`."""
+    # the context is block_size, or what RoPE was scaled to if that is longer
     family, context = family_of(cfg), max(cfg.block_size, int(cfg.rope_original * (cfg.rope_factor or 0)))
     tied = cfg.tie_embeddings and not cfg.embed_norm  # which is folded into the embedding alone
     activation = next(theirs for theirs, ours in family.mlps.items() if ours == cfg.mlp)
@@ -226,8 +215,7 @@ def config_json(cfg, dtype, ids):
 def write_tokenizer(folder, tokenizer, block_size):
     """Writes the files of a tokenizer and of generation, and returns {"bos_token_id", "eos_token_id"}.
 
-    tokenizer_config.json, a chat template and generation_config.json are copied from beside tokenizer.json.
-    Our shards have a separator before each document: generation stops at it as well.
+    What lies beside tokenizer.json is copied. Generation stops at the separator of documents as well.
     """
     from corpus import chat
     from run.checkpoint import BESIDE
@@ -267,10 +255,7 @@ class Transposed:
 
 
 def hf_parts(model):
-    """{Hugging Face name: Part}; raises UserError for parameters of an edited model.py that theirs lack.
-
-    Theirs have no padded vocabulary and no tied head; GPT-2's biases are zero if ours has none.
-    """
+    """{Hugging Face name: Part}: no padded vocabulary, no tied head. UserError for what an edit adds."""
     cfg, own, parts = model.cfg, dict(model.named_parameters()), {}
     family, heads = family_of(cfg), [n * cfg.head_size for n in (cfg.n_head, cfg.kv_heads, cfg.kv_heads)]
     stacked = {"qkv": heads, "gate_up": [cfg.hidden] * 2}  # rows of each of theirs
@@ -299,7 +284,7 @@ def hf_parts(model):
 
 def open_tensors(folder, family):
     """{full Hugging Face name: slice of safetensors} of one file or of an index's files, without buffers."""
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
     index, files, tensors = folder / "model.safetensors.index.json", {"model.safetensors"}, {}
     prefix = family.layers.partition(".")[0] + "."  # absent if the model was saved without its head
@@ -309,10 +294,8 @@ def open_tensors(folder, family):
         if not path.is_file():
             why = "only safetensors are read, never pickled weights (pytorch_model.bin)"
             raise UserError(f"{path}: missing; {why}: load and save those with transformers first")
-        try:
+        with told(f"{path}: damaged or not safetensors"):
             handle = safe_open(path, "pt")
-        except SafetensorError as error:
-            raise UserError(f"{path}: damaged or not safetensors ({error})") from None
         for name in handle.keys():
             full = name if name.startswith((prefix, "lm_head.")) else prefix + name
             if not name.endswith(BUFFERS):
@@ -321,10 +304,7 @@ def open_tensors(folder, family):
 
 
 def open_hf(name):
-    """({our name: Stored or zeros}, ImportedConfig) of a folder or hub name; rows are read when indexed.
-
-    Embedding and head have no padding rows. Raises UserError for tensors that do not fit config.json.
-    """
+    """({our name: Stored or zeros}, ImportedConfig) of a folder or hub name, without padding rows."""
     import torch
 
     from model import on_meta

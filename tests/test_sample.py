@@ -157,7 +157,7 @@ def test_a_folder_without_a_usable_template_is_one_line(run, chatty, monkeypatch
     monkeypatch.setattr(chat, "LIMIT", 10_000)
     loops = "{% set r = range(99999) %}{% for i in r " + 2 * "%}{% for j in r " + "%}" + 3 * "{% endfor %}"
     for template, words in {
-        "{{ raise_exception('no\nuser') }}": "its chat template fails .TemplateError: no user",
+        "{{ raise_exception('no\nuser') }}": "its chat template fails: TemplateError: no user",
         "{% if %}": "its chat template fails",
         "{% for i in range(10**9) %}{% endfor %}": "Range too big",
         loops: "it has not ended after 10,000 calls and turns of loops",
