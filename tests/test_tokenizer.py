@@ -82,15 +82,8 @@ def test_encodings_are_tiktokens_with_and_without_gigatoken(name, texts, tmp_pat
         assert [" ".join(pair) for pair in merges] == GPT2.read_text("utf-8").splitlines()[1:]
 
 
-BROKEN = {  # what importing or using a gigatoken without its own dependencies raises
-    "at import": "import numpy; numpy.of_another_version",
-    "a module that it needs": "import a_module_that_nobody_has",
-    "in use": "",
-}
-
-
 @pytest.mark.gpt2
-@pytest.mark.parametrize("source", BROKEN.values(), ids=BROKEN)
+@pytest.mark.parametrize("source", ["import a_module_that_it_needs", ""])  # raises at import, in use
 def test_a_broken_gigatoken_falls_back(source, texts, tmp_path, monkeypatch):
     (tmp_path / "gigatoken.py").write_text(source + "\n")
     monkeypatch.syspath_prepend(tmp_path)
