@@ -38,11 +38,10 @@ class GPT2:
     outer = dict(wte="transformer.wte", wpe="transformer.wpe", norm="transformer.ln_f", head="lm_head")
     block = {"norm_1": "ln_1", "attn.qkv": "attn.c_attn", "attn.proj": "attn.c_proj"}
     block |= {"norm_2": "ln_2", "mlp.up": "mlp.c_fc", "mlp.proj": "mlp.c_proj"}
-    unbiased = ()  # ends of the names of biases that the class lacks, for which ours are zero
 
 
 class Llama:
-    name, architecture, layers, unbiased = "llama", "LlamaForCausalLM", "model.layers.", ()
+    name, architecture, layers = "llama", "LlamaForCausalLM", "model.layers."
     settings = GPT2.settings | dict(norm=["rmsnorm"], positions=["rope"], mlp=["swiglu", "relu2"])
     settings |= dict(embed_norm=[False, True])  # an export folds it into the embedding
     keys = dict(vocab_size="vocab_size", max_position_embeddings="block_size", num_hidden_layers="n_layer")
@@ -71,13 +70,6 @@ class Qwen3(Llama):
     block = Llama.block | {"attn.q_norm": "self_attn.q_norm", "attn.k_norm": "self_attn.k_norm"}
 
 
-class Qwen2(Llama):  # read, not written: with biases it is a Llama
-    name, keys, settings = "qwen2", Qwen3.keys, Llama.settings | dict(bias=[True])
-    absent = Llama.absent | dict(num_key_value_heads=32, attention_bias=True)
-    allowed = Llama.allowed | dict(use_sliding_window=[False])
-    unbiased = ("o_proj.bias", "gate_proj.bias", "up_proj.bias", "down_proj.bias")
-
-
 class Mistral(Llama):  # read, not written: it is a Llama
     name, keys, settings = "mistral", Qwen3.keys, Llama.settings | dict(bias=[False])
     absent = Llama.absent | dict(num_key_value_heads=8, sliding_window=4096)
@@ -85,7 +77,7 @@ class Mistral(Llama):  # read, not written: it is a Llama
 
 
 EXPORTS = (GPT2, Llama, Qwen3)
-FAMILIES = {family.name: family for family in (*EXPORTS, Qwen2, Mistral)}
+FAMILIES = {family.name: family for family in (*EXPORTS, Mistral)}
 FORM = {"model_type": text, **dict.fromkeys(["rope_scaling?", "rope_parameters?"], ({}, None))}
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # masks and tables in old files
 # The place of one of their tensors in ours: rows first to last. transposed: as GPT-2's matrices are (Conv1D).
@@ -304,22 +296,16 @@ def open_tensors(folder, family):
 
 
 def open_hf(name):
-    """({our name: Stored or zeros}, ImportedConfig) of a folder or hub name, without padding rows."""
-    import torch
-
+    """({our name: Stored}, ImportedConfig) of a folder or hub name, without padding rows."""
     from model import on_meta
     from run.checkpoint import Stored
 
     folder = fetch(name)
     cfg = read_config(folder)
-    family = FAMILIES[read_json(folder / "config.json")["model_type"]]
-    theirs, model, found, zeros = open_tensors(folder, family), on_meta(cfg), {}, {}
+    theirs, model, found = open_tensors(folder, family_of(cfg)), on_meta(cfg), {}
     if cfg.tie_embeddings:  # some files hold the head once more
         theirs.pop("lm_head.weight", None)
     own, parts = dict(model.named_parameters()), hf_parts(model)
-    for key in [key for key in parts if key.endswith(family.unbiased)]:
-        ours = parts.pop(key).ours
-        zeros[ours] = torch.zeros(own[ours].shape)
     wrong = [f"{key} missing" for key in parts.keys() - theirs.keys()]
     wrong += [f"{key} not expected" for key in theirs.keys() - parts.keys()]
     for key, part in parts.items() if not wrong else ():
@@ -331,7 +317,7 @@ def open_hf(name):
     if wrong:
         words = f"{'; '.join(sorted(wrong)[:3])} ({len(wrong)} in all)"
         raise UserError(f"{folder}: its tensors do not fit its config.json: {words}")
-    return {ours: Stored(ours, slices) for ours, slices in found.items()} | zeros, cfg
+    return {ours: Stored(ours, slices) for ours, slices in found.items()}, cfg
 
 
 def save_hf(model, path, dtype="float32", max_shard_size="5GB", tensors=None, tokenizer=None):

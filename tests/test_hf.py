@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 from conftest import ROOT, flags
-from test_convert import edit_config, gpt2, llama, qwen3, refused, saved
+from test_convert import edit_config, gpt2, llama, refused, saved
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import convert
@@ -64,22 +64,6 @@ def test_shape_rope_and_tokenizer_are_the_weights(weights):
     assert longer.block_size == 4096  # RoPE has no last position
     edit_config(weights, max_position_embeddings=131_072)
     assert settings(f"--init_from=hf:{weights}").block_size == 1024
-
-
-def test_qwen3(tmp_path):
-    """A shape of weights, and the published config.json of Qwen3 0.6B, whose heads are wider together."""
-    cfg = settings(f"--init_from=hf:{saved(qwen3(), tmp_path / 'small')}")
-    assert (cfg.qk_norm, cfg.mlp, cfg.norm, cfg.bias) == (True, "swiglu", "rmsnorm", False)
-    published = dict(
-        model_type="qwen3", attention_bias=False, attention_dropout=0.0, bos_token_id=151643, head_dim=128,
-        eos_token_id=151645, hidden_act="silu", hidden_size=1024, num_key_value_heads=8,
-        intermediate_size=3072, max_position_embeddings=40960, max_window_layers=28, num_attention_heads=16,
-        num_hidden_layers=28, rms_norm_eps=1e-06, rope_scaling=None, rope_theta=1e6, vocab_size=151936,
-        sliding_window=None, tie_word_embeddings=True, torch_dtype="bfloat16", use_sliding_window=False,
-    )  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(published))
-    cfg = hf.read_config(tmp_path)
-    assert (cfg.head_size, cfg.attention_width, cfg.kv_heads, cfg.rope_theta) == (128, 2048, 8, 1e6)
 
 
 def test_all_contradictions_are_in_one_line(weights, tmp_path):

@@ -73,11 +73,6 @@ def test_ranks_of_a_divided_model_go_on_until_the_last_sample_ends(tmp_path):
     (texts, last), (expected, alone_last) = (done.outputs[0].rsplit("-" * 80, 1) for done in (both, alone))
     assert texts == expected and len(set(map(len, texts.split("-" * 80)))) > 2  # the samples differ in length
     assert last.partition(" in ")[0] == alone_last.partition(" in ")[0]
-    lost = ranks.run(0, [*words, "--parallel=fsdp"], "sample.py")
-    assert lost.returncode == 2 and lost.stderr.count("\n") == 1
-    assert lost.stderr.startswith(
-        "error: parallel=fsdp divides the model among ranks; start it with torchrun"
-    )
 
 
 def test_a_sample_ends_where_the_model_ends_its_text_and_changed_code_is_announced(run, capsys, monkeypatch):
@@ -240,6 +235,7 @@ def test_two_ranks_hold_half_a_model_each_and_never_the_whole(source_of, precisi
         (dict(seed=-1), "seed=-1 must be at least 0"),
         (dict(tokenizer="gpt2"), "tokenizer=gpt2 has 50,257 ids, the model 257"),
         (dict(checkpoint=None), "give one of --checkpoint"),
+        (dict(parallel="fsdp"), "parallel=fsdp divides the model among ranks; start it with torchrun"),
         (dict(bos=False, prompt=""), "bos=False leaves an empty prompt with no token to continue"),
     ],
 )
