@@ -258,8 +258,9 @@ def growth(part):
     if part.get("type") == "Replace":
         old = part["pattern"].get("String")  # a Regex may match nothing
         return max(1, len(part["content"]) / len(old)) if old else 1 + len(part["content"])
-    parts = [growth(each) for each in sum((v for v in part.values() if isinstance(v, list)), [])]
-    return math.prod(parts) * (2 if part.get("type") == "ByteLevel" else 1)
+    lists = (v for v in part.values() if isinstance(v, list))  # of a Sequence
+    parts = math.prod(growth(each) for v in lists for each in v if isinstance(each, dict))
+    return parts * (2 if part.get("type") == "ByteLevel" else 1)
 
 
 def read_beside(folder, name):

@@ -304,7 +304,5 @@ def test_bad_lines_name_the_document(tmp_path, chatml):
     (tmp_path / "b.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (good, {"x": 1}, good)))
     prepare(tmp_path / "g", tmp_path / "b.jsonl", skip_bad_documents=True, **lines)
     assert json.loads((tmp_path / "g/manifest.json").read_text())["documents"] == 2
-    with pytest.raises(DataError, match="a.jsonl:1: it has no field prompt,completion; it has messages"):
-        prepare(tmp_path / "e", tmp_path / "a.jsonl", text_key="prompt,completion", tokenizer="bytes")
     with pytest.raises(UserError, match="text_key=a,b,c must be one field, or two"):
         prepare(tmp_path / "f", tmp_path / "a.jsonl", text_key="a,b,c", tokenizer="bytes")

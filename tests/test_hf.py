@@ -72,9 +72,6 @@ def test_all_contradictions_are_in_one_line(weights, tmp_path):
     names = "n_layer: checkpoint 2, now 12", "n_head", "n_embd", "rope_theta"
     line = refused(lambda: settings(*words), *names)
     assert "norm:" not in line and "block_size" not in line and "leave these settings out" in line
-    saved(gpt2(), tmp_path / "gpt2")
-    init_from = f"--init_from=hf:{tmp_path / 'gpt2'}"
-    assert settings(init_from, "--block_size=32").block_size == 32
 
 
 def test_the_tokenizer_is_noted(tmp_path):
