@@ -5,7 +5,6 @@
     python convert.py --checkpoint=out/llama3_8b --out=out/merged   # files of many ranks -> one file
 
 An export is right as long as model.py computes what transformers' class does: compare logits after an edit.
-In memory, a merge has a group of tensors at a time, 8 bytes a parameter for AdamW's states; an export 5 GB.
 """
 
 import shlex
@@ -31,9 +30,7 @@ def main(cfg):
     given = tuple(name for name in ("from_hf", "out", "checkpoint", "to_hf") if getattr(cfg, name))
     actions = {("from_hf", "out"): import_hf, ("checkpoint", "to_hf"): export, ("out", "checkpoint"): merge}
     if given not in actions:
-        raise UserError(
-            "give --from_hf=NAME --out=FOLDER, or --checkpoint=FOLDER and --out or --to_hf=FOLDER"
-        )
+        raise UserError("give --from_hf=NAME and --out=FOLDER, or --checkpoint with --out or --to_hf")
     if not cfg.to_hf:
         why = "cannot change a checkpoint; leave it out, or export with --checkpoint and --to_hf=FOLDER"
         refuse(without_effect(cfg, ("dtype", "tokenizer"), why))

@@ -39,7 +39,7 @@ class Rope(nn.Module):
         super().__init__()
         self.cfg = cfg
         for name in ("cos", "sin"):
-            self.register_buffer(name, torch.empty(cfg.block_size, cfg.head_dim), persistent=False)
+            self.register_buffer(name, torch.empty(cfg.block_size, cfg.head_size), persistent=False)
 
     @torch.no_grad()
     def reset_tables(self):
@@ -50,7 +50,7 @@ class Rope(nn.Module):
 
     def frequencies(self):
         """Radians per position of each pair, (D/2,); Llama 3.1 divides the slow ones by rope_factor."""
-        cfg, D = self.cfg, self.cfg.head_dim
+        cfg, D = self.cfg, self.cfg.head_size
         freq = 1.0 / cfg.rope_theta ** (torch.arange(0, D, 2).float() / D)
         if cfg.rope_factor is None:
             return freq
@@ -108,25 +108,25 @@ class Attention(nn.Module):
 
     def __init__(self, cfg, rope, layer):
         super().__init__()
-        self.heads, self.head_dim = [cfg.n_head, cfg.kv_heads, cfg.kv_heads], cfg.head_dim
+        self.heads, self.head_dim = [cfg.n_head, cfg.kv_heads, cfg.kv_heads], cfg.head_size
         self.backend, self.dropout = cfg.attention, cfg.dropout
-        self.qkv = Linear(cfg.n_embd, sum(self.heads) * cfg.head_dim, bias=cfg.bias)
-        self.q_norm = nn.RMSNorm(cfg.head_dim, cfg.norm_eps) if cfg.qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(cfg.head_dim, cfg.norm_eps) if cfg.qk_norm else nn.Identity()
+        self.qkv = Linear(cfg.n_embd, sum(self.heads) * cfg.head_size, bias=cfg.bias)
+        self.q_norm = nn.RMSNorm(cfg.head_size, cfg.norm_eps) if cfg.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(cfg.head_size, cfg.norm_eps) if cfg.qk_norm else nn.Identity()
         self.rope, self.values = rope, Unchanged()
         if layer in cfg.value_layers:
-            self.values = ValueEmbedding(cfg.padded_vocab, cfg.kv_heads * cfg.head_dim)
+            self.values = ValueEmbedding(cfg.padded_vocab, cfg.kv_heads * cfg.head_size)
         # the backward needs v, but q and k only as RoPE leaves them, unless they are normed before it
         self.copy_v = cfg.positions == "rope" and not cfg.qk_norm and layer not in cfg.value_layers
         self.gate = HeadGate(cfg) if cfg.attention_gate else Unchanged()
-        self.proj = Linear(cfg.n_embd, cfg.n_embd, bias=cfg.bias)
+        self.proj = Linear(cfg.attention_width, cfg.n_embd, bias=cfg.bias)
 
     def forward(self, x, idx):
         q, k, v = kernels.qkv(x, self.qkv, self.heads, self.head_dim, self.copy_v)  # (B, H, T, D) each
         q, k = self.rope(q, k, self.q_norm, self.k_norm)  # normed, then rotated
         v = self.values(v, idx)
         y = self.core(q, k, v, self.backend, self.dropout * self.training)
-        y = self.gate(y.transpose(1, 2), x).flatten(2)  # (B, T, C)
+        y = self.gate(y.transpose(1, 2), x).flatten(2)  # (B, T, H D)
         return self.proj(y)
 
 

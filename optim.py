@@ -47,7 +47,8 @@ def make_optimizer(model, cfg):
     groups, fused = param_groups(model, cfg), next(model.parameters()).device.type in ("cuda", "cpu")
     if cfg.max_skipped_steps and not fused:
         raise UserError("max_skipped_steps needs fused AdamW, which this device does not have; leave it at 0")
-    options = dict(lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.adam_eps)
+    # muon: modded-nanogpt's, as its rates of the embeddings and the head are
+    options = dict(lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=1e-10 if cfg.optimizer == "muon" else 1e-8)
     if cfg.optimizer == "adamw8bit":
         from fast.adamw8bit import AdamW8bit
 
@@ -90,7 +91,7 @@ def norms(tensors):
 def matrices_of(name, weight, cfg):
     """How many rows each matrix in a weight has: q, k and v, and gate and up, are matrices of their own."""
     if name.endswith("qkv.weight"):
-        return [heads * cfg.head_dim for heads in (cfg.n_head, cfg.kv_heads, cfg.kv_heads)]
+        return [heads * cfg.head_size for heads in (cfg.n_head, cfg.kv_heads, cfg.kv_heads)]
     return [cfg.hidden] * 2 if name.endswith("gate_up.weight") else [weight.size(0)]
 
 

@@ -26,6 +26,7 @@ class Config:
     chat: bool = False  # the prompt is a message, put into the chat template of the tokenizer's folder
     n_samples: int = 4  # number of continuations
     max_new_tokens: int = 200  # tokens to generate for each
+    bos: bool = True  # the separator of documents precedes the prompt, as in training; not with chat
     stop: bool = True  # end where the model ends its text (eos); --no_stop goes on to max_new_tokens
     temperature: float = 0.8  # divides the logits; 0: always the most likely token
     top_k: int | None = 50  # sample among the k most likely tokens; None: among all
@@ -49,7 +50,9 @@ def main(cfg):
     template = chat.Template(trained.folders(cfg, tokenizer)[0], tokenizer) if cfg.chat else None
     shown = [] if template else tokenizer.encode("\n" if cfg.prompt is None else cfg.prompt)
     question = [dict(role="user", content=cfg.prompt)]
-    ids = template.ids(question) if template and not talk else [tokenizer.eot, *shown]
+    ids = template.ids(question) if template and not talk else [tokenizer.eot] * cfg.bos + shown
+    if not (ids or talk):
+        raise UserError("bos=False leaves an empty prompt with no token to continue; give --prompt=TEXT")
     options = dict(max_new_tokens=cfg.max_new_tokens, temperature=cfg.temperature, top_k=cfg.top_k)
     options |= dict(ends=tokenizer.ends if cfg.stop else (), cached=cfg.cache, quiet=not world.main)
     printer = sampling.Printer(model, tokenizer, **options)

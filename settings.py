@@ -21,6 +21,7 @@ class GPTConfig:
     n_layer: int = 12  # blocks
     n_head: int = 12  # query heads
     n_kv_head: int | None = None  # key/value heads (grouped-query attention); None: n_head
+    head_dim: int | None = None  # width of a head (D), as in Qwen3; None: n_embd / n_head
     n_embd: int = 768  # width of the residual stream (C)
     n_hidden: int | None = None  # width inside the MLP; None: 4 * n_embd
     # Model: variants
@@ -43,8 +44,8 @@ class GPTConfig:
     attention: Literal["auto", "cudnn", "flash", "efficient", "math"] = "auto"  # SDPA's
 
     @property
-    def head_dim(self):
-        return self.n_embd // self.n_head
+    def head_size(self):
+        return self.n_embd // self.n_head if self.head_dim is None else self.head_dim
 
     @property
     def kv_heads(self):
@@ -55,8 +56,12 @@ class GPTConfig:
         return 4 * self.n_embd if self.n_hidden is None else self.n_hidden
 
     @property
+    def attention_width(self):
+        return self.n_head * self.head_size
+
+    @property
     def qkv_width(self):
-        return (self.n_head + 2 * self.kv_heads) * self.head_dim
+        return (self.n_head + 2 * self.kv_heads) * self.head_size
 
     @property
     def mlp_width(self):
@@ -76,14 +81,14 @@ class GPTConfig:
     @property
     def tables(self):
         """Widths of all matrices with a row for each token id, the head's too; a shared one counts once."""
-        values = [self.kv_heads * self.head_dim] * len(self.value_layers)
+        values = [self.kv_heads * self.head_size] * len(self.value_layers)
         return [self.n_embd] * (1 if self.tie_embeddings else 2) + values
 
     @property
     def block_matmuls(self):
         """(output width, input width) of a block's matmuls: q, k and v; attention's output; the MLP's two."""
         C = self.n_embd
-        return [(self.qkv_width, C), (C, C), (self.mlp_width, C), (C, self.hidden)]
+        return [(self.qkv_width, C), (C, self.attention_width), (self.mlp_width, C), (C, self.hidden)]
 
     @property
     def padded_vocab(self):
@@ -91,23 +96,24 @@ class GPTConfig:
 
     def problems(self):
         """Why a model of this shape cannot be built, one line each; empty if it can."""
-        sizes = "vocab_size vocab_multiple block_size n_layer n_head n_embd n_kv_head n_hidden".split()
+        sizes = ["vocab_size", "vocab_multiple", "block_size", "n_layer"]
+        sizes += ["n_head", "n_kv_head", "head_dim", "n_embd", "n_hidden"]
         found = too_small(self, dict.fromkeys(sizes, 1) | {"value_embeddings": 0})
         largest = {name: 10_000 if name == "n_layer" else 1 << 27 for name in sizes}
         found += [f"{k} must be at most {m}" for k, m in largest.items() if (getattr(self, k) or 0) > m]
-        for name in "norm_eps rope_theta rope_factor rope_original softcap clip adam_eps".split():
+        for name in "norm_eps rope_theta rope_factor rope_original softcap clip".split():
             if (value := getattr(self, name, None)) is not None and not value > 0:
                 found.append(f"{name}={value} must be over 0")
         if not 0 <= self.dropout < 1:
             found.append(f"dropout={self.dropout} must be in [0, 1)")
         if found:
             return found
-        if self.n_embd % self.n_head:
+        if self.head_dim is None and self.n_embd % self.n_head:
             return [f"n_embd={self.n_embd} must be divisible by n_head={self.n_head}"]
         if self.n_head % self.kv_heads:
             return [f"n_head={self.n_head} must be divisible by n_kv_head={self.n_kv_head}"]
-        odd = self.positions == "rope" and self.head_dim % 2
-        return [f"n_embd / n_head = {self.head_dim} must be even with positions=rope"] if odd else []
+        odd = self.positions == "rope" and self.head_size % 2
+        return [f"head_dim={self.head_size} must be even with positions=rope"] if odd else []
 
 
 @dataclass
@@ -144,7 +150,6 @@ class Config(GPTConfig):
     momentum_warmup: int = 0  # muon: steps in which its momentum rises from 0.85 to 0.95
     beta1: float = 0.9  # AdamW
     beta2: float = 0.95  # AdamW
-    adam_eps: float = 1e-8  # AdamW
     clip: float | None = 1.0  # largest gradient norm, over all ranks; None: off
     max_skipped_steps: int = 0  # steps in a row that may be skipped, whose loss or gradients are inf or NaN
     # Evaluation, each before the first step, at an interval of steps and at the end; 0: never
@@ -266,11 +271,11 @@ def conflicts(cfg, ranks):
 
 def shape_conflicts(cfg, ranks):
     """Conflicts with the shape of the model or the batch, one line each; checked when all else is right."""
-    found, N, D, micro = [], cfg.context_parallel, cfg.head_dim, cfg.micro_tokens(ranks)
+    found, N, D, micro = [], cfg.context_parallel, cfg.head_size, cfg.micro_tokens(ranks)
     if cfg.remat == "attention" and D % 8:
-        found.append(f"remat=attention needs n_embd / n_head = {D} to be a multiple of 8; try --remat=block")
+        found.append(f"remat=attention needs head_dim={D} to be a multiple of 8; try --remat=block")
     if cfg.document_mask and (D % 8 or D > 256):
-        found.append(f"document_mask=True needs n_embd / n_head = {D} to be a multiple of 8, at most 256")
+        found.append(f"document_mask=True needs head_dim={D} to be a multiple of 8, at most 256")
     for name in ("block_size", "n_head"):
         if (value := getattr(cfg, name)) % N:
             found.append(f"{name}={value} must be divisible by context_parallel={N}; try {value // N * N}")

@@ -14,25 +14,19 @@ import numpy as np
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from configurator import UserError
-from corpus import DataError
-from corpus.tokenizer import HuggingFace, without_surrogates
-from run.files import read_json
+from corpus import DataError, told
+from corpus.tokenizer import HuggingFace, read_beside, special_tokens, without_surrogates
+
+LIMIT = 1_000_000  # calls and turns of loops of a chat template: a second
 
 
 def stop_ids(folder, tokenizer):
     """The ids that a folder's files name as the end of a text or of a reply, as a set."""
-    files = [_read(folder, name) for name in ("generation_config.json", "config.json")]
+    files = [read_beside(folder, name) for name in ("generation_config.json", "config.json")]
     found = next((file["eos_token_id"] for file in files if file.get("eos_token_id") is not None), [])
-    ids = {i for i in (found if isinstance(found, list) else [found]) if isinstance(i, int)}
+    ids = {i for i in (found if isinstance(found, list) else [found]) if type(i) is int}
     token = tokenizer.encode_special(special_tokens(folder).get("eos_token", ""))
     return ids.union(token if len(token) == 1 else [])  # another tokenizer may not have it
-
-
-def special_tokens(folder):
-    """{"bos_token": "<s>", ...}; each is written as a string or as an object with its `content`."""
-    files = _read(folder, "special_tokens_map.json") | _read(folder, "tokenizer_config.json")
-    tokens = {k: v.get("content") if isinstance(v, dict) else v for k, v in files.items()}
-    return {k: v for k, v in tokens.items() if k.endswith("_token") and isinstance(v, str)}
 
 
 def template_of(folder):
@@ -40,16 +34,29 @@ def template_of(folder):
     path = Path(folder, "chat_template.jinja")
     if path.is_file():
         return path.read_text(encoding="utf-8", errors="replace")
-    found = _read(folder, "tokenizer_config.json").get("chat_template")
+    found = read_beside(folder, "tokenizer_config.json").get("chat_template")
     if isinstance(found, list):  # several of them
-        named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
-        found = named.get("default")
+        named = [entry for entry in found if isinstance(entry, dict) and entry.get("name") == "default"]
+        found = named[-1].get("template") if named else None
     return found if isinstance(found, str) else None
 
 
-def _read(folder, name):
-    path = Path(folder, name)
-    return read_json(path, form={}) if path.is_file() else {}
+class Bounded(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, in which a template also ends: after LIMIT calls and turns of its loops."""
+
+    def _parse(self, *source):
+        tree = super()._parse(*source)
+        for loop in tree.find_all(jinja2.nodes.For):
+            turn = jinja2.nodes.Call(jinja2.nodes.Name("dict", "load"), [], [], None, None)
+            loop.body.insert(0, jinja2.nodes.ExprStmt(turn))
+            loop.test = loop.test and jinja2.nodes.And(jinja2.nodes.Not(turn), loop.test)
+        return tree
+
+    def call(self, *args, **options):
+        self.left -= 1
+        if self.left < 0:
+            raise jinja2.TemplateError(f"it has not ended after {LIMIT:,} calls and turns of loops")
+        return super().call(*args, **options)
 
 
 class Template:
@@ -57,7 +64,7 @@ class Template:
 
     def __init__(self, folder, tokenizer):
         options = dict(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-        environment = ImmutableSandboxedEnvironment(**options)
+        self.environment = environment = Bounded(**options)
         environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
         environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
         environment.globals["raise_exception"] = _raise
@@ -74,12 +81,10 @@ class Template:
     def render(self, messages, add_generation_prompt=False):
         """The text of a conversation, if asked for with the beginning of a reply. Raises UserError."""
         options = dict(add_generation_prompt=add_generation_prompt, tools=None, documents=None)
-        try:
+        self.environment.left = LIMIT
+        with told(f"{self.folder}: its chat template fails"):  # it computes: any error can come of it
             text = self.compiled(self.text).render(messages=messages, **options, **self.special)
             return without_surrogates(text)
-        except Exception as error:  # a template computes: any can come of it
-            what = " ".join(str(error).split())
-            raise UserError(f"{self.folder}: its chat template fails ({what})") from None
 
 
 def _raise(words):

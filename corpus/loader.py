@@ -111,8 +111,8 @@ def mask_path(path):
 
 
 def split_of(name):
-    """train or val: the last word before the number in a shard's file name; None if it is neither."""
-    found = re.search(r"_(train|val)_[^_]*\.(?:bin|npy)$", name)
+    """train or val: the last word, but for the number, in a shard's file name; None if it is neither."""
+    found = re.search(r"_(train|val)(?:_[^_]*)?\.(?:bin|npy)$", name)
     return found and found[1]
 
 

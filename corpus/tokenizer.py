@@ -6,6 +6,7 @@ chat template, parses special tokens.
 
 import base64
 import json
+import math
 import re
 import tempfile
 from pathlib import Path
@@ -14,8 +15,8 @@ import numpy as np
 import tiktoken
 
 from configurator import UserError
-from corpus import brief
-from run.files import write_atomic
+from corpus import told
+from run.files import read_json, write_atomic
 
 LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -23,8 +24,11 @@ LLAMA3_PATTERN = (
 )
 SCHEMES = {"gpt2": "gpt2", "r50k_base": "gpt2", "cl100k_base": "gpt4"}  # gigatoken's names of the rules
 RULES = {"gpt2": None, "gpt4": LLAMA3_PATTERN}  # the same for a tokenizer.json; None: ByteLevel's own
-# The first of these that a tokenizer has precedes each document, as begin_of_text does in Llama 3's training.
-SEPARATORS = ("<|begin_of_text|>", "<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "[EOS]")
+# The first of these that a tokenizer has precedes each document, as begin_of_text does in Llama 3's training,
+# unless its files have another one begin a text, as <s> does in Llama 2.
+SEPARATORS = "<|begin_of_text|> <|end_of_text|> <|endoftext|> <s> </s> <bos> <eos> [EOS]".split()
+MOST_IDS = 1 << 20  # of a tokenizer.json, unless the model has more; an id takes the memory of all below it
+GROWTH = 1000  # characters that its rules may make of one
 VISIBLE = [b for b in range(256) if chr(b).isprintable() and b != 32]
 # GPT-2's files write a printable byte as its own character, and the others as characters from U+0100 on.
 CHARACTERS = {b: chr(b) for b in VISIBLE}
@@ -42,10 +46,11 @@ class Tokenizer:
 
     def encode_batch(self, texts):
         """An array of ids (self.dtype) for each text; a lone surrogate, which UTF-8 lacks, becomes U+FFFD."""
-        try:
-            rows = self._encode(texts)
-        except (UnicodeError, TypeError):  # gigatoken and tokenizers raise TypeError for a surrogate
-            rows = self._encode([without_surrogates(text) for text in texts])
+        with told(f"tokenizer={self.name} fails"):
+            try:
+                rows = self._encode(texts)
+            except (UnicodeError, TypeError):  # gigatoken and tokenizers raise TypeError for a surrogate
+                rows = self._encode([without_surrogates(text) for text in texts])
         return [np.asarray(row, self.dtype) for row in rows]
 
     def rows(self, texts):
@@ -60,7 +65,8 @@ class Tokenizer:
 
     def decode(self, ids):
         """The text of `ids`; invalid UTF-8 becomes U+FFFD."""
-        return self._decode([int(i) for i in ids])
+        with told(f"tokenizer={self.name} fails"):
+            return self._decode([int(i) for i in ids])
 
     def token_bytes(self):
         """np.int32 (vocab_size,): UTF-8 bytes of each id, 0 for special tokens; for bits per byte."""
@@ -120,22 +126,27 @@ class Bytes(Tiktoken):
 
 
 class HuggingFace(Tokenizer):
-    """A tokenizer.json, given as bytes, through the package tokenizers."""
+    """A tokenizer.json, given as bytes, through the package tokenizers, with the files in its folder."""
 
-    def __init__(self, name, data):
+    def __init__(self, name, data, folder=None, most_ids=MOST_IDS):
         import tokenizers
 
-        try:
+        with told(f"tokenizer={name} is not a tokenizer.json"):
             self.text = data.decode()
+            check_size(json.loads(self.text), most_ids)
             self.inner = tokenizers.Tokenizer.from_str(self.text)
-        except Exception as error:  # the package raises no narrower type
-            raise UserError(f"tokenizer={name} is not a tokenizer.json: {brief(error)}") from None
-        self.inner.encode_special_tokens = True  # as ordinary characters
-        self.inner.no_truncation()
-        self.inner.no_padding()
+            self.inner.no_truncation()
+            self.inner.no_padding()
+            first = self.inner.encode(PROBE).ids[:1]  # what the file has begin a text
+            self.inner.encode_special_tokens = True  # as ordinary characters
+            first = [] if first == self._encode([PROBE])[0][:1] else first
         added = self.inner.get_added_tokens_decoder().items()
         self.special = {token.content: i for i, token in added if token.special}
-        separators = [self.special[s] for s in SEPARATORS if s in self.special]
+        bos = special_tokens(folder).get("bos_token") if folder else None
+        adds = bos and read_beside(folder, "tokenizer_config.json").get("add_bos_token") is True
+        names = [s for s, i in self.special.items() if [i] == first]
+        names += [bos, *SEPARATORS] if adds else [*SEPARATORS, bos]
+        separators = list(dict.fromkeys(self.special[s] for s in names if s in self.special))
         if not separators:
             raise UserError(f"tokenizer={name} has none of the separators {', '.join(SEPARATORS)}")
         vocabulary = self.inner.get_vocab()
@@ -162,7 +173,8 @@ class HuggingFace(Tokenizer):
         """The `ids` and `offsets` of a text whose special tokens are parsed."""
         self.inner.encode_special_tokens = False
         try:
-            return self.inner.encode(text, add_special_tokens=False)
+            with told(f"tokenizer={self.name} fails"):
+                return self.inner.encode(text, add_special_tokens=False)
         finally:
             self.inner.encode_special_tokens = True
 
@@ -182,14 +194,13 @@ def load(name, vocab_size=None):
     if name == "bytes":
         tokenizer = Bytes()
     elif built_in(name):
-        try:
+        advice = "go online once, set TIKTOKEN_CACHE_DIR to a filled cache, or give a tokenizer.json"
+        with told(f"tokenizer={name}: not fetched; {advice}"):
             tokenizer = Tiktoken(name, tiktoken.get_encoding(name), SCHEMES.get(name))
-        except Exception as error:  # whatever requests, the proxy or the cache raised
-            advice = "go online once, set TIKTOKEN_CACHE_DIR to a filled cache, or give a tokenizer.json"
-            raise UserError(f"tokenizer={name}: not fetched ({type(error).__name__}); {advice}") from None
     elif path and path.is_file():
-        from_file = _llama3 if path.suffix == ".model" else HuggingFace
-        tokenizer = from_file(name, path.read_bytes())
+        data, most_ids = path.read_bytes(), max(vocab_size or 0, MOST_IDS)
+        model = path.suffix == ".model"
+        tokenizer = _llama3(name, data) if model else HuggingFace(name, data, path.parent, most_ids)
         tokenizer.folder = path.parent
     else:
         names = ", ".join(["bytes", *tiktoken.list_encoding_names()])
@@ -216,18 +227,53 @@ def file_of(name):
 
 def _llama3(name, data):
     """Llama 3's tokenizer.model: lines of "base64 rank"; Meta's files do not list the 256 special tokens."""
-    try:
-        lines = [line.split() for line in data.splitlines() if line]
-        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
-    except ValueError:
-        found = "is not a file of 'base64 rank' lines like Llama 3's (a SentencePiece model?)"
-        raise UserError(f"tokenizer={name} {found}; give its tokenizer.json instead") from None
     names = ["begin_of_text", "end_of_text", *(f"reserved_special_token_{i}" for i in range(4))]
     names += ["start_header_id", "end_header_id", "reserved_special_token_4", "eot_id"]
     names += [f"reserved_special_token_{i}" for i in range(5, 251)]
-    special = {f"<|{s}|>": len(ranks) + i for i, s in enumerate(names)}
-    encoding = tiktoken.Encoding(name, pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=special)
-    return Tiktoken(name, encoding, "gpt4")
+    kind = "is not a file of 'base64 rank' lines like Llama 3's (a SentencePiece model?)"
+    with told(f"tokenizer={name} {kind}; give its tokenizer.json instead"):
+        lines = [line.split() for line in data.splitlines() if line]
+        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
+        if sorted(ranks.values()) != [*range(len(ranks))]:
+            raise ValueError("its ranks are not 0, 1, 2, ...")
+        special = {f"<|{s}|>": len(ranks) + i for i, s in enumerate(names)}
+        parts = dict(pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=special)
+        return Tiktoken(name, tiktoken.Encoding(name, **parts), "gpt4")
+
+
+def check_size(parts, most_ids):
+    """Raises ValueError for what a tokenizer.json holds that would fill the memory."""
+    vocabulary = parts["model"]["vocab"]
+    ids = vocabulary.values() if isinstance(vocabulary, dict) else [len(vocabulary)]
+    largest = max([*ids, *(token["id"] for token in parts.get("added_tokens") or ())], default=0)
+    if largest >= most_ids:
+        raise ValueError(f"its largest id, {largest}, is not below {most_ids}")
+    if math.prod(growth(parts.get(kind)) for kind in ("normalizer", "pre_tokenizer", "decoder")) > GROWTH:
+        raise ValueError(f"its rules may make more than {GROWTH} characters of one")
+
+
+def growth(part):
+    """Characters that a normalizer, pre-tokenizer or decoder of a tokenizer.json may make of one."""
+    part = part or {}
+    if part.get("type") == "Replace":
+        old = part["pattern"].get("String")  # a Regex may match nothing
+        return max(1, len(part["content"]) / len(old)) if old else 1 + len(part["content"])
+    lists = (v for v in part.values() if isinstance(v, list))  # of a Sequence
+    parts = math.prod(growth(each) for v in lists for each in v if isinstance(each, dict))
+    return parts * (2 if part.get("type") == "ByteLevel" else 1)
+
+
+def read_beside(folder, name):
+    """The object in a JSON file beside a tokenizer or weights, {} if there is no such file."""
+    path = Path(folder, name)
+    return read_json(path, form={}) if path.is_file() else {}
+
+
+def special_tokens(folder):
+    """{"bos_token": "<s>", ...}; each is written as a string or as an object with its `content`."""
+    files = read_beside(folder, "special_tokens_map.json") | read_beside(folder, "tokenizer_config.json")
+    tokens = {k: v.get("content") if isinstance(v, dict) else v for k, v in files.items()}
+    return {k: without_surrogates(v) for k, v in tokens.items() if k.endswith("_token") and type(v) is str}
 
 
 def without_surrogates(text):
@@ -268,19 +314,20 @@ def _merges(ranks):
 
 def faster(load, slow, probe=""):
     """The batch encoder of load(gigatoken), 20 to 33 times as fast; `slow` if it is missing or differs."""
+
+    def encode_batch(texts):
+        layout = fast.encode_batch(texts).layout
+        ids, ends = np.asarray(layout.content.data), np.asarray(layout.offsets.data)
+        return np.split(ids, ends[1:-1]) if texts else []
+
     try:
-        import gigatoken
+        with told("gigatoken"):
+            import gigatoken
 
-        fast = load(gigatoken)
-
-        def encode_batch(texts):
-            layout = fast.encode_batch(texts).layout
-            ids, ends = np.asarray(layout.content.data), np.asarray(layout.offsets.data)
-            return np.split(ids, ends[1:-1]) if texts else []
-
-        same = np.array_equal(encode_batch([PROBE + probe])[0], slow([PROBE + probe])[0])
-        return encode_batch if same else slow
-    except Exception:  # it is not installed, is broken, or lacks this kind
+            fast = load(gigatoken)
+            same = np.array_equal(encode_batch([PROBE + probe])[0], slow([PROBE + probe])[0])
+            return encode_batch if same else slow
+    except UserError:  # it is not installed, is broken, or lacks this kind
         return slow
 
 

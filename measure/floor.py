@@ -15,7 +15,7 @@ def floor_times(cfg, device):
     """{"GEMMs", "attention": ms of a micro-batch in bf16, forward and backward, each kernel timed alone}."""
     heads = [max(1, n // cfg.context_parallel) for n in (cfg.n_head, cfg.kv_heads, cfg.kv_heads)]
     options = dict(device=device, dtype=torch.bfloat16, requires_grad=True)
-    q, k, v = (torch.randn(cfg.batch_size, n, cfg.block_size, cfg.head_dim, **options) for n in heads)
+    q, k, v = (torch.randn(cfg.batch_size, n, cfg.block_size, cfg.head_size, **options) for n in heads)
     forward = lambda: kernels.attention(q, k, v, cfg.attention)
     y = forward()
     dy = torch.randn_like(y)

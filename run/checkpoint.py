@@ -340,7 +340,7 @@ def shape_differences(saved, cfg, free=()):
     free = {"attention", "dropout", "zero_init", *free}
     if old.positions == cfg.positions == "learned" or old.rope_factor == cfg.rope_factor is None:
         free.add("rope_original")
-    own = {"n_kv_head": "kv_heads", "n_hidden": "hidden"}  # the property that says what None means
+    own = dict(n_kv_head="kv_heads", n_hidden="hidden", head_dim="head_size")  # which say what None means
     pairs = {f.name: [getattr(c, own.get(f.name, f.name)) for c in (old, cfg)] for f in fields(GPTConfig)}
     return [f"{k}: checkpoint {a}, now {b}" for k, (a, b) in pairs.items() if a != b and k not in free]
 

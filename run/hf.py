@@ -1,4 +1,4 @@
-"""Hugging Face's GPT-2, Llama and Qwen3: config.json as our settings; safetensors read and written.
+"""Hugging Face's GPT-2, Llama and their like: config.json as our settings; safetensors read and written.
 
 Pickled weights are never read. RoPE pairs dimension i with i + D/2 there too: q and k need no permutation.
 train.py reads the shape of --init_from=hf:NAME before it imports torch: functions that need it import it.
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from configurator import UserError, refuse, typed
-from corpus import brief
+from corpus import told
 from run.files import patiently, plain_name, read_json, text, write_json
 from settings import GPTConfig
 
@@ -47,9 +47,9 @@ class Llama:
     keys = dict(vocab_size="vocab_size", max_position_embeddings="block_size", num_hidden_layers="n_layer")
     keys |= dict(num_attention_heads="n_head", num_key_value_heads="n_kv_head", hidden_size="n_embd")
     keys |= dict(intermediate_size="n_hidden", hidden_act="mlp", rms_norm_eps="norm_eps", mlp_bias="bias")
-    keys |= dict(tie_word_embeddings="tie_embeddings", rope_theta="rope_theta")
+    keys |= dict(tie_word_embeddings="tie_embeddings", rope_theta="rope_theta", head_dim="head_dim")
     absent = dict(num_key_value_heads=None, hidden_act="silu", attention_bias=False, mlp_bias=False)
-    absent |= dict(tie_word_embeddings=False, rope_theta=10000.0)
+    absent |= dict(tie_word_embeddings=False, rope_theta=10000.0, head_dim=None)
     mlps = dict(silu="swiglu", swish="swiglu", relu="relu2")  # relu(gate) * up is ReLU squared if gate = up
     allowed = dict(rope_type=["default", "llama3"], partial_rotary_factor=[1.0], quantization_config=[None])
     allowed |= dict(low_freq_factor=[1.0], high_freq_factor=[4.0])  # of llama3, constants of model.Rope
@@ -70,7 +70,14 @@ class Qwen3(Llama):
     block = Llama.block | {"attn.q_norm": "self_attn.q_norm", "attn.k_norm": "self_attn.k_norm"}
 
 
-FAMILIES = {family.name: family for family in (GPT2, Llama, Qwen3)}
+class Mistral(Llama):  # read, not written: it is a Llama
+    name, keys, settings = "mistral", Qwen3.keys, Llama.settings | dict(bias=[False])
+    absent = Llama.absent | dict(num_key_value_heads=8, sliding_window=4096)
+    allowed = Llama.allowed | dict(sliding_window=[None])
+
+
+EXPORTS = (GPT2, Llama, Qwen3)
+FAMILIES = {family.name: family for family in (*EXPORTS, Mistral)}
 FORM = {"model_type": text, **dict.fromkeys(["rope_scaling?", "rope_parameters?"], ({}, None))}
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # masks and tables in old files
 # The place of one of their tensors in ours: rows first to last. transposed: as GPT-2's matrices are (Conv1D).
@@ -86,13 +93,14 @@ class ImportedConfig(GPTConfig):
 def family_of(cfg):
     """The first family whose class computes a GPTConfig. Raises UserError with what each of them lacks."""
     lacking = []
-    for name, family in FAMILIES.items():
+    for family in EXPORTS:
         values = {k: getattr(cfg, k) for k in family.settings}
         wrong = [f"{k}={value}" for k, value in values.items() if value not in family.settings[k]]
         wrong += [f"n_kv_head={cfg.n_kv_head}"] * (family is GPT2 and cfg.kv_heads < cfg.n_head)
+        wrong += [f"head_dim={cfg.head_dim}"] * (family is GPT2 and cfg.attention_width != cfg.n_embd)
         if not wrong:
             return family
-        lacking.append(f"a {name} has no {', '.join(wrong)}")
+        lacking.append(f"a {family.name} has no {', '.join(wrong)}")
     raise UserError(f"no Hugging Face model computes this, so it cannot be exported: {'; '.join(lacking)}")
 
 
@@ -101,17 +109,14 @@ def names_hf(init_from):
 
 
 def adopt(given):
-    """The `given` settings, completed by the shape and tokenizer of init_from's Hugging Face weights.
-
-    block_size: the weights' context, at most the default. UserError lists what contradicts the weights.
-    """
+    """The `given` settings and, from Hugging Face weights in init_from, their shape and tokenizer."""
     name = given.get("init_from")
     if not names_hf(name):
         return given
     from run.checkpoint import shape_differences
 
     shape = read_config(fetch(name[3:]))
-    shape.block_size = min(shape.block_size, GPTConfig.block_size)
+    shape.block_size = min(shape.block_size, GPTConfig.block_size)  # weights may have a longer context
     wanted = replace(shape, **{k: v for k, v in given.items() if k in vars(shape)})
     wrong = shape_differences(vars(shape), wanted, ["vocab_multiple", "block_size"])
     if wrong:
@@ -149,7 +154,7 @@ def _as_settings(hf):
         settings["rope_original"] = hf.get("original_max_position_embeddings")
     cfg = ImportedConfig(**typed(ImportedConfig, settings, settings.keys()))
     refuse(cfg.problems())
-    _refuse_others(hf, dict(head_dim=[cfg.head_dim, None], attention_bias=[cfg.bias]))
+    _refuse_others(hf, dict(attention_bias=[cfg.bias]))
     return cfg
 
 
@@ -177,17 +182,13 @@ def fetch(name):
 
     kinds = ["*.json", "*.jinja", "*.safetensors", "tokenizer*"]
     options = dict(allow_patterns=kinds, ignore_patterns=["*/*"])  # folders hold other formats of the weights
-    try:
+    with told(f"{name}: no such folder, and it cannot be downloaded"):  # the hub, its HTTP client, the disk
         return Path(patiently(huggingface_hub.snapshot_download, str(name), **options))
-    except Exception as error:  # of the hub, its HTTP client or the disk
-        raise UserError(f"{name}: no such folder, and it cannot be downloaded ({brief(error)})") from None
 
 
 def config_json(cfg, dtype, ids):
-    """The content of config.json as transformers 4 writes it, which version 5 and other readers accept too.
-
-    ids: those of `write_tokenizer`. The context is block_size, or what RoPE was scaled to if that is longer.
-    """
+    """The content of config.json as transformers 4 writes it, with the ids of `write_tokenizer`."""
+    # the context is block_size, or what RoPE was scaled to if that is longer
     family, context = family_of(cfg), max(cfg.block_size, int(cfg.rope_original * (cfg.rope_factor or 0)))
     tied = cfg.tie_embeddings and not cfg.embed_norm  # which is folded into the embedding alone
     activation = next(theirs for theirs, ours in family.mlps.items() if ours == cfg.mlp)
@@ -197,7 +198,7 @@ def config_json(cfg, dtype, ids):
     config |= dict(bos_token_id=None, eos_token_id=None) | ids
     if family is GPT2:
         return config | dict.fromkeys(["embd_pdrop", "attn_pdrop", "resid_pdrop"], cfg.dropout)
-    config |= dict(head_dim=cfg.head_dim, attention_bias=cfg.bias, attention_dropout=cfg.dropout)
+    config |= dict(head_dim=cfg.head_size, attention_bias=cfg.bias, attention_dropout=cfg.dropout)
     scaling = dict(rope_type="llama3", factor=cfg.rope_factor, low_freq_factor=1.0, high_freq_factor=4.0)
     scaling["original_max_position_embeddings"] = cfg.rope_original
     return config | dict(rope_scaling=scaling if cfg.rope_factor else None)
@@ -206,8 +207,7 @@ def config_json(cfg, dtype, ids):
 def write_tokenizer(folder, tokenizer, block_size):
     """Writes the files of a tokenizer and of generation, and returns {"bos_token_id", "eos_token_id"}.
 
-    tokenizer_config.json, a chat template and generation_config.json are copied from beside tokenizer.json.
-    Our shards have a separator before each document: generation stops at it as well.
+    What lies beside tokenizer.json is copied. Generation stops at the separator of documents as well.
     """
     from corpus import chat
     from run.checkpoint import BESIDE
@@ -247,12 +247,9 @@ class Transposed:
 
 
 def hf_parts(model):
-    """{Hugging Face name: Part}; raises UserError for parameters of an edited model.py that theirs lack.
-
-    Theirs have no padded vocabulary and no tied head; GPT-2's biases are zero if ours has none.
-    """
+    """{Hugging Face name: Part}: no padded vocabulary, no tied head. UserError for what an edit adds."""
     cfg, own, parts = model.cfg, dict(model.named_parameters()), {}
-    family, heads = family_of(cfg), [n * cfg.head_dim for n in (cfg.n_head, cfg.kv_heads, cfg.kv_heads)]
+    family, heads = family_of(cfg), [n * cfg.head_size for n in (cfg.n_head, cfg.kv_heads, cfg.kv_heads)]
     stacked = {"qkv": heads, "gate_up": [cfg.hidden] * 2}  # rows of each of theirs
     modules = {ours: [theirs] for ours, theirs in family.outer.items()}
     for i, (ours, theirs) in itertools.product(range(cfg.n_layer), family.block.items()):
@@ -279,7 +276,7 @@ def hf_parts(model):
 
 def open_tensors(folder, family):
     """{full Hugging Face name: slice of safetensors} of one file or of an index's files, without buffers."""
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
     index, files, tensors = folder / "model.safetensors.index.json", {"model.safetensors"}, {}
     prefix = family.layers.partition(".")[0] + "."  # absent if the model was saved without its head
@@ -289,10 +286,8 @@ def open_tensors(folder, family):
         if not path.is_file():
             why = "only safetensors are read, never pickled weights (pytorch_model.bin)"
             raise UserError(f"{path}: missing; {why}: load and save those with transformers first")
-        try:
+        with told(f"{path}: damaged or not safetensors"):
             handle = safe_open(path, "pt")
-        except SafetensorError as error:
-            raise UserError(f"{path}: damaged or not safetensors ({error})") from None
         for name in handle.keys():
             full = name if name.startswith((prefix, "lm_head.")) else prefix + name
             if not name.endswith(BUFFERS):
@@ -301,10 +296,7 @@ def open_tensors(folder, family):
 
 
 def open_hf(name):
-    """({our name: Stored}, ImportedConfig) of a folder or hub name; rows are read when they are indexed.
-
-    Embedding and head have no padding rows. Raises UserError for tensors that do not fit config.json.
-    """
+    """({our name: Stored}, ImportedConfig) of a folder or hub name, without padding rows."""
     from model import on_meta
     from run.checkpoint import Stored
 

@@ -22,7 +22,7 @@ def estimate(cfg, ranks):
     shards, sharded = shards_of(cfg, ranks), cfg.parallel != "ddp" and (ranks > 1 or cfg.offload_states)
     here = 0 if cfg.offload_states else total / shards
     states = {"parameters": own * here, "gradients": own * here, "optimizer": moments * here}
-    states["buffers"] = WORKSPACE + 8 * cfg.block_size * cfg.head_dim * (cfg.positions == "rope")
+    states["buffers"] = WORKSPACE + 8 * cfg.block_size * cfg.head_size * (cfg.positions == "rope")
     parts = dict(states)
     if cfg.optimizer == "muon":
         states["updates"] = 2 * cfg.n_layer * block / shards  # of the blocks' matrices, beside all gradients
@@ -56,7 +56,7 @@ def parameter_counts(cfg):
     C = cfg.n_embd
     norm = C * (1 + (cfg.norm == "layernorm" and cfg.bias))
     linears = sum(n * k + n * cfg.bias for n, k in cfg.block_matmuls)
-    block = 2 * norm + linears + 2 * cfg.head_dim * cfg.qk_norm + cfg.n_head * cfg.gate_channels
+    block = 2 * norm + linears + 2 * cfg.head_size * cfg.qk_norm + cfg.n_head * cfg.gate_channels
     tables = cfg.padded_vocab * sum(cfg.tables) + C * cfg.block_size * (cfg.positions == "learned")
     return tables + cfg.n_layer * block + norm, block
 
@@ -72,7 +72,7 @@ def bytes_of_parameter(cfg):
 def gathered(cfg, shards):
     """FSDP2's buffers in 16 bits: weights of two units and the head (zero2: all), a unit's gradients."""
     (total, block), (own, summed, _) = parameter_counts(cfg), bytes_of_parameter(cfg)
-    table = cfg.padded_vocab * cfg.kv_heads * cfg.head_dim  # gathered with its block
+    table = cfg.padded_vocab * cfg.kv_heads * cfg.head_size  # gathered with its block
     sizes = [block + table * (layer in cfg.value_layers) for layer in range(cfg.n_layer)]
     filled = [sum(sizes[i] for i in unit) for unit in units(sizes, cfg.remat in ("block", "attention"))]
     unit, two = max(filled), max(a + b for a, b in zip(filled, [*filled[1:], 0]))
@@ -95,28 +95,29 @@ def loss_bytes(cfg):
 
 def backward_bytes(cfg, again):
     """Working memory of a block's backward: gradients, and activations where they are computed again."""
-    C, wide, tokens = cfg.n_embd, 2 * (2 * cfg.mlp_width + 2 * cfg.hidden), cfg.rank_tokens
+    C, A, tokens = cfg.n_embd, cfg.attention_width, cfg.rank_tokens
+    wide = 2 * (2 * cfg.mlp_width + 2 * cfg.hidden)
     if not again:
         return tokens * (wide + 2 * 3 * C)
     tile = min(tokens, cfg.remat_tile or tokens)
     if cfg.remat == "selective":
         return tile * wide + tokens * 2 * 4 * C
-    rotated = cfg.qkv_width - cfg.kv_heads * cfg.head_dim if cfg.positions == "rope" else 0
+    rotated = cfg.qkv_width - cfg.kv_heads * cfg.head_size if cfg.positions == "rope" else 0
     # attention: q, k, v before and after RoPE; x, y, norm_1(x), three gradients; dq, dk, dv, dq in float32
-    attention = 2 * (cfg.qkv_width + rotated + 6 * C) + 2 * cfg.qkv_width + 4 * C
+    attention = 2 * (cfg.qkv_width + rotated + 4 * C + 2 * A) + 2 * cfg.qkv_width + 4 * A
     # MLP: the pre-activation, its gradient and the activation's; x, y, norm_2(x), three gradients
     return max(tokens * attention, tile * (wide - 2 * cfg.hidden) + tokens * 2 * 6 * C)
 
 
 def kept(cfg, remat):
     """[Bytes a token] of the tensors that a block keeps for its backward."""
-    C, fp8 = cfg.n_embd, cfg.precision == "fp8"
+    C, A, fp8 = cfg.n_embd, cfg.attention_width, cfg.precision == "fp8"
     if remat in ("block", "attention"):  # its input; attention's output and logsumexp
-        return [2 * C] + [2 * C, 4 * cfg.n_head] * (remat == "attention")
+        return [2 * C] + [2 * A, 4 * cfg.n_head] * (remat == "attention")
     sizes = [4 * C, 2 * C if fp8 else 4 * C, 16]  # the residual stream before both norms, and their outputs
-    sizes += [2 * cfg.qkv_width, 2 * C, 4 * cfg.n_head]  # q, k, v, attention's output and logsumexp
-    sizes += [2 * (cfg.n_head + cfg.kv_heads) * cfg.head_dim * cfg.qk_norm]  # q and k before their norm
-    sizes += [2 * C * cfg.attention_gate, C * fp8]  # the output before its gates, and in 8 bits
+    sizes += [2 * cfg.qkv_width, 2 * A, 4 * cfg.n_head]  # q, k, v, attention's output and logsumexp
+    sizes += [2 * (cfg.n_head + cfg.kv_heads) * cfg.head_size * cfg.qk_norm]  # q and k before their norm
+    sizes += [2 * A * cfg.attention_gate, A * fp8]  # the output before its gates, and in 8 bits
     if remat == "selective":
         return [*sizes, C * fp8]  # the MLP's input in bf16
     if cfg.mlp in ("relu2", "swiglu") and not fp8:

@@ -265,8 +265,6 @@ CHANGES = "{% for m in messages %}{{ m.content if loop.last else m.content | upp
     "template, messages, words",
     [
         (None, PAIR, "has no chat template; give a folder with one"),
-        ("{% for", PAIR, "unexpected 'end of template'"),
-        ("{{ raise_exception('no system here') }}", [("assistant", "b")], "no system here"),
         (CHANGES, [*PAIR, ("user", "c")], "renders message 2 otherwise when others follow"),
         (PLAIN, "not a list", "expected a list of {role, content}, got 'not a list'"),
         ("{% if false %}{% endif %}", [("user", "a"), ("assistant", "\ud800")], None),
@@ -306,7 +304,5 @@ def test_bad_lines_name_the_document(tmp_path, chatml):
     (tmp_path / "b.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (good, {"x": 1}, good)))
     prepare(tmp_path / "g", tmp_path / "b.jsonl", skip_bad_documents=True, **lines)
     assert json.loads((tmp_path / "g/manifest.json").read_text())["documents"] == 2
-    with pytest.raises(DataError, match="a.jsonl:1: it has no field prompt,completion; it has messages"):
-        prepare(tmp_path / "e", tmp_path / "a.jsonl", text_key="prompt,completion", tokenizer="bytes")
     with pytest.raises(UserError, match="text_key=a,b,c must be one field, or two"):
         prepare(tmp_path / "f", tmp_path / "a.jsonl", text_key="a,b,c", tokenizer="bytes")

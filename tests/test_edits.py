@@ -52,9 +52,9 @@ ATTENDED = "self.dropout(self.attn(self.norm_1(x), idx))"
 BLOCK = "    def forward(self, x, idx):\n        x = x + "
 BLOCK_PARTS = "        self.norm_2, self.mlp = make_norm(cfg), make_mlp(cfg)\n"
 ATTENTION = "    def forward(self, x, idx):\n        q, k, v ="
-ATTENTION_PROJ = "        self.proj = Linear(cfg.n_embd, cfg.n_embd, bias=cfg.bias)\n"
+ATTENTION_PROJ = "        self.proj = Linear(cfg.attention_width, cfg.n_embd, bias=cfg.bias)\n"
 CORE = "        y = self.core("
-GATE = "y = self.gate(y.transpose(1, 2), x).flatten(2)  # (B, T, C)\n"
+GATE = "y = self.gate(y.transpose(1, 2), x).flatten(2)  # (B, T, H D)\n"
 LOOP = "        for block in self.stack:\n            x = block(x, idx)\n"
 HEAD = "        self.head = Head(cfg)\n"
 LOSS_CALL = "kernels.linear_cross_entropy(x, self, targets, reduction, self.vocab_size, self.softcap)\n"
@@ -108,8 +108,8 @@ EDITS = {
             "        first = None\n" + LOOP.replace("x = block(x, idx)", "x, first = block(x, idx, first)"),
         ),
     ],
-    "a second norm on q and k": second_norms("nn.RMSNorm(cfg.head_dim)"),
-    "a fused norm on q and k": second_norms("RMSNorm(cfg.head_dim, cfg.norm_eps)"),
+    "a second norm on q and k": second_norms("nn.RMSNorm(cfg.head_size)"),
+    "a fused norm on q and k": second_norms("RMSNorm(cfg.head_size, cfg.norm_eps)"),
     "norms without weights": [
         ("LayerNorm(cfg.n_embd, cfg.norm_eps, bias=cfg.bias)", "RMSNorm(cfg.n_embd, None, False)")
     ],

@@ -100,6 +100,7 @@ def test_other_shards_than_the_manifests(data):
 
 def test_the_last_word_before_the_number_is_the_split():
     assert split_of("my_train_val_000000.bin") == "val" and split_of("a_val_train_000001.bin") == "train"
+    assert split_of("tiny_shakespeare_train.bin") == "train"  # llm.c's
     assert split_of("train.bin") is split_of("some_training_000001.bin") is None
 
 

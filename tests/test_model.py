@@ -109,7 +109,7 @@ def test_attention_gate_scales_each_head_by_its_number(width):
     one.proj = other.proj = torch.nn.Identity()
     weight = torch.nn.init.normal_(one.gate.weight).view(cfg.n_head, -1)
     scale = 2 / (1 + torch.exp(-(h[:, :, None, :16] * weight).sum(-1)))  # (B, T, H)
-    torch.testing.assert_close(one(h, x), other(h, x) * scale.repeat_interleave(cfg.head_dim, dim=2))
+    torch.testing.assert_close(one(h, x), other(h, x) * scale.repeat_interleave(cfg.head_size, dim=2))
 
 
 def test_loss_is_the_cross_entropy_of_the_logits():

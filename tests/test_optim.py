@@ -64,10 +64,10 @@ def test_groups_hold_every_parameter_once_each_with_its_rate():
 
 
 def test_adamw_is_pytorchs_with_the_settings_numbers():
-    model, cfg = build(small(), CPU, seed=0), settings(beta1=0.8, beta2=0.9, adam_eps=1e-6, lr_embedding=0.1)
+    model, cfg = build(small(), CPU, seed=0), settings(beta1=0.8, beta2=0.9, lr_embedding=0.1)
     optimizer = optim.make_optimizer(model, cfg)
     assert type(optimizer) is torch.optim.AdamW
-    assert {(*g["betas"], g["eps"], g["fused"]) for g in optimizer.param_groups} == {(0.8, 0.9, 1e-6, True)}
+    assert {(*g["betas"], g["eps"], g["fused"]) for g in optimizer.param_groups} == {(0.8, 0.9, 1e-8, True)}
     optim.set_learning_rate(optimizer, cfg.lr / 2)
     assert [g["lr"] for g in optimizer.param_groups] == pytest.approx([0.05, 5e-4, 5e-4])
 

@@ -73,23 +73,20 @@ def test_ranks_of_a_divided_model_go_on_until_the_last_sample_ends(tmp_path):
     (texts, last), (expected, alone_last) = (done.outputs[0].rsplit("-" * 80, 1) for done in (both, alone))
     assert texts == expected and len(set(map(len, texts.split("-" * 80)))) > 2  # the samples differ in length
     assert last.partition(" in ")[0] == alone_last.partition(" in ")[0]
-    lost = ranks.run(0, [*words, "--parallel=fsdp"], "sample.py")
-    assert lost.returncode == 2 and lost.stderr.count("\n") == 1
-    assert lost.stderr.startswith(
-        "error: parallel=fsdp divides the model among ranks; start it with torchrun"
-    )
 
 
 def test_a_sample_ends_where_the_model_ends_its_text_and_changed_code_is_announced(run, capsys, monkeypatch):
     ids = torch.tensor([[104], [105], [256], [33]])
-    monkeypatch.setattr(sampling, "steps", lambda *_, **__: iter(ids))
+    asked = []
+    monkeypatch.setattr(sampling, "steps", lambda _, x, **__: asked.append(x[0].tolist()) or iter(ids))
     monkeypatch.setattr(source, "warning", lambda folder: f"model.py differs from that of {folder}")
     for stop, text, count in ((True, "so-hi", 2), (False, "so-hi!", 4)):
-        sample.main(config(run, prompt="so-", n_samples=1, stop=stop))
+        sample.main(config(run, prompt="so-", n_samples=1, stop=stop, bos=stop))
         out, err = capsys.readouterr()
         shown, last = out.split("\n" + "-" * 80 + "\n")
         assert shown == text and last.startswith(f"{count} tokens in ") and last.endswith(" tokens/s\n")
         assert err == f"warning: model.py differs from that of {run}\n"
+        assert asked.pop() == [256] * stop + [ord(c) for c in "so-"]
 
 
 LLAMA = dict(norm="rmsnorm", positions="rope", mlp="swiglu", bias=False)
@@ -108,17 +105,18 @@ def chatty(tmp_path):
     shape = dict(vocab_size=300, n_layer=1, n_head=2, n_embd=16, block_size=128, n_hidden=32)
     folder = hf.save_hf(build(GPTConfig(**shape, **LLAMA), torch.device("cpu"), seed=0), tmp_path / "hf")
     theirs.save_pretrained(folder)
-    (folder / "generation_config.json").write_text(json.dumps(dict(eos_token_id=[1, 4])))
+    (folder / "generation_config.json").write_text(json.dumps(dict(eos_token_id=[1, 4, True, None, "x"])))
     return folder, theirs
 
 
+@pytest.mark.fault(72)
 @pytest.mark.parametrize("place", ["jinja", "string", "list"])
 def test_a_conversation_is_written_as_transformers_does(chatty, place):
     folder, theirs = chatty
     if place != "jinja":
         (folder / "chat_template.jinja").unlink()
         config = json.loads((folder / "tokenizer_config.json").read_text())
-        named = [dict(name="tool_use", template="{{ x.y }}"), dict(name="default", template=TEMPLATE)]
+        named = [dict(name=["x"], template="{{ x.y }}"), dict(name="default", template=TEMPLATE)]
         config["chat_template"] = TEMPLATE if place == "string" else named
         config["eos_token"] = dict(content="<|eot_id|>", lstrip=False)
         (folder / "tokenizer_config.json").write_text(json.dumps(config))
@@ -128,6 +126,8 @@ def test_a_conversation_is_written_as_transformers_does(chatty, place):
     assert expected.count(3) == 4  # special tokens are parsed
     assert tok.encode("<|eot_id|>")[0] > 4  # and in other text they are not
     assert chat.stop_ids(folder, tok) == {1, 3, 4}
+    (folder / "tokenizer_config.json").write_text(json.dumps(dict(eos_token="\ud800")))
+    assert chat.stop_ids(folder, tok) == {1, 4}
 
 
 def test_chat_replies_to_a_prompt_or_to_each_line(chatty, capsys, monkeypatch):
@@ -146,11 +146,17 @@ def test_chat_replies_to_a_prompt_or_to_each_line(chatty, capsys, monkeypatch):
     assert asked[-1] == [dict(role=role, content=content) for role, content in talk]
 
 
-def test_a_folder_without_a_usable_template_is_one_line(run, chatty):
+@pytest.mark.fault(83)
+def test_a_folder_without_a_usable_template_is_one_line(run, chatty, monkeypatch):
     folder, _ = chatty
+    monkeypatch.setattr(chat, "LIMIT", 10_000)
+    loops = "{% set r = range(99999) %}{% for i in r " + 2 * "%}{% for j in r " + "%}" + 3 * "{% endfor %}"
     for template, words in {
-        "{{ raise_exception('no\nuser') }}": "its chat template fails .no user",
+        "{{ raise_exception('no\nuser') }}": "its chat template fails: TemplateError: no user",
         "{% if %}": "its chat template fails",
+        "{% for i in range(10**9) %}{% endfor %}": "Range too big",
+        loops: "it has not ended after 10,000 calls and turns of loops",
+        loops.replace("in r", "in r if false"): "it has not ended after 10,000 calls",
         None: "has no chat template",
     }.items():
         path = folder / "chat_template.jinja"
@@ -229,6 +235,8 @@ def test_two_ranks_hold_half_a_model_each_and_never_the_whole(source_of, precisi
         (dict(seed=-1), "seed=-1 must be at least 0"),
         (dict(tokenizer="gpt2"), "tokenizer=gpt2 has 50,257 ids, the model 257"),
         (dict(checkpoint=None), "give one of --checkpoint"),
+        (dict(parallel="fsdp"), "parallel=fsdp divides the model among ranks; start it with torchrun"),
+        (dict(bos=False, prompt=""), "bos=False leaves an empty prompt with no token to continue"),
     ],
 )
 def test_mistakes_are_one_line(run, settings, message):

@@ -40,7 +40,7 @@ def test_every_recipe_is_legal_on_the_ranks_of_its_command(name, monkeypatch):
         ("--cuda_graph --parallel=zero2", 2, "cannot hold the collectives of parallel=zero2"),
         ("--remat_tile=128", 1, "remat_tile=128 does not go with remat=none"),
         ("--remat=block --remat_tile=0", 1, "remat_tile=0 must be at least 1"),
-        ("--remat=attention --n_embd=48", 1, "n_embd / n_head = 4 to be a multiple of 8"),
+        ("--remat=attention --n_embd=48", 1, "head_dim=4 to be a multiple of 8"),
         ("--document_mask --remat=attention", 1, "remat=attention does not go with document_mask=True"),
         ("--context_parallel=3", 4, "context_parallel=3 must divide the number of ranks, 4"),
         ("--context_parallel=0", 1, "context_parallel=0 must divide"),

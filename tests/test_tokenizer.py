@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiktoken
-from conftest import GPT2
+from conftest import one_line
 
 from configurator import UserError
 from corpus import tokenizer
@@ -67,30 +67,19 @@ def check_json(tok, texts, folder):
 
 @pytest.mark.gpt2
 @pytest.mark.parametrize("name", ["gpt2", "cl100k_base"])
-def test_encodings_are_tiktokens_with_and_without_gigatoken(name, texts, tmp_path, monkeypatch):
+def test_encodings_are_tiktokens(name, texts, tmp_path):
     reference, tok = tiktoken.get_encoding(name), tokenizer.load(name)
     assert (tok.name, tok.vocab_size, tok.eot) == (name, reference.n_vocab, reference.eot_token)
     expected = reference.encode_ordinary_batch(texts)
     assert [ids.tolist() for ids in tok.encode_batch(texts)] == expected
     check_bytes(tok, texts)
-    monkeypatch.setitem(sys.modules, "gigatoken", None)  # makes its import fail
-    assert [ids.tolist() for ids in tokenizer.load(name).encode_batch(texts)] == expected
     if name == "gpt2":
         assert tok.encode("Hello world") == [15496, 995] and tok.dtype == np.uint16
         check_json(tok, texts, tmp_path)
-        merges = json.loads((tmp_path / "tokenizer.json").read_bytes())["model"]["merges"]
-        assert [" ".join(pair) for pair in merges] == GPT2.read_text("utf-8").splitlines()[1:]
-
-
-BROKEN = {  # what importing or using a gigatoken without its own dependencies raises
-    "at import": "import numpy; numpy.of_another_version",
-    "a module that it needs": "import a_module_that_nobody_has",
-    "in use": "",
-}
 
 
 @pytest.mark.gpt2
-@pytest.mark.parametrize("source", BROKEN.values(), ids=BROKEN)
+@pytest.mark.parametrize("source", ["import a_module_that_it_needs", ""])  # raises at import, in use
 def test_a_broken_gigatoken_falls_back(source, texts, tmp_path, monkeypatch):
     (tmp_path / "gigatoken.py").write_text(source + "\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -201,11 +190,60 @@ def test_mistakes_are_one_line(tmp_path, monkeypatch):
         "gpt5": "no such file or encoding; expected bytes, gpt2",
         str(tmp_path / "absent.json"): "no such file",
         str(tmp_path / "tokenizer.json"): "is not a tokenizer.json",
-        "p50k_base": r"not fetched \(ConnectionError\); go online once, set TIKTOKEN_CACHE_DIR",
+        "p50k_base": "not fetched; go online once, set .*: ConnectionError: no route",
     }.items():
         with pytest.raises(UserError, match=words) as caught:
             tokenizer.load(name)
         assert "\n" not in str(caught.value) and name in str(caught.value)
+
+
+def replaced(**changes):
+    """The text of the bytes' tokenizer.json with other parts."""
+    return json.dumps(json.loads(tokenizer.load("bytes").to_json()) | changes)
+
+
+DOUBLED = dict(type="Replace", pattern=dict(String="a"), content="aa")
+SPLIT = dict(type="Split", pattern=dict(Regex="(x+x+)+y"), behavior="Isolated", invert=False)
+
+
+@pytest.mark.fault(73)
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        (dict(model=dict(type="BPE", vocab={"a": 2**31}, merges=[])), "largest id, 2147483648, is not"),
+        (dict(added_tokens=[dict(id=2**28, content="</s>")]), "id, 268435456, is not below 1048576"),
+        (dict(normalizer=dict(type="Sequence", normalizers=[DOUBLED] * 40)), "more than 1000 characters"),
+        (
+            dict(normalizer=dict(type="Precompiled", precompiled_charsmap="AAAA")),
+            "not a tokenizer.json: Panic",
+        ),
+        (dict(pre_tokenizer=dict(SPLIT, pattern=dict(Regex="("))), "Oniguruma error: end pattern"),
+        (dict(pre_tokenizer=SPLIT), "fails: PanicException: Onig: Regex search error: retry-limit"),
+    ],
+)
+def test_a_tokenizer_json_that_breaks_the_library_is_one_line(changes, words, tmp_path):
+    (tmp_path / "tokenizer.json").write_text(replaced(**changes))
+    with pytest.raises(UserError, match=words) as error:
+        tokenizer.load(str(tmp_path)).encode("x" * 60)
+    one_line(error)
+
+
+@pytest.mark.parametrize("first, adds", [("<mine>", "post_processor"), ("<mine>", "config"), ("<s>", None)])
+def test_a_document_begins_as_transformers_begins_a_text(first, adds, tmp_path):
+    """As in Llama 1 and 2, where <s> begins a text and </s> ends it."""
+    tokenizers, transformers = map(pytest.importorskip, ("tokenizers", "transformers"))
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0}, []))
+    inner.add_special_tokens(["</s>", "<s>", "<mine>"])
+    if adds == "post_processor":
+        inner.post_processor = tokenizers.processors.TemplateProcessing("<mine> $A", None, [("<mine>", 3)])
+    inner.save(str(tmp_path / "tokenizer.json"))
+    config = dict(tokenizer_class="PreTrainedTokenizerFast", bos_token=first, add_bos_token=adds == "config")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tok = tokenizer.load(str(tmp_path))
+    (row,) = tok.rows(["a</s>"])
+    assert tok.decode([tok.eot]) == first and row.tolist() == [tok.eot, 0] and {1, tok.eot} <= tok.ends
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)("a")["input_ids"]
+    assert adds != "post_processor" or theirs == row.tolist()
 
 
 @pytest.mark.gpt2

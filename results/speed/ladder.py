@@ -65,7 +65,7 @@ def measure(cfg):
     world = parallel.join(cfg)
     own, _, job = step.build(cfg, world)
     if not cfg.fused_adamw:
-        options = dict(lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.adam_eps, foreach=True)
+        options = dict(lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), foreach=True)
         job.optimizer = torch.optim.AdamW(optim.param_groups(job.raw, cfg), **options)
     next_batch = step.synthetic(own, world)
     for _ in range(1 + cfg.settle):
