@@ -151,7 +151,7 @@ def mlp(x, up, activation, down):
         "another activation": activation not in FUSED,
         "one of two layers in fp8": in_fp8(x, up) != in_fp8(x, down),
         OTHER_LAYER: other(up, down),
-        "few tokens, for tiles of 128": not torch.is_grad_enabled() and x[..., 0].numel() < 64,
+        "few tokens, for tiles of 128": not torch.is_grad_enabled() and x.numel() < 64 * x.size(-1),
     }
     if not fused("mlp", x, up, down, unless=unless, inner=2):
         return down(activation(up(x)))

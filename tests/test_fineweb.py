@@ -14,10 +14,8 @@ import sysconfig
 from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet
 import pytest
 import torch
-import zstandard
 from conftest import one_line, read_rows
 
 import fineweb
@@ -125,6 +123,9 @@ def test_a_finished_folder_is_left_alone_and_other_settings_are_refused(tmp_path
 @pytest.mark.fault(38, 84)
 def test_kinds_of_files(tmp_path, streaming):
     """A byte order mark and blanks at the front cost no document; pandas 3 writes text as large_string."""
+    import pyarrow.parquet
+    import zstandard
+
     line = lambda text, **more: json.dumps({"text": text, **more}) + "\n"
     (tmp_path / "a.txt").write_bytes(b"text file \xe9")
     (tmp_path / "b.JSON").write_text("\n \n" + line("upper"))
@@ -342,6 +343,8 @@ def test_disk_full(tmp_path, clean):
 @pytest.mark.fault(83, 84, 85)
 def test_mistakes_in_the_settings_and_files(tmp_path, monkeypatch):
     monkeypatch.setattr(fineweb, "DOCUMENT_BYTES", 1 << 20)  # of a compressed file
+    import zstandard
+
     bomb = b'{"text": "' + b"a" * (1 << 21)
     for name, data in {
         "one.txt": b"only one document",

@@ -34,7 +34,7 @@ def trained(compiled, dropout=0.0):
         if compiled:
             block.compile()
     torch.manual_seed(1)
-    idx, targets = torch.randint(0, 200, (2, 2, 16), device=DEVICE)
+    idx, targets = torch.randint(0, 200, (2, 2, 32), device=DEVICE)  # enough for the MLP's kernels
     autocast = torch.autocast(DEVICE, torch.bfloat16)
     loss, grads = gradients(model, idx, targets, autocast=autocast)
     with torch.no_grad(), autocast:
