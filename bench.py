@@ -17,7 +17,7 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 
-from configurator import UserError, run
+from configurator import run
 from settings import Config, check
 
 
@@ -33,7 +33,7 @@ class StepConfig(Config):
 
 @dataclass
 class OpsConfig:
-    rounds: int = 10  # repetitions of each operation
+    """It has no settings."""
 
 
 @dataclass
@@ -55,19 +55,10 @@ COMMANDS = dict(step=StepConfig, ops=OpsConfig, comm=CommConfig, memory=MemoryCo
 def main(name, cfg):
     if name == "step":
         check(cfg)  # before torch is imported, which takes seconds
-    measure = importlib.import_module(f"measure.{name}").measure
-    if name == "memory":
-        return measure(cfg)
-    import torch
+    importlib.import_module(f"measure.{name}").measure(cfg)
+    if name != "memory":  # which needs no torch
+        from scale import parallel
 
-    from scale import parallel
-
-    try:
-        measure(cfg)
-    except torch.OutOfMemoryError:
-        words = "bench.py memory shows what a run needs, nvidia-smi whether another process uses this GPU"
-        raise UserError(f"out of memory: {words}") from None
-    finally:
         parallel.stop()  # after measure's locals are gone: FSDP2 modules alive at this point may make it hang
 
 
