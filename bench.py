@@ -1,7 +1,6 @@
 """Where the time and the memory go: training steps, the loss, collectives; and memory by arithmetic.
 
-    python bench.py step config/gpt2_124m.py [--key=value ...]                 # one GPU, or the CPU
-    torchrun --standalone --nproc_per_node=4 bench.py step config/gpt2_124m.py
+    python bench.py step config/gpt2_124m.py [--key=value ...]                 # GPUs (torchrun), or the CPU
     python bench.py ops                                                        # linear + cross-entropy
     torchrun --standalone --nproc_per_node=4 bench.py comm                     # all-reduce and others by size
     python bench.py memory config/llama3_8b.py --world=8 --gpu_gib=80          # memory of a run; needs no GPU

@@ -100,8 +100,7 @@ def _file(word, hints):
     except SyntaxError as error:
         raise UserError(f"{error.filename or path}:{error.lineno or 1}: {error.msg}") from None
     except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        lines = [frame.lineno for frame in frames if frame.filename == path]
+        lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == path]
         raise UserError(f"{path}:{lines[-1] if lines else '?'}: {type(error).__name__}: {error}") from None
     rows = enumerate(source.splitlines(), 1)
     places = {name: n for n, row in rows for name in re.findall(r"\w+", row.rpartition("=")[0])}
@@ -264,9 +263,6 @@ def _type_name(hint):
     if typing.get_origin(hint) is typing.Literal:
         return "one of " + ", ".join(map(str, typing.get_args(hint)))
     return names.get(hint) or " or ".join(map(_type_name, typing.get_args(hint)))
-
-
-# -- --help
 
 
 def describe(cls, doc=""):

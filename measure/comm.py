@@ -18,8 +18,7 @@ def measure(cfg):
         raise UserError("bench.py comm needs several ranks; try torchrun --nproc_per_node=4 bench.py comm")
     say = print if world.main else lambda *_, **__: None
     say(f"{n} x {device_name(world.device)}; GB/s of bus bandwidth (us)\n{'MiB':>8}", end="")
-    size = 1
-    while size <= cfg.max_mib:
+    for size in [4**k for k in range(16) if 4**k <= cfg.max_mib]:
         whole = torch.ones(size * 2**19, device=world.device, dtype=torch.bfloat16)
         part, other = whole[: whole.numel() // n].clone(), torch.empty_like(whole)
         calls = {  # name: bytes that pass a link, as a share of the message; the call
@@ -32,7 +31,6 @@ def measure(cfg):
             say("".join(f"{name:>24}" for name in calls))
         cells = [cell(share * whole.numel() * 2, call, tensors) for share, call, tensors in calls.values()]
         say(f"{size:>8}" + "".join(f"{c:>24}" for c in cells), flush=True)
-        size *= 4
 
 
 def cell(moved, call, tensors, rounds=10):
