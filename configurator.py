@@ -136,6 +136,9 @@ def _errors_in_one_line():
     """Turns a UserError into lines on one rank's stderr, a message in torchrun's report, and an exit code."""
     try:
         yield
+    except BrokenPipeError:  # | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
     except KeyboardInterrupt:
         if is_rank_0():
             print("\nstopped by SIGINT", file=sys.stderr, flush=True)
