@@ -1,7 +1,6 @@
 """Where the time and the memory go: training steps, the loss, collectives; and memory by arithmetic.
 
-    python bench.py step config/gpt2_124m.py [--key=value ...]                 # one GPU, or the CPU
-    torchrun --standalone --nproc_per_node=4 bench.py step config/gpt2_124m.py
+    python bench.py step config/gpt2_124m.py [--key=value ...]                 # GPUs (torchrun), or the CPU
     python bench.py ops                                                        # linear + cross-entropy
     torchrun --standalone --nproc_per_node=4 bench.py comm                     # all-reduce and others by size
     python bench.py memory config/llama3_8b.py --world=8 --gpu_gib=80          # memory of a run; needs no GPU
@@ -17,7 +16,7 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 
-from configurator import UserError, run
+from configurator import run
 from settings import Config, check
 
 
@@ -33,7 +32,7 @@ class StepConfig(Config):
 
 @dataclass
 class OpsConfig:
-    rounds: int = 10  # repetitions of each operation
+    """It has no settings."""
 
 
 @dataclass
@@ -55,19 +54,10 @@ COMMANDS = dict(step=StepConfig, ops=OpsConfig, comm=CommConfig, memory=MemoryCo
 def main(name, cfg):
     if name == "step":
         check(cfg)  # before torch is imported, which takes seconds
-    measure = importlib.import_module(f"measure.{name}").measure
-    if name == "memory":
-        return measure(cfg)
-    import torch
+    importlib.import_module(f"measure.{name}").measure(cfg)
+    if name != "memory":  # which needs no torch
+        from scale import parallel
 
-    from scale import parallel
-
-    try:
-        measure(cfg)
-    except torch.OutOfMemoryError:
-        words = "bench.py memory shows what a run needs, nvidia-smi whether another process uses this GPU"
-        raise UserError(f"out of memory: {words}") from None
-    finally:
         parallel.stop()  # after measure's locals are gone: FSDP2 modules alive at this point may make it hang
 
 

@@ -41,9 +41,8 @@ class UserError(Exception):
 def configure(cls, argv, check=lambda cfg: None, complete=dict):
     """An instance of dataclass `cls` for words as in sys.argv[1:]; one UserError names all mistakes.
 
-    A word without dashes is a config file, or goes into `words` of the instance if cls has them. check(cfg)
-    raises UserError. complete({name: value}) returns the given settings with others that follow from them.
-    cls.others_names: {another project's name of a setting: ours}, if any.
+    A word without dashes is a config file, or goes into `words` of the instance if cls has them.
+    complete({name: value}) returns the given settings with others that follow from them.
     """
     if "--help" in argv or "-h" in argv:
         print(describe(cls, sys.modules["__main__"].__doc__ or ""), flush=True)
@@ -92,10 +91,8 @@ def _file(word, hints):
     path = next(filter(os.path.isfile, itertools.starmap(os.path.join, parts)), None)
     if path is None:
         recipes = sorted(path.stem for path in HERE.glob("config/*.py"))
-        close = difflib.get_close_matches(Path(word).stem, recipes, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"recipes: {', '.join(recipes)}"
-        if word.partition("=")[0] in hints:
-            hint = f"a setting is written --{word}"
+        setting = word.partition("=")[0] in hints
+        hint = f"a setting is written --{word}" if setting else f"recipes: {', '.join(recipes)}"
         raise UserError(f"{word}: no such config file; {hint}")
     try:
         source, space = Path(path).read_text(), {}
@@ -103,8 +100,7 @@ def _file(word, hints):
     except SyntaxError as error:
         raise UserError(f"{error.filename or path}:{error.lineno or 1}: {error.msg}") from None
     except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        lines = [frame.lineno for frame in frames if frame.filename == path]
+        lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == path]
         raise UserError(f"{path}:{lines[-1] if lines else '?'}: {type(error).__name__}: {error}") from None
     rows = enumerate(source.splitlines(), 1)
     places = {name: n for n, row in rows for name in re.findall(r"\w+", row.rpartition("=")[0])}
@@ -172,34 +168,29 @@ def leave(code, message=None, at_once=False):
 
 def leave_with_torchrun():
     """Ends this process, if it is a rank, within a second after torchrun was killed, from the imports on."""
+    parent = os.getppid()
+    read = lambda name: Path(f"/proc/{parent}/{name}").read_bytes()
+    with contextlib.suppress(OSError):  # Linux alone has it
+        if os.getsid(0) == os.getpid() and not (b"python" in read("cmdline") and b"libtorch" in read("maps")):
+            parent = None  # torchrun, which starts a rank in a new session, was killed before
 
-    def wait(parent):
+    def wait():
         while os.getppid() == parent:
             time.sleep(1)
         print("torchrun is gone", file=sys.stderr)
         leave(1, "torchrun is gone", at_once=True)
 
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        threading.Thread(target=wait, args=[torchrun()], daemon=True).start()
+        threading.Thread(target=wait, daemon=True).start()
 
 
-def torchrun():
-    """The id of this rank's parent; None if torchrun, which starts it in a new session, was killed before."""
-    parent = os.getppid()
-    read = lambda name: Path(f"/proc/{parent}/{name}").read_bytes()
-    with contextlib.suppress(OSError):  # Linux alone has it
-        if os.getsid(0) == os.getpid() and not (b"python" in read("cmdline") and b"libtorch" in read("maps")):
-            return None
-    return parent
-
-
-def allow_files(least=64, usual=1024):
-    """Raises a low limit on this process's open files; a UserError where `least` are not allowed."""
+def allow_files():
+    """Raises a low limit on this process's open files; a UserError where 64 are not allowed."""
     soft, hard = (limit % 2**63 for limit in resource.getrlimit(resource.RLIMIT_NOFILE))  # -1: no limit
-    if hard < least:
-        raise UserError(f"{hard} files may be open at a time, a run needs {least}; try ulimit -n {usual}")
-    if soft < min(usual, hard):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(usual, hard), hard))
+    if hard < 64:
+        raise UserError(f"{hard} files may be open at a time, a run needs 64; try ulimit -n 1024")
+    if soft < min(1024, hard):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, hard), hard))
 
 
 def too_small(cfg, least):
@@ -277,9 +268,6 @@ def _type_name(hint):
     return names.get(hint) or " or ".join(map(_type_name, typing.get_args(hint)))
 
 
-# -- --help
-
-
 def describe(cls, doc=""):
     """The --help text: `doc`, then the settings by section, those of a class before those of its bases."""
     rows, hints, seen, last = [inspect.cleandoc(doc)], typing.get_type_hints(cls), set(), None
@@ -290,9 +278,8 @@ def describe(cls, doc=""):
             if heading := re.match(" {4}# (.+)", line):
                 section = heading[1]
             elif field and field[1] in hints.keys() - seen:
-                rows += [f"\n{section}:"] * (section != last) + [
-                    _option(cls, field[1], hints[field[1]], line)
-                ]
+                rows += [f"\n{section}:"] * (section != last)
+                rows.append(_option(cls, field[1], hints[field[1]], line))
                 seen, last = seen | {field[1]}, section
     return "\n".join(rows).strip()
 

@@ -1,7 +1,6 @@
 """HellaSwag (https://arxiv.org/abs/1905.07830): which of four endings does the model find most likely?
 
     python hellaswag.py --checkpoint=out/gpt2_124m
-    python hellaswag.py --pretrained=gpt2
     torchrun --standalone --nproc_per_node=8 hellaswag.py --checkpoint=out/llama3_8b [--parallel=fsdp]
 
 acc takes the ending with the lowest summed loss, acc_norm that with the lowest mean loss per token, as other
@@ -140,21 +139,8 @@ def batches(prepared, batch_tokens, block_size):
         yield from ((same[i : i + B], B, T) for i in range(0, len(same), B))
 
 
-def pad(prepared, numbers, B, T):
-    """(idx, targets), int64 (B, T), padded on the right; targets are -100 except for the endings' tokens."""
-    idx, targets = np.zeros((B, T), np.int64), np.full((B, T), -100, np.int64)
-    for b, i in enumerate(numbers):
-        row, start = prepared.rows[i], prepared.starts[i]
-        idx[b, : len(row) - 1] = row[:-1]
-        targets[b, start - 1 : len(row) - 1] = row[start:]
-    return idx, targets
-
-
 def evaluate(model, prepared, device, batch_tokens=None, autocast=None, stop=lambda: False):
-    """{"acc", "acc_norm", "n", "truncated", "seconds"} over all examples, the same on every rank.
-
-    The ranks run equally many forwards, as FSDP2 needs. stop(): whether to leave the rest out.
-    """
+    """{"acc", "acc_norm", "n", "truncated", "seconds"}, on every rank; stop(): whether to leave the rest."""
     import torch
 
     from run.logger import progress
@@ -163,12 +149,16 @@ def evaluate(model, prepared, device, batch_tokens=None, autocast=None, stop=lam
     began, (rank, world) = time.perf_counter(), parallel.rank_and_size()
     batch_tokens = batch_tokens or BATCH_TOKENS.get(torch.device(device).type, 4096)
     jobs = list(batches(prepared, batch_tokens, model.cfg.block_size))
-    jobs += [([], *jobs[-1][1:])] * (-len(jobs) % world)
+    jobs += [([], *jobs[-1][1:])] * (-len(jobs) % world)  # FSDP2 needs as many on every rank
     losses = torch.zeros(len(prepared.rows), device=device)
     for numbers, B, T in progress(jobs[rank::world], "HellaSwag", stop=stop):
-        idx, targets = (torch.from_numpy(x).to(device) for x in pad(prepared, numbers, B, T))
+        idx, targets = torch.zeros(B, T, dtype=torch.long), torch.full((B, T), -100)  # -100: no loss
+        for b, i in enumerate(numbers):
+            row, start = torch.from_numpy(prepared.rows[i]), prepared.starts[i]
+            idx[b, : len(row) - 1] = row[:-1]
+            targets[b, start - 1 : len(row) - 1] = row[start:]
         with torch.no_grad(), autocast or contextlib.nullcontext():
-            loss = model(idx, targets, "none").float().sum(1)
+            loss = model(idx.to(device), targets.to(device), "none").float().sum(1)
         losses[torch.tensor(numbers, dtype=torch.long, device=device)] = loss[: len(numbers)]
     parallel.sum_over_ranks(losses)
     sums = losses.cpu().double().numpy()

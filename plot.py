@@ -2,7 +2,6 @@
 
     python plot.py out/gpt2_124m                                 # -> out/gpt2_124m/curves.png
     python plot.py out/a out/b --x=tokens --y=bpb --out=compare.svg
-    python plot.py results/modern/*_300M.jsonl --x=tokens        # small logs that the repository keeps
     python plot.py out/a assets/build_nanogpt.jsonl              # beside the losses of another program
 
 Panels: loss, HellaSwag, learning rate, gradient norm and tokens per second, as far as a run has them.
@@ -145,8 +144,7 @@ def draw(runs, x, y):
         draw_panel(lower.add_subplot(1, len(panels), i + 1, xlim=figure.axes[0].get_xlim()), runs, x, key)
     for axes in figure.axes:
         axes.set_xlabel(AXES[x])
-        if x == "tokens":
-            axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     return figure
 
 

@@ -3,7 +3,6 @@
     python sample.py --checkpoint=out/gpt2_124m --prompt="Once upon a time" --n_samples=4
     python sample.py --pretrained=gpt2 --prompt="$(cat story.txt)" --temperature=0.8 --top_k=50
     torchrun --standalone --nproc_per_node=8 sample.py --checkpoint=out/llama3_8b --n_samples=32  # 4 on each
-    torchrun --standalone --nproc_per_node=4 sample.py --checkpoint=out/llama3_70b --parallel=fsdp
     python sample.py --pretrained=FOLDER --chat                       # a conversation: a line, a reply
 
 Prints the text as it is generated, and at the end tokens a second. The sampling is in run/sampling.py.

@@ -98,14 +98,14 @@ class GPTConfig:
         """Why a model of this shape cannot be built, one line each; empty if it can."""
         sizes = ["vocab_size", "vocab_multiple", "block_size", "n_layer"]
         sizes += ["n_head", "n_kv_head", "head_dim", "n_embd", "n_hidden"]
-        found = too_small(self, dict.fromkeys(sizes, 1) | {"value_embeddings": 0})
+        found = too_small(self, dict.fromkeys(sizes, 1) | {"value_embeddings": 0, "dropout": 0})
         largest = {name: 10_000 if name == "n_layer" else 1 << 27 for name in sizes}
         found += [f"{k} must be at most {m}" for k, m in largest.items() if (getattr(self, k) or 0) > m]
         for name in "norm_eps rope_theta rope_factor rope_original softcap clip".split():
             if (value := getattr(self, name, None)) is not None and not value > 0:
                 found.append(f"{name}={value} must be over 0")
-        if not 0 <= self.dropout < 1:
-            found.append(f"dropout={self.dropout} must be in [0, 1)")
+        below = ("dropout", "beta1", "beta2")
+        found += [f"{k}={v} must be below 1" for k in below if (v := getattr(self, k, 0)) >= 1]
         if found:
             return found
         if self.head_dim is None and self.n_embd % self.n_head:
@@ -217,7 +217,6 @@ def out_of_range(cfg, ranks):
     zero += " momentum_warmup eval_interval hellaswag_interval sample_interval save_interval shuffle_seed"
     least = dict.fromkeys(one.split(), 1) | dict.fromkeys([*zero.split(), "max_skipped_steps"], 0)
     found = too_small(cfg, least | {"eval_tokens": cfg.block_size})
-    found += [f"{k}={v} must be below 1" for k in ("beta1", "beta2") if (v := getattr(cfg, k)) >= 1]
     if (name := cfg.init_from or "").startswith("gpt2") and not os.path.exists(name):
         found.append(f"init_from={name} is nanoGPT's; it is --init_from=hf:{name} here")
     if cfg.context_parallel < 1 or ranks % cfg.context_parallel:
@@ -237,6 +236,8 @@ CONFLICTS = [  # a setting and its values, another one and its values ("not": al
     ("offload_states", "True", "parallel", "ddp", "which does not shard the model", "--parallel=fsdp"),
     ("offload_states", "True", "optimizer", "not adamw", "which needs the GPU", "--optimizer=adamw"),
     ("deterministic", "True", "attention", "cudnn", "which adds in no fixed order", "--attention=flash"),
+    ("overwrite", "True", "resume", "not none", "which goes on with what it removes", "one of them"),
+    ("cuda_graph", "True", "parallel", "not ddp", "whose collectives it cannot hold", "--parallel=ddp"),
     ("cuda_graph", "True", "remat", "not none", "which reads the random state", "--remat=none"),
     ("cuda_graph", "True", "offload_states", "True", "which copies to the host", "one of them"),
     ("cuda_graph", "True", "context_parallel", "not 1", "whose collectives it cannot hold", "one of them"),
@@ -258,14 +259,10 @@ def conflicts(cfg, ranks):
         if within(a, values) and within(b, others):
             pair = f"{a}={getattr(cfg, a)} does not go with {b}={getattr(cfg, b)}"
             found.append(f"{pair}, {why}; try {other}")
-    if cfg.overwrite and cfg.resume != "none":
-        found.append(f"overwrite=True starts afresh, resume={cfg.resume} goes on; leave one of them out")
     if cfg.parallel == "hsdp" and shards is not None and (shards < 1 or ranks % shards):
         found.append(f"shard_size={shards} must divide the number of ranks, {ranks}")
     if cfg.weights == "bf16" and cfg.parallel == "ddp" and ranks > 1 and cfg.reduce_dtype == "fp32":
         found.append("weights=bf16 has bf16 gradients, which DDP sums in bf16; try --reduce_dtype=bf16")
-    if cfg.cuda_graph and cfg.parallel != "ddp" and ranks > 1:
-        found.append(f"cuda_graph=True cannot hold the collectives of parallel={cfg.parallel}; try ddp")
     return found
 
 

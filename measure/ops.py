@@ -3,14 +3,13 @@
 import torch
 
 import kernels
-from configurator import UserError, refuse, too_small
+from configurator import UserError
 from measure.floor import clock, three_matmuls
 from run.logger import device_name
 
 
 def measure(cfg):
     """Prints ms, forward and backward together, and MiB of each operation; cfg: a bench.OpsConfig."""
-    refuse(too_small(cfg, {"rounds": 1}))
     if not torch.cuda.is_available():
         raise UserError("bench.py ops needs an NVIDIA GPU, none found")
     device = torch.device("cuda")
@@ -19,27 +18,10 @@ def measure(cfg):
     print(f"{device_name(device)}, torch {torch.__version__}; bf16; forward and backward together\n")
     print(f"{'':<44}{'ms':>10}{'MiB':>10}")
     for shape in [(65_536, 768, 50_304, 50_257), (32_768, 4_096, 128_256, 128_256)]:
-        losses(*shape, cfg.rounds)
+        losses(*shape)
 
 
-def row(name, work, rounds, leaves):
-    """Prints ms of work(), forward and backward, and its peak in MiB with the gradients of `leaves`."""
-
-    def once():
-        work()
-        for leaf in leaves:
-            leaf.grad = None
-
-    once()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    once()
-    mib = (torch.cuda.max_memory_allocated() - before) / 2**20
-    print(f"  {name:<42}{clock(once, rounds, 1):10.3f}{mib:10.0f}", flush=True)
-
-
-def losses(N, C, V, vocab, rounds):
+def losses(N, C, V, vocab):
     """Rows of linear + cross-entropy for x: (N, C), weight: (V, C)."""
     x = torch.randn(1, N, C, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     head = kernels.Linear(C, V, False, "cuda", torch.bfloat16)
@@ -54,4 +36,14 @@ def losses(N, C, V, vocab, rounds):
     print(f"  {'three GEMMs alone':<42}{sum(map(clock, three_matmuls(N, C, V, 'cuda'))):10.3f}")
     torch.cuda.empty_cache()
     for name, call in calls.items():
-        row(name, lambda call=call: call().backward(), rounds, (x, weight))
+
+        def once(call=call):
+            call().backward()
+            x.grad = weight.grad = None
+
+        once()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        once()
+        mib = (torch.cuda.max_memory_allocated() - before) / 2**20
+        print(f"  {name:<42}{clock(once):10.3f}{mib:10.0f}", flush=True)

@@ -60,7 +60,7 @@ def test_file_imports_computes_and_is_overridden(tmp_path):
         ("--compile=maybe", "compile=maybe is not a bool"),
         ("--lr", "--lr needs a value, written --lr=VALUE"),
         ("no/such.py", "no/such.py: no such config file"),
-        ("config/gpt2_124", "config/gpt2_124: no such config file; did you mean gpt2_124m?"),
+        ("config/gpt2_124", "config/gpt2_124: no such config file; recipes: gpt2_124m, "),
         ("lr=1", "lr=1: no such config file; a setting is written --lr=1"),
         ("--config=config/test.py", "did you mean the file's path alone, without --config=?"),
     ],
