@@ -4,7 +4,7 @@ Activations and weights are cast to e4m3, gradients to e5m2 (https://arxiv.org/a
 has one scale, a power of two, from its amax in the previous call with room to spare (delayed scaling); in the
 first call, and for weights that FSDP2 gathers in 8 bits (`Rows`), from its own. Hopper's fp8 GEMMs need both
 operands contiguous along K, so every cast tensor is stored transposed as well, for the gradients. All else is
-as in bf16. The functions take layers, not weights, because the amax history belongs to a layer (`track`).
+as in bf16. The amax history belongs to a layer (`track`).
 """
 
 import torch
@@ -37,10 +37,6 @@ def track(layer):
             layer.register_buffer(name, torch.zeros(2, device=layer.weight.device), persistent=False)
 
 
-def tracked(layer):
-    return hasattr(layer, "w_amax")
-
-
 def reset(model):
     """Forgets all amax values: the next call of each layer takes its tensors' own."""
     for name, buffer in model.named_buffers():
@@ -49,10 +45,8 @@ def reset(model):
 
 
 def dense(layer):
-    """The layer's weight in 16 bits or float32, also where FSDP2 gathered it in 8 bits (`Rows`)."""
-    if not tracked(layer) or layer.w_amax.dim():
-        return layer.weight
-    return Widened.apply(layer.weight, layer.w_amax)
+    """A tracked layer's weight in 16 bits or float32, also where FSDP2 gathered it in 8 bits (`Rows`)."""
+    return layer.weight if layer.w_amax.dim() else Widened.apply(layer.weight, layer.w_amax)
 
 
 def suits(x):
@@ -60,33 +54,14 @@ def suits(x):
     return x.shape[:-1].numel() % 16 == 0
 
 
-def linear(x, layer):
-    """x W^T + b with all three GEMMs in fp8; x: (..., K) in bf16, which `suits` -> (..., N)."""
-    return LinearFunction.apply(x, layer.weight, layer.bias, *amaxes(layer))
-
-
-def qkv(x, layer, heads, head_dim):
-    """As fast.linear.qkv, in fp8."""
-    return QKV.apply(x, heads, head_dim, layer.weight, layer.bias, *amaxes(layer))
-
-
-def mlp(kind, x, up, down):
-    """As fast.mlp.mlp, in fp8; the casts of their results compute the activation and its derivative."""
-    parameters = up.weight, up.bias, down.weight, down.bias
-    return MLPFunction.apply(kind, x, *parameters, *amaxes(up), *amaxes(down))
-
-
-def linear_cross_entropy(x, head, targets, options):
-    """The summed loss; GEMMs in fp8, softmax and loss in float32; options: (V, softcap)."""
-    ids = targets.flatten().contiguous()
-    return HeadFunction.apply(x, head.weight, ids, *options, head.x_amax, head.w_amax)
-
-
-def amaxes(layer):
-    return [getattr(layer, name) for name in AMAX]
+def operands(layer):
+    """What the functions below take of a tracked layer."""
+    return [layer.weight, layer.bias, *(getattr(layer, name) for name in AMAX)]
 
 
 class LinearFunction(torch.autograd.Function):
+    """x W^T + b with all three GEMMs in fp8; x: (..., K) in bf16, which `suits` -> (..., N)."""
+
     @staticmethod
     def forward(ctx, x, *layer):
         return linear_forward(ctx, x, *layer).unflatten(0, x.shape[:-1])
@@ -100,7 +75,9 @@ class LinearFunction(torch.autograd.Function):
         return dx.unflatten(0, dy.shape[:-1]), dw, db, None, None, None
 
 
-class QKV(torch.autograd.Function):  # as fast.linear.QKV
+class QKV(torch.autograd.Function):
+    """As fast.linear.QKV, in fp8."""
+
     @staticmethod
     def forward(ctx, x, heads, head_dim, *layer):
         return split_heads(linear_forward(ctx, x, *layer), x.shape[:-1], heads, head_dim)
@@ -112,8 +89,10 @@ class QKV(torch.autograd.Function):  # as fast.linear.QKV
 
 
 class MLPFunction(torch.autograd.Function):
+    """As fast.mlp's, in fp8; the casts of the GEMMs' results compute the activation and its derivative."""
+
     @staticmethod
-    def forward(ctx, kind, x, w1, b1, w2, b2, x_amax, w1_amax, db_amax, act_amax, w2_amax, dy_amax):
+    def forward(ctx, kind, x, w1, b1, x_amax, w1_amax, db_amax, w2, b2, act_amax, w2_amax, dy_amax):
         ctx.kind, ctx.dtypes = kind, dtypes_of(w1, b1, w2, b2)
         before, up = forward_product(x.flatten(0, -2), w1, b1, x_amax, w1_amax)
         y, down = forward_product(before, w2, b2, act_amax, w2_amax, kind)
@@ -125,7 +104,8 @@ class MLPFunction(torch.autograd.Function):
         *saved, before = ctx.saved_tensors
         dact, dw2, db2 = gradients([dy.flatten(0, -2).contiguous()], saved[5:], ctx.dtypes[2:])
         dx, dw1, db1 = gradients([dact], saved[:5], ctx.dtypes[:2], before, "d" + ctx.kind)
-        return (None, dx.unflatten(0, dy.shape[:-1]), dw1, db1, dw2, db2) + (None,) * 6
+        nones = None, None, None
+        return None, dx.unflatten(0, dy.shape[:-1]), dw1, db1, *nones, dw2, db2, *nones
 
 
 def linear_forward(ctx, x, weight, bias, x_amax, w_amax, dy_amax):
@@ -421,7 +401,7 @@ def _transpose(x, out, M, N, TILE: tl.constexpr):
 def gather_in_8_bits(layers, ranks):
     """Before fully_shard among so many ranks: tracked layers' weights become `Rows`, w_amax their scale."""
     for layer in layers:
-        if tracked(layer) and layer.weight.size(0) % ranks == 0:
+        if hasattr(layer, "w_amax") and layer.weight.size(0) % ranks == 0:
             layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Rows))
             layer.w_amax = layer.w_amax.new_zeros(())
 

@@ -15,12 +15,9 @@ NORM_WIDTH = 1024  # columns of a row for each warp
 NORM_BACK_WARPS, NORM_BACK_STAGES = 8, 3  # warps a multiprocessor
 
 
-def norm(x, weight, shift, eps, centred):
-    """LayerNorm (centred) or RMSNorm of x: (..., C) in bf16 or float32, in bf16; weight, shift: (C,)."""
-    return Norm.apply(x, weight, shift, eps, centred)
-
-
 class Norm(torch.autograd.Function):
+    """LayerNorm (centred) or RMSNorm of x: (..., C) in bf16 or float32, in bf16; weight, shift: (C,)."""
+
     @staticmethod
     def forward(ctx, x, weight, shift, eps, centred):
         _, h, stats = norm_forward(x, None, weight, shift, eps, centred)
