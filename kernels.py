@@ -91,12 +91,14 @@ def operand(x):
 
 def in_fp8(x, *layers):
     """Whether the GEMMs of all these layers run in fp8 in this call on x (fast/fp8.py, `track`)."""
-    return all(hasattr(layer, "w_amax") and layer.training for layer in layers) and fast.fp8.suits(x)
+    tracked = all(hasattr(layer, "w_amax") and layer.training for layer in layers)
+    return tracked and x.shape[:-1].numel() % 16 == 0  # as GEMMs that sum over the rows need
 
 
 def weight(layer):
     """The layer's weight as a matrix, also where FSDP2 gathered it in 8 bits."""
-    return fast.fp8.dense(layer) if hasattr(layer, "w_amax") else layer.weight
+    in_8_bits = hasattr(layer, "w_amax") and layer.w_amax.dim() == 0
+    return fast.fp8.Widened.apply(layer.weight, layer.w_amax) if in_8_bits else layer.weight
 
 
 # -- linear layers

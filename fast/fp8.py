@@ -44,24 +44,12 @@ def reset(model):
             buffer.zero_()
 
 
-def dense(layer):
-    """A tracked layer's weight in 16 bits or float32, also where FSDP2 gathered it in 8 bits (`Rows`)."""
-    return layer.weight if layer.w_amax.dim() else Widened.apply(layer.weight, layer.w_amax)
-
-
-def suits(x):
-    """Whether x: (..., K) has a multiple of 16 rows, as GEMMs that sum over them need."""
-    return x.shape[:-1].numel() % 16 == 0
-
-
 def operands(layer):
     """What the functions below take of a tracked layer."""
     return [layer.weight, layer.bias, *(getattr(layer, name) for name in AMAX)]
 
 
-class LinearFunction(torch.autograd.Function):
-    """x W^T + b with all three GEMMs in fp8; x: (..., K) in bf16, which `suits` -> (..., N)."""
-
+class LinearFunction(torch.autograd.Function):  # x W^T + b; x: (..., K) in bf16
     @staticmethod
     def forward(ctx, x, *layer):
         return linear_forward(ctx, x, *layer).unflatten(0, x.shape[:-1])
@@ -75,9 +63,7 @@ class LinearFunction(torch.autograd.Function):
         return dx.unflatten(0, dy.shape[:-1]), dw, db, None, None, None
 
 
-class QKV(torch.autograd.Function):
-    """As fast.linear.QKV, in fp8."""
-
+class QKV(torch.autograd.Function):  # as fast.linear.QKV
     @staticmethod
     def forward(ctx, x, heads, head_dim, *layer):
         return split_heads(linear_forward(ctx, x, *layer), x.shape[:-1], heads, head_dim)
@@ -88,9 +74,7 @@ class QKV(torch.autograd.Function):
         return dx.unflatten(0, (dq.size(0), dq.size(2))), None, None, dw, db, None, None, None
 
 
-class MLPFunction(torch.autograd.Function):
-    """As fast.mlp's, in fp8; the casts of the GEMMs' results compute the activation and its derivative."""
-
+class MLPFunction(torch.autograd.Function):  # as fast.mlp's; casts compute the activation and its derivative
     @staticmethod
     def forward(ctx, kind, x, w1, b1, x_amax, w1_amax, db_amax, w2, b2, act_amax, w2_amax, dy_amax):
         ctx.kind, ctx.dtypes = kind, dtypes_of(w1, b1, w2, b2)
@@ -137,11 +121,7 @@ def gradients(dy, saved, dtypes, before=None, what=COPY, sums=True):
     return dx, dw, None if b_dtype is None else columns.to(b_dtype)
 
 
-def empty_product(a, b, a_scale, b_scale, bias, dtype, fast=False):
-    return a.new_empty(a.size(0), b.size(1), dtype=dtype)
-
-
-@operator("product8", empty_product)
+@operator("product8", lambda a, b, sa, sb, bias, dtype, *_: a.new_empty(a.size(0), b.size(1), dtype=dtype))
 def product(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, dtype: torch.dtype,
     fast: bool = False,
@@ -410,7 +390,7 @@ class Rows(Tensor):
     """A rank's rows of a weight, gathered in e4m3 through FSDP2's extension (the two fsdp_* methods).
 
     The gathered parameter is nominally a bf16 tensor (N, K), so that its gradient is bf16; its bytes hold the
-    weight in e4m3 and then its transpose, both made once per gather. Only `forward_product` and `dense` may
+    weight in e4m3 and then its transpose, both made once per gather. Only `forward_product` and `Widened` may
     read it: an edit that reads layer.weight needs another precision or --parallel=ddp.
     """
 
@@ -443,7 +423,7 @@ class Rows(Tensor):
         return None if out is not None else (both, (both,))
 
 
-class Widened(torch.autograd.Function):
+class Widened(torch.autograd.Function):  # a weight that was gathered as `Rows`, in bf16
     @staticmethod
     def forward(ctx, both, scale):
         return widened(both, scale)
@@ -455,7 +435,6 @@ class Widened(torch.autograd.Function):
 
 @operator("widened", lambda both, scale: torch.empty_like(both))
 def widened(both: Tensor, scale: Tensor) -> Tensor:
-    """The weight in bf16 from the bytes that `Rows` were gathered into."""
     return halves(both)[0].to(both.dtype) * scale
 
 

@@ -1,7 +1,4 @@
-"""LayerNorm and RMSNorm in one pass, output in bf16, and their backward in another.
-
-Where a model is compiled, fusion.py gives both kernels more to do on their way, as it says.
-"""
+"""LayerNorm and RMSNorm in one pass, output in bf16, and their backward in another; see also fusion.py."""
 
 import torch
 import triton
