@@ -91,12 +91,14 @@ def operand(x):
 
 def in_fp8(x, *layers):
     """Whether the GEMMs of all these layers run in fp8 in this call on x (fast/fp8.py, `track`)."""
-    return all(hasattr(layer, "w_amax") and layer.training for layer in layers) and fast.fp8.suits(x)
+    tracked = all(hasattr(layer, "w_amax") and layer.training for layer in layers)
+    return tracked and x.shape[:-1].numel() % 16 == 0  # as GEMMs that sum over the rows need
 
 
 def weight(layer):
     """The layer's weight as a matrix, also where FSDP2 gathered it in 8 bits."""
-    return fast.fp8.dense(layer) if hasattr(layer, "w_amax") else layer.weight
+    in_8_bits = hasattr(layer, "w_amax") and layer.w_amax.dim() == 0
+    return fast.fp8.Widened.apply(layer.weight, layer.w_amax) if in_8_bits else layer.weight
 
 
 # -- linear layers
@@ -109,8 +111,9 @@ class Linear(nn.Linear):
         if not fused("linear", x, self):
             return F.linear(x, weight(self), self.bias)
         if in_fp8(x, self):
-            return fast.fp8.linear(operand(x), self)
-        return fast.linear.linear(operand(x), weight(self), self.bias, torch.is_grad_enabled())
+            return fast.fp8.LinearFunction.apply(operand(x), *fast.fp8.operands(self))
+        args = operand(x), weight(self), self.bias
+        return fast.linear.LinearFunction.apply(*args, torch.is_grad_enabled())
 
 
 def qkv(x, layer, heads, head_dim, copy_v=False):
@@ -121,10 +124,10 @@ def qkv(x, layer, heads, head_dim, copy_v=False):
     if not fused("qkv", x, layer, unless={OTHER_LAYER: other(layer)}, inner=1):
         q, k, v = layer(x).unflatten(-1, (-1, head_dim)).transpose(1, 2).split(heads, dim=1)
     elif in_fp8(x, layer):
-        q, k, v = fast.fp8.qkv(operand(x), layer, heads, head_dim)
+        q, k, v = fast.fp8.QKV.apply(operand(x), heads, head_dim, *fast.fp8.operands(layer))
     else:
         args = operand(x), weight(layer), layer.bias, heads, head_dim
-        q, k, v = fast.linear.qkv(*args, torch.is_grad_enabled())
+        q, k, v = fast.linear.QKV.apply(*args, torch.is_grad_enabled())
     return q, k, v.transpose(1, 2).contiguous().transpose(1, 2) if copy_v else v
 
 
@@ -157,8 +160,9 @@ def mlp(x, up, activation, down):
         return down(activation(up(x)))
     x, kind = operand(x), FUSED[activation]
     if in_fp8(x, up):
-        return fast.fp8.mlp(kind, x, up, down)
-    return fast.mlp.mlp(kind, x, weight(up), up.bias, weight(down), down.bias, torch.is_grad_enabled())
+        return fast.fp8.MLPFunction.apply(kind, x, *fast.fp8.operands(up), *fast.fp8.operands(down))
+    parameters = weight(up), up.bias, weight(down), down.bias
+    return fast.mlp.MLPFunction.apply(kind, x, *parameters, torch.is_grad_enabled())
 
 
 # -- residual stream and norms
@@ -182,8 +186,8 @@ class RMSNorm(nn.RMSNorm):
 def norm(x, layer, plain):
     """LayerNorm or RMSNorm of x: (..., C); plain: PyTorch's own."""
     if fused("norm", x, layer, unless={UNUSUAL_NORM: unusual(x, layer)}):
-        centred = isinstance(layer, nn.LayerNorm)
-        return fast.norm.norm(x.contiguous(), layer.weight, getattr(layer, "bias", None), layer.eps, centred)
+        weights, centred = (layer.weight, getattr(layer, "bias", None)), isinstance(layer, nn.LayerNorm)
+        return fast.norm.Norm.apply(x.contiguous(), *weights, layer.eps, centred)
     return plain(x)
 
 
@@ -209,7 +213,8 @@ def rope(x, layer, cos, sin):
         "tables of another shape": any(t.shape != x.shape[-2:] or not t.is_contiguous() for t in (cos, sin)),
     }
     if fused("rope", x, layer, unless=unless, inner=int(type(layer) is RMSNorm)):
-        return fast.rope.rope(x, layer.weight if normed else None, layer.eps if normed else 0.0, cos, sin)
+        weight_and_eps = (layer.weight, layer.eps) if normed else (None, 0.0)
+        return fast.rope.RopeFunction.apply(x, *weight_and_eps, cos, sin)
     return Rotation.apply(layer(x), cos, sin)
 
 
@@ -288,7 +293,8 @@ def linear_cross_entropy(x, head, targets, reduction="mean", vocab_size=None, so
         return chunked_loss(torch.compiler.is_compiling(), rows, x, head.weight, targets, reduction, *options)
     x = operand(x)
     if in_fp8(x, head) and trains:
-        loss = fast.fp8.linear_cross_entropy(x, head, targets, options)
+        args = x, head.weight, targets.flatten().contiguous(), *options, head.x_amax, head.w_amax
+        loss = fast.fp8.HeadFunction.apply(*args)
         return fast.loss.reduced(loss, targets, reduction)
     return fast.loss.linear_cross_entropy(x, head.weight, targets, reduction, *options)
 

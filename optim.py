@@ -50,9 +50,9 @@ def make_optimizer(model, cfg):
     # muon: modded-nanogpt's, as its rates of the embeddings and the head are
     options = dict(lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=1e-10 if cfg.optimizer == "muon" else 1e-8)
     if cfg.optimizer == "adamw8bit":
-        from fast.adamw8bit import AdamW8bit
+        from scale.adamw8bit import AdamW8bit
 
-        return AdamW8bit(groups, **options, seed=cfg.seed, rows_of=rows_of)
+        return AdamW8bit(groups, **options, seed=cfg.seed)
     if cfg.optimizer == "muon":
         parts = {p: matrices_of(name, p, cfg) for name, p in model.named_parameters()}
         return Muon(groups, parts, cfg.momentum_warmup, cfg.compile, **options, fused=fused)

@@ -3,7 +3,6 @@
 chips         which of them a GPU can run, and its backend for attention; a CPU whose AMX cannot be used
 linear, norm, rope, mlp, loss   the operations, a file each, launcher and constants beside the kernel
 fp8           linear layers, MLP and loss in 8-bit floats
-adamw8bit     AdamW with moments in 8 bits
 cublas        GEMMs by cuBLASLt, with epilogues
 hopper        GEMMs for Hopper GPUs in CUDA: hopper_gemm.cu, hopper_wgrad.cu, hopper.cuh
 operators     registers kernels as PyTorch operators, for torch.compile

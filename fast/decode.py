@@ -1,7 +1,6 @@
 """Attention of one query in each row to a KV cache, for sampling: parts of the keys fill the GPU, then join.
 
-As in Flash-Decoding (https://pytorch.org/blog/flash-decoding): each part has its own softmax and logarithm
-of its sum, from which the parts' shares follow.
+Each part has its own softmax and logarithm of its sum, as in https://pytorch.org/blog/flash-decoding.
 """
 
 import torch

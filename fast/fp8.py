@@ -4,7 +4,7 @@ Activations and weights are cast to e4m3, gradients to e5m2 (https://arxiv.org/a
 has one scale, a power of two, from its amax in the previous call with room to spare (delayed scaling); in the
 first call, and for weights that FSDP2 gathers in 8 bits (`Rows`), from its own. Hopper's fp8 GEMMs need both
 operands contiguous along K, so every cast tensor is stored transposed as well, for the gradients. All else is
-as in bf16. The functions take layers, not weights, because the amax history belongs to a layer (`track`).
+as in bf16. The amax history belongs to a layer (`track`).
 """
 
 import torch
@@ -37,10 +37,6 @@ def track(layer):
             layer.register_buffer(name, torch.zeros(2, device=layer.weight.device), persistent=False)
 
 
-def tracked(layer):
-    return hasattr(layer, "w_amax")
-
-
 def reset(model):
     """Forgets all amax values: the next call of each layer takes its tensors' own."""
     for name, buffer in model.named_buffers():
@@ -48,45 +44,12 @@ def reset(model):
             buffer.zero_()
 
 
-def dense(layer):
-    """The layer's weight in 16 bits or float32, also where FSDP2 gathered it in 8 bits (`Rows`)."""
-    if not tracked(layer) or layer.w_amax.dim():
-        return layer.weight
-    return Widened.apply(layer.weight, layer.w_amax)
+def operands(layer):
+    """What the functions below take of a tracked layer."""
+    return [layer.weight, layer.bias, *(getattr(layer, name) for name in AMAX)]
 
 
-def suits(x):
-    """Whether x: (..., K) has a multiple of 16 rows, as GEMMs that sum over them need."""
-    return x.shape[:-1].numel() % 16 == 0
-
-
-def linear(x, layer):
-    """x W^T + b with all three GEMMs in fp8; x: (..., K) in bf16, which `suits` -> (..., N)."""
-    return LinearFunction.apply(x, layer.weight, layer.bias, *amaxes(layer))
-
-
-def qkv(x, layer, heads, head_dim):
-    """As fast.linear.qkv, in fp8."""
-    return QKV.apply(x, heads, head_dim, layer.weight, layer.bias, *amaxes(layer))
-
-
-def mlp(kind, x, up, down):
-    """As fast.mlp.mlp, in fp8; the casts of their results compute the activation and its derivative."""
-    parameters = up.weight, up.bias, down.weight, down.bias
-    return MLPFunction.apply(kind, x, *parameters, *amaxes(up), *amaxes(down))
-
-
-def linear_cross_entropy(x, head, targets, options):
-    """The summed loss; GEMMs in fp8, softmax and loss in float32; options: (V, softcap)."""
-    ids = targets.flatten().contiguous()
-    return HeadFunction.apply(x, head.weight, ids, *options, head.x_amax, head.w_amax)
-
-
-def amaxes(layer):
-    return [getattr(layer, name) for name in AMAX]
-
-
-class LinearFunction(torch.autograd.Function):
+class LinearFunction(torch.autograd.Function):  # x W^T + b; x: (..., K) in bf16
     @staticmethod
     def forward(ctx, x, *layer):
         return linear_forward(ctx, x, *layer).unflatten(0, x.shape[:-1])
@@ -111,9 +74,9 @@ class QKV(torch.autograd.Function):  # as fast.linear.QKV
         return dx.unflatten(0, (dq.size(0), dq.size(2))), None, None, dw, db, None, None, None
 
 
-class MLPFunction(torch.autograd.Function):
+class MLPFunction(torch.autograd.Function):  # as fast.mlp's; casts compute the activation and its derivative
     @staticmethod
-    def forward(ctx, kind, x, w1, b1, w2, b2, x_amax, w1_amax, db_amax, act_amax, w2_amax, dy_amax):
+    def forward(ctx, kind, x, w1, b1, x_amax, w1_amax, db_amax, w2, b2, act_amax, w2_amax, dy_amax):
         ctx.kind, ctx.dtypes = kind, dtypes_of(w1, b1, w2, b2)
         before, up = forward_product(x.flatten(0, -2), w1, b1, x_amax, w1_amax)
         y, down = forward_product(before, w2, b2, act_amax, w2_amax, kind)
@@ -125,7 +88,8 @@ class MLPFunction(torch.autograd.Function):
         *saved, before = ctx.saved_tensors
         dact, dw2, db2 = gradients([dy.flatten(0, -2).contiguous()], saved[5:], ctx.dtypes[2:])
         dx, dw1, db1 = gradients([dact], saved[:5], ctx.dtypes[:2], before, "d" + ctx.kind)
-        return (None, dx.unflatten(0, dy.shape[:-1]), dw1, db1, dw2, db2) + (None,) * 6
+        nones = None, None, None
+        return None, dx.unflatten(0, dy.shape[:-1]), dw1, db1, *nones, dw2, db2, *nones
 
 
 def linear_forward(ctx, x, weight, bias, x_amax, w_amax, dy_amax):
@@ -157,11 +121,7 @@ def gradients(dy, saved, dtypes, before=None, what=COPY, sums=True):
     return dx, dw, None if b_dtype is None else columns.to(b_dtype)
 
 
-def empty_product(a, b, a_scale, b_scale, bias, dtype, fast=False):
-    return a.new_empty(a.size(0), b.size(1), dtype=dtype)
-
-
-@operator("product8", empty_product)
+@operator("product8", lambda a, b, sa, sb, bias, dtype, *_: a.new_empty(a.size(0), b.size(1), dtype=dtype))
 def product(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, dtype: torch.dtype,
     fast: bool = False,
@@ -421,7 +381,7 @@ def _transpose(x, out, M, N, TILE: tl.constexpr):
 def gather_in_8_bits(layers, ranks):
     """Before fully_shard among so many ranks: tracked layers' weights become `Rows`, w_amax their scale."""
     for layer in layers:
-        if tracked(layer) and layer.weight.size(0) % ranks == 0:
+        if hasattr(layer, "w_amax") and layer.weight.size(0) % ranks == 0:
             layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Rows))
             layer.w_amax = layer.w_amax.new_zeros(())
 
@@ -430,7 +390,7 @@ class Rows(Tensor):
     """A rank's rows of a weight, gathered in e4m3 through FSDP2's extension (the two fsdp_* methods).
 
     The gathered parameter is nominally a bf16 tensor (N, K), so that its gradient is bf16; its bytes hold the
-    weight in e4m3 and then its transpose, both made once per gather. Only `forward_product` and `dense` may
+    weight in e4m3 and then its transpose, both made once per gather. Only `forward_product` and `Widened` may
     read it: an edit that reads layer.weight needs another precision or --parallel=ddp.
     """
 
@@ -463,7 +423,7 @@ class Rows(Tensor):
         return None if out is not None else (both, (both,))
 
 
-class Widened(torch.autograd.Function):
+class Widened(torch.autograd.Function):  # a weight that was gathered as `Rows`, in bf16
     @staticmethod
     def forward(ctx, both, scale):
         return widened(both, scale)
@@ -475,7 +435,6 @@ class Widened(torch.autograd.Function):
 
 @operator("widened", lambda both, scale: torch.empty_like(both))
 def widened(both: Tensor, scale: Tensor) -> Tensor:
-    """The weight in bf16 from the bytes that `Rows` were gathered into."""
     return halves(both)[0].to(both.dtype) * scale
 
 

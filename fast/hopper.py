@@ -118,10 +118,9 @@ def exponentials(a, b, shifts, vocab_size, out=None, softcap=None):
 
 
 def linear_backward(parts, x, w):
-    """Backward of y = x w^T + b: the gradients of x, (T, Q) bf16, w, (P, Q), and b, (P,), both float32.
+    """Gradients of x, (T, Q) bf16, w, (P, Q), and b, (P,), both float32 and added up in no fixed order.
 
-    parts: the gradient of y as three contiguous matrices (T, P_i), side by side, each P_i a multiple of PART.
-    The gradients of w and b are added up in no fixed order: between calls they differ by float32's rounding.
+    parts: the gradient of y = x w^T + b in three contiguous matrices (T, P_i), each P_i a multiple of PART.
     """
     (T, Q), P, dx = x.shape, w.size(0), torch.empty_like(x)
     launch_gemm(LINEAR_N_MAJOR, parts, w, dx)

@@ -11,25 +11,17 @@ from fast.operators import dtypes_of, on_hopper, operator
 QKV_WAYS = {}  # shape -> the faster of the two ways of qkv_gradients
 
 
-def linear(x, weight, bias, tune=True):
-    """x W^T + b; x: (..., K) in 16 bits, weight and bias in any dtype -> (..., N) in x's dtype.
-
-    Gradients have the parameters' dtypes, straight from float32. tune: see cublas.matmul.
-    """
-    return LinearFunction.apply(x, weight, bias, tune)
-
-
-def qkv(x, weight, bias, heads, head_dim, tune=True):
-    """The linear layer before attention: x: (B, T, C) -> q, k, v: (B, H, T, D) each, views of one tensor."""
-    return QKV.apply(x, weight, bias, heads, head_dim, tune)
-
-
 @operator("product", lambda a, b, bias, dtype, tune: a.new_empty(a.size(0), b.size(1), dtype=dtype))
 def product(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype, tune: bool) -> Tensor:
     return cublas.matmul(a, b, a.new_empty(a.size(0), b.size(1), dtype=dtype), bias=bias, tune=tune)
 
 
 class LinearFunction(torch.autograd.Function):
+    """x W^T + b; x: (..., K) in 16 bits, weight and bias in any dtype -> (..., N) in x's dtype.
+
+    Gradients have the parameters' dtypes, straight from float32. tune: see cublas.matmul.
+    """
+
     @staticmethod
     def forward(ctx, x, weight, bias, tune):
         return linear_forward(ctx, x, weight, bias, tune).unflatten(0, x.shape[:-1])
@@ -65,6 +57,8 @@ def weight_gradients(dy, x, weight_dtype, bias_dtype, sums=None):
 
 
 class QKV(torch.autograd.Function):
+    """The linear layer before attention: x: (B, T, C) -> q, k, v: (B, H, T, D) each, views of one tensor."""
+
     @staticmethod
     def forward(ctx, x, weight, bias, heads, head_dim, tune):
         return split_heads(linear_forward(ctx, x, weight, bias, tune), x.shape[:-1], heads, head_dim)

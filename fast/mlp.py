@@ -16,15 +16,12 @@ from fast.operators import cdiv, on_hopper, operator
 SWIGLU_BLOCK, SWIGLU_WARPS, RELU2_BLOCK = 2048, 8, 2048  # elements
 
 
-def mlp(kind, x, w1, b1, w2, b2, tune=True):
+class MLPFunction(torch.autograd.Function):
     """w2 act(w1 x + b1) + b2; kind: "gelu" (tanh form), "relu2" or "swiglu" (w1 holds gate and up: (2 H, K)).
 
     x: (..., K) in 16 bits; w1: (H, K); w2: (N, H); biases or None -> (..., N).
     """
-    return MLPFunction.apply(kind, x, w1, b1, w2, b2, tune)
 
-
-class MLPFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, kind, x, w1, b1, w2, b2, tune):
         flat, w1, b1, w2, b2 = operands(ctx, x, w1, b1, w2, b2)

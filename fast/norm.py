@@ -1,7 +1,4 @@
-"""LayerNorm and RMSNorm in one pass, output in bf16, and their backward in another.
-
-Where a model is compiled, fusion.py gives both kernels more to do on their way, as it says.
-"""
+"""LayerNorm and RMSNorm in one pass, output in bf16, and their backward in another; see also fusion.py."""
 
 import torch
 import triton
@@ -15,12 +12,9 @@ NORM_WIDTH = 1024  # columns of a row for each warp
 NORM_BACK_WARPS, NORM_BACK_STAGES = 8, 3  # warps a multiprocessor
 
 
-def norm(x, weight, shift, eps, centred):
-    """LayerNorm (centred) or RMSNorm of x: (..., C) in bf16 or float32, in bf16; weight, shift: (C,)."""
-    return Norm.apply(x, weight, shift, eps, centred)
-
-
 class Norm(torch.autograd.Function):
+    """LayerNorm (centred) or RMSNorm of x: (..., C) in bf16 or float32, in bf16; weight, shift: (C,)."""
+
     @staticmethod
     def forward(ctx, x, weight, shift, eps, centred):
         _, h, stats = norm_forward(x, None, weight, shift, eps, centred)

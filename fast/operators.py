@@ -15,8 +15,7 @@ def operator(name, fake, mutates=()):
     """Decorator: makes a function of tensors the operator pretrain::<name>, without a gradient of its own.
 
     fake: makes empty results from the same arguments, for torch.compile. mutates: names of the arguments that
-    it writes to. As torch.library.custom_op, less the Python around each call: with that, a slow host
-    launched a micro-step of GPT-2 in fp8 in 85 ms, without it in 63 ms, and the GPU computes it in 86 ms.
+    it writes to. torch.library.custom_op's Python around each call took 22 ms more in a micro-step of GPT-2.
     """
 
     def define(function):

@@ -15,15 +15,12 @@ ROPE_ELEMENTS, ROPE_WARPS = 4096, 4  # of a block of heads
 ROPE_BACK_STAGES, ROPE_BACK_PROGRAMS = 1, 4  # programs a multiprocessor
 
 
-def rope(x, weight, eps, cos, sin):
+class RopeFunction(torch.autograd.Function):
     """RoPE of the RMSNorm of x: (B, H, T, D) in bf16; weight: the norm's, (D,), or None for RoPE alone.
 
     cos, sin: (T, D) float32, both halves of a row equal. Returns (B, H, T, D), in memory (B, T, H, D).
     """
-    return RopeFunction.apply(x, weight, eps, cos, sin)
 
-
-class RopeFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, eps, cos, sin):
         ctx.save_for_backward(x if weight is not None else None, weight, cos, sin)

@@ -1,7 +1,7 @@
 """The GPU memory that a run will take, by arithmetic alone: `bench.py memory` needs neither a GPU nor torch.
 
 Counts what the fused kernels in bf16 and fp8 keep, in bytes a rank, at the moments where a step may have its
-peak: the loss, the backward of the last block, and the update. Tests compare it with models and measurements.
+peak: the loss, the backward of the last block, and the update.
 """
 
 import bisect
@@ -195,9 +195,9 @@ def describe(cfg, ranks, parameters=None):
 
 def uncounted(cfg):
     """Problems, one line each: the settings with operations that keep more than the estimate counts."""
-    other = {"ops": "torch", "attention": "math"}  # PyTorch's own operations, T x T matrices
-    found = [(name, value) for name, value in other.items() if getattr(cfg, name) == value]
-    return [f"{k}={v}: the arithmetic counts the fused kernels; try --{k}=auto" for k, v in found]
+    other = ("ops", "torch"), ("attention", "math")  # PyTorch's own operations, T x T matrices
+    why = "the arithmetic counts the fused kernels"
+    return [f"{k}={v}: {why}; try --{k}=auto" for k, v in other if getattr(cfg, k) == v]
 
 
 def advice(cfg, ranks, budget):

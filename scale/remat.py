@@ -7,8 +7,7 @@
 --remat_tile=16384 computes an MLP on so many tokens at a time, so that its wide tensors are small
 --remat_offload    block, attention: what is kept waits in pinned host memory
 
-All of it wraps: a block in `model.stack`, attention in `attn.core`, an MLP in `mlp.core`. The block's own
-forward is what runs, twice, with the random state replayed, so that any edit of it is right.
+The block's own forward runs twice, with the random state replayed, so that any edit of it is right.
 """
 
 import collections

@@ -23,7 +23,8 @@ from triton.runtime.jit import JITFunction
 import fast
 import kernels
 import model as models
-from fast import adamw8bit, decode, hopper, loss
+from fast import decode, hopper, loss
+from scale import adamw8bit
 from settings import GPTConfig
 
 CPU = torch.device("cpu")

@@ -11,10 +11,9 @@ from torch.nn import Parameter
 
 import model as models
 from configurator import UserError
-from fast import adamw8bit
-from fast.adamw8bit import AdamW8bit
 from run.checkpoint import CheckpointError
-from scale import parallel
+from scale import adamw8bit, parallel
+from scale.adamw8bit import AdamW8bit
 from settings import Config
 
 M, V = (adamw8bit.M_LEVELS, True), (adamw8bit.V_LEVELS, False)  # levels, whether small ones go to zero

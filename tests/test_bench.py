@@ -15,9 +15,8 @@ import model as models
 import train
 from bench import COMMANDS, StepConfig, main
 from configurator import UserError, configure
-from fast import adamw8bit
 from measure import step
-from scale import memory, parallel
+from scale import adamw8bit, memory, parallel
 from settings import Config
 
 

@@ -151,7 +151,7 @@ def test_norm(rows, C, kind, shifted, residual):
     exact_dx = dx_alone + dtotal
     assert error(dx, exact_dx) < 8e-3 and error(sums[2], exact_dx.sum((0, 1))) < 8e-3
     assert all(error(*pair) < 8e-3 for pair in zip(sums, exact_sums))
-    alone = lambda x, weight, shift=None: norm.norm(x, weight, shift, eps, centred)
+    alone = lambda x, weight, shift=None: norm.Norm.apply(x, weight, shift, eps, centred)
     found = with_gradients(alone, [x, *parameters], dh)
     exact = with_gradients(exactly, [x.double(), *doubles], dh)
     assert all(error(*pair) < 8e-3 for pair in zip(found, exact))
@@ -187,7 +187,8 @@ def leaf(*shape, dtype=torch.bfloat16, std=1.0):
 def test_linear(B, T, K, N, dtype, bias):
     inputs = [leaf(B, T, K), leaf(N, K, dtype=dtype)] + [leaf(N, dtype=dtype)] * bias
     dy = leaf(B, T, N).detach()
-    found = with_gradients(lambda x, weight, b=None: linear.linear(x, weight, b), inputs, dy)
+    ours = lambda x, weight, b=None: linear.LinearFunction.apply(x, weight, b, True)
+    found = with_gradients(ours, inputs, dy)
     exact = with_gradients(F.linear, [i.bfloat16().double() for i in inputs], dy)
     assert [grad.dtype for grad in found[1:]] == [i.dtype for i in inputs]
     for a, b in zip(found, exact):
@@ -199,7 +200,7 @@ def test_linear(B, T, K, N, dtype, bias):
 @pytest.mark.parametrize("rows, C, H", [(111, 64, 264), (9, 64, 4104)] + [(512, 768, 3072)] * GPU)
 def test_mlp(rows, C, H, kind, bias):
     def ours(x, w1, w2, b1=None, b2=None):
-        return mlp.mlp(kind, x, w1, b1, w2, b2)
+        return mlp.MLPFunction.apply(kind, x, w1, b1, w2, b2, True)
 
     def theirs(x, w1, w2, b1=None, b2=None):
         return F.linear(getattr(kernels, kind)(F.linear(x, w1, b1)), w2, b2)
@@ -227,7 +228,7 @@ def test_rope(B, H, T, D, normed):
     rope_module.reset_tables()
     cos, sin = rope_module.cos[3:], rope_module.sin[3:]
     inputs = [packed, weight][: 1 + normed]
-    ours = lambda packed, weight=None: rope.rope(heads(packed), weight, 1e-5, cos, sin)
+    ours = lambda packed, weight=None: rope.RopeFunction.apply(heads(packed), weight, 1e-5, cos, sin)
 
     def theirs(packed, weight=None):
         x = F.rms_norm(heads(packed), (D,), weight, 1e-5) if normed else heads(packed)

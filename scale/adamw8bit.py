@@ -14,8 +14,9 @@ import hashlib
 
 import torch
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
+
+from scale.shards import local, rows_of
 
 try:
     import triton
@@ -36,13 +37,12 @@ class AdamW8bit(torch.optim.Optimizer):
     """The update of torch.optim.AdamW (https://arxiv.org/abs/1711.05101) for float32 or bfloat16 weights.
 
     State, made at once and sharded as the parameter is: step (1,) on the CPU; m, v (rows, cols) uint8 and
-    m_scale, v_scale (rows, groups) float32, or exp_avg, exp_avg_sq and master. rows_of: a parameter ->
-    (first, last), its rows that this rank holds; None: all.
+    m_scale, v_scale (rows, groups) float32, or exp_avg, exp_avg_sq and master.
     """
 
-    def __init__(self, params, lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, seed=0, rows_of=None):
+    def __init__(self, params, lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, seed=0):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
-        self.seed, self.rows_of = seed, rows_of or (lambda p: (0, p.size(0)))
+        self.seed = seed
         self.numbers = {p: i for i, p in enumerate(p for g in self.param_groups for p in g["params"])}
         for p in self.numbers:
             self.state[p] = new_state(p)
@@ -59,16 +59,14 @@ class AdamW8bit(torch.optim.Optimizer):
             update_plain([(p, state) for p, state in pairs if "m" not in state], group)
 
     def update_coded(self, p, state, group):
-        first, last = self.rows_of(p)
         state["step"] += 1
         step, (beta1, beta2), lr = int(state["step"]), group["betas"], group["lr"]
         keep, rate, root = 1 - lr * group["weight_decay"], lr / (1 - beta1**step), (1 - beta2**step) ** -0.5
         numbers = keep, rate, beta1, 1 - beta1, beta2, 1 - beta2, root, group["eps"]
         w, g, *codes = map(local, (p, p.grad, *(state[k] for k in ("m", "m_scale", "v", "v_scale"))))
-        assert w.size(0) == last - first, "another split of rows than rows_of's"
         if w.numel():  # a rank may hold no rows of a short tensor
             key = random_key(self.seed, step, self.numbers[p])
-            updater(w.device)(w, g.contiguous(), *codes, first, key, *numbers)
+            updater(w.device)(w, g.contiguous(), *codes, rows_of(p)[0], key, *numbers)
 
 
 def new_state(p):
@@ -80,11 +78,6 @@ def new_state(p):
         return dict(step=step, **codes, **{f"{m}_scale": torch.zeros_like(scales, **float32) for m in "mv"})
     moments = {kind: torch.zeros_like(p, **float32) for kind in ("exp_avg", "exp_avg_sq")}
     return dict(step=step, **moments) | ({} if p.dtype == torch.float32 else {"master": p.float()})
-
-
-def local(tensor):
-    """A view of the rows that this rank holds, detached."""
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def update_plain(pairs, group):
