@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from configurator import UserError, refuse, run, too_small, without_effect
-from corpus import DataError
+from corpus import DataError, told
 from run.files import patiently
 
 SHORT_NAMES = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW/fineweb-edu"}
@@ -98,7 +98,10 @@ def main(cfg):
             progress.finish(tokenizer)
     words = ["config/shakespeare_char.py"] if cfg.tokenizer == "chars" else []
     words += [f"--data_dir={out}", f"--out_dir=out/{out.name}", f"--vocab_size={tokenizer.vocab_size}"]
-    print(*progress.summary(), f"go on with  {shlex.join(['python', 'train.py', *words])}", sep="\n")
+    for split in ("train", "val"):
+        tokens, targets = progress.total("tokens", split), progress.total("targets", split)
+        print(f"{split:5}  {tokens:,} tokens" + f", {targets:,} of them with loss" * cfg.is_chat)
+    print(f"go on with  {shlex.join(['python', 'train.py', *words])}")
 
 
 def check(cfg):
@@ -185,9 +188,9 @@ def settings(cfg, name, files, tokenizer, dialogues):
 
 def documents(cfg, name, files, first):
     """Yields lists of texts, messages or pairs, from document number `first` on."""
-    from corpus.writer import reading
+    from corpus.writer import AGAIN
 
-    with reading(cfg.dataset):
+    with told(f"dataset={cfg.dataset} cannot be read", DataError, f"; {AGAIN}"):
         if alone(files):
             text = next(local_documents(files, cfg.keys, False))[cfg.text_key]
             cut = len(text) if cfg.val_tokens == 0 else len(text) * 9 // 10

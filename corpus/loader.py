@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from corpus import DataError, brief, mixture
+from corpus import DataError, mixture, told
 from run import files
 
 HEADER_BYTES = 1024
@@ -93,15 +93,12 @@ def open_shard(path):
     if not str(path).endswith(".npy"):
         count, dtype, offset = read_header(path)
         return np.memmap(path, dtype, "r", offset, (count,))
-    try:
+    with told(f"{path} is damaged", DataError, f"; remove it and {MAKE_DATA}"):
         tokens = np.load(path, "r")  # build-nanogpt's; objects are not unpickled
         extra = os.path.getsize(path) - tokens.offset - tokens.nbytes
+    if tokens.ndim != 1 or tokens.dtype not in (np.uint16, np.uint32) or not len(tokens) or extra:
         found = f"{tokens.dtype} of shape {tokens.shape} and {extra} bytes more"
-    except Exception as error:  # numpy's parser of the header documents no narrower type
-        tokens, found = None, brief(error)
-    types = np.uint16, np.uint32
-    if tokens is None or tokens.ndim != 1 or tokens.dtype not in types or not len(tokens) or extra:
-        raise unfit(path, found, "an .npy file with a row of uint16 or uint32 tokens")
+        raise unfit(path, found, "a row of uint16 or uint32 tokens")
     return tokens
 
 
@@ -139,8 +136,8 @@ def verify(data_dir):
         for shard in read_manifest(folder).get("shards", ()):  # somebody else's shards have no checksums
             path = Path(folder) / shard["name"]
             for file, sha256 in [(path, shard["sha256"]), (mask_path(path), shard.get("mask_sha256"))]:
-                found = "a link" if file.is_symlink() else "no file" if not file.is_file() else None
-                found = found or f"SHA-256 {files.digest(file)[1]}"
+                whole = file.is_file() and f"SHA-256 {files.digest(file)[1]}"
+                found = "a link" if file.is_symlink() else whole or "no file"
                 if sha256 is not None and found != f"SHA-256 {sha256}":
                     advice = f"bring the file back, or {MAKE_DATA}"
                     raise unfit(file, found, f"the manifest's file, SHA-256 {sha256}", advice)
@@ -160,7 +157,7 @@ class Split:
         self.shards = [open_shard(path) for path in self.paths]
         self.ends = np.cumsum([len(shard) for shard in self.shards]).tolist()
         self.tokens, self.ids = self.ends[-1], manifest.get("vocab_size")
-        self._check(manifest, f"{data_dir}: the {split} split", vocab_size)
+        self._check(manifest, vocab_size)
         masks = [mask_path(path) for path in self.paths]
         masked = any("mask_sha256" in shard for shard in manifest.get("shards", ()))
         self.masks = None
@@ -189,7 +186,7 @@ class Split:
         shuffled = lambda epoch: np.random.default_rng((shuffle_seed, epoch)).permutation(self.rows_per_epoch)
         self._order = functools.lru_cache(1)(shuffled)
 
-    def _check(self, manifest, what, vocab_size):
+    def _check(self, manifest, vocab_size):
         """Raises DataError for shards that do not go together, with the manifest or with the model."""
         dtype = np.dtype(manifest.get("dtype", self.shards[0].dtype))
         counts = {shard["name"]: shard.get("tokens") for shard in manifest.get("shards", ())}
@@ -200,9 +197,6 @@ class Split:
         if vocab_size is not None and (self.ids or 0) > vocab_size:
             less = f"vocab_size={vocab_size} is less than {manifest['tokenizer']}'s"
             raise DataError(f"{less}; try --vocab_size={self.ids}")
-        if self.tokens <= self.T:
-            need = f"{self.T + 1:,} tokens, block_size+1, for a row; lower --block_size, or make more data"
-            raise DataError(f"{what} has {self.tokens:,} tokens, expected {need}")
 
     def start(self, row):
         """First token of a row; rows are counted from the start of training."""
@@ -248,9 +242,11 @@ class TokenLoader:
         self.folders, self.shares = zip(*mixture.folders(str(data_dir)))
         self.splits = [Split(folder, split, T, vocab_size, **order) for folder in self.folders]
         self.tokens, self.masked = sum(s.tokens for s in self.splits), any(s.masks for s in self.splits)
-        if self.tokens < batch_tokens:
-            need = f"{batch_tokens:,} for a global batch; lower --batch_tokens, or make more data"
-            raise DataError(f"{data_dir}: the {split} split has {self.tokens:,} tokens, expected {need}")
+        if self.tokens < (need := max(batch_tokens, T + 1)):
+            found = (
+                f"the {split} split has {self.tokens:,} tokens, expected {need:,} for a global batch or row"
+            )
+            raise DataError(f"{data_dir}: {found}; lower --batch_tokens or --block_size, or make more data")
         first = self.splits[0]
         self.tokenizer, self.eot, self.token_bytes = first.tokenizer, first.eot, first.token_bytes
         for folder, other in zip(self.folders, self.splits):
@@ -274,11 +270,6 @@ class TokenLoader:
         batch, *targets = next(self._ahead)
         self.rows += self.world * self.B
         return *self._to_device(batch), *targets
-
-    @property
-    def position(self):
-        """Number of tokens returned so far, on all ranks together, those before a resume included."""
-        return self.rows * self.T
 
     def shares_of(self, tokens):
         """[(folder, share of the rows, epochs)] of a run over `tokens` tokens."""

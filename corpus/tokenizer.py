@@ -56,9 +56,7 @@ class Tokenizer:
     def rows(self, texts):
         """Yields the ids of each text after a separator."""
         for ids in self.encode_batch([text or "" for text in texts]):
-            row = np.empty(len(ids) + 1, self.dtype)
-            row[0], row[1:] = self.eot, ids
-            yield row
+            yield np.insert(ids, 0, self.eot)
 
     def encode(self, text):
         return self.encode_batch([text])[0].tolist()
@@ -110,19 +108,6 @@ class Tiktoken(Tokenizer):
         if HuggingFace(self.name, text.encode()).encode(PROBE) != self.encoding.encode_ordinary(PROBE):
             raise UserError(f"tokenizer={self.name} fits no tokenizer.json; give one, --tokenizer=FILE")
         return text
-
-
-class Bytes(Tiktoken):
-    """The 256 bytes and a separator."""
-
-    def __init__(self):
-        ranks, special = {bytes([i]): i for i in range(256)}, {"<|endoftext|>": 256}
-        parts = dict(pat_str=r"[\s\S]", mergeable_ranks=ranks, special_tokens=special)
-        super().__init__("bytes", tiktoken.Encoding("bytes", **parts))
-        self.known = range(256)
-
-    def _encode(self, texts):
-        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
 
 class HuggingFace(Tokenizer):
@@ -192,7 +177,9 @@ def load(name, vocab_size=None):
     """The Tokenizer called `name`, or in the file `name`, for a model of vocab_size ids. Raises UserError."""
     path = file_of(name)
     if name == "bytes":
-        tokenizer = Bytes()
+        ranks, special = {bytes([i]): i for i in range(256)}, {"<|endoftext|>": 256}
+        parts = dict(pat_str=r"[\s\S]", mergeable_ranks=ranks, special_tokens=special)
+        tokenizer = Tiktoken(name, tiktoken.Encoding(name, **parts))
     elif built_in(name):
         advice = "go online once, set TIKTOKEN_CACHE_DIR to a filled cache, or give a tokenizer.json"
         with told(f"tokenizer={name}: not fetched; {advice}"):
@@ -299,17 +286,10 @@ def byte_level_json(ranks, special, rule=None):
 
 
 def _merges(ranks):
-    """Yields, in the order of ranks, the two tokens that the merge of each longer token joins."""
-    for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
-        parts = [bytes([b]) for b in token]
-        while len(parts) > 2:
-            joined = [ranks.get(a + b, rank) for a, b in zip(parts, parts[1:])]
-            i = joined.index(min(joined))
-            if joined[i] >= rank:
-                break
-            parts[i : i + 2] = [parts[i] + parts[i + 1]]
-        if len(parts) == 2:
-            yield parts
+    """Yields, in the order of ranks, every two tokens that a longer one can be joined of."""
+    for token in sorted(ranks, key=ranks.get):
+        pairs = ((token[:i], token[i:]) for i in range(1, len(token)))
+        yield from (pair for pair in pairs if ranks.keys() >= {*pair})
 
 
 def faster(load, slow, probe=""):
