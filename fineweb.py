@@ -6,8 +6,7 @@
     python fineweb.py --dataset=input.txt --tokenizer=chars --out_dir=data/shakespeare_char
     python fineweb.py --dataset=chats.jsonl --text_key=messages --tokenizer=FOLDER  # see corpus/chat.py
 
-Validation gets whole documents from the front, or of a single text the last tenth. A killed run goes on
-when it is started again.
+A killed run goes on when it is started again.
 """
 
 import glob
@@ -64,7 +63,6 @@ class Config:
 
     @property
     def is_chat(self):
-        """Whether documents are dialogues or pairs, of which the answers alone carry loss."""
         return self.text_key == "messages" or len(self.keys) == 2
 
 
@@ -144,12 +142,10 @@ def local_files(dataset):
         found = []
         matches = [part] if os.path.exists(part) else sorted(glob.glob(part, recursive=True))
         for path in filter(os.path.exists, matches):  # no dangling links
-            inside = glob.glob(f"{glob.escape(path)}/**", recursive=True, include_hidden=True)
-            inside = sorted(filter(os.path.isfile, inside))
-            kinds = {file: "hidden" if "/." in file[len(path) - 1 :] else suffix(file) for file in inside}
-            found += [file for file in inside if kinds[file] in FOLDERS] if os.path.isdir(path) else [path]
-            others.update(kind or "without a suffix" for kind in kinds.values() if kind not in FOLDERS)
-        words = ", ".join(f"{n} {kind}" for kind, n in others.most_common())
+            inside = sorted(filter(os.path.isfile, glob.glob(f"{glob.escape(path)}/**", recursive=True)))
+            found += [file for file in inside if suffix(file) in FOLDERS] if os.path.isdir(path) else [path]
+            others.update(suffix(file) for file in inside if suffix(file) not in FOLDERS)
+        words = ", ".join(f"{n} {kind or 'without a suffix'}" for kind, n in others.most_common())
         words = words and f"; left out of folders: {words}; a glob reads more, as in 'FOLDER/**/*.py'"
         if not found:
             raise UserError(f"dataset={dataset}: no text file matches {part!r}{words}")

@@ -174,12 +174,12 @@ class Split:
         self.eot, self.token_bytes = manifest.get("eot"), read_sizes(data_dir, manifest)
         if align and self.eot is None:
             raise DataError(f"align_documents needs the separator, and there is no {data_dir}/manifest.json")
-        self.starts, self.rows_per_epoch = None, -(-self.tokens // T)
+        self.starts = range(0, self.tokens, T)
         if align:
             found = zip(self.shards, self.ends)
             begins = [np.flatnonzero(shard == self.eot) + end - len(shard) for shard, end in found]
             self.starts = aligned_starts(np.concatenate(begins), self.tokens, T)
-            self.rows_per_epoch = len(self.starts)
+        self.rows_per_epoch = len(self.starts)
         pack = manifest.get("settings", {}).get("pack")
         why = f"is packed for block_size={pack} without align_documents; others cut more documents"
         self.warning = f"{data_dir} {why}" if pack and (pack != T or align) else None
@@ -202,7 +202,7 @@ class Split:
         """First token of a row; rows are counted from the start of training."""
         epoch, w = divmod(row, self.rows_per_epoch)
         w = w if self.shuffle_seed is None else int(self._order(epoch)[w])
-        return w * self.T if self.starts is None else int(self.starts[w])
+        return int(self.starts[w])
 
     def pieces(self, position, count):
         """Yields (shard, first token, tokens) of the pieces that hold `count` tokens from `position` on."""
@@ -229,8 +229,7 @@ class TokenLoader:
     """Batches for one rank from a split of one folder, or of several in a mixture (corpus/mixture.py).
 
     All ranks share one order of rows: micro-step k takes world*B rows from row k*world*B on, and rank r of
-    them the B rows from r*B on, so that a global batch holds the same rows for every B and world. order:
-    `shuffle_seed` and `align` of Split. Targets without loss are -100.
+    them the B rows from r*B on, so that a global batch holds the same rows for every B and world.
     """
 
     def __init__(
@@ -259,11 +258,8 @@ class TokenLoader:
         shards = (shard for split in self.splits for shard in zip(split.paths, split.shards))
         listing = "".join(f"{os.path.basename(path)} {len(tokens)}\n" for path, tokens in shards)
         self.fingerprint = hashlib.sha256(listing.encode()).hexdigest()[:16]
-        self._go_on_at(0)
-
-    def _go_on_at(self, row):
-        """rows: returned on all ranks together; prefetched ones do not count."""
-        self.rows, self._ahead = row, ahead(self._batches(row), 2)
+        self.rows = 0  # returned on all ranks together; prefetched ones do not count
+        self._ahead = ahead(self._batches(0), 2)
 
     def next(self):
         """(x, y), each int64 (B, T) on the device, y one token later than x. With masks (x, y, targets)."""
@@ -291,7 +287,8 @@ class TokenLoader:
             differ = f"is not the data of the checkpoint: {'; '.join(wrong)}"
             raise DataError(f"{self.data_dir} {differ}; to go on with it anyway: --allow_data_change")
         self.close()
-        self._go_on_at(state["rows"])
+        self.rows = state["rows"]
+        self._ahead = ahead(self._batches(self.rows), 2)
 
     def close(self):
         """Stops the prefetching thread."""
@@ -355,10 +352,7 @@ class TokenLoader:
 
 
 def aligned_starts(documents, n, T):
-    """Row starts of one epoch over n tokens, int64: after p the last of `documents` in (p, p+T], else p+T.
-
-    documents: sorted positions. A document that a row cuts is thus read again from its start.
-    """
+    """Row starts of an epoch: after p the last of `documents`, sorted positions, in (p, p+T], else p+T."""
     edges, starts, p, last = iter([*documents.tolist(), n, n + T]), array.array("q"), 0, 0
     following = next(edges)
     while p < n:  # about 4 s for the 10M rows of 10B tokens

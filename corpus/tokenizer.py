@@ -1,7 +1,6 @@
 """Text to token ids and back: a tiktoken encoding, Llama 3's tokenizer.model, a tokenizer.json, or bytes.
 
-"<|endoftext|>" in a document is encoded as ordinary characters. Only `encode_special`, for the text of a
-chat template, parses special tokens.
+"<|endoftext|>" in a document is encoded as characters: `encode_special` alone parses special tokens.
 """
 
 import base64
@@ -275,7 +274,10 @@ def byte_level_json(ranks, special, rule=None):
 
     characters = lambda token: "".join(CHARACTERS[b] for b in token)
     vocabulary = {characters(token): i for token, i in ranks.items()} | special
-    merges = [tuple(map(characters, pair)) for pair in _merges(ranks)]
+    merges = []
+    for token in sorted(ranks, key=ranks.get):  # every two tokens that it can be joined of
+        pairs = ((token[:i], token[i:]) for i in range(1, len(token)))
+        merges += [(characters(a), characters(b)) for a, b in pairs if a in ranks and b in ranks]
     inner = Inner(models.BPE(vocabulary, merges, ignore_merges=True))  # a word that is a token is not merged
     split = [pre_tokenizers.Split(Regex(rule), "isolated")] if rule else []
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=rule is None)
@@ -283,13 +285,6 @@ def byte_level_json(ranks, special, rule=None):
     inner.decoder, inner.post_processor = decoders.ByteLevel(), processors.ByteLevel(trim_offsets=False)
     inner.add_special_tokens(sorted(special, key=special.get))
     return inner.to_str()
-
-
-def _merges(ranks):
-    """Yields, in the order of ranks, every two tokens that a longer one can be joined of."""
-    for token in sorted(ranks, key=ranks.get):
-        pairs = ((token[:i], token[i:]) for i in range(1, len(token)))
-        yield from (pair for pair in pairs if ranks.keys() >= {*pair})
 
 
 def faster(load, slow, probe=""):

@@ -30,13 +30,10 @@ AGAIN = "finished shards are kept; run the same command again"
 @contextlib.contextmanager
 def claim(out):
     """Makes the folder `out` and locks it against other writers; the lock ends with the process."""
-    try:
+    with told(f"out_dir={out} cannot be written, or another fineweb.py writes there"):
         out.mkdir(parents=True, exist_ok=True)
         lock = os.open(out, os.O_RDONLY)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (OSError, ValueError) as error:  # ValueError: a zero byte in it
-        busy = isinstance(error, BlockingIOError) and "another fineweb.py is writing there"
-        raise UserError(f"out_dir={out} cannot be written: {busy or error}") from None
     try:
         yield
     finally:
@@ -94,15 +91,13 @@ def in_order(number, done):
 def tokenized(batches, encode, number, least):
     """Yields (number, row) of the documents of at least `least` tokens, besides the separator before each."""
     for batch in batches:
-        rows = encode(batch)
-        for _ in batch:
-            try:
-                row = next(rows)
-            except UserError as error:
-                raise DataError(f"document {number + 1}: {error}") from None
-            if len(row) > least:
-                yield number, row
-            number += 1
+        try:
+            for row in encode(batch):
+                if len(row) > least:
+                    yield number, row
+                number += 1
+        except UserError as error:
+            raise DataError(f"document {number + 1}: {error}") from None
 
 
 def write_shard(progress, tokenizer, short, parts, split, position):
@@ -192,11 +187,9 @@ class Progress:
 
 def write(path, data):
     """files.write_atomic; on a full disk, for example, a DataError that says how much room is needed."""
-    try:
+    room = f"{memoryview(data).nbytes:,} bytes to write, {shutil.disk_usage(path.parent).free:,} free"
+    with told(f"{path}: {room}", DataError, f"; make room; {AGAIN}"):
         files.write_atomic(path, data)
-    except OSError as error:
-        room = f"it needs {memoryview(data).nbytes:,} bytes, {shutil.disk_usage(path.parent).free:,} are free"
-        raise DataError(f"{path}: {error.strerror}: {room}; make room; {AGAIN}") from None
 
 
 def fetch_shards(name, revision, max_shards, progress, tokenizer):
