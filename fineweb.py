@@ -25,7 +25,6 @@ from corpus import DataError, told
 from run.files import patiently
 
 SHORT_NAMES = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW/fineweb-edu"}
-# hub datasets that are known to need no --shards
 READY_MADE = ("kjj0/fineweb10B-gpt2", "kjj0/fineweb100B-gpt2", "kjj0/finewebedu10B-gpt2")
 COMPRESSED = (".zst", ".gz", ".xz", ".bz2")
 RECORDS = (".jsonl", ".json", ".parquet")  # any other file is one document

@@ -241,11 +241,11 @@ class TokenLoader:
         self.folders, self.shares = zip(*mixture.folders(str(data_dir)))
         self.splits = [Split(folder, split, T, vocab_size, **order) for folder in self.folders]
         self.tokens, self.masked = sum(s.tokens for s in self.splits), any(s.masks for s in self.splits)
-        if self.tokens < (need := max(batch_tokens, T + 1)):
-            found = (
-                f"the {split} split has {self.tokens:,} tokens, expected {need:,} for a global batch or row"
-            )
-            raise DataError(f"{data_dir}: {found}; lower --batch_tokens or --block_size, or make more data")
+        if self.tokens < batch_tokens or min(s.tokens for s in self.splits) <= T:
+            found = f"the {split} split has {self.tokens:,} tokens"
+            need = f"{max(batch_tokens, T + 1):,} for a global batch, of each folder {T + 1:,} for a row"
+            advice = "lower --batch_tokens or --block_size, or make more data"
+            raise DataError(f"{data_dir}: {found}, expected {need}; {advice}")
         first = self.splits[0]
         self.tokenizer, self.eot, self.token_bytes = first.tokenizer, first.eot, first.token_bytes
         for folder, other in zip(self.folders, self.splits):

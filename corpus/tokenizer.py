@@ -179,6 +179,7 @@ def load(name, vocab_size=None):
         ranks, special = {bytes([i]): i for i in range(256)}, {"<|endoftext|>": 256}
         parts = dict(pat_str=r"[\s\S]", mergeable_ranks=ranks, special_tokens=special)
         tokenizer = Tiktoken(name, tiktoken.Encoding(name, **parts))
+        tokenizer.known = range(256)  # the separator has no text
     elif built_in(name):
         advice = "go online once, set TIKTOKEN_CACHE_DIR to a filled cache, or give a tokenizer.json"
         with told(f"tokenizer={name}: not fetched; {advice}"):
