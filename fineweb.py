@@ -6,8 +6,7 @@
     python fineweb.py --dataset=input.txt --tokenizer=chars --out_dir=data/shakespeare_char
     python fineweb.py --dataset=chats.jsonl --text_key=messages --tokenizer=FOLDER  # see corpus/chat.py
 
-Validation gets whole documents from the front, or of a single text the last tenth. A killed run goes on
-when it is started again.
+A killed run goes on when it is started again.
 """
 
 import glob
@@ -22,11 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from configurator import UserError, refuse, run, too_small, without_effect
-from corpus import DataError
+from corpus import DataError, told
 from run.files import patiently
 
 SHORT_NAMES = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW/fineweb-edu"}
-# hub datasets that are known to need no --shards
 READY_MADE = ("kjj0/fineweb10B-gpt2", "kjj0/fineweb100B-gpt2", "kjj0/finewebedu10B-gpt2")
 COMPRESSED = (".zst", ".gz", ".xz", ".bz2")
 RECORDS = (".jsonl", ".json", ".parquet")  # any other file is one document
@@ -64,7 +62,6 @@ class Config:
 
     @property
     def is_chat(self):
-        """Whether documents are dialogues or pairs, of which the answers alone carry loss."""
         return self.text_key == "messages" or len(self.keys) == 2
 
 
@@ -98,7 +95,10 @@ def main(cfg):
             progress.finish(tokenizer)
     words = ["config/shakespeare_char.py"] if cfg.tokenizer == "chars" else []
     words += [f"--data_dir={out}", f"--out_dir=out/{out.name}", f"--vocab_size={tokenizer.vocab_size}"]
-    print(*progress.summary(), f"go on with  {shlex.join(['python', 'train.py', *words])}", sep="\n")
+    for split in ("train", "val"):
+        tokens, targets = progress.total("tokens", split), progress.total("targets", split)
+        print(f"{split:5}  {tokens:,} tokens" + f", {targets:,} of them with loss" * cfg.is_chat)
+    print(f"go on with  {shlex.join(['python', 'train.py', *words])}")
 
 
 def check(cfg):
@@ -141,12 +141,10 @@ def local_files(dataset):
         found = []
         matches = [part] if os.path.exists(part) else sorted(glob.glob(part, recursive=True))
         for path in filter(os.path.exists, matches):  # no dangling links
-            inside = glob.glob(f"{glob.escape(path)}/**", recursive=True, include_hidden=True)
-            inside = sorted(filter(os.path.isfile, inside))
-            kinds = {file: "hidden" if "/." in file[len(path) - 1 :] else suffix(file) for file in inside}
-            found += [file for file in inside if kinds[file] in FOLDERS] if os.path.isdir(path) else [path]
-            others.update(kind or "without a suffix" for kind in kinds.values() if kind not in FOLDERS)
-        words = ", ".join(f"{n} {kind}" for kind, n in others.most_common())
+            inside = sorted(filter(os.path.isfile, glob.glob(f"{glob.escape(path)}/**", recursive=True)))
+            found += [file for file in inside if suffix(file) in FOLDERS] if os.path.isdir(path) else [path]
+            others.update(suffix(file) for file in inside if suffix(file) not in FOLDERS)
+        words = ", ".join(f"{n} {kind or 'without a suffix'}" for kind, n in others.most_common())
         words = words and f"; left out of folders: {words}; a glob reads more, as in 'FOLDER/**/*.py'"
         if not found:
             raise UserError(f"dataset={dataset}: no text file matches {part!r}{words}")
@@ -185,9 +183,9 @@ def settings(cfg, name, files, tokenizer, dialogues):
 
 def documents(cfg, name, files, first):
     """Yields lists of texts, messages or pairs, from document number `first` on."""
-    from corpus.writer import reading
+    from corpus.writer import AGAIN
 
-    with reading(cfg.dataset):
+    with told(f"dataset={cfg.dataset} cannot be read", DataError, f"; {AGAIN}"):
         if alone(files):
             text = next(local_documents(files, cfg.keys, False))[cfg.text_key]
             cut = len(text) if cfg.val_tokens == 0 else len(text) * 9 // 10

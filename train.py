@@ -131,7 +131,7 @@ def train(cfg, world, watch):
     rows = [*chosen, *describe(cfg, world, job, loader, start)]
     rows += [("warning", words) for words in [*warnings, *start.warnings]]
     peak = peak_flops(world.device, cfg.precision)
-    log.start(start.step, loader.position, rows, settings, (job.account.flops_per_token, peak))
+    log.start(start.step, loader.rows * cfg.block_size, rows, settings, (job.account.flops_per_token, peak))
 
     step = start.step
     job.raw.train()

@@ -11,18 +11,17 @@ class DataError(UserError):
     exit_code = 3
 
 
-def brief(error):
-    """The type and the text of an exception, in a line of at most 300 characters."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
-
-
 @contextlib.contextmanager
-def told(what):
-    """Turns what a library raises at files of others, a panic of Rust's included, into a UserError."""
+def told(what, kind=UserError, advice=""):
+    """Turns what a library raises, a panic of Rust's included, into a UserError of this kind."""
     try:
         yield
     except BaseException as error:
         panic = type(error).__name__ == "PanicException"  # no Exception; its class cannot be imported
-        if isinstance(error, UserError) or not (panic or isinstance(error, Exception)):
+        error = type(error).__name__ == "DatasetGenerationError" and error.__cause__ or error
+        if isinstance(error, UserError):
+            raise error from None
+        if not (panic or isinstance(error, Exception)):
             raise
-        raise UserError(f"{what}: {brief(error)}") from None
+        brief = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise kind(f"{what}: {brief}{advice}") from None

@@ -1,7 +1,4 @@
-"""Chat templates: dialogues, or prompts with completions, as tokens of which the answers alone carry loss.
-
-Reads the JSON files and the chat_template.jinja that may lie beside a Hugging Face tokenizer or its weights.
-"""
+"""Chat templates: dialogues, or prompts with completions, as tokens of which answers alone carry loss."""
 
 import datetime
 import functools

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from corpus import DataError, brief, mixture
+from corpus import DataError, mixture, told
 from run import files
 
 HEADER_BYTES = 1024
@@ -93,15 +93,12 @@ def open_shard(path):
     if not str(path).endswith(".npy"):
         count, dtype, offset = read_header(path)
         return np.memmap(path, dtype, "r", offset, (count,))
-    try:
+    with told(f"{path} is damaged", DataError, f"; remove it and {MAKE_DATA}"):
         tokens = np.load(path, "r")  # build-nanogpt's; objects are not unpickled
         extra = os.path.getsize(path) - tokens.offset - tokens.nbytes
+    if tokens.ndim != 1 or tokens.dtype not in (np.uint16, np.uint32) or not len(tokens) or extra:
         found = f"{tokens.dtype} of shape {tokens.shape} and {extra} bytes more"
-    except Exception as error:  # numpy's parser of the header documents no narrower type
-        tokens, found = None, brief(error)
-    types = np.uint16, np.uint32
-    if tokens is None or tokens.ndim != 1 or tokens.dtype not in types or not len(tokens) or extra:
-        raise unfit(path, found, "an .npy file with a row of uint16 or uint32 tokens")
+        raise unfit(path, found, "a row of uint16 or uint32 tokens")
     return tokens
 
 
@@ -139,8 +136,8 @@ def verify(data_dir):
         for shard in read_manifest(folder).get("shards", ()):  # somebody else's shards have no checksums
             path = Path(folder) / shard["name"]
             for file, sha256 in [(path, shard["sha256"]), (mask_path(path), shard.get("mask_sha256"))]:
-                found = "a link" if file.is_symlink() else "no file" if not file.is_file() else None
-                found = found or f"SHA-256 {files.digest(file)[1]}"
+                whole = file.is_file() and f"SHA-256 {files.digest(file)[1]}"
+                found = "a link" if file.is_symlink() else whole or "no file"
                 if sha256 is not None and found != f"SHA-256 {sha256}":
                     advice = f"bring the file back, or {MAKE_DATA}"
                     raise unfit(file, found, f"the manifest's file, SHA-256 {sha256}", advice)
@@ -160,7 +157,7 @@ class Split:
         self.shards = [open_shard(path) for path in self.paths]
         self.ends = np.cumsum([len(shard) for shard in self.shards]).tolist()
         self.tokens, self.ids = self.ends[-1], manifest.get("vocab_size")
-        self._check(manifest, f"{data_dir}: the {split} split", vocab_size)
+        self._check(manifest, vocab_size)
         masks = [mask_path(path) for path in self.paths]
         masked = any("mask_sha256" in shard for shard in manifest.get("shards", ()))
         self.masks = None
@@ -177,19 +174,19 @@ class Split:
         self.eot, self.token_bytes = manifest.get("eot"), read_sizes(data_dir, manifest)
         if align and self.eot is None:
             raise DataError(f"align_documents needs the separator, and there is no {data_dir}/manifest.json")
-        self.starts, self.rows_per_epoch = None, -(-self.tokens // T)
+        self.starts = range(0, self.tokens, T)
         if align:
             found = zip(self.shards, self.ends)
             begins = [np.flatnonzero(shard == self.eot) + end - len(shard) for shard, end in found]
             self.starts = aligned_starts(np.concatenate(begins), self.tokens, T)
-            self.rows_per_epoch = len(self.starts)
+        self.rows_per_epoch = len(self.starts)
         pack = manifest.get("settings", {}).get("pack")
         why = f"is packed for block_size={pack} without align_documents; others cut more documents"
         self.warning = f"{data_dir} {why}" if pack and (pack != T or align) else None
         shuffled = lambda epoch: np.random.default_rng((shuffle_seed, epoch)).permutation(self.rows_per_epoch)
         self._order = functools.lru_cache(1)(shuffled)
 
-    def _check(self, manifest, what, vocab_size):
+    def _check(self, manifest, vocab_size):
         """Raises DataError for shards that do not go together, with the manifest or with the model."""
         dtype = np.dtype(manifest.get("dtype", self.shards[0].dtype))
         counts = {shard["name"]: shard.get("tokens") for shard in manifest.get("shards", ())}
@@ -200,15 +197,12 @@ class Split:
         if vocab_size is not None and (self.ids or 0) > vocab_size:
             less = f"vocab_size={vocab_size} is less than {manifest['tokenizer']}'s"
             raise DataError(f"{less}; try --vocab_size={self.ids}")
-        if self.tokens <= self.T:
-            need = f"{self.T + 1:,} tokens, block_size+1, for a row; lower --block_size, or make more data"
-            raise DataError(f"{what} has {self.tokens:,} tokens, expected {need}")
 
     def start(self, row):
         """First token of a row; rows are counted from the start of training."""
         epoch, w = divmod(row, self.rows_per_epoch)
         w = w if self.shuffle_seed is None else int(self._order(epoch)[w])
-        return w * self.T if self.starts is None else int(self.starts[w])
+        return int(self.starts[w])
 
     def pieces(self, position, count):
         """Yields (shard, first token, tokens) of the pieces that hold `count` tokens from `position` on."""
@@ -235,8 +229,7 @@ class TokenLoader:
     """Batches for one rank from a split of one folder, or of several in a mixture (corpus/mixture.py).
 
     All ranks share one order of rows: micro-step k takes world*B rows from row k*world*B on, and rank r of
-    them the B rows from r*B on, so that a global batch holds the same rows for every B and world. order:
-    `shuffle_seed` and `align` of Split. Targets without loss are -100.
+    them the B rows from r*B on, so that a global batch holds the same rows for every B and world.
     """
 
     def __init__(
@@ -248,9 +241,11 @@ class TokenLoader:
         self.folders, self.shares = zip(*mixture.folders(str(data_dir)))
         self.splits = [Split(folder, split, T, vocab_size, **order) for folder in self.folders]
         self.tokens, self.masked = sum(s.tokens for s in self.splits), any(s.masks for s in self.splits)
-        if self.tokens < batch_tokens:
-            need = f"{batch_tokens:,} for a global batch; lower --batch_tokens, or make more data"
-            raise DataError(f"{data_dir}: the {split} split has {self.tokens:,} tokens, expected {need}")
+        if self.tokens < batch_tokens or min(s.tokens for s in self.splits) <= T:
+            found = f"the {split} split has {self.tokens:,} tokens"
+            need = f"{max(batch_tokens, T + 1):,} for a global batch, of each folder {T + 1:,} for a row"
+            advice = "lower --batch_tokens or --block_size, or make more data"
+            raise DataError(f"{data_dir}: {found}, expected {need}; {advice}")
         first = self.splits[0]
         self.tokenizer, self.eot, self.token_bytes = first.tokenizer, first.eot, first.token_bytes
         for folder, other in zip(self.folders, self.splits):
@@ -263,22 +258,14 @@ class TokenLoader:
         shards = (shard for split in self.splits for shard in zip(split.paths, split.shards))
         listing = "".join(f"{os.path.basename(path)} {len(tokens)}\n" for path, tokens in shards)
         self.fingerprint = hashlib.sha256(listing.encode()).hexdigest()[:16]
-        self._go_on_at(0)
-
-    def _go_on_at(self, row):
-        """rows: returned on all ranks together; prefetched ones do not count."""
-        self.rows, self._ahead = row, ahead(self._batches(row), 2)
+        self.rows = 0  # returned on all ranks together; prefetched ones do not count
+        self._ahead = ahead(self._batches(0), 2)
 
     def next(self):
         """(x, y), each int64 (B, T) on the device, y one token later than x. With masks (x, y, targets)."""
         batch, *targets = next(self._ahead)
         self.rows += self.world * self.B
         return *self._to_device(batch), *targets
-
-    @property
-    def position(self):
-        """Number of tokens returned so far, on all ranks together, those before a resume included."""
-        return self.rows * self.T
 
     def shares_of(self, tokens):
         """[(folder, share of the rows, epochs)] of a run over `tokens` tokens."""
@@ -300,7 +287,8 @@ class TokenLoader:
             differ = f"is not the data of the checkpoint: {'; '.join(wrong)}"
             raise DataError(f"{self.data_dir} {differ}; to go on with it anyway: --allow_data_change")
         self.close()
-        self._go_on_at(state["rows"])
+        self.rows = state["rows"]
+        self._ahead = ahead(self._batches(self.rows), 2)
 
     def close(self):
         """Stops the prefetching thread."""
@@ -364,10 +352,7 @@ class TokenLoader:
 
 
 def aligned_starts(documents, n, T):
-    """Row starts of one epoch over n tokens, int64: after p the last of `documents` in (p, p+T], else p+T.
-
-    documents: sorted positions. A document that a row cuts is thus read again from its start.
-    """
+    """Row starts of an epoch: after p the last of `documents`, sorted positions, in (p, p+T], else p+T."""
     edges, starts, p, last = iter([*documents.tolist(), n, n + T]), array.array("q"), 0, 0
     following = next(edges)
     while p < n:  # about 4 s for the 10M rows of 10B tokens

@@ -1,6 +1,4 @@
-"""Reorders documents for long sequences, so that few of them cross a multiple of block_size tokens.
-
-    python fineweb.py --pack=131072
+"""Reorders documents for fineweb.py --pack, so that few of them cross a multiple of block_size tokens.
 
 Best fit as in https://arxiv.org/abs/2404.10830, but within a bounded buffer and without padding: a document
 that crosses the end of a group of `size` tokens goes on in the next group.

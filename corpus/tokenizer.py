@@ -1,7 +1,6 @@
 """Text to token ids and back: a tiktoken encoding, Llama 3's tokenizer.model, a tokenizer.json, or bytes.
 
-"<|endoftext|>" in a document is encoded as ordinary characters. Only `encode_special`, for the text of a
-chat template, parses special tokens.
+"<|endoftext|>" in a document is encoded as characters: `encode_special` alone parses special tokens.
 """
 
 import base64
@@ -56,9 +55,7 @@ class Tokenizer:
     def rows(self, texts):
         """Yields the ids of each text after a separator."""
         for ids in self.encode_batch([text or "" for text in texts]):
-            row = np.empty(len(ids) + 1, self.dtype)
-            row[0], row[1:] = self.eot, ids
-            yield row
+            yield np.insert(ids, 0, self.eot)
 
     def encode(self, text):
         return self.encode_batch([text])[0].tolist()
@@ -110,19 +107,6 @@ class Tiktoken(Tokenizer):
         if HuggingFace(self.name, text.encode()).encode(PROBE) != self.encoding.encode_ordinary(PROBE):
             raise UserError(f"tokenizer={self.name} fits no tokenizer.json; give one, --tokenizer=FILE")
         return text
-
-
-class Bytes(Tiktoken):
-    """The 256 bytes and a separator."""
-
-    def __init__(self):
-        ranks, special = {bytes([i]): i for i in range(256)}, {"<|endoftext|>": 256}
-        parts = dict(pat_str=r"[\s\S]", mergeable_ranks=ranks, special_tokens=special)
-        super().__init__("bytes", tiktoken.Encoding("bytes", **parts))
-        self.known = range(256)
-
-    def _encode(self, texts):
-        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
 
 class HuggingFace(Tokenizer):
@@ -192,7 +176,10 @@ def load(name, vocab_size=None):
     """The Tokenizer called `name`, or in the file `name`, for a model of vocab_size ids. Raises UserError."""
     path = file_of(name)
     if name == "bytes":
-        tokenizer = Bytes()
+        ranks, special = {bytes([i]): i for i in range(256)}, {"<|endoftext|>": 256}
+        parts = dict(pat_str=r"[\s\S]", mergeable_ranks=ranks, special_tokens=special)
+        tokenizer = Tiktoken(name, tiktoken.Encoding(name, **parts))
+        tokenizer.known = range(256)  # the separator has no text
     elif built_in(name):
         advice = "go online once, set TIKTOKEN_CACHE_DIR to a filled cache, or give a tokenizer.json"
         with told(f"tokenizer={name}: not fetched; {advice}"):
@@ -288,7 +275,10 @@ def byte_level_json(ranks, special, rule=None):
 
     characters = lambda token: "".join(CHARACTERS[b] for b in token)
     vocabulary = {characters(token): i for token, i in ranks.items()} | special
-    merges = [tuple(map(characters, pair)) for pair in _merges(ranks)]
+    merges = []
+    for token in sorted(ranks, key=ranks.get):  # every two tokens that it can be joined of
+        pairs = ((token[:i], token[i:]) for i in range(1, len(token)))
+        merges += [(characters(a), characters(b)) for a, b in pairs if a in ranks and b in ranks]
     inner = Inner(models.BPE(vocabulary, merges, ignore_merges=True))  # a word that is a token is not merged
     split = [pre_tokenizers.Split(Regex(rule), "isolated")] if rule else []
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=rule is None)
@@ -296,20 +286,6 @@ def byte_level_json(ranks, special, rule=None):
     inner.decoder, inner.post_processor = decoders.ByteLevel(), processors.ByteLevel(trim_offsets=False)
     inner.add_special_tokens(sorted(special, key=special.get))
     return inner.to_str()
-
-
-def _merges(ranks):
-    """Yields, in the order of ranks, the two tokens that the merge of each longer token joins."""
-    for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
-        parts = [bytes([b]) for b in token]
-        while len(parts) > 2:
-            joined = [ranks.get(a + b, rank) for a, b in zip(parts, parts[1:])]
-            i = joined.index(min(joined))
-            if joined[i] >= rank:
-                break
-            parts[i : i + 2] = [parts[i] + parts[i + 1]]
-        if len(parts) == 2:
-            yield parts
 
 
 def faster(load, slow, probe=""):

@@ -16,7 +16,7 @@ import numpy as np
 from tqdm import tqdm
 
 from configurator import UserError
-from corpus import DataError, brief, packing
+from corpus import DataError, packing, told
 from corpus.loader import FORMATS, HEADER_BYTES, SHARD, ahead, mask_path, open_shard, split_of
 from run import files
 
@@ -24,35 +24,20 @@ WRITTEN = SHARD | dict.fromkeys(("tokens", "documents", "text_bytes", "bytes", "
 RECORD = {"settings": {}, "shards": [WRITTEN]}
 PAIR = lambda v: type(v) is list and list(map(files.count, v)) == [True] * 2
 POSITION = {"next": PAIR, "order?": [(files.count, None)]}
+AGAIN = "finished shards are kept; run the same command again"
 
 
 @contextlib.contextmanager
 def claim(out):
     """Makes the folder `out` and locks it against other writers; the lock ends with the process."""
-    try:
+    with told(f"out_dir={out} cannot be written, or another fineweb.py writes there"):
         out.mkdir(parents=True, exist_ok=True)
         lock = os.open(out, os.O_RDONLY)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (OSError, ValueError) as error:  # ValueError: a zero byte in it
-        busy = isinstance(error, BlockingIOError) and "another fineweb.py is writing there"
-        raise UserError(f"out_dir={out} cannot be written: {busy or error}") from None
     try:
         yield
     finally:
         os.close(lock)
-
-
-@contextlib.contextmanager
-def reading(name):
-    """Turns what the hub, a parser or the disk raises while the dataset `name` is read into a DataError."""
-    try:
-        yield
-    except Exception as error:  # of datasets, huggingface_hub, httpx, pyarrow: they document no narrower type
-        error = type(error).__name__ == "DatasetGenerationError" and error.__cause__ or error
-        if isinstance(error, UserError):
-            raise error from None
-        again = "finished shards are kept; run the same command again"
-        raise DataError(f"dataset={name} cannot be read: {brief(error)}; {again}") from None
 
 
 def write_shards(batches, encode, progress, tokenizer, short):
@@ -106,15 +91,13 @@ def in_order(number, done):
 def tokenized(batches, encode, number, least):
     """Yields (number, row) of the documents of at least `least` tokens, besides the separator before each."""
     for batch in batches:
-        rows = encode(batch)
-        for _ in batch:
-            try:
-                row = next(rows)
-            except UserError as error:
-                raise DataError(f"document {number + 1}: {error}") from None
-            if len(row) > least:
-                yield number, row
-            number += 1
+        try:
+            for row in encode(batch):
+                if len(row) > least:
+                    yield number, row
+                number += 1
+        except UserError as error:
+            raise DataError(f"document {number + 1}: {error}") from None
 
 
 def write_shard(progress, tokenizer, short, parts, split, position):
@@ -187,15 +170,7 @@ class Progress:
 
     def total(self, key, split=None):
         """Sum of a figure over the shards, of one split or of all."""
-        return sum(shard[key] for shard in self.shards if split in (None, split_of(shard["name"])))
-
-    def summary(self):
-        """Yields lines for the console: shards and tokens by split."""
-        for split in ("train", "val"):
-            n = sum(split_of(shard["name"]) == split for shard in self.shards)
-            line = f"{split:5}  {n} shards, {self.total('tokens', split):,} tokens"
-            masked = n and "targets" in self.shards[0]
-            yield line + (f", {self.total('targets', split):,} of them with loss" if masked else "")
+        return sum(s.get(key, 0) for s in self.shards if split in (None, split_of(s["name"])))
 
     def finish(self, tokenizer):
         """Writes token_bytes.npy and then manifest.json, which declares the folder complete."""
@@ -212,12 +187,9 @@ class Progress:
 
 def write(path, data):
     """files.write_atomic; on a full disk, for example, a DataError that says how much room is needed."""
-    try:
+    room = f"{memoryview(data).nbytes:,} bytes to write, {shutil.disk_usage(path.parent).free:,} free"
+    with told(f"{path}: {room}", DataError, f"; make room; {AGAIN}"):
         files.write_atomic(path, data)
-    except OSError as error:
-        room = f"it needs {memoryview(data).nbytes:,} bytes, {shutil.disk_usage(path.parent).free:,} are free"
-        kept = "finished shards are kept, make room and run the same command again"
-        raise DataError(f"{path}: {error.strerror}: {room}; {kept}") from None
 
 
 def fetch_shards(name, revision, max_shards, progress, tokenizer):
@@ -225,7 +197,7 @@ def fetch_shards(name, revision, max_shards, progress, tokenizer):
     import huggingface_hub
 
     hub = dict(repo_type="dataset", revision=revision)
-    with reading(name):
+    with told(f"dataset={name} cannot be read", DataError, f"; {AGAIN}"):
         listed = sorted(huggingface_hub.HfApi().list_repo_files(name, **hub))
         val, training = ([f for f in listed if "/" not in f and split_of(f) == s] for s in ("val", "train"))
         if not training:

@@ -133,7 +133,7 @@ def describe(cfg, world, job, loader, start):
     account, (total, matmul), N = job.account, parameter_counts(job.raw), cfg.context_parallel
     ranks = f"{world.size // N} groups of {N} ranks" if N > 1 else f"{world.size} ranks"
     micro = f"{cfg.batch_size} x {cfg.block_size} x {ranks} x {job.accumulation} micro-steps"
-    tokens = loader.position + (cfg.max_steps - start.step) * cfg.batch_tokens
+    tokens = loader.rows * cfg.block_size + (cfg.max_steps - start.step) * cfg.batch_tokens
     data = f"{loader.tokens:,} training tokens, tokenizer {cfg.tokenizer or 'unknown'}"
     rows = [
         ("parameters", f"{total:,}, of them {matmul:,} in matmuls; vocabulary padding not counted"),

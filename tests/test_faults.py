@@ -216,7 +216,6 @@ def test_mutations_of_a_data_folders_manifest_and_progress(tmp_path, count):
 
     def read_progress():
         found = writer.Progress(folder, settings)
-        found.summary()
         names = [s["name"] for s in found.shards]
         return found.document, found.tokens, found.order, found.total("tokens"), names
 

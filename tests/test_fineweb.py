@@ -140,7 +140,7 @@ def test_kinds_of_files(tmp_path, streaming):
         (tmp_path / name).write_bytes(b"\x89\0")
     out = tmp_path.parent / f"{tmp_path.name}-out"
     said = prepare(out, tmp_path, tokenizer="bytes", val_tokens=5, streaming=streaming)
-    assert "left out of folders: 2 .csv, 1 hidden, 1 .md, 1 .png; a glob reads more" in said
+    assert "left out of folders: 2 .csv, 1 .md, 1 .png; a glob reads more" in said
     for key, words in {"n": "its field n is 1, not text", "x": "has no field x; it has n, text"}.items():
         with pytest.raises(DataError, match=f"d.parquet.* {words}"):
             prepare(f"{out}-{key}", tmp_path / "d.parquet", tokenizer="bytes", text_key=key)
