@@ -78,9 +78,9 @@ def compiled(capability):
         weight.grad = torch.zeros_like(weight)
         adamw8bit.updater = lambda device: adamw8bit.update_triton
         adamw8bit.AdamW8bit([weight], lr=1e-3).step()
-        for dtype in (torch.bfloat16, torch.float32):  # a token of Llama 3 8B in a cache for its longest text
-            q, kv = torch.zeros(1, 32, 1, 128, dtype=dtype), torch.zeros(2, 1, 8, 1, 128, dtype=dtype)
-            decode.attention(q, *kv, kv.expand(2, 1, 8, 131072, 128), torch.tensor([0]))
+        # a token of Llama 3 8B in a cache for its longest text
+        q, kv = (torch.zeros(*n, 1, 128, dtype=torch.bfloat16) for n in ((1, 32), (2, 1, 8)))
+        decode.attention(q, *kv, kv.expand(2, 1, 8, 131072, 128), torch.tensor([0]))
         if capability >= 89:
             gather(torch.zeros(256, 512))
         if capability == 90:

@@ -6,8 +6,8 @@ and one process. With SGD, since AdamW keeps little more of gradients than their
 Tolerances. A bf16 number has a relative error of 2^-9, and a gradient has gone through some twenty such
 roundings: 2e-3 in a loss of 16 tokens and 3e-2 in the change of a parameter are what PyTorch's own autocast
 does to model.py as it is; of edits that are more sensitive, thrice the error of autocast. Without the edit
-some parameter changes by a quarter otherwise at least. fp8 has 4 bits, gradients 3, and the interpreter loses a
-carry (see test_fp8.py): directions of changes are compared, which without the edit are clearly others.
+some parameter changes by a quarter otherwise at least. fp8 has 4 bits, gradients 3, and the interpreter loses
+a carry (see test_fp8.py): directions of changes are compared, which without the edit are clearly others.
 """
 
 import functools

@@ -27,7 +27,7 @@ from scale import memory, parallel
 from settings import Config
 
 
-def same_run(one, other, rel=4e-6):
+def same_run(one, other, rel=4e-6, atol=2e-5):
     """Asserts that two runs have the same training and validation losses, samples, and weights at the end."""
     texts = [[line["texts"] for line in read_log(run) if line["kind"] == "sample"] for run in (one, other)]
     assert texts[0] == texts[1]
@@ -35,7 +35,7 @@ def same_run(one, other, rel=4e-6):
         a, b = losses(read_log(one), kind), losses(read_log(other), kind)
         assert a == pytest.approx(b, rel=rel) and len(a) > 2
     both = [load_checkpoint(run / f"step_{max(a):08d}")[0]["model"] for run in (one, other)]
-    torch.testing.assert_close(*both, rtol=0, atol=2e-5)
+    torch.testing.assert_close(*both, rtol=0, atol=atol)
 
 
 def same_end(folder, whole, steps=(4, 5, 6), rel=4e-6):
@@ -121,7 +121,8 @@ def test_any_mode_equals_one_process_and_resumes_across(data_dir, tmp_path, alon
     settings = SHORT | shape
     one = alone(**settings)
     many = over_ranks(number, data_dir, tmp_path / "many", **settings, **mode)
-    same_run(one, many)
+    # another order of sums may round a moment to another of its 8-bit codes
+    same_run(one, many, atol=1e-4 if shape.get("optimizer") == "adamw8bit" else 2e-5)
     train_here(data_dir, copied(many, 3, tmp_path / "back"), resume="auto", **settings)
     same_end(tmp_path / "back", one)
     out = over_ranks(number, data_dir, copied(one, 3, tmp_path / "out"), resume="auto", **settings, **mode)
