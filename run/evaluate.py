@@ -12,11 +12,8 @@ SAMPLES = dict(n=4, max_new_tokens=64, temperature=0.8, top_k=50)
 
 
 @torch.no_grad()
-def validate(model, loader, tokens, autocast, own=lambda batch: batch, stop=lambda: False):
-    """(nats per token, bits per byte or None) over the first `tokens` validation tokens, from all ranks.
-
-    own: a function that cuts a batch to this rank's tokens, for context parallelism.
-    """
+def validate(model, loader, tokens, autocast, own, stop):
+    """(nats per token, bits per byte or None) over the first `tokens` validation tokens, from all ranks."""
     device = parallel.device_of(model)
     exact = torch.float32 if device.type == "mps" else torch.float64
     sizes = None if loader.token_bytes is None else torch.as_tensor(loader.token_bytes, device=device)
@@ -33,10 +30,9 @@ def validate(model, loader, tokens, autocast, own=lambda batch: batch, stop=lamb
 
 
 class Evaluator:
-    """Runs the evaluations that are due after a step. stop(): whether all ranks are to stop."""
+    """Runs the evaluations of a train.Training that are due after a step. done: the step evaluated last."""
 
     def __init__(self, job, log, stop, max_steps, done):
-        """job: a train.Training. done: the step that was evaluated last; None: none."""
         self.model, self.autocast, self.log, self.stop = job.raw, job.autocast, log, stop
         self.max_steps, self.done, self.loss, self.parts = max_steps, done, None, []
 

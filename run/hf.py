@@ -70,14 +70,7 @@ class Qwen3(Llama):
     block = Llama.block | {"attn.q_norm": "self_attn.q_norm", "attn.k_norm": "self_attn.k_norm"}
 
 
-class Mistral(Llama):  # read, not written: it is a Llama
-    name, keys, settings = "mistral", Qwen3.keys, Llama.settings | dict(bias=[False])
-    absent = Llama.absent | dict(num_key_value_heads=8, sliding_window=4096)
-    allowed = Llama.allowed | dict(sliding_window=[None])
-
-
-EXPORTS = (GPT2, Llama, Qwen3)
-FAMILIES = {family.name: family for family in (*EXPORTS, Mistral)}
+FAMILIES = {family.name: family for family in (GPT2, Llama, Qwen3)}
 FORM = {"model_type": text, **dict.fromkeys(["rope_scaling?", "rope_parameters?"], ({}, None))}
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # masks and tables in old files
 # The place of one of their tensors in ours: rows first to last. transposed: as GPT-2's matrices are (Conv1D).
@@ -93,7 +86,7 @@ class ImportedConfig(GPTConfig):
 def family_of(cfg):
     """The first family whose class computes a GPTConfig. Raises UserError with what each of them lacks."""
     lacking = []
-    for family in EXPORTS:
+    for family in FAMILIES.values():
         values = {k: getattr(cfg, k) for k in family.settings}
         wrong = [f"{k}={value}" for k, value in values.items() if value not in family.settings[k]]
         wrong += [f"n_kv_head={cfg.n_kv_head}"] * (family is GPT2 and cfg.kv_heads < cfg.n_head)
@@ -104,14 +97,10 @@ def family_of(cfg):
     raise UserError(f"no Hugging Face model computes this, so it cannot be exported: {'; '.join(lacking)}")
 
 
-def names_hf(init_from):
-    return bool(init_from) and init_from.startswith("hf:")
-
-
 def adopt(given):
     """The `given` settings and, from Hugging Face weights in init_from, their shape and tokenizer."""
-    name = given.get("init_from")
-    if not names_hf(name):
+    name = given.get("init_from") or ""
+    if not name.startswith("hf:"):
         return given
     from run.checkpoint import shape_differences
 
@@ -200,15 +189,12 @@ def config_json(cfg, dtype, ids):
         return config | dict.fromkeys(["embd_pdrop", "attn_pdrop", "resid_pdrop"], cfg.dropout)
     config |= dict(head_dim=cfg.head_size, attention_bias=cfg.bias, attention_dropout=cfg.dropout)
     scaling = dict(rope_type="llama3", factor=cfg.rope_factor, low_freq_factor=1.0, high_freq_factor=4.0)
-    scaling["original_max_position_embeddings"] = cfg.rope_original
+    scaling |= dict(original_max_position_embeddings=cfg.rope_original)
     return config | dict(rope_scaling=scaling if cfg.rope_factor else None)
 
 
 def write_tokenizer(folder, tokenizer, block_size):
-    """Writes the files of a tokenizer and of generation, and returns {"bos_token_id", "eos_token_id"}.
-
-    What lies beside tokenizer.json is copied. Generation stops at the separator of documents as well.
-    """
+    """Writes the files of a tokenizer and of generation -> {"bos_token_id": ..., "eos_token_id": ...}."""
     from corpus import chat
     from run.checkpoint import BESIDE
 
@@ -323,8 +309,7 @@ def open_hf(name):
 def save_hf(model, path, dtype="float32", max_shard_size="5GB", tensors=None, tokenizer=None):
     """Writes a folder that AutoModelForCausalLM loads, complete or not at all; returns its path.
 
-    max_shard_size: of a file, which is in memory while it is written. tensors: {our name: tensor or Stored}
-    for a model on meta; None: the model's own. tokenizer: a corpus.tokenizer.Tokenizer; None: writes none.
+    tensors: {our name: tensor or Stored}; None: the model's own. tokenizer: a corpus.tokenizer.Tokenizer.
     """
     from safetensors import SafetensorError
 

@@ -61,8 +61,6 @@ class Logger:
         if self.world.main:
             print(*words, flush=True)
 
-    # -- files and wandb
-
     def open(self, out_dir, config, wandb=False, wandb_id=None, saved_at=None):
         """Opens the log in out_dir, and a wandb run. saved_at: the step of the checkpoint resumed there."""
         self.out_dir, self.wandb_id, self.saved_at = Path(out_dir), wandb_id, saved_at
@@ -115,14 +113,10 @@ class Logger:
                 self.full, words = True, f"{error.strerror}; training goes on, lines of the log are lost"
                 self.print(f"warning: {self.file.name}: {words}")
 
-    # -- the run
-
-    def start(self, step, tokens, rows, settings, costs):
-        """The start-up summary: rows, and the settings that were changed.
-
-        costs: FLOPs of a token and a device's peak FLOP/s, for the MFU; None where unknown.
-        """
-        (self.flops_per_token, peak), self.origin = costs, (step, tokens)
+    def start(self, step, tokens, rows, settings, flops_per_token):
+        """The start-up summary. flops_per_token: for the MFU; None where unknown."""
+        self.flops_per_token, self.origin = flops_per_token, (step, tokens)
+        peak = flops.peak_flops(self.world.device, self.cfg.precision)
         self.peak = peak and peak * self.world.size
         words = [f"{name}={value}" for name, value in settings.items()]
         rows = [describe_device(self.world), *rows, ("settings", " ".join(words) or "all defaults")]
@@ -147,8 +141,6 @@ class Logger:
             self._try_wandb(self.wandb.finish)
             self.wandb = None
         self.record(done[0], step)  # the last line, which a run that was killed lacks
-
-    # -- steps
 
     def step(self, step, lr, loss, norm, began, flags=()):
         """Takes a step that was launched -> the ranks' means of [*flags, seconds] at the step read last."""

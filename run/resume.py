@@ -42,9 +42,9 @@ class Start:
             raise CheckpointError(f"{self.folder} is another model: {'; '.join(wrong)}; nothing was changed")
         was = {"optimizer": config.get("optimizer", "adamw"), "weights": config.get("weights", "fp32")}
         wrong = [f"{k}={v}, now {getattr(cfg, k)}" for k, v in was.items() if v != getattr(cfg, k)]
-        wrong += [f"no {name}" for name in ("loader", "scaler", "world_size") if name not in self.state]
+        absent = {"optimizer", "loader", "scaler", "world_size"} - self.state.keys() - self._tensors.keys()
+        wrong += [f"no {name}" for name in sorted(absent)]
         wrong += ["no loss scaler"] * (cfg.precision == "fp16" and not self.state.get("scaler"))
-        wrong += ["no state of an optimizer"] * ("optimizer" not in self._tensors)
         kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[cfg.weights]
         wrong += [f"{name} in {t.dtype}" for name, t in self.weights.items() if t.dtype != kind]
         if wrong:

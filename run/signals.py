@@ -32,7 +32,7 @@ STORE_GONE = 5  # s without the store after which the run is over: rank 0 or tor
 
 
 class Watch(contextlib.ExitStack):
-    """`with Watch(world, timeout_s) as watch`: an ExitStack, left also if another rank's error ends this one.
+    """`with Watch(world, timeout_s) as watch`: an ExitStack that tells other ranks of an error.
 
     asked: the first signal that this process got, else 0. stopping: the one at which all ranks stop, else 0.
     """
@@ -209,8 +209,6 @@ class Watch(contextlib.ExitStack):
         if alone:
             print(f"{self._where()}: {why}", file=sys.stderr, flush=True)
             self.store = None
-        with contextlib.suppress(Exception):
-            super().__exit__(SystemExit, SystemExit(code), None)
         self._leave_store(wait=True)
         leave(code, why, at_once=True)
 

@@ -65,7 +65,6 @@ MODELS = {
     "qwen3_tied": lambda: qwen3(
         head_dim=32, tie_word_embeddings=True, rope_parameters=dict(rope_type="default", rope_theta=1e6)
     ),
-    "mistral": lambda: made(transformers.MistralConfig(**SHAPE, head_dim=24, sliding_window=None)),
 }
 LLAMA = dict(norm="rmsnorm", positions="rope", mlp="swiglu", bias=False)
 models = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
@@ -214,15 +213,14 @@ def test_absent_keys_mean_what_they_mean_to_transformers(name, family):
         if key in values:
             assert values[key] == (own.get(key) if value is None else value), key
     for key, some in family.allowed.items():
-        assert values.get(key, some[0]) == some[0] or key == "sliding_window", key
+        assert values.get(key, some[0]) == some[0], key
 
 
 @pytest.mark.parametrize(
     "make, changes, words",
     [
-        (gpt2, dict(model_type="opt"), ["model_type=opt", "gpt2 or llama or qwen3 or mistral"]),
+        (gpt2, dict(model_type="opt"), ["model_type=opt", "gpt2 or llama or qwen3"]),
         (llama, dict(model_type="qwen2"), ["model_type=qwen2 is not supported, expected gpt2 or llama"]),
-        (llama, dict(model_type="mistral"), ["sliding_window=4096 is not supported, expected None"]),
         (gpt2, dict(activation_function="relu"), ["activation_function=relu", "gelu_new"]),
         (gpt2, dict(n_head=5), ["n_embd=48", "n_head=5"]),
         (gpt2, dict(n_layer=3), ["transformer.h.2", "missing"]),
