@@ -88,7 +88,6 @@ def main(cfg):
 
 def train(cfg, world, watch):
     settings, writes = changed(cfg), world.main and not cfg.dry_run
-    check(cfg, world.size)
     cfg, chosen = choose(cfg, world.device)
     check(dataclasses.replace(cfg, attention="auto"), world.size)  # the resolved precision may be in conflict
     lock = watch.enter_context(Lock(cfg.out_dir)) if writes else None

@@ -134,12 +134,11 @@ def describe(cfg, world, job, loader, start):
     ranks = f"{world.size // N} groups of {N} ranks" if N > 1 else f"{world.size} ranks"
     micro = f"{cfg.batch_size} x {cfg.block_size} x {ranks} x {job.accumulation} micro-steps"
     tokens = loader.position + (cfg.max_steps - start.step) * cfg.batch_tokens
-    data = f"{loader.tokens:,} training tokens, tokenizer {cfg.tokenizer or 'unknown'}"
     rows = [
         ("parameters", f"{total:,}, of them {matmul:,} in matmuls; vocabulary padding not counted"),
         *account.rows(),
         ("memory", memory.describe(cfg, world.size, account.parameters)),
-        ("data", f"{cfg.data_dir}: {data}"),
+        ("data", f"{cfg.data_dir}: {loader.tokens:,} training tokens, tokenizer {cfg.tokenizer or 'unknown'}"),
     ]
     for folder, share, epochs in loader.shares_of(tokens) if len(loader.folders) > 1 else []:
         rows.append(("", f"{folder}: {share:.1%} of the rows, {epochs:.2f} epochs"))

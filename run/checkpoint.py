@@ -336,8 +336,6 @@ def shape_differences(saved, cfg, free=()):
     """["n_embd: checkpoint 768, now 1024", ...] of fields that decide results, except those in `free`."""
     old = GPTConfig(**{f.name: saved.get(f.name, f.default) for f in fields(GPTConfig)})
     free = {"attention", "dropout", "zero_init", *free}
-    if old.rope_factor == cfg.rope_factor is None:
-        free.add("rope_original")
     own = dict(n_kv_head="kv_heads", n_hidden="hidden", head_dim="head_size")  # which say what None means
     pairs = {f.name: [getattr(c, own.get(f.name, f.name)) for c in (old, cfg)] for f in fields(GPTConfig)}
     return [f"{k}: checkpoint {a}, now {b}" for k, (a, b) in pairs.items() if a != b and k not in free]

@@ -11,8 +11,7 @@ import kernels
 import model as models
 from scale.precision import DTYPES
 
-# Dense peak TFLOP/s by precision, from data sheets, by the first pattern in the device's name; AMD's
-# fp32 is that of its matrix units.
+# Dense peak TFLOP/s by precision, from data sheets, by the first pattern in the device's name.
 PEAK_TFLOPS = {
     "B200": {"fp8": 4500, "bf16": 2250, "fp16": 2250, "tf32": 1125, "fp32": 75},
     "H100 PCIe": {"fp8": 1513, "bf16": 756, "fp16": 756, "tf32": 378, "fp32": 51},
@@ -27,7 +26,7 @@ PEAK_TFLOPS = {
     "RTX 3090": {"bf16": 71, "fp16": 71, "tf32": 35.6, "fp32": 35.6},
     "V100": {"fp16": 125, "fp32": 15.7},
     "T4": {"fp16": 65, "fp32": 8.1},
-    "MI300X": {"fp8": 2615, "bf16": 1307, "fp16": 1307, "tf32": 654, "fp32": 163},
+    "MI300X": {"fp8": 2615, "bf16": 1307, "fp16": 1307, "tf32": 654, "fp32": 163},  # fp32: of matrix units
 }
 
 
@@ -52,10 +51,7 @@ def parameter_counts(model):
 
 
 class Census:
-    """Within it, operations run in plain PyTorch and are counted as if on this device in this dtype.
-
-    calls: {(operation, None or why it is no fused kernel): number}.
-    """
+    """Within it, operations run in plain PyTorch. calls: {(operation, None or why it is not fused): n}."""
 
     def __init__(self, device_type, dtype):
         self.where, self.calls, self.inner = (device_type, dtype), Counter(), 0
@@ -87,8 +83,7 @@ class Census:
 class Account:
     """What a model computes: `calls` (see Census), flops_per_token, unused (parameters without a gradient).
 
-    regular: every block ran once. bypassed: a block ran without kernels.attention as its attn.core.
-    problem: why nothing is known, as after an edit that reads a value.
+    regular: every block ran once. bypassed: one ran without kernels.attention. problem: why nothing is known.
     """
 
     def __init__(self, cfg, device, again=False):

@@ -107,10 +107,9 @@ def adopt(given):
     shape = read_config(fetch(name[3:]))
     shape.block_size = min(shape.block_size, GPTConfig.block_size)  # weights may have a longer context
     wanted = replace(shape, **{k: v for k, v in given.items() if k in vars(shape)})
-    wrong = shape_differences(vars(shape), wanted, ["vocab_multiple", "block_size"])
-    if wrong:
-        wrong.append("leave these settings out to take those of the weights")
-        raise UserError(f"init_from={name} has another shape than the settings given: {'; '.join(wrong)}")
+    if wrong := shape_differences(vars(shape), wanted, ["vocab_multiple", "block_size"]):
+        advice = "leave these settings out to take those of the weights"
+        raise UserError(f"init_from={name} has another shape: {'; '.join(wrong)}; {advice}")
     return vars(shape) | given
 
 

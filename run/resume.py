@@ -84,11 +84,10 @@ class Start:
         rows, saved = [("resumed", str(self.folder))] if self.folder else [], self.state.get("config", {})
         names = [k for k in checkpoint.SCHEDULE if k in saved and saved[k] != getattr(cfg, k)]
         if old := {name: saved[name] for name in names}:
-            settings = (dataclasses.replace(cfg, **old), cfg)
-            before, now = (f"{optim.learning_rate(self.step, of):.3g}" for of in settings)
-            rate = f"stays {now}" if now == before else f"is {now} instead of {before}"
+            before, now = (optim.learning_rate(self.step, c) for c in (dataclasses.replace(cfg, **old), cfg))
             words = ", ".join(f"{name} {value} to {getattr(cfg, name)}" for name, value in old.items())
-            rows.append(("schedule", f"changed ({words}): the next learning rate {rate}"))
+            rate = f"the next learning rate is {now:.3g} instead of {before:.3g}"
+            rows.append(("schedule", f"changed ({words}): {rate}"))
         return rows
 
 

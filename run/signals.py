@@ -1,9 +1,8 @@
 """Signals, and ranks that fail, die or hang: a run stops after a step, or all its ranks end with one error.
 
-A thread notes a signal; the loop obeys it after a step, or between two batches of an evaluation. A second one
-ends the process at once. Ranks learn of each other's errors through the process group's store: the first is
-printed once, and all end with its exit code. timeout_s ends ranks that wait for one that hangs, with stacks:
-gloo by its own limit, and this thread those that wait in NCCL, which takes minutes for it.
+A thread notes a signal, which the loop obeys after a step or a batch of an evaluation. Ranks learn of each
+other's errors through the process group's store: the first is printed once, and all end with its exit code.
+timeout_s ends ranks that wait for one that hangs: gloo by its own limit, and this thread those in NCCL.
 """
 
 import contextlib
@@ -84,8 +83,6 @@ class Watch(contextlib.ExitStack):
             for descriptor in (*self._pipe, *self._peers):
                 os.close(descriptor)
 
-    # -- the main thread
-
     def begin(self, step):
         """Notes which step begins, for messages."""
         self._step, self._begun, self._moved = step, self._begun + 1, time.monotonic()
@@ -149,8 +146,6 @@ class Watch(contextlib.ExitStack):
                 self.store.set(f"ended/{self.world.rank}", "")
             if self.store is not None and wait and self.world.main:
                 self._wait([f"ended/{rank}" for rank in range(self.world.size)], PATIENCE + 1)
-
-    # -- the thread
 
     def _watch(self):
         store_seen, poll = time.monotonic(), select.poll()
