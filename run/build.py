@@ -138,7 +138,7 @@ def describe(cfg, world, job, loader, start):
         ("parameters", f"{total:,}, of them {matmul:,} in matmuls; vocabulary padding not counted"),
         *account.rows(),
         ("memory", memory.describe(cfg, world.size, account.parameters)),
-        ("data", f"{cfg.data_dir}: {loader.tokens:,} training tokens, tokenizer {cfg.tokenizer or 'unknown'}"),
+        ("data", f"{cfg.data_dir}: {loader.tokens:,} training tokens, tokenizer {cfg.tokenizer or 'n/a'}"),
     ]
     for folder, share, epochs in loader.shares_of(tokens) if len(loader.folders) > 1 else []:
         rows.append(("", f"{folder}: {share:.1%} of the rows, {epochs:.2f} epochs"))
