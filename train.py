@@ -27,7 +27,6 @@ from run.build import build_model, choose, describe, make_batches, make_loaders
 from run.checkpoint import Saver, magnitudes
 from run.evaluate import Evaluator, add_evaluations
 from run.files import Lock
-from run.flops import peak_flops
 from run.logger import LONG, Logger, NotFinite, progress
 from run.resume import Start
 from run.signals import Watch, explained
@@ -36,10 +35,7 @@ from scale.precision import autocast
 
 
 class Training:
-    """A run's model, optimizer and step. `raw` is the model; `model` is what a step calls, perhaps in DDP.
-
-    cfg: from `choose`. weights: a checkpoint's; None: cfg.init_from's, or new. eot: see documents.separator.
-    """
+    """A run's model, optimizer and step. `raw` is the model; `model` is what a step calls, perhaps in DDP."""
 
     def __init__(self, cfg, world, weights=None, eot=None):
         self.raw, self.model, self.account = build_model(cfg, world, weights, eot)
@@ -92,7 +88,6 @@ def main(cfg):
 
 def train(cfg, world, watch):
     settings, writes = changed(cfg), world.main and not cfg.dry_run
-    check(cfg, world.size)
     cfg, chosen = choose(cfg, world.device)
     check(dataclasses.replace(cfg, attention="auto"), world.size)  # the resolved precision may be in conflict
     lock = watch.enter_context(Lock(cfg.out_dir)) if writes else None
@@ -105,7 +100,6 @@ def train(cfg, world, watch):
         if world.main:
             verify(cfg.data_dir)
     log = Logger(world, cfg)
-    watch.callback(lambda: log.file and log.file.close())
 
     # data
     loader, val_loaders = make_loaders(cfg, world)
@@ -130,8 +124,7 @@ def train(cfg, world, watch):
     watch.push(lambda kind, *_: kind is NotFinite and saver.wait())  # ends a save in the background
     rows = [*chosen, *describe(cfg, world, job, loader, start)]
     rows += [("warning", words) for words in [*warnings, *start.warnings]]
-    peak = peak_flops(world.device, cfg.precision)
-    log.start(start.step, loader.rows * cfg.block_size, rows, settings, (job.account.flops_per_token, peak))
+    log.start(start.step, loader.rows * cfg.block_size, rows, settings, job.account.flops_per_token)
 
     step = start.step
     job.raw.train()

@@ -41,7 +41,8 @@ def make_loaders(cfg, world):
 
 def refuse_other_tokenizer(cfg):
     """Raises DataError if the data has not the tokenizer of the Hugging Face weights in init_from."""
-    for folder, _ in mixture.folders(cfg.data_dir) if cfg.tokenizer and hf.names_hf(cfg.init_from) else []:
+    hugging_face = (cfg.init_from or "").startswith("hf:")
+    for folder, _ in mixture.folders(cfg.data_dir) if cfg.tokenizer and hugging_face else []:
         manifest = read_manifest(folder)
         name, sizes = manifest.get("tokenizer"), read_sizes(folder, manifest)
         if name != cfg.tokenizer and sizes is not None and not hf.same_tokenizer(cfg.tokenizer, sizes):
@@ -53,8 +54,7 @@ def refuse_other_tokenizer(cfg):
 def make_batches(cfg, world, loader):
     """A function that returns this rank's part of the next (x, y); with cfg.overfit of the first step's.
 
-    With a mask (x, y, weight): the weighted sums of losses, added up over micro-steps and averaged over
-    ranks, are the mean over the whole step's targets.
+    With a mask (x, y, weight): the weighted sums of ranks' losses average to the mean of a step's targets.
     """
 
     def next_batch():
@@ -115,7 +115,7 @@ def prepare(model, cfg, world, eot, regular):
 
 def load_initial_weights(model, cfg):
     """Copies the weights that cfg.init_from names into a model of the same shape, on each rank its rows."""
-    if hf.names_hf(cfg.init_from):
+    if cfg.init_from.startswith("hf:"):
         tensors, shape = hf.open_hf(cfg.init_from[3:])
     else:
         tensors, shape, _ = checkpoint.open_model(cfg.init_from)
@@ -134,12 +134,11 @@ def describe(cfg, world, job, loader, start):
     ranks = f"{world.size // N} groups of {N} ranks" if N > 1 else f"{world.size} ranks"
     micro = f"{cfg.batch_size} x {cfg.block_size} x {ranks} x {job.accumulation} micro-steps"
     tokens = loader.rows * cfg.block_size + (cfg.max_steps - start.step) * cfg.batch_tokens
-    data = f"{loader.tokens:,} training tokens, tokenizer {cfg.tokenizer or 'unknown'}"
     rows = [
         ("parameters", f"{total:,}, of them {matmul:,} in matmuls; vocabulary padding not counted"),
         *account.rows(),
         ("memory", memory.describe(cfg, world.size, account.parameters)),
-        ("data", f"{cfg.data_dir}: {data}"),
+        ("data", f"{cfg.data_dir}: {loader.tokens:,} training tokens, tokenizer {cfg.tokenizer or 'n/a'}"),
     ]
     for folder, share, epochs in loader.shares_of(tokens) if len(loader.folders) > 1 else []:
         rows.append(("", f"{folder}: {share:.1%} of the rows, {epochs:.2f} epochs"))

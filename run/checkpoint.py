@@ -1,9 +1,7 @@
 """Checkpoints: a folder for each saved step, complete or absent; without pickles, so loading runs no code.
 
-docs/checkpoints.md lists the files of a folder. Of a sharded model each rank writes its rows, to
-model.rank00003.safetensors and the like, whose headers give the first row and the number of rows. Both are
-read by rows (Stored): a run resumes on any number of ranks. A folder is written under another name, synced
-and renamed. All nodes must share the file system of out_dir.
+docs/checkpoints.md lists the files of a folder. Of a sharded model each rank writes its rows, which are read
+by rows (Stored) on any number of ranks. A folder is written under another name, synced and renamed.
 """
 
 import contextlib
@@ -338,8 +336,6 @@ def shape_differences(saved, cfg, free=()):
     """["n_embd: checkpoint 768, now 1024", ...] of fields that decide results, except those in `free`."""
     old = GPTConfig(**{f.name: saved.get(f.name, f.default) for f in fields(GPTConfig)})
     free = {"attention", "dropout", "zero_init", *free}
-    if old.positions == cfg.positions == "learned" or old.rope_factor == cfg.rope_factor is None:
-        free.add("rope_original")
     own = dict(n_kv_head="kv_heads", n_hidden="hidden", head_dim="head_size")  # which say what None means
     pairs = {f.name: [getattr(c, own.get(f.name, f.name)) for c in (old, cfg)] for f in fields(GPTConfig)}
     return [f"{k}: checkpoint {a}, now {b}" for k, (a, b) in pairs.items() if a != b and k not in free]

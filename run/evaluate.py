@@ -12,11 +12,8 @@ SAMPLES = dict(n=4, max_new_tokens=64, temperature=0.8, top_k=50)
 
 
 @torch.no_grad()
-def validate(model, loader, tokens, autocast, own=lambda batch: batch, stop=lambda: False):
-    """(nats per token, bits per byte or None) over the first `tokens` validation tokens, from all ranks.
-
-    own: a function that cuts a batch to this rank's tokens, for context parallelism.
-    """
+def validate(model, loader, tokens, autocast, own, stop):
+    """(nats per token, bits per byte or None) over the first `tokens` validation tokens, from all ranks."""
     device = parallel.device_of(model)
     exact = torch.float32 if device.type == "mps" else torch.float64
     sizes = None if loader.token_bytes is None else torch.as_tensor(loader.token_bytes, device=device)
@@ -33,10 +30,9 @@ def validate(model, loader, tokens, autocast, own=lambda batch: batch, stop=lamb
 
 
 class Evaluator:
-    """Runs the evaluations that are due after a step. stop(): whether all ranks are to stop."""
+    """Runs the evaluations of a train.Training that are due after a step. done: the step evaluated last."""
 
     def __init__(self, job, log, stop, max_steps, done):
-        """job: a train.Training. done: the step that was evaluated last; None: none."""
         self.model, self.autocast, self.log, self.stop = job.raw, job.autocast, log, stop
         self.max_steps, self.done, self.loss, self.parts = max_steps, done, None, []
 
@@ -64,12 +60,13 @@ class Evaluator:
         """What a checkpoint records of the evaluation after `step`, which a run that stops may have left."""
         return {"val_loss": self.loss if self.done == step else None, "evaluated": not self.due(step)}
 
-    def validation(self, step, loaders, own):
-        """loaders: [(share of the loss, tokens, loader)] of the data folders."""
+    def validation(self, step, loaders, tokens, own):
+        """loaders: [(share of the loss and of the tokens, loader)] of the data folders."""
         began = parallel.synchronize(parallel.device_of(self.model))
         loss, bpb, each = 0.0, None, {}
-        for share, tokens, loader in loaders:
-            nats, bpb = validate(self.model, loader, tokens, self.autocast, own, self.stop)
+        for share, loader in loaders:
+            part = max(loader.T, round(share * tokens))
+            nats, bpb = validate(self.model, loader, part, self.autocast, own, self.stop)
             loss, each[loader.data_dir] = loss + share * nats, nats
         if self.stop():
             return
@@ -102,13 +99,7 @@ class Evaluator:
 def add_evaluations(evaluate, cfg, world, val_loaders):
     """Adds what cfg asks for; returns warnings of what cannot be evaluated."""
     warnings, own = [], functools.partial(context.own_tokens, cfg, world)
-    for share, loader in val_loaders:
-        if share * cfg.eval_tokens > 1.01 * loader.tokens:
-            words = f"{loader.data_dir} has {loader.tokens:,} validation tokens, less than its part of"
-            warnings.append(f"{words} eval_tokens={cfg.eval_tokens:,}; each validation reads them once")
-    sizes = [max(cfg.block_size, round(share * cfg.eval_tokens)) for share, _ in val_loaders]
-    loaders = [(share, size, loader) for size, (share, loader) in zip(sizes, val_loaders)]
-    evaluate.every(cfg.eval_interval, evaluate.validation, loaders, own)
+    evaluate.every(cfg.eval_interval, evaluate.validation, val_loaders, cfg.eval_tokens, own)
     if cfg.hellaswag_interval or cfg.sample_interval:
         import hellaswag
         from corpus import tokenizer as tokenizers
@@ -116,14 +107,13 @@ def add_evaluations(evaluate, cfg, world, val_loaders):
 
         tokenizer = tokenizers.load(cfg.tokenizer or "gpt2", cfg.vocab_size)
     if cfg.hellaswag_interval:
-        examples = problem = None
+        examples = problem = None  # a problem of one rank is one of all
         try:
             examples = hellaswag.prepare(hellaswag.load(cfg.hellaswag_file), tokenizer, cfg.block_size)
         except hellaswag.Unavailable as error:
             problem = str(error)
-        problems = [text for text in parallel.gather_objects(problem) if text]  # all ranks or none
-        warnings += [f"no HellaSwag in this run: {problems[0]}"] if problems else []
-        evaluate.every(0 if problems else cfg.hellaswag_interval, evaluate.hellaswag, hellaswag, examples)
+        warnings = [f"no HellaSwag in this run: {why}" for why in parallel.gather_objects(problem) if why][:1]
+        evaluate.every(0 if warnings else cfg.hellaswag_interval, evaluate.hellaswag, hellaswag, examples)
     if cfg.sample_interval:
         options = dict(tokenizer=tokenizer, prompt=cfg.sample_prompt, seed=cfg.seed, **SAMPLES)
         evaluate.every(cfg.sample_interval, evaluate.samples, functools.partial(sampling.texts, **options))

@@ -50,26 +50,17 @@ def writable(out_dir):
         raise UserError(f"out_dir={out_dir}: {name}: {why}; try another --out_dir") from None
 
 
-class Lock:
-    """out_dir/run.lock (flock, which ends with the process), of the one run that may write there.
-
-    `with Lock(out_dir) as lock`: taken at once if the folder exists, else by take(), which makes it.
-    """
+class Lock(contextlib.ExitStack):
+    """out_dir/run.lock (flock) of the one run that may write there: taken if it exists, else by take()."""
 
     def __init__(self, out_dir):
+        super().__init__()
         self.path, self.file = Path(out_dir) / "run.lock", None
-
-    def __enter__(self):
-        if os.path.isdir(self.path.parent):  # False also for a name that is too long
+        if os.path.isdir(out_dir):  # False also for a name that is too long
             self.take()
-        return self
-
-    def __exit__(self, *_):
-        if self.file:
-            self.file.close()
 
     def take(self):
-        """Raises UserError if another run holds the lock, or the folder cannot be written."""
+        """Makes the folder, and raises UserError if that fails or another run holds the lock."""
         if self.file:
             return
         with writable(self.path.parent):
@@ -88,7 +79,7 @@ class Lock:
                 print(f"warning: {self.path}: {error.strerror}: a second run is not refused", file=sys.stderr)
             file.truncate(0)
             print(f"process {os.getpid()} on {socket.gethostname()}", file=file, flush=True)
-        self.file = file
+        self.file = self.enter_context(file)
 
 
 def digest(path):

@@ -1,9 +1,5 @@
-"""What a model computes (operations, FLOPs, MFU), from one forward and backward on meta tensors.
+"""What a model computes (operations, FLOPs, MFU), from a forward and backward of any model.py on meta."""
 
-model.py may have been edited in any way, so nothing is inferred from settings.
-"""
-
-import contextlib
 import re
 from collections import Counter
 
@@ -15,8 +11,7 @@ import kernels
 import model as models
 from scale.precision import DTYPES
 
-# Dense peak TFLOP/s by precision, from data sheets, by the first pattern in the device's name; AMD's
-# fp32 is that of its matrix units.
+# Dense peak TFLOP/s by precision, from data sheets, by the first pattern in the device's name.
 PEAK_TFLOPS = {
     "B200": {"fp8": 4500, "bf16": 2250, "fp16": 2250, "tf32": 1125, "fp32": 75},
     "H100 PCIe": {"fp8": 1513, "bf16": 756, "fp16": 756, "tf32": 378, "fp32": 51},
@@ -31,7 +26,7 @@ PEAK_TFLOPS = {
     "RTX 3090": {"bf16": 71, "fp16": 71, "tf32": 35.6, "fp32": 35.6},
     "V100": {"fp16": 125, "fp32": 15.7},
     "T4": {"fp16": 65, "fp32": 8.1},
-    "MI300X": {"fp8": 2615, "bf16": 1307, "fp16": 1307, "tf32": 654, "fp32": 163},
+    "MI300X": {"fp8": 2615, "bf16": 1307, "fp16": 1307, "tf32": 654, "fp32": 163},  # fp32: of matrix units
 }
 
 
@@ -56,11 +51,18 @@ def parameter_counts(model):
 
 
 class Census:
-    """Counts calls of operations: `calls` is {(operation, None or why it is no fused kernel): number}."""
+    """Within it, operations run in plain PyTorch. calls: {(operation, None or why it is not fused): n}."""
 
     def __init__(self, device_type, dtype):
         self.where, self.calls, self.inner = (device_type, dtype), Counter(), 0
         self.attention_flops, self.attention_calls = 0, 0
+
+    def __enter__(self):
+        kernels.counting = self
+        return self
+
+    def __exit__(self, *_):
+        kernels.counting = None
 
     def note(self, operation, reason, inner):
         """Called by kernels.fused. inner: how many other operations this one calls where it is not fused."""
@@ -78,21 +80,10 @@ class Census:
         return q.new_empty(B, H, T, out) + (q.sum() + k.sum() + v.sum())
 
 
-@contextlib.contextmanager
-def census(device_type, dtype):
-    """Within it, operations run in plain PyTorch and are counted as if on this device in this dtype."""
-    kernels.counting = Census(device_type, dtype)
-    try:
-        yield kernels.counting
-    finally:
-        kernels.counting = None
-
-
 class Account:
     """What a model computes: `calls` (see Census), flops_per_token, unused (parameters without a gradient).
 
-    regular: every block ran once. bypassed: a block ran without kernels.attention as its attn.core.
-    problem: why nothing is known, as after an edit that reads a value.
+    regular: every block ran once. bypassed: one ran without kernels.attention. problem: why nothing is known.
     """
 
     def __init__(self, cfg, device, again=False):
@@ -101,7 +92,7 @@ class Account:
         for block in model.blocks:
             block.register_forward_hook(lambda block, *_: runs.update([block]))
         self.flops_per_token = self.problem = None
-        with census(device.type, DTYPES.get(cfg.precision, torch.float32)) as seen:
+        with Census(device.type, DTYPES.get(cfg.precision, torch.float32)) as seen:
             try:
                 self.flops_per_token = flops_per_token(model, cfg, seen)
             except Exception as error:  # meta tensors have no values, and that fails again
@@ -131,10 +122,7 @@ class Account:
 
 
 def flops_per_token(model, cfg, seen):
-    """FLOPs of a token for MFU, from a forward and backward on meta tensors; seen: the Census under way.
-
-    No padding rows, no recomputation, and no attention within documents, which depends on their lengths.
-    """
+    """FLOPs of a token for MFU, without padding rows, recomputation and attention within documents."""
     tokens = torch.zeros(1, cfg.block_size, dtype=torch.long, device="meta")
     with FlopCounterMode(display=False) as counter:
         loss = model(tokens, tokens)

@@ -104,24 +104,19 @@ def family_of(cfg):
     raise UserError(f"no Hugging Face model computes this, so it cannot be exported: {'; '.join(lacking)}")
 
 
-def names_hf(init_from):
-    return bool(init_from) and init_from.startswith("hf:")
-
-
 def adopt(given):
     """The `given` settings and, from Hugging Face weights in init_from, their shape and tokenizer."""
-    name = given.get("init_from")
-    if not names_hf(name):
+    name = given.get("init_from") or ""
+    if not name.startswith("hf:"):
         return given
     from run.checkpoint import shape_differences
 
     shape = read_config(fetch(name[3:]))
     shape.block_size = min(shape.block_size, GPTConfig.block_size)  # weights may have a longer context
     wanted = replace(shape, **{k: v for k, v in given.items() if k in vars(shape)})
-    wrong = shape_differences(vars(shape), wanted, ["vocab_multiple", "block_size"])
-    if wrong:
-        wrong.append("leave these settings out to take those of the weights")
-        raise UserError(f"init_from={name} has another shape than the settings given: {'; '.join(wrong)}")
+    if wrong := shape_differences(vars(shape), wanted, ["vocab_multiple", "block_size"]):
+        advice = "leave these settings out to take those of the weights"
+        raise UserError(f"init_from={name} has another shape: {'; '.join(wrong)}; {advice}")
     return vars(shape) | given
 
 
@@ -200,15 +195,12 @@ def config_json(cfg, dtype, ids):
         return config | dict.fromkeys(["embd_pdrop", "attn_pdrop", "resid_pdrop"], cfg.dropout)
     config |= dict(head_dim=cfg.head_size, attention_bias=cfg.bias, attention_dropout=cfg.dropout)
     scaling = dict(rope_type="llama3", factor=cfg.rope_factor, low_freq_factor=1.0, high_freq_factor=4.0)
-    scaling["original_max_position_embeddings"] = cfg.rope_original
+    scaling |= dict(original_max_position_embeddings=cfg.rope_original)
     return config | dict(rope_scaling=scaling if cfg.rope_factor else None)
 
 
 def write_tokenizer(folder, tokenizer, block_size):
-    """Writes the files of a tokenizer and of generation, and returns {"bos_token_id", "eos_token_id"}.
-
-    What lies beside tokenizer.json is copied. Generation stops at the separator of documents as well.
-    """
+    """Writes the files of a tokenizer and of generation -> {"bos_token_id": ..., "eos_token_id": ...}."""
     from corpus import chat
     from run.checkpoint import BESIDE
 
@@ -323,8 +315,7 @@ def open_hf(name):
 def save_hf(model, path, dtype="float32", max_shard_size="5GB", tensors=None, tokenizer=None):
     """Writes a folder that AutoModelForCausalLM loads, complete or not at all; returns its path.
 
-    max_shard_size: of a file, which is in memory while it is written. tensors: {our name: tensor or Stored}
-    for a model on meta; None: the model's own. tokenizer: a corpus.tokenizer.Tokenizer; None: writes none.
+    tensors: {our name: tensor or Stored}; None: the model's own. tokenizer: a corpus.tokenizer.Tokenizer.
     """
     from safetensors import SafetensorError
 

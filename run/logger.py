@@ -2,7 +2,6 @@
 
 import collections
 import contextlib
-import errno
 import json
 import math
 import os
@@ -33,7 +32,6 @@ def device_name(device):
 
 
 def describe_device(world):
-    """A row of the start-up summary."""
     return "device", f"{world.size} x {device_name(world.device)}, torch {torch.__version__}"
 
 
@@ -60,8 +58,6 @@ class Logger:
     def print(self, *words):
         if self.world.main:
             print(*words, flush=True)
-
-    # -- files and wandb
 
     def open(self, out_dir, config, wandb=False, wandb_id=None, saved_at=None):
         """Opens the log in out_dir, and a wandb run. saved_at: the step of the checkpoint resumed there."""
@@ -104,10 +100,10 @@ class Logger:
 
     def _append(self, line):
         """A whole line or none; a disk that is full costs lines of the log, not the run."""
-        end = os.fstat(self.file.fileno()).st_size
+        end, rest = os.fstat(self.file.fileno()).st_size, line.encode()
         try:
-            if self.file.write(line.encode()) < len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            while rest:
+                rest = rest[self.file.write(rest) :]
         except OSError as error:
             with contextlib.suppress(OSError):
                 self.file.truncate(end)
@@ -115,14 +111,10 @@ class Logger:
                 self.full, words = True, f"{error.strerror}; training goes on, lines of the log are lost"
                 self.print(f"warning: {self.file.name}: {words}")
 
-    # -- the run
-
-    def start(self, step, tokens, rows, settings, costs):
-        """The start-up summary: rows, and the settings that were changed.
-
-        costs: FLOPs of a token and a device's peak FLOP/s, for the MFU; None where unknown.
-        """
-        (self.flops_per_token, peak), self.origin = costs, (step, tokens)
+    def start(self, step, tokens, rows, settings, flops_per_token):
+        """The start-up summary. flops_per_token: for the MFU; None where unknown."""
+        self.flops_per_token, self.origin = flops_per_token, (step, tokens)
+        peak = flops.peak_flops(self.world.device, self.cfg.precision)
         self.peak = peak and peak * self.world.size
         words = [f"{name}={value}" for name, value in settings.items()]
         rows = [describe_device(self.world), *rows, ("settings", " ".join(words) or "all defaults")]
@@ -148,8 +140,6 @@ class Logger:
             self.wandb = None
         self.record(done[0], step)  # the last line, which a run that was killed lacks
 
-    # -- steps
-
     def step(self, step, lr, loss, norm, began, flags=()):
         """Takes a step that was launched -> the ranks' means of [*flags, seconds] at the step read last."""
         own = [torch.full_like(loss, flag) for flag in (*flags, self.seconds)]
@@ -170,9 +160,7 @@ class Logger:
         self.late = int(self.world.device.type == "cuda" and self.figures[-1] < LONG)
         first, self.seconds = self.seconds == 0, result.moment.since(self.mark or began)
         self.mark = result.moment
-        if first:
-            self.print(f"first step done, {time.perf_counter() - self.began:.1f} s after the start")
-        else:
+        if not first:
             self.average = 0.9 * (self.average or self.seconds) + 0.1 * self.seconds
         self._line(step, lr, loss, norm)
         bad = {name: x for name, x in (("loss", loss), ("gradient norm", norm)) if not math.isfinite(x)}
@@ -188,7 +176,7 @@ class Logger:
         values = dict(loss=loss, lr=lr, norm=norm, dt_ms=seconds * 1e3, tok_per_s=rate, mfu=mfu, gib=gib)
         tokens = self.origin[1] + (step - self.origin[0]) * self.cfg.batch_tokens
         self.record("train", step, **values, tokens=tokens)
-        if step % self.cfg.log_interval == 0 or left == 0:
+        if step % self.cfg.log_interval == 0 or left == 0 or self.average is None:  # None: the first step
             eta = "n/a" if left and self.average is None else tqdm.format_interval(left * (self.average or 0))
             self.print(
                 f"step {step:>{len(str(self.max_steps))}}/{self.max_steps} | loss {loss:8.4f} | "
@@ -214,9 +202,8 @@ class Logger:
     def refuse(self, step, name, value):
         """Raises NotFinite unless the figure is finite; None passes."""
         if value is not None and not math.isfinite(value):
-            since = "yet" if self.saved_at is None else f"since step {self.saved_at}"
-            words = f"the {name} is {value}; nothing was saved {since}; try a lower --lr"
-            raise NotFinite(f"step {step}: {words}")
+            last = "yet" if self.saved_at is None else f"since step {self.saved_at}"
+            raise NotFinite(f"step {step}: the {name} is {value}; nothing was saved {last}; try a lower --lr")
 
     def _look_for_spike(self, step, loss):
         """Warns of a loss far above the mean of SETTLED steps before it, at most once in as many."""

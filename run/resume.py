@@ -42,9 +42,9 @@ class Start:
             raise CheckpointError(f"{self.folder} is another model: {'; '.join(wrong)}; nothing was changed")
         was = {"optimizer": config.get("optimizer", "adamw"), "weights": config.get("weights", "fp32")}
         wrong = [f"{k}={v}, now {getattr(cfg, k)}" for k, v in was.items() if v != getattr(cfg, k)]
-        wrong += [f"no {name}" for name in ("loader", "scaler", "world_size") if name not in self.state]
+        absent = {"optimizer", "loader", "scaler", "world_size"} - self.state.keys() - self._tensors.keys()
+        wrong += [f"no {name}" for name in sorted(absent)]
         wrong += ["no loss scaler"] * (cfg.precision == "fp16" and not self.state.get("scaler"))
-        wrong += ["no state of an optimizer"] * ("optimizer" not in self._tensors)
         kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[cfg.weights]
         wrong += [f"{name} in {t.dtype}" for name, t in self.weights.items() if t.dtype != kind]
         if wrong:
@@ -84,11 +84,10 @@ class Start:
         rows, saved = [("resumed", str(self.folder))] if self.folder else [], self.state.get("config", {})
         names = [k for k in checkpoint.SCHEDULE if k in saved and saved[k] != getattr(cfg, k)]
         if old := {name: saved[name] for name in names}:
-            settings = (dataclasses.replace(cfg, **old), cfg)
-            before, now = (f"{optim.learning_rate(self.step, of):.3g}" for of in settings)
-            rate = f"stays {now}" if now == before else f"is {now} instead of {before}"
+            before, now = (optim.learning_rate(self.step, c) for c in (dataclasses.replace(cfg, **old), cfg))
             words = ", ".join(f"{name} {value} to {getattr(cfg, name)}" for name, value in old.items())
-            rows.append(("schedule", f"changed ({words}): the next learning rate {rate}"))
+            rate = f"the next learning rate is {now:.3g} instead of {before:.3g}"
+            rows.append(("schedule", f"changed ({words}): {rate}"))
         return rows
 
 

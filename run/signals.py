@@ -1,9 +1,8 @@
 """Signals, and ranks that fail, die or hang: a run stops after a step, or all its ranks end with one error.
 
-A thread notes a signal; the loop obeys it after a step, or between two batches of an evaluation. A second one
-ends the process at once. Ranks learn of each other's errors through the process group's store: the first is
-printed once, and all end with its exit code. timeout_s ends ranks that wait for one that hangs, with stacks:
-gloo by its own limit, and this thread those that wait in NCCL, which takes minutes for it.
+A thread notes a signal, which the loop obeys after a step or a batch of an evaluation. Ranks learn of each
+other's errors through the process group's store: the first is printed once, and all end with its exit code.
+timeout_s ends ranks that wait for one that hangs: gloo by its own limit, and this thread those in NCCL.
 """
 
 import contextlib
@@ -32,7 +31,7 @@ STORE_GONE = 5  # s without the store after which the run is over: rank 0 or tor
 
 
 class Watch(contextlib.ExitStack):
-    """`with Watch(world, timeout_s) as watch`: an ExitStack, left also if another rank's error ends this one.
+    """`with Watch(world, timeout_s) as watch`: an ExitStack that tells other ranks of an error.
 
     asked: the first signal that this process got, else 0. stopping: the one at which all ranks stop, else 0.
     """
@@ -83,8 +82,6 @@ class Watch(contextlib.ExitStack):
                 signal.signal(number, handler)
             for descriptor in (*self._pipe, *self._peers):
                 os.close(descriptor)
-
-    # -- the main thread
 
     def begin(self, step):
         """Notes which step begins, for messages."""
@@ -150,8 +147,6 @@ class Watch(contextlib.ExitStack):
             if self.store is not None and wait and self.world.main:
                 self._wait([f"ended/{rank}" for rank in range(self.world.size)], PATIENCE + 1)
 
-    # -- the thread
-
     def _watch(self):
         store_seen, poll = time.monotonic(), select.poll()
         for descriptor in (self._pipe[0], *self._peers):
@@ -209,8 +204,6 @@ class Watch(contextlib.ExitStack):
         if alone:
             print(f"{self._where()}: {why}", file=sys.stderr, flush=True)
             self.store = None
-        with contextlib.suppress(Exception):
-            super().__exit__(SystemExit, SystemExit(code), None)
         self._leave_store(wait=True)
         leave(code, why, at_once=True)
 

@@ -51,7 +51,7 @@ def test_lines_at_an_interval_and_all_in_the_log(tmp_path, capsys):
     for step in range(1, 11):
         take(log, step, 0.5)
     shown = [line[:14] for line in capsys.readouterr().out.splitlines() if line.startswith("step")]
-    assert shown == ["step    5/1000", "step   10/1000"]
+    assert shown == ["step    1/1000", "step    5/1000", "step   10/1000"]
     found = lines(tmp_path)
     assert [line["step"] for line in found] == list(range(1, 11)) and found[0]["tok_per_s"] == 2000
     assert found[3]["tokens"] == 4000 and found[0]["mfu"] is None
