@@ -99,7 +99,8 @@ def train(cfg, world, watch):
         cfg = dataclasses.replace(cfg, max_steps=start.step + 2 + EAGER_STEPS * cfg.cuda_graph)
         if world.main:
             verify(cfg.data_dir)
-    log = Logger(world, cfg)
+    skips = None if cfg.precision == "fp16" else cfg.max_skipped_steps
+    log = Logger(world, cfg.max_steps, cfg.log_interval, cfg.batch_tokens, skips)
 
     # data
     loader, val_loaders = make_loaders(cfg, world)
@@ -120,22 +121,23 @@ def train(cfg, world, watch):
         start.prepare_out_dir()
     if not cfg.dry_run:
         log.open(cfg.out_dir, config, cfg.wandb, start.state.get("wandb_id"), saved)
-    saver = Saver(cfg, world, start.saved, log.saved)
+    every = 0 if cfg.dry_run else cfg.save_interval
+    saver = Saver(world, cfg.out_dir, cfg.keep_last, cfg.async_save, start.saved, log.saved)
     watch.push(lambda kind, *_: kind is NotFinite and saver.wait())  # ends a save in the background
     rows = [*chosen, *describe(cfg, world, job, loader, start)]
     rows += [("warning", words) for words in [*warnings, *start.warnings]]
-    log.start(start.step, loader.rows * cfg.block_size, rows, settings, job.account.flops_per_token)
+    log.start(start.step, loader.rows * cfg.block_size, rows, settings, job.account)
 
     step = start.step
     job.raw.train()
     while True:
         last = step == cfg.max_steps or watch.stopping
-        if last or evaluate.due(step) or saver.due(step, last):
+        if last or evaluate.due(step) or saver.due(step, every, last):
             log.catch_up()
         if evaluate.due(step) and not watch.stopping:
             log.refuse(step, "validation loss", evaluate(step))
             last = last or watch.stopping
-        if saver.due(step, last):
+        if saver.due(step, every, last):
             state = dict(config=config, wandb_id=log.wandb_id, **evaluate.state(step))
             state |= dict(loader=loader.state_dict(), scaler=job.scaler.state_dict())
             saver.save(step, job.raw, job.optimizer, state)

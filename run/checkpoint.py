@@ -116,8 +116,8 @@ def problem(folder, rank=0, ranks=1):
 
 def save(out_dir, step, tensors, state, keep_last=2):
     """As Saver.write, of a process alone; returns the folder."""
-    cfg, alone = Config(out_dir=out_dir, keep_last=keep_last), parallel.World(0, 1, torch.device("cpu"))
-    Saver(cfg, alone, saved=lambda *_: None).write(step, tensors, state)
+    alone = parallel.World(0, 1, torch.device("cpu"))
+    Saver(alone, out_dir, keep_last, saved=lambda *_: None).write(step, tensors, state)
     return folder_of(out_dir, step)
 
 
@@ -129,17 +129,17 @@ def save_model(folder, model, cfg, step=0):
 class Saver:
     """Saves a run, with async_save from a copy in the CPU's memory. All ranks make the same calls."""
 
-    def __init__(self, cfg, world, last=None, saved=print):
+    def __init__(self, world, out_dir, keep_last, async_save=False, last=None, saved=print):
         """last: the resumed checkpoint, if in out_dir. saved(step, folder) follows each save."""
-        self.out_dir, self.keep_last, self.background = Path(cfg.out_dir), cfg.keep_last, cfg.async_save
-        self.every, self.world, self.saved = 0 if cfg.dry_run else cfg.save_interval, world, saved
+        self.world, self.out_dir, self.keep_last = world, Path(out_dir), keep_last
+        self.background, self.saved = async_save, saved
         self.last = None if last is None else int(last.name[5:])  # the step of the last save
         self.whole = set() if last is None else {last}  # for prune
         self.thread, self.pending = ThreadPoolExecutor(1), None  # pending: the future of _write
 
-    def due(self, step, at_end):
-        """Whether to save after `step` steps: every so many, and at the end."""
-        return self.every > 0 and step not in (0, self.last) and (at_end or step % self.every == 0)
+    def due(self, step, every, at_end):
+        """Whether to save after `step` steps: every so many, and at the end; never if every is 0."""
+        return every > 0 and step not in (0, self.last) and (at_end or step % every == 0)
 
     def save(self, step, model, optimizer, state):
         """Starts the save after `step` steps when the one before is done; waits unless in the background."""

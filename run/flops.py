@@ -83,11 +83,13 @@ class Census:
 class Account:
     """What a model computes: `calls` (see Census), flops_per_token, unused (parameters without a gradient).
 
+    peak: the device's FLOP/s in the run's precision, None if unknown.
     regular: every block ran once. bypassed: one ran without kernels.attention. problem: why nothing is known.
     """
 
     def __init__(self, cfg, device, again=False):
         model, runs = models.on_meta(cfg), Counter()
+        self.peak = peak_flops(device, cfg.precision)
         self.parameters = sum(p.numel() for p in model.parameters())
         for block in model.blocks:
             block.register_forward_hook(lambda block, *_: runs.update([block]))

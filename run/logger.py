@@ -44,8 +44,10 @@ def show(rows, say=print):
 class Logger:
     """Prints and records on rank 0; all ranks make the same calls, since `step` averages over them."""
 
-    def __init__(self, world, cfg):
-        self.world, self.cfg, self.max_steps = world, cfg, cfg.max_steps
+    def __init__(self, world, max_steps, log_interval, batch_tokens, max_skipped):
+        """max_skipped: steps in a row that may be skipped; None with fp16, whose scaler skips by itself."""
+        self.world, self.max_steps, self.log_interval = world, max_steps, log_interval
+        self.batch_tokens, self.max_skipped = batch_tokens, max_skipped
         self.began, self.origin = time.perf_counter(), (0, 0)  # a step, and the tokens read before it
         self.out_dir = self.file = self.wandb = self.wandb_id = self.saved_at = None
         self.flops_per_token = self.peak = self.mark = None  # peak: of all devices, per second
@@ -111,11 +113,10 @@ class Logger:
                 self.full, words = True, f"{error.strerror}; training goes on, lines of the log are lost"
                 self.print(f"warning: {self.file.name}: {words}")
 
-    def start(self, step, tokens, rows, settings, flops_per_token):
-        """The start-up summary. flops_per_token: for the MFU; None where unknown."""
-        self.flops_per_token, self.origin = flops_per_token, (step, tokens)
-        peak = flops.peak_flops(self.world.device, self.cfg.precision)
-        self.peak = peak and peak * self.world.size
+    def start(self, step, tokens, rows, settings, account):
+        """The start-up summary. account: a flops.Account, for the MFU."""
+        self.flops_per_token, self.origin = account.flops_per_token, (step, tokens)
+        self.peak = account.peak and account.peak * self.world.size
         words = [f"{name}={value}" for name, value in settings.items()]
         rows = [describe_device(self.world), *rows, ("settings", " ".join(words) or "all defaults")]
         show(rows, self.print)
@@ -170,13 +171,13 @@ class Logger:
 
     def _line(self, step, lr, loss, norm):
         seconds, left, device = self.seconds, self.max_steps - step, self.world.device
-        rate = self.cfg.batch_tokens / seconds
+        rate = self.batch_tokens / seconds
         mfu = flops.mfu(rate, self.flops_per_token, self.peak)
         gib = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
         values = dict(loss=loss, lr=lr, norm=norm, dt_ms=seconds * 1e3, tok_per_s=rate, mfu=mfu, gib=gib)
-        tokens = self.origin[1] + (step - self.origin[0]) * self.cfg.batch_tokens
+        tokens = self.origin[1] + (step - self.origin[0]) * self.batch_tokens
         self.record("train", step, **values, tokens=tokens)
-        if step % self.cfg.log_interval == 0 or left == 0 or self.average is None:  # None: the first step
+        if step % self.log_interval == 0 or left == 0 or self.average is None:  # None: the first step
             eta = "n/a" if left and self.average is None else tqdm.format_interval(left * (self.average or 0))
             self.print(
                 f"step {step:>{len(str(self.max_steps))}}/{self.max_steps} | loss {loss:8.4f} | "
@@ -187,12 +188,12 @@ class Logger:
 
     def _skip_or_refuse(self, step, bad):
         """Counts a step that Training.step skipped for figures {name: value} in `bad`; refuses too many."""
-        if self.cfg.precision == "fp16":  # its scaler has skipped the step
+        if self.max_skipped is None:
             self.refuse(step, "loss", bad.get("loss"))
             return
         self.in_a_row = self.in_a_row + 1 if bad else 0
         for name, value in list(bad.items())[:1]:
-            if self.in_a_row > self.cfg.max_skipped_steps:
+            if self.in_a_row > self.max_skipped:
                 self.refuse(step, name, value)
             self.skipped += 1
             self.record("skipped", step, in_a_row=self.in_a_row, in_all=self.skipped)

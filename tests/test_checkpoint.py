@@ -18,7 +18,7 @@ from model import build
 from run import checkpoint, files
 from run.resume import Start
 from scale import parallel
-from settings import Config, GPTConfig
+from settings import GPTConfig
 
 CPU = torch.device("cpu")
 
@@ -94,8 +94,8 @@ def test_training_goes_on_while_a_copy_is_written(tmp_path, monkeypatch, device)
     before, optimizer = model.wte.weight.detach().cpu().clone(), torch.optim.AdamW(model.parameters())
     really = checkpoint.save_file
     monkeypatch.setattr(checkpoint, "save_file", lambda *args: go_on.wait(10) and really(*args))
-    cfg, world = Config(out_dir=tmp_path, async_save=True), parallel.World(0, 1, torch.device(device))
-    saver = checkpoint.Saver(cfg, world, saved=lambda *saved: said.append(saved))
+    world = parallel.World(0, 1, torch.device(device))
+    saver = checkpoint.Saver(world, tmp_path, 2, async_save=True, saved=lambda *saved: said.append(saved))
     saver.save(1, model, optimizer, {"config": {}})
     with torch.no_grad():
         model.wte.weight.zero_()
@@ -116,7 +116,7 @@ def test_a_full_disk_leaves_the_old_ones(tmp_path, monkeypatch, background):
     """In the background the next call of the saver raises it."""
     good, world, model = save(tmp_path, 1), parallel.World(0, 1, CPU), build(small(), CPU, seed=1)
     optimizer = torch.optim.AdamW(model.parameters())
-    saver = checkpoint.Saver(Config(out_dir=tmp_path, async_save=background), world)
+    saver = checkpoint.Saver(world, tmp_path, 2, background)
 
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -516,7 +516,7 @@ def test_random_kills_of_fineweb(tmp_path):
     shards(tmp_path / "whole")
     rng, whole, killed = random.Random(2), test_fineweb.contents(tmp_path / "whole"), 0
     for _ in range(40):
-        done, _ = ranks.attempt(0, prepare_until_killed, tmp_path / "d", rng.uniform(0.1, 2.0), timeout=60)
+        done, _ = ranks.attempt(0, prepare_until_killed, tmp_path / "d", rng.uniform(0.05, 0.8), timeout=60)
         killed += done.codes == [-signal.SIGKILL]
         for path in (tmp_path / "d").glob("*.bin"):
             assert path.read_bytes() == whole[path.name]

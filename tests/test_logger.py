@@ -12,14 +12,12 @@ import torch
 from run import logger
 from run.logger import SETTLED, Logger, progress
 from scale.parallel import World
-from settings import Config
 
 WORLD = World(0, 1, torch.device("cpu"))
 
 
 def make(tmp_path, log_interval=1, **options):
-    cfg = Config(max_steps=1000, log_interval=log_interval, batch_tokens=1000, max_skipped_steps=0)
-    log = Logger(WORLD, cfg)
+    log = Logger(WORLD, 1000, log_interval, batch_tokens=1000, max_skipped=0)
     (tmp_path / "run").mkdir(exist_ok=True)
     log.open(tmp_path / "run", {"log_interval": log_interval}, **options)
     return log
