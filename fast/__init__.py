@@ -5,11 +5,12 @@ linear, norm, rope, mlp, loss   the operations, a file each, launcher and consta
 fp8           linear layers, MLP and loss in 8-bit floats
 cublas        GEMMs by cuBLASLt, with epilogues
 hopper        GEMMs for Hopper GPUs in CUDA: hopper_gemm.cu, hopper_wgrad.cu, hopper.cuh
+decode        attention of one query to a KV cache, for sampling
 operators     registers kernels as PyTorch operators, for torch.compile
 fusion        a pass over compiled graphs that moves work into a norm's kernels
 
-Files with kernels need Triton; kernels.load imports them where a GPU runs them. This folder imports neither
-kernels nor model, so that it cannot say what a model computes.
+Files with kernels need Triton; they are imported where a GPU runs them (kernels.load). This folder imports
+neither kernels nor model, so that it cannot say what a model computes.
 """
 
 LOGITS_MIB = 1024  # most memory for logits that a loss holds at a time: fused in bf16, plain in float32

@@ -1,6 +1,6 @@
 """Damaged and foreign files: what a run reads is what it expects, or is refused in one line.
 
-Those marked `repeated` run by ./test.sh --faults alone: 10,000 mutations, 200 kills, restarts twenty times.
+Those marked `repeated` run by ./test.sh --faults alone: 15,000 mutations, 200 kills, restarts twenty times.
 """
 
 import copy

@@ -150,7 +150,7 @@ def test_a_token_out_of_range_in_the_rows_of_another_rank_is_named(tmp_path):
     "number, name",
     [(2, "SIGINT"), (0, "SIGTERM")] + [pytest.param(0, n, marks=slow) for n in ("SIGHUP", "SIGUSR1")],
 )
-@pytest.mark.fault(26, 56)
+@pytest.mark.fault(26, 56, 74, 75)
 def test_a_signal_is_obeyed_after_the_step_and_the_resumed_run_is_the_same(data_dir, tmp_path, number, name):
     settings = dict(max_steps=4, batch_size=1, batch_tokens=512, dropout=0.1, shuffle_seed=1, save_interval=9)
     micro_steps = 512 // 32 // max(1, number)
