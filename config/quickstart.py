@@ -1,8 +1,8 @@
 # python train.py config/quickstart.py
 # A Llama of 2.8M parameters, trained with Muon on the bytes of Python's standard library. It takes 1 to 4
-# minutes on 2 CPU cores and ends at 1.76 nats a byte in validation (the unigram entropy is 3.14; with
-# AdamW it was 2.17). Validation is a few whole files, whose loss is higher from the start; the run reads 7%
-# of the text, so that nothing is learnt by heart.
+# minutes on 2 CPU cores and ends at 1.23 nats a byte in validation with Python 3.11, whose first files there
+# are easy ones: the training loss ends near 1.45. The run reads 8% of the text, so that nothing is learnt by
+# heart.
 out_dir = "out/quickstart"
 data_dir = "data/quickstart"
 

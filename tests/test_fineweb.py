@@ -246,6 +246,7 @@ def clean(tmp_path_factory):
 
 
 @pytest.mark.fault(36)
+@pytest.mark.gpt2
 def test_kill_9_leaves_no_trace(tmp_path, clean):
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "datasets", "fineweb"])
@@ -266,6 +267,7 @@ def test_kill_9_leaves_no_trace(tmp_path, clean):
 PACK = dict(KILLS, shard_tokens=140_000, pack=32_768)
 
 
+@pytest.mark.gpt2
 def test_packed_shards_hold_every_document_once(tmp_path, clean):
     """Groups of 32,768 tokens, 4 to a shard; validation and the documents' contents are as without."""
     prepare(tmp_path / "d", **PACK)
@@ -294,6 +296,7 @@ def test_packed_shards_hold_every_document_once(tmp_path, clean):
 
 
 @pytest.mark.parametrize("streaming", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.gpt2
 def test_packing_killed_after_any_shard_goes_on(tmp_path, monkeypatch, streaming):
     monkeypatch.setattr(writer.packing, "DOCUMENTS", 40)  # a fifth of them
     settings = dict(PACK, streaming=streaming)
@@ -307,6 +310,7 @@ def test_packing_killed_after_any_shard_goes_on(tmp_path, monkeypatch, streaming
     assert contents(tmp_path / "d") == whole
 
 
+@pytest.mark.gpt2
 def test_two_at_once_are_refused(tmp_path):
     with writer.claim(tmp_path / "d"), pytest.raises(UserError, match="another fineweb.py"):
         prepare(tmp_path / "d", JSON)
@@ -314,6 +318,7 @@ def test_two_at_once_are_refused(tmp_path):
 
 
 @pytest.mark.fault(25)
+@pytest.mark.gpt2
 def test_disk_full(tmp_path, clean):
     """The kernel's error, from a limit on the size of a file that is below a shard's."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

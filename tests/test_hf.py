@@ -74,6 +74,7 @@ def test_all_contradictions_are_in_one_line(weights, tmp_path):
     assert "norm:" not in line and "block_size" not in line and "leave these settings out" in line
 
 
+@pytest.mark.gpt2
 def test_the_tokenizer_is_noted(tmp_path):
     saved(gpt2(vocab_size=50257, n_embd=6), tmp_path)
     assert hf.read_config(tmp_path).tokenizer == "gpt2"
@@ -91,6 +92,7 @@ def test_the_context_of_an_export(scaling, context):
     assert hf.config_json(cfg, "float32", {})["max_position_embeddings"] == context
 
 
+@pytest.mark.gpt2
 def test_tuned_and_exported(weights, byte_data, tmp_path, capsys):
     """From weights to an export: what is in the source folder stays."""
     words = [f"--init_from=hf:{weights}", f"--data_dir={byte_data}", f"--out_dir={tmp_path / 'run'}"]
@@ -114,6 +116,7 @@ def test_tuned_and_exported(weights, byte_data, tmp_path, capsys):
     refused(lambda: train.main(cfg), "was tokenized with gpt2", command)
 
 
+@pytest.mark.gpt2
 def test_an_export_of_a_run_from_scratch(byte_data, tmp_path, capsys):
     words = flags(byte_data, tmp_path / "run", max_steps=1, save_interval=1)
     words[0] = str(ROOT / words[0])

@@ -233,7 +233,9 @@ def test_two_ranks_hold_half_a_model_each_and_never_the_whole(source_of, precisi
         (dict(top_k=0, n_samples=0), "n_samples=0 must be at least 1; top_k=0 must be at least 1"),
         (dict(temperature=float("nan")), "temperature=nan must be at least 0"),
         (dict(seed=-1), "seed=-1 must be at least 0"),
-        (dict(tokenizer="gpt2"), "tokenizer=gpt2 has 50,257 ids, the model 257"),
+        pytest.param(
+            dict(tokenizer="gpt2"), "tokenizer=gpt2 has 50,257 ids, the model 257", marks=pytest.mark.gpt2
+        ),
         (dict(checkpoint=None), "give one of --checkpoint"),
         (dict(parallel="fsdp"), "parallel=fsdp divides the model among ranks; start it with torchrun"),
         (dict(bos=False, prompt=""), "bos=False leaves an empty prompt with no token to continue"),

@@ -9,8 +9,8 @@ from conftest import ROOT
 
 pytest.importorskip("triton", reason="Triton is installed with PyTorch's CUDA builds only")
 
-# of a block, by compute capability: A100, RTX 4090 and L40, H100, B200
-SHARED_KIB = {80: 163, 89: 99, 90: 227, 100: 227}
+# of a block, by compute capability: A100, RTX 4090 and L40, H100, B200, RTX 5090
+SHARED_KIB = {80: 163, 89: 99, 90: 227, 100: 227, 120: 99}
 BF16 = "_norm_forward _norm_backward _cross_entropy _swiglu _swiglu_backward _relu2 _relu2_backward "
 BF16 += "_rope_forward _rope_backward _update _attend _join"
 FP8 = " _prepare _cast _transpose _shrink _align"
