@@ -3,6 +3,7 @@
     python convert.py --from_hf=gpt2 --out=out/gpt2                 # a hub name or a folder -> a checkpoint
     python convert.py --checkpoint=out/gpt2_124m --to_hf=out/hf     # -> a folder for transformers
     python convert.py --checkpoint=out/llama3_8b --out=out/merged   # files of many ranks -> one file
+    python convert.py --checkpoint=out/run --average=5 --out=out/mean    # the mean of its last 5 checkpoints
 
 An export is right as long as model.py computes what transformers' class does: compare logits after an edit.
 """
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from configurator import UserError, refuse, run, without_effect
+from configurator import UserError, refuse, run, too_small, without_effect
 
 
 @dataclass
@@ -24,6 +25,7 @@ class Config:
     to_hf: str | None = None  # where the Hugging Face folder goes, with checkpoint
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the exported weights
     tokenizer: str | None = None  # of the export: a name or a file; None: the checkpoint's
+    average: int = 1  # with checkpoint and out: the mean of the weights of a run's last so many checkpoints
 
 
 def main(cfg):
@@ -31,6 +33,9 @@ def main(cfg):
     actions = {("from_hf", "out"): import_hf, ("checkpoint", "to_hf"): export, ("out", "checkpoint"): merge}
     if given not in actions:
         raise UserError("give --from_hf=NAME and --out=FOLDER, or --checkpoint with --out or --to_hf")
+    refuse(too_small(cfg, {"average": 1}))
+    if given != ("out", "checkpoint"):
+        refuse(without_effect(cfg, ["average"], "needs --checkpoint=FOLDER and --out=FOLDER"))
     if not cfg.to_hf:
         why = "cannot change a checkpoint; leave it out, or export with --checkpoint and --to_hf=FOLDER"
         refuse(without_effect(cfg, ("dtype", "tokenizer"), why))
@@ -69,15 +74,23 @@ def export(cfg):
 
 
 def merge(cfg):
-    """A checkpoint that many ranks wrote -> the same with one file for each group of tensors."""
+    """A checkpoint that many ranks wrote, or the mean of a run's last ones -> one file for each group."""
     from run import checkpoint
 
-    folder = checkpoint.find(cfg.checkpoint)
+    folder, go_on = checkpoint.find(cfg.checkpoint), "resume"
     tensors, state = checkpoint.open_folder(folder)
+    if cfg.average > 1:
+        last, go_on = checkpoint.folders(cfg.checkpoint)[-cfg.average :], "init_from"
+        if len(last) < cfg.average:
+            words = f"{cfg.checkpoint} holds {len(last)} checkpoints, --average={cfg.average} needs as many"
+            raise UserError(f"{words}; a run keeps --keep_last")
+        models = [checkpoint.open_model(path)[0] for path in last]
+        mean = {name: sum(model[name][...].float() for model in models) / len(last) for name in models[0]}
+        tensors, state = {"model": mean}, {name: state[name] for name in ("step", "config")}
     if carried := checkpoint.carried_tokenizer(folder):
         state["config"]["tokenizer"] = str(carried)
     wrote = checkpoint.save(cfg.out, state["step"], tensors, state)
-    print(f"wrote {wrote}; go on with --resume={shlex.quote(cfg.out)}")
+    print(f"wrote {wrote}; go on with --{go_on}={shlex.quote(cfg.out)}")
 
 
 if __name__ == "__main__":

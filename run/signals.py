@@ -91,6 +91,9 @@ class Watch(contextlib.ExitStack):
         """Sets `stopping` where any rank got a signal; returns it. All ranks call it: a small all-reduce."""
         if not self.stopping:
             self._moved = time.monotonic()
+            if self.world.size == 1:  # which need not wait for the device
+                self.stopping = self.asked
+                return self.stopping
             own = torch.tensor([float(self.asked == number) for number in SIGNALS], device=self.world.device)
             found = parallel.sum_over_ranks(own).tolist()
             self.stopping = next((number for number, ranks in zip(SIGNALS, found) if ranks), 0)

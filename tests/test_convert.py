@@ -358,3 +358,19 @@ def test_an_export_with_new_parameters_is_refused(tmp_path, monkeypatch):
         "blocks.0.gate.bias: (1,), expected absent",
     )
     assert not (tmp_path / "hf").exists()
+
+
+def test_the_average_of_the_last_checkpoints(tmp_path):
+    cfg = GPTConfig(vocab_size=301, vocab_multiple=1, n_layer=1, n_embd=48, n_head=3, block_size=64)
+    run = tmp_path / "run"
+    models = [build(cfg, CPU, seed=seed) for seed in range(3)]
+    for step, own in enumerate(models):
+        tensors, state = {"model": dict(own.named_parameters())}, {"config": vars(cfg), "val_loss": 1.0}
+        checkpoint.save(run, step, tensors, state, keep_last=3)
+    convert.main(convert.Config(checkpoint=str(run), out=str(tmp_path / "mean"), average=2))
+    found, pairs = checkpoint.load_model(tmp_path / "mean", "cpu")[0], (m.parameters() for m in models[1:])
+    for own, a, b in zip(found.parameters(), *pairs, strict=True):
+        torch.testing.assert_close(own, (a + b) / 2)
+    four = convert.Config(checkpoint=str(run), out=str(tmp_path / "none"), average=4)
+    refused(lambda: convert.main(four), "holds 3 checkpoints, --average=4 needs as many")
+    refused(lambda: convert.main(convert.Config(from_hf="x", out="y", average=2)), "average=2 needs")
