@@ -24,7 +24,8 @@ POLAR_EXPRESS = [  # https://arxiv.org/abs/2505.16932
 def param_groups(model, cfg):
     """Groups of embeddings, head, matrices and vectors (biases, norms, gates).
 
-    `factor`: the peak rate over cfg.lr. AdamW decays all but the vectors, Muon the blocks' matrices alone.
+    `factor`: the peak rate over cfg.lr. AdamW decays matrices, embeddings and head, but none with a rate of
+    its own, which weight_decay is not made for; Muon the blocks' matrices alone.
     """
     embeddings = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
     kinds = {"embedding": [], "head": [], "matrix": [], "vector": []}
@@ -37,7 +38,7 @@ def param_groups(model, cfg):
     groups = []
     for kind, params in kinds.items():
         factor = 1.0 if rates.get(kind) is None else rates[kind] / (cfg.lr or 1)
-        decay = cfg.weight_decay if kind in decays else 0.0
+        decay = cfg.weight_decay if kind in decays and rates.get(kind) is None else 0.0
         groups.append(dict(params=params, kind=kind, factor=factor, lr=cfg.lr * factor, weight_decay=decay))
     return [group for group in groups if group["params"]]
 

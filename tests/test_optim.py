@@ -51,14 +51,14 @@ def small(**changes):
 
 def test_groups_hold_every_parameter_once_each_with_its_rate():
     model = build(small(tie_embeddings=False), CPU, seed=0)
-    groups = optim.param_groups(model, settings(lr_embedding=0.1, lr_head=5e-3))
+    groups = optim.param_groups(model, settings(lr_embedding=0.1, lr_head=None))
     assert sorted(id(p) for g in groups for p in g["params"]) == sorted(id(p) for p in model.parameters())
     embedding, head, matrix, vector = groups
     assert embedding["params"] == [model.wte.weight, model.wpe.weight]
     assert head["params"] == [model.head.weight]
     assert all(p.dim() == 2 for p in matrix["params"]) and all(p.dim() == 1 for p in vector["params"])
-    assert [g["weight_decay"] for g in groups] == [0.1, 0.1, 0.1, 0]
-    assert [g["lr"] for g in groups] == pytest.approx([0.1, 5e-3, 1e-3, 1e-3])
+    assert [g["weight_decay"] for g in groups] == [0, 0.1, 0.1, 0]
+    assert [g["lr"] for g in groups] == pytest.approx([0.1, 1e-3, 1e-3, 1e-3])
     muon = optim.param_groups(model, settings(optimizer="muon"))
     assert [g["weight_decay"] for g in muon] == [0, 0, 0.1, 0]
 
