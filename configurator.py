@@ -115,7 +115,7 @@ def parse(cls, check=lambda cfg: None, complete=dict):
     with _errors_in_one_line():
         allow_files()
         cfg = configure(cls, sys.argv[1:], check, complete)
-    if rank := os.environ.get("RANK"):  # its ends by `leave` call no such function
+    if rank := os.environ.get("RANK"):  # for an end that is not by `leave`, which skips atexit's functions
         why = f"rank {rank} has ended by sys.exit or by an error outside the run"
         atexit.register(lambda: (print(f"error: {why}", file=sys.stderr), leave(1, why)))
     return cfg

@@ -24,8 +24,8 @@ POLAR_EXPRESS = [  # https://arxiv.org/abs/2505.16932
 def param_groups(model, cfg):
     """Groups of embeddings, head, matrices and vectors (biases, norms, gates).
 
-    `factor`: the peak rate over cfg.lr. AdamW decays matrices, embeddings and head, but none with a rate of
-    its own, which weight_decay is not made for; Muon the blocks' matrices alone.
+    `factor`: the peak rate over cfg.lr. With AdamW matrices decay, and embeddings and head unless they have a
+    rate of their own; with Muon the blocks' matrices alone.
     """
     embeddings = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
     kinds = {"embedding": [], "head": [], "matrix": [], "vector": []}
@@ -48,7 +48,7 @@ def make_optimizer(model, cfg):
     groups, fused = param_groups(model, cfg), next(model.parameters()).device.type in ("cuda", "cpu")
     if cfg.max_skipped_steps and not fused:
         raise UserError("max_skipped_steps needs fused AdamW, which this device does not have; leave it at 0")
-    # muon: modded-nanogpt's, as its rates of the embeddings and the head are
+    # beside Muon AdamW has modded-nanogpt's eps, as the recipe has its rates of embeddings and head
     options = dict(lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=1e-10 if cfg.optimizer == "muon" else 1e-8)
     if cfg.optimizer == "adamw8bit":
         from scale.adamw8bit import AdamW8bit
@@ -77,9 +77,9 @@ def clip_gradients(model, limit):
 
 
 def norms(tensors):
-    """float32 norms of the tensors, which lie on one device, or on the CPU of their rows.
+    """float32 norms of tensors on one device: one for each tensor, on the CPU one for each of its rows.
 
-    There torch._foreach_norm uses one thread, and its float32 sum of 400M squares is 7% too small.
+    On the CPU torch._foreach_norm uses one thread, and its float32 sum of 400M squares is 7% too small.
     """
     if not tensors[0].is_cpu:
         return torch.stack(torch._foreach_norm(tensors, dtype=torch.float32))

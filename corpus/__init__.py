@@ -13,7 +13,7 @@ class DataError(UserError):
 
 @contextlib.contextmanager
 def told(what, kind=UserError, advice=""):
-    """Turns what a library raises, a panic of Rust's included, into a UserError of this kind."""
+    """Turns what a library raises, a panic of Rust's included, into `kind`: "<what>: <error><advice>"."""
     try:
         yield
     except BaseException as error:
