@@ -24,8 +24,9 @@ def test_what_grows_is_told():
 
 @pytest.mark.slow
 def test_a_hundred_steps(tmp_path, capsys):
-    """What is to be done is done; how memory and time develop takes more steps to see."""
+    """All that was to be done is done; how memory and step time develop takes more steps to see."""
     soak.main(soak.Config(steps=100, out_dir=str(tmp_path), every_s=0.1))
     table = capsys.readouterr().out
     assert "memory of rank 1 " in table and "step time" in table
-    assert all(line.endswith("holds") for line in table.splitlines()[:3]), table
+    lines = [line for line in table.splitlines() if line.startswith(("lines: ", "checkpoints "))]
+    assert len(lines) == 2 and all(line.endswith("holds") for line in lines), table
