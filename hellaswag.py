@@ -5,6 +5,8 @@
 
 acc takes the ending with the lowest summed loss, acc_norm that with the lowest mean loss per token, as other
 GPT-2 reproductions do (GPT-2 124M: 0.2859, 0.2955); lm-eval's divides by characters instead. Chance is 0.25.
+acc_easy is acc with the wrong endings replaced by right ones of other examples, of the same length: it tells
+models apart that are too small for the others.
 """
 
 import contextlib
@@ -108,13 +110,27 @@ def download(folder=CACHE, url=URL):
     return path
 
 
-# Tokenized examples, four rows each: ids of context and ending; where the endings begin; the right endings'
-# indices; how many rows lost the left of their context.
+def easy(examples):
+    """The examples with right endings of others for the wrong ones, of the nearest lengths in characters."""
+    right = [example["endings"][example["label"]] for example in examples]
+    shuffled = np.random.default_rng(0).permutation(len(right)).tolist()  # neighbours in the file are related
+    order = sorted(shuffled, key=lambda i: len(right[i]))
+    found = list(examples)
+    for place, i in enumerate(order):
+        label = examples[i]["label"]
+        others = [right[order[(place + k) % len(order)]] for k in (1, 2, 3)]
+        found[i] = examples[i] | {"endings": [*others[:label], right[i], *others[label:]]}
+    return found
+
+
+# Tokenized examples, then their easy form, four rows each: ids of context and ending; where endings begin;
+# the right endings' indices; how many rows lost the left of their context.
 Prepared = namedtuple("Prepared", "rows starts labels truncated")
 
 
 def prepare(examples, tokenizer, block_size):
     """The examples as Prepared. A row longer than block_size + 1 loses the left of its context."""
+    examples = [*examples, *easy(examples)]
     contexts = tokenizer.encode_batch([e["ctx"] for e in examples])
     endings = tokenizer.encode_batch([" " + ending for e in examples for ending in e["endings"]])
     rows, starts, truncated = [], [], 0
@@ -140,7 +156,7 @@ def batches(prepared, batch_tokens, block_size):
 
 
 def evaluate(model, prepared, device, batch_tokens=None, autocast=None, stop=lambda: False):
-    """{"acc", "acc_norm", "n", "truncated", "seconds"}, on every rank; stop(): whether to leave the rest."""
+    """{"acc", "acc_norm", "acc_easy", "n", "truncated", "seconds"}, on every rank; stop(): leave the rest?"""
     import torch
 
     from run.logger import progress
@@ -163,14 +179,15 @@ def evaluate(model, prepared, device, batch_tokens=None, autocast=None, stop=lam
     parallel.sum_over_ranks(losses)
     sums = losses.cpu().double().numpy()
     means = sums / (np.array([len(row) for row in prepared.rows]) - prepared.starts)
-    share = lambda x: float((x.reshape(-1, 4).argmin(1) == prepared.labels).mean())
-    score = dict(acc=share(sums), acc_norm=share(means), n=len(prepared.labels), truncated=prepared.truncated)
+    n, hits = len(prepared.labels) // 2, lambda x: x.reshape(-1, 4).argmin(1) == prepared.labels
+    (acc, acc_easy), acc_norm = hits(sums).reshape(2, n).mean(1).tolist(), float(hits(means)[:n].mean())
+    score = dict(acc=acc, acc_norm=acc_norm, acc_easy=acc_easy, n=n, truncated=prepared.truncated)
     return score | dict(seconds=time.perf_counter() - began)
 
 
 def in_words(score):
-    """A line for the console; after ±, the standard errors of the two proportions."""
-    n, shares = score["n"], [(name, score[name]) for name in ("acc_norm", "acc")]
+    """A line for the console; after ±, the standard errors of the proportions."""
+    n, shares = score["n"], [(name, score[name]) for name in ("acc_norm", "acc", "acc_easy")]
     parts = [f"{name} {p:.4f} ±{(p * (1 - p) / n) ** 0.5:.4f}" for name, p in shares]
     return " | ".join([*parts, f"{n:,} examples, {score['truncated']} cut", f"{score['seconds']:.1f} s"])
 

@@ -307,6 +307,14 @@ class TokenLoader:
             y[max(0, rows - mine.start) :] = -100
             yield x, y
 
+    def documents(self, rows):
+        """(rows,): the number of the document in which each row of eval_batches begins; no eot: the row's."""
+        if self.eot is None:
+            return np.arange(rows)
+        pieces = self.splits[0].pieces(0, rows * self.T)
+        ids = np.concatenate([self.splits[0].shards[k][at : at + n] for k, at, n in pieces])
+        return np.cumsum(ids == self.eot)[:: self.T]
+
     def _batches(self, row):
         if self.device.type == "cuda":  # a thread starts on GPU 0; pinning would allocate a context there
             torch.cuda.set_device(self.device)

@@ -1,8 +1,9 @@
-"""Evaluation during a run: validation loss, bits per byte, HellaSwag, and samples to read."""
+"""Evaluation: validation loss and bits per byte with standard errors, HellaSwag, and samples to read."""
 
 import functools
 import math
 
+import numpy as np
 import torch
 
 from run.logger import progress
@@ -12,21 +13,60 @@ SAMPLES = dict(n=4, max_new_tokens=64, temperature=0.8, top_k=50)
 
 
 @torch.no_grad()
-def validate(model, loader, tokens, autocast, own, stop):
-    """(nats per token, bits per byte or None) over the first `tokens` validation tokens, from all ranks."""
-    device = parallel.device_of(model)
-    exact = torch.float32 if device.type == "mps" else torch.float64
+def validate(model, loader, tokens, autocast, own=lambda batch: batch, stop=lambda: False):
+    """Of the split's first rows, `tokens` in all: float64 (3, rows), nats, targets and bytes of their text.
+
+    The same on every rank. own: this rank's part of a batch. bytes: 0 where the data do not tell them.
+    """
+    device, stride = parallel.device_of(model), loader.world * loader.B
     sizes = None if loader.token_bytes is None else torch.as_tensor(loader.token_bytes, device=device)
-    total = torch.zeros(3, dtype=exact, device=device)  # nats, targets, bytes
-    batches = -(-(min(tokens, loader.tokens - 1) // loader.T) // (loader.world * loader.B))
-    for x, y in progress(map(own, loader.eval_batches(tokens)), "validation", batches, stop):
+    rows = min(tokens, loader.tokens - 1) // loader.T
+    table = torch.zeros(3, -(-rows // stride) * stride, device=device)
+    batches = progress(map(own, loader.eval_batches(tokens)), "validation", -(-rows // stride), stop)
+    for first, (x, y) in zip(range(loader.rank * loader.B, table.size(1), stride), batches):
         with autocast:
-            loss = model(x, y, "none")
+            loss = model(x, y, "none").float()
         real = y >= 0
-        text = real.sum() * 0 if sizes is None else (sizes[y.clamp(min=0)] * real).sum()
-        total += torch.stack([loss.sum(dtype=exact), real.sum(), text])
-    nats, targets, text = parallel.sum_over_ranks(total).tolist()
-    return nats / max(1, targets), nats / math.log(2) / text if text else None
+        text = real * 0 if sizes is None else sizes[y.clamp(min=0)] * real
+        table[:, first : first + loader.B] = torch.stack([loss.sum(1), real.sum(1), text.sum(1)])
+    return parallel.sum_over_ranks(table)[:, :rows].double().cpu().numpy()
+
+
+def ratio(amounts, units, documents):
+    """(sum(amounts) / sum(units), its standard error for documents drawn at random).
+
+    documents: of each row, the number of its own. The linearised form, Cochran, Sampling Techniques, 6.4.
+    """
+    amounts, units = np.bincount(documents, amounts), np.bincount(documents, units)
+    mean, n = amounts.sum() / units.sum(), np.count_nonzero(units)
+    deviations = amounts - mean * units
+    return mean, math.sqrt((deviations**2).sum() * n / (n - 1)) / units.sum() if n > 1 else math.nan
+
+
+def losses(table, documents):
+    """{"loss": nats a token, "bpb": bits per byte or None, "stderr", "bpb_stderr"} of `validate`'s table."""
+    nats, targets, text = table
+    loss, stderr = ratio(nats, targets, documents)
+    bits = ratio(nats / math.log(2), text, documents) if text.any() else (None, None)
+    return dict(loss=loss, stderr=stderr, bpb=bits[0], bpb_stderr=bits[1])
+
+
+def mixed(each, shares):
+    """The `losses` of a mixture of folders, with theirs; bits per byte differ too much to have a mean."""
+    parts = [*each.values()]
+    if len(parts) == 1:
+        return parts[0] | {"folders": {}}
+    loss = sum(share * part["loss"] for share, part in zip(shares, parts))
+    stderr = math.hypot(*(share * part["stderr"] for share, part in zip(shares, parts)))
+    return dict(loss=loss, stderr=stderr, bpb=None, folders=each)
+
+
+def in_words(score):
+    """Parts of a line for the console; after ±, the standard errors."""
+    words = [f"loss {score['loss']:.4f} ±{score['stderr']:.4f}"]
+    if score["bpb"] is not None:
+        words.append(f"{score['bpb']:.4f} ±{score['bpb_stderr']:.4f} bits/byte")
+    return words
 
 
 class Evaluator:
@@ -62,23 +102,19 @@ class Evaluator:
 
     def validation(self, step, loaders, tokens, own):
         """loaders: [(share of the loss and of the tokens, loader)] of the data folders."""
-        began = parallel.synchronize(parallel.device_of(self.model))
-        loss, bpb, each = 0.0, None, {}
+        began, each = parallel.synchronize(parallel.device_of(self.model)), {}
         for share, loader in loaders:
             part = max(loader.T, round(share * tokens))
-            nats, bpb = validate(self.model, loader, part, self.autocast, own, self.stop)
-            loss, each[loader.data_dir] = loss + share * nats, nats
-        if self.stop():
-            return
-        if mixed := len(each) > 1:
-            bpb = None  # bytes a token differ by folder
-        words = [f"{nats:.4f} on {folder}" for folder, nats in each.items()] * mixed
-        words += [] if bpb is None else [f"{bpb:.4f} bits/byte"]
+            table = validate(self.model, loader, part, self.autocast, own, self.stop)
+            if self.stop():
+                return
+            each[loader.data_dir] = losses(table, loader.documents(table.shape[1]))
+        score = mixed(each, [share for share, _ in loaders])
+        words = [f"{folder}: {', '.join(in_words(part))}" for folder, part in score["folders"].items()]
         seconds = parallel.synchronize(parallel.device_of(self.model)) - began
-        self.log.print(" | ".join([f"val {step}", f"loss {loss:.4f}", *words, f"{seconds:.1f} s"]))
-        folders = {"folders": each} if mixed else {}
-        self.log.record("val", step, loss=loss, bpb=bpb, seconds=seconds, **folders)
-        self.loss = loss
+        self.log.print(" | ".join([f"val {step}", *in_words(score), *words, f"{seconds:.1f} s"]))
+        self.log.record("val", step, **score, seconds=seconds)
+        self.loss = score["loss"]
 
     def hellaswag(self, step, module, examples):
         device = parallel.device_of(self.model)

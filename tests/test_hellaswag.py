@@ -52,16 +52,27 @@ def naive(model, examples, tokenizer):
 def test_equals_one_row_at_a_time():
     model, tokenizer, examples = small(), tokenizers.load("bytes"), made_up(30)
     prepared, expected = hellaswag.prepare(examples, tokenizer, 128), naive(model, examples, tokenizer)
+    expected += naive(model, hellaswag.easy(examples), tokenizer)[:1]
     for batch_tokens in (64, 1024, 100_000):
         score = hellaswag.evaluate(model, prepared, "cpu", batch_tokens)
-        assert [score["acc"], score["acc_norm"]] == pytest.approx(expected)
+        assert [score["acc"], score["acc_norm"], score["acc_easy"]] == pytest.approx(expected)
         assert score["n"] == 30 and score["truncated"] == 0
+
+
+def test_the_easy_form_has_right_endings_of_the_same_length():
+    examples = made_up(400)
+    right = [example["endings"][example["label"]] for example in examples]
+    for example, changed in zip(examples, hellaswag.easy(examples), strict=True):
+        own = changed["endings"].pop(changed["label"])
+        assert own == example["endings"][example["label"]] and changed["ctx"] == example["ctx"]
+        assert set(changed["endings"]) <= set(right)
+        assert all(abs(len(other) - len(own)) <= 2 for other in changed["endings"]) or len(own) > 35
 
 
 def test_batches_hold_every_row_once_in_few_shapes():
     prepared = hellaswag.prepare(made_up(200), tokenizers.load("bytes"), 128)
     jobs = list(hellaswag.batches(prepared, 2048, 128))
-    assert sorted(i for numbers, _, _ in jobs for i in numbers) == list(range(800))
+    assert sorted(i for numbers, _, _ in jobs for i in numbers) == list(range(1600))
     assert len({(B, T) for _, B, T in jobs}) <= 4 and all(B * T <= 2048 and len(n) <= B for n, B, T in jobs)
     padded, real = sum(B * T for _, B, T in jobs), sum(len(row) - 1 for row in prepared.rows)
     assert padded < 1.35 * real  # rounded up to 32, and a batch that is not full for each of 4 lengths
@@ -72,7 +83,7 @@ def test_a_long_context_is_cut_on_its_left():
     tokenizer = tokenizers.load("bytes")
     example = {"ctx": "a" * 300 + "b", "endings": ["cc"] * 4, "label": 0}
     prepared = hellaswag.prepare([example], tokenizer, 32)
-    assert prepared.truncated == 4 and all(len(row) == 33 for row in prepared.rows)
+    assert prepared.truncated == 8 and all(len(row) == 33 for row in prepared.rows)
     assert tokenizer.decode(prepared.rows[0]) == "a" * 29 + "b cc"
     with pytest.raises(UserError, match="example 0: an ending of 41 tokens exceeds block_size=32"):
         hellaswag.prepare([{**example, "endings": ["c" * 40] * 4}], tokenizer, 32)
@@ -128,11 +139,9 @@ def test_a_missing_or_empty_file_is_a_mistake_and_a_dead_network_is_not(tmp_path
 
 
 def test_the_line_for_the_console_has_standard_errors():
-    score = dict(acc=0.5, acc_norm=0.25, n=4, truncated=1, seconds=2.0)
-    assert (
-        hellaswag.in_words(score)
-        == "acc_norm 0.2500 ±0.2165 | acc 0.5000 ±0.2500 | 4 examples, 1 cut | 2.0 s"
-    )
+    score = dict(acc=0.5, acc_norm=0.25, acc_easy=0.75, n=4, truncated=1, seconds=2.0)
+    shares = "acc_norm 0.2500 ±0.2165 | acc 0.5000 ±0.2500 | acc_easy 0.7500 ±0.2165"
+    assert hellaswag.in_words(score) == f"{shares} | 4 examples, 1 cut | 2.0 s"
     with pytest.raises(UserError, match="limit=0 must be at least 1"):
         hellaswag.main(hellaswag.Config(limit=0))
 

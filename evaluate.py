@@ -1,0 +1,75 @@
+"""Loss and bits per byte of a model on held-out text, folder by folder, with standard errors.
+
+    python evaluate.py data/books data/wiki --checkpoint=out/a
+    python evaluate.py data/books data/wiki --checkpoint=out/a --against=out/b     # and the difference, a - b
+    torchrun --standalone --nproc_per_node=8 evaluate.py data/books --pretrained=FOLDER_OR_HUB_NAME
+
+Reads the validation shards that fineweb.py wrote. A standard error tells how far other documents of the kind
+would move the figure. Two models find the same documents hard, so that their difference has a smaller one.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from configurator import UserError, refuse, run, too_small
+
+
+@dataclass
+class Config:
+    words = ()  # folders with validation shards
+    checkpoint: str | None = None  # folder of a run or of a checkpoint
+    pretrained: str | None = None  # instead: Hugging Face weights, a folder or a hub name
+    against: str | None = None  # folder of another run or checkpoint, with the same tokenizer
+    tokens: int = 1_048_576  # of each folder, from its first validation token on
+    batch_size: int = 16  # rows in a forward, each as long as the first model's context
+    tokenizer: str | None = None  # None: the one that the weights were trained with
+    device: str = "auto"  # auto, cpu, cuda, mps
+    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"  # auto: bf16 where it is supported
+    parallel: Literal["ddp", "fsdp"] = "ddp"  # a rank holds: ddp: the whole model; fsdp: a part of it
+
+
+def main(cfg):
+    refuse(too_small(cfg, {"tokens": 1, "batch_size": 1}))
+    if not cfg.words:
+        raise UserError("name folders with validation shards: evaluate.py data/books --checkpoint=out/books")
+    from run.evaluate import in_words, losses
+    from scale import parallel
+
+    found, T = measure(cfg, cfg.words)
+    other = dataclasses.replace(cfg, checkpoint=cfg.against, pretrained=None)
+    others, _ = measure(other, cfg.words, T) if cfg.against else ({}, T)
+    for folder, (table, documents) in found.items():
+        size = f"{int(table[1].sum()):,} tokens, {len(set(documents)):,} documents"
+        lines = [[folder, size, *in_words(losses(table, documents))]]
+        if others:
+            difference = np.stack([table[0] - others[folder][0][0], *table[1:]])
+            lines.append([folder, f"less {cfg.against}'s", *in_words(losses(difference, documents))])
+        for line in lines if parallel.rank_and_size()[0] == 0 else ():
+            print(" | ".join(line))
+    parallel.stop()
+
+
+def measure(cfg, folders, T=None):
+    """({folder: (run.evaluate.validate's table, its rows' documents)}, T) of a model; T: None: its own."""
+    from corpus.loader import DataError, TokenLoader
+    from run import trained
+    from run.evaluate import validate
+
+    world, model, tokenizer, autocast = trained.load(cfg)
+    T, found = T or model.cfg.block_size, {}
+    for folder in folders:
+        common = dict(rank=world.rank, world=world.size, vocab_size=model.cfg.vocab_size, device=world.device)
+        loader = TokenLoader(folder, "val", cfg.batch_size, T, **common)
+        if loader.token_bytes is not None and not np.array_equal(loader.token_bytes, tokenizer.token_bytes()):
+            raise DataError(f"{folder} has the tokenizer {loader.tokenizer}, the model {tokenizer.name}")
+        table = validate(model, loader, max(T, cfg.tokens), autocast)
+        found[folder] = table, loader.documents(table.shape[1])
+        loader.close()
+    return found, T
+
+
+if __name__ == "__main__":
+    run(main, Config)
