@@ -147,7 +147,7 @@ def script(words, code="", name="train.py", **env):
 NO_TORCH = "assert not {'torch', 'datasets'}.intersection(sys.modules)"  # slow to import
 
 
-@pytest.mark.parametrize("name", "fineweb sample hellaswag evaluate convert plot bench bench:step".split())
+@pytest.mark.parametrize("name", "fineweb sample hellaswag validate convert plot bench bench:step".split())
 def test_help_of_every_script_is_instant_and_fits_the_terminal(name):
     name, *command = name.split(":")
     done = script([*command, "--help"], NO_TORCH, name=f"{name}.py")

@@ -1,8 +1,8 @@
 """Loss and bits per byte of a model on held-out text, folder by folder, with standard errors.
 
-    python evaluate.py data/books data/wiki --checkpoint=out/a
-    python evaluate.py data/books data/wiki --checkpoint=out/a --against=out/b     # and the difference, a - b
-    torchrun --standalone --nproc_per_node=8 evaluate.py data/books --pretrained=FOLDER_OR_HUB_NAME
+    python validate.py data/books data/wiki --checkpoint=out/a
+    python validate.py data/books data/wiki --checkpoint=out/a --against=out/b     # and the difference, a - b
+    torchrun --standalone --nproc_per_node=8 validate.py data/books --pretrained=FOLDER_OR_HUB_NAME
 
 Reads the validation shards that fineweb.py wrote. A standard error tells how far other documents of the kind
 would move the figure. Two models find the same documents hard, so that their difference has a smaller one.
@@ -34,7 +34,7 @@ class Config:
 def main(cfg):
     refuse(too_small(cfg, {"tokens": 1, "batch_size": 1}))
     if not cfg.words:
-        raise UserError("name folders with validation shards: evaluate.py data/books --checkpoint=out/books")
+        raise UserError("name folders with validation shards: validate.py data/books --checkpoint=out/books")
     from run.evaluate import in_words, losses
     from scale import parallel
 

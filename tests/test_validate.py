@@ -1,4 +1,4 @@
-"""evaluate.py, and the standard error of a loss: the scatter over documents drawn at random."""
+"""validate.py, and the standard error of a loss: the scatter over documents drawn at random."""
 
 import math
 import re
@@ -9,8 +9,8 @@ import pytest
 import ranks
 from conftest import one_line, train_here
 
-import evaluate
 import fineweb
+import validate
 from configurator import UserError
 from corpus.loader import TokenLoader
 from run.evaluate import ratio
@@ -54,7 +54,7 @@ def test_the_command_line(shards, tmp_path):
     a, b = ([line for line in log if line["kind"] == "val"][-1] for log in logs)
     words = [str(shards), f"--checkpoint={tmp_path}/a", f"--against={tmp_path}/b", "--device=cpu"]
     words += ["--tokens=20000", "--precision=fp32", "--batch_size=3"]
-    alone, both = (ranks.run(n, words, "evaluate.py") for n in (0, 2))
+    alone, both = (ranks.run(n, words, "validate.py") for n in (0, 2))
     assert alone.returncode == both.returncode == 0, alone.stderr + both.stderr
     assert both.outputs[0] == alone.stdout and both.outputs[1] == ""
     first, second = (list(map(float, re.findall(r"-?\d\.\d{4}", line))) for line in alone.stdout.splitlines())
@@ -65,11 +65,11 @@ def test_the_command_line(shards, tmp_path):
 @pytest.mark.gpt2
 def test_mistakes(shards, tmp_path):
     with pytest.raises(UserError, match="name folders with validation shards"):
-        evaluate.main(evaluate.Config())
+        validate.main(validate.Config())
     settings = dict(max_steps=1, save_interval=1, vocab_size=50257)
     train_here(shards, tmp_path / "a", **settings)
-    cfg = evaluate.Config(checkpoint=str(tmp_path / "a"), tokenizer="gpt2", device="cpu")
+    cfg = validate.Config(checkpoint=str(tmp_path / "a"), tokenizer="gpt2", device="cpu")
     cfg.words = [str(shards)]
     with pytest.raises(UserError) as error:
-        evaluate.main(cfg)
+        validate.main(cfg)
     assert "has the tokenizer bytes, the model gpt2" in one_line(error)
