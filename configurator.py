@@ -75,8 +75,8 @@ def _flag(argv, hints):
     key, equals, value = argv.pop(0)[2:].partition("=")
     following = argv[0] if argv and not argv[0].startswith("--") else None
     name = key if key in hints else key.removeprefix("no_")
-    if not equals and hints.get(name) is bool:
-        given = (following or "").lower() in ("true", "false")
+    if not equals and _is_flag(hints.get(name)):
+        given = (following or "").lower() in ("true", "false", *map(str, typing.get_args(hints[name])))
         key, value = name, argv.pop(0) if given else str(key == name)
     elif not equals and following is not None:
         value = argv.pop(0)
@@ -229,6 +229,11 @@ def typed(cls, values, names):
     return found
 
 
+def _is_flag(hint):
+    """Whether a setting may be written without a value: a bool, or a Literal with True in it."""
+    return hint is bool or any(choice is True for choice in typing.get_args(hint))
+
+
 def _convert(cls, hints, name, value):
     """`value`, text of a flag or an object of a file, as a setting of this name, without loss."""
     if name not in hints:
@@ -241,10 +246,10 @@ def _convert(cls, hints, name, value):
     kind = kinds[0]
     if type(None) in kinds and str(value) == "None":
         return None
+    if _is_flag(kind) and str(value).lower() in ("true", "false", *("1", "0") * text):
+        return str(value).lower() in ("true", "1")
     if typing.get_origin(kind) is typing.Literal and value in typing.get_args(kind) or kind is str and text:
         return value
-    if kind is bool and str(value).lower() in ("true", "false", *("1", "0") * text):
-        return str(value).lower() in ("true", "1")
     with contextlib.suppress(ValueError, OverflowError):
         read = int if text and re.fullmatch(r"[+-]?[\d_]+", value) else float
         number = read(value) if text else value

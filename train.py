@@ -38,18 +38,23 @@ class Training:
     """A run's model, optimizer and step. `raw` is the model; `model` is what a step calls, perhaps in DDP."""
 
     def __init__(self, cfg, world, weights=None, eot=None):
-        self.raw, self.model, self.account = build_model(cfg, world, weights, eot)
+        self.raw, self.account = build_model(cfg, world, weights, eot)
+        self.model = self.raw
         self.amaxes = magnitudes(self.raw)
         self.optimizer = optim.make_optimizer(self.raw, cfg)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=cfg.precision == "fp16")
         self.autocast = autocast(cfg.precision, world.device)
         self.accumulation = cfg.micro_steps(world.size)
         self.clip, self.skips = cfg.clip, cfg.max_skipped_steps > 0 and not self.scaler.is_enabled()
+        graph, self.rows = None, []
         if cfg.cuda_graph:
             from scale import graphs
 
-            options = self.model, self.accumulation, cfg.reduce_dtype
-            self.micro_step = graphs.Replayed(self.micro_step, *options)
+            graph, self.rows = graphs.choose(cfg, world, self.micro_step, self.raw, self.accumulation)
+        if graph:
+            self.micro_step = graph
+        else:
+            self.model = parallel.wrap(self.raw, cfg, world, bool(self.account.unused))
 
     def micro_step(self, x, y, *weight):
         """Adds a micro-batch's gradients to the step's -> its part of the loss. weight: see make_batches."""
@@ -96,7 +101,7 @@ def train(cfg, world, watch):
     if cfg.dry_run:
         from scale.graphs import EAGER_STEPS
 
-        cfg = dataclasses.replace(cfg, max_steps=start.step + 2 + EAGER_STEPS * cfg.cuda_graph)
+        cfg = dataclasses.replace(cfg, max_steps=start.step + 2 + EAGER_STEPS * bool(cfg.cuda_graph))
         if world.main:
             verify(cfg.data_dir)
     skips = None if cfg.precision == "fp16" else cfg.max_skipped_steps

@@ -41,7 +41,7 @@ def measure(cfg):
     show([describe_device(world)], say)
     cfg, rows, job = build(cfg, world)
     next_batch, size = synthetic(cfg, world), f"{job.accumulation} micro-steps of {cfg.rank_tokens:,} tokens"
-    show([*rows, *job.account.rows(), ("first step", f"{size} a rank ...")], say)
+    show([*rows, *job.account.rows(), *job.rows, ("first step", f"{size} a rank ...")], say)
     step(job, next_batch, cfg)
     first = parallel.synchronize(world.device) - began
     show([("first step", f"{first:.1f} s after the start, compilation included")], say)

@@ -67,7 +67,7 @@ def make_batches(cfg, world, loader):
 
 
 def build_model(cfg, world, weights=None, eot=None):
-    """(model, the model as the loop calls it, Account): on meta, prepared, allocated, loaded, in DDP.
+    """(model, Account): on meta, prepared, allocated, loaded.
 
     cfg: from `choose`. weights: a checkpoint's; None: cfg.init_from's, or new. eot: the data's separator.
     """
@@ -86,7 +86,7 @@ def build_model(cfg, world, weights=None, eot=None):
         buffer.data = buffer.data.to(device)
     if cfg.precision == "fp8":
         fast.fp8.reset(model)
-    return model, parallel.wrap(model, cfg, world, bool(account.unused)), account
+    return model, account
 
 
 def prepare(model, cfg, world, eot, regular):
@@ -137,6 +137,7 @@ def describe(cfg, world, job, loader, start):
     rows = [
         ("parameters", f"{total:,}, of them {matmul:,} in matmuls; vocabulary padding not counted"),
         *account.rows(),
+        *job.rows,
         ("memory", memory.describe(cfg, world.size, account.parameters)),
         ("data", f"{cfg.data_dir}: {loader.tokens:,} training tokens, tokenizer {cfg.tokenizer or 'n/a'}"),
     ]

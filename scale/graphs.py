@@ -4,16 +4,43 @@ The host needs tens of microseconds to launch a kernel. Where a micro-batch or a
 slow, kernels take less, and the GPU waits (https://developer.nvidia.com/blog/cuda-graphs).
 """
 
+import dataclasses
 import gc
+import time
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
 
+import fast
 from configurator import UserError
+from scale import parallel
+from settings import conflicts
 
 EAGER_STEPS = 3  # steps before the capture, in which all is compiled, timed and allocated
+TRIAL = 5  # micro-steps timed with "auto", after EAGER_STEPS of them
+AHEAD = 0.05  # part of a trial's time after its last launch, below which the GPU has waited for the host
 ALIGNED = 128  # elements: each gradient begins at a multiple of them
+
+
+def choose(cfg, world, micro_step, model, accumulation):
+    """(a Replayed, or None, rows of the start-up summary): as set, or with "auto" after a trial."""
+    why, on_gpu = [], world.device.type == "cuda"
+    if cfg.cuda_graph == "auto":
+        found = conflicts(dataclasses.replace(cfg, cuda_graph=True), world.size)
+        why = ["it needs a CUDA device"] * (not on_gpu) + [line for line in found if "cuda_graph" in line]
+    graph = None if why else Replayed(micro_step, model, accumulation, cfg.reduce_dtype)
+    if cfg.cuda_graph is True:
+        return graph, []
+    if graph:
+        launched, total = graph.trial(cfg)
+        fast.fp8.reset(model)
+        waits = any(parallel.gather_objects(launched > (1 - AHEAD) * total))
+        timed = f"the host takes {launched * 1e3:.1f} of a micro-step's {total * 1e3:.1f} ms to launch it"
+        why, graph = (
+            [timed if launched else "it waits for the GPU, as with .item()"],
+            graph if waits else None,
+        )
+    return graph, [("cuda graph", f"{'yes' if graph else 'no'} ({why[0]})")]
 
 
 class Replayed:
@@ -23,8 +50,6 @@ class Replayed:
     """
 
     def __init__(self, micro_step, model, accumulation, reduce_dtype):
-        if isinstance(model, FSDPModule):
-            raise UserError("cuda_graph=True cannot capture FSDP2's collectives; try --parallel=ddp")
         self.micro_step, self.accumulation, self.parameters = micro_step, accumulation, [*model.parameters()]
         self.reduce_dtype = torch.bfloat16 if reduce_dtype == "bf16" else None  # None: the gradients' own
         self.device = self.parameters[0].device
@@ -50,6 +75,33 @@ class Replayed:
         if self.micro_steps == self.accumulation and dist.is_initialized():
             self.average()
         return self.loss
+
+    def trial(self, cfg):
+        """Seconds until the host has launched a micro-step, and until the GPU has done it, in a row of them.
+
+        The first is 0 where one waits for the GPU. Leaves gradients and the random state as they were.
+        """
+        launched, shape = 0, (cfg.batch_size, cfg.block_size)
+        with torch.random.fork_rng([self.device]):
+            self.batch = [torch.randint(cfg.vocab_size, shape, device=self.device)] * 2
+            for _ in range(EAGER_STEPS):
+                self.launch()
+            began = parallel.synchronize(self.device)
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                for _ in range(TRIAL):
+                    self.launch()
+                launched = time.perf_counter() - began
+            except RuntimeError as error:
+                if "synchronizing" not in str(error):
+                    raise
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            total = parallel.synchronize(self.device) - began
+        self.batch = self.loss = None
+        for parameter in self.parameters:
+            parameter.grad = None
+        return launched / TRIAL, total / TRIAL
 
     def launch(self):
         """Runs the micro-step on the capture's stream, whose workspaces then exist before it."""

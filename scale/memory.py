@@ -31,7 +31,7 @@ def estimate(cfg, ranks):
         parts["gradients"] = 0  # of a single micro-step: they grow while activations are freed
     elif cfg.offload_states and cfg.parallel == "hsdp":
         parts["gradients"] = summed * total / shards  # added up on the GPU until the last micro-step
-    elif several and ranks > 1 and not sharded and not cfg.cuda_graph:
+    elif several and ranks > 1 and not sharded and cfg.cuda_graph is not True:
         parts["gradients"] *= 2  # .grad, and DDP's buckets, to which they are copied in the last micro-step
     again = 0 if cfg.remat == "none" else -(-cfg.n_layer // cfg.remat_every)  # blocks under checkpointing
     parts["gathered"] = gathered(cfg, shards) if sharded else 0

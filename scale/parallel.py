@@ -173,7 +173,7 @@ def fill(tensor, function):
 
 def wrap(model, cfg, world, unused=False):
     """The model as the loop calls it: in DDP if nothing else averages gradients. unused: some have none."""
-    if not dist.is_initialized() or cfg.parallel != "ddp" or cfg.cuda_graph:
+    if not dist.is_initialized() or cfg.parallel != "ddp":
         return model
     on_gpu, in_bf16 = world.device.type == "cuda", cfg.reduce_dtype == "bf16" and cfg.weights == "fp32"
     if in_bf16 and not on_gpu:

@@ -59,7 +59,7 @@ def both_ways(more, device="cuda"):
 
 def six_steps(cfg, world, graph, weighted):
     """([loss and norm of each step], {name: weight}) on the same random batches."""
-    cfg.cuda_graph = graph
+    cfg.cuda_graph = graph and ("auto" if world.device.type == "cuda" else True)
     own, _ = train.choose(cfg, world.device)
     job = train.Training(own, world)
     job.raw.train()
@@ -170,6 +170,47 @@ def test_a_step_that_waits_for_the_gpu_is_named():
     assert done.returncode and words in done.stderr.strip().splitlines()[-1], done.stderr
 
 
+CHOICES = {"yes (the host takes 19.5 of a": (0.0195, 0.02), "no (the host takes 12.0 of a": (0.012, 0.02)}
+CHOICES |= {"no (it waits for the GPU": (0, 0.02), "no (cuda_graph=True does not go with remat": None}
+MODEL = torch.nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize("words", CHOICES)
+def test_auto_says_why(words, monkeypatch):
+    imitate(monkeypatch.setattr)
+    monkeypatch.setattr(graphs.Replayed, "trial", lambda *_: CHOICES[words])
+    cfg = Config(cuda_graph="auto", remat="none" if CHOICES[words] else "block")
+    graph, rows = graphs.choose(cfg, parallel.World(0, 1, torch.device("cuda")), None, MODEL, 1)
+    assert rows[0][0] == "cuda graph" and rows[0][1].startswith(words)
+    assert bool(graph) == words.startswith("yes")
+
+
+@pytest.mark.gpu
+def test_a_trial_tells_who_waits_for_whom():
+    """Many small kernels, a few large ones, and a micro-step that waits; the random state stays."""
+    small, large = (torch.randn(n, n, device="cuda", requires_grad=True) for n in (16, 8192))
+
+    def micro_step(x, times, wait=False):
+        for _ in range(times):
+            x = x @ x / 100
+        loss = x.sum()
+        loss.backward()
+        return loss.item() if wait else loss.detach()
+
+    cfg, state = Config(batch_size=1, block_size=8), torch.cuda.get_rng_state()
+    steps = [lambda *_: micro_step(small, 200), lambda *_: micro_step(large, 4)]
+    steps += [lambda *_: micro_step(small, 4, True)]
+    model = MODEL.cuda()
+    found = [graphs.Replayed(step, model, 1, "fp32").trial(cfg) for step in steps]
+    shares = [launched / total for launched, total in found]
+    assert shares[0] > 0.95 > 0.5 > shares[1] and shares[2] == 0, found
+    assert torch.equal(state, torch.cuda.get_rng_state())
+
+
 def test_a_cpu_has_no_graphs(data_dir, tmp_path):
     with pytest.raises(UserError, match="^cuda_graph=True needs a CUDA device, this is cpu; leave it out$"):
         train_here(data_dir, tmp_path, cuda_graph=True)
+    settings = dict(cuda_graph="auto", max_steps=1)
+    assert ["cuda graph", "no (it needs a CUDA device)"] in train_here(data_dir, tmp_path, **settings)[0][
+        "rows"
+    ]
