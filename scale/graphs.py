@@ -7,6 +7,7 @@ slow, kernels take less, and the GPU waits (https://developer.nvidia.com/blog/cu
 import dataclasses
 import gc
 import time
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -87,6 +88,7 @@ class Replayed:
             for _ in range(EAGER_STEPS):
                 self.launch()
             began = parallel.synchronize(self.device)
+            warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
             torch.cuda.set_sync_debug_mode("error")
             try:
                 for _ in range(TRIAL):
