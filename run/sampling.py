@@ -9,7 +9,6 @@ import functools
 import itertools
 import sys
 import time
-import warnings
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +16,7 @@ import torch.nn.functional as F
 import kernels
 from configurator import UserError, is_rank_0
 from scale import context, parallel
+from scale.graphs import waits
 
 
 def texts(model, tokenizer, prompt, n, max_new_tokens, temperature, top_k, seed):
@@ -126,22 +126,12 @@ def make_cache(model, temperature=0, top_k=None, rows=1, **_):
         expected, trial.length = trial.forward(idx, at), len(at) - 1
         found = trial.forward(idx[:, -1:], at[-1:])
         if not (found - expected).std() > 0.1 * expected.std():  # in bf16 0.02, float32 1e-6
-            graphs = by_row and at.is_cuda and not waits(trial.forward, idx[:, -1:], at[-1:])
-            return Cache(model, rows, by_row, graphs, temperature, top_k)
+            graph = by_row and at.is_cuda
+            if graph and (why := waits(trial.forward, idx[:, -1:], at[-1:])):
+                warn(why, "a CUDA graph")
+                graph = False
+            return Cache(model, rows, by_row, graph, temperature, top_k)
     return warn("model.py mixes tokens outside of attn.core, or uses a block twice")
-
-
-def waits(function, *arguments):
-    """Whether it waits for the GPU. A capture of that would fail, and spoil the random numbers of the run."""
-    with warnings.catch_warnings(action="ignore"):  # that this mode is a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        function(*arguments)
-    except RuntimeError as error:
-        warn(str(error), "a CUDA graph")
-        return True
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @functools.cache
