@@ -101,11 +101,7 @@ class GPTConfig:
         found = too_small(self, dict.fromkeys(sizes, 1) | {"value_embeddings": 0, "dropout": 0})
         largest = {name: 10_000 if name == "n_layer" else 1 << 27 for name in sizes}
         found += [f"{k} must be at most {m}" for k, m in largest.items() if (getattr(self, k) or 0) > m]
-        for name in "norm_eps rope_theta rope_factor rope_original softcap clip".split():
-            if (value := getattr(self, name, None)) is not None and not value > 0:
-                found.append(f"{name}={value} must be over 0")
-        below = ("dropout", "beta1", "beta2")
-        found += [f"{k}={v} must be below 1" for k in below if (v := getattr(self, k, 0)) >= 1]
+        found += outside(self, "norm_eps rope_theta rope_factor rope_original softcap", "dropout")
         if found:
             return found
         if self.head_dim is None and self.n_embd % self.n_head:
@@ -203,6 +199,13 @@ class Config(GPTConfig):
         return self.batch_size * self.block_size // self.context_parallel
 
 
+def outside(cfg, positive, shares):
+    """Settings, two texts of names, that are not over 0 or not below 1, one line each; None passes."""
+    given = lambda names: ((k, v) for k in names.split() if (v := getattr(cfg, k)) is not None)
+    found = [f"{k}={v} must be over 0" for k, v in given(positive) if not v > 0]
+    return found + [f"{k}={v} must be below 1" for k, v in given(shares) if v >= 1]
+
+
 def check(cfg, ranks=None):
     """Raises one UserError that lists every setting out of range or in conflict; ranks: None: torchrun's."""
     ranks = int(os.environ.get("WORLD_SIZE", 1)) if ranks is None else ranks
@@ -216,7 +219,7 @@ def out_of_range(cfg, ranks):
     zero = "lr lr_embedding lr_head min_lr_ratio cooldown_fraction weight_decay beta1 beta2 warmup_steps seed"
     zero += " momentum_warmup eval_interval hellaswag_interval sample_interval save_interval shuffle_seed"
     least = dict.fromkeys(one.split(), 1) | dict.fromkeys([*zero.split(), "max_skipped_steps"], 0)
-    found = too_small(cfg, least | {"eval_tokens": cfg.block_size})
+    found = outside(cfg, "clip", "beta1 beta2") + too_small(cfg, least | {"eval_tokens": cfg.block_size})
     if (name := cfg.init_from or "").startswith("gpt2") and not os.path.exists(name):
         found.append(f"init_from={name} is nanoGPT's; it is --init_from=hf:{name} here")
     if cfg.context_parallel < 1 or ranks % cfg.context_parallel:
