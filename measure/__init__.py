@@ -1,1 +1,1 @@
-"""What bench.py calls, a file a command, and a task for lm-evaluation-harness, hellaswag_local.yaml."""
+"""What bench.py calls, a file a command, and two tasks for lm-evaluation-harness, hellaswag_*.yaml."""
