@@ -50,7 +50,7 @@ class Packer:
         row = self.waiting.pop(number)
         self.total -= len(row)
         self.written.add(number)
-        self.room = self.size - (self.size - self.room + len(row) - done) % self.size
+        self.room = (self.room - len(row) + done - 1) % self.size + 1
         return number, row
 
     def _choose(self):
@@ -71,15 +71,12 @@ class Packer:
 
         Subset sums as a bit set: bit n of `sums` is set if some documents have n tokens together.
         """
-        fitting = ((number, len(row)) for number, row in self.waiting.items() if len(row) <= self.room)
-        steps, sums, within = [], 1, (2 << self.room) - 1
-        for number, length in fitting:
-            steps.append((number, length, sums))
-            sums |= sums << length & within
-            if sums > within >> 1:
-                break
+        chosen, steps, sums, within = [], [], 1, (2 << self.room) - 1
+        for number, row in self.waiting.items():
+            if len(row) <= self.room and not sums >> self.room:  # not yet filled exactly
+                steps.append((number, len(row), sums))
+                sums |= sums << len(row) & within
         full = at = sums.bit_length() - 1
-        chosen = []
         for number, length, before in reversed(steps):
             if not before >> at & 1:  # this sum needs the document
                 chosen.append(number)

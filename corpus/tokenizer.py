@@ -28,10 +28,9 @@ RULES = {"gpt2": None, "gpt4": LLAMA3_PATTERN}  # the same for a tokenizer.json;
 SEPARATORS = "<|begin_of_text|> <|end_of_text|> <|endoftext|> <s> </s> <bos> <eos> [EOS]".split()
 MOST_IDS = 1 << 20  # of a tokenizer.json, unless the model has more; an id takes the memory of all below it
 GROWTH = 1000  # characters that its rules may make of one
-VISIBLE = [b for b in range(256) if chr(b).isprintable() and b != 32]
+HIDDEN = [b for b in range(256) if not chr(b).isprintable() or b == 32]
 # GPT-2's files write a printable byte as its own character, and the others as characters from U+0100 on.
-CHARACTERS = {b: chr(b) for b in VISIBLE}
-CHARACTERS |= {b: chr(256 + i) for i, b in enumerate(sorted(set(range(256)) - set(VISIBLE)))}
+CHARACTERS = [chr(256 + HIDDEN.index(b)) if b in HIDDEN else chr(b) for b in range(256)]
 PROBE = "I'll re-tokenize  3,141.59 naïve  \n\n\tcafés <|endoftext|> 東京 🙂\u00a0DON'T\r\n x = f(y)  \n"
 
 
@@ -135,14 +134,10 @@ class HuggingFace(Tokenizer):
             raise UserError(f"tokenizer={name} has none of the separators {', '.join(SEPARATORS)}")
         vocabulary = self.inner.get_vocab()
         super().__init__(name, max(vocabulary.values()) + 1, separators)
-        ordinary = {i: token for token, i in vocabulary.items() if token not in self.special}
-        # gigatoken was compared on 15M tokens of byte-level files alone, in which a character is a byte
-        if '"ByteLevel"' in self.text:
-            self.lengths = {i: len(token) for i, token in ordinary.items()}
-            self._encode = faster(self._gigatoken, self._encode, "".join(self.special))
-        else:
-            plain = lambda token: re.sub("^<0x[0-9A-F]{2}>$", ".", token).replace("\u2581", " ")
-            self.lengths = {i: len(plain(token).encode()) for i, token in ordinary.items()}
+        size = lambda token: len(re.sub("^<0x[0-9A-F]{2}>$", ".", token).replace("\u2581", " ").encode())
+        if '"ByteLevel"' in self.text:  # a character is a byte; gigatoken was compared on 15M of their tokens
+            size, self._encode = len, faster(self._gigatoken, self._encode, "".join(self.special))
+        self.lengths = {i: size(token) for token, i in vocabulary.items() if token not in self.special}
 
     def _encode(self, texts):
         return [row.ids for row in self.inner.encode_batch_fast(texts, add_special_tokens=False)]
@@ -273,13 +268,10 @@ def byte_level_json(ranks, special, rule=None):
     from tokenizers import Regex, decoders, models, pre_tokenizers, processors
     from tokenizers import Tokenizer as Inner
 
-    characters = lambda token: "".join(CHARACTERS[b] for b in token)
-    vocabulary = {characters(token): i for token, i in ranks.items()} | special
-    merges = []
-    for token in sorted(ranks, key=ranks.get):  # every two tokens that it can be joined of
-        pairs = ((token[:i], token[i:]) for i in range(1, len(token)))
-        merges += [(characters(a), characters(b)) for a, b in pairs if a in ranks and b in ranks]
-    inner = Inner(models.BPE(vocabulary, merges, ignore_merges=True))  # a word that is a token is not merged
+    words = {"".join(CHARACTERS[b] for b in token): i for token, i in ranks.items()}
+    cuts = ((word[:i], word[i:]) for word in sorted(words, key=words.get) for i in range(1, len(word)))
+    merges = [(a, b) for a, b in cuts if a in words and b in words]  # every two tokens that make a third one
+    inner = Inner(models.BPE(words | special, merges, ignore_merges=True))  # a token as a text is not merged
     split = [pre_tokenizers.Split(Regex(rule), "isolated")] if rule else []
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=rule is None)
     inner.pre_tokenizer = pre_tokenizers.Sequence([*split, byte_level])
@@ -311,9 +303,7 @@ def write_characters(batches, path):
     """Writes a tokenizer.json: the characters of batches of texts, U+FFFD for others, and a separator."""
     import tokenizers
 
-    found = set()
-    for texts in batches:
-        found.update(*(text or "" for text in texts))
+    found = {character for texts in batches for text in texts for character in text or ""}
     ids = {token: i for i, token in enumerate([*sorted(found - {"\ufffd"}), "\ufffd", "<|endoftext|>"])}
     inner = tokenizers.Tokenizer(tokenizers.models.BPE(ids, [], unk_token="\ufffd"))
     inner.decoder = tokenizers.decoders.Fuse()
