@@ -30,6 +30,8 @@ COMPRESSED = (".zst", ".gz", ".xz", ".bz2")
 RECORDS = (".jsonl", ".json", ".parquet")  # any other file is one document
 FOLDERS = (".txt", *RECORDS)  # what is read of a folder; a glob may name others
 DOCUMENT_BYTES = 1 << 30  # of a compressed file that expands without end; a larger plain file is read whole
+SHAPING = ("text_key", "tokenizer", "shard_tokens", "max_tokens", "shuffle_seed", "pack")
+SHAPING += ("min_document_tokens", "skip_bad_documents")  # settings on which the bytes of shards depend
 
 
 @dataclass
@@ -159,14 +161,12 @@ def settings(cfg, name, files, tokenizer, dialogues):
         raise UserError(f"val_tokens={cfg.val_tokens}: of a single text it is the last tenth; try 0 or None")
     if dialogues and (texts := [path for path in files or () if suffix(path) not in RECORDS]):
         raise UserError(f"text_key={cfg.text_key} needs files of {', '.join(RECORDS)}, not {texts[0]}")
-    names = ("revision", "pack", "min_document_tokens", "skip_bad_documents")
-    rare = {key: getattr(cfg, key) for key in names if getattr(cfg, key)}
-    rare |= {"streaming": True} if cfg.streaming and cfg.shuffle_seed is not None else {}  # another order
+    chosen = {"dataset": name, "revision": cfg.revision}
     if cfg.ready_made:
-        return {"dataset": name, "max_shards": cfg.max_shards} | rare
-    names = ("text_key", "tokenizer", "shard_tokens", "max_tokens", "shuffle_seed")
-    chosen = {"dataset": name} | {key: getattr(cfg, key) for key in names}
+        return chosen | {"max_shards": cfg.max_shards}
+    chosen |= {key: getattr(cfg, key) for key in SHAPING}
     chosen |= {"vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot}
+    chosen |= {"streaming": cfg.streaming and cfg.shuffle_seed is not None}  # then another order
     chosen |= {"chat_sha256": dialogues.digest} if dialogues else {}
     if files is None:
         chosen |= {"subset": cfg.subset, "split": cfg.split}
@@ -178,7 +178,7 @@ def settings(cfg, name, files, tokenizer, dialogues):
         # about 1% of the tokens, which have one byte or about four; less of compressed files
         share = 1 if alone(files) else sum(sizes) // (100 if tokenizer.name == "bytes" else 400)
     default_val = max(1, min(share, cfg.shard_tokens, (cfg.max_tokens or 1 << 63) // 10))
-    return chosen | {"val_tokens": default_val if cfg.val_tokens is None else cfg.val_tokens} | rare
+    return chosen | {"val_tokens": default_val if cfg.val_tokens is None else cfg.val_tokens}
 
 
 def documents(cfg, name, files, first):

@@ -27,13 +27,13 @@ FORMATS = {20240520: (1, np.uint16), 20240801: (7, np.uint32)}  # magic: (versio
 MAKE_DATA = "make the data with python fineweb.py (--help lists its settings)"
 
 shard_name = lambda v: files.plain_name(v) and split_of(v) is not None
-SHARD = {"name": shard_name, "sha256": files.text, "mask_sha256?": files.sha256, "tokens?": files.count}
+SHARD = {"name": shard_name, "sha256": files.text, "mask_sha256?": files.sha256}
 MANIFEST = {"tokenizer": files.text, "vocab_size": files.id_count, "eot": files.count, "shards?": [SHARD]}
-MANIFEST |= {"dtype?": ("uint16", "uint32"), "settings?": {"pack?": files.count}}
+MANIFEST |= {"dtype?": ("uint16", "uint32"), "settings?": {"pack?": (files.count, None)}}
 MANIFEST |= {"token_bytes_sha256?": files.sha256}
 
 
-def unfit(path, found, expected, advice=f"remove it and {MAKE_DATA}"):
+def unfit(path, found, expected, advice=f"bring it back, or {MAKE_DATA}"):
     """A DataError for a file of the data that is not as it should be."""
     return DataError(f"{path} is damaged: found {found}, expected {expected}; {advice}")
 
@@ -70,8 +70,7 @@ def ahead(items, depth):
 def read_header(path):
     """(tokens, their dtype, bytes before them) of a .bin file whose length is checked. Raises DataError."""
     size = os.path.getsize(path)
-    with open(path, "rb") as file:
-        magic, version, count = map(int, np.frombuffer(file.read(12).ljust(12, b"\0"), "<i4"))
+    magic, version, count = [*np.fromfile(path, "<i4", 3).tolist(), 0, 0, 0][:3]
     # GPT-2's tokens cannot look like a header: both magics contain 16-bit values above 50,256
     if magic not in FORMATS and os.path.basename(path) in ("train.bin", "val.bin"):
         if size == 0 or size % 2:
@@ -137,8 +136,7 @@ def verify(data_dir):
                 whole = file.is_file() and f"SHA-256 {files.digest(file)[1]}"
                 found = "a link" if file.is_symlink() else whole or "no file"
                 if sha256 is not None and found != f"SHA-256 {sha256}":
-                    advice = f"bring the file back, or {MAKE_DATA}"
-                    raise unfit(file, found, f"the manifest's file, SHA-256 {sha256}", advice)
+                    raise unfit(file, found, f"the manifest's file, SHA-256 {sha256}")
             open_shard(path)
 
 
@@ -163,7 +161,7 @@ class Split:
             for mask, shard in zip(masks, self.shards):
                 size, need = mask.stat().st_size if mask.is_file() else 0, -(-len(shard) // 8)
                 if size != need:
-                    raise unfit(mask, f"{size} bytes", f"{need} for {len(shard)} tokens", MAKE_DATA)
+                    raise unfit(mask, f"{size} bytes", f"{need} for {len(shard)} tokens")
             self.masks = [np.memmap(mask, np.uint8, "r") for mask in masks]
         self.tokenizer, own = manifest.get("tokenizer"), Path(data_dir, "tokenizer.json")
         gone = self.tokenizer is None or Path(self.tokenizer).suffix and not Path(self.tokenizer).exists()
@@ -187,11 +185,9 @@ class Split:
     def _check(self, manifest, vocab_size):
         """Raises DataError for shards that do not go together, with the manifest or with the model."""
         dtype = np.dtype(manifest.get("dtype", self.shards[0].dtype))
-        counts = {shard["name"]: shard.get("tokens") for shard in manifest.get("shards", ())}
         for path, shard in zip(self.paths, self.shards):
-            count = counts.get(os.path.basename(path)) or len(shard)
-            if (shard.dtype, len(shard)) != (dtype, count):
-                raise unfit(path, f"{len(shard)} {shard.dtype.name} tokens", f"{count} of {dtype.name}")
+            if shard.dtype != dtype:
+                raise unfit(path, f"{len(shard)} {shard.dtype.name} tokens", f"tokens of {dtype.name}")
         if vocab_size is not None and (self.ids or 0) > vocab_size:
             less = f"vocab_size={vocab_size} is less than {manifest['tokenizer']}'s"
             raise DataError(f"{less}; try --vocab_size={self.ids}")

@@ -67,11 +67,9 @@ class Packer:
         return chosen
 
     def _fill(self):
-        """(numbers of the documents that fill the room best, tokens of room that they leave).
-
-        Subset sums as a bit set: bit n of `sums` is set if some documents have n tokens together.
-        """
-        chosen, steps, sums, within = [], [], 1, (2 << self.room) - 1
+        """(numbers of the documents that fill the room best, tokens of room that they leave)."""
+        chosen, steps, within = [], [], (2 << self.room) - 1
+        sums = 1  # bit n is set if some documents have n tokens together
         for number, row in self.waiting.items():
             if len(row) <= self.room and not sums >> self.room:  # not yet filled exactly
                 steps.append((number, len(row), sums))

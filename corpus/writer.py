@@ -20,7 +20,7 @@ from corpus import DataError, packing, told
 from corpus.loader import FORMATS, HEADER_BYTES, SHARD, ahead, mask_path, open_shard, split_of
 from run import files
 
-WRITTEN = SHARD | dict.fromkeys(("tokens", "documents", "text_bytes", "bytes", "targets?"), files.count)
+WRITTEN = SHARD | dict.fromkeys(("tokens", "documents", "bytes", "targets?"), files.count)
 RECORD = {"settings": {}, "shards": [WRITTEN]}
 PAIR = lambda v: type(v) is list and list(map(files.count, v)) == [True] * 2
 POSITION = {"next": PAIR, "order?": [(files.count, None)]}
@@ -43,12 +43,12 @@ def claim(out):
 def write_shards(batches, encode, progress, tokenizer, short):
     """Writes the missing shards, named after `short`. batches: of documents from progress.document on."""
     given, position, parts, count, done = progress.settings, in_order, [], 0, progress.tokens
-    val_tokens, pack, most = given["val_tokens"], given.get("pack"), given["max_tokens"] or math.inf
+    val_tokens, pack, most = given["val_tokens"], given["pack"], given["max_tokens"] or math.inf
     save = functools.partial(write_shard, progress, tokenizer, short)
     sizes = dict(initial=progress.total("tokens"), total=most + val_tokens)  # tqdm takes inf for no total
     bar = tqdm(desc=short, **sizes, unit=" tokens", unit_scale=True, disable=None)
     with bar, contextlib.closing(ahead(batches, 4)) as batches:
-        rows = tokenized(batches, encode, progress.document, given.get("min_document_tokens", 1))
+        rows = tokenized(batches, encode, progress.document, given["min_document_tokens"] or 1)
         if val_tokens and not progress.shards:  # whole documents in the source's order, with pack too
             for number, row in rows:
                 parts.append(row)
@@ -151,10 +151,8 @@ class Progress:
 
     def add(self, name, tokens, tokenizer, position):
         """Records a written shard and the position (document, tokens, order) after it."""
-        parts = np.array_split(tokens, (len(tokens) >> 24) + 1)  # bincount copies its argument to int64
-        counts = sum(np.bincount(part, minlength=tokenizer.vocab_size) for part in parts)
-        shard = {"name": name, "tokens": len(tokens), "documents": int(counts[tokenizer.eot])}
-        shard |= {"text_bytes": int(counts @ tokenizer.token_bytes())}
+        documents = int(np.count_nonzero(tokens == tokenizer.eot))
+        shard = {"name": name, "tokens": len(tokens), "documents": documents}
         shard["bytes"], shard["sha256"] = files.digest(self.out / name)
         if (mask := mask_path(self.out / name)).exists():
             bits = np.fromfile(mask, np.uint8)
@@ -178,7 +176,7 @@ class Progress:
         write(path := self.out / "token_bytes.npy", sizes.getvalue())
         manifest = {"tokenizer": tokenizer.name, "vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot}
         manifest |= {"dtype": tokenizer.dtype.name, "source": self.settings["dataset"]}
-        manifest |= {key: self.total(key) for key in ("documents", "tokens", "text_bytes")}
+        manifest |= {key: self.total(key) for key in ("documents", "tokens")}
         manifest |= {"settings": self.settings, "shards": self.shards}
         manifest |= {"token_bytes_sha256": files.digest(path)[1]}
         write(self.out / "manifest.json", (json.dumps(manifest, indent=1) + "\n").encode())
