@@ -23,7 +23,7 @@ from run import files
 WRITTEN = SHARD | dict.fromkeys(("tokens", "documents", "bytes", "targets?"), files.count)
 RECORD = {"settings": {}, "shards": [WRITTEN]}
 PAIR = lambda v: type(v) is list and list(map(files.count, v)) == [True] * 2
-POSITION = {"next": PAIR, "order?": [(files.count, None)]}
+POSITION = {"next": PAIR, "order?": lambda v: v == []}  # another one: packed by an earlier version
 AGAIN = "finished shards are kept; run the same command again"
 
 
@@ -42,7 +42,7 @@ def claim(out):
 
 def write_shards(batches, encode, progress, tokenizer, short):
     """Writes the missing shards, named after `short`. batches: of documents from progress.document on."""
-    given, position, parts, count, done = progress.settings, in_order, [], 0, progress.tokens
+    given, parts, count, done = progress.settings, [], 0, progress.tokens
     val_tokens, pack, most = given["val_tokens"], given["pack"], given["max_tokens"] or math.inf
     save = functools.partial(write_shard, progress, tokenizer, short)
     sizes = dict(initial=progress.total("tokens"), total=most + val_tokens)  # tqdm takes inf for no total
@@ -52,15 +52,14 @@ def write_shards(batches, encode, progress, tokenizer, short):
         if val_tokens and not progress.shards:  # whole documents in the source's order, with pack too
             for number, row in rows:
                 parts.append(row)
-                count, place = count + len(row), in_order(number, 0)
+                count, place = count + len(row), (number + 1, 0)
                 if count >= val_tokens:
                     break
             bar.update(count)
             parts = parts and save(parts, "val", place)
-        if pack:
-            rows = packing.Packer(rows, pack, progress.tokens, progress.order)
-            position = rows.position
-        most -= progress.total("tokens", "train")
+        written = progress.total("tokens", "train")
+        rows = packing.packed(rows, pack, written - done) if pack else rows
+        most -= written
         room = left = min(most, given["shard_tokens"] - given["shard_tokens"] % (pack or 1))
         for number, row in rows if most else ():
             bar.update(len(row) - done)
@@ -68,24 +67,19 @@ def write_shards(batches, encode, progress, tokenizer, short):
                 parts.append(row[done : done + left])
                 done, left = done + len(parts[-1]), left - len(parts[-1])
                 if not left:
-                    parts = save(parts, "train", position(number, done if done < len(row) else 0))
+                    parts = save(parts, "train", (number, done))
                     most -= room
                     room = left = min(most, room)
             done = 0
             if not most:
                 break
     if parts:
-        save(parts, "train", position(number, 0))
+        save(parts, "train", (number, len(row)))
     val, train = (progress.total("tokens", split) for split in ("val", "train"))
     if not train or (most and val - val_tokens > train):  # the source's end, after a long first document
         found = f"{val:,} of {val + train:,} tokens are for validation, by val_tokens={val_tokens}"
         more = "lower it (0 for none), or give another --shuffle_seed or more documents (a text file is one)"
         raise DataError(f"{found} in whole documents from the front: remove {progress.out} and {more}")
-
-
-def in_order(number, done):
-    """(document, token, order) to resume from after document `number`, cut after `done` tokens (0: whole)."""
-    return (number, done, []) if done else (number + 1, 0, [])
 
 
 def tokenized(batches, encode, number, least):
@@ -124,7 +118,7 @@ class Progress:
 
     def __init__(self, out, settings):
         self.out, self.settings, self.shards = out, settings, []
-        self.document, self.tokens, self.order = 0, 0, []
+        self.document, self.tokens = 0, 0
         self.finished, record = (out / "manifest.json").exists(), out / "progress.json"
         path, form = (out / "manifest.json", RECORD) if self.finished else (record, RECORD | POSITION)
         advised = lambda words: DataError(f"{words}; remove the folder {out}")
@@ -143,14 +137,13 @@ class Progress:
                 was = f"another {key}" if "sha" in key else f"{key}={was}, not {now}"
                 raise UserError(f"out_dir={out} was begun with {was}; use another --out_dir, or remove it")
         self.shards, (self.document, self.tokens) = saved["shards"], saved.get("next", (0, 0))
-        self.order = saved.get("order", [])
         for path, size in ((out / shard["name"], shard["bytes"]) for shard in self.shards):
             if path.is_symlink() or not path.is_file() or path.stat().st_size != size:
                 found = f"{path} is missing, a link, or not of the {size} bytes that were written"
                 raise DataError(f"{found}; restore it, or remove {out}")
 
     def add(self, name, tokens, tokenizer, position):
-        """Records a written shard and the position (document, tokens, order) after it."""
+        """Records a written shard and the position after it: a document, and tokens written from there on."""
         documents = int(np.count_nonzero(tokens == tokenizer.eot))
         shard = {"name": name, "tokens": len(tokens), "documents": documents}
         shard["bytes"], shard["sha256"] = files.digest(self.out / name)
@@ -158,12 +151,12 @@ class Progress:
             bits = np.fromfile(mask, np.uint8)
             shard |= {"targets": int(np.bitwise_count(bits).sum()), "mask_sha256": files.digest(mask)[1]}
         self.shards.append(shard)
-        self.document, self.tokens, self.order = position
+        self.document, self.tokens = position
         self._save()
 
     def _save(self):
-        state = {"settings": self.settings, "shards": self.shards}
-        state |= {"next": (self.document, self.tokens), "order": self.order}
+        position = self.document, self.tokens
+        state = {"settings": self.settings, "shards": self.shards, "next": position}
         write(self.out / "progress.json", json.dumps(state, indent=1).encode())
 
     def total(self, key, split=None):
@@ -207,4 +200,4 @@ def fetch_shards(name, revision, max_shards, progress, tokenizer):
             if tokens.dtype != tokenizer.dtype or tokens.max() >= tokenizer.vocab_size:
                 found = f"{progress.out / file} holds other ids than {tokenizer.name}'s"
                 raise DataError(f"{found}; name their --tokenizer, remove the file and run it again")
-            progress.add(file, tokens, tokenizer, (0, 0, []))
+            progress.add(file, tokens, tokenizer, (0, 0))
