@@ -68,14 +68,12 @@ def ahead(items, depth):
 
 
 def read_header(path):
-    """(tokens, their dtype, bytes before them) of a .bin file whose length is checked. Raises DataError."""
+    """(tokens, their dtype, bytes before them) of a .bin file; None tokens: all, since it has no header."""
     size = os.path.getsize(path)
     magic, version, count = [*np.fromfile(path, "<i4", 3).tolist(), 0, 0, 0][:3]
     # GPT-2's tokens cannot look like a header: both magics contain 16-bit values above 50,256
     if magic not in FORMATS and os.path.basename(path) in ("train.bin", "val.bin"):
-        if size == 0 or size % 2:
-            raise unfit(path, f"{size} bytes and no header", "uint16 tokens, as nanoGPT writes them")
-        return size // 2, np.dtype("<u2"), 0
+        return None, np.dtype("<u2"), 0
     right, dtype = FORMATS.get(magic, (None, np.uint16))
     need = HEADER_BYTES + count * np.dtype(dtype).itemsize
     if version != right or count <= 0 or size != need:
@@ -90,7 +88,7 @@ def open_shard(path):
     with told(f"{path} is damaged", DataError, f"; remove it and {MAKE_DATA}"):
         if not str(path).endswith(".npy"):
             count, dtype, offset = read_header(path)
-            return np.memmap(path, dtype, "r", offset, (count,))
+            return np.memmap(path, dtype, "r", offset, count)
         tokens = np.load(path, "r")  # build-nanogpt's; objects are not unpickled
         extra = os.path.getsize(path) - tokens.offset - tokens.nbytes
     if tokens.ndim != 1 or tokens.dtype not in (np.uint16, np.uint32) or not len(tokens) or extra:

@@ -43,8 +43,9 @@ def claim(out):
 def write_shards(batches, encode, progress, tokenizer, short):
     """Writes the missing shards, named after `short`. batches: of documents from progress.document on."""
     given, parts, count, done = progress.settings, [], 0, progress.tokens
-    val_tokens, pack, most = given["val_tokens"], given["pack"], given["max_tokens"] or math.inf
+    val_tokens, pack, most = given["val_tokens"], given["pack"] or 1, given["max_tokens"] or math.inf
     save = functools.partial(write_shard, progress, tokenizer, short)
+    room = lambda: min(given["shard_tokens"] // pack * pack, most - progress.total("tokens", "train"))
     sizes = dict(initial=progress.total("tokens"), total=most + val_tokens)  # tqdm takes inf for no total
     bar = tqdm(desc=short, **sizes, unit=" tokens", unit_scale=True, disable=None)
     with bar, contextlib.closing(ahead(batches, 4)) as batches:
@@ -57,26 +58,23 @@ def write_shards(batches, encode, progress, tokenizer, short):
                     break
             bar.update(count)
             parts = parts and save(parts, "val", place)
-        written = progress.total("tokens", "train")
-        rows = packing.packed(rows, pack, written - done) if pack else rows
-        most -= written
-        room = left = min(most, given["shard_tokens"] - given["shard_tokens"] % (pack or 1))
-        for number, row in rows if most else ():
+        if pack > 1:
+            rows = packing.packed(rows, pack, progress.total("tokens", "train") - done)
+        left = room()
+        for number, row in rows if left else ():
             bar.update(len(row) - done)
-            while done < len(row) and most:
+            while done < len(row) and left:
                 parts.append(row[done : done + left])
                 done, left = done + len(parts[-1]), left - len(parts[-1])
                 if not left:
-                    parts = save(parts, "train", (number, done))
-                    most -= room
-                    room = left = min(most, room)
+                    parts, left = save(parts, "train", (number, done)), room()
             done = 0
-            if not most:
+            if not left:
                 break
     if parts:
         save(parts, "train", (number, len(row)))
     val, train = (progress.total("tokens", split) for split in ("val", "train"))
-    if not train or (most and val - val_tokens > train):  # the source's end, after a long first document
+    if not train or (left and val - val_tokens > train):  # the source's end, after a long first document
         found = f"{val:,} of {val + train:,} tokens are for validation, by val_tokens={val_tokens}"
         more = "lower it (0 for none), or give another --shuffle_seed or more documents (a text file is one)"
         raise DataError(f"{found} in whole documents from the front: remove {progress.out} and {more}")

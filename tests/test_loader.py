@@ -149,7 +149,7 @@ def test_nanogpt_files(data, tmp_path):
     assert TokenLoader(tmp_path, "val", 2, 8).tokens == 203
     for content in (b"x" * 2001, b""):
         (tmp_path / "train.bin").write_bytes(content)
-        with pytest.raises(DataError, match=f"train.bin is damaged: found {len(content)} bytes and no he"):
+        with pytest.raises(DataError, match="train.bin is damaged: ValueError: .*(empty file|multiple)"):
             TokenLoader(tmp_path, "train", 2, 8)
     write_shard(tmp_path / "x_train_000001.bin", stream[:50])
     with pytest.raises(DataError, match="holds train.bin and x_train_000001.bin; keep one kind") as error:
