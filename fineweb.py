@@ -232,13 +232,12 @@ def local_documents(paths, keys, skip_bad):
                 continue
             try:
                 row = fields(record, keys)
+                yield row
             except ValueError as error:
                 bad.append(f"{path}:{number}: {error}")
                 if not skip_bad:
                     advice = "mend it, or leave such lines out with --skip_bad_documents"
                     raise DataError(f"{bad[0]}; {advice}") from None
-            else:
-                yield row
         if bad:
             print(f"warning: left out {len(bad):,} bad lines, the first is {bad[0]}")
     if row is None:

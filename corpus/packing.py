@@ -1,13 +1,12 @@
 """Reorders documents for fineweb.py --pack, so that few of them cross a multiple of block_size tokens.
 
-Best fit as in https://arxiv.org/abs/2404.10830, but within blocks of documents and without padding: one that
-crosses the end of a group of `size` tokens goes on in the next group.
+Best fit as in https://arxiv.org/abs/2404.10830, but within blocks and without padding: a document that is cut
+at the end of a group of `size` tokens goes on in the next group.
 """
 
 import numpy as np
 
 DOCUMENTS, TOKENS = 4000, 1 << 24  # bounds of a block: documents, and their tokens together (67 MB)
-SPARE = 32  # documents of average length that fit the end of a group, which is filled exactly
 
 
 def packed(documents, size, at):
@@ -37,21 +36,18 @@ def blocks(documents):
 
 def order(lengths, size, room):
     """Yields the indices of documents of these lengths in packed order; room: tokens left in the group."""
-    waiting, spare = dict(enumerate(lengths)), SPARE * sum(lengths) // len(lengths)
+    waiting = dict(enumerate(lengths))
     while waiting:
-        for i in chosen(waiting, size, room, spare):
+        for i in chosen(waiting, size, room):
             room = (room - waiting.pop(i) - 1) % size + 1
             yield i
 
 
-def chosen(waiting, size, room, spare):
-    """The documents {index: length} to write next: one, or all that end the group."""
+def chosen(waiting, size, room):
+    """The documents {index: length} to write next: all that end the group, or one that is longer."""
     oldest = next(iter(waiting))
     if waiting[oldest] > size == room:  # it is cut wherever it begins
         return [oldest]
-    for i, length in waiting.items():
-        if length <= room - spare:
-            return [i]
     found, left = fill(waiting, room)
     if left and len(found) < len(waiting):
         found.append(max(waiting.keys() - set(found), key=lambda i: (waiting[i], -i)))
