@@ -218,7 +218,7 @@ def open_dataset(cfg, name, files):
     if cfg.streaming:
         return datasets.IterableDataset.from_generator(local_documents, form, gen_kwargs=given)
     stats = [(os.path.abspath(path), os.stat(path).st_size, os.stat(path).st_mtime_ns) for path in files]
-    digest = hashlib.sha256(repr((stats, given)).encode()).hexdigest()[:32]
+    digest = datasets.fingerprint.Hasher.hash((stats, given))
     return datasets.Dataset.from_generator(local_documents, form, gen_kwargs=given, fingerprint=digest)
 
 

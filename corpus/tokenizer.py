@@ -120,14 +120,13 @@ class HuggingFace(Tokenizer):
             self.inner = tokenizers.Tokenizer.from_str(self.text)
             self.inner.no_truncation()
             self.inner.no_padding()
-            first = self.inner.encode(PROBE).ids[:1]  # what the file has begin a text
             self.inner.encode_special_tokens = True  # as ordinary characters
-            first = [] if first == self._encode([PROBE])[0][:1] else first
+            first, plain = self.inner.encode(PROBE).ids[:1], self._encode([PROBE])[0][:1]
         added = self.inner.get_added_tokens_decoder().items()
         self.special = {token.content: i for i, token in added if token.special}
         bos = special_tokens(folder).get("bos_token") if folder else None
         adds = bos and read_beside(folder, "tokenizer_config.json").get("add_bos_token") is True
-        names = [s for s, i in self.special.items() if [i] == first]
+        names = [s for s, i in self.special.items() if [i] == first != plain]  # the file has it begin a text
         names += [bos, *SEPARATORS] if adds else [*SEPARATORS, bos]
         separators = list(dict.fromkeys(self.special[s] for s in names if s in self.special))
         if not separators:

@@ -96,17 +96,13 @@ def write_shard(progress, tokenizer, short, parts, split, position):
     """Writes parts of documents as a shard after which a run goes on at `position`; returns []."""
     index = len(progress.shards) + (progress.settings["val_tokens"] == 0)  # 0 is validation
     path = progress.out / f"{short}_{split}_{index:06d}.bin"
-    dtype, count = tokenizer.dtype, sum(map(len, parts))
-    buffer = np.zeros(HEADER_BYTES // dtype.itemsize + count, dtype)
-    header, tokens = np.split(buffer, [len(buffer) - count])
-    magic = next(magic for magic, (_, known) in FORMATS.items() if known == dtype)
-    header.view("<i4")[:3] = magic, FORMATS[magic][0], count
-    if parts[0].dtype.names:  # (token, loss)
-        loss = np.concatenate([part["loss"] for part in parts])
-        write(mask_path(path), np.packbits(loss, bitorder="little"))
-        parts = [part["token"] for part in parts]
-    np.concatenate(parts, out=tokens)
-    write(path, buffer)
+    tokens, header = np.concatenate(parts), np.zeros(HEADER_BYTES // 4, "<i4")
+    if tokens.dtype.names:  # (token, loss)
+        write(mask_path(path), np.packbits(tokens["loss"], bitorder="little"))
+        tokens = tokens["token"]
+    magic = next(magic for magic, (_, known) in FORMATS.items() if known == tokens.dtype)
+    header[:3] = magic, FORMATS[magic][0], len(tokens)
+    write(path, header.tobytes() + tokens.tobytes())
     progress.add(path.name, tokens, tokenizer, position)
     return []
 
