@@ -92,7 +92,7 @@ def main(cfg):
             if cfg.ready_made:
                 writer.fetch_shards(name, cfg.revision, cfg.max_shards, progress, tokenizer)
             else:
-                batches = documents(cfg, name, files, progress.document)
+                batches = documents(cfg, name, files, progress.position[0])
                 writer.write_shards(batches, (dialogues or tokenizer).rows, progress, tokenizer, short)
             progress.finish(tokenizer)
     words = ["config/shakespeare_char.py"] if cfg.tokenizer == "chars" else []

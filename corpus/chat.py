@@ -105,16 +105,14 @@ class Dialogues:
         for document in documents:
             if document in (None, (None, None)):
                 yield np.empty(0, self.row)
-            elif isinstance(document, tuple) and self.template.text is None:
-                yield self._pair(*document)
-            elif isinstance(document, tuple):
-                roles = zip(("user", "assistant"), document)
-                yield self._dialogue([{"role": role, "content": content} for role, content in roles])
             else:
-                yield self._dialogue(document)
+                yield self._pair(*document) if isinstance(document, tuple) else self._dialogue(document)
 
     def _pair(self, prompt, completion):
         """Separator, prompt, completion and eos; where that is the separator, the next document's serves."""
+        if self.template.text is not None:
+            pair = dict(role="user", content=prompt), dict(role="assistant", content=completion)
+            return self._dialogue([*pair])
         if not (isinstance(prompt, str) and isinstance(completion, str)):
             raise DataError(f"prompt and completion must be texts, got {[prompt, completion]!r:.90}")
         if not completion:
@@ -151,5 +149,5 @@ class Dialogues:
             row["loss"][inside[inside <= special[-1]] if special else inside] = True
         if not row["loss"].any():
             return row[:0]
-        separator = (self.tokenizer.eot, False)
-        return row if ids[0] == self.tokenizer.eot else np.insert(row, 0, np.array(separator, self.row))
+        separator = np.array((self.tokenizer.eot, False), self.row)
+        return row if ids[0] == self.tokenizer.eot else np.insert(row, 0, separator)

@@ -92,8 +92,7 @@ def open_shard(path):
         tokens = np.load(path, "r")  # build-nanogpt's; objects are not unpickled
         extra = os.path.getsize(path) - tokens.offset - tokens.nbytes
     if tokens.ndim != 1 or tokens.dtype not in (np.uint16, np.uint32) or not len(tokens) or extra:
-        found = f"{tokens.dtype} of shape {tokens.shape} and {extra} bytes more"
-        raise unfit(path, found, "a row of uint16 or uint32 tokens")
+        raise unfit(path, f"{tokens.dtype} {tokens.shape} and {extra} bytes more", "uint16 or uint32 tokens")
     return tokens
 
 
@@ -187,8 +186,7 @@ class Split:
             if shard.dtype != dtype:
                 raise unfit(path, f"{len(shard)} {shard.dtype.name} tokens", f"tokens of {dtype.name}")
         if vocab_size is not None and (self.ids or 0) > vocab_size:
-            less = f"vocab_size={vocab_size} is less than {manifest['tokenizer']}'s"
-            raise DataError(f"{less}; try --vocab_size={self.ids}")
+            raise DataError(f"vocab_size={vocab_size} is below the tokenizer's; try --vocab_size={self.ids}")
 
     def start(self, row):
         """First token of a row; rows are counted from the start of training."""
@@ -236,8 +234,7 @@ class TokenLoader:
         if self.tokens < batch_tokens or min(s.tokens for s in self.splits) <= T:
             found = f"the {split} split has {self.tokens:,} tokens"
             need = f"{max(batch_tokens, T + 1):,} for a global batch, of each folder {T + 1:,} for a row"
-            advice = "lower --batch_tokens or --block_size, or make more data"
-            raise DataError(f"{data_dir}: {found}, expected {need}; {advice}")
+            raise DataError(f"{data_dir}: {found}, expected {need}; lower --batch_tokens or --block_size")
         first = self.splits[0]
         self.tokenizer, self.eot, self.token_bytes = first.tokenizer, first.eot, first.token_bytes
         for folder, other in zip(self.folders, self.splits):
@@ -266,10 +263,9 @@ class TokenLoader:
         return [(name, share, tokens / self.T * share / split.rows_per_epoch) for name, share, split in parts]
 
     def state_dict(self):
-        state = {"rows": self.rows, "tokens": self.tokens, "fingerprint": self.fingerprint}
-        state |= {"block_size": self.T, "shuffle_seed": self.splits[0].shuffle_seed}
-        state |= {"align_documents": self.splits[0].align}
-        return state | ({"shares": list(self.shares)} if len(self.shares) > 1 else {})
+        first, shares = self.splits[0], {"shares": list(self.shares)} if len(self.shares) > 1 else {}
+        state = dict(rows=self.rows, tokens=self.tokens, fingerprint=self.fingerprint, block_size=self.T)
+        return state | dict(shuffle_seed=first.shuffle_seed, align_documents=first.align) | shares
 
     def load_state_dict(self, state, allow_data_change=False):
         """Continues exactly after the saved row, for any B and world. Raises DataError for other data."""
@@ -330,8 +326,7 @@ class TokenLoader:
             split, start = places[b]
             shard, at, _ = next(split.pieces(start + t, 1))
             found = f"token {at} is {rows[b, t]}, not below vocab_size={self.vocab_size}"
-            advice = "raise --vocab_size if the data has another tokenizer, else make the data again"
-            raise DataError(f"{split.paths[shard]}: {found}; {advice}")
+            raise DataError(f"{split.paths[shard]}: {found}; raise it, or make the data again")
         if self.masked:
             for row, (split, start) in zip(rows, places):
                 np.invert(row, out=row, where=~split.has_loss(start, self.T + 1))

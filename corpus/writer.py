@@ -41,15 +41,15 @@ def claim(out):
 
 
 def write_shards(batches, encode, progress, tokenizer, short):
-    """Writes the missing shards, named after `short`. batches: of documents from progress.document on."""
-    given, parts, count, done = progress.settings, [], 0, progress.tokens
+    """Writes the missing shards, named after `short`. batches: of documents from progress.position on."""
+    given, parts, count, (first, done) = progress.settings, [], 0, progress.position
     val_tokens, pack, most = given["val_tokens"], given["pack"] or 1, given["max_tokens"] or math.inf
     save = functools.partial(write_shard, progress, tokenizer, short)
     room = lambda: min(given["shard_tokens"] // pack * pack, most - progress.total("tokens", "train"))
     sizes = dict(initial=progress.total("tokens"), total=most + val_tokens)  # tqdm takes inf for no total
     bar = tqdm(desc=short, **sizes, unit=" tokens", unit_scale=True, disable=None)
     with bar, contextlib.closing(ahead(batches, 4)) as batches:
-        rows = tokenized(batches, encode, progress.document, given["min_document_tokens"] or 1)
+        rows = tokenized(batches, encode, first, given["min_document_tokens"] or 1)
         if val_tokens and not progress.shards:  # whole documents in the source's order, with pack too
             for number, row in rows:
                 parts.append(row)
@@ -112,7 +112,7 @@ class Progress:
 
     def __init__(self, out, settings):
         self.out, self.settings, self.shards = out, settings, []
-        self.document, self.tokens = 0, 0
+        self.position = 0, 0  # a document, and how many tokens from there on are written
         self.finished, record = (out / "manifest.json").exists(), out / "progress.json"
         path, form = (out / "manifest.json", RECORD) if self.finished else (record, RECORD | POSITION)
         advised = lambda words: DataError(f"{words}; remove the folder {out}")
@@ -130,27 +130,24 @@ class Progress:
             if was != now:
                 was = f"another {key}" if "sha" in key else f"{key}={was}, not {now}"
                 raise UserError(f"out_dir={out} was begun with {was}; use another --out_dir, or remove it")
-        self.shards, (self.document, self.tokens) = saved["shards"], saved.get("next", (0, 0))
+        self.shards, self.position = saved["shards"], saved.get("next", (0, 0))
         for path, size in ((out / shard["name"], shard["bytes"]) for shard in self.shards):
             if path.is_symlink() or not path.is_file() or path.stat().st_size != size:
-                found = f"{path} is missing, a link, or not of the {size} bytes that were written"
-                raise DataError(f"{found}; restore it, or remove {out}")
+                raise DataError(f"{path} is missing, a link, or not {size} bytes; restore it or remove {out}")
 
     def add(self, name, tokens, tokenizer, position):
-        """Records a written shard and the position after it: a document, and tokens written from there on."""
-        documents = int(np.count_nonzero(tokens == tokenizer.eot))
-        shard = {"name": name, "tokens": len(tokens), "documents": documents}
+        """Records a written shard and the position after it."""
+        shard = {"name": name, "tokens": len(tokens), "documents": int((tokens == tokenizer.eot).sum())}
         shard["bytes"], shard["sha256"] = files.digest(self.out / name)
         if (mask := mask_path(self.out / name)).exists():
             bits = np.fromfile(mask, np.uint8)
             shard |= {"targets": int(np.bitwise_count(bits).sum()), "mask_sha256": files.digest(mask)[1]}
         self.shards.append(shard)
-        self.document, self.tokens = position
+        self.position = position
         self._save()
 
     def _save(self):
-        position = self.document, self.tokens
-        state = {"settings": self.settings, "shards": self.shards, "next": position}
+        state = {"settings": self.settings, "shards": self.shards, "next": self.position}
         write(self.out / "progress.json", json.dumps(state, indent=1).encode())
 
     def total(self, key, split=None):
@@ -162,10 +159,9 @@ class Progress:
         np.save(sizes := io.BytesIO(), tokenizer.token_bytes())
         write(path := self.out / "token_bytes.npy", sizes.getvalue())
         manifest = {"tokenizer": tokenizer.name, "vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot}
-        manifest |= {"dtype": tokenizer.dtype.name, "source": self.settings["dataset"]}
+        manifest |= {"dtype": tokenizer.dtype.name, "token_bytes_sha256": files.digest(path)[1]}
         manifest |= {key: self.total(key) for key in ("documents", "tokens")}
         manifest |= {"settings": self.settings, "shards": self.shards}
-        manifest |= {"token_bytes_sha256": files.digest(path)[1]}
         write(self.out / "manifest.json", (json.dumps(manifest, indent=1) + "\n").encode())
         (self.out / "progress.json").unlink()
 
@@ -190,8 +186,7 @@ def fetch_shards(name, revision, max_shards, progress, tokenizer):
         names = (val + training[:max_shards])[len(progress.shards) :]
         for file in tqdm(names, desc=name, unit=" shards", disable=None):
             files.patiently(huggingface_hub.hf_hub_download, name, file, local_dir=progress.out, **hub)
-            tokens = open_shard(progress.out / file)
+            tokens = open_shard(path := progress.out / file)
             if tokens.dtype != tokenizer.dtype or tokens.max() >= tokenizer.vocab_size:
-                found = f"{progress.out / file} holds other ids than {tokenizer.name}'s"
-                raise DataError(f"{found}; name their --tokenizer, remove the file and run it again")
+                raise DataError(f"{path} holds other ids than {tokenizer.name}'s; name their --tokenizer")
             progress.add(file, tokens, tokenizer, (0, 0))

@@ -128,7 +128,7 @@ def test_no_data(data, tmp_path):
     for folder_, T, vocab_size, batch_tokens, words in [
         (tmp_path / "absent", 16, 257, 0, nothing),
         (folder, 16, 257, 4096, "has 1,000 tokens, expected 4,096 for a global batch.* --batch_tokens"),
-        (folder, 16, 100, 0, "vocab_size=100 is less than bytes's; try --vocab_size=257"),
+        (folder, 16, 100, 0, "vocab_size=100 is below the tokenizer's; try --vocab_size=257"),
         (folder, 1000, 257, 0, "has 1,000 tokens, .* each folder 1,001 for a row; .* --block_size"),
     ]:
         with pytest.raises(DataError, match=words):
