@@ -6,7 +6,7 @@ at the end of a group of `size` tokens goes on in the next group.
 
 import numpy as np
 
-DOCUMENTS, TOKENS = 4000, 1 << 24  # bounds of a block: documents, and their tokens together (67 MB)
+DOCUMENTS, TOKENS = 2000, 1 << 24  # bounds of a block: documents, and their tokens together (67 MB)
 
 
 def packed(documents, size, at):
