@@ -30,8 +30,6 @@ COMPRESSED = (".zst", ".gz", ".xz", ".bz2")
 RECORDS = (".jsonl", ".json", ".parquet")  # any other file is one document
 FOLDERS = (".txt", *RECORDS)  # what is read of a folder; a glob may name others
 DOCUMENT_BYTES = 1 << 30  # of a compressed file that expands without end; a larger plain file is read whole
-SHAPING = ("text_key", "tokenizer", "shard_tokens", "max_tokens", "shuffle_seed", "pack")
-SHAPING += ("min_document_tokens", "skip_bad_documents")  # settings on which the bytes of shards depend
 
 
 @dataclass
@@ -164,7 +162,8 @@ def settings(cfg, name, files, tokenizer, dialogues):
     chosen = {"dataset": name, "revision": cfg.revision}
     if cfg.ready_made:
         return chosen | {"max_shards": cfg.max_shards}
-    chosen |= {key: getattr(cfg, key) for key in SHAPING}
+    apart = {"dataset", "subset", "split", "shards", "streaming", "out_dir", "val_tokens", "max_shards"}
+    chosen |= {key: value for key, value in vars(cfg).items() if key not in apart}
     chosen |= {"vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot}
     chosen |= {"streaming": cfg.streaming and cfg.shuffle_seed is not None}  # then another order
     chosen |= {"chat_sha256": dialogues.digest} if dialogues else {}

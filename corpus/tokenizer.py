@@ -229,19 +229,18 @@ def check_size(parts, most_ids):
     largest = max([*ids, *(token["id"] for token in parts.get("added_tokens") or ())], default=0)
     if largest >= most_ids:
         raise ValueError(f"its largest id, {largest}, is not below {most_ids}")
-    if math.prod(growth(parts.get(kind)) for kind in ("normalizer", "pre_tokenizer", "decoder")) > GROWTH:
+    if growth([parts.get(kind) for kind in ("normalizer", "pre_tokenizer", "decoder")]) > GROWTH:
         raise ValueError(f"its rules may make more than {GROWTH} characters of one")
 
 
 def growth(part):
-    """Characters that a normalizer, pre-tokenizer or decoder of a tokenizer.json may make of one."""
-    part = part or {}
+    """Characters that normalizers, pre-tokenizers and decoders of a tokenizer.json may make of one."""
+    if not isinstance(part, dict):
+        return math.prod(map(growth, part)) if isinstance(part, list) else 1
     if part.get("type") == "Replace":
         old = part["pattern"].get("String")  # a Regex may match nothing
         return max(1, len(part["content"]) / len(old)) if old else 1 + len(part["content"])
-    lists = (v for v in part.values() if isinstance(v, list))  # of a Sequence
-    parts = math.prod(growth(each) for v in lists for each in v if isinstance(each, dict))
-    return parts * (2 if part.get("type") == "ByteLevel" else 1)
+    return growth([*part.values()]) * (2 if part.get("type") == "ByteLevel" else 1)
 
 
 def read_beside(folder, name):
