@@ -191,7 +191,7 @@ def documents(cfg, name, files, first):
             yield [part for part in (text[cut:], text[:cut]) if part][first:]
             return
         data = open_dataset(cfg, name, files)
-        if not cfg.streaming and first == len(data):  # all is written but the manifest; skip fails there
+        if not cfg.streaming and first == len(data):  # all is in shards; skip fails there
             return
         data = data if cfg.shuffle_seed is None else data.shuffle(seed=cfg.shuffle_seed)
         for batch in (data.skip(first) if first else data).iter(batch_size=256):  # about 200,000 tokens
