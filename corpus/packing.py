@@ -38,20 +38,13 @@ def order(lengths, size, room):
     """Yields the indices of documents of these lengths in packed order; room: tokens left in the group."""
     waiting = dict(enumerate(lengths))
     while waiting:
-        for i in chosen(waiting, size, room):
+        i = next(iter(waiting))  # one that is longer than a group is cut wherever it begins
+        found, left = ([i], 0) if waiting[i] > size == room else fill(waiting, room)
+        if left and len(found) < len(waiting):
+            found.append(max(waiting.keys() - set(found), key=lambda i: (waiting[i], -i)))
+        for i in found:
             room = (room - waiting.pop(i) - 1) % size + 1
             yield i
-
-
-def chosen(waiting, size, room):
-    """The documents {index: length} to write next: all that end the group, or one that is longer."""
-    oldest = next(iter(waiting))
-    if waiting[oldest] > size == room:  # it is cut wherever it begins
-        return [oldest]
-    found, left = fill(waiting, room)
-    if left and len(found) < len(waiting):
-        found.append(max(waiting.keys() - set(found), key=lambda i: (waiting[i], -i)))
-    return found
 
 
 def fill(waiting, room):
