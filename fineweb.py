@@ -90,7 +90,7 @@ def main(cfg):
             if cfg.ready_made:
                 writer.fetch_shards(name, cfg.revision, cfg.max_shards, progress, tokenizer)
             else:
-                batches = documents(cfg, name, files, progress.document)
+                batches = documents(cfg, name, files, progress.position[0])
                 writer.write_shards(batches, (dialogues or tokenizer).rows, progress, tokenizer, short)
             progress.finish(tokenizer)
     words = ["config/shakespeare_char.py"] if cfg.tokenizer == "chars" else []
@@ -159,14 +159,13 @@ def settings(cfg, name, files, tokenizer, dialogues):
         raise UserError(f"val_tokens={cfg.val_tokens}: of a single text it is the last tenth; try 0 or None")
     if dialogues and (texts := [path for path in files or () if suffix(path) not in RECORDS]):
         raise UserError(f"text_key={cfg.text_key} needs files of {', '.join(RECORDS)}, not {texts[0]}")
-    names = ("revision", "pack", "min_document_tokens", "skip_bad_documents")
-    rare = {key: getattr(cfg, key) for key in names if getattr(cfg, key)}
-    rare |= {"streaming": True} if cfg.streaming and cfg.shuffle_seed is not None else {}  # another order
+    chosen = {"dataset": name, "revision": cfg.revision}
     if cfg.ready_made:
-        return {"dataset": name, "max_shards": cfg.max_shards} | rare
-    names = ("text_key", "tokenizer", "shard_tokens", "max_tokens", "shuffle_seed")
-    chosen = {"dataset": name} | {key: getattr(cfg, key) for key in names}
+        return chosen | {"max_shards": cfg.max_shards}
+    apart = {"dataset", "subset", "split", "shards", "streaming", "out_dir", "val_tokens", "max_shards"}
+    chosen |= {key: value for key, value in vars(cfg).items() if key not in apart}
     chosen |= {"vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot}
+    chosen |= {"streaming": cfg.streaming and cfg.shuffle_seed is not None}  # then another order
     chosen |= {"chat_sha256": dialogues.digest} if dialogues else {}
     if files is None:
         chosen |= {"subset": cfg.subset, "split": cfg.split}
@@ -178,7 +177,7 @@ def settings(cfg, name, files, tokenizer, dialogues):
         # about 1% of the tokens, which have one byte or about four; less of compressed files
         share = 1 if alone(files) else sum(sizes) // (100 if tokenizer.name == "bytes" else 400)
     default_val = max(1, min(share, cfg.shard_tokens, (cfg.max_tokens or 1 << 63) // 10))
-    return chosen | {"val_tokens": default_val if cfg.val_tokens is None else cfg.val_tokens} | rare
+    return chosen | {"val_tokens": default_val if cfg.val_tokens is None else cfg.val_tokens}
 
 
 def documents(cfg, name, files, first):
@@ -192,7 +191,7 @@ def documents(cfg, name, files, first):
             yield [part for part in (text[cut:], text[:cut]) if part][first:]
             return
         data = open_dataset(cfg, name, files)
-        if not cfg.streaming and first == len(data):  # all is written but the manifest; skip fails there
+        if not cfg.streaming and first == len(data):  # all is in shards; skip fails there
             return
         data = data if cfg.shuffle_seed is None else data.shuffle(seed=cfg.shuffle_seed)
         for batch in (data.skip(first) if first else data).iter(batch_size=256):  # about 200,000 tokens
@@ -218,7 +217,7 @@ def open_dataset(cfg, name, files):
     if cfg.streaming:
         return datasets.IterableDataset.from_generator(local_documents, form, gen_kwargs=given)
     stats = [(os.path.abspath(path), os.stat(path).st_size, os.stat(path).st_mtime_ns) for path in files]
-    digest = hashlib.sha256(repr((stats, given)).encode()).hexdigest()[:32]
+    digest = datasets.fingerprint.Hasher.hash((stats, given))
     return datasets.Dataset.from_generator(local_documents, form, gen_kwargs=given, fingerprint=digest)
 
 
@@ -232,13 +231,12 @@ def local_documents(paths, keys, skip_bad):
                 continue
             try:
                 row = fields(record, keys)
+                yield row
             except ValueError as error:
                 bad.append(f"{path}:{number}: {error}")
                 if not skip_bad:
                     advice = "mend it, or leave such lines out with --skip_bad_documents"
                     raise DataError(f"{bad[0]}; {advice}") from None
-            else:
-                yield row
         if bad:
             print(f"warning: left out {len(bad):,} bad lines, the first is {bad[0]}")
     if row is None:

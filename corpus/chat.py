@@ -55,21 +55,22 @@ class Bounded(ImmutableSandboxedEnvironment):
             raise jinja2.TemplateError(f"it has not ended after {LIMIT:,} calls and turns of loops")
         return super().call(*args, **options)
 
+    def refuse(self, words):
+        raise jinja2.TemplateError(words)
+
 
 class Template:
-    """The chat template of a folder, which writes a conversation as the model was trained to read it."""
+    """A folder's chat template, as the model was trained to read conversations; text: None if it has none."""
 
     def __init__(self, folder, tokenizer):
         options = dict(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
         self.environment = environment = Bounded(**options)
         environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
         environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-        environment.globals["raise_exception"] = _raise
-        self.folder, self.tokenizer, self.special = folder, tokenizer, special_tokens(folder)
-        self.text, self.compiled = template_of(folder), functools.cache(environment.from_string)
-        if self.text is None:
-            advice = "give the folder of a chat model's tokenizer, --tokenizer=FOLDER"
-            raise UserError(f"{folder} has no chat template; {advice}")
+        environment.globals["raise_exception"] = environment.refuse
+        self.folder, self.tokenizer = folder, tokenizer
+        self.compiled = functools.cache(environment.from_string)
+        self.text, self.special = (template_of(folder), special_tokens(folder)) if folder else (None, {})
 
     def ids(self, messages):
         """The ids of [{"role": "user", "content": ...}, ...] up to where the next reply begins."""
@@ -77,6 +78,9 @@ class Template:
 
     def render(self, messages, add_generation_prompt=False):
         """The text of a conversation, if asked for with the beginning of a reply. Raises UserError."""
+        if self.text is None:
+            name, advice = self.folder or self.tokenizer.name, "give a folder with one, --tokenizer=FOLDER"
+            raise UserError(f"{name} has no chat template; {advice}")
         options = dict(add_generation_prompt=add_generation_prompt, tools=None, documents=None)
         self.environment.left = LIMIT
         with told(f"{self.folder}: its chat template fails"):  # it computes: any error can come of it
@@ -84,21 +88,16 @@ class Template:
             return without_surrogates(text)
 
 
-def _raise(words):
-    raise jinja2.TemplateError(words)
-
-
 class Dialogues:
     """Dialogues and pairs to tokens, with the chat template of a tokenizer's folder if there is one."""
 
     def __init__(self, tokenizer):
-        self.tokenizer, self.template, self.eos, special, text = tokenizer, None, tokenizer.eot, {}, None
-        if isinstance(tokenizer, HuggingFace):
-            special, text = special_tokens(tokenizer.folder), template_of(tokenizer.folder)
-            self.template = Template(tokenizer.folder, tokenizer) if text is not None else None
-            eos = tokenizer.inner.token_to_id(special.get("eos_token", ""))
-            self.eos = tokenizer.eot if eos is None else eos  # ends a completion
-        self.digest = hashlib.sha256(json.dumps([text, special], sort_keys=True).encode()).hexdigest()
+        folder = tokenizer.folder if isinstance(tokenizer, HuggingFace) else None
+        self.tokenizer, self.template = tokenizer, Template(folder, tokenizer)
+        token = tokenizer.encode_special(self.template.special.get("eos_token", ""))
+        self.eos = token[0] if len(token) == 1 else tokenizer.eot  # ends a completion
+        parts = json.dumps([self.template.text, self.template.special], sort_keys=True)
+        self.digest = hashlib.sha256(parts.encode()).hexdigest()
         self.row = np.dtype([("token", tokenizer.dtype), ("loss", bool)])
 
     def rows(self, documents):
@@ -106,16 +105,14 @@ class Dialogues:
         for document in documents:
             if document in (None, (None, None)):
                 yield np.empty(0, self.row)
-            elif isinstance(document, tuple) and self.template is None:
-                yield self._pair(*document)
-            elif isinstance(document, tuple):
-                roles = zip(("user", "assistant"), document)
-                yield self._dialogue([{"role": role, "content": content} for role, content in roles])
             else:
-                yield self._dialogue(document)
+                yield self._pair(*document) if isinstance(document, tuple) else self._dialogue(document)
 
     def _pair(self, prompt, completion):
         """Separator, prompt, completion and eos; where that is the separator, the next document's serves."""
+        if self.template.text is not None:
+            pair = dict(role="user", content=prompt), dict(role="assistant", content=completion)
+            return self._dialogue([*pair])
         if not (isinstance(prompt, str) and isinstance(completion, str)):
             raise DataError(f"prompt and completion must be texts, got {[prompt, completion]!r:.90}")
         if not completion:
@@ -129,9 +126,6 @@ class Dialogues:
         return row
 
     def _dialogue(self, messages):
-        if self.template is None:
-            advice = "give a folder with one, or prompts and completions: --text_key=prompt,completion"
-            raise UserError(f"tokenizer={self.tokenizer.name} has no chat template; {advice}")
         if not isinstance(messages, list) or not all(isinstance(m, dict) and m.get("role") for m in messages):
             raise DataError(f"expected a list of {{role, content}}, got {messages!r:.90}")
         # datasets fills fields with None
@@ -155,5 +149,5 @@ class Dialogues:
             row["loss"][inside[inside <= special[-1]] if special else inside] = True
         if not row["loss"].any():
             return row[:0]
-        separator = (self.tokenizer.eot, False)
-        return row if ids[0] == self.tokenizer.eot else np.insert(row, 0, np.array(separator, self.row))
+        separator = np.array((self.tokenizer.eot, False), self.row)
+        return row if ids[0] == self.tokenizer.eot else np.insert(row, 0, separator)

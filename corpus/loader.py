@@ -27,13 +27,13 @@ FORMATS = {20240520: (1, np.uint16), 20240801: (7, np.uint32)}  # magic: (versio
 MAKE_DATA = "make the data with python fineweb.py (--help lists its settings)"
 
 shard_name = lambda v: files.plain_name(v) and split_of(v) is not None
-SHARD = {"name": shard_name, "sha256": files.text, "mask_sha256?": files.sha256, "tokens?": files.count}
+SHARD = {"name": shard_name, "sha256": files.text, "mask_sha256?": files.sha256}
 MANIFEST = {"tokenizer": files.text, "vocab_size": files.id_count, "eot": files.count, "shards?": [SHARD]}
-MANIFEST |= {"dtype?": ("uint16", "uint32"), "settings?": {"pack?": files.count}}
+MANIFEST |= {"dtype?": ("uint16", "uint32"), "settings?": {"pack?": (files.count, None)}}
 MANIFEST |= {"token_bytes_sha256?": files.sha256}
 
 
-def unfit(path, found, expected, advice=f"remove it and {MAKE_DATA}"):
+def unfit(path, found, expected, advice=f"bring it back, or {MAKE_DATA}"):
     """A DataError for a file of the data that is not as it should be."""
     return DataError(f"{path} is damaged: found {found}, expected {expected}; {advice}")
 
@@ -68,17 +68,12 @@ def ahead(items, depth):
 
 
 def read_header(path):
-    """(tokens, their dtype, bytes before them) of a .bin file whose length is checked. Raises DataError."""
-    if not os.path.isfile(path):
-        raise unfit(path, "no file", "a shard")
+    """(tokens, their dtype, bytes before them) of a .bin file; None tokens: all, since it has no header."""
     size = os.path.getsize(path)
-    with open(path, "rb") as file:
-        magic, version, count = map(int, np.frombuffer(file.read(12).ljust(12, b"\0"), "<i4"))
+    magic, version, count = [*np.fromfile(path, "<i4", 3).tolist(), 0, 0, 0][:3]
     # GPT-2's tokens cannot look like a header: both magics contain 16-bit values above 50,256
     if magic not in FORMATS and os.path.basename(path) in ("train.bin", "val.bin"):
-        if size == 0 or size % 2:
-            raise unfit(path, f"{size} bytes and no header", "uint16 tokens, as nanoGPT writes them")
-        return size // 2, np.dtype("<u2"), 0
+        return None, np.dtype("<u2"), 0
     right, dtype = FORMATS.get(magic, (None, np.uint16))
     need = HEADER_BYTES + count * np.dtype(dtype).itemsize
     if version != right or count <= 0 or size != need:
@@ -90,15 +85,14 @@ def read_header(path):
 
 def open_shard(path):
     """The tokens of a shard, or of nanoGPT's headerless train.bin or val.bin, as a read-only memory map."""
-    if not str(path).endswith(".npy"):
-        count, dtype, offset = read_header(path)
-        return np.memmap(path, dtype, "r", offset, (count,))
     with told(f"{path} is damaged", DataError, f"; remove it and {MAKE_DATA}"):
+        if not str(path).endswith(".npy"):
+            count, dtype, offset = read_header(path)
+            return np.memmap(path, dtype, "r", offset, count)
         tokens = np.load(path, "r")  # build-nanogpt's; objects are not unpickled
         extra = os.path.getsize(path) - tokens.offset - tokens.nbytes
     if tokens.ndim != 1 or tokens.dtype not in (np.uint16, np.uint32) or not len(tokens) or extra:
-        found = f"{tokens.dtype} of shape {tokens.shape} and {extra} bytes more"
-        raise unfit(path, found, "a row of uint16 or uint32 tokens")
+        raise unfit(path, f"{tokens.dtype} {tokens.shape} and {extra} bytes more", "uint16 or uint32 tokens")
     return tokens
 
 
@@ -139,9 +133,7 @@ def verify(data_dir):
                 whole = file.is_file() and f"SHA-256 {files.digest(file)[1]}"
                 found = "a link" if file.is_symlink() else whole or "no file"
                 if sha256 is not None and found != f"SHA-256 {sha256}":
-                    advice = f"bring the file back, or {MAKE_DATA}"
-                    raise unfit(file, found, f"the manifest's file, SHA-256 {sha256}", advice)
-            open_shard(path)
+                    raise unfit(file, found, f"the manifest's file, SHA-256 {sha256}")
 
 
 class Split:
@@ -165,7 +157,7 @@ class Split:
             for mask, shard in zip(masks, self.shards):
                 size, need = mask.stat().st_size if mask.is_file() else 0, -(-len(shard) // 8)
                 if size != need:
-                    raise unfit(mask, f"{size} bytes", f"{need} for {len(shard)} tokens", MAKE_DATA)
+                    raise unfit(mask, f"{size} bytes", f"{need} for {len(shard)} tokens")
             self.masks = [np.memmap(mask, np.uint8, "r") for mask in masks]
         self.tokenizer, own = manifest.get("tokenizer"), Path(data_dir, "tokenizer.json")
         gone = self.tokenizer is None or Path(self.tokenizer).suffix and not Path(self.tokenizer).exists()
@@ -189,14 +181,11 @@ class Split:
     def _check(self, manifest, vocab_size):
         """Raises DataError for shards that do not go together, with the manifest or with the model."""
         dtype = np.dtype(manifest.get("dtype", self.shards[0].dtype))
-        counts = {shard["name"]: shard.get("tokens") for shard in manifest.get("shards", ())}
         for path, shard in zip(self.paths, self.shards):
-            count = counts.get(os.path.basename(path)) or len(shard)
-            if (shard.dtype, len(shard)) != (dtype, count):
-                raise unfit(path, f"{len(shard)} {shard.dtype.name} tokens", f"{count} of {dtype.name}")
+            if shard.dtype != dtype:
+                raise unfit(path, f"{len(shard)} {shard.dtype.name} tokens", f"tokens of {dtype.name}")
         if vocab_size is not None and (self.ids or 0) > vocab_size:
-            less = f"vocab_size={vocab_size} is less than {manifest['tokenizer']}'s"
-            raise DataError(f"{less}; try --vocab_size={self.ids}")
+            raise DataError(f"vocab_size={vocab_size} is below the tokenizer's; try --vocab_size={self.ids}")
 
     def start(self, row):
         """First token of a row; rows are counted from the start of training."""
@@ -244,8 +233,7 @@ class TokenLoader:
         if self.tokens < batch_tokens or min(s.tokens for s in self.splits) <= T:
             found = f"the {split} split has {self.tokens:,} tokens"
             need = f"{max(batch_tokens, T + 1):,} for a global batch, of each folder {T + 1:,} for a row"
-            advice = "lower --batch_tokens or --block_size, or make more data"
-            raise DataError(f"{data_dir}: {found}, expected {need}; {advice}")
+            raise DataError(f"{data_dir}: {found}, expected {need}; lower --batch_tokens or --block_size")
         first = self.splits[0]
         self.tokenizer, self.eot, self.token_bytes = first.tokenizer, first.eot, first.token_bytes
         for folder, other in zip(self.folders, self.splits):
@@ -274,10 +262,9 @@ class TokenLoader:
         return [(name, share, tokens / self.T * share / split.rows_per_epoch) for name, share, split in parts]
 
     def state_dict(self):
-        state = {"rows": self.rows, "tokens": self.tokens, "fingerprint": self.fingerprint}
-        state |= {"block_size": self.T, "shuffle_seed": self.splits[0].shuffle_seed}
-        state |= {"align_documents": self.splits[0].align}
-        return state | ({"shares": list(self.shares)} if len(self.shares) > 1 else {})
+        first, shares = self.splits[0], {"shares": list(self.shares)} if len(self.shares) > 1 else {}
+        state = dict(rows=self.rows, tokens=self.tokens, fingerprint=self.fingerprint, block_size=self.T)
+        return state | dict(shuffle_seed=first.shuffle_seed, align_documents=first.align) | shares
 
     def load_state_dict(self, state, allow_data_change=False):
         """Continues exactly after the saved row, for any B and world. Raises DataError for other data."""
@@ -346,8 +333,7 @@ class TokenLoader:
             split, start = places[b]
             shard, at, _ = next(split.pieces(start + t, 1))
             found = f"token {at} is {rows[b, t]}, not below vocab_size={self.vocab_size}"
-            advice = "raise --vocab_size if the data has another tokenizer, else make the data again"
-            raise DataError(f"{split.paths[shard]}: {found}; {advice}")
+            raise DataError(f"{split.paths[shard]}: {found}; raise it, or make the data again")
         if self.masked:
             for row, (split, start) in zip(rows, places):
                 np.invert(row, out=row, where=~split.has_loss(start, self.T + 1))
@@ -361,11 +347,9 @@ class TokenLoader:
 
 def aligned_starts(documents, n, T):
     """Row starts of an epoch: after p the last of `documents`, sorted positions, in (p, p+T], else p+T."""
-    edges, starts, p, last = iter([*documents.tolist(), n, n + T]), array.array("q"), 0, 0
-    following = next(edges)
-    while p < n:  # about 4 s for the 10M rows of 10B tokens
+    edges, starts, p = [0, *documents.tolist(), n], array.array("q"), 0
+    while p < n:  # about 5 s for the 10M rows of 10B tokens
         starts.append(p)
-        while following <= p + T:
-            last, following = following, next(edges)
+        last = edges[bisect.bisect_right(edges, p + T) - 1]
         p = last if last > p else p + T
     return np.array(starts)

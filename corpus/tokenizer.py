@@ -28,10 +28,9 @@ RULES = {"gpt2": None, "gpt4": LLAMA3_PATTERN}  # the same for a tokenizer.json;
 SEPARATORS = "<|begin_of_text|> <|end_of_text|> <|endoftext|> <s> </s> <bos> <eos> [EOS]".split()
 MOST_IDS = 1 << 20  # of a tokenizer.json, unless the model has more; an id takes the memory of all below it
 GROWTH = 1000  # characters that its rules may make of one
-VISIBLE = [b for b in range(256) if chr(b).isprintable() and b != 32]
+HIDDEN = [b for b in range(256) if not chr(b).isprintable() or b == 32]
 # GPT-2's files write a printable byte as its own character, and the others as characters from U+0100 on.
-CHARACTERS = {b: chr(b) for b in VISIBLE}
-CHARACTERS |= {b: chr(256 + i) for i, b in enumerate(sorted(set(range(256)) - set(VISIBLE)))}
+CHARACTERS = [chr(256 + HIDDEN.index(b)) if b in HIDDEN else chr(b) for b in range(256)]
 PROBE = "I'll re-tokenize  3,141.59 naïve  \n\n\tcafés <|endoftext|> 東京 🙂\u00a0DON'T\r\n x = f(y)  \n"
 
 
@@ -121,28 +120,23 @@ class HuggingFace(Tokenizer):
             self.inner = tokenizers.Tokenizer.from_str(self.text)
             self.inner.no_truncation()
             self.inner.no_padding()
-            first = self.inner.encode(PROBE).ids[:1]  # what the file has begin a text
             self.inner.encode_special_tokens = True  # as ordinary characters
-            first = [] if first == self._encode([PROBE])[0][:1] else first
+            first, plain = self.inner.encode(PROBE).ids[:1], self._encode([PROBE])[0][:1]
         added = self.inner.get_added_tokens_decoder().items()
         self.special = {token.content: i for i, token in added if token.special}
         bos = special_tokens(folder).get("bos_token") if folder else None
         adds = bos and read_beside(folder, "tokenizer_config.json").get("add_bos_token") is True
-        names = [s for s, i in self.special.items() if [i] == first]
+        names = [s for s, i in self.special.items() if [i] == first != plain]  # the file has it begin a text
         names += [bos, *SEPARATORS] if adds else [*SEPARATORS, bos]
         separators = list(dict.fromkeys(self.special[s] for s in names if s in self.special))
         if not separators:
             raise UserError(f"tokenizer={name} has none of the separators {', '.join(SEPARATORS)}")
         vocabulary = self.inner.get_vocab()
         super().__init__(name, max(vocabulary.values()) + 1, separators)
-        ordinary = {i: token for token, i in vocabulary.items() if token not in self.special}
-        # gigatoken was compared on 15M tokens of byte-level files alone, in which a character is a byte
-        if '"ByteLevel"' in self.text:
-            self.lengths = {i: len(token) for i, token in ordinary.items()}
-            self._encode = faster(self._gigatoken, self._encode, "".join(self.special))
-        else:
-            plain = lambda token: re.sub("^<0x[0-9A-F]{2}>$", ".", token).replace("\u2581", " ")
-            self.lengths = {i: len(plain(token).encode()) for i, token in ordinary.items()}
+        size = lambda token: len(re.sub("^<0x[0-9A-F]{2}>$", ".", token).replace("\u2581", " ").encode())
+        if '"ByteLevel"' in self.text:  # a character is a byte; gigatoken was compared on 15M of their tokens
+            size, self._encode = len, faster(self._gigatoken, self._encode, "".join(self.special))
+        self.lengths = {i: size(token) for token, i in vocabulary.items() if token not in self.special}
 
     def _encode(self, texts):
         return [row.ids for row in self.inner.encode_batch_fast(texts, add_special_tokens=False)]
@@ -235,19 +229,18 @@ def check_size(parts, most_ids):
     largest = max([*ids, *(token["id"] for token in parts.get("added_tokens") or ())], default=0)
     if largest >= most_ids:
         raise ValueError(f"its largest id, {largest}, is not below {most_ids}")
-    if math.prod(growth(parts.get(kind)) for kind in ("normalizer", "pre_tokenizer", "decoder")) > GROWTH:
+    if growth([parts.get(kind) for kind in ("normalizer", "pre_tokenizer", "decoder")]) > GROWTH:
         raise ValueError(f"its rules may make more than {GROWTH} characters of one")
 
 
 def growth(part):
-    """Characters that a normalizer, pre-tokenizer or decoder of a tokenizer.json may make of one."""
-    part = part or {}
+    """Characters that normalizers, pre-tokenizers and decoders of a tokenizer.json may make of one."""
+    if not isinstance(part, dict):
+        return math.prod(map(growth, part)) if isinstance(part, list) else 1
     if part.get("type") == "Replace":
         old = part["pattern"].get("String")  # a Regex may match nothing
         return max(1, len(part["content"]) / len(old)) if old else 1 + len(part["content"])
-    lists = (v for v in part.values() if isinstance(v, list))  # of a Sequence
-    parts = math.prod(growth(each) for v in lists for each in v if isinstance(each, dict))
-    return parts * (2 if part.get("type") == "ByteLevel" else 1)
+    return growth([*part.values()]) * (2 if part.get("type") == "ByteLevel" else 1)
 
 
 def read_beside(folder, name):
@@ -273,13 +266,10 @@ def byte_level_json(ranks, special, rule=None):
     from tokenizers import Regex, decoders, models, pre_tokenizers, processors
     from tokenizers import Tokenizer as Inner
 
-    characters = lambda token: "".join(CHARACTERS[b] for b in token)
-    vocabulary = {characters(token): i for token, i in ranks.items()} | special
-    merges = []
-    for token in sorted(ranks, key=ranks.get):  # every two tokens that it can be joined of
-        pairs = ((token[:i], token[i:]) for i in range(1, len(token)))
-        merges += [(characters(a), characters(b)) for a, b in pairs if a in ranks and b in ranks]
-    inner = Inner(models.BPE(vocabulary, merges, ignore_merges=True))  # a word that is a token is not merged
+    words = {"".join(CHARACTERS[b] for b in token): i for token, i in ranks.items()}
+    cuts = ((word[:i], word[i:]) for word in sorted(words, key=words.get) for i in range(1, len(word)))
+    merges = [(a, b) for a, b in cuts if a in words and b in words]  # every two tokens that make a third one
+    inner = Inner(models.BPE(words | special, merges, ignore_merges=True))  # a token as a text is not merged
     split = [pre_tokenizers.Split(Regex(rule), "isolated")] if rule else []
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=rule is None)
     inner.pre_tokenizer = pre_tokenizers.Sequence([*split, byte_level])
@@ -311,9 +301,7 @@ def write_characters(batches, path):
     """Writes a tokenizer.json: the characters of batches of texts, U+FFFD for others, and a separator."""
     import tokenizers
 
-    found = set()
-    for texts in batches:
-        found.update(*(text or "" for text in texts))
+    found = {character for texts in batches for text in texts for character in text or ""}
     ids = {token: i for i, token in enumerate([*sorted(found - {"\ufffd"}), "\ufffd", "<|endoftext|>"])}
     inner = tokenizers.Tokenizer(tokenizers.models.BPE(ids, [], unk_token="\ufffd"))
     inner.decoder = tokenizers.decoders.Fuse()

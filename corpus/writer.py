@@ -20,10 +20,10 @@ from corpus import DataError, packing, told
 from corpus.loader import FORMATS, HEADER_BYTES, SHARD, ahead, mask_path, open_shard, split_of
 from run import files
 
-WRITTEN = SHARD | dict.fromkeys(("tokens", "documents", "text_bytes", "bytes", "targets?"), files.count)
+WRITTEN = SHARD | dict.fromkeys(("tokens", "documents", "bytes", "targets?"), files.count)
 RECORD = {"settings": {}, "shards": [WRITTEN]}
 PAIR = lambda v: type(v) is list and list(map(files.count, v)) == [True] * 2
-POSITION = {"next": PAIR, "order?": [(files.count, None)]}
+POSITION = {"next": PAIR, "order?": lambda v: v == []}  # another one: packed by an earlier version
 AGAIN = "finished shards are kept; run the same command again"
 
 
@@ -41,51 +41,43 @@ def claim(out):
 
 
 def write_shards(batches, encode, progress, tokenizer, short):
-    """Writes the missing shards, named after `short`. batches: of documents from progress.document on."""
-    given, position, parts, count, done = progress.settings, in_order, [], 0, progress.tokens
-    val_tokens, pack, most = given["val_tokens"], given.get("pack"), given["max_tokens"] or math.inf
+    """Writes the missing shards, named after `short`. batches: of documents from progress.position on."""
+    given, parts, count, (first, done) = progress.settings, [], 0, progress.position
+    val_tokens, pack, most = given["val_tokens"], given["pack"] or 1, given["max_tokens"] or math.inf
     save = functools.partial(write_shard, progress, tokenizer, short)
+    room = lambda: min(given["shard_tokens"] // pack * pack, most - progress.total("tokens", "train"))
     sizes = dict(initial=progress.total("tokens"), total=most + val_tokens)  # tqdm takes inf for no total
     bar = tqdm(desc=short, **sizes, unit=" tokens", unit_scale=True, disable=None)
     with bar, contextlib.closing(ahead(batches, 4)) as batches:
-        rows = tokenized(batches, encode, progress.document, given.get("min_document_tokens", 1))
+        rows = tokenized(batches, encode, first, given["min_document_tokens"] or 1)
         if val_tokens and not progress.shards:  # whole documents in the source's order, with pack too
             for number, row in rows:
                 parts.append(row)
-                count, place = count + len(row), in_order(number, 0)
+                count, place = count + len(row), (number + 1, 0)
                 if count >= val_tokens:
                     break
             bar.update(count)
             parts = parts and save(parts, "val", place)
-        if pack:
-            rows = packing.Packer(rows, pack, progress.tokens, progress.order)
-            position = rows.position
-        most -= progress.total("tokens", "train")
-        room = left = min(most, given["shard_tokens"] - given["shard_tokens"] % (pack or 1))
-        for number, row in rows if most else ():
+        if pack > 1:
+            rows = packing.packed(rows, pack, progress.total("tokens", "train") - done)
+        left = room()
+        for number, row in rows if left else ():
             bar.update(len(row) - done)
-            while done < len(row) and most:
+            while done < len(row) and left:
                 parts.append(row[done : done + left])
                 done, left = done + len(parts[-1]), left - len(parts[-1])
                 if not left:
-                    parts = save(parts, "train", position(number, done if done < len(row) else 0))
-                    most -= room
-                    room = left = min(most, room)
+                    parts, left = save(parts, "train", (number, done)), room()
             done = 0
-            if not most:
+            if not left:
                 break
     if parts:
-        save(parts, "train", position(number, 0))
+        save(parts, "train", (number, len(row)))
     val, train = (progress.total("tokens", split) for split in ("val", "train"))
-    if not train or (most and val - val_tokens > train):  # the source's end, after a long first document
+    if not train or (left and val - val_tokens > train):  # the source's end, after a long first document
         found = f"{val:,} of {val + train:,} tokens are for validation, by val_tokens={val_tokens}"
         more = "lower it (0 for none), or give another --shuffle_seed or more documents (a text file is one)"
         raise DataError(f"{found} in whole documents from the front: remove {progress.out} and {more}")
-
-
-def in_order(number, done):
-    """(document, token, order) to resume from after document `number`, cut after `done` tokens (0: whole)."""
-    return (number, done, []) if done else (number + 1, 0, [])
 
 
 def tokenized(batches, encode, number, least):
@@ -104,17 +96,13 @@ def write_shard(progress, tokenizer, short, parts, split, position):
     """Writes parts of documents as a shard after which a run goes on at `position`; returns []."""
     index = len(progress.shards) + (progress.settings["val_tokens"] == 0)  # 0 is validation
     path = progress.out / f"{short}_{split}_{index:06d}.bin"
-    dtype, count = tokenizer.dtype, sum(map(len, parts))
-    buffer = np.zeros(HEADER_BYTES // dtype.itemsize + count, dtype)
-    header, tokens = np.split(buffer, [len(buffer) - count])
-    magic = next(magic for magic, (_, known) in FORMATS.items() if known == dtype)
-    header.view("<i4")[:3] = magic, FORMATS[magic][0], count
-    if parts[0].dtype.names:  # (token, loss)
-        loss = np.concatenate([part["loss"] for part in parts])
-        write(mask_path(path), np.packbits(loss, bitorder="little"))
-        parts = [part["token"] for part in parts]
-    np.concatenate(parts, out=tokens)
-    write(path, buffer)
+    tokens, header = np.concatenate(parts), np.zeros(HEADER_BYTES // 4, "<i4")
+    if tokens.dtype.names:  # (token, loss)
+        write(mask_path(path), np.packbits(tokens["loss"], bitorder="little"))
+        tokens = tokens["token"]
+    magic = next(magic for magic, (_, known) in FORMATS.items() if known == tokens.dtype)
+    header[:3] = magic, FORMATS[magic][0], len(tokens)
+    write(path, header.tobytes() + tokens.tobytes())
     progress.add(path.name, tokens, tokenizer, position)
     return []
 
@@ -124,7 +112,7 @@ class Progress:
 
     def __init__(self, out, settings):
         self.out, self.settings, self.shards = out, settings, []
-        self.document, self.tokens, self.order = 0, 0, []
+        self.position = 0, 0  # a document, and how many tokens from there on are written
         self.finished, record = (out / "manifest.json").exists(), out / "progress.json"
         path, form = (out / "manifest.json", RECORD) if self.finished else (record, RECORD | POSITION)
         advised = lambda words: DataError(f"{words}; remove the folder {out}")
@@ -142,30 +130,24 @@ class Progress:
             if was != now:
                 was = f"another {key}" if "sha" in key else f"{key}={was}, not {now}"
                 raise UserError(f"out_dir={out} was begun with {was}; use another --out_dir, or remove it")
-        self.shards, (self.document, self.tokens) = saved["shards"], saved.get("next", (0, 0))
-        self.order = saved.get("order", [])
+        self.shards, self.position = saved["shards"], saved.get("next", (0, 0))
         for path, size in ((out / shard["name"], shard["bytes"]) for shard in self.shards):
             if path.is_symlink() or not path.is_file() or path.stat().st_size != size:
-                found = f"{path} is missing, a link, or not of the {size} bytes that were written"
-                raise DataError(f"{found}; restore it, or remove {out}")
+                raise DataError(f"{path} is missing, a link, or not {size} bytes; restore it or remove {out}")
 
     def add(self, name, tokens, tokenizer, position):
-        """Records a written shard and the position (document, tokens, order) after it."""
-        parts = np.array_split(tokens, (len(tokens) >> 24) + 1)  # bincount copies its argument to int64
-        counts = sum(np.bincount(part, minlength=tokenizer.vocab_size) for part in parts)
-        shard = {"name": name, "tokens": len(tokens), "documents": int(counts[tokenizer.eot])}
-        shard |= {"text_bytes": int(counts @ tokenizer.token_bytes())}
+        """Records a written shard and the position after it."""
+        shard = {"name": name, "tokens": len(tokens), "documents": int((tokens == tokenizer.eot).sum())}
         shard["bytes"], shard["sha256"] = files.digest(self.out / name)
         if (mask := mask_path(self.out / name)).exists():
             bits = np.fromfile(mask, np.uint8)
             shard |= {"targets": int(np.bitwise_count(bits).sum()), "mask_sha256": files.digest(mask)[1]}
         self.shards.append(shard)
-        self.document, self.tokens, self.order = position
+        self.position = position
         self._save()
 
     def _save(self):
-        state = {"settings": self.settings, "shards": self.shards}
-        state |= {"next": (self.document, self.tokens), "order": self.order}
+        state = {"settings": self.settings, "shards": self.shards, "next": self.position}
         write(self.out / "progress.json", json.dumps(state, indent=1).encode())
 
     def total(self, key, split=None):
@@ -177,10 +159,9 @@ class Progress:
         np.save(sizes := io.BytesIO(), tokenizer.token_bytes())
         write(path := self.out / "token_bytes.npy", sizes.getvalue())
         manifest = {"tokenizer": tokenizer.name, "vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot}
-        manifest |= {"dtype": tokenizer.dtype.name, "source": self.settings["dataset"]}
-        manifest |= {key: self.total(key) for key in ("documents", "tokens", "text_bytes")}
+        manifest |= {"dtype": tokenizer.dtype.name, "token_bytes_sha256": files.digest(path)[1]}
+        manifest |= {key: self.total(key) for key in ("documents", "tokens")}
         manifest |= {"settings": self.settings, "shards": self.shards}
-        manifest |= {"token_bytes_sha256": files.digest(path)[1]}
         write(self.out / "manifest.json", (json.dumps(manifest, indent=1) + "\n").encode())
         (self.out / "progress.json").unlink()
 
@@ -205,8 +186,7 @@ def fetch_shards(name, revision, max_shards, progress, tokenizer):
         names = (val + training[:max_shards])[len(progress.shards) :]
         for file in tqdm(names, desc=name, unit=" shards", disable=None):
             files.patiently(huggingface_hub.hf_hub_download, name, file, local_dir=progress.out, **hub)
-            tokens = open_shard(progress.out / file)
+            tokens = open_shard(path := progress.out / file)
             if tokens.dtype != tokenizer.dtype or tokens.max() >= tokenizer.vocab_size:
-                found = f"{progress.out / file} holds other ids than {tokenizer.name}'s"
-                raise DataError(f"{found}; name their --tokenizer, remove the file and run it again")
-            progress.add(file, tokens, tokenizer, (0, 0, []))
+                raise DataError(f"{path} holds other ids than {tokenizer.name}'s; name their --tokenizer")
+            progress.add(file, tokens, tokenizer, (0, 0))

@@ -10,11 +10,9 @@ from run.logger import device_name
 
 def measure(cfg):
     """Prints ms, forward and backward together, and MiB of each operation; cfg: a bench.OpsConfig."""
-    if not torch.cuda.is_available():
-        raise UserError("bench.py ops needs an NVIDIA GPU, none found")
     device = torch.device("cuda")
-    if reason := kernels.serve(device):
-        raise UserError(f"bench.py ops measures the fused kernels, which are off: {reason}")
+    if reason := kernels.serve(device) if torch.cuda.is_available() else "none found":
+        raise UserError(f"bench.py ops needs an NVIDIA GPU that runs the fused kernels: {reason}")
     print(f"{device_name(device)}, torch {torch.__version__}; bf16; forward and backward together\n")
     print(f"{'':<44}{'ms':>10}{'MiB':>10}")
     for shape in [(65_536, 768, 50_304, 50_257), (32_768, 4_096, 128_256, 128_256)]:
@@ -36,11 +34,7 @@ def losses(N, C, V, vocab):
     print(f"  {'three GEMMs alone':<42}{sum(map(clock, three_matmuls(N, C, V, 'cuda'))):10.3f}")
     torch.cuda.empty_cache()
     for name, call in calls.items():
-
-        def once(call=call):
-            call().backward()
-            x.grad = weight.grad = None
-
+        once = lambda call=call: torch.autograd.grad(call(), (x, weight))
         once()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

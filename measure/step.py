@@ -106,11 +106,10 @@ def breakdown(job, next_batch, cfg, world, say):
     steps = 2
     work = lambda: [step(job, next_batch, cfg) for _ in range(steps)]
     events = kernel_events(work, cfg.trace if world.main else None)
-    by_kind, wall, busy = times_by_kind(events, steps)
     floor = {kind: ms * job.accumulation for kind, ms in floor_times(cfg, world.device).items()}
-    by_kind, floor = by_kind | {"idle": wall - busy, "all": wall}, floor | {"all": sum(floor.values())}
+    floor["all"] = sum(floor.values())
     say(f"\n{'ms a step':<28}{'measured':>10}{'bf16 floor':>12}")
-    for kind, ms in by_kind.items():
+    for kind, ms in times_by_kind(events, steps).items():
         say(f"{kind:<28}{ms:>10.1f}" + (f"{floor[kind]:>12.1f}" if kind in floor else ""))
     say(f"\n{'kernels by time':<66} {'ms a step':>10} {'times':>7} {'us each':>12}")
     by_name = {}
@@ -122,13 +121,14 @@ def breakdown(job, next_batch, cfg, world, say):
 
 
 def times_by_kind(events, steps):
-    """({kind: ms a step}, ms from the first kernel to the last, ms with any kernel running)."""
+    """{kind: ms a step}; idle: without any kernel, all: from the first one to the last."""
     by_kind = dict.fromkeys(KINDS, 0.0)
     for name, begin, end in events:
         by_kind[kind_of(name)] += (end - begin) / steps
     busy = union(events) / steps
     by_kind[NCCL] = busy - union([e for e in events if kind_of(e[0]) != NCCL]) / steps
-    return by_kind, (max(e[2] for e in events) - min(e[1] for e in events)) / steps, busy
+    wall = (max(e[2] for e in events) - min(e[1] for e in events)) / steps
+    return by_kind | {"idle": wall - busy, "all": wall}
 
 
 def kernel_events(work, trace=None):

@@ -66,9 +66,8 @@ def test_the_kinds_of_kernels_and_the_time_without_any():
         ("cudnn_generated_flash_bprop", 8.0, 10.0),
         ("triton_poi_fused_add", 10.0, 12.0),
     ]
-    by_kind, wall, busy = step.times_by_kind(events, steps=2)
     expected = {"GEMMs": 2.0, step.NCCL: 1.5, "attention": 1.0, "elementwise": 1.0, "loss": 0, "optimizer": 0}
-    assert by_kind == expected and (wall, busy) == (6.0, 5.5)
+    assert step.times_by_kind(events, steps=2) == expected | {"idle": 0.5, "all": 6.0}
 
 
 def test_memory_imports_no_torch():

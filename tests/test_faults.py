@@ -217,7 +217,7 @@ def test_mutations_of_a_data_folders_manifest_and_progress(tmp_path, count):
     def read_progress():
         found = writer.Progress(folder, settings)
         names = [s["name"] for s in found.shards]
-        return found.document, found.tokens, found.order, found.total("tokens"), names
+        return found.position, found.total("tokens"), names
 
     fewer = lambda at, value: at[:1] == ("shards",) and len(at) < 3  # shards, which are written again
     assert survey(progress, write, read_progress, count, 4, fewer) > 0.25 * count

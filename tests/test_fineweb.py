@@ -92,7 +92,6 @@ def test_shards_are_the_documents(tmp_path):
     assert [s["name"] for s in manifest["shards"][:2]] == ["text_val_000000.bin", "text_train_000001.bin"]
     assert (manifest["tokenizer"], manifest["vocab_size"], manifest["eot"]) == ("gpt2", 50257, 50256)
     assert manifest["documents"] == sum(bool(text) for text in texts)
-    assert manifest["text_bytes"] == sum(len(text.encode()) for text in texts)
     assert manifest["tokens"] == len(val) + len(train) and manifest["dtype"] == "uint16"
     assert np.array_equal(np.load(tmp_path / "d/token_bytes.npy"), tok.token_bytes())
     verify(tmp_path / "d")
@@ -189,7 +188,7 @@ def test_characters_of_one_text_with_its_last_tenth_for_validation(tmp_path, mon
     said = prepare(tmp_path / "d", **settings)
     manifest = json.loads((tmp_path / "d/manifest.json").read_text())
     tok, size = tokenizer.load(manifest["tokenizer"]), len(set(text)) + 2  # U+FFFD, the separator
-    assert tok.vocab_size == size and manifest["text_bytes"] == len(text.encode())
+    assert tok.vocab_size == size
     val, train = (np.concatenate(shard_tokens(tmp_path / "d", split)) for split in ("val", "train"))
     cut = len(text) * 9 // 10
     assert (tok.decode(val[1:]), tok.decode(train[1:])) == (text[cut:], text[:cut])

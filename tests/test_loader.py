@@ -128,7 +128,7 @@ def test_no_data(data, tmp_path):
     for folder_, T, vocab_size, batch_tokens, words in [
         (tmp_path / "absent", 16, 257, 0, nothing),
         (folder, 16, 257, 4096, "has 1,000 tokens, expected 4,096 for a global batch.* --batch_tokens"),
-        (folder, 16, 100, 0, "vocab_size=100 is less than bytes's; try --vocab_size=257"),
+        (folder, 16, 100, 0, "vocab_size=100 is below the tokenizer's; try --vocab_size=257"),
         (folder, 1000, 257, 0, "has 1,000 tokens, .* each folder 1,001 for a row; .* --block_size"),
     ]:
         with pytest.raises(DataError, match=words):
@@ -149,7 +149,7 @@ def test_nanogpt_files(data, tmp_path):
     assert TokenLoader(tmp_path, "val", 2, 8).tokens == 203
     for content in (b"x" * 2001, b""):
         (tmp_path / "train.bin").write_bytes(content)
-        with pytest.raises(DataError, match=f"train.bin is damaged: found {len(content)} bytes and no he"):
+        with pytest.raises(DataError, match="train.bin is damaged: ValueError: .*(empty file|multiple)"):
             TokenLoader(tmp_path, "train", 2, 8)
     write_shard(tmp_path / "x_train_000001.bin", stream[:50])
     with pytest.raises(DataError, match="holds train.bin and x_train_000001.bin; keep one kind") as error:

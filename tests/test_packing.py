@@ -1,7 +1,4 @@
-"""packing.py: every document once, few of them cut, and an order that resumes from the end of any group."""
-
-import itertools
-import json
+"""packing.py: every document once, few of them cut, and an order that resumes from any block."""
 
 import numpy as np
 import pytest
@@ -22,59 +19,39 @@ SIZE = 2048
 def source(kind):
     lengths = np.maximum(2, KINDS[kind](np.random.default_rng(0)).astype(int))
     numbers = np.cumsum(np.random.default_rng(1).integers(1, 3, len(lengths)))  # some are empty and left out
-    return [(int(number), range(length)) for number, length in zip(numbers, lengths)]
+    return [(int(number), np.full(length, number)) for number, length in zip(numbers, lengths)]
 
 
-def cut(rows):
-    """Number of documents that cross a multiple of SIZE, counted one by one."""
-    at = found = 0
-    for _, row in rows:
-        found += at // SIZE != (at + len(row) - 1) // SIZE
-        at += len(row)
-    return found
+def cut(tokens):
+    """Number of documents that cross a multiple of SIZE, each of which is its number over and over."""
+    ends = np.append(np.flatnonzero(np.diff(tokens)) + 1, len(tokens))
+    return np.count_nonzero(np.append(0, ends[:-1]) // SIZE != (ends - 1) // SIZE)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_document_once(kind):
+def test_every_document_once_in_bounded_blocks_from_any_of_which_it_resumes(kind):
     rows = source(kind)
-    packed = list(packing.Packer(iter(rows), SIZE))
-    assert sorted(packed, key=lambda pair: pair[0]) == rows
-    assert packed == list(packing.Packer(iter(rows), SIZE))
+    whole, at, most = list(packing.packed(rows, SIZE, 5)), 5, packing.DOCUMENTS
+    tokens = np.concatenate([block for _, block in whole])
+    found, counts = np.unique(tokens, return_counts=True)
+    assert [*zip(found, counts)] == [(number, len(row)) for number, row in rows]
+    assert np.count_nonzero(np.diff(tokens)) == len(rows) - 1, "each in one piece"
+    assert all(len(np.unique(block)) <= most for _, block in whole)
+    for i, (first, block) in enumerate(whole):
+        left = ((number, row) for number, row in rows if number >= first)
+        again = list(packing.packed(left, SIZE, at))
+        assert [number for number, _ in again] == [number for number, _ in whole[i:]]
+        assert np.array_equal(np.concatenate([b for _, b in again]), tokens[at - 5 :])
+        at += len(block)
 
 
 def test_hardly_any_is_cut_that_would_fit():
     for kind in ("articles", "longer than a group", "tiny"):
         rows = source(kind)
+        plain = np.concatenate([row for _, row in rows])
+        packed = np.concatenate([block for _, block in packing.packed(rows, SIZE, 0)])
         longer = sum(len(row) > SIZE for _, row in rows)
-        packed, plain = cut(packing.Packer(iter(rows), SIZE)) - longer, cut(rows) - longer
-        assert packed <= 0.01 * plain, kind
+        assert cut(packed) - longer <= 0.01 * (cut(plain) - longer), kind
     rows = source("all alike")  # 6 of 300 to a group and a seventh cut, whatever the order
-    assert cut(packing.Packer(iter(rows), SIZE)) == cut(rows)
-
-
-def test_waits_in_a_bounded_buffer():
-    rows = source("articles")
-    packer = packing.Packer(iter(rows), SIZE)
-    most = max(len(packer.waiting) for _ in packer)
-    assert packer.total == len(packer.waiting) == 0 and most == packing.DOCUMENTS - 1
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_resumes_from_the_end_of_any_group(kind):
-    """A run that resumes from a position kept as JSON gives the rest of the first run's order."""
-    rows = source(kind)
-    packer = packing.Packer(iter(rows), SIZE)
-    stream, at, positions = [], 0, {}
-    for number, row in packer:
-        for end in range(SIZE - at % SIZE, len(row) + 1, SIZE):  # ends of groups in this document or with it
-            done = end if end < len(row) else 0
-            if len(positions) < 5 or (at + end) // SIZE % 97 == 0:
-                positions[len(stream) + (not done)] = json.dumps(packer.position(number, done))
-        stream.append(number)
-        at += len(row)
-    assert positions or at < SIZE
-    for count, position in positions.items():
-        first, done, order = json.loads(position)
-        left = itertools.dropwhile(lambda pair, first=first: pair[0] < first, rows)
-        again = packing.Packer(left, SIZE, done, order)
-        assert [number for number, _ in again] == stream[count:]
+    packed = np.concatenate([block for _, block in packing.packed(rows, SIZE, 0)])
+    assert cut(packed) == cut(np.concatenate([row for _, row in rows]))
