@@ -9,8 +9,9 @@ import sys
 import pytest
 import ranks
 import torch
+from compare import copied, same_end, same_run
 from conftest import ROOT, flags, losses, read_log, train_here
-from test_parallel import SHORT, copied, same_end, same_run
+from test_parallel import SHORT
 from test_signals import wait_for
 
 

@@ -3,7 +3,6 @@
 import errno
 import os
 import re
-import shutil
 import signal
 import types
 
@@ -11,7 +10,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from compare import LLAMA, slow
+from compare import CPU, LLAMA, copied, same_end, same_run, slow
 from conftest import compile_to_graphs, flags, load_checkpoint, losses, read_log, train_here, train_in_rank
 from safetensors.torch import load_file
 from torch._dynamo.utils import counters
@@ -25,28 +24,6 @@ from model import build
 from run import checkpoint, hf
 from scale import memory, parallel
 from settings import Config
-
-
-def same_run(one, other, rel=4e-6, atol=2e-5):
-    """Asserts that two runs have the same training and validation losses, samples, and weights at the end."""
-    texts = [[line["texts"] for line in read_log(run) if line["kind"] == "sample"] for run in (one, other)]
-    assert texts[0] == texts[1]
-    for kind in ("train", "val"):
-        a, b = losses(read_log(one), kind), losses(read_log(other), kind)
-        assert a == pytest.approx(b, rel=rel) and len(a) > 2
-    both = [load_checkpoint(run / f"step_{max(a):08d}")[0]["model"] for run in (one, other)]
-    torch.testing.assert_close(*both, rtol=0, atol=atol)
-
-
-def same_end(folder, whole, steps=(4, 5, 6), rel=4e-6):
-    """Asserts that a resumed run did these steps, with the losses of the uninterrupted one."""
-    expected = losses(read_log(whole))
-    assert losses(read_log(folder)) == pytest.approx({step: expected[step] for step in steps}, rel=rel)
-
-
-def copied(run, step, to):
-    shutil.copytree(run / f"step_{step:08d}", to / f"step_{step:08d}")
-    return to
 
 
 def train_within(words, limits):
@@ -160,8 +137,7 @@ def time_limits_in_rank(words):
     model = job_in_rank(words)[1].raw
     mesh = next(model.parameters()).device_mesh
     groups = [dist.group.WORLD, *map(mesh.get_group, mesh.mesh_dim_names), model.spread.group]
-    cpu = torch.device("cpu")
-    return [group._get_backend(cpu).options._timeout.total_seconds() for group in groups]
+    return [group._get_backend(CPU).options._timeout.total_seconds() for group in groups]
 
 
 TINY = "--n_layer=2 --n_head=4 --n_embd=256 --vocab_size=64 --batch_size=1 --block_size=16".split()
@@ -370,7 +346,7 @@ def test_hugging_face_weights_straight_into_shards(data_dir, tmp_path, family):
     shape = dict(n_kv_head=2, n_hidden=96, **LLAMA) if family == "llama" else {}
     shape |= dict(tie_embeddings=False)
     cfg = configure(Config, [str(ranks.ROOT / "config/test.py"), *flags("", "", **shape)[1:]])
-    hf.save_hf(build(cfg, torch.device("cpu"), seed=5), tmp_path / "hf")
+    hf.save_hf(build(cfg, CPU, seed=5), tmp_path / "hf")
     settings = dict(init_from=f"hf:{tmp_path / 'hf'}", eval_interval=1, max_steps=3, batch_size=2, **shape)
     train_here(data_dir, tmp_path / "one", **settings)
     words = flags(data_dir, tmp_path / "two", parallel="fsdp", **settings)
