@@ -23,6 +23,7 @@ import test_checkpoint
 import test_fineweb
 import test_signals
 import torch
+from compare import CPU, repeated
 from conftest import flags, load_checkpoint, losses, one_line, read_log, train_here, write_shard
 from test_fineweb import hub_cache  # noqa: F401
 
@@ -39,9 +40,7 @@ from run.resume import Start
 from scale import parallel
 from settings import Config, check
 
-CPU = torch.device("cpu")
 SMALL = dict(vocab_size=257, vocab_multiple=1, n_layer=1, n_head=2, n_embd=16, block_size=8)
-repeated = [pytest.mark.repeated, pytest.mark.slow]
 
 
 def shards(folder, **settings):
@@ -105,15 +104,11 @@ def survey(value, write, read, count, seed, legal=lambda at, value: False):
             found = repr(read())
             assert found == expected or legal(at, other), (at, other, found, expected)
         except UserError as error:
-            one_line_of(error)
+            one_line(error)
             refused += 1
         finally:
             signal.alarm(0)
     return refused
-
-
-def one_line_of(error):
-    assert str(error) and "\n" not in str(error) and len(str(error)) < 2_000
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +148,7 @@ def other_but_right(at, state):
     return at[0] in ("val_loss", "evaluated", "world_size", "loader", "scaler")
 
 
-MANY = [40, pytest.param(1400, marks=repeated)]
+MANY = [40, repeated(1400)]
 
 
 @pytest.mark.fault(54)
@@ -272,7 +267,7 @@ def test_flips_in_token_bytes(tmp_path):
         path.write_bytes(data[: rng.randrange(len(data))] if rng.random() < 0.2 else data)
         with pytest.raises(DataError, match="token_bytes.npy") as error:
             TokenLoader(tmp_path / "d", "train", 1, 16)
-        one_line_of(error.value)
+        one_line(error)
 
 
 # -- records that name something outside: row 53
@@ -393,7 +388,7 @@ def test_bad_lines_are_named_or_left_out_and_counted(tmp_path, bad, capsys):
     said = dict(tokenizer="bytes", val_tokens=20)
     with pytest.raises(DataError, match=r"a\.jsonl(\.zst)?:17: it.*--skip_bad_documents") as error:
         test_fineweb.prepare(tmp_path / "d", tmp_path / name, **said)
-    one_line_of(error.value)
+    one_line(error)
     left = test_fineweb.prepare(tmp_path / "e", tmp_path / name, skip_bad_documents=True, **said)
     assert f"left out 1 bad lines, the first is {tmp_path / name}:17" in left
     test_fineweb.prepare(tmp_path / "good", tmp_path / "good.jsonl", **said)
@@ -468,7 +463,7 @@ def test_numbers_that_are_none_are_refused(word):
     with pytest.raises(UserError) as error:
         configure(Config, [f"--{word}"], check)
     assert word.partition("=")[0] in str(error.value) and len(str(error.value)) < 300
-    one_line_of(error.value)
+    one_line(error)
 
 
 # -- repeated: kills at random moments, errors and restarts
@@ -529,16 +524,8 @@ def test_random_kills_of_fineweb(tmp_path):
 
 
 @pytest.mark.fault(47)
-@pytest.mark.parametrize("time", [0, *(pytest.param(i, marks=repeated) for i in range(1, 20))])
+@pytest.mark.parametrize("time", [0, *map(repeated, range(1, 20))])
 def test_an_error_after_ddp_ends_every_rank(data_dir, tmp_path, time):
     settings = dict(lr=1e30, warmup_steps=0, max_skipped_steps=0, save_interval=0)
     done = ranks.run(2, flags(data_dir, tmp_path / "run", **settings), grace=5)  # then they are killed
     assert done.codes == [5, 5] and len(test_signals.error_lines(done)) == 1, (done.codes, done.stderr)
-
-
-@pytest.mark.fault(60)
-@pytest.mark.parametrize("time", range(18))  # two are in test_signals.py
-@pytest.mark.repeated
-@pytest.mark.slow
-def test_restarts(data_dir, tmp_path, time):
-    test_signals.test_torchrun_restarts_a_run_of_which_a_rank_was_killed(data_dir, tmp_path, time % 2)
