@@ -49,9 +49,6 @@ def gradients(model, *batch, autocast=None):
     return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
 
 
-# -- runs of train.py
-
-
 def copied(run, step, to):
     """A run's folder with one checkpoint of another run."""
     shutil.copytree(run / f"step_{step:08d}", to / f"step_{step:08d}")

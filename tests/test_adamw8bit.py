@@ -95,10 +95,7 @@ def numbers(step, lr=1e-3, beta1=0.9, beta2=0.95, decay=0.1, eps=1e-8):
 @pytest.mark.parametrize("rows, cols", [(4096, 14_336)] if GPU else [(7, 300), (9, 256), (20, 72)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_kernel_equals_plain_torch(rows, cols, dtype):
-    """Five steps from equal states, with gradients of very different sizes.
-
-    Last bits of roots differ: a GPU approximates them, and fuses multiply and add; NumPy rounds otherwise.
-    """
+    """Five steps with gradients of very different sizes; a GPU approximates roots, NumPy rounds otherwise."""
     pytest.importorskip("triton")
     torch.manual_seed(0)
     own, differing = tensors(rows, cols, dtype, DEVICE), 1e-4 if GPU else 0
@@ -166,9 +163,6 @@ def test_a_step_is_adamws_but_for_the_codes():
             torch.testing.assert_close(plain, coded, rtol=1e-6, atol=1e-7)
     moved, found = plain - start, coded - start
     assert error(found, moved) < 0.05 and abs(found.mean() / moved.mean() - 1) < 0.005
-
-
-# -- whole runs
 
 
 LOW = dict(optimizer="adamw8bit", weights="bf16")

@@ -150,9 +150,6 @@ def put_in_place(module, patch):
             patch.setattr(importer, "models", module)
 
 
-# -- training
-
-
 def config(edit, settings):
     shape = GROUPED if edit == "a second norm on q and k" else {}
     cfg = Config(**{**SHAPE, **shape, "device": DEVICE, **settings})
@@ -332,9 +329,6 @@ def test_fp8_over_two_ranks_is_that_of_one_process(shape, mode):
     one, two = steps(None, **settings), ranks.call(2, steps_in_rank, None, settings | mode)[0]
     norms = [torch.cat([change.flatten() for change in changes.values()]).norm() for _, changes in (one, two)]
     assert errors(two, one)[0] < 2e-3 and abs(norms[1] / norms[0] - 1) < 3e-2
-
-
-# -- the start of a run
 
 
 PLAIN = {  # operations that run in plain PyTorch, and why; of all others not one does

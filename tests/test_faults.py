@@ -1,7 +1,4 @@
-"""Damaged and foreign files: what a run reads is what it expects, or is refused in one line.
-
-Those marked `repeated` run by ./test.sh --faults alone: 15,000 mutations, 200 kills, restarts twenty times.
-"""
+"""Damaged and foreign files: what a run reads is what it expects, or is refused in one line."""
 
 import copy
 import json
@@ -52,8 +49,6 @@ def shards(folder, **settings):
     settings = dict(tokenizer="bytes", shard_tokens=6_000, val_tokens=500) | settings
     return test_fineweb.prepare(folder, source, **settings)
 
-
-# -- structural mutations: row 54
 
 JUNK = [None, True, -1, 1.5, "", "../x", "7", [], {}, [[1]], {"a": 1}]
 JUNK += [1 << 70, -(1 << 70), math.inf, math.nan]
@@ -270,9 +265,6 @@ def test_flips_in_token_bytes(tmp_path):
         one_line(error)
 
 
-# -- records that name something outside: row 53
-
-
 @pytest.mark.fault(53)
 @pytest.mark.parametrize("name", ["../x_train_000001.bin", "/{outside}", "link_train_000001.bin"])
 def test_nothing_outside_a_folder_is_touched(tmp_path, name):
@@ -320,9 +312,6 @@ def test_a_link_to_a_checkpoint_goes_and_the_checkpoint_stays(tmp_path):
     assert checkpoint.find(other) == other
 
 
-# -- checkpoints that are damaged among others: row 52
-
-
 @pytest.mark.fault(52)
 def test_a_whole_checkpoint_stays_until_another_takes_its_place(tmp_path, capsys):
     for step in (1, 2, 3):
@@ -339,9 +328,6 @@ def test_a_whole_checkpoint_stays_until_another_takes_its_place(tmp_path, capsys
     test_checkpoint.save(tmp_path, 6, keep_last=2, val_loss=2.0)
     assert steps() == [5, 6]
     assert checkpoint.problem(checkpoint.folder_of(tmp_path, 6)) is None
-
-
-# -- fineweb.py: rows 51 and 59
 
 
 @pytest.mark.fault(51)
@@ -394,9 +380,6 @@ def test_bad_lines_are_named_or_left_out_and_counted(tmp_path, bad, capsys):
     test_fineweb.prepare(tmp_path / "good", tmp_path / "good.jsonl", **said)
     tokens = lambda name: [t.tolist() for t in test_fineweb.shard_tokens(tmp_path / name, "train")]
     assert tokens("e") == tokens("good")
-
-
-# -- tokenizers, folders, ports: rows 43, 62, 64
 
 
 @pytest.mark.fault(62)
@@ -464,9 +447,6 @@ def test_numbers_that_are_none_are_refused(word):
         configure(Config, [f"--{word}"], check)
     assert word.partition("=")[0] in str(error.value) and len(str(error.value)) < 300
     one_line(error)
-
-
-# -- repeated: kills at random moments, errors and restarts
 
 
 def train_until_killed(words, seconds):

@@ -16,10 +16,7 @@ from test_signals import wait_for
 
 
 def on_two_nodes(words, numbered):
-    """`train.py words` under a torchrun on each of two nodes, of one rank each -> their output.
-
-    numbered: by --node_rank; else they meet at a c10d rendezvous, which numbers them. Node n sees GPU n.
-    """
+    """What `train.py words` says under torchruns of one rank on two nodes; a rendezvous may number them."""
     port = ranks.free_port()
     meet = [f"--master_addr=localhost --master_port={port} --node_rank={node}" for node in range(2)]
     if not numbered:

@@ -92,10 +92,7 @@ CASES += [pytest.param(*mode, id=name, marks=pytest.mark.slow) for name, mode in
 @pytest.mark.parametrize("number, mode, shape", CASES)
 @pytest.mark.fault(20)
 def test_any_mode_equals_one_process_and_resumes_across(data_dir, tmp_path, alone, number, mode, shape):
-    """The same global batches in float32, in two micro-steps a step or more: equal but for sums' orders.
-
-    What the ranks saved goes on in one process, and the other way round, sampling included.
-    """
+    """In float32, equal but for sums' orders; what ranks saved goes on in one process, and vice versa."""
     settings = SHORT | shape
     one = alone(**settings)
     many = over_ranks(number, data_dir, tmp_path / "many", **settings, **mode)
@@ -241,28 +238,22 @@ def same_checkpoint(one, other, step):
     torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
-# -- for ranks.call: a patch ends with its process
-
-
 def train_from_own_rows(words):
-    """As train_in_rank; fails where a rank reads more than its part of a tensor.
-
-    Of a file's 257 rows the first of two ranks needs 192, since the model's are padded to 384.
-    """
+    """For ranks.call: as train_in_rank; fails where a rank reads more than its part of a tensor."""
     read, size = checkpoint.Stored.__getitem__, int(os.environ["WORLD_SIZE"])
 
     def checked(stored, rows):
         if len(stored.shape) and "float" in str(stored.dtype):
-            most = -(-stored.shape[0] // size) * 1.5
+            most = -(-stored.shape[0] // size) * 1.5  # of 257 rows the first of two needs 192, padded to 384
             assert rows is not ... and rows.stop - rows.start <= most, (stored.shape, rows)
         return read(stored, rows)
 
-    checkpoint.Stored.__getitem__ = checked
+    checkpoint.Stored.__getitem__ = checked  # until this process ends
     return train_in_rank(words)
 
 
 def train_with_a_broken_write(words, how):
-    """As train_in_rank; rank 1 cannot write its files of step 8 (full), or is killed after one of them."""
+    """For ranks.call; rank 1 cannot write its files of step 8 (full), or is killed after one of them."""
     save_file = checkpoint.save_file
 
     def broken(tensors, path, header):

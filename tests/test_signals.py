@@ -1,7 +1,4 @@
-"""run/signals.py: a fault of one rank is heard, ends all of them, and leaves a checkpoint to go on from.
-
-Those over several ranks run train.py in ranks.py's processes; tests of torchrun itself are marked slow.
-"""
+"""run/signals.py: a fault of one rank is heard, ends all of them, and leaves a checkpoint to go on from."""
 
 import functools
 import json
@@ -281,9 +278,6 @@ def test_a_compiler_that_fails_is_one_line_and_signals_are_as_before(data_dir, t
         train_here(data_dir, tmp_path / "run", compile=True)
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
-
-
-# -- torchrun: each run imports torch twice
 
 
 def start_torchrun(words, log, *options):
