@@ -13,6 +13,8 @@ from scale.adamw8bit import AdamW8bit
 from settings import Config
 
 M, V = (adamw8bit.M_LEVELS, True), (adamw8bit.V_LEVELS, False)  # levels, whether small ones go to zero
+OPTIONS = dict(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+LOW = dict(optimizer="adamw8bit", weights="bf16")
 
 
 def bits(shape, count=adamw8bit.SHIFT):
@@ -131,9 +133,6 @@ def test_rows_apart_are_as_together():
     torch.testing.assert_close(whole, [torch.cat(pair) for pair in zip(*parts)], rtol=0, atol=0)
 
 
-OPTIONS = dict(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
-
-
 def test_small_tensors_are_torchs_adamw_and_bf16_ones_keep_their_float32_numbers():
     torch.manual_seed(0)
     start, options = torch.ones(300), dict(lr=1e-4, **OPTIONS)
@@ -163,9 +162,6 @@ def test_a_step_is_adamws_but_for_the_codes():
             torch.testing.assert_close(plain, coded, rtol=1e-6, atol=1e-7)
     moved, found = plain - start, coded - start
     assert error(found, moved) < 0.05 and abs(found.mean() / moved.mean() - 1) < 0.005
-
-
-LOW = dict(optimizer="adamw8bit", weights="bf16")
 
 
 @pytest.mark.slow

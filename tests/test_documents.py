@@ -19,7 +19,11 @@ from scale.compile import compile_model
 from settings import Config
 
 EOT = 7
+T = torch.Tensor
 GROUPED = dict(block_size=48, n_layer=3, n_kv_head=2, **LLAMA)
+KINDS = [("masked", "none"), slow("varlen", "none"), ("varlen", "selective"), slow("varlen", "block")]
+COMPILED = dict(parallel="fsdp", n_kv_head=1, remat="block", compile=True)
+CASES = [({}, None), slow(COMPILED, "graphs"), slow(COMPILED, "inductor")]
 
 
 def rows(B=2, T=48, seed=0, share=0.1):
@@ -52,9 +56,6 @@ def weights(q, k, bounds):
     k = k.repeat_interleave(q.size(1) // k.size(1), dim=1)
     scores = torch.einsum("qhd,khd->hqk", q, k) / q.size(-1) ** 0.5
     return scores.masked_fill(~(ids[:, None] == ids).tril(), -torch.inf).softmax(-1)
-
-
-T = torch.Tensor
 
 
 @torch.library.custom_op("tests::varlen", mutates_args=())
@@ -139,9 +140,6 @@ def test_a_packed_row_is_its_documents_alone(way, shape):
     torch.testing.assert_close(grads, refs, rtol=1e-4, atol=2e-6)
 
 
-KINDS = [("masked", "none"), slow("varlen", "none"), ("varlen", "selective"), slow("varlen", "block")]
-
-
 @pytest.mark.parametrize("way, kind", KINDS, indirect=["way"])
 def test_compiled_equals_eager_and_is_compiled_once(way, compiler, kind):
     """Over batches with other numbers of documents, from one to all tokens, with and without gradients."""
@@ -202,10 +200,6 @@ def test_training_with_the_mask(short_documents, tmp_path):
     whole = train_here(short_documents, tmp_path / "c", init_from=tmp_path / "a", **common)
     assert losses(masked, "val")[12] < losses(masked, "val")[0] - 0.1
     assert losses(same, "val")[0] == losses(masked, "val")[12] != losses(whole, "val")[0]
-
-
-COMPILED = dict(parallel="fsdp", n_kv_head=1, remat="block", compile=True)
-CASES = [({}, None), slow(COMPILED, "graphs"), slow(COMPILED, "inductor")]
 
 
 @pytest.mark.parametrize("settings, compiler", CASES)

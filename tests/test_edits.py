@@ -126,6 +126,12 @@ EDITS = {
     ],
     "LoRA": [("class Attention(nn.Module):\n", LORA), ("self.qkv = Linear(", "self.qkv = LoRA(")],
 }
+PLAIN = {  # operations that run in plain PyTorch, and why; of all others not one does
+    "another activation": {("mlp", "another activation"): 2},
+    "a gate for each head": {("linear", "a width is no multiple of 8"): 2},
+    "norms without weights": {("norm", kernels.UNUSUAL_NORM): 5},
+    "LoRA": {("qkv", kernels.OTHER_LAYER): 2},
+}
 
 
 def edited(edit):
@@ -308,6 +314,8 @@ MODES = [
     slow("LoRA", IN_FP8 | ZERO2),  # gathered in 8 bits, but for layers with another forward
     slow("value residual", IN_FP8 | SHARDED),
 ]
+COMPILED = dict(parallel="zero2", remat="selective", compile=True)
+HYBRID = dict(parallel="hsdp", shard_size=2, remat="block")
 
 
 @two_ranks
@@ -318,10 +326,6 @@ def test_over_two_ranks(edit, mode):
     check(edit, found[0], mode)
 
 
-COMPILED = dict(parallel="zero2", remat="selective", compile=True)
-HYBRID = dict(parallel="hsdp", shard_size=2, remat="block")
-
-
 @two_ranks
 @pytest.mark.parametrize("shape, mode", [slow(GROUPED, SHARDED), slow(GROUPED, COMPILED), slow({}, HYBRID)])
 def test_fp8_over_two_ranks_is_that_of_one_process(shape, mode):
@@ -329,14 +333,6 @@ def test_fp8_over_two_ranks_is_that_of_one_process(shape, mode):
     one, two = steps(None, **settings), ranks.call(2, steps_in_rank, None, settings | mode)[0]
     norms = [torch.cat([change.flatten() for change in changes.values()]).norm() for _, changes in (one, two)]
     assert errors(two, one)[0] < 2e-3 and abs(norms[1] / norms[0] - 1) < 3e-2
-
-
-PLAIN = {  # operations that run in plain PyTorch, and why; of all others not one does
-    "another activation": {("mlp", "another activation"): 2},
-    "a gate for each head": {("linear", "a width is no multiple of 8"): 2},
-    "norms without weights": {("norm", kernels.UNUSUAL_NORM): 5},
-    "LoRA": {("qkv", kernels.OTHER_LAYER): 2},
-}
 
 
 def account(edit):

@@ -1,5 +1,4 @@
-"""The fused kernels against float64 on fresh random inputs. Without an NVIDIA GPU the Triton kernels run in
-Triton's interpreter (conftest.py sets it), and PyTorch stands in for cuBLASLt (`products`, there)."""
+"""The fused kernels against float64, as test_fp8.py without an NVIDIA GPU; inputs are anew each time."""
 
 import itertools
 import math

@@ -38,6 +38,21 @@ from scale import parallel
 from settings import Config, check
 
 SMALL = dict(vocab_size=257, vocab_multiple=1, n_layer=1, n_head=2, n_embd=16, block_size=8)
+MANY = [40, repeated(1400)]
+JUNK = [None, True, -1, 1.5, "", "../x", "7", [], {}, [[1]], {"a": 1}]
+JUNK += [1 << 70, -(1 << 70), math.inf, math.nan]
+ILLEGAL = "lr=inf lr=nan clip=nan norm_eps=nan norm_eps=inf norm_eps=-1 rope_theta=nan beta1=nan softcap=inf"
+ILLEGAL += " max_steps=1e400 n_layer=1000000000 weight_decay=inf"
+ILLEGAL += "".join(f" {name}={'9' * 4000}" for name in ("max_steps", "n_layer", "lr", "seed", "batch_tokens"))
+BAD_LINES = {
+    "number": b'{"text": 5}',
+    "null": b'{"text": null}',
+    "list": b'{"text": ["a"]}',
+    "missing": b'{"body": "a"}',
+    "broken": b'{"text": "tw',
+    "surrogate": b'{"text": "a \\ud800 b"}',
+    "bytes": b'{"text": "a \xff b"}',
+}
 
 
 def shards(folder, **settings):
@@ -48,10 +63,6 @@ def shards(folder, **settings):
         source.write_text("\n".join(lines))
     settings = dict(tokenizer="bytes", shard_tokens=6_000, val_tokens=500) | settings
     return test_fineweb.prepare(folder, source, **settings)
-
-
-JUNK = [None, True, -1, 1.5, "", "../x", "7", [], {}, [[1]], {"a": 1}]
-JUNK += [1 << 70, -(1 << 70), math.inf, math.nan]
 
 
 def places(value, at=()):
@@ -141,9 +152,6 @@ def resumed(folder, model, cfg):
 def other_but_right(at, state):
     """Mutations of state.json that are another right one: another figure or number of ranks."""
     return at[0] in ("val_loss", "evaluated", "world_size", "loader", "scaler")
-
-
-MANY = [40, repeated(1400)]
 
 
 @pytest.mark.fault(54)
@@ -350,22 +358,11 @@ def test_no_other_process_encodes(tmp_path, monkeypatch):
     shards(tmp_path / "d", tokenizer="gpt2", shard_tokens=50_000)
 
 
-BAD = {
-    "number": b'{"text": 5}',
-    "null": b'{"text": null}',
-    "list": b'{"text": ["a"]}',
-    "missing": b'{"body": "a"}',
-    "broken": b'{"text": "tw',
-    "surrogate": b'{"text": "a \\ud800 b"}',
-    "bytes": b'{"text": "a \xff b"}',
-}
-
-
 @pytest.mark.fault(59)
-@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("bad", BAD_LINES)
 def test_bad_lines_are_named_or_left_out_and_counted(tmp_path, bad, capsys):
     good = [json.dumps({"text": f"line {i}"}).encode() for i in range(20)]
-    text, name = b"\n".join([*good[:9], b"", *good[9:15], BAD[bad], *good[15:], b""]), "a.jsonl"
+    text, name = b"\n".join([*good[:9], b"", *good[9:15], BAD_LINES[bad], *good[15:], b""]), "a.jsonl"
     if bad == "list":
         zstandard = pytest.importorskip("zstandard")
         text, name = zstandard.compress(text), "a.jsonl.zst"
@@ -435,13 +432,8 @@ def test_a_port_in_use_is_one_line(data_dir, tmp_path, monkeypatch):
     assert done.returncode == 2 and "--master_port free?" in done.stderr and "Traceback" not in done.stderr
 
 
-WORDS = "lr=inf lr=nan clip=nan norm_eps=nan norm_eps=inf norm_eps=-1 rope_theta=nan beta1=nan softcap=inf"
-WORDS += " max_steps=1e400 n_layer=1000000000 weight_decay=inf"
-WORDS += "".join(f" {name}={'9' * 4000}" for name in ("max_steps", "n_layer", "lr", "seed", "batch_tokens"))
-
-
 @pytest.mark.fault(65)
-@pytest.mark.parametrize("word", WORDS.split())
+@pytest.mark.parametrize("word", ILLEGAL.split())
 def test_numbers_that_are_none_are_refused(word):
     with pytest.raises(UserError) as error:
         configure(Config, [f"--{word}"], check)

@@ -1,5 +1,4 @@
-"""fp8.py against float64. Without an NVIDIA GPU the kernels run in Triton's interpreter (conftest.py sets
-it), and PyTorch stands in for cuBLASLt."""
+"""fp8.py against float64, without an NVIDIA GPU in Triton's interpreter and with PyTorch for cuBLASLt."""
 
 import dataclasses
 import math

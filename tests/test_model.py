@@ -22,22 +22,6 @@ SIZES = [  # n_layer, n_head, n_embd, other settings; parameters
     (80, 64, 8192, dict(LLAMA3, n_hidden=28_672, tie_embeddings=False), 70_553_706_496),
     (16, 32, 2048, dict(LLAMA3, n_hidden=8_192), 1_235_814_400),
 ]
-
-
-def ids(cfg, B=2, T=None, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, cfg.vocab_size, (B, T or cfg.block_size), generator=generator)
-
-
-def randomized(cfg, seed=1):
-    """A model whose every parameter differs from its neutral value, norms and biases too."""
-    model = build(cfg, CPU, seed)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.1 * torch.randn_like(p))
-    return model
-
-
 VARIANTS = {
     "gpt2": {},
     "gpt2_without_biases": dict(bias=False),
@@ -54,6 +38,20 @@ VARIANTS = {
     "value_embeddings": dict(value_embeddings=1),
     "value_embeddings_grouped": dict(LLAMA, n_kv_head=2, value_embeddings=2, vocab_multiple=64),
 }
+
+
+def ids(cfg, B=2, T=None, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, cfg.vocab_size, (B, T or cfg.block_size), generator=generator)
+
+
+def randomized(cfg, seed=1):
+    """A model whose every parameter differs from its neutral value, norms and biases too."""
+    model = build(cfg, CPU, seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    return model
 
 
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)

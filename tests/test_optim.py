@@ -15,12 +15,6 @@ import optim
 from model import build
 from settings import Config
 
-
-def settings(**changes):
-    defaults = dict(lr=1e-3, warmup_steps=10, max_steps=100, batch_tokens=1000, compile=False)
-    return Config(**asdict(small()) | defaults | changes)
-
-
 FILES = """
 import sys, train
 from pathlib import Path
@@ -28,6 +22,11 @@ paths = [Path(m.__file__) for m in sys.modules.values() if getattr(m, "__file__"
 lines = [len(path.open().readlines()) for path in paths if Path.cwd() in (path.parent, path.parent.parent)]
 sys.exit(len(lines) > 32 or sum(lines) > 7000)
 """
+
+
+def settings(**changes):
+    defaults = dict(lr=1e-3, warmup_steps=10, max_steps=100, batch_tokens=1000, compile=False)
+    return Config(**asdict(small()) | defaults | changes)
 
 
 def test_import_train_loads_few_files():
