@@ -55,21 +55,21 @@ def copied(run, step, to):
     return to
 
 
-def same_run(one, other, rel=4e-6, atol=2e-5):
+def same_run(one, other, atol=2e-5):
     """Asserts that two runs have the same training and validation losses, samples, and weights at the end."""
     texts = [[line["texts"] for line in read_log(run) if line["kind"] == "sample"] for run in (one, other)]
     assert texts[0] == texts[1]
     for kind in ("train", "val"):
         a, b = losses(read_log(one), kind), losses(read_log(other), kind)
-        assert a == pytest.approx(b, rel=rel) and len(a) > 2
+        assert a == pytest.approx(b, rel=4e-6) and len(a) > 2
     both = [load_checkpoint(run / f"step_{max(a):08d}")[0]["model"] for run in (one, other)]
     torch.testing.assert_close(*both, rtol=0, atol=atol)
 
 
-def same_end(folder, whole, steps=(4, 5, 6), rel=4e-6):
+def same_end(folder, whole, steps=(4, 5, 6)):
     """Asserts that a resumed run did these steps, with the losses of the uninterrupted one."""
     expected = losses(read_log(whole))
-    assert losses(read_log(folder)) == pytest.approx({step: expected[step] for step in steps}, rel=rel)
+    assert losses(read_log(folder)) == pytest.approx({step: expected[step] for step in steps}, rel=4e-6)
 
 
 def resumed_bitwise(data_dir, folder, **settings):

@@ -133,6 +133,41 @@ PLAIN = {  # operations that run in plain PyTorch, and why; of all others not on
     "LoRA": {("qkv", kernels.OTHER_LAYER): 2},
 }
 
+# for the others nothing runs that does not run for one of these
+OFTEN = {"attention and MLP in parallel", "post-norm", "another activation", "a gate for each head", "LoRA"}
+OFTEN |= {"value residual", "a fused norm on q and k", "a layer before the head", "a skipped layer"}
+TILES = dict(remat_tile=TILE, block_size=2 * TILE)
+ATTENTION = dict(remat="attention", remat_offload=True)
+CASES = [(name, {}) if name in OFTEN else slow(name, {}) for name in EDITS]
+CASES += [("value residual", ATTENTION), ("value residual", dict(document_mask=True))]
+CASES += [("the embedding in every block", dict(remat="block")), ("LoRA", dict(precision="fp8"))]
+CASES += [("a second norm on q and k", ATTENTION)]  # q and k in float32
+CASES += [("value residual", dict(compile=True)), slow("LoRA", dict(compile=True))] * (not GPU)  # there all
+REMAT = [dict(remat="selective"), dict(remat="block"), dict(remat="block", remat_every=2)]
+REMAT += [dict(remat="selective") | TILES, ATTENTION | TILES]
+CASES += [slow("value residual", remat) for remat in REMAT]
+CASES += [slow("a second norm on q and k", ATTENTION | TILES)]
+CASES += [slow("a gate for each head", dict(document_mask=True))]
+CASES += [slow(edit, dict(precision="fp8")) for edit in ("a layer of every other channel", "value residual")]
+
+SHARDED, ZERO2 = dict(parallel="fsdp", unit_mib=0), dict(parallel="zero2", unit_mib=0)
+ALL_AT_ONCE = dict(parallel="fsdp", context_parallel=2, remat="selective", document_mask=True)
+IN_FP8 = dict(block_size=128 if GPU else 16, precision="fp8")  # rows: a multiple of 16
+MODES = [
+    ("value residual", dict(context_parallel=2)),
+    ("value residual", SHARDED),
+    ("a layer before the head", dict(remat="block", **ZERO2)),
+    ("a skipped layer", {}),  # parameters without a gradient under DDP
+    ("a skipped layer", dict(parallel="fsdp")),  # of blocks that would be one unit
+    ("attention and MLP in parallel", ALL_AT_ONCE),
+    slow("layers run twice", dict(parallel="fsdp")),
+    slow("a second norm on q and k", dict(context_parallel=2, remat="attention")),
+    slow("LoRA", IN_FP8 | ZERO2),  # gathered in 8 bits, but for layers with another forward
+    slow("value residual", IN_FP8 | SHARDED),
+]
+COMPILED = dict(parallel="zero2", remat="selective", compile=True)
+HYBRID = dict(parallel="hsdp", shard_size=2, remat="block")
+
 
 def edited(edit):
     """model.py's module with an edit; None: as it is."""
@@ -270,24 +305,6 @@ def check(edit, found, settings):
     assert changed[0] == changed[1]
 
 
-# for the others nothing runs that does not run for one of these
-OFTEN = {"attention and MLP in parallel", "post-norm", "another activation", "a gate for each head", "LoRA"}
-OFTEN |= {"value residual", "a fused norm on q and k", "a layer before the head", "a skipped layer"}
-TILES = dict(remat_tile=TILE, block_size=2 * TILE)
-ATTENTION = dict(remat="attention", remat_offload=True)
-CASES = [(name, {}) if name in OFTEN else slow(name, {}) for name in EDITS]
-CASES += [("value residual", ATTENTION), ("value residual", dict(document_mask=True))]
-CASES += [("the embedding in every block", dict(remat="block")), ("LoRA", dict(precision="fp8"))]
-CASES += [("a second norm on q and k", ATTENTION)]  # q and k in float32
-CASES += [("value residual", dict(compile=True)), slow("LoRA", dict(compile=True))] * (not GPU)  # there all
-REMAT = [dict(remat="selective"), dict(remat="block"), dict(remat="block", remat_every=2)]
-REMAT += [dict(remat="selective") | TILES, ATTENTION | TILES]
-CASES += [slow("value residual", remat) for remat in REMAT]
-CASES += [slow("a second norm on q and k", ATTENTION | TILES)]
-CASES += [slow("a gate for each head", dict(document_mask=True))]
-CASES += [slow(edit, dict(precision="fp8")) for edit in ("a layer of every other channel", "value residual")]
-
-
 def words(value):
     return value if isinstance(value, str) else " ".join(f"{name}={x}" for name, x in value.items())
 
@@ -297,25 +314,6 @@ def test_in_one_process(edit, settings, monkeypatch):
     if not GPU:
         compile_to_graphs(monkeypatch.setattr)
     check(edit, steps(edit, **settings), settings)
-
-
-SHARDED, ZERO2 = dict(parallel="fsdp", unit_mib=0), dict(parallel="zero2", unit_mib=0)
-ALL_AT_ONCE = dict(parallel="fsdp", context_parallel=2, remat="selective", document_mask=True)
-IN_FP8 = dict(block_size=128 if GPU else 16, precision="fp8")  # rows: a multiple of 16
-MODES = [
-    ("value residual", dict(context_parallel=2)),
-    ("value residual", SHARDED),
-    ("a layer before the head", dict(remat="block", **ZERO2)),
-    ("a skipped layer", {}),  # parameters without a gradient under DDP
-    ("a skipped layer", dict(parallel="fsdp")),  # of blocks that would be one unit
-    ("attention and MLP in parallel", ALL_AT_ONCE),
-    slow("layers run twice", dict(parallel="fsdp")),
-    slow("a second norm on q and k", dict(context_parallel=2, remat="attention")),
-    slow("LoRA", IN_FP8 | ZERO2),  # gathered in 8 bits, but for layers with another forward
-    slow("value residual", IN_FP8 | SHARDED),
-]
-COMPILED = dict(parallel="zero2", remat="selective", compile=True)
-HYBRID = dict(parallel="hsdp", shard_size=2, remat="block")
 
 
 @two_ranks
@@ -335,16 +333,11 @@ def test_fp8_over_two_ranks_is_that_of_one_process(shape, mode):
     assert errors(two, one)[0] < 2e-3 and abs(norms[1] / norms[0] - 1) < 3e-2
 
 
-def account(edit):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "served", {DEVICE})
-        put_in_place(edited(edit), patch)
-        return Account(config(edit, dict(precision="bf16")), torch.device(DEVICE))
-
-
 @pytest.mark.parametrize("edit", EDITS)
-def test_which_operations_become_plain(edit):
-    found = account(edit)
+def test_which_operations_become_plain(edit, monkeypatch):
+    monkeypatch.setattr(kernels, "served", {DEVICE})
+    put_in_place(edited(edit), monkeypatch)
+    found = Account(config(edit, dict(precision="bf16")), torch.device(DEVICE))
     assert found.problem is None
     assert {call: n for call, n in found.calls.items() if call[1]} == PLAIN.get(edit, {})
     assert sum(n for call, n in found.calls.items() if call[1] is None) >= 4
