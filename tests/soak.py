@@ -84,7 +84,7 @@ def train(cfg, words, out_dir):
         process = subprocess.Popen(words, cwd=ROOT, env=env, stdout=console, stderr=subprocess.STDOUT)
         try:
             while process.poll() is None:
-                used, step = memory_of_ranks(process.pid), last_step(out_dir)
+                used, step = memory_of_ranks(process.pid), last_step(out_dir / "log.jsonl")
                 if step and len(used) == cfg.ranks:
                     samples.append([step, *used])
                 time.sleep(cfg.every_s)
@@ -105,10 +105,12 @@ def memory_of_ranks(torchrun):
     return [n * os.sysconf("SC_PAGE_SIZE") / 2**20 for n in pages if n]  # 0: it has ended
 
 
-def last_step(out_dir):
-    """The step of the last line of log.jsonl; 0 without one, or while it is being written."""
+def last_step(log):
+    """The step of the last whole line of log.jsonl; 0 without one."""
     try:
-        return read_log(out_dir)[-1]["step"]
+        with open(log, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - 10_000))
+            return json.loads(file.read().split(b"\n")[-2])["step"]
     except (OSError, IndexError, ValueError):
         return 0
 
