@@ -26,6 +26,10 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else a pool of pr
 interpreter.hasten()
 
 import kernels  # noqa: E402, since PyTorch may import Triton for it
+import train  # noqa: E402
+from configurator import UserError, configure  # noqa: E402
+from run import checkpoint  # noqa: E402
+from settings import Config  # noqa: E402
 
 kernels.load()  # as kernels.serve does on a GPU; tests put types of device into kernels.served
 
@@ -81,9 +85,9 @@ def pytest_configure(config):
 
 
 def one_line(error):
-    """The text of a pytest.raises, which is to be one line."""
-    text = str(error.value)
-    assert "\n" not in text and text
+    """The text of an error, or of a pytest.raises, which is to be one line."""
+    text = str(getattr(error, "value", error))
+    assert "\n" not in text and 0 < len(text) < 2_000
     return text
 
 
@@ -166,34 +170,22 @@ def data_dir(tmp_path_factory):
 
 def flags(data_dir, out_dir, **settings):
     """Words of the test recipe on byte shards."""
-    base = dict(
-        data_dir=data_dir, out_dir=out_dir, vocab_size=257, device="cpu", eval_interval=0, tokenizer="bytes"
-    )
-    return ["config/test.py", *(f"--{k}={v}" for k, v in {**base, **settings}.items())]
+    base = dict(data_dir=data_dir, out_dir=out_dir, vocab_size=257, device="cpu", tokenizer="bytes")
+    return ["config/test.py", *(f"--{k}={v}" for k, v in (base | {"eval_interval": 0} | settings).items())]
 
 
 def train_here(data_dir, out_dir, **settings):
     """Runs train.main in this process; returns the lines of its log.jsonl."""
-    import train
-    from configurator import configure
-    from settings import Config
-
     with contextlib.chdir(ROOT):
         train.main(configure(Config, flags(data_dir, out_dir, **settings)))
     return read_log(out_dir)
 
 
-def train_ranks(number, words, script="train.py"):
-    """Runs a script in `number` ranks on gloo, or plainly for 0; returns a ranks.Ran. See ranks.py."""
-    return ranks.run(number, words, script)
+train_ranks = ranks.run
 
 
 def train_in_rank(words, compiler="inductor"):
     """For ranks.call: train.py's main; (exit code, message) of a user's error, (0, "") without one."""
-    import train
-    from configurator import UserError, configure
-    from settings import Config
-
     if compiler == "graphs":
         compile_to_graphs()
     try:
@@ -220,7 +212,5 @@ def losses(log, kind="train"):
 
 def load_checkpoint(folder):
     """(tensors, state) of a checkpoint folder, as for checkpoint.save."""
-    from run import checkpoint
-
     tensors, state = checkpoint.open_folder(folder)
     return {group: {name: t[...] for name, t in stored.items()} for group, stored in tensors.items()}, state

@@ -1,11 +1,9 @@
 """A server on this machine that speaks the Hugging Face hub's protocol as far as downloads need, with faults.
 
     with Hub(folder) as hub:  # folder/datasets/NAME/file, folder/models/NAME/file; NAME is owner/repository
-        hub.faults["train_000001.bin"] = ["drop", 429, 503, "short"]  # of the next GETs of a path that ends
-        so
+        hub.faults["a_000001.bin"] = ["drop", 429, 503, "short"]  # of the next GETs of paths that end so
 
-drop: the connection ends in the middle of the body. short: a whole reply of half the file. 429 has
-Retry-After: 0.
+drop: the connection ends in the middle of the body. short: a whole reply of half the file.
 """
 
 import hashlib
@@ -74,10 +72,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def file(self, path, fault):
         if not path.is_file():
             return self.reply(404, b"", {"X-Error-Code": "EntryNotFound"})
-        data, more = (
-            path.read_bytes(),
-            {"ETag": f'"{etag(path)}"', "X-Repo-Commit": SHA, "Accept-Ranges": "bytes"},
-        )
+        data = path.read_bytes()
+        more = {"ETag": f'"{etag(path)}"', "X-Repo-Commit": SHA, "Accept-Ranges": "bytes"}
         more["X-Linked-Size"] = str(len(data))
         if part := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
             first, last = int(part[1]), min(int(part[2] or len(data) - 1), len(data) - 1)

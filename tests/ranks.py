@@ -51,19 +51,15 @@ class Ran:
 
 
 def run(ranks, words, script="train.py", **limits):
-    """`python script words` from the repository's root in each rank (0: one process, no rank) -> Ran.
-
-    limits: timeout, s; grace, s that others have to end once a rank has failed, before they are killed.
-    """
+    """`python script words` from the root in each rank (0: one process, no rank) -> Ran. limits: as `ask`."""
     with tempfile.TemporaryDirectory() as folder:
         return _pool().ask(folder, ranks, script=str(script), words=list(map(str, words)), **limits)
 
 
 def call(ranks, function, *arguments, **limits):
-    """[value of function(*arguments) in each rank]; AssertionError with the ranks' output where one failed.
+    """[value of function(*arguments) in each rank], where none may fail.
 
-    The function is one at the top level of a module in tests/ and joins the process group itself
-    (parallel.start). Arguments and values are pickled.
+    The function stands at the top level of a module in tests/ and joins the process group by itself.
     """
     done, values = attempt(ranks, function, *arguments, **limits)
     assert done.returncode == 0, f"exit codes {done.codes}\n{done.stdout}\n{done.stderr}"
@@ -114,6 +110,7 @@ class _Pool:
         return self.server.poll() is None
 
     def ask(self, folder, ranks, timeout=120, grace=20, **what):
+        """timeout, s, for all; grace, s that others have to end once a rank has failed, before a kill."""
         request = dict(folder=folder, ranks=ranks, port=free_port(), timeout=timeout, grace=grace)
         request["env"] = environment()
         reply = ""

@@ -11,11 +11,13 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 import triton
+from compare import CPU
 from conftest import stand_in_for_cublas
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
@@ -27,7 +29,6 @@ from fast import decode, hopper, loss
 from scale import adamw8bit
 from settings import GPTConfig
 
-CPU = torch.device("cpu")
 GPT2 = dict(n_embd=768, n_head=12, vocab_size=50257)
 LLAMA = dict(norm="rmsnorm", positions="rope", mlp="swiglu", bias=False, tie_embeddings=False)
 SHAPES = [
@@ -41,23 +42,11 @@ HEADS = [(768, 50_304, None), (1600, 50_304, 15.0), (4096, 128_256, None), (8192
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 
-class Device:
+def device(capability):
     """Stands for a GPU in Triton: what its compiler asks of a driver."""
-
-    def __init__(self, capability):
-        self.target = GPUTarget("cuda", capability, 32)
-
-    def get_current_target(self):
-        return self.target
-
-    def get_current_device(self):
-        return self.target.arch
-
-    def get_current_stream(self, device):
-        return 0
-
-    def get_active_torch_device(self):
-        return CPU
+    answers = dict(target=GPUTarget("cuda", capability, 32), device=capability, stream=0)
+    asked = {f"get_current_{what}": lambda *_, answer=answer: answer for what, answer in answers.items()}
+    return SimpleNamespace(**asked, get_active_torch_device=lambda: CPU)
 
 
 def compiled(capability):
@@ -68,7 +57,7 @@ def compiled(capability):
         kernel = launch(self, *arguments, grid=grid, warmup=True, **options)
         found[self.__name__, kernel.hash] = kernel
 
-    triton.runtime.driver.set_active(Device(capability))
+    triton.runtime.driver.set_active(device(capability))
     JITFunction.run = compile_only
     try:
         for shape in SHAPES:

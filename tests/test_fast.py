@@ -1,5 +1,4 @@
-"""The fused kernels against float64 on fresh random inputs. Without an NVIDIA GPU the Triton kernels run in
-Triton's interpreter (conftest.py sets it), and PyTorch stands in for cuBLASLt (`products`, there)."""
+"""The fused kernels against float64, as test_fp8.py without an NVIDIA GPU; inputs are anew each time."""
 
 import itertools
 import math
@@ -27,6 +26,13 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1.5e-3}
 MANY = 300 if GPU else 20  # rows; the interpreter takes milliseconds for each
 SHAPES = [(37, 8, 136, 136), (5, 64, 4104, 4100), (MANY, 24, 2048, 3), (7, 40, 6200, 4096)]
 WIDE = torch.bfloat16 if GPU else torch.float32  # NumPy, the interpreter's arithmetic, has no bf16
+SHAPES_OF_MODELS = [
+    {},
+    {"dropout": 1e-9, "n_kv_head": 2, "qk_norm": True},
+    {"n_hidden": 100},  # no multiple of 8: the MLP is plain PyTorch
+    {"n_kv_head": 2, **LLAMA},
+    {"mlp": "relu2", "positions": "rope", "qk_norm": True, "attention_gate": True, "value_embeddings": 2},
+]
 
 
 def plain(x, weight, targets, reduction, V, softcap=None):
@@ -261,15 +267,6 @@ def test_rope_turns_gradients_back():
     ours, theirs = kernels.Rotation.apply(x, *tables), kernels.rotated(x, *tables)
     grads = [torch.autograd.grad(y, x, dy.double())[0] for y in (ours, theirs)]
     assert torch.equal(ours, theirs) and error(*grads) < 1e-6  # in float32
-
-
-SHAPES_OF_MODELS = [
-    {},
-    {"dropout": 1e-9, "n_kv_head": 2, "qk_norm": True},
-    {"n_hidden": 100},  # no multiple of 8: the MLP is plain PyTorch
-    {"n_kv_head": 2, **LLAMA},
-    {"mlp": "relu2", "positions": "rope", "qk_norm": True, "attention_gate": True, "value_embeddings": 2},
-]
 
 
 @pytest.mark.parametrize("compiled", [False, True] if GPU else [False])

@@ -1,7 +1,4 @@
-"""Damaged and foreign files: what a run reads is what it expects, or is refused in one line.
-
-Those marked `repeated` run by ./test.sh --faults alone: 15,000 mutations, 200 kills, restarts twenty times.
-"""
+"""Damaged and foreign files: what a run reads is what it expects, or is refused in one line."""
 
 import copy
 import json
@@ -23,6 +20,7 @@ import test_checkpoint
 import test_fineweb
 import test_signals
 import torch
+from compare import CPU, repeated
 from conftest import flags, load_checkpoint, losses, one_line, read_log, train_here, write_shard
 from test_fineweb import hub_cache  # noqa: F401
 
@@ -39,9 +37,22 @@ from run.resume import Start
 from scale import parallel
 from settings import Config, check
 
-CPU = torch.device("cpu")
 SMALL = dict(vocab_size=257, vocab_multiple=1, n_layer=1, n_head=2, n_embd=16, block_size=8)
-repeated = [pytest.mark.repeated, pytest.mark.slow]
+MANY = [40, repeated(1400)]
+JUNK = [None, True, -1, 1.5, "", "../x", "7", [], {}, [[1]], {"a": 1}]
+JUNK += [1 << 70, -(1 << 70), math.inf, math.nan]
+ILLEGAL = "lr=inf lr=nan clip=nan norm_eps=nan norm_eps=inf norm_eps=-1 rope_theta=nan beta1=nan softcap=inf"
+ILLEGAL += " max_steps=1e400 n_layer=1000000000 weight_decay=inf"
+ILLEGAL += "".join(f" {name}={'9' * 4000}" for name in ("max_steps", "n_layer", "lr", "seed", "batch_tokens"))
+BAD_LINES = {
+    "number": b'{"text": 5}',
+    "null": b'{"text": null}',
+    "list": b'{"text": ["a"]}',
+    "missing": b'{"body": "a"}',
+    "broken": b'{"text": "tw',
+    "surrogate": b'{"text": "a \\ud800 b"}',
+    "bytes": b'{"text": "a \xff b"}',
+}
 
 
 def shards(folder, **settings):
@@ -52,12 +63,6 @@ def shards(folder, **settings):
         source.write_text("\n".join(lines))
     settings = dict(tokenizer="bytes", shard_tokens=6_000, val_tokens=500) | settings
     return test_fineweb.prepare(folder, source, **settings)
-
-
-# -- structural mutations: row 54
-
-JUNK = [None, True, -1, 1.5, "", "../x", "7", [], {}, [[1]], {"a": 1}]
-JUNK += [1 << 70, -(1 << 70), math.inf, math.nan]
 
 
 def places(value, at=()):
@@ -105,15 +110,11 @@ def survey(value, write, read, count, seed, legal=lambda at, value: False):
             found = repr(read())
             assert found == expected or legal(at, other), (at, other, found, expected)
         except UserError as error:
-            one_line_of(error)
+            one_line(error)
             refused += 1
         finally:
             signal.alarm(0)
     return refused
-
-
-def one_line_of(error):
-    assert str(error) and "\n" not in str(error) and len(str(error)) < 2_000
 
 
 @pytest.fixture(scope="module")
@@ -148,14 +149,6 @@ def resumed(folder, model, cfg):
     return sums, position, start.warnings, start.evaluated, start.state.get("val_loss")
 
 
-def other_but_right(at, state):
-    """Mutations of state.json that are another right one: another figure or number of ranks."""
-    return at[0] in ("val_loss", "evaluated", "world_size", "loader", "scaler")
-
-
-MANY = [40, pytest.param(1400, marks=repeated)]
-
-
 @pytest.mark.fault(54)
 @pytest.mark.parametrize("count", MANY)
 @pytest.mark.parametrize("name", ["manifest.json", "state.json"])
@@ -169,7 +162,9 @@ def test_mutations_of_a_checkpoints_json(saved, tmp_path, name, count):
         if name == "state.json":
             test_checkpoint.sign(folder)
 
-    assert survey(value, write, lambda: resumed(folder, model, cfg), count, 1, other_but_right) > 0.1 * count
+    free = ("val_loss", "evaluated", "world_size", "loader", "scaler")  # other figures are right too
+    right = lambda at, state: at[0] in free
+    assert survey(value, write, lambda: resumed(folder, model, cfg), count, 1, right) > 0.1 * count
 
 
 @pytest.mark.fault(54)
@@ -272,10 +267,7 @@ def test_flips_in_token_bytes(tmp_path):
         path.write_bytes(data[: rng.randrange(len(data))] if rng.random() < 0.2 else data)
         with pytest.raises(DataError, match="token_bytes.npy") as error:
             TokenLoader(tmp_path / "d", "train", 1, 16)
-        one_line_of(error.value)
-
-
-# -- records that name something outside: row 53
+        one_line(error)
 
 
 @pytest.mark.fault(53)
@@ -325,9 +317,6 @@ def test_a_link_to_a_checkpoint_goes_and_the_checkpoint_stays(tmp_path):
     assert checkpoint.find(other) == other
 
 
-# -- checkpoints that are damaged among others: row 52
-
-
 @pytest.mark.fault(52)
 def test_a_whole_checkpoint_stays_until_another_takes_its_place(tmp_path, capsys):
     for step in (1, 2, 3):
@@ -344,9 +333,6 @@ def test_a_whole_checkpoint_stays_until_another_takes_its_place(tmp_path, capsys
     test_checkpoint.save(tmp_path, 6, keep_last=2, val_loss=2.0)
     assert steps() == [5, 6]
     assert checkpoint.problem(checkpoint.folder_of(tmp_path, 6)) is None
-
-
-# -- fineweb.py: rows 51 and 59
 
 
 @pytest.mark.fault(51)
@@ -369,22 +355,11 @@ def test_no_other_process_encodes(tmp_path, monkeypatch):
     shards(tmp_path / "d", tokenizer="gpt2", shard_tokens=50_000)
 
 
-BAD = {
-    "number": b'{"text": 5}',
-    "null": b'{"text": null}',
-    "list": b'{"text": ["a"]}',
-    "missing": b'{"body": "a"}',
-    "broken": b'{"text": "tw',
-    "surrogate": b'{"text": "a \\ud800 b"}',
-    "bytes": b'{"text": "a \xff b"}',
-}
-
-
 @pytest.mark.fault(59)
-@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("bad", BAD_LINES)
 def test_bad_lines_are_named_or_left_out_and_counted(tmp_path, bad, capsys):
     good = [json.dumps({"text": f"line {i}"}).encode() for i in range(20)]
-    text, name = b"\n".join([*good[:9], b"", *good[9:15], BAD[bad], *good[15:], b""]), "a.jsonl"
+    text, name = b"\n".join([*good[:9], b"", *good[9:15], BAD_LINES[bad], *good[15:], b""]), "a.jsonl"
     if bad == "list":
         zstandard = pytest.importorskip("zstandard")
         text, name = zstandard.compress(text), "a.jsonl.zst"
@@ -393,15 +368,12 @@ def test_bad_lines_are_named_or_left_out_and_counted(tmp_path, bad, capsys):
     said = dict(tokenizer="bytes", val_tokens=20)
     with pytest.raises(DataError, match=r"a\.jsonl(\.zst)?:17: it.*--skip_bad_documents") as error:
         test_fineweb.prepare(tmp_path / "d", tmp_path / name, **said)
-    one_line_of(error.value)
+    one_line(error)
     left = test_fineweb.prepare(tmp_path / "e", tmp_path / name, skip_bad_documents=True, **said)
     assert f"left out 1 bad lines, the first is {tmp_path / name}:17" in left
     test_fineweb.prepare(tmp_path / "good", tmp_path / "good.jsonl", **said)
     tokens = lambda name: [t.tolist() for t in test_fineweb.shard_tokens(tmp_path / name, "train")]
     assert tokens("e") == tokens("good")
-
-
-# -- tokenizers, folders, ports: rows 43, 62, 64
 
 
 @pytest.mark.fault(62)
@@ -457,21 +429,13 @@ def test_a_port_in_use_is_one_line(data_dir, tmp_path, monkeypatch):
     assert done.returncode == 2 and "--master_port free?" in done.stderr and "Traceback" not in done.stderr
 
 
-WORDS = "lr=inf lr=nan clip=nan norm_eps=nan norm_eps=inf norm_eps=-1 rope_theta=nan beta1=nan softcap=inf"
-WORDS += " max_steps=1e400 n_layer=1000000000 weight_decay=inf"
-WORDS += "".join(f" {name}={'9' * 4000}" for name in ("max_steps", "n_layer", "lr", "seed", "batch_tokens"))
-
-
 @pytest.mark.fault(65)
-@pytest.mark.parametrize("word", WORDS.split())
+@pytest.mark.parametrize("word", ILLEGAL.split())
 def test_numbers_that_are_none_are_refused(word):
     with pytest.raises(UserError) as error:
         configure(Config, [f"--{word}"], check)
     assert word.partition("=")[0] in str(error.value) and len(str(error.value)) < 300
-    one_line_of(error.value)
-
-
-# -- repeated: kills at random moments, errors and restarts
+    one_line(error)
 
 
 def train_until_killed(words, seconds):
@@ -529,16 +493,8 @@ def test_random_kills_of_fineweb(tmp_path):
 
 
 @pytest.mark.fault(47)
-@pytest.mark.parametrize("time", [0, *(pytest.param(i, marks=repeated) for i in range(1, 20))])
+@pytest.mark.parametrize("time", [0, *map(repeated, range(1, 20))])
 def test_an_error_after_ddp_ends_every_rank(data_dir, tmp_path, time):
     settings = dict(lr=1e30, warmup_steps=0, max_skipped_steps=0, save_interval=0)
     done = ranks.run(2, flags(data_dir, tmp_path / "run", **settings), grace=5)  # then they are killed
     assert done.codes == [5, 5] and len(test_signals.error_lines(done)) == 1, (done.codes, done.stderr)
-
-
-@pytest.mark.fault(60)
-@pytest.mark.parametrize("time", range(18))  # two are in test_signals.py
-@pytest.mark.repeated
-@pytest.mark.slow
-def test_restarts(data_dir, tmp_path, time):
-    test_signals.test_torchrun_restarts_a_run_of_which_a_rank_was_killed(data_dir, tmp_path, time % 2)

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 import torch.nn as nn
+from compare import CPU, LLAMA
 from torch.utils.flop_counter import FlopCounterMode
 
 import fast
@@ -17,9 +18,9 @@ from scale import context
 from scale.parallel import World
 from settings import Config
 
-CPU = torch.device("cpu")
 SMALL = dict(vocab_size=200, n_layer=3, n_head=4, n_embd=64, block_size=32, precision="bf16")
-LLAMA = dict(mlp="swiglu", norm="rmsnorm", positions="rope", bias=False, n_kv_head=2, n_hidden=96)
+GROUPED = dict(n_kv_head=2, n_hidden=96, **LLAMA)
+SHAPES = [{}, GROUPED, dict(qk_norm=True, mlp="relu2"), dict(tie_embeddings=False, attention_gate=True)]
 
 
 @pytest.fixture(autouse=True)
@@ -33,9 +34,7 @@ def account(**settings):
 
 
 @pytest.mark.parametrize("vocab_multiple", [1, 64])
-@pytest.mark.parametrize(
-    "shape", [{}, LLAMA, dict(qk_norm=True, mlp="relu2"), dict(tie_embeddings=False, attention_gate=True)]
-)
+@pytest.mark.parametrize("shape", SHAPES)
 def test_flops_are_those_of_the_formula_and_of_a_real_step(shape, vocab_multiple):
     """PyTorch's counter sees whole T x T attention and the padding rows; MFU leaves both out."""
     found, cfg = account(vocab_multiple=vocab_multiple, **shape)
@@ -52,9 +51,9 @@ def test_flops_are_those_of_the_formula_and_of_a_real_step(shape, vocab_multiple
 
 def test_document_masks_leave_attention_out():
     """Otherwise a step of 131,072 tokens in documents of 8,192 has an MFU of 96% (Llama 3 8B on an H200)."""
-    masked, cfg = account(document_mask=True, **LLAMA)
+    masked, cfg = account(document_mask=True, **GROUPED)
     attention = 6 * cfg.n_layer * cfg.n_embd * (cfg.block_size + 1)
-    assert masked.flops_per_token == account(**LLAMA)[0].flops_per_token - attention
+    assert masked.flops_per_token == account(**GROUPED)[0].flops_per_token - attention
 
 
 def test_calls_of_the_model_as_it_is():
@@ -113,8 +112,9 @@ def test_an_edited_model_is_counted_as_it_is(monkeypatch):
     assert not found.regular
     assert found.calls["mlp", "another activation"] == 2 and found.calls["linear", None] == 2 + 2 * 2
     assert "blocks.2.attn.qkv.weight" in found.unused and len(found.unused) == 14
-    (kind, _), (other, _) = found.rows()
+    (kind, _), (other, unused) = found.rows()
     assert (kind, other) == ("operations", "warning")
+    assert "blocks.2.norm_1.weight" in unused and "and 11 more" in unused
 
 
 def test_an_edit_that_reads_a_value_is_not_counted(monkeypatch):

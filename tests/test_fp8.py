@@ -1,5 +1,4 @@
-"""fp8.py against float64. Without an NVIDIA GPU the kernels run in Triton's interpreter (conftest.py sets
-it), and PyTorch stands in for cuBLASLt."""
+"""fp8.py against float64, without an NVIDIA GPU in Triton's interpreter and with PyTorch for cuBLASLt."""
 
 import dataclasses
 import math
@@ -33,6 +32,12 @@ pytestmark = [
 # a carry, so that a number just below a power of two becomes half of it.
 E4M3, E5M2, FORWARD, BACKWARD = (4e-2, 7e-2, 5e-2, 1e-1) if GPU else (0.2, 0.35, 0.2, 0.3)
 WHOLE, ALIKE = (0.25, 0.97) if GPU else (0.35, 0.95)  # of a model's gradients: several layers' rounding
+# tiles are of 64 x 64; rows: a multiple of 16, as `suits` demands
+SHAPES = [(144, [100]), (48, [8, 72]), (32, [48, 16, 16])]
+SHAPES += [(16, [16]), (112, [48]), (512, [768]), (208, [300, 520, 8]), (144, [300]), (48, [8, 264])] * GPU
+SEVERAL = (fp8.COPY, fp8.GELU, fp8.RELU2)  # what is computed of tensors side by side too
+KINDS = (*SEVERAL, fp8.DGELU, fp8.DRELU2, fp8.SWIGLU, fp8.DSWIGLU)
+CASTS = [(M, w, k) for M, w in SHAPES for k in (KINDS if len(w) == 1 else SEVERAL)]
 
 
 @pytest.fixture(autouse=True)
@@ -73,16 +78,7 @@ def test_a_cast_keeps_nan(what, e5m2):
     assert [t.float().isnan().nonzero().tolist() for t in (out, out_t)] == [[[3, 5]], [[5, 3]]]
 
 
-# tiles are of 64 x 64; rows: a multiple of 16, as `suits` demands
-SHAPES = [(144, [100]), (48, [8, 72]), (32, [48, 16, 16])]
-SHAPES += [(16, [16]), (112, [48]), (512, [768]), (208, [300, 520, 8]), (144, [300]), (48, [8, 264])] * GPU
-SEVERAL = (fp8.COPY, fp8.GELU, fp8.RELU2)  # what is computed of tensors side by side too
-KINDS = (*SEVERAL, fp8.DGELU, fp8.DRELU2, fp8.SWIGLU, fp8.DSWIGLU)
-
-
-@pytest.mark.parametrize(
-    "M, widths, what", [(M, w, k) for M, w in SHAPES for k in (KINDS if len(w) == 1 else SEVERAL)]
-)
+@pytest.mark.parametrize("M, widths, what", CASTS)
 @pytest.mark.parametrize("e5m2", [False, True])
 @pytest.mark.parametrize("std", [slow(1e-7), *[1.0] * GPU, 1e4])
 def test_cast(M, widths, what, e5m2, std):

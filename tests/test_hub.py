@@ -48,9 +48,8 @@ def add(hub, path, data):
 def shards(hub, name="me/shards", vocab_size=257):
     folder = add(hub, f"datasets/{name}/README.md", b"").parent
     for i, split in enumerate(["val", "train", "train", "train"]):
-        write_shard(
-            folder / f"fw_{split}_{i:06d}.bin", np.random.default_rng(i).integers(0, vocab_size, 30_000)
-        )
+        ids = np.random.default_rng(i).integers(0, vocab_size, 30_000)
+        write_shard(folder / f"fw_{split}_{i:06d}.bin", ids)
     return {path.name: path.read_bytes() for path in folder.glob("*.bin")}
 
 

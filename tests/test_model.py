@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from compare import LLAMA
+from compare import CPU, LLAMA, small
 
 from model import build
 from run.flops import parameter_counts
 from settings import GPTConfig
 
-CPU, META = torch.device("cpu"), torch.device("meta")
+META = torch.device("meta")
 LLAMA3 = dict(LLAMA, vocab_size=128_256, block_size=8192, n_kv_head=8)
 SIZES = [  # n_layer, n_head, n_embd, other settings; parameters
     (12, 12, 768, {}, 124_439_808),  # as of transformers' GPT2LMHeadModel, a tied head once
@@ -22,27 +22,6 @@ SIZES = [  # n_layer, n_head, n_embd, other settings; parameters
     (80, 64, 8192, dict(LLAMA3, n_hidden=28_672, tie_embeddings=False), 70_553_706_496),
     (16, 32, 2048, dict(LLAMA3, n_hidden=8_192), 1_235_814_400),
 ]
-
-
-def small(**changes):
-    shape = dict(vocab_size=100, block_size=16, n_layer=2, n_head=4, n_embd=32)
-    return GPTConfig(**{**shape, **changes})
-
-
-def ids(cfg, B=2, T=None, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, cfg.vocab_size, (B, T or cfg.block_size), generator=generator)
-
-
-def randomized(cfg, seed=1):
-    """A model whose every parameter differs from its neutral value, norms and biases too."""
-    model = build(cfg, CPU, seed)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.1 * torch.randn_like(p))
-    return model
-
-
 VARIANTS = {
     "gpt2": {},
     "gpt2_without_biases": dict(bias=False),
@@ -59,6 +38,20 @@ VARIANTS = {
     "value_embeddings": dict(value_embeddings=1),
     "value_embeddings_grouped": dict(LLAMA, n_kv_head=2, value_embeddings=2, vocab_multiple=64),
 }
+
+
+def ids(cfg, B=2, T=None, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, cfg.vocab_size, (B, T or cfg.block_size), generator=generator)
+
+
+def randomized(cfg, seed=1):
+    """A model whose every parameter differs from its neutral value, norms and biases too."""
+    model = build(cfg, CPU, seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    return model
 
 
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)

@@ -6,13 +6,13 @@ NCCL differs: the host runs ahead of the device, and a rank that waits for a dea
 import pytest
 import ranks
 import torch
+from compare import repeated
 from conftest import flags, write_shard
 from test_signals import attempt, check_restarts, check_told, error_lines
 
 GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs, {GPUS} found")]
 ON_GPUS = dict(device="cuda", precision="bf16", ops="torch")  # nothing to compile: starts in seconds
-repeated = [pytest.mark.repeated, pytest.mark.slow]
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_a_token_out_of_range_on_another_rank_of_nccl_is_named(tmp_path):
 
 
 @pytest.mark.fault(47)
-@pytest.mark.parametrize("run", [*range(5), *(pytest.param(i, marks=repeated) for i in range(5, 20))])
+@pytest.mark.parametrize("run", [*range(5), *map(repeated, range(5, 20))])
 def test_an_error_after_ddp_ends_every_rank_of_nccl(data_dir, tmp_path, run):
     settings = dict(ON_GPUS, lr=1e30, warmup_steps=0, max_skipped_steps=0, save_interval=0)
     done = ranks.run(2, flags(data_dir, tmp_path / "run", **settings), grace=5)
@@ -49,7 +49,7 @@ def test_an_error_after_ddp_ends_every_rank_of_nccl(data_dir, tmp_path, run):
 
 
 @pytest.mark.fault(60)
-@pytest.mark.parametrize("run", [0, *(pytest.param(i, marks=repeated) for i in range(1, 7))])
+@pytest.mark.parametrize("run", [0, *map(repeated, range(1, 7))])
 def test_restarts_on_nccl(data_dir, tmp_path, run):
     """Three kills in one run, since the start of torchrun and its ranks takes most of the time."""
     check_restarts(data_dir, tmp_path, {10: 1, 160: 0, 310: 1}, steps=500, **ON_GPUS)

@@ -9,16 +9,29 @@ import sys
 import pytest
 import ranks
 import torch
+from compare import copied, same_end, same_run
 from conftest import ROOT, flags, losses, read_log, train_here
-from test_parallel import SHORT, copied, same_end, same_run
+from test_parallel import SHORT
 from test_signals import wait_for
+
+# Stand-ins for SLURM's commands: srun runs its command once for each node and notes the process ids, for the
+# signal that SLURM would send at the end of the job's time; scontrol notes the job that it is to queue again.
+SRUN = """
+for node in $(seq $SLURM_NNODES); do "$@" & echo $! >> $HERE/pids; done
+code=0
+for pid in $(cat $HERE/pids); do wait $pid || code=$?; done
+exit $code
+"""
+SCONTROL = """
+case "$1" in
+show) echo localhost; echo node2 ;;
+requeue) echo $2 >> $HERE/requeued ;;
+esac
+"""
 
 
 def on_two_nodes(words, numbered):
-    """`train.py words` under a torchrun on each of two nodes, of one rank each -> their output.
-
-    numbered: by --node_rank; else they meet at a c10d rendezvous, which numbers them. Node n sees GPU n.
-    """
+    """What `train.py words` says under torchruns of one rank on two nodes; a rendezvous may number them."""
     port = ranks.free_port()
     meet = [f"--master_addr=localhost --master_port={port} --node_rank={node}" for node in range(2)]
     if not numbered:
@@ -59,22 +72,6 @@ def test_two_nodes_of_a_gpu_each_equal_one_gpu(data_dir, tmp_path):
     assert "2 x NVIDIA" in said
     found, expected = losses(read_log(tmp_path / "two")), losses(read_log(tmp_path / "one"))
     assert sorted(found) == [1, 2, 3, 4, 5, 6] and found == pytest.approx(expected, rel=1e-4)
-
-
-# Stand-ins for SLURM's commands: srun runs its command once for each node and notes the process ids, for the
-# signal that SLURM would send at the end of the job's time; scontrol notes the job that it is to queue again.
-SRUN = """
-for node in $(seq $SLURM_NNODES); do "$@" & echo $! >> $HERE/pids; done
-code=0
-for pid in $(cat $HERE/pids); do wait $pid || code=$?; done
-exit $code
-"""
-SCONTROL = """
-case "$1" in
-show) echo localhost; echo node2 ;;
-requeue) echo $2 >> $HERE/requeued ;;
-esac
-"""
 
 
 def slurm_script():

@@ -4,25 +4,16 @@ import math
 import modulefinder
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
-from compare import LLAMA, error
+from compare import CPU, LLAMA, error, small
 from conftest import ROOT
 
 import optim
 from model import build
-from settings import Config, GPTConfig
-
-CPU = torch.device("cpu")
-SMALL = dict(vocab_size=100, n_layer=2, n_head=4, n_embd=32, block_size=8)
-
-
-def settings(**changes):
-    defaults = dict(lr=1e-3, warmup_steps=10, max_steps=100, batch_tokens=1000, compile=False)
-    return Config(**SMALL | defaults | changes)
-
+from settings import Config
 
 FILES = """
 import sys, train
@@ -31,6 +22,11 @@ paths = [Path(m.__file__) for m in sys.modules.values() if getattr(m, "__file__"
 lines = [len(path.open().readlines()) for path in paths if Path.cwd() in (path.parent, path.parent.parent)]
 sys.exit(len(lines) > 32 or sum(lines) > 7000)
 """
+
+
+def settings(**changes):
+    defaults = dict(lr=1e-3, warmup_steps=10, max_steps=100, batch_tokens=1000, compile=False)
+    return Config(**asdict(small()) | defaults | changes)
 
 
 def test_import_train_loads_few_files():
@@ -43,10 +39,6 @@ def test_importing_optim_loads_no_model_or_tokenizer():
     finder.run_script(str(ROOT / "optim.py"))
     assert "scale.shards" in finder.modules
     assert not {"corpus", "model", "run", "scale.parallel"} & finder.modules.keys()
-
-
-def small(**changes):
-    return GPTConfig(**SMALL | changes)
 
 
 def test_groups_hold_every_parameter_once_each_with_its_rate():

@@ -3,7 +3,6 @@
 import errno
 import os
 import re
-import shutil
 import signal
 import types
 
@@ -11,7 +10,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from compare import LLAMA, slow
+from compare import CPU, LLAMA, copied, same_end, same_run, slow
 from conftest import compile_to_graphs, flags, load_checkpoint, losses, read_log, train_here, train_in_rank
 from safetensors.torch import load_file
 from torch._dynamo.utils import counters
@@ -25,28 +24,6 @@ from model import build
 from run import checkpoint, hf
 from scale import memory, parallel
 from settings import Config
-
-
-def same_run(one, other, rel=4e-6, atol=2e-5):
-    """Asserts that two runs have the same training and validation losses, samples, and weights at the end."""
-    texts = [[line["texts"] for line in read_log(run) if line["kind"] == "sample"] for run in (one, other)]
-    assert texts[0] == texts[1]
-    for kind in ("train", "val"):
-        a, b = losses(read_log(one), kind), losses(read_log(other), kind)
-        assert a == pytest.approx(b, rel=rel) and len(a) > 2
-    both = [load_checkpoint(run / f"step_{max(a):08d}")[0]["model"] for run in (one, other)]
-    torch.testing.assert_close(*both, rtol=0, atol=atol)
-
-
-def same_end(folder, whole, steps=(4, 5, 6), rel=4e-6):
-    """Asserts that a resumed run did these steps, with the losses of the uninterrupted one."""
-    expected = losses(read_log(whole))
-    assert losses(read_log(folder)) == pytest.approx({step: expected[step] for step in steps}, rel=rel)
-
-
-def copied(run, step, to):
-    shutil.copytree(run / f"step_{step:08d}", to / f"step_{step:08d}")
-    return to
 
 
 def train_within(words, limits):
@@ -81,6 +58,10 @@ def alone(data_dir, tmp_path_factory):
 
 SHORT = dict(max_steps=6, batch_tokens=256, batch_size=2, eval_interval=3, eval_tokens=256, save_interval=3)
 SHORT |= dict(keep_last=9)
+# dropout is off: ranks draw their own
+SHARDED = dict(eval_interval=6, save_interval=4, keep_last=9, batch_size=2)
+TINY = "--n_layer=2 --n_head=4 --n_embd=256 --vocab_size=64 --batch_size=1 --block_size=16".split()
+TINY += ["--device=cpu", "--precision=fp32"]
 # little decay: an element whose update is zero but for rounding decays in one run and not in the other
 # without biases: AdamW beside Muon has an eps so small that rounding moves those that have no gradient
 MUON = dict(optimizer="muon", lr=0.02, weight_decay=0.01, lr_embedding=0.003, momentum_warmup=5)
@@ -115,10 +96,7 @@ CASES += [pytest.param(*mode, id=name, marks=pytest.mark.slow) for name, mode in
 @pytest.mark.parametrize("number, mode, shape", CASES)
 @pytest.mark.fault(20)
 def test_any_mode_equals_one_process_and_resumes_across(data_dir, tmp_path, alone, number, mode, shape):
-    """The same global batches in float32, in two micro-steps a step or more: equal but for sums' orders.
-
-    What the ranks saved goes on in one process, and the other way round, sampling included.
-    """
+    """In float32, equal but for sums' orders; what ranks saved goes on in one process, and vice versa."""
     settings = SHORT | shape
     one = alone(**settings)
     many = over_ranks(number, data_dir, tmp_path / "many", **settings, **mode)
@@ -160,12 +138,7 @@ def time_limits_in_rank(words):
     model = job_in_rank(words)[1].raw
     mesh = next(model.parameters()).device_mesh
     groups = [dist.group.WORLD, *map(mesh.get_group, mesh.mesh_dim_names), model.spread.group]
-    cpu = torch.device("cpu")
-    return [group._get_backend(cpu).options._timeout.total_seconds() for group in groups]
-
-
-TINY = "--n_layer=2 --n_head=4 --n_embd=256 --vocab_size=64 --batch_size=1 --block_size=16".split()
-TINY += ["--device=cpu", "--precision=fp32"]
+    return [group._get_backend(CPU).options._timeout.total_seconds() for group in groups]
 
 
 def test_every_group_has_the_time_limit_of_the_run():
@@ -248,10 +221,6 @@ def test_gradients_are_clipped_where_their_norm_is_over_the_limit_or_none():
     assert model.parameters()[0].grad.isnan().all()
 
 
-# and dropout off: ranks draw their own
-SHARDED = dict(eval_interval=6, save_interval=4, keep_last=9, batch_size=2)
-
-
 @pytest.fixture(scope="module")
 def sharded(data_dir, tmp_path_factory):
     """The folder of 12 steps on two FSDP ranks, saved by each rank after steps 4, 8 and 12."""
@@ -265,28 +234,22 @@ def same_checkpoint(one, other, step):
     torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
-# -- for ranks.call: a patch ends with its process
-
-
 def train_from_own_rows(words):
-    """As train_in_rank; fails where a rank reads more than its part of a tensor.
-
-    Of a file's 257 rows the first of two ranks needs 192, since the model's are padded to 384.
-    """
+    """For ranks.call: as train_in_rank; fails where a rank reads more than its part of a tensor."""
     read, size = checkpoint.Stored.__getitem__, int(os.environ["WORLD_SIZE"])
 
     def checked(stored, rows):
         if len(stored.shape) and "float" in str(stored.dtype):
-            most = -(-stored.shape[0] // size) * 1.5
+            most = -(-stored.shape[0] // size) * 1.5  # of 257 rows the first of two needs 192, padded to 384
             assert rows is not ... and rows.stop - rows.start <= most, (stored.shape, rows)
         return read(stored, rows)
 
-    checkpoint.Stored.__getitem__ = checked
+    checkpoint.Stored.__getitem__ = checked  # until this process ends
     return train_in_rank(words)
 
 
 def train_with_a_broken_write(words, how):
-    """As train_in_rank; rank 1 cannot write its files of step 8 (full), or is killed after one of them."""
+    """For ranks.call; rank 1 cannot write its files of step 8 (full), or is killed after one of them."""
     save_file = checkpoint.save_file
 
     def broken(tensors, path, header):
@@ -370,7 +333,7 @@ def test_hugging_face_weights_straight_into_shards(data_dir, tmp_path, family):
     shape = dict(n_kv_head=2, n_hidden=96, **LLAMA) if family == "llama" else {}
     shape |= dict(tie_embeddings=False)
     cfg = configure(Config, [str(ranks.ROOT / "config/test.py"), *flags("", "", **shape)[1:]])
-    hf.save_hf(build(cfg, torch.device("cpu"), seed=5), tmp_path / "hf")
+    hf.save_hf(build(cfg, CPU, seed=5), tmp_path / "hf")
     settings = dict(init_from=f"hf:{tmp_path / 'hf'}", eval_interval=1, max_steps=3, batch_size=2, **shape)
     train_here(data_dir, tmp_path / "one", **settings)
     words = flags(data_dir, tmp_path / "two", parallel="fsdp", **settings)

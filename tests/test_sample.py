@@ -7,6 +7,7 @@ import json
 import pytest
 import ranks
 import torch
+from compare import CPU, LLAMA, gpt2
 from conftest import one_line, peak_bytes
 
 import sample
@@ -26,14 +27,17 @@ TEMPLATE = """{{- bos_token }}
     {{- '<|start|>assistant\\n' }}
 {%- endif %}
 """
-TALK = [("user", "  hi <|eot_id|> dé "), ("assistant", "yes"), ("user", "x")]
-TALK = [dict(role=role, content=content) for role, content in TALK]
+TINY = dict(vocab_size=257, n_layer=1, n_head=2, n_embd=16, block_size=32)
+
+
+def said(*turns):
+    return [dict(role=role, content=content) for role, content in zip(("user", "assistant", "user"), turns)]
 
 
 @pytest.fixture
 def run(tmp_path):
-    cfg = GPTConfig(vocab_size=257, n_layer=1, n_head=2, n_embd=16, block_size=32)
-    checkpoint.save_model(tmp_path / "run", build(cfg, torch.device("cpu"), seed=0), cfg)
+    cfg = GPTConfig(**TINY)
+    checkpoint.save_model(tmp_path / "run", build(cfg, CPU, seed=0), cfg)
     return str(tmp_path / "run")
 
 
@@ -59,8 +63,8 @@ def test_samples_of_two_ranks_are_printed_in_order_as_by_one(run, mode):
 
 def test_ranks_of_a_divided_model_go_on_until_the_last_sample_ends(tmp_path):
     """In a model that ends its text with one token in six; 40 tokens go beyond block_size."""
-    cfg = GPTConfig(vocab_size=257, n_layer=1, n_head=2, n_embd=16, block_size=32, tie_embeddings=False)
-    model = build(cfg, torch.device("cpu"), seed=0)
+    cfg = GPTConfig(**TINY, tie_embeddings=False)
+    model = build(cfg, CPU, seed=0)
     with torch.no_grad():
         for weight in (model.norm.weight, model.norm.bias, model.head.weight):
             weight.zero_()
@@ -89,9 +93,6 @@ def test_a_sample_ends_where_the_model_ends_its_text_and_changed_code_is_announc
         assert asked.pop() == [256] * stop + [ord(c) for c in "so-"]
 
 
-LLAMA = dict(norm="rmsnorm", positions="rope", mlp="swiglu", bias=False)
-
-
 @pytest.fixture
 def chatty(tmp_path):
     """A Hugging Face folder of a small Llama, whose tokenizer and chat template transformers wrote."""
@@ -102,8 +103,8 @@ def chatty(tmp_path):
     marks = dict(bos_token="<|begin_of_text|>", eos_token="<|eot_id|>")
     tok = inner._tokenizer
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=tok, chat_template=TEMPLATE, **marks)
-    shape = dict(vocab_size=300, n_layer=1, n_head=2, n_embd=16, block_size=128, n_hidden=32)
-    folder = hf.save_hf(build(GPTConfig(**shape, **LLAMA), torch.device("cpu"), seed=0), tmp_path / "hf")
+    shape = TINY | LLAMA | dict(vocab_size=300, block_size=128, n_hidden=32)
+    folder = hf.save_hf(build(GPTConfig(**shape), CPU, seed=0), tmp_path / "hf")
     theirs.save_pretrained(folder)
     (folder / "generation_config.json").write_text(json.dumps(dict(eos_token_id=[1, 4, True, None, "x"])))
     return folder, theirs
@@ -121,8 +122,9 @@ def test_a_conversation_is_written_as_transformers_does(chatty, place):
         config["eos_token"] = dict(content="<|eot_id|>", lstrip=False)
         (folder / "tokenizer_config.json").write_text(json.dumps(config))
     tok = tokenizer.load(str(folder))
-    expected = theirs.apply_chat_template(TALK, add_generation_prompt=True)["input_ids"]
-    assert chat.Template(folder, tok).ids(TALK) == expected
+    talk = said("  hi <|eot_id|> dé ", "yes", "x")
+    expected = theirs.apply_chat_template(talk, add_generation_prompt=True)["input_ids"]
+    assert chat.Template(folder, tok).ids(talk) == expected
     assert expected.count(3) == 4  # special tokens are parsed
     assert tok.encode("<|eot_id|>")[0] > 4  # and in other text they are not
     assert chat.stop_ids(folder, tok) == {1, 3, 4}
@@ -134,7 +136,7 @@ def test_chat_replies_to_a_prompt_or_to_each_line(chatty, capsys, monkeypatch):
     options = dict(pretrained=str(chatty[0]), chat=True, max_new_tokens=6, temperature=0, stop=False)
     options["device"] = "cpu"
     asked, ids = [], chat.Template.ids
-    monkeypatch.setattr(chat.Template, "ids", lambda self, said: asked.append(list(said)) or ids(self, said))
+    monkeypatch.setattr(chat.Template, "ids", lambda self, talk: asked.append(list(talk)) or ids(self, talk))
     sample.main(sample.Config(prompt="hi", n_samples=2, **options))
     first, second, last = capsys.readouterr().out.split("-" * 80 + "\n")
     assert first == second and last.startswith("12 tokens in ")
@@ -142,8 +144,7 @@ def test_chat_replies_to_a_prompt_or_to_each_line(chatty, capsys, monkeypatch):
     sample.main(sample.Config(**options))
     out = capsys.readouterr().out
     assert out.startswith(first) and "12 tokens in " in out
-    talk = ("user", "hi"), ("assistant", first[:-1]), ("user", "there")
-    assert asked[-1] == [dict(role=role, content=content) for role, content in talk]
+    assert asked[-1] == said("hi", first[:-1], "there")
 
 
 @pytest.mark.fault(83)
@@ -169,8 +170,7 @@ def test_a_folder_without_a_usable_template_is_one_line(run, chatty, monkeypatch
 def written(path, source_of, precision, **shape):
     """(a model whose weights were written to `path`, the settings that name it)."""
     cfg = GPTConfig(**shape, n_head=4, block_size=64, tie_embeddings=False, **LLAMA)
-    model = build(cfg, torch.device("cpu"), seed=0)
-    model = model.bfloat16() if precision == "bf16" else model
+    model = build(cfg, CPU, seed=0).to(torch.bfloat16 if precision == "bf16" else torch.float32)
     if source_of == "checkpoint":
         checkpoint.save_model(path, model, cfg)
     else:
@@ -233,9 +233,7 @@ def test_two_ranks_hold_half_a_model_each_and_never_the_whole(source_of, precisi
         (dict(top_k=0, n_samples=0), "n_samples=0 must be at least 1; top_k=0 must be at least 1"),
         (dict(temperature=float("nan")), "temperature=nan must be at least 0"),
         (dict(seed=-1), "seed=-1 must be at least 0"),
-        pytest.param(
-            dict(tokenizer="gpt2"), "tokenizer=gpt2 has 50,257 ids, the model 257", marks=pytest.mark.gpt2
-        ),
+        gpt2(dict(tokenizer="gpt2"), "tokenizer=gpt2 has 50,257 ids, the model 257"),
         (dict(checkpoint=None), "give one of --checkpoint"),
         (dict(parallel="fsdp"), "parallel=fsdp divides the model among ranks; start it with torchrun"),
         (dict(bos=False, prompt=""), "bos=False leaves an empty prompt with no token to continue"),

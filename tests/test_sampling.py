@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from compare import CPU, DEVICE, LLAMA, error, small
 
 import kernels
 from corpus import tokenizer
@@ -10,25 +11,20 @@ from fast import decode
 from model import GPT, Block, LearnedPositions, build
 from run import sampling
 from scale.compile import compile_model
-from settings import GPTConfig
 
-CPU, GPU = torch.device("cpu"), pytest.mark.gpu
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-LLAMA = dict(norm="rmsnorm", positions="rope", mlp="swiglu", bias=False)
+GPU = pytest.mark.gpu
+GROUPED = dict(n_kv_head=2, qk_norm=True, tie_embeddings=False, value_embeddings=1, attention_gate=True)
 MODELS = {
     "gpt2": {},
     "gpt2_qk_norm": dict(qk_norm=True, softcap=15.0, attention="math"),
-    "llama_grouped": dict(
-        LLAMA, n_kv_head=2, qk_norm=True, tie_embeddings=False, value_embeddings=1, attention_gate=True
-    ),
+    "llama_grouped": LLAMA | GROUPED,
     "llama_one_kv_head": dict(LLAMA, n_kv_head=1, rope_factor=8.0, rope_original=8),
 }
 
 
 def random_model(**changes):
     """Weights so large that greedy continuations are no repetitions of a token."""
-    shape = dict(vocab_size=100, block_size=40, n_layer=2, n_head=4, n_embd=32)
-    model = build(GPTConfig(**shape | changes), CPU, seed=0).eval()
+    model = build(small(**dict(block_size=40) | changes), CPU, seed=0).eval()
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.2 * torch.randn_like(p))
@@ -64,7 +60,7 @@ def test_attention_of_one_query(H, H_kv, D, L, at, dtype, bound):
     assert torch.equal(kept[..., at, :], new[..., 0, :]) and kept[..., at + 1 :, :].isnan().all()
     keys, values = kept[..., : at + 1, :].double().repeat_interleave(H // H_kv, 2)
     expected = F.scaled_dot_product_attention(q.double(), keys, values)
-    assert (y - expected).norm() < bound * expected.norm()
+    assert error(y, expected) < bound
 
 
 @pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS)

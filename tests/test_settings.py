@@ -29,13 +29,12 @@ def test_every_recipe_is_legal_on_the_ranks_of_its_command(name, monkeypatch):
 @pytest.mark.parametrize(
     "words, ranks, message",
     [
-        (
-            "--parallel=fsdp --precision=fp16",
-            2,
-            "parallel=fsdp, which has no loss scaler; try --precision=bf",
-        ),
+        ("--parallel=fsdp --precision=fp16", 2, "=fsdp, which has no loss scaler; try --precision=bf"),
         ("--parallel=hsdp --shard_size=3", 4, "shard_size=3 must divide the number of ranks, 4"),
         ("--weights=bf16 --optimizer=adamw8bit", 2, "which DDP sums in bf16; try --reduce_dtype=bf16"),
+        ("--weights=bf16", 1, "optimizer=adamw, which loses small updates; try --optimizer=adamw8"),
+        ("--weights=bf16 --optimizer=adamw8bit --precision=fp32", 1, "=fp32, which needs more bits"),
+        ("--deterministic --attention=cudnn", 1, "=cudnn, which adds in no fixed order; try --attention=fl"),
         ("--cuda_graph --remat=block", 1, "cuda_graph=True does not go with remat=block"),
         ("--cuda_graph --parallel=zero2", 2, "cuda_graph=True does not go with parallel=zero2"),
         ("--remat_tile=128", 1, "remat_tile=128 does not go with remat=none"),

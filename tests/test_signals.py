@@ -1,7 +1,4 @@
-"""run/signals.py: a fault of one rank is heard, ends all of them, and leaves a checkpoint to go on from.
-
-Those over several ranks run train.py in ranks.py's processes; tests of torchrun itself are marked slow.
-"""
+"""run/signals.py: a fault of one rank is heard, ends all of them, and leaves a checkpoint to go on from."""
 
 import functools
 import json
@@ -17,7 +14,9 @@ from pathlib import Path
 import pytest
 import ranks
 import torch
+from compare import repeated, slow
 from conftest import ROOT, flags, losses, read_log, tell, train_here, write_shard
+from pytest import mark, param
 
 import train
 from configurator import UserError, configure, parse, run
@@ -91,19 +90,16 @@ def check_told(done, fault, codes, line):
         assert done.errors[1].count("Traceback") == 1 and "in next_batch" in done.errors[1]
 
 
-slow, repeated = pytest.mark.slow, pytest.mark.repeated
-
-
 @pytest.mark.parametrize(
     "fault, codes, line",
     [
         ("memory", [2, 2], "error: rank 1: out of memory: "),
-        pytest.param("mistake", [1, 1], r"error: rank 1, step 3:", marks=slow),
-        pytest.param("like gloo's", [1, 1], r"error: rank 1, step 3:", marks=[slow, pytest.mark.fault(77)]),
-        pytest.param("forward", [1, 1], r"error: rank 1, step 0:", marks=[slow, pytest.mark.fault(78)]),
-        pytest.param("leaves", [1, 1], r"error: rank 1, step 3:", marks=[slow, pytest.mark.fault(76)]),
-        pytest.param("dies", [1, -9], r"error: rank 0, step [23]: lost rank 1: its process has", marks=slow),
-        pytest.param("hangs", [1, 1], r"error: step 3: lost another rank \(Timed out", marks=slow),
+        slow("mistake", [1, 1], "error: rank 1, step 3:"),
+        param("like gloo's", [1, 1], "error: rank 1, step 3:", marks=[mark.slow, mark.fault(77)]),
+        param("forward", [1, 1], "error: rank 1, step 0:", marks=[mark.slow, mark.fault(78)]),
+        param("leaves", [1, 1], "error: rank 1, step 3:", marks=[mark.slow, mark.fault(76)]),
+        slow("dies", [1, -9], "error: rank 0, step [23]: lost rank 1: its process has"),
+        slow("hangs", [1, 1], r"error: step 3: lost another rank \(Timed out"),
     ],
 )
 @pytest.mark.fault(29, 30, 42, 48)
@@ -135,7 +131,7 @@ def test_a_rank_that_ends_outside_the_run_is_told():
     assert done.returncode == 1 and done.stderr.startswith("error: rank 1 has ended by sys.exit or by an")
 
 
-@slow
+@pytest.mark.slow
 @pytest.mark.fault(6, 48)
 def test_a_token_out_of_range_in_the_rows_of_another_rank_is_named(tmp_path):
     folder = tmp_path / "data"
@@ -147,8 +143,7 @@ def test_a_token_out_of_range_in_the_rows_of_another_rank_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "number, name",
-    [(2, "SIGINT"), (0, "SIGTERM")] + [pytest.param(0, n, marks=slow) for n in ("SIGHUP", "SIGUSR1")],
+    "number, name", [(2, "SIGINT"), (0, "SIGTERM"), slow(0, "SIGHUP"), slow(0, "SIGUSR1")]
 )
 @pytest.mark.fault(26, 56, 74, 75)
 def test_a_signal_is_obeyed_after_the_step_and_the_resumed_run_is_the_same(data_dir, tmp_path, number, name):
@@ -176,9 +171,7 @@ def train_told_in_evaluation(words, part, at_rank):
     run(train.main, configure(Config, words))
 
 
-@pytest.mark.parametrize(
-    "part, number", [("validation", 0), ("hellaswag", 0), pytest.param("hellaswag", 2, marks=slow)]
-)
+@pytest.mark.parametrize("part, number", [("validation", 0), ("hellaswag", 0), slow("hellaswag", 2)])
 @pytest.mark.fault(27, 56)
 def test_a_signal_in_an_evaluation_leaves_it_for_the_resumed_run(data_dir, tmp_path, part, number):
     examples = [dict(ctx=f"{i} is", endings=["odd", "even", "red", "big"], label=i % 4) for i in range(200)]
@@ -219,7 +212,7 @@ def train_told_in_compilation(words, at_rank):
     run(train.main, configure(Config, words))
 
 
-@pytest.mark.parametrize("number", [0, pytest.param(2, marks=slow)])
+@pytest.mark.parametrize("number", [0, slow(2)])
 @pytest.mark.fault(26, 56)
 def test_a_signal_in_a_compilation_is_obeyed_after_it(data_dir, tmp_path, number):
     words = flags(data_dir, tmp_path / "cut", max_steps=3, compile=True)
@@ -232,7 +225,7 @@ def train_told_in_save(words, times):
     """For ranks.attempt: train.py as a script; while step 8 is written, it gets SIGTERM once or twice."""
     write = checkpoint._write
 
-    def slow(final, contents):
+    def slowly(final, contents):
         if final.name == "step_00000008":
             tell()
             time.sleep(signals.TWICE + 0.5)
@@ -241,11 +234,11 @@ def train_told_in_save(words, times):
                 time.sleep(60)
         return write(final, contents)
 
-    checkpoint._write = slow
+    checkpoint._write = slowly
     run(train.main, configure(Config, words))
 
 
-@pytest.mark.parametrize("times", [1, pytest.param(2, marks=slow)])
+@pytest.mark.parametrize("times", [1, slow(2)])
 @pytest.mark.fault(28, 56)
 def test_a_signal_in_an_asynchronous_save_leaves_whole_checkpoints(data_dir, tmp_path, times):
     words = flags(data_dir, tmp_path, max_steps=10_000, save_interval=4, async_save=True, keep_last=9)
@@ -272,7 +265,7 @@ def test_a_second_signal_ends_at_once_and_no_saving_is_said(data_dir, tmp_path):
     assert done.codes == [143] and "none: nothing was saved" in done.stdout
 
 
-@slow  # imports the compiler
+@pytest.mark.slow  # imports the compiler
 @pytest.mark.fault(41)
 def test_a_compiler_that_fails_is_one_line_and_signals_are_as_before(data_dir, tmp_path, monkeypatch):
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
@@ -287,14 +280,12 @@ def test_a_compiler_that_fails_is_one_line_and_signals_are_as_before(data_dir, t
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
 
 
-# -- torchrun: each run imports torch twice
-
-
 def start_torchrun(words, log, *options):
-    """A process group of torchrun and two ranks, for the tests that kill some of them."""
+    """A process of torchrun with two ranks, for the tests that kill some of them; it writes into `log`."""
     meet = "--nproc_per_node=2 --rdzv_backend=c10d --rdzv_endpoint=127.0.0.1:0 --rdzv_id=1".split()
     command = [sys.executable, "-m", "torch.distributed.run", *meet, *options, "train.py", *words]
-    return subprocess.Popen(command, cwd=ROOT, env=ranks.environment(), stdout=log, stderr=log)
+    with open(log, "w") as file:
+        return subprocess.Popen(command, cwd=ROOT, env=ranks.environment(), stdout=file, stderr=file)
 
 
 def wait_for(condition, seconds=90):
@@ -316,24 +307,28 @@ def alive(pid):
         return False
 
 
-@slow
-@pytest.mark.parametrize("killed", [0, 1])
+def kill_and_see_orphans_leave(torchrun, seconds):
+    orphans = children(torchrun.pid)
+    torchrun.kill()
+    torchrun.wait()
+    wait_for(lambda: not any(map(alive, orphans)), seconds)
+
+
+@pytest.mark.parametrize("time", [slow(0), slow(1), *map(repeated, range(2, 20))])
 @pytest.mark.fault(60)
-def test_torchrun_restarts_a_run_of_which_a_rank_was_killed(data_dir, tmp_path, killed):
-    check_restarts(data_dir, tmp_path, {10: killed})
+def test_torchrun_restarts_a_run_of_which_a_rank_was_killed(data_dir, tmp_path, time):
+    check_restarts(data_dir, tmp_path, {10: time % 2})
 
 
 def check_restarts(data_dir, tmp_path, kills, steps=60, **settings):
     """Kills a rank of a run under torchrun at each step of {step: rank}; it ends with every step."""
     words = flags(data_dir, tmp_path / "run", max_steps=steps, save_interval=5, resume="auto", **settings)
-    with open(tmp_path / "log", "w") as log:
-        process = start_torchrun(words, log, "--max-restarts=3")
-        for step, rank in kills.items():
-            wait_for(lambda step=step: re.search(rf"step +{step}/", (tmp_path / "log").read_text()))
-            os.kill(children(process.pid)[rank], signal.SIGKILL)
-        assert process.wait(120) == 0, (tmp_path / "log").read_text()
-    text = (tmp_path / "log").read_text()
-    assert len(re.findall("^ *resumed ", text, re.M)) == len(kills), text
+    process, text = start_torchrun(words, tmp_path / "log", "--max-restarts=3"), (tmp_path / "log").read_text
+    for step, rank in kills.items():
+        wait_for(lambda step=step: re.search(rf"step +{step}/", text()))
+        os.kill(children(process.pid)[rank], signal.SIGKILL)
+    assert process.wait(120) == 0, text()
+    assert len(re.findall("^ *resumed ", text(), re.M)) == len(kills), text()
     assert sorted(losses(read_log(tmp_path / "run"))) == list(range(1, steps + 1))
 
 
@@ -346,35 +341,26 @@ def test_a_rank_whose_torchrun_was_killed_before_it_looked_leaves():
     assert done.stderr == "torchrun is gone\n"
 
 
-@slow
-@pytest.mark.parametrize("seconds", [0, 1, 3, *(pytest.param(s / 2, marks=repeated) for s in range(7, 24))])
+@pytest.mark.parametrize("seconds", [slow(0), slow(1), slow(3), *(repeated(s / 2) for s in range(7, 24))])
 @pytest.mark.fault(49, 68)
 def test_ranks_leave_when_torchrun_is_killed(data_dir, tmp_path, seconds):
     """So long after it has started them: in the imports, in the rendezvous, while they train."""
-    with open(tmp_path / "log", "w") as log:
-        process = start_torchrun(flags(data_dir, tmp_path / "run", max_steps=10**6), log)
-        wait_for(lambda: len(children(process.pid)) == 2)
-        time.sleep(seconds)
-        orphans = children(process.pid)
-        process.kill()
-        process.wait()
-        wait_for(lambda: not any(map(alive, orphans)), 10)
+    process = start_torchrun(flags(data_dir, tmp_path / "run", max_steps=10**6), tmp_path / "log")
+    wait_for(lambda: len(children(process.pid)) == 2)
+    time.sleep(seconds)
+    kill_and_see_orphans_leave(process, 10)
 
 
-@slow
+@pytest.mark.slow
 @pytest.mark.fault(44, 49, 50)
 def test_a_live_run_is_protected_and_its_orphans_leave(data_dir, tmp_path):
     words = flags(data_dir, tmp_path / "run", max_steps=100_000, save_interval=100, log_interval=100)
-    with open(tmp_path / "log", "w") as log:
-        process = start_torchrun(words, log)
-        wait_for(lambda: "saved" in (tmp_path / "log").read_text())
-        for how in ("--overwrite", "--resume=auto"):
-            done = ranks.run(2, [*words, how])
-            assert done.codes == [2, 2] and len(error_lines(done)) == 1, done.stderr
-            assert "is in use by a run: process " in done.stderr
-        orphans = children(process.pid)
-        process.kill()
-        process.wait()
-        wait_for(lambda: not any(map(alive, orphans)), 5)
+    process = start_torchrun(words, tmp_path / "log")
+    wait_for(lambda: "saved" in (tmp_path / "log").read_text())
+    for how in ("--overwrite", "--resume=auto"):
+        done = ranks.run(2, [*words, how])
+        assert done.codes == [2, 2] and len(error_lines(done)) == 1, done.stderr
+        assert "is in use by a run: process " in done.stderr
+    kill_and_see_orphans_leave(process, 5)
     assert "torchrun is gone" in (tmp_path / "log").read_text()
     assert ranks.run(2, [*words, "--resume=auto", "--dry_run"]).returncode == 0

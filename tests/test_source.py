@@ -1,19 +1,6 @@
 """run/source.py: a run and its checkpoints keep the code that they were trained with, and tell of edits."""
 
-import pytest
-
 from run import source
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    """A repository in which the files may be edited."""
-    here = tmp_path / "repository"
-    for name in ("model.py", "kernels.py", "plot.py", "fast/mlp.py", "fast/hopper.cu", "fast/notes.txt"):
-        (here / name).parent.mkdir(parents=True, exist_ok=True)
-        (here / name).write_text(f"# {name}\n")
-    monkeypatch.setattr(source, "HERE", here)
-    return here
 
 
 def test_every_source_of_this_repository_is_digested():
@@ -23,8 +10,12 @@ def test_every_source_of_this_repository_is_digested():
     assert all(len(digest) == 64 for digest in found.values())
 
 
-def test_an_edit_is_named_with_the_way_back(here, tmp_path):
-    run = tmp_path / "out" / "run"
+def test_an_edit_is_named_with_the_way_back(tmp_path, monkeypatch):
+    here, run = tmp_path / "repository", tmp_path / "out" / "run"
+    for name in ("model.py", "kernels.py", "plot.py", "fast/mlp.py", "fast/hopper.cu", "fast/notes.txt"):
+        (here / name).parent.mkdir(parents=True, exist_ok=True)
+        (here / name).write_text(f"# {name}\n")
+    monkeypatch.setattr(source, "HERE", here)
     assert source.warning(run) is None  # a run of before this record
     source.record(run)
     assert sorted(path.name for path in run.iterdir()) == ["kernels.py", "model.py", "source.json"]

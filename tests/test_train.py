@@ -1,7 +1,9 @@
 """train.py run whole: resumed against uninterrupted, and each user error with its code."""
 
 import functools
+import itertools
 import json
+import math
 import shutil
 import time
 import urllib.error
@@ -9,8 +11,8 @@ import urllib.request
 
 import pytest
 import torch
+from compare import LLAMA, copied, gpt2, resumed_bitwise
 from conftest import ROOT, flags, load_checkpoint, losses, read_log, stdlib_bytes, train_here, write_shard
-from safetensors.torch import load_file
 
 import hellaswag
 import train
@@ -42,16 +44,8 @@ def test_trains_evaluates_samples_and_saves(data_dir, tmp_path, capsys):
 
 
 def test_resumed_equals_uninterrupted_bitwise(data_dir, tmp_path):
-    settings = dict(dropout=0.1, shuffle_seed=3, save_interval=5, keep_last=9, eval_interval=5)
-    whole = train_here(data_dir, tmp_path / "a", **settings)
-    shutil.copytree(tmp_path / "a" / "step_00000005", tmp_path / "b" / "step_00000005")
-    again = train_here(data_dir, tmp_path / "b", resume="auto", **settings)
-    assert sorted(losses(again)) == list(range(6, 13))
-    assert all(losses(again)[s] == losses(whole)[s] for s in range(6, 13))
-    assert all(losses(again, "val")[s] == losses(whole, "val")[s] for s in (10, 12))
-    for name in ("model", "optimizer", "rng"):
-        a, b = (load_file(tmp_path / run / "step_00000012" / f"{name}.safetensors") for run in "ab")
-        assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+    saved = resumed_bitwise(data_dir, tmp_path, dropout=0.1, shuffle_seed=3)
+    assert saved.keys() == {"model", "optimizer", "rng"}
 
 
 def test_validation_is_the_same_for_any_batch_size(data_dir, tmp_path):
@@ -106,13 +100,11 @@ def test_figures_read_a_step_late_are_the_same(data_dir, tmp_path, monkeypatch):
 def test_llama_trains_compiled_as_eager(data_dir, tmp_path, compiler):
     if compiler == "inductor" and shutil.which("g++") is None:
         pytest.skip("torch.compile needs a C++ compiler on the CPU")
-    shape = dict(norm="rmsnorm", positions="rope", mlp="swiglu", bias=False, n_kv_head=2, qk_norm=True)
-    settings = dict(max_steps=4, save_interval=0, eval_interval=4, **shape)
+    settings = dict(max_steps=4, save_interval=0, eval_interval=4, n_kv_head=2, qk_norm=True, **LLAMA)
     eager = train_here(data_dir, tmp_path / "eager", **settings)
     fused = train_here(data_dir, tmp_path / "fused", **settings, compile=True)
     for kind in ("train", "val"):
-        for step, loss in losses(eager, kind).items():
-            assert losses(fused, kind)[step] == pytest.approx(loss, rel=1e-5)
+        assert losses(fused, kind) == pytest.approx(losses(eager, kind), rel=1e-5)
 
 
 def test_init_from_starts_at_those_weights(data_dir, tmp_path):
@@ -135,9 +127,8 @@ def test_used_folder_is_refused_and_kept(data_dir, tmp_path):
     assert sorted(losses(read_log(tmp_path / "run"))) == [1, 2, 3, 4]
     (tmp_path / "new").mkdir()  # where a run ended before its first step, as by a mistake in an edit
     (tmp_path / "new/log.jsonl").write_text('{"kind": "start", "step": 0, "rows": []}\n')
-    assert sorted(losses(train_here(data_dir, tmp_path / "new", max_steps=2))) == [1, 2]
-    log = train_here(data_dir, tmp_path / "run", overwrite=True, max_steps=2)
-    assert sorted(losses(log)) == [1, 2]
+    for name, settings in dict(new={}, run=dict(overwrite=True)).items():
+        assert sorted(losses(train_here(data_dir, tmp_path / name, max_steps=2, **settings))) == [1, 2]
 
 
 def test_going_back_in_a_folder_with_later_checkpoints_is_refused(data_dir, tmp_path):
@@ -174,8 +165,7 @@ def test_resume_refuses_another_model_and_other_data(data_dir, tmp_path):
         file.write('{"kind": "train", "st')  # torn, as by a kill: a resumed run's log is readable
     with pytest.raises(checkpoint.CheckpointError, match="n_layer: checkpoint 2, now 3; .*n_embd: check"):
         train_here(data_dir, tmp_path / "run", resume="auto", n_layer=3, n_embd=32)
-    other = tmp_path / "data"
-    shutil.copytree(data_dir, other)
+    other = shutil.copytree(data_dir, tmp_path / "data")
     write_shard(other / "py_train_000003.bin", stdlib_bytes(2_000))
     with pytest.raises(DataError):
         train_here(other, tmp_path / "run", resume="auto", max_steps=6)
@@ -195,17 +185,21 @@ def test_weights_that_are_not_finite_are_neither_saved_nor_resumed_into(data_dir
         train_here(data_dir, tmp_path / "run", resume="auto", max_steps=8)
 
 
-@pytest.mark.fault(58)
-def test_weights_after_a_gradient_that_is_not_finite_are_not_saved(data_dir, tmp_path, monkeypatch):
-    clip, calls = train.optim.clip_gradients, []
+def poison(monkeypatch, value, *steps):
+    """Puts a value into the gradients of these steps, counted over all runs from here on."""
+    clip, calls = train.optim.clip_gradients, itertools.count(1)
 
     def poisoned(model, limit):
-        calls.append(model)
-        if len(calls) == 4:
-            next(model.parameters()).grad[0, 0] = float("nan")
+        if next(calls) in steps:
+            next(model.parameters()).grad[0, 0] = value
         return clip(model, limit)
 
     monkeypatch.setattr(train.optim, "clip_gradients", poisoned)
+
+
+@pytest.mark.fault(58)
+def test_weights_after_a_gradient_that_is_not_finite_are_not_saved(data_dir, tmp_path, monkeypatch):
+    poison(monkeypatch, math.nan, 4)
     with pytest.raises(NotFinite, match="step 4: the gradient norm is nan; nothing was saved since step 3"):
         train_here(data_dir, tmp_path / "run", max_steps=8, save_interval=1)
     assert checkpoint.find(tmp_path / "run").name == "step_00000003"
@@ -214,20 +208,12 @@ def test_weights_after_a_gradient_that_is_not_finite_are_not_saved(data_dir, tmp
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit", "muon"])
 @pytest.mark.fault(31)
 def test_a_step_that_is_not_finite_is_skipped_bitwise(data_dir, tmp_path, monkeypatch, capsys, optimizer):
-    clip, calls = train.optim.clip_gradients, []
     settings = dict(optimizer=optimizer, max_steps=3, save_interval=1, keep_last=9, max_skipped_steps=1)
-
-    def poisoned(model, limit):
-        calls.append(model)
-        if len(calls) in (2, 5, 6):
-            next(model.parameters()).grad[0, 0] = float("inf")
-        return clip(model, limit)
-
-    monkeypatch.setattr(train.optim, "clip_gradients", poisoned)
+    poison(monkeypatch, math.inf, 2, 5, 6)
     log = train_here(data_dir, tmp_path / "run", **settings)
-    folders = [tmp_path / "run" / f"step_{step:08d}" for step in (1, 2, 3)]
+    saved = [load_checkpoint(tmp_path / f"run/step_{step:08d}")[0] for step in (1, 2, 3)]
     for name in ("model", "optimizer"):
-        one, two, three = (load_file(folder / f"{name}.safetensors") for folder in folders)
+        one, two, three = (tensors[name] for tensors in saved)
         assert all(torch.equal(one[k], two[k]) for k in one)
         assert not all(torch.equal(one[k], three[k]) for k in one)
     assert [(line["step"], line["in_all"]) for line in log if line["kind"] == "skipped"] == [(2, 1)]
@@ -288,8 +274,8 @@ def test_wandb_offline_resumes_the_same_run(data_dir, tmp_path, monkeypatch):
     places = [len(list((tmp_path / name / "wandb").glob("offline-run-*"))) for name in ("run", "other")]
     assert places == [1, 1]
     states = [tmp_path / f"run/step_{step:08d}/state.json" for step in (4, 6)]
-    ids = [json.loads(state.read_text())["wandb_id"] for state in states]
-    assert ids[0] is not None and ids[0] == ids[1]
+    first, resumed = (json.loads(state.read_text())["wandb_id"] for state in states)
+    assert first is not None and first == resumed
 
 
 @pytest.mark.parametrize(
@@ -302,11 +288,7 @@ def test_wandb_offline_resumes_the_same_run(data_dir, tmp_path, monkeypatch):
         (dict(device="cuda:99"), r"device=cuda:99: \d+ of that kind found"),
         (dict(shuffle_seed=-1, seed=-3), "seed=-3 must be at least 0; shuffle_seed=-1 must"),
         (dict(lr=float("nan"), clip=0), "clip=0.0 must be over 0; lr=nan must be at least 0"),
-        pytest.param(
-            dict(tokenizer="gpt2", sample_interval=2),
-            "tokenizer=gpt2 has 50,257 ids, the model 257; give",
-            marks=pytest.mark.gpt2,
-        ),
+        gpt2(dict(tokenizer="gpt2", sample_interval=2), "tokenizer=gpt2 has 50,257 ids, the model 257; give"),
         (dict(resume="auto", overwrite=True), "overwrite=True does not go with resume=auto"),
         (dict(resume="out/none/step_00000001"), "is damaged|no whole checkpoint"),
         (dict(batch_tokens=262_144), "262,?144"),
@@ -377,6 +359,6 @@ def test_fp16_skips_steps_whose_gradients_overflow(data_dir, tmp_path, monkeypat
     for step in range(1, 60):  # a skipped step leaves the weights, so that the next loss is the same
         assert (found[step + 1] == pytest.approx(found[step], rel=1e-6)) == (step in skipped)
     assert found[60] < found[1] - 0.2
-    shutil.copytree(tmp_path / "run/step_00000030", tmp_path / "resumed/step_00000030")
-    resumed = losses(train_here(data_dir, tmp_path / "resumed", **settings, resume="auto"))
+    resumed = copied(tmp_path / "run", 30, tmp_path / "resumed")
+    resumed = losses(train_here(data_dir, resumed, **settings, resume="auto"))
     assert {step: found[step] for step in range(31, 61)} == pytest.approx(resumed, rel=1e-2)
