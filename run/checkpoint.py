@@ -14,16 +14,17 @@ import shutil
 import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 import model as models
 from configurator import UserError, refuse, typed
+from corpus import told
 from fast.chips import best_attention
 from run import files, source
 from run.logger import NotFinite
@@ -36,9 +37,9 @@ class CheckpointError(UserError):
     exit_code = 4
 
 
-COUNT, TEXT, NUMBER = files.count, files.text, files.number
-STATE = {"step": COUNT, "config?": {}, "wandb_id?": (TEXT, None), "val_loss?": (NUMBER, None)}
-STATE |= {"evaluated?": (True, False), "world_size?": COUNT, "loader?": {"rows": COUNT}, "scaler?": {}}
+STATE = {"step": files.count, "config?": {}, "loader?": {"rows": files.count}, "scaler?": {}}
+STATE |= {"world_size?": files.count, "evaluated?": (True, False)}
+STATE |= {"wandb_id?": (files.text, None), "val_loss?": (files.number, None)}
 SHAPE = {f.name for f in fields(GPTConfig)} - {"attention"}
 SCHEDULE = "max_steps batch_tokens lr min_lr_ratio warmup_steps cooldown_fraction schedule".split()
 READ = SHAPE | {*SCHEDULE, "optimizer", "weights", "tokenizer"}
@@ -119,11 +120,6 @@ def save(out_dir, step, tensors, state, keep_last=2):
     alone = parallel.World(0, 1, torch.device("cpu"))
     Saver(alone, out_dir, keep_last, saved=lambda *_: None).write(step, tensors, state)
     return folder_of(out_dir, step)
-
-
-def save_model(folder, model, cfg, step=0):
-    """Writes a checkpoint of weights only, for --init_from, sample.py and hellaswag.py."""
-    return save(folder, step, {"model": dict(model.named_parameters())}, {"config": asdict(cfg)})
 
 
 class Saver:
@@ -288,11 +284,8 @@ class Stored:
         if rows is ... and len(self.parts) == 1:
             return self.parts[0][1][...]
         start, stop = (0, self.shape[0]) if rows is ... else (rows.start, rows.stop)
-        pieces = []
-        for first, part in self.parts:
-            a, b = max(start - first, 0), min(stop - first, part.get_shape()[0])
-            if a < b:
-                pieces.append(part[a:b])
+        spans = [(max(start - n, 0), min(stop - n, part.get_shape()[0]), part) for n, part in self.parts]
+        pieces = [part[a:b] for a, b, part in spans if a < b]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
@@ -301,14 +294,12 @@ def open_folder(folder):
     tensors = {}
     for path in sorted(Path(folder).glob("*.safetensors")):
         group = tensors.setdefault(path.name.partition(".")[0], {})
-        try:
+        with told(f"{path} is damaged or not safetensors", CheckpointError):
             file = safe_open(path, "pt")
             shards = json.loads((file.metadata() or {}).get("shards", "{}"))
             for name in file.keys():
                 first, rows = map(operator.index, shards[name]) if name in shards else (0, None)
                 group.setdefault(name, ([], rows))[0].append((first, file.get_slice(name)))
-        except (SafetensorError, ValueError, TypeError, RecursionError) as error:
-            raise CheckpointError(f"{path} is damaged or not safetensors ({error})") from None
     for group in tensors.values():
         for name, parts in group.items():
             group[name] = Stored(f"{folder}: {name}", *parts)
@@ -399,15 +390,13 @@ def load_rank_tensors(tensors, model, rank, device):
     own = {name.partition(".")[2]: t[...] for name, t in tensors.items() if name.startswith(f"{rank}.")}
     if device.type not in own:
         return False
-    try:
+    with told(f"rng.safetensors: no state of rank {rank}", CheckpointError):  # torch has several errors
         torch.set_rng_state(own["cpu"])
         if device.type == "cuda":
             torch.cuda.set_rng_state(own["cuda"], device)
         if (amaxes := magnitudes(model)) and "magnitudes" in own:
             for amax, value in zip(amaxes, own["magnitudes"].split([amax.numel() for amax in amaxes])):
                 amax.copy_(value.view_as(amax))
-    except (KeyError, RuntimeError, TypeError) as error:  # torch's, of a state that is none
-        raise CheckpointError(f"rng.safetensors: no state of rank {rank} ({str(error)[:80]!r})") from None
     return True
 
 

@@ -29,7 +29,7 @@ class GPT2:
     keys = {name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd")}
     keys |= dict(n_positions="block_size", n_inner="n_hidden", activation_function="mlp")
     keys |= dict(layer_norm_epsilon="norm_eps", tie_word_embeddings="tie_embeddings")
-    absent = dict(n_inner=None, activation_function="gelu_new", tie_word_embeddings=True)  # keys that may be
+    absent = dict(activation_function="gelu_new", tie_word_embeddings=True)  # what keys mean that are absent
     mlps = dict(gelu_new="gelu", gelu_pytorch_tanh="gelu", relu2="relu2")  # {activation: our mlp}
     # {key: values that model.py computes}
     allowed = dict(scale_attn_weights=[True], scale_attn_by_inverse_layer_idx=[False])
@@ -48,8 +48,8 @@ class Llama:
     keys |= dict(num_attention_heads="n_head", num_key_value_heads="n_kv_head", hidden_size="n_embd")
     keys |= dict(intermediate_size="n_hidden", hidden_act="mlp", rms_norm_eps="norm_eps", mlp_bias="bias")
     keys |= dict(tie_word_embeddings="tie_embeddings", rope_theta="rope_theta", head_dim="head_dim")
-    absent = dict(num_key_value_heads=None, hidden_act="silu", attention_bias=False, mlp_bias=False)
-    absent |= dict(tie_word_embeddings=False, rope_theta=10000.0, head_dim=None)
+    absent = dict.fromkeys(["attention_bias", "mlp_bias", "tie_word_embeddings"], False)
+    absent |= dict(hidden_act="silu", rope_theta=10000.0)
     mlps = dict(silu="swiglu", swish="swiglu", relu="relu2")  # relu(gate) * up is ReLU squared if gate = up
     allowed = dict(rope_type=["default", "llama3"], partial_rotary_factor=[1.0], quantization_config=[None])
     allowed |= dict(low_freq_factor=[1.0], high_freq_factor=[4.0])  # of llama3, constants of model.Rope
@@ -115,8 +115,7 @@ def adopt(given):
     shape.block_size = min(shape.block_size, GPTConfig.block_size)  # weights may have a longer context
     wanted = replace(shape, **{k: v for k, v in given.items() if k in vars(shape)})
     if wrong := shape_differences(vars(shape), wanted, ["vocab_multiple", "block_size"]):
-        advice = "leave these settings out to take those of the weights"
-        raise UserError(f"init_from={name} has another shape: {'; '.join(wrong)}; {advice}")
+        raise UserError(f"init_from={name} has another shape: {'; '.join(wrong)}; leave these settings out")
     return vars(shape) | given
 
 
@@ -317,21 +316,19 @@ def save_hf(model, path, dtype="float32", max_shard_size="5GB", tensors=None, to
 
     tensors: {our name: tensor or Stored}; None: the model's own. tokenizer: a corpus.tokenizer.Tokenizer.
     """
-    from safetensors import SafetensorError
-
     path, parts = Path(path), hf_parts(model)
     tensors = dict(model.named_parameters()) if tensors is None else tensors
     aside = path.absolute().with_name(f".writing_{path.name}")
     shutil.rmtree(aside, ignore_errors=True)  # left by a killed save
     try:
-        aside.mkdir(parents=True)
-        ids = write_tokenizer(aside, tokenizer, model.cfg.block_size) if tokenizer else {}
-        write_json(aside / "config.json", config_json(model.cfg, dtype, ids))
-        _write_shards(aside, parts, tensors, dtype, max_shard_size, model.cfg.norm_eps)
-        os.rename(aside, path)
-    except (OSError, SafetensorError, UserError) as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise UserError(f"{path}: cannot be written ({error}); nothing of it is kept") from None
+        with told(f"{path}: cannot be written", advice="; nothing of it is kept"):
+            aside.mkdir(parents=True)
+            ids = write_tokenizer(aside, tokenizer, model.cfg.block_size) if tokenizer else {}
+            write_json(aside / "config.json", config_json(model.cfg, dtype, ids))
+            _write_shards(aside, parts, tensors, dtype, max_shard_size, model.cfg.norm_eps)
+            os.rename(aside, path)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)  # after a failure
     return path
 
 

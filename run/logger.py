@@ -110,15 +110,15 @@ class Logger:
             with contextlib.suppress(OSError):
                 self.file.truncate(end)
             if not self.full:
-                self.full, words = True, f"{error.strerror}; training goes on, lines of the log are lost"
-                self.print(f"warning: {self.file.name}: {words}")
+                self.print(f"warning: {self.file.name}: {error.strerror}; training goes on, lines are lost")
+            self.full = True
 
     def start(self, step, tokens, rows, settings, account):
         """The start-up summary. account: a flops.Account, for the MFU."""
         self.flops_per_token, self.origin = account.flops_per_token, (step, tokens)
         self.peak = account.peak and account.peak * self.world.size
-        words = [f"{name}={value}" for name, value in settings.items()]
-        rows = [describe_device(self.world), *rows, ("settings", " ".join(words) or "all defaults")]
+        words = " ".join(f"{name}={value}" for name, value in settings.items())
+        rows = [describe_device(self.world), *rows, ("settings", words or "all defaults")]
         show(rows, self.print)
         self.record("start", step, flops_per_token=self.flops_per_token, rows=rows)
 
@@ -164,9 +164,9 @@ class Logger:
         if not first:
             self.average = 0.9 * (self.average or self.seconds) + 0.1 * self.seconds
         self._line(step, lr, loss, norm)
-        bad = {name: x for name, x in (("loss", loss), ("gradient norm", norm)) if not math.isfinite(x)}
-        self._skip_or_refuse(step, bad)
-        if "loss" not in bad:
+        figures = {"loss": loss} if self.max_skipped is None else {"loss": loss, "gradient norm": norm}
+        self._skip_or_refuse(step, {name: x for name, x in figures.items() if not math.isfinite(x)})
+        if math.isfinite(loss):
             self._look_for_spike(step, loss)
 
     def _line(self, step, lr, loss, norm):
@@ -188,12 +188,9 @@ class Logger:
 
     def _skip_or_refuse(self, step, bad):
         """Counts a step that Training.step skipped for figures {name: value} in `bad`; refuses too many."""
-        if self.max_skipped is None:
-            self.refuse(step, "loss", bad.get("loss"))
-            return
         self.in_a_row = self.in_a_row + 1 if bad else 0
         for name, value in list(bad.items())[:1]:
-            if self.in_a_row > self.max_skipped:
+            if self.in_a_row > (self.max_skipped or 0):
                 self.refuse(step, name, value)
             self.skipped += 1
             self.record("skipped", step, in_a_row=self.in_a_row, in_all=self.skipped)

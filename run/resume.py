@@ -82,8 +82,7 @@ class Start:
     def rows(self, cfg):
         """Rows of the start-up summary: the checkpoint, and changes of the learning rate's schedule since."""
         rows, saved = [("resumed", str(self.folder))] if self.folder else [], self.state.get("config", {})
-        names = [k for k in checkpoint.SCHEDULE if k in saved and saved[k] != getattr(cfg, k)]
-        if old := {name: saved[name] for name in names}:
+        if old := {k: v for k, v in saved.items() if k in checkpoint.SCHEDULE and v != getattr(cfg, k)}:
             before, now = (optim.learning_rate(self.step, c) for c in (dataclasses.replace(cfg, **old), cfg))
             words = ", ".join(f"{name} {value} to {getattr(cfg, name)}" for name, value in old.items())
             rate = f"the next learning rate is {now:.3g} instead of {before:.3g}"

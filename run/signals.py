@@ -89,11 +89,10 @@ class Watch(contextlib.ExitStack):
 
     def agreed(self):
         """Sets `stopping` where any rank got a signal; returns it. All ranks call it: a small all-reduce."""
-        if not self.stopping:
+        if self.world.size == 1:  # which need not wait for the device
+            self.stopping = self.asked
+        elif not self.stopping:
             self._moved = time.monotonic()
-            if self.world.size == 1:  # which need not wait for the device
-                self.stopping = self.asked
-                return self.stopping
             own = torch.tensor([float(self.asked == number) for number in SIGNALS], device=self.world.device)
             found = parallel.sum_over_ranks(own).tolist()
             self.stopping = next((number for number, ranks in zip(SIGNALS, found) if ranks), 0)
@@ -116,7 +115,7 @@ class Watch(contextlib.ExitStack):
         if isinstance(error, SystemExit):
             error = RuntimeError(f"sys.exit({error.code})").with_traceback(error.__traceback__)
         code, text = getattr(error, "exit_code", 1), str(error) or type(error).__name__
-        first = self._first(self.world.rank, code, text)
+        first = self._first(code, text)
         if not first and (lost or not isinstance(error, UserError)):
             self._follow()
         if not isinstance(error, UserError):
@@ -128,9 +127,9 @@ class Watch(contextlib.ExitStack):
         error.loud = first
         raise error from None
 
-    def _first(self, rank, code, text):
-        """Makes an error of a rank known; whether it is the first one."""
-        cause = json.dumps({"rank": rank, "code": code, "text": text, "by": self.world.rank})
+    def _first(self, code, text):
+        """Makes an error that this rank has, or sees, known to all; whether it is the first one."""
+        cause = json.dumps({"rank": self.world.rank, "code": code, "text": text})
         with contextlib.suppress(RuntimeError):  # the store is gone: each rank that is left tells
             return self.store.compare_set("failed", "", cause).decode() == cause
         return True
@@ -181,15 +180,14 @@ class Watch(contextlib.ExitStack):
 
     def _look(self, ended):
         """Looks for ranks that have failed or died: NCCL does not tell those who wait for one."""
-        for lost in map(self._peers.get, ended):
-            text = f"{self._where()}: lost rank {lost}: its process has ended"
-            if not self.store.check([f"ended/{lost}"]) and self._first(lost, 1, text):
-                print(f"error: {text}", file=sys.stderr, flush=True)
+        lost = [rank for rank in map(self._peers.get, ended) if not self.store.check([f"ended/{rank}"])]
+        wrong = [f"lost rank {rank}: its process has ended" for rank in lost]
         seconds = time.monotonic() - self._moved
         waits = self.world.size > 1 and self._begun > 1  # the first step may have to compile
         if waits and seconds > self.timeout_s + HANGS:
-            text = f"{self._where()}: has not gone on for {seconds:.0f} s (timeout_s={self.timeout_s})"
-            if self._first(self.world.rank, 1, text):
+            wrong.append(f"has not gone on for {seconds:.0f} s (timeout_s={self.timeout_s})")
+        for text in (f"{self._where()}: {words}" for words in wrong):
+            if self._first(1, text):
                 print(f"error: {text}", file=sys.stderr, flush=True)
         if self.store.check(["failed"]) and not self._closing.wait(PATIENCE) and not self._failing:
             self._follow()
@@ -200,7 +198,7 @@ class Watch(contextlib.ExitStack):
         if seconds > self.timeout_s / 2:
             print(f"stacks of {self._where()}, for {seconds:.0f} s:", file=sys.stderr, flush=True)
             faulthandler.dump_traceback()
-        self._quit(cause["code"], f"rank {cause['rank']} failed: {cause['text']}")
+        self._quit(cause["code"], f"after an error of rank {cause['rank']}: {cause['text']}")
 
     def _quit(self, code, why, alone=False):
         """alone: for a reason of this process, which waits for nobody."""

@@ -218,6 +218,13 @@ def losses(log, kind="train"):
     return {line["step"]: line["loss"] for line in log if line["kind"] == kind}
 
 
+def save_model(folder, model, cfg, step=0):
+    """A checkpoint of weights alone; returns its folder."""
+    from run import checkpoint
+
+    return checkpoint.save(folder, step, {"model": dict(model.named_parameters())}, {"config": vars(cfg)})
+
+
 def load_checkpoint(folder):
     """(tensors, state) of a checkpoint folder, as for checkpoint.save."""
     from run import checkpoint

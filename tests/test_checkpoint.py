@@ -10,7 +10,7 @@ import threading
 import pytest
 import ranks
 import torch
-from conftest import load_checkpoint
+from conftest import load_checkpoint, save_model
 from safetensors.torch import save_file
 
 from configurator import UserError
@@ -42,7 +42,7 @@ def sign(folder):
 def test_model_round_trip(tmp_path):
     cfg = small(tie_embeddings=False, positions="rope")
     model = build(cfg, CPU, seed=3)
-    checkpoint.save_model(tmp_path, model, cfg, step=7)
+    save_model(tmp_path, model, cfg, step=7)
     other, saved = checkpoint.load_model(tmp_path, "cpu")
     idx = torch.randint(0, 100, (2, 8))
     assert torch.equal(model.logits(idx), other.logits(idx))

@@ -23,7 +23,7 @@ import test_checkpoint
 import test_fineweb
 import test_signals
 import torch
-from conftest import flags, load_checkpoint, losses, one_line, read_log, train_here, write_shard
+from conftest import flags, load_checkpoint, losses, one_line, read_log, save_model, train_here, write_shard
 from test_fineweb import hub_cache  # noqa: F401
 
 import optim
@@ -414,7 +414,7 @@ def test_a_checkpoint_carries_its_tokenizer(tmp_path, capsys):
     cfg = Config(**SMALL | {"vocab_size": size}, tokenizer=str(here))
     model = build(cfg, CPU, seed=1)
     for step in (1, 2):  # at the second the file is gone
-        checkpoint.save_model(out, model, cfg, step)
+        save_model(out, model, cfg, step)
         shutil.rmtree(here, ignore_errors=True)
     moved = (out / "step_00000002").rename(tmp_path / "step_00000002")
     shutil.rmtree(out)

@@ -7,7 +7,7 @@ import json
 import pytest
 import ranks
 import torch
-from conftest import one_line, peak_bytes
+from conftest import one_line, peak_bytes, save_model
 
 import sample
 from configurator import UserError
@@ -33,7 +33,7 @@ TALK = [dict(role=role, content=content) for role, content in TALK]
 @pytest.fixture
 def run(tmp_path):
     cfg = GPTConfig(vocab_size=257, n_layer=1, n_head=2, n_embd=16, block_size=32)
-    checkpoint.save_model(tmp_path / "run", build(cfg, torch.device("cpu"), seed=0), cfg)
+    save_model(tmp_path / "run", build(cfg, torch.device("cpu"), seed=0), cfg)
     return str(tmp_path / "run")
 
 
@@ -65,7 +65,7 @@ def test_ranks_of_a_divided_model_go_on_until_the_last_sample_ends(tmp_path):
         for weight in (model.norm.weight, model.norm.bias, model.head.weight):
             weight.zero_()
         model.norm.bias[0], model.head.weight[256, 0] = 1, 4
-    checkpoint.save_model(tmp_path / "run", model, cfg)
+    save_model(tmp_path / "run", model, cfg)
     words = [f"--checkpoint={tmp_path}/run", "--tokenizer=bytes", "--n_samples=5", "--max_new_tokens=40"]
     words += ["--device=cpu", "--temperature=1", "--top_k=None"]
     alone, both = ranks.run(0, words, "sample.py"), ranks.run(2, [*words, "--parallel=fsdp"], "sample.py")
@@ -172,7 +172,7 @@ def written(path, source_of, precision, **shape):
     model = build(cfg, torch.device("cpu"), seed=0)
     model = model.bfloat16() if precision == "bf16" else model
     if source_of == "checkpoint":
-        checkpoint.save_model(path, model, cfg)
+        save_model(path, model, cfg)
     else:
         hf.save_hf(model, path, "bfloat16")
     return model, sample.Config(**{source_of: str(path)}, device="cpu")
