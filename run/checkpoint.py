@@ -152,16 +152,17 @@ class Saver:
         """Saves {"model": {name: tensor or Stored}, ...}, a file for each key, and the `state`."""
         self.wait()
         self.last, self.final = step, folder_of(self.out_dir, step)
+        self.aside = self.final.with_name(f".writing_{self.final.name}")
         need = sum(t.shape.numel() * t.dtype.itemsize for group in tensors.values() for t in group.values())
         free = shutil.disk_usage(self.out_dir).free if self.out_dir.is_dir() else 0
         self.room = f"it needs {need / 1e9:.2f} GB of {free / 1e9:.2f} free"
 
         def begin():
             if self.world.main:
-                _begin(self.final, {"step": step, **state})
+                _begin(self.aside, {"step": step, **state})
             return {file: part for group in tensors.items() for file, part in self._part(*group).items()}
 
-        self.pending = self.thread.submit(_write, self.final, self._agreed(begin))
+        self.pending = self.thread.submit(_write, self.aside, self._agreed(begin))
         if not self.background:
             self.wait()
 
@@ -193,15 +194,14 @@ class Saver:
 
     def _publish(self, manifest):
         """Writes the manifest of a complete folder, gives it its name, and prunes older checkpoints."""
-        aside, final = _aside(self.final), self.final
-        manifest |= {p.name: files.digest(p) for p in aside.iterdir() if p.name not in manifest}
-        files.write_json(aside / "manifest.json", manifest)
-        if final.exists():  # a resumed run saved the same step again
-            remove(final)
-        os.rename(aside, final)
-        files.sync(final.parent)
-        self.whole.add(final)
-        prune(final, self.keep_last, self.whole)
+        manifest |= {p.name: files.digest(p) for p in self.aside.iterdir() if p.name not in manifest}
+        files.write_json(self.aside / "manifest.json", manifest)
+        if self.final.exists():  # a resumed run saved the same step again
+            remove(self.final)
+        os.rename(self.aside, self.final)
+        files.sync(self.out_dir)
+        self.whole.add(self.final)
+        prune(self.final, self.keep_last, self.whole)
 
     def _agreed(self, action):
         """Returns action(); if it fails on a rank, removes what was written, CheckpointError on all ranks."""
@@ -213,36 +213,31 @@ class Saver:
             error = f"rank {self.world.rank}: {kind}{problem}".partition("\n")[0] + f"; {self.room}"
         if failed := list(filter(None, parallel.gather_objects(error))):
             if self.world.main:
-                shutil.rmtree(_aside(self.final), ignore_errors=True)
-            words = f"cannot write the checkpoint on {len(failed)} ranks ({failed[0]})"
-            advice = "earlier checkpoints are intact: free some space and go on with --resume=auto"
-            raise CheckpointError(f"{self.final}: {words}; {advice}")
+                shutil.rmtree(self.aside, ignore_errors=True)
+            words = f"{self.final}: cannot be written on {len(failed)} ranks ({failed[0]})"
+            raise CheckpointError(f"{words}; earlier checkpoints are intact: free some space, --resume=auto")
         return result
 
 
-def _aside(final):
-    return final.with_name(f".writing_{final.name}")
-
-
-def _begin(final, state):
+def _begin(aside, state):
     """Creates the temporary folder with state.json and copies of the run's code and tokenizer."""
     from corpus import tokenizer as tokenizers
 
-    for path in final.parent.glob(".writing_*"):  # of killed processes
+    out_dir = aside.parent
+    for path in out_dir.glob(".writing_*"):  # of killed processes
         if re.fullmatch(r"\.writing_(gone_)?step_[0-9]+", path.name):
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-    _aside(final).mkdir(parents=True)
-    files.write_json(_aside(final) / "state.json", state)
-    copies = {final.parent / name: name for name in source.KEPT if (final.parent / "source.json").is_file()}
-    name = state.get("config", {}).get("tokenizer")
-    path = name and tokenizers.file_of(name)
-    if name and not tokenizers.built_in(name) and not (path and path.is_file()):  # the run was moved
-        path = next(filter(None, map(carried_tokenizer, folders(final.parent)[::-1])), None)
-    if path:
+    aside.mkdir(parents=True)
+    files.write_json(aside / "state.json", state)
+    copies = {out_dir / name: name for name in source.KEPT if (out_dir / "source.json").is_file()}
+    name = state.get("config", {}).get("tokenizer") or "bytes"
+    earlier = map(carried_tokenizer, folders(out_dir)[::-1])  # for a run that was moved
+    places = () if tokenizers.built_in(name) else (tokenizers.file_of(name), *earlier)
+    if path := next((path for path in places if path and path.is_file()), None):
         copies |= {path.with_name(name): name for name in BESIDE} | {path: f"tokenizer{path.suffix}"}
     for path, name in copies.items():
         with contextlib.suppress(OSError):  # a file that cannot be read costs no checkpoint
-            files.write_atomic(_aside(final) / name, path.read_bytes())
+            files.write_atomic(aside / name, path.read_bytes())
 
 
 def carried_tokenizer(folder):
@@ -251,13 +246,13 @@ def carried_tokenizer(folder):
     return next((path for path in paths if path.is_file()), None)
 
 
-def _write(final, contents):
+def _write(aside, contents):
     """Writes {file name: (tensors, {name: (first row, rows)} of shards)} -> {file name: digest}."""
     digests = {}
-    if not _aside(final).is_dir():
-        raise OSError(f"{_aside(final)} is not there: out_dir must be on a file system that all nodes share")
+    if not aside.is_dir():
+        raise OSError(f"{aside} is not there: out_dir must be on a file system that all nodes share")
     for name, (tensors, shards) in contents.items():
-        path = _aside(final) / name
+        path = aside / name
         header = {"shards": json.dumps(shards)} if shards else None
         save_file({k: t[...].detach().cpu().contiguous() for k, t in tensors.items()}, path, header)
         files.sync(path)
@@ -413,12 +408,6 @@ def open_model(path):
     if carried := carried_tokenizer(folder):
         config["tokenizer"] = str(carried)
     return tensors["model"], shape, SimpleNamespace(**{f.name: None for f in fields(Config)} | config)
-
-
-def load_model(path, device, precision="fp32", world=None):
-    """(model on `device`, its saved settings) from a run's or a checkpoint's folder; see model_of."""
-    tensors, shape, config = open_model(path)
-    return model_of(tensors, shape, torch.device(device), precision, world), config
 
 
 @torch.no_grad()

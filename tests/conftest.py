@@ -225,6 +225,14 @@ def save_model(folder, model, cfg, step=0):
     return checkpoint.save(folder, step, {"model": dict(model.named_parameters())}, {"config": vars(cfg)})
 
 
+def load_model(folder):
+    """(model on the CPU, its saved settings)"""
+    from run import checkpoint
+
+    tensors, shape, saved = checkpoint.open_model(folder)
+    return checkpoint.model_of(tensors, shape, torch.device("cpu")), saved
+
+
 def load_checkpoint(folder):
     """(tensors, state) of a checkpoint folder, as for checkpoint.save."""
     from run import checkpoint

@@ -10,7 +10,7 @@ import threading
 import pytest
 import ranks
 import torch
-from conftest import load_checkpoint, save_model
+from conftest import load_checkpoint, load_model, save_model
 from safetensors.torch import save_file
 
 from configurator import UserError
@@ -43,7 +43,7 @@ def test_model_round_trip(tmp_path):
     cfg = small(tie_embeddings=False, positions="rope")
     model = build(cfg, CPU, seed=3)
     save_model(tmp_path, model, cfg, step=7)
-    other, saved = checkpoint.load_model(tmp_path, "cpu")
+    other, saved = load_model(tmp_path)
     idx = torch.randint(0, 100, (2, 8))
     assert torch.equal(model.logits(idx), other.logits(idx))
     assert saved.n_embd == 16 and saved.wandb is None

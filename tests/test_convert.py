@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 import transformers
-from conftest import ROOT, save_model
+from conftest import ROOT, load_model, save_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config
 
@@ -368,7 +368,7 @@ def test_the_average_of_the_last_checkpoints(tmp_path):
         tensors, state = {"model": dict(own.named_parameters())}, {"config": vars(cfg), "val_loss": 1.0}
         checkpoint.save(run, step, tensors, state, keep_last=3)
     convert.main(convert.Config(checkpoint=str(run), out=str(tmp_path / "mean"), average=2))
-    found, pairs = checkpoint.load_model(tmp_path / "mean", "cpu")[0], (m.parameters() for m in models[1:])
+    found, pairs = load_model(tmp_path / "mean")[0], (m.parameters() for m in models[1:])
     for own, a, b in zip(found.parameters(), *pairs, strict=True):
         torch.testing.assert_close(own, (a + b) / 2)
     four = convert.Config(checkpoint=str(run), out=str(tmp_path / "none"), average=4)

@@ -7,6 +7,7 @@ import time
 import urllib.error
 import urllib.request
 
+import conftest
 import pytest
 import torch
 from conftest import ROOT, flags, load_checkpoint, losses, read_log, stdlib_bytes, train_here, write_shard
@@ -344,7 +345,7 @@ def test_a_run_of_before_some_settings_went_is_resumed_and_loaded(data_dir, tmp_
     checkpoint.save(tmp_path / "run", 4, tensors, state)
     log = train_here(data_dir, tmp_path / "run", max_steps=6, resume="auto")
     assert sorted(losses(log)) == [1, 2, 3, 4, 5, 6]
-    model, config = checkpoint.load_model(tmp_path / "run" / "step_00000004", "cpu")
+    model, config = conftest.load_model(tmp_path / "run" / "step_00000004")
     assert model.cfg.n_embd == 64 and config.wandb_project == "as it was"
 
 
