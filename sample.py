@@ -65,9 +65,9 @@ def main(cfg):
             texts = parallel.gather_objects(own)[: cfg.n_samples - first]
             if world.main:
                 print("-" * 80, *(f"{text}\n{'-' * 80}" for text in texts[1:]), sep="\n")
-    parts = parallel.gather_objects((printer.tokens, printer.seconds))
-    tokens, seconds = sum(n for n, _ in parts), max(s for _, s in parts)
+    counts, times = zip(*parallel.gather_objects((printer.tokens, printer.seconds)))
     if world.main:
+        tokens, seconds = sum(counts), max(times)
         print(f"{tokens:,} tokens in {seconds:.1f} s, {tokens / max(seconds, 1e-9):,.1f} tokens/s")
     parallel.stop()
 

@@ -124,31 +124,25 @@ def read_config(folder):
     path = Path(folder) / "config.json"
     hf, tokenizer = read_json(path, form=FORM), path.with_name("tokenizer.json")
     try:
-        cfg = _as_settings(hf)
+        _refuse_others(hf, dict(model_type=[*FAMILIES]))
+        family = FAMILIES[hf["model_type"]]
+        hf = family.absent | hf | (hf.get("rope_scaling") or {}) | (hf.get("rope_parameters") or {})
+        hf.setdefault("rope_type", hf.get("type", "default"))
+        _refuse_others(hf, family.allowed)
+        settings = {name: values[0] for name, values in family.settings.items()}
+        settings |= {name: hf.get(key) for key, name in family.keys.items()}
+        settings["mlp"] = family.mlps[settings["mlp"]]
+        if hf["rope_type"] == "llama3":
+            settings["rope_factor"] = hf.get("factor", "absent")
+            settings["rope_original"] = hf.get("original_max_position_embeddings")
+        cfg = ImportedConfig(**typed(ImportedConfig, settings, settings.keys()))
+        refuse(cfg.problems())
+        _refuse_others(hf, dict(attention_bias=[cfg.bias]))
     except (UserError, OverflowError) as error:
         raise UserError(f"{path}: {error}") from None
     cfg.tokenizer = str(tokenizer) if tokenizer.is_file() else None
     if cfg.vocab_size == 50257 and (cfg.tokenizer is None or same_tokenizer(tokenizer, "gpt2")):
         cfg.tokenizer = "gpt2"
-    return cfg
-
-
-def _as_settings(hf):
-    """The ImportedConfig, without a tokenizer, of config.json's object."""
-    _refuse_others(hf, dict(model_type=[*FAMILIES]))
-    family = FAMILIES[hf["model_type"]]
-    hf = family.absent | hf | (hf.get("rope_scaling") or {}) | (hf.get("rope_parameters") or {})
-    hf.setdefault("rope_type", hf.get("type", "default"))
-    _refuse_others(hf, family.allowed)
-    settings = {name: values[0] for name, values in family.settings.items()}
-    settings |= {name: hf.get(key) for key, name in family.keys.items()}
-    settings["mlp"] = family.mlps[settings["mlp"]]
-    if hf["rope_type"] == "llama3":
-        settings["rope_factor"] = hf.get("factor", "absent")
-        settings["rope_original"] = hf.get("original_max_position_embeddings")
-    cfg = ImportedConfig(**typed(ImportedConfig, settings, settings.keys()))
-    refuse(cfg.problems())
-    _refuse_others(hf, dict(attention_bias=[cfg.bias]))
     return cfg
 
 
@@ -275,8 +269,7 @@ def open_tensors(folder, family):
         files = {*read_json(index, form={"weight_map": {str: plain_name}})["weight_map"].values()}
     for path in sorted(folder / file for file in files):
         if not path.is_file():
-            why = "only safetensors are read, never pickled weights (pytorch_model.bin)"
-            raise UserError(f"{path}: missing; {why}: load and save those with transformers first")
+            raise UserError(f"{path}: missing; pickles (pytorch_model.bin) are not read: convert them first")
         with told(f"{path}: damaged or not safetensors"):
             handle = safe_open(path, "pt")
         for name in handle.keys():
@@ -312,10 +305,7 @@ def open_hf(name):
 
 
 def save_hf(model, path, dtype="float32", max_shard_size="5GB", tensors=None, tokenizer=None):
-    """Writes a folder that AutoModelForCausalLM loads, complete or not at all; returns its path.
-
-    tensors: {our name: tensor or Stored}; None: the model's own. tokenizer: a corpus.tokenizer.Tokenizer.
-    """
+    """Writes a folder that AutoModelForCausalLM loads, whole or not at all. tensors=None: the model's."""
     path, parts = Path(path), hf_parts(model)
     tensors = dict(model.named_parameters()) if tensors is None else tensors
     aside = path.absolute().with_name(f".writing_{path.name}")

@@ -77,9 +77,8 @@ class Logger:
     def _start_wandb(self, config):
         import wandb
 
-        names = dict(project="pretrain", name=self.out_dir.resolve().name, id=self.wandb_id)
-        names["dir"] = os.environ.get("WANDB_DIR") or self.out_dir
-        run = wandb.init(config=config, resume="allow", **names)
+        names = dict(name=self.out_dir.resolve().name, dir=os.environ.get("WANDB_DIR") or self.out_dir)
+        run = wandb.init(project="pretrain", config=config, id=self.wandb_id, resume="allow", **names)
         run.define_metric("*", step_metric="step")  # a resumed run steps back; wandb's own step may not
         return run
 
@@ -95,17 +94,17 @@ class Logger:
         """A line of log.jsonl, where inf and NaN are null as in JSON, and in wandb as kind/name."""
         if self.file:
             finite = {k: None if v in (math.inf, -math.inf) or v != v else v for k, v in values.items()}
-            self._append(json.dumps({"kind": kind, "step": step, **finite}) + "\n")
+            self._append(json.dumps({"kind": kind, "step": step, **finite}).encode() + b"\n")
         if self.wandb:
             named = {f"{kind}/{name}": value for name, value in values.items() if value is not None}
             self._try_wandb(self.wandb.log, {"step": step, **named})
 
     def _append(self, line):
         """A whole line or none; a disk that is full costs lines of the log, not the run."""
-        end, rest = os.fstat(self.file.fileno()).st_size, line.encode()
+        end = os.fstat(self.file.fileno()).st_size
         try:
-            while rest:
-                rest = rest[self.file.write(rest) :]
+            while line:
+                line = line[self.file.write(line) :]
         except OSError as error:
             with contextlib.suppress(OSError):
                 self.file.truncate(end)
@@ -194,8 +193,7 @@ class Logger:
                 self.refuse(step, name, value)
             self.skipped += 1
             self.record("skipped", step, in_a_row=self.in_a_row, in_all=self.skipped)
-            counts = f"{self.in_a_row} in a row, {self.skipped} since the start"
-            self.print(f"warning: step {step} was skipped, the {name} is {value}; {counts}")
+            self.print(f"warning: step {step} was skipped, the {name} is {value}; {self.in_a_row} in a row")
 
     def refuse(self, step, name, value):
         """Raises NotFinite unless the figure is finite; None passes."""

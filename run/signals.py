@@ -1,8 +1,7 @@
 """Signals, and ranks that fail, die or hang: a run stops after a step, or all its ranks end with one error.
 
-A thread notes a signal, which the loop obeys after a step or a batch of an evaluation. Ranks learn of each
-other's errors through the process group's store: the first is printed once, and all end with its exit code.
-timeout_s ends ranks that wait for one that hangs: gloo by its own limit, and this thread those in NCCL.
+A thread notes signals, looks for ranks that died or hang, and learns of other ranks' errors through the
+process group's store: the first error is printed once, and all end with its exit code.
 """
 
 import contextlib
@@ -44,8 +43,12 @@ class Watch(contextlib.ExitStack):
         self._peers, self._failing, self._closing = {}, False, threading.Event()
 
     def __enter__(self):
-        if self.store is not None:
-            self._find_peers()
+        if self.store is not None:  # a descriptor of each rank here is readable once its process has ended
+            rank, first = self.world.rank, self.world.rank - int(os.environ.get("LOCAL_RANK", 0))
+            self.store.set(f"process/{rank}", str(os.getpid()))
+            for peer in {*range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", 1)))} - {rank}:
+                with contextlib.suppress(OSError, AttributeError):  # Linux alone has it
+                    self._peers[os.pidfd_open(int(self.store.get(f"process/{peer}")))] = peer
         self._pipe = os.pipe()  # gets the number of each signal, also while the main thread waits in C++
         for end in self._pipe:
             os.set_blocking(end, False)
@@ -56,15 +59,6 @@ class Watch(contextlib.ExitStack):
         # Only that thread gets signals now. Processes inherit the mask, so Ctrl-C does not kill a compiler.
         self._before_mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         return self
-
-    def _find_peers(self):
-        """Opens a descriptor of each other rank of this machine: readable once its process has ended."""
-        self.store.set(f"process/{self.world.rank}", str(os.getpid()))
-        first = self.world.rank - int(os.environ.get("LOCAL_RANK", 0))
-        ranks = {*range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", 1)))} - {self.world.rank}
-        for rank in ranks:
-            with contextlib.suppress(OSError, AttributeError):  # Linux alone has it
-                self._peers[os.pidfd_open(int(self.store.get(f"process/{rank}")))] = rank
 
     def __exit__(self, kind, error, trace):
         try:

@@ -1,7 +1,6 @@
 """The GPU memory that a run will take, by arithmetic alone: `bench.py memory` needs neither a GPU nor torch.
 
-Counts what the fused kernels in bf16 and fp8 keep, in bytes a rank, at the moments where a step may have its
-peak: the loss, the backward of the last block, and the update.
+Counts bytes on a rank, with the fused kernels in bf16 or fp8, in the loss, a block's backward and the update.
 """
 
 import bisect
@@ -121,10 +120,7 @@ def kept(cfg, remat):
 
 
 def units(sizes, apart):
-    """FSDP2's units, lists of block indices: gathered together, up to UNIT_MIB in 16 bits.
-
-    apart: a unit for each; a unit of several needs each block to run exactly once, in order.
-    """
+    """FSDP2's units, lists of block indices. apart: one each, as where a block does not run exactly once."""
     found = []
     for block, size in enumerate(sizes):
         if apart or not found or 2 * (sum(sizes[i] for i in found[-1]) + size) > UNIT_MIB * 2**20:
