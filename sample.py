@@ -8,6 +8,7 @@
 Prints the text as it is generated, and at the end tokens a second. The sampling is in run/sampling.py.
 """
 
+import contextlib
 import os
 import sys
 from dataclasses import dataclass
@@ -74,13 +75,11 @@ def main(cfg):
 
 def converse(printer, template, seed):
     """Replies to each line of stdin, until Ctrl-D."""
-    messages = []
-    while True:
-        try:
-            messages.append(dict(role="user", content=input("> " if sys.stdin.isatty() else "")))
-        except EOFError:
-            return
-        messages.append(dict(role="assistant", content=printer(template.ids(messages), seed)))
+    messages, sign = [], "> " if sys.stdin.isatty() else ""
+    with contextlib.suppress(EOFError):
+        while True:
+            messages.append(dict(role="user", content=input(sign)))
+            messages.append(dict(role="assistant", content=printer(template.ids(messages), seed)))
 
 
 if __name__ == "__main__":

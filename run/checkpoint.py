@@ -9,7 +9,6 @@ import glob
 import json
 import operator
 import os
-import re
 import shutil
 import sys
 from collections import Counter
@@ -24,6 +23,7 @@ from safetensors.torch import save_file
 
 import model as models
 from configurator import UserError, refuse, typed
+from corpus import tokenizer as tokenizers
 from corpus import told
 from fast.chips import best_attention
 from run import files, source
@@ -44,17 +44,13 @@ SHAPE = {f.name for f in fields(GPTConfig)} - {"attention"}
 SCHEDULE = "max_steps batch_tokens lr min_lr_ratio warmup_steps cooldown_fraction schedule".split()
 READ = SHAPE | {*SCHEDULE, "optimizer", "weights", "tokenizer"}
 BESIDE = ("tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "generation_config.json")
+DIGITS = "[0-9]" * 8
 TABLES = ("wte.weight", "head.weight", "values.weight")  # ends of names of tensors with a row per token id
-
-
-def folder_of(out_dir, step):
-    return Path(out_dir) / f"step_{step:08d}"
 
 
 def folders(out_dir):
     """A run's checkpoints, oldest first: step_*/ that hold our files; a user's step_plans/ is none."""
-    names = filter(re.compile("step_[0-9]+").fullmatch, glob.glob("step_*", root_dir=out_dir))
-    found = (Path(out_dir, name) for name in names)
+    found = (Path(out_dir, name) for name in glob.glob(f"step_{DIGITS}", root_dir=out_dir))
     return sorted(p for p in found if (p / "manifest.json").is_file() or (p / "state.json").is_file())
 
 
@@ -118,8 +114,9 @@ def problem(folder, rank=0, ranks=1):
 def save(out_dir, step, tensors, state, keep_last=2):
     """As Saver.write, of a process alone; returns the folder."""
     alone = parallel.World(0, 1, torch.device("cpu"))
-    Saver(alone, out_dir, keep_last, saved=lambda *_: None).write(step, tensors, state)
-    return folder_of(out_dir, step)
+    saver = Saver(alone, out_dir, keep_last, saved=lambda *_: None)
+    saver.write(step, tensors, state)
+    return saver.final
 
 
 class Saver:
@@ -144,14 +141,13 @@ class Saver:
             raise NotFinite(f"step {step}: weights are inf or NaN and were not saved; try a lower --lr")
         ranks = parallel.gather_objects(rank_tensors(model, self.world.device))
         rng = {f"{rank}.{kind}": t for rank, found in enumerate(ranks) for kind, t in found.items()}
-        own, states = dict(model.named_parameters()), optimizer_tensors(model, optimizer)
-        tensors = {"model": own, "optimizer": states, "rng": rng}
-        self.write(step, tensors, {"world_size": self.world.size, **state})
+        tensors = {"model": dict(model.named_parameters()), "optimizer": optimizer_tensors(model, optimizer)}
+        self.write(step, {**tensors, "rng": rng}, {"world_size": self.world.size, **state})
 
     def write(self, step, tensors, state):
         """Saves {"model": {name: tensor or Stored}, ...}, a file for each key, and the `state`."""
         self.wait()
-        self.last, self.final = step, folder_of(self.out_dir, step)
+        self.last, self.final = step, self.out_dir / f"step_{step:08d}"
         self.aside = self.final.with_name(f".writing_{self.final.name}")
         need = sum(t.shape.numel() * t.dtype.itemsize for group in tensors.values() for t in group.values())
         free = shutil.disk_usage(self.out_dir).free if self.out_dir.is_dir() else 0
@@ -221,12 +217,9 @@ class Saver:
 
 def _begin(aside, state):
     """Creates the temporary folder with state.json and copies of the run's code and tokenizer."""
-    from corpus import tokenizer as tokenizers
-
     out_dir = aside.parent
-    for path in out_dir.glob(".writing_*"):  # of killed processes
-        if re.fullmatch(r"\.writing_(gone_)?step_[0-9]+", path.name):
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    for path in out_dir.glob(f".writing_*step_{DIGITS}"):  # of killed processes
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     aside.mkdir(parents=True)
     files.write_json(aside / "state.json", state)
     copies = {out_dir / name: name for name in source.KEPT if (out_dir / "source.json").is_file()}

@@ -80,8 +80,7 @@ EXPORTS = (GPT2, Llama, Qwen3)
 FAMILIES = {family.name: family for family in (*EXPORTS, Mistral)}
 FORM = {"model_type": text, **dict.fromkeys(["rope_scaling?", "rope_parameters?"], ({}, None))}
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # masks and tables in old files
-# The place of one of their tensors in ours: rows first to last. transposed: as GPT-2's matrices are (Conv1D).
-# normed: an embedding, into which an export folds embed_norm.
+# Which rows of ours one of theirs is: transposed, as GPT-2's matrices, or normed, with embed_norm in it
 Part = namedtuple("Part", "ours first last transposed normed", defaults=[False, False])
 
 

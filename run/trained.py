@@ -31,15 +31,14 @@ def load(cfg):
 
 def load_model(cfg, world, precision):
     """(model, its saved settings), with weights in bf16 for that precision, else in float32."""
+    options = world.device, precision, world if cfg.parallel == "fsdp" else None
     if cfg.checkpoint is None:
         tensors, shape = hf.open_hf(cfg.pretrained)
-        saved = shape
-    else:
-        if (warning := source.warning(cfg.checkpoint)) and is_rank_0():
-            print(f"warning: {warning}", file=sys.stderr)
-        tensors, shape, saved = checkpoint.open_model(cfg.checkpoint)
-    ranks = world if cfg.parallel == "fsdp" else None
-    return checkpoint.model_of(tensors, shape, world.device, precision, ranks), saved
+        return checkpoint.model_of(tensors, shape, *options), shape
+    if (warning := source.warning(cfg.checkpoint)) and is_rank_0():
+        print(f"warning: {warning}", file=sys.stderr)
+    tensors, shape, saved = checkpoint.open_model(cfg.checkpoint)
+    return checkpoint.model_of(tensors, shape, *options), saved
 
 
 def folders(cfg, tokenizer):

@@ -68,7 +68,7 @@ def bytes_of_parameter(cfg):
 
 def gathered(cfg, shards):
     """FSDP2's buffers in 16 bits: weights of two units and the head (zero2: all), a unit's gradients."""
-    (total, block), (own, summed, _) = parameter_counts(cfg), bytes_of_parameter(cfg)
+    (total, block), (_, summed, _) = parameter_counts(cfg), bytes_of_parameter(cfg)
     table = cfg.padded_vocab * cfg.kv_heads * cfg.head_size  # gathered with its block
     several = 0 if cfg.remat in ("block", "attention") else UNIT_MIB * 2**19  # parameters of a unit of blocks
     unit = max(block + table * bool(cfg.value_layers), several)
@@ -77,8 +77,7 @@ def gathered(cfg, shards):
     whole = 2 * (total if cfg.parallel == "zero2" else head + unit * min(2, shards))
     if shards == 1:  # nothing to gather from other ranks ahead of its use, and nothing to reduce
         return whole
-    arriving = cfg.offload_states * own * max(unit, head) / shards  # from the host, not yet cast
-    return whole + (2 + summed) * max(unit, head) * (1 + 1 / shards) + arriving
+    return whole + (2 + summed) * max(unit, head) * (1 + 1 / shards)
 
 
 def loss_bytes(cfg):
