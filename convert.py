@@ -60,10 +60,10 @@ def export(cfg):
 
     if warning := source.warning(cfg.checkpoint):
         print(f"warning: {warning}", file=sys.stderr)
-    tensors, shape, saved = checkpoint.open_model(cfg.checkpoint)
+    tensors, shape, name = checkpoint.open_model(cfg.checkpoint)
     model = on_meta(shape)
     checkpoint.check_model_tensors(model, tensors, shape.vocab_size)
-    name = cfg.tokenizer or saved.tokenizer or ("gpt2" if shape.vocab_size == 50257 else None)
+    name = cfg.tokenizer or name or ("gpt2" if shape.vocab_size == 50257 else None)
     tokenizer = name and tokenizers.load(name, shape.vocab_size)
     wrote = hf.save_hf(model, cfg.to_hf, cfg.dtype, tensors=tensors, tokenizer=tokenizer)
     print(f"wrote {wrote} in {cfg.dtype}")

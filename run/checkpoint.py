@@ -15,7 +15,6 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 from safetensors import safe_open
@@ -42,7 +41,7 @@ STATE |= {"world_size?": files.count, "evaluated?": (True, False)}
 STATE |= {"wandb_id?": (files.text, None), "val_loss?": (files.number, None)}
 SHAPE = {f.name for f in fields(GPTConfig)} - {"attention"}
 SCHEDULE = "max_steps batch_tokens lr min_lr_ratio warmup_steps cooldown_fraction schedule".split()
-READ = SHAPE | {*SCHEDULE, "optimizer", "weights", "tokenizer"}
+READ = SHAPE | {*SCHEDULE, "optimizer", "tokenizer"}
 BESIDE = ("tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "generation_config.json")
 DIGITS = "[0-9]" * 8
 TABLES = ("wte.weight", "head.weight", "values.weight")  # ends of names of tensors with a row per token id
@@ -313,10 +312,9 @@ def saved_settings(folder, state):
 
 def shape_differences(saved, cfg, free=()):
     """["n_embd: checkpoint 768, now 1024", ...] of fields that decide results, except those in `free`."""
-    old = GPTConfig(**{f.name: saved.get(f.name, f.default) for f in fields(GPTConfig)})
     free = {"attention", "dropout", "zero_init", *free}
     own = dict(n_kv_head="kv_heads", n_hidden="hidden", head_dim="head_size")  # which say what None means
-    pairs = {f.name: [getattr(c, own.get(f.name, f.name)) for c in (old, cfg)] for f in fields(GPTConfig)}
+    pairs = {f.name: [getattr(c, own.get(f.name, f.name)) for c in (saved, cfg)] for f in fields(GPTConfig)}
     return [f"{k}: checkpoint {a}, now {b}" for k, (a, b) in pairs.items() if a != b and k not in free]
 
 
@@ -394,13 +392,11 @@ def magnitudes(model):
 
 
 def open_model(path):
-    """({name: Stored}, GPTConfig, settings, None where not saved) of a run's or a checkpoint's folder."""
+    """({name: Stored}, GPTConfig, tokenizer's name or file, if known) of a run's or a checkpoint's folder."""
     folder = find(path)
     tensors, state = open_folder(folder)
-    config, shape = saved_settings(folder, state)
-    if carried := carried_tokenizer(folder):
-        config["tokenizer"] = str(carried)
-    return tensors["model"], shape, SimpleNamespace(**{f.name: None for f in fields(Config)} | config)
+    (config, shape), carried = saved_settings(folder, state), carried_tokenizer(folder)
+    return tensors["model"], shape, str(carried) if carried else config.get("tokenizer")
 
 
 @torch.no_grad()
@@ -413,8 +409,5 @@ def model_of(tensors, shape, device, precision="fp32", world=None):
         settings = Config(parallel="fsdp", precision=precision, tie_embeddings=shape.tie_embeddings)
         parallel.shard(model, settings, world, regular=False)
     models.allocate(model, device)
-    for name, parameter in model.named_parameters():
-        if name.endswith(TABLES):  # zeros in padding, which Hugging Face's files do not have
-            local(parameter).zero_()
     load_model_tensors(model, tensors, shape.vocab_size)
     return model.eval()

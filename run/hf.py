@@ -113,7 +113,7 @@ def adopt(given):
     shape = read_config(fetch(name[3:]))
     shape.block_size = min(shape.block_size, GPTConfig.block_size)  # weights may have a longer context
     wanted = replace(shape, **{k: v for k, v in given.items() if k in vars(shape)})
-    if wrong := shape_differences(vars(shape), wanted, ["vocab_multiple", "block_size"]):
+    if wrong := shape_differences(shape, wanted, ["vocab_multiple", "block_size"]):
         raise UserError(f"init_from={name} has another shape: {'; '.join(wrong)}; leave these settings out")
     return vars(shape) | given
 

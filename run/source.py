@@ -35,5 +35,4 @@ def warning(folder):
     now = digests()
     changed = (path for path in sorted(then | now) if then.get(path) != now.get(path))
     found = [path for path in changed if path in COPIED or path.startswith("fast/")]
-    kept = f"{folder}, which keeps the former model.py and kernels.py"
-    return f"this code differs ({', '.join(found)}) from that of {kept}" if found else None
+    return f"this code differs ({', '.join(found)}) from that of {folder}, which keeps it" if found else None

@@ -72,8 +72,7 @@ def gathered(cfg, shards):
     table = cfg.padded_vocab * cfg.kv_heads * cfg.head_size  # gathered with its block
     several = 0 if cfg.remat in ("block", "attention") else UNIT_MIB * 2**19  # parameters of a unit of blocks
     unit = max(block + table * bool(cfg.value_layers), several)
-    rest = total - cfg.n_layer * block - table * len(cfg.value_layers)
-    head = rest // (1 if cfg.tie_embeddings else 2)
+    head = cfg.padded_vocab * cfg.n_embd
     whole = 2 * (total if cfg.parallel == "zero2" else head + unit * min(2, shards))
     if shards == 1:  # nothing to gather from other ranks ahead of its use, and nothing to reduce
         return whole
@@ -83,8 +82,7 @@ def gathered(cfg, shards):
 def loss_bytes(cfg):
     """Bytes while the loss is computed: a chunk of logits, gradients of the hidden state and the head."""
     tokens, (own, *_) = cfg.rank_tokens, bytes_of_parameter(cfg)
-    logits = min(fast.LOGITS_MIB * 2**20, 2 * tokens * cfg.padded_vocab)
-    logits *= 2 if cfg.precision == "fp8" else 1
+    logits = min(fast.LOGITS_MIB * 2**20, 2 * tokens * cfg.padded_vocab) * (1 + (cfg.precision == "fp8"))
     return logits + tokens * cfg.n_embd * 2 + own * cfg.padded_vocab * cfg.n_embd
 
 
@@ -92,11 +90,9 @@ def backward_bytes(cfg, again):
     """Working memory of a block's backward: gradients, and activations where they are computed again."""
     C, A, tokens = cfg.n_embd, cfg.attention_width, cfg.rank_tokens
     wide = 2 * (2 * cfg.mlp_width + 2 * cfg.hidden)
-    if not again:
-        return tokens * (wide + 2 * 3 * C)
     tile = min(tokens, cfg.remat_tile or tokens)
-    if cfg.remat == "selective":
-        return tile * wide + tokens * 2 * 4 * C
+    if not again or cfg.remat == "selective":
+        return tile * wide + tokens * 2 * 3 * C
     # attention: q, k, v before and after RoPE; x, y, norm_1(x), three gradients; dq, dk, dv, dq in float32
     attention = (6 if cfg.positions == "rope" else 4) * cfg.qkv_width + 8 * A + 8 * C
     # MLP: the pre-activation, its gradient and the activation's; x, y, norm_2(x), three gradients

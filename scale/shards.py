@@ -28,8 +28,9 @@ def is_first_copy(tensor):
 
 
 def copy_into(tensor, whole, rows=None):
-    """tensor[:rows] = whole[:rows] for this rank's rows; whole[a:b] may read a file, of those rows alone."""
+    """tensor[:rows] = whole[:rows] and zeros below, of this rank's rows, which alone whole[a:b] may read."""
     first, last = rows_of(tensor)
-    last = last if rows is None else min(last, rows)
+    last = last if rows is None else max(first, min(last, rows))
     if first < last:
         local(tensor)[: last - first].copy_(whole[first:last])
+    local(tensor)[last - first :] = 0

@@ -226,11 +226,11 @@ def save_model(folder, model, cfg, step=0):
 
 
 def load_model(folder):
-    """(model on the CPU, its saved settings)"""
+    """The model of a checkpoint, on the CPU."""
     from run import checkpoint
 
-    tensors, shape, saved = checkpoint.open_model(folder)
-    return checkpoint.model_of(tensors, shape, torch.device("cpu")), saved
+    tensors, shape, _ = checkpoint.open_model(folder)
+    return checkpoint.model_of(tensors, shape, torch.device("cpu"))
 
 
 def load_checkpoint(folder):

@@ -56,7 +56,7 @@ def name_tokenizer(folder, name):
 
 def test_shape_rope_and_tokenizer_are_the_weights(weights):
     cfg = settings(f"--init_from=hf:{weights}", "--dropout=0.1")
-    assert not checkpoint.shape_differences(vars(hf.read_config(weights)), cfg)
+    assert not checkpoint.shape_differences(hf.read_config(weights), cfg)
     shape = (cfg.n_embd, cfg.n_hidden, cfg.kv_heads, cfg.norm, cfg.tie_embeddings, cfg.dropout)
     assert shape == (64, 88, 2, "rmsnorm", True, 0.1)
     assert cfg.block_size == 96 and cfg.tokenizer == str(weights / "tokenizer.json")
