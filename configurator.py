@@ -196,8 +196,7 @@ def too_small(cfg, least):
 
 def changed(cfg):
     """The settings of a dataclass instance that differ from the defaults, {name: value}."""
-    defaults = {f.name: f.default for f in dataclasses.fields(cfg)}
-    return {name: getattr(cfg, name) for name in defaults if getattr(cfg, name) != defaults[name]}
+    return {f.name: v for f in dataclasses.fields(cfg) if (v := getattr(cfg, f.name)) != f.default}
 
 
 def without_effect(cfg, names, why):

@@ -62,7 +62,7 @@ def export(cfg):
         print(f"warning: {warning}", file=sys.stderr)
     tensors, shape, name = checkpoint.open_model(cfg.checkpoint)
     model = on_meta(shape)
-    checkpoint.check_model_tensors(model, tensors, shape.vocab_size)
+    checkpoint.check_model_tensors(model, tensors)
     name = cfg.tokenizer or name or ("gpt2" if shape.vocab_size == 50257 else None)
     tokenizer = name and tokenizers.load(name, shape.vocab_size)
     wrote = hf.save_hf(model, cfg.to_hf, cfg.dtype, tensors=tensors, tokenizer=tokenizer)

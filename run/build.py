@@ -125,7 +125,7 @@ def load_initial_weights(model, cfg):
         raise UserError(f"init_from={cfg.init_from} is another model: {'; '.join(wrong)}")
     if cfg.positions == "learned" and shorter:
         tensors["wpe.weight"] = tensors["wpe.weight"][0 : cfg.block_size]
-    checkpoint.load_model_tensors(model, tensors, cfg.vocab_size)  # zeros in padding rows
+    checkpoint.load_model_tensors(model, tensors)
 
 
 def describe(cfg, world, job, loader, start):

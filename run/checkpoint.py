@@ -318,23 +318,23 @@ def shape_differences(saved, cfg, free=()):
     return [f"{k}: checkpoint {a}, now {b}" for k, (a, b) in pairs.items() if a != b and k not in free]
 
 
-def check_model_tensors(model, tensors, vocab_size=None):
-    """Raises CheckpointError unless {name: tensor or Stored} fit the model. vocab_size: see below."""
-    own, wrong = dict(model.named_parameters()), []
+def check_model_tensors(model, tensors):
+    """Raises CheckpointError unless {name: tensor or Stored} fit the model, padding rows aside."""
+    own, wrong, vocab_size = dict(model.named_parameters()), [], model.cfg.vocab_size
     for name in sorted(own.keys() | tensors.keys()):
         found, expected = (tuple(of[name].shape) if name in of else "absent" for of in (tensors, own))
-        padded = vocab_size and name.endswith(TABLES) and found[1:] == expected[1:]
+        padded = name.endswith(TABLES) and found[1:] == expected[1:]
         if not (min(found[0], expected[0]) >= vocab_size if padded else found == expected):
             wrong.append(f"{name}: {found}, expected {expected}")
     if wrong:
         raise CheckpointError(f"weights do not fit the model: {'; '.join(wrong[:4])} ({len(wrong)} in all)")
 
 
-def load_model_tensors(model, tensors, vocab_size=None):
-    """Copies {name: tensor or Stored}, on each rank its rows; those from vocab_size on are padding."""
-    check_model_tensors(model, tensors, vocab_size)
+def load_model_tensors(model, tensors):
+    """Copies {name: tensor or Stored}, on each rank its rows; padding rows that they lack are zeros."""
+    check_model_tensors(model, tensors)
     for name, param in model.named_parameters():
-        copy_into(param, tensors[name], vocab_size if name.endswith(TABLES) else None)
+        copy_into(param, tensors[name])
 
 
 def optimizer_tensors(model, optimizer):
@@ -409,5 +409,5 @@ def model_of(tensors, shape, device, precision="fp32", world=None):
         settings = Config(parallel="fsdp", precision=precision, tie_embeddings=shape.tie_embeddings)
         parallel.shard(model, settings, world, regular=False)
     models.allocate(model, device)
-    load_model_tensors(model, tensors, shape.vocab_size)
+    load_model_tensors(model, tensors)
     return model.eval()

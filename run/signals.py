@@ -50,8 +50,7 @@ class Watch(contextlib.ExitStack):
                 with contextlib.suppress(OSError, AttributeError):  # Linux alone has it
                     self._peers[os.pidfd_open(int(self.store.get(f"process/{peer}")))] = peer
         self._pipe = os.pipe()  # gets the number of each signal, also while the main thread waits in C++
-        for end in self._pipe:
-            os.set_blocking(end, False)
+        os.set_blocking(self._pipe[1], False)
         self._before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
         self._before_wakeup = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -161,12 +160,14 @@ class Watch(contextlib.ExitStack):
                 store_seen = time.monotonic()
             except RuntimeError as error:  # torch's errors of a store
                 if time.monotonic() - store_seen > STORE_GONE and not self._closing.is_set():
-                    why = str(error).partition("\n")[0]
-                    self._quit(1, f"the process that holds the ranks' store is gone ({why})", alone=True)
+                    why = f"the process that holds the ranks' store is gone ({error})".partition("\n")[0]
+                    print(f"{self._where()}: {why}", file=sys.stderr, flush=True)
+                    leave(1, why, at_once=True)
 
     def _signalled(self, number):
         if self.asked and time.monotonic() - self._asked_at > TWICE:
-            self._quit(128 + number, "a second signal", alone=True)  # checkpoints are whole or not there
+            print(f"{self._where()}: a second signal", file=sys.stderr, flush=True)
+            leave(128 + number, "a second signal", at_once=True)  # checkpoints are whole or not there
         if self.world.main and not self.asked:
             words = f"{signal.Signals(number).name} in step {self._step}: this run saves and stops"
             print(f"{words}; a second signal ends it at once", flush=True)
@@ -194,11 +195,7 @@ class Watch(contextlib.ExitStack):
             faulthandler.dump_traceback()
         self._quit(cause["code"], f"after an error of rank {cause['rank']}: {cause['text']}")
 
-    def _quit(self, code, why, alone=False):
-        """alone: for a reason of this process, which waits for nobody."""
-        if alone:
-            print(f"{self._where()}: {why}", file=sys.stderr, flush=True)
-            self.store = None
+    def _quit(self, code, why):
         self._leave_store(wait=True)
         leave(code, why, at_once=True)
 

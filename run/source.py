@@ -20,7 +20,6 @@ def digests():
 
 def record(out_dir):
     """Writes today's code into out_dir. Raises OSError."""
-    Path(out_dir).mkdir(parents=True, exist_ok=True)
     files.write_json(Path(out_dir) / "source.json", {"files": digests()})
     for name in COPIED:
         files.write_atomic(Path(out_dir) / name, (HERE / name).read_bytes())

@@ -27,10 +27,10 @@ def is_first_copy(tensor):
     return all(at == 0 for at, placement in places if placement.is_replicate())
 
 
-def copy_into(tensor, whole, rows=None):
-    """tensor[:rows] = whole[:rows] and zeros below, of this rank's rows, which alone whole[a:b] may read."""
+def copy_into(tensor, whole):
+    """Copies this rank's rows of `whole`, which alone whole[a:b] may read; rows that it lacks are zeros."""
     first, last = rows_of(tensor)
-    last = last if rows is None else max(first, min(last, rows))
+    last = max(first, min(last, whole.shape[0]))
     if first < last:
         local(tensor)[: last - first].copy_(whole[first:last])
     local(tensor)[last - first :] = 0

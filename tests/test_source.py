@@ -26,6 +26,7 @@ def test_every_source_of_this_repository_is_digested():
 def test_an_edit_is_named_with_the_way_back(here, tmp_path):
     run = tmp_path / "out" / "run"
     assert source.warning(run) is None  # a run of before this record
+    run.mkdir(parents=True)
     source.record(run)
     assert sorted(path.name for path in run.iterdir()) == ["kernels.py", "model.py", "source.json"]
     assert (run / "model.py").read_text() == "# model.py\n"
