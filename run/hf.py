@@ -86,7 +86,7 @@ Part = namedtuple("Part", "ours first last transposed normed", defaults=[False, 
 
 @dataclass
 class ImportedConfig(GPTConfig):
-    tokenizer: str | None = None  # gpt2, or the tokenizer.json beside the weights
+    tokenizer: str | None = None  # the tokenizer.json beside the weights, else gpt2 for its vocabulary
 
 
 def family_of(cfg):
@@ -139,9 +139,7 @@ def read_config(folder):
         _refuse_others(hf, dict(attention_bias=[cfg.bias]))
     except (UserError, OverflowError) as error:
         raise UserError(f"{path}: {error}") from None
-    cfg.tokenizer = str(tokenizer) if tokenizer.is_file() else None
-    if cfg.vocab_size == 50257 and (cfg.tokenizer is None or same_tokenizer(tokenizer, "gpt2")):
-        cfg.tokenizer = "gpt2"
+    cfg.tokenizer = str(tokenizer) if tokenizer.is_file() else "gpt2" if cfg.vocab_size == 50257 else None
     return cfg
 
 
@@ -151,14 +149,12 @@ def _refuse_others(hf, allowed):
             raise UserError(f"{key}={hf[key]} is not supported, expected {' or '.join(map(str, values))}")
 
 
-def same_tokenizer(*two):
-    """Whether two tokenizers, names or arrays of token_bytes.npy, have as many bytes in each id."""
-    import numpy as np
-
+def same_tokenizer(name, sizes):
+    """Whether a tokenizer has as many bytes in each id as `sizes`, an array of token_bytes.npy."""
     from corpus import tokenizer as tokenizers
 
-    sizes = (one if isinstance(one, np.ndarray) else tokenizers.load(str(one)).token_bytes() for one in two)
-    return np.array_equal(*sizes)
+    own = tokenizers.load(name).token_bytes()
+    return own.shape == sizes.shape and (own == sizes).all()
 
 
 def fetch(name):
