@@ -222,9 +222,9 @@ def _begin(aside, state):
     aside.mkdir(parents=True)
     files.write_json(aside / "state.json", state)
     copies = {out_dir / name: name for name in source.KEPT if (out_dir / "source.json").is_file()}
-    name = state.get("config", {}).get("tokenizer") or "bytes"
+    name = state.get("config", {}).get("tokenizer")
     earlier = map(carried_tokenizer, folders(out_dir)[::-1])  # for a run that was moved
-    places = () if tokenizers.built_in(name) else (tokenizers.file_of(name), *earlier)
+    places = () if name is None or tokenizers.built_in(name) else (tokenizers.file_of(name), *earlier)
     if path := next((path for path in places if path and path.is_file()), None):
         copies |= {path.with_name(name): name for name in BESIDE} | {path: f"tokenizer{path.suffix}"}
     for path, name in copies.items():
