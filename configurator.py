@@ -110,10 +110,14 @@ def _file(word, hints):
 
 
 def parse(cls, check=lambda cfg: None, complete=dict):
-    """`configure` from the command line of a script; a mistake ends the process."""
+    """`configure` from a script's command line, with files enough; a mistake ends the process."""
     leave_with_torchrun()
     with _errors_in_one_line():
-        allow_files()
+        soft, hard = (limit % 2**63 for limit in resource.getrlimit(resource.RLIMIT_NOFILE))  # -1: no limit
+        if hard < 64:
+            raise UserError(f"{hard} files may be open at a time, a run needs 64; try ulimit -n 1024")
+        if soft < min(1024, hard):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, hard), hard))
         cfg = configure(cls, sys.argv[1:], check, complete)
     if rank := os.environ.get("RANK"):  # for an end that is not by `leave`, which skips atexit's functions
         why = f"rank {rank} has ended by sys.exit or by an error outside the run"
@@ -184,15 +188,6 @@ def leave_with_torchrun():
         threading.Thread(target=wait, daemon=True).start()
 
 
-def allow_files():
-    """Raises a low limit on this process's open files; a UserError where 64 are not allowed."""
-    soft, hard = (limit % 2**63 for limit in resource.getrlimit(resource.RLIMIT_NOFILE))  # -1: no limit
-    if hard < 64:
-        raise UserError(f"{hard} files may be open at a time, a run needs 64; try ulimit -n 1024")
-    if soft < min(1024, hard):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, hard), hard))
-
-
 def too_small(cfg, least):
     """Problems, a line each: settings below their least value, {name: value}, or NaN; None passes."""
     pairs = ((name, getattr(cfg, name)) for name in least)
@@ -201,8 +196,7 @@ def too_small(cfg, least):
 
 def changed(cfg):
     """The settings of a dataclass instance that differ from the defaults, {name: value}."""
-    defaults = {f.name: f.default for f in dataclasses.fields(cfg)}
-    return {name: getattr(cfg, name) for name in defaults if getattr(cfg, name) != defaults[name]}
+    return {f.name: v for f in dataclasses.fields(cfg) if (v := getattr(cfg, f.name)) != f.default}
 
 
 def without_effect(cfg, names, why):
@@ -261,8 +255,7 @@ def _convert(cls, hints, name, value):
 
 def _mistyped(name, value, hint):
     huge = type(value) is int and abs(value) >> 63  # of over 4,300 digits str fails
-    shown = " ".join((hex(value) if huge else str(value)).split())
-    shown = shown if len(shown) <= 80 else f"{shown[:60]}... ({len(shown)} characters)"
+    shown = " ".join((hex(value) if huge else str(value)).split())[:80]
     return UserError(f"{name}={shown} is not {_type_name(hint)}")
 
 

@@ -33,12 +33,10 @@ def main(cfg):
     actions = {("from_hf", "out"): import_hf, ("checkpoint", "to_hf"): export, ("out", "checkpoint"): merge}
     if given not in actions:
         raise UserError("give --from_hf=NAME and --out=FOLDER, or --checkpoint with --out or --to_hf")
-    refuse(too_small(cfg, {"average": 1}))
-    if given != ("out", "checkpoint"):
-        refuse(without_effect(cfg, ["average"], "needs --checkpoint=FOLDER and --out=FOLDER"))
-    if not cfg.to_hf:
-        why = "cannot change a checkpoint; leave it out, or export with --checkpoint and --to_hf=FOLDER"
-        refuse(without_effect(cfg, ("dtype", "tokenizer"), why))
+    wrong = too_small(cfg, {"average": 1})
+    wrong += without_effect(cfg, [] if cfg.to_hf else ["dtype", "tokenizer"], "needs --to_hf")
+    idle = [] if actions[given] is merge else ["average"]
+    refuse(wrong + without_effect(cfg, idle, "needs --checkpoint and --out"))
     out = Path(cfg.out or cfg.to_hf)
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UserError(f"{out} is not an empty folder; nothing was written, try another name")
@@ -47,12 +45,10 @@ def main(cfg):
 
 def import_hf(cfg):
     """Hugging Face weights -> a checkpoint of weights alone."""
-    import torch
-
     from run import checkpoint, hf
 
     tensors, shape = hf.open_hf(cfg.from_hf)
-    wrote = checkpoint.save_model(cfg.out, checkpoint.model_of(tensors, shape, torch.device("cpu")), shape)
+    wrote = checkpoint.save(cfg.out, 0, {"model": tensors}, {"config": vars(shape)})
     print(f"wrote {wrote}; go on with --checkpoint or --init_from={shlex.quote(cfg.out)}")
 
 
@@ -64,10 +60,10 @@ def export(cfg):
 
     if warning := source.warning(cfg.checkpoint):
         print(f"warning: {warning}", file=sys.stderr)
-    tensors, shape, saved = checkpoint.open_model(cfg.checkpoint)
+    tensors, shape, name = checkpoint.open_model(cfg.checkpoint)
     model = on_meta(shape)
     checkpoint.check_model_tensors(model, tensors)
-    name = cfg.tokenizer or saved.tokenizer or ("gpt2" if shape.vocab_size == 50257 else None)
+    name = cfg.tokenizer or name or ("gpt2" if shape.vocab_size == 50257 else None)
     tokenizer = name and tokenizers.load(name, shape.vocab_size)
     wrote = hf.save_hf(model, cfg.to_hf, cfg.dtype, tensors=tensors, tokenizer=tokenizer)
     print(f"wrote {wrote} in {cfg.dtype}")
@@ -82,8 +78,7 @@ def merge(cfg):
     if cfg.average > 1:
         last, go_on = checkpoint.folders(cfg.checkpoint)[-cfg.average :], "init_from"
         if len(last) < cfg.average:
-            words = f"{cfg.checkpoint} holds {len(last)} checkpoints, --average={cfg.average} needs as many"
-            raise UserError(f"{words}; a run keeps --keep_last")
+            raise UserError(f"{cfg.checkpoint} holds {len(last)} checkpoints; try --average={len(last)}")
         models = [checkpoint.open_model(path)[0] for path in last]
         mean = {name: sum(model[name][...].float() for model in models) / len(last) for name in models[0]}
         tensors, state = {"model": mean}, {name: state[name] for name in ("step", "config")}

@@ -8,6 +8,7 @@
 Prints the text as it is generated, and at the end tokens a second. The sampling is in run/sampling.py.
 """
 
+import contextlib
 import os
 import sys
 from dataclasses import dataclass
@@ -65,22 +66,20 @@ def main(cfg):
             texts = parallel.gather_objects(own)[: cfg.n_samples - first]
             if world.main:
                 print("-" * 80, *(f"{text}\n{'-' * 80}" for text in texts[1:]), sep="\n")
-    parts = parallel.gather_objects((printer.tokens, printer.seconds))
-    tokens, seconds = sum(n for n, _ in parts), max(s for _, s in parts)
+    counts, times = zip(*parallel.gather_objects((printer.tokens, printer.seconds)))
     if world.main:
+        tokens, seconds = sum(counts), max(times)
         print(f"{tokens:,} tokens in {seconds:.1f} s, {tokens / max(seconds, 1e-9):,.1f} tokens/s")
     parallel.stop()
 
 
 def converse(printer, template, seed):
     """Replies to each line of stdin, until Ctrl-D."""
-    messages = []
-    while True:
-        try:
-            messages.append(dict(role="user", content=input("> " if sys.stdin.isatty() else "")))
-        except EOFError:
-            return
-        messages.append(dict(role="assistant", content=printer(template.ids(messages), seed)))
+    messages, sign = [], "> " if sys.stdin.isatty() else ""
+    with contextlib.suppress(EOFError):
+        while True:
+            messages.append(dict(role="user", content=input(sign)))
+            messages.append(dict(role="assistant", content=printer(template.ids(messages), seed)))
 
 
 if __name__ == "__main__":

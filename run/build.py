@@ -121,11 +121,11 @@ def load_initial_weights(model, cfg):
         tensors, shape, _ = checkpoint.open_model(cfg.init_from)
     shorter = cfg.block_size < shape.block_size
     free = ["vocab_multiple"] + ["block_size"] * (cfg.positions == "rope" or shorter)  # RoPE has no weights
-    if wrong := checkpoint.shape_differences(dataclasses.asdict(shape), cfg, free):
+    if wrong := checkpoint.shape_differences(shape, cfg, free):
         raise UserError(f"init_from={cfg.init_from} is another model: {'; '.join(wrong)}")
     if cfg.positions == "learned" and shorter:
         tensors["wpe.weight"] = tensors["wpe.weight"][0 : cfg.block_size]
-    checkpoint.load_model_tensors(model, tensors, cfg.vocab_size)  # padding rows keep their initial values
+    checkpoint.load_model_tensors(model, tensors)
 
 
 def describe(cfg, world, job, loader, start):

@@ -9,21 +9,21 @@ import glob
 import json
 import operator
 import os
-import re
 import shutil
 import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 import model as models
 from configurator import UserError, refuse, typed
+from corpus import tokenizer as tokenizers
+from corpus import told
 from fast.chips import best_attention
 from run import files, source
 from run.logger import NotFinite
@@ -36,24 +36,20 @@ class CheckpointError(UserError):
     exit_code = 4
 
 
-COUNT, TEXT, NUMBER = files.count, files.text, files.number
-STATE = {"step": COUNT, "config?": {}, "wandb_id?": (TEXT, None), "val_loss?": (NUMBER, None)}
-STATE |= {"evaluated?": (True, False), "world_size?": COUNT, "loader?": {"rows": COUNT}, "scaler?": {}}
+STATE = {"step": files.count, "config?": {}, "loader?": {"rows": files.count}, "scaler?": {}}
+STATE |= {"world_size?": files.count, "evaluated?": (True, False)}
+STATE |= {"wandb_id?": (files.text, None), "val_loss?": (files.number, None)}
 SHAPE = {f.name for f in fields(GPTConfig)} - {"attention"}
 SCHEDULE = "max_steps batch_tokens lr min_lr_ratio warmup_steps cooldown_fraction schedule".split()
-READ = SHAPE | {*SCHEDULE, "optimizer", "weights", "tokenizer"}
+READ = SHAPE | {*SCHEDULE, "optimizer", "tokenizer"}
 BESIDE = ("tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "generation_config.json")
+DIGITS = "[0-9]" * 8
 TABLES = ("wte.weight", "head.weight", "values.weight")  # ends of names of tensors with a row per token id
-
-
-def folder_of(out_dir, step):
-    return Path(out_dir) / f"step_{step:08d}"
 
 
 def folders(out_dir):
     """A run's checkpoints, oldest first: step_*/ that hold our files; a user's step_plans/ is none."""
-    names = filter(re.compile("step_[0-9]+").fullmatch, glob.glob("step_*", root_dir=out_dir))
-    found = (Path(out_dir, name) for name in names)
+    found = (Path(out_dir, name) for name in glob.glob(f"step_{DIGITS}", root_dir=out_dir))
     return sorted(p for p in found if (p / "manifest.json").is_file() or (p / "state.json").is_file())
 
 
@@ -117,13 +113,9 @@ def problem(folder, rank=0, ranks=1):
 def save(out_dir, step, tensors, state, keep_last=2):
     """As Saver.write, of a process alone; returns the folder."""
     alone = parallel.World(0, 1, torch.device("cpu"))
-    Saver(alone, out_dir, keep_last, saved=lambda *_: None).write(step, tensors, state)
-    return folder_of(out_dir, step)
-
-
-def save_model(folder, model, cfg, step=0):
-    """Writes a checkpoint of weights only, for --init_from, sample.py and hellaswag.py."""
-    return save(folder, step, {"model": dict(model.named_parameters())}, {"config": asdict(cfg)})
+    saver = Saver(alone, out_dir, keep_last, saved=lambda *_: None)
+    saver.write(step, tensors, state)
+    return saver.final
 
 
 class Saver:
@@ -148,24 +140,24 @@ class Saver:
             raise NotFinite(f"step {step}: weights are inf or NaN and were not saved; try a lower --lr")
         ranks = parallel.gather_objects(rank_tensors(model, self.world.device))
         rng = {f"{rank}.{kind}": t for rank, found in enumerate(ranks) for kind, t in found.items()}
-        own, states = dict(model.named_parameters()), optimizer_tensors(model, optimizer)
-        tensors = {"model": own, "optimizer": states, "rng": rng}
-        self.write(step, tensors, {"world_size": self.world.size, **state})
+        tensors = {"model": dict(model.named_parameters()), "optimizer": optimizer_tensors(model, optimizer)}
+        self.write(step, {**tensors, "rng": rng}, {"world_size": self.world.size, **state})
 
     def write(self, step, tensors, state):
         """Saves {"model": {name: tensor or Stored}, ...}, a file for each key, and the `state`."""
         self.wait()
-        self.last, self.final = step, folder_of(self.out_dir, step)
+        self.last, self.final = step, self.out_dir / f"step_{step:08d}"
+        self.aside = self.final.with_name(f".writing_{self.final.name}")
         need = sum(t.shape.numel() * t.dtype.itemsize for group in tensors.values() for t in group.values())
         free = shutil.disk_usage(self.out_dir).free if self.out_dir.is_dir() else 0
         self.room = f"it needs {need / 1e9:.2f} GB of {free / 1e9:.2f} free"
 
         def begin():
             if self.world.main:
-                _begin(self.final, {"step": step, **state})
+                _begin(self.aside, {"step": step, **state})
             return {file: part for group in tensors.items() for file, part in self._part(*group).items()}
 
-        self.pending = self.thread.submit(_write, self.final, self._agreed(begin))
+        self.pending = self.thread.submit(_write, self.aside, self._agreed(begin))
         if not self.background:
             self.wait()
 
@@ -197,15 +189,14 @@ class Saver:
 
     def _publish(self, manifest):
         """Writes the manifest of a complete folder, gives it its name, and prunes older checkpoints."""
-        aside, final = _aside(self.final), self.final
-        manifest |= {p.name: files.digest(p) for p in aside.iterdir() if p.name not in manifest}
-        files.write_json(aside / "manifest.json", manifest)
-        if final.exists():  # a resumed run saved the same step again
-            remove(final)
-        os.rename(aside, final)
-        files.sync(final.parent)
-        self.whole.add(final)
-        prune(final, self.keep_last, self.whole)
+        manifest |= {p.name: files.digest(p) for p in self.aside.iterdir() if p.name not in manifest}
+        files.write_json(self.aside / "manifest.json", manifest)
+        if self.final.exists():  # a resumed run saved the same step again
+            remove(self.final)
+        os.rename(self.aside, self.final)
+        files.sync(self.out_dir)
+        self.whole.add(self.final)
+        prune(self.final, self.keep_last, self.whole)
 
     def _agreed(self, action):
         """Returns action(); if it fails on a rank, removes what was written, CheckpointError on all ranks."""
@@ -217,36 +208,28 @@ class Saver:
             error = f"rank {self.world.rank}: {kind}{problem}".partition("\n")[0] + f"; {self.room}"
         if failed := list(filter(None, parallel.gather_objects(error))):
             if self.world.main:
-                shutil.rmtree(_aside(self.final), ignore_errors=True)
-            words = f"cannot write the checkpoint on {len(failed)} ranks ({failed[0]})"
-            advice = "earlier checkpoints are intact: free some space and go on with --resume=auto"
-            raise CheckpointError(f"{self.final}: {words}; {advice}")
+                shutil.rmtree(self.aside, ignore_errors=True)
+            words = f"{self.final}: cannot be written on {len(failed)} ranks ({failed[0]})"
+            raise CheckpointError(f"{words}; earlier checkpoints are intact: free some space, --resume=auto")
         return result
 
 
-def _aside(final):
-    return final.with_name(f".writing_{final.name}")
-
-
-def _begin(final, state):
+def _begin(aside, state):
     """Creates the temporary folder with state.json and copies of the run's code and tokenizer."""
-    from corpus import tokenizer as tokenizers
-
-    for path in final.parent.glob(".writing_*"):  # of killed processes
-        if re.fullmatch(r"\.writing_(gone_)?step_[0-9]+", path.name):
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-    _aside(final).mkdir(parents=True)
-    files.write_json(_aside(final) / "state.json", state)
-    copies = {final.parent / name: name for name in source.KEPT if (final.parent / "source.json").is_file()}
+    out_dir = aside.parent
+    for path in out_dir.glob(f".writing_*step_{DIGITS}"):  # of killed processes
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    aside.mkdir(parents=True)
+    files.write_json(aside / "state.json", state)
+    copies = {out_dir / name: name for name in source.KEPT if (out_dir / "source.json").is_file()}
     name = state.get("config", {}).get("tokenizer")
-    path = name and tokenizers.file_of(name)
-    if name and not tokenizers.built_in(name) and not (path and path.is_file()):  # the run was moved
-        path = next(filter(None, map(carried_tokenizer, folders(final.parent)[::-1])), None)
-    if path:
+    earlier = map(carried_tokenizer, folders(out_dir)[::-1])  # for a run that was moved
+    places = () if name is None or tokenizers.built_in(name) else (tokenizers.file_of(name), *earlier)
+    if path := next((path for path in places if path and path.is_file()), None):
         copies |= {path.with_name(name): name for name in BESIDE} | {path: f"tokenizer{path.suffix}"}
     for path, name in copies.items():
         with contextlib.suppress(OSError):  # a file that cannot be read costs no checkpoint
-            files.write_atomic(_aside(final) / name, path.read_bytes())
+            files.write_atomic(aside / name, path.read_bytes())
 
 
 def carried_tokenizer(folder):
@@ -255,13 +238,13 @@ def carried_tokenizer(folder):
     return next((path for path in paths if path.is_file()), None)
 
 
-def _write(final, contents):
+def _write(aside, contents):
     """Writes {file name: (tensors, {name: (first row, rows)} of shards)} -> {file name: digest}."""
     digests = {}
-    if not _aside(final).is_dir():
-        raise OSError(f"{_aside(final)} is not there: out_dir must be on a file system that all nodes share")
+    if not aside.is_dir():
+        raise OSError(f"{aside} is not there: out_dir must be on a file system that all nodes share")
     for name, (tensors, shards) in contents.items():
-        path = _aside(final) / name
+        path = aside / name
         header = {"shards": json.dumps(shards)} if shards else None
         save_file({k: t[...].detach().cpu().contiguous() for k, t in tensors.items()}, path, header)
         files.sync(path)
@@ -288,11 +271,8 @@ class Stored:
         if rows is ... and len(self.parts) == 1:
             return self.parts[0][1][...]
         start, stop = (0, self.shape[0]) if rows is ... else (rows.start, rows.stop)
-        pieces = []
-        for first, part in self.parts:
-            a, b = max(start - first, 0), min(stop - first, part.get_shape()[0])
-            if a < b:
-                pieces.append(part[a:b])
+        spans = [(max(start - n, 0), min(stop - n, part.get_shape()[0]), part) for n, part in self.parts]
+        pieces = [part[a:b] for a, b, part in spans if a < b]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
@@ -301,14 +281,12 @@ def open_folder(folder):
     tensors = {}
     for path in sorted(Path(folder).glob("*.safetensors")):
         group = tensors.setdefault(path.name.partition(".")[0], {})
-        try:
+        with told(f"{path} is damaged or not safetensors", CheckpointError):
             file = safe_open(path, "pt")
             shards = json.loads((file.metadata() or {}).get("shards", "{}"))
             for name in file.keys():
                 first, rows = map(operator.index, shards[name]) if name in shards else (0, None)
                 group.setdefault(name, ([], rows))[0].append((first, file.get_slice(name)))
-        except (SafetensorError, ValueError, TypeError, RecursionError) as error:
-            raise CheckpointError(f"{path} is damaged or not safetensors ({error})") from None
     for group in tensors.values():
         for name, parts in group.items():
             group[name] = Stored(f"{folder}: {name}", *parts)
@@ -334,30 +312,29 @@ def saved_settings(folder, state):
 
 def shape_differences(saved, cfg, free=()):
     """["n_embd: checkpoint 768, now 1024", ...] of fields that decide results, except those in `free`."""
-    old = GPTConfig(**{f.name: saved.get(f.name, f.default) for f in fields(GPTConfig)})
     free = {"attention", "dropout", "zero_init", *free}
     own = dict(n_kv_head="kv_heads", n_hidden="hidden", head_dim="head_size")  # which say what None means
-    pairs = {f.name: [getattr(c, own.get(f.name, f.name)) for c in (old, cfg)] for f in fields(GPTConfig)}
+    pairs = {f.name: [getattr(c, own.get(f.name, f.name)) for c in (saved, cfg)] for f in fields(GPTConfig)}
     return [f"{k}: checkpoint {a}, now {b}" for k, (a, b) in pairs.items() if a != b and k not in free]
 
 
-def check_model_tensors(model, tensors, vocab_size=None):
-    """Raises CheckpointError unless {name: tensor or Stored} fit the model. vocab_size: see below."""
-    own, wrong = dict(model.named_parameters()), []
+def check_model_tensors(model, tensors):
+    """Raises CheckpointError unless {name: tensor or Stored} fit the model, padding rows aside."""
+    own, wrong, vocab_size = dict(model.named_parameters()), [], model.cfg.vocab_size
     for name in sorted(own.keys() | tensors.keys()):
         found, expected = (tuple(of[name].shape) if name in of else "absent" for of in (tensors, own))
-        padded = vocab_size and name.endswith(TABLES) and found[1:] == expected[1:]
+        padded = name.endswith(TABLES) and found[1:] == expected[1:]
         if not (min(found[0], expected[0]) >= vocab_size if padded else found == expected):
             wrong.append(f"{name}: {found}, expected {expected}")
     if wrong:
         raise CheckpointError(f"weights do not fit the model: {'; '.join(wrong[:4])} ({len(wrong)} in all)")
 
 
-def load_model_tensors(model, tensors, vocab_size=None):
-    """Copies {name: tensor or Stored}, on each rank its rows; those from vocab_size on are padding."""
-    check_model_tensors(model, tensors, vocab_size)
+def load_model_tensors(model, tensors):
+    """Copies {name: tensor or Stored}, on each rank its rows; padding rows that they lack are zeros."""
+    check_model_tensors(model, tensors)
     for name, param in model.named_parameters():
-        copy_into(param, tensors[name], vocab_size if name.endswith(TABLES) else None)
+        copy_into(param, tensors[name])
 
 
 def optimizer_tensors(model, optimizer):
@@ -399,15 +376,13 @@ def load_rank_tensors(tensors, model, rank, device):
     own = {name.partition(".")[2]: t[...] for name, t in tensors.items() if name.startswith(f"{rank}.")}
     if device.type not in own:
         return False
-    try:
+    with told(f"rng.safetensors: no state of rank {rank}", CheckpointError):  # torch has several errors
         torch.set_rng_state(own["cpu"])
         if device.type == "cuda":
             torch.cuda.set_rng_state(own["cuda"], device)
         if (amaxes := magnitudes(model)) and "magnitudes" in own:
             for amax, value in zip(amaxes, own["magnitudes"].split([amax.numel() for amax in amaxes])):
                 amax.copy_(value.view_as(amax))
-    except (KeyError, RuntimeError, TypeError) as error:  # torch's, of a state that is none
-        raise CheckpointError(f"rng.safetensors: no state of rank {rank} ({str(error)[:80]!r})") from None
     return True
 
 
@@ -417,19 +392,11 @@ def magnitudes(model):
 
 
 def open_model(path):
-    """({name: Stored}, GPTConfig, settings, None where not saved) of a run's or a checkpoint's folder."""
+    """({name: Stored}, GPTConfig, tokenizer's name or file, if known) of a run's or a checkpoint's folder."""
     folder = find(path)
     tensors, state = open_folder(folder)
-    config, shape = saved_settings(folder, state)
-    if carried := carried_tokenizer(folder):
-        config["tokenizer"] = str(carried)
-    return tensors["model"], shape, SimpleNamespace(**{f.name: None for f in fields(Config)} | config)
-
-
-def load_model(path, device, precision="fp32", world=None):
-    """(model on `device`, its saved settings) from a run's or a checkpoint's folder; see model_of."""
-    tensors, shape, config = open_model(path)
-    return model_of(tensors, shape, torch.device(device), precision, world), config
+    (config, shape), carried = saved_settings(folder, state), carried_tokenizer(folder)
+    return tensors["model"], shape, str(carried) if carried else config.get("tokenizer")
 
 
 @torch.no_grad()
@@ -442,8 +409,5 @@ def model_of(tensors, shape, device, precision="fp32", world=None):
         settings = Config(parallel="fsdp", precision=precision, tie_embeddings=shape.tie_embeddings)
         parallel.shard(model, settings, world, regular=False)
     models.allocate(model, device)
-    for name, parameter in model.named_parameters():
-        if name.endswith(TABLES):  # zeros in padding, which Hugging Face's files do not have
-            local(parameter).zero_()
-    load_model_tensors(model, tensors, shape.vocab_size)
+    load_model_tensors(model, tensors)
     return model.eval()

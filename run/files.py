@@ -20,10 +20,8 @@ def write_atomic(path, data):
     path = Path(path)
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(aside, "wb") as file:
-            file.write(data.encode() if isinstance(data, str) else data)
-            file.flush()
-            os.fsync(file.fileno())
+        aside.write_bytes(data.encode() if isinstance(data, str) else data)
+        sync(aside)
         os.replace(aside, path)
     except BaseException:
         aside.unlink(missing_ok=True)
@@ -66,20 +64,19 @@ class Lock(contextlib.ExitStack):
         with writable(self.path.parent):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             no_link = lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o644)  # to any file
-            file = open(self.path, "a+", errors="replace", opener=no_link)
+            file = self.enter_context(open(self.path, "a+", errors="replace", opener=no_link))
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 file.seek(0)
                 holder = " ".join(file.read(200).split()) or "another process"
-                file.close()
-                words = f"is in use by a run: {holder}; wait for its end, stop it, or give another --out_dir"
-                raise UserError(f"out_dir={self.path.parent} {words}") from None
+                words = f"{holder}; wait for its end, stop it, or give another --out_dir"
+                raise UserError(f"out_dir={self.path.parent} is in use by a run: {words}") from None
             except OSError as error:
                 print(f"warning: {self.path}: {error.strerror}: a second run is not refused", file=sys.stderr)
             file.truncate(0)
             print(f"process {os.getpid()} on {socket.gethostname()}", file=file, flush=True)
-        self.file = self.enter_context(file)
+        self.file = file
 
 
 def digest(path):

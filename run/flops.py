@@ -81,9 +81,8 @@ class Census:
 
 
 class Account:
-    """What a model computes: `calls` (see Census), flops_per_token, unused (parameters without a gradient).
+    """What a model computes: `calls`, flops_per_token, peak FLOP/s, unused (parameters without a gradient).
 
-    peak: the device's FLOP/s in the run's precision, None if unknown.
     regular: every block ran once. bypassed: one ran without kernels.attention. problem: why nothing is known.
     """
 
@@ -109,8 +108,7 @@ class Account:
     def rows(self):
         """Rows of the start-up summary: which calls of operations are fused, which are plain, and why."""
         if self.problem:
-            words = f"model.py's forward does not run on meta tensors ({self.problem})"
-            return [("operations", f"not counted, nor is MFU: {words}")]
+            return [("operations", f"not counted, nor is MFU: the forward fails on meta ({self.problem})")]
         by_reason = {}
         for (name, reason), n in self.calls.items():
             by_reason.setdefault(reason, []).append(f"{name} {n}")

@@ -29,7 +29,7 @@ class GPT2:
     keys = {name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd")}
     keys |= dict(n_positions="block_size", n_inner="n_hidden", activation_function="mlp")
     keys |= dict(layer_norm_epsilon="norm_eps", tie_word_embeddings="tie_embeddings")
-    absent = dict(n_inner=None, activation_function="gelu_new", tie_word_embeddings=True)  # keys that may be
+    absent = dict(activation_function="gelu_new", tie_word_embeddings=True)  # what keys mean that are absent
     mlps = dict(gelu_new="gelu", gelu_pytorch_tanh="gelu", relu2="relu2")  # {activation: our mlp}
     # {key: values that model.py computes}
     allowed = dict(scale_attn_weights=[True], scale_attn_by_inverse_layer_idx=[False])
@@ -48,8 +48,8 @@ class Llama:
     keys |= dict(num_attention_heads="n_head", num_key_value_heads="n_kv_head", hidden_size="n_embd")
     keys |= dict(intermediate_size="n_hidden", hidden_act="mlp", rms_norm_eps="norm_eps", mlp_bias="bias")
     keys |= dict(tie_word_embeddings="tie_embeddings", rope_theta="rope_theta", head_dim="head_dim")
-    absent = dict(num_key_value_heads=None, hidden_act="silu", attention_bias=False, mlp_bias=False)
-    absent |= dict(tie_word_embeddings=False, rope_theta=10000.0, head_dim=None)
+    absent = dict.fromkeys(["attention_bias", "mlp_bias", "tie_word_embeddings"], False)
+    absent |= dict(hidden_act="silu", rope_theta=10000.0)
     mlps = dict(silu="swiglu", swish="swiglu", relu="relu2")  # relu(gate) * up is ReLU squared if gate = up
     allowed = dict(rope_type=["default", "llama3"], partial_rotary_factor=[1.0], quantization_config=[None])
     allowed |= dict(low_freq_factor=[1.0], high_freq_factor=[4.0])  # of llama3, constants of model.Rope
@@ -80,14 +80,13 @@ EXPORTS = (GPT2, Llama, Qwen3)
 FAMILIES = {family.name: family for family in (*EXPORTS, Mistral)}
 FORM = {"model_type": text, **dict.fromkeys(["rope_scaling?", "rope_parameters?"], ({}, None))}
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # masks and tables in old files
-# The place of one of their tensors in ours: rows first to last. transposed: as GPT-2's matrices are (Conv1D).
-# normed: an embedding, into which an export folds embed_norm.
+# Which rows of ours one of theirs is: transposed, as GPT-2's matrices, or normed, with embed_norm in it
 Part = namedtuple("Part", "ours first last transposed normed", defaults=[False, False])
 
 
 @dataclass
 class ImportedConfig(GPTConfig):
-    tokenizer: str | None = None  # gpt2, or the tokenizer.json beside the weights
+    tokenizer: str | None = None  # the tokenizer.json beside the weights, else gpt2 for its vocabulary
 
 
 def family_of(cfg):
@@ -114,9 +113,8 @@ def adopt(given):
     shape = read_config(fetch(name[3:]))
     shape.block_size = min(shape.block_size, GPTConfig.block_size)  # weights may have a longer context
     wanted = replace(shape, **{k: v for k, v in given.items() if k in vars(shape)})
-    if wrong := shape_differences(vars(shape), wanted, ["vocab_multiple", "block_size"]):
-        advice = "leave these settings out to take those of the weights"
-        raise UserError(f"init_from={name} has another shape: {'; '.join(wrong)}; {advice}")
+    if wrong := shape_differences(shape, wanted, ["vocab_multiple", "block_size"]):
+        raise UserError(f"init_from={name} has another shape: {'; '.join(wrong)}; leave these settings out")
     return vars(shape) | given
 
 
@@ -125,31 +123,23 @@ def read_config(folder):
     path = Path(folder) / "config.json"
     hf, tokenizer = read_json(path, form=FORM), path.with_name("tokenizer.json")
     try:
-        cfg = _as_settings(hf)
+        _refuse_others(hf, dict(model_type=[*FAMILIES]))
+        family = FAMILIES[hf["model_type"]]
+        hf = family.absent | hf | (hf.get("rope_scaling") or {}) | (hf.get("rope_parameters") or {})
+        hf.setdefault("rope_type", hf.get("type", "default"))
+        _refuse_others(hf, family.allowed)
+        settings = {name: values[0] for name, values in family.settings.items()}
+        settings |= {name: hf.get(key) for key, name in family.keys.items()}
+        settings["mlp"] = family.mlps[settings["mlp"]]
+        if hf["rope_type"] == "llama3":
+            settings["rope_factor"] = hf.get("factor", "absent")
+            settings["rope_original"] = hf.get("original_max_position_embeddings")
+        cfg = ImportedConfig(**typed(ImportedConfig, settings, settings.keys()))
+        refuse(cfg.problems())
+        _refuse_others(hf, dict(attention_bias=[cfg.bias]))
     except (UserError, OverflowError) as error:
         raise UserError(f"{path}: {error}") from None
-    cfg.tokenizer = str(tokenizer) if tokenizer.is_file() else None
-    if cfg.vocab_size == 50257 and (cfg.tokenizer is None or same_tokenizer(tokenizer, "gpt2")):
-        cfg.tokenizer = "gpt2"
-    return cfg
-
-
-def _as_settings(hf):
-    """The ImportedConfig, without a tokenizer, of config.json's object."""
-    _refuse_others(hf, dict(model_type=[*FAMILIES]))
-    family = FAMILIES[hf["model_type"]]
-    hf = family.absent | hf | (hf.get("rope_scaling") or {}) | (hf.get("rope_parameters") or {})
-    hf.setdefault("rope_type", hf.get("type", "default"))
-    _refuse_others(hf, family.allowed)
-    settings = {name: values[0] for name, values in family.settings.items()}
-    settings |= {name: hf.get(key) for key, name in family.keys.items()}
-    settings["mlp"] = family.mlps[settings["mlp"]]
-    if hf["rope_type"] == "llama3":
-        settings["rope_factor"] = hf.get("factor", "absent")
-        settings["rope_original"] = hf.get("original_max_position_embeddings")
-    cfg = ImportedConfig(**typed(ImportedConfig, settings, settings.keys()))
-    refuse(cfg.problems())
-    _refuse_others(hf, dict(attention_bias=[cfg.bias]))
+    cfg.tokenizer = str(tokenizer) if tokenizer.is_file() else "gpt2" if cfg.vocab_size == 50257 else None
     return cfg
 
 
@@ -159,14 +149,12 @@ def _refuse_others(hf, allowed):
             raise UserError(f"{key}={hf[key]} is not supported, expected {' or '.join(map(str, values))}")
 
 
-def same_tokenizer(*two):
-    """Whether two tokenizers, names or arrays of token_bytes.npy, have as many bytes in each id."""
-    import numpy as np
-
+def same_tokenizer(name, sizes):
+    """Whether a tokenizer has as many bytes in each id as `sizes`, an array of token_bytes.npy."""
     from corpus import tokenizer as tokenizers
 
-    sizes = (one if isinstance(one, np.ndarray) else tokenizers.load(str(one)).token_bytes() for one in two)
-    return np.array_equal(*sizes)
+    own = tokenizers.load(name).token_bytes()
+    return own.shape == sizes.shape and (own == sizes).all()
 
 
 def fetch(name):
@@ -276,8 +264,7 @@ def open_tensors(folder, family):
         files = {*read_json(index, form={"weight_map": {str: plain_name}})["weight_map"].values()}
     for path in sorted(folder / file for file in files):
         if not path.is_file():
-            why = "only safetensors are read, never pickled weights (pytorch_model.bin)"
-            raise UserError(f"{path}: missing; {why}: load and save those with transformers first")
+            raise UserError(f"{path}: missing; pickles (pytorch_model.bin) are not read: convert them first")
         with told(f"{path}: damaged or not safetensors"):
             handle = safe_open(path, "pt")
         for name in handle.keys():
@@ -313,25 +300,20 @@ def open_hf(name):
 
 
 def save_hf(model, path, dtype="float32", max_shard_size="5GB", tensors=None, tokenizer=None):
-    """Writes a folder that AutoModelForCausalLM loads, complete or not at all; returns its path.
-
-    tensors: {our name: tensor or Stored}; None: the model's own. tokenizer: a corpus.tokenizer.Tokenizer.
-    """
-    from safetensors import SafetensorError
-
+    """Writes a folder that AutoModelForCausalLM loads, whole or not at all. tensors=None: the model's."""
     path, parts = Path(path), hf_parts(model)
     tensors = dict(model.named_parameters()) if tensors is None else tensors
     aside = path.absolute().with_name(f".writing_{path.name}")
     shutil.rmtree(aside, ignore_errors=True)  # left by a killed save
     try:
-        aside.mkdir(parents=True)
-        ids = write_tokenizer(aside, tokenizer, model.cfg.block_size) if tokenizer else {}
-        write_json(aside / "config.json", config_json(model.cfg, dtype, ids))
-        _write_shards(aside, parts, tensors, dtype, max_shard_size, model.cfg.norm_eps)
-        os.rename(aside, path)
-    except (OSError, SafetensorError, UserError) as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise UserError(f"{path}: cannot be written ({error}); nothing of it is kept") from None
+        with told(f"{path}: cannot be written", advice="; nothing of it is kept"):
+            aside.mkdir(parents=True)
+            ids = write_tokenizer(aside, tokenizer, model.cfg.block_size) if tokenizer else {}
+            write_json(aside / "config.json", config_json(model.cfg, dtype, ids))
+            _write_shards(aside, parts, tensors, dtype, max_shard_size, model.cfg.norm_eps)
+            os.rename(aside, path)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)  # after a failure
     return path
 
 

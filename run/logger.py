@@ -77,9 +77,8 @@ class Logger:
     def _start_wandb(self, config):
         import wandb
 
-        names = dict(project="pretrain", name=self.out_dir.resolve().name, id=self.wandb_id)
-        names["dir"] = os.environ.get("WANDB_DIR") or self.out_dir
-        run = wandb.init(config=config, resume="allow", **names)
+        names = dict(name=self.out_dir.resolve().name, dir=os.environ.get("WANDB_DIR") or self.out_dir)
+        run = wandb.init(project="pretrain", config=config, id=self.wandb_id, resume="allow", **names)
         run.define_metric("*", step_metric="step")  # a resumed run steps back; wandb's own step may not
         return run
 
@@ -95,30 +94,30 @@ class Logger:
         """A line of log.jsonl, where inf and NaN are null as in JSON, and in wandb as kind/name."""
         if self.file:
             finite = {k: None if v in (math.inf, -math.inf) or v != v else v for k, v in values.items()}
-            self._append(json.dumps({"kind": kind, "step": step, **finite}) + "\n")
+            self._append(json.dumps({"kind": kind, "step": step, **finite}).encode() + b"\n")
         if self.wandb:
             named = {f"{kind}/{name}": value for name, value in values.items() if value is not None}
             self._try_wandb(self.wandb.log, {"step": step, **named})
 
     def _append(self, line):
         """A whole line or none; a disk that is full costs lines of the log, not the run."""
-        end, rest = os.fstat(self.file.fileno()).st_size, line.encode()
+        end = os.fstat(self.file.fileno()).st_size
         try:
-            while rest:
-                rest = rest[self.file.write(rest) :]
+            while line:
+                line = line[self.file.write(line) :]
         except OSError as error:
             with contextlib.suppress(OSError):
                 self.file.truncate(end)
             if not self.full:
-                self.full, words = True, f"{error.strerror}; training goes on, lines of the log are lost"
-                self.print(f"warning: {self.file.name}: {words}")
+                self.print(f"warning: {self.file.name}: {error.strerror}; training goes on, lines are lost")
+            self.full = True
 
     def start(self, step, tokens, rows, settings, account):
         """The start-up summary. account: a flops.Account, for the MFU."""
         self.flops_per_token, self.origin = account.flops_per_token, (step, tokens)
         self.peak = account.peak and account.peak * self.world.size
-        words = [f"{name}={value}" for name, value in settings.items()]
-        rows = [describe_device(self.world), *rows, ("settings", " ".join(words) or "all defaults")]
+        words = " ".join(f"{name}={value}" for name, value in settings.items())
+        rows = [describe_device(self.world), *rows, ("settings", words or "all defaults")]
         show(rows, self.print)
         self.record("start", step, flops_per_token=self.flops_per_token, rows=rows)
 
@@ -164,9 +163,9 @@ class Logger:
         if not first:
             self.average = 0.9 * (self.average or self.seconds) + 0.1 * self.seconds
         self._line(step, lr, loss, norm)
-        bad = {name: x for name, x in (("loss", loss), ("gradient norm", norm)) if not math.isfinite(x)}
-        self._skip_or_refuse(step, bad)
-        if "loss" not in bad:
+        figures = {"loss": loss} if self.max_skipped is None else {"loss": loss, "gradient norm": norm}
+        self._skip_or_refuse(step, {name: x for name, x in figures.items() if not math.isfinite(x)})
+        if math.isfinite(loss):
             self._look_for_spike(step, loss)
 
     def _line(self, step, lr, loss, norm):
@@ -188,17 +187,13 @@ class Logger:
 
     def _skip_or_refuse(self, step, bad):
         """Counts a step that Training.step skipped for figures {name: value} in `bad`; refuses too many."""
-        if self.max_skipped is None:
-            self.refuse(step, "loss", bad.get("loss"))
-            return
         self.in_a_row = self.in_a_row + 1 if bad else 0
         for name, value in list(bad.items())[:1]:
-            if self.in_a_row > self.max_skipped:
+            if self.in_a_row > (self.max_skipped or 0):
                 self.refuse(step, name, value)
             self.skipped += 1
             self.record("skipped", step, in_a_row=self.in_a_row, in_all=self.skipped)
-            counts = f"{self.in_a_row} in a row, {self.skipped} since the start"
-            self.print(f"warning: step {step} was skipped, the {name} is {value}; {counts}")
+            self.print(f"warning: step {step} was skipped, the {name} is {value}; {self.in_a_row} in a row")
 
     def refuse(self, step, name, value):
         """Raises NotFinite unless the figure is finite; None passes."""

@@ -38,18 +38,18 @@ class Start:
             print(f"warning: {words}", file=sys.stderr)  # now: an edited model may not fit the checkpoint
         config, shape = checkpoint.saved_settings(self.folder, self.state)
         self.state["config"] = config
-        if wrong := checkpoint.shape_differences(vars(shape), cfg):
-            raise CheckpointError(f"{self.folder} is another model: {'; '.join(wrong)}; nothing was changed")
-        was = {"optimizer": config.get("optimizer", "adamw"), "weights": config.get("weights", "fp32")}
-        wrong = [f"{k}={v}, now {getattr(cfg, k)}" for k, v in was.items() if v != getattr(cfg, k)]
-        absent = {"optimizer", "loader", "scaler", "world_size"} - self.state.keys() - self._tensors.keys()
-        wrong += [f"no {name}" for name in sorted(absent)]
-        wrong += ["no loss scaler"] * (cfg.precision == "fp16" and not self.state.get("scaler"))
+        wrong = checkpoint.shape_differences(shape, cfg)
+        if (was := config.get("optimizer", "adamw")) != cfg.optimizer:
+            wrong.append(f"optimizer: checkpoint {was}, now {cfg.optimizer}")
         kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[cfg.weights]
-        wrong += [f"{name} in {t.dtype}" for name, t in self.weights.items() if t.dtype != kind]
+        others = {t.dtype for t in self.weights.values()} - {kind}
+        wrong += [f"weights: checkpoint {dtype}, now {kind}" for dtype in others]
+        absent = {"optimizer", "loader", "scaler", "world_size"} - self.state.keys() - self._tensors.keys()
+        wrong += [f"it has no {name}" for name in sorted(absent)]
+        wrong += ["it has no loss scaler"] * (cfg.precision == "fp16" and not self.state.get("scaler"))
         if wrong:
-            more = f"for a new run from its weights: --init_from={self.folder}"
-            raise CheckpointError(f"{self.folder} cannot be resumed: it was saved with {wrong[0]}; {more}")
+            more = "give the settings of its run, or begin a new one from its weights with --init_from"
+            raise CheckpointError(f"{self.folder} cannot be resumed: {'; '.join(wrong)}; {more}")
         if self.step > cfg.max_steps and not cfg.dry_run:
             raise UserError(f"{self.folder} is beyond max_steps={cfg.max_steps}; try a larger --max_steps")
 
@@ -82,8 +82,7 @@ class Start:
     def rows(self, cfg):
         """Rows of the start-up summary: the checkpoint, and changes of the learning rate's schedule since."""
         rows, saved = [("resumed", str(self.folder))] if self.folder else [], self.state.get("config", {})
-        names = [k for k in checkpoint.SCHEDULE if k in saved and saved[k] != getattr(cfg, k)]
-        if old := {name: saved[name] for name in names}:
+        if old := {k: v for k, v in saved.items() if k in checkpoint.SCHEDULE and v != getattr(cfg, k)}:
             before, now = (optim.learning_rate(self.step, c) for c in (dataclasses.replace(cfg, **old), cfg))
             words = ", ".join(f"{name} {value} to {getattr(cfg, name)}" for name, value in old.items())
             rate = f"the next learning rate is {now:.3g} instead of {before:.3g}"

@@ -1,8 +1,7 @@
 """Signals, and ranks that fail, die or hang: a run stops after a step, or all its ranks end with one error.
 
-A thread notes a signal, which the loop obeys after a step or a batch of an evaluation. Ranks learn of each
-other's errors through the process group's store: the first is printed once, and all end with its exit code.
-timeout_s ends ranks that wait for one that hangs: gloo by its own limit, and this thread those in NCCL.
+A thread notes signals, looks for ranks that died or hang, and learns of other ranks' errors through the
+process group's store: the first error is printed once, and all end with its exit code.
 """
 
 import contextlib
@@ -44,11 +43,14 @@ class Watch(contextlib.ExitStack):
         self._peers, self._failing, self._closing = {}, False, threading.Event()
 
     def __enter__(self):
-        if self.store is not None:
-            self._find_peers()
+        if self.store is not None:  # a descriptor of each rank here is readable once its process has ended
+            rank, first = self.world.rank, self.world.rank - int(os.environ.get("LOCAL_RANK", 0))
+            self.store.set(f"process/{rank}", str(os.getpid()))
+            for peer in {*range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", 1)))} - {rank}:
+                with contextlib.suppress(OSError, AttributeError):  # Linux alone has it
+                    self._peers[os.pidfd_open(int(self.store.get(f"process/{peer}")))] = peer
         self._pipe = os.pipe()  # gets the number of each signal, also while the main thread waits in C++
-        for end in self._pipe:
-            os.set_blocking(end, False)
+        os.set_blocking(self._pipe[1], False)
         self._before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
         self._before_wakeup = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -56,15 +58,6 @@ class Watch(contextlib.ExitStack):
         # Only that thread gets signals now. Processes inherit the mask, so Ctrl-C does not kill a compiler.
         self._before_mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         return self
-
-    def _find_peers(self):
-        """Opens a descriptor of each other rank of this machine: readable once its process has ended."""
-        self.store.set(f"process/{self.world.rank}", str(os.getpid()))
-        first = self.world.rank - int(os.environ.get("LOCAL_RANK", 0))
-        ranks = {*range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", 1)))} - {self.world.rank}
-        for rank in ranks:
-            with contextlib.suppress(OSError, AttributeError):  # Linux alone has it
-                self._peers[os.pidfd_open(int(self.store.get(f"process/{rank}")))] = rank
 
     def __exit__(self, kind, error, trace):
         try:
@@ -89,11 +82,10 @@ class Watch(contextlib.ExitStack):
 
     def agreed(self):
         """Sets `stopping` where any rank got a signal; returns it. All ranks call it: a small all-reduce."""
-        if not self.stopping:
+        if self.world.size == 1:  # which need not wait for the device
+            self.stopping = self.asked
+        elif not self.stopping:
             self._moved = time.monotonic()
-            if self.world.size == 1:  # which need not wait for the device
-                self.stopping = self.asked
-                return self.stopping
             own = torch.tensor([float(self.asked == number) for number in SIGNALS], device=self.world.device)
             found = parallel.sum_over_ranks(own).tolist()
             self.stopping = next((number for number, ranks in zip(SIGNALS, found) if ranks), 0)
@@ -116,7 +108,7 @@ class Watch(contextlib.ExitStack):
         if isinstance(error, SystemExit):
             error = RuntimeError(f"sys.exit({error.code})").with_traceback(error.__traceback__)
         code, text = getattr(error, "exit_code", 1), str(error) or type(error).__name__
-        first = self._first(self.world.rank, code, text)
+        first = self._first(code, text)
         if not first and (lost or not isinstance(error, UserError)):
             self._follow()
         if not isinstance(error, UserError):
@@ -128,9 +120,9 @@ class Watch(contextlib.ExitStack):
         error.loud = first
         raise error from None
 
-    def _first(self, rank, code, text):
-        """Makes an error of a rank known; whether it is the first one."""
-        cause = json.dumps({"rank": rank, "code": code, "text": text, "by": self.world.rank})
+    def _first(self, code, text):
+        """Makes an error that this rank has, or sees, known to all; whether it is the first one."""
+        cause = json.dumps({"rank": self.world.rank, "code": code, "text": text})
         with contextlib.suppress(RuntimeError):  # the store is gone: each rank that is left tells
             return self.store.compare_set("failed", "", cause).decode() == cause
         return True
@@ -168,12 +160,14 @@ class Watch(contextlib.ExitStack):
                 store_seen = time.monotonic()
             except RuntimeError as error:  # torch's errors of a store
                 if time.monotonic() - store_seen > STORE_GONE and not self._closing.is_set():
-                    why = str(error).partition("\n")[0]
-                    self._quit(1, f"the process that holds the ranks' store is gone ({why})", alone=True)
+                    why = f"the process that holds the ranks' store is gone ({error})".partition("\n")[0]
+                    print(f"{self._where()}: {why}", file=sys.stderr, flush=True)
+                    leave(1, why, at_once=True)
 
     def _signalled(self, number):
         if self.asked and time.monotonic() - self._asked_at > TWICE:
-            self._quit(128 + number, "a second signal", alone=True)  # checkpoints are whole or not there
+            print(f"{self._where()}: a second signal", file=sys.stderr, flush=True)
+            leave(128 + number, "a second signal", at_once=True)  # checkpoints are whole or not there
         if self.world.main and not self.asked:
             words = f"{signal.Signals(number).name} in step {self._step}: this run saves and stops"
             print(f"{words}; a second signal ends it at once", flush=True)
@@ -181,15 +175,14 @@ class Watch(contextlib.ExitStack):
 
     def _look(self, ended):
         """Looks for ranks that have failed or died: NCCL does not tell those who wait for one."""
-        for lost in map(self._peers.get, ended):
-            text = f"{self._where()}: lost rank {lost}: its process has ended"
-            if not self.store.check([f"ended/{lost}"]) and self._first(lost, 1, text):
-                print(f"error: {text}", file=sys.stderr, flush=True)
+        lost = [rank for rank in map(self._peers.get, ended) if not self.store.check([f"ended/{rank}"])]
+        wrong = [f"lost rank {rank}: its process has ended" for rank in lost]
         seconds = time.monotonic() - self._moved
         waits = self.world.size > 1 and self._begun > 1  # the first step may have to compile
         if waits and seconds > self.timeout_s + HANGS:
-            text = f"{self._where()}: has not gone on for {seconds:.0f} s (timeout_s={self.timeout_s})"
-            if self._first(self.world.rank, 1, text):
+            wrong.append(f"has not gone on for {seconds:.0f} s (timeout_s={self.timeout_s})")
+        for text in (f"{self._where()}: {words}" for words in wrong):
+            if self._first(1, text):
                 print(f"error: {text}", file=sys.stderr, flush=True)
         if self.store.check(["failed"]) and not self._closing.wait(PATIENCE) and not self._failing:
             self._follow()
@@ -200,13 +193,9 @@ class Watch(contextlib.ExitStack):
         if seconds > self.timeout_s / 2:
             print(f"stacks of {self._where()}, for {seconds:.0f} s:", file=sys.stderr, flush=True)
             faulthandler.dump_traceback()
-        self._quit(cause["code"], f"rank {cause['rank']} failed: {cause['text']}")
+        self._quit(cause["code"], f"after an error of rank {cause['rank']}: {cause['text']}")
 
-    def _quit(self, code, why, alone=False):
-        """alone: for a reason of this process, which waits for nobody."""
-        if alone:
-            print(f"{self._where()}: {why}", file=sys.stderr, flush=True)
-            self.store = None
+    def _quit(self, code, why):
         self._leave_store(wait=True)
         leave(code, why, at_once=True)
 

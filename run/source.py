@@ -20,7 +20,6 @@ def digests():
 
 def record(out_dir):
     """Writes today's code into out_dir. Raises OSError."""
-    Path(out_dir).mkdir(parents=True, exist_ok=True)
     files.write_json(Path(out_dir) / "source.json", {"files": digests()})
     for name in COPIED:
         files.write_atomic(Path(out_dir) / name, (HERE / name).read_bytes())
@@ -35,5 +34,4 @@ def warning(folder):
     now = digests()
     changed = (path for path in sorted(then | now) if then.get(path) != now.get(path))
     found = [path for path in changed if path in COPIED or path.startswith("fast/")]
-    kept = f"{folder}, which keeps the former model.py and kernels.py"
-    return f"this code differs ({', '.join(found)}) from that of {kept}" if found else None
+    return f"this code differs ({', '.join(found)}) from that of {folder}, which keeps it" if found else None

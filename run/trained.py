@@ -22,22 +22,23 @@ def load(cfg):
     parallel.barrier()  # all have connected: a rank that ends on a mistake below breaks no other's connection
     precision, _ = pick_precision(cfg.precision, world.device)
     pick_ops("auto", world.device, precision)
-    model, saved = load_model(cfg, world, precision)
-    tokenizer = tokenizers.load(cfg.tokenizer or saved.tokenizer or "gpt2", model.cfg.vocab_size)
+    model, name = load_model(cfg, world, precision)
+    tokenizer = tokenizers.load(cfg.tokenizer or name or "gpt2", model.cfg.vocab_size)
     for folder in folders(cfg, tokenizer):
         tokenizer.ends |= chat.stop_ids(folder, tokenizer)
     return world, model, tokenizer, autocast(precision, world.device)
 
 
 def load_model(cfg, world, precision):
-    """(model, its saved settings), with weights in bf16 for that precision, else in float32."""
+    """(model, its tokenizer's name or file), with weights in bf16 for that precision, else in float32."""
     options = world.device, precision, world if cfg.parallel == "fsdp" else None
     if cfg.checkpoint is None:
         tensors, shape = hf.open_hf(cfg.pretrained)
-        return checkpoint.model_of(tensors, shape, *options), shape
+        return checkpoint.model_of(tensors, shape, *options), shape.tokenizer
     if (warning := source.warning(cfg.checkpoint)) and is_rank_0():
         print(f"warning: {warning}", file=sys.stderr)
-    return checkpoint.load_model(cfg.checkpoint, *options)
+    tensors, shape, name = checkpoint.open_model(cfg.checkpoint)
+    return checkpoint.model_of(tensors, shape, *options), name
 
 
 def folders(cfg, tokenizer):

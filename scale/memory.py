@@ -1,7 +1,6 @@
 """The GPU memory that a run will take, by arithmetic alone: `bench.py memory` needs neither a GPU nor torch.
 
-Counts what the fused kernels in bf16 and fp8 keep, in bytes a rank, at the moments where a step may have its
-peak: the loss, the backward of the last block, and the update.
+Counts bytes on a rank, with the fused kernels in bf16 or fp8, in the loss, a block's backward and the update.
 """
 
 import bisect
@@ -11,7 +10,6 @@ import os
 import fast
 
 GIB = 2**30
-WORKSPACE = 2**25  # bytes of cuBLAS's workspace
 GROUP = 256  # elements that share a float32 scale in adamw8bit's moments, as in its module
 UNIT_MIB = 100  # blocks that FSDP2 gathers as one unit take up to this in 16 bits; 0: a block a unit
 
@@ -22,7 +20,6 @@ def estimate(cfg, ranks):
     shards, sharded = shards_of(cfg, ranks), cfg.parallel != "ddp" and (ranks > 1 or cfg.offload_states)
     here = 0 if cfg.offload_states else total / shards
     states = {"parameters": own * here, "gradients": own * here, "optimizer": moments * here}
-    states["buffers"] = WORKSPACE + 8 * cfg.block_size * cfg.head_size * (cfg.positions == "rope")
     parts = dict(states)
     if cfg.optimizer == "muon":
         states["updates"] = 2 * cfg.n_layer * block / shards  # of the blocks' matrices, beside all gradients
@@ -71,25 +68,21 @@ def bytes_of_parameter(cfg):
 
 def gathered(cfg, shards):
     """FSDP2's buffers in 16 bits: weights of two units and the head (zero2: all), a unit's gradients."""
-    (total, block), (own, summed, _) = parameter_counts(cfg), bytes_of_parameter(cfg)
+    (total, block), (_, summed, _) = parameter_counts(cfg), bytes_of_parameter(cfg)
     table = cfg.padded_vocab * cfg.kv_heads * cfg.head_size  # gathered with its block
-    sizes = [block + table * (layer in cfg.value_layers) for layer in range(cfg.n_layer)]
-    filled = [sum(sizes[i] for i in unit) for unit in units(sizes, cfg.remat in ("block", "attention"))]
-    unit, two = max(filled), max(a + b for a, b in zip(filled, [*filled[1:], 0]))
-    rest = total - cfg.n_layer * block - table * len(cfg.value_layers)
-    head = rest // (1 if cfg.tie_embeddings else 2)
-    whole = 2 * (total if cfg.parallel == "zero2" else head + (unit if shards == 1 else two))
+    several = 0 if cfg.remat in ("block", "attention") else UNIT_MIB * 2**19  # parameters of a unit of blocks
+    unit = max(block + table * bool(cfg.value_layers), several)
+    head = cfg.padded_vocab * cfg.n_embd
+    whole = 2 * (total if cfg.parallel == "zero2" else head + unit * min(2, shards))
     if shards == 1:  # nothing to gather from other ranks ahead of its use, and nothing to reduce
         return whole
-    arriving = cfg.offload_states * own * max(unit, head) / shards  # from the host, not yet cast
-    return whole + (2 + summed) * max(unit, head) * (1 + 1 / shards) + arriving
+    return whole + (2 + summed) * max(unit, head) * (1 + 1 / shards)
 
 
 def loss_bytes(cfg):
     """Bytes while the loss is computed: a chunk of logits, gradients of the hidden state and the head."""
     tokens, (own, *_) = cfg.rank_tokens, bytes_of_parameter(cfg)
-    logits = min(fast.LOGITS_MIB * 2**20, 2 * tokens * cfg.padded_vocab)
-    logits *= 2 if cfg.precision == "fp8" else 1
+    logits = min(fast.LOGITS_MIB * 2**20, 2 * tokens * cfg.padded_vocab) * (1 + (cfg.precision == "fp8"))
     return logits + tokens * cfg.n_embd * 2 + own * cfg.padded_vocab * cfg.n_embd
 
 
@@ -97,14 +90,11 @@ def backward_bytes(cfg, again):
     """Working memory of a block's backward: gradients, and activations where they are computed again."""
     C, A, tokens = cfg.n_embd, cfg.attention_width, cfg.rank_tokens
     wide = 2 * (2 * cfg.mlp_width + 2 * cfg.hidden)
-    if not again:
-        return tokens * (wide + 2 * 3 * C)
     tile = min(tokens, cfg.remat_tile or tokens)
-    if cfg.remat == "selective":
-        return tile * wide + tokens * 2 * 4 * C
-    rotated = cfg.qkv_width - cfg.kv_heads * cfg.head_size if cfg.positions == "rope" else 0
+    if not again or cfg.remat == "selective":
+        return tile * wide + tokens * 2 * 3 * C
     # attention: q, k, v before and after RoPE; x, y, norm_1(x), three gradients; dq, dk, dv, dq in float32
-    attention = 2 * (cfg.qkv_width + rotated + 4 * C + 2 * A) + 2 * cfg.qkv_width + 4 * A
+    attention = (6 if cfg.positions == "rope" else 4) * cfg.qkv_width + 8 * A + 8 * C
     # MLP: the pre-activation, its gradient and the activation's; x, y, norm_2(x), three gradients
     return max(tokens * attention, tile * (wide - 2 * cfg.hidden) + tokens * 2 * 6 * C)
 
@@ -120,16 +110,12 @@ def kept(cfg, remat):
     sizes += [2 * A * cfg.attention_gate, A * fp8]  # the output before its gates, and in 8 bits
     if remat == "selective":
         return [*sizes, C * fp8]  # the MLP's input in bf16
-    if cfg.mlp in ("relu2", "swiglu") and not fp8:
-        return [*sizes, 2 * cfg.mlp_width]  # ReLU^2's output; the backward computes silu(gate) * up again
-    return [*sizes, 2 * cfg.mlp_width, cfg.hidden if fp8 else 2 * cfg.hidden]  # operands of the second GEMM
+    # the pre-activation, of relu2 its square alone; in bf16 GELU's output, in 8 bits that of each activation
+    return [*sizes, 2 * cfg.mlp_width, cfg.hidden if fp8 else 2 * cfg.hidden * (cfg.mlp == "gelu")]
 
 
 def units(sizes, apart):
-    """FSDP2's units, lists of block indices: gathered together, up to UNIT_MIB in 16 bits.
-
-    apart: a unit for each; a unit of several needs each block to run exactly once, in order.
-    """
+    """FSDP2's units, lists of block indices. apart: one each, as where a block does not run exactly once."""
     found = []
     for block, size in enumerate(sizes):
         if apart or not found or 2 * (sum(sizes[i] for i in found[-1]) + size) > UNIT_MIB * 2**20:

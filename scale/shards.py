@@ -27,9 +27,10 @@ def is_first_copy(tensor):
     return all(at == 0 for at, placement in places if placement.is_replicate())
 
 
-def copy_into(tensor, whole, rows=None):
-    """tensor[:rows] = whole[:rows] for this rank's rows; whole[a:b] may read a file, of those rows alone."""
+def copy_into(tensor, whole):
+    """Copies this rank's rows of `whole`, which alone whole[a:b] may read; rows that it lacks are zeros."""
     first, last = rows_of(tensor)
-    last = last if rows is None else min(last, rows)
+    last = max(first, min(last, whole.shape[0]))
     if first < last:
         local(tensor)[: last - first].copy_(whole[first:last])
+    local(tensor)[last - first :] = 0

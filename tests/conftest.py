@@ -210,6 +210,21 @@ def losses(log, kind="train"):
     return {line["step"]: line["loss"] for line in log if line["kind"] == kind}
 
 
+def save_model(folder, model, cfg, step=0):
+    """A checkpoint of weights alone; returns its folder."""
+    from run import checkpoint
+
+    return checkpoint.save(folder, step, {"model": dict(model.named_parameters())}, {"config": vars(cfg)})
+
+
+def load_model(folder):
+    """The model of a checkpoint, on the CPU."""
+    from run import checkpoint
+
+    tensors, shape, _ = checkpoint.open_model(folder)
+    return checkpoint.model_of(tensors, shape, torch.device("cpu"))
+
+
 def load_checkpoint(folder):
     """(tensors, state) of a checkpoint folder, as for checkpoint.save."""
     tensors, state = checkpoint.open_folder(folder)

@@ -21,7 +21,7 @@ import test_fineweb
 import test_signals
 import torch
 from compare import CPU, repeated
-from conftest import flags, load_checkpoint, losses, one_line, read_log, train_here, write_shard
+from conftest import flags, load_checkpoint, losses, one_line, read_log, save_model, train_here, write_shard
 from test_fineweb import hub_cache  # noqa: F401
 
 import optim
@@ -322,7 +322,7 @@ def test_a_whole_checkpoint_stays_until_another_takes_its_place(tmp_path, capsys
     for step in (1, 2, 3):
         test_checkpoint.save(tmp_path, step, keep_last=2, val_loss=[1.0, 3.0, 4.0][step - 1])
     for step in (1, 3):
-        path = checkpoint.folder_of(tmp_path, step) / "model.safetensors"
+        path = tmp_path / f"step_{step:08d}" / "model.safetensors"
         path.write_bytes(path.read_bytes()[:-1] + b"\x01")
     assert checkpoint.find(tmp_path).name == "step_00000002"
     steps = lambda: [int(f.name[5:]) for f in checkpoint.folders(tmp_path)]
@@ -332,7 +332,7 @@ def test_a_whole_checkpoint_stays_until_another_takes_its_place(tmp_path, capsys
     assert steps() == [2, 4, 5]  # 2 has the best loss of the whole ones
     test_checkpoint.save(tmp_path, 6, keep_last=2, val_loss=2.0)
     assert steps() == [5, 6]
-    assert checkpoint.problem(checkpoint.folder_of(tmp_path, 6)) is None
+    assert checkpoint.problem(tmp_path / "step_00000006") is None
 
 
 @pytest.mark.fault(51)
@@ -386,7 +386,7 @@ def test_a_checkpoint_carries_its_tokenizer(tmp_path, capsys):
     cfg = Config(**SMALL | {"vocab_size": size}, tokenizer=str(here))
     model = build(cfg, CPU, seed=1)
     for step in (1, 2):  # at the second the file is gone
-        checkpoint.save_model(out, model, cfg, step)
+        save_model(out, model, cfg, step)
         shutil.rmtree(here, ignore_errors=True)
     moved = (out / "step_00000002").rename(tmp_path / "step_00000002")
     shutil.rmtree(out)

@@ -6,13 +6,12 @@ import urllib.error
 import pytest
 import ranks
 import torch
-from conftest import one_line
+from conftest import one_line, save_model
 
 import hellaswag
 from configurator import UserError
 from corpus import tokenizer as tokenizers
 from model import build
-from run import checkpoint
 from settings import GPTConfig
 
 WORDS = "the man walks his dog and then she rides a red bike over some hill while they sing".split()
@@ -152,7 +151,7 @@ def test_the_command_line_over_two_ranks_prints_one_score_the_same(tmp_path, mod
     path.write_text("".join(json.dumps(example) + "\n" for example in made_up(25)))
     prepared = hellaswag.prepare(made_up(20), tokenizers.load("bytes"), 128)
     assert len(list(hellaswag.batches(prepared, 256, 128))) % 2 == 1  # a rank without a batch takes part
-    checkpoint.save_model(tmp_path / "run", model, model.cfg)
+    save_model(tmp_path / "run", model, model.cfg)
     words = [f"--checkpoint={tmp_path}/run", f"--file={path}", "--tokenizer=bytes", "--device=cpu"]
     words += ["--limit=20"]
     alone = ranks.run(0, [*words, "--batch_tokens=256"], "hellaswag.py")

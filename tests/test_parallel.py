@@ -6,6 +6,7 @@ import re
 import signal
 import types
 
+import conftest
 import pytest
 import ranks
 import torch
@@ -292,7 +293,7 @@ def test_merged_goes_on_exactly_as_sharded_and_exports_the_same(data_dir, tmp_pa
     convert.main(convert.Config(checkpoint=str(part), out=str(merged)))
     assert not list((merged / "step_00000004").glob("*.rank*"))
     same_checkpoint(sharded, merged, 4)
-    one, other = (checkpoint.load_model(folder, "cpu")[0].state_dict() for folder in (part, merged))
+    one, other = (conftest.load_model(folder).state_dict() for folder in (part, merged))
     torch.testing.assert_close(one, other, rtol=0, atol=0)
     for name, source in (("a", part), ("b", merged)):
         convert.main(convert.Config(checkpoint=str(source), to_hf=str(tmp_path / name)))

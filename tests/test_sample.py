@@ -8,7 +8,7 @@ import pytest
 import ranks
 import torch
 from compare import CPU, LLAMA, gpt2
-from conftest import one_line, peak_bytes
+from conftest import one_line, peak_bytes, save_model
 
 import sample
 from configurator import UserError
@@ -37,7 +37,7 @@ def said(*turns):
 @pytest.fixture
 def run(tmp_path):
     cfg = GPTConfig(**TINY)
-    checkpoint.save_model(tmp_path / "run", build(cfg, CPU, seed=0), cfg)
+    save_model(tmp_path / "run", build(cfg, CPU, seed=0), cfg)
     return str(tmp_path / "run")
 
 
@@ -69,7 +69,7 @@ def test_ranks_of_a_divided_model_go_on_until_the_last_sample_ends(tmp_path):
         for weight in (model.norm.weight, model.norm.bias, model.head.weight):
             weight.zero_()
         model.norm.bias[0], model.head.weight[256, 0] = 1, 4
-    checkpoint.save_model(tmp_path / "run", model, cfg)
+    save_model(tmp_path / "run", model, cfg)
     words = [f"--checkpoint={tmp_path}/run", "--tokenizer=bytes", "--n_samples=5", "--max_new_tokens=40"]
     words += ["--device=cpu", "--temperature=1", "--top_k=None"]
     alone, both = ranks.run(0, words, "sample.py"), ranks.run(2, [*words, "--parallel=fsdp"], "sample.py")
@@ -172,7 +172,7 @@ def written(path, source_of, precision, **shape):
     cfg = GPTConfig(**shape, n_head=4, block_size=64, tie_embeddings=False, **LLAMA)
     model = build(cfg, CPU, seed=0).to(torch.bfloat16 if precision == "bf16" else torch.float32)
     if source_of == "checkpoint":
-        checkpoint.save_model(path, model, cfg)
+        save_model(path, model, cfg)
     else:
         hf.save_hf(model, path, "bfloat16")
     return model, sample.Config(**{source_of: str(path)}, device="cpu")

@@ -225,14 +225,14 @@ def train_told_in_save(words, times):
     """For ranks.attempt: train.py as a script; while step 8 is written, it gets SIGTERM once or twice."""
     write = checkpoint._write
 
-    def slowly(final, contents):
-        if final.name == "step_00000008":
+    def slowly(aside, contents):
+        if aside.name.endswith("step_00000008"):
             tell()
             time.sleep(signals.TWICE + 0.5)
             if times == 2:
                 tell()
                 time.sleep(60)
-        return write(final, contents)
+        return write(aside, contents)
 
     checkpoint._write = slowly
     run(train.main, configure(Config, words))

@@ -17,6 +17,7 @@ def test_an_edit_is_named_with_the_way_back(tmp_path, monkeypatch):
         (here / name).write_text(f"# {name}\n")
     monkeypatch.setattr(source, "HERE", here)
     assert source.warning(run) is None  # a run of before this record
+    run.mkdir(parents=True)
     source.record(run)
     assert sorted(path.name for path in run.iterdir()) == ["kernels.py", "model.py", "source.json"]
     assert (run / "model.py").read_text() == "# model.py\n"
