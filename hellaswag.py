@@ -123,6 +123,11 @@ def easy(examples):
     return found
 
 
+def documents(dataset):
+    """The easy form of a datasets.Dataset of examples, for measure/hellaswag_easy.yaml."""
+    return dataset.from_list(easy([example | {"label": int(example["label"])} for example in dataset]))
+
+
 # Tokenized examples, then their easy form, four rows each: ids of context and ending; where endings begin;
 # the right endings' indices; how many rows lost the left of their context.
 Prepared = namedtuple("Prepared", "rows starts labels truncated")
