@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from configurator import UserError, refuse, run, too_small
+from configurator import UserError, is_rank_0, refuse, run, too_small
 
 
 @dataclass
@@ -38,17 +38,16 @@ def main(cfg):
     from run.evaluate import in_words, losses
     from scale import parallel
 
+    say = lambda *words: print(" | ".join(words)) if is_rank_0() else None
     found, T = measure(cfg, cfg.words)
     other = dataclasses.replace(cfg, checkpoint=cfg.against, pretrained=None)
     others, _ = measure(other, cfg.words, T) if cfg.against else ({}, T)
     for folder, (table, documents) in found.items():
         size = f"{int(table[1].sum()):,} tokens, {len(set(documents)):,} documents"
-        lines = [[folder, size, *in_words(losses(table, documents))]]
+        say(folder, size, *in_words(losses(table, documents)))
         if others:
             difference = np.stack([table[0] - others[folder][0][0], *table[1:]])
-            lines.append([folder, f"less {cfg.against}'s", *in_words(losses(difference, documents))])
-        for line in lines if parallel.rank_and_size()[0] == 0 else ():
-            print(" | ".join(line))
+            say(folder, f"less {cfg.against}'s", *in_words(losses(difference, documents)))
     parallel.stop()
 
 

@@ -25,23 +25,20 @@ ALIGNED = 128  # elements: each gradient begins at a multiple of them
 
 def choose(cfg, world, micro_step, model, accumulation):
     """(a Replayed, or None, rows of the start-up summary): as set, or with "auto" after a trial."""
-    why, on_gpu = [], world.device.type == "cuda"
-    if cfg.cuda_graph == "auto":
-        found = conflicts(dataclasses.replace(cfg, cuda_graph=True), world.size)
-        why = ["it needs a CUDA device"] * (not on_gpu) + [line for line in found if "cuda_graph" in line]
-    graph = None if why else Replayed(micro_step, model, accumulation, cfg.reduce_dtype)
+    found = conflicts(dataclasses.replace(cfg, cuda_graph=True), world.size)
+    never = [line for line in found if "cuda_graph" in line]
+    never += ["it needs a CUDA device"] * (world.device.type != "cuda")
+    if cfg.cuda_graph == "auto" and never:
+        return None, [("cuda graph", f"no ({never[0]})")]
+    graph = Replayed(micro_step, model, accumulation, cfg.reduce_dtype)
     if cfg.cuda_graph is True:
         return graph, []
-    if graph:
-        launched, total = graph.trial(cfg)
-        fast.fp8.reset(model)
-        waits = any(parallel.gather_objects(launched > (1 - AHEAD) * total))
-        timed = f"the host takes {launched * 1e3:.1f} of a micro-step's {total * 1e3:.1f} ms to launch it"
-        why, graph = (
-            [timed if launched else "it waits for the GPU, as with .item()"],
-            graph if waits else None,
-        )
-    return graph, [("cuda graph", f"{'yes' if graph else 'no'} ({why[0]})")]
+    launched, total = graph.trial(cfg)
+    fast.fp8.reset(model)
+    waits = any(parallel.gather_objects(launched > (1 - AHEAD) * total))
+    timed = f"the host takes {launched * 1e3:.1f} of a micro-step's {total * 1e3:.1f} ms to launch it"
+    why = timed if launched else "it waits for the GPU, as with .item()"
+    return graph if waits else None, [("cuda graph", f"{'yes' if waits else 'no'} ({why})")]
 
 
 class Replayed:
