@@ -179,7 +179,7 @@ def test_resumed_equals_uninterrupted_bitwise(data_dir, tmp_path):
     saved = resumed_bitwise(data_dir, tmp_path, **LOW)
     for name, dtypes in (("model", {torch.bfloat16}), ("optimizer", {torch.uint8, torch.float32})):
         assert {t.dtype for t in saved[name].values()} == dtypes
-    with pytest.raises(CheckpointError, match="saved with optimizer=adamw8bit, now adamw; .* --init_from="):
+    with pytest.raises(CheckpointError, match="optimizer: checkpoint adamw8bit, now adamw; .* --init_from"):
         train_here(data_dir, tmp_path / "b", resume="auto", save_interval=5)
     train_here(data_dir, tmp_path / "c", init_from=tmp_path / "b", max_steps=1)  # in float32
 
