@@ -110,8 +110,9 @@ def _file(word, hints):
 
 
 def parse(cls, check=lambda cfg: None, complete=dict):
-    """`configure` from a script's command line, with files enough; a mistake ends the process."""
-    leave_with_torchrun()
+    """Raises the limit on open files, then `configure` from the command line; a mistake ends the process."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        leave_with_torchrun()
     with _errors_in_one_line():
         soft, hard = (limit % 2**63 for limit in resource.getrlimit(resource.RLIMIT_NOFILE))  # -1: no limit
         if hard < 64:
@@ -184,8 +185,7 @@ def leave_with_torchrun():
         print("torchrun is gone", file=sys.stderr)
         leave(1, "torchrun is gone", at_once=True)
 
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        threading.Thread(target=wait, daemon=True).start()
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def too_small(cfg, least):

@@ -165,7 +165,7 @@ class Config(GPTConfig):
     device: str = "auto"  # auto, cpu, cuda, mps
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp8"] = "auto"  # auto: bf16 if it can
     compile: bool = True  # torch.compile; needs a C++ compiler on the CPU
-    cuda_graph: Literal[False, True, "auto"] = False  # ddp: launches a micro-step at once; auto: if it gains
+    cuda_graph: Literal[False, True, "auto"] = False  # ddp: one launch a micro-step; auto: if it gains
     ops: Literal["auto", "torch", "fused"] = "auto"  # the fused kernels of fast/, or plain PyTorch everywhere
     deterministic: bool = False  # the same bits in each run on one GPU, 10% slower; on a CPU it is always so
     # Several GPUs

@@ -54,8 +54,7 @@ def main(cfg):
 def measure(cfg, folders, T=None):
     """({folder: (run.evaluate.validate's table, its rows' documents)}, T) of a model; T: None: its own."""
     from corpus.loader import DataError, TokenLoader
-    from run import trained
-    from run.evaluate import validate
+    from run import evaluate, trained
 
     world, model, tokenizer, autocast = trained.load(cfg)
     T, found = T or model.cfg.block_size, {}
@@ -64,7 +63,7 @@ def measure(cfg, folders, T=None):
         loader = TokenLoader(folder, "val", cfg.batch_size, T, **common)
         if loader.token_bytes is not None and not np.array_equal(loader.token_bytes, tokenizer.token_bytes()):
             raise DataError(f"{folder} has the tokenizer {loader.tokenizer}, the model {tokenizer.name}")
-        table = validate(model, loader, max(T, cfg.tokens), autocast)
+        table = evaluate.validate(model, loader, max(T, cfg.tokens), autocast)
         found[folder] = table, loader.documents(table.shape[1])
         loader.close()
     return found, T

@@ -281,10 +281,13 @@ class TokenLoader:
         """Stops the prefetching thread."""
         self._ahead.close()
 
+    def eval_rows(self, tokens):
+        """How many rows eval_batches(tokens) has, on all ranks together."""
+        return min(tokens, self.tokens - 1) // self.T
+
     def eval_batches(self, tokens):
         """Yields this rank's (x, y) of rows 0 to tokens//T - 1; y is -100 in rows that fill a batch up."""
-        (split,) = self.splits
-        rows = min(tokens, self.tokens - 1) // self.T
+        (split,), rows = self.splits, self.eval_rows(tokens)
         if not any(split.has_loss(w * self.T + 1, self.T).any() for w in range(rows)):
             what = f"eval_tokens={tokens} holds no row of block_size={self.T} with loss; raise --eval_tokens"
             raise DataError(f"{self.data_dir}: {what}")
@@ -295,12 +298,12 @@ class TokenLoader:
             yield x, y
 
     def documents(self, rows):
-        """(rows,): the number of the document in which each row of eval_batches begins; no eot: the row's."""
+        """(rows,): the number of the document in which each begins; without a known separator, the row's."""
         if self.eot is None:
             return np.arange(rows)
         pieces = self.splits[0].pieces(0, rows * self.T)
         ids = np.concatenate([self.splits[0].shards[k][at : at + n] for k, at, n in pieces])
-        return np.cumsum(ids == self.eot)[:: self.T]
+        return np.searchsorted(np.flatnonzero(ids == self.eot), np.arange(rows) * self.T, "right")
 
     def _batches(self, row):
         if self.device.type == "cuda":  # a thread starts on GPU 0; pinning would allocate a context there

@@ -121,7 +121,7 @@ class Plan:
         # whether hopper.linear computes the same for operands that it takes; its index follows cuBLASLt's
         self.has_hopper = epilogue in (DEFAULT, BIAS) and not accumulate and hopper.available(device)
 
-    def set(self, attribute, value):  # as `run` without `call`, 5 us a GEMM, for which fp8 waits
+    def set(self, attribute, value):  # not by `call`, whose 5 us would hold up fp8
         set_attribute, size = library()[0].cublasLtMatmulDescSetAttribute, ctypes.sizeof(value)
         if status := set_attribute(self.descriptor, attribute, ctypes.byref(value), size):
             raise RuntimeError(f"cublasLtMatmulDescSetAttribute({attribute}) failed with status {status}")

@@ -14,13 +14,13 @@ SAMPLES = dict(n=4, max_new_tokens=64, temperature=0.8, top_k=50)
 
 @torch.no_grad()
 def validate(model, loader, tokens, autocast, own=lambda batch: batch, stop=lambda: False):
-    """Of the split's first rows, `tokens` in all: float64 (3, rows), nats, targets and bytes of their text.
+    """Evaluates a split's first rows, about `tokens` tokens -> float64 (3, rows), the same on every rank:
 
-    The same on every rank. own: this rank's part of a batch. bytes: 0 where the data do not tell them.
+    of each row the loss in nats, the targets, and the bytes of their text (0: not known). own: a rank's part.
     """
     device, stride = parallel.device_of(model), loader.world * loader.B
     sizes = None if loader.token_bytes is None else torch.as_tensor(loader.token_bytes, device=device)
-    rows = min(tokens, loader.tokens - 1) // loader.T
+    rows = loader.eval_rows(tokens)
     table = torch.zeros(3, -(-rows // stride) * stride, device=device)
     batches = progress(map(own, loader.eval_batches(tokens)), "validation", -(-rows // stride), stop)
     for first, (x, y) in zip(range(loader.rank * loader.B, table.size(1), stride), batches):
@@ -35,7 +35,7 @@ def validate(model, loader, tokens, autocast, own=lambda batch: batch, stop=lamb
 def ratio(amounts, units, documents):
     """(sum(amounts) / sum(units), its standard error for documents drawn at random).
 
-    documents: of each row, the number of its own. The linearised form, Cochran, Sampling Techniques, 6.4.
+    documents: the number of each row's document. Linearised, as in Cochran, Sampling Techniques, 6.4.
     """
     amounts, units = np.bincount(documents, amounts), np.bincount(documents, units)
     mean, n = amounts.sum() / units.sum(), np.count_nonzero(units)

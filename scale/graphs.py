@@ -34,6 +34,7 @@ def choose(cfg, world, micro_step, model, accumulation):
     if cfg.cuda_graph is True:
         return graph, []
     launched, total = graph.trial(cfg)
+    model.zero_grad()
     fast.fp8.reset(model)
     waits = any(parallel.gather_objects(launched > (1 - AHEAD) * total))
     timed = f"the host takes {launched * 1e3:.1f} of a micro-step's {total * 1e3:.1f} ms to launch it"
@@ -75,9 +76,9 @@ class Replayed:
         return self.loss
 
     def trial(self, cfg):
-        """Seconds until the host has launched a micro-step, and until the GPU has done it, in a row of them.
+        """Times micro-steps one after another -> seconds of each that the host launches, and seconds of each.
 
-        The first is 0 where one waits for the GPU. Leaves gradients and the random state as they were.
+        The first is 0 for a micro-step that waits for the GPU. The random state stays as it was.
         """
         shape = cfg.batch_size, cfg.block_size
         with torch.random.fork_rng([self.device]):
@@ -91,8 +92,6 @@ class Replayed:
             launched = (time.perf_counter() - began) * free
             total = parallel.synchronize(self.device) - began
         self.batch = self.loss = None
-        for parameter in self.parameters:
-            parameter.grad = None
         return launched / TRIAL, total / TRIAL
 
     def launch(self):
