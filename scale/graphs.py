@@ -82,7 +82,7 @@ class Replayed:
         """
         shape = cfg.batch_size, cfg.block_size
         with torch.random.fork_rng([self.device]):
-            self.batch = [torch.randint(cfg.vocab_size, shape, device=self.device)] * 2
+            self.batch = [torch.randint(cfg.vocab_size, shape, device=self.device) for _ in range(2)]
             for _ in range(EAGER_STEPS):
                 self.launch()
             free = not waits(self.launch)
