@@ -5,8 +5,8 @@
 
 acc takes the ending with the lowest summed loss, acc_norm that with the lowest mean loss per token, as other
 GPT-2 reproductions do (GPT-2 124M: 0.2859, 0.2955); lm-eval's divides by characters instead. Chance is 0.25.
-acc_easy is acc with the wrong endings replaced by right ones of other examples, of the same length: small
-models that are at chance in acc differ in it.
+acc_easy is acc with the wrong endings replaced by right ones of other examples, of the same length, meant
+for small models, which are at chance in acc.
 """
 
 import contextlib

@@ -298,7 +298,7 @@ class TokenLoader:
             yield x, y
 
     def documents(self, rows):
-        """(rows,): the number of the document in which each begins; without a known separator, the row's."""
+        """(rows,): the number of the document in which each row begins; if eot is unknown, of the row."""
         if self.eot is None:
             return np.arange(rows)
         pieces = self.splits[0].pieces(0, rows * self.T)

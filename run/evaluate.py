@@ -14,9 +14,9 @@ SAMPLES = dict(n=4, max_new_tokens=64, temperature=0.8, top_k=50)
 
 @torch.no_grad()
 def validate(model, loader, tokens, autocast, own=lambda batch: batch, stop=lambda: False):
-    """Evaluates a split's first rows, about `tokens` tokens -> float64 (3, rows), the same on every rank:
+    """Evaluates a split's first rows, about `tokens` tokens; returns float64 (3, rows), equal on every rank.
 
-    of each row the loss in nats, the targets, and the bytes of their text (0: not known). own: a rank's part.
+    The three: a row's loss in nats, its targets, bytes of their text (0: unknown). own: this rank's part.
     """
     device, stride = parallel.device_of(model), loader.world * loader.B
     sizes = None if loader.token_bytes is None else torch.as_tensor(loader.token_bytes, device=device)

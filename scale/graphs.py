@@ -76,7 +76,7 @@ class Replayed:
         return self.loss
 
     def trial(self, cfg):
-        """Times micro-steps one after another -> seconds of each that the host launches, and seconds of each.
+        """Times consecutive micro-steps: (seconds in which the host launches one, seconds that one takes).
 
         The first is 0 for a micro-step that waits for the GPU. The random state stays as it was.
         """

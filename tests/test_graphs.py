@@ -205,7 +205,7 @@ def test_a_trial_tells_who_waits_for_whom():
     model = MODEL.cuda()
     found = [graphs.Replayed(step, model, 1, "fp32").trial(cfg) for step in steps]
     shares = [launched / total for launched, total in found]
-    assert shares[0] > shares[1] > 0 == shares[2], found
+    assert shares[0] > 0.95 > 0.5 > shares[1] and shares[2] == 0, found
     assert torch.equal(state, torch.cuda.get_rng_state())
 
 
