@@ -251,11 +251,11 @@ def attention(q, k, v, backend, dropout=0.0):
     grouped = q.size(1) != k.size(1)
     with sdpa_kernel(BACKENDS[backend], set_priority=True):  # traced: the compile cache knows the choice
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout, enable_gqa=grouped)
-    return SameLayout.apply(y) if backend == "cudnn" else y
+    return SameLayout.apply(y.transpose(1, 2)).transpose(1, 2) if backend == "cudnn" else y
 
 
 class SameLayout(torch.autograd.Function):
-    """Identity; lays the gradient out in memory as the output is.
+    """Identity; lays the gradient out in memory as the output is: (B, T, H, D), as torch.compile's are.
 
     PyTorch keeps plans of cuDNN's backward by the layouts of q, k and v alone, and with another layout of dy,
     such as a gate on attention's output may give it, a plan computes wrong numbers.

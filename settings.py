@@ -11,6 +11,8 @@ from typing import Literal
 
 from configurator import refuse, too_small
 
+Precision = Literal["auto", "auto8", "fp32", "tf32", "bf16", "fp16", "fp8"]
+
 
 @dataclass
 class GPTConfig:
@@ -163,7 +165,7 @@ class Config(GPTConfig):
     wandb: bool = False  # log to Weights & Biases as well, in the project "pretrain"
     # Device and precision
     device: str = "auto"  # auto, cpu, cuda, mps
-    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp8"] = "auto"  # auto: bf16 if it can
+    precision: Precision = "auto"  # auto: bf16 if the device can; auto8: fp8 if it can, else as auto
     compile: bool = True  # torch.compile; needs a C++ compiler on the CPU
     cuda_graph: Literal[False, True, "auto"] = False  # ddp: one launch a micro-step; auto: if it gains
     ops: Literal["auto", "torch", "fused"] = "auto"  # the fused kernels of fast/, or plain PyTorch everywhere

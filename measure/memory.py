@@ -10,10 +10,11 @@ from settings import check
 def measure(cfg):
     """Prints GiB a rank for a bench.MemoryConfig, part by part, and totals for other parallel and remat."""
     wrong = too_small(cfg, {"world": 1, "gpu_gib": 1}) + memory.uncounted(cfg)
-    if cfg.precision not in ("auto", "bf16", "fp8"):
+    precision = {"auto": "bf16", "auto8": "fp8"}.get(cfg.precision, cfg.precision)
+    if precision not in ("bf16", "fp8"):
         wrong += [f"precision={cfg.precision}: the arithmetic is for bf16, fp8; try --precision=bf16"]
     refuse(wrong)
-    cfg = dataclasses.replace(cfg, precision="bf16" if cfg.precision == "auto" else cfg.precision)
+    cfg = dataclasses.replace(cfg, precision=precision)
     check(cfg, cfg.world)
     print(f"{cfg.world} GPUs, parallel={cfg.parallel}" if cfg.world > 1 else "1 GPU; for more --world=N")
     table(memory.estimate(cfg, cfg.world))

@@ -14,7 +14,6 @@ import train
 from configurator import refuse, too_small
 from measure.floor import floor_times
 from run.build import choose
-from run.flops import mfu, peak_flops
 from run.logger import describe_device, progress, show
 from scale import context, parallel
 
@@ -48,7 +47,7 @@ def measure(cfg):
     for _ in progress(range(cfg.settle), "warm-up steps", bar=False):
         step(job, next_batch, cfg)
     if times := step_times(job, next_batch, cfg):
-        show([("step", speed(times, cfg, world, job.account.flops_per_token))], say)
+        show([("step", speed(times, cfg, world, job.account))], say)
     if on_gpu:
         peak, held = torch.cuda.max_memory_allocated() / 2**30, torch.cuda.max_memory_reserved() / 2**30
         show([("memory", f"{peak:.1f} GiB at the peak, {held:.1f} reserved")], say)
@@ -91,11 +90,11 @@ def step_times(job, next_batch, cfg):
     return [b.since(a) for a, b in itertools.pairwise(moments)]
 
 
-def speed(times, cfg, world, flops_per_token):
+def speed(times, cfg, world, account):
     """Median step, tokens/s and MFU in words."""
-    median, peak = statistics.median(times), peak_flops(world.device, cfg.precision)
+    median = statistics.median(times)
     rate = cfg.batch_tokens / median
-    share = mfu(rate, flops_per_token, peak and peak * world.size)
+    share = account.mfu(rate, world.size)
     used = "n/a" if share is None else f"{share:.1%}"
     spread = f"median of {len(times)} ({min(times) * 1e3:.1f} to {max(times) * 1e3:.1f})"
     return f"{median * 1e3:.1f} ms, {spread}; {rate:,.0f} tokens/s, MFU {used}"

@@ -115,10 +115,8 @@ def prepare(model, cfg, world, eot, regular):
 
 def load_initial_weights(model, cfg):
     """Copies the weights that cfg.init_from names into a model of the same shape, on each rank its rows."""
-    if cfg.init_from.startswith("hf:"):
-        tensors, shape = hf.open_hf(cfg.init_from[3:])
-    else:
-        tensors, shape, _ = checkpoint.open_model(cfg.init_from)
+    name = cfg.init_from.removeprefix("hf:")
+    tensors, shape, _ = (checkpoint.open_model if name == cfg.init_from else hf.open_hf)(name)
     shorter = cfg.block_size < shape.block_size
     free = ["vocab_multiple"] + ["block_size"] * (cfg.positions == "rope" or shorter)  # RoPE has no weights
     if wrong := checkpoint.shape_differences(shape, cfg, free):

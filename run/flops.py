@@ -37,11 +37,6 @@ def peak_flops(device, precision):
     return peaks[precision] * 1e12 if precision in peaks else None
 
 
-def mfu(tokens_per_s, flops_per_token, peak):
-    """Model FLOPs utilisation (https://arxiv.org/abs/2204.02311, appendix B); None if a figure is unknown."""
-    return tokens_per_s * flops_per_token / peak if flops_per_token and peak else None
-
-
 def parameter_counts(model):
     """(parameters, those in matmuls) of a model: no vocabulary padding, and a shared weight once."""
     cfg, padding = model.cfg, model.cfg.padded_vocab - model.cfg.vocab_size
@@ -104,6 +99,11 @@ class Account:
         self.bypassed = known and seen.attention_calls < runs.total()
         self.unused = [name for name, p in model.named_parameters() if known and p.grad is None]
         self.regular = known and all(runs[block] == 1 for block in model.blocks)
+
+    def mfu(self, tokens_per_s, devices):
+        """Model FLOPs utilisation (https://arxiv.org/abs/2204.02311, appendix B); None if it is unknown."""
+        known = self.flops_per_token and self.peak
+        return tokens_per_s * self.flops_per_token / (devices * self.peak) if known else None
 
     def rows(self):
         """Rows of the start-up summary: which calls of operations are fused, which are plain, and why."""

@@ -275,7 +275,7 @@ def open_tensors(folder, family):
 
 
 def open_hf(name):
-    """({our name: Stored}, ImportedConfig) of a folder or hub name, without padding rows."""
+    """As checkpoint.open_model, of a folder or hub name: ({our name: Stored}, ImportedConfig, tokenizer)."""
     from model import on_meta
     from run.checkpoint import Stored
 
@@ -296,7 +296,7 @@ def open_hf(name):
     if wrong:
         words = f"{'; '.join(sorted(wrong)[:3])} ({len(wrong)} in all)"
         raise UserError(f"{folder}: its tensors do not fit its config.json: {words}")
-    return {ours: Stored(ours, slices) for ours, slices in found.items()}, cfg
+    return {ours: Stored(ours, slices) for ours, slices in found.items()}, cfg, cfg.tokenizer
 
 
 def save_hf(model, path, dtype="float32", max_shard_size="5GB", tensors=None, tokenizer=None):

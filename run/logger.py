@@ -15,7 +15,7 @@ import torch
 from tqdm import tqdm
 
 from configurator import UserError, is_rank_0
-from run import files, flops
+from run import files
 from scale import parallel
 
 SILENT = 10  # s until the bar of `progress` begins outside a terminal, and between its updates there
@@ -50,7 +50,7 @@ class Logger:
         self.batch_tokens, self.max_skipped = batch_tokens, max_skipped
         self.began, self.origin = time.perf_counter(), (0, 0)  # a step, and the tokens read before it
         self.out_dir = self.file = self.wandb = self.wandb_id = self.saved_at = None
-        self.flops_per_token = self.peak = self.mark = None  # peak: of all devices, per second
+        self.account = self.mark = None
         self.unread, self.figures = collections.deque(), []
         self.late = 0  # 1 on CUDA: a step is read when the next one is queued, so that the device has work
         self.seconds, self.average = 0.0, None  # of a step; average: without the first one, which compiles
@@ -114,12 +114,11 @@ class Logger:
 
     def start(self, step, tokens, rows, settings, account):
         """The start-up summary. account: a flops.Account, for the MFU."""
-        self.flops_per_token, self.origin = account.flops_per_token, (step, tokens)
-        self.peak = account.peak and account.peak * self.world.size
+        self.account, self.origin = account, (step, tokens)
         words = " ".join(f"{name}={value}" for name, value in settings.items())
         rows = [describe_device(self.world), *rows, ("settings", words or "all defaults")]
         show(rows, self.print)
-        self.record("start", step, flops_per_token=self.flops_per_token, rows=rows)
+        self.record("start", step, flops_per_token=account.flops_per_token, rows=rows)
 
     def saved(self, step, folder):
         """A checkpoint is complete. A later --resume=auto that finds none looks for this line of the log."""
@@ -171,7 +170,7 @@ class Logger:
     def _line(self, step, lr, loss, norm):
         seconds, left, device = self.seconds, self.max_steps - step, self.world.device
         rate = self.batch_tokens / seconds
-        mfu = flops.mfu(rate, self.flops_per_token, self.peak)
+        mfu = self.account.mfu(rate, self.world.size)
         gib = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
         values = dict(loss=loss, lr=lr, norm=norm, dt_ms=seconds * 1e3, tok_per_s=rate, mfu=mfu, gib=gib)
         tokens = self.origin[1] + (step - self.origin[0]) * self.batch_tokens

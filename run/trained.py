@@ -32,12 +32,10 @@ def load(cfg):
 def load_model(cfg, world, precision):
     """(model, its tokenizer's name or file), with weights in bf16 for that precision, else in float32."""
     options = world.device, precision, world if cfg.parallel == "fsdp" else None
-    if cfg.checkpoint is None:
-        tensors, shape = hf.open_hf(cfg.pretrained)
-        return checkpoint.model_of(tensors, shape, *options), shape.tokenizer
-    if (warning := source.warning(cfg.checkpoint)) and is_rank_0():
+    if cfg.checkpoint and (warning := source.warning(cfg.checkpoint)) and is_rank_0():
         print(f"warning: {warning}", file=sys.stderr)
-    tensors, shape, name = checkpoint.open_model(cfg.checkpoint)
+    open_model = checkpoint.open_model if cfg.checkpoint else hf.open_hf
+    tensors, shape, name = open_model(cfg.checkpoint or cfg.pretrained)
     return checkpoint.model_of(tensors, shape, *options), name
 
 

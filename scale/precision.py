@@ -12,10 +12,12 @@ DTYPES = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16} 
 
 
 def pick_precision(name, device, weights="fp32"):
-    """(precision, reason), with auto resolved by the device and the weights' dtype."""
-    if name == "auto" and weights == "bf16":
+    """(precision, reason), with auto and auto8 resolved by the device and the weights' dtype."""
+    if name == "auto8" and device.type == "cuda" and not (chips.no_fp8(chips.of(device)) or kernels.load()):
+        return "fp8", "this GPU has fp8 matrix units"
+    if name.startswith("auto") and weights == "bf16":
         return "bf16", "the weights are in bf16"
-    if name == "auto":
+    if name.startswith("auto"):
         missing = chips.no_bf16(chips.of(device))
         low = "fp16" if device.type == "cuda" else "fp32"
         return (low, missing) if missing else ("bf16", "this GPU has bf16 matrix units")

@@ -73,7 +73,7 @@ models = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 
 def load(name):
     """(GPT in float32, its ImportedConfig)"""
-    tensors, cfg = hf.open_hf(name)
+    tensors, cfg, _ = hf.open_hf(name)
     return checkpoint.model_of(tensors, cfg, CPU), cfg
 
 

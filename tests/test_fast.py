@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from compare import DEVICE, GPU, LLAMA, error, gradients, runs_kernels, slow, with_gradients
 
+from scale.precision import pick_precision
 from settings import GPTConfig
 
 pytest.importorskip("triton", reason="Triton is installed with PyTorch's CUDA builds only")
@@ -310,6 +311,17 @@ def test_what_each_chip_runs(monkeypatch):
     for version, chip in (("13.0", H100), (None, chips.Chip("amd"))):
         monkeypatch.setattr(torch.version, "cuda", version)
         assert chips.of(torch.device("cuda", 0)) == chip and chips.of(torch.device("mps")).maker == "mps"
+
+
+@pytest.mark.parametrize("capability, best", [((8, 0), "bf16"), ((8, 9), "fp8"), ((9, 0), "fp8")])
+def test_auto8_is_fp8_where_the_gpu_has_it(capability, best, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    cuda = torch.device("cuda", 0)
+    assert pick_precision("auto8", cuda)[0] == best and pick_precision("auto", cuda)[0] == "bf16"
+    monkeypatch.setattr(kernels, "load", lambda: "the package triton is not installed")
+    assert pick_precision("auto8", cuda)[0] == "bf16"
+    assert pick_precision("auto8", torch.device("cpu")) == pick_precision("auto", torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

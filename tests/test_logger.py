@@ -19,6 +19,7 @@ WORLD = World(0, 1, torch.device("cpu"))
 def make(tmp_path, log_interval=1, **options):
     log = Logger(WORLD, 1000, log_interval, batch_tokens=1000, max_skipped=0)
     (tmp_path / "run").mkdir(exist_ok=True)
+    log.account = SimpleNamespace(mfu=lambda tokens_per_s, devices: None)
     log.open(tmp_path / "run", {"log_interval": log_interval}, **options)
     return log
 
