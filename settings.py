@@ -165,7 +165,7 @@ class Config(GPTConfig):
     wandb: bool = False  # log to Weights & Biases as well, in the project "pretrain"
     # Device and precision
     device: str = "auto"  # auto, cpu, cuda, mps
-    precision: Precision = "auto"  # auto: bf16 if the device can; auto8: fp8 if it can, else as auto
+    precision: Precision = "auto"  # auto: bf16 if it can; auto8: fp8, else as auto
     compile: bool = True  # torch.compile; needs a C++ compiler on the CPU
     cuda_graph: Literal[False, True, "auto"] = False  # ddp: one launch a micro-step; auto: if it gains
     ops: Literal["auto", "torch", "fused"] = "auto"  # the fused kernels of fast/, or plain PyTorch everywhere

@@ -12,3 +12,4 @@ batch_size = 8
 batch_tokens = 262_144
 max_steps = 77_000  # 20.2B tokens
 lr = 0.028
+precision = "auto"
