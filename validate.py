@@ -9,6 +9,7 @@ would move the figure. Two models find the same documents hard, so that their di
 """
 
 import dataclasses
+import os
 from dataclasses import dataclass
 from typing import Literal
 
@@ -35,6 +36,8 @@ def main(cfg):
     refuse(too_small(cfg, {"tokens": 1, "batch_size": 1}))
     if not cfg.words:
         raise UserError("name folders with validation shards: validate.py data/books --checkpoint=out/books")
+    if cfg.against and not os.path.isdir(cfg.against):  # before the first model is measured
+        raise UserError(f"against={cfg.against}: no such folder; expected a run's or a checkpoint's")
     from run.evaluate import in_words, losses
     from scale import parallel
 

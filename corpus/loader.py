@@ -194,23 +194,23 @@ class Split:
         return int(self.starts[w])
 
     def pieces(self, position, count):
-        """Yields (shard, first token, tokens) of the pieces that hold `count` tokens from `position` on."""
+        """Yields (number of a shard, first token there, ids) for `count` tokens from `position` on."""
         while count:
             position %= self.tokens
             shard = bisect.bisect_right(self.ends, position)
             at = position - self.ends[shard] + len(self.shards[shard])
-            length = min(count, len(self.shards[shard]) - at)
-            yield shard, at, length
-            position, count = position + length, count - length
+            ids = self.shards[shard][at : at + count]
+            yield shard, at, ids
+            position, count = position + len(ids), count - len(ids)
 
     def has_loss(self, position, count):
         """Bool (count,): which tokens from `position` on carry loss as targets."""
         if self.masks is None:
             return np.ones(count, bool)
         parts = []
-        for shard, at, length in self.pieces(position, count):
-            bits = np.unpackbits(self.masks[shard][at // 8 : -(-(at + length) // 8)], bitorder="little")
-            parts.append(bits[at % 8 :][:length])
+        for shard, at, ids in self.pieces(position, count):
+            bits = np.unpackbits(self.masks[shard][at // 8 : -(-(at + len(ids)) // 8)], bitorder="little")
+            parts.append(bits[at % 8 :][: len(ids)])
         return np.concatenate(parts).view(bool)
 
 
@@ -301,8 +301,7 @@ class TokenLoader:
         """(rows,): the number of the document in which each row begins; if eot is unknown, of the row."""
         if self.eot is None:
             return np.arange(rows)
-        pieces = self.splits[0].pieces(0, rows * self.T)
-        ids = np.concatenate([self.splits[0].shards[k][at : at + n] for k, at, n in pieces])
+        ids = np.concatenate([ids for *_, ids in self.splits[0].pieces(0, rows * self.T)])
         return np.searchsorted(np.flatnonzero(ids == self.eot), np.arange(rows) * self.T, "right")
 
     def _batches(self, row):
@@ -329,7 +328,7 @@ class TokenLoader:
         batch = torch.empty(len(places), self.T + 1, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         rows = batch.numpy().view(np.uint32)
         for row, (split, start) in zip(rows, places):
-            parts = [split.shards[k][at : at + n] for k, at, n in split.pieces(start, self.T + 1)]
+            parts = [ids for *_, ids in split.pieces(start, self.T + 1)]
             np.concatenate(parts, out=row, casting="same_kind")
         if self.vocab_size is not None and rows.max() >= self.vocab_size:
             b, t = np.argwhere(rows >= self.vocab_size)[0].tolist()

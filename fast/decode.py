@@ -50,7 +50,7 @@ def _attend(
     tl.store(keys + here, key, mask=new)
     tl.store(values + here, value, mask=new)
     x = tl.load(q + head * D + cols, mask=(rows < H) & inside, other=0.0)
-    dtype: tl.constexpr = tl.float32 if INTERPRETED else value.dtype  # whose products know no bf16
+    dtype: tl.constexpr = tl.float32 if INTERPRETED else value.dtype  # its tl.dot takes no bf16
     scores = tl.dot(x.to(dtype), tl.trans(key.to(dtype)), input_precision="ieee") * scale
     scores = tl.where(across <= last, scores, -1e30)
     top = tl.max(scores, 1)[:, None]

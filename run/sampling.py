@@ -201,10 +201,7 @@ class Cache:
         if needed > self.size:  # a power of two; 1024 at once, since growth takes a new graph
             size = 1 << (max(needed, min(self.end, 1024)) - 1).bit_length()
             self.size, self.graph = min(limit, size), None
-        mask = None  # the ordinary attention; else (T, size), 0 or for later tokens -1e30
-        if self.length or len(at) == 1:
-            mask = 1e30 * (at[:, None] - torch.arange(self.size, device=at.device)).clamp(-1, 0)
-        attend = functools.partial(self.attend, at, mask)
+        attend = functools.partial(self.attend, at)
         own = [(vars(m), "core", functools.partial(attend, m, m.core)) for m in self.attentions]
         for module in context.positions(self.model):
             tensors = [*module.named_parameters(), *module.named_buffers()] if self.by_row else []
@@ -217,7 +214,7 @@ class Cache:
                 values[name] = value
             return self.model.logits(idx, slice(-1, None))[:, 0]
 
-    def attend(self, at, mask, module, core, q, k, v, *options):
+    def attend(self, at, module, core, q, k, v, *options):
         """attn.core for the tokens `at`, q: (B, H, T, D); k, v: (B, H_kv, T, D) -> as q."""
         B, H_kv, T, D = v.shape
         kept = self.kept.get(module, v.new_empty(2, B, H_kv, 0, D))
@@ -229,7 +226,8 @@ class Cache:
 
             return decode.attention(q, k, v, kept, at)
         kept.index_copy_(3, at, torch.stack((k, v)))
-        if mask is None:
+        if T > 1 and not self.length:
             return core(q, k, v, *options)
+        mask = 1e30 * (at[:, None] - torch.arange(self.size, device=at.device)).clamp(-1, 0)  # later tokens
         keys, values = kept.repeat_interleave(q.size(1) // H_kv, dim=2)  # few kernels take groups and a mask
         return F.scaled_dot_product_attention(q, keys, values, mask.to(q.dtype))

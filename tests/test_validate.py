@@ -66,6 +66,10 @@ def test_the_command_line(shards, tmp_path):
 def test_mistakes(shards, tmp_path):
     with pytest.raises(UserError, match="name folders with validation shards"):
         validate.main(validate.Config())
+    cfg = validate.Config(checkpoint="out/a", against="out/missing")
+    cfg.words = [str(shards)]
+    with pytest.raises(UserError, match="^against=out/missing: no such folder; expected a run's or"):
+        validate.main(cfg)
     settings = dict(max_steps=1, save_interval=1, vocab_size=50257)
     train_here(shards, tmp_path / "a", **settings)
     cfg = validate.Config(checkpoint=str(tmp_path / "a"), tokenizer="gpt2", device="cpu")
