@@ -255,10 +255,10 @@ def attention(q, k, v, backend, dropout=0.0):
 
 
 class SameLayout(torch.autograd.Function):
-    """Identity; lays the gradient out in memory as the output is: (B, T, H, D), as torch.compile's are.
+    """Identity of (B, T, H, D); lays the gradient out in memory as the output is.
 
-    PyTorch keeps plans of cuDNN's backward by the layouts of q, k and v alone, and with another layout of dy,
-    such as a gate on attention's output may give it, a plan computes wrong numbers.
+    PyTorch keeps plans of cuDNN's backward by the layouts of q, k and v alone; with another layout of dy, as
+    after an edit's gate, a plan computes wrong numbers. torch.compile's dy is contiguous, as the output mostly.
     """
 
     @staticmethod

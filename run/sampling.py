@@ -228,6 +228,6 @@ class Cache:
         kept.index_copy_(3, at, torch.stack((k, v)))
         if T > 1 and not self.length:
             return core(q, k, v, *options)
-        mask = 1e30 * (at[:, None] - torch.arange(self.size, device=at.device)).clamp(-1, 0)  # later tokens
+        mask = 1e30 * (at[:, None] - torch.arange(self.size, device=at.device)).clamp(-1, 0)  # -1e30: later
         keys, values = kept.repeat_interleave(q.size(1) // H_kv, dim=2)  # few kernels take groups and a mask
         return F.scaled_dot_product_attention(q, keys, values, mask.to(q.dtype))
