@@ -258,7 +258,7 @@ class SameLayout(torch.autograd.Function):
     """Identity of (B, T, H, D); lays the gradient out in memory as the output is.
 
     PyTorch keeps plans of cuDNN's backward by the layouts of q, k and v alone; with another layout of dy, as
-    after an edit's gate, a plan computes wrong numbers. torch.compile's dy is contiguous, as y mostly is.
+    after an edit's gate, a plan computes wrong numbers. A compiled dy is contiguous, so rarely copied.
     """
 
     @staticmethod

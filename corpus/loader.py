@@ -328,8 +328,7 @@ class TokenLoader:
         batch = torch.empty(len(places), self.T + 1, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         rows = batch.numpy().view(np.uint32)
         for row, (split, start) in zip(rows, places):
-            parts = [ids for *_, ids in split.pieces(start, self.T + 1)]
-            np.concatenate(parts, out=row, casting="same_kind")
+            np.concatenate([ids for *_, ids in split.pieces(start, self.T + 1)], out=row, casting="same_kind")
         if self.vocab_size is not None and rows.max() >= self.vocab_size:
             b, t = np.argwhere(rows >= self.vocab_size)[0].tolist()
             split, start = places[b]

@@ -275,7 +275,7 @@ def open_tensors(folder, family):
 
 
 def open_hf(name):
-    """As checkpoint.open_model, of a folder or hub name: ({our name: Stored}, ImportedConfig, tokenizer)."""
+    """({our name: Stored}, ImportedConfig, tokenizer) of a folder or hub name, without padding rows."""
     from model import on_meta
     from run.checkpoint import Stored
 

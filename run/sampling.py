@@ -152,6 +152,7 @@ class Cache:
         self.model, self.by_row, self.graphs, self.options = model, by_row, graphs, options
         self.kept, self.graph, self.attentions = {}, None, context.attentions(model, "a KV cache")
         self.ids = torch.zeros(rows, model.cfg.block_size + 1, dtype=torch.long, device=device)
+        self.places = torch.arange(model.cfg.block_size, device=device)
         self.at, self.generator = self.ids.new_zeros(1), torch.Generator(device)  # at: a step's position
         self.length = self.size = self.end = 0  # tokens that are kept, that have room, and that may come
 
@@ -201,7 +202,8 @@ class Cache:
         if needed > self.size:  # a power of two; 1024 at once, since growth takes a new graph
             size = 1 << (max(needed, min(self.end, 1024)) - 1).bit_length()
             self.size, self.graph = min(limit, size), None
-        attend = functools.partial(self.attend, at)
+        mask = functools.cache(lambda: 1e30 * (at[:, None] - self.places[: self.size]).clamp(-1, 0))
+        attend = functools.partial(self.attend, at, mask)
         own = [(vars(m), "core", functools.partial(attend, m, m.core)) for m in self.attentions]
         for module in context.positions(self.model):
             tensors = [*module.named_parameters(), *module.named_buffers()] if self.by_row else []
@@ -214,7 +216,7 @@ class Cache:
                 values[name] = value
             return self.model.logits(idx, slice(-1, None))[:, 0]
 
-    def attend(self, at, module, core, q, k, v, *options):
+    def attend(self, at, mask, module, core, q, k, v, *options):
         """attn.core for the tokens `at`, q: (B, H, T, D); k, v: (B, H_kv, T, D) -> as q."""
         B, H_kv, T, D = v.shape
         kept = self.kept.get(module, v.new_empty(2, B, H_kv, 0, D))
@@ -228,6 +230,5 @@ class Cache:
         kept.index_copy_(3, at, torch.stack((k, v)))
         if T > 1 and not self.length:
             return core(q, k, v, *options)
-        mask = 1e30 * (at[:, None] - torch.arange(self.size, device=at.device)).clamp(-1, 0)  # -1e30: later
         keys, values = kept.repeat_interleave(q.size(1) // H_kv, dim=2)  # few kernels take groups and a mask
-        return F.scaled_dot_product_attention(q, keys, values, mask.to(q.dtype))
+        return F.scaled_dot_product_attention(q, keys, values, mask().to(q.dtype))

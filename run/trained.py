@@ -32,10 +32,10 @@ def load(cfg):
 def load_model(cfg, world, precision):
     """(model, its tokenizer's name or file), with weights in bf16 for that precision, else in float32."""
     options = world.device, precision, world if cfg.parallel == "fsdp" else None
-    if cfg.checkpoint and (warning := source.warning(cfg.checkpoint)) and is_rank_0():
+    if cfg.checkpoint is not None and (warning := source.warning(cfg.checkpoint)) and is_rank_0():
         print(f"warning: {warning}", file=sys.stderr)
-    open_model = checkpoint.open_model if cfg.checkpoint else hf.open_hf
-    tensors, shape, name = open_model(cfg.checkpoint or cfg.pretrained)
+    opened = hf.open_hf(cfg.pretrained) if cfg.checkpoint is None else checkpoint.open_model(cfg.checkpoint)
+    tensors, shape, name = opened
     return checkpoint.model_of(tensors, shape, *options), name
 
 
