@@ -1,5 +1,5 @@
 """cuBLASLt called directly, for what torch.matmul lacks: epilogues with GELU and its derivative, fp8 scales,
-accumulation into the output, and the fastest algorithm of a shape, found by timing.
+addition of another matrix, and the fastest algorithm of a shape, found by timing.
 
 PyTorch runs the first algorithm that cuBLASLt's heuristic proposes. `matmul` times the first CANDIDATES and
 hopper.py's kernel at the first call of a shape, and keeps the fastest. A deterministic run takes the first
@@ -60,15 +60,13 @@ def workspace(device, stream):
     return torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
 
-def matmul(
-    a, b, out, *, bias=None, gelu=None, dgelu=None, accumulate=False, scales=None, fast=False, tune=True
-):
-    """out = a b, or out += a b with accumulate, on the current stream; returns out.
+def matmul(a, b, out, *, bias=None, gelu=None, dgelu=None, added=None, scales=None, fast=False, tune=True):
+    """out = a b, or a b + added, on the current stream; returns out.
 
     a: (M, K), b: (K, N), each with contiguous rows or columns; out: (M, N), contiguous; all begin at
-    multiples of 16 bytes. bias: (N,), is added. gelu: (M, N), receives the pre-activation a b + bias, and out
-    its tanh GELU. dgelu: (M, N), a pre-activation: out is a b times GELU's derivative there. tune: time the
-    algorithms at the first call of a shape.
+    multiples of 16 bytes. added: as out, or out itself. bias: (N,), is added. gelu: (M, N), receives the
+    pre-activation a b + bias, and out its tanh GELU. dgelu: (M, N), a pre-activation: out is a b times GELU's
+    derivative there. tune: time the algorithms at the first call of a shape.
 
     fp8: a has contiguous rows and b contiguous columns; scales: two float32 scalars, which multiply a and b.
     fast: fast accumulation, in the tensor cores' accumulators of about 14 bits instead of float32. Where
@@ -78,7 +76,7 @@ def matmul(
     epilogue = BIAS * (bias is not None) + (GELU + AUX) * (gelu is not None)
     epilogue = epilogue + (DGELU + AUX) * (dgelu is not None) or DEFAULT
     types = a.dtype, b.dtype, out.dtype, None if bias is None else bias.dtype
-    key = a.device, *a.shape, b.shape[1], a.stride(), b.stride(), types, epilogue, accumulate, fast
+    key = a.device, *a.shape, b.shape[1], a.stride(), b.stride(), types, epilogue, added is not None, fast
     key += (torch.are_deterministic_algorithms_enabled(),)
     plan = PLANS.get(key) or PLANS.setdefault(key, Plan(*key))
     a_scale, b_scale = scales or (None, None)  # they change places, as the operands do: see Plan
@@ -87,8 +85,9 @@ def matmul(
         if tensor is not None:
             plan.set(attribute, ctypes.c_uint64(tensor.data_ptr()))
     if tune and not plan.tuned:
-        plan.tune(a, b, bias, torch.empty_like(out) if accumulate else out)
-    plan.run(a, b, bias, out, plan.fastest)
+        into = torch.empty_like(out) if added is out else out
+        plan.tune(a, b, bias, into, into if added is out else added)
+    plan.run(a, b, bias, out, added, plan.fastest)
     return out
 
 
@@ -99,10 +98,10 @@ class Plan:
     """Descriptors and algorithms of one shape. cuBLAS is column-major, so it is asked for out^T = b^T a^T."""
 
     def __init__(self, device, M, K, N, a_strides, b_strides, types, epilogue, *options):
-        (a_type, b_type, out_type, bias_type), (accumulate, fast, self.deterministic) = types, options
+        (a_type, b_type, out_type, bias_type), (adds, fast, self.deterministic) = types, options
         ta, tb = (strides[1] != 1 for strides in (a_strides, b_strides))
         self.device, self.tuned, self.fastest = device, False, 0
-        self.alpha, self.beta = ctypes.c_float(1), ctypes.c_float(accumulate)
+        self.alpha, self.beta = ctypes.c_float(1), ctypes.c_float(adds)
         self.descriptor = ctypes.c_void_p()
         call("cublasLtMatmulDescCreate", ctypes.byref(self.descriptor), COMPUTE_32F, TYPES[torch.float32])
         self.set(TRANSA, ctypes.c_int32(tb))
@@ -119,7 +118,7 @@ class Plan:
         self.layouts = b, a, layout(out_type, N, M, N)
         self.algorithms = self.heuristic()
         # whether hopper.linear computes the same for operands that it takes; its index follows cuBLASLt's
-        self.has_hopper = epilogue in (DEFAULT, BIAS) and not accumulate and hopper.available(device)
+        self.has_hopper = epilogue in (DEFAULT, BIAS) and not adds and hopper.available(device)
 
     def set(self, attribute, value):  # not by `call`, whose 5 us would hold up fp8
         set_attribute, size = library()[0].cublasLtMatmulDescSetAttribute, ctypes.sizeof(value)
@@ -142,7 +141,7 @@ class Plan:
         call("cublasLtMatmulAlgoGetHeuristic", library()[1], *shape, CANDIDATES, found, ctypes.byref(count))
         return found[: count.value]
 
-    def run(self, a, b, bias, out, which):
+    def run(self, a, b, bias, out, added, which):
         """Runs an algorithm by its index; the index behind cuBLASLt's is hopper.py's kernel."""
         if self.has_hopper and which == len(self.algorithms):
             return hopper.linear(a, b, bias, out)
@@ -150,18 +149,19 @@ class Plan:
         scratch = workspace(self.device, stream)
         (lib, handle), (lb, la, lo), pointer = library(), self.layouts, ctypes.c_void_p
         to, algorithm = pointer(out.data_ptr()), ctypes.byref(self.algorithms[which].algorithm)
+        added = to if added is None else pointer(added.data_ptr())
         if status := lib.cublasLtMatmul(
             handle, self.descriptor, ctypes.byref(self.alpha), pointer(b.data_ptr()), lb,
-            pointer(a.data_ptr()), la, ctypes.byref(self.beta), to, lo, to, lo, algorithm,
+            pointer(a.data_ptr()), la, ctypes.byref(self.beta), added, lo, to, lo, algorithm,
             pointer(scratch.data_ptr()), ctypes.c_size_t(WORKSPACE_BYTES), pointer(stream),
         ):  # fmt: skip
             raise RuntimeError(f"cublasLtMatmul failed with status {status}")
 
-    def tune(self, a, b, bias, out):
+    def tune(self, a, b, bias, out, added):
         self.tuned, count = True, len(self.algorithms)
         if self.has_hopper and hopper.takes(a, b if b.stride(1) == 1 else b.t(), bias, out):
             count += 1
-        candidates = [functools.partial(self.run, a, b, bias, out, which) for which in range(count)]
+        candidates = [functools.partial(self.run, a, b, bias, out, added, which) for which in range(count)]
         self.fastest = first(candidates) if self.deterministic else fastest(candidates, self.device)
 
 

@@ -20,7 +20,7 @@ from fast.operators import INTERPRETED, LOG2E, cdiv, dtypes_of, exp2, operator, 
 
 aten = torch.ops.aten
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-COPY, GELU, RELU2, SWIGLU = "copy", "gelu", "relu2", "swiglu"  # what `cast` computes before it rounds
+COPY, GELU, RELU2, SWIGLU, GATE = "copy", "gelu", "relu2", "swiglu", "gate"  # what `cast` computes first
 DGELU, DRELU2, DSWIGLU = "dgelu", "drelu2", "dswiglu"
 CAST_ROWS, CAST_COLS, CAST_WARPS = 64, 64, 4  # of a program
 SUM_STEPS, SUM_STAGES = 8, 3  # a program that sums columns takes 8 x 64 rows, in 3 pipeline stages; others 64
@@ -121,19 +121,23 @@ def gradients(dy, saved, dtypes, before=None, what=COPY, sums=True):
     return dx, dw, None if b_dtype is None else columns.to(b_dtype)
 
 
-@operator("product8", lambda a, b, sa, sb, bias, dtype, *_: a.new_empty(a.size(0), b.size(1), dtype=dtype))
+def empty_product(a, b, a_scale, b_scale, bias, dtype, *_, **__):
+    return a.new_empty(a.size(0), b.size(1), dtype=dtype)
+
+
+@operator("product8", empty_product)
 def product(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, dtype: torch.dtype,
-    fast: bool = False,
+    fast: bool = False, added: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """a @ b * a_scale * b_scale + bias; a has contiguous rows, b contiguous columns, or b is from `Rows`.
+    """a @ b * a_scale * b_scale + bias + added; rows of a, columns of b are contiguous, or b is from `Rows`.
 
     fast: see cublas.matmul; for outputs and input gradients, not for weight gradients.
     """
-    out = a.new_empty(a.size(0), b.size(1), dtype=dtype)
+    out = empty_product(a, b, a_scale, b_scale, bias, dtype)
     if b.dtype == torch.bfloat16:
         b = halves(b.t())[0].t() if b.stride(0) == 1 else halves(b)[1].t()
-    return cublas.matmul(a, b, out, bias=bias, scales=(a_scale, b_scale), fast=fast)
+    return cublas.matmul(a, b, out, bias=bias, added=added, scales=(a_scale, b_scale), fast=fast)
 
 
 def cast_results(parts, amax, before=None, what=COPY, e5m2=False, sums=False):
@@ -154,7 +158,7 @@ def cast(
     parts: x, or, with COPY, GELU and RELU2, up to three contiguous (M, N_i) that make up x. M % 16 = 0.
     what: COPY; GELU: of gelu(x); DGELU: of x gelu'(before); RELU2 and DRELU2 likewise; SWIGLU: of
     silu(gate) up, x being gate and up side by side, (M, 2 N); DSWIGLU: of both's gradients, (M, N), x being
-    that of silu(gate) up, (M, N / 2), and `before` both.
+    that of silu(gate) up, (M, N / 2), and `before` both. GATE: of x times `before`, (M, heads), by heads.
     amax: [what the scale is made from, what this call sees], updated in place; one buffer for each operand.
     """
     assert parts[0].size(0) % 16 == 0 and (what in (COPY, GELU, RELU2) or len(parts) == 1)
@@ -165,10 +169,10 @@ def cast(
     strips, programs = sum(cdiv(width, CAST_COLS) for width in widths), cdiv(M, CAST_ROWS * steps)
     partial = out.new_empty(programs if sums else 0, N, dtype=torch.float32)
     limit, room = torch.finfo(out.dtype).max, GRADIENT_ROOM if e5m2 else ROOM
-    abc = *parts, *[parts[0]] * (3 - len(parts))
-    _prepare[(1,)](*abc, before, amax, scale, M, limit / room, *widths, WHAT=what, BLOCK=4096, num_warps=8)
+    abc, heads = (*parts, *[parts[0]] * (3 - len(parts))), before.size(1) if what == GATE else 1
+    _prepare[(1,)](*abc, before, amax, scale, M, limit / room, *widths, heads, what, BLOCK=4096, num_warps=8)
     _cast[(strips, programs)](
-        *abc, before, out, out_t, partial, amax, scale, M // 4, limit, *widths, WHAT=what, SUMS=sums,
+        *abc, before, out, out_t, partial, amax, scale, M // 4, limit, *widths, heads, what, SUMS=sums,
         ROWS=CAST_ROWS, COLS=CAST_COLS, STEPS=steps, STAGES=stages, num_warps=CAST_WARPS,
     )  # fmt: skip
     return out, out_t, scale, partial.sum(0) if sums else columns
@@ -181,7 +185,7 @@ def _rounded(x, limit, dtype: tl.constexpr):
 
 
 @triton.jit
-def _values(x, before, rows, cols, inside, width, WHAT: tl.constexpr):
+def _values(x, before, rows, cols, inside, width, HEADS: tl.constexpr, WHAT: tl.constexpr):
     """The values to cast, in float32; for DSWIGLU the gradients of gate and up, else the same twice."""
     wide = rows * (2 * width) + cols  # in what has gate and up
     at = wide if WHAT == "swiglu" else rows * width + cols
@@ -201,6 +205,8 @@ def _values(x, before, rows, cols, inside, width, WHAT: tl.constexpr):
         v *= 2 * tl.maximum(tl.load(before + at, mask=inside, other=0.0).to(tl.float32), 0.0)
     if WHAT == "swiglu":
         v *= _sigmoid2(v * -LOG2E) * tl.load(x + wide + width, mask=inside, other=0.0).to(tl.float32)
+    if WHAT == "gate":
+        v *= tl.load(before + rows * HEADS + cols // (width // HEADS), mask=inside, other=0.0).to(tl.float32)
     if WHAT == "dswiglu":
         gate = tl.load(before + wide, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(before + wide + width, mask=inside, other=0.0).to(tl.float32)
@@ -219,18 +225,19 @@ def _sigmoid2(x):
 @triton.jit
 def _prepare(
     a, b, c, before, amax, scale, M, limit,
-    A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, WHAT: tl.constexpr, BLOCK: tl.constexpr,
+    A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, HEADS: tl.constexpr, WHAT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The scale of this call: from the amax that the last call saw; at the first call from x."""
     seen = tl.load(amax + 1)
     if seen == 0.0:
         seen = tl.load(amax)
     if seen == 0.0:
-        seen = _largest(a, before, M, A, WHAT, BLOCK)
+        seen = _largest(a, before, M, A, HEADS, WHAT, BLOCK)
         if B > 0:
-            seen = tl.maximum(seen, _largest(b, before, M, B, WHAT, BLOCK))
+            seen = tl.maximum(seen, _largest(b, before, M, B, HEADS, WHAT, BLOCK))
         if C > 0:
-            seen = tl.maximum(seen, _largest(c, before, M, C, WHAT, BLOCK))
+            seen = tl.maximum(seen, _largest(c, before, M, C, HEADS, WHAT, BLOCK))
     tl.store(amax, seen)
     tl.store(amax + 1, 0.0)
     tl.store(scale, tl.exp2(-_power(seen, limit)))
@@ -243,12 +250,12 @@ def _power(amax, limit):
 
 
 @triton.jit
-def _largest(x, before, M, WIDTH: tl.constexpr, WHAT: tl.constexpr, BLOCK: tl.constexpr):
+def _largest(x, before, M, WIDTH: tl.constexpr, HEADS: tl.constexpr, WHAT: tl.constexpr, BLOCK: tl.constexpr):
     most = tl.zeros((BLOCK,), tl.float32)
     start, size = tl.cast(0, tl.int64), tl.cast(M, tl.int64) * WIDTH
     while start < size:
         at = start + tl.arange(0, BLOCK)
-        v, w = _values(x, before, at // WIDTH, at % WIDTH, at < size, WIDTH, WHAT)
+        v, w = _values(x, before, at // WIDTH, at % WIDTH, at < size, WIDTH, HEADS, WHAT)
         most = tl.maximum(most, tl.abs(v))
         if WHAT == "dswiglu":
             most = tl.maximum(most, tl.abs(w))
@@ -259,8 +266,8 @@ def _largest(x, before, M, WIDTH: tl.constexpr, WHAT: tl.constexpr, BLOCK: tl.co
 @triton.jit
 def _cast(
     a, b, c, before, out, out_t, partial, amax, scale, quads, limit,
-    A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, WHAT: tl.constexpr, SUMS: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
+    A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, HEADS: tl.constexpr, WHAT: tl.constexpr,
+    SUMS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program casts COLS columns, STEPS times ROWS rows; amax and column sums stay in registers.
 
@@ -291,12 +298,12 @@ def _cast(
         here = x + first * (2 * width if WHAT == "swiglu" else width)
         beside = before
         if before is not None:
-            beside += first * (2 * width if WHAT == "dswiglu" else width)
+            beside += first * (2 * width if WHAT == "dswiglu" else HEADS if WHAT == "gate" else width)
         # all loads are before the first store, since the compiler does not move them across one
-        v0, w0 = _values(here, beside, row, cols, inside, width, WHAT)
-        v1, w1 = _values(here, beside, row + 1, cols, inside, width, WHAT)
-        v2, w2 = _values(here, beside, row + 2, cols, inside, width, WHAT)
-        v3, w3 = _values(here, beside, row + 3, cols, inside, width, WHAT)
+        v0, w0 = _values(here, beside, row, cols, inside, width, HEADS, WHAT)
+        v1, w1 = _values(here, beside, row + 1, cols, inside, width, HEADS, WHAT)
+        v2, w2 = _values(here, beside, row + 2, cols, inside, width, HEADS, WHAT)
+        v3, w3 = _values(here, beside, row + 3, cols, inside, width, HEADS, WHAT)
         to, across = out + first * N + left, out_t + tile * (ROWS // 4)
         v, w = (v0, v1, v2, v3), (w0, w1, w2, w3)
         _store(v, factor, limit, to, across, quad, cols, inside, quads, N)
@@ -487,7 +494,7 @@ def cross_entropy_chunks8(
         loss.cross_entropy_rows(li, targets[own], losses[own], gi, HEAD_SCALE, V, softcap, True)
         transpose(gi, git)
         cublas.matmul(gi, w8t.t(), dx[own], scales=(gs, ws))
-        cublas.matmul(git, x8t[:, own].t(), dw, scales=(gs, xs), accumulate=i > 0)
+        cublas.matmul(git, x8t[:, own].t(), dw, added=dw if i else None, scales=(gs, xs))
     return losses, dx, dw
 
 

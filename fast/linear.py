@@ -11,9 +11,12 @@ from fast.operators import dtypes_of, on_hopper, operator
 QKV_WAYS = {}  # shape -> the faster of the two ways of qkv_gradients
 
 
-@operator("product", lambda a, b, bias, dtype, tune: a.new_empty(a.size(0), b.size(1), dtype=dtype))
-def product(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype, tune: bool) -> Tensor:
-    return cublas.matmul(a, b, a.new_empty(a.size(0), b.size(1), dtype=dtype), bias=bias, tune=tune)
+@operator("product", lambda a, b, bias, dtype, *_, **__: a.new_empty(a.size(0), b.size(1), dtype=dtype))
+def product(
+    a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype, tune: bool, added: Tensor | None = None
+) -> Tensor:
+    out = a.new_empty(a.size(0), b.size(1), dtype=dtype)
+    return cublas.matmul(a, b, out, bias=bias, added=added, tune=tune)
 
 
 class LinearFunction(torch.autograd.Function):

@@ -67,7 +67,7 @@ def cross_entropy_chunks(
             cross_entropy_rows(li, ti, losses[own], li, 1.0, V, softcap, grad)
         if grad:
             cublas.matmul(li, w, dx[own])
-            cublas.matmul(li.t(), xi, dw, accumulate=i > 0)
+            cublas.matmul(li.t(), xi, dw, added=dw if i else None)
     return losses, dx, dw, factors
 
 

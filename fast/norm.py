@@ -53,14 +53,16 @@ def norm_forward(
 
 @operator(
     "norm_backward",
-    lambda _, dh, x, *more: (torch.empty_like(x), x.new_empty(3, x.size(-1), dtype=torch.float32)),
+    lambda _, dh, x, *more, **__: (torch.empty_like(x), x.new_empty(3, x.size(-1), dtype=torch.float32)),
 )
 def norm_backward(
-    dtotal: Tensor | None, dh: Tensor, total: Tensor, stats: Tensor, weight: Tensor, centred: bool
-) -> tuple[Tensor, Tensor]:
+    dtotal: Tensor | None, dh: Tensor, total: Tensor, stats: Tensor, weight: Tensor, centred: bool,
+    first: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(dx, float32 (3, C): gradients of weight and shift, column sums of dx) of the norm of `total`.
 
     dtotal: the gradient that reaches the sum by the residual path, added to dx; None: there is none.
+    first: more gradient of the norm's first columns, added to dh.
     """
     C, N = total.size(-1), stats.size(1)
     block = power_of_2(C)
@@ -68,7 +70,8 @@ def norm_backward(
     programs = min(N, max(1, NORM_BACK_WARPS // warps) * sm_count(total.device))
     dx, parts = torch.empty_like(total), total.new_empty(programs, 3, C, dtype=torch.float32)
     _norm_backward[(programs,)](
-        None if dtotal is None else dtotal.contiguous(), dh.contiguous(), total, stats, weight, dx, parts, N,
+        None if dtotal is None else dtotal.contiguous(), dh.contiguous(), total, stats, weight, dx, parts,
+        None if first is None else first.contiguous(), N, FIRST=0 if first is None else first.size(-1),
         C=C, CENTRED=centred, BLOCK=block, PROGRAMS=programs, STEPS=cdiv(N, programs),
         STAGES=NORM_BACK_STAGES, num_warps=warps,
     )  # fmt: skip
@@ -110,8 +113,9 @@ def _norm_forward(
 
 @triton.jit
 def _norm_backward(
-    dtotal, dh, total, stats, weight, dx, parts, N, C: tl.constexpr, CENTRED: tl.constexpr,
-    BLOCK: tl.constexpr, PROGRAMS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
+    dtotal, dh, total, stats, weight, dx, parts, first, N, FIRST: tl.constexpr, C: tl.constexpr,
+    CENTRED: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr, STEPS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     cols = tl.arange(0, BLOCK)
@@ -124,6 +128,9 @@ def _norm_backward(
         inside = (cols < C) & (row < N)
         start = tl.cast(row, tl.int64) * C
         given = tl.load(dh + start + cols, mask=inside, other=0.0).to(tl.float32)
+        if first is not None:
+            more = first + tl.cast(row, tl.int64) * FIRST + cols
+            given += tl.load(more, mask=inside & (cols < FIRST), other=0.0).to(tl.float32)
         value = tl.load(total + start + cols, mask=inside, other=0.0).to(tl.float32)
         rstd = tl.load(stats + N + row, mask=row < N, other=0.0)
         if CENTRED:

@@ -122,7 +122,7 @@ def products(monkeypatch):
 def stand_in_for_cublas(put=setattr):
     from fast import cublas
 
-    def matmul(a, b, out, bias=None, gelu=None, dgelu=None, accumulate=False, scales=None, **_):
+    def matmul(a, b, out, bias=None, gelu=None, dgelu=None, added=None, scales=None, **_):
         product = a.float() @ b.float()
         if scales is not None:
             product *= scales[0] * scales[1]
@@ -133,7 +133,7 @@ def stand_in_for_cublas(put=setattr):
         if dgelu is not None:
             ones = torch.ones_like(product)
             product *= torch.ops.aten.gelu_backward(ones, dgelu.float(), approximate="tanh")
-        return out.add_(product) if accumulate else out.copy_(product)
+        return out.copy_(product if added is None else product + added)
 
     put(cublas, "matmul", matmul)
 

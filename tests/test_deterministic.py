@@ -72,7 +72,7 @@ def test_nothing_is_timed(monkeypatch, deterministic):
     cublas = pytest.importorskip("fast.cublas", reason="Triton is installed with PyTorch's CUDA builds only")
     from fast import linear
 
-    def run(plan, a, b, bias, out, which):
+    def run(plan, a, b, bias, out, added, which):
         ran.append(which)
         if which == 0:
             raise RuntimeError("an algorithm that does not run")

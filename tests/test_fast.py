@@ -138,7 +138,7 @@ def test_tokens_that_do_not_count_and_numbers_that_are_none(in_product):
 @pytest.mark.parametrize("rows, C", [(1, 64), (37, 96), (MANY, 768), (5, 5000)])
 @pytest.mark.parametrize("residual", [torch.float32, torch.bfloat16] if GPU else [torch.float32])
 def test_norm(rows, C, kind, shifted, residual):
-    """Alone, and its operators with what fusion.py adds: the sum before it, and that sum's other gradient."""
+    """Alone, and its operators with what fusion.py adds: a sum before it, other gradients of both sides."""
     layer = models.make_norm(GPTConfig(n_embd=C, norm=kind, bias=shifted)).to(DEVICE)
     weight, shift, eps = layer.weight, getattr(layer, "bias", None), layer.eps
     centred, parameters = kind == "layernorm", [torch.nn.init.normal_(p) for p in layer.parameters()]
@@ -146,10 +146,11 @@ def test_norm(rows, C, kind, shifted, residual):
     exactly = lambda x, *p: in_float64(x, (C,), *p)
     x, y = leaf(2, rows, C, dtype=residual), leaf(2, rows, C, dtype=WIDE)
     dtotal, dh = torch.randn(2, 2, rows, C, device=DEVICE, dtype=torch.float64)
+    first = torch.randn(2, rows, 12, device=DEVICE).to(torch.bfloat16)
     with torch.no_grad():
         total, h, stats = norm.norm_forward(x, y, weight, shift, eps, centred)
-        low = [dtotal.to(residual), dh.to(torch.bfloat16)]
-        dx, sums = norm.norm_backward(*low, total, stats, weight, centred)
+        low = [dtotal.to(residual), (dh - F.pad(first, (0, C - 12))).to(torch.bfloat16)]
+        dx, sums = norm.norm_backward(*low, total, stats, weight, centred, first)
     exact_total, *doubles = x.double() + y.double(), *(p.double() for p in parameters)
     exact_h, dx_alone, *exact_sums = with_gradients(exactly, [exact_total, *doubles], dh)
     assert error(h, exact_h) < 6e-3

@@ -36,7 +36,7 @@ WHOLE, ALIKE = (0.25, 0.97) if GPU else (0.35, 0.95)  # of a model's gradients: 
 SHAPES = [(144, [100]), (48, [8, 72]), (32, [48, 16, 16])]
 SHAPES += [(16, [16]), (112, [48]), (512, [768]), (208, [300, 520, 8]), (144, [300]), (48, [8, 264])] * GPU
 SEVERAL = (fp8.COPY, fp8.GELU, fp8.RELU2)  # what is computed of tensors side by side too
-KINDS = (*SEVERAL, fp8.DGELU, fp8.DRELU2, fp8.SWIGLU, fp8.DSWIGLU)
+KINDS = (*SEVERAL, fp8.DGELU, fp8.DRELU2, fp8.SWIGLU, fp8.DSWIGLU, fp8.GATE)
 CASTS = [(M, w, k) for M, w in SHAPES for k in (KINDS if len(w) == 1 else SEVERAL)]
 
 
@@ -89,9 +89,9 @@ def test_cast(M, widths, what, e5m2, std):
     seen = None
     for call in range(3):
         parts = [randn(M, N * (1 + (what == fp8.SWIGLU)), std=std * 4**call) for N in widths]
-        before = randn(M, widths[0] * (1 + (what == fp8.DSWIGLU)))
+        before = randn(M, 4 if what == fp8.GATE else widths[0] * (1 + (what == fp8.DSWIGLU)))
         exact = exactly(what, torch.cat(parts, 1).double(), before.double().requires_grad_())
-        given = before if what in (fp8.DGELU, fp8.DRELU2, fp8.DSWIGLU) else None
+        given = before if what in (fp8.DGELU, fp8.DRELU2, fp8.DSWIGLU, fp8.GATE) else None
         out, out_t, scale, sums = fp8.cast(parts, top, given, what, e5m2, True)
         most = exact.abs().max().item()
         room = limit * scale.item() / (seen or most)
@@ -106,7 +106,9 @@ def test_cast(M, widths, what, e5m2, std):
 
 
 def exactly(what, x, before):
-    """What `cast` computes before it rounds: an activation of x, or x times one's derivative at `before`."""
+    """What `cast` computes before it rounds: an activation of x, x times one's derivative, or gated heads."""
+    if what == fp8.GATE:
+        return x * before.detach().repeat_interleave(x.size(1) // before.size(1), 1)
     activation = getattr(kernels, what.removeprefix("d"), None)
     if activation is None:
         return x
