@@ -35,10 +35,12 @@ def param_groups(model, cfg):
             kinds[outer if p.dim() >= 2 else "vector"].append(p)
     rates = {"embedding": cfg.lr_embedding, "head": cfg.lr_head}
     decays = ["matrix"] if cfg.optimizer == "muon" else ["embedding", "head", "matrix"]
-    groups = []
+    weight_decay, groups = cfg.weight_decay, []
+    if weight_decay is None:
+        weight_decay = 2 / ((cfg.lr or 1) * cfg.max_steps)
     for kind, params in kinds.items():
         factor = 1.0 if rates.get(kind) is None else rates[kind] / (cfg.lr or 1)
-        decay = cfg.weight_decay if kind in decays and rates.get(kind) is None else 0.0
+        decay = weight_decay if kind in decays and rates.get(kind) is None else 0.0
         groups.append(dict(params=params, kind=kind, factor=factor, lr=cfg.lr * factor, weight_decay=decay))
     return [group for group in groups if group["params"]]
 

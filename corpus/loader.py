@@ -139,7 +139,8 @@ def verify(data_dir):
 class Split:
     """The shards of a folder's split as one circle of `tokens` tokens, and the order of the rows in it.
 
-    Row w is the T+1 tokens from token w*T on, or from aligned_starts[w] on; the last one wraps around.
+    Row w is the T+1 tokens from token w*T on, or from aligned_starts[w] on; the last one wraps around. Rows
+    that are shuffled, and neither aligned nor packed, begin `shift` tokens later in each epoch.
     """
 
     def __init__(self, data_dir, split, T, vocab_size, shuffle_seed=None, align=False):
@@ -173,6 +174,7 @@ class Split:
             self.starts = aligned_starts(np.concatenate(begins), self.tokens, T)
         self.rows_per_epoch = len(self.starts)
         pack = manifest.get("settings", {}).get("pack")
+        self.shift = 0 if pack or align else round(0.382 * T)  # each epoch cuts other rows (docs/modern.md)
         why = f"is packed for block_size={pack} without align_documents; others cut more documents"
         self.warning = f"{data_dir} {why}" if pack and (pack != T or align) else None
         shuffled = lambda epoch: np.random.default_rng((shuffle_seed, epoch)).permutation(self.rows_per_epoch)
@@ -190,8 +192,9 @@ class Split:
     def start(self, row):
         """First token of a row; rows are counted from the start of training."""
         epoch, w = divmod(row, self.rows_per_epoch)
-        w = w if self.shuffle_seed is None else int(self._order(epoch)[w])
-        return int(self.starts[w])
+        if self.shuffle_seed is None:
+            return int(self.starts[w])
+        return (int(self.starts[int(self._order(epoch)[w])]) + epoch * self.shift % self.T) % self.tokens
 
     def pieces(self, position, count):
         """Yields (number of a shard, first token there, ids) for `count` tokens from `position` on."""

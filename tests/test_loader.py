@@ -171,14 +171,15 @@ def naive_starts(stream, T, align):
 
 
 def naive_rows(stream, T, seed=None, align=False):
-    """Yields all rows of T+1 tokens, epoch after epoch."""
+    """Yields all rows of T+1 tokens, epoch after epoch; shuffled ones begin elsewhere in each."""
     starts, epoch = naive_starts(stream, T, align), 0
     while True:
-        order = range(len(starts))
+        order, shift = range(len(starts)), 0
         if seed is not None:
             order = np.random.default_rng((seed, epoch)).permutation(len(starts))
-        for w in order:
-            yield np.take(stream, range(starts[w], starts[w] + T + 1), mode="wrap")
+            shift = 0 if align else epoch * round(0.382 * T) % T
+        for first in (starts[w] + shift for w in order):
+            yield np.take(stream, range(first, first + T + 1), mode="wrap")
         epoch += 1
 
 

@@ -53,6 +53,8 @@ def test_groups_hold_every_parameter_once_each_with_its_rate():
     assert [g["lr"] for g in groups] == pytest.approx([0.1, 1e-3, 1e-3, 1e-3])
     muon = optim.param_groups(model, settings(optimizer="muon"))
     assert [g["weight_decay"] for g in muon] == [0, 0, 0.1, 0]
+    by_length = optim.param_groups(model, settings(lr=0.02, max_steps=250, weight_decay=None))
+    assert [g["weight_decay"] for g in by_length] == pytest.approx([0.4, 0.4, 0.4, 0])
 
 
 def test_adamw_is_pytorchs_with_the_settings_numbers():
