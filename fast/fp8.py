@@ -20,8 +20,9 @@ from fast.operators import INTERPRETED, LOG2E, cdiv, dtypes_of, exp2, operator, 
 
 aten = torch.ops.aten
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-COPY, GELU, RELU2, SWIGLU, GATE = "copy", "gelu", "relu2", "swiglu", "gate"  # what `cast` computes first
+COPY, GELU, RELU2, SWIGLU = "copy", "gelu", "relu2", "swiglu"  # what `cast` computes before it rounds
 DGELU, DRELU2, DSWIGLU = "dgelu", "drelu2", "dswiglu"
+GATE, NORM, SHIFTED_NORM = "gate", "norm", "shifted_norm"
 CAST_ROWS, CAST_COLS, CAST_WARPS = 64, 64, 4  # of a program
 SUM_STEPS, SUM_STAGES = 8, 3  # a program that sums columns takes 8 x 64 rows, in 3 pipeline stages; others 64
 TRANSPOSE_TILE, COPY_BLOCK = 128, 8192
@@ -78,44 +79,45 @@ class MLPFunction(torch.autograd.Function):  # as fast.mlp's; casts compute the 
     @staticmethod
     def forward(ctx, kind, x, w1, b1, x_amax, w1_amax, db_amax, w2, b2, act_amax, w2_amax, dy_amax):
         ctx.kind, ctx.dtypes = kind, dtypes_of(w1, b1, w2, b2)
-        before, up = forward_product(x.flatten(0, -2), w1, b1, x_amax, w1_amax)
-        y, down = forward_product(before, w2, b2, act_amax, w2_amax, kind)
-        ctx.save_for_backward(*up, db_amax, *down, dy_amax, before)
+        before, up, _ = forward_product(x.flatten(0, -2), w1, b1, x_amax, w1_amax)
+        y, down, act8 = forward_product(before, w2, b2, act_amax, w2_amax, kind)
+        beside = [act8, down[1]] if kind == RELU2 else [before]
+        ctx.save_for_backward(*up, db_amax, *down, dy_amax, *beside)
         return y.unflatten(0, x.shape[:-1])
 
     @staticmethod
     def backward(ctx, dy):
-        *saved, before = ctx.saved_tensors
-        dact, dw2, db2 = gradients([dy.flatten(0, -2).contiguous()], saved[5:], ctx.dtypes[2:])
-        dx, dw1, db1 = gradients([dact], saved[:5], ctx.dtypes[:2], before, "d" + ctx.kind)
+        up, down, beside = (ctx.saved_tensors[part] for part in (slice(5), slice(5, 10), slice(10, None)))
+        dact, dw2, db2 = gradients([dy.flatten(0, -2).contiguous()], down, ctx.dtypes[2:])
+        dx, dw1, db1 = gradients([dact], up, ctx.dtypes[:2], beside, "d" + ctx.kind)
         nones = None, None, None
         return None, dx.unflatten(0, dy.shape[:-1]), dw1, db1, *nones, dw2, db2, *nones
 
 
 def linear_forward(ctx, x, weight, bias, x_amax, w_amax, dy_amax):
     """The GEMM of a linear layer, (..., K) -> (M, N); saves the operands of `gradients` in ctx."""
-    y, saved = forward_product(x.flatten(0, -2), weight, bias, x_amax, w_amax)
+    y, saved, _ = forward_product(x.flatten(0, -2), weight, bias, x_amax, w_amax)
     ctx.save_for_backward(*saved, dy_amax)
     ctx.dtypes = dtypes_of(weight, bias)
     return y
 
 
 def forward_product(x, weight, bias, x_amax, w_amax, what=COPY):
-    """(x W^T + b, what `gradients` needs: x^T and its scale, the dx GEMM's right operand and its scale)"""
-    x8, x8t, xs, _ = cast([x], x_amax, None, what)
+    """(x W^T + b, what `gradients` needs: x^T and its scale, the dx GEMM's right operand and its scale; x)"""
+    x8, x8t, xs, _ = cast([x], x_amax, [], what)
     if w_amax.dim() == 0:  # gathered as `Rows`
         w, wt, ws = weight, weight.t(), w_amax
     else:
-        w8, w8t, ws, _ = cast([weight], w_amax)
+        w8, w8t, ws, _ = cast([weight], w_amax, [])
         w, wt = w8t.t(), w8.t()
     bias = None if bias is None else bias.to(x.dtype)
-    return product(x8, wt, xs, ws, bias, x.dtype, True), (x8t, xs, w, ws)
+    return product(x8, wt, xs, ws, bias, x.dtype, True), (x8t, xs, w, ws), x8
 
 
-def gradients(dy, saved, dtypes, before=None, what=COPY, sums=True):
-    """(dx, dw, db or None) of a linear layer from dy: (M, N) in parts; before, what: see `cast`."""
+def gradients(dy, saved, dtypes, beside=(), what=COPY, sums=True):
+    """(dx, dw, db or None) of a linear layer from dy: (M, N) in parts; beside, what: see `cast`."""
     (x8t, xs, w, ws, dy_amax), (w_dtype, b_dtype) = saved, dtypes
-    dy8, dy8t, ds, columns = cast(dy, dy_amax, before, what, True, sums and b_dtype is not None)
+    dy8, dy8t, ds, columns = cast(dy, dy_amax, list(beside), what, True, sums and b_dtype is not None)
     dx = product(dy8, w, ds, ws, None, dy[0].dtype, True)
     dw = product(dy8t, x8t.t(), ds, xs, None, w_dtype)
     return dx, dw, None if b_dtype is None else columns.to(b_dtype)
@@ -140,7 +142,7 @@ def product(
     return cublas.matmul(a, b, out, bias=bias, added=added, scales=(a_scale, b_scale), fast=fast)
 
 
-def cast_results(parts, amax, before=None, what=COPY, e5m2=False, sums=False):
+def cast_results(parts, amax, beside, what=COPY, e5m2=False, sums=False):
     x, dtype = parts[0], E5M2 if e5m2 else E4M3
     M, N = x.size(0), sum(x.size(1) for x in parts)
     N = {SWIGLU: N // 2, DSWIGLU: 2 * N}.get(what, N)
@@ -150,26 +152,29 @@ def cast_results(parts, amax, before=None, what=COPY, e5m2=False, sums=False):
 
 @operator("cast8", cast_results, mutates=["amax"])
 def cast(
-    parts: list[Tensor], amax: Tensor, before: Tensor | None = None, what: str = COPY, e5m2: bool = False,
+    parts: list[Tensor], amax: Tensor, beside: list[Tensor], what: str = COPY, e5m2: bool = False,
     sums: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(x in fp8, its transpose, the factor that undoes the scale, float32 column sums if `sums`); x: (M, N).
 
     parts: x, or, with COPY, GELU and RELU2, up to three contiguous (M, N_i) that make up x. M % 16 = 0.
-    what: COPY; GELU: of gelu(x); DGELU: of x gelu'(before); RELU2 and DRELU2 likewise; SWIGLU: of
-    silu(gate) up, x being gate and up side by side, (M, 2 N); DSWIGLU: of both's gradients, (M, N), x being
-    that of silu(gate) up, (M, N / 2), and `before` both. GATE: of x times `before`, (M, heads), by heads.
+    what, and the tensors beside x for it: COPY; GELU: of gelu(x), DGELU [y]: of x gelu'(y); RELU2 and DRELU2
+    [relu2(y) in fp8, the factor that undoes its scale] likewise; SWIGLU: of silu(gate) up, x being gate and
+    up side by side, (M, 2 N), DSWIGLU [both]: of both's gradients, (M, N), x being that of silu(gate) up,
+    (M, N / 2); GATE [gates]: of x times gates, (M, heads), by heads; NORM and SHIFTED_NORM [stats, weight,
+    shift]: of the norm of x, with norm_forward's stats.
     amax: [what the scale is made from, what this call sees], updated in place; one buffer for each operand.
     """
     assert parts[0].size(0) % 16 == 0 and (what in (COPY, GELU, RELU2) or len(parts) == 1)
-    out, out_t, scale, columns = cast_results(parts, amax, before, what, e5m2, sums)
+    out, out_t, scale, columns = cast_results(parts, amax, beside, what, e5m2, sums)
     M, N = out.shape
     widths = [x.size(1) // (1 + (what == SWIGLU)) for x in parts] + [0] * (3 - len(parts))
     steps, stages = (SUM_STEPS, SUM_STAGES) if sums else (1, 1)
     strips, programs = sum(cdiv(width, CAST_COLS) for width in widths), cdiv(M, CAST_ROWS * steps)
     partial = out.new_empty(programs if sums else 0, N, dtype=torch.float32)
     limit, room = torch.finfo(out.dtype).max, GRADIENT_ROOM if e5m2 else ROOM
-    abc, heads = (*parts, *[parts[0]] * (3 - len(parts))), before.size(1) if what == GATE else 1
+    before, *more = beside or [None]
+    abc, heads = (*parts, *more, *parts * 3)[:3], before.size(1) if what == GATE else 1
     _prepare[(1,)](*abc, before, amax, scale, M, limit / room, *widths, heads, what, BLOCK=4096, num_warps=8)
     _cast[(strips, programs)](
         *abc, before, out, out_t, partial, amax, scale, M // 4, limit, *widths, heads, what, SUMS=sums,
@@ -185,7 +190,7 @@ def _rounded(x, limit, dtype: tl.constexpr):
 
 
 @triton.jit
-def _values(x, before, rows, cols, inside, width, HEADS: tl.constexpr, WHAT: tl.constexpr):
+def _values(x, before, b, c, rows, cols, inside, M, left, width, HEADS: tl.constexpr, WHAT: tl.constexpr):
     """The values to cast, in float32; for DSWIGLU the gradients of gate and up, else the same twice."""
     wide = rows * (2 * width) + cols  # in what has gate and up
     at = wide if WHAT == "swiglu" else rows * width + cols
@@ -202,11 +207,17 @@ def _values(x, before, rows, cols, inside, width, HEADS: tl.constexpr, WHAT: tl.
     if WHAT == "relu2":
         v = tl.where(v < 0, 0.0, v * v)  # unlike tl.maximum it keeps NaN
     if WHAT == "drelu2":
-        v *= 2 * tl.maximum(tl.load(before + at, mask=inside, other=0.0).to(tl.float32), 0.0)
+        v *= 2 * tl.sqrt(tl.load(before + at, mask=inside, other=0.0).to(tl.float32) * tl.load(b))
     if WHAT == "swiglu":
         v *= _sigmoid2(v * -LOG2E) * tl.load(x + wide + width, mask=inside, other=0.0).to(tl.float32)
     if WHAT == "gate":
         v *= tl.load(before + rows * HEADS + cols // (width // HEADS), mask=inside, other=0.0).to(tl.float32)
+    if WHAT == "norm" or WHAT == "shifted_norm":
+        mean = tl.load(before + rows, mask=rows < left, other=0.0)
+        v = (v - mean) * tl.load(before + M + rows, mask=rows < left, other=0.0)
+        v *= tl.load(b + cols, mask=cols < width, other=0.0).to(tl.float32)
+        if WHAT == "shifted_norm":
+            v = tl.where(inside, v + tl.load(c + cols, mask=cols < width, other=0.0).to(tl.float32), 0.0)
     if WHAT == "dswiglu":
         gate = tl.load(before + wide, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(before + wide + width, mask=inside, other=0.0).to(tl.float32)
@@ -233,11 +244,11 @@ def _prepare(
     if seen == 0.0:
         seen = tl.load(amax)
     if seen == 0.0:
-        seen = _largest(a, before, M, A, HEADS, WHAT, BLOCK)
+        seen = _largest(a, before, b, c, M, A, HEADS, WHAT, BLOCK)
         if B > 0:
-            seen = tl.maximum(seen, _largest(b, before, M, B, HEADS, WHAT, BLOCK))
+            seen = tl.maximum(seen, _largest(b, before, b, c, M, B, HEADS, WHAT, BLOCK))
         if C > 0:
-            seen = tl.maximum(seen, _largest(c, before, M, C, HEADS, WHAT, BLOCK))
+            seen = tl.maximum(seen, _largest(c, before, b, c, M, C, HEADS, WHAT, BLOCK))
     tl.store(amax, seen)
     tl.store(amax + 1, 0.0)
     tl.store(scale, tl.exp2(-_power(seen, limit)))
@@ -250,12 +261,14 @@ def _power(amax, limit):
 
 
 @triton.jit
-def _largest(x, before, M, WIDTH: tl.constexpr, HEADS: tl.constexpr, WHAT: tl.constexpr, BLOCK: tl.constexpr):
+def _largest(
+    x, before, b, c, M, WIDTH: tl.constexpr, HEADS: tl.constexpr, WHAT: tl.constexpr, BLOCK: tl.constexpr
+):
     most = tl.zeros((BLOCK,), tl.float32)
     start, size = tl.cast(0, tl.int64), tl.cast(M, tl.int64) * WIDTH
     while start < size:
         at = start + tl.arange(0, BLOCK)
-        v, w = _values(x, before, at // WIDTH, at % WIDTH, at < size, WIDTH, HEADS, WHAT)
+        v, w = _values(x, before, b, c, at // WIDTH, at % WIDTH, at < size, M, M, WIDTH, HEADS, WHAT)
         most = tl.maximum(most, tl.abs(v))
         if WHAT == "dswiglu":
             most = tl.maximum(most, tl.abs(w))
@@ -298,12 +311,14 @@ def _cast(
         here = x + first * (2 * width if WHAT == "swiglu" else width)
         beside = before
         if before is not None:
-            beside += first * (2 * width if WHAT == "dswiglu" else HEADS if WHAT == "gate" else width)
+            each = HEADS if WHAT == "gate" else 2 * width if WHAT == "dswiglu" else width
+            beside += first if WHAT == "norm" or WHAT == "shifted_norm" else first * each
         # all loads are before the first store, since the compiler does not move them across one
-        v0, w0 = _values(here, beside, row, cols, inside, width, HEADS, WHAT)
-        v1, w1 = _values(here, beside, row + 1, cols, inside, width, HEADS, WHAT)
-        v2, w2 = _values(here, beside, row + 2, cols, inside, width, HEADS, WHAT)
-        v3, w3 = _values(here, beside, row + 3, cols, inside, width, HEADS, WHAT)
+        M, rest = 4 * quads, 4 * quads - first
+        v0, w0 = _values(here, beside, b, c, row, cols, inside, M, rest, width, HEADS, WHAT)
+        v1, w1 = _values(here, beside, b, c, row + 1, cols, inside, M, rest, width, HEADS, WHAT)
+        v2, w2 = _values(here, beside, b, c, row + 2, cols, inside, M, rest, width, HEADS, WHAT)
+        v3, w3 = _values(here, beside, b, c, row + 3, cols, inside, M, rest, width, HEADS, WHAT)
         to, across = out + first * N + left, out_t + tile * (ROWS // 4)
         v, w = (v0, v1, v2, v3), (w0, w1, w2, w3)
         _store(v, factor, limit, to, across, quad, cols, inside, quads, N)
@@ -483,8 +498,8 @@ def cross_entropy_chunks8(
     N, P = x.size(0), weight.size(0)
     rows = min(N, loss.chunk_rows(P))
     losses, dx, dw = loss.empty_results(x, weight)
-    x8, x8t, xs, _ = cast([x], x_amax)
-    w8, w8t, ws, _ = cast([weight], w_amax)
+    x8, x8t, xs, _ = cast([x], x_amax, [])
+    w8, w8t, ws, _ = cast([weight], w_amax, [])
     gs = torch.full((), 1 / HEAD_SCALE, device=x.device)
     logits, small = x.new_empty(rows, P), x.new_empty(rows, P, dtype=E5M2)
     for i in range(0, N, rows):

@@ -29,24 +29,28 @@ class Norm(torch.autograd.Function):
         return dx, *gradients, None, None
 
 
-def norm_results(x, update=None, *_):
+def norm_results(x, update=None, *_, keep=True):
     total = x.new_empty(0) if update is None else torch.empty_like(x, memory_format=torch.contiguous_format)
     stats = x.new_empty(2, x.numel() // x.size(-1), dtype=torch.float32)
-    return total, x.new_empty(x.shape, dtype=torch.bfloat16), stats
+    return total, x.new_empty(x.shape if keep else 0, dtype=torch.bfloat16), stats
 
 
 @operator("norm_forward", norm_results)
 def norm_forward(
-    x: Tensor, update: Tensor | None, weight: Tensor, shift: Tensor | None, eps: float, centred: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(x + update, empty without update; its norm in bf16; float32 (2, rows): mean and 1 / deviation)"""
-    total, h, stats = norm_results(x, update)
+    x: Tensor, update: Tensor | None, weight: Tensor, shift: Tensor | None, eps: float, centred: bool,
+    keep: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(x + update, empty without update; its norm in bf16; float32 (2, rows): mean and 1 / deviation)
+
+    keep=False: without the norm itself, which fp8.cast computes.
+    """
+    total, h, stats = norm_results(x, update, keep=keep)
     C, N = x.size(-1), stats.size(1)
     block = power_of_2(C)
     rows = max(1, 4096 // block)
     _norm_forward[(cdiv(N, rows),)](
         x.contiguous(), None if update is None else update.contiguous(), weight, shift, total, h, stats, N,
-        eps, C=C, CENTRED=centred, BLOCK=block, ROWS=rows, num_warps=max(2, block // NORM_WIDTH),
+        eps, keep, C=C, CENTRED=centred, BLOCK=block, ROWS=rows, num_warps=max(2, block // NORM_WIDTH),
     )  # fmt: skip
     return total, h, stats
 
@@ -80,7 +84,7 @@ def norm_backward(
 
 @triton.jit
 def _norm_forward(
-    x, update, weight, shift, total, h, stats, N, eps,
+    x, update, weight, shift, total, h, stats, N, eps, KEEP: tl.constexpr,
     C: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * ROWS
@@ -105,10 +109,11 @@ def _norm_forward(
     rstd = 1 / tl.sqrt(tl.sum(value * value, 1) / C + eps)
     tl.store(stats + rows, mean, mask=rows < N)
     tl.store(stats + N + rows, rstd, mask=rows < N)
-    out = value * rstd[:, None] * tl.load(weight + cols, mask=cols < C).to(tl.float32)[None, :]
-    if shift is not None:
-        out += tl.load(shift + cols, mask=cols < C).to(tl.float32)[None, :]
-    tl.store(h + at, out.to(h.dtype.element_ty), mask=inside)
+    if KEEP:
+        out = value * rstd[:, None] * tl.load(weight + cols, mask=cols < C).to(tl.float32)[None, :]
+        if shift is not None:
+            out += tl.load(shift + cols, mask=cols < C).to(tl.float32)[None, :]
+        tl.store(h + at, out.to(h.dtype.element_ty), mask=inside)
 
 
 @triton.jit

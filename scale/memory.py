@@ -111,7 +111,8 @@ def kept(cfg, remat):
     if remat == "selective":
         return [*sizes, C * fp8]  # the MLP's input in bf16
     # the pre-activation, of relu2 its square alone; in bf16 GELU's output, in 8 bits that of each activation
-    return [*sizes, 2 * cfg.mlp_width, cfg.hidden if fp8 else 2 * cfg.hidden * (cfg.mlp == "gelu")]
+    before = cfg.hidden if fp8 and cfg.mlp == "relu2" else 2 * cfg.mlp_width
+    return [*sizes, before, cfg.hidden if fp8 else 2 * cfg.hidden * (cfg.mlp == "gelu")]
 
 
 def units(sizes, apart):

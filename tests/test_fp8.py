@@ -36,7 +36,7 @@ WHOLE, ALIKE = (0.25, 0.97) if GPU else (0.35, 0.95)  # of a model's gradients: 
 SHAPES = [(144, [100]), (48, [8, 72]), (32, [48, 16, 16])]
 SHAPES += [(16, [16]), (112, [48]), (512, [768]), (208, [300, 520, 8]), (144, [300]), (48, [8, 264])] * GPU
 SEVERAL = (fp8.COPY, fp8.GELU, fp8.RELU2)  # what is computed of tensors side by side too
-KINDS = (*SEVERAL, fp8.DGELU, fp8.DRELU2, fp8.SWIGLU, fp8.DSWIGLU, fp8.GATE)
+KINDS = (*SEVERAL, fp8.DGELU, fp8.DRELU2, fp8.SWIGLU, fp8.DSWIGLU, fp8.GATE, fp8.NORM, fp8.SHIFTED_NORM)
 CASTS = [(M, w, k) for M, w in SHAPES for k in (KINDS if len(w) == 1 else SEVERAL)]
 
 
@@ -74,7 +74,7 @@ def test_a_cast_keeps_nan(what, e5m2):
     """Otherwise a loss from weights that are NaN would be a number."""
     x = randn(48, 48)
     x[3, 5] = float("nan")
-    out, out_t, _, _ = fp8.cast([x], torch.ones(2, device=DEVICE), None, what, e5m2, True)
+    out, out_t, _, _ = fp8.cast([x], torch.ones(2, device=DEVICE), [], what, e5m2, True)
     assert [t.float().isnan().nonzero().tolist() for t in (out, out_t)] == [[[3, 5]], [[5, 3]]]
 
 
@@ -89,10 +89,9 @@ def test_cast(M, widths, what, e5m2, std):
     seen = None
     for call in range(3):
         parts = [randn(M, N * (1 + (what == fp8.SWIGLU)), std=std * 4**call) for N in widths]
-        before = randn(M, 4 if what == fp8.GATE else widths[0] * (1 + (what == fp8.DSWIGLU)))
-        exact = exactly(what, torch.cat(parts, 1).double(), before.double().requires_grad_())
-        given = before if what in (fp8.DGELU, fp8.DRELU2, fp8.DSWIGLU, fp8.GATE) else None
-        out, out_t, scale, sums = fp8.cast(parts, top, given, what, e5m2, True)
+        before = randn(M, widths[0] * (1 + (what == fp8.DSWIGLU)))
+        beside, exact = beside_and_exactly(what, torch.cat(parts, 1), before)
+        out, out_t, scale, sums = fp8.cast(parts, top, beside, what, e5m2, True)
         most = exact.abs().max().item()
         room = limit * scale.item() / (seen or most)
         seen = most
@@ -105,14 +104,25 @@ def test_cast(M, widths, what, e5m2, std):
         assert torch.allclose(sums.double(), exact.sum(0), rtol=1e-3, atol=1e-3 * most * M**0.5)
 
 
-def exactly(what, x, before):
-    """What `cast` computes before it rounds: an activation of x, x times one's derivative, or gated heads."""
+def beside_and_exactly(what, x, before):
+    """(the tensors beside x, what `cast` computes of them and x before it rounds, in float64)"""
+    exact, activation = x.double(), getattr(kernels, what.removeprefix("d"), None)
     if what == fp8.GATE:
-        return x * before.detach().repeat_interleave(x.size(1) // before.size(1), 1)
-    activation = getattr(kernels, what.removeprefix("d"), None)
-    if activation is None:
-        return x
-    return torch.autograd.grad(activation(before), before, x)[0] if what.startswith("d") else activation(x)
+        return [before[:, :4].contiguous()], exact * before[:, :4].double().repeat_interleave(
+            x.size(1) // 4, 1
+        )
+    if what in (fp8.NORM, fp8.SHIFTED_NORM):
+        stats, (weight, shift) = randn(2, len(x), dtype=torch.float32), randn(2, x.size(1)).float()
+        normed = (exact - stats[0, :, None]) * stats[1, :, None] * weight
+        shifted = what == fp8.SHIFTED_NORM
+        return [stats, weight, shift][: 2 + shifted], normed + shift * shifted
+    if not what.startswith("d"):
+        return [], activation(exact) if activation else exact
+    y = before.double().requires_grad_()
+    if what != fp8.DRELU2:
+        return [before], torch.autograd.grad(activation(y), y, exact)[0]
+    act8 = activation(y / 8).to(torch.float8_e4m3fn)  # 8: far below the largest number
+    return [act8, torch.tensor(64.0, device=DEVICE)], exact * 2 * 8 * act8.double().sqrt()
 
 
 @pytest.mark.gpu  # is about its matrix units

@@ -60,7 +60,13 @@ CASES = {  # shape, dropout, fp8, what the pass folds in the graphs that all blo
         dict(residual_addition_in_norm=2, residual_gradient_in_norm=2, addition_in_product=1),
     ),
     "gates": (GATED, 0.0, False, GPT2 | dict(slice_gradient_in_norm=1)),
-    "gates_fp8": (GATED, 0.0, True, GPT2 | dict(slice_gradient_in_norm=1, gates_in_cast=1)),
+    "gates_fp8": (
+        GATED,
+        0.0,
+        True,
+        GPT2 | dict(slice_gradient_in_norm=1, gates_in_cast=1, norm_in_cast=1),
+    ),  # the gates read the other one
+    "gpt2_fp8": ({}, 0.0, True, GPT2 | dict(column_sums_from_norm=1, norm_in_cast=2)),
 }
 
 
