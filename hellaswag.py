@@ -18,13 +18,13 @@ import urllib.request
 from collections import namedtuple
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
 from configurator import UserError, refuse, run, too_small
 from run.files import misfits, text, write_atomic
 
+from settings import TrainedConfig
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 CACHE = Path.home() / ".cache" / "hellaswag"
 BATCH_TOKENS = {"cuda": 65_536, "cpu": 1024}  # CPU: a row takes a third longer with 4,096 (GPT-2 124M)
@@ -34,16 +34,10 @@ EXAMPLE = {"ctx": CONTEXT, "endings": FOUR, "label": (*range(4), *"0123")}
 
 
 @dataclass
-class Config:
-    checkpoint: str | None = None  # folder of a run or of a checkpoint
-    pretrained: str | None = None  # instead: Hugging Face weights, a folder or a hub name
-    tokenizer: str | None = None  # None: the one that the weights were trained with
+class Config(TrainedConfig):
     file: str | None = None  # a local hellaswag_val.jsonl; None: downloaded once into ~/.cache/hellaswag
     limit: int | None = None  # number of examples, from the first on; None: all 10,042
     batch_tokens: int | None = None  # tokens per forward pass; None: 65,536 on a GPU, 1,024 on a CPU
-    device: str = "auto"  # auto, cpu, cuda, mps
-    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"  # auto: bf16 where it is supported
-    parallel: Literal["ddp", "fsdp"] = "ddp"  # a rank holds: ddp: the whole model; fsdp: a part of it
 
 
 class HellaSwagError(UserError):

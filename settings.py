@@ -1,4 +1,4 @@
-"""The settings of a model (GPTConfig) and of a run (Config), and their checks; imports no torch.
+"""The settings of a model, of a run and of scripts that load a trained model; their checks. Needs no torch.
 
 Each setting's comment is its line in `python train.py --help`; one on a line of its own begins a section.
 """
@@ -206,6 +206,17 @@ def outside(cfg, positive, shares):
     given = lambda names: ((k, v) for k in names.split() if (v := getattr(cfg, k)) is not None)
     found = [f"{k}={v} must be over 0" for k, v in given(positive) if not v > 0]
     return found + [f"{k}={v} must be below 1" for k, v in given(shares) if v >= 1]
+
+
+@dataclass
+class TrainedConfig:
+    # Trained model
+    checkpoint: str | None = None  # folder of a run or of a checkpoint
+    pretrained: str | None = None  # instead: Hugging Face weights, a folder or a hub name
+    tokenizer: str | None = None  # None: the one that the weights were trained with
+    device: str = "auto"  # auto, cpu, cuda, mps
+    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"  # auto: bf16 where it is supported
+    parallel: Literal["ddp", "fsdp"] = "ddp"  # a rank holds: ddp: the whole model; fsdp: a part of it
 
 
 def check(cfg, ranks=None):
