@@ -159,6 +159,12 @@ def is_rank_0():
     return os.environ.get("RANK", "0") == "0"
 
 
+def warn(words):
+    """Prints a warning, if there is one, on rank 0."""
+    if words and is_rank_0():
+        print(f"warning: {words}", file=sys.stderr)
+
+
 def leave(code, message=None, at_once=False):
     """Ends the process, a rank without Python's shutdown; message: what torchrun prints of it."""
     if message and (report := os.environ.get("TORCHELASTIC_ERROR_FILE")):

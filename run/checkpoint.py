@@ -10,7 +10,6 @@ import json
 import operator
 import os
 import shutil
-import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
@@ -21,7 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import model as models
-from configurator import UserError, refuse, typed
+from configurator import UserError, refuse, typed, warn
 from corpus import tokenizer as tokenizers
 from corpus import told
 from fast.chips import best_attention
@@ -83,7 +82,7 @@ def find(path):
         wrong = next(filter(None, parallel.gather_objects(problem(folder, rank, ranks))), None)
         if rank == 0 and (wrong or folder != found[0]):
             words = f"is damaged ({wrong}); left in place" if wrong else "is taken, the newest that is whole"
-            print(f"warning: {folder} {words}", file=sys.stderr)
+            warn(f"{folder} {words}")
         if wrong is None:
             return folder
     hint = "expected a run's folder, or one of its step_*/; Hugging Face weights are --init_from=hf:FOLDER"

@@ -1,13 +1,12 @@
 """Where a run starts: afresh in an unused folder, or at a checkpoint, of which everything is restored."""
 
 import dataclasses
-import sys
 from pathlib import Path
 
 import torch
 
 import optim
-from configurator import UserError
+from configurator import UserError, warn
 from run import checkpoint, files, source
 from run.checkpoint import CheckpointError
 from scale import parallel
@@ -34,8 +33,7 @@ class Start:
         """Raises UserError unless the checkpoint is of a run with this model, optimizer, dtype and length."""
         if not self.folder:
             return
-        if (words := source.warning(self.folder)) and parallel.rank_and_size()[0] == 0:
-            print(f"warning: {words}", file=sys.stderr)  # now: an edited model may not fit the checkpoint
+        warn(source.warning(self.folder))  # now: an edited model may not fit the checkpoint
         config, shape = checkpoint.saved_settings(self.folder, self.state)
         self.state["config"] = config
         wrong = checkpoint.shape_differences(shape, cfg)
