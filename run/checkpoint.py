@@ -80,7 +80,7 @@ def find(path):
     found = [path] if single else folders(path)[::-1]
     for folder in found:
         wrong = next(filter(None, parallel.gather_objects(problem(folder, rank, ranks))), None)
-        if rank == 0 and (wrong or folder != found[0]):
+        if wrong or folder != found[0]:
             words = f"is damaged ({wrong}); left in place" if wrong else "is taken, the newest that is whole"
             warn(f"{folder} {words}")
         if wrong is None:
@@ -307,14 +307,6 @@ def saved_settings(folder, state):
     except UserError as error:
         raise CheckpointError(f"{folder}/state.json is damaged: {error}") from None
     return config, shape
-
-
-def shape_differences(saved, cfg, free=()):
-    """["n_embd: checkpoint 768, now 1024", ...] of fields that decide results, except those in `free`."""
-    free = {"attention", "dropout", "zero_init", *free}
-    own = dict(n_kv_head="kv_heads", n_hidden="hidden", head_dim="head_size")  # which say what None means
-    pairs = {f.name: [getattr(c, own.get(f.name, f.name)) for c in (saved, cfg)] for f in fields(GPTConfig)}
-    return [f"{k}: checkpoint {a}, now {b}" for k, (a, b) in pairs.items() if a != b and k not in free]
 
 
 def check_model_tensors(model, tensors):

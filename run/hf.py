@@ -108,12 +108,10 @@ def adopt(given):
     name = given.get("init_from") or ""
     if not name.startswith("hf:"):
         return given
-    from run.checkpoint import shape_differences
-
     shape = read_config(fetch(name[3:]))
     shape.block_size = min(shape.block_size, GPTConfig.block_size)  # weights may have a longer context
     wanted = replace(shape, **{k: v for k, v in given.items() if k in vars(shape)})
-    if wrong := shape_differences(shape, wanted, ["vocab_multiple", "block_size"]):
+    if wrong := shape.differences(wanted, ["vocab_multiple", "block_size"]):
         raise UserError(f"init_from={name} has another shape: {'; '.join(wrong)}; leave these settings out")
     return vars(shape) | given
 
@@ -147,14 +145,6 @@ def _refuse_others(hf, allowed):
     for key, values in allowed.items():
         if hf.get(key, values[0]) not in values:
             raise UserError(f"{key}={hf[key]} is not supported, expected {' or '.join(map(str, values))}")
-
-
-def same_tokenizer(name, sizes):
-    """Whether a tokenizer has as many bytes in each id as `sizes`, an array of token_bytes.npy."""
-    from corpus import tokenizer as tokenizers
-
-    own = tokenizers.load(name).token_bytes()
-    return own.shape == sizes.shape and (own == sizes).all()
 
 
 def fetch(name):

@@ -36,7 +36,7 @@ class Start:
         warn(source.warning(self.folder))  # now: an edited model may not fit the checkpoint
         config, shape = checkpoint.saved_settings(self.folder, self.state)
         self.state["config"] = config
-        wrong = checkpoint.shape_differences(shape, cfg)
+        wrong = shape.differences(cfg)
         if (was := config.get("optimizer", "adamw")) != cfg.optimizer:
             wrong.append(f"optimizer: checkpoint {was}, now {cfg.optimizer}")
         kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[cfg.weights]
