@@ -242,9 +242,8 @@ def _convert(cls, hints, name, value):
         hint = f"; did you mean {others.get(close[0], close[0])}?" if close else ""
         raise UserError(f"unknown setting {name}{hint}")
     hint, text = hints[name], isinstance(value, str)
-    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    kind = kinds[0]
-    if type(None) in kinds and str(value) == "None":
+    kind, *more = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if type(None) in more and str(value) == "None":
         return None
     if _is_flag(kind) and str(value).lower() in ("true", "false", *("1", "0") * text):
         return str(value).lower() in ("true", "1")

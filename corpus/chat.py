@@ -128,8 +128,7 @@ class Dialogues:
     def _dialogue(self, messages):
         if not isinstance(messages, list) or not all(isinstance(m, dict) and m.get("role") for m in messages):
             raise DataError(f"expected a list of {{role, content}}, got {messages!r:.90}")
-        # datasets fills fields with None
-        messages = [{k: v for k, v in message.items() if v is not None} for message in messages]
+        messages = [{k: v for k, v in m.items() if v is not None} for m in messages]  # datasets adds None
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if not answers:
             return np.empty(0, self.row)

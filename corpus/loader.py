@@ -190,8 +190,7 @@ class Split:
     def start(self, row):
         """First token of a row; rows are counted from the start of training."""
         epoch, w = divmod(row, self.rows_per_epoch)
-        w = w if self.shuffle_seed is None else int(self._order(epoch)[w])
-        return int(self.starts[w])
+        return int(self.starts[w if self.shuffle_seed is None else self._order(epoch)[w]])
 
     def pieces(self, position, count):
         """Yields (number of a shard, first token there, ids) for `count` tokens from `position` on."""

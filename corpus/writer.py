@@ -12,11 +12,12 @@ import math
 import os
 import shutil
 
+import huggingface_hub
 import numpy as np
 from tqdm import tqdm
 
 from configurator import UserError
-from corpus import DataError, packing, told
+from corpus import AGAIN, DataError, packing, told
 from corpus.loader import FORMATS, HEADER_BYTES, SHARD, ahead, mask_path, open_shard, split_of
 from run import files
 
@@ -24,7 +25,6 @@ WRITTEN = SHARD | dict.fromkeys(("tokens", "documents", "bytes", "targets?"), fi
 RECORD = {"settings": {}, "shards": [WRITTEN]}
 PAIR = lambda v: type(v) is list and list(map(files.count, v)) == [True] * 2
 POSITION = {"next": PAIR, "order?": lambda v: v == []}  # another one: packed by an earlier version
-AGAIN = "finished shards are kept; run the same command again"
 
 
 @contextlib.contextmanager
@@ -175,8 +175,6 @@ def write(path, data):
 
 def fetch_shards(name, revision, max_shards, progress, tokenizer):
     """Downloads the missing shards of `name`, a hub dataset that is tokenized already."""
-    import huggingface_hub
-
     hub = dict(repo_type="dataset", revision=revision)
     with told(f"dataset={name} cannot be read", DataError, f"; {AGAIN}"):
         listed = sorted(huggingface_hub.HfApi().list_repo_files(name, **hub))

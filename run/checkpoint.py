@@ -111,8 +111,7 @@ def problem(folder, rank=0, ranks=1):
 
 def save(out_dir, step, tensors, state, keep_last=2):
     """As Saver.write, of a process alone; returns the folder."""
-    alone = parallel.World(0, 1, torch.device("cpu"))
-    saver = Saver(alone, out_dir, keep_last, saved=lambda *_: None)
+    saver = Saver(parallel.World(0, 1, torch.device("cpu")), out_dir, keep_last, saved=lambda *_: None)
     saver.write(step, tensors, state)
     return saver.final
 

@@ -13,7 +13,6 @@ are a hash of seed, step, tensor and element: alike for any number of ranks and 
 import hashlib
 
 import torch
-import torch.nn.functional as F
 from torch.optim.adamw import adamw
 
 from scale.shards import local, rows_of
@@ -101,8 +100,7 @@ def updater(device):
 def update_torch(w, g, m, m_scale, v, v_scale, first, key, keep, rate, beta1, rest1, beta2, rest2, root, eps):
     """One AdamW step of w: (rows, cols) from its gradient g; w, codes and scales are updated in place.
 
-    m, v: (rows, cols); m_scale, v_scale: (rows, groups). first: index of w's first row in the whole tensor;
-    key: from random_key, for this step.
+    m, v: (rows, cols); their scales: (rows, groups). first: w's first row in the tensor; key: of random_key.
     """
     noise_m, noise_v, noise_w = map(grouped, noises(first, *w.shape, key, w.device))
     codes, g, weight = grouped(m.int()), grouped(g.float()), grouped(w.float())
@@ -120,7 +118,7 @@ def update_torch(w, g, m, m_scale, v, v_scale, first, key, keep, rate, beta1, re
 
 def grouped(x):
     """(rows, cols) -> (rows, groups, GROUP), the last group padded with zeros."""
-    return F.pad(x, (0, -x.size(1) % GROUP)).unflatten(1, (-1, GROUP))
+    return torch.nn.functional.pad(x, (0, -x.size(1) % GROUP)).unflatten(1, (-1, GROUP))
 
 
 def decoded(codes, scale, levels):
