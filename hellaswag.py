@@ -118,8 +118,7 @@ def documents(dataset):
     return dataset.from_list(easy([example | {"label": int(example["label"])} for example in dataset]))
 
 
-# Tokenized examples, then their easy form, four rows each: ids of context and ending; where endings begin;
-# the right endings' indices; how many rows lost the left of their context.
+# Of examples, then of their easy form: four rows of ids each; where endings begin; the right ones; rows cut.
 Prepared = namedtuple("Prepared", "rows starts labels truncated")
 
 

@@ -155,8 +155,7 @@ class Muon(torch.optim.AdamW):
         for p in weights:
             self.state[p] = dict(step=torch.zeros(1, device=p.device), momentum=torch.zeros_like(p))
         matrices = [Matrix(p, sum(parts[p][:i]), n) for p in weights for i, n in enumerate(parts[p])]
-        ranks = ranks_of(weights[0])[1]
-        size = lambda shape: ranks * max(1, 2**27 // math.prod(shape))  # of a batch
+        size = lambda shape: ranks_of(weights[0])[1] * max(1, 2**27 // math.prod(shape))  # of a batch
         self.batches = by_shape(matrices, lambda m: tuple(sorted(m.shape)), size)
         compiled = compiled and weights[0].is_cuda
         compiled = partial(torch.compile, dynamic=False) if compiled else lambda function: function

@@ -6,9 +6,8 @@ import hashlib
 import json
 from pathlib import Path
 
-import jinja2
+import jinja2.sandbox
 import numpy as np
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from configurator import UserError
 from corpus import DataError, told
@@ -38,7 +37,7 @@ def template_of(folder):
     return found if isinstance(found, str) else None
 
 
-class Bounded(ImmutableSandboxedEnvironment):
+class Bounded(jinja2.sandbox.ImmutableSandboxedEnvironment):
     """Jinja's sandbox, in which a template also ends: after LIMIT calls and turns of its loops."""
 
     def _parse(self, *source):

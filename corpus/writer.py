@@ -5,10 +5,8 @@ A folder has progress.json, updated after each shard, and once all is written ma
 
 import contextlib
 import fcntl
-import functools
 import io
 import json
-import math
 import os
 import shutil
 
@@ -43,8 +41,8 @@ def claim(out):
 def write_shards(batches, encode, progress, tokenizer, short):
     """Writes the missing shards, named after `short`. batches: of documents from progress.position on."""
     given, parts, count, (first, done) = progress.settings, [], 0, progress.position
-    val_tokens, pack, most = given["val_tokens"], given["pack"] or 1, given["max_tokens"] or math.inf
-    save = functools.partial(write_shard, progress, tokenizer, short)
+    val_tokens, pack, most = given["val_tokens"], given["pack"] or 1, given["max_tokens"] or float("inf")
+    save = lambda *shard: write_shard(progress, tokenizer, short, *shard)
     room = lambda: min(given["shard_tokens"] // pack * pack, most - progress.total("tokens", "train"))
     sizes = dict(initial=progress.total("tokens"), total=most + val_tokens)  # tqdm takes inf for no total
     bar = tqdm(desc=short, **sizes, unit=" tokens", unit_scale=True, disable=None)

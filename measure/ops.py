@@ -8,7 +8,7 @@ from run.logger import device_name
 
 
 def measure(cfg):
-    """Prints ms, forward and backward together, and MiB of each operation; cfg: a bench.OpsConfig."""
+    """Prints ms, forward and backward together, and MiB of each operation; cfg: no settings."""
     device = torch.device("cuda")
     if reason := kernels.serve(device) if torch.cuda.is_available() else "none found":
         raise UserError(f"bench.py ops needs an NVIDIA GPU that runs the fused kernels: {reason}")

@@ -23,8 +23,7 @@ class Start:
             self.folder = claim(self.out_dir, resume, overwrite, dry_run)
         parallel.barrier()  # before rank 0 writes there, which would look like an earlier run
         self._tensors, self.state = checkpoint.open_folder(self.folder) if self.folder else ({}, {})
-        self.weights = self._tensors.get("model")
-        self.step = self.state.get("step", 0)
+        self.weights, self.step = self._tensors.get("model"), self.state.get("step", 0)
         self.evaluated = self.step if self.folder and self.state.get("evaluated", True) else None
         own = self.evaluated is not None and self.folder.resolve().parent == self.out_dir.resolve()
         self.saved = self.folder if own else None  # else this step is saved (again) when it is evaluated

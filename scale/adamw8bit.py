@@ -43,8 +43,7 @@ class AdamW8bit(torch.optim.Optimizer):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
         self.seed = seed
         self.numbers = {p: i for i, p in enumerate(p for g in self.param_groups for p in g["params"])}
-        for p in self.numbers:
-            self.state[p] = new_state(p)
+        self.state.update((p, new_state(p)) for p in self.numbers)
 
     @torch.no_grad()
     def step(self):
@@ -172,11 +171,9 @@ def mixed(h):
 
 def update_triton(w, g, m, m_scale, v, v_scale, first, key, *numbers):
     """update_torch as one kernel, which moves 10 bytes a bfloat16 weight; float32's last bits may differ."""
-    groups = m_scale.numel()
-    _update[(-(-groups // TILE),)](
-        w, g, m, m_scale, v, v_scale, groups, first, key, *numbers, COLS=w.size(1), PER_ROW=m_scale.size(1),
-        ROUND=w.dtype.itemsize == 2, TILE=TILE, num_warps=WARPS,
-    )  # fmt: skip
+    groups, rounds = m_scale.numel(), w.dtype.itemsize == 2
+    options = dict(COLS=w.size(1), PER_ROW=m_scale.size(1), ROUND=rounds, TILE=TILE, num_warps=WARPS)
+    _update[(-(-groups // TILE),)](w, g, m, m_scale, v, v_scale, groups, first, key, *numbers, **options)
 
 
 if triton is not None:

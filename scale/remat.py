@@ -21,8 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import kernels
 from configurator import UserError
 
-# Compiled by torch 2.11, a checkpoint keeps what an autograd.Function saves, unless a context forbids; by
-# 2.12 it does not (pytorch's pull request 177396).
+# A compiled checkpoint keeps what an autograd.Function saves before torch 2.12 (pull request 177396).
 RECOMPUTE_ALL = {}
 if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12):
     always = lambda *_, **__: CheckpointPolicy.MUST_RECOMPUTE
