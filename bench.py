@@ -14,7 +14,6 @@ a command's settings; measure/COMMAND.py is its code.
 import importlib
 import sys
 from dataclasses import dataclass
-from functools import partial
 
 from configurator import run
 from settings import Config, check
@@ -31,11 +30,6 @@ class StepConfig(Config):
 
 
 @dataclass
-class OpsConfig:
-    """It has no settings."""
-
-
-@dataclass
 class CommConfig:
     device: str = "auto"  # auto, cpu, cuda
     max_mib: int = 1024  # largest message, in MiB of bf16
@@ -48,7 +42,7 @@ class MemoryConfig(Config):
     gpu_gib: float = 80.0  # memory of a GPU that may be used
 
 
-COMMANDS = dict(step=StepConfig, ops=OpsConfig, comm=CommConfig, memory=MemoryConfig)
+COMMANDS = dict(step=StepConfig, ops=object, comm=CommConfig, memory=MemoryConfig)  # ops has no settings
 
 
 def main(name, cfg):
@@ -66,7 +60,7 @@ if __name__ == "__main__":
     if name in ("--help", "-h"):
         print(__doc__)
     elif name in COMMANDS:
-        run(partial(main, name), COMMANDS[name])
+        run(lambda cfg: main(name, cfg), COMMANDS[name])
     else:
         print(f"error: bench.py {name}: expected one of {', '.join(COMMANDS)}; see --help", file=sys.stderr)
         sys.exit(2)

@@ -159,6 +159,12 @@ def is_rank_0():
     return os.environ.get("RANK", "0") == "0"
 
 
+def warn(words):
+    """Prints a warning, if there is one, on rank 0."""
+    if words and is_rank_0():
+        print(f"warning: {words}", file=sys.stderr)
+
+
 def leave(code, message=None, at_once=False):
     """Ends the process, a rank without Python's shutdown; message: what torchrun prints of it."""
     if message and (report := os.environ.get("TORCHELASTIC_ERROR_FILE")):
@@ -236,9 +242,8 @@ def _convert(cls, hints, name, value):
         hint = f"; did you mean {others.get(close[0], close[0])}?" if close else ""
         raise UserError(f"unknown setting {name}{hint}")
     hint, text = hints[name], isinstance(value, str)
-    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    kind = kinds[0]
-    if type(None) in kinds and str(value) == "None":
+    kind, *more = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if type(None) in more and str(value) == "None":
         return None
     if _is_flag(kind) and str(value).lower() in ("true", "false", *("1", "0") * text):
         return str(value).lower() in ("true", "1")

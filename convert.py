@@ -9,12 +9,11 @@ An export is right as long as model.py computes what transformers' class does: c
 """
 
 import shlex
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from configurator import UserError, refuse, run, too_small, without_effect
+from configurator import UserError, refuse, run, too_small, warn, without_effect
 
 
 @dataclass
@@ -58,8 +57,7 @@ def export(cfg):
     from model import on_meta
     from run import checkpoint, hf, source
 
-    if warning := source.warning(cfg.checkpoint):
-        print(f"warning: {warning}", file=sys.stderr)
+    warn(source.warning(cfg.checkpoint))
     tensors, shape, name = checkpoint.open_model(cfg.checkpoint)
     model = on_meta(shape)
     checkpoint.check_model_tensors(model, tensors)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from configurator import UserError, refuse, run, too_small, without_effect
-from corpus import DataError, told
+from corpus import AGAIN, DataError, told
 from run.files import patiently
 
 SHORT_NAMES = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW/fineweb-edu"}
@@ -182,8 +182,6 @@ def settings(cfg, name, files, tokenizer, dialogues):
 
 def documents(cfg, name, files, first):
     """Yields lists of texts, messages or pairs, from document number `first` on."""
-    from corpus.writer import AGAIN
-
     with told(f"dataset={cfg.dataset} cannot be read", DataError, f"; {AGAIN}"):
         if alone(files):
             text = next(local_documents(files, cfg.keys, False))[cfg.text_key]

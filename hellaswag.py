@@ -18,39 +18,29 @@ import urllib.request
 from collections import namedtuple
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
-from configurator import UserError, refuse, run, too_small
+from configurator import refuse, run, too_small
+from corpus import DataError
 from run.files import misfits, text, write_atomic
+from settings import TrainedConfig
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 CACHE = Path.home() / ".cache" / "hellaswag"
 BATCH_TOKENS = {"cuda": 65_536, "cpu": 1024}  # CPU: a row takes a third longer with 4,096 (GPT-2 124M)
 FOUR = lambda v: isinstance(v, list) and len(v) == 4 and all(map(text, v))
-CONTEXT = lambda v: text(v) and v != ""
-EXAMPLE = {"ctx": CONTEXT, "endings": FOUR, "label": (*range(4), *"0123")}
+EXAMPLE = {"ctx": lambda v: text(v) and v != "", "endings": FOUR, "label": (*range(4), *"0123")}
 
 
 @dataclass
-class Config:
-    checkpoint: str | None = None  # folder of a run or of a checkpoint
-    pretrained: str | None = None  # instead: Hugging Face weights, a folder or a hub name
-    tokenizer: str | None = None  # None: the one that the weights were trained with
+class Config(TrainedConfig):
     file: str | None = None  # a local hellaswag_val.jsonl; None: downloaded once into ~/.cache/hellaswag
     limit: int | None = None  # number of examples, from the first on; None: all 10,042
     batch_tokens: int | None = None  # tokens per forward pass; None: 65,536 on a GPU, 1,024 on a CPU
-    device: str = "auto"  # auto, cpu, cuda, mps
-    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"  # auto: bf16 where it is supported
-    parallel: Literal["ddp", "fsdp"] = "ddp"  # a rank holds: ddp: the whole model; fsdp: a part of it
 
 
-class HellaSwagError(UserError):
-    exit_code = 3
-
-
-class Unavailable(HellaSwagError):
+class Unavailable(DataError):
     """No file is named, and none can be downloaded: a training run goes on without HellaSwag."""
 
 
@@ -68,12 +58,12 @@ def main(cfg):
 
 
 def load(path=None):
-    """The examples of a file; None: of the downloaded one. Raises HellaSwagError or its Unavailable."""
+    """The examples of a file; None: of the downloaded one. Raises DataError or its Unavailable."""
     path = download() if path is None else Path(path)
     try:
         return parse(path.read_bytes(), path)
     except OSError as error:
-        raise HellaSwagError(f"{path}: {error.strerror}; name another file, or none to download it") from None
+        raise DataError(f"{path}: {error.strerror}; name another file, or none to download it") from None
 
 
 def parse(data, where):
@@ -87,10 +77,10 @@ def parse(data, where):
             for wrong in misfits(example, EXAMPLE):
                 raise ValueError(wrong)
         except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
-            raise HellaSwagError(f"{where}:{number}: not an example of HellaSwag ({error})") from None
+            raise DataError(f"{where}:{number}: not an example of HellaSwag ({error})") from None
         examples.append({k: example[k] for k in ("ctx", "endings")} | {"label": int(example["label"])})
     if not examples:
-        raise HellaSwagError(f"{where}: no examples in it; expected one JSON object a line")
+        raise DataError(f"{where}: no examples in it; expected one JSON object a line")
     return examples
 
 
@@ -104,7 +94,7 @@ def download(folder=CACHE, url=URL):
             parse(data, url)
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(path, data)  # several ranks may download at the same time
-    except (OSError, http.client.HTTPException, HellaSwagError) as error:  # urllib's errors are OSErrors
+    except (OSError, http.client.HTTPException, DataError) as error:  # urllib's errors are OSErrors
         local = "give a local one, hellaswag.py --file or train.py --hellaswag_file"
         raise Unavailable(f"{url} cannot be downloaded ({error}); {local}") from None
     return path
@@ -128,8 +118,7 @@ def documents(dataset):
     return dataset.from_list(easy([example | {"label": int(example["label"])} for example in dataset]))
 
 
-# Tokenized examples, then their easy form, four rows each: ids of context and ending; where endings begin;
-# the right endings' indices; how many rows lost the left of their context.
+# Of examples, then of their easy form: four rows of ids each; where endings begin; the right ones; rows cut.
 Prepared = namedtuple("Prepared", "rows starts labels truncated")
 
 
@@ -143,7 +132,7 @@ def prepare(examples, tokenizer, block_size):
         context = contexts[i // 4]
         cut = max(0, len(context) + len(ending) - (block_size + 1))
         if cut >= len(context):
-            raise HellaSwagError(f"example {i // 4}: an ending of {len(ending)} tokens exceeds {block_size=}")
+            raise DataError(f"example {i // 4}: an ending of {len(ending)} tokens exceeds {block_size=}")
         truncated += cut > 0
         rows.append(np.concatenate([context[cut:], ending]).astype(np.int64))
         starts.append(len(context) - cut)

@@ -88,7 +88,28 @@ def norms(tensors):
     return torch.cat([torch.linalg.vector_norm(t, dim=-1, dtype=torch.float32).flatten() for t in tensors])
 
 
-# -- Muon
+def learning_rate(step, cfg):
+    """Learning rate of `step`, from 0: linear warm-up, then cfg.schedule to lr * min_lr_ratio at max_steps.
+
+    cosine: half a cosine (https://arxiv.org/abs/1608.03983). wsd: constant, then linear over the last
+    cooldown_fraction of the run (https://arxiv.org/abs/2404.06395). constant: no decay.
+    """
+    warmup, low = cfg.warmup_steps, cfg.lr * cfg.min_lr_ratio
+    if step < warmup:
+        return cfg.lr * (step + 1) / warmup
+    if cfg.schedule == "constant":
+        return cfg.lr
+    if cfg.schedule == "cosine":
+        progress = min(1.0, (step - warmup) / max(1, cfg.max_steps - warmup))
+        return low + (cfg.lr - low) * 0.5 * (1 + math.cos(math.pi * progress))
+    left = max(0.0, cfg.max_steps - step) / max(1.0, cfg.cooldown_fraction * cfg.max_steps)
+    return low + (cfg.lr - low) * min(1.0, left)
+
+
+def set_learning_rate(optimizer, lr):
+    """Each group's rate is its `factor`, the ratio of its peak to cfg.lr, times lr."""
+    for group in optimizer.param_groups:
+        group["lr"] = group.get("factor", 1.0) * lr
 
 
 def matrices_of(name, weight, cfg):
@@ -136,8 +157,7 @@ class Muon(torch.optim.AdamW):
         for p in weights:
             self.state[p] = dict(step=torch.zeros(1, device=p.device), momentum=torch.zeros_like(p))
         matrices = [Matrix(p, sum(parts[p][:i]), n) for p in weights for i, n in enumerate(parts[p])]
-        ranks = ranks_of(weights[0])[1]
-        size = lambda shape: ranks * max(1, 2**27 // math.prod(shape))  # of a batch
+        size = lambda shape: ranks_of(weights[0])[1] * max(1, 2**27 // math.prod(shape))  # of a batch
         self.batches = by_shape(matrices, lambda m: tuple(sorted(m.shape)), size)
         compiled = compiled and weights[0].is_cuda
         compiled = partial(torch.compile, dynamic=False) if compiled else lambda function: function
@@ -257,30 +277,3 @@ def descend(weights, updates, rate, decay):
     """w -= rate * u + decay * w, the latter where u has w's sign; rate, decay: tensors, compiled once."""
     for w, u in zip(weights, updates):
         w -= rate * u + decay * torch.where(u * w > 0, w, 0)
-
-
-# -- learning rate
-
-
-def learning_rate(step, cfg):
-    """Learning rate of `step`, from 0: linear warm-up, then cfg.schedule to lr * min_lr_ratio at max_steps.
-
-    cosine: half a cosine (https://arxiv.org/abs/1608.03983). wsd: constant, then linear over the last
-    cooldown_fraction of the run (https://arxiv.org/abs/2404.06395). constant: no decay.
-    """
-    warmup, low = cfg.warmup_steps, cfg.lr * cfg.min_lr_ratio
-    if step < warmup:
-        return cfg.lr * (step + 1) / warmup
-    if cfg.schedule == "constant":
-        return cfg.lr
-    if cfg.schedule == "cosine":
-        progress = min(1.0, (step - warmup) / max(1, cfg.max_steps - warmup))
-        return low + (cfg.lr - low) * 0.5 * (1 + math.cos(math.pi * progress))
-    left = max(0.0, cfg.max_steps - step) / max(1.0, cfg.cooldown_fraction * cfg.max_steps)
-    return low + (cfg.lr - low) * min(1.0, left)
-
-
-def set_learning_rate(optimizer, lr):
-    """Each group's rate is its `factor`, the ratio of its peak to cfg.lr, times lr."""
-    for group in optimizer.param_groups:
-        group["lr"] = group.get("factor", 1.0) * lr

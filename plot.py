@@ -123,8 +123,7 @@ def read(folder):
 
 def series(log, kind, key):
     """(steps, values) as float arrays, without missing values."""
-    lines = sorted(log.get(kind, {}).items())
-    points = [(step, line[key]) for step, line in lines if line.get(key) is not None]
+    points = [(step, row[key]) for step, row in sorted(log.get(kind, {}).items()) if row.get(key) is not None]
     return np.array(points, dtype=float).reshape(-1, 2).T
 
 

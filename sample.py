@@ -12,16 +12,13 @@ import contextlib
 import os
 import sys
 from dataclasses import dataclass
-from typing import Literal
 
 from configurator import UserError, refuse, run, too_small
+from settings import TrainedConfig
 
 
 @dataclass
-class Config:
-    checkpoint: str | None = None  # folder of a run or of a checkpoint
-    pretrained: str | None = None  # instead: Hugging Face weights, a folder or a hub name
-    tokenizer: str | None = None  # None: the one that the weights were trained with
+class Config(TrainedConfig):
     prompt: str | None = None  # text; None: a new line, with chat the lines of stdin
     chat: bool = False  # the prompt is a message, put into the chat template of the tokenizer's folder
     n_samples: int = 4  # number of continuations
@@ -32,9 +29,6 @@ class Config:
     top_k: int | None = 50  # sample among the k most likely tokens; None: among all
     cache: bool = True  # keep keys and values of earlier tokens; --no_cache: compute them for each token
     seed: int = 1337  # of the first sample; the next one's is 1 higher
-    device: str = "auto"  # auto, cpu, cuda, mps
-    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"  # auto: bf16 where it is supported
-    parallel: Literal["ddp", "fsdp"] = "ddp"  # a rank holds: ddp: the whole model; fsdp: a part of it
 
 
 def main(cfg):

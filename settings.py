@@ -1,4 +1,4 @@
-"""The settings of a model (GPTConfig) and of a run (Config), and their checks; imports no torch.
+"""The settings of a model, of a run and of scripts that load a trained model; their checks. Needs no torch.
 
 Each setting's comment is its line in `python train.py --help`; one on a line of its own begins a section.
 """
@@ -6,7 +6,7 @@ Each setting's comment is its line in `python train.py --help`; one on a line of
 import math
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from configurator import refuse, too_small
@@ -113,6 +113,13 @@ class GPTConfig:
         odd = self.positions == "rope" and self.head_size % 2
         return [f"head_dim={self.head_size} must be even with positions=rope"] if odd else []
 
+    def differences(self, now, free=()):
+        """["n_embd: checkpoint 768, now 1024", ...] of fields that decide results, except those in `free`."""
+        free = {"attention", "dropout", "zero_init", *free}
+        own = dict(n_kv_head="kv_heads", n_hidden="hidden", head_dim="head_size")  # which say what None means
+        both = {f.name: [getattr(c, own.get(f.name, f.name)) for c in (self, now)] for f in fields(GPTConfig)}
+        return [f"{k}: checkpoint {a}, now {b}" for k, (a, b) in both.items() if a != b and k not in free]
+
 
 @dataclass
 class Config(GPTConfig):
@@ -201,6 +208,17 @@ class Config(GPTConfig):
         return self.batch_size * self.block_size // self.context_parallel
 
 
+@dataclass
+class TrainedConfig:
+    # Trained model
+    checkpoint: str | None = None  # folder of a run or of a checkpoint
+    pretrained: str | None = None  # instead: Hugging Face weights, a folder or a hub name
+    tokenizer: str | None = None  # None: the one that the weights were trained with
+    device: str = "auto"  # auto, cpu, cuda, mps
+    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"  # auto: bf16 where it is supported
+    parallel: Literal["ddp", "fsdp"] = "ddp"  # a rank holds: ddp: the whole model; fsdp: a part of it
+
+
 def outside(cfg, positive, shares):
     """Settings, two texts of names, that are not over 0 or not below 1, one line each; None passes."""
     given = lambda names: ((k, v) for k in names.split() if (v := getattr(cfg, k)) is not None)
@@ -285,8 +303,7 @@ def shape_conflicts(cfg, ranks):
         found.append(f"one of n_kv_head={cfg.kv_heads} and context_parallel={N} must divide the other")
     if cfg.batch_tokens % micro:
         fewer, rows = cfg.batch_tokens // micro * micro, f"{cfg.batch_size}*{cfg.block_size}*{ranks // N}"
-        found.append(
-            f"batch_tokens={cfg.batch_tokens} is not divisible by batch_size*block_size*ranks = {rows} = "
-            f"{micro}; nearest: {f'{fewer} or ' * (fewer > 0)}{fewer + micro}"
-        )
+        nearest = f"{fewer} or {fewer + micro}" if fewer else micro
+        product = f"batch_size*block_size*ranks = {rows} = {micro}"
+        found.append(f"batch_tokens={cfg.batch_tokens} is not divisible by {product}; nearest: {nearest}")
     return found

@@ -8,28 +8,21 @@ Reads the validation shards that fineweb.py wrote. A standard error tells how fa
 would move the figure. Two models find the same documents hard, so that their difference has a smaller one.
 """
 
-import dataclasses
 import os
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from configurator import UserError, is_rank_0, refuse, run, too_small
+from settings import TrainedConfig
 
 
 @dataclass
-class Config:
+class Config(TrainedConfig):
     words = ()  # folders with validation shards
-    checkpoint: str | None = None  # folder of a run or of a checkpoint
-    pretrained: str | None = None  # instead: Hugging Face weights, a folder or a hub name
     against: str | None = None  # folder of another run or checkpoint, with the same tokenizer
     tokens: int = 1_048_576  # of each folder, from its first validation token on
     batch_size: int = 16  # rows in a forward, each as long as the first model's context
-    tokenizer: str | None = None  # None: the one that the weights were trained with
-    device: str = "auto"  # auto, cpu, cuda, mps
-    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"  # auto: bf16 where it is supported
-    parallel: Literal["ddp", "fsdp"] = "ddp"  # a rank holds: ddp: the whole model; fsdp: a part of it
 
 
 def main(cfg):
@@ -43,7 +36,7 @@ def main(cfg):
 
     say = lambda *words: print(" | ".join(words)) if is_rank_0() else None
     found, T = measure(cfg, cfg.words)
-    other = dataclasses.replace(cfg, checkpoint=cfg.against, pretrained=None)
+    other = replace(cfg, checkpoint=cfg.against, pretrained=None)
     others, _ = measure(other, cfg.words, T) if cfg.against else ({}, T)
     for folder, (table, documents) in found.items():
         size = f"{int(table[1].sum()):,} tokens, {len(set(documents)):,} documents"

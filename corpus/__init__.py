@@ -4,6 +4,8 @@ import contextlib
 
 from configurator import UserError
 
+AGAIN = "finished shards are kept; run the same command again"  # advice of fineweb.py
+
 
 class DataError(UserError):
     """Data that cannot be read or written."""

@@ -6,9 +6,8 @@ import hashlib
 import json
 from pathlib import Path
 
-import jinja2
+import jinja2.sandbox
 import numpy as np
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from configurator import UserError
 from corpus import DataError, told
@@ -38,7 +37,7 @@ def template_of(folder):
     return found if isinstance(found, str) else None
 
 
-class Bounded(ImmutableSandboxedEnvironment):
+class Bounded(jinja2.sandbox.ImmutableSandboxedEnvironment):
     """Jinja's sandbox, in which a template also ends: after LIMIT calls and turns of its loops."""
 
     def _parse(self, *source):
@@ -128,8 +127,7 @@ class Dialogues:
     def _dialogue(self, messages):
         if not isinstance(messages, list) or not all(isinstance(m, dict) and m.get("role") for m in messages):
             raise DataError(f"expected a list of {{role, content}}, got {messages!r:.90}")
-        # datasets fills fields with None
-        messages = [{k: v for k, v in message.items() if v is not None} for message in messages]
+        messages = [{k: v for k, v in m.items() if v is not None} for m in messages]  # datasets adds None
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if not answers:
             return np.empty(0, self.row)

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import numpy as np
 import tiktoken
+from tokenizers import Regex, decoders, models, pre_tokenizers, processors
+from tokenizers import Tokenizer as Inner
 
 from configurator import UserError
 from corpus import told
 from run.files import read_json, write_atomic
 
-LLAMA3_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+LLAMA3_PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+LLAMA3_PATTERN += r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 SCHEMES = {"gpt2": "gpt2", "r50k_base": "gpt2", "cl100k_base": "gpt4"}  # gigatoken's names of the rules
 RULES = {"gpt2": None, "gpt4": LLAMA3_PATTERN}  # the same for a tokenizer.json; None: ByteLevel's own
 # The first of these that a tokenizer has precedes each document, as begin_of_text does in Llama 3's training,
@@ -112,12 +112,10 @@ class HuggingFace(Tokenizer):
     """A tokenizer.json, given as bytes, through the package tokenizers, with the files in its folder."""
 
     def __init__(self, name, data, folder=None, most_ids=MOST_IDS):
-        import tokenizers
-
         with told(f"tokenizer={name} is not a tokenizer.json"):
             self.text = data.decode()
             check_size(json.loads(self.text), most_ids)
-            self.inner = tokenizers.Tokenizer.from_str(self.text)
+            self.inner = Inner.from_str(self.text)
             self.inner.no_truncation()
             self.inner.no_padding()
             self.inner.encode_special_tokens = True  # as ordinary characters
@@ -263,9 +261,6 @@ def without_surrogates(text):
 
 def byte_level_json(ranks, special, rule=None):
     """The text of a tokenizer.json, BPE of bytes; `rule` splits a text into words, None as in GPT-2."""
-    from tokenizers import Regex, decoders, models, pre_tokenizers, processors
-    from tokenizers import Tokenizer as Inner
-
     words = {"".join(CHARACTERS[b] for b in token): i for token, i in ranks.items()}
     cuts = ((word[:i], word[i:]) for word in sorted(words, key=words.get) for i in range(1, len(word)))
     merges = [(a, b) for a, b in cuts if a in words and b in words]  # every two tokens that make a third one
@@ -299,11 +294,9 @@ def faster(load, slow, probe=""):
 
 def write_characters(batches, path):
     """Writes a tokenizer.json: the characters of batches of texts, U+FFFD for others, and a separator."""
-    import tokenizers
-
     found = {character for texts in batches for text in texts for character in text or ""}
     ids = {token: i for i, token in enumerate([*sorted(found - {"\ufffd"}), "\ufffd", "<|endoftext|>"])}
-    inner = tokenizers.Tokenizer(tokenizers.models.BPE(ids, [], unk_token="\ufffd"))
-    inner.decoder = tokenizers.decoders.Fuse()
+    inner = Inner(models.BPE(ids, [], unk_token="\ufffd"))
+    inner.decoder = decoders.Fuse()
     inner.add_special_tokens(["<|endoftext|>"])
     write_atomic(path, inner.to_str(pretty=True).encode())

@@ -5,18 +5,17 @@ A folder has progress.json, updated after each shard, and once all is written ma
 
 import contextlib
 import fcntl
-import functools
 import io
 import json
-import math
 import os
 import shutil
 
+import huggingface_hub
 import numpy as np
 from tqdm import tqdm
 
 from configurator import UserError
-from corpus import DataError, packing, told
+from corpus import AGAIN, DataError, packing, told
 from corpus.loader import FORMATS, HEADER_BYTES, SHARD, ahead, mask_path, open_shard, split_of
 from run import files
 
@@ -24,7 +23,6 @@ WRITTEN = SHARD | dict.fromkeys(("tokens", "documents", "bytes", "targets?"), fi
 RECORD = {"settings": {}, "shards": [WRITTEN]}
 PAIR = lambda v: type(v) is list and list(map(files.count, v)) == [True] * 2
 POSITION = {"next": PAIR, "order?": lambda v: v == []}  # another one: packed by an earlier version
-AGAIN = "finished shards are kept; run the same command again"
 
 
 @contextlib.contextmanager
@@ -43,8 +41,8 @@ def claim(out):
 def write_shards(batches, encode, progress, tokenizer, short):
     """Writes the missing shards, named after `short`. batches: of documents from progress.position on."""
     given, parts, count, (first, done) = progress.settings, [], 0, progress.position
-    val_tokens, pack, most = given["val_tokens"], given["pack"] or 1, given["max_tokens"] or math.inf
-    save = functools.partial(write_shard, progress, tokenizer, short)
+    val_tokens, pack, most = given["val_tokens"], given["pack"] or 1, given["max_tokens"] or float("inf")
+    save = lambda *shard: write_shard(progress, tokenizer, short, *shard)
     room = lambda: min(given["shard_tokens"] // pack * pack, most - progress.total("tokens", "train"))
     sizes = dict(initial=progress.total("tokens"), total=most + val_tokens)  # tqdm takes inf for no total
     bar = tqdm(desc=short, **sizes, unit=" tokens", unit_scale=True, disable=None)
@@ -175,8 +173,6 @@ def write(path, data):
 
 def fetch_shards(name, revision, max_shards, progress, tokenizer):
     """Downloads the missing shards of `name`, a hub dataset that is tokenized already."""
-    import huggingface_hub
-
     hub = dict(repo_type="dataset", revision=revision)
     with told(f"dataset={name} cannot be read", DataError, f"; {AGAIN}"):
         listed = sorted(huggingface_hub.HfApi().list_repo_files(name, **hub))

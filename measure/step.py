@@ -9,10 +9,11 @@ from functools import partial
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+import kernels
 import optim
 import train
 from configurator import refuse, too_small
-from measure.floor import floor_times
+from measure.ops import clock, three_matmuls
 from run.build import choose
 from run.logger import describe_device, progress, show
 from scale import context, parallel
@@ -117,6 +118,21 @@ def breakdown(job, next_batch, cfg, world, say):
     for name, times in sorted(by_name.items(), key=lambda item: -sum(item[1]))[:16]:
         each = f"{len(times) / steps:7.0f} {sum(times) / len(times) * 1e3:12.1f}"
         say(f"  {name[:64]:<64} {sum(times) / steps:10.2f} {each}")
+
+
+def floor_times(cfg, device):
+    """{"GEMMs", "attention": ms of a micro-batch in bf16, forward and backward, each kernel timed alone}."""
+    heads = [max(1, n // cfg.context_parallel) for n in (cfg.n_head, cfg.kv_heads, cfg.kv_heads)]
+    options = dict(device=device, dtype=torch.bfloat16, requires_grad=True)
+    q, k, v = (torch.randn(cfg.batch_size, n, cfg.block_size, cfg.head_size, **options) for n in heads)
+    forward = lambda: kernels.attention(q, k, v, cfg.attention)
+    y = forward()
+    dy = torch.randn_like(y)
+    attention = [forward, lambda: torch.autograd.grad(y, (q, k, v), dy, retain_graph=True)]
+    gemms = [work for M, K in cfg.block_matmuls for work in three_matmuls(cfg.rank_tokens, K, M, device)]
+    head = three_matmuls(cfg.rank_tokens, cfg.n_embd, cfg.padded_vocab, device)
+    times = {"GEMMs": cfg.n_layer * sum(map(clock, gemms)) + sum(map(clock, head))}
+    return times | {"attention": cfg.n_layer * sum(map(clock, attention))}
 
 
 def times_by_kind(events, steps):

@@ -4,18 +4,19 @@ import dataclasses
 import itertools
 import shlex
 
-import torch.distributed as dist
+import numpy as np
+import torch
 
 import fast
 import model as models
 from configurator import UserError
 from corpus import mixture
+from corpus import tokenizer as tokenizers
 from corpus.loader import DataError, TokenLoader, read_manifest, read_sizes
 from fast.chips import best_attention
 from run import checkpoint, hf
 from run.flops import Account, parameter_counts
 from scale import context, memory, parallel
-from scale.compile import compile_model
 from scale.precision import pick_ops, pick_precision
 
 
@@ -45,7 +46,9 @@ def refuse_other_tokenizer(cfg):
     for folder, _ in mixture.folders(cfg.data_dir) if cfg.tokenizer and hugging_face else []:
         manifest = read_manifest(folder)
         name, sizes = manifest.get("tokenizer"), read_sizes(folder, manifest)
-        if name != cfg.tokenizer and sizes is not None and not hf.same_tokenizer(cfg.tokenizer, sizes):
+        if name == cfg.tokenizer or sizes is None:
+            continue
+        if not np.array_equal(tokenizers.load(cfg.tokenizer).token_bytes(), sizes):
             why = f"was tokenized with {name}, the weights of init_from={cfg.init_from} use {cfg.tokenizer}"
             make = f"python fineweb.py --tokenizer={shlex.quote(cfg.tokenizer)}"
             raise DataError(f"data_dir={folder} {why}; make the data again with {make}")
@@ -93,7 +96,7 @@ def prepare(model, cfg, world, eot, regular):
     """Applies, to a model on meta, in this order: fp8, documents, remat, context parallel, compile, FSDP2."""
     from scale import documents, remat  # files that `import train` need not load
 
-    sharded = dist.is_initialized() and cfg.parallel != "ddp"
+    sharded = torch.distributed.is_initialized() and cfg.parallel != "ddp"
     if cfg.offload_states and not sharded:
         raise UserError("offload_states=True needs a process group; start it with torchrun, 1 rank or more")
     for parameter in model.parameters() if cfg.weights == "bf16" else ():
@@ -113,13 +116,27 @@ def prepare(model, cfg, world, eot, regular):
         parallel.shard(model, cfg, world, regular)
 
 
+def compile_model(model, sharded=False):
+    """Compiles a model in place, so that state-dict keys keep their names; all blocks share one graph.
+
+    optimize_ddp would cut a block's graph where a bucket ends; remat=selective would keep all (torch 2.11).
+    """
+    torch._dynamo.config.recompile_limit = 64  # training, validation and HellaSwag have their own shapes
+    torch._dynamo.config.optimize_ddp = False
+    if not sharded:  # FSDP2 gathers the embedding in a hook, which a compiled function would not call
+        model.embed = torch.compile(model.embed)
+    for block in model.blocks:
+        block.compile()
+    model.head.compile()
+
+
 def load_initial_weights(model, cfg):
     """Copies the weights that cfg.init_from names into a model of the same shape, on each rank its rows."""
     name = cfg.init_from.removeprefix("hf:")
     tensors, shape, _ = (checkpoint.open_model if name == cfg.init_from else hf.open_hf)(name)
     shorter = cfg.block_size < shape.block_size
     free = ["vocab_multiple"] + ["block_size"] * (cfg.positions == "rope" or shorter)  # RoPE has no weights
-    if wrong := checkpoint.shape_differences(shape, cfg, free):
+    if wrong := shape.differences(cfg, free):
         raise UserError(f"init_from={cfg.init_from} is another model: {'; '.join(wrong)}")
     if cfg.positions == "learned" and shorter:
         tensors["wpe.weight"] = tensors["wpe.weight"][0 : cfg.block_size]

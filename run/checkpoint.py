@@ -10,7 +10,6 @@ import json
 import operator
 import os
 import shutil
-import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
@@ -21,7 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import model as models
-from configurator import UserError, refuse, typed
+from configurator import UserError, refuse, typed, warn
 from corpus import tokenizer as tokenizers
 from corpus import told
 from fast.chips import best_attention
@@ -81,9 +80,9 @@ def find(path):
     found = [path] if single else folders(path)[::-1]
     for folder in found:
         wrong = next(filter(None, parallel.gather_objects(problem(folder, rank, ranks))), None)
-        if rank == 0 and (wrong or folder != found[0]):
+        if wrong or folder != found[0]:
             words = f"is damaged ({wrong}); left in place" if wrong else "is taken, the newest that is whole"
-            print(f"warning: {folder} {words}", file=sys.stderr)
+            warn(f"{folder} {words}")
         if wrong is None:
             return folder
     hint = "expected a run's folder, or one of its step_*/; Hugging Face weights are --init_from=hf:FOLDER"
@@ -112,8 +111,7 @@ def problem(folder, rank=0, ranks=1):
 
 def save(out_dir, step, tensors, state, keep_last=2):
     """As Saver.write, of a process alone; returns the folder."""
-    alone = parallel.World(0, 1, torch.device("cpu"))
-    saver = Saver(alone, out_dir, keep_last, saved=lambda *_: None)
+    saver = Saver(parallel.World(0, 1, torch.device("cpu")), out_dir, keep_last, saved=lambda *_: None)
     saver.write(step, tensors, state)
     return saver.final
 
@@ -308,14 +306,6 @@ def saved_settings(folder, state):
     except UserError as error:
         raise CheckpointError(f"{folder}/state.json is damaged: {error}") from None
     return config, shape
-
-
-def shape_differences(saved, cfg, free=()):
-    """["n_embd: checkpoint 768, now 1024", ...] of fields that decide results, except those in `free`."""
-    free = {"attention", "dropout", "zero_init", *free}
-    own = dict(n_kv_head="kv_heads", n_hidden="hidden", head_dim="head_size")  # which say what None means
-    pairs = {f.name: [getattr(c, own.get(f.name, f.name)) for c in (saved, cfg)] for f in fields(GPTConfig)}
-    return [f"{k}: checkpoint {a}, now {b}" for k, (a, b) in pairs.items() if a != b and k not in free]
 
 
 def check_model_tensors(model, tensors):

@@ -8,11 +8,10 @@ import os
 import re
 import reprlib
 import socket
-import sys
 import time
 from pathlib import Path
 
-from configurator import UserError
+from configurator import UserError, warn
 
 
 def write_atomic(path, data):
@@ -73,7 +72,7 @@ class Lock(contextlib.ExitStack):
                 words = f"{holder}; wait for its end, stop it, or give another --out_dir"
                 raise UserError(f"out_dir={self.path.parent} is in use by a run: {words}") from None
             except OSError as error:
-                print(f"warning: {self.path}: {error.strerror}: a second run is not refused", file=sys.stderr)
+                warn(f"{self.path}: {error.strerror}: a second run is not refused")
             file.truncate(0)
             print(f"process {os.getpid()} on {socket.gethostname()}", file=file, flush=True)
         self.file = file

@@ -4,15 +4,13 @@ import re
 from collections import Counter
 
 import torch
-import torch.nn as nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import kernels
 import model as models
 from scale.precision import DTYPES
 
-# Dense peak TFLOP/s by precision, from data sheets, by the first pattern in the device's name.
-PEAK_TFLOPS = {
+PEAK_TFLOPS = {  # dense, from data sheets, by precision; the first pattern in a device's name counts
     "B200": {"fp8": 4500, "bf16": 2250, "fp16": 2250, "tf32": 1125, "fp32": 75},
     "H100 PCIe": {"fp8": 1513, "bf16": 756, "fp16": 756, "tf32": 378, "fp32": 51},
     "H100 NVL": {"fp8": 1671, "bf16": 835, "fp16": 835, "tf32": 417, "fp32": 60},
@@ -40,7 +38,7 @@ def peak_flops(device, precision):
 def parameter_counts(model):
     """(parameters, those in matmuls) of a model: no vocabulary padding, and a shared weight once."""
     cfg, padding = model.cfg, model.cfg.padded_vocab - model.cfg.vocab_size
-    matmuls = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
+    matmuls = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
     total = sum(p.numel() for p in model.parameters())
     return total - padding * sum(cfg.tables), matmuls - padding * cfg.n_embd
 

@@ -6,11 +6,13 @@ train.py reads the shape of --init_from=hf:NAME before it imports torch: functio
 
 import itertools
 import json
-import os
 import shutil
 from collections import namedtuple
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+import huggingface_hub
+from safetensors import safe_open
 
 from configurator import UserError, refuse, typed
 from corpus import told
@@ -93,8 +95,7 @@ def family_of(cfg):
     """The first family whose class computes a GPTConfig. Raises UserError with what each of them lacks."""
     lacking = []
     for family in EXPORTS:
-        values = {k: getattr(cfg, k) for k in family.settings}
-        wrong = [f"{k}={value}" for k, value in values.items() if value not in family.settings[k]]
+        wrong = [f"{k}={vars(cfg)[k]}" for k, known in family.settings.items() if vars(cfg)[k] not in known]
         wrong += [f"n_kv_head={cfg.n_kv_head}"] * (family is GPT2 and cfg.kv_heads < cfg.n_head)
         wrong += [f"head_dim={cfg.head_dim}"] * (family is GPT2 and cfg.attention_width != cfg.n_embd)
         if not wrong:
@@ -108,12 +109,10 @@ def adopt(given):
     name = given.get("init_from") or ""
     if not name.startswith("hf:"):
         return given
-    from run.checkpoint import shape_differences
-
     shape = read_config(fetch(name[3:]))
     shape.block_size = min(shape.block_size, GPTConfig.block_size)  # weights may have a longer context
     wanted = replace(shape, **{k: v for k, v in given.items() if k in vars(shape)})
-    if wrong := shape_differences(shape, wanted, ["vocab_multiple", "block_size"]):
+    if wrong := shape.differences(wanted, ["vocab_multiple", "block_size"]):
         raise UserError(f"init_from={name} has another shape: {'; '.join(wrong)}; leave these settings out")
     return vars(shape) | given
 
@@ -149,20 +148,10 @@ def _refuse_others(hf, allowed):
             raise UserError(f"{key}={hf[key]} is not supported, expected {' or '.join(map(str, values))}")
 
 
-def same_tokenizer(name, sizes):
-    """Whether a tokenizer has as many bytes in each id as `sizes`, an array of token_bytes.npy."""
-    from corpus import tokenizer as tokenizers
-
-    own = tokenizers.load(name).token_bytes()
-    return own.shape == sizes.shape and (own == sizes).all()
-
-
 def fetch(name):
     """The local folder of `name`: itself, or the snapshot, perhaps cached, of a repository on the hub."""
     if Path(name).exists():
         return Path(name)
-    import huggingface_hub
-
     kinds = ["*.json", "*.jinja", "*.safetensors", "tokenizer*"]
     options = dict(allow_patterns=kinds, ignore_patterns=["*/*"])  # folders hold other formats of the weights
     with told(f"{name}: no such folder, and it cannot be downloaded"):  # the hub, its HTTP client, the disk
@@ -256,8 +245,6 @@ def hf_parts(model):
 
 def open_tensors(folder, family):
     """{full Hugging Face name: slice of safetensors} of one file or of an index's files, without buffers."""
-    from safetensors import safe_open
-
     index, files, tensors = folder / "model.safetensors.index.json", {"model.safetensors"}, {}
     prefix = family.layers.partition(".")[0] + "."  # absent if the model was saved without its head
     if index.exists():
@@ -311,7 +298,7 @@ def save_hf(model, path, dtype="float32", max_shard_size="5GB", tensors=None, to
             ids = write_tokenizer(aside, tokenizer, model.cfg.block_size) if tokenizer else {}
             write_json(aside / "config.json", config_json(model.cfg, dtype, ids))
             _write_shards(aside, parts, tensors, dtype, max_shard_size, model.cfg.norm_eps)
-            os.rename(aside, path)
+            aside.rename(path)
     finally:
         shutil.rmtree(aside, ignore_errors=True)  # after a failure
     return path
@@ -320,7 +307,6 @@ def save_hf(model, path, dtype="float32", max_shard_size="5GB", tensors=None, to
 def _write_shards(folder, parts, tensors, dtype, max_size, eps):
     """Writes model.safetensors, or several files and their index if the tensors take more than max_size."""
     import torch
-    from huggingface_hub import split_torch_state_dict_into_shards
     from safetensors.torch import save_file
 
     tensors = {part.ours: torch.zeros(part.last) for part in parts.values()} | tensors  # biases ours lacks
@@ -334,7 +320,7 @@ def _write_shards(folder, parts, tensors, dtype, max_size, eps):
         return rows.to(dtype, copy=True, memory_format=torch.contiguous_format)  # gate may be up's memory
 
     sizes = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
-    plan = split_torch_state_dict_into_shards(sizes, max_shard_size=max_size)
+    plan = huggingface_hub.split_torch_state_dict_into_shards(sizes, max_shard_size=max_size)
     for file, names in plan.filename_to_tensors.items():
         save_file({name: theirs(parts[name]) for name in names}, folder / file, {"format": "pt"})
     if plan.is_sharded:

@@ -1,13 +1,12 @@
 """Where a run starts: afresh in an unused folder, or at a checkpoint, of which everything is restored."""
 
 import dataclasses
-import sys
 from pathlib import Path
 
 import torch
 
 import optim
-from configurator import UserError
+from configurator import UserError, warn
 from run import checkpoint, files, source
 from run.checkpoint import CheckpointError
 from scale import parallel
@@ -24,8 +23,7 @@ class Start:
             self.folder = claim(self.out_dir, resume, overwrite, dry_run)
         parallel.barrier()  # before rank 0 writes there, which would look like an earlier run
         self._tensors, self.state = checkpoint.open_folder(self.folder) if self.folder else ({}, {})
-        self.weights = self._tensors.get("model")
-        self.step = self.state.get("step", 0)
+        self.weights, self.step = self._tensors.get("model"), self.state.get("step", 0)
         self.evaluated = self.step if self.folder and self.state.get("evaluated", True) else None
         own = self.evaluated is not None and self.folder.resolve().parent == self.out_dir.resolve()
         self.saved = self.folder if own else None  # else this step is saved (again) when it is evaluated
@@ -34,11 +32,10 @@ class Start:
         """Raises UserError unless the checkpoint is of a run with this model, optimizer, dtype and length."""
         if not self.folder:
             return
-        if (words := source.warning(self.folder)) and parallel.rank_and_size()[0] == 0:
-            print(f"warning: {words}", file=sys.stderr)  # now: an edited model may not fit the checkpoint
+        warn(source.warning(self.folder))  # now: an edited model may not fit the checkpoint
         config, shape = checkpoint.saved_settings(self.folder, self.state)
         self.state["config"] = config
-        wrong = checkpoint.shape_differences(shape, cfg)
+        wrong = shape.differences(cfg)
         if (was := config.get("optimizer", "adamw")) != cfg.optimizer:
             wrong.append(f"optimizer: checkpoint {was}, now {cfg.optimizer}")
         kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[cfg.weights]

@@ -7,14 +7,13 @@ forward runs, not compiled, on a GPU as one CUDA graph a token. Between two step
 import contextlib
 import functools
 import itertools
-import sys
 import time
 
 import torch
 import torch.nn.functional as F
 
+import configurator
 import kernels
-from configurator import UserError, is_rank_0
 from scale import context, parallel
 from scale.graphs import waits
 
@@ -121,7 +120,7 @@ def make_cache(model, temperature=0, top_k=None, rows=1, **_):
     for by_row in (not parallel.units(model), False):  # FSDP2 divides the tables
         try:
             trial = Cache(model, 1, by_row)
-        except UserError as error:
+        except configurator.UserError as error:
             return warn(str(error))
         expected, trial.length = trial.forward(idx, at), len(at) - 1
         found = trial.forward(idx[:, -1:], at[-1:])
@@ -136,8 +135,7 @@ def make_cache(model, temperature=0, top_k=None, rows=1, **_):
 
 @functools.cache
 def warn(reason, without="a KV cache"):
-    if is_rank_0():
-        print(f"warning: {reason}; sampling goes without {without}, more slowly", file=sys.stderr)
+    configurator.warn(f"{reason}; sampling goes without {without}, more slowly")
 
 
 class Cache:

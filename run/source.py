@@ -13,9 +13,8 @@ FOLDERS = (".", "corpus", "fast", "measure", "run", "scale")
 
 def digests():
     """{path from the repository's top: SHA-256} of every Python and CUDA source."""
-    paths = sorted(path for folder in FOLDERS for path in (HERE / folder).glob("*"))
-    sources = (path for path in paths if path.suffix in (".py", ".cu", ".cuh"))
-    return {path.relative_to(HERE).as_posix(): files.digest(path)[1] for path in sources}
+    paths = (p for folder in FOLDERS for p in (HERE / folder).glob("*") if p.suffix in (".py", ".cu", ".cuh"))
+    return {path.relative_to(HERE).as_posix(): files.digest(path)[1] for path in sorted(paths)}
 
 
 def record(out_dir):

@@ -1,10 +1,9 @@
 """Loads a trained model and its tokenizer, from a checkpoint or Hugging Face weights, for the scripts."""
 
 import os
-import sys
 from pathlib import Path
 
-from configurator import UserError, is_rank_0
+from configurator import UserError, warn
 from corpus import chat
 from corpus import tokenizer as tokenizers
 from run import checkpoint, hf, source
@@ -32,8 +31,8 @@ def load(cfg):
 def load_model(cfg, world, precision):
     """(model, its tokenizer's name or file), with weights in bf16 for that precision, else in float32."""
     options = world.device, precision, world if cfg.parallel == "fsdp" else None
-    if cfg.checkpoint is not None and (warning := source.warning(cfg.checkpoint)) and is_rank_0():
-        print(f"warning: {warning}", file=sys.stderr)
+    if cfg.checkpoint is not None:
+        warn(source.warning(cfg.checkpoint))
     opened = hf.open_hf(cfg.pretrained) if cfg.checkpoint is None else checkpoint.open_model(cfg.checkpoint)
     tensors, shape, name = opened
     return checkpoint.model_of(tensors, shape, *options), name

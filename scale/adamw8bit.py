@@ -13,7 +13,6 @@ are a hash of seed, step, tensor and element: alike for any number of ranks and 
 import hashlib
 
 import torch
-import torch.nn.functional as F
 from torch.optim.adamw import adamw
 
 from scale.shards import local, rows_of
@@ -44,8 +43,7 @@ class AdamW8bit(torch.optim.Optimizer):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
         self.seed = seed
         self.numbers = {p: i for i, p in enumerate(p for g in self.param_groups for p in g["params"])}
-        for p in self.numbers:
-            self.state[p] = new_state(p)
+        self.state.update((p, new_state(p)) for p in self.numbers)
 
     @torch.no_grad()
     def step(self):
@@ -101,8 +99,7 @@ def updater(device):
 def update_torch(w, g, m, m_scale, v, v_scale, first, key, keep, rate, beta1, rest1, beta2, rest2, root, eps):
     """One AdamW step of w: (rows, cols) from its gradient g; w, codes and scales are updated in place.
 
-    m, v: (rows, cols); m_scale, v_scale: (rows, groups). first: index of w's first row in the whole tensor;
-    key: from random_key, for this step.
+    m, v: (rows, cols); their scales: (rows, groups). first: w's first row in the tensor; key: of random_key.
     """
     noise_m, noise_v, noise_w = map(grouped, noises(first, *w.shape, key, w.device))
     codes, g, weight = grouped(m.int()), grouped(g.float()), grouped(w.float())
@@ -120,7 +117,7 @@ def update_torch(w, g, m, m_scale, v, v_scale, first, key, keep, rate, beta1, re
 
 def grouped(x):
     """(rows, cols) -> (rows, groups, GROUP), the last group padded with zeros."""
-    return F.pad(x, (0, -x.size(1) % GROUP)).unflatten(1, (-1, GROUP))
+    return torch.nn.functional.pad(x, (0, -x.size(1) % GROUP)).unflatten(1, (-1, GROUP))
 
 
 def decoded(codes, scale, levels):
@@ -174,11 +171,9 @@ def mixed(h):
 
 def update_triton(w, g, m, m_scale, v, v_scale, first, key, *numbers):
     """update_torch as one kernel, which moves 10 bytes a bfloat16 weight; float32's last bits may differ."""
-    groups = m_scale.numel()
-    _update[(-(-groups // TILE),)](
-        w, g, m, m_scale, v, v_scale, groups, first, key, *numbers, COLS=w.size(1), PER_ROW=m_scale.size(1),
-        ROUND=w.dtype.itemsize == 2, TILE=TILE, num_warps=WARPS,
-    )  # fmt: skip
+    groups, rounds = m_scale.numel(), w.dtype.itemsize == 2
+    options = dict(COLS=w.size(1), PER_ROW=m_scale.size(1), ROUND=rounds, TILE=TILE, num_warps=WARPS)
+    _update[(-(-groups // TILE),)](w, g, m, m_scale, v, v_scale, groups, first, key, *numbers, **options)
 
 
 if triton is not None:

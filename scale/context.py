@@ -10,7 +10,6 @@ import math
 from types import SimpleNamespace
 
 import torch
-import torch.distributed as dist
 from torch.distributed._functional_collectives import all_gather_tensor, all_to_all_single_autograd
 
 import kernels
@@ -22,7 +21,7 @@ from scale import parallel
 def apply(model, cfg, world):
     """Wraps the cores of all attentions; neighbouring ranks share a sequence. All ranks call it."""
     N, limit = cfg.context_parallel, parallel.time_limit(cfg.timeout_s)
-    groups = [dist.new_group(range(i, i + N), timeout=limit) for i in range(0, world.size, N)]
+    groups = [torch.distributed.new_group(range(i, i + N), timeout=limit) for i in range(0, world.size, N)]
     spread = model.spread = SimpleNamespace(group=groups[world.rank // N], size=N, on=True)  # see `alone`
     for module in attentions(model, "context_parallel", any_core=True):
         module.core = Ulysses(module.core, spread)
@@ -93,9 +92,7 @@ def exchange(parts, group):
 def whole_sequences(model, idx):
     """(B, T) ids of whole sequences, gathered from the ranks that share them."""
     spread = getattr(model, "spread", None)
-    if spread is None or not spread.on:
-        return idx
-    return all_gather_tensor(idx.contiguous(), 1, spread.group)
+    return all_gather_tensor(idx.contiguous(), 1, spread.group) if spread and spread.on else idx
 
 
 def own_tokens(cfg, world, batch):

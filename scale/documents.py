@@ -8,7 +8,6 @@ attention is torch.nn.attention.varlen, which waits for the longest length; else
 import inspect
 
 import torch
-import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 
 from configurator import UserError
@@ -33,11 +32,7 @@ def apply(model, eot):
     documents = model.documents = Documents(eot)
     for module in context.attentions(model, "document_mask"):
         module.core = DocumentMask(module.core, documents)
-
-    def look(model, args):
-        if documents.on:
-            documents.find(context.whole_sequences(model, args[0]))
-
+    look = lambda _, args: documents.find(context.whole_sequences(model, args[0])) if documents.on else None
     model.register_forward_pre_hook(look)
 
 
@@ -85,7 +80,7 @@ def takes_varlen(v):
 def masked_attention(q, k, v, ids):
     """Causal attention within documents. q: (B, H, T, D); k, v: (B, H_kv, T, D); ids: (B, T)."""
     mask = (ids[:, :, None] == ids[:, None, :]).tril().unsqueeze(1)  # (B, 1, T, T)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.size(1) != k.size(1))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=q.size(1) != k.size(1))
 
 
 def varlen_attention(q, k, v, bounds, longest):

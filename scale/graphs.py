@@ -108,8 +108,7 @@ class Replayed:
         """Puts the gradients back, as zeros."""
         if self.flat is None:
             self.flat, self.grads = gradients(self.used)
-        for flat in self.flat:
-            flat.zero_()
+        torch._foreach_zero_(self.flat)
         for parameter, grad in self.grads.items():
             parameter.grad = grad
 

@@ -8,10 +8,8 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d, fsdp
+from torch.distributed import distributed_c10d, fsdp, init_device_mesh, rendezvous
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 

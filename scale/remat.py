@@ -16,14 +16,12 @@ import functools
 import weakref
 
 import torch
-import torch.nn as nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import kernels
 from configurator import UserError
 
-# Compiled by torch 2.11, a checkpoint keeps what an autograd.Function saves, unless a context forbids; by
-# 2.12 it does not (pytorch's pull request 177396).
+# A compiled checkpoint keeps what an autograd.Function saves before torch 2.12 (pull request 177396).
 RECOMPUTE_ALL = {}
 if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12):
     always = lambda *_, **__: CheckpointPolicy.MUST_RECOMPUTE
@@ -147,8 +145,7 @@ class AttentionFromTape(torch.autograd.Function):
             dy = torch.empty_like(out).copy_(dy)
         inputs = dy, q, k, v, out, lse
         if not q.is_cuda:
-            backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
-            return *backward(*inputs, 0.0, True), None, None
+            return *aten._scaled_dot_product_flash_attention_for_cpu_backward(*inputs, 0.0, True), None, None
         *lengths, seed, offset = small
         if ctx.backend == "cudnn":
             state, backward = (seed, offset, None), aten._scaled_dot_product_cudnn_attention_backward
@@ -176,7 +173,7 @@ class RecomputedMLP:
     def __call__(self, x, up, activation, down):
         run = lambda x: self.core(x, up, activation, down)
         if self.tile is not None:
-            parts = [part for part in (up, activation, down) if isinstance(part, nn.Module)]
+            parts = [part for part in (up, activation, down) if isinstance(part, torch.nn.Module)]
             return self.tiled(x, run, [p for part in parts for p in part.parameters() if p.requires_grad])
         if not torch.is_grad_enabled():
             return run(x)
@@ -189,9 +186,8 @@ class RecomputedMLP:
         T = x.size(1)
         size = -(-T // -(-T // self.tile) // 16) * 16
         tiles = [slice(i, min(T, i + size)) for i in range(0, T, size)]
-        if not torch.is_grad_enabled():
-            return torch.cat([run(x[:, t]) for t in tiles], 1)
-        return ForwardInTiles.apply(RecomputeInTiles.apply(x, run, tiles, *parameters), run, tiles)
+        x = RecomputeInTiles.apply(x, run, tiles, *parameters) if torch.is_grad_enabled() else x
+        return ForwardInTiles.apply(x, run, tiles)
 
 
 class ForwardInTiles(torch.autograd.Function):

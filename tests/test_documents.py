@@ -14,8 +14,8 @@ from torch._dynamo.utils import counters
 
 from configurator import UserError
 from model import build
+from run.build import compile_model
 from scale import context, documents, remat
-from scale.compile import compile_model
 from settings import Config
 
 EOT = 7

@@ -107,7 +107,7 @@ def test_a_bad_line_is_named(tmp_path, line):
     path = tmp_path / "h.jsonl"
     line = line if isinstance(line, bytes) else line.encode()
     path.write_bytes(json.dumps(made_up(1)[0]).encode() + b"\n" + line + b"\n")
-    with pytest.raises(hellaswag.HellaSwagError, match="h.jsonl:2: not an example") as caught:
+    with pytest.raises(hellaswag.DataError, match="h.jsonl:2: not an example") as caught:
         hellaswag.load(path)
     assert caught.value.exit_code == 3 and one_line(caught)
 
@@ -124,7 +124,7 @@ def test_the_raw_file_is_read_its_line_separators_and_text_labels_too(tmp_path):
 def test_a_missing_or_empty_file_is_a_mistake_and_a_dead_network_is_not(tmp_path, monkeypatch):
     (tmp_path / "empty.jsonl").write_text("\n")
     for name, words in {"none": "No such file or directory; name another", "empty": "no examples"}.items():
-        with pytest.raises(hellaswag.HellaSwagError, match=f"{name}.jsonl: {words}") as error:
+        with pytest.raises(hellaswag.DataError, match=f"{name}.jsonl: {words}") as error:
             hellaswag.load(tmp_path / f"{name}.jsonl")
         assert not isinstance(error.value, hellaswag.Unavailable)
 

@@ -13,7 +13,7 @@ import convert
 import train
 from configurator import configure
 from corpus import tokenizer
-from run import checkpoint, hf
+from run import hf
 from run.files import digest
 from settings import Config, GPTConfig
 
@@ -56,7 +56,7 @@ def name_tokenizer(folder, name):
 
 def test_shape_rope_and_tokenizer_are_the_weights(weights):
     cfg = settings(f"--init_from=hf:{weights}", "--dropout=0.1")
-    assert not checkpoint.shape_differences(hf.read_config(weights), cfg)
+    assert not hf.read_config(weights).differences(cfg)
     shape = (cfg.n_embd, cfg.n_hidden, cfg.kv_heads, cfg.norm, cfg.tie_embeddings, cfg.dropout)
     assert shape == (64, 88, 2, "rmsnorm", True, 0.1)
     assert cfg.block_size == 96 and cfg.tokenizer == str(weights / "tokenizer.json")

@@ -11,8 +11,8 @@ from torch._dynamo.utils import counters
 
 import kernels
 import model as models
+from run.build import compile_model
 from scale import remat
-from scale.compile import compile_model
 from settings import Config, GPTConfig
 
 GROUPED = dict(n_kv_head=2, n_hidden=176, **LLAMA)

@@ -10,7 +10,7 @@ from corpus import tokenizer
 from fast import decode
 from model import GPT, Block, LearnedPositions, build
 from run import sampling
-from scale.compile import compile_model
+from run.build import compile_model
 
 GPU = pytest.mark.gpu
 GROUPED = dict(n_kv_head=2, qk_norm=True, tie_embeddings=False, value_embeddings=1, attention_gate=True)
