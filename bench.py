@@ -1,7 +1,6 @@
-"""Where the time and the memory go: training steps, the loss, collectives; and memory by arithmetic.
+"""Where the time and the memory go: training steps, collectives, and memory by arithmetic.
 
     python bench.py step config/gpt2_124m.py [--key=value ...]                 # GPUs (torchrun), or the CPU
-    python bench.py ops                                                        # linear + cross-entropy
     torchrun --standalone --nproc_per_node=4 bench.py comm                     # all-reduce and others by size
     python bench.py memory config/llama3_8b.py --world=8 --gpu_gib=80          # memory of a run; needs no GPU
 
@@ -42,7 +41,7 @@ class MemoryConfig(Config):
     gpu_gib: float = 80.0  # memory of a GPU that may be used
 
 
-COMMANDS = dict(step=StepConfig, ops=object, comm=CommConfig, memory=MemoryConfig)  # ops has no settings
+COMMANDS = dict(step=StepConfig, comm=CommConfig, memory=MemoryConfig)
 
 
 def main(name, cfg):

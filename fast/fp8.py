@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
 
 from fast import cublas, loss
-from fast.linear import join_heads, split_heads
+from fast.linear import empty_product, join_heads, split_heads
 from fast.operators import INTERPRETED, LOG2E, cdiv, dtypes_of, exp2, operator, power_of_2, reciprocal
 
 aten = torch.ops.aten
@@ -111,32 +111,28 @@ def forward_product(x, weight, bias, x_amax, w_amax, what=COPY):
         w8, w8t, ws, _ = cast([weight], w_amax, [])
         w, wt = w8t.t(), w8.t()
     bias = None if bias is None else bias.to(x.dtype)
-    return product(x8, wt, xs, ws, bias, x.dtype, True), (x8t, xs, w, ws), x8
+    return product(x8, wt, bias, x.dtype, xs, ws, True), (x8t, xs, w, ws), x8
 
 
 def gradients(dy, saved, dtypes, beside=(), what=COPY, sums=True):
     """(dx, dw, db or None) of a linear layer from dy: (M, N) in parts; beside, what: see `cast`."""
     (x8t, xs, w, ws, dy_amax), (w_dtype, b_dtype) = saved, dtypes
     dy8, dy8t, ds, columns = cast(dy, dy_amax, list(beside), what, True, sums and b_dtype is not None)
-    dx = product(dy8, w, ds, ws, None, dy[0].dtype, True)
-    dw = product(dy8t, x8t.t(), ds, xs, None, w_dtype)
+    dx = product(dy8, w, None, dy[0].dtype, ds, ws, True)
+    dw = product(dy8t, x8t.t(), None, w_dtype, ds, xs)
     return dx, dw, None if b_dtype is None else columns.to(b_dtype)
-
-
-def empty_product(a, b, a_scale, b_scale, bias, dtype, *_, **__):
-    return a.new_empty(a.size(0), b.size(1), dtype=dtype)
 
 
 @operator("product8", empty_product)
 def product(
-    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, dtype: torch.dtype,
+    a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype, a_scale: Tensor, b_scale: Tensor,
     fast: bool = False, added: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """a @ b * a_scale * b_scale + bias + added; rows of a, columns of b are contiguous, or b is from `Rows`.
 
     fast: see cublas.matmul; for outputs and input gradients, not for weight gradients.
     """
-    out = empty_product(a, b, a_scale, b_scale, bias, dtype)
+    out = empty_product(a, b, bias, dtype)
     if b.dtype == torch.bfloat16:
         b = halves(b.t())[0].t() if b.stride(0) == 1 else halves(b)[1].t()
     return cublas.matmul(a, b, out, bias=bias, added=added, scales=(a_scale, b_scale), fast=fast)

@@ -51,18 +51,14 @@ def fold_residual_addition(norm):
     ready = total.meta["val"].is_contiguous() and not any(user < norm for user in total.users)
     for x, update in operands(total, aten.add.Tensor) if earlier is None and ready else ():
         if alike(x, total) and x.meta["val"].shape == update.meta["val"].shape:
-            norm.args = (x, update, *rest)
-            with norm.graph.inserting_after(norm):
-                summed = norm.graph.call_function(operator.getitem, (norm, 0))
-            summed.meta = total.meta.copy()
-            norm.meta["val"] = (summed.meta["val"], *norm.meta["val"][1:])
-            return replace(total, summed, "residual_addition_in_norm")
+            norm.args, norm.meta["val"] = (x, update, *rest), (total.meta["val"], *norm.meta["val"][1:])
+            return replace(total, result_of(norm, 0), "residual_addition_in_norm")
 
 
 def fold_residual_gradient(norm):
     """norm_backward(None, …)[0] + g -> norm_backward(g, …)[0]"""
     dx = result_of(norm, 0)
-    if norm.args[0] is None and dx is not None and alone(dx):
+    if norm.args[0] is None and alone(dx):
         (add,) = dx.users
         for gradient, other in operands(add, aten.add.Tensor):
             if other is dx and gradient < norm and alike(gradient, dx):
@@ -98,42 +94,40 @@ def fold_into_product(add):
 
 def fold_into_cast(cast):
     """cast8 of a norm, or of y: (…, H, D) times gates: (…, H, 1) -> cast8 of x or y, which computes that"""
-    options, graph = cast.kwargs, cast.graph
+    options = cast.kwargs
     if cast.args[0] is not pretrain.cast8.default or options["what"] != "copy" or len(options["parts"]) > 1:
         return
     *views, source = behind_views(options["parts"][0])
     M, N = options["parts"][0].meta["val"].shape
     norm, index = source.args if source.target is operator.getitem else (source, 0)
     if norm.target is pretrain.norm_forward.default and index == 1 and alone(source, *views):
-        x, update, *parameters = norm.args[:4]
+        x, update, weight, shift = norm.args[:4]
         x = x if update is None else result_of(norm, 0)
-        stats, what = result_of(norm, 2), "norm" if parameters[1] is None else "shifted_norm"
-        if x is not None and stats is not None and x.meta["val"].is_contiguous():
-            with graph.inserting_before(cast):
-                x = reshaped(x, (M, N))
-            give(cast, parts=[x], beside=[stats, *parameters][: 2 + (what == "shifted_norm")], what=what)
+        if x.meta["val"].is_contiguous():
+            beside = [result_of(norm, 2), weight] + [shift] * (shift is not None)
+            with cast.graph.inserting_before(cast):
+                parts = [reshaped(x, (M, N))]
+            give(cast, parts=parts, beside=beside, what="norm" if shift is None else "shifted_norm")
             give(norm, keep=False)
             counters["inductor"]["norm_in_cast"] += 1
     for y, gates in operands(source, aten.mul.Tensor):
         *shape, D = source.meta["val"].shape
         if alike(y, source) and list(gates.meta["val"].shape) == [*shape, 1] and shape[-1] * D == N:
-            with graph.inserting_before(cast):
-                y, gates = reshaped(y, (M, N)), reshaped(gates, (M, shape[-1]))
-            give(cast, parts=[y], beside=[gates], what="gate")
+            with cast.graph.inserting_before(cast):
+                parts, beside = [reshaped(y, (M, N))], [reshaped(gates, (M, shape[-1]))]
+            give(cast, parts=parts, beside=beside, what="gate")
             counters["inductor"]["gates_in_cast"] += 1
 
 
 def take_column_sums(total):
     """The float32 sum of norm_backward(…)[0] over all tokens -> row 2 of norm_backward(…)[1]"""
-    source, graph, wanted = behind_views(total.args[0])[-1], total.graph, total.meta["val"]
+    source, wanted = behind_views(total.args[0])[-1], total.meta["val"]
     norm, index = source.args if source.target is operator.getitem else (source, None)
     if index != 0 or norm.target is not pretrain.norm_backward.default or list(total.args[1]) != [0]:
         return
     if wanted.dtype == torch.float32 and wanted.shape == source.meta["val"].shape[-1:]:
-        with graph.inserting_before(total):
-            sums = result_of(norm, 1) or graph.call_function(operator.getitem, (norm, 1))
-            sums.meta.setdefault("val", norm.meta["val"][1])
-            column = graph.call_function(aten.select.int, (sums, 0, COLUMN_SUMS))
+        with total.graph.inserting_before(total):
+            column = total.graph.call_function(aten.select.int, (result_of(norm, 1), 0, COLUMN_SUMS))
             column.meta["val"] = wanted
         replace(total, column, "column_sums_from_norm")
 
@@ -177,8 +171,14 @@ def reshaped(x, shape):
 
 
 def result_of(node, index):
-    found = (user for user in node.users if user.target is operator.getitem and user.args[1] == index)
-    return next(found, None)
+    """The node of one of a call's results, which is made where there is none."""
+    for user in node.users:
+        if user.target is operator.getitem and user.args[1] == index:
+            return user
+    with node.graph.inserting_after(node):
+        result = node.graph.call_function(operator.getitem, (node, index))
+    result.meta["val"] = node.meta["val"][index]
+    return result
 
 
 def alike(a, b):

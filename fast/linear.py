@@ -11,12 +11,15 @@ from fast.operators import dtypes_of, on_hopper, operator
 QKV_WAYS = {}  # shape -> the faster of the two ways of qkv_gradients
 
 
-@operator("product", lambda a, b, bias, dtype, *_, **__: a.new_empty(a.size(0), b.size(1), dtype=dtype))
+def empty_product(a, b, bias=None, dtype=None, *_, **__):
+    return a.new_empty(a.size(0), b.size(1), dtype=dtype)
+
+
+@operator("product", empty_product)
 def product(
     a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype, tune: bool, added: Tensor | None = None
 ) -> Tensor:
-    out = a.new_empty(a.size(0), b.size(1), dtype=dtype)
-    return cublas.matmul(a, b, out, bias=bias, added=added, tune=tune)
+    return cublas.matmul(a, b, empty_product(a, b, bias, dtype), bias=bias, added=added, tune=tune)
 
 
 class LinearFunction(torch.autograd.Function):

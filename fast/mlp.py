@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fast import cublas, hopper
-from fast.linear import operands, product, weight_gradients
+from fast.linear import empty_product, operands, product, weight_gradients
 from fast.operators import cdiv, on_hopper, operator
 
 SWIGLU_BLOCK, SWIGLU_WARPS, RELU2_BLOCK = 2048, 8, 2048  # elements
@@ -53,10 +53,6 @@ class MLPFunction(torch.autograd.Function):
         return None, dx, dw1, db1, dw2, db2, None
 
 
-def empty_product(a, b, *_):
-    return a.new_empty(a.size(0), b.size(1))
-
-
 @operator("product_gelu", lambda a, b, bias, tune: (empty_product(a, b), empty_product(a, b)))
 def product_gelu(a: Tensor, b: Tensor, bias: Tensor | None, tune: bool) -> tuple[Tensor, Tensor]:
     """(GELU of a b + bias, a b + bias: the pre-activation)"""
@@ -79,7 +75,7 @@ def product_dgelu(a: Tensor, b: Tensor, before: Tensor) -> tuple[Tensor, Tensor]
     return cublas.matmul(a, b, out, dgelu=before), no_sums
 
 
-@operator("product_relu2", empty_product)
+@operator("product_relu2", lambda a, b, *_: empty_product(a, b))
 def product_relu2(a: Tensor, b: Tensor, bias: Tensor | None, tune: bool) -> Tensor:
     """max(a b + bias, 0)^2"""
     if on_hopper(a):

@@ -13,7 +13,6 @@ import kernels
 import optim
 import train
 from configurator import refuse, too_small
-from measure.ops import clock, three_matmuls
 from run.build import choose
 from run.logger import describe_device, progress, show
 from scale import context, parallel
@@ -133,6 +132,21 @@ def floor_times(cfg, device):
     head = three_matmuls(cfg.rank_tokens, cfg.n_embd, cfg.padded_vocab, device)
     times = {"GEMMs": cfg.n_layer * sum(map(clock, gemms)) + sum(map(clock, head))}
     return times | {"attention": cfg.n_layer * sum(map(clock, attention))}
+
+
+def three_matmuls(N, K, M, device):
+    """Calls of a linear layer's three GEMMs, x @ W.T, dy @ W and dy.T @ x, for x: (N, K) and W: (M, K)."""
+    x, w, dy = (torch.randn(s, device=device, dtype=torch.bfloat16) for s in ((N, K), (M, K), (N, M)))
+    y, dx, dw = torch.empty_like(dy), torch.empty_like(x), torch.empty_like(w)
+    products = [(x, w.t(), y), (dy, w, dx), (dy.t(), x, dw)]
+    return [lambda p=p: torch.mm(p[0], p[1], out=p[2]) for p in products]
+
+
+def clock(work):
+    """Median ms of work() on the GPU; its launches are hidden behind the L2 cache's clearing before it."""
+    from triton.testing import do_bench
+
+    return do_bench(work, return_mode="median")
 
 
 def times_by_kind(events, steps):

@@ -1,17 +1,25 @@
-"""The fused linear + cross-entropy on one NVIDIA GPU, beside torch.compile of plain PyTorch; a clock."""
+"""The fused linear + cross-entropy on one NVIDIA GPU, beside torch.compile of plain PyTorch.
+
+python results/speed/ops.py
+"""
+
+import sys
+from pathlib import Path
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 import kernels
-from configurator import UserError
+from measure.step import clock, three_matmuls
 from run.logger import device_name
 
 
-def measure(cfg):
-    """Prints ms, forward and backward together, and MiB of each operation; cfg: no settings."""
+def main():
+    """Prints ms, forward and backward together, and MiB of each operation."""
     device = torch.device("cuda")
     if reason := kernels.serve(device) if torch.cuda.is_available() else "none found":
-        raise UserError(f"bench.py ops needs an NVIDIA GPU that runs the fused kernels: {reason}")
+        sys.exit(f"error: it needs an NVIDIA GPU that runs the fused kernels: {reason}")
     print(f"{device_name(device)}, torch {torch.__version__}; bf16; forward and backward together\n")
     print(f"{'':<44}{'ms':>10}{'MiB':>10}")
     for shape in [(65_536, 768, 50_304, 50_257), (32_768, 4_096, 128_256, 128_256)]:
@@ -42,16 +50,5 @@ def losses(N, C, V, vocab):
         print(f"  {name:<42}{clock(once):10.3f}{mib:10.0f}", flush=True)
 
 
-def three_matmuls(N, K, M, device):
-    """Calls of a linear layer's three GEMMs, x @ W.T, dy @ W and dy.T @ x, for x: (N, K) and W: (M, K)."""
-    x, w, dy = (torch.randn(s, device=device, dtype=torch.bfloat16) for s in ((N, K), (M, K), (N, M)))
-    y, dx, dw = torch.empty_like(dy), torch.empty_like(x), torch.empty_like(w)
-    products = [(x, w.t(), y), (dy, w, dx), (dy.t(), x, dw)]
-    return [lambda p=p: torch.mm(p[0], p[1], out=p[2]) for p in products]
-
-
-def clock(work):
-    """Median ms of work() on the GPU; its launches are hidden behind the L2 cache's clearing before it."""
-    from triton.testing import do_bench
-
-    return do_bench(work, return_mode="median")
+if __name__ == "__main__":
+    main()
