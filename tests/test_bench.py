@@ -138,7 +138,7 @@ gpt2_124m 17.1 remat=attention batch_size=256 batch_tokens=262144
 gpt2_1558m 65.1
 gpt2_1558m 59.1 precision=fp8
 modern_124m 35.2 precision=bf16
-modern_124m 39.9 precision=fp8
+modern_124m 35.4 precision=fp8
 modern_124m 41.3 value_embeddings=2 attention_gate=True precision=bf16
 gpt3_2700m 66.0
 gpt3_2700m 88.6 batch_size=32 batch_tokens=65536 parallel=zero2 offload_states remat=selective
