@@ -87,7 +87,8 @@ class MLPFunction(torch.autograd.Function):  # as fast.mlp's; casts compute the 
 
     @staticmethod
     def backward(ctx, dy):
-        up, down, beside = (ctx.saved_tensors[part] for part in (slice(5), slice(5, 10), slice(10, None)))
+        saved = ctx.saved_tensors  # asked once: a checkpoint does not answer again
+        up, down, beside = saved[:5], saved[5:10], saved[10:]
         dact, dw2, db2 = gradients([dy.flatten(0, -2).contiguous()], down, ctx.dtypes[2:])
         dx, dw1, db1 = gradients([dact], up, ctx.dtypes[:2], beside, "d" + ctx.kind)
         nones = None, None, None
