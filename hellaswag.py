@@ -1,6 +1,6 @@
 """HellaSwag (https://arxiv.org/abs/1905.07830): which of four endings does the model find most likely?
 
-    python hellaswag.py --checkpoint=out/gpt2_124m
+    python hellaswag.py --checkpoint=out/a [--against=out/b]      # and the difference, a - b
     torchrun --standalone --nproc_per_node=8 hellaswag.py --checkpoint=out/llama3_8b [--parallel=fsdp]
 
 acc takes the ending with the lowest summed loss, acc_norm that with the lowest mean loss per token, as other
@@ -29,6 +29,7 @@ from settings import TrainedConfig
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 CACHE = Path.home() / ".cache" / "hellaswag"
 BATCH_TOKENS = {"cuda": 65_536, "cpu": 1024}  # CPU: a row takes a third longer with 4,096 (GPT-2 124M)
+SCORES = "acc_norm", "acc", "acc_easy"
 FOUR = lambda v: isinstance(v, list) and len(v) == 4 and all(map(text, v))
 EXAMPLE = {"ctx": lambda v: text(v) and v != "", "endings": FOUR, "label": (*range(4), *"0123")}
 
@@ -38,6 +39,7 @@ class Config(TrainedConfig):
     file: str | None = None  # a local hellaswag_val.jsonl; None: downloaded once into ~/.cache/hellaswag
     limit: int | None = None  # number of examples, from the first on; None: all 10,042
     batch_tokens: int | None = None  # tokens per forward pass; None: 65,536 on a GPU, 1,024 on a CPU
+    against: str | None = None  # folder of another run or checkpoint, on the same examples
 
 
 class Unavailable(DataError):
@@ -49,11 +51,17 @@ def main(cfg):
     from run import trained
     from scale import parallel
 
-    world, model, tokenizer, autocast = trained.load(cfg)
-    prepared = prepare(load(cfg.file)[: cfg.limit], tokenizer, model.cfg.block_size)
-    score = evaluate(model, prepared, world.device, cfg.batch_tokens, autocast)
+    found = []
+    for one in filter(None, (cfg, trained.other(cfg))):
+        world, model, tokenizer, autocast = trained.load(one)
+        prepared = prepare(load(cfg.file)[: cfg.limit], tokenizer, model.cfg.block_size)
+        found.append(evaluate(model, prepared, world.device, cfg.batch_tokens, autocast))
     if world.main:
-        print(in_words(score))
+        print(in_words(found[0][0]))
+    for _, others in found[1:] if world.main else ():
+        gains = [(name, hits.astype(float) - others[name]) for name, hits in found[0][1].items()]
+        each = [f"{name} {d.mean():+.4f} ±{d.std() / len(d) ** 0.5:.4f}" for name, d in gains]
+        print(" | ".join([f"less {cfg.against}'s", *each]))
     parallel.stop()
 
 
@@ -150,7 +158,7 @@ def batches(prepared, batch_tokens, block_size):
 
 
 def evaluate(model, prepared, device, batch_tokens=None, autocast=None, stop=lambda: False):
-    """{"acc", "acc_norm", "acc_easy", "n", "truncated", "seconds"}, on every rank; stop(): leave the rest?"""
+    """(the score as a dict, {name: which examples are right}), on every rank; stop(): leave the rest?"""
     import torch
 
     from run.logger import progress
@@ -173,15 +181,15 @@ def evaluate(model, prepared, device, batch_tokens=None, autocast=None, stop=lam
     parallel.sum_over_ranks(losses)
     sums = losses.cpu().double().numpy()
     means = sums / (np.array([len(row) for row in prepared.rows]) - prepared.starts)
-    n, hits = len(prepared.labels) // 2, lambda x: x.reshape(-1, 4).argmin(1) == prepared.labels
-    (acc, acc_easy), acc_norm = hits(sums).reshape(2, n).mean(1).tolist(), float(hits(means)[:n].mean())
-    score = dict(acc=acc, acc_norm=acc_norm, acc_easy=acc_easy, n=n, truncated=prepared.truncated)
-    return score | dict(seconds=time.perf_counter() - began)
+    hits = lambda x: (x.reshape(-1, 4).argmin(1) == prepared.labels).reshape(2, -1)
+    right = dict(zip(SCORES, (hits(means)[0], *hits(sums))))
+    score = {name: float(x.mean()) for name, x in right.items()} | dict(n=len(right["acc"]))
+    return score | dict(truncated=prepared.truncated, seconds=time.perf_counter() - began), right
 
 
 def in_words(score):
     """A line for the console; after ±, the standard errors of the proportions."""
-    n, shares = score["n"], [(name, score[name]) for name in ("acc_norm", "acc", "acc_easy")]
+    n, shares = score["n"], [(name, score[name]) for name in SCORES]
     parts = [f"{name} {p:.4f} ±{(p * (1 - p) / n) ** 0.5:.4f}" for name, p in shares]
     return " | ".join([*parts, f"{n:,} examples, {score['truncated']} cut", f"{score['seconds']:.1f} s"])
 

@@ -8,8 +8,7 @@ Reads the validation shards that fineweb.py wrote. A standard error tells how fa
 would move the figure. Two models find the same documents hard, so that their difference has a smaller one.
 """
 
-import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -29,15 +28,14 @@ def main(cfg):
     refuse(too_small(cfg, {"tokens": 1, "batch_size": 1}))
     if not cfg.words:
         raise UserError("name folders with validation shards: validate.py data/books --checkpoint=out/books")
-    if cfg.against and not os.path.isdir(cfg.against):  # before the first model is measured
-        raise UserError(f"against={cfg.against}: no such folder; expected a run's or a checkpoint's")
+    from run import trained
     from run.evaluate import in_words, losses
     from scale import parallel
 
+    other = trained.other(cfg)  # before the first model is measured
     say = lambda *words: print(" | ".join(words)) if is_rank_0() else None
     found, T = measure(cfg, cfg.words)
-    other = replace(cfg, checkpoint=cfg.against, pretrained=None)
-    others, _ = measure(other, cfg.words, T) if cfg.against else ({}, T)
+    others, _ = measure(other, cfg.words, T) if other else ({}, T)
     for folder, (table, documents) in found.items():
         size = f"{int(table[1].sum()):,} tokens, {len(set(documents)):,} documents"
         say(folder, size, *in_words(losses(table, documents)))

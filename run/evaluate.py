@@ -119,7 +119,7 @@ class Evaluator:
     def hellaswag(self, step, module, examples):
         device = parallel.device_of(self.model)
         with context.alone(self.model):
-            score = module.evaluate(self.model, examples, device, autocast=self.autocast, stop=self.stop)
+            score, _ = module.evaluate(self.model, examples, device, autocast=self.autocast, stop=self.stop)
         if not self.stop():
             self.log.print(f"hellaswag {step} | {module.in_words(score)}")
             self.log.record("hellaswag", step, **score)

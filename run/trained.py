@@ -1,6 +1,7 @@
 """Loads a trained model and its tokenizer, from a checkpoint or Hugging Face weights, for the scripts."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from configurator import UserError, warn
@@ -36,6 +37,13 @@ def load_model(cfg, world, precision):
     opened = hf.open_hf(cfg.pretrained) if cfg.checkpoint is None else checkpoint.open_model(cfg.checkpoint)
     tensors, shape, name = opened
     return checkpoint.model_of(tensors, shape, *options), name
+
+
+def other(cfg):
+    """The settings of the model in the folder cfg.against; None without one."""
+    if cfg.against and not os.path.isdir(cfg.against):
+        raise UserError(f"against={cfg.against}: no such folder; expected a run's or a checkpoint's")
+    return replace(cfg, checkpoint=cfg.against, pretrained=None) if cfg.against else None
 
 
 def folders(cfg, tokenizer):

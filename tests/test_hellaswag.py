@@ -26,9 +26,9 @@ def made_up(count, seed=0):
     return [make(i) for i in range(count)]
 
 
-def small():
+def small(seed=1):
     shape = GPTConfig(vocab_size=257, vocab_multiple=1, block_size=128, n_layer=2, n_head=2, n_embd=32)
-    return build(shape, torch.device("cpu"), seed=1).eval()
+    return build(shape, torch.device("cpu"), seed=seed).eval()
 
 
 def naive(model, examples, tokenizer):
@@ -53,7 +53,7 @@ def test_equals_one_row_at_a_time():
     prepared, expected = hellaswag.prepare(examples, tokenizer, 128), naive(model, examples, tokenizer)
     expected += naive(model, hellaswag.easy(examples), tokenizer)[:1]
     for batch_tokens in (64, 1024, 100_000):
-        score = hellaswag.evaluate(model, prepared, "cpu", batch_tokens)
+        score, _ = hellaswag.evaluate(model, prepared, "cpu", batch_tokens)
         assert [score["acc"], score["acc_norm"], score["acc_easy"]] == pytest.approx(expected)
         assert score["n"] == 30 and score["truncated"] == 0
 
@@ -161,6 +161,13 @@ def test_the_command_line_over_two_ranks_prints_one_score_the_same(tmp_path, mod
     score, count, _ = both.outputs[0].rsplit(" | ", 2)
     assert [score, count] == alone.stdout.rsplit(" | ", 2)[:2] and count == "20 examples, 0 cut"
     assert both.outputs[1] == both.stderr == ""
+    other = small(seed=2)
+    save_model(tmp_path / "other", other, other.cfg)
+    done = ranks.run(0, [*words[:-1], "--batch_tokens=256", f"--against={tmp_path}/other"], "hellaswag.py")
+    one, two = (hellaswag.evaluate(m, prepared, "cpu", 256)[1]["acc_easy"] for m in (model, other))
+    gain = one.astype(float) - two
+    words_of_it = f"acc_easy {gain.mean():+.4f} ±{gain.std() / 20**0.5:.4f}"
+    assert gain.any() and done.stdout.splitlines()[1].endswith(words_of_it), done.stdout + done.stderr
     path.write_text("{")
     for more, code in ([], 3), ([f"--checkpoint={tmp_path}/none"], 4):
         broken = ranks.run(2, words + more, "hellaswag.py")
