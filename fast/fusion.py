@@ -12,9 +12,10 @@ import torch
 from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-aten, pretrain = torch.ops.aten, torch.ops.pretrain
-VIEWS = aten.view.default, aten.reshape.default, aten._unsafe_view.default
-VIEWS += (torch.ops.prims.convert_element_type.default,)
+from fast import fp8
+
+aten, prims, pretrain = torch.ops.aten, torch.ops.prims, torch.ops.pretrain
+VIEWS = aten.view.default, aten.reshape.default, aten._unsafe_view.default, prims.convert_element_type.default
 COLUMN_SUMS = 2  # row of norm_backward's second result
 
 
@@ -95,7 +96,7 @@ def fold_into_product(add):
 def fold_into_cast(cast):
     """cast8 of a norm, or of y: (…, H, D) times gates: (…, H, 1) -> cast8 of x or y, which computes that"""
     options = cast.kwargs
-    if cast.args[0] is not pretrain.cast8.default or options["what"] != "copy" or len(options["parts"]) > 1:
+    if cast.args[0] is not pretrain.cast8.default or options["what"] != fp8.COPY or len(options["parts"]) > 1:
         return
     *views, source = behind_views(options["parts"][0])
     M, N = options["parts"][0].meta["val"].shape
@@ -107,7 +108,7 @@ def fold_into_cast(cast):
             beside = [result_of(norm, 2), weight] + [shift] * (shift is not None)
             with cast.graph.inserting_before(cast):
                 parts = [reshaped(x, (M, N))]
-            give(cast, parts=parts, beside=beside, what="norm" if shift is None else "shifted_norm")
+            give(cast, parts=parts, beside=beside, what=fp8.NORM if shift is None else fp8.SHIFTED_NORM)
             give(norm, keep=False)
             counters["inductor"]["norm_in_cast"] += 1
     for y, gates in operands(source, aten.mul.Tensor):
@@ -115,7 +116,7 @@ def fold_into_cast(cast):
         if alike(y, source) and list(gates.meta["val"].shape) == [*shape, 1] and shape[-1] * D == N:
             with cast.graph.inserting_before(cast):
                 parts, beside = [reshaped(y, (M, N))], [reshaped(gates, (M, shape[-1]))]
-            give(cast, parts=parts, beside=beside, what="gate")
+            give(cast, parts=parts, beside=beside, what=fp8.GATE)
             counters["inductor"]["gates_in_cast"] += 1
 
 
