@@ -6,6 +6,6 @@
 from config.modern_124m import *  # noqa: F403
 
 out_dir = "out/modern_124m_once"
-weight_decay = None  # 2 / (lr max_steps), the best of runs from 6M to 100M tokens
+weight_decay = None  # 2 / (lr max_steps), near the best in runs on 6M to 100M tokens
 value_embeddings = 2
 attention_gate = True

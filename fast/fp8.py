@@ -104,7 +104,7 @@ def linear_forward(ctx, x, weight, bias, x_amax, w_amax, dy_amax):
 
 
 def forward_product(x, weight, bias, x_amax, w_amax, what=COPY):
-    """(x W^T + b, what `gradients` needs: x^T and its scale, the dx GEMM's right operand and its scale; x)"""
+    """(x W^T + b, for `gradients` (x^T, its scale, the dx GEMM's right operand, its scale), x in fp8)"""
     x8, x8t, xs, _ = cast([x], x_amax, [], what)
     if w_amax.dim() == 0:  # gathered as `Rows`
         w, wt, ws = weight, weight.t(), w_amax
@@ -155,11 +155,11 @@ def cast(
     """(x in fp8, its transpose, the factor that undoes the scale, float32 column sums if `sums`); x: (M, N).
 
     parts: x, or, with COPY, GELU and RELU2, up to three contiguous (M, N_i) that make up x. M % 16 = 0.
-    what, and the tensors beside x for it: COPY; GELU: of gelu(x), DGELU [y]: of x gelu'(y); RELU2 and DRELU2
-    [relu2(y) in fp8, the factor that undoes its scale] likewise; SWIGLU: of silu(gate) up, x being gate and
-    up side by side, (M, 2 N), DSWIGLU [both]: of both's gradients, (M, N), x being that of silu(gate) up,
-    (M, N / 2); GATE [gates]: of x times gates, (M, heads), by heads; NORM and SHIFTED_NORM [stats, weight,
-    shift]: of the norm of x, with norm_forward's stats.
+    what: of what the cast is; in brackets what `beside` holds for it. COPY: x; GELU: gelu(x); DGELU [y]:
+    x gelu'(y); RELU2, and DRELU2 [relu2(y) in fp8, the factor that undoes its scale], likewise; SWIGLU:
+    silu(gate) up, where x is gate and up side by side, (M, 2 N); DSWIGLU [gate and up]: their gradients,
+    (M, N), where x is that of silu(gate) up, (M, N / 2); GATE [gates: (M, heads)]: each head of x times its
+    gate; NORM, SHIFTED_NORM [norm_forward's stats, weight, with the latter shift]: the norm of x.
     amax: [what the scale is made from, what this call sees], updated in place; one buffer for each operand.
     """
     assert parts[0].size(0) % 16 == 0 and (what in (COPY, GELU, RELU2) or len(parts) == 1)
@@ -187,8 +187,9 @@ def _rounded(x, limit, dtype: tl.constexpr):
 
 
 @triton.jit
-def _values(x, before, b, c, rows, cols, inside, M, left, width, HEADS: tl.constexpr, WHAT: tl.constexpr):
+def _values(x, before, b, c, rows, cols, inside, M, rest, width, HEADS: tl.constexpr, WHAT: tl.constexpr):
     """The values to cast, in float32; for DSWIGLU the gradients of gate and up, else the same twice."""
+    # before, b, c: what `cast` has beside x; M: the rows of all programs; rest: those from x's first one on
     wide = rows * (2 * width) + cols  # in what has gate and up
     at = wide if WHAT == "swiglu" else rows * width + cols
     v = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
@@ -210,8 +211,8 @@ def _values(x, before, b, c, rows, cols, inside, M, left, width, HEADS: tl.const
     if WHAT == "gate":
         v *= tl.load(before + rows * HEADS + cols // (width // HEADS), mask=inside, other=0.0).to(tl.float32)
     if WHAT == "norm" or WHAT == "shifted_norm":
-        mean = tl.load(before + rows, mask=rows < left, other=0.0)
-        v = (v - mean) * tl.load(before + M + rows, mask=rows < left, other=0.0)
+        mean = tl.load(before + rows, mask=rows < rest, other=0.0)
+        v = (v - mean) * tl.load(before + M + rows, mask=rows < rest, other=0.0)
         v *= tl.load(b + cols, mask=cols < width, other=0.0).to(tl.float32)
         if WHAT == "shifted_norm":
             v = tl.where(inside, v + tl.load(c + cols, mask=cols < width, other=0.0).to(tl.float32), 0.0)

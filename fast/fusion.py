@@ -1,9 +1,9 @@
 """A torch.compile pass that moves work into the kernels beside it, where it costs no pass over memory.
 
-Into a norm: the residual addition before it; in the backward the addition of the gradients that reach its
-input by the residual path and its result by a slice, and the column sums of the result, the bias gradient of
-the layer before. Into a GEMM: another addition to its result. Into fp8's cast: a norm that nothing else
-reads, and the gates of heads.
+Into a norm: the residual addition before it. Into a norm's backward: the additions of the gradient of the
+residual path, and of that from a reader of the norm's first channels alone, a gate; and the column sums of
+dx, the bias gradient of the layer before. Into a GEMM: an addition to its result. Into fp8's cast: a norm
+that nothing else reads, and the product with the gates of heads.
 """
 
 import operator
@@ -35,7 +35,7 @@ class FoldIntoKernels(CustomGraphPass):
             fold_into_cast(cast)
 
     def uuid(self):
-        return get_hash_for_files((__file__,))
+        return get_hash_for_files((__file__, fp8.__file__))
 
 
 def register():
@@ -158,7 +158,7 @@ def replace(node, other, what):
 
 
 def give(node, **arguments):
-    """Sets arguments of a call, also in what inductor constrains their layouts by."""
+    """Sets arguments of a call, also in the record from which inductor takes their layouts."""
     node.kwargs = node.kwargs | arguments
     args, kwargs = node.meta["eager_input_vals"]
     values = torch.fx.map_arg(arguments, lambda argument: argument.meta["val"])

@@ -42,7 +42,7 @@ def norm_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(x + update, empty without update; its norm in bf16; float32 (2, rows): mean and 1 / deviation)
 
-    keep=False: without the norm itself, which fp8.cast computes.
+    keep=False: the norm is empty; fp8.cast computes it from the stats.
     """
     total, h, stats = norm_results(x, update, keep=keep)
     C, N = x.size(-1), stats.size(1)
