@@ -51,17 +51,18 @@ def main(cfg):
     from run import trained
     from scale import parallel
 
-    found = []
+    found, examples = [], None
     for one in filter(None, (cfg, trained.other(cfg))):
         world, model, tokenizer, autocast = trained.load(one)
-        prepared = prepare(load(cfg.file)[: cfg.limit], tokenizer, model.cfg.block_size)
+        examples = examples or load(cfg.file)[: cfg.limit]
+        prepared = prepare(examples, tokenizer, model.cfg.block_size)
         found.append(evaluate(model, prepared, world.device, cfg.batch_tokens, autocast))
-    if world.main:
-        print(in_words(found[0][0]))
-    for _, others in found[1:] if world.main else ():
+    say = print if world.main else lambda _: None
+    say(in_words(found[0][0]))
+    for _, others in found[1:]:
         gains = [(name, hits.astype(float) - others[name]) for name, hits in found[0][1].items()]
         each = [f"{name} {d.mean():+.4f} ±{d.std() / len(d) ** 0.5:.4f}" for name, d in gains]
-        print(" | ".join([f"less {cfg.against}'s", *each]))
+        say(" | ".join([f"less {cfg.against}'s", *each]))
     parallel.stop()
 
 

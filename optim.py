@@ -35,9 +35,8 @@ def param_groups(model, cfg):
             kinds[outer if p.dim() >= 2 else "vector"].append(p)
     rates = {"embedding": cfg.lr_embedding, "head": cfg.lr_head}
     decays = ["matrix"] if cfg.optimizer == "muon" else ["embedding", "head", "matrix"]
-    weight_decay, groups = cfg.weight_decay, []
-    if weight_decay is None:
-        weight_decay = 2 / ((cfg.lr or 1) * cfg.max_steps)
+    by_length = 2 / ((cfg.lr or 1) * cfg.max_steps)  # near the best of short and long runs: docs/modern.md
+    weight_decay, groups = by_length if cfg.weight_decay is None else cfg.weight_decay, []
     for kind, params in kinds.items():
         factor = 1.0 if rates.get(kind) is None else rates[kind] / (cfg.lr or 1)
         decay = weight_decay if kind in decays and rates.get(kind) is None else 0.0

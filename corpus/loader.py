@@ -194,7 +194,7 @@ class Split:
         epoch, w = divmod(row, self.rows_per_epoch)
         if self.shuffle_seed is None:
             return int(self.starts[w])
-        return (int(self.starts[int(self._order(epoch)[w])]) + epoch * self.shift % self.T) % self.tokens
+        return int(self.starts[self._order(epoch)[w]] + epoch * self.shift % self.T) % self.tokens
 
     def pieces(self, position, count):
         """Yields (number of a shard, first token there, ids) for `count` tokens from `position` on."""

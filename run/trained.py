@@ -32,8 +32,7 @@ def load(cfg):
 def load_model(cfg, world, precision):
     """(model, its tokenizer's name or file), with weights in bf16 for that precision, else in float32."""
     options = world.device, precision, world if cfg.parallel == "fsdp" else None
-    if cfg.checkpoint is not None:
-        warn(source.warning(cfg.checkpoint))
+    warn(cfg.checkpoint and source.warning(cfg.checkpoint))
     opened = hf.open_hf(cfg.pretrained) if cfg.checkpoint is None else checkpoint.open_model(cfg.checkpoint)
     tensors, shape, name = opened
     return checkpoint.model_of(tensors, shape, *options), name
