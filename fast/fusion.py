@@ -88,8 +88,7 @@ def fold_into_product(add):
         shape, contiguous = product.meta["val"].shape, x.meta["val"].is_contiguous()
         same = alike(x, add) and alike(update, add) and product.meta["val"].dtype == x.meta["val"].dtype
         if same and contiguous and alone(product, *views) and x < product:
-            with add.graph.inserting_before(product):
-                give(product, added=reshaped(x, shape))
+            give(product, added=reshaped(x, shape, product))
             return replace(add, update, "addition_in_product")
 
 
@@ -106,17 +105,17 @@ def fold_into_cast(cast):
         x = x if update is None else result_of(norm, 0)
         if x.meta["val"].is_contiguous():
             beside = [result_of(norm, 2), weight] + [shift] * (shift is not None)
-            with cast.graph.inserting_before(cast):
-                parts = [reshaped(x, (M, N))]
-            give(cast, parts=parts, beside=beside, what=fp8.NORM if shift is None else fp8.SHIFTED_NORM)
+            what = fp8.NORM if shift is None else fp8.SHIFTED_NORM
+            give(cast, parts=[reshaped(x, (M, N), cast)], beside=beside, what=what)
+            for unread in (*views, source):  # the norm's own result is empty now
+                cast.graph.erase_node(unread)
             give(norm, keep=False)
             counters["inductor"]["norm_in_cast"] += 1
     for y, gates in operands(source, aten.mul.Tensor):
         *shape, D = source.meta["val"].shape
         if alike(y, source) and list(gates.meta["val"].shape) == [*shape, 1] and shape[-1] * D == N:
-            with cast.graph.inserting_before(cast):
-                parts, beside = [reshaped(y, (M, N))], [reshaped(gates, (M, shape[-1]))]
-            give(cast, parts=parts, beside=beside, what=fp8.GATE)
+            beside = [reshaped(gates, (M, shape[-1]), cast)]
+            give(cast, parts=[reshaped(y, (M, N), cast)], beside=beside, what=fp8.GATE)
             counters["inductor"]["gates_in_cast"] += 1
 
 
@@ -165,8 +164,9 @@ def give(node, **arguments):
     node.meta["eager_input_vals"] = args, kwargs | values
 
 
-def reshaped(x, shape):
-    view = x.graph.call_function(aten.reshape.default, (x, list(shape)))
+def reshaped(x, shape, reader):
+    with reader.graph.inserting_before(reader):
+        view = x.graph.call_function(aten.reshape.default, (x, list(shape)))
     view.meta["val"] = x.meta["val"].reshape(shape)
     return view
 

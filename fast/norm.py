@@ -29,7 +29,7 @@ class Norm(torch.autograd.Function):
         return dx, *gradients, None, None
 
 
-def norm_results(x, update=None, *_, keep=True):
+def norm_results(x, update=None, weight=None, shift=None, eps=None, centred=None, keep=True):
     total = x.new_empty(0) if update is None else torch.empty_like(x, memory_format=torch.contiguous_format)
     stats = x.new_empty(2, x.numel() // x.size(-1), dtype=torch.float32)
     return total, x.new_empty(x.shape if keep else 0, dtype=torch.bfloat16), stats
