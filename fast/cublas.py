@@ -162,12 +162,8 @@ class Plan:
         if self.has_hopper and hopper.takes(a, b if b.stride(1) == 1 else b.t(), bias, out):
             count += 1
         candidates = [functools.partial(self.run, a, b, bias, out, added, which) for which in range(count)]
-        self.fastest = first(candidates) if self.deterministic else fastest(candidates, self.device)
-
-
-def first(functions):
-    """Index of the first function that runs (see `fastest`), 0 if none does."""
-    return next((which for which, function in enumerate(functions) if runs(function)), 0)
+        that_run = (which for which, candidate in enumerate(candidates) if runs(candidate))
+        self.fastest = next(that_run, 0) if self.deterministic else fastest(candidates, self.device)
 
 
 def runs(function):

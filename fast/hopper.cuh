@@ -160,8 +160,7 @@ __device__ void release_previous_stage(u32 stage, u32 empty, u32 thread) {
     if (thread < CLUSTER) mbarrier_arrive_cluster(empty + 8 * ((stage + STAGES - 1) % STAGES), thread);
 }
 
-// Four 8 x 8 matrices; a lane holds two neighbours of each, as in wgmma's accumulators. `at`: the address of
-// one row of 16 bytes, which each lane gives.
+// Four 8 x 8 matrices; a lane holds two neighbours of each and gives `at`, the address of a row of 16 bytes.
 __device__ void ldmatrix_x4(u32 (&r)[4], u32 at) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
         : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at));

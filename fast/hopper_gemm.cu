@@ -1,6 +1,5 @@
 // hopper_gemm: out = epilogue(a b), bf16 with float32 accumulators. -DEPILOGUE picks what happens to these
 // before they are stored, -DB_N_MAJOR the layout of b.
-//
 // A persistent grid, one block per SM, in clusters of two. In a block two consumer warpgroups alternate
 // (ping-pong in CUTLASS): while one multiplies its tile, the other runs the epilogue of the tile before. One
 // thread of the third warpgroup, the producer, loads the operands by TMA. The two blocks of a cluster work on
@@ -73,11 +72,10 @@ __device__ float derivative(float saved) {  // of the activation, see DRELU2 and
     return 2.f * root;
 }
 
-// A consumer warp's accumulators. A tile's 128 rows take two wgmma instructions, h = 0 and 1, of 64 rows
-// each. The descriptor of a skips every other group of 8 rows, so that a warp's rows of both are 32
-// consecutive ones: d[0] has their groups 0 and 2, d[1] groups 1 and 3. In the 16 columns j a lane has, for
-// i = 0..3, d[h][8 j + 2 i] at row 16 (i % 2) + 8 h + lane / 4, column 16 j + 8 (i / 2) + 2 (lane % 4), and
-// its right neighbour.
+// A consumer warp's accumulators. A tile's 128 rows take two wgmma instructions, h = 0 and 1, of 64 rows. The
+// descriptor of a skips every other group of 8 rows, so that a warp's rows of both are 32 consecutive ones:
+// d[0] has their groups 0 and 2, d[1] 1 and 3. In the 16 columns j, for i = 0..3, a lane has d[h][8 j + 2 i]
+// and its right neighbour at row 16 (i % 2) + 8 h + lane / 4, column 16 j + 8 (i / 2) + 2 (lane % 4).
 typedef float Accumulators[2][96];
 
 struct Tile { u32 row, column; };  // of the output, where the block's tile begins

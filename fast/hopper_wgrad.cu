@@ -1,6 +1,5 @@
 // hopper_wgrad: dw += dy^T x and db += the column sums of dy, in float32: the gradients of a linear layer's
 // weight and bias. Both operands have K, which runs over the tokens, down their rows (MN-major).
-//
 // Split-K: a work unit is a run of k-tiles of one output tile of 256 x 192; its sums are added to dw in
 // memory. In a block the two consumer warpgroups multiply the halves of one tile. The two blocks of a cluster
 // work on neighbouring columns and share the tile of dy. The column sums are a product with ones.

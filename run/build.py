@@ -123,6 +123,10 @@ def compile_model(model, sharded=False):
     """
     torch._dynamo.config.recompile_limit = 64  # training, validation and HellaSwag have their own shapes
     torch._dynamo.config.optimize_ddp = False
+    # torch's cache then has whole graphs, those with autograd functions and a choice of attention too
+    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
+    names = "torch.nn.attention._sdpa_kernel", "torch.nn.attention._backend_from_string"
+    torch._inductor.config.unsafe_marked_cacheable_functions = dict.fromkeys(names, torch.__version__)
     if not sharded:  # FSDP2 gathers the embedding in a hook, which a compiled function would not call
         model.embed = torch.compile(model.embed)
     for block in model.blocks:

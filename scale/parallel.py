@@ -79,14 +79,14 @@ def start(device="auto", timeout_s=600, expandable=False, on_cpu=False):
 
 def pick_device(name):
     """The torch.device of this process; auto: CUDA, else MPS, else the CPU; cuda: the local rank's GPU."""
-    found = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available()), "cpu": 1}
+    found = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     name = next(kind for kind in found if found[kind]) if name == "auto" else name
     kind, _, index = name.partition(":")
     if kind not in found or index and not index.isdigit():
         raise UserError(f"device={name}: expected auto, cpu, cuda, cuda:N or mps")
     index = int(index or os.environ.get("LOCAL_RANK", 0)) if kind == "cuda" else 0
-    if index >= found[kind]:
-        few = f"{found[kind]} of that kind found"
+    if not found[kind] or index and index >= torch.cuda.device_count():  # counting takes half a second
+        few = f"{torch.cuda.device_count() if kind == 'cuda' else 0} of that kind found"
         raise UserError(f"device={name}: {few}; try --device=cpu, or a smaller --nproc_per_node")
     return torch.device(kind, index) if kind == "cuda" else torch.device(kind)
 

@@ -22,10 +22,9 @@ import kernels
 from configurator import UserError
 
 # A compiled checkpoint keeps what an autograd.Function saves before torch 2.12 (pull request 177396).
-RECOMPUTE_ALL = {}
-if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12):
-    always = lambda *_, **__: CheckpointPolicy.MUST_RECOMPUTE
-    RECOMPUTE_ALL["context_fn"] = functools.partial(create_selective_checkpoint_contexts, always)
+always = lambda *_, **__: CheckpointPolicy.MUST_RECOMPUTE
+contexts = dict(context_fn=functools.partial(create_selective_checkpoint_contexts, always))
+RECOMPUTE_ALL = contexts if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12) else {}
 
 
 def apply(model, cfg, device_type="cpu"):

@@ -12,6 +12,7 @@ import fast
 import kernels
 import model as models
 from fast import fusion
+from run import build
 from settings import GPTConfig
 
 
@@ -37,8 +38,10 @@ def trained(shape, fp8, compiled, dropout=0.0):
         block.attn.dropout = 0.0  # PyTorch's plain attention with dropout has an addition of its own
         if cfg.attention_gate:
             torch.nn.init.normal_(block.attn.gate.weight)
-        if compiled:
+        if compiled is True:
             block.compile()
+    if compiled == "whole":
+        build.compile_model(model)
     torch.manual_seed(1)
     idx, targets = torch.randint(0, 200, (2, 2, 32), device=DEVICE)  # enough for the MLP's kernels
     autocast = torch.autocast(DEVICE, torch.bfloat16)
@@ -101,3 +104,25 @@ def test_a_blocks_sums_are_computed_in_its_kernels(case, products, monkeypatch):
         grads, refs = ({"all": torch.cat([g.flatten() for g in side.values()])} for side in (grads, refs))
     for name, grad in grads.items():  # bf16: the pass adds in float32 what is otherwise rounded once more
         assert error(grad, refs[name]) < (0.2 if fp8 else 2e-2), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fp8", (False, True))
+def test_a_restart_finds_whole_graphs_in_the_cache(fp8, products, monkeypatch, tmp_path):
+    """Also those with autograd functions and a choice of attention; what is cached computes the same bits."""
+    monkeypatch.setattr(kernels, "served", {DEVICE})
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    runs, found = [], []
+    with torch._inductor.config.patch(post_grad_custom_pre_pass=None):
+        fusion.register()
+        for _ in range(2):
+            torch._dynamo.reset()
+            counters.clear()
+            runs.append(trained(GATED, fp8, "whole"))
+            found.append({key: n for key, n in counters["aot_autograd"].items() if "autograd_cache" in key})
+    saved = found[0]["autograd_cache_saved"]
+    assert saved >= 6 and found[1] == {
+        "autograd_cache_hit": saved
+    }  # embedding, block, head: trained, evaluated
+    (loss, grads), (again, others) = runs
+    assert loss == again and all(torch.equal(grad, others[name]) for name, grad in grads.items())
