@@ -37,7 +37,7 @@ class FoldIntoKernels(CustomGraphPass):
             fold_into_cast(cast)
 
     def uuid(self):
-        """Of all files here: a cached graph has what their operators' fakes returned."""
+        """Of all files here, since a cached graph has the shapes that their operators' fakes gave."""
         return get_hash_for_files(tuple(map(str, sorted(hopper.FOLDER.glob("*.py")))))
 
 
