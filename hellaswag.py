@@ -113,8 +113,7 @@ def easy(examples):
     """The examples with right endings of others for the wrong ones, of the nearest lengths in characters."""
     right = [example["endings"][example["label"]] for example in examples]
     shuffled = np.random.default_rng(0).permutation(len(right)).tolist()  # neighbours in the file are related
-    order = sorted(shuffled, key=lambda i: len(right[i]))
-    found = list(examples)
+    order, found = sorted(shuffled, key=lambda i: len(right[i])), list(examples)
     for place, i in enumerate(order):
         label = examples[i]["label"]
         others = [right[order[(place + k) % len(order)]] for k in (1, 2, 3)]

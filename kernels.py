@@ -30,7 +30,6 @@ def serve(device, ops="auto"):
     (served.discard if reason else served.add)(device.type)
     if reason is None:
         fast.fusion.register()
-        fast.hopper.available(device) and fast.hopper.compiling()  # in threads of their own
     return reason
 
 

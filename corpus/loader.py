@@ -152,8 +152,7 @@ class Split:
         self.tokens, self.ids = self.ends[-1], manifest.get("vocab_size")
         self._check(manifest, vocab_size)
         masks = [mask_path(path) for path in self.paths]
-        masked = any("mask_sha256" in shard for shard in manifest.get("shards", ()))
-        self.masks = None
+        masked, self.masks = any("mask_sha256" in shard for shard in manifest.get("shards", ())), None
         if masked or any(mask.exists() for mask in masks):
             for mask, shard in zip(masks, self.shards):
                 size, need = mask.stat().st_size if mask.is_file() else 0, -(-len(shard) // 8)
@@ -311,8 +310,7 @@ class TokenLoader:
         if self.device.type == "cuda":  # a thread starts on GPU 0; pinning would allocate a context there
             torch.cuda.set_device(self.device)
         for first in itertools.count(row, self.step_rows):
-            step = range(first, first + self.step_rows)
-            targets = []
+            step, targets = range(first, first + self.step_rows), []
             if self.masked:
                 places = map(self._place, step)
                 targets = [sum(int(split.has_loss(start + 1, self.T).sum()) for split, start in places)]

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import shlex
+import sys
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from corpus import mixture
 from corpus import tokenizer as tokenizers
 from corpus.loader import DataError, TokenLoader, read_manifest, read_sizes
 from fast.chips import best_attention
-from run import checkpoint, hf
+from run import checkpoint, hf, source
 from run.flops import Account, parameter_counts
 from scale import context, memory, parallel
 from scale.precision import pick_ops, pick_precision
@@ -120,13 +121,18 @@ def compile_model(model, sharded=False):
     """Compiles a model in place, so that state-dict keys keep their names; all blocks share one graph.
 
     optimize_ddp would cut a block's graph where a bucket ends; remat=selective would keep all (torch 2.11).
+    torch's cache has whole graphs, by all code imported here: they lack their operators' backward and shapes.
     """
+    from torch._inductor.custom_graph_pass import get_hash_for_files
+
     torch._dynamo.config.recompile_limit = 64  # training, validation and HellaSwag have their own shapes
     torch._dynamo.config.optimize_ddp = False
-    # torch's cache then has whole graphs, those with autograd functions and a choice of attention too
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     names = "torch.nn.attention._sdpa_kernel", "torch.nn.attention._backend_from_string"
     torch._inductor.config.unsafe_marked_cacheable_functions = dict.fromkeys(names, torch.__version__)
+    paths = {str(getattr(module, "__file__", None)) for module in [*sys.modules.values()]}
+    own = sorted(p for p in paths if p.startswith(f"{source.HERE}/") and "site-packages" not in p)
+    torch.compiler.config.cache_key_tag = get_hash_for_files(tuple(own)).hex()
     if not sharded:  # FSDP2 gathers the embedding in a hook, which a compiled function would not call
         model.embed = torch.compile(model.embed)
     for block in model.blocks:

@@ -242,8 +242,7 @@ def _write(aside, contents):
     if not aside.is_dir():
         raise OSError(f"{aside} is not there: out_dir must be on a file system that all nodes share")
     for name, (tensors, shards) in contents.items():
-        path = aside / name
-        header = {"shards": json.dumps(shards)} if shards else None
+        path, header = aside / name, {"shards": json.dumps(shards)} if shards else None
         save_file({k: t[...].detach().cpu().contiguous() for k, t in tensors.items()}, path, header)
         files.sync(path)
         digests[name] = files.digest(path)

@@ -89,8 +89,7 @@ def loss_bytes(cfg):
 def backward_bytes(cfg, again):
     """Working memory of a block's backward: gradients, and activations where they are computed again."""
     C, A, tokens = cfg.n_embd, cfg.attention_width, cfg.rank_tokens
-    wide = 2 * (2 * cfg.mlp_width + 2 * cfg.hidden)
-    tile = min(tokens, cfg.remat_tile or tokens)
+    wide, tile = 2 * (2 * cfg.mlp_width + 2 * cfg.hidden), min(tokens, cfg.remat_tile or tokens)
     if not again or cfg.remat == "selective":
         return tile * wide + tokens * 2 * 3 * C
     # attention: q, k, v before and after RoPE; x, y, norm_1(x), three gradients; dq, dk, dv, dq in float32

@@ -79,7 +79,8 @@ def start(device="auto", timeout_s=600, expandable=False, on_cpu=False):
 
 def pick_device(name):
     """The torch.device of this process; auto: CUDA, else MPS, else the CPU; cuda: the local rank's GPU."""
-    found = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    cuda = torch.cuda.is_available() or torch.cuda.device_count()  # where a GPU fails, torch says why
+    found = {"cuda": cuda, "mps": torch.backends.mps.is_available(), "cpu": True}
     name = next(kind for kind in found if found[kind]) if name == "auto" else name
     kind, _, index = name.partition(":")
     if kind not in found or index and not index.isdigit():

@@ -18,8 +18,7 @@ def pick_precision(name, device, weights="fp32"):
     if name.startswith("auto") and weights == "bf16":
         return "bf16", "the weights are in bf16"
     if name.startswith("auto"):
-        missing = chips.no_bf16(chips.of(device))
-        low = "fp16" if device.type == "cuda" else "fp32"
+        missing, low = chips.no_bf16(chips.of(device)), "fp16" if device.type == "cuda" else "fp32"
         return (low, missing) if missing else ("bf16", "this GPU has bf16 matrix units")
     if name in ("tf32", "fp16", "fp8") and device.type != "cuda":
         raise UserError(f"precision={name} needs a CUDA device, this is {device.type}; try --precision=fp32")
@@ -34,6 +33,7 @@ def pick_ops(name, device, precision):
     if not missing and precision not in ("bf16", "fp8"):
         missing = f"fused kernels are for bf16 and fp8, precision is {precision}"
     if not missing:
+        kernels.fast.hopper.available(device) and kernels.fast.hopper.compiling()  # in threads
         return "fused", "fused kernels: cuBLASLt, Triton, on Hopper CUDA"
     if name == "fused" or precision == "fp8":
         what, other = ("ops=fused", "ops=torch") if name == "fused" else ("precision=fp8", "precision=bf16")

@@ -11,6 +11,7 @@ a carry (see test_fp8.py): directions of changes are compared, which without the
 """
 
 import functools
+import importlib
 import sys
 import types
 import zlib
@@ -27,6 +28,7 @@ import kernels
 import model as unedited
 import train
 from fast.chips import best_attention
+from run import build, source
 from run.flops import Account
 from scale import context, memory, parallel
 from scale.shards import copy_into
@@ -342,3 +344,39 @@ def test_which_operations_become_plain(edit, monkeypatch):
     assert {call: n for call, n in found.calls.items() if call[1]} == PLAIN.get(edit, {})
     assert sum(n for call, n in found.calls.items() if call[1] is None) >= 4
     assert len(found.unused) == {"attention and MLP in parallel": 4, "a skipped layer": 12}.get(edit, 0)
+
+
+OPERATOR = """
+import torch
+
+@torch.library.custom_op("own::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+twice.register_fake(torch.empty_like)
+twice.register_autograd(lambda ctx, dy: dy * {slope})
+"""
+
+
+@pytest.mark.slow
+def test_an_edit_of_an_operators_backward_is_not_hidden_by_the_compile_cache(monkeypatch, tmp_path):
+    """No graph holds it, so that the graph is as before."""
+    monkeypatch.setattr(source, "HERE", tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.syspath_prepend(tmp_path)
+    tokens, module = torch.randint(0, 200, (2, 8), device=DEVICE), None
+    for slope in (2.0, 3.0):
+        (tmp_path / "own_operator.py").write_text(OPERATOR.format(slope=slope))
+        module = importlib.reload(module) if module else importlib.import_module("own_operator")
+        found = []
+        for compiled in (False, True):
+            torch._dynamo.reset()
+            model = unedited.build(Config(**SHAPE | dict(attention="math")), torch.device(DEVICE), 0)
+            for block in model.blocks:
+                block.mlp.register_forward_hook(lambda *call, twice=module.twice: twice(call[-1]))
+            if compiled:
+                build.compile_model(model)
+            model(tokens, tokens).backward()
+            found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+        assert error(found[1], found[0]) < 1e-5
