@@ -1,9 +1,9 @@
 """A torch.compile pass that moves work into the kernels beside it, where it costs no pass over memory.
 
-Into a norm: the residual addition before it. Into a norm's backward: the additions of the gradient of the
-residual path, and of that from a reader of the norm's first channels alone, a gate; and the column sums of
-dx, the bias gradient of the layer before. Into a GEMM: an addition to its result. Into fp8's cast: a norm
-that nothing else reads, and the product with the gates of heads.
+Into a norm: the residual addition before it. Into a norm's backward: the additions of two gradients, that of
+the residual path and that of the gates, which read the norm's first channels; and the column sums of dx,
+the bias gradient of the layer before. Into a GEMM: an addition to its result. Into fp8's cast: a norm that
+nothing else reads, and the product of each head with its gate.
 """
 
 import operator

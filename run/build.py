@@ -121,7 +121,7 @@ def compile_model(model, sharded=False):
     """Compiles a model in place, so that state-dict keys keep their names; all blocks share one graph.
 
     optimize_ddp would cut a block's graph where a bucket ends; remat=selective would keep all (torch 2.11).
-    torch's cache has whole graphs, by all code imported here: they lack their operators' backward and shapes.
+    Its cache is keyed by this repository's imported code too: no graph holds a custom operator's backward.
     """
     from torch._inductor.custom_graph_pass import get_hash_for_files
 

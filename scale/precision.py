@@ -6,7 +6,7 @@ import torch
 
 import kernels
 from configurator import UserError
-from fast import chips
+from fast import chips, hopper
 
 DTYPES = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}  # of autocast's GEMMs
 
@@ -33,7 +33,7 @@ def pick_ops(name, device, precision):
     if not missing and precision not in ("bf16", "fp8"):
         missing = f"fused kernels are for bf16 and fp8, precision is {precision}"
     if not missing:
-        kernels.fast.hopper.available(device) and kernels.fast.hopper.compiling()  # in threads
+        hopper.available(device) and hopper.compiling()  # in threads, while torch.compile traces
         return "fused", "fused kernels: cuBLASLt, Triton, on Hopper CUDA"
     if name == "fused" or precision == "fp8":
         what, other = ("ops=fused", "ops=torch") if name == "fused" else ("precision=fp8", "precision=bf16")

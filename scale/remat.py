@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import kernels
 from configurator import UserError
 
-# A compiled checkpoint keeps what an autograd.Function saves before torch 2.12 (pull request 177396).
+# Before torch 2.12 a compiled checkpoint keeps what an autograd.Function saves (pull request 177396).
 always = lambda *_, **__: CheckpointPolicy.MUST_RECOMPUTE
 contexts = dict(context_fn=functools.partial(create_selective_checkpoint_contexts, always))
 RECOMPUTE_ALL = contexts if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12) else {}
