@@ -7,12 +7,10 @@ nothing else reads, and the product of each head with its gate.
 """
 
 import operator
-from threading import Thread
 
 import torch
 from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
-from triton.runtime.cache import triton_key
 
 from fast import fp8
 
@@ -42,7 +40,6 @@ class FoldIntoKernels(CustomGraphPass):
 
 def register():
     """Has torch.compile run the pass over every graph, unless another pass has that place."""
-    Thread(target=triton_key).start()  # a hash of 400 MB, which torch.compile would wait for
     config = torch._inductor.config
     if config.post_grad_custom_pre_pass is None:
         config.post_grad_custom_pre_pass = FoldIntoKernels()

@@ -1,8 +1,10 @@
 """Precision: its choice for a device, autocast and TF32, and whether fused kernels serve it."""
 
 import contextlib
+from threading import Thread
 
 import torch
+from torch.utils._triton import triton_hash_with_backend
 
 import kernels
 from configurator import UserError
@@ -32,8 +34,9 @@ def pick_ops(name, device, precision):
     missing = kernels.serve(device, name)
     if not missing and precision not in ("bf16", "fp8"):
         missing = f"fused kernels are for bf16 and fp8, precision is {precision}"
-    if not missing:
-        hopper.available(device) and hopper.compiling()  # in threads, while torch.compile traces
+    if not missing:  # the first step would wait for these: a hash of 400 MB, and NVRTC
+        Thread(target=triton_hash_with_backend).start()
+        hopper.available(device) and hopper.compiling()
         return "fused", "fused kernels: cuBLASLt, Triton, on Hopper CUDA"
     if name == "fused" or precision == "fp8":
         what, other = ("ops=fused", "ops=torch") if name == "fused" else ("precision=fp8", "precision=bf16")
