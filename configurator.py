@@ -117,8 +117,8 @@ def parse(cls, check=lambda cfg: None, complete=dict):
         soft, hard = (limit % 2**63 for limit in resource.getrlimit(resource.RLIMIT_NOFILE))  # -1: no limit
         if hard < 64:
             raise UserError(f"{hard} files may be open at a time, a run needs 64; try ulimit -n 1024")
-        if soft < min(1024, hard):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, hard), hard))
+        if soft < (most := min(10_000, hard)):  # a shard takes one, its mask another
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
         cfg = configure(cls, sys.argv[1:], check, complete)
     if rank := os.environ.get("RANK"):  # for an end that is not by `leave`, which skips atexit's functions
         why = f"rank {rank} has ended by sys.exit or by an error outside the run"

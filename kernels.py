@@ -5,6 +5,7 @@ bf16 and fp8), or plain PyTorch, which computes the same. So an edit of model.py
 where no fused kernel can serve it, a run's start-up summary lists the operation (run/flops.py).
 """
 
+import functools
 import importlib
 
 import torch
@@ -18,6 +19,7 @@ from fast import chips
 
 chips.without_amx()  # on a CPU where it would end the process
 served = set()  # types of device whose calls may take fused kernels, see `serve`
+compile_once = functools.cache(torch.compile)  # what torch.compile returns stays in memory
 counting = None  # the run.flops.Census under way: it notes each call, of which the plain PyTorch runs
 
 
@@ -307,7 +309,7 @@ def plain_loss(x, weight, targets, reduction, *options):
 @torch.compiler.disable  # one graph of all chunks would hold the logits of several: 767 MiB, not 295 (CPU)
 def chunked_loss(compiled, rows, x, weight, targets, reduction, *options):
     """plain_loss of `rows` tokens at a time, whose logits the backward computes again: one more GEMM."""
-    loss = torch.compile(plain_loss) if compiled else plain_loss
+    loss = compile_once(plain_loss) if compiled else plain_loss
     each = "none" if reduction == "none" else "sum"
     weight = weight.view_as(weight)  # autocast would share a leaf's cast, whose gradients add up in 16 bits
     chunks = zip(x.flatten(0, -2).split(rows), targets.flatten().split(rows), strict=True)

@@ -120,8 +120,7 @@ def gradients(dy, saved, dtypes, beside=(), what=COPY, sums=True):
     (x8t, xs, w, ws, dy_amax), (w_dtype, b_dtype) = saved, dtypes
     dy8, dy8t, ds, columns = cast(dy, dy_amax, list(beside), what, True, sums and b_dtype is not None)
     dx = product(dy8, w, None, dy[0].dtype, ds, ws, True)
-    dw = product(dy8t, x8t.t(), None, w_dtype, ds, xs)
-    return dx, dw, None if b_dtype is None else columns.to(b_dtype)
+    return dx, product(dy8t, x8t.t(), None, w_dtype, ds, xs), None if b_dtype is None else columns.to(b_dtype)
 
 
 @operator("product8", empty_product)

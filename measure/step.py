@@ -138,8 +138,7 @@ def three_matmuls(N, K, M, device):
     """Calls of a linear layer's three GEMMs, x @ W.T, dy @ W and dy.T @ x, for x: (N, K) and W: (M, K)."""
     x, w, dy = (torch.randn(s, device=device, dtype=torch.bfloat16) for s in ((N, K), (M, K), (N, M)))
     y, dx, dw = torch.empty_like(dy), torch.empty_like(x), torch.empty_like(w)
-    products = [(x, w.t(), y), (dy, w, dx), (dy.t(), x, dw)]
-    return [lambda p=p: torch.mm(p[0], p[1], out=p[2]) for p in products]
+    return [partial(torch.mm, a, b, out=c) for a, b, c in ((x, w.t(), y), (dy, w, dx), (dy.t(), x, dw))]
 
 
 def clock(work):

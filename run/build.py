@@ -1,9 +1,11 @@
 """Builds a run: settings resolved for the device, loaders, the model in its fixed order, the summary."""
 
 import dataclasses
+import hashlib
 import itertools
 import shlex
 import sys
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -15,7 +17,7 @@ from corpus import mixture
 from corpus import tokenizer as tokenizers
 from corpus.loader import DataError, TokenLoader, read_manifest, read_sizes
 from fast.chips import best_attention
-from run import checkpoint, hf, source
+from run import checkpoint, hf
 from run.flops import Account, parameter_counts
 from scale import context, memory, parallel
 from scale.precision import pick_ops, pick_precision
@@ -121,23 +123,22 @@ def compile_model(model, sharded=False):
     """Compiles a model in place, so that state-dict keys keep their names; all blocks share one graph.
 
     optimize_ddp would cut a block's graph where a bucket ends; remat=selective would keep all (torch 2.11).
-    Its cache is keyed by this repository's imported code too: no graph holds a custom operator's backward.
+    Its cache is keyed by all imported code too: no graph holds the backward of an operator of one's own.
     """
-    from torch._inductor.custom_graph_pass import get_hash_for_files
-
     torch._dynamo.config.recompile_limit = 64  # training, validation and HellaSwag have their own shapes
     torch._dynamo.config.optimize_ddp = False
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     names = "torch.nn.attention._sdpa_kernel", "torch.nn.attention._backend_from_string"
     torch._inductor.config.unsafe_marked_cacheable_functions = dict.fromkeys(names, torch.__version__)
-    paths = {str(getattr(module, "__file__", None)) for module in [*sys.modules.values()]}
-    own = sorted(p for p in paths if p.startswith(f"{source.HERE}/") and "site-packages" not in p)
-    torch.compiler.config.cache_key_tag = get_hash_for_files(tuple(own)).hex()
     if not sharded:  # FSDP2 gathers the embedding in a hook, which a compiled function would not call
         model.embed = torch.compile(model.embed)
-    for block in model.blocks:
-        block.compile()
-    model.head.compile()
+    for part in (*model.blocks, model.head):
+        part.compile()
+    known = {*sys.stdlib_module_names, "torch", "triton"}  # what these import is here now
+    modules = [m for name, m in [*sys.modules.items()] if name.partition(".")[0] not in known]
+    files = sorted({Path(getattr(module, "__file__", None) or ".") for module in modules})
+    code = b"".join(file.read_bytes() for file in files if file.suffix == ".py" and file.is_file())
+    torch.compiler.config.cache_key_tag = hashlib.sha256(code).hexdigest()
 
 
 def load_initial_weights(model, cfg):

@@ -123,7 +123,7 @@ class Saver:
         """last: the resumed checkpoint, if in out_dir. saved(step, folder) follows each save."""
         self.world, self.out_dir, self.keep_last = world, Path(out_dir), keep_last
         self.background, self.saved = async_save, saved
-        self.last = None if last is None else int(last.name[5:])  # the step of the last save
+        self.last = None if last is None else _read_state(last)["step"]  # of the last save
         self.whole = set() if last is None else {last}  # for prune
         self.thread, self.pending = ThreadPoolExecutor(1), None  # pending: the future of _write
 
@@ -369,8 +369,9 @@ def load_rank_tensors(tensors, model, rank, device):
         torch.set_rng_state(own["cpu"])
         if device.type == "cuda":
             torch.cuda.set_rng_state(own["cuda"], device)
-        if (amaxes := magnitudes(model)) and "magnitudes" in own:
-            for amax, value in zip(amaxes, own["magnitudes"].split([amax.numel() for amax in amaxes])):
+        sizes = [amax.numel() for amax in magnitudes(model)]
+        if sizes and sum(sizes) == len(own.get("magnitudes", ())):  # FSDP2 has others than DDP
+            for amax, value in zip(magnitudes(model), own["magnitudes"].split(sizes)):
                 amax.copy_(value.view_as(amax))
     return True
 

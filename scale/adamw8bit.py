@@ -149,8 +149,7 @@ def rounded(x, noise, dtype):
 
 def random_key(*numbers):
     """31 pseudo-random bits, the same for the same integers."""
-    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "little") >> 1
+    return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=4).digest(), "little") >> 1
 
 
 def noises(first, rows, cols, key, device):

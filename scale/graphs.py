@@ -35,7 +35,7 @@ def choose(cfg, world, micro_step, model, accumulation):
         return graph, []
     launched, total = graph.trial(cfg)
     model.zero_grad()
-    fast.fp8.reset(model)
+    cfg.precision == "fp8" and fast.fp8.reset(model)
     torch.cuda.empty_cache()  # what the trial took of another stream's memory
     waits = any(parallel.gather_objects(launched > (1 - AHEAD) * total))
     timed = f"the host takes {launched * 1e3:.1f} of a micro-step's {total * 1e3:.1f} ms to launch it"

@@ -41,8 +41,7 @@ def join(cfg):
         # torchrun leaves each rank one core; the update of 200M parameters took 210 ms on one, 111 on two
         cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         torch.set_num_threads(max(1, cores))
-    tight = cfg.parallel != "ddp" or cfg.remat != "none"
-    return start(cfg.device, cfg.timeout_s, tight, cfg.offload_states)
+    return start(cfg.device, cfg.timeout_s, cfg.parallel != "ddp" or cfg.remat != "none", cfg.offload_states)
 
 
 def make_deterministic():

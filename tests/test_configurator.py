@@ -36,8 +36,7 @@ def test_defaults_and_flags():
     assert type(cfg.lr) is float
     assert make("--compile=False", "--n_layer=1e3", "--compile") == Config(n_layer=1000)
     assert make("--n_layer=1_000").n_layer == 1000
-    words = "--n_layer 3 --lr -1 --compile False --name x".split()
-    assert make(*words) == Config(3, -1.0, "x", False)
+    assert make(*"--n_layer 3 --lr -1 --compile False --name x".split()) == Config(3, -1.0, "x", False)
 
 
 def test_file_imports_computes_and_is_overridden(tmp_path):

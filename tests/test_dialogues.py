@@ -150,8 +150,7 @@ def test_a_folder_with_the_name_of_a_tokenizer_is_not_read(tmp_path, monkeypatch
     (tmp_path / "gpt2" / "tokenizer.json").write_text("{}")
     (row,) = rows_of("gpt2", ("a", "b"))
     assert row["token"].tolist() == [50256, 64, 65] and row["loss"].tolist() == [True, False, True]
-    files = trained.folders(sample.Config(checkpoint="out"), tokenizer.load("gpt2"))
-    assert files == [Path("out")]
+    assert trained.folders(sample.Config(checkpoint="out"), tokenizer.load("gpt2")) == [Path("out")]
 
 
 def test_shards_and_loader_hold_every_dialogue_for_any_rank(data, chatml):

@@ -28,7 +28,7 @@ import kernels
 import model as unedited
 import train
 from fast.chips import best_attention
-from run import build, source
+from run import build
 from run.flops import Account
 from scale import context, memory, parallel
 from scale.shards import copy_into
@@ -361,7 +361,6 @@ twice.register_autograd(lambda ctx, dy: dy * {slope})
 @pytest.mark.slow
 def test_an_edit_of_an_operators_backward_is_not_hidden_by_the_compile_cache(monkeypatch, tmp_path):
     """No graph holds it, so that the graph is as before."""
-    monkeypatch.setattr(source, "HERE", tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.syspath_prepend(tmp_path)

@@ -60,8 +60,7 @@ def test_calls_of_the_model_as_it_is():
     found, _ = account()
     per_block = dict(norm=2 * 3 + 1, qkv=3, linear=3, mlp=3, linear_cross_entropy=1)
     assert found.calls == {(name, None): n for name, n in per_block.items()}
-    words = "fast: norm 7, qkv 3, linear 3, mlp 3, linear_cross_entropy 1"
-    assert found.rows() == [("operations", words)]
+    assert found.rows() == [("operations", "fast: norm 7, qkv 3, linear 3, mlp 3, linear_cross_entropy 1")]
 
 
 def test_a_loss_in_chunks_is_counted_as_if_it_were_whole(monkeypatch):

@@ -75,8 +75,7 @@ def test_what_is_offloaded_survives_accumulation_and_a_forward_without_backward(
             assert torch.equal(own(*idx), plain(*idx))
     for p, ref in zip(own.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p.grad, ref.grad, rtol=1e-4, atol=1e-7)
-    shelf = own.stack[0].tape.shelf
-    assert not [kept for group in shelf.leaving for kept in group.members]
+    assert not [kept for group in own.stack[0].tape.shelf.leaving for kept in group.members]
 
 
 @pytest.mark.parametrize("kind", ["block", "attention", "selective"])

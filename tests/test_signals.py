@@ -111,7 +111,9 @@ def test_a_fault_of_one_rank_is_told_once_and_ends_all(data_dir, tmp_path, fault
 def train_with_few_files(words, *limits):
     resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     sys.argv[1:] = words
-    run(train.main, parse(Config))
+    cfg = parse(Config)
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == limits[1]
+    run(train.main, cfg)
 
 
 @pytest.mark.fault(79)
@@ -120,7 +122,7 @@ def test_few_file_handles_are_raised_or_one_line(data_dir, tmp_path):
     done, _ = ranks.attempt(2, train_with_few_files, words, 24, 24)
     said = "error: 24 files may be open at a time, a run needs 64; try ulimit -n 1024\n"
     assert (done.codes, done.stderr, done.stdout) == ([2, 2], said, "")
-    assert ranks.attempt(2, train_with_few_files, words, 24, 1024)[0].codes == [0, 0]
+    assert ranks.attempt(2, train_with_few_files, words, 24, 2048)[0].codes == [0, 0]
 
 
 @pytest.mark.fault(76)

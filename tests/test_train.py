@@ -144,7 +144,8 @@ def test_going_back_in_a_folder_with_later_checkpoints_is_refused(data_dir, tmp_
         with pytest.raises(UserError, match="out_dir=.*aside holds another run than .*run/step_"):
             train_here(data_dir, tmp_path / "aside", resume=tmp_path / source, **{**settings, "max_steps": 6})
     assert sorted(path.name for path in (tmp_path / "aside").iterdir()) == before
-    log = train_here(data_dir, tmp_path / "run", resume=tmp_path / "run", **{**settings, "max_steps": 5})
+    best = (tmp_path / "run/step_00000004").rename(tmp_path / "run/step_best")
+    log = train_here(data_dir, tmp_path / "run", resume=best, **{**settings, "max_steps": 5})
     assert log[-1]["step"] == 5
 
 
