@@ -6,7 +6,6 @@ where no fused kernel can serve it, a run's start-up summary lists the operation
 """
 
 import functools
-import importlib
 
 import torch
 import torch.nn as nn
@@ -38,8 +37,7 @@ def serve(device, ops="auto"):
 def load():
     """Imports the fused kernels, fast.fp8 and so on, which need Triton; returns why that fails."""
     try:
-        for name in ("fp8", "fusion", "linear", "loss", "mlp", "norm", "rope"):
-            importlib.import_module(f"fast.{name}")
+        from fast import fp8, fusion, linear, loss, mlp, norm, rope  # noqa: F401
     except ImportError as error:
         return f"the package {error.name} is not installed"
 

@@ -5,6 +5,7 @@ import hashlib
 import itertools
 import shlex
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import numpy as np
@@ -123,7 +124,7 @@ def compile_model(model, sharded=False):
     """Compiles a model in place, so that state-dict keys keep their names; all blocks share one graph.
 
     optimize_ddp would cut a block's graph where a bucket ends; remat=selective would keep all (torch 2.11).
-    Its cache is keyed by all imported code too: no graph holds the backward of an operator of one's own.
+    Its cache is keyed by all other code too: no graph holds the backward of an operator of one's own.
     """
     torch._dynamo.config.recompile_limit = 64  # training, validation and HellaSwag have their own shapes
     torch._dynamo.config.optimize_ddp = False
@@ -134,10 +135,11 @@ def compile_model(model, sharded=False):
         model.embed = torch.compile(model.embed)
     for part in (*model.blocks, model.head):
         part.compile()
-    known = {*sys.stdlib_module_names, "torch", "triton"}  # what these import is here now
-    modules = [m for name, m in [*sys.modules.items()] if name.partition(".")[0] not in known]
-    files = sorted({Path(getattr(module, "__file__", None) or ".") for module in modules})
-    code = b"".join(file.read_bytes() for file in files if file.suffix == ".py" and file.is_file())
+    apart = {Path(hashlib.__file__).parent, "site-packages", "dist-packages"}
+    files = {Path(getattr(m, "__file__", 0) or "") for n, m in [*sys.modules.items()] if n[:6] != "torch."}
+    own = sorted(f for f in files if f.suffix == ".py" and f.is_file() and not apart & {*f.parents, *f.parts})
+    installed = sorted(package.read_text("RECORD") or "" for package in metadata.distributions())
+    code = "".join(installed).encode() + b"".join(file.read_bytes() for file in own)
     torch.compiler.config.cache_key_tag = hashlib.sha256(code).hexdigest()
 
 
