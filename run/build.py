@@ -136,7 +136,7 @@ def compile_model(model, sharded=False):
     for part in (*model.blocks, model.head):
         part.compile()
     apart = {Path(hashlib.__file__).parent, "site-packages", "dist-packages"}
-    files = {Path(getattr(m, "__file__", 0) or "") for n, m in [*sys.modules.items()] if n[:6] != "torch."}
+    files = {Path(str(getattr(m, "__file__", ""))) for n, m in [*sys.modules.items()] if n[:6] != "torch."}
     own = sorted(f for f in files if f.suffix == ".py" and f.is_file() and not apart & {*f.parents, *f.parts})
     installed = sorted(package.read_text("RECORD") or "" for package in metadata.distributions())
     code = "".join(installed).encode() + b"".join(file.read_bytes() for file in own)
