@@ -135,10 +135,10 @@ def compile_model(model, sharded=False):
         model.embed = torch.compile(model.embed)
     for part in (*model.blocks, model.head):
         part.compile()
-    apart = {Path(hashlib.__file__).parent, "site-packages", "dist-packages"}
+    library, site = Path(hashlib.__file__).parent, Path(torch.__file__).parents[1]
     files = {Path(str(getattr(m, "__file__", ""))) for n, m in [*sys.modules.items()] if n[:6] != "torch."}
-    own = sorted(f for f in files if f.suffix == ".py" and f.is_file() and not apart & {*f.parents, *f.parts})
-    installed = sorted(package.read_text("RECORD") or "" for package in metadata.distributions())
+    own = sorted(f for f in files if f.suffix == ".py" and f.is_file() and not {library, site} & {*f.parents})
+    installed = sorted(p.read_text("RECORD") or "" for p in metadata.distributions(path=[str(site)]))
     code = "".join(installed).encode() + b"".join(file.read_bytes() for file in own)
     torch.compiler.config.cache_key_tag = hashlib.sha256(code).hexdigest()
 
