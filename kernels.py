@@ -18,7 +18,7 @@ from fast import chips
 
 chips.without_amx()  # on a CPU where it would end the process
 served = set()  # types of device whose calls may take fused kernels, see `serve`
-compile_once = functools.cache(torch.compile)  # what torch.compile returns stays in memory
+compile_once = functools.cache(torch.compile)  # torch keeps what each call of torch.compile returns
 counting = None  # the run.flops.Census under way: it notes each call, of which the plain PyTorch runs
 
 

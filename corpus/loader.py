@@ -85,7 +85,7 @@ def read_header(path):
 
 def open_shard(path):
     """The tokens of a shard, or of nanoGPT's headerless train.bin or val.bin, as a read-only memory map."""
-    with told(f"{path} cannot be opened", DataError, f"; if it is damaged, remove it and {MAKE_DATA}"):
+    with told(f"{path} is damaged", DataError, f"; if it can be read at all, remove it and {MAKE_DATA}"):
         if not str(path).endswith(".npy"):
             count, dtype, offset = read_header(path)
             return np.memmap(path, dtype, "r", offset, count)

@@ -124,7 +124,7 @@ def compile_model(model, sharded=False):
     """Compiles a model in place, so that state-dict keys keep their names; all blocks share one graph.
 
     optimize_ddp would cut a block's graph where a bucket ends; remat=selective would keep all (torch 2.11).
-    Its cache's key has the imported code and the packages' digests: no graph holds an operator's backward.
+    Its cache is told of edited code by a digest of it: no graph holds the backward of a custom operator.
     """
     torch._dynamo.config.recompile_limit = 64  # training, validation and HellaSwag have their own shapes
     torch._dynamo.config.optimize_ddp = False

@@ -370,7 +370,7 @@ def load_rank_tensors(tensors, model, rank, device):
         if device.type == "cuda":
             torch.cuda.set_rng_state(own["cuda"], device)
         sizes = [amax.numel() for amax in magnitudes(model)]
-        if sizes and sum(sizes) == len(own.get("magnitudes", ())):  # FSDP2 has others than DDP
+        if sizes and sum(sizes) == len(own.get("magnitudes", ())):  # DDP has two for a weight, FSDP2 one
             for amax, value in zip(magnitudes(model), own["magnitudes"].split(sizes)):
                 amax.copy_(value.view_as(amax))
     return True

@@ -83,8 +83,7 @@ def data(tmp_path_factory, chatml, hub_cache):  # noqa: F811
     lines = [json.dumps({"messages": messages, "id": i}) + "\n" for i, messages in enumerate(questions())]
     (root / "chats.jsonl").write_text("".join(lines))
     settings = dict(text_key="messages", tokenizer=str(chatml), val_tokens=2000, shard_tokens=3001)
-    said = prepare(root / "d", root / "chats.jsonl", **settings)
-    assert "of them with loss" in said
+    assert "of them with loss" in prepare(root / "d", root / "chats.jsonl", **settings)
     return root / "d", root / "chats.jsonl"
 
 

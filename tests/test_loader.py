@@ -117,7 +117,7 @@ def test_npy_shards_of_build_nanogpt(data, tmp_path):
     good = second.read_bytes()
     for content in (good[:-2], good + b"x", b"", np.zeros((2, 5), np.uint16), stream, np.array([object()])):
         second.write_bytes(content) if isinstance(content, bytes) else np.save(second, content)
-        with pytest.raises(DataError, match="edufineweb_train_000002.npy (is|cannot)"):
+        with pytest.raises(DataError, match="edufineweb_train_000002.npy is damaged"):
             TokenLoader(tmp_path, "train", 1, 32)
 
 
@@ -149,7 +149,7 @@ def test_nanogpt_files(data, tmp_path):
     assert TokenLoader(tmp_path, "val", 2, 8).tokens == 203
     for content in (b"x" * 2001, b""):
         (tmp_path / "train.bin").write_bytes(content)
-        with pytest.raises(DataError, match="train.bin cannot be opened: ValueE.*(empty file|multiple)"):
+        with pytest.raises(DataError, match="train.bin is damaged: ValueError: .*(empty file|multiple)"):
             TokenLoader(tmp_path, "train", 2, 8)
     write_shard(tmp_path / "x_train_000001.bin", stream[:50])
     with pytest.raises(DataError, match="holds train.bin and x_train_000001.bin; keep one kind") as error:

@@ -144,9 +144,10 @@ def test_going_back_in_a_folder_with_later_checkpoints_is_refused(data_dir, tmp_
         with pytest.raises(UserError, match="out_dir=.*aside holds another run than .*run/step_"):
             train_here(data_dir, tmp_path / "aside", resume=tmp_path / source, **{**settings, "max_steps": 6})
     assert sorted(path.name for path in (tmp_path / "aside").iterdir()) == before
-    best = (tmp_path / "run/step_00000004").rename(tmp_path / "run/step_best")
-    log = train_here(data_dir, tmp_path / "run", resume=best, **{**settings, "max_steps": 5})
+    log = train_here(data_dir, tmp_path / "run", resume=tmp_path / "run", **{**settings, "max_steps": 5})
     assert log[-1]["step"] == 5
+    best, settings["max_steps"] = (tmp_path / "run/step_00000005").rename(tmp_path / "run/step_best"), 6
+    assert train_here(data_dir, tmp_path / "run", resume=best, **settings)[-1]["step"] == 6
 
 
 def test_a_resumed_run_counts_tokens_and_names_its_own_checkpoint(data_dir, tmp_path, capsys):
