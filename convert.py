@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from configurator import UserError, refuse, run, too_small, warn, without_effect
+from configurator import UserError, refuse, run, too_small, without_effect
 
 
 @dataclass
@@ -55,9 +55,8 @@ def export(cfg):
     """A checkpoint -> a Hugging Face folder."""
     from corpus import tokenizer as tokenizers
     from model import on_meta
-    from run import checkpoint, hf, source
+    from run import checkpoint, hf
 
-    warn(source.warning(cfg.checkpoint))
     tensors, shape, name = checkpoint.open_model(cfg.checkpoint)
     model = on_meta(shape)
     checkpoint.check_model_tensors(model, tensors)
@@ -76,8 +75,8 @@ def merge(cfg):
     if cfg.average > 1:
         last, go_on = checkpoint.folders(cfg.checkpoint)[-cfg.average :], "init_from"
         if len(last) < cfg.average:
-            raise UserError(f"{cfg.checkpoint} holds {len(last)} checkpoints; try --average={len(last)}")
-        models = [checkpoint.open_model(path)[0] for path in last]
+            raise UserError(f"{cfg.checkpoint} holds {len(last)} checkpoints; try --average={len(last) or 1}")
+        models = [checkpoint.open_folder(checkpoint.find(path))[0]["model"] for path in last]
         mean = {name: sum(model[name][...].float() for model in models) / len(last) for name in models[0]}
         tensors, state = {"model": mean}, {name: state[name] for name in ("step", "config")}
     if carried := checkpoint.carried_tokenizer(folder):

@@ -125,7 +125,7 @@ def train(cfg, world, watch):
         lock.take()
         start.prepare_out_dir()
     if not cfg.dry_run:
-        log.open(cfg.out_dir, config, cfg.wandb, start.state.get("wandb_id"), saved)
+        log.open(cfg.out_dir, config, cfg.wandb, start.wandb_id, saved)
     every = 0 if cfg.dry_run else cfg.save_interval
     saver = Saver(world, cfg.out_dir, cfg.keep_last, cfg.async_save, start.saved, log.saved)
     watch.push(lambda kind, *_: kind is NotFinite and saver.wait())  # ends a save in the background

@@ -22,9 +22,9 @@ def folders(data_dir):
         if not match or not 0 < float(match[2]) < math.inf:
             form = "write a mixture as data/a:0.7,data/b:0.3"
             raise UserError(f"data_dir={data_dir}: {part!r} has no weight over 0; {form}")
-    names, weights = [match[1] for match in found], [float(match[2]) for match in found]
-    shares = [max(1, round(FINEST * weight / sum(weights))) for weight in weights]
-    return [(name, share // math.gcd(*shares)) for name, share in zip(names, shares)]
+    weights = {m[1]: sum(float(n[2]) for n in found if n[1] == m[1]) for m in found}  # a folder once
+    shares = [max(1, round(FINEST * weight / sum(weights.values()))) for weight in weights.values()]
+    return [(name, share // math.gcd(*shares)) for name, share in zip(weights, shares)]
 
 
 def schedule(shares):

@@ -137,7 +137,7 @@ def compile_model(model, sharded=False):
         part.compile()
     library, site = Path(hashlib.__file__).parent, Path(torch.__file__).parents[1]
     files = {Path(str(getattr(m, "__file__", ""))) for n, m in [*sys.modules.items()] if n[:6] != "torch."}
-    own = sorted(f for f in files if f.suffix == ".py" and f.is_file() and not {library, site} & {*f.parents})
+    own = sorted(f for f in files if f.suffix == ".py" and not {library, site} & {*f.parents} and f.is_file())
     installed = sorted(p.read_text("RECORD") or "" for p in metadata.distributions(path=[str(site)]))
     code = "".join(installed).encode() + b"".join(file.read_bytes() for file in own)
     torch.compiler.config.cache_key_tag = hashlib.sha256(code).hexdigest()

@@ -56,9 +56,8 @@ def remove(folder):
     """Deletes a checkpoint; if the process is killed meanwhile, no folder is left that looks complete."""
     if folder.is_symlink():
         return folder.unlink()
-    gone = folder.with_name(f".writing_gone_{folder.name}")
-    os.rename(folder, gone)
-    shutil.rmtree(gone)
+    os.rename(folder, gone := folder.with_name(f".writing_gone_{folder.name}"))
+    shutil.rmtree(gone, ignore_errors=True)  # what cannot be deleted stays hidden, and is tried again
 
 
 def prune(final, keep_last, whole):
@@ -76,7 +75,7 @@ def prune(final, keep_last, whole):
 def find(path):
     """The checkpoint that `path` names: path itself, or a run's newest undamaged one. All ranks call it."""
     path, (rank, ranks) = Path(path), parallel.rank_and_size()
-    single = path.name.startswith("step_") or os.path.isfile(path / "manifest.json")
+    single = path.match(f"step_{DIGITS}") or os.path.isfile(path / "manifest.json")
     found = [path] if single else folders(path)[::-1]
     for folder in found:
         wrong = next(filter(None, parallel.gather_objects(problem(folder, rank, ranks))), None)
@@ -189,10 +188,12 @@ class Saver:
         """Writes the manifest of a complete folder, gives it its name, and prunes older checkpoints."""
         manifest |= {p.name: files.digest(p) for p in self.aside.iterdir() if p.name not in manifest}
         files.write_json(self.aside / "manifest.json", manifest)
-        if self.final.exists():  # a resumed run saved the same step again
-            remove(self.final)
+        gone = self.final.with_name(f".writing_gone_{self.final.name}")
+        if self.final in folders(self.out_dir):  # a resumed run saved the same step again
+            os.rename(self.final, gone)  # and deleted when the new one has its name
         os.rename(self.aside, self.final)
         files.sync(self.out_dir)
+        shutil.rmtree(gone, ignore_errors=True)
         self.whole.add(self.final)
         prune(self.final, self.keep_last, self.whole)
 
@@ -216,7 +217,7 @@ def _begin(aside, state):
     """Creates the temporary folder with state.json and copies of the run's code and tokenizer."""
     out_dir = aside.parent
     for path in out_dir.glob(f".writing_*step_{DIGITS}"):  # of killed processes
-        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        shutil.rmtree(path, True) if path.is_dir() and not path.is_symlink() else path.unlink()
     aside.mkdir(parents=True)
     files.write_json(aside / "state.json", state)
     copies = {out_dir / name: name for name in source.KEPT if (out_dir / "source.json").is_file()}
@@ -384,6 +385,7 @@ def magnitudes(model):
 def open_model(path):
     """({name: Stored}, GPTConfig, tokenizer's name or file, if known) of a run's or a checkpoint's folder."""
     folder = find(path)
+    warn(source.warning(folder))
     tensors, state = open_folder(folder)
     (config, shape), carried = saved_settings(folder, state), carried_tokenizer(folder)
     return tensors["model"], shape, str(carried) if carried else config.get("tokenizer")

@@ -93,7 +93,7 @@ class Logger:
     def record(self, kind, step, **values):
         """A line of log.jsonl, where inf and NaN are null as in JSON, and in wandb as kind/name."""
         if self.file:
-            finite = {k: None if v in (math.inf, -math.inf) or v != v else v for k, v in values.items()}
+            finite = json.loads(json.dumps(values), parse_constant=lambda _: None)
             self._append(json.dumps({"kind": kind, "step": step, **finite}).encode() + b"\n")
         if self.wandb:
             named = {f"{kind}/{name}": value for name, value in values.items() if value is not None}

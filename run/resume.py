@@ -1,6 +1,7 @@
 """Where a run starts: afresh in an unused folder, or at a checkpoint, of which everything is restored."""
 
 import dataclasses
+import os
 from pathlib import Path
 
 import torch
@@ -18,15 +19,16 @@ class Start:
     """The checkpoint that a run resumes from; `folder` is None and `step` 0 for a new run."""
 
     def __init__(self, out_dir, resume="none", overwrite=False, dry_run=False):
-        self.out_dir, self.resume, self.warnings = Path(out_dir), resume, []
+        self.out_dir, self.resume, self.overwrite, self.warnings = Path(out_dir), resume, overwrite, []
         with files.writable(self.out_dir):
             self.folder = claim(self.out_dir, resume, overwrite, dry_run)
         parallel.barrier()  # before rank 0 writes there, which would look like an earlier run
         self._tensors, self.state = checkpoint.open_folder(self.folder) if self.folder else ({}, {})
         self.weights, self.step = self._tensors.get("model"), self.state.get("step", 0)
         self.evaluated = self.step if self.folder and self.state.get("evaluated", True) else None
-        own = self.evaluated is not None and self.folder.resolve().parent == self.out_dir.resolve()
-        self.saved = self.folder if own else None  # else this step is saved (again) when it is evaluated
+        own = self.folder and self.folder.resolve().parent == self.out_dir.resolve()
+        self.wandb_id = self.state.get("wandb_id") if own else None  # else a new run there
+        self.saved = self.folder if own and self.evaluated is not None else None  # else it is saved (again)
 
     def check(self, cfg):
         """Raises UserError unless the checkpoint is of a run with this model, optimizer, dtype and length."""
@@ -66,7 +68,9 @@ class Start:
 
     def prepare_out_dir(self):
         """On rank 0, not in a dry run: clears out_dir for a new run, and keeps the code of this run in it."""
-        with files.writable(self.out_dir):
+        with files.writable(self.out_dir):  # which another run may have made, and filled, since __init__
+            begun = self.resume == "none" or checkpoint.folders(self.out_dir)
+            self.folder or claim(self.out_dir, "none", self.overwrite, not begun)
             if self.resume == "none":  # `claim` has refused a folder with anything to keep
                 for folder in checkpoint.folders(self.out_dir):
                     checkpoint.remove(folder)
@@ -92,8 +96,8 @@ def claim(out_dir, resume, overwrite, dry_run):
     found, newest, wrong = None, max(checkpoint.folders(out_dir), default=None), None
     if resume != "none" and (resume != "auto" or newest):
         found = checkpoint.find(out_dir if resume == "auto" else resume)
-    if dry_run or overwrite:
-        return found
+    if dry_run or overwrite and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        return found  # a process that torchrun started again must not remove what the one before it saved
     log = out_dir / "log.jsonl"
     text = log.read_text(errors="replace") if log.exists() else ""
     used, there = newest or '"kind": "train"' in text, [n for n in WRITTEN if (out_dir / n).exists()]

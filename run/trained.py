@@ -4,10 +4,10 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from configurator import UserError, warn
+from configurator import UserError
 from corpus import chat
 from corpus import tokenizer as tokenizers
-from run import checkpoint, hf, source
+from run import checkpoint, hf
 from scale import parallel
 from scale.precision import autocast, pick_ops, pick_precision
 
@@ -32,7 +32,6 @@ def load(cfg):
 def load_model(cfg, world, precision):
     """(model, its tokenizer's name or file), with weights in bf16 for that precision, else in float32."""
     options = world.device, precision, world if cfg.parallel == "fsdp" else None
-    warn(cfg.checkpoint and source.warning(cfg.checkpoint))
     opened = hf.open_hf(cfg.pretrained) if cfg.checkpoint is None else checkpoint.open_model(cfg.checkpoint)
     tensors, shape, name = opened
     return checkpoint.model_of(tensors, shape, *options), name

@@ -56,7 +56,8 @@ def start(device="auto", timeout_s=600, expandable=False, on_cpu=False):
 
     expandable: the allocator's segments grow, which fragments memory less. on_cpu: GPUs' ranks reduce there.
     """
-    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    alone = "RANK" not in os.environ  # without torchrun, whatever else the environment says
+    rank, size = (0, 1) if alone else (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     device = pick_device(device)
     if device.type == "cuda":
         if expandable and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
@@ -70,7 +71,7 @@ def start(device="auto", timeout_s=600, expandable=False, on_cpu=False):
             store = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))[0]
             options["store"] = dist.PrefixStore(f"attempt_{attempt}", store)  # torchrun's outlives a restart
             dist.init_process_group(backend, **options, timeout=time_limit(timeout_s, backend))
-        except (ValueError, RuntimeError) as error:
+        except (ValueError, RuntimeError, OverflowError) as error:
             why, hint = str(error).partition("\n")[0], "is --master_addr reachable, and --master_port free?"
             raise UserError(f"the ranks could not join over {backend} ({why}); {hint}") from None
     return World(rank, size, device)

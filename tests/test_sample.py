@@ -89,7 +89,7 @@ def test_a_sample_ends_where_the_model_ends_its_text_and_changed_code_is_announc
         out, err = capsys.readouterr()
         shown, last = out.split("\n" + "-" * 80 + "\n")
         assert shown == text and last.startswith(f"{count} tokens in ") and last.endswith(" tokens/s\n")
-        assert err == f"warning: model.py differs from that of {run}\n"
+        assert err == f"warning: model.py differs from that of {run}/step_00000000\n"
         assert asked.pop() == [256] * stop + [ord(c) for c in "so-"]
 
 
