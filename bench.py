@@ -1,7 +1,6 @@
-"""Where the time and the memory go: training steps, collectives, and memory by arithmetic.
+"""Where the time and the memory go: training steps, and memory by arithmetic.
 
     python bench.py step config/gpt2_124m.py [--key=value ...]                 # GPUs (torchrun), or the CPU
-    torchrun --standalone --nproc_per_node=4 bench.py comm                     # all-reduce and others by size
     python bench.py memory config/llama3_8b.py --world=8 --gpu_gib=80          # memory of a run; needs no GPU
 
 `step` builds what train.py builds and feeds it random tokens with the frequencies of text. It prints the
@@ -29,19 +28,13 @@ class StepConfig(Config):
 
 
 @dataclass
-class CommConfig:
-    device: str = "auto"  # auto, cpu, cuda
-    max_mib: int = 1024  # largest message, in MiB of bf16
-
-
-@dataclass
 class MemoryConfig(Config):
     # Machine
     world: int = 1  # ranks, one a GPU
     gpu_gib: float = 80.0  # memory of a GPU that may be used
 
 
-COMMANDS = dict(step=StepConfig, comm=CommConfig, memory=MemoryConfig)
+COMMANDS = dict(step=StepConfig, memory=MemoryConfig)
 
 
 def main(name, cfg):

@@ -87,12 +87,12 @@ def _flag(argv, hints):
 
 def _file(word, hints):
     """Runs a config file, whose path may lack its .py and config/: [(where, key, value)] of its settings."""
-    parts = itertools.product(("", HERE), ("", "config"), (word, f"{word}.py"))
+    parts = itertools.product(("", HERE), ("", "config"), [f"{word.removesuffix('.py')}.py"])
     path = next(filter(os.path.isfile, itertools.starmap(os.path.join, parts)), None)
     if path is None:
         recipes = sorted(path.stem for path in HERE.glob("config/*.py"))
-        setting = word.partition("=")[0] in hints
-        hint = f"a setting is written --{word}" if setting else f"recipes: {', '.join(recipes)}"
+        setting = word.lstrip("-").partition("=")[0] in hints
+        hint = f"a setting is written --{word.lstrip('-')}" if setting else f"recipes: {', '.join(recipes)}"
         raise UserError(f"{word}: no such config file; {hint}")
     try:
         source, space = Path(path).read_text(), {}

@@ -28,6 +28,7 @@ SHORT_NAMES = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW
 READY_MADE = ("kjj0/fineweb10B-gpt2", "kjj0/fineweb100B-gpt2", "kjj0/finewebedu10B-gpt2")
 COMPRESSED = (".zst", ".gz", ".xz", ".bz2")
 RECORDS = (".jsonl", ".json", ".parquet")  # any other file is one document
+OURS = ("progress.json", "manifest.json", "tokenizer.json")  # of shards that lie among the texts
 FOLDERS = (".txt", *RECORDS)  # what is read of a folder; a glob may name others
 DOCUMENT_BYTES = 1 << 30  # of a compressed file that expands without end; a larger plain file is read whole
 
@@ -142,6 +143,7 @@ def local_files(dataset):
         matches = [part] if os.path.exists(part) else sorted(glob.glob(part, recursive=True))
         for path in filter(os.path.exists, matches):  # no dangling links
             inside = sorted(filter(os.path.isfile, glob.glob(f"{glob.escape(path)}/**", recursive=True)))
+            inside = [file for file in inside if os.path.basename(file) not in OURS]
             found += [file for file in inside if suffix(file) in FOLDERS] if os.path.isdir(path) else [path]
             others.update(suffix(file) for file in inside if suffix(file) not in FOLDERS)
         words = ", ".join(f"{n} {kind or 'without a suffix'}" for kind, n in others.most_common())
@@ -165,6 +167,7 @@ def settings(cfg, name, files, tokenizer, dialogues):
     apart = {"dataset", "subset", "split", "shards", "streaming", "out_dir", "val_tokens", "max_shards"}
     chosen |= {key: value for key, value in vars(cfg).items() if key not in apart}
     chosen |= {"vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot}
+    chosen |= {"tokenizer_sha256": hashlib.sha256(tokenizer.token_bytes()).hexdigest()}
     chosen |= {"streaming": cfg.streaming and cfg.shuffle_seed is not None}  # then another order
     chosen |= {"chat_sha256": dialogues.digest} if dialogues else {}
     if files is None:
@@ -253,6 +256,8 @@ def records(path, keys):
             yield from batch.to_pylist()
         return
     most = max(DOCUMENT_BYTES, os.path.getsize(path))
+    whole = lambda file, mode: pyarrow.CompressedInputStream(file, "zstd")  # fsspec's own takes half a file
+    fsspec.compression.register_compression("zstd", whole, "zst", force=True)
     with fsspec.open(path, "rb", compression="infer") as file:
         file, lines = io.BufferedReader(file), suffix(path) in RECORDS
         read = file.readline if lines else file.read
@@ -261,7 +266,10 @@ def records(path, keys):
                 raise DataError(f"{path}:{number}: a document of over {most >> 20:,} MiB; cut it up")
             if not lines and b"\0" in data[:8192]:
                 raise DataError(f"{path} is not text in UTF-8: it has zero bytes; leave it out or convert it")
-            yield data if lines else data.decode("utf-8", "replace")
+            text = data if lines else data.decode("utf-8", "replace")
+            if not lines and (lost := text.count("\ufffd") - data.count(b"\xef\xbf\xbd")):
+                print(f"warning: {path} is not UTF-8 throughout: {lost:,} characters were replaced by U+FFFD")
+            yield text
 
 
 def fields(record, keys):

@@ -134,10 +134,10 @@ def prepare(examples, tokenizer, block_size):
     """The examples as Prepared. A row longer than block_size + 1 loses the left of its context."""
     examples = [*examples, *easy(examples)]
     contexts = tokenizer.encode_batch([e["ctx"] for e in examples])
-    endings = tokenizer.encode_batch([" " + ending for e in examples for ending in e["endings"]])
+    wholes = tokenizer.encode_batch([f"{e['ctx']} {ending}" for e in examples for ending in e["endings"]])
     rows, starts, truncated = [], [], 0
-    for i, ending in enumerate(endings):
-        context = contexts[i // 4]
+    for i, whole in enumerate(wholes):
+        context, ending = np.split(whole, [len(contexts[i // 4])])
         cut = max(0, len(context) + len(ending) - (block_size + 1))
         if cut >= len(context):
             raise DataError(f"example {i // 4}: an ending of {len(ending)} tokens exceeds {block_size=}")
@@ -191,7 +191,8 @@ def in_words(score):
     """A line for the console; after ±, the standard errors of the proportions."""
     n, shares = score["n"], [(name, score[name]) for name in SCORES]
     parts = [f"{name} {p:.4f} ±{(p * (1 - p) / n) ** 0.5:.4f}" for name, p in shares]
-    return " | ".join([*parts, f"{n:,} examples, {score['truncated']} cut", f"{score['seconds']:.1f} s"])
+    counts = f"{n:,} examples, rows cut: {score['truncated']}"
+    return " | ".join([*parts, counts, f"{score['seconds']:.1f} s"])
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import kernels
+from configurator import UserError
 from fast.chips import best_attention
 from kernels import LayerNorm, Linear, RMSNorm
 from settings import GPTConfig
@@ -249,6 +250,9 @@ class GPT(nn.Module):
                     nn.init.zeros_(module.bias)
             elif hasattr(module, "reset_parameters"):  # norms to one, gates to zero
                 module.reset_parameters()
+            elif not hasattr(module, "reset_tables") and (lost := [*module._parameters, *module._buffers]):
+                why = "has no initial value: give its module reset_parameters() (docs/experiment.md)"
+                raise UserError(f"model.py: {f'{name}.{lost[0]}'.lstrip('.')} {why}")
 
     def initial_std(self, layer):
         """GPT-2's 0.02, over sqrt(2 n_layer) for projections into the residual stream; values: 0."""

@@ -22,7 +22,7 @@ POLAR_EXPRESS = [  # https://arxiv.org/abs/2505.16932
 
 
 def param_groups(model, cfg):
-    """Groups of embeddings, head, matrices and vectors (biases, norms, gates).
+    """Groups of embeddings, head, matrices and vectors (biases, norms, gates, a convolution).
 
     `factor`: the peak rate over cfg.lr. With AdamW matrices decay, and embeddings and head unless they have a
     rate of their own; with Muon the blocks' matrices alone.
@@ -32,7 +32,7 @@ def param_groups(model, cfg):
     for name, p in model.named_parameters():
         if p.requires_grad:
             outer = "embedding" if p in embeddings else "head" if name.startswith("head.") else "matrix"
-            kinds[outer if p.dim() >= 2 else "vector"].append(p)
+            kinds[outer if p.dim() == 2 else "vector"].append(p)
     rates = {"embedding": cfg.lr_embedding, "head": cfg.lr_head}
     decays = ["matrix"] if cfg.optimizer == "muon" else ["embedding", "head", "matrix"]
     by_length = 2 / ((cfg.lr or 1) * cfg.max_steps)  # near the best of short and long runs: docs/modern.md
@@ -115,7 +115,7 @@ def matrices_of(name, weight, cfg):
     """How many rows each matrix in a weight has: q, k and v, and gate and up, are matrices of their own."""
     if name.endswith("qkv.weight"):
         return [heads * cfg.head_size for heads in (cfg.n_head, cfg.kv_heads, cfg.kv_heads)]
-    return [cfg.hidden] * 2 if name.endswith("gate_up.weight") else [weight.size(0)]
+    return [weight.size(0) // 2] * 2 if name.endswith("gate_up.weight") else [weight.size(0)]
 
 
 @dataclass

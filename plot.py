@@ -171,7 +171,7 @@ def fit_y(axes, values):
     if 0 < 2 * low < high:
         axes.set_yscale("log", subs=())
         axes.set_ylim(0.95 * low, 1.1 * high)
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5)))
         axes.yaxis.set_major_formatter("{x:g}")
     else:
         margin = 0.05 * (high - low) + 1e-3

@@ -192,7 +192,11 @@ class Config(GPTConfig):
     offload_states: bool = False  # fsdp, zero2, hsdp: parameters, gradients and moments in host memory
 
     others_names = {"dataset": "data_dir", "learning_rate": "lr", "max_iters": "max_steps"}  # nanoGPT's
-    others_names |= {"gradient_accumulation_steps": "batch_tokens, which is in tokens"}
+    others_names |= {"gradient_accumulation_steps": "batch_tokens, which is in tokens", "dtype": "precision"}
+    others_names |= {"grad_clip": "clip", "lr_decay_iters": "max_steps", "decay_lr": "schedule=constant"}
+    others_names |= {"min_lr": "min_lr_ratio, a share of lr", "eval_iters": "eval_tokens, which is in tokens"}
+    others_names |= {"eval_only": "python validate.py", "always_save_checkpoint": "save_interval"}
+    others_names |= dict.fromkeys(["wandb_log", "wandb_project", "wandb_run_name"], "wandb")
 
     def micro_tokens(self, ranks):
         """Tokens in a micro-step, all ranks together."""
@@ -240,8 +244,10 @@ def out_of_range(cfg, ranks):
     zero += " momentum_warmup eval_interval hellaswag_interval sample_interval save_interval shuffle_seed"
     least = dict.fromkeys(one.split(), 1) | dict.fromkeys([*zero.split(), "max_skipped_steps"], 0)
     found = outside(cfg, "clip", "beta1 beta2") + too_small(cfg, least | {"eval_tokens": cfg.block_size})
-    if (name := cfg.init_from or "").startswith("gpt2") and not os.path.exists(name):
-        found.append(f"init_from={name} is nanoGPT's; it is --init_from=hf:{name} here")
+    name, theirs = cfg.init_from or "", {"scratch": "--init_from=None", "resume": "--resume=auto"}
+    if (name in theirs or name.startswith("gpt2")) and not os.path.exists(name):
+        ours = theirs.get(name, f"--init_from=hf:{name}")
+        found.append(f"init_from={name} is nanoGPT's; it is {ours} here")
     if cfg.context_parallel < 1 or ranks % cfg.context_parallel:
         found.append(f"context_parallel={cfg.context_parallel} must divide the number of ranks, {ranks}")
     odd = [k for k, v in vars(cfg).items() if isinstance(v, str) and re.search(r"[\0\ud800-\udfff]", v)]

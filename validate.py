@@ -47,12 +47,18 @@ def main(cfg):
 
 def measure(cfg, folders, T=None):
     """({folder: (run.evaluate.validate's table, its rows' documents)}, T) of a model; T: None: its own."""
+    from corpus import mixture
     from corpus.loader import DataError, TokenLoader
-    from run import evaluate, trained
+    from run import checkpoint, evaluate, trained
+    from scale import documents
 
     world, model, tokenizer, autocast = trained.load(cfg)
     T, found = T or model.cfg.block_size, {}
-    for folder in folders:
+    refuse([f"{cfg.checkpoint} has block_size={model.cfg.block_size} < {T}"] * (T > model.cfg.block_size))
+    newest = (checkpoint.folders(cfg.checkpoint or "") or [cfg.checkpoint or ""])[-1]
+    if checkpoint.read_state(newest).get("config", {}).get("document_mask"):
+        documents.apply(model, tokenizer.eot)
+    for folder in (name for word in folders for name, _ in mixture.folders(word)):
         common = dict(rank=world.rank, world=world.size, vocab_size=model.cfg.vocab_size, device=world.device)
         loader = TokenLoader(folder, "val", cfg.batch_size, T, **common)
         if loader.token_bytes is not None and not np.array_equal(loader.token_bytes, tokenizer.token_bytes()):

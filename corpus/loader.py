@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from corpus import DataError, mixture, told
+from corpus.tokenizer import built_in
 from run import files
 
 HEADER_BYTES = 1024
@@ -121,7 +122,8 @@ def find_shards(data_dir, split, listed=None):
     if found:
         return [os.path.join(data_dir, name) for name in found]
     hint = "make one, or do without: --eval_interval=0" if split == "val" else MAKE_DATA
-    raise DataError(f"no {split} split: {data_dir} holds no *_{split}_*.bin, .npy or {split}.bin; {hint}")
+    none = f"no {split} split" if os.path.isdir(data_dir) else "no such folder"
+    raise DataError(f"{none}: {data_dir} holds no *_{split}_*.bin, .npy or {split}.bin; {hint}")
 
 
 def verify(data_dir):
@@ -160,7 +162,7 @@ class Split:
                     raise unfit(mask, f"{size} bytes", f"{need} for {len(shard)} tokens")
             self.masks = [np.memmap(mask, np.uint8, "r") for mask in masks]
         self.tokenizer, own = manifest.get("tokenizer"), Path(data_dir, "tokenizer.json")
-        gone = self.tokenizer is None or Path(self.tokenizer).suffix and not Path(self.tokenizer).exists()
+        gone = self.tokenizer is None or not (built_in(self.tokenizer) or Path(self.tokenizer).exists())
         if gone and own.is_file():
             self.tokenizer = str(own)
         self.eot, self.token_bytes = manifest.get("eot"), read_sizes(data_dir, manifest)
@@ -239,8 +241,9 @@ class TokenLoader:
         first = self.splits[0]
         self.tokenizer, self.eot, self.token_bytes = first.tokenizer, first.eot, first.token_bytes
         for folder, other in zip(self.folders, self.splits):
-            alike = other.tokenizer == first.tokenizer or np.array_equal(other.token_bytes, first.token_bytes)
-            if other.eot != first.eot or not alike:  # perhaps by another path: then each id has as many bytes
+            known = other.token_bytes is not None and first.token_bytes is not None  # of each id how many
+            alike = np.array_equal(*(s.token_bytes if known else s.tokenizer for s in (other, first)))
+            if other.eot != first.eot or not alike:
                 two = f"{folder} has the tokenizer {other.tokenizer}, {self.folders[0]} has {self.tokenizer}"
                 raise DataError(f"data_dir={data_dir}: {two}; make one again with fineweb.py --tokenizer")
         self.warnings = [split.warning for split in self.splits if split.warning]

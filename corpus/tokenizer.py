@@ -133,8 +133,10 @@ class HuggingFace(Tokenizer):
         super().__init__(name, max(vocabulary.values()) + 1, separators)
         size = lambda token: len(re.sub("^<0x[0-9A-F]{2}>$", ".", token).replace("\u2581", " ").encode())
         if '"ByteLevel"' in self.text:  # a character is a byte; gigatoken was compared on 15M of their tokens
-            size, self._encode = len, faster(self._gigatoken, self._encode, "".join(self.special))
-        self.lengths = {i: size(token) for token, i in vocabulary.items() if token not in self.special}
+            probes = "".join(f"x{token.content}" for _, token in added)
+            size, self._encode = len, faster(self._gigatoken, self._encode, probes)
+        self.lengths = {i: size(token) for token, i in vocabulary.items()}
+        self.lengths |= {i: 0 if token.special else len(token.content.encode()) for i, token in added}
 
     def _encode(self, texts):
         return [row.ids for row in self.inner.encode_batch_fast(texts, add_special_tokens=False)]

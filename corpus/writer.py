@@ -124,8 +124,8 @@ class Progress:
             self._save()
             return
         for key in settings | old:
-            was, now = old.get(key) or None, settings.get(key) or None
-            if was != now:
+            was, now = (None if of.get(key) is False else of.get(key) for of in (old, settings))
+            if was != now and (key != "tokenizer_sha256" or key in old):  # which older folders do not have
                 was = f"another {key}" if "sha" in key else f"{key}={was}, not {now}"
                 raise UserError(f"out_dir={out} was begun with {was}; use another --out_dir, or remove it")
         self.shards, self.position = saved["shards"], saved.get("next", (0, 0))

@@ -103,7 +103,7 @@ def fold_into_cast(cast):
     if norm.target is pretrain.norm_forward.default and index == 1 and alone(source, *views):
         x, update, weight, shift = norm.args[:4]
         x = x if update is None else result_of(norm, 0)
-        if x.meta["val"].is_contiguous():
+        if x.meta["val"].is_contiguous() and x.meta["val"].size(-1) == N:  # not a norm of each head
             beside = [result_of(norm, 2), weight] + [shift] * (shift is not None)
             what = fp8.NORM if shift is None else fp8.SHIFTED_NORM
             give(cast, parts=[reshaped(x, (M, N), cast)], beside=beside, what=what)
@@ -112,8 +112,8 @@ def fold_into_cast(cast):
             give(norm, keep=False)
             counters["inductor"]["norm_in_cast"] += 1
     for y, gates in operands(source, aten.mul.Tensor):
-        *shape, D = source.meta["val"].shape
-        if alike(y, source) and list(gates.meta["val"].shape) == [*shape, 1] and shape[-1] * D == N:
+        (*shape, D), plain = source.meta["val"].shape, all(t.meta["val"].is_contiguous() for t in (y, gates))
+        if plain and alike(y, source) and list(gates.meta["val"].shape) == [*shape, 1] and shape[-1] * D == N:
             beside = [reshaped(gates, (M, shape[-1]), cast)]
             give(cast, parts=[reshaped(y, (M, N), cast)], beside=beside, what=fp8.GATE)
             counters["inductor"]["gates_in_cast"] += 1

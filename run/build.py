@@ -1,12 +1,8 @@
 """Builds a run: settings resolved for the device, loaders, the model in its fixed order, the summary."""
 
 import dataclasses
-import hashlib
 import itertools
 import shlex
-import sys
-from importlib import metadata
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -18,7 +14,7 @@ from corpus import mixture
 from corpus import tokenizer as tokenizers
 from corpus.loader import DataError, TokenLoader, read_manifest, read_sizes
 from fast.chips import best_attention
-from run import checkpoint, hf
+from run import checkpoint, hf, source
 from run.flops import Account, parameter_counts
 from scale import context, memory, parallel
 from scale.precision import pick_ops, pick_precision
@@ -135,12 +131,7 @@ def compile_model(model, sharded=False):
         model.embed = torch.compile(model.embed)
     for part in (*model.blocks, model.head):
         part.compile()
-    library, site = Path(hashlib.__file__).parent, Path(torch.__file__).parents[1]
-    files = {Path(str(getattr(m, "__file__", ""))) for n, m in [*sys.modules.items()] if n[:6] != "torch."}
-    own = sorted(f for f in files if f.suffix == ".py" and not {library, site} & {*f.parents} and f.is_file())
-    installed = sorted(p.read_text("RECORD") or "" for p in metadata.distributions(path=[str(site)]))
-    code = "".join(installed).encode() + b"".join(file.read_bytes() for file in own)
-    torch.compiler.config.cache_key_tag = hashlib.sha256(code).hexdigest()
+    torch.compiler.config.cache_key_tag = source.imported()
 
 
 def load_initial_weights(model, cfg):
@@ -173,6 +164,8 @@ def describe(cfg, world, job, loader, start):
         rows.append(("", f"{folder}: {share:.1%} of the rows, {epochs:.2f} epochs"))
     rows.append(("step", f"{cfg.batch_tokens:,} tokens: {micro}"))
     rows.append(("run", f"steps {start.step} to {cfg.max_steps}: {tokens:,} tokens"))
+    if cfg.warmup_steps >= cfg.max_steps:
+        rows.append(("warning", f"the learning rate only rises: warmup_steps={cfg.warmup_steps} ends later"))
     ids = loader.splits[0].ids or cfg.vocab_size
     if cfg.vocab_size > dataclasses.replace(cfg, vocab_size=ids).padded_vocab and not cfg.init_from:
         words = f"vocab_size={cfg.vocab_size} is more than the {ids} ids of the data's tokenizer"

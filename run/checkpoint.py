@@ -64,7 +64,7 @@ def prune(final, keep_last, whole):
     """Keeps the newest keep_last up to `final`, the best, and damaged or later ones. whole: known as such."""
     older = [folder for folder in folders(final.parent) if folder <= final]
     whole |= {folder for folder in older if folder not in whole and problem(folder) is None}
-    losses = {folder: _read_state(folder).get("val_loss") for folder in older if folder in whole}
+    losses = {folder: read_state(folder).get("val_loss") for folder in older if folder in whole}
     best = min((f for f in losses if losses[f] is not None), key=losses.get, default=final)
     newest = list(losses)[-keep_last:]
     for folder in older:
@@ -76,7 +76,7 @@ def find(path):
     """The checkpoint that `path` names: path itself, or a run's newest undamaged one. All ranks call it."""
     path, (rank, ranks) = Path(path), parallel.rank_and_size()
     single = path.match(f"step_{DIGITS}") or os.path.isfile(path / "manifest.json")
-    found = [path] if single else folders(path)[::-1]
+    found = [path] if single and os.path.exists(path) else folders(path)[::-1]
     for folder in found:
         wrong = next(filter(None, parallel.gather_objects(problem(folder, rank, ranks))), None)
         if wrong or folder != found[0]:
@@ -85,7 +85,8 @@ def find(path):
         if wrong is None:
             return folder
     hint = "expected a run's folder, or one of its step_*/; Hugging Face weights are --init_from=hf:FOLDER"
-    raise CheckpointError(f"{path}: no whole checkpoint there, {len(found)} damaged ({hint})")
+    why = f"{len(found)} damaged" if os.path.exists(path) else "no such folder"
+    raise CheckpointError(f"{path}: no whole checkpoint there, {why} ({hint})")
 
 
 def problem(folder, rank=0, ranks=1):
@@ -122,7 +123,7 @@ class Saver:
         """last: the resumed checkpoint, if in out_dir. saved(step, folder) follows each save."""
         self.world, self.out_dir, self.keep_last = world, Path(out_dir), keep_last
         self.background, self.saved = async_save, saved
-        self.last = None if last is None else _read_state(last)["step"]  # of the last save
+        self.last = None if last is None else read_state(last)["step"]  # of the last save
         self.whole = set() if last is None else {last}  # for prune
         self.thread, self.pending = ThreadPoolExecutor(1), None  # pending: the future of _write
 
@@ -288,10 +289,10 @@ def open_folder(folder):
     for group in tensors.values():
         for name, parts in group.items():
             group[name] = Stored(f"{folder}: {name}", *parts)
-    return tensors, _read_state(folder)
+    return tensors, read_state(folder)
 
 
-def _read_state(folder):
+def read_state(folder):
     """state.json of a checkpoint; {} where there is none. Raises CheckpointError if it is damaged."""
     path = Path(folder) / "state.json"
     return files.read_json(path, CheckpointError, STATE) if path.exists() else {}

@@ -63,9 +63,10 @@ def mixed(each, shares):
 
 def in_words(score):
     """Parts of a line for the console; after ±, the standard errors."""
-    words = [f"loss {score['loss']:.4f} ±{score['stderr']:.4f}"]
+    spread = lambda error: "" if math.isnan(error) else f" ±{error:.4f}"  # of one document it is unknown
+    words = [f"loss {score['loss']:.4f}{spread(score['stderr'])}"]
     if score["bpb"] is not None:
-        words.append(f"{score['bpb']:.4f} ±{score['bpb_stderr']:.4f} bits/byte")
+        words.append(f"{score['bpb']:.4f}{spread(score['bpb_stderr'])} bits/byte")
     return words
 
 

@@ -1,5 +1,8 @@
 """The code of a run: model.py, kernels.py and a digest of every source, in out_dir and in each checkpoint."""
 
+import hashlib
+import sys
+from importlib import metadata
 from pathlib import Path
 
 from configurator import UserError
@@ -15,6 +18,16 @@ def digests():
     """{path from the repository's top: SHA-256} of every Python and CUDA source."""
     paths = (p for folder in FOLDERS for p in (HERE / folder).glob("*") if p.suffix in (".py", ".cu", ".cuh"))
     return {path.relative_to(HERE).as_posix(): files.digest(path)[1] for path in sorted(paths)}
+
+
+def imported():
+    """SHA-256 of all imported code: packages by their RECORDs, files that are not Python's by their bytes."""
+    library, site = Path(hashlib.__file__).parent, Path(sys.modules["torch"].__file__).parents[1]
+    files = {Path(str(getattr(m, "__file__", ""))) for n, m in [*sys.modules.items()] if n[:6] != "torch."}
+    own = sorted(f for f in files if f.suffix == ".py" and not {library, site} & {*f.parents} and f.is_file())
+    installed = sorted(p.read_text("RECORD") or "" for p in metadata.distributions(path=[str(site)]))
+    code = "".join(installed).encode() + b"".join(file.read_bytes() for file in own)
+    return hashlib.sha256(code).hexdigest()
 
 
 def record(out_dir):

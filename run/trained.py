@@ -4,7 +4,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from configurator import UserError
+from configurator import UserError, warn
 from corpus import chat
 from corpus import tokenizer as tokenizers
 from run import checkpoint, hf
@@ -23,7 +23,9 @@ def load(cfg):
     precision, _ = pick_precision(cfg.precision, world.device)
     pick_ops("auto", world.device, precision)
     model, name = load_model(cfg, world, precision)
-    tokenizer = tokenizers.load(cfg.tokenizer or name or "gpt2", model.cfg.vocab_size)
+    name = cfg.tokenizer or name
+    warn(not name and "the weights name no tokenizer, GPT-2's is taken; --tokenizer names another")
+    tokenizer = tokenizers.load(name or "gpt2", model.cfg.vocab_size)
     for folder in folders(cfg, tokenizer):
         tokenizer.ends |= chat.stop_ids(folder, tokenizer)
     return world, model, tokenizer, autocast(precision, world.device)

@@ -40,7 +40,7 @@ def attentions(model, setting, any_core=False):
 
     for i, block in enumerate(model.blocks):
         if not any(map(suits, block.modules())):
-            why = f"{setting} goes around attn.core, and block {i} of model.py has none"
+            why = f"{setting} goes around attn.core, kernels.attention, and block {i} of model.py has none"
             raise UserError(f"{why}: see docs/experiment.md")
     return list(filter(suits, model.modules()))
 

@@ -72,16 +72,13 @@ class Checkpointed:
         contexts = lambda: (self.tape.use(results, recording=True), self.tape.use(results, recording=False))
         # the empty tensor says on which device the random state is to be kept
         out = checkpoint(forward, inputs[0].new_empty(0), use_reentrant=False, context_fn=contexts)
-        kept[:] = (shelf.put(x.detach()) if torch.is_tensor(x) else x for x in inputs)
+        kept[:] = (shelf.put(x.detach()) if torch.is_tensor(x) and x.requires_grad else x for x in inputs)
         return out
 
 
 def taken(shelf, x):
-    """An input of the block as its recomputation takes it; as it is, unless it is on the shelf."""
-    if not isinstance(x, Kept):
-        return x
-    x = shelf.take(x).detach()
-    return x.requires_grad_() if x.is_floating_point() else x
+    """An input of the block as its recomputation takes it; one without a gradient, which is kept as it is."""
+    return shelf.take(x).detach().requires_grad_() if isinstance(x, Kept) else x
 
 
 class Tape:

@@ -55,9 +55,11 @@ def test_step_of_a_sharded_model_with_sequences_over_two_ranks():
 
 
 def test_collectives_over_two_ranks():
-    done = bench("comm", "--device=cpu", "--max_mib=1")
+    done = train_ranks(2, ["--device=cpu", "--max_mib=1"], script="results/speed/comm.py")
     assert done.returncode == 0, done.stderr
     assert re.search(r"^ +1 .*\d+\.\d \( +\d+\)", done.stdout, re.MULTILINE), done.stdout
+    alone = train_ranks(0, ["--device=cpu"], script="results/speed/comm.py")
+    assert alone.returncode == 2 and "comm.py needs several ranks" in alone.stderr
 
 
 def test_the_kinds_of_kernels_and_the_time_without_any():
@@ -276,7 +278,7 @@ def test_no_estimate_where_operations_keep_more_than_it_counts(word):
 def test_an_unknown_command_is_one_line():
     done = train_ranks(0, ["steps"], script="bench.py")
     assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert done.stderr.startswith("error: bench.py steps: expected one of step, comm, memory"), done
+    assert done.stderr.startswith("error: bench.py steps: expected one of step, memory"), done
 
 
 @pytest.mark.parametrize(
@@ -286,7 +288,6 @@ def test_an_unknown_command_is_one_line():
         (["memory", "--precision=fp32"], "^precision=fp32: the arithmetic is for bf16, fp8"),
         (["memory", "--world=8", "--n_head=7"], "n_embd=768 must be divisible by n_head=7"),
         (["step", "--stepss=3"], "unknown setting stepss; did you mean steps?"),
-        (["comm", "--device=cpu"], "bench.py comm needs several ranks"),
         (["step", *TINY, "--precision=fp8"], "precision=fp8 needs a CUDA device"),
         (["step", *TINY, "--steps=-1"], "steps=-1 must be at least 0"),
     ],

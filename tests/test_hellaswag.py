@@ -140,7 +140,7 @@ def test_a_missing_or_empty_file_is_a_mistake_and_a_dead_network_is_not(tmp_path
 def test_the_line_for_the_console_has_standard_errors():
     score = dict(acc=0.5, acc_norm=0.25, acc_easy=0.75, n=4, truncated=1, seconds=2.0)
     shares = "acc_norm 0.2500 ±0.2165 | acc 0.5000 ±0.2500 | acc_easy 0.7500 ±0.2165"
-    assert hellaswag.in_words(score) == f"{shares} | 4 examples, 1 cut | 2.0 s"
+    assert hellaswag.in_words(score) == f"{shares} | 4 examples, rows cut: 1 | 2.0 s"
     with pytest.raises(UserError, match="limit=0 must be at least 1"):
         hellaswag.main(hellaswag.Config(limit=0))
 
@@ -159,7 +159,7 @@ def test_the_command_line_over_two_ranks_prints_one_score_the_same(tmp_path, mod
     both = ranks.run(2, [*words, "--batch_tokens=256"], "hellaswag.py")
     assert alone.returncode == both.returncode == 0, both.stderr
     score, count, _ = both.outputs[0].rsplit(" | ", 2)
-    assert [score, count] == alone.stdout.rsplit(" | ", 2)[:2] and count == "20 examples, 0 cut"
+    assert [score, count] == alone.stdout.rsplit(" | ", 2)[:2] and count == "20 examples, rows cut: 0"
     assert both.outputs[1] == both.stderr == ""
     other = small(seed=2)
     save_model(tmp_path / "other", other, other.cfg)

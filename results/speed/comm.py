@@ -1,21 +1,35 @@
-"""Bus bandwidth of collectives by message size, as NCCL's tests define it: comparable with a link's speed."""
+"""Bus bandwidth of collectives by message size, as NCCL's tests define it: comparable with a link's speed.
+
+torchrun --standalone --nproc_per_node=4 results/speed/comm.py
+"""
 
 import statistics
+import sys
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from configurator import UserError, refuse, too_small
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from configurator import UserError, refuse, run, too_small
 from run.logger import device_name
 from scale import parallel
 
 
-def measure(cfg):
-    """Prints a table of GB/s and us; cfg: a bench.CommConfig. Every rank calls it."""
+@dataclass
+class Config:
+    device: str = "auto"  # auto, cpu, cuda
+    max_mib: int = 1024  # largest message, in MiB of bf16
+
+
+def main(cfg):
+    """Prints a table of GB/s and us. Every rank calls it."""
     refuse(too_small(cfg, {"max_mib": 1}))
     world = parallel.start(cfg.device)
     if (n := world.size) == 1:
-        raise UserError("bench.py comm needs several ranks; try torchrun --nproc_per_node=4 bench.py comm")
+        raise UserError("comm.py needs several ranks; try torchrun --nproc_per_node=4 results/speed/comm.py")
     say = print if world.main else lambda *_, **__: None
     say(f"{n} x {device_name(world.device)}; GB/s of bus bandwidth (us)\n{'MiB':>8}", end="")
     for size in [4**k for k in range(16) if 4**k <= cfg.max_mib]:
@@ -31,6 +45,7 @@ def measure(cfg):
             say("".join(f"{name:>24}" for name in calls))
         cells = [cell(share * whole.numel() * 2, call, tensors) for share, call, tensors in calls.values()]
         say(f"{size:>8}" + "".join(f"{c:>24}" for c in cells), flush=True)
+    parallel.stop()
 
 
 def cell(moved, call, tensors, rounds=10):
@@ -43,3 +58,7 @@ def cell(moved, call, tensors, rounds=10):
         times.append(parallel.synchronize(device) - began)
     seconds = statistics.median(times[2:])
     return f"{moved / seconds / 1e9:8.1f} ({seconds * 1e6:9.0f})"
+
+
+if __name__ == "__main__":
+    run(main, Config)
