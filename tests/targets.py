@@ -100,9 +100,8 @@ def folded(capability):
     fast.norm.norm_forward(x, x, torch.zeros(768), None, 1e-5, False, False)
     fast.norm.norm_backward(x, x, x, stats, torch.zeros(768), False, x[:, :12].contiguous())
     if capability >= 89:
-        for what, beside in dict(
-            gate=[x[:, :6].contiguous()], norm=[stats, stats], shifted_norm=[stats] * 3
-        ).items():
+        gates = [x[:, :6].contiguous()]
+        for what, beside in dict(gate=gates, norm=[stats, stats], shifted_norm=[stats] * 3).items():
             fast.fp8.cast([x], torch.zeros(2), beside, what)
 
 

@@ -281,17 +281,14 @@ def test_an_unknown_command_is_one_line():
     assert done.stderr.startswith("error: bench.py steps: expected one of step, memory"), done
 
 
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        (["memory", "--world=0"], "^world=0 must be at least 1"),
-        (["memory", "--precision=fp32"], "^precision=fp32: the arithmetic is for bf16, fp8"),
-        (["memory", "--world=8", "--n_head=7"], "n_embd=768 must be divisible by n_head=7"),
-        (["step", "--stepss=3"], "unknown setting stepss; did you mean steps?"),
-        (["step", *TINY, "--precision=fp8"], "precision=fp8 needs a CUDA device"),
-        (["step", *TINY, "--steps=-1"], "steps=-1 must be at least 0"),
-    ],
-)
+@pytest.mark.parametrize("words, message", [
+    (["memory", "--world=0"], "^world=0 must be at least 1"),
+    (["memory", "--precision=fp32"], "^precision=fp32: the arithmetic is for bf16, fp8"),
+    (["memory", "--world=8", "--n_head=7"], "n_embd=768 must be divisible by n_head=7"),
+    (["step", "--stepss=3"], "unknown setting stepss; did you mean steps?"),
+    (["step", *TINY, "--precision=fp8"], "precision=fp8 needs a CUDA device"),
+    (["step", *TINY, "--steps=-1"], "steps=-1 must be at least 0"),
+])  # fmt: skip
 def test_mistakes_are_one_line(words, message):
     with pytest.raises(UserError, match=message) as error:
         here(*words)

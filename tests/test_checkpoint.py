@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import pickle
+import shutil
 import signal
 import threading
 
@@ -137,7 +138,7 @@ def test_rows_of_parts_of_which_none_may_be_missing(tmp_path):
     whole, ends = (
         torch.arange(30.0).view(10, 3),
         [0, 4, 8, 10, 10],
-    )  # of rows fewer than ranks the last have none
+    )  # fewer rows than ranks: the last has none
     paths = [tmp_path / f"model.rank{rank:05d}.safetensors" for rank in range(4)]
     for path, first, last in zip(paths, ends, ends[1:]):
         save_file({"w": whole[first:last].clone()}, path, {"shards": json.dumps({"w": [first, 10]})})
@@ -211,7 +212,7 @@ def kept(folder):
 
 
 @pytest.mark.fault(53, 66, 82)
-def test_only_our_folders_and_files_are_removed(tmp_path):
+def test_only_our_folders_and_files_are_removed(tmp_path, monkeypatch):
     """What a user keeps in out_dir stays when checkpoints are pruned and by --overwrite."""
     for name in ("step_notes.md", "step_plans/a", "step_2x/a", "step_00000003/a", ".writing_plans/a"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -221,8 +222,15 @@ def test_only_our_folders_and_files_are_removed(tmp_path):
     for name in (".writing_step_00000004", ".config.json.12.tmp", ".model.py.3.tmp"):
         (tmp_path / name).write_text("ours")
     for step in (1, 4):
-        save(tmp_path, step, keep_last=1)
-    assert [folder.name for folder in checkpoint.folders(tmp_path)] == ["step_00000004"]
+        last = save(tmp_path, step, keep_last=1)
+    assert checkpoint.folders(tmp_path) == [last]
+    found, really = [], shutil.rmtree
+    look = lambda path, *options: found.append(checkpoint.problem(last)) or really(path, *options)
+    monkeypatch.setattr(shutil, "rmtree", look)
+    save(tmp_path, 4, keep_last=1)
+    assert found == [None] * 2, "a step saved again was deleted before the new one stood in its place"
+    with pytest.raises(checkpoint.CheckpointError, match="step_00000003: .*Directory not empty"):
+        save(tmp_path, 3)
     (tmp_path / "log.jsonl").write_text('{"kind": "train"}')
     Start(tmp_path, overwrite=True).prepare_out_dir()
     assert kept(tmp_path) == users | {"source.json", "model.py", "kernels.py"}
@@ -232,7 +240,7 @@ def test_only_our_folders_and_files_are_removed(tmp_path):
 
 
 @pytest.mark.fault(45, 66, 67, 80)
-def test_a_folder_in_use_is_refused_and_left(tmp_path):
+def test_a_folder_in_use_is_refused_and_left(tmp_path, monkeypatch):
     for name in ("model.py", "config.json", "log.jsonl"):
         (tmp_path / name).write_text("mine")
         for resume in ("none", "auto"):
@@ -243,8 +251,12 @@ def test_a_folder_in_use_is_refused_and_left(tmp_path):
     with pytest.raises(UserError, match="out_dir=.*File name too long; try another"), files.Lock(long):
         Start(long)
     (tmp_path / "log.jsonl").write_text('{"kind": "train", "step": 1}\n')
+    early = Start(tmp_path / "step_early")
     with pytest.raises(UserError, match="holds an earlier run; try --resume=auto"):
         Start(tmp_path)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # torchrun's: what is there, this run has saved
+    with pytest.raises(UserError, match="holds an earlier run; try --resume=auto"):
+        Start(tmp_path, overwrite=True)
     Start(tmp_path, "auto").prepare_out_dir()  # killed before its first checkpoint: begins again
     assert (tmp_path / "log.jsonl").exists()
     (tmp_path / "log.jsonl").write_text('{"kind": "saved", "step": 1}\n')
@@ -257,3 +269,7 @@ def test_a_folder_in_use_is_refused_and_left(tmp_path):
         Start(tmp_path, str(first))
     with pytest.raises(UserError, match="holds another run than"):
         Start(tmp_path, str(save(tmp_path / "other", 3)))
+    first = save(tmp_path / "step_early", 1)  # by another run, while the early one was built
+    with pytest.raises(UserError, match="holds an earlier run; try --resume=auto"):
+        early.prepare_out_dir()
+    assert checkpoint.find(tmp_path / "step_early") == first

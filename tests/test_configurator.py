@@ -47,23 +47,20 @@ def test_file_imports_computes_and_is_overridden(tmp_path):
     assert make(str(tmp_path / "c"), "--name=y") == cfg
 
 
-@pytest.mark.parametrize(
-    "word, message",
-    [
-        ("--n_layers=1", "did you mean n_layer?"),
-        ("--lr=abc", "lr=abc is not a float"),
-        ("--n_layer=0.5", "n_layer=0.5 is not an int"),
-        ("--n_layer=None", "n_layer=None is not an int"),
-        ("--n_layer=inf", "n_layer=inf is not an int"),
-        ("--kind=c", "kind=c is not one of a, b"),
-        ("--compile=maybe", "compile=maybe is not a bool"),
-        ("--lr", "--lr needs a value, written --lr=VALUE"),
-        ("no/such.py", "no/such.py: no such config file"),
-        ("config/gpt2_124", "config/gpt2_124: no such config file; recipes: gpt2_124m, "),
-        ("lr=1", "lr=1: no such config file; a setting is written --lr=1"),
-        ("--config=config/test.py", "did you mean the file's path alone, without --config=?"),
-    ],
-)
+@pytest.mark.parametrize("word, message", [
+    ("--n_layers=1", "did you mean n_layer?"),
+    ("--lr=abc", "lr=abc is not a float"),
+    ("--n_layer=0.5", "n_layer=0.5 is not an int"),
+    ("--n_layer=None", "n_layer=None is not an int"),
+    ("--n_layer=inf", "n_layer=inf is not an int"),
+    ("--kind=c", "kind=c is not one of a, b"),
+    ("--compile=maybe", "compile=maybe is not a bool"),
+    ("--lr", "--lr needs a value, written --lr=VALUE"),
+    ("no/such.py", "no/such.py: no such config file"),
+    ("config/gpt2_124", "config/gpt2_124: no such config file; recipes: gpt2_124m, "),
+    ("lr=1", "lr=1: no such config file; a setting is written --lr=1"),
+    ("--config=config/test.py", "did you mean the file's path alone, without --config=?"),
+])  # fmt: skip
 @pytest.mark.fault(13, 14, 15)
 def test_bad_words(word, message):
     with pytest.raises(UserError, match="command line|no such") as error:
@@ -71,18 +68,15 @@ def test_bad_words(word, message):
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "text, message",
-    [
-        ("n_layer = 2\nlr = (\n", "c.py:2: "),
-        ("n_layer = 2\nn_head = 3\n", "c.py:2: unknown setting n_head"),
-        ("n_layer = 'two'\n", "c.py:1: n_layer=two is not an int"),
-        ("\nlr = 1 / 0\n", "c.py:2: ZeroDivisionError"),
-        ("\nlr = x\n", "c.py:2: NameError"),
-        ("n_layer = 10**5000", "c.py:1: n_layer=0x"),
-        ("\0", "c.py:1: source code"),
-    ],
-)
+@pytest.mark.parametrize("text, message", [
+    ("n_layer = 2\nlr = (\n", "c.py:2: "),
+    ("n_layer = 2\nn_head = 3\n", "c.py:2: unknown setting n_head"),
+    ("n_layer = 'two'\n", "c.py:1: n_layer=two is not an int"),
+    ("\nlr = 1 / 0\n", "c.py:2: ZeroDivisionError"),
+    ("\nlr = x\n", "c.py:2: NameError"),
+    ("n_layer = 10**5000", "c.py:1: n_layer=0x"),
+    ("\0", "c.py:1: source code"),
+])  # fmt: skip
 @pytest.mark.fault(17)
 def test_bad_files(tmp_path, text, message):
     path = tmp_path / "c.py"

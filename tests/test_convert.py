@@ -125,20 +125,17 @@ def test_logits_and_loss_equal_transformers_and_the_way_back_is_bitwise(make, tm
     assert not load(tmp_path / "b")[1].differences(cfg)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        dict(),
-        dict(bias=False),
-        dict(tie_embeddings=False, n_hidden=100),
-        dict(mlp="relu2"),
-        dict(LLAMA, n_kv_head=1, rope_theta=5e5),
-        dict(LLAMA, bias=True, rope_factor=4.0, rope_original=16),
-        dict(LLAMA, qk_norm=True, n_kv_head=1, n_hidden=100, head_dim=24),
-        dict(LLAMA, embed_norm=True, tie_embeddings=False),
-        dict(LLAMA, qk_norm=True, mlp="relu2", embed_norm=True),
-    ],
-)
+@pytest.mark.parametrize("changes", [
+    dict(),
+    dict(bias=False),
+    dict(tie_embeddings=False, n_hidden=100),
+    dict(mlp="relu2"),
+    dict(LLAMA, n_kv_head=1, rope_theta=5e5),
+    dict(LLAMA, bias=True, rope_factor=4.0, rope_original=16),
+    dict(LLAMA, qk_norm=True, n_kv_head=1, n_hidden=100, head_dim=24),
+    dict(LLAMA, embed_norm=True, tie_embeddings=False),
+    dict(LLAMA, qk_norm=True, mlp="relu2", embed_norm=True),
+])  # fmt: skip
 def test_ours_in_transformers(changes, tmp_path):
     cfg = GPTConfig(vocab_size=300, block_size=64, n_layer=2, n_head=2, n_embd=32, **changes)
     ours = randomized(build(cfg, CPU, seed=0))
@@ -217,32 +214,29 @@ def test_absent_keys_mean_what_they_mean_to_transformers(name, family):
         assert values.get(key, some[0]) == some[0] or key == "sliding_window", key
 
 
-@pytest.mark.parametrize(
-    "make, changes, words",
-    [
-        (gpt2, dict(model_type="opt"), ["model_type=opt", "gpt2 or llama or qwen3 or mistral"]),
-        (llama, dict(model_type="qwen2"), ["model_type=qwen2 is not supported, expected gpt2 or llama"]),
-        (llama, dict(model_type="mistral"), ["sliding_window=4096 is not supported, expected None"]),
-        (gpt2, dict(activation_function="relu"), ["activation_function=relu", "gelu_new"]),
-        (gpt2, dict(n_head=5), ["n_embd=48", "n_head=5"]),
-        (gpt2, dict(n_layer=3), ["transformer.h.2", "missing"]),
-        (gpt2, dict(n_layer=1), ["transformer.h.1", "not expected"]),
-        (gpt2, dict(n_positions=32), ["transformer.wpe.weight is [64, 48], expected [32, 48]"]),
-        (gpt2, dict(n_embd="48"), ["n_embd=48 is not an int"]),
-        (gpt2, dict(model_type=["gpt2"]), ["config.json is damaged: model_type is ['gpt2']"]),
-        (gpt2, dict(quantization_config=dict(bits=4)), ["quantization_config"]),
-        (gpt2, dict(tie_word_embeddings=False), ["lm_head.weight missing"]),
-        (llama, dict(head_dim=32), ["proj.weight is [64, 64], expected [64, 128]"]),
-        (llama, dict(rope_parameters=dict(rope_type="yarn", factor=4.0)), ["rope_type=yarn"]),
-        (llama, dict(rope_parameters=dict(rope_type="llama3", rope_theta=1e4)), ["rope_factor=absent"]),
-        (llama, dict(rope_parameters=SCALING | dict(low_freq_factor=2.0)), ["low_freq_factor=2.0", "1.0"]),
-        (llama, dict(rope_parameters=[1]), ["rope_parameters is [1]"]),
-        (llama, dict(num_key_value_heads=4), ["k_proj.weight is [32, 64], expected [64, 64]"]),
-        (llama, dict(hidden_act="relu"), ["hidden_act=relu is not supported, expected silu or swish"]),
-        (qwen3, dict(attention_bias=True), ["attention_bias=True"]),
-        (qwen3, dict(use_sliding_window=True), ["use_sliding_window=True"]),
-    ],
-)
+@pytest.mark.parametrize("make, changes, words", [
+    (gpt2, dict(model_type="opt"), ["model_type=opt", "gpt2 or llama or qwen3 or mistral"]),
+    (llama, dict(model_type="qwen2"), ["model_type=qwen2 is not supported, expected gpt2 or llama"]),
+    (llama, dict(model_type="mistral"), ["sliding_window=4096 is not supported, expected None"]),
+    (gpt2, dict(activation_function="relu"), ["activation_function=relu", "gelu_new"]),
+    (gpt2, dict(n_head=5), ["n_embd=48", "n_head=5"]),
+    (gpt2, dict(n_layer=3), ["transformer.h.2", "missing"]),
+    (gpt2, dict(n_layer=1), ["transformer.h.1", "not expected"]),
+    (gpt2, dict(n_positions=32), ["transformer.wpe.weight is [64, 48], expected [32, 48]"]),
+    (gpt2, dict(n_embd="48"), ["n_embd=48 is not an int"]),
+    (gpt2, dict(model_type=["gpt2"]), ["config.json is damaged: model_type is ['gpt2']"]),
+    (gpt2, dict(quantization_config=dict(bits=4)), ["quantization_config"]),
+    (gpt2, dict(tie_word_embeddings=False), ["lm_head.weight missing"]),
+    (llama, dict(head_dim=32), ["proj.weight is [64, 64], expected [64, 128]"]),
+    (llama, dict(rope_parameters=dict(rope_type="yarn", factor=4.0)), ["rope_type=yarn"]),
+    (llama, dict(rope_parameters=dict(rope_type="llama3", rope_theta=1e4)), ["rope_factor=absent"]),
+    (llama, dict(rope_parameters=SCALING | dict(low_freq_factor=2.0)), ["low_freq_factor=2.0", "1.0"]),
+    (llama, dict(rope_parameters=[1]), ["rope_parameters is [1]"]),
+    (llama, dict(num_key_value_heads=4), ["k_proj.weight is [32, 64], expected [64, 64]"]),
+    (llama, dict(hidden_act="relu"), ["hidden_act=relu is not supported, expected silu or swish"]),
+    (qwen3, dict(attention_bias=True), ["attention_bias=True"]),
+    (qwen3, dict(use_sliding_window=True), ["use_sliding_window=True"]),
+])  # fmt: skip
 def test_unsupported_is_one_line(make, changes, words, tmp_path):
     edit_config(saved(make(), tmp_path), **changes)
     refused(lambda: load(tmp_path), *words)
@@ -284,15 +278,12 @@ def test_pickles_are_never_opened(tmp_path):
     assert not (tmp_path / "sprung").exists()
 
 
-@pytest.mark.parametrize(
-    "changes, words",
-    [
-        (dict(qk_norm=True, softcap=30.0), ["a gpt2 has no qk_norm=True, softcap=30.0"]),
-        (dict(n_kv_head=1, head_dim=4), ["n_kv_head=1, head_dim=4"]),
-        (dict(LLAMA, qk_norm=True, bias=True), ["a llama has no qk_norm=True; a qwen3 has no bias=True"]),
-        (dict(LLAMA, qk_norm=True, attention_gate=True), ["a qwen3 has no attention_gate=True"]),
-    ],
-)
+@pytest.mark.parametrize("changes, words", [
+    (dict(qk_norm=True, softcap=30.0), ["a gpt2 has no qk_norm=True, softcap=30.0"]),
+    (dict(n_kv_head=1, head_dim=4), ["n_kv_head=1, head_dim=4"]),
+    (dict(LLAMA, qk_norm=True, bias=True), ["a llama has no qk_norm=True; a qwen3 has no bias=True"]),
+    (dict(LLAMA, qk_norm=True, attention_gate=True), ["a qwen3 has no attention_gate=True"]),
+])  # fmt: skip
 def test_what_no_class_computes_is_refused(changes, words, tmp_path):
     refused(lambda: hf.save_hf(randomized(tiny(**changes)), tmp_path / "hf"), *words)
     assert not any(tmp_path.iterdir())

@@ -15,13 +15,9 @@ from settings import Config
 GPT = dict(n_embd=768, n_head=12, block_size=256, batch_size=16, batch_tokens=8192, max_steps=5)
 GPT["save_interval"] = 5
 GROUPED = GPT | LLAMA | dict(n_kv_head=4)
-RUNS = {
-    "gpt": GPT,
-    "fp8": GPT | dict(precision="fp8", dropout=0.1),
-    "documents": GROUPED | dict(document_mask=True),
-    "remat": GROUPED | dict(remat="attention", optimizer="muon"),
-    "compiled": slow(GPT | dict(compile=True)),
-}
+RUNS = {"gpt": GPT, "fp8": GPT | dict(precision="fp8", dropout=0.1)}
+RUNS |= {"documents": GROUPED | dict(document_mask=True), "compiled": slow(GPT | dict(compile=True))}
+RUNS |= {"remat": GROUPED | dict(remat="attention", optimizer="muon")}
 
 
 @pytest.fixture

@@ -62,9 +62,8 @@ def save_tokenizer(folder, template, special=("<|endoftext|>", "<|im_start|>", "
     inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = tokenizers.decoders.ByteLevel()
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=400, special_tokens=[*special], initial_alphabet=alphabet
-    )
+    options = dict(vocab_size=400, special_tokens=[*special], initial_alphabet=alphabet)
+    trainer = tokenizers.trainers.BpeTrainer(**options)
     inner.train_from_iterator([m["content"] for messages in questions() for m in messages], trainer)
     inner.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template, **settings}))
@@ -261,16 +260,13 @@ PAIR = [("user", "a"), ("assistant", "b")]
 CHANGES = "{% for m in messages %}{{ m.content if loop.last else m.content | upper }}{% endfor %}"
 
 
-@pytest.mark.parametrize(
-    "template, messages, words",
-    [
-        (None, PAIR, "has no chat template; give a folder with one"),
-        (CHANGES, [*PAIR, ("user", "c")], "renders message 2 otherwise when others follow"),
-        (PLAIN, "not a list", "expected a list of {role, content}, got 'not a list'"),
-        ("{% if false %}{% endif %}", [("user", "a"), ("assistant", "\ud800")], None),
-        (PLAIN, [("", "a")], "expected a list of {role, content}"),
-    ],
-)
+@pytest.mark.parametrize("template, messages, words", [
+    (None, PAIR, "has no chat template; give a folder with one"),
+    (CHANGES, [*PAIR, ("user", "c")], "renders message 2 otherwise when others follow"),
+    (PLAIN, "not a list", "expected a list of {role, content}, got 'not a list'"),
+    ("{% if false %}{% endif %}", [("user", "a"), ("assistant", "\ud800")], None),
+    (PLAIN, [("", "a")], "expected a list of {role, content}"),
+])  # fmt: skip
 def test_bad_dialogues_are_refused_in_one_line(chatml, tmp_path, template, messages, words):
     folder = shutil.copytree(chatml, tmp_path / "t")
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))

@@ -58,9 +58,11 @@ ATTENTION_PROJ = "        self.proj = Linear(cfg.attention_width, cfg.n_embd, bi
 CORE = "        y = self.core("
 GATE = "y = self.gate(y.transpose(1, 2), x).flatten(2)  # (B, T, H D)\n"
 LOOP = "        for block in self.stack:\n            x = block(x, idx)\n"
+SCALE = "        x0, scale = x, 1 + (idx % 3).to(x.dtype).unsqueeze(-1)\n"
 HEAD = "        self.head = Head(cfg)\n"
 LOSS_CALL = "kernels.linear_cross_entropy(x, self, targets, reduction, self.vocab_size, self.softcap)\n"
 OTHER_LOSS = "F.cross_entropy(1.5 * self.logits(x).flatten(0, 1), targets.flatten(), reduction=reduction)\n"
+OTHER_CORE = "core = lambda _, q, k, v, *__: F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1)"
 NORMALIZED = "return F.normalize(self.last(self.norm(x)), dim=-1) * x.size(-1) ** 0.5\n"
 NORMED = CORE.replace("y = ", "q, k = self.q_norm_2(q), self.k_norm_2(k)\n        y = ")
 LORA = """class LoRA(Linear):
@@ -122,10 +124,11 @@ EDITS = {
     "a loss of PyTorch's": [(LOSS_CALL, OTHER_LOSS)],
     "a skipped layer": [(LOOP, LOOP.replace("self.stack", "self.stack[::2]"))],
     "layers run twice": [(LOOP, LOOP.replace("self.stack", "[*self.stack, *self.stack]"))],
-    "the embedding in every block": [  # by name
-        (BLOCK, "    def forward(self, x, idx, x0):\n        x = x + x0\n        x = x + "),
-        (LOOP, "        x0 = x\n" + LOOP.replace("block(x, idx)", "block(x, idx, x0=x0)")),
+    "the embedding in every block": [  # by name, and a factor without a gradient
+        (BLOCK, "    def forward(self, x, idx, scale, x0):\n        x = x + scale * x0\n        x = x + "),
+        (LOOP, SCALE + LOOP.replace("block(x, idx)", "block(x, idx, scale, x0=x0)")),
     ],
+    "another attention": [("core = staticmethod(kernels.attention)", OTHER_CORE)],
     "LoRA": [("class Attention(nn.Module):\n", LORA), ("self.qkv = Linear(", "self.qkv = LoRA(")],
 }
 PLAIN = {  # operations that run in plain PyTorch, and why; of all others not one does
@@ -157,6 +160,7 @@ ALL_AT_ONCE = dict(parallel="fsdp", context_parallel=2, remat="selective", docum
 IN_FP8 = dict(block_size=128 if GPU else 16, precision="fp8")  # rows: a multiple of 16
 MODES = [
     ("value residual", dict(context_parallel=2)),
+    ("another attention", dict(context_parallel=2)),
     ("value residual", SHARDED),
     ("a layer before the head", dict(remat="block", **ZERO2)),
     ("a skipped layer", {}),  # parameters without a gradient under DDP

@@ -44,15 +44,9 @@ JUNK += [1 << 70, -(1 << 70), math.inf, math.nan]
 ILLEGAL = "lr=inf lr=nan clip=nan norm_eps=nan norm_eps=inf norm_eps=-1 rope_theta=nan beta1=nan softcap=inf"
 ILLEGAL += " max_steps=1e400 n_layer=1000000000 weight_decay=inf"
 ILLEGAL += "".join(f" {name}={'9' * 4000}" for name in ("max_steps", "n_layer", "lr", "seed", "batch_tokens"))
-BAD_LINES = {
-    "number": b'{"text": 5}',
-    "null": b'{"text": null}',
-    "list": b'{"text": ["a"]}',
-    "missing": b'{"body": "a"}',
-    "broken": b'{"text": "tw',
-    "surrogate": b'{"text": "a \\ud800 b"}',
-    "bytes": b'{"text": "a \xff b"}',
-}
+BAD_LINES = {"number": b'{"text": 5}', "null": b'{"text": null}', "list": b'{"text": ["a"]}'}
+BAD_LINES |= {"missing": b'{"body": "a"}', "broken": b'{"text": "tw'}
+BAD_LINES |= {"surrogate": b'{"text": "a \\ud800 b"}', "bytes": b'{"text": "a \xff b"}'}
 
 
 def shards(folder, **settings):

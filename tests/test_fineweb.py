@@ -108,6 +108,7 @@ def test_a_finished_folder_is_left_alone_and_other_settings_are_refused(tmp_path
     for changes, words in [
         (dict(tokenizer="chars"), "tokenizer=bytes, not chars"),
         (dict(shuffle_seed=1, skip_bad_documents=True), "shuffle_seed=None, not 1"),
+        (dict(shuffle_seed=0), "shuffle_seed=None, not 0"),
         (dict(dataset=ASYNCIO), f"dataset={JSON}, not {ASYNCIO}"),
         (dict(dataset="kjj0/fineweb10B-gpt2", max_tokens=None), f"dataset={JSON}, not kjj0/fineweb10B-gpt2"),
     ]:
@@ -128,9 +129,8 @@ def test_kinds_of_files(tmp_path, streaming):
     line = lambda text, **more: json.dumps({"text": text, **more}) + "\n"
     (tmp_path / "a.txt").write_bytes(b"text file \xe9")
     (tmp_path / "b.JSON").write_text("\n \n" + line("upper"))
-    (tmp_path / "b.jsonl").write_text(
-        "\ufeff" + line("jsonl one", id=1) + line("") + line("a <|endoftext|> b", id=3)
-    )
+    lines = "\ufeff" + line("jsonl one", id=1) + line("") + line("a <|endoftext|> b", id=3)
+    (tmp_path / "b.jsonl").write_text(lines)
     (tmp_path / "c.jsonl.zst").write_bytes(zstandard.compress((line("zst é", other="x") + line("")).encode()))
     for name, kind in {"d.parquet": pyarrow.string(), "e.parquet": pyarrow.large_string()}.items():
         table = pyarrow.table({"n": [1, 2], "text": pyarrow.array([name, "last"], kind)})
@@ -140,6 +140,7 @@ def test_kinds_of_files(tmp_path, streaming):
     out = tmp_path.parent / f"{tmp_path.name}-out"
     said = prepare(out, tmp_path, tokenizer="bytes", val_tokens=5, streaming=streaming)
     assert "left out of folders: 2 .csv, 1 .md, 1 .png; a glob reads more" in said
+    assert streaming or "a.txt is not UTF-8 throughout: 1 characters were replaced" in said
     for key, words in {"n": "its field n is 1, not text", "x": "has no field x; it has n, text"}.items():
         with pytest.raises(DataError, match=f"d.parquet.* {words}"):
             prepare(f"{out}-{key}", tmp_path / "d.parquet", tokenizer="bytes", text_key=key)
@@ -360,6 +361,7 @@ def test_mistakes_in_the_settings_and_files(tmp_path, monkeypatch):
         "folder/a.csv": b"1,2",
         "utf16.txt": "text".encode("utf-16"),
         "bomb.txt.zst": zstandard.compress(bomb),
+        "half.txt.zst": zstandard.compress(random.Random(0).randbytes(400_000).hex().encode())[:200_000],
         "bomb.jsonl.gz": gzip.compress(b'{"text": "a"}\n' + bomb),
         "used/x_train_000001.bin": b"",
     }.items():
@@ -375,6 +377,7 @@ def test_mistakes_in_the_settings_and_files(tmp_path, monkeypatch):
         (dict(dataset="empty.txt"), 3, "no document in 1 files, the first is empty.txt"),
         (dict(dataset="utf16.txt"), 3, "utf16.txt is not text in UTF-8"),
         (dict(dataset="bomb.txt.zst"), 3, "bomb.txt.zst:1: a document of over 1 MiB; cut it up"),
+        (dict(dataset="half.txt.zst"), 3, "half.txt.zst cannot be read: OSError: Truncated"),
         (dict(dataset="bomb.jsonl.gz"), 3, "bomb.jsonl.gz:2: a document of over 1 MiB; cut it up"),
         (dict(dataset="one.jsonl"), 3, "18 of 18 tokens are for validation, by val_tokens=1"),
         (dict(dataset="few.jsonl"), 3, "16 of 22 tokens are for validation, by val_tokens=1"),

@@ -108,9 +108,8 @@ def beside_and_exactly(what, x, before):
     """(the tensors beside x, what `cast` computes of them and x before it rounds, in float64)"""
     exact, activation = x.double(), getattr(kernels, what.removeprefix("d"), None)
     if what == fp8.GATE:
-        return [before[:, :4].contiguous()], exact * before[:, :4].double().repeat_interleave(
-            x.size(1) // 4, 1
-        )
+        gates = before[:, :4].contiguous()
+        return [gates], exact * gates.double().repeat_interleave(x.size(1) // 4, 1)
     if what in (fp8.NORM, fp8.SHIFTED_NORM):
         stats, (weight, shift) = randn(2, len(x), dtype=torch.float32), randn(2, x.size(1)).float()
         normed = (exact - stats[0, :, None]) * stats[1, :, None] * weight

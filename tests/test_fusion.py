@@ -28,7 +28,7 @@ class Recorded(fusion.FoldIntoKernels):
         self.graphs.append(Counter(str(node.target) for node in graph.nodes))
 
 
-def trained(shape, fp8, compiled, dropout=0.0):
+def trained(shape, fp8, compiled, dropout=0.0, edit=None):
     sizes = dict(vocab_size=200, n_layer=2, n_head=4, n_embd=64, block_size=32)
     cfg = GPTConfig(**sizes | shape, dropout=dropout, attention="cudnn")
     model = models.build(cfg, torch.device(DEVICE), 0)
@@ -36,6 +36,7 @@ def trained(shape, fp8, compiled, dropout=0.0):
         fast.fp8.track(layer)
     for block in model.blocks:
         block.attn.dropout = 0.0  # PyTorch's plain attention with dropout has an addition of its own
+        block.attn.gate = edit(16, 1e-5).to(DEVICE) if edit else block.attn.gate
         if cfg.attention_gate:
             torch.nn.init.normal_(block.attn.gate.weight)
         if compiled is True:
@@ -51,33 +52,44 @@ def trained(shape, fp8, compiled, dropout=0.0):
     return loss, grads
 
 
+class NormOfHeads(kernels.RMSNorm):
+    def forward(self, y, x):
+        return super().forward(y)
+
+
+class GatesOfASlice(torch.nn.Identity):
+    def forward(self, y, x):
+        wide = torch.cat([y, y.detach().flip(-1)], -1)  # (B, T, H, 2 D)
+        return wide[..., : y.size(-1)] * torch.sigmoid(x[..., : y.size(2), None])
+
+
 GPT2 = dict(residual_addition_in_norm=2, residual_gradient_in_norm=2, addition_in_product=2)
+SLICED = GPT2 | dict(slice_gradient_in_norm=1)
 GATED = dict(norm="rmsnorm", positions="rope", mlp="relu2", bias=False, qk_norm=True, attention_gate=True)
 CASES = {  # shape, dropout, fp8, what the pass folds in the graphs that all blocks share
     "gpt2": ({}, 0.0, False, GPT2 | dict(column_sums_from_norm=1)),  # the bias gradient of attention's proj
     # dropout is between the layers and what reads their results
-    "dropout": (
-        {},
-        0.1,
-        False,
-        dict(residual_addition_in_norm=2, residual_gradient_in_norm=2, addition_in_product=1),
-    ),
-    "gates": (GATED, 0.0, False, GPT2 | dict(slice_gradient_in_norm=1)),
+    "dropout": ({}, 0.1, False, GPT2 | dict(addition_in_product=1)),
+    "gates": (GATED, 0.0, False, SLICED),
     "gates_fp8": (
         GATED,
         0.0,
         True,
-        GPT2 | dict(slice_gradient_in_norm=1, gates_in_cast=1, norm_in_cast=1),
-    ),  # the gates read the other one
+        SLICED | dict(gates_in_cast=1, norm_in_cast=1),
+    ),  # of the gates' input none
     "gpt2_fp8": ({}, 0.0, True, GPT2 | dict(column_sums_from_norm=1, norm_in_cast=2)),
 }
+# edits of what is cast that the kernel which casts cannot compute
+CASES["norm_of_heads_fp8"] = *CASES["gpt2_fp8"], NormOfHeads
+CASES["slice_fp8"] = {}, 0.0, True, SLICED | dict(column_sums_from_norm=1, norm_in_cast=1), GatesOfASlice
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_blocks_sums_are_computed_in_its_kernels(case, products, monkeypatch):
     """In the graphs that all blocks share no addition is left, but for one behind dropout."""
-    shape, dropout, fp8, folded = CASES[case]
+    shape, dropout, fp8, folded, *edit = CASES[case]
+    norms = 3 if NormOfHeads in edit else 2
     monkeypatch.setattr(kernels, "served", {DEVICE})
     torch._dynamo.reset()
     counters.clear()
@@ -87,18 +99,16 @@ def test_a_blocks_sums_are_computed_in_its_kernels(case, products, monkeypatch):
     monkeypatch.setattr(fusion, "FoldIntoKernels", lambda: fold)
     with torch._inductor.config.patch(post_grad_custom_pre_pass=None, force_disable_caches=True):
         fusion.register()
-        loss, grads = trained(shape, fp8, True, dropout)
+        loss, grads = trained(shape, fp8, True, dropout, *edit)
     forward, backward, inference = fold.graphs
     for graph, left in ((forward, dropout > 0), (inference, 0)):
-        assert graph["pretrain.norm_forward.default"] == 2 and graph["aten.add.Tensor"] == left
-    assert backward["pretrain.norm_backward.default"] == 2 and not backward["aten.add.Tensor"]
+        assert graph["pretrain.norm_forward.default"] == norms and graph["aten.add.Tensor"] == left
+    assert backward["pretrain.norm_backward.default"] == norms and not backward["aten.add.Tensor"]
     assert not backward["aten.copy.default"]  # attention's gradient comes as its output lies in memory
-    assert {
-        name: n for name, n in counters["inductor"].items() if "_in_" in name or "_from_" in name
-    } == folded
+    assert {k: n for k, n in counters["inductor"].items() if "_in_" in k or "_from_" in k} == folded
     if dropout:  # random numbers differ
         return
-    expected, refs = trained(shape, fp8, False)
+    expected, refs = trained(shape, fp8, False, dropout, *edit)
     assert abs(loss - expected) < 1e-3 * expected
     if fp8:  # small gradients differ by the rounding of large ones
         grads, refs = ({"all": torch.cat([g.flatten() for g in side.values()])} for side in (grads, refs))

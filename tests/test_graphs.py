@@ -213,7 +213,5 @@ def test_a_trial_tells_who_waits_for_whom():
 def test_a_cpu_has_no_graphs(data_dir, tmp_path):
     with pytest.raises(UserError, match="^cuda_graph=True needs a CUDA device, this is cpu; leave it out$"):
         train_here(data_dir, tmp_path, cuda_graph=True)
-    settings = dict(cuda_graph="auto", max_steps=1)
-    assert ["cuda graph", "no (it needs a CUDA device)"] in train_here(data_dir, tmp_path, **settings)[0][
-        "rows"
-    ]
+    start = train_here(data_dir, tmp_path, cuda_graph="auto", max_steps=1)[0]
+    assert ["cuda graph", "no (it needs a CUDA device)"] in start["rows"]

@@ -1,8 +1,10 @@
 """hellaswag.py: scores equal one row at a time, whatever the batch and ranks; damaged files and downloads."""
 
 import json
+import types
 import urllib.error
 
+import numpy as np
 import pytest
 import ranks
 import torch
@@ -77,6 +79,13 @@ def test_batches_hold_every_row_once_in_few_shapes():
     assert padded < 1.35 * real  # rounded up to 32, and a batch that is not full for each of 4 lengths
 
 
+def test_an_ending_has_the_tokens_that_it_has_in_the_text():
+    """Llama 2's tokenizer begins what it is given with a token of its own."""
+    tokenizer = types.SimpleNamespace(encode_batch=lambda texts: [np.array([1, *t.encode()]) for t in texts])
+    prepared = hellaswag.prepare([{"ctx": "ab", "endings": ["c"] * 4, "label": 0}], tokenizer, 32)
+    assert prepared.rows[0].tolist() == [1, *b"ab c"] and prepared.starts[0] == 3
+
+
 @pytest.mark.fault(40)
 def test_a_long_context_is_cut_on_its_left():
     tokenizer = tokenizers.load("bytes")
@@ -88,20 +97,17 @@ def test_a_long_context_is_cut_on_its_left():
         hellaswag.prepare([{**example, "endings": ["c" * 40] * 4}], tokenizer, 32)
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        '{"ctx": "a", "endings"',
-        '{"ctx": "a", "endings": ["b", "c", "d"], "label": 0}',
-        '{"ctx": 3, "endings": ["b", "c", "d", "e"], "label": 0}',
-        '{"ctx": "", "endings": ["b", "c", "d", "e"], "label": 0}',
-        '{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": 4}',
-        '{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": true}',
-        b'{"ctx": "\xff"}',
-        pytest.param('{"ctx": ' * 100_000, id="nested"),
-        pytest.param("1" * 5000, id="digits"),
-    ],
-)
+@pytest.mark.parametrize("line", [
+    '{"ctx": "a", "endings"',
+    '{"ctx": "a", "endings": ["b", "c", "d"], "label": 0}',
+    '{"ctx": 3, "endings": ["b", "c", "d", "e"], "label": 0}',
+    '{"ctx": "", "endings": ["b", "c", "d", "e"], "label": 0}',
+    '{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": 4}',
+    '{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": true}',
+    b'{"ctx": "\xff"}',
+    pytest.param('{"ctx": ' * 100_000, id="nested"),
+    pytest.param("1" * 5000, id="digits"),
+])  # fmt: skip
 @pytest.mark.fault(40, 81)
 def test_a_bad_line_is_named(tmp_path, line):
     path = tmp_path / "h.jsonl"

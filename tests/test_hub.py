@@ -59,12 +59,8 @@ def prepare(out, **settings):
 
 def test_shards_survive_faults(hub, tmp_path):
     files = shards(hub)
-    hub.faults = {
-        "tree/v2": [503, "drop"],
-        "val_000000.bin": [429, "short", 503],
-        "train_000001.bin": ["drop", "drop"],
-        "train_000002.bin": [503, "short"],
-    }
+    hub.faults = {"tree/v2": [503, "drop"], "val_000000.bin": [429, "short", 503]}
+    hub.faults |= {"train_000001.bin": ["drop", "drop"], "train_000002.bin": [503, "short"]}
     prepare(tmp_path / "d", dataset="me/shards", shards=True, max_shards=2, revision="v2")
     assert not any(hub.faults.values())
     for name in ("fw_val_000000.bin", "fw_train_000001.bin", "fw_train_000002.bin"):

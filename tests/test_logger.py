@@ -81,10 +81,11 @@ def test_a_full_disk_under_the_log_costs_its_lines(tmp_path, capsys):
     for step in (2, 3):
         log.record("train", step, loss=1.0)
     log.file = kept
-    log.record("train", 4, loss=1.0)
+    log.record("val", 4, loss=1.0, folders={"a": {"stderr": math.nan}})
     out = capsys.readouterr().out
     assert out.count("warning: /dev/full: No space left on device; training goes on") == 1
     assert [line["step"] for line in lines(tmp_path)] == [1, 4]
+    assert lines(tmp_path)[1]["folders"] == {"a": {"stderr": None}}
 
 
 class FailingWandb:

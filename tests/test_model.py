@@ -7,6 +7,8 @@ import pytest
 import torch
 from compare import CPU, LLAMA, small
 
+import model as models
+from configurator import UserError
 from model import build
 from run.flops import parameter_counts
 from settings import GPTConfig
@@ -165,6 +167,19 @@ def test_initial_weights():
         # of n numbers the standard deviation scatters by 1/sqrt(2n): 0.4% for the smallest here, n = 32,768
         assert abs(p.std().item() / expected - 1) < 0.02, name
         assert abs(p.mean().item()) < 5 * expected / math.sqrt(p.numel()), name
+
+
+def test_a_parameter_without_an_initial_value_is_named(monkeypatch):
+    """On meta, what __init__ assigns is lost: it would train from whatever was in memory."""
+
+    class Scaled(models.Block):
+        def __init__(self, *given):
+            super().__init__(*given)
+            self.alpha = torch.nn.Parameter(torch.ones(1))
+
+    monkeypatch.setattr(models, "Block", Scaled)
+    with pytest.raises(UserError, match="model.py: blocks.0.alpha has no initial value: give"):
+        build(GPTConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=100), CPU, seed=0)
 
 
 def test_dropout_only_in_training():

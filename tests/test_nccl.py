@@ -15,15 +15,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason=f"needs two G
 ON_GPUS = dict(device="cuda", precision="bf16", ops="torch")  # nothing to compile: starts in seconds
 
 
-@pytest.mark.parametrize(
-    "fault, codes, line",
-    [
-        ("mistake", [1, 1], "error: rank 1, step 3:"),
-        ("exits", [1, 7], r"error: rank 0, step \d: lost rank 1: its process"),
-        ("hangs", [1, 1], r"error: rank \d, step \d: has not gone on for"),
-        ("full", [2, 2], r"error: rank 1: out of memory: .*; try "),
-    ],
-)
+@pytest.mark.parametrize("fault, codes, line", [
+    ("mistake", [1, 1], "error: rank 1, step 3:"),
+    ("exits", [1, 7], r"error: rank 0, step \d: lost rank 1: its process"),
+    ("hangs", [1, 1], r"error: rank \d, step \d: has not gone on for"),
+    ("full", [2, 2], r"error: rank 1: out of memory: .*; try "),
+])  # fmt: skip
 @pytest.mark.fault(29, 30, 42, 48)
 def test_a_fault_of_one_rank_on_nccl_is_told_once_and_ends_all(data_dir, tmp_path, fault, codes, line):
     settings = dict(ON_GPUS, timeout_s=6 if fault == "hangs" else 60)

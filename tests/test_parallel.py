@@ -195,6 +195,11 @@ def test_ranks_that_update_on_the_cpu_share_its_cores(omp, offload, threads):
     assert ranks.call(2, threads_in_rank, cfg, 7, omp) == [threads] * 2
 
 
+def test_without_torchrun_there_is_one_rank_whatever_the_environment_says(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert parallel.start("cpu") == (0, 1, torch.device("cpu"))
+
+
 def gradients(*values):
     """A stand-in for a model whose parameters have these gradients."""
     parameters = [torch.nn.Parameter(torch.empty_like(value)) for value in values]

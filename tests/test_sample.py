@@ -227,18 +227,15 @@ def test_two_ranks_hold_half_a_model_each_and_never_the_whole(source_of, precisi
         assert gathered < 0.5 * size  # a few units at a time, each a twelfth
 
 
-@pytest.mark.parametrize(
-    "settings, message",
-    [
-        (dict(top_k=0, n_samples=0), "n_samples=0 must be at least 1; top_k=0 must be at least 1"),
-        (dict(temperature=float("nan")), "temperature=nan must be at least 0"),
-        (dict(seed=-1), "seed=-1 must be at least 0"),
-        gpt2(dict(tokenizer="gpt2"), "tokenizer=gpt2 has 50,257 ids, the model 257"),
-        (dict(checkpoint=None), "give one of --checkpoint"),
-        (dict(parallel="fsdp"), "parallel=fsdp divides the model among ranks; start it with torchrun"),
-        (dict(bos=False, prompt=""), "bos=False leaves an empty prompt with no token to continue"),
-    ],
-)
+@pytest.mark.parametrize("settings, message", [
+    (dict(top_k=0, n_samples=0), "n_samples=0 must be at least 1; top_k=0 must be at least 1"),
+    (dict(temperature=float("nan")), "temperature=nan must be at least 0"),
+    (dict(seed=-1), "seed=-1 must be at least 0"),
+    gpt2(dict(tokenizer="gpt2"), "tokenizer=gpt2 has 50,257 ids, the model 257"),
+    (dict(checkpoint=None), "give one of --checkpoint"),
+    (dict(parallel="fsdp"), "parallel=fsdp divides the model among ranks; start it with torchrun"),
+    (dict(bos=False, prompt=""), "bos=False leaves an empty prompt with no token to continue"),
+])  # fmt: skip
 def test_mistakes_are_one_line(run, settings, message):
     with pytest.raises(UserError, match=message) as error:
         sample.main(config(run, **settings))

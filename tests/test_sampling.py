@@ -114,15 +114,12 @@ def block_twice(self, idx):
     return self.norm(x)
 
 
-@pytest.mark.parametrize(
-    "owner, name, edit, words",
-    [
-        (Block, "forward", shift(Block.forward), "mixes tokens outside of attn.core"),
-        (GPT, "hidden", block_twice, "uses a block twice"),
-        (None, "core", lambda q, k, v, *_: v, "a KV cache goes around attn.core"),
-        (LearnedPositions, "forward", computed_positions, ""),
-    ],
-)
+@pytest.mark.parametrize("owner, name, edit, words", [
+    (Block, "forward", shift(Block.forward), "mixes tokens outside of attn.core"),
+    (GPT, "hidden", block_twice, "uses a block twice"),
+    (None, "core", lambda q, k, v, *_: v, "a KV cache goes around attn.core"),
+    (LearnedPositions, "forward", computed_positions, ""),
+])  # fmt: skip
 def test_an_edited_model_samples_without_a_cache_and_says_so(owner, name, edit, words, monkeypatch, capsys):
     sampling.warn.cache_clear()
     model, ids = random_model(), prompt(1, 5)

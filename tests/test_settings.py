@@ -26,33 +26,32 @@ def test_every_recipe_is_legal_on_the_ranks_of_its_command(name, monkeypatch):
     check(dataclasses.replace(cfg, batch_tokens=cfg.micro_tokens(ranks)) if name == "test" else cfg, ranks)
 
 
-@pytest.mark.parametrize(
-    "words, ranks, message",
-    [
-        ("--parallel=fsdp --precision=fp16", 2, "=fsdp, which has no loss scaler; try --precision=bf"),
-        ("--parallel=hsdp --shard_size=3", 4, "shard_size=3 must divide the number of ranks, 4"),
-        ("--weights=bf16 --optimizer=adamw8bit", 2, "which DDP sums in bf16; try --reduce_dtype=bf16"),
-        ("--weights=bf16", 1, "optimizer=adamw, which loses small updates; try --optimizer=adamw8"),
-        ("--weights=bf16 --optimizer=adamw8bit --precision=fp32", 1, "=fp32, which needs more bits"),
-        ("--deterministic --attention=cudnn", 1, "=cudnn, which adds in no fixed order; try --attention=fl"),
-        ("--cuda_graph --remat=block", 1, "cuda_graph=True does not go with remat=block"),
-        ("--cuda_graph --parallel=zero2", 2, "cuda_graph=True does not go with parallel=zero2"),
-        ("--remat_tile=128", 1, "remat_tile=128 does not go with remat=none"),
-        ("--remat=block --remat_tile=0", 1, "remat_tile=0 must be at least 1"),
-        ("--remat=attention --n_embd=48", 1, "head_dim=4 to be a multiple of 8"),
-        ("--document_mask --remat=attention", 1, "remat=attention does not go with document_mask=True"),
-        ("--context_parallel=3", 4, "context_parallel=3 must divide the number of ranks, 4"),
-        ("--context_parallel=0", 1, "context_parallel=0 must divide"),
-        ("--context_parallel=2 --block_size=1023", 2, "divisible by context_parallel=2; try 1022"),
-        ("--context_parallel=8 --batch_size=1", 8, "n_head=12 must be divisible by context_parallel=8"),
-        ("--context_parallel=4 --n_kv_head=6", 4, "one of n_kv_head=6 and context_parallel=4 must"),
-        ("--n_head=0 --n_kv_head=0 --clip=nan", 1, "n_head=0 must be at least 1; n_kv_head=0.*clip=nan"),
-        ("--beta1=1.0 --lr=-1", 1, "beta1=1.0 must be below 1; lr=-1.0 must be at least 0"),
-        ("--init_from=gpt2", 1, "init_from=gpt2 is nanoGPT's; it is --init_from=hf:gpt2 here"),
-        ("--out_dir=a\0 --resume=\udcff", 1, r"out_dir='a\\x00' must be UTF-8.*resume='\\udcff' must"),
-        ("--batch_tokens=10", 1, "not divisible .* = 64.1024.1 = 65536; nearest: 65536"),
-    ],
-)
+@pytest.mark.parametrize("words, ranks, message", [
+    ("--parallel=fsdp --precision=fp16", 2, "=fsdp, which has no loss scaler; try --precision=bf"),
+    ("--parallel=hsdp --shard_size=3", 4, "shard_size=3 must divide the number of ranks, 4"),
+    ("--weights=bf16 --optimizer=adamw8bit", 2, "which DDP sums in bf16; try --reduce_dtype=bf16"),
+    ("--weights=bf16", 1, "optimizer=adamw, which loses small updates; try --optimizer=adamw8"),
+    ("--weights=bf16 --optimizer=adamw8bit --precision=fp32", 1, "=fp32, which needs more bits"),
+    ("--deterministic --attention=cudnn", 1, "=cudnn, which adds in no fixed order; try --attention=fl"),
+    ("--cuda_graph --remat=block", 1, "cuda_graph=True does not go with remat=block"),
+    ("--cuda_graph --parallel=zero2", 2, "cuda_graph=True does not go with parallel=zero2"),
+    ("--remat_tile=128", 1, "remat_tile=128 does not go with remat=none"),
+    ("--remat=block --remat_tile=0", 1, "remat_tile=0 must be at least 1"),
+    ("--remat=attention --n_embd=48", 1, "head_dim=4 to be a multiple of 8"),
+    ("--document_mask --remat=attention", 1, "remat=attention does not go with document_mask=True"),
+    ("--context_parallel=3", 4, "context_parallel=3 must divide the number of ranks, 4"),
+    ("--context_parallel=0", 1, "context_parallel=0 must divide"),
+    ("--context_parallel=2 --block_size=1023", 2, "divisible by context_parallel=2; try 1022"),
+    ("--context_parallel=8 --batch_size=1", 8, "n_head=12 must be divisible by context_parallel=8"),
+    ("--context_parallel=4 --n_kv_head=6", 4, "one of n_kv_head=6 and context_parallel=4 must"),
+    ("--n_head=0 --n_kv_head=0 --clip=nan", 1, "n_head=0 must be at least 1; n_kv_head=0.*clip=nan"),
+    ("--beta1=1.0 --lr=-1", 1, "beta1=1.0 must be below 1; lr=-1.0 must be at least 0"),
+    ("--init_from=resume", 1, "init_from=resume is nanoGPT's; it is --resume=auto here"),
+    ("--grad_clip=1 --eval_iters=9", 1, "did you mean clip.*; did you mean eval_tokens, which is in tok"),
+    ("--init_from=gpt2", 1, "init_from=gpt2 is nanoGPT's; it is --init_from=hf:gpt2 here"),
+    ("--out_dir=a\0 --resume=\udcff", 1, r"out_dir='a\\x00' must be UTF-8.*resume='\\udcff' must"),
+    ("--batch_tokens=10", 1, "not divisible .* = 64.1024.1 = 65536; nearest: 65536"),
+])  # fmt: skip
 @pytest.mark.fault(12, 18, 80)
 def test_what_cannot_be_is_one_line(words, ranks, message):
     with pytest.raises(UserError, match=message) as error:

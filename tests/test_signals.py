@@ -90,18 +90,15 @@ def check_told(done, fault, codes, line):
         assert done.errors[1].count("Traceback") == 1 and "in next_batch" in done.errors[1]
 
 
-@pytest.mark.parametrize(
-    "fault, codes, line",
-    [
-        ("memory", [2, 2], "error: rank 1: out of memory: "),
-        slow("mistake", [1, 1], "error: rank 1, step 3:"),
-        param("like gloo's", [1, 1], "error: rank 1, step 3:", marks=[mark.slow, mark.fault(77)]),
-        param("forward", [1, 1], "error: rank 1, step 0:", marks=[mark.slow, mark.fault(78)]),
-        param("leaves", [1, 1], "error: rank 1, step 3:", marks=[mark.slow, mark.fault(76)]),
-        slow("dies", [1, -9], "error: rank 0, step [23]: lost rank 1: its process has"),
-        slow("hangs", [1, 1], r"error: step 3: lost another rank \(Timed out"),
-    ],
-)
+@pytest.mark.parametrize("fault, codes, line", [
+    ("memory", [2, 2], "error: rank 1: out of memory: "),
+    slow("mistake", [1, 1], "error: rank 1, step 3:"),
+    param("like gloo's", [1, 1], "error: rank 1, step 3:", marks=[mark.slow, mark.fault(77)]),
+    param("forward", [1, 1], "error: rank 1, step 0:", marks=[mark.slow, mark.fault(78)]),
+    param("leaves", [1, 1], "error: rank 1, step 3:", marks=[mark.slow, mark.fault(76)]),
+    slow("dies", [1, -9], "error: rank 0, step [23]: lost rank 1: its process has"),
+    slow("hangs", [1, 1], r"error: step 3: lost another rank \(Timed out"),
+])  # fmt: skip
 @pytest.mark.fault(29, 30, 42, 48)
 def test_a_fault_of_one_rank_is_told_once_and_ends_all(data_dir, tmp_path, fault, codes, line):
     at_call = 1 if fault == "forward" else 6

@@ -36,9 +36,8 @@ def small(texts, tmp_path):
     """A byte-level BPE tokenizer.json trained on the texts, as `tokenizers` writes it."""
     tokenizers = pytest.importorskip("tokenizers")
     inner = tokenizers.ByteLevelBPETokenizer()
-    inner.train_from_iterator(
-        texts[:10], vocab_size=600, special_tokens=["<|endoftext|>"], show_progress=False
-    )
+    options = dict(vocab_size=600, special_tokens=["<|endoftext|>"], show_progress=False)
+    inner.train_from_iterator(texts[:10], **options)
     inner.save(str(tmp_path / "tokenizer.json"))
     return tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")), tmp_path / "tokenizer.json"
 
@@ -131,13 +130,9 @@ def test_llama3_model_file(texts, tmp_path):
     tok = tokenizer.load(str(path))
     # Real Llama 3 has 128,000 ranks: <|begin_of_text|> is 128000, <|end_of_text|> 128001, <|eot_id|> 128009.
     assert tok.vocab_size == len(ranks) + 256 and tok.eot == len(ranks)
-    assert (
-        tok.decode([tok.eot + 9]) == "<|eot_id|>"
-        and tok.decode([tok.eot + 255]) == "<|reserved_special_token_250|>"
-    )
-    split = tiktoken.Encoding(
-        "x", pat_str=tokenizer.LLAMA3_PATTERN, mergeable_ranks=dict(ranks), special_tokens={}
-    )
+    assert tok.decode([tok.eot + 9, tok.eot + 255]) == "<|eot_id|><|reserved_special_token_250|>"
+    parts = dict(pat_str=tokenizer.LLAMA3_PATTERN, mergeable_ranks=dict(ranks), special_tokens={})
+    split = tiktoken.Encoding("x", **parts)
     assert [ids.tolist() for ids in tok.encode_batch(texts)] == split.encode_ordinary_batch(texts)
     assert tok.ends == {tok.eot, tok.eot + 1}  # begin_of_text, end_of_text
     check_bytes(tok, texts)
@@ -166,9 +161,7 @@ def test_tokenizer_json_with_and_without_gigatoken(small, texts, monkeypatch):
     reference.post_processor = adds
     reference.save(str(path))
     used, faster = [], tokenizer.faster
-    keep = lambda load, slow, probe: (
-        used.append(faster(load, slow, probe) != slow) or faster(load, slow, probe)
-    )
+    keep = lambda *given: used.append((found := faster(*given)) != given[1]) or found
     monkeypatch.setattr(tokenizer, "faster", keep)
     fast = tokenizer.load(str(path)).encode_batch(texts[-20:])
     reference.encode_special_tokens = True
@@ -207,20 +200,17 @@ SPLIT = dict(type="Split", pattern=dict(Regex="(x+x+)+y"), behavior="Isolated", 
 
 
 @pytest.mark.fault(73)
-@pytest.mark.parametrize(
-    "changes, words",
-    [
-        (dict(model=dict(type="BPE", vocab={"a": 2**31}, merges=[])), "largest id, 2147483648, is not"),
-        (dict(added_tokens=[dict(id=2**28, content="</s>")]), "id, 268435456, is not below 1048576"),
-        (dict(normalizer=dict(type="Sequence", normalizers=[DOUBLED] * 40)), "more than 1000 characters"),
-        (
-            dict(normalizer=dict(type="Precompiled", precompiled_charsmap="AAAA")),
-            "not a tokenizer.json: Panic",
-        ),
-        (dict(pre_tokenizer=dict(SPLIT, pattern=dict(Regex="("))), "Oniguruma error: end pattern"),
-        (dict(pre_tokenizer=SPLIT), "fails: PanicException: Onig: Regex search error: retry-limit"),
-    ],
-)
+@pytest.mark.parametrize("changes, words", [
+    (dict(model=dict(type="BPE", vocab={"a": 2**31}, merges=[])), "largest id, 2147483648, is not"),
+    (dict(added_tokens=[dict(id=2**28, content="</s>")]), "id, 268435456, is not below 1048576"),
+    (dict(normalizer=dict(type="Sequence", normalizers=[DOUBLED] * 40)), "more than 1000 characters"),
+    (
+        dict(normalizer=dict(type="Precompiled", precompiled_charsmap="AAAA")),
+        "not a tokenizer.json: Panic",
+    ),
+    (dict(pre_tokenizer=dict(SPLIT, pattern=dict(Regex="("))), "Oniguruma error: end pattern"),
+    (dict(pre_tokenizer=SPLIT), "fails: PanicException: Onig: Regex search error: retry-limit"),
+])  # fmt: skip
 def test_a_tokenizer_json_that_breaks_the_library_is_one_line(changes, words, tmp_path):
     (tmp_path / "tokenizer.json").write_text(replaced(**changes))
     with pytest.raises(UserError, match=words) as error:

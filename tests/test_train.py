@@ -281,23 +281,20 @@ def test_wandb_offline_resumes_the_same_run(data_dir, tmp_path, monkeypatch):
     assert first is not None and first == resumed
 
 
-@pytest.mark.parametrize(
-    "settings, message",
-    [
-        (dict(batch_tokens=1000), r"1000 is not divisible .* 4\*32\*1 = 128; nearest: 896 or 1024"),
-        (dict(n_head=5, lr=-1), "n_embd=64 must be divisible by n_head=5; lr=-1.0 must be at least 0"),
-        (dict(precision="tf32"), "precision=tf32 needs a CUDA device"),
-        (dict(device="meta"), "device=meta: expected auto, cpu, cuda"),
-        (dict(device="cuda:99"), r"device=cuda:99: \d+ of that kind found"),
-        (dict(shuffle_seed=-1, seed=-3), "seed=-3 must be at least 0; shuffle_seed=-1 must"),
-        (dict(lr=float("nan"), clip=0), "clip=0.0 must be over 0; lr=nan must be at least 0"),
-        gpt2(dict(tokenizer="gpt2", sample_interval=2), "tokenizer=gpt2 has 50,257 ids, the model 257; give"),
-        (dict(resume="auto", overwrite=True), "overwrite=True does not go with resume=auto"),
-        (dict(resume="out/none/step_00000001"), "is damaged|no whole checkpoint"),
-        (dict(batch_tokens=262_144), "262,?144"),
-        (dict(data_dir="no/such"), "no/such"),
-    ],
-)
+@pytest.mark.parametrize("settings, message", [
+    (dict(batch_tokens=1000), r"1000 is not divisible .* 4\*32\*1 = 128; nearest: 896 or 1024"),
+    (dict(n_head=5, lr=-1), "n_embd=64 must be divisible by n_head=5; lr=-1.0 must be at least 0"),
+    (dict(precision="tf32"), "precision=tf32 needs a CUDA device"),
+    (dict(device="meta"), "device=meta: expected auto, cpu, cuda"),
+    (dict(device="cuda:99"), r"device=cuda:99: \d+ of that kind found"),
+    (dict(shuffle_seed=-1, seed=-3), "seed=-3 must be at least 0; shuffle_seed=-1 must"),
+    (dict(lr=float("nan"), clip=0), "clip=0.0 must be over 0; lr=nan must be at least 0"),
+    gpt2(dict(tokenizer="gpt2", sample_interval=2), "tokenizer=gpt2 has 50,257 ids, the model 257; give"),
+    (dict(resume="auto", overwrite=True), "overwrite=True does not go with resume=auto"),
+    (dict(resume="out/none/step_00000001"), "is damaged|no whole checkpoint"),
+    (dict(batch_tokens=262_144), "262,?144"),
+    (dict(data_dir="no/such"), "no/such"),
+])  # fmt: skip
 @pytest.mark.fault(9, 10, 12, 13, 18)
 def test_user_errors(data_dir, tmp_path, settings, message):
     with pytest.raises(UserError, match=message) as error:

@@ -50,6 +50,7 @@ def test_rows_know_their_documents(shards):
 def test_the_command_line(shards, tmp_path):
     """It finds the loop's losses, the same over two ranks; a model less another one has a smaller error."""
     settings = dict(max_steps=2, eval_interval=2, save_interval=2, eval_tokens=20_000)
+    settings |= dict(document_mask=True)
     logs = [train_here(shards, tmp_path / n, lr=rate, **settings) for n, rate in (("a", 1e-3), ("b", 2e-3))]
     a, b = ([line for line in log if line["kind"] == "val"][-1] for log in logs)
     words = [str(shards), f"--checkpoint={tmp_path}/a", f"--against={tmp_path}/b", "--device=cpu"]
