@@ -24,7 +24,7 @@ class Config:
     to_hf: str | None = None  # where the Hugging Face folder goes, with checkpoint
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the exported weights
     tokenizer: str | None = None  # of the export: a name or a file; None: the checkpoint's
-    average: int = 1  # with checkpoint and out: the mean of the weights of a run's last so many checkpoints
+    average: int = 1  # with checkpoint and out: the mean of the weights of a run's last N checkpoints
 
 
 def main(cfg):

@@ -6,8 +6,9 @@ set -euo pipefail
 cd "$(dirname "$0")"
 ./setup.sh requirements-fast.txt
 . .venv/bin/activate
-out=out/quickstart before=
+out=out/quickstart before= fresh=(--resume=none --overwrite)
 for word in "$@"; do
+    case $word in --resume | --resume=*) fresh=() ;; esac
     case $word in --out_dir=*) out=${word#*=} ;; *) if [ "$before" = --out_dir ]; then out=$word; fi ;; esac
     before=$word
 done
@@ -15,7 +16,7 @@ stdlib=$(python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')
 
 python fineweb.py --dataset="$stdlib/*.py,$stdlib/asyncio/*.py,$stdlib/email/*.py,$stdlib/json/*.py,$stdlib/unittest/*.py" \
     --tokenizer=bytes --out_dir=data/quickstart --shuffle_seed=1337 --val_tokens=200_000
-python train.py config/quickstart.py --resume=none --overwrite "$@"
+python train.py config/quickstart.py ${fresh[@]+"${fresh[@]}"} "$@"
 python sample.py --checkpoint="$out" --prompt="class " --n_samples=1 --max_new_tokens=200
 python plot.py "$out" --out="$out/curves.png"
 echo "curves: $out/curves.png    next: README.md, \"Train GPT-2 124M\""

@@ -28,7 +28,7 @@ class Config(TrainedConfig):
     temperature: float = 0.8  # divides the logits; 0: always the most likely token
     top_k: int | None = 50  # sample among the k most likely tokens; None: among all
     cache: bool = True  # keep keys and values of earlier tokens; --no_cache: compute them for each token
-    seed: int = 1337  # of the first sample; the next one's is 1 higher
+    seed: int = 1337  # of the first sample; +1 for each next one
 
 
 def main(cfg):

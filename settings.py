@@ -151,7 +151,7 @@ class Config(GPTConfig):
     optimizer: Literal["adamw", "adamw8bit", "muon"] = "adamw"  # see optim.py
     lr_embedding: float | None = None  # peak rate of embeddings; None: lr
     lr_head: float | None = None  # peak rate of a head that is not tied; None: lr
-    weight_decay: float | None = 0.1  # of matrices without own rate, muon: of blocks; None: 2/(lr max_steps)
+    weight_decay: float | None = 0.1  # on matrices that use lr; muon: on blocks'; None: 2/(lr max_steps)
     momentum_warmup: int = 0  # muon: steps in which its momentum rises from 0.85 to 0.95
     beta1: float = 0.9  # AdamW
     beta2: float = 0.95  # AdamW

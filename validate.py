@@ -4,7 +4,7 @@
     python validate.py data/books data/wiki --checkpoint=out/a --against=out/b     # and the difference, a - b
     torchrun --standalone --nproc_per_node=8 validate.py data/books --pretrained=FOLDER_OR_HUB_NAME
 
-Reads the validation shards that fineweb.py wrote. A standard error tells how far other documents of the kind
+Reads the validation shards that fineweb.py wrote. A standard error says how far other such documents
 would move the figure. Two models find the same documents hard, so that their difference has a smaller one.
 """
 

@@ -10,5 +10,4 @@ batch_size = 16
 batch_tokens = 1_048_576
 warmup_steps = 358  # 375M tokens
 max_steps = 9_537  # 10B tokens
-warmup_steps = 358  # 375M tokens
 lr = 2e-4

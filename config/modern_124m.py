@@ -1,5 +1,5 @@
 # python train.py config/modern_124m.py
-# Muon and the modern switches at GPT-2's width (docs/modern.md): 300M tokens of FineWeb-Edu in about 7
+# Muon and the modern switches at GPT-2's width (docs/modern.md): 300M tokens of FineWeb-Edu in 6 to 7
 # minutes on one H200 (790,000 tokens/s; 650,000 with --precision=bf16). On books, Wikipedia and technical
 # documentation it ends at a loss of 3.177 (3.169 in bf16), where GPT-2 with a tuned AdamW ends at 3.298. For
 # text that is read once: config/modern_124m_once.py. On four GPUs: --batch_size=32.
