@@ -30,7 +30,7 @@ COMPUTE_TYPE, OUTPUT_TYPE = 2, 4
 DEFAULT, BIAS, GELU, DGELU, AUX = 1, 4, 32, 64, 128
 
 WORKSPACE_BYTES = 32 * 2**20  # NVIDIA's advice for Hopper
-CANDIDATES, ROUNDS = 8, 5  # algorithms timed per shape, and how often each
+CANDIDATES, ROUNDS, FINALISTS = 8, 5, 4  # algorithms timed per shape, how often, and how many more than once
 FAST_TERMS = 4096  # longer sums never use fast accumulation, whose error grows with their length
 
 
@@ -180,21 +180,22 @@ def runs(function):
 def fastest(functions, device):
     """Index of the function that takes the GPU the least time, by the median of ROUNDS, of those that run.
 
-    They are timed in turn, since the clock drifts with the chip's power.
+    They are timed in turn, since the clock drifts with the chip's power; after each round FINALISTS go on.
     """
-    events = {which: [] for which, function in enumerate(functions) if runs(function)}
+    times = {which: [] for which, function in enumerate(functions) if runs(function)}
     for _ in range(ROUNDS):
-        for which, pairs in events.items():
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        events = {which: [torch.cuda.Event(enable_timing=True) for _ in range(2)] for which in times}
+        for which, (begin, end) in events.items():
             functions[which]()  # so that the caches hold what it leaves there
             begin.record()
             functions[which]()
             functions[which]()
             end.record()
-            pairs.append((begin, end))
-    torch.cuda.synchronize(device)
-    times = {which: [begin.elapsed_time(end) for begin, end in pairs] for which, pairs in events.items()}
-    return min(times, key=lambda which: statistics.median(times[which]))
+        torch.cuda.synchronize(device)
+        for which, (begin, end) in events.items():
+            times[which].append(begin.elapsed_time(end))
+        times = dict(sorted(times.items(), key=lambda item: statistics.median(item[1]))[:FINALISTS])
+    return next(iter(times))
 
 
 def layout(dtype, rows, columns, leading_dimension):
