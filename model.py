@@ -250,9 +250,9 @@ class GPT(nn.Module):
                     nn.init.zeros_(module.bias)
             elif hasattr(module, "reset_parameters"):  # norms to one, gates to zero
                 module.reset_parameters()
-            elif not hasattr(module, "reset_tables") and (lost := [*module._parameters, *module._buffers]):
-                why = "has no initial value: give its module reset_parameters() (docs/experiment.md)"
-                raise UserError(f"model.py: {f'{name}.{lost[0]}'.lstrip('.')} {why}")
+            elif not hasattr(module, "reset_tables"):  # on meta, what __init__ assigned is lost
+                for lost, _ in [*module.named_parameters(name, False), *module.named_buffers(name, False)]:
+                    raise UserError(f"model.py: {lost} has no initial value: reset_parameters() is missing")
 
     def initial_std(self, layer):
         """GPT-2's 0.02, over sqrt(2 n_layer) for projections into the residual stream; values: 0."""

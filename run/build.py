@@ -164,8 +164,8 @@ def describe(cfg, world, job, loader, start):
         rows.append(("", f"{folder}: {share:.1%} of the rows, {epochs:.2f} epochs"))
     rows.append(("step", f"{cfg.batch_tokens:,} tokens: {micro}"))
     rows.append(("run", f"steps {start.step} to {cfg.max_steps}: {tokens:,} tokens"))
-    if cfg.warmup_steps >= cfg.max_steps:
-        rows.append(("warning", f"the learning rate only rises: warmup_steps={cfg.warmup_steps} ends later"))
+    if cfg.warmup_steps >= cfg.max_steps and not cfg.dry_run:
+        rows.append(("warning", f"warmup_steps={cfg.warmup_steps} take the whole run: the rate only rises"))
     ids = loader.splits[0].ids or cfg.vocab_size
     if cfg.vocab_size > dataclasses.replace(cfg, vocab_size=ids).padded_vocab and not cfg.init_from:
         words = f"vocab_size={cfg.vocab_size} is more than the {ids} ids of the data's tokenizer"

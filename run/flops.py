@@ -67,7 +67,7 @@ class Census:
         self.inner = 0 if reason else inner
 
     def elsewhere(self, core, *inputs):
-        """Another function in attention's place, whose FLOPs are not known."""
+        """Calls another function that stands in attention's place."""
         self.attention_calls += 1
         return core(*inputs)
 

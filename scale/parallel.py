@@ -57,7 +57,7 @@ def start(device="auto", timeout_s=600, expandable=False, on_cpu=False):
     expandable: the allocator's segments grow, which fragments memory less. on_cpu: GPUs' ranks reduce there.
     """
     alone = "RANK" not in os.environ  # without torchrun, whatever else the environment says
-    rank, size = (0, 1) if alone else (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    rank, size = (0, 1) if alone else (int(os.environ["RANK"]), int(os.environ.get("WORLD_SIZE", 1)))
     device = pick_device(device)
     if device.type == "cuda":
         if expandable and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():

@@ -178,7 +178,7 @@ def test_a_parameter_without_an_initial_value_is_named(monkeypatch):
             self.alpha = torch.nn.Parameter(torch.ones(1))
 
     monkeypatch.setattr(models, "Block", Scaled)
-    with pytest.raises(UserError, match="model.py: blocks.0.alpha has no initial value: give"):
+    with pytest.raises(UserError, match="model.py: blocks.0.alpha has no initial value: reset_parameters"):
         build(GPTConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=100), CPU, seed=0)
 
 
