@@ -76,7 +76,7 @@ CASES = {  # shape, dropout, fp8, what the pass folds in the graphs that all blo
         0.0,
         True,
         SLICED | dict(gates_in_cast=1, norm_in_cast=1),
-    ),  # of the gates' input none
+    ),  # not of the norm that the gates read too
     "gpt2_fp8": ({}, 0.0, True, GPT2 | dict(column_sums_from_norm=1, norm_in_cast=2)),
 }
 # edits of what is cast that the kernel which casts cannot compute
