@@ -135,7 +135,8 @@ def smooth(values):
 
 def draw(runs, x, y):
     """A figure of all panels."""
-    panels = [k for k, (kind, _) in PANELS.items() if any(len(series(r.log, kind, k)[0]) > 1 for r in runs)]
+    most = lambda key: max(len(series(run.log, PANELS[key][0], key)[0]) for run in runs)
+    panels = [key for key in PANELS if most(key) > 1 + (key == "acc_norm")]  # two scores show noise
     figure = Figure(figsize=(10, 5.6), layout="constrained")
     upper, lower = figure.subfigures(2, 1, height_ratios=[2, 1])
     draw_loss(upper.subplots(), runs, x, y)
@@ -171,7 +172,7 @@ def fit_y(axes, values):
     if 0 < 2 * low < high:
         axes.set_yscale("log", subs=())
         axes.set_ylim(0.95 * low, 1.1 * high)
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5)))
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5) if high < 10 * low else (1, 2, 3, 5)))
         axes.yaxis.set_major_formatter("{x:g}")
     else:
         margin = 0.05 * (high - low) + 1e-3

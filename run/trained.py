@@ -23,9 +23,8 @@ def load(cfg):
     precision, _ = pick_precision(cfg.precision, world.device)
     pick_ops("auto", world.device, precision)
     model, name = load_model(cfg, world, precision)
-    name = cfg.tokenizer or name
-    warn(not name and "the weights name no tokenizer, GPT-2's is taken; --tokenizer names another")
-    tokenizer = tokenizers.load(name or "gpt2", model.cfg.vocab_size)
+    warn(not (cfg.tokenizer or name) and "the weights name no tokenizer: GPT-2's is taken, or --tokenizer")
+    tokenizer = tokenizers.load(cfg.tokenizer or name or "gpt2", model.cfg.vocab_size)
     for folder in folders(cfg, tokenizer):
         tokenizer.ends |= chat.stop_ids(folder, tokenizer)
     return world, model, tokenizer, autocast(precision, world.device)
