@@ -115,7 +115,7 @@ def test_validation_starts_at_step_0_within_the_panel_on_every_axis(tmp_path, x,
 
 def test_as_a_script(tmp_path):
     """Two runs of the same name, one of which diverged, beside another program's losses; and mistakes."""
-    score = [{"kind": "hellaswag", "step": s, "acc": 0.26, "acc_norm": 0.27} for s in (10, 20)]
+    score = [{"kind": "hellaswag", "step": s, "acc": 0.26, "acc_norm": 0.27} for s in (10, 20, 30)]
     write(tmp_path / "a/run", training(range(1, 31)) + score)
     write(tmp_path / "b/run", training(range(1, 30)) + training([30], loss=float("nan"), norm=float("inf")))
     a, b, other = f"{tmp_path}/a/run", f"{tmp_path}/b/run", "assets/build_nanogpt.jsonl"
