@@ -22,7 +22,7 @@ POLAR_EXPRESS = [  # https://arxiv.org/abs/2505.16932
 
 
 def param_groups(model, cfg):
-    """Groups of embeddings, head, matrices and vectors (biases, norms, gates, a convolution).
+    """Groups of embeddings, head, matrices and vectors (biases, norms, gates, an edit's convolutions).
 
     `factor`: the peak rate over cfg.lr. With AdamW matrices decay, and embeddings and head unless they have a
     rate of their own; with Muon the blocks' matrices alone.

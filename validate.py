@@ -55,9 +55,9 @@ def measure(cfg, folders, T=None):
     world, model, tokenizer, autocast = trained.load(cfg)
     T, found = T or model.cfg.block_size, {}
     refuse([f"{cfg.checkpoint} has block_size={model.cfg.block_size} < {T}"] * (T > model.cfg.block_size))
-    for newest in (checkpoint.folders(cfg.checkpoint) or [cfg.checkpoint])[-1:] if cfg.checkpoint else ():
-        if checkpoint.read_state(newest).get("config", {}).get("document_mask"):
-            documents.apply(model, tokenizer.eot)
+    newest = cfg.checkpoint and (checkpoint.folders(cfg.checkpoint) or [cfg.checkpoint])[-1]
+    if newest and checkpoint.read_state(newest).get("config", {}).get("document_mask"):
+        documents.apply(model, tokenizer.eot)
     for folder in (name for word in folders for name, _ in mixture.folders(word)):
         common = dict(rank=world.rank, world=world.size, vocab_size=model.cfg.vocab_size, device=world.device)
         loader = TokenLoader(folder, "val", cfg.batch_size, T, **common)

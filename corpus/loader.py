@@ -241,7 +241,7 @@ class TokenLoader:
         first = self.splits[0]
         self.tokenizer, self.eot, self.token_bytes = first.tokenizer, first.eot, first.token_bytes
         for folder, other in zip(self.folders, self.splits):
-            known = other.token_bytes is not None and first.token_bytes is not None  # of each id how many
+            known = other.token_bytes is not None and first.token_bytes is not None  # bytes of each id
             alike = np.array_equal(*(s.token_bytes if known else s.tokenizer for s in (other, first)))
             if other.eot != first.eot or not alike:
                 two = f"{folder} has the tokenizer {other.tokenizer}, {self.folders[0]} has {self.tokenizer}"

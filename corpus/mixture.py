@@ -22,7 +22,7 @@ def folders(data_dir):
         if not match or not 0 < float(match[2]) < math.inf:
             form = "write a mixture as data/a:0.7,data/b:0.3"
             raise UserError(f"data_dir={data_dir}: {part!r} has no weight over 0; {form}")
-    weights = {m[1]: sum(float(n[2]) for n in found if n[1] == m[1]) for m in found}  # a folder once
+    weights = {m[1]: sum(float(n[2]) for n in found if n[1] == m[1]) for m in found}  # added by folder
     shares = [max(1, round(FINEST * weight / sum(weights.values()))) for weight in weights.values()]
     return [(name, share // math.gcd(*shares)) for name, share in zip(weights, shares)]
 

@@ -52,12 +52,11 @@ def folders(out_dir):
     return sorted(p for p in found if (p / "manifest.json").is_file() or (p / "state.json").is_file())
 
 
-def remove(folder):
-    """Deletes a checkpoint; if the process is killed meanwhile, no folder is left that looks complete."""
-    if folder.is_symlink():
-        return folder.unlink()
+def remove(folder, replace=lambda: None):
+    """Hides a checkpoint, calls `replace`, and deletes it: what a kill leaves of it never looks complete."""
     os.rename(folder, gone := folder.with_name(f".writing_gone_{folder.name}"))
-    shutil.rmtree(gone, ignore_errors=True)  # what cannot be deleted stays hidden, and is tried again
+    replace()
+    gone.unlink() if gone.is_symlink() else shutil.rmtree(gone, True)  # what stays is hidden, and tried again
 
 
 def prune(final, keep_last, whole):
@@ -189,12 +188,13 @@ class Saver:
         """Writes the manifest of a complete folder, gives it its name, and prunes older checkpoints."""
         manifest |= {p.name: files.digest(p) for p in self.aside.iterdir() if p.name not in manifest}
         files.write_json(self.aside / "manifest.json", manifest)
-        gone = self.final.with_name(f".writing_gone_{self.final.name}")
-        if self.final in folders(self.out_dir):  # a resumed run saved the same step again
-            os.rename(self.final, gone)  # and deleted when the new one has its name
-        os.rename(self.aside, self.final)
-        files.sync(self.out_dir)
-        shutil.rmtree(gone, ignore_errors=True)
+
+        def publish():
+            os.rename(self.aside, self.final)
+            files.sync(self.out_dir)
+
+        again = self.final in folders(self.out_dir)  # a resumed run has saved the same step before
+        remove(self.final, publish) if again else publish()
         self.whole.add(self.final)
         prune(self.final, self.keep_last, self.whole)
 

@@ -27,7 +27,7 @@ class Start:
         self.weights, self.step = self._tensors.get("model"), self.state.get("step", 0)
         self.evaluated = self.step if self.folder and self.state.get("evaluated", True) else None
         own = self.folder and self.folder.resolve().parent == self.out_dir.resolve()
-        self.wandb_id = self.state.get("wandb_id") if own else None  # else a new run there
+        self.wandb_id = self.state.get("wandb_id") if own else None  # else wandb begins a new run
         self.saved = self.folder if own and self.evaluated is not None else None  # else it is saved (again)
 
     def check(self, cfg):
@@ -69,8 +69,8 @@ class Start:
     def prepare_out_dir(self):
         """On rank 0, not in a dry run: clears out_dir for a new run, and keeps the code of this run in it."""
         with files.writable(self.out_dir):  # which another run may have made, and filled, since __init__
-            begun = self.resume == "none" or checkpoint.folders(self.out_dir)
-            self.folder or claim(self.out_dir, "none", self.overwrite, not begun)
+            if not self.folder and (self.resume == "none" or checkpoint.folders(self.out_dir)):
+                claim(self.out_dir, "none", self.overwrite, dry_run=False)
             if self.resume == "none":  # `claim` has refused a folder with anything to keep
                 for folder in checkpoint.folders(self.out_dir):
                     checkpoint.remove(folder)

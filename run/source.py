@@ -21,7 +21,7 @@ def digests():
 
 
 def imported():
-    """SHA-256 of all imported code: packages by their RECORDs, files that are not Python's by their bytes."""
+    """SHA-256 of the imported code but Python's own: a package's RECORD, any other file's bytes."""
     library, site = Path(hashlib.__file__).parent, Path(sys.modules["torch"].__file__).parents[1]
     files = {Path(str(getattr(m, "__file__", ""))) for n, m in [*sys.modules.items()] if n[:6] != "torch."}
     own = sorted(f for f in files if f.suffix == ".py" and not {library, site} & {*f.parents} and f.is_file())

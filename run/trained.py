@@ -23,7 +23,7 @@ def load(cfg):
     precision, _ = pick_precision(cfg.precision, world.device)
     pick_ops("auto", world.device, precision)
     model, name = load_model(cfg, world, precision)
-    warn(not (cfg.tokenizer or name) and "the weights name no tokenizer: GPT-2's is taken, or --tokenizer")
+    warn(not (cfg.tokenizer or name) and "the weights name no tokenizer: taking GPT-2's; see --tokenizer")
     tokenizer = tokenizers.load(cfg.tokenizer or name or "gpt2", model.cfg.vocab_size)
     for folder in folders(cfg, tokenizer):
         tokenizer.ends |= chat.stop_ids(folder, tokenizer)
