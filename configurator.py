@@ -149,7 +149,9 @@ def _errors_in_one_line():
             print("\nstopped by SIGINT", file=sys.stderr, flush=True)
         leave(130)
     except UserError as error:
-        if is_rank_0() if error.loud is None else error.loud:
+        if error.loud is None and not is_rank_0():
+            time.sleep(20)  # until rank 0 has told it and left, whereupon torchrun ends this rank
+        elif error.loud is not False:
             print(*(f"error: {problem}" for problem in error.args), sep="\n", file=sys.stderr, flush=True)
         leave(error.exit_code, str(error))
 
@@ -170,8 +172,7 @@ def leave(code, message=None, at_once=False):
     if message and (report := os.environ.get("TORCHELASTIC_ERROR_FILE")):
         words = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
         Path(report).write_text(json.dumps({"message": words}))
-    sys.stdout.flush()
-    sys.stderr.flush()
+    sys.stdout.flush()  # stderr is written line by line
     if at_once or "RANK" in os.environ:
         os._exit(code)  # in Python's shutdown a DDP model may wait for gloo's threads, which wait for Python
     sys.exit(code)

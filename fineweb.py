@@ -256,9 +256,8 @@ def records(path, keys):
             yield from batch.to_pylist()
         return
     most = max(DOCUMENT_BYTES, os.path.getsize(path))
-    whole = lambda file, mode: pyarrow.CompressedInputStream(file, "zstd")  # fsspec's own takes half a file
-    fsspec.compression.register_compression("zstd", whole, "zst", force=True)
-    with fsspec.open(path, "rb", compression="infer") as file:
+    zstd = Path(path).suffix.lower() == ".zst"  # of which fsspec's reader takes half a file as whole
+    with pyarrow.CompressedInputStream(path, "zstd") if zstd else fsspec.open(path, "rb", "infer") as file:
         file, lines = io.BufferedReader(file), suffix(path) in RECORDS
         read = file.readline if lines else file.read
         for number, data in enumerate(iter(lambda: read(most + 1), b""), 1):

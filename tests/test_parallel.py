@@ -173,8 +173,9 @@ def test_under_torchrun_as_one_process(data_dir, tmp_path, alone):
 
 @pytest.mark.slow
 @pytest.mark.fault(12)
-def test_errors_under_torchrun_are_one_line_and_end_every_rank():
-    result = ranks.torchrun(2, ["config/test", "--lr=x"])
+def test_errors_under_torchrun_are_one_line_and_end_every_rank(tmp_path):
+    (late := tmp_path / "late.py").write_text("import os, time\ntime.sleep(2 * (os.environ['RANK'] == '0'))")
+    result = ranks.torchrun(2, ["config/test", late, "--lr=x"])  # it kills a rank once another has ended
     assert result.stderr.startswith("error: command line: lr=x is not a float")
     assert "exitcode  : 2" in result.stderr and "rank      : 0" in result.stderr
     assert result.stderr.count("error: command line") == 1  # torchrun's report may name both ranks
