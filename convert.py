@@ -34,8 +34,7 @@ def main(cfg):
         raise UserError("give --from_hf=NAME and --out=FOLDER, or --checkpoint with --out or --to_hf")
     wrong = too_small(cfg, {"average": 1})
     wrong += without_effect(cfg, [] if cfg.to_hf else ["dtype", "tokenizer"], "needs --to_hf")
-    idle = [] if actions[given] is merge else ["average"]
-    refuse(wrong + without_effect(cfg, idle, "needs --checkpoint and --out"))
+    refuse(wrong + without_effect(cfg, ["average"] * (given[0] != "out"), "needs --checkpoint and --out"))
     out = Path(cfg.out or cfg.to_hf)
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UserError(f"{out} is not an empty folder; nothing was written, try another name")

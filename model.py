@@ -218,7 +218,7 @@ class GPT(nn.Module):
         self.tie()
 
     def forward(self, idx, targets, reduction="mean"):
-        """idx, targets: (B, T) int64, T <= block_size, -100 ignored -> loss in nats, by `reduction`."""
+        """idx, targets: (B, T) int64, T <= block_size, -100 ignored -> loss in nats, (B, T) for "none"."""
         return self.head(self.hidden(idx), targets, reduction)
 
     def hidden(self, idx):

@@ -73,18 +73,17 @@ class Template:
 
     def ids(self, messages):
         """The ids of [{"role": "user", "content": ...}, ...] up to where the next reply begins."""
-        return self.tokenizer.encode_special(self.render(messages, add_generation_prompt=True))
+        return self.tokenizer.encode_special(self.render(messages, reply=True))
 
-    def render(self, messages, add_generation_prompt=False):
+    def render(self, messages, reply=False):
         """The text of a conversation, if asked for with the beginning of a reply. Raises UserError."""
         if self.text is None:
             name, advice = self.folder or self.tokenizer.name, "give a folder with one, --tokenizer=FOLDER"
             raise UserError(f"{name} has no chat template; {advice}")
-        options = dict(add_generation_prompt=add_generation_prompt, tools=None, documents=None)
+        values = dict(messages=messages, add_generation_prompt=reply, tools=None, documents=None)
         self.environment.left = LIMIT
         with told(f"{self.folder}: its chat template fails"):  # it computes: any error can come of it
-            text = self.compiled(self.text).render(messages=messages, **options, **self.special)
-            return without_surrogates(text)
+            return without_surrogates(self.compiled(self.text).render(self.special | values))
 
 
 class Dialogues:
@@ -137,7 +136,7 @@ class Dialogues:
         row = np.zeros(len(ids), self.row)
         row["token"] = ids
         for i in answers:  # loss from the generation prompt to the answer's last special token
-            before = self.template.render(messages[:i], add_generation_prompt=True)
+            before = self.template.render(messages[:i], reply=True)
             after = self.template.render(messages[: i + 1])
             if not (text.startswith(after) and after.startswith(before)):
                 other = f"renders message {i + 1} otherwise when others follow"

@@ -121,7 +121,7 @@ def find_shards(data_dir, split, listed=None):
             raise DataError(f"{data_dir}/manifest.json lists the shards, and {name} {wrong}")
     if found:
         return [os.path.join(data_dir, name) for name in found]
-    hint = "make one, or do without: --eval_interval=0" if split == "val" else MAKE_DATA
+    hint = "make one, or train without: --eval_interval=0" if split == "val" else MAKE_DATA
     none = f"no {split} split" if os.path.isdir(data_dir) else "no such folder"
     raise DataError(f"{none}: {data_dir} holds no *_{split}_*.bin, .npy or {split}.bin; {hint}")
 

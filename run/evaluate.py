@@ -25,7 +25,7 @@ def validate(model, loader, tokens, autocast, own=lambda batch: batch, stop=lamb
     batches = progress(map(own, loader.eval_batches(tokens)), "validation", -(-rows // stride), stop)
     for first, (x, y) in zip(range(loader.rank * loader.B, table.size(1), stride), batches):
         with autocast:
-            loss = model(x, y, "none").float()
+            loss = model(x, y, "none").float().view_as(y)
         real = y >= 0
         text = real * 0 if sizes is None else sizes[y.clamp(min=0)] * real
         table[:, first : first + loader.B] = torch.stack([loss.sum(1), real.sum(1), text.sum(1)])

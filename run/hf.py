@@ -216,17 +216,20 @@ class Transposed:
 
 
 def hf_parts(model):
-    """{Hugging Face name: Part}: no padded vocabulary, no tied head. UserError for what an edit adds."""
+    """{Hugging Face name: Part}: no padded vocabulary, no tied head. UserError for an edit of parameters."""
     cfg, own, parts = model.cfg, dict(model.named_parameters()), {}
     family, heads = family_of(cfg), [n * cfg.head_size for n in (cfg.n_head, cfg.kv_heads, cfg.kv_heads)]
     stacked = {"qkv": heads, "gate_up": [cfg.hidden] * 2}  # rows of each of theirs
+    other = ".mlp.up" if cfg.mlp == "swiglu" else ".mlp.gate_up"  # of another kind of MLP
     modules = {ours: [theirs] for ours, theirs in family.outer.items()}
     for i, (ours, theirs) in itertools.product(range(cfg.n_layer), family.block.items()):
         modules[f"blocks.{i}.{ours}"] = [f"{family.layers}{i}.{name}" for name in theirs.split()]
     for ours, theirs in modules.items():
         place = "wte" if ours == "head" and cfg.tie_embeddings and cfg.embed_norm else ours
-        if f"{place}.weight" not in own:  # the head, tied to wte; the MLP of another kind
+        if ours.endswith(other) or place == "head" and cfg.tie_embeddings:
             continue
+        if f"{place}.weight" not in own:
+            raise UserError(f"model.py has no {place}.weight, which a Hugging Face {family.name} has")
         weight, inside, kind = own[f"{place}.weight"], ours.startswith("blocks."), ours.rpartition(".")[2]
         spans = [(0, cfg.vocab_size if ours in ("wte", "head") else len(weight))] * len(theirs)
         if len(theirs) > 1 and kind in stacked:  # not relu2's one matrix, which is both gate and up
@@ -313,11 +316,10 @@ def _write_shards(folder, parts, tensors, dtype, max_size, eps):
     shapes = {name: (part.last - part.first, *tensors[part.ours].shape[1:]) for name, part in parts.items()}
     dtype = getattr(torch, dtype)
 
-    def theirs(part):
+    def theirs(part):  # a copy, as relu2's one matrix is both gate and up
         rows = tensors[part.ours][part.first : part.last].detach().cpu()
         rows = torch.nn.functional.rms_norm(rows.float(), rows.shape[1:], eps=eps) if part.normed else rows
-        rows = rows.t() if part.transposed else rows
-        return rows.to(dtype, copy=True, memory_format=torch.contiguous_format)  # gate may be up's memory
+        return (rows.t() if part.transposed else rows).to(dtype, copy=True).contiguous()
 
     sizes = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
     plan = huggingface_hub.split_torch_state_dict_into_shards(sizes, max_shard_size=max_size)

@@ -48,7 +48,7 @@ class Logger:
         """max_skipped: steps in a row that may be skipped; None with fp16, whose scaler skips by itself."""
         self.world, self.max_steps, self.log_interval = world, max_steps, log_interval
         self.batch_tokens, self.max_skipped = batch_tokens, max_skipped
-        self.began, self.origin = time.perf_counter(), (0, 0)  # a step, and the tokens read before it
+        self.began, self.origin = time.perf_counter(), 0  # tokens at step 0, had every step read this many
         self.out_dir = self.file = self.wandb = self.wandb_id = self.saved_at = None
         self.account = self.mark = None
         self.unread, self.figures = collections.deque(), []
@@ -114,7 +114,7 @@ class Logger:
 
     def start(self, step, tokens, rows, settings, account):
         """The start-up summary. account: a flops.Account, for the MFU."""
-        self.account, self.origin = account, (step, tokens)
+        self.account, self.origin = account, tokens - step * self.batch_tokens
         words = " ".join(f"{name}={value}" for name, value in settings.items())
         rows = [describe_device(self.world), *rows, ("settings", words or "all defaults")]
         show(rows, self.print)
@@ -173,8 +173,7 @@ class Logger:
         mfu = self.account.mfu(rate, self.world.size)
         gib = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
         values = dict(loss=loss, lr=lr, norm=norm, dt_ms=seconds * 1e3, tok_per_s=rate, mfu=mfu, gib=gib)
-        tokens = self.origin[1] + (step - self.origin[0]) * self.batch_tokens
-        self.record("train", step, **values, tokens=tokens)
+        self.record("train", step, **values, tokens=self.origin + step * self.batch_tokens)
         if step % self.log_interval == 0 or left == 0 or self.average is None:  # None: the first step
             eta = "n/a" if left and self.average is None else tqdm.format_interval(left * (self.average or 0))
             self.print(

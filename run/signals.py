@@ -96,11 +96,10 @@ class Watch(contextlib.ExitStack):
 
     def _fail(self, error):
         """Makes this rank's error known. Raises it if it is a UserError, else ends the process."""
-        if not self.world.main:
-            time.sleep(0.5)  # of an error that all ranks have, rank 0 tells
         gloo = r"\[[^]]*/gloo/[^]]*:\d+\] "  # the place in its source: gloo's errors have no type
-        if lost := isinstance(error, torch.distributed.DistError) or re.match(gloo, str(error)):
-            self._wait(["failed"], 2)  # another rank most likely has an error, and tells it soon
+        lost = isinstance(error, torch.distributed.DistError) or re.match(gloo, str(error))
+        self._wait(["failed"], 2 if lost or not self.world.main else 0)  # what another rank, or rank 0, tells
+        if lost:
             reason = re.sub(rf"^{gloo}|\n.*|\. This is typically .*", "", str(error), flags=re.S)
             error = UserError(f"step {self._step}: lost another rank ({reason}; timeout_s={self.timeout_s})")
             error.exit_code = 1
@@ -140,7 +139,7 @@ class Watch(contextlib.ExitStack):
             if self.store is not None:
                 self.store.set(f"ended/{self.world.rank}", "")
             if self.store is not None and wait and self.world.main:
-                self._wait([f"ended/{rank}" for rank in range(self.world.size)], PATIENCE + 1)
+                self._wait([f"ended/{rank}" for rank in range(self.world.size)], PATIENCE + 8)
 
     def _watch(self):
         store_seen, poll = time.monotonic(), select.poll()
@@ -168,7 +167,7 @@ class Watch(contextlib.ExitStack):
         if self.asked and time.monotonic() - self._asked_at > TWICE:
             print(f"{self._where()}: a second signal", file=sys.stderr, flush=True)
             leave(128 + number, "a second signal", at_once=True)  # checkpoints are whole or not there
-        if self.world.main and not self.asked:
+        if self.world.main and not self.asked and not self._failing:
             words = f"{signal.Signals(number).name} in step {self._step}: this run saves and stops"
             print(f"{words}; a second signal ends it at once", flush=True)
         self.asked, self._asked_at = self.asked or number, self._asked_at or time.monotonic()
@@ -184,6 +183,8 @@ class Watch(contextlib.ExitStack):
         for text in (f"{self._where()}: {words}" for words in wrong):
             if self._first(1, text):
                 print(f"error: {text}", file=sys.stderr, flush=True)
+        for rank in lost:  # rank 0 need not wait for it
+            self.store.set(f"ended/{rank}", "")
         if self.store.check(["failed"]) and not self._closing.wait(PATIENCE) and not self._failing:
             self._follow()
 

@@ -29,7 +29,7 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT, PORTS = Path(__file__).parent.parent, []
 
 
 @dataclass
@@ -75,7 +75,7 @@ def attempt(ranks, function, *arguments, **limits):
         return done, [pickle.loads(file.read_bytes()) if file.exists() else None for file in files]
 
 
-def torchrun(ranks, words, script="train.py", timeout=120):
+def torchrun(ranks, words, script="train.py", timeout=300):
     """The script under torchrun, or as a plain new process for 0 ranks -> subprocess.CompletedProcess."""
     launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", f"--master_port={free_port()}"]
     command = [sys.executable, *(launcher if ranks else []), str(script), *words]
@@ -89,9 +89,10 @@ def environment():
 
 
 def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    PORTS.append(s := socket.socket())  # kept: no other process is given it, a store may listen there
+    s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    s.bind(("127.0.0.1", 0))
+    return s.getsockname()[1]
 
 
 # -- the client's end

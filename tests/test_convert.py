@@ -342,12 +342,12 @@ def test_an_export_with_new_parameters_is_refused(tmp_path, monkeypatch):
         export = convert.Config(checkpoint=str(tmp_path / "run"), to_hf=str(tmp_path / "hf"))
         words = "parameters that a Hugging Face gpt2 does not have: blocks.0.gate.bias, blocks.0.gate.weight"
         refused(lambda: convert.main(export), words)
+        patch.setattr(model, "make_mlp", lambda cfg: model.MLP(cfg, torch.nn.functional.silu))
+        other = model.on_meta(GPTConfig(norm="rmsnorm", positions="rope", mlp="swiglu"))
+        refused(lambda: hf.hf_parts(other), "model.py has no blocks.0.mlp.gate_up.weight, which a Hugging")
     # the same checkpoint and the model.py of before: its weights must not be dropped silently
-    refused(
-        lambda: convert.main(export),
-        "weights do not fit the model",
-        "blocks.0.gate.bias: (1,), expected absent",
-    )
+    words = "weights do not fit the model", "blocks.0.gate.bias: (1,), expected absent"
+    refused(lambda: convert.main(export), *words)
     assert not (tmp_path / "hf").exists()
 
 

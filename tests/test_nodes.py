@@ -43,7 +43,7 @@ def on_two_nodes(words, numbered):
     commands = [[*start, *how.split(), "train.py", *words] for how in meet]
     running = [subprocess.Popen(command, env=env, **options) for command, env in zip(commands, sees)]
     try:
-        said = "".join(process.communicate(timeout=120)[0] for process in running)
+        said = "".join(process.communicate(timeout=300)[0] for process in running)
     finally:
         for process in running:
             process.kill()
@@ -107,8 +107,8 @@ def test_the_script_for_slurm_queues_itself_again_until_the_run_is_done(data_dir
     wait_for(lambda: "step 100/800 |" in (tmp_path / "log").read_text())
     for pid in (tmp_path / "pids").read_text().split():
         os.kill(int(pid), signal.SIGTERM)
-    assert first.wait(60) != 0
+    assert first.wait(300) != 0
     assert (tmp_path / "requeued").read_text() == slurm["SLURM_JOB_ID"] + "\n", (tmp_path / "log").read_text()
-    assert job().wait(120) == 0, (tmp_path / "log").read_text()
+    assert job().wait(300) == 0, (tmp_path / "log").read_text()
     assert (tmp_path / "requeued").read_text().count("\n") == 1
     assert sorted(losses(read_log(tmp_path / "run"))) == list(range(1, 801))

@@ -93,12 +93,11 @@ def test_a_text_that_begins_like_the_one_before_goes_on_from_there():
         computed.clear()
 
 
-def shift(forward):
-    """A block whose second half of channels comes from the token before."""
+def shift(forward, part):
+    """A block whose input comes in part from the token before."""
 
     def shifted(self, x, idx):
-        near, far = x.chunk(2, dim=-1)
-        return forward(self, torch.cat((near, F.pad(far, (0, 0, 1, 0))[:, :-1]), dim=-1), idx)
+        return forward(self, x.lerp(F.pad(x, (0, 0, 1, 0))[:, :-1], part), idx)
 
     return shifted
 
@@ -115,7 +114,8 @@ def block_twice(self, idx):
 
 
 @pytest.mark.parametrize("owner, name, edit, words", [
-    (Block, "forward", shift(Block.forward), "mixes tokens outside of attn.core"),
+    (Block, "forward", shift(Block.forward, 0.5), "mixes tokens outside of attn.core"),
+    (Block, "forward", shift(Block.forward, 0.04), "mixes tokens outside of attn.core"),  # in bf16 unseen
     (GPT, "hidden", block_twice, "uses a block twice"),
     (None, "core", lambda q, k, v, *_: v, "a KV cache goes around attn.core"),
     (LearnedPositions, "forward", computed_positions, ""),

@@ -51,7 +51,7 @@ def signalled_twice():
     tell(signal.SIGINT)
     time.sleep(1.5)
     tell(signal.SIGINT)
-    time.sleep(60)
+    time.sleep(1e9)
 
 
 FAULTS = {
@@ -101,8 +101,8 @@ def check_told(done, fault, codes, line):
 ])  # fmt: skip
 @pytest.mark.fault(29, 30, 42, 48)
 def test_a_fault_of_one_rank_is_told_once_and_ends_all(data_dir, tmp_path, fault, codes, line):
-    at_call = 1 if fault == "forward" else 6
-    check_told(attempt(2, fault, 1, at_call, data_dir, tmp_path / "run", timeout_s=6), fault, codes, line)
+    at_call, limit = 1 if fault == "forward" else 6, 6 if fault == "hangs" else 60
+    check_told(attempt(2, fault, 1, at_call, data_dir, tmp_path / "run", timeout_s=limit), fault, codes, line)
 
 
 def train_with_few_files(words, *limits):
@@ -230,7 +230,7 @@ def train_told_in_save(words, times):
             time.sleep(signals.TWICE + 0.5)
             if times == 2:
                 tell()
-                time.sleep(60)
+                time.sleep(1e9)
         return write(aside, contents)
 
     checkpoint._write = slowly
@@ -241,9 +241,8 @@ def train_told_in_save(words, times):
 @pytest.mark.fault(28, 56)
 def test_a_signal_in_an_asynchronous_save_leaves_whole_checkpoints(data_dir, tmp_path, times):
     words = flags(data_dir, tmp_path, max_steps=10_000, save_interval=4, async_save=True, keep_last=9)
-    began = time.monotonic()
     done, _ = ranks.attempt(0, train_told_in_save, words, times)
-    assert done.codes == [143] and time.monotonic() - began < 50, done.stderr
+    assert done.codes == [143], done.stderr
     found = sorted(tmp_path.glob("step_*"))
     assert [folder for folder in found if checkpoint.problem(folder)] == []
     if times == 2:  # what was being written is not there
@@ -256,9 +255,8 @@ def test_a_signal_in_an_asynchronous_save_leaves_whole_checkpoints(data_dir, tmp
 
 @pytest.mark.fault(28, 56, 57)
 def test_a_second_signal_ends_at_once_and_no_saving_is_said(data_dir, tmp_path):
-    began = time.monotonic()
     done = attempt(0, "interrupt twice", 0, 10, data_dir, tmp_path / "a")
-    assert done.codes == [130] and time.monotonic() - began < 50
+    assert done.codes == [130], done.stderr
     assert "a second signal" in done.stderr
     done = attempt(0, "SIGTERM", 0, 10, data_dir, tmp_path / "b", save_interval=0)
     assert done.codes == [143] and "none: nothing was saved" in done.stdout
@@ -287,7 +285,7 @@ def start_torchrun(words, log, *options):
         return subprocess.Popen(command, cwd=ROOT, env=ranks.environment(), stdout=file, stderr=file)
 
 
-def wait_for(condition, seconds=90):
+def wait_for(condition, seconds=300):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
@@ -302,7 +300,7 @@ def alive(pid):
     """Whether a process runs, and is no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # between open and read
         return False
 
 
@@ -326,7 +324,7 @@ def check_restarts(data_dir, tmp_path, kills, steps=60, **settings):
     for step, rank in kills.items():
         wait_for(lambda step=step: re.search(rf"step +{step}/", text()))
         os.kill(children(process.pid)[rank], signal.SIGKILL)
-    assert process.wait(120) == 0, text()
+    assert process.wait(300) == 0, text()
     assert len(re.findall("^ *resumed ", text(), re.M)) == len(kills), text()
     assert sorted(losses(read_log(tmp_path / "run"))) == list(range(1, steps + 1))
 
@@ -336,7 +334,7 @@ def test_a_rank_whose_torchrun_was_killed_before_it_looked_leaves():
     rank = "import configurator, time; time.sleep(0.5); configurator.leave_with_torchrun(); time.sleep(60)"
     start = f"from subprocess import *; Popen(['{sys.executable}', '-c', '{rank}'], start_new_session=True)"
     env, pipes = os.environ | {"TORCHELASTIC_RUN_ID": "1"}, dict(capture_output=True, text=True)
-    done = subprocess.run([sys.executable, "-c", start], cwd=ROOT, env=env, **pipes, timeout=10)
+    done = subprocess.run([sys.executable, "-c", start], cwd=ROOT, env=env, **pipes, timeout=50)
     assert done.stderr == "torchrun is gone\n"
 
 
