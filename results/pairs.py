@@ -48,12 +48,15 @@ def answer(process):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--before", required=True, help="folder of one checkout")
-    parser.add_argument("--after", required=True, help="folder of the other one")
+    for name in ("--before", "--after"):
+        parser.add_argument(name, required=True, help="folder of a checkout")
     for name, default in (("--pairs", 10), ("--steps", 5)):
         parser.add_argument(name, type=int, default=default)
     parser.add_argument("words", nargs="+", help="of bench.py step: a config file and settings")
     args = parser.parse_args()
+    for folder in (args.before, args.after):
+        if not os.path.isfile(os.path.join(folder, "bench.py")):
+            parser.error(f"{folder} is no checkout: it has no bench.py")
     command = [sys.executable, os.path.abspath(__file__), "--child", *args.words]
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     sides = {n: subprocess.Popen(command, cwd=getattr(args, n), **pipes) for n in ("before", "after")}

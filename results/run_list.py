@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import configurator
 from configurator import UserError
+from corpus import told
 from plot import read, series
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,6 +43,7 @@ class Config:
 
 
 def main(cfg):
+    configurator.refuse(configurator.too_small(cfg, {"gpus": 1, "lines": 1}))
     runs = [run for path in cfg.words for run in read_list(path)]
     waiting = [run for run in runs if not kept(cfg, run).exists() and run["ranks"] <= cfg.gpus]
     names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(cfg.gpus))))
@@ -67,7 +69,9 @@ def main(cfg):
 def read_list(path):
     """[{"name", "words", "ranks": 0 without torchrun, "code"}] of a list's file."""
     runs, common = [], []
-    for line in Path(path).read_text().splitlines():
+    with told(f"{path} cannot be read as a list of runs"):
+        lines = Path(path).read_text().splitlines()
+    for line in lines:
         name, *words = shlex.split(line, comments=True) or [None]
         options = dict(ranks=0, code=ROOT)
         while words and words[0].startswith(("ranks=", "code=")):
