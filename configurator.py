@@ -150,7 +150,7 @@ def _errors_in_one_line():
         leave(130)
     except UserError as error:
         if error.loud is None and not is_rank_0():
-            time.sleep(10 * ("TORCHELASTIC_RUN_ID" in os.environ))  # which would end rank 0 before it told
+            time.sleep(10 * ("TORCHELASTIC_RUN_ID" in os.environ))  # once this ends, torchrun ends rank 0
         elif error.loud is not False:
             print(*(f"error: {problem}" for problem in error.args), sep="\n", file=sys.stderr, flush=True)
         leave(error.exit_code, str(error))

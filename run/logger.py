@@ -48,7 +48,7 @@ class Logger:
         """max_skipped: steps in a row that may be skipped; None with fp16, whose scaler skips by itself."""
         self.world, self.max_steps, self.log_interval = world, max_steps, log_interval
         self.batch_tokens, self.max_skipped = batch_tokens, max_skipped
-        self.began, self.origin = time.perf_counter(), 0  # tokens at step 0, had every step read this many
+        self.began, self.origin = time.perf_counter(), 0  # tokens read besides step * batch_tokens
         self.out_dir = self.file = self.wandb = self.wandb_id = self.saved_at = None
         self.account = self.mark = None
         self.unread, self.figures = collections.deque(), []
@@ -115,7 +115,7 @@ class Logger:
     def start(self, step, tokens, rows, settings, account):
         """The start-up summary. account: a flops.Account, for the MFU."""
         self.account, self.origin = account, tokens - step * self.batch_tokens
-        words = " ".join(f"{name}={value}" for name, value in settings.items())
+        words = " ".join(f"{name}={shlex.quote(str(value))}" for name, value in settings.items())
         rows = [describe_device(self.world), *rows, ("settings", words or "all defaults")]
         show(rows, self.print)
         self.record("start", step, flops_per_token=account.flops_per_token, rows=rows)
