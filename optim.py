@@ -113,9 +113,9 @@ def set_learning_rate(optimizer, lr):
 
 def matrices_of(name, weight, cfg):
     """How many rows each matrix in a weight has: q, k and v, and gate and up, are matrices of their own."""
-    if name.endswith("qkv.weight"):
-        return [heads * cfg.head_size for heads in (cfg.n_head, cfg.kv_heads, cfg.kv_heads)]
-    return [weight.size(0) // 2] * 2 if name.endswith("gate_up.weight") else [weight.size(0)]
+    rows, heads = weight.size(0), (cfg.n_head, cfg.kv_heads, cfg.kv_heads)
+    parts = [n * cfg.head_size for n in heads] if name.endswith("qkv.weight") else [rows // 2] * 2
+    return parts if name.endswith(("qkv.weight", "gate_up.weight")) and sum(parts) == rows else [rows]
 
 
 @dataclass

@@ -240,7 +240,8 @@ def hf_parts(model):
             parts[f"{name}.weight"] = Part(f"{place}.weight", *span, *changes)
             if bias:
                 parts[f"{name}.bias"] = Part(f"{place}.bias", *span)
-    if more := sorted(own.keys() - {part.ours for part in parts.values()}):
+    whole = lambda part: part.last in (len(own.get(part.ours, ())), cfg.vocab_size)  # not with an edit's rows
+    if more := sorted(own.keys() - {part.ours for part in filter(whole, parts.values())}):
         names = f"{', '.join(more[:3])} ({len(more)} in all)"
         raise UserError(f"model.py has parameters that a Hugging Face {family.name} does not have: {names}")
     return parts

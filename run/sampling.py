@@ -120,10 +120,10 @@ def make_cache(model, temperature=0, top_k=None, rows=1, **_):
     for by_row in (not parallel.units(model), False):  # FSDP2 divides the tables
         try:
             trial = Cache(model, 1, by_row)
-        except configurator.UserError as error:
-            return warn(str(error))
-        expected, trial.length = trial.forward(idx, at), len(at) - 1
-        found = trial.forward(idx[:, -1:], at[-1:])
+            expected, trial.length = trial.forward(idx, at), len(at) - 1
+            found = trial.forward(idx[:, -1:], at[-1:])
+        except (configurator.UserError, RuntimeError) as error:  # as where v is wider than k
+            return warn(str(error).partition("\n")[0])
         most = 0.1 if torch.is_autocast_enabled(at.device.type) else 0.03  # in bf16 0.02, float32 1e-6
         if not (found - expected).std() > most * expected.std():
             graph = by_row and at.is_cuda

@@ -68,19 +68,19 @@ class DocumentMask:
     def __call__(self, q, k, v, *options):
         if not self.documents.on:
             return self.core(q, k, v, *options)
-        if takes_varlen(v):
+        if takes_varlen(v) and not any(options[1:]):  # it has no dropout, which an edit may have
             return varlen_attention(q, k, v, self.documents.bounds, self.documents.longest.size(0))
-        return masked_attention(q, k, v, self.documents.ids)
+        return masked_attention(q, k, v, self.documents.ids, *options[1:])
 
 
 def takes_varlen(v):
     return v.is_cuda and v.dtype in (torch.bfloat16, torch.float16)
 
 
-def masked_attention(q, k, v, ids):
-    """Causal attention within documents. q: (B, H, T, D); k, v: (B, H_kv, T, D); ids: (B, T)."""
+def masked_attention(q, k, v, ids, p=0.0):
+    """Causal attention within documents. q: (B, H, T, D); k, v: (B, H_kv, T, D); ids: (B, T); p: dropout."""
     mask = (ids[:, :, None] == ids[:, None, :]).tril().unsqueeze(1)  # (B, 1, T, T)
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=q.size(1) != k.size(1))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, p, enable_gqa=q.shape != k.shape)
 
 
 def varlen_attention(q, k, v, bounds, longest):

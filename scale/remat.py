@@ -112,7 +112,7 @@ class KeptAttention:
 
     @torch.compiler.disable
     def __call__(self, q, k, v, backend, dropout=0.0):
-        if self.tape.results is None:
+        if self.tape.results is None or dropout:  # an edit's; it is drawn again as the block runs again
             return self.core(q, k, v, backend, dropout)
         q, k = q.to(v.dtype), k.to(v.dtype)  # RMSNorm under autocast gives float32
         if not q.is_cuda and q.size(1) != k.size(1):  # the CPU's operator has no grouped heads

@@ -343,8 +343,10 @@ def test_an_export_with_new_parameters_is_refused(tmp_path, monkeypatch):
         words = "parameters that a Hugging Face gpt2 does not have: blocks.0.gate.bias, blocks.0.gate.weight"
         refused(lambda: convert.main(export), words)
         patch.setattr(model, "make_mlp", lambda cfg: model.MLP(cfg, torch.nn.functional.silu))
-        other = model.on_meta(GPTConfig(norm="rmsnorm", positions="rope", mlp="swiglu"))
-        refused(lambda: hf.hf_parts(other), "model.py has no blocks.0.mlp.gate_up.weight, which a Hugging")
+        shape = GPTConfig(norm="rmsnorm", positions="rope", mlp="swiglu")
+        refused(lambda: hf.hf_parts(model.on_meta(shape)), "model.py has no blocks.0.mlp.gate_up.weight")
+    (wide := model.on_meta(shape)).blocks[0].attn.qkv = torch.nn.Linear(768, 2305, bias=False)
+    refused(lambda: hf.hf_parts(wide), "llama does not have: blocks.0.attn.qkv.weight (1 in all)")
     # the same checkpoint and the model.py of before: its weights must not be dropped silently
     words = "weights do not fit the model", "blocks.0.gate.bias: (1,), expected absent"
     refused(lambda: convert.main(export), *words)

@@ -48,6 +48,7 @@ def test_groups_hold_every_parameter_once_each_with_its_rate():
     embedding, head, matrix, vector = groups
     assert len(optim.param_groups(torch.nn.Conv1d(16, 16, 4), settings())) == 1  # vectors: no matrix to Muon
     assert optim.matrices_of("blocks.0.mlp.gate_up.weight", torch.empty(96, 16), settings()) == [48, 48]
+    assert optim.matrices_of("blocks.0.attn.qkv.weight", torch.empty(97, 16), settings()) == [97]  # an edit's
     assert embedding["params"] == [model.wte.weight, model.wpe.weight]
     assert head["params"] == [model.head.weight]
     assert all(p.dim() == 2 for p in matrix["params"]) and all(p.dim() == 1 for p in vector["params"])

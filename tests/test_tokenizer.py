@@ -204,10 +204,7 @@ SPLIT = dict(type="Split", pattern=dict(Regex="(x+x+)+y"), behavior="Isolated", 
     (dict(model=dict(type="BPE", vocab={"a": 2**31}, merges=[])), "largest id, 2147483648, is not"),
     (dict(added_tokens=[dict(id=2**28, content="</s>")]), "id, 268435456, is not below 1048576"),
     (dict(normalizer=dict(type="Sequence", normalizers=[DOUBLED] * 40)), "more than 1000 characters"),
-    (
-        dict(normalizer=dict(type="Precompiled", precompiled_charsmap="AAAA")),
-        "not a tokenizer.json: Panic",
-    ),
+    (dict(normalizer=dict(type="Precompiled", precompiled_charsmap="AAAA")), "not a tokenizer.json: Panic"),
     (dict(pre_tokenizer=dict(SPLIT, pattern=dict(Regex="("))), "Oniguruma error: end pattern"),
     (dict(pre_tokenizer=SPLIT), "fails: PanicException: Onig: Regex search error: retry-limit"),
 ])  # fmt: skip
