@@ -189,12 +189,11 @@ class Saver:
         manifest |= {p.name: files.digest(p) for p in self.aside.iterdir() if p.name not in manifest}
         files.write_json(self.aside / "manifest.json", manifest)
 
-        def publish():
+        def publish():  # in place of the same step, if a run that was resumed saves it again
             os.rename(self.aside, self.final)
             files.sync(self.out_dir)
 
-        again = self.final in folders(self.out_dir)  # a resumed run has saved the same step before
-        remove(self.final, publish) if again else publish()
+        remove(self.final, publish) if self.final in folders(self.out_dir) else publish()
         self.whole.add(self.final)
         prune(self.final, self.keep_last, self.whole)
 

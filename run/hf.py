@@ -240,7 +240,7 @@ def hf_parts(model):
             parts[f"{name}.weight"] = Part(f"{place}.weight", *span, *changes)
             if bias:
                 parts[f"{name}.bias"] = Part(f"{place}.bias", *span)
-    whole = lambda part: part.last in (len(own.get(part.ours, ())), cfg.vocab_size)  # not with an edit's rows
+    whole = lambda part: part.last in (len(own.get(part.ours, ())), cfg.vocab_size)  # else an edit added rows
     if more := sorted(own.keys() - {part.ours for part in filter(whole, parts.values())}):
         names = f"{', '.join(more[:3])} ({len(more)} in all)"
         raise UserError(f"model.py has parameters that a Hugging Face {family.name} does not have: {names}")

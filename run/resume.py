@@ -43,7 +43,8 @@ class Start:
         kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[cfg.weights]
         others = {t.dtype for t in self.weights.values()} - {kind}
         wrong += [f"weights: checkpoint {dtype}, now {kind}" for dtype in others]
-        wrong += [f"it has no {key}" for key in ("loader", "scaler", "world_size") if key not in self.state]
+        absent = {"optimizer", "loader", "scaler", "world_size"} - self.state.keys() - self._tensors.keys()
+        wrong += [f"it has no {name}" for name in sorted(absent)]
         wrong += ["it has no loss scaler"] * (cfg.precision == "fp16" and not self.state.get("scaler"))
         if wrong:
             more = "give the settings of its run, or begin a new one from its weights with --init_from"
@@ -57,7 +58,7 @@ class Start:
             return
         if not parallel.all_finite(job.raw):
             raise CheckpointError(f"{self.folder}: weights are inf or NaN; remove it to take the one before")
-        checkpoint.load_optimizer_tensors(job.raw, job.optimizer, self._tensors.get("optimizer", {}))
+        checkpoint.load_optimizer_tensors(job.raw, job.optimizer, self._tensors["optimizer"])
         job.scaler.load_state_dict(self.state["scaler"])
         loader.load_state_dict(self.state["loader"], allow_data_change=allow_data_change)
         ranks, rng = self.state["world_size"], self._tensors.get("rng", {})

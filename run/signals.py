@@ -98,7 +98,7 @@ class Watch(contextlib.ExitStack):
         """Makes this rank's error known. Raises it if it is a UserError, else ends the process."""
         gloo = r"\[[^]]*/gloo/[^]]*:\d+\] "  # the place in its source: gloo's errors have no type
         lost = isinstance(error, torch.distributed.DistError) or re.match(gloo, str(error))
-        self._wait(["failed"], 2 if lost or not self.world.main else 0)  # the cause, of another rank
+        self._wait(["failed"], 2 if lost or not self.world.main else 0)  # if another rank tells the cause
         if lost:
             reason = re.sub(rf"^{gloo}|\n.*|\. This is typically .*", "", str(error), flags=re.S)
             error = UserError(f"step {self._step}: lost another rank ({reason}; timeout_s={self.timeout_s})")

@@ -65,12 +65,12 @@ class DocumentMask:
     def __init__(self, core, documents):
         self.core, self.documents = core, documents
 
-    def __call__(self, q, k, v, *options):
+    def __call__(self, q, k, v, backend, dropout=0.0):
         if not self.documents.on:
-            return self.core(q, k, v, *options)
-        if takes_varlen(v) and not any(options[1:]):  # it has no dropout, which an edit may have
+            return self.core(q, k, v, backend, dropout)
+        if takes_varlen(v) and not dropout:  # an edit's, which varlen does not have
             return varlen_attention(q, k, v, self.documents.bounds, self.documents.longest.size(0))
-        return masked_attention(q, k, v, self.documents.ids, *options[1:])
+        return masked_attention(q, k, v, self.documents.ids, dropout)
 
 
 def takes_varlen(v):

@@ -89,7 +89,7 @@ def environment():
 
 
 def free_port():
-    PORTS.append(s := socket.socket())  # kept: no other process is given it, a store may listen there
+    PORTS.append(s := socket.socket())  # kept bound: no other process gets the port, a store still may
     s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     s.bind(("127.0.0.1", 0))
     return s.getsockname()[1]

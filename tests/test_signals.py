@@ -68,9 +68,9 @@ FAULTS = {
 } | {number.name: functools.partial(tell, number) for number in signals.SIGNALS}
 
 
-def attempt(number, fault, at_rank, at_call, data_dir, out_dir, grace=20, **settings):
+def attempt(number, fault, rank, call, data_dir, out_dir, grace=20, timeout=90, **settings):
     words = flags(data_dir, out_dir, **{"max_steps": 40, "save_interval": 4, **settings})
-    return ranks.attempt(number, train_with_fault, words, fault, at_rank, at_call, timeout=90, grace=grace)[0]
+    return ranks.attempt(number, train_with_fault, words, fault, rank, call, timeout=timeout, grace=grace)[0]
 
 
 def error_lines(done):
@@ -241,7 +241,7 @@ def train_told_in_save(words, times):
 @pytest.mark.fault(28, 56)
 def test_a_signal_in_an_asynchronous_save_leaves_whole_checkpoints(data_dir, tmp_path, times):
     words = flags(data_dir, tmp_path, max_steps=10_000, save_interval=4, async_save=True, keep_last=9)
-    done, _ = ranks.attempt(0, train_told_in_save, words, times)
+    done, _ = ranks.attempt(0, train_told_in_save, words, times, timeout=50)
     assert done.codes == [143], done.stderr
     found = sorted(tmp_path.glob("step_*"))
     assert [folder for folder in found if checkpoint.problem(folder)] == []
@@ -255,7 +255,7 @@ def test_a_signal_in_an_asynchronous_save_leaves_whole_checkpoints(data_dir, tmp
 
 @pytest.mark.fault(28, 56, 57)
 def test_a_second_signal_ends_at_once_and_no_saving_is_said(data_dir, tmp_path):
-    done = attempt(0, "interrupt twice", 0, 10, data_dir, tmp_path / "a")
+    done = attempt(0, "interrupt twice", 0, 10, data_dir, tmp_path / "a", timeout=50)
     assert done.codes == [130], done.stderr
     assert "a second signal" in done.stderr
     done = attempt(0, "SIGTERM", 0, 10, data_dir, tmp_path / "b", save_interval=0)
@@ -334,7 +334,7 @@ def test_a_rank_whose_torchrun_was_killed_before_it_looked_leaves():
     rank = "import configurator, time; time.sleep(0.5); configurator.leave_with_torchrun(); time.sleep(60)"
     start = f"from subprocess import *; Popen(['{sys.executable}', '-c', '{rank}'], start_new_session=True)"
     env, pipes = os.environ | {"TORCHELASTIC_RUN_ID": "1"}, dict(capture_output=True, text=True)
-    done = subprocess.run([sys.executable, "-c", start], cwd=ROOT, env=env, **pipes, timeout=50)
+    done = subprocess.run([sys.executable, "-c", start], cwd=ROOT, env=env, **pipes, timeout=10)
     assert done.stderr == "torchrun is gone\n"
 
 
