@@ -12,6 +12,7 @@ import dataclasses
 import difflib
 import faulthandler
 import inspect
+import io
 import itertools
 import json
 import os
@@ -95,7 +96,7 @@ def _file(word, hints):
         hint = f"a setting is written --{word.lstrip('-')}" if setting else f"recipes: {', '.join(recipes)}"
         raise UserError(f"{word}: no such config file; {hint}")
     try:
-        source, space = Path(path).read_text(), {}
+        source, space = Path(path).read_text("utf-8"), {}
         exec(compile(source, path, "exec"), space)
     except SyntaxError as error:
         raise UserError(f"{error.filename or path}:{error.lineno or 1}: {error.msg}") from None
@@ -113,6 +114,8 @@ def parse(cls, check=lambda cfg: None, complete=dict):
     """Raises the limit on open files, then `configure` from the command line; a mistake ends the process."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         leave_with_torchrun()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a console of latin-1 or ASCII; stderr does so by itself
+        sys.stdout.reconfigure(errors="backslashreplace")
     with _errors_in_one_line():
         soft, hard = (limit % 2**63 for limit in resource.getrlimit(resource.RLIMIT_NOFILE))  # -1: no limit
         if hard < 64:
@@ -132,7 +135,6 @@ def run(main, cfg):
     faulthandler.enable()  # for a SIGBUS, as from a shard cut short under its map
     with _errors_in_one_line():
         code = main(cfg)
-        sys.stdout.flush()
     leave(code or 0)
 
 
@@ -142,8 +144,7 @@ def _errors_in_one_line():
     try:
         yield
     except BrokenPipeError:  # | head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
+        leave(141)
     except KeyboardInterrupt:
         if is_rank_0():
             print("\nstopped by SIGINT", file=sys.stderr, flush=True)
@@ -161,10 +162,37 @@ def is_rank_0():
     return os.environ.get("RANK", "0") == "0"
 
 
+def say(*words, sep=" ", end="\n", needed=False):
+    """Prints on stdout at once; a closed or full stdout, or a pipe that nobody reads, ends nothing.
+
+    needed: the words are all that the script is for, so that it ends where they cannot be written: with code
+    141 for a pipe that nobody reads (`| head`), else by a UserError.
+    """
+    try:
+        print(*words, sep=sep, end=end, flush=True)
+    except BrokenPipeError:
+        if needed:
+            raise
+    except (OSError, ValueError) as error:  # ValueError: it was closed by the code
+        if needed:
+            raise UserError(f"stdout cannot be written ({getattr(error, 'strerror', error)})") from None
+
+
+def _flush():
+    """Writes what stdout still holds; one that takes nothing is given up, else Python would end with 120."""
+    try:
+        if sys.stdout:  # None if it was closed before the start
+            sys.stdout.flush()
+    except (OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def warn(words):
     """Prints a warning, if there is one, on rank 0."""
     if words and is_rank_0():
-        print(f"warning: {words}", file=sys.stderr)
+        with contextlib.suppress(OSError, ValueError):  # as in `say`
+            print(f"warning: {words}", file=sys.stderr)
 
 
 def leave(code, message=None, at_once=False):
@@ -172,7 +200,7 @@ def leave(code, message=None, at_once=False):
     if message and (report := os.environ.get("TORCHELASTIC_ERROR_FILE")):
         words = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
         Path(report).write_text(json.dumps({"message": words}))
-    sys.stdout.flush()  # stderr is written line by line
+    _flush()  # stderr is written line by line
     if at_once or "RANK" in os.environ:
         os._exit(code)  # in Python's shutdown a DDP model may wait for gloo's threads, which wait for Python
     sys.exit(code)

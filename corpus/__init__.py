@@ -14,8 +14,11 @@ class DataError(UserError):
 
 
 @contextlib.contextmanager
-def told(what, kind=UserError, advice=""):
-    """Turns what a library raises, a panic of Rust's included, into `kind`: "<what>: <error><advice>"."""
+def told(what, kind=UserError, advice="", again=False):
+    """Turns what a library raises, a panic of Rust's included, into `kind`: "<what>: <error><advice>".
+
+    again: advise to run the same command again, unless the error lies in what was read and would come again.
+    """
     try:
         yield
     except BaseException as error:
@@ -25,5 +28,7 @@ def told(what, kind=UserError, advice=""):
             raise error from None
         if not (panic or isinstance(error, Exception)):
             raise
+        if again and not isinstance(error, ValueError | TypeError | LookupError):
+            advice += f"; {AGAIN}"
         brief = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise kind(f"{what}: {brief}{advice}") from None

@@ -15,7 +15,7 @@ import numpy as np
 from tqdm import tqdm
 
 from configurator import UserError
-from corpus import AGAIN, DataError, packing, told
+from corpus import DataError, packing, told
 from corpus.loader import FORMATS, HEADER_BYTES, SHARD, ahead, mask_path, open_shard, split_of
 from run import files
 
@@ -125,7 +125,7 @@ class Progress:
             return
         for key in settings | old:
             was, now = (None if of.get(key) is False else of.get(key) for of in (old, settings))
-            if was != now and (key != "tokenizer_sha256" or key in old):  # which older folders do not have
+            if was != now and (key in old or "sha256" not in key):  # older folders do not have all of them
                 was = f"another {key}" if "sha" in key else f"{key}={was}, not {now}"
                 raise UserError(f"out_dir={out} was begun with {was}; use another --out_dir, or remove it")
         self.shards, self.position = saved["shards"], saved.get("next", (0, 0))
@@ -167,14 +167,14 @@ class Progress:
 def write(path, data):
     """files.write_atomic; on a full disk, for example, a DataError that says how much room is needed."""
     room = f"{memoryview(data).nbytes:,} bytes to write, {shutil.disk_usage(path.parent).free:,} free"
-    with told(f"{path}: {room}", DataError, f"; make room; {AGAIN}"):
+    with told(f"{path}: {room}", DataError, "; make room", again=True):
         files.write_atomic(path, data)
 
 
 def fetch_shards(name, revision, max_shards, progress, tokenizer):
     """Downloads the missing shards of `name`, a hub dataset that is tokenized already."""
     hub = dict(repo_type="dataset", revision=revision)
-    with told(f"dataset={name} cannot be read", DataError, f"; {AGAIN}"):
+    with told(f"dataset={name} cannot be read", DataError, again=True):
         listed = sorted(huggingface_hub.HfApi().list_repo_files(name, **hub))
         val, training = ([f for f in listed if "/" not in f and split_of(f) == s] for s in ("val", "train"))
         if not training:

@@ -364,7 +364,7 @@ def test_bad_lines_are_named_or_left_out_and_counted(tmp_path, bad, capsys):
         test_fineweb.prepare(tmp_path / "d", tmp_path / name, **said)
     one_line(error)
     left = test_fineweb.prepare(tmp_path / "e", tmp_path / name, skip_bad_documents=True, **said)
-    assert f"left out 1 bad lines, the first is {tmp_path / name}:17" in left
+    assert f"left out 1 bad documents, the first is {tmp_path / name}:17" in left
     test_fineweb.prepare(tmp_path / "good", tmp_path / "good.jsonl", **said)
     tokens = lambda name: [t.tolist() for t in test_fineweb.shard_tokens(tmp_path / name, "train")]
     assert tokens("e") == tokens("good")
