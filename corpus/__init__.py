@@ -4,6 +4,10 @@ import contextlib
 
 from configurator import UserError
 
+# What a folder may hold in place of a tokenizer.json, which each class of transformers makes of it in its way
+VOCABULARIES = (
+    "vocab.json merges.txt vocab.txt tokenizer.model spiece.model tiktoken.model tekken.json".split()
+)
 AGAIN = "finished shards are kept; run the same command again"  # advice of fineweb.py
 
 

@@ -3,9 +3,12 @@
 import datetime
 import functools
 import hashlib
+import itertools
 import json
+import re
 from pathlib import Path
 
+import jinja2.ext
 import jinja2.sandbox
 import numpy as np
 
@@ -13,6 +16,7 @@ from configurator import UserError
 from corpus import DataError, told
 from corpus.tokenizer import HuggingFace, read_beside, special_tokens, without_surrogates
 
+MARKS = "\ufdd0\ufdd1"  # around an answer while a template is rendered; Unicode has them for such uses
 LIMIT = 1_000_000  # calls and turns of loops of a chat template: a second
 
 
@@ -37,8 +41,25 @@ def template_of(folder):
     return found if isinstance(found, str) else None
 
 
+class Generation(jinja2.ext.Extension):
+    """{% generation %} of transformers: what it encloses is an answer, and gets MARKS around it."""
+
+    tags = {"generation"}
+
+    def parse(self, parser):
+        self.environment.marks = True
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
+        return jinja2.nodes.CallBlock(self.call_method("mark"), [], [], body).set_lineno(line)
+
+    def mark(self, caller):
+        return MARKS[0] + caller() + MARKS[1]
+
+
 class Bounded(jinja2.sandbox.ImmutableSandboxedEnvironment):
     """Jinja's sandbox, in which a template also ends: after LIMIT calls and turns of its loops."""
+
+    marks = False  # whether the template has {% generation %}
 
     def _parse(self, *source):
         tree = super()._parse(*source)
@@ -62,7 +83,8 @@ class Template:
     """A folder's chat template, as the model was trained to read conversations; text: None if it has none."""
 
     def __init__(self, folder, tokenizer):
-        options = dict(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+        extensions = ["jinja2.ext.loopcontrols", Generation]
+        options = dict(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         self.environment = environment = Bounded(**options)
         environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
         environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
@@ -73,17 +95,28 @@ class Template:
 
     def ids(self, messages):
         """The ids of [{"role": "user", "content": ...}, ...] up to where the next reply begins."""
-        return self.tokenizer.encode_special(self.render(messages, reply=True))
+        ids = self.tokenizer.encode_special(self.render(messages, reply=True)[0])
+        if ids and max(ids) >= self.tokenizer.embedded:
+            raise UserError(f"{self.folder}: its template gives the id {max(ids)}, which the model lacks")
+        return ids
 
     def render(self, messages, reply=False):
-        """The text of a conversation, if asked for with the beginning of a reply. Raises UserError."""
+        """(text of a conversation, perhaps with the beginning of a reply; its parts in {% generation %}).
+
+        A part is the places of its first character and of the one after its last. Raises UserError.
+        """
         if self.text is None:
             name, advice = self.folder or self.tokenizer.name, "give a folder with one, --tokenizer=FOLDER"
             raise UserError(f"{name} has no chat template; {advice}")
         values = dict(messages=messages, add_generation_prompt=reply, tools=None, documents=None)
         self.environment.left = LIMIT
         with told(f"{self.folder}: its chat template fails"):  # it computes: any error can come of it
-            return without_surrogates(self.compiled(self.text).render(self.special | values))
+            if re.search(f"[{MARKS}]", json.dumps(messages, ensure_ascii=False, default=str)):
+                raise ValueError("a message holds U+FDD0 or U+FDD1, which are no characters")
+            text = without_surrogates(self.compiled(self.text).render(self.special | values))
+        before, *pieces = re.split(f"[{MARKS}]", text)  # inside and outside by turns
+        ends = itertools.accumulate(map(len, pieces), initial=len(before))
+        return "".join([before, *pieces]), [*itertools.pairwise(ends)][::2]
 
 
 class Dialogues:
@@ -130,14 +163,18 @@ class Dialogues:
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if not answers:
             return np.empty(0, self.row)
-        text = self.template.render(messages)
+        text, parts = self.template.render(messages)
         encoded = self.tokenizer.parse(text)
         ids, (begins, ends) = encoded.ids, np.array(encoded.offsets).reshape(-1, 2).T
         row = np.zeros(len(ids), self.row)
         row["token"] = ids
+        for begin, end in parts:
+            row["loss"][(ends > begin) & (begins < end)] = True
+        if self.template.environment.marks:
+            answers = ()
         for i in answers:  # loss from the generation prompt to the answer's last special token
-            before = self.template.render(messages[:i], reply=True)
-            after = self.template.render(messages[: i + 1])
+            before, _ = self.template.render(messages[:i], reply=True)
+            after, _ = self.template.render(messages[: i + 1])
             if not (text.startswith(after) and after.startswith(before)):
                 other = f"renders message {i + 1} otherwise when others follow"
                 raise DataError(f"the chat template {other}; cut the dialogue after it")

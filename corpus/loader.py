@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from corpus import DataError, mixture, told
-from corpus.tokenizer import built_in
+from corpus.tokenizer import built_in, fits
 from run import files
 
 HEADER_BYTES = 1024
@@ -152,6 +152,7 @@ class Split:
         self.shards = [open_shard(path) for path in self.paths]
         self.ends = np.cumsum([len(shard) for shard in self.shards]).tolist()
         self.tokens, self.ids = self.ends[-1], manifest.get("vocab_size")
+        self.eot, self.token_bytes = manifest.get("eot"), read_sizes(data_dir, manifest)
         self._check(manifest, vocab_size)
         masks = [mask_path(path) for path in self.paths]
         masked, self.masks = any("mask_sha256" in shard for shard in manifest.get("shards", ())), None
@@ -165,7 +166,6 @@ class Split:
         gone = self.tokenizer is None or not (built_in(self.tokenizer) or Path(self.tokenizer).exists())
         if gone and own.is_file():
             self.tokenizer = str(own)
-        self.eot, self.token_bytes = manifest.get("eot"), read_sizes(data_dir, manifest)
         if align and self.eot is None:
             raise DataError(f"align_documents needs the separator, and there is no {data_dir}/manifest.json")
         self.starts = range(0, self.tokens, T)
@@ -187,7 +187,8 @@ class Split:
         for path, shard in zip(self.paths, self.shards):
             if shard.dtype != dtype:
                 raise unfit(path, f"{len(shard)} {shard.dtype.name} tokens", f"tokens of {dtype.name}")
-        if vocab_size is not None and (self.ids or 0) > vocab_size:
+        spare = self.token_bytes is not None and fits(vocab_size or 0, self.token_bytes, self.eot)
+        if vocab_size is not None and (self.ids or 0) > vocab_size and not spare:
             raise DataError(f"vocab_size={vocab_size} is below the tokenizer's; try --vocab_size={self.ids}")
 
     def start(self, row):

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import tiktoken
-from tokenizers import Regex, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Inner
 
-from configurator import UserError
-from corpus import told
+from configurator import UserError, warn
+from corpus import VOCABULARIES, told
 from run.files import read_json, write_atomic
 
 LLAMA3_PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -40,6 +40,7 @@ class Tokenizer:
     def __init__(self, name, vocab_size, separators):
         self.name, self.vocab_size, self.eot, self.ends = name, vocab_size, separators[0], set(separators)
         self.folder = None  # of the file that it was loaded from
+        self.embedded = vocab_size  # ids that the model has
         self.dtype = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
 
     def encode_batch(self, texts):
@@ -116,6 +117,13 @@ class HuggingFace(Tokenizer):
             self.text = data.decode()
             check_size(json.loads(self.text), most_ids)
             self.inner = Inner.from_str(self.text)
+        if dropout := getattr(self.inner.model, "dropout", None):
+            warn(f"tokenizer={name}: its dropout={dropout} is off: a text has the same ids in every run")
+            self.inner.model.dropout = None
+        with told(f"tokenizer={name}: its tokenizer_config.json cannot be read"):
+            more = add_tokens(self.inner, folder) if folder else 0
+        self.text = self.inner.to_str() if more or dropout else self.text
+        with told(f"tokenizer={name} is not a tokenizer.json"):
             self.inner.no_truncation()
             self.inner.no_padding()
             self.inner.encode_special_tokens = True  # as ordinary characters
@@ -184,13 +192,24 @@ def load(name, vocab_size=None):
         tokenizer = _llama3(name, data) if model else HuggingFace(name, data, path.parent, most_ids)
         tokenizer.folder = path.parent
     else:
+        if others := [other for other in VOCABULARIES if Path(name, other).is_file()]:
+            make = f"transformers.AutoTokenizer.from_pretrained({name!r}).save_pretrained({name!r})"
+            raise UserError(
+                f"tokenizer={name} has {', '.join(others)} and no tokenizer.json; it is made by {make}"
+            )
         names = ", ".join(["bytes", *tiktoken.list_encoding_names()])
         kinds = "the path of a folder with tokenizer.json, of that file, or of Llama 3's tokenizer.model"
         raise UserError(f"tokenizer={name}: no such file or encoding; expected {names}, or {kinds}")
-    if vocab_size is not None and tokenizer.vocab_size > vocab_size:
+    tokenizer.embedded = vocab_size or tokenizer.vocab_size
+    if not fits(tokenizer.embedded, tokenizer.token_bytes(), tokenizer.eot):
         sizes = f"{tokenizer.vocab_size:,} ids, the model {vocab_size:,}"
         raise UserError(f"tokenizer={name} has {sizes}; give the tokenizer that it was trained with")
     return tokenizer
+
+
+def fits(vocab_size, token_bytes, eot):
+    """Whether a model of vocab_size ids has all that texts give: the others are special, such as a pad."""
+    return eot < vocab_size and not token_bytes[vocab_size:].any()
 
 
 def built_in(name):
@@ -247,6 +266,42 @@ def read_beside(folder, name):
     """The object in a JSON file beside a tokenizer or weights, {} if there is no such file."""
     path = Path(folder, name)
     return read_json(path, form={}) if path.is_file() else {}
+
+
+def add_tokens(inner, folder):
+    """Adds the tokens that stand beside a tokenizer.json alone, as transformers does; returns how many."""
+    config, legacy = read_beside(folder, "tokenizer_config.json"), {}
+    listed = config.get("added_tokens_decoder")
+    if listed is None:  # older files
+        listed, legacy = {}, read_beside(folder, "special_tokens_map.json")
+        for token, i in read_beside(folder, "added_tokens.json").items():
+            if inner.token_to_id(token) != i:
+                raise ValueError(
+                    f"added_tokens.json has {token!r}; save the tokenizer with a newer transformers"
+                )
+    tokens = [added_token(token) for _, token in sorted(listed.items(), key=lambda item: int(item[0]))]
+    files = legacy | config
+    named = [
+        value for key, value in files.items() if key.endswith("_token") and isinstance(value, str | dict)
+    ]
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        more = files.get(key) or []
+        named += more.values() if isinstance(more, dict) else more
+    known = {token.content for token in [*tokens, *inner.get_added_tokens_decoder().values()]}
+    named = {(token := added_token(value, special=True)).content: token for value in named}
+    count = inner.add_tokens(tokens + [token for content, token in named.items() if content not in known])
+    for i, token in listed.items():
+        if inner.token_to_id(token["content"]) != int(i):
+            found = f"{token['content']!r} the id {i}; it comes as {inner.token_to_id(token['content'])}"
+            raise ValueError(f"it gives {found}")
+    return count
+
+
+def added_token(value, **kinds):
+    """An AddedToken of a text, or of an object as it stands in tokenizer_config.json."""
+    value = dict(content=value) if isinstance(value, str) else value
+    names = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    return AddedToken(value["content"], **{name: value[name] for name in names if name in value} | kinds)
 
 
 def special_tokens(folder):

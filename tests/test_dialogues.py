@@ -99,14 +99,41 @@ def read_mask(folder, split):
     return tokens, np.concatenate(masks).astype(bool)
 
 
-def test_tokens_and_masks_are_those_of_transformers(chatml):
+# As Qwen3's: reasoning of earlier turns is dropped, so that no answer is found by rendering without it.
+FORGETFUL = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}"
+    "{% if loop.last %}{{ m.content }}{% else %}{{ m.content.split()[-1] }}{% endif %}{{ '<|im_end|>' }}"
+    "{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("ours, reference", [(PLAIN, CHATML), (CHATML, CHATML), (FORGETFUL, FORGETFUL)])
+@pytest.mark.fault(114)
+def test_tokens_and_masks_are_those_of_transformers(chatml, tmp_path, ours, reference):
     transformers = pytest.importorskip("transformers")
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(chatml)
-    for row, messages in zip(rows_of(chatml, *questions()), questions(), strict=True):
-        options = dict(chat_template=CHATML, return_dict=True, return_assistant_tokens_mask=True)
+    folder = shutil.copytree(chatml, tmp_path / "t")
+    (folder / "chat_template.jinja").write_text(ours)
+    for row, messages in zip(rows_of(folder, *questions()), questions(), strict=True):
+        options = dict(chat_template=reference, return_dict=True, return_assistant_tokens_mask=True)
         expected = theirs.apply_chat_template(messages, **options)
         assert row["token"].tolist() == [0, *expected["input_ids"]]
         assert row["loss"].tolist() == [False, *map(bool, expected["assistant_masks"])]
+
+
+def test_answers_that_a_template_does_not_mark_have_no_loss(chatml, tmp_path):
+    folder = shutil.copytree(chatml, tmp_path / "t")
+    marked = "{% generation %}{{ m.content }}{% endgeneration %}"
+    each = "{% if m.train %}" + marked + "{% else %}{{ m.content }}{% endif %}"
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}" + each + "{% endfor %}")
+    said = lambda content, **more: dict(role="assistant", content=content, **more)
+    first, second = rows_of(folder, [said("no"), said("yes", train=True)], [said("no")])
+    tok = tokenizer.load(str(folder))
+    assert tok.decode(first["token"][first["loss"]]) == "yes" and tok.decode(first["token"][1:]) == "noyes"
+    assert not len(second)
+    with pytest.raises(UserError, match="a message holds U.FDD0 or U.FDD1") as error:
+        rows_of(folder, [said("a\ufdd0b", train=True)])
+    one_line(error)
 
 
 def test_a_template_that_begins_with_the_separator_gets_no_second_one(tmp_path):

@@ -5,14 +5,17 @@ import shutil
 
 import numpy as np
 import pytest
-from conftest import ROOT, flags
+import torch
+from conftest import ROOT, flags, save_model
 from test_convert import edit_config, gpt2, llama, refused, saved
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import convert
+import sample
 import train
-from configurator import configure
+from configurator import UserError, configure
 from corpus import tokenizer
+from model import build
 from run import hf
 from run.files import digest
 from settings import Config, GPTConfig
@@ -74,15 +77,25 @@ def test_all_contradictions_are_in_one_line(weights, tmp_path):
     assert "norm:" not in line and "block_size" not in line and "leave these settings out" in line
 
 
-@pytest.mark.gpt2
-def test_the_tokenizer_is_noted(tmp_path):
+@pytest.mark.fault(114)
+def test_the_tokenizer_is_noted_and_never_guessed(tmp_path):
+    """50,257 ids are not always GPT-2's."""
     saved(gpt2(vocab_size=50257, n_embd=6), tmp_path)
-    assert hf.read_config(tmp_path).tokenizer == "gpt2"
+    assert hf.read_config(tmp_path).tokenizer is None
+    (tmp_path / "vocab.json").write_text("{}")
+    assert hf.read_config(tmp_path).tokenizer == str(tmp_path)
+    with pytest.raises(UserError, match="has vocab.json and no tokenizer.json; it is made by transformers"):
+        sample.main(sample.Config(pretrained=str(tmp_path), device="cpu"))
     (tmp_path / "tokenizer.json").write_text(tokenizer.load("bytes").to_json(), "utf-8")
     assert hf.read_config(tmp_path).tokenizer == str(tmp_path / "tokenizer.json")
-    edit_config(tmp_path, vocab_size=301)
-    (tmp_path / "tokenizer.json").unlink()
-    assert hf.read_config(tmp_path).tokenizer is None
+
+
+def test_an_export_writes_no_tokenizer_that_nothing_names(tmp_path, capsys):
+    cfg = GPTConfig(vocab_size=50257, n_layer=1, n_embd=4, n_head=1, block_size=8)
+    save_model(tmp_path / "run", build(cfg, torch.device("cpu"), 0), cfg)
+    convert.main(convert.Config(checkpoint=str(tmp_path / "run"), to_hf=str(tmp_path / "hf")))
+    assert "the weights name no tokenizer, so that none is written" in capsys.readouterr().err
+    assert {path.name for path in (tmp_path / "hf").iterdir()} == {"config.json", "model.safetensors"}
 
 
 @pytest.mark.parametrize("scaling, context", [({}, 32), (dict(rope_factor=8.0, rope_original=64), 512)])

@@ -12,7 +12,7 @@ import tiktoken
 from conftest import one_line
 
 from configurator import UserError
-from corpus import tokenizer
+from corpus import chat, tokenizer
 
 STDLIB = Path(sysconfig.get_path("stdlib"))
 ODD = [
@@ -238,3 +238,109 @@ def test_ids_of_no_token_have_no_text():
     """A model's head may be wider than its tokenizer: nanoGPT's has 50,304 rows for GPT-2's 50,257 ids."""
     gpt2 = tokenizer.load("gpt2")
     assert gpt2.decode([*gpt2.encode_batch(["plain text"])[0], 50_290]) == "plain text"
+
+
+@pytest.fixture
+def theirs(tmp_path):
+    """A function that writes files beside a small tokenizer.json -> (our tokenizer, transformers')."""
+    tokenizers, transformers = map(pytest.importorskip, ("tokenizers", "transformers"))
+
+    def write(**files):
+        inner = tokenizers.ByteLevelBPETokenizer()
+        options = dict(vocab_size=300, special_tokens=["<|endoftext|>"], show_progress=False)
+        inner.train_from_iterator(["what is it? it is that"], **options)
+        inner.save(str(tmp_path / "tokenizer.json"))
+        for name, content in files.items():
+            (tmp_path / f"{name}.json").write_text(json.dumps(content))
+        return tokenizer.load(str(tmp_path)), transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+
+    return write
+
+
+TALK = "<|im_start|>user what?<|im_end|> <think>it<pad><sep>"
+SPECIAL = {"content": "<|im_start|>", "special": True, "normalized": False, "lstrip": False}
+LISTED = {"263": dict(SPECIAL, content="<|im_end|>"), "262": SPECIAL}
+LISTED["264"] = dict(SPECIAL, content="<think>", special=False)
+PAD = {"__type": "AddedToken", "content": "<pad>"}
+RSTRIP = dict(content="<|im_end|>", rstrip=True)
+CONFIGS = {
+    "eos": dict(eos_token="<|im_end|>"),
+    "pad": dict(eos_token="<|im_end|>", pad_token=PAD),
+    "listed": dict(added_tokens_decoder=LISTED, eos_token="<|im_end|>"),
+    "more": dict(additional_special_tokens=["<|im_start|>", "<sep>"], eos_token="<|endoftext|>"),
+    "named": dict(extra_special_tokens={"image_token": "<sep>"}),
+    "old": dict(eos_token=RSTRIP, additional_special_tokens=["<|im_start|>"]),
+}
+FILES = {name: dict(tokenizer_config=config) for name, config in CONFIGS.items()}
+FILES["old"] = dict(special_tokens_map=CONFIGS["old"])
+FILES["both"] = FILES["listed"] | dict(special_tokens_map=dict(pad_token="<pad>"))
+
+
+@pytest.mark.fault(114)
+@pytest.mark.parametrize("files", FILES.values(), ids=FILES)
+def test_tokens_that_stand_beside_a_tokenizer_json_alone_are_as_transformers_has_them(
+    files, theirs, tmp_path
+):
+    ours, other = theirs(**files)
+    assert ours.encode_special(TALK) == other(TALK)["input_ids"]
+    assert ours.vocab_size == len(other) and ours.eot == 0
+    assert ours.special == {t.content: i for i, t in other.added_tokens_decoder.items() if t.special}
+    assert ours.decode(ours.encode(TALK)) == TALK, "in a document special tokens are characters"
+    if other.eos_token:
+        assert chat.stop_ids(tmp_path, ours) == {other.eos_token_id}, "a reply stops"
+    (tmp_path / "export").mkdir()
+    (tmp_path / "export/tokenizer.json").write_text(ours.to_json())
+    assert tokenizer.load(str(tmp_path / "export")).encode_special(TALK) == ours.encode_special(TALK)
+
+
+@pytest.mark.parametrize("files, words", [
+    (dict(tokenizer_config=dict(added_tokens_decoder={"400": SPECIAL})), "the id 400; it comes as 262"),
+    (dict(tokenizer_config=dict(added_tokens_decoder={"x": SPECIAL})), "its tokenizer_config.json cannot"),
+    (dict(tokenizer_config=dict(added_tokens_decoder=[1])), "its tokenizer_config.json cannot"),
+    (dict(added_tokens={"<pad>": 300}), "added_tokens.json has '<pad>'; save the tokenizer with a newer"),
+])  # fmt: skip
+@pytest.mark.fault(114)
+def test_tokens_beside_that_cannot_be_as_they_are_listed(files, words, theirs):
+    with pytest.raises(UserError, match=words) as error:
+        theirs(**files)
+    one_line(error)
+
+
+def test_dropout_of_a_tokenizer_is_off_so_that_runs_agree(small, texts, capsys):
+    parts = json.loads(small[1].read_text())
+    expected = tokenizer.load(str(small[1])).encode_batch(texts)
+    small[1].write_text(json.dumps(parts | {"model": parts["model"] | {"dropout": 0.5}}))
+    for _ in range(2):
+        tok = tokenizer.load(str(small[1]))
+        assert "its dropout=0.5 is off" in capsys.readouterr().err
+        assert all(np.array_equal(a, b) for a, b in zip(tok.encode_batch(texts), expected, strict=True))
+        ids = [tok.parse(texts[0]).ids for _ in range(2)]
+        assert ids[0] == ids[1] and json.loads(tok.to_json())["model"]["dropout"] is None
+
+
+@pytest.mark.fault(114)
+@pytest.mark.parametrize("names", [["vocab.json", "merges.txt"], ["tokenizer.model"], ["vocab.txt"]])
+def test_a_folder_of_another_vocabulary_is_refused_with_what_makes_a_tokenizer_json(names, tmp_path):
+    for name in names:
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(
+        UserError, match=f"has {', '.join(names)} and no tokenizer.json; it is made by"
+    ) as error:
+        tokenizer.load(str(tmp_path))
+    assert f"from_pretrained({str(tmp_path)!r}).save_pretrained" in one_line(error)
+
+
+def test_a_pad_beyond_the_model_is_no_obstacle_and_other_ids_are(theirs, small):
+    theirs(tokenizer_config=dict(pad_token="<pad>"))
+    path = str(small[1].parent)
+    size = tokenizer.load(path).vocab_size - 1
+    tok = tokenizer.load(path, size)
+    assert tok.special["<pad>"] == size == tok.embedded and max(tok.encode(TALK)) < size
+    (small[1].parent / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    template = chat.Template(small[1].parent, tok)
+    assert template.ids([dict(role="user", content="it")]) == tok.encode("it")
+    with pytest.raises(UserError, match=f"its template gives the id {size}, which the model lacks"):
+        template.ids([dict(role="user", content="it<pad>")])
+    for less in (size - 1, 0):
+        with pytest.raises(UserError, match="give the tokenizer that it was trained with"):
+            tokenizer.load(path, less or 1)
