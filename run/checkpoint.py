@@ -244,7 +244,8 @@ def _write(aside, contents):
         raise OSError(f"{aside} is not there: out_dir must be on a file system that all nodes share")
     for name, (tensors, shards) in contents.items():
         path, header = aside / name, {"shards": json.dumps(shards)} if shards else None
-        save_file({k: t[...].detach().cpu().contiguous() for k, t in tensors.items()}, path, header)
+        with files.by_umask(path):
+            save_file({k: t[...].detach().cpu().contiguous() for k, t in tensors.items()}, path, header)
         files.sync(path)
         digests[name] = files.digest(path)
     return digests

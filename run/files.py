@@ -28,6 +28,15 @@ def write_atomic(path, data):
     sync(path.parent)
 
 
+@contextlib.contextmanager
+def by_umask(path):
+    """What is written to `path` inside has the mode of a new file; safetensors gives its own 0600."""
+    path.touch()
+    mode = path.stat().st_mode
+    yield
+    path.chmod(mode)
+
+
 def sync(path):
     """Flushes a file, or a folder's list of names, to the disk, so that it survives a power failure."""
     handle = os.open(path, os.O_RDONLY)

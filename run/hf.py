@@ -4,6 +4,7 @@ Pickled weights are never read. RoPE pairs dimension i with i + D/2 there too: q
 train.py reads the shape of --init_from=hf:NAME before it imports torch: functions that need it import it.
 """
 
+import functools
 import itertools
 import json
 import shutil
@@ -14,9 +15,9 @@ from pathlib import Path
 import huggingface_hub
 from safetensors import safe_open
 
-from configurator import UserError, refuse, typed
-from corpus import told
-from run.files import patiently, plain_name, read_json, text, write_json
+from configurator import UserError, refuse, typed, warn
+from corpus import VOCABULARIES, told
+from run.files import by_umask, patiently, plain_name, read_json, text, write_json
 from settings import GPTConfig
 
 
@@ -82,13 +83,15 @@ EXPORTS = (GPT2, Llama, Qwen3)
 FAMILIES = {family.name: family for family in (*EXPORTS, Mistral)}
 FORM = {"model_type": text, **dict.fromkeys(["rope_scaling?", "rope_parameters?"], ({}, None))}
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # masks and tables in old files
+INDEX = "model.safetensors.index.json"  # {tensor: its file} of weights in several files
+DTYPES = dict(F64="float64", F32="float32", F16="float16", BF16="bfloat16")  # of weights in safetensors
 # Which rows of ours one of theirs is: transposed, as GPT-2's matrices, or normed, with embed_norm in it
 Part = namedtuple("Part", "ours first last transposed normed", defaults=[False, False])
 
 
 @dataclass
 class ImportedConfig(GPTConfig):
-    tokenizer: str | None = None  # the tokenizer.json beside the weights, else gpt2 for its vocabulary
+    tokenizer: str | None = None  # the tokenizer.json beside the weights, or the folder of other such files
 
 
 def family_of(cfg):
@@ -138,7 +141,9 @@ def read_config(folder):
         _refuse_others(hf, dict(attention_bias=[cfg.bias]))
     except (UserError, OverflowError) as error:
         raise UserError(f"{path}: {error}") from None
-    cfg.tokenizer = str(tokenizer) if tokenizer.is_file() else "gpt2" if cfg.vocab_size == 50257 else None
+    cfg.tie_embeddings = cfg.tie_embeddings and not has_own_head(path.parent, family)
+    if tokenizer.is_file() or any((path.parent / name).is_file() for name in VOCABULARIES):
+        cfg.tokenizer = str(tokenizer if tokenizer.is_file() else path.parent)
     return cfg
 
 
@@ -202,17 +207,19 @@ def write_tokenizer(folder, tokenizer, block_size):
     return {key: ids[key] for key in ("bos_token_id", "eos_token_id")}
 
 
-class Transposed:
-    """A slice of safetensors, read by the rows of its transpose."""
+class Rows:
+    """A slice of safetensors, read by rows in another dtype, or by the rows of its transpose."""
 
-    def __init__(self, matrix):
-        self.matrix = matrix
+    def __init__(self, tensor, dtype, transposed):
+        self.tensor, self.dtype, self.transposed = tensor, dtype, transposed
 
     def get_shape(self):
-        return self.matrix.get_shape()[::-1]
+        return self.tensor.get_shape()[::-1] if self.transposed else self.tensor.get_shape()
 
     def __getitem__(self, rows):
-        return self.matrix[...].t() if rows is ... else self.matrix[:, rows].t()
+        if not self.transposed:
+            return self.tensor[rows].to(self.dtype)
+        return (self.tensor[...].t() if rows is ... else self.tensor[:, rows].t()).to(self.dtype)
 
 
 def hf_parts(model):
@@ -248,10 +255,10 @@ def hf_parts(model):
 
 
 def open_tensors(folder, family):
-    """{full Hugging Face name: slice of safetensors} of one file or of an index's files, without buffers."""
-    index, files, tensors = folder / "model.safetensors.index.json", {"model.safetensors"}, {}
+    """{full Hugging Face name: slice of safetensors} of one file, else of an index's, without buffers."""
+    index, files, tensors = folder / INDEX, {"model.safetensors"}, {}
     prefix = family.layers.partition(".")[0] + "."  # absent if the model was saved without its head
-    if index.exists():
+    if index.exists() and not (folder / "model.safetensors").exists():
         files = {*read_json(index, form={"weight_map": {str: plain_name}})["weight_map"].values()}
     for path in sorted(folder / file for file in files):
         if not path.is_file():
@@ -260,34 +267,64 @@ def open_tensors(folder, family):
             handle = safe_open(path, "pt")
         for name in handle.keys():
             full = name if name.startswith((prefix, "lm_head.")) else prefix + name
+            if full in tensors:
+                raise UserError(f"{path}: it is the second to hold {full}; keep one of them")
             if not name.endswith(BUFFERS):
                 tensors[full] = handle.get_slice(name)
     return tensors
 
 
+def has_own_head(folder, family):
+    """Whether the weights of a tied model hold a head unlike the embedding; transformers then uses both."""
+    if not any(folder.glob("model*.safetensors*")):
+        return False
+    theirs = open_tensors(folder, family)
+    pair = [theirs.get(f"{family.outer[ours]}.weight") for ours in ("wte", "head")]
+    if None in pair or pair[0].get_shape() != pair[1].get_shape():
+        return False  # open_hf takes one for the other, or refuses the shapes
+    rows = (slice(i, i + 4096) for i in range(0, pair[0].get_shape()[0], 4096))
+    return any((pair[0][part] != pair[1][part]).any() for part in rows)
+
+
 def open_hf(name):
     """({our name: Stored}, ImportedConfig, tokenizer) of a folder or hub name, without padding rows."""
+    import torch
+
     from model import on_meta
     from run.checkpoint import Stored
 
     folder = fetch(name)
     cfg = read_config(folder)
-    theirs, model, found = open_tensors(folder, family_of(cfg)), on_meta(cfg), {}
-    if cfg.tie_embeddings:  # some files hold the head once more
-        theirs.pop("lm_head.weight", None)
+    family = family_of(cfg)
+    both = f"{folder} has model.safetensors and {INDEX}; the first is read, as transformers does"
+    warn(all((folder / name).exists() for name in ("model.safetensors", INDEX)) and both)
+    theirs, model, found = open_tensors(folder, family), on_meta(cfg), {}
+    wte, head = (f"{family.outer[ours]}.weight" for ours in ("wte", "head"))
+    if cfg.tie_embeddings and head in theirs:  # it is the embedding, perhaps without another copy of it
+        theirs.setdefault(wte, theirs[head])
+        if theirs[wte].get_shape() == theirs[head].get_shape():
+            del theirs[head]
     own, parts = dict(model.named_parameters()), hf_parts(model)
     wrong = [f"{key} missing" for key in parts.keys() - theirs.keys()]
     wrong += [f"{key} not expected" for key in theirs.keys() - parts.keys()]
     for key, part in parts.items() if not wrong else ():
         shape, rows = [part.last - part.first, *own[part.ours].shape[1:]], theirs[key]
-        shape, rows = (shape[::-1], Transposed(rows)) if part.transposed else (shape, rows)
-        found.setdefault(part.ours, []).append((part.first, rows))
-        if theirs[key].get_shape() != shape:
-            wrong.append(f"{key} is {theirs[key].get_shape()}, expected {shape}")
+        shape = shape[::-1] if part.transposed else shape
+        found.setdefault(part.ours, []).append((part, rows))
+        if rows.get_shape() != shape:
+            wrong.append(f"{key} is {rows.get_shape()}, expected {shape}")
+        if rows.get_dtype() not in DTYPES:
+            wrong.append(f"{key} is {rows.get_dtype()}, expected {' or '.join(DTYPES)}")
     if wrong:
         words = f"{'; '.join(sorted(wrong)[:3])} ({len(wrong)} in all)"
         raise UserError(f"{folder}: its tensors do not fit its config.json: {words}")
-    return {ours: Stored(ours, slices) for ours, slices in found.items()}, cfg, cfg.tokenizer
+    stored = {}
+    for ours, pairs in found.items():
+        dtypes = [getattr(torch, DTYPES[rows.get_dtype()]) for _, rows in pairs]
+        dtype = functools.reduce(torch.promote_types, dtypes)  # the widest: q and v may be float32 beside k
+        slices = [(part.first, Rows(rows, dtype, part.transposed)) for part, rows in pairs]
+        stored[ours] = Stored(ours, slices)
+    return stored, cfg, cfg.tokenizer
 
 
 def save_hf(model, path, dtype="float32", max_shard_size="5GB", tensors=None, tokenizer=None):
@@ -325,7 +362,8 @@ def _write_shards(folder, parts, tensors, dtype, max_size, eps):
     sizes = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
     plan = huggingface_hub.split_torch_state_dict_into_shards(sizes, max_shard_size=max_size)
     for file, names in plan.filename_to_tensors.items():
-        save_file({name: theirs(parts[name]) for name in names}, folder / file, {"format": "pt"})
+        with by_umask(folder / file):
+            save_file({name: theirs(parts[name]) for name in names}, folder / file, {"format": "pt"})
     if plan.is_sharded:
         index = dict(metadata=plan.metadata, weight_map=plan.tensor_to_filename)
-        write_json(folder / "model.safetensors.index.json", index)
+        write_json(folder / INDEX, index)

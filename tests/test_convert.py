@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Con
 import convert
 import model
 from configurator import UserError
+from corpus import tokenizer
 from model import build
 from run import checkpoint, hf
 from run.flops import parameter_counts
@@ -193,6 +194,109 @@ def test_dump_without_prefix_and_with_buffers(make, prefix, tmp_path):
     assert all(torch.equal(p, q) for p, q in zip(expected.parameters(), got.parameters()))
 
 
+def edit_tensors(folder, edit):
+    """Lets edit() change the dictionary of a folder's tensors."""
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@torch.no_grad()
+def same_logits(folder):
+    """Ours and transformers' of a folder agree; returns our settings."""
+    (ours, cfg), theirs = load(folder), AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    expected = theirs.eval()(x := ids_for(theirs)).logits
+    assert (ours.logits(x) - expected).abs().max() <= 5e-6 * expected.abs().max()
+    return cfg
+
+
+EMBEDDING = {gpt2: "transformer.wte.weight", llama: "model.embed_tokens.weight"}
+
+
+@pytest.mark.fault(112)
+@pytest.mark.parametrize("make", [gpt2, llama])
+def test_another_head_in_the_file_of_a_tied_model_is_kept(make, tmp_path):
+    saved(make(tie_word_embeddings=True), tmp_path)
+    other = lambda tensors: tensors.update({"lm_head.weight": tensors[EMBEDDING[make]].flip(0).contiguous()})
+    assert same_logits(edit_tensors(tmp_path, other)).tie_embeddings is False
+    hf.save_hf(load(tmp_path)[0], tmp_path / "again")
+    same_logits(tmp_path / "again")
+    same = lambda tensors: tensors.update({"lm_head.weight": tensors[EMBEDDING[make]].clone()})
+    assert same_logits(edit_tensors(tmp_path, same)).tie_embeddings is True
+    shorter = lambda tensors: tensors.update({"lm_head.weight": tensors[EMBEDDING[make]][:-1].clone()})
+    refused(lambda: load(edit_tensors(tmp_path, shorter)), "lm_head.weight not expected")
+
+
+@pytest.mark.fault(112)
+@pytest.mark.parametrize("make", [gpt2, llama])
+def test_a_tied_model_of_which_the_head_alone_was_saved(make, tmp_path):
+    """safetensors keeps one name of a shared tensor, lm_head.weight, unless a program chooses."""
+    expected, _ = load(saved(make(tie_word_embeddings=True), tmp_path))
+    rename = lambda tensors: tensors.update({"lm_head.weight": tensors.pop(EMBEDDING[make])})
+    assert same_logits(edit_tensors(tmp_path, rename)).tie_embeddings is True
+    assert torch.equal(load(tmp_path)[0].wte.weight, expected.wte.weight)
+
+
+@pytest.mark.fault(113)
+@pytest.mark.parametrize("wide", ["q_proj v_proj", "up_proj", "k_proj", "norm embed"])
+def test_weights_of_several_dtypes_are_loaded(wide, tmp_path):
+    """As after training with adapters: some matrices are float32 beside bf16."""
+    saved(llama().bfloat16(), tmp_path)
+
+    def widen(tensors):
+        for name in tensors:
+            if any(word in name for word in wide.split()):
+                tensors[name] = tensors[name].float() * (1 + 1e-3)  # which bf16 does not hold
+
+    same_logits(edit_tensors(tmp_path, widen))
+    convert.main(convert.Config(from_hf=str(tmp_path), out=str(tmp_path / "run")))
+    (ours, _), again = load(tmp_path), load_model(tmp_path / "run")
+    assert all(torch.equal(p, q) for p, q in zip(ours.parameters(), again.parameters()))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_quantized_weights_that_no_config_tells_are_refused(dtype, tmp_path):
+    """Without their scales they are other numbers."""
+    saved(llama(), tmp_path)
+    name = "model.layers.0.mlp.down_proj.weight"
+    small = lambda tensors: tensors.update({name: tensors[name].to(dtype)})
+    refused(lambda: load(edit_tensors(tmp_path, small)), f"{name} is ", "expected F64 or F32 or F16 or BF16")
+
+
+def test_one_file_beside_an_index_is_read_as_transformers_reads_it(tmp_path, capsys):
+    saved(gpt2(), tmp_path, max_shard_size="60KB")
+    torch.manual_seed(9)
+    other = gpt2()
+    with torch.no_grad():
+        other.transformer.wte.weight.mul_(2)
+    saved(other, tmp_path / "one")
+    (tmp_path / "one/model.safetensors").rename(tmp_path / "model.safetensors")
+    same_logits(tmp_path)
+    words = "has model.safetensors and model.safetensors.index.json; the first is read, as transformers does"
+    assert capsys.readouterr().err.count(words) == 1
+    assert torch.equal(load(tmp_path)[0].wte.weight[:301], other.transformer.wte.weight)
+
+
+def test_a_tensor_that_is_there_twice_is_refused(tmp_path):
+    saved(gpt2(), tmp_path)
+    twice = lambda tensors: tensors.update({"wte.weight": tensors["transformer.wte.weight"] * 2})
+    refused(lambda: load(edit_tensors(tmp_path, twice)), "the second to hold transformer.wte.weight")
+
+
+@pytest.mark.fault(101)
+@pytest.mark.parametrize("mask", [0o022, 0o007])
+def test_the_umask_decides_who_may_read_exports_and_checkpoints(mask, tmp_path):
+    before = os.umask(mask)
+    try:
+        hf.save_hf(tiny(), tmp_path / "hf", tokenizer=tokenizer.load("bytes"))
+        save_model(tmp_path / "run", tiny(), tiny().cfg)
+    finally:
+        os.umask(before)
+    modes = {p.name: p.stat().st_mode & 0o777 for p in tmp_path.rglob("*") if p.is_file()}
+    assert "model.safetensors" in modes and set(modes.values()) == {0o666 & ~mask}, modes
+
+
 def test_rope_as_transformers_4_writes_it(tmp_path):
     _, cfg = load(saved(MODELS["llama31"](), tmp_path))
     assert (cfg.rope_theta, cfg.rope_factor, cfg.rope_original) == (5e5, 8.0, 32)
@@ -257,7 +361,9 @@ def test_damaged_or_missing_files(tmp_path, monkeypatch):
 @pytest.mark.parametrize("place", ["../model.safetensors", "/model.safetensors", 3, None])
 def test_an_index_names_files_of_its_folder_only(place, tmp_path):
     index = {"weight_map": {"wte.weight": place}} if place else []
-    (saved(gpt2(), tmp_path) / "model.safetensors.index.json").write_text(json.dumps(index))
+    folder = saved(gpt2(), tmp_path)
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "model.safetensors").rename(folder / "other.safetensors")
     refused(lambda: load(tmp_path), "model.safetensors.index.json is damaged")
 
 
