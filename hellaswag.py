@@ -13,6 +13,7 @@ import contextlib
 import http.client
 import itertools
 import json
+import os
 import time
 import urllib.request
 from collections import namedtuple
@@ -21,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from configurator import refuse, run, too_small
+from configurator import refuse, run, say, too_small
 from corpus import DataError
 from run.files import misfits, text, write_atomic
 from settings import TrainedConfig
@@ -30,8 +31,9 @@ URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_
 CACHE = Path.home() / ".cache" / "hellaswag"
 BATCH_TOKENS = {"cuda": 65_536, "cpu": 1024}  # CPU: a row takes a third longer with 4,096 (GPT-2 124M)
 SCORES = "acc_norm", "acc", "acc_easy"
-FOUR = lambda v: isinstance(v, list) and len(v) == 4 and all(map(text, v))
-EXAMPLE = {"ctx": lambda v: text(v) and v != "", "endings": FOUR, "label": (*range(4), *"0123")}
+WORDS = lambda v: text(v) and v.strip() != ""
+FOUR = lambda v: isinstance(v, list) and len(v) == 4 and all(map(WORDS, v))
+EXAMPLE = {"ctx": WORDS, "endings": FOUR, "label": (*range(4), *"0123")}
 
 
 @dataclass
@@ -57,12 +59,13 @@ def main(cfg):
         examples = examples or load(cfg.file)[: cfg.limit]
         prepared = prepare(examples, tokenizer, model.cfg.block_size)
         found.append(evaluate(model, prepared, world.device, cfg.batch_tokens, autocast))
-    say = print if world.main else lambda _: None
-    say(in_words(found[0][0]))
+    lines = [in_words(found[0][0])]
     for _, others in found[1:]:
         gains = [(name, hits.astype(float) - others[name]) for name, hits in found[0][1].items()]
         each = [f"{name} {d.mean():+.4f} ±{d.std() / len(d) ** 0.5:.4f}" for name, d in gains]
-        say(" | ".join([f"less {cfg.against}'s", *each]))
+        lines.append(" | ".join([f"less {cfg.against}'s", *each]))
+    if world.main:
+        say(*lines, sep="\n", needed=True)
     parallel.stop()
 
 
@@ -126,25 +129,33 @@ def documents(dataset):
     return dataset.from_list(easy([example | {"label": int(example["label"])} for example in dataset]))
 
 
-# Of examples, then of their easy form: four rows of ids each; where endings begin; the right ones; rows cut.
-Prepared = namedtuple("Prepared", "rows starts labels truncated")
+# Of examples, then of their easy form: four rows of ids each; where endings begin; the right ones; rows cut;
+# rows with a token that spans the join of context and ending, which begins the ending then.
+Prepared = namedtuple("Prepared", "rows starts labels truncated spanned")
 
 
 def prepare(examples, tokenizer, block_size):
     """The examples as Prepared. A row longer than block_size + 1 loses the left of its context."""
-    examples = [*examples, *easy(examples)]
+    count, examples = len(examples), [*examples, *easy(examples)]
     contexts = tokenizer.encode_batch([e["ctx"] for e in examples])
     wholes = tokenizer.encode_batch([f"{e['ctx']} {ending}" for e in examples for ending in e["endings"]])
-    rows, starts, truncated = [], [], 0
-    for i, whole in enumerate(wholes):
-        context, ending = np.split(whole, [len(contexts[i // 4])])
-        cut = max(0, len(context) + len(ending) - (block_size + 1))
-        if cut >= len(context):
-            raise DataError(f"example {i // 4}: an ending of {len(ending)} tokens exceeds {block_size=}")
+    rows, starts, truncated, spanned = [], [], 0, 0
+    for i, row in enumerate(wholes):
+        context, where = contexts[i // 4], f"example {i // 4 % count}"
+        start = len(os.path.commonprefix([context.tolist(), row.tolist()]))
+        spanned += start < len(context)
+        if start == len(row):
+            raise DataError(f"{where}: an ending has no token in tokenizer={tokenizer.name}")
+        if start == 0:  # nothing of the context is left: the separator stands before a text
+            row, start = np.insert(row, 0, tokenizer.eot), 1
+        cut = max(0, len(row) - (block_size + 1))
+        if cut >= start:
+            raise DataError(f"{where}: an ending of {len(row) - start} tokens exceeds {block_size=}")
         truncated += cut > 0
-        rows.append(np.concatenate([context[cut:], ending]).astype(np.int64))
-        starts.append(len(context) - cut)
-    return Prepared(rows, np.array(starts), np.array([e["label"] for e in examples]), truncated)
+        rows.append(row[cut:].astype(np.int64))
+        starts.append(start - cut)
+    labels = np.array([e["label"] for e in examples])
+    return Prepared(rows, np.array(starts), labels, truncated, spanned)
 
 
 def batches(prepared, batch_tokens, block_size):
@@ -184,7 +195,8 @@ def evaluate(model, prepared, device, batch_tokens=None, autocast=None, stop=lam
     hits = lambda x: (x.reshape(-1, 4).argmin(1) == prepared.labels).reshape(2, -1)
     right = dict(zip(SCORES, (hits(means)[0], *hits(sums))))
     score = {name: float(x.mean()) for name, x in right.items()} | dict(n=len(right["acc"]))
-    return score | dict(truncated=prepared.truncated, seconds=time.perf_counter() - began), right
+    score |= dict(truncated=prepared.truncated, spanned=prepared.spanned)
+    return score | dict(seconds=time.perf_counter() - began), right
 
 
 def in_words(score):
@@ -192,6 +204,8 @@ def in_words(score):
     n, shares = score["n"], [(name, score[name]) for name in SCORES]
     parts = [f"{name} {p:.4f} ±{(p * (1 - p) / n) ** 0.5:.4f}" for name, p in shares]
     counts = f"{n:,} examples, rows cut: {score['truncated']}"
+    if score["spanned"]:
+        counts += f", a token spans the join: {score['spanned']}"
     return " | ".join([*parts, counts, f"{score['seconds']:.1f} s"])
 
 

@@ -86,6 +86,51 @@ def test_an_ending_has_the_tokens_that_it_has_in_the_text():
     assert prepared.rows[0].tolist() == [1, *b"ab c"] and prepared.starts[0] == 3
 
 
+@pytest.fixture(scope="module")
+def across():
+    """A tokenizer whose tokens span spaces, as SentencePiece's may; it drops the characters that it lacks."""
+    theirs = pytest.importorskip("tokenizers")
+    inner = theirs.Tokenizer(theirs.models.BPE())
+    inner.decoder = theirs.decoders.Fuse()
+    options = dict(vocab_size=400, special_tokens=["<|endoftext|>"], show_progress=False)
+    trainer = theirs.trainers.BpeTrainer(**options)
+    inner.train_from_iterator([f"{e['ctx']} {end}" for e in made_up(60) for end in e["endings"]], trainer)
+    return tokenizers.HuggingFace("across", inner.to_str().encode())
+
+
+@pytest.mark.fault(115)
+def test_a_token_across_the_join_begins_the_ending(across):
+    """As many rows are counted, the whole ending is scored, and the score is that of one row at a time."""
+    examples = made_up(40)
+    prepared, spanned, hits = hellaswag.prepare(examples, across, 128), 0, []
+    shape = GPTConfig(vocab_size=400, vocab_multiple=1, block_size=128, n_layer=1, n_head=2, n_embd=32)
+    model = build(shape, torch.device("cpu"), seed=1).eval()
+    for i, (row, start) in enumerate(zip(prepared.rows, prepared.starts)):
+        example = [*examples, *hellaswag.easy(examples)][i // 4]
+        whole, ending = f"{example['ctx']} {example['endings'][i % 4]}", example["endings"][i % 4]
+        first = int(row[0] == across.eot)  # where a token spans the whole context
+        assert across.decode(row[first:]) == whole and across.decode(row[start:]).endswith(f" {ending}")
+        assert example["ctx"].startswith(across.decode(row[first:start]))
+        spanned += across.decode(row[first:start]) != example["ctx"]
+        logp = model.logits(torch.from_numpy(row[None, :-1])).double().log_softmax(-1)[0, start - 1 :]
+        hits.append(-logp.gather(1, torch.from_numpy(row[start:, None])).sum().item())
+    score, _ = hellaswag.evaluate(model, prepared, "cpu", 1024)
+    assert score["spanned"] == prepared.spanned == spanned > 100
+    assert score["acc"] == np.mean(np.reshape(hits, (-1, 4)).argmin(1)[:40] == prepared.labels[:40])
+
+
+@pytest.mark.fault(115)
+def test_contexts_and_endings_of_no_token(across):
+    """A context that one token swallows is scored after the separator; an ending of nothing is refused."""
+    example = dict(ctx="\u4e00", endings=["the man", "a", "she", "a man"], label=0)
+    prepared = hellaswag.prepare([example], across, 32)
+    assert all(row[0] == across.eot and start == 1 for row, start in zip(prepared.rows, prepared.starts))
+    hellaswag.evaluate(small(), prepared._replace(rows=[row % 257 for row in prepared.rows]), "cpu")
+    tokenizer = types.SimpleNamespace(name="x", encode_batch=lambda texts: [np.arange(3) for _ in texts])
+    with pytest.raises(UserError, match="example 0: an ending has no token in tokenizer=x"):
+        hellaswag.prepare([example], tokenizer, 32)
+
+
 @pytest.mark.fault(40)
 def test_a_long_context_is_cut_on_its_left():
     tokenizer = tokenizers.load("bytes")
@@ -102,6 +147,8 @@ def test_a_long_context_is_cut_on_its_left():
     '{"ctx": "a", "endings": ["b", "c", "d"], "label": 0}',
     '{"ctx": 3, "endings": ["b", "c", "d", "e"], "label": 0}',
     '{"ctx": "", "endings": ["b", "c", "d", "e"], "label": 0}',
+    '{"ctx": "a", "endings": ["b", "", "d", "e"], "label": 0}',
+    '{"ctx": "a", "endings": ["b", " ", "d", "e"], "label": 0}',
     '{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": 4}',
     '{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": true}',
     b'{"ctx": "\xff"}',
@@ -144,9 +191,10 @@ def test_a_missing_or_empty_file_is_a_mistake_and_a_dead_network_is_not(tmp_path
 
 
 def test_the_line_for_the_console_has_standard_errors():
-    score = dict(acc=0.5, acc_norm=0.25, acc_easy=0.75, n=4, truncated=1, seconds=2.0)
+    score = dict(acc=0.5, acc_norm=0.25, acc_easy=0.75, n=4, truncated=1, spanned=0, seconds=2.0)
     shares = "acc_norm 0.2500 ±0.2165 | acc 0.5000 ±0.2500 | acc_easy 0.7500 ±0.2165"
     assert hellaswag.in_words(score) == f"{shares} | 4 examples, rows cut: 1 | 2.0 s"
+    assert "rows cut: 1, a token spans the join: 3 | 2.0" in hellaswag.in_words(score | dict(spanned=3))
     with pytest.raises(UserError, match="limit=0 must be at least 1"):
         hellaswag.main(hellaswag.Config(limit=0))
 
