@@ -13,7 +13,7 @@ import os
 import sys
 from dataclasses import dataclass
 
-from configurator import UserError, refuse, run, too_small
+from configurator import UserError, refuse, run, say, too_small
 from settings import TrainedConfig
 
 
@@ -59,11 +59,12 @@ def main(cfg):
             own = printer(ids, cfg.seed + number, shown, wanted=number < cfg.n_samples)
             texts = parallel.gather_objects(own)[: cfg.n_samples - first]
             if world.main:
-                print("-" * 80, *(f"{text}\n{'-' * 80}" for text in texts[1:]), sep="\n")
+                others = (f"{text}\n{'-' * 80}" for text in texts[1:])
+                say("-" * 80, *others, sep="\n", needed=True)
     counts, times = zip(*parallel.gather_objects((printer.tokens, printer.seconds)))
     if world.main:
         tokens, seconds = sum(counts), max(times)
-        print(f"{tokens:,} tokens in {seconds:.1f} s, {tokens / max(seconds, 1e-9):,.1f} tokens/s")
+        say(f"{tokens:,} tokens in {seconds:.1f} s, {tokens / max(seconds, 1e-9):,.1f} tokens/s")
     parallel.stop()
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from configurator import UserError, is_rank_0, refuse, run, too_small
+from configurator import UserError, is_rank_0, refuse, run, say, too_small
 from settings import TrainedConfig
 
 
@@ -33,15 +33,16 @@ def main(cfg):
     from scale import parallel
 
     other = trained.other(cfg)  # before the first model is measured
-    say = lambda *words: print(" | ".join(words)) if is_rank_0() else None
     found, T = measure(cfg, cfg.words)
     others, _ = measure(other, cfg.words, T) if other else ({}, T)
     for folder, (table, documents) in found.items():
         size = f"{int(table[1].sum()):,} tokens, {len(set(documents)):,} documents"
-        say(folder, size, *in_words(losses(table, documents)))
+        lines = [[folder, size, *in_words(losses(table, documents))]]
         if others:
             difference = np.stack([table[0] - others[folder][0][0], *table[1:]])
-            say(folder, f"less {cfg.against}'s", *in_words(losses(difference, documents)))
+            lines.append([folder, f"less {cfg.against}'s", *in_words(losses(difference, documents))])
+        if is_rank_0():
+            say(*map(" | ".join, lines), sep="\n", needed=True)
     parallel.stop()
 
 

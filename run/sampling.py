@@ -36,11 +36,15 @@ class Printer:
         """Prints the text of `shown` and of what continues `ids`, both lists of ids; returns it."""
         began, text = time.perf_counter(), ""
         for piece in pieces(self.tokenizer.decode, shown, self.continued(ids, seed, wanted)):
-            print("" if self.quiet else piece, end="", flush=True)
+            self.show(piece)
             text += piece
-        print(end="" if self.quiet else "\n")
+        self.show("\n")
         self.seconds += time.perf_counter() - began
         return text
+
+    def show(self, text):
+        if not self.quiet:
+            configurator.say(text, end="", needed=True)
 
     def continued(self, ids, seed, wanted):
         """Yields the new ids. A sharded model's ranks, also those without a `wanted` text, go on together."""

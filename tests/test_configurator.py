@@ -47,6 +47,68 @@ def test_file_imports_computes_and_is_overridden(tmp_path):
     assert make(str(tmp_path / "c"), "--name=y") == cfg
 
 
+PRINTS = r"""
+import sys
+from dataclasses import dataclass
+import configurator
+
+@dataclass
+class Config:
+    name: str = "x"
+    needed: bool = False
+
+def main(cfg):
+    for _ in range(3):
+        configurator.say("caf\u00e9 \u6771\u4eac \U0001f642", needed=cfg.needed)
+    configurator.warn("\u6771\u4eac")
+    print("to the end", file=sys.stderr)
+
+configurator.run(main, Config)
+"""
+
+
+def printed(redirect, *words, **environment):
+    """(exit code, stdout, stderr) of PRINTS in a shell whose stdout goes elsewhere."""
+    command = ["bash", "-c", f'set -o pipefail; "$0" -c "$@" {redirect}', sys.executable, PRINTS, *words]
+    env = os.environ | {"PYTHONPATH": str(ROOT)} | environment
+    done = subprocess.run(command, env=env, capture_output=True)
+    return done.returncode, done.stdout, done.stderr.decode()
+
+
+CLOSED_PIPE = "| (exec 0<&-; sleep 0.2)"
+
+
+@pytest.mark.fault(93)
+@pytest.mark.parametrize("redirect", [">&-", "> /dev/full", CLOSED_PIPE])
+def test_no_console_ends_a_run(redirect):
+    code, _, err = printed(redirect)
+    assert code == 0 and err.endswith("to the end\n") and "Traceback" not in err and "Exception" not in err
+
+
+@pytest.mark.fault(93)
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "utf-8"])
+def test_what_a_console_cannot_show_is_escaped(encoding):
+    code, out, err = printed("", "--needed", PYTHONIOENCODING=encoding, PYTHONUTF8="0", LC_ALL="C")
+    assert code == 0 and err.endswith("to the end\n")
+    words = "caf\u00e9 \u6771\u4eac \U0001f642\n" * 3
+    assert out == words.encode(encoding, "backslashreplace")
+
+
+@pytest.mark.fault(93)
+@pytest.mark.parametrize("redirect, code, said", [
+    ("> /dev/full", 2, "error: stdout cannot be written (No space left on device)\n"),
+    (CLOSED_PIPE, 141, ""),
+])  # fmt: skip
+def test_a_script_that_only_shows_ends_where_nobody_reads(redirect, code, said):
+    assert printed(redirect, "--needed")[::2] == (code, said)
+
+
+def test_a_config_file_is_utf_8_in_any_locale(tmp_path):
+    (tmp_path / "c.py").write_text("name = 'caf\u00e9'  # \u6771\u4eac\n", "utf-8")
+    ascii = dict(PYTHONUTF8="0", PYTHONCOERCECLOCALE="0", LC_ALL="C")
+    assert printed("", str(tmp_path / "c.py"), **ascii)[0] == 0
+
+
 @pytest.mark.parametrize("word, message", [
     ("--n_layers=1", "did you mean n_layer?"),
     ("--lr=abc", "lr=abc is not a float"),
