@@ -8,6 +8,7 @@ Panels: loss, HellaSwag, learning rate, gradient norm and tokens per second, as 
 """
 
 import json
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -53,10 +54,13 @@ def main(cfg):
     figure, first = draw(load(cfg.words), cfg.x, cfg.y), Path(cfg.words[0])
     out = Path(cfg.out or (first / "curves.png" if first.is_dir() else first.with_suffix(".png")))
     try:
-        figure.savefig(out, dpi=110, facecolor="white")
+        with warnings.catch_warnings(record=True) as missing:  # one for each glyph
+            warnings.filterwarnings("always", "Glyph .* missing")
+            figure.savefig(out, dpi=110, facecolor="white")
     except (OSError, ValueError) as error:  # ValueError: an unknown kind of picture
         raise UserError(f"{out}: cannot write the picture ({error})") from None
-    print(f"drawn: {out}")
+    configurator.warn(missing and "the font lacks characters of the names, which are drawn as boxes")
+    configurator.say(f"drawn: {out}")
 
 
 def load(folders):
@@ -150,20 +154,22 @@ def draw(runs, x, y):
 
 def draw_loss(axes, runs, x, y):
     """Training and validation loss of every run."""
-    values = []
+    values, shown = [], []  # shown: what the legend has, which leaves names with _ out by itself
     for run in runs:
         (steps, loss), (at, val) = run.losses("train", y), run.losses("val", y)
         if len(loss):
             label = f"_{run.name}, training" if len(val) else run.name
-            draw_smoothed(axes, run, run.place(steps, x), loss, label, 0.6)
+            line = draw_smoothed(axes, run, run.place(steps, x), loss, label, 0.6)
+            shown += [] if len(val) else [line]
         if len(val):
             look = dict(marker="o", markersize=run.width + 3, markeredgecolor="w", linewidth=run.width)
-            axes.plot(run.place(at, x), val, color=run.color, label=f"{run.name}: {val[-1]:.3f}", **look)
+            look |= dict(color=run.color, label=f"{run.name}: {val[-1]:.3f}")
+            shown += axes.plot(run.place(at, x), val, **look)
         both = np.concatenate([loss, val])
         values += [both.min(), np.quantile(both, 0.97), *loss[:1], *val[:1]]
     fit_y(axes, values)
     axes.set_title(f"loss, {UNITS[y]}: training thin, validation with marks")
-    axes.legend(loc="upper right", ncols=1 + len(runs) // 12)
+    axes.legend(handles=shown, loc="upper right", ncols=1 + len(runs) // 12)
 
 
 def fit_y(axes, values):
@@ -180,10 +186,11 @@ def fit_y(axes, values):
 
 
 def draw_smoothed(axes, run, x, values, label, width=1):
-    """A thin line and its running mean, of at most some 2,000 points each."""
+    """A thin line and its running mean, which is returned, of at most some 2,000 points each."""
     few = slice(None, None, max(1, len(values) // 2000))
     axes.plot(x[few], values[few], color=run.color, linewidth=0.6, alpha=0.25, zorder=1.5)
-    axes.plot(x[few], smooth(values)[few], color=run.color, linewidth=width * run.width, label=label)
+    look = dict(color=run.color, linewidth=width * run.width, label=label)
+    return axes.plot(x[few], smooth(values)[few], **look)[0]
 
 
 def draw_panel(axes, runs, x, key):

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import matplotlib.image
@@ -137,3 +138,21 @@ def test_as_a_script(tmp_path):
     for color in plot.COLORS[:3]:  # each run's own
         rgb = np.array([int(color[i : i + 2], 16) for i in (1, 3, 5)]) / 255
         assert (np.abs(image - rgb).max(-1) < 0.02).sum() > 50
+
+
+def test_every_run_is_in_the_legend_whatever_its_name(tmp_path, capsys):
+    """matplotlib leaves out names that begin with _; its font lacks other scripts, which is told once."""
+    runs = [
+        run_of(tmp_path / "_baseline"),
+        write(tmp_path / "_\u57fa\u7ebf \u6771\u4eac", training([1, 2, 3])),
+    ]
+    figure = plot.draw(plot.load(runs), "steps", "loss")
+    texts = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    assert texts == [f"_baseline: {10 / 21**0.3:.3f}", "_\u57fa\u7ebf \u6771\u4eac"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cfg = plot.Config(out=str(tmp_path / "c.png"))
+        cfg.words = list(map(str, runs))
+        plot.main(cfg)
+    out, err = capsys.readouterr()
+    assert out == f"drawn: {tmp_path}/c.png\n" and err.count("warning: the font lacks characters") == 1
