@@ -333,6 +333,20 @@ def test_a_source_that_was_edited_in_place_is_told(tmp_path):
     assert read(tmp_path, source)[0][0] == "replaced 000"
 
 
+def test_data_of_a_tokenizer_with_a_pad_beyond_the_model(tmp_path):
+    """Texts never give the pad; any other id that the model lacks is refused before the first step."""
+    (tmp_path / "t").mkdir()
+    (tmp_path / "t/tokenizer.json").write_text(tokenizer.load("bytes").to_json())
+    (tmp_path / "t/tokenizer_config.json").write_text(json.dumps(dict(pad_token="<pad>")))
+    written(tmp_path, a__jsonl=line("text") * 20)
+    prepare(tmp_path / "d", tmp_path / "a.jsonl", tokenizer=str(tmp_path / "t"), val_tokens=0)
+    assert json.loads((tmp_path / "d/manifest.json").read_text())["vocab_size"] == 258
+    TokenLoader(tmp_path / "d", "train", 1, 8, vocab_size=257).close()
+    for size in (256, 97):
+        with pytest.raises(DataError, match=f"vocab_size={size} is below the tokenizer's; try"):
+            TokenLoader(tmp_path / "d", "train", 1, 8, vocab_size=size)
+
+
 def test_a_json_file_of_one_list(tmp_path):
     """On one line or over many; anything but records in it is refused."""
     rows = [{"text": "one", "id": 1}, {"text": "two\n", "id": 2}]

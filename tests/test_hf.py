@@ -1,7 +1,9 @@
 """run/hf.py: settings taken from Hugging Face weights, and the tokenizer's files of an export."""
 
+import itertools
 import json
 import shutil
+import textwrap
 
 import numpy as np
 import pytest
@@ -142,3 +144,22 @@ def test_an_export_of_a_run_from_scratch(byte_data, tmp_path, capsys):
     assert theirs.decode(model.generate(**ids, max_new_tokens=4)[0]).startswith("def naïve():\n")
     again = dict(checkpoint=str(tmp_path / "run"), to_hf=str(tmp_path / "b"))
     refused(lambda: convert.main(convert.Config(**again, tokenizer="gpt2")), "50,257 ids, the model 257")
+
+
+def test_the_documented_pipeline_writes_what_sample_py_writes(tmp_path, capsys, monkeypatch):
+    """The separator stands before the prompt in both."""
+    cfg = GPTConfig(vocab_size=257, vocab_multiple=1, n_layer=2, n_embd=32, n_head=2, block_size=32)
+    save_model(tmp_path / "run", build(cfg, torch.device("cpu"), 0), cfg)
+    export = dict(checkpoint=str(tmp_path / "run"), to_hf=str(tmp_path / "out/hf"), tokenizer="bytes")
+    convert.main(convert.Config(**export))
+    options = dict(
+        checkpoint=export["checkpoint"], tokenizer="bytes", device="cpu", n_samples=1, temperature=0
+    )
+    capsys.readouterr()
+    sample.main(sample.Config(prompt="The moon is", max_new_tokens=20, **options))
+    expected = capsys.readouterr().out.partition("\n" + "-" * 80)[0]
+    lines = (ROOT / "docs/checkpoints.md").read_text().partition("    import transformers\n")[2].splitlines()
+    code = itertools.takewhile(lambda line: not line or line.startswith("    "), lines)
+    monkeypatch.chdir(tmp_path)
+    exec("import transformers\n" + textwrap.dedent("\n".join(code)), {})
+    assert capsys.readouterr().out == f"<|endoftext|>{expected}\n" and len(expected) > 15
