@@ -302,9 +302,15 @@ def local_documents(paths, keys, skip_bad):
                     advice = "mend it, or leave such documents out with --skip_bad_documents"
                     raise DataError(f"{bad[0]}; {advice}") from None
         if bad:
-            yield empty | {WARNING: f"left out {len(bad):,} bad documents, the first is {bad[0]}"}
+            words = f"left out {len(bad):,} bad documents, the first is {bad[0]}"
+            yield empty | {WARNING: shown(words)}
     if not read:
         raise DataError(f"no document in {len(paths):,} files, the first is {paths[0]}")
+
+
+def shown(words):
+    """`words` as text that Arrow keeps, also with the name of a file that is not UTF-8."""
+    return words.encode("utf-8", "backslashreplace").decode()
 
 
 class Zstd(io.RawIOBase):
@@ -379,14 +385,15 @@ def plain_text(path, file, keys):
         text = data.decode("utf-8-sig", "replace")
         lost, words = text.count("\ufffd") - data.count(b"\xef\xbf\xbd"), None
         if lost:
-            words = f"{path} is not UTF-8 throughout: {lost:,} characters were replaced by U+FFFD"
+            words = shown(f"{path} is not UTF-8 throughout: {lost:,} characters were replaced by U+FFFD")
         try:
             first = json.loads(data[: data.find(b"\n") + 1 or None])
         except (ValueError, RecursionError):
             first = None
         if isinstance(first, dict) and set(keys) <= first.keys():
             raise DataError(f"{path} holds lines of JSON, not text; name it *.jsonl")
-        yield {keys[0]: text, WARNING: words}
+        if text:  # else it was a byte order mark alone
+            yield {keys[0]: text, WARNING: words}
 
 
 def fields(record, keys):

@@ -31,6 +31,7 @@ GROWTH = 1000  # characters that its rules may make of one
 HIDDEN = [b for b in range(256) if not chr(b).isprintable() or b == 32]
 # GPT-2's files write a printable byte as its own character, and the others as characters from U+0100 on.
 CHARACTERS = [chr(256 + HIDDEN.index(b)) if b in HIDDEN else chr(b) for b in range(256)]
+UNKNOWN = "\U0010fffd"  # a character of private use, which no vocabulary has
 PROBE = "I'll re-tokenize  3,141.59 naïve  \n\n\tcafés <|endoftext|> 東京 🙂\u00a0DON'T\r\n x = f(y)  \n"
 
 
@@ -128,6 +129,11 @@ class HuggingFace(Tokenizer):
             self.inner.no_padding()
             self.inner.encode_special_tokens = True  # as ordinary characters
             first, plain = self.inner.encode(PROBE).ids[:1], self._encode([PROBE])[0][:1]
+            lost = not self._encode([UNKNOWN])[0]
+        warn(
+            lost
+            and f"tokenizer={name} drops characters that it lacks; one of bytes, or with unk_token, does not"
+        )
         added = self.inner.get_added_tokens_decoder().items()
         self.special = {token.content: i for i, token in added if token.special}
         bos = special_tokens(folder).get("bos_token") if folder else None

@@ -127,7 +127,10 @@ def read_config(folder):
     try:
         _refuse_others(hf, dict(model_type=[*FAMILIES]))
         family = FAMILIES[hf["model_type"]]
-        hf = family.absent | hf | (hf.get("rope_scaling") or {}) | (hf.get("rope_parameters") or {})
+        rope = (hf.get("rope_scaling") or {}) | (hf.get("rope_parameters") or {})
+        if apart := [kind for kind, values in rope.items() if isinstance(values, dict)]:
+            raise UserError(f"rope_parameters by kinds of layers ({', '.join(apart)}) are not supported")
+        hf = family.absent | hf | rope
         hf.setdefault("rope_type", hf.get("type", "default"))
         _refuse_others(hf, family.allowed)
         settings = {name: values[0] for name, values in family.settings.items()}

@@ -336,6 +336,7 @@ def test_absent_keys_mean_what_they_mean_to_transformers(name, family):
     (llama, dict(rope_parameters=dict(rope_type="llama3", rope_theta=1e4)), ["rope_factor=absent"]),
     (llama, dict(rope_parameters=SCALING | dict(low_freq_factor=2.0)), ["low_freq_factor=2.0", "1.0"]),
     (llama, dict(rope_parameters=[1]), ["rope_parameters is [1]"]),
+    (llama, dict(rope_parameters=dict(full_attention=dict(rope_theta=5e5))), ["rope_parameters by kinds"]),
     (llama, dict(num_key_value_heads=4), ["k_proj.weight is [32, 64], expected [64, 64]"]),
     (llama, dict(hidden_act="relu"), ["hidden_act=relu is not supported, expected silu or swish"]),
     (qwen3, dict(attention_bias=True), ["attention_bias=True"]),

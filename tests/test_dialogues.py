@@ -131,6 +131,8 @@ def test_answers_that_a_template_does_not_mark_have_no_loss(chatml, tmp_path):
     tok = tokenizer.load(str(folder))
     assert tok.decode(first["token"][first["loss"]]) == "yes" and tok.decode(first["token"][1:]) == "noyes"
     assert not len(second)
+    (row,) = rows_of(folder, [said("b", train=True), said("no")])  # a part that ends at the first token
+    assert tok.decode(row["token"][row["loss"]]) == "b" and row["loss"].sum() == 1
     with pytest.raises(UserError, match="a message holds U.FDD0 or U.FDD1") as error:
         rows_of(folder, [said("a\ufdd0b", train=True)])
     one_line(error)

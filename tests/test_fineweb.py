@@ -364,6 +364,28 @@ def test_a_json_file_of_one_list(tmp_path):
         one_line(error)
 
 
+def test_a_file_name_that_is_not_utf_8_can_be_told(tmp_path):
+    for name, data in {b"caf\xe9.jsonl": line("good") + b"{\n", b"caf\xe9.txt": b"caf\xe9"}.items():
+        Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name)).write_bytes(data)
+    texts, said = read(tmp_path, tmp_path, skip_bad_documents=True)
+    assert texts == ["good", "caf\ufffd"]
+    assert r"caf\udce9.jsonl:2: it is not valid" in said and r"caf\udce9.txt is not UTF-8 throughout" in said
+
+
+def test_only_the_field_of_the_text_has_a_type(tmp_path):
+    """Other fields may change their types from line to line, lines may end as on Windows."""
+    rows = [{"text": "a", "ner": [[0, 4, "P"]]}, {"text": "b", "ner": 3}, {"text": "c"}]
+    (tmp_path / "x.jsonl").write_bytes(b"\r\n".join(json.dumps(row).encode() for row in rows))
+    assert read(tmp_path, tmp_path / "x.jsonl")[0] == ["a", "b", "c"]
+
+
+def test_texts_of_categories_in_parquet(tmp_path):
+    """As pandas writes a column of few values."""
+    texts = pyarrow.array(["a", "b", "a"]).dictionary_encode()
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "x.parquet")
+    assert read(tmp_path, tmp_path / "x.parquet")[0] == ["a", "b", "a"]
+
+
 def test_a_pipe_is_refused_at_once(tmp_path):
     """As bash gives one for <(zcat x.gz): it could be read only once."""
     os.mkfifo(tmp_path / "pipe.txt")
@@ -572,6 +594,7 @@ def test_mistakes_in_the_settings_and_files(tmp_path, monkeypatch):
         "other.jsonl": b'{"body": "x"}\n{"body": "y"}\n',
         "blank.jsonl": b"\n\n",
         "empty.txt": b"",
+        "mark.txt": b"\xef\xbb\xbf",
         "folder/a.csv": b"1,2",
         "utf16.txt": "text".encode("utf-16"),
         "bomb.txt.zst": zstandard.compress(bomb),
@@ -589,6 +612,7 @@ def test_mistakes_in_the_settings_and_files(tmp_path, monkeypatch):
         (dict(dataset="./folder"), 2, "no text file matches './folder'; left out of folders: 1 .csv"),
         (dict(dataset="blank.jsonl,empty.txt"), 3, "no document in 2 files, the first is blank.jsonl"),
         (dict(dataset="empty.txt"), 3, "no document in 1 files, the first is empty.txt"),
+        (dict(dataset="mark.txt"), 3, "no document in 1 files, the first is mark.txt"),
         (dict(dataset="utf16.txt"), 3, "utf16.txt is not text in UTF-8"),
         (dict(dataset="bomb.txt.zst"), 3, "bomb.txt.zst:1: a document of over 1 MiB; cut it up"),
         (dict(dataset="half.txt.zst"), 3, "half.txt.zst cannot be read: EOFError: it ends within a frame"),

@@ -344,3 +344,17 @@ def test_a_pad_beyond_the_model_is_no_obstacle_and_other_ids_are(theirs, small):
     for less in (size - 1, 0):
         with pytest.raises(UserError, match="give the tokenizer that it was trained with"):
             tokenizer.load(path, less or 1)
+
+
+@pytest.mark.parametrize("unk", [None, "<unk>"])
+def test_a_tokenizer_that_drops_characters_says_so(unk, tmp_path, capsys):
+    """As one of characters does that was trained without an unk_token."""
+    tokenizers = pytest.importorskip("tokenizers")
+    inner = tokenizers.Tokenizer(
+        tokenizers.models.BPE({"a": 0, "b": 1, "</s>": 2, "<unk>": 3}, [], unk_token=unk)
+    )
+    inner.add_special_tokens(["</s>"])
+    inner.save(str(tmp_path / "tokenizer.json"))
+    assert tokenizer.load(str(tmp_path)).encode("a\u6771b") == ([0, 3, 1] if unk else [0, 1])
+    said = "drops characters that it lacks; one of bytes, or with unk_token, does not"
+    assert (said in capsys.readouterr().err) == (unk is None)
