@@ -114,8 +114,13 @@ def parse(cls, check=lambda cfg: None, complete=dict):
     """Raises the limit on open files, then `configure` from the command line; a mistake ends the process."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         leave_with_torchrun()
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a console of latin-1 or ASCII; stderr does so by itself
-        sys.stdout.reconfigure(errors="backslashreplace")
+    for name in ("stdout", "stderr"):
+        if (
+            getattr(sys, name) is getattr(sys, f"__{name}__") is not None
+        ):  # None: it was closed before the start
+            console = Console(getattr(sys, name))
+            setattr(sys, name, console)
+            setattr(sys, f"__{name}__", console)
     with _errors_in_one_line():
         soft, hard = (limit % 2**63 for limit in resource.getrlimit(resource.RLIMIT_NOFILE))  # -1: no limit
         if hard < 64:
@@ -132,7 +137,8 @@ def parse(cls, check=lambda cfg: None, complete=dict):
 def run(main, cfg):
     """Runs main(cfg), which may return an exit code, as a script; cfg: from `parse`, or a class to parse."""
     cfg = parse(cfg) if isinstance(cfg, type) else cfg
-    faulthandler.enable()  # for a SIGBUS, as from a shard cut short under its map
+    if sys.stderr:  # None if it was closed before the start
+        faulthandler.enable()  # for a SIGBUS, as from a shard cut short under its map
     with _errors_in_one_line():
         code = main(cfg)
     leave(code or 0)
@@ -162,37 +168,53 @@ def is_rank_0():
     return os.environ.get("RANK", "0") == "0"
 
 
-def say(*words, sep=" ", end="\n", needed=False):
-    """Prints on stdout at once; a closed or full stdout, or a pipe that nobody reads, ends nothing.
+class Console(io.TextIOWrapper):
+    """stdout or stderr, which ends no run: what it cannot write is lost, and its last error is `lost`.
 
-    needed: the words are all that the script is for, so that it ends where they cannot be written: with code
-    141 for a pipe that nobody reads (`| head`), else by a UserError.
+    It may be closed, on a full disk, or a pipe that nobody reads. What its encoding lacks is escaped.
     """
-    try:
-        print(*words, sep=sep, end=end, flush=True)
-    except BrokenPipeError:
-        if needed:
-            raise
-    except (OSError, ValueError) as error:  # ValueError: it was closed by the code
-        if needed:
-            raise UserError(f"stdout cannot be written ({getattr(error, 'strerror', error)})") from None
+
+    def __init__(self, stream):
+        kept = dict(encoding=stream.encoding, line_buffering=stream.line_buffering)
+        kept |= dict(write_through=stream.write_through)
+        super().__init__(stream.detach(), errors="backslashreplace", **kept)
+        self.lost = None
+
+    def write(self, text):
+        with self._losing():
+            super().write(text)
+        return len(text)
+
+    def flush(self):
+        with self._losing():
+            super().flush()
+
+    @contextlib.contextmanager
+    def _losing(self):
+        try:
+            yield
+        except (OSError, ValueError) as error:  # ValueError: it was closed by code
+            self.lost = error
+
+    def give_up(self):
+        """Lets Python's own flush at the end, which would raise, go nowhere."""
+        if self.lost:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
 
 
-def _flush():
-    """Writes what stdout still holds; one that takes nothing is given up, else Python would end with 120."""
-    try:
-        if sys.stdout:  # None if it was closed before the start
-            sys.stdout.flush()
-    except (OSError, ValueError):
-        with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def say(*words, sep=" ", end="\n"):
+    """Prints what a script is for, which ends where nobody reads it (`| head`) or it cannot be written."""
+    print(*words, sep=sep, end=end, flush=True)
+    if lost := getattr(sys.stdout, "lost", None):
+        if isinstance(lost, BrokenPipeError):
+            raise lost
+        raise UserError(f"stdout cannot be written ({getattr(lost, 'strerror', lost)})")
 
 
 def warn(words):
     """Prints a warning, if there is one, on rank 0."""
     if words and is_rank_0():
-        with contextlib.suppress(OSError, ValueError):  # as in `say`
-            print(f"warning: {words}", file=sys.stderr)
+        print(f"warning: {words}", file=sys.stderr)
 
 
 def leave(code, message=None, at_once=False):
@@ -200,7 +222,11 @@ def leave(code, message=None, at_once=False):
     if message and (report := os.environ.get("TORCHELASTIC_ERROR_FILE")):
         words = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
         Path(report).write_text(json.dumps({"message": words}))
-    _flush()  # stderr is written line by line
+    for stream in (sys.stdout, sys.stderr):
+        if stream:
+            stream.flush()
+        if isinstance(stream, Console):
+            stream.give_up()
     if at_once or "RANK" in os.environ:
         os._exit(code)  # in Python's shutdown a DDP model may wait for gloo's threads, which wait for Python
     sys.exit(code)

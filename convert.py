@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from configurator import UserError, refuse, run, say, too_small, warn, without_effect
+from configurator import UserError, refuse, run, too_small, warn, without_effect
 
 
 @dataclass
@@ -47,7 +47,7 @@ def import_hf(cfg):
 
     tensors, shape, _ = hf.open_hf(cfg.from_hf)
     wrote = checkpoint.save(cfg.out, 0, {"model": tensors}, {"config": vars(shape)})
-    say(f"wrote {wrote}; go on with --checkpoint or --init_from={shlex.quote(cfg.out)}")
+    print(f"wrote {wrote}; go on with --checkpoint or --init_from={shlex.quote(cfg.out)}")
 
 
 def export(cfg):
@@ -63,7 +63,7 @@ def export(cfg):
     warn(not name and "the weights name no tokenizer, so that none is written; see --tokenizer")
     tokenizer = name and tokenizers.load(name, shape.vocab_size)
     wrote = hf.save_hf(model, cfg.to_hf, cfg.dtype, tensors=tensors, tokenizer=tokenizer)
-    say(f"wrote {wrote} in {cfg.dtype}")
+    print(f"wrote {wrote} in {cfg.dtype}")
 
 
 def merge(cfg):
@@ -82,7 +82,7 @@ def merge(cfg):
     if carried := checkpoint.carried_tokenizer(folder):
         state["config"]["tokenizer"] = str(carried)
     wrote = checkpoint.save(cfg.out, state["step"], tensors, state)
-    say(f"wrote {wrote}; go on with --{go_on}={shlex.quote(cfg.out)}")
+    print(f"wrote {wrote}; go on with --{go_on}={shlex.quote(cfg.out)}")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import zstandard
 
-from configurator import UserError, refuse, run, say, too_small, without_effect
+from configurator import UserError, refuse, run, too_small, without_effect
 from corpus import DataError, told
 from run import files as on_disk
 
@@ -99,7 +99,7 @@ def main(cfg):
         dialogues = Dialogues(tokenizer) if cfg.is_chat else None
         progress = writer.Progress(out, settings(cfg, name, files, sha256, tokenizer, dialogues))
         if progress.finished:
-            say(f"{out} is finished already; nothing was done")
+            print(f"{out} is finished already; nothing was done")
         else:
             if cfg.ready_made:
                 writer.fetch_shards(name, cfg.revision, cfg.max_shards, progress, tokenizer)
@@ -111,8 +111,8 @@ def main(cfg):
     words += [f"--data_dir={out}", f"--out_dir=out/{out.name}", f"--vocab_size={tokenizer.vocab_size}"]
     for split in ("train", "val"):
         tokens, targets = progress.total("tokens", split), progress.total("targets", split)
-        say(f"{split:5}  {tokens:,} tokens" + f", {targets:,} of them with loss" * cfg.is_chat)
-    say(f"go on with  {shlex.join(['python', 'train.py', *words])}")
+        print(f"{split:5}  {tokens:,} tokens" + f", {targets:,} of them with loss" * cfg.is_chat)
+    print(f"go on with  {shlex.join(['python', 'train.py', *words])}")
 
 
 def check(cfg):
@@ -173,7 +173,7 @@ def local_files(dataset):
             raise UserError(f"dataset={dataset}: no text file matches {part!r}{words}")
         files += found
     if words:
-        say(words[2:])
+        print(words[2:])
     return list(dict.fromkeys(files))
 
 
@@ -236,7 +236,7 @@ def settings(cfg, name, files, sha256, tokenizer, dialogues):
     return chosen | {"val_tokens": default_val if cfg.val_tokens is None else cfg.val_tokens}
 
 
-def documents(cfg, name, files, sha256, first=0, tell=say):
+def documents(cfg, name, files, sha256, first=0, tell=print):
     """Yields lists of texts, messages or pairs, from document number `first` on; tell() gets warnings.
 
     sha256: of the contents of local files. Bad documents that are left out are None.

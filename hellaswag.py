@@ -65,7 +65,7 @@ def main(cfg):
         each = [f"{name} {d.mean():+.4f} ±{d.std() / len(d) ** 0.5:.4f}" for name, d in gains]
         lines.append(" | ".join([f"less {cfg.against}'s", *each]))
     if world.main:
-        say(*lines, sep="\n", needed=True)
+        say(*lines, sep="\n")
     parallel.stop()
 
 

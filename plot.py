@@ -60,7 +60,7 @@ def main(cfg):
     except (OSError, ValueError) as error:  # ValueError: an unknown kind of picture
         raise UserError(f"{out}: cannot write the picture ({error})") from None
     configurator.warn(missing and "the font lacks characters of the names, which are drawn as boxes")
-    configurator.say(f"drawn: {out}")
+    print(f"drawn: {out}")
 
 
 def load(folders):

@@ -60,7 +60,7 @@ def main(cfg):
             texts = parallel.gather_objects(own)[: cfg.n_samples - first]
             if world.main:
                 others = (f"{text}\n{'-' * 80}" for text in texts[1:])
-                say("-" * 80, *others, sep="\n", needed=True)
+                say("-" * 80, *others, sep="\n")
     counts, times = zip(*parallel.gather_objects((printer.tokens, printer.seconds)))
     if world.main:
         tokens, seconds = sum(counts), max(times)

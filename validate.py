@@ -42,7 +42,7 @@ def main(cfg):
             difference = np.stack([table[0] - others[folder][0][0], *table[1:]])
             lines.append([folder, f"less {cfg.against}'s", *in_words(losses(difference, documents))])
         if is_rank_0():
-            say(*map(" | ".join, lines), sep="\n", needed=True)
+            say(*map(" | ".join, lines), sep="\n")
     parallel.stop()
 
 

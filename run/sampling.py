@@ -44,7 +44,7 @@ class Printer:
 
     def show(self, text):
         if not self.quiet:
-            configurator.say(text, end="", needed=True)
+            configurator.say(text, end="")
 
     def continued(self, ids, seed, wanted):
         """Yields the new ids. A sharded model's ranks, also those without a `wanted` text, go on together."""

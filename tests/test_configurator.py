@@ -59,7 +59,7 @@ class Config:
 
 def main(cfg):
     for _ in range(3):
-        configurator.say("caf\u00e9 \u6771\u4eac \U0001f642", needed=cfg.needed)
+        (configurator.say if cfg.needed else print)("caf\u00e9 \u6771\u4eac \U0001f642")
     configurator.warn("\u6771\u4eac")
     print("to the end", file=sys.stderr)
 
@@ -82,7 +82,8 @@ CLOSED_PIPE = "| (exec 0<&-; sleep 0.2)"
 @pytest.mark.parametrize("redirect", [">&-", "> /dev/full", CLOSED_PIPE])
 def test_no_console_ends_a_run(redirect):
     code, _, err = printed(redirect)
-    assert code == 0 and err.endswith("to the end\n") and "Traceback" not in err and "Exception" not in err
+    assert (code, err) == (0, "warning: \u6771\u4eac\nto the end\n")
+    assert printed("2" + redirect.replace("|", ">&1 |"))[0] == 0
 
 
 @pytest.mark.fault(93)

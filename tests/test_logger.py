@@ -2,12 +2,15 @@
 
 import json
 import math
+import os
+import subprocess
 import sys
 import time
 from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import ROOT, flags, read_log
 
 from run import logger
 from run.logger import SETTLED, Logger, progress
@@ -133,3 +136,14 @@ def test_a_slow_loop_says_how_far_it_is_and_stops_when_asked(monkeypatch, capsys
         time.sleep(0.01)
     said = capsys.readouterr().err
     assert seen == list(range(10)) and ("/50 [" in said) == (silent < 1) and (silent < 1 or not said)
+
+
+@pytest.mark.fault(93)
+def test_a_run_outlives_its_console(data_dir, tmp_path):
+    """One of ASCII, which the samples of an untrained model are not, whose reader is gone: a tee that died."""
+    words = flags(data_dir, tmp_path / "run", max_steps=2, sample_interval=1, compile=False)
+    command = ["bash", "-c", 'set -o pipefail; "$0" train.py "$@" 2>&1 | (exec 0<&-)', sys.executable, *words]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 0
+    kinds = [entry["kind"] for entry in read_log(tmp_path / "run")]
+    assert kinds.count("train") == kinds.count("sample") == 2 and kinds[-1] == "done"
