@@ -140,10 +140,10 @@ def test_a_slow_loop_says_how_far_it_is_and_stops_when_asked(monkeypatch, capsys
 
 @pytest.mark.fault(93)
 def test_a_run_outlives_its_console(data_dir, tmp_path):
-    """One of ASCII, which the samples of an untrained model are not, whose reader is gone: a tee that died."""
+    """One of ASCII, which an untrained model does not write, whose reader is gone: a tee that died."""
     words = flags(data_dir, tmp_path / "run", max_steps=2, sample_interval=1, compile=False)
     command = ["bash", "-c", 'set -o pipefail; "$0" train.py "$@" 2>&1 | (exec 0<&-)', sys.executable, *words]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONIOENCODING": "ascii"})
     assert done.returncode == 0
     kinds = [entry["kind"] for entry in read_log(tmp_path / "run")]
-    assert kinds.count("train") == kinds.count("sample") == 2 and kinds[-1] == "done"
+    assert kinds.count("train") == 2 and kinds.count("sample") == 3 and kinds[-1] == "done"
