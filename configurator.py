@@ -115,10 +115,9 @@ def parse(cls, check=lambda cfg: None, complete=dict):
     if "TORCHELASTIC_RUN_ID" in os.environ:
         leave_with_torchrun()
     for name in ("stdout", "stderr"):
-        if (
-            getattr(sys, name) is getattr(sys, f"__{name}__") is not None
-        ):  # None: it was closed before the start
-            console = Console(getattr(sys, name))
+        stream = getattr(sys, name)
+        if stream and stream is getattr(sys, f"__{name}__"):  # None: it was closed before the start
+            console = Console(stream)
             setattr(sys, name, console)
             setattr(sys, f"__{name}__", console)
     with _errors_in_one_line():

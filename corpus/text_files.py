@@ -1,0 +1,248 @@
+"""Texts in local files for fineweb.py: which kinds of files are read, and how (the table in docs/data.md)."""
+
+import bz2
+import codecs
+import glob
+import gzip
+import hashlib
+import io
+import json
+import lzma
+import os
+import re
+from collections import Counter
+
+import zstandard
+
+from configurator import UserError
+from corpus import DataError, told
+from run.files import digest
+
+RECORDS = (".jsonl", ".ndjson", ".json", ".parquet")  # many documents in a file
+FOLDERS = (".txt", *RECORDS)  # what is read of a folder; a glob may name texts of other kinds
+TEXTS = ".txt .text .md .markdown .rst .org .tex .htm .html .xml .yaml .yml .toml .ini .log .css .sql .sh"
+TEXTS += " .py .pyi .c .h .cc .cpp .cxx .hpp .cu .cuh .cs .java .js .jsx .ts .tsx .go .rs .rb .php .pl .pm"
+TEXTS += " .lua .r .jl .kt .swift .scala .hs .ml .el .f .f90 .m .s .asm .lean .v"
+TEXTS = ("", *TEXTS.split())  # one document in a file
+OURS = ("progress.json", "manifest.json", "tokenizer.json")  # of shards that lie among the texts
+POINTER = b"version https://git-lfs.github.com/spec/"  # how a file begins that Git LFS has not fetched
+WARNING = "warning of fineweb.py"  # a field beside the text: what its reading changed or left out, or None
+DOCUMENT_BYTES = 1 << 30  # of a compressed file that expands without end; a larger plain file is read whole
+
+
+def kind(path):
+    """(suffix that says what a file holds, suffix of its compression), lower case; "" where there is none."""
+    inner, last = os.path.splitext(os.path.basename(path).lower())
+    return (os.path.splitext(inner)[1], last) if last in COMPRESSED else (last, "")
+
+
+def alone(files):
+    """Whether there is one document only, since `files`, from `local_files`, are one text."""
+    return files is not None and len(files) == 1 and kind(files[0])[0] not in RECORDS
+
+
+def local_files(dataset):
+    """The paths that `dataset` names, None for one of the hub; of a folder those of the kinds in FOLDERS.
+
+    What exists is that path, whatever its characters; else commas part paths, and each may be a glob.
+    """
+    on_hub = re.fullmatch(r"[\w-]+|[\w-][\w.-]*/[\w-][\w.-]*", dataset) and not os.path.exists(dataset)
+    if on_hub and not {*kind(dataset)} & {*FOLDERS, *COMPRESSED}:
+        return None
+    files, others = [], Counter()
+    for part in [dataset] if os.path.exists(dataset) else dataset.split(","):
+        found = []
+        matches = [part] if os.path.exists(part) else sorted(glob.glob(part, recursive=True))
+        for path in filter(os.path.exists, matches):  # no dangling links
+            if os.path.isdir(path):
+                inside = files_in(path, others)
+                found += [file for file in inside if kind(file)[0] in FOLDERS]
+                others.update(kind(file)[0] for file in inside if kind(file)[0] not in FOLDERS)
+            else:
+                found.append(readable(path))
+        words = ", ".join(f"{n} {suffix or 'without a suffix'}" for suffix, n in others.most_common())
+        words = words and f"; left out of folders: {words}"
+        if texts := [suffix for suffix in others if suffix in TEXTS[1:]]:
+            words += f"; a glob reads more, as in 'FOLDER/**/*{texts[0]}'"
+        if not found:
+            raise UserError(f"dataset={dataset}: no text file matches {part!r}{words}")
+        files += found
+    if words:
+        print(words[2:])
+    return list(dict.fromkeys(files))
+
+
+def files_in(folder, left_out):
+    """The sorted files of a folder and those below it, none hidden, each once; counts links out of it."""
+    found, top = [], os.path.realpath(folder)
+    for parent, folders, names in os.walk(folder):  # which follows no link to a folder: there may be a circle
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for path in (os.path.join(parent, name) for name in (*folders, *names) if not name.startswith(".")):
+            if os.path.islink(path) and os.path.commonpath([top, os.path.realpath(path)]) != top:
+                left_out["links out of them"] += 1
+            elif os.path.isfile(path) and os.path.basename(path) not in OURS:
+                found.append(path)
+    return sorted({os.path.realpath(path): path for path in sorted(found, reverse=True)}.values())
+
+
+def readable(path):
+    """`path` of a file that is named by itself or by a glob; UserError if its kind is not read."""
+    if not os.path.isfile(path):
+        raise UserError(f"dataset: {path} is a pipe or a device; write it to a file first")
+    if (suffix := kind(path)[0]) not in (*RECORDS, *TEXTS):
+        advice = "unpack an archive, write a table as .jsonl, rename another text"
+        known = f"{' '.join(RECORDS + TEXTS[1:])}, each perhaps with {' '.join(COMPRESSED)}"
+        raise UserError(f"dataset: {path}: files of the kind {suffix} are not read; {advice}; known: {known}")
+    return path
+
+
+def contents(files):
+    """SHA-256 of the contents of all files: it tells a file that was edited in place; a second for a GB."""
+    with told("dataset cannot be read", DataError):
+        return hashlib.sha256("".join(digest(path)[1] for path in files).encode()).hexdigest()
+
+
+def local_documents(paths, keys, skip_bad):
+    """Yields {field: text, or JSON of messages} and a WARNING; the first bad document raises DataError.
+
+    With skip_bad a file's bad documents are one row without text, so that a cached copy tells of them too.
+    """
+    empty, read = dict.fromkeys((*keys, WARNING)), 0
+    for path in paths:
+        bad = []
+        for number, record in enumerate(records(path, keys), 1):
+            if isinstance(record, bytes) and not record.strip():
+                continue
+            try:
+                yield empty | fields(record, keys)
+                read += 1
+            except ValueError as error:
+                bad.append(f"{path}:{number}: {error}")
+                if not skip_bad:
+                    advice = "mend it, or leave such documents out with --skip_bad_documents"
+                    raise DataError(f"{bad[0]}; {advice}") from None
+        if bad:
+            words = f"left out {len(bad):,} bad documents, the first is {bad[0]}"
+            yield empty | {WARNING: shown(words)}
+    if not read:
+        raise DataError(f"no document in {len(paths):,} files, the first is {paths[0]}")
+
+
+def shown(words):
+    """`words` as text that Arrow keeps, also with the name of a file that is not UTF-8."""
+    return words.encode("utf-8", "backslashreplace").decode()
+
+
+class Zstd(io.RawIOBase):
+    """The bytes of a .zst file, of one frame or several, and of any window that `zstd --long=31` makes."""
+
+    def __init__(self, file):
+        self.file, self.frame, self.packed, self.ready = file, None, b"", memoryview(b"")
+
+    def readable(self):
+        return True
+
+    def readinto(self, buffer):
+        while not self.ready:
+            self.packed = self.packed or self.file.read(1 << 14)  # which may become some hundred MB
+            if not self.packed and self.frame:
+                raise EOFError("it ends within a frame of zstd")  # which zstandard's own reader does not tell
+            if not self.packed:
+                return 0
+            self.frame = self.frame or zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
+            self.ready = memoryview(self.frame.decompress(self.packed))
+            self.packed = self.frame.unused_data
+            self.frame = None if self.frame.eof else self.frame
+        size = min(len(buffer), len(self.ready))
+        buffer[:size], self.ready = self.ready[:size], self.ready[size:]
+        return size
+
+
+COMPRESSED = {".zst": Zstd, ".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
+
+
+def opened(path):
+    """The open file, decompressed. Raises DataError for what Git LFS has put in its place."""
+    file = open(path, "rb")
+    if file.peek(len(POINTER)).startswith(POINTER):
+        raise DataError(f"{path} is a pointer of Git LFS to the file; fetch it with git lfs pull")
+    return io.BufferedReader(COMPRESSED[kind(path)[1]](file)) if kind(path)[1] else file
+
+
+def records(path, keys):
+    """Yields a file's documents: {field: value}, a line of JSON as bytes, or a row of parquet as a batch."""
+    import pyarrow.parquet
+
+    suffix = kind(path)[0]
+    with told(f"{path} cannot be read", DataError), opened(path) as file:
+        if suffix == ".parquet":
+            table = pyarrow.parquet.ParquetFile(file)
+            known = set(keys) <= set(table.schema_arrow.names)
+            for batch in table.iter_batches(256, columns=list(keys) if known else None):
+                yield from (batch.slice(i, 1) for i in range(len(batch)))
+        elif suffix not in RECORDS:
+            yield from plain_text(path, file, keys)
+        elif suffix == ".json" and file.peek(99).lstrip(codecs.BOM_UTF8 + b" \t\r\n").startswith(b"["):
+            yield from json.loads(file.read().decode("utf-8-sig"))
+        else:
+            yield from pieces(path, file, file.readline)
+
+
+def pieces(path, file, read):
+    """Yields what read(most bytes) gives, a document each, until it is empty."""
+    most = max(DOCUMENT_BYTES, os.path.getsize(path))
+    for number, data in enumerate(iter(lambda: read(most + 1), b""), 1):
+        if len(data) > most:
+            raise DataError(f"{path}:{number}: a document of over {most >> 20:,} MiB; cut it up")
+        yield data
+
+
+def plain_text(path, file, keys):
+    """Yields the one document of a text file, and what was replaced in it; none if it is empty."""
+    for data in pieces(path, file, file.read):
+        if b"\0" in data[:8192] or data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            raise DataError(f"{path} is not text in UTF-8: it has zero bytes; leave it out or convert it")
+        text = data.decode("utf-8-sig", "replace")
+        lost, words = text.count("\ufffd") - data.count(b"\xef\xbf\xbd"), None
+        if lost:
+            words = shown(f"{path} is not UTF-8 throughout: {lost:,} characters were replaced by U+FFFD")
+        if begins_with_record(data, keys if kind(path)[0] else ()):
+            raise DataError(
+                f"{path} holds records of JSON, not text; name it *.jsonl, or *.json if it is a list"
+            )
+        if text:  # else it was a byte order mark alone
+            yield {keys[0]: text, WARNING: words}
+
+
+def begins_with_record(data, keys):
+    """Whether the first line of `data` is an object of JSON that has the fields `keys`, or a list of such."""
+    try:
+        first = json.loads(data[: data.find(b"\n") + 1 or None])
+    except (ValueError, RecursionError):
+        return False
+    first = first[0] if isinstance(first, list) and first else first
+    return isinstance(first, dict) and set(keys) <= first.keys()
+
+
+def fields(record, keys):
+    """{key: text, or JSON of messages} of an item of `records`; ValueError says what is wrong."""
+    form = "valid JSON in UTF-8" if isinstance(record, bytes) else "valid UTF-8"
+    try:
+        if isinstance(record, bytes):
+            record = json.loads(record.decode("utf-8-sig"))
+        elif hasattr(record, "to_pylist"):  # one row, as one that cannot be decoded costs no other
+            (record,) = record.to_pylist()
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"it is not {form} ({error})") from None
+    names = record if isinstance(record, dict) else ()
+    if not set(keys) <= set(names):
+        raise ValueError(f"it has no field {','.join(keys)}; it has {', '.join(names) or 'no fields'}")
+    row = {key: record[key] for key in keys}
+    for key, value in row.items():
+        as_json = keys == ("messages",) and value is not None
+        row[key] = text = json.dumps(value, ensure_ascii=False, default=str) if as_json else value
+        if not isinstance(text, str):
+            raise ValueError(f"its field {key} is {json.dumps(value, default=str)[:40]}, not text")
+        if re.search("[\ud800-\udfff]", text):
+            raise ValueError("it holds half of a surrogate pair")
+    return row | {WARNING: record.get(WARNING)}
