@@ -17,7 +17,7 @@ from conftest import one_line
 from test_fineweb import hub_cache, prepare, shard_tokens, stopped_after  # noqa: F401
 
 from configurator import UserError
-from corpus import tokenizer
+from corpus import tokenizer, told
 from corpus.loader import DataError, TokenLoader
 
 
@@ -132,6 +132,13 @@ def one_bad_row(path):
     """A parquet file whose second text of three is not UTF-8, which Arrow does not look at."""
     bad = pyarrow.array([b"good", b"b\xe9d", b"last"]).view(pyarrow.string())
     pyarrow.parquet.write_table(pyarrow.table({"text": bad}), path)
+
+
+@pytest.mark.parametrize("error, passing", [(OSError("reset by peer"), True), (ValueError("bad"), False)])
+def test_only_what_may_pass_is_advised_to_be_repeated(error, passing):
+    with pytest.raises(UserError, match="read: .*") as caught, told("cannot be read", again=True):
+        raise error
+    assert ("run the same command again" in one_line(caught)) == passing
 
 
 def test_one_bad_row_of_parquet_is_named_or_left_out(tmp_path):
