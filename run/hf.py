@@ -160,7 +160,7 @@ def fetch(name):
     """The local folder of `name`: itself, or the snapshot, perhaps cached, of a repository on the hub."""
     if Path(name).exists():
         return Path(name)
-    kinds = ["*.json", "*.jinja", "*.safetensors", "tokenizer*"]
+    kinds = ["*.json", "*.jinja", "*.safetensors", "tokenizer*", *VOCABULARIES]
     options = dict(allow_patterns=kinds, ignore_patterns=["*/*"])  # folders hold other formats of the weights
     with told(f"{name}: no such folder, and it cannot be downloaded"):  # the hub, its HTTP client, the disk
         return Path(patiently(huggingface_hub.snapshot_download, str(name), **options))

@@ -115,11 +115,12 @@ def test_weights_survive_faults(hub, tmp_path):
     add(hub, "models/me/gpt/config.json", json.dumps({"model_type": "gpt2"}).encode())
     save_file({"w": torch.randn(64, 64)}, add(hub, "models/me/gpt/model.safetensors", b""))
     hub.faults = {"model.safetensors": ["drop", 503, 429, "short"], "revision/main": [503]}
-    for name in ("pytorch_model.bin", "onnx/config.json", "tokenizer.json"):
+    for name in ("pytorch_model.bin", "onnx/config.json", "tokenizer.json", "merges.txt"):
         add(hub, f"models/me/gpt/{name}", b"{}")
     folder = hf.fetch("me/gpt")
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
-    assert names == {"config.json", "model.safetensors", "tokenizer.json"}  # no pickle, no other format
+    expected = {"config.json", "model.safetensors", "tokenizer.json", "merges.txt"}
+    assert names == expected  # no pickle, no other format
     assert not any(hub.faults.values())
     kept = hub.folder / "models/me/gpt/model.safetensors"
     assert (folder / "model.safetensors").read_bytes() == kept.read_bytes()
