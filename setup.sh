@@ -40,6 +40,9 @@ for line in "\n".join(open(file).read() for file in files).splitlines():
 PYTHON
 }
 
+for file in "${files[@]}"; do
+    [ -f "$file" ] || refuse "$file: no such file of requirements; after --cpu come requirements-fast.txt, requirements-dev.txt"
+done
 if [ ! -x .venv/bin/python ]; then
     echo "making .venv"
     if has uv; then

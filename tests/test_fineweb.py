@@ -203,6 +203,27 @@ def test_characters_of_one_text_with_its_last_tenth_for_validation(tmp_path, mon
     assert tok.decode(np.concatenate(shard_tokens(tmp_path / "whole", "train"))[1:]) == text
 
 
+@pytest.mark.parametrize("tokens, gpu, recipes", [
+    (10**10, True, {"go on with": "gpt2_124m"}),
+    (10**8, True, {"go on with": "modern_124m"}),
+    (10**8, False, {"go on with": "quickstart", "on a GPU": "modern_124m"}),
+    (10**6, True, {"go on with": "quickstart"}),
+    (10**4, False, {"go on with": "quickstart"}),
+])  # fmt: skip
+def test_the_command_at_the_end_fits_data_and_device(tokens, gpu, recipes):
+    found = fineweb.go_on(Config(), Path("data/mine"), 300, tokens, gpu)
+    assert {where: Path(words[0]).stem for where, words in found.items()} == recipes
+    for words in found.values():
+        cfg = configure(settings_of_a_run.Config, words)
+        assert (cfg.data_dir, cfg.out_dir, cfg.vocab_size) == ("data/mine", "out/mine", 300)
+        assert cfg.max_steps * cfg.batch_tokens <= 3 * tokens and cfg.max_steps >= 1
+
+
+def test_the_command_after_dialogues_fine_tunes():
+    words = fineweb.go_on(Config(text_key="messages"), Path("data/chats"), 300, 10**7, False)["go on with"]
+    assert words[0] == "--init_from=hf:NAME_OR_FOLDER" and "--max_steps=57" in words
+
+
 def test_uint32_shards(tmp_path):
     path, last = tmp_path / "tokenizer.json", chr(0x11FFF)
     tokenizer.write_characters([map(chr, [*range(32, 0xD800), *range(0xE000, 0x12000)])], path)
