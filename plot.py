@@ -1,7 +1,7 @@
 """Curves of one or several runs, as a picture.
 
     python plot.py out/gpt2_124m                                 # -> out/gpt2_124m/curves.png
-    python plot.py out/a out/b --names="as it was,with a gate" --x=seconds --out=compare.svg
+    python plot.py out/a out/b --names=before,after --x=seconds --out=compare.svg
     python plot.py out/a out/b --no_panels --dark --out=slide.png    # the losses alone, for a slide
     python plot.py out/a assets/build_nanogpt.jsonl              # beside the losses of another program
 
