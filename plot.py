@@ -217,10 +217,11 @@ def read(folder):
 
 def series(log, kind, key, extra=False):
     """(steps, values) as float arrays, without missing values. extra: the key is one of a line's extras."""
-    rows = [
-        (step, row.get("extras", {}) if extra else row) for step, row in sorted(log.get(kind, {}).items())
-    ]
-    points = [(step, row[key]) for step, row in rows if row.get(key) is not None and NUMBER(row[key])]
+    points = []
+    for step, row in sorted(log.get(kind, {}).items()):
+        value = row.get("extras", {}).get(key) if extra else row.get(key)
+        if value is not None and NUMBER(value):
+            points.append((step, value))
     return np.array(points, dtype=float).reshape(-1, 2).T
 
 
@@ -333,9 +334,8 @@ def label_ends(axes, runs, x, y):
         # of a difference between runs, which read the same documents, the error is far less
         error = run.stderr(y) if run.alone else None
         words = f"{loss:.3f}" + (f" ±{error:.3f}" if error else "") + f"  {run.name[-40:]}"
-        line = dict(
-            arrowstyle="-", color=run.color, linewidth=0.7, alpha=0.6, shrinkA=1, shrinkB=3, relpos=(0, 0.5)
-        )
+        line = dict(arrowstyle="-", color=run.color, linewidth=0.7, alpha=0.6)
+        line |= dict(relpos=(0, 0.5), shrinkA=1, shrinkB=3)  # from the text's left edge; points left free
         end = run.place(np.array([step]), x)[0], low + height * (high - low)
         look = dict(color=run.color, fontsize=size, va="center", annotation_clip=False, arrowprops=line)
         axes.annotate(words, end, (1.03, place), textcoords="axes fraction", **look)
@@ -360,8 +360,9 @@ def choose_panels(runs):
     panels = [HELLASWAG] if most(HELLASWAG) > 2 else []
     for what, own in (("evaluations", own_evaluations(runs)), ("extras", own_extras(runs))):
         panels += own[:MOST]
-        left_out = ", ".join(panel.title for panel in own[MOST:])
-        configurator.warn(left_out and f"of {what} {MOST} are drawn; left out: {left_out}")
+        if len(own) > MOST:
+            left_out = ", ".join(panel.title for panel in own[MOST:])
+            configurator.warn(f"of {what} {MOST} are drawn; left out: {left_out}")
     return panels + [panel for panel in (RATE, NORM, SPEED) if most(panel) > 1]
 
 
@@ -386,9 +387,10 @@ def own_extras(runs):
 
 
 def numbers(rows):
-    """The names of all numbers in objects of a log, in their order, but for `step`."""
-    number = lambda key, value: key != "step" and value is not None and NUMBER(value)
-    return dict.fromkeys(key for row in rows for key, value in row.items() if number(key, value))
+    """The names of the numbers in objects of a log, in their order, but for the step and how long it took."""
+    known = ("step", "seconds")
+    drawn = lambda key, value: key not in known and value is not None and NUMBER(value)
+    return dict.fromkeys(key for row in rows for key, value in row.items() if drawn(key, value))
 
 
 def draw_panel(axes, runs, x, panel):

@@ -182,7 +182,9 @@ def test_extras_have_a_panel_each_six_at_most(tmp_path, capsys):
 
 
 def test_an_evaluation_of_ones_own_has_a_panel_for_each_figure(tmp_path):
-    own = [{"kind": "reverse", "step": s, "accuracy": s / 9, "texts": ["a"], "good": True} for s in (0, 2, 4)]
+    own = [
+        {"kind": "reverse", "step": s, "accuracy": s / 9, "texts": ["a"], "seconds": 2.0} for s in (0, 2, 4)
+    ]
     others = [{"kind": "skipped", "step": 2, "in_a_row": 1}, {"kind": "reverse", "step": 5, "accuracy": None}]
     figure = plot.draw(
         plot.load([write(tmp_path / "a", training(range(1, 5)) + own + others)]), "steps", "loss"
