@@ -176,7 +176,6 @@ def test_help_breaks_between_words_and_long_commands_with_a_backslash():
     assert rows[3:5] == [" " * 28 + "learning", " " * 28 + "rate"]
 
 
-@pytest.mark.fault(13)
 def test_the_folder_of_a_run_as_a_word_and_a_missing_package_are_one_line(tmp_path):
     done = script([str(tmp_path)], name="sample.py")
     assert done.stderr.endswith(f"no such config file; a run's folder is given as --checkpoint={tmp_path}\n")

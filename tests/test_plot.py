@@ -1,6 +1,7 @@
 """plot.py: how a log is read, where its points lie, and that pictures are drawn."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from conftest import ROOT, one_line, train_here
 
 import plot
-from configurator import UserError
+from configurator import UserError, configure
 
 
 def write(folder, lines, tail=""):
@@ -197,28 +198,39 @@ def test_an_evaluation_of_ones_own_has_a_panel_for_each_figure(tmp_path):
     assert marks.get_ydata() == pytest.approx([0, 2 / 9, 4 / 9])
 
 
-def test_as_a_script(tmp_path):
+def test_pictures_and_mistakes(tmp_path, monkeypatch, capsys):
     """Two runs of the same name, one of which diverged, beside another program's losses; and mistakes."""
     score = [{"kind": "hellaswag", "step": s, "acc": 0.26, "acc_norm": 0.27} for s in (10, 20, 30)]
     write(tmp_path / "a/run", training(range(1, 31)) + score)
     write(tmp_path / "b/run", training(range(1, 30)) + training([30], loss=float("nan"), norm=float("inf")))
     a, b, other = f"{tmp_path}/a/run", f"{tmp_path}/b/run", "assets/build_nanogpt.jsonl"
     odd = str(write(tmp_path / "\udce9 $x", training([1, 2])))
-    assert [run.name for run in plot.load([a, b, ROOT / other])] == [a, b, "build_nanogpt"]
-    for words, code, said in [
-        ([a, b, other], 0, f"drawn: {a}/curves.png"),
-        ([a, "--out", f"{tmp_path}/c.svg", "--x", "seconds"], 0, f"drawn: {tmp_path}/c.svg"),
-        ([odd, f"--out={tmp_path}/odd.png"], 0, "drawn: "),
-        ([a, f"--out={tmp_path}/none/c.png"], 2, "cannot write the picture"),
-        (["--out=c.png"], 2, "error: give the folder of a run"),
-        (["x" * 300], 2, "File name too long; expected a run's log"),
-        ([a, "--outt=c.png"], 2, "did you mean out?"),
-        ([a, b, "--no_panels", "--dark", "--names=x,y", f"--out={tmp_path}/d.png"], 0, "drawn: "),
+    monkeypatch.chdir(ROOT)
+    assert [run.name for run in plot.load([a, b, other])] == [a, b, "build_nanogpt"]
+    for words, drawn in [
+        ([a, "--out", f"{tmp_path}/c.svg", "--x", "seconds"], "c.svg"),
+        ([odd, f"--out={tmp_path}/odd.png"], "odd.png"),
+        ([a, b, "--no_panels", "--dark", "--names=x,y", f"--out={tmp_path}/d.png"], "d.png"),
+        ([a, b, other], "a/run/curves.png"),
     ]:
-        done = subprocess.run([sys.executable, "plot.py", *words], cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == code and said in done.stdout + done.stderr, done.stderr
-        assert "Traceback" not in done.stderr
+        plot.main(configure(plot.Config, words))
+        assert capsys.readouterr().out == f"drawn: {tmp_path}/{drawn}\n" and (tmp_path / drawn).exists()
     image = matplotlib.image.imread(f"{a}/curves.png")[..., :3]
     for color in plot.LIGHT["colors"][:3]:  # each run's own
         rgb = np.array([int(color[i : i + 2], 16) for i in (1, 3, 5)]) / 255
         assert (np.abs(image - rgb).max(-1) < 0.02).sum() > 50
+    for words, said in [
+        ([a, f"--out={tmp_path}/none/c.png"], "cannot write the picture"),
+        (["--out=c.png"], "give the folder of a run"),
+        (["x" * 300], "File name too long; expected a run's log"),
+        ([a, "--outt=c.png"], "did you mean out?"),
+    ]:
+        with pytest.raises(UserError, match=re.escape(said)) as error:
+            plot.main(configure(plot.Config, words))
+        one_line(error)
+
+
+def test_as_a_script(tmp_path):
+    words = [sys.executable, "plot.py", str(run_of(tmp_path / "a")), "--names=a,b"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, "error: names=a,b has 2 names, but there are 1 runs\n")
