@@ -268,7 +268,7 @@ def draw_losses(part, runs, x, y, panels):
     title = f"loss, {UNITS[y]}: {', '.join(kinds)}"
     faint = 0.9 if len(runs) == 1 else 0.55 if panels else 0.35
     for axes in (first, *end):
-        curves = [curve for run in runs for curve in draw_loss(axes, run, x, y, faint)]
+        curves = [curve for run in runs for curve in draw_loss(axes, run, x, y, faint, axes is first)]
         axes.set_xlabel(AXES[x])
         right = max(at[-1] for at, _ in curves) or 1
         left = None if axes is first else END * right
@@ -278,12 +278,12 @@ def draw_losses(part, runs, x, y, panels):
     label_ends(axes, runs, x, y)
 
 
-def draw_loss(axes, run, x, y, faint):
-    """Both losses of a run, training faint beside validation; returns the curves, [(x, y)]."""
+def draw_loss(axes, run, x, y, faint, both):
+    """Both losses of a run, or training only where validation is no line; returns the curves, [(x, y)]."""
     curves = []
     steps, loss = run.losses("train", y)
     at, val = run.losses("val", y)
-    if len(steps):
+    if len(steps) and (both or len(val) < JOINED):
         look = dict(linewidth=1.1, alpha=faint if len(val) >= JOINED else 1, label=f"_{run.name}, training")
         curves.append(draw_smoothed(axes, run, run.place(steps, x), loss, **look))
     if len(val):
