@@ -33,8 +33,6 @@ REPLAYED = {
 @pytest.fixture
 def deterministic():
     parallel.make_deterministic()
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.gpu
