@@ -13,7 +13,7 @@ import importlib
 import sys
 from dataclasses import dataclass
 
-from configurator import run
+from configurator import columns, fill, run
 from settings import Config, check
 
 
@@ -50,7 +50,7 @@ def main(name, cfg):
 if __name__ == "__main__":
     name = sys.argv.pop(1) if len(sys.argv) > 1 else "--help"
     if name in ("--help", "-h"):
-        print(__doc__)
+        print(fill(__doc__, columns()))
     elif name in COMMANDS:
         run(lambda cfg: main(name, cfg), COMMANDS[name])
     else:

@@ -18,7 +18,9 @@ import json
 import os
 import re
 import resource
+import shutil
 import sys
+import textwrap
 import threading
 import time
 import traceback
@@ -46,7 +48,7 @@ def configure(cls, argv, check=lambda cfg: None, complete=dict):
     complete({name: value}) returns the given settings with others that follow from them.
     """
     if "--help" in argv or "-h" in argv:
-        print(describe(cls, sys.modules["__main__"].__doc__ or ""), flush=True)
+        print(describe(cls, sys.modules["__main__"].__doc__ or "", columns()), flush=True)
         sys.exit(0)
     hints, argv, settings, words, wrong = typing.get_type_hints(cls), list(argv), {}, [], []
     while argv:
@@ -94,6 +96,8 @@ def _file(word, hints):
         recipes = sorted(path.stem for path in HERE.glob("config/*.py"))
         setting = word.lstrip("-").partition("=")[0] in hints
         hint = f"a setting is written --{word.lstrip('-')}" if setting else f"recipes: {', '.join(recipes)}"
+        if os.path.isdir(word) and "checkpoint" in hints:
+            hint = f"a run's folder is given as --checkpoint={word}"
         raise UserError(f"{word}: no such config file; {hint}")
     try:
         source, space = Path(path).read_text("utf-8"), {}
@@ -112,14 +116,14 @@ def _file(word, hints):
 
 def parse(cls, check=lambda cfg: None, complete=dict):
     """Raises the limit on open files, then `configure` from the command line; a mistake ends the process."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        leave_with_torchrun()
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream and stream is getattr(sys, f"__{name}__"):  # None: it was closed before the start
             console = Console(stream)
             setattr(sys, name, console)
             setattr(sys, f"__{name}__", console)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        leave_with_torchrun()  # whose thread prints
     with _errors_in_one_line():
         soft, hard = (limit % 2**63 for limit in resource.getrlimit(resource.RLIMIT_NOFILE))  # -1: no limit
         if hard < 64:
@@ -160,6 +164,21 @@ def _errors_in_one_line():
         elif error.loud is not False:
             print(*(f"error: {problem}" for problem in error.args), sep="\n", file=sys.stderr, flush=True)
         leave(error.exit_code, str(error))
+
+
+def explain(kind, error, trace):
+    """Prints an uncaught error: a missing package of requirements.txt, as outside of .venv, in one line."""
+    needed, file = [], HERE / "requirements.txt"
+    if kind is ModuleNotFoundError and file.exists():
+        needed = re.findall(r"^[\w-]+", file.read_text(), re.MULTILINE)
+    if getattr(error, "name", None) not in needed:
+        return sys.__excepthook__(kind, error, trace)
+    print(
+        f"error: {sys.executable} has no {error.name}: ./setup.sh, then . .venv/bin/activate", file=sys.stderr
+    )
+
+
+sys.excepthook = explain
 
 
 def is_rank_0():
@@ -325,9 +344,9 @@ def _type_name(hint):
     return names.get(hint) or " or ".join(map(_type_name, typing.get_args(hint)))
 
 
-def describe(cls, doc=""):
+def describe(cls, doc="", width=80):
     """The --help text: `doc`, then the settings by section, those of a class before those of its bases."""
-    rows, hints, seen, last = [inspect.cleandoc(doc)], typing.get_type_hints(cls), set(), None
+    rows, hints, seen, last = [fill(doc, width)], typing.get_type_hints(cls), set(), None
     for base in filter(dataclasses.is_dataclass, cls.__mro__):
         section = "Settings"
         for line in inspect.cleandoc(inspect.getsource(base)).splitlines():
@@ -335,17 +354,46 @@ def describe(cls, doc=""):
             if heading := re.match(" {4}# (.+)", line):
                 section = heading[1]
             elif field and field[1] in hints.keys() - seen:
-                rows += [f"\n{section}:"] * (section != last)
-                rows.append(_option(cls, field[1], hints[field[1]], line))
+                if section != last:
+                    rows.append("\n" + textwrap.fill(f"{section}:", width))
+                rows.append(_option(cls, field[1], hints[field[1]], line, width))
                 seen, last = seen | {field[1]}, section
     return "\n".join(rows).strip()
 
 
-def _option(cls, name, hint, line):
+def columns():
+    """The width of the terminal, at most 110; 80 in a pipe."""
+    return min(shutil.get_terminal_size().columns, 110)
+
+
+def fill(doc, width):
+    """A docstring in lines of `width`: paragraphs are filled, long commands go on after a backslash."""
+    found = []
+    form = lambda line: "text" if line[:1].strip() else "command" if line else ""
+    for kind, lines in itertools.groupby(inspect.cleandoc(doc).splitlines(), form):
+        if kind == "text":
+            found.append(textwrap.fill(" ".join(lines), width))
+            continue
+        for line in lines:
+            command, mark, comment = line.partition("  # ")
+            if len(line) > width and mark:
+                found.append(f"    # {comment}")
+                line = command
+            parts = textwrap.wrap(line, width - 2, subsequent_indent=" " * 8, break_on_hyphens=False)
+            found.append(" \\\n".join(parts))
+    return "\n".join(found)
+
+
+def _option(cls, name, hint, line, width, column=28):
+    """A setting with its default and comment, which begins at `column`."""
     default, choices, kind = getattr(cls, name), typing.get_args(hint), ""
     if typing.get_origin(hint) is typing.Literal:
         kind = "|".join(map(str, choices)) + ": "
     elif default is None and choices[0] is not str:
         kind = f"{choices[0].__name__}: "
     shown = repr(default) if re.search(r"\s", str(default)) else default
-    return f"  --{name}={shown}".ljust(33) + f" {kind}{line.partition('  # ')[2].strip()}"
+    option, words = f"  --{name}={shown}", f"{kind}{line.partition('  # ')[2].strip()}"
+    below = textwrap.wrap(words, width - column, break_long_words=False, break_on_hyphens=False)
+    if len(option) < column and below:
+        option = option.ljust(column) + below.pop(0)
+    return "\n".join([option, *(" " * column + words for words in below)])

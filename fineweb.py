@@ -14,16 +14,19 @@ import json
 import os
 import re
 import shlex
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from configurator import UserError, refuse, run, too_small, without_effect
+from configurator import UserError, configure, refuse, run, too_small, without_effect
 from corpus import DataError, told
 from corpus.text_files import RECORDS, WARNING, alone, contents, kind, local_documents, local_files
 from run.files import patiently
+from settings import Config as RunConfig
 
 SHORT_NAMES = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW/fineweb-edu"}
 READY_MADE = ("kjj0/fineweb10B-gpt2", "kjj0/fineweb100B-gpt2", "kjj0/finewebedu10B-gpt2")
+EPOCHS = 3  # that the command printed at the end reads at most; docs/modern.md measures as many
 
 
 @dataclass
@@ -91,12 +94,35 @@ def main(cfg):
                 batches = documents(cfg, name, files, sha256, progress.position[0])
                 writer.write_shards(batches, (dialogues or tokenizer).rows, progress, tokenizer, short)
             progress.finish(tokenizer)
-    words = ["config/shakespeare_char.py"] if cfg.tokenizer == "chars" else []
-    words += [f"--data_dir={out}", f"--out_dir=out/{out.name}", f"--vocab_size={tokenizer.vocab_size}"]
     for split in ("train", "val"):
         tokens, targets = progress.total("tokens", split), progress.total("targets", split)
         print(f"{split:5}  {tokens:,} tokens" + f", {targets:,} of them with loss" * cfg.is_chat)
-    print(f"go on with  {shlex.join(['python', 'train.py', *words])}")
+    more = [] if progress.total("tokens", "val") else ["--eval_interval=0"]
+    tokens, gpu = progress.total("tokens", "train"), shutil.which("nvidia-smi") is not None
+    for where, words in go_on(cfg, out, tokenizer.vocab_size, tokens, gpu).items():
+        print(f"{where:11} {shlex.join(['python', 'train.py', *words, *more])}")
+
+
+def go_on(cfg, out, vocab_size, tokens, gpu):
+    """{label: words of train.py}: a recipe for so many training tokens on this device, and on a GPU."""
+    folders = dict(data_dir=str(out), out_dir=f"out/{out.name}")
+    if cfg.is_chat:
+        steps = max(1, EPOCHS * tokens // RunConfig.batch_tokens)
+        given = folders | dict(max_steps=steps, warmup_steps=steps // 10, lr=2e-5)
+        masks = ["--align_documents", "--document_mask"]
+        words = [f"--{key}={value}" for key, value in given.items()]
+        return {"go on with": ["--init_from=hf:NAME_OR_FOLDER", *words, *masks]}
+    small = "shakespeare_char" if cfg.tokenizer == "chars" else "quickstart"
+    large = "gpt2_124m" if tokens >= 2e9 else "modern_124m" if tokens >= 10e6 else small
+    recipes = {"go on with": large} if gpu or large == small else {"go on with": small, "on a GPU": large}
+    found = {}
+    for where, name in recipes.items():
+        recipe = configure(RunConfig, [f"config/{name}.py"])
+        steps = max(1, EPOCHS * tokens // recipe.batch_tokens)
+        given = folders | dict(vocab_size=vocab_size, max_steps=min(steps, recipe.max_steps))
+        own = [f"--{key}={value}" for key, value in given.items() if getattr(recipe, key) != value]
+        found[where] = [f"config/{name}.py", *own]
+    return found
 
 
 def check(cfg):

@@ -187,7 +187,7 @@ def evaluate(model, prepared, device, batch_tokens=None, autocast=None, stop=lam
             idx[b, : len(row) - 1] = row[:-1]
             targets[b, start - 1 : len(row) - 1] = row[start:]
         with torch.no_grad(), autocast or contextlib.nullcontext():
-            loss = model(idx.to(device), targets.to(device), "none").float().view_as(targets).sum(1)
+            loss = model.token_losses(idx.to(device), targets.to(device)).float().sum(1)
         losses[torch.tensor(numbers, dtype=torch.long, device=device)] = loss[: len(numbers)]
     parallel.sum_over_ranks(losses)
     sums = losses.cpu().double().numpy()

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fast
 from fast import chips
+from scale.generators import Replay
 
 chips.without_amx()  # on a CPU where it would end the process
 served = set()  # types of device whose calls may take fused kernels, see `serve`
@@ -277,12 +278,36 @@ class SameLayout(torch.autograd.Function):
 
 
 def linear_cross_entropy(x, head, targets, reduction="mean", vocab_size=None, softcap=None):
-    """Cross-entropy of softmax(head(x)) in float32, in nats: a scalar, or (B, T) with reduction="none".
+    """Cross-entropy of softmax(head(x)) in float32, in nats -> (loss, count), the number of its targets.
 
     x: (B, T, C); head: an nn.Linear without bias, whose rows from vocab_size on are padding and take no part;
-    targets: (B, T), -100 is ignored: 0 in "none" and "sum", left out of "mean".
+    targets: (B, T), -100 does not count. reduction: see `mean_loss`, which also says what loss and count are.
     """
-    options, trains = (vocab_size or head.weight.size(0), softcap), torch.is_grad_enabled()
+    options = vocab_size or head.weight.size(0), softcap
+    if reduction == "mean":
+        count = (targets >= 0).sum(dtype=torch.float32)
+        return cross_entropy(x, head, targets, "sum", *options) / count.clamp(min=1), count
+    return mean_loss(cross_entropy(x, head, targets, "none", *options), targets, reduction)
+
+
+def mean_loss(losses, targets, reduction):
+    """(B, T) losses of tokens -> (loss, count) as GPT.forward returns them, for a loss of your own.
+
+    "mean": over all targets that count, scalars; "rows": over those of each row, (B,); "none": each, (B, T).
+    """
+    assert reduction in ("mean", "rows", "none"), f"{reduction=}: expected mean, rows or none"
+    counts = targets >= 0
+    losses = torch.where(counts, losses, 0)
+    if reduction == "none":
+        return losses, counts
+    dims = None if reduction == "mean" else -1
+    count = counts.sum(dims, dtype=torch.float32)
+    return losses.sum(dims) / count.clamp(min=1), count
+
+
+def cross_entropy(x, head, targets, reduction, vocab_size, softcap):
+    """The losses of all targets, "sum", or of each, "none": (B, T), 0 where a target is -100."""
+    options, trains = (vocab_size, softcap), torch.is_grad_enabled()
     # with gradients, a weight for each token is known in the backward only
     unless = {"a loss for each token, with gradients": reduction == "none" and trains}
     if not fused("linear_cross_entropy", x, head, unless=unless):
@@ -294,13 +319,12 @@ def linear_cross_entropy(x, head, targets, reduction="mean", vocab_size=None, so
     x = operand(x)
     if in_fp8(x, head) and trains:
         args = x, head.weight, targets.flatten().contiguous(), *options, head.x_amax, head.w_amax
-        loss = fast.fp8.HeadFunction.apply(*args)
-        return fast.loss.reduced(loss, targets, reduction)
+        return fast.fp8.HeadFunction.apply(*args)
     return fast.loss.linear_cross_entropy(x, head.weight, targets, reduction, *options)
 
 
 def plain_loss(x, weight, targets, reduction, *options):
-    """The plain PyTorch of linear_cross_entropy, with the logits of all tokens at once."""
+    """The plain PyTorch of cross_entropy, with the logits of all tokens at once."""
     return plain_cross_entropy(F.linear(x, weight), targets, reduction, *options)
 
 
@@ -308,14 +332,17 @@ def plain_loss(x, weight, targets, reduction, *options):
 def chunked_loss(compiled, rows, x, weight, targets, reduction, *options):
     """plain_loss of `rows` tokens at a time, whose logits the backward computes again: one more GEMM."""
     loss = compile_once(plain_loss) if compiled else plain_loss
-    each = "none" if reduction == "none" else "sum"
     weight = weight.view_as(weight)  # autocast would share a leaf's cast, whose gradients add up in 16 bits
     chunks = zip(x.flatten(0, -2).split(rows), targets.flatten().split(rows), strict=True)
-    stateless = dict(use_reentrant=False, preserve_rng_state=False)
-    losses = [checkpoint(loss, xi, weight, ti, each, *options, **stateless) for xi, ti in chunks]
+    # a loss of an edit may draw random numbers; a CUDA graph's capture cannot read their state
+    replays = not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+    losses = []
+    for xi, ti in chunks:
+        own = dict(use_reentrant=False, preserve_rng_state=replays, context_fn=Replay().contexts)
+        losses.append(checkpoint(loss, xi, weight, ti, reduction, *options, **own))
     if reduction == "none":
         return torch.cat(losses).view_as(targets)
-    return torch.stack(losses).sum() / ((targets >= 0).sum() if reduction == "mean" else 1)
+    return torch.stack(losses).sum()
 
 
 def plain_cross_entropy(logits, targets, reduction, V, softcap):

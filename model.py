@@ -2,8 +2,8 @@
 
 A variant (norm, positions, MLP, …) is a module chosen in `__init__`; `forward` reads as the papers' figure.
 Operations are kernels.py's, which has fused kernels for them. Edit anything: what you read is what runs.
-scale/ and the KV cache wrap `core`, the operation of attention or an MLP, and `GPT.stack`, the blocks, and
-set `first`, the position of a row's first token.
+The loss is decided in `GPT.forward` too: which targets count, further losses, and figures to be logged.
+scale/ and the KV cache wrap `core`, the operation of attention or an MLP, and `GPT.stack`, the blocks.
 
 GPT-2: https://cdn.openai.com/better-language-models/language_models_are_unsupervised_multitask_learners.pdf
 Llama 3: https://arxiv.org/abs/2407.21783
@@ -25,16 +25,13 @@ from settings import GPTConfig
 
 
 class LearnedPositions(nn.Embedding):
-    first = 0
-
-    def forward(self, x):
-        return x + self.weight[self.first : self.first + x.size(1)]
+    def forward(self, x, positions):
+        rows = self.weight[: x.size(1)] if positions is None else self.weight[positions]
+        return x + rows
 
 
 class Rope(nn.Module):
     """Rotary positions for q and k; the tables are computed in float32, as in Hugging Face's Llama."""
-
-    first = 0
 
     def __init__(self, cfg):
         super().__init__()
@@ -59,13 +56,16 @@ class Rope(nn.Module):
         keep = ((turns - 1) / (4 - 1)).clamp(0, 1)  # Llama 3.1's low_freq_factor 1, high_freq_factor 4
         return keep * freq + (1 - keep) * freq / cfg.rope_factor
 
-    def forward(self, q, k, q_norm, k_norm):
-        cos, sin = (table[self.first : self.first + q.size(2)] for table in (self.cos, self.sin))  # (T, D)
+    def forward(self, q, k, q_norm, k_norm, positions):
+        rows = slice(q.size(2)) if positions is None else positions
+        cos, sin = self.cos[rows], self.sin[rows]  # (T, D)
+        if cos.dim() == 3:  # positions of each row, (B, T)
+            cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
         return kernels.rope(q, q_norm, cos, sin), kernels.rope(k, k_norm, cos, sin)
 
 
 class NoRope(nn.Module):
-    def forward(self, q, k, q_norm, k_norm):
+    def forward(self, q, k, q_norm, k_norm, positions):
         return q_norm(q), k_norm(k)
 
 
@@ -122,9 +122,9 @@ class Attention(nn.Module):
         self.gate = HeadGate(cfg) if cfg.attention_gate else Unchanged()
         self.proj = Linear(cfg.attention_width, cfg.n_embd, bias=cfg.bias)
 
-    def forward(self, x, idx):
+    def forward(self, x, idx, positions):
         q, k, v = kernels.qkv(x, self.qkv, self.heads, self.head_dim, self.copy_v)  # (B, H, T, D) each
-        q, k = self.rope(q, k, self.q_norm, self.k_norm)  # normed, then rotated
+        q, k = self.rope(q, k, self.q_norm, self.k_norm, positions)  # normed, then rotated
         v = self.values(v, idx)
         y = self.core(q, k, v, self.backend, self.dropout * self.training)
         y = self.gate(y.transpose(1, 2), x).flatten(2)  # (B, T, H D)
@@ -179,8 +179,8 @@ class Block(nn.Module):
         self.norm_2, self.mlp = make_norm(cfg), make_mlp(cfg)
         self.dropout = nn.Dropout(cfg.dropout)
 
-    def forward(self, x, idx):
-        x = x + self.dropout(self.attn(self.norm_1(x), idx))
+    def forward(self, x, idx, positions):
+        x = x + self.dropout(self.attn(self.norm_1(x), idx, positions))
         x = x + self.dropout(self.mlp(self.norm_2(x)))
         return x
 
@@ -192,7 +192,7 @@ class Head(nn.Linear):
         super().__init__(cfg.n_embd, cfg.padded_vocab, bias=False)
         self.vocab_size, self.softcap = cfg.vocab_size, cfg.softcap
 
-    def forward(self, x, targets, reduction):
+    def forward(self, x, targets, reduction="mean"):
         return kernels.linear_cross_entropy(x, self, targets, reduction, self.vocab_size, self.softcap)
 
     def logits(self, x):
@@ -208,7 +208,7 @@ class GPT(nn.Module):
         learned = cfg.positions == "learned"
         rope = NoRope() if learned else Rope(cfg)
         self.wte = nn.Embedding(cfg.padded_vocab, cfg.n_embd)
-        self.wpe = LearnedPositions(cfg.block_size, cfg.n_embd) if learned else nn.Identity()
+        self.wpe = LearnedPositions(cfg.block_size, cfg.n_embd) if learned else Unchanged()
         self.embed_norm = nn.RMSNorm(cfg.n_embd, cfg.norm_eps, False) if cfg.embed_norm else nn.Identity()
         self.dropout = nn.Dropout(cfg.dropout)
         self.blocks = nn.ModuleList(Block(cfg, rope, layer) for layer in range(cfg.n_layer))
@@ -217,24 +217,35 @@ class GPT(nn.Module):
         self.head = Head(cfg)
         self.tie()
 
-    def forward(self, idx, targets, reduction="mean"):
-        """idx, targets: (B, T) int64, T <= block_size, -100 ignored -> loss in nats, (B, T) for "none"."""
-        return self.head(self.hidden(idx), targets, reduction)
+    def forward(self, idx, targets, positions=None, reduction="mean"):
+        """A micro-batch -> (loss, count, extras): the mean loss in nats, of how many targets, what to log.
 
-    def hidden(self, idx):
+        idx, targets: (B, T) int64, T <= block_size; a target of -100 does not count. positions: (T,) or
+        (B, T) int64, of the tokens in their sequences; None: 0 to T - 1. reduction: "mean", or in validation
+        "rows": loss and count are (B,), of each row. extras: {name: scalar tensor}.
+        """
+        x = self.hidden(idx, positions)
+        loss, count = self.head(x, targets, reduction)
+        return loss, count, {}
+
+    def hidden(self, idx, positions=None):
         """(B, T) ids -> (B, T, C), the normalised residual stream that the head reads."""
         assert idx.size(1) <= self.cfg.block_size, f"{idx.size(1)} tokens, block_size={self.cfg.block_size}"
-        x = self.embed(idx)
+        x = self.embed(idx, positions)
         for block in self.stack:
-            x = block(x, idx)
+            x = block(x, idx, positions)
         return self.norm(x)
 
-    def embed(self, idx):
-        return kernels.residual(self.dropout(self.embed_norm(self.wpe(self.wte(idx)))))
+    def embed(self, idx, positions):
+        return kernels.residual(self.dropout(self.embed_norm(self.wpe(self.wte(idx), positions))))
 
-    def logits(self, idx, at=slice(None)):
-        """(B, T) ids -> (B, len(at), vocab_size) float32 at the positions `at` (a tensor or a slice)."""
-        return self.head.logits(self.hidden(idx)[:, at])
+    def token_losses(self, idx, targets):
+        """-log p of each target, (B, T) in nats, 0 where it is -100; for HellaSwag, without gradients."""
+        return self.head(self.hidden(idx), targets, "none")[0]
+
+    def logits(self, idx, at=slice(None), positions=None):
+        """(B, T) ids -> (B, len(at), vocab_size) float32 for the tokens `at` (a tensor or a slice)."""
+        return self.head.logits(self.hidden(idx, positions)[:, at])
 
     def tie(self):
         if self.cfg.tie_embeddings:

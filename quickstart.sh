@@ -19,4 +19,4 @@ python fineweb.py --dataset="$stdlib/*.py,$stdlib/asyncio/*.py,$stdlib/email/*.p
 python train.py config/quickstart.py ${fresh[@]+"${fresh[@]}"} "$@"
 python sample.py --checkpoint="$out" --prompt="class " --n_samples=1 --max_new_tokens=200
 python plot.py "$out" --out="$out/curves.png"
-echo "curves: $out/curves.png    next: README.md, \"Train GPT-2 124M\""
+echo "curves: $out/curves.png    next: README.md, \"Edit this, run that\""

@@ -157,7 +157,7 @@ class Config(GPTConfig):
     beta2: float = 0.95  # AdamW
     clip: float | None = 1.0  # largest gradient norm, over all ranks; None: off
     max_skipped_steps: int = 0  # steps in a row that may be skipped, whose loss or gradients are inf or NaN
-    # Evaluation, each before the first step, at an interval of steps and at the end; 0: never
+    # Evaluation, at an interval of steps and at the end; all but samples before the first step too; 0: never
     eval_interval: int = 250  # validation loss
     eval_tokens: int = 10_485_760  # validation tokens, the same each time, divided among the ranks
     hellaswag_interval: int = 0  # HellaSwag, all 10,042 examples

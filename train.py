@@ -22,65 +22,108 @@ import dataclasses
 import torch
 
 import optim
-from corpus.loader import verify
-from run.build import build_model, choose, describe, make_batches, make_loaders
+from corpus.loader import Repeated
+from run.build import (
+    COMPILED,
+    build_model,
+    choose,
+    choose_graph,
+    describe,
+    make_loader,
+    try_out,
+    validation_loaders,
+)
 from run.checkpoint import Saver, magnitudes
-from run.evaluate import Evaluator, add_evaluations
+from run.evaluate import Evaluations, add_evaluations
+from run.figures import Figures
 from run.files import Lock
-from run.logger import LONG, Logger, NotFinite, progress
+from run.logger import LONG, Logger, progress
 from run.resume import Start
 from run.signals import Watch, explained
-from scale import parallel
+from scale import context, generators, parallel
 from scale.precision import autocast
 
 
-class Training:
-    """A run's model, optimizer and step. `raw` is the model; `model` is what a step calls, perhaps in DDP."""
+@dataclasses.dataclass
+class State:
+    """What a run has come to: a checkpoint holds this, and a resumed run goes on from it.
 
-    def __init__(self, cfg, world, weights=None, eot=None):
-        self.raw, self.account = build_model(cfg, world, weights, eot)
-        self.model = self.raw
-        self.amaxes = magnitudes(self.raw)
-        self.optimizer = optim.make_optimizer(self.raw, cfg)
-        self.scaler = torch.amp.GradScaler(world.device.type, enabled=cfg.precision == "fp16")
+    Saved along with it are each rank's random-number generators and, in fp8, the amaxes of the last step.
+    """
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler  # fp16's loss scale; in any other precision it does nothing
+    loader: object = None  # the position in the data: next, state_dict, load_state_dict, close
+    step: int = 0  # optimizer steps done
+    tokens: int = 0  # tokens read by all ranks
+    evaluated: int | None = None  # the step after which all evaluations that were due have run
+    score: float | None = None  # of the evaluation that chooses the best checkpoint, after that step
+
+
+class Training:
+    """A run's state and how a step is computed: precision, ranks, a CUDA graph or not."""
+
+    def __init__(self, cfg, world, loader=None, weights=None, eot=None):
+        """weights: a checkpoint's, or None; eot: the id that separates documents, for document masks."""
+        self.cfg, self.world = cfg, world
+        model, self.account = build_model(cfg, world, weights, eot)
+        scaler = torch.amp.GradScaler(world.device.type, enabled=cfg.precision == "fp16")
+        self.state = State(model, optim.make_optimizer(model, cfg), scaler, loader)
         self.autocast = autocast(cfg.precision, world.device)
         self.accumulation = cfg.micro_steps(world.size)
-        self.clip, self.skips = cfg.clip, cfg.max_skipped_steps > 0 and not self.scaler.is_enabled()
-        graph, self.rows = None, []
-        if cfg.cuda_graph:
-            from scale import graphs
+        self.rank_tokens = cfg.batch_tokens / world.size  # in a step
+        self.figures = Figures(cfg.batch_tokens, world.size)
+        self.model = model  # as a micro-step calls it
+        self.graph, self.rows = choose_graph(cfg, world, self.micro_step, model)
+        if self.graph is None:
+            self.model = parallel.wrap(model, cfg, world, bool(self.account.unused))  # in DDP
 
-            graph, self.rows = graphs.choose(cfg, world, self.micro_step, self.raw, self.accumulation)
-        if graph:
-            self.micro_step = graph
-        else:
-            self.model = parallel.wrap(self.raw, cfg, world, bool(self.account.unused))
-
-    def micro_step(self, x, y, *weight):
-        """Adds a micro-batch's gradients to the step's -> its part of the loss. weight: see make_batches."""
+    def micro_step(self, x, y, positions=None):
+        """Adds a micro-batch's gradients to the step's -> its sums (see run/figures.py)."""
         with self.autocast:
-            loss = self.model(x, y, "sum") * weight[0] if weight else self.model(x, y) / self.accumulation
-        self.scaler.scale(loss).backward()
-        return loss.detach()
+            loss, count, extras = self.model(x, y, positions)
+        # as though every token of the step were a target; `clip` puts the true number in its place
+        share = loss * (count / self.rank_tokens)
+        self.state.scaler.scale(share).backward()
+        return self.figures.sums(share, count, extras)
 
-    def step(self, next_batch, lr):
-        """One optimizer step over `accumulation` batches -> (loss, gradient norm), tensors on the device."""
-        loss = 0.0
+    def accumulate(self, next_batch):
+        """Forward and backward of a step's micro-batches, whose gradients add up -> their sums, added up."""
+        totals = None
         for micro in progress(range(self.accumulation), "micro-step", bar=False):
-            parallel.sync_gradients(self.model, micro == self.accumulation - 1)
-            loss += self.micro_step(*next_batch())
-        self.scaler.unscale_(self.optimizer)
-        norm = optim.clip_gradients(self.raw, self.clip)
-        optim.set_learning_rate(self.optimizer, lr)
-        if self.skips:  # AdamW then leaves weights and states as they are, which no host needs to know
-            self.optimizer.found_inf = parallel.not_finite(loss, norm)
-            spoilt = self.optimizer.found_inf.to(loss.device) > 0
-            for amax in self.amaxes:  # fp8's
+            x, y = next_batch()
+            self.state.tokens += x.numel() * self.world.size // self.cfg.context_parallel
+            batch = context.own_tokens(self.cfg, self.world, x, y)
+            last = micro == self.accumulation - 1
+            if self.graph:
+                sums = self.graph(*batch, average=last)
+            else:
+                parallel.sync_gradients(self.model, last)
+                sums = self.micro_step(*batch)
+            totals = self.figures.add(totals, sums)
+        return totals
+
+    def clip(self, totals):
+        """Makes the gradients those of the mean over the step's targets, clips them; returns their norm."""
+        self.state.scaler.unscale_(self.state.optimizer)
+        targets = parallel.sum_over_ranks(totals[1].clone())
+        factor = self.cfg.batch_tokens / targets.clamp(min=1)
+        return optim.clip_gradients(self.state.model, self.cfg.clip, factor)
+
+    def update(self, totals, norm):
+        """One step of the optimizer; with max_skipped_steps none where the loss or the norm is not finite."""
+        state = self.state
+        if self.cfg.max_skipped_steps and self.cfg.precision != "fp16":  # whose scaler skips by itself
+            # the optimizer leaves weights and states as they are, which no host needs to know
+            state.optimizer.found_inf = parallel.not_finite(totals[0], norm)
+            spoilt = state.optimizer.found_inf.to(totals[0].device) > 0
+            for amax in magnitudes(state.model):  # fp8's
                 amax.masked_fill_(spoilt, 0)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
-        return loss, norm.to(loss)
+        state.scaler.step(state.optimizer)
+        state.scaler.update()
+        state.optimizer.zero_grad(set_to_none=True)
+        state.step += 1
 
 
 def main(cfg):
@@ -92,77 +135,90 @@ def main(cfg):
 
 
 def train(cfg, world, watch):
-    settings, writes = changed(cfg), world.main and not cfg.dry_run
+    # the settings, resolved for this device, and the run's folder
+    settings = changed(cfg)
+    writes = world.main and not cfg.dry_run
     cfg, chosen = choose(cfg, world.device)
     check(dataclasses.replace(cfg, attention="auto"), world.size)  # the resolved precision may be in conflict
     lock = watch.enter_context(Lock(cfg.out_dir)) if writes else None
     start = Start(cfg.out_dir, cfg.resume, cfg.overwrite, cfg.dry_run)
     start.check(cfg)
     if cfg.dry_run:
-        from scale.graphs import EAGER_STEPS
+        cfg = try_out(cfg, world, start.step)
 
-        cfg = dataclasses.replace(cfg, max_steps=start.step + 2 + EAGER_STEPS * bool(cfg.cuda_graph))
-        if world.main:
-            verify(cfg.data_dir)
+    # the data
+    generators.seed(cfg.seed + world.rank)  # a loader of one's own may draw
+    loader = make_loader(cfg, world)
+    if cfg.overfit:
+        loader = Repeated(loader, cfg.micro_steps(world.size))
+    tokenizer = cfg.tokenizer or getattr(loader, "tokenizer", None)
+    cfg = dataclasses.replace(cfg, tokenizer=tokenizer)  # recorded for sample.py
+    val_loaders = validation_loaders(cfg, world) if cfg.eval_interval else []
+
+    # the model, the optimizer and how a step is computed
+    training = Training(cfg, world, loader, start.weights, getattr(loader, "eot", None))
+    state = training.state
+
+    # console and log, evaluations
     skips = None if cfg.precision == "fp16" else cfg.max_skipped_steps
-    log = Logger(world, cfg.max_steps, cfg.log_interval, cfg.batch_tokens, skips)
+    log = Logger(world, cfg.max_steps, cfg.log_interval, skips)
+    evaluations = Evaluations(state, training.autocast, log, watch, cfg.max_steps)
+    warnings = add_evaluations(evaluations, cfg, world, val_loaders)
 
-    # data
-    loader, val_loaders = make_loaders(cfg, world)
-    cfg = dataclasses.replace(cfg, tokenizer=cfg.tokenizer or loader.tokenizer)  # recorded for sample.py
-    next_batch = make_batches(cfg, world, loader)
-
-    # model and optimizer, new or as a checkpoint has them
-    job = Training(cfg, world, start.weights, loader.eot)
-    torch.manual_seed(cfg.seed + world.rank)  # dropout differs by rank
-    start.restore(job, loader, world, cfg.allow_data_change)
-
-    # console, files, evaluation
-    evaluate = Evaluator(job, log, watch.agreed, cfg.max_steps, start.evaluated)
-    warnings = [*loader.warnings, *add_evaluations(evaluate, cfg, world, val_loaders)]
-    config, saved = dataclasses.asdict(cfg), start.step if start.saved else None
+    # the state as the checkpoint has it, random numbers included; else as it is
+    generators.seed(cfg.seed + world.rank)  # dropout differs by rank
+    start.restore(state, world)
     if lock:
         lock.take()
         start.prepare_out_dir()
     if not cfg.dry_run:
-        log.open(cfg.out_dir, config, cfg.wandb, start.wandb_id, saved)
-    every = 0 if cfg.dry_run else cfg.save_interval
+        log.open(cfg.out_dir, dataclasses.asdict(cfg), cfg.wandb, start.wandb_id, start.saved_at)
     saver = Saver(world, cfg.out_dir, cfg.keep_last, cfg.async_save, start.saved, log.saved)
-    watch.push(lambda kind, *_: kind is NotFinite and saver.wait())  # ends a save in the background
-    rows = [*chosen, *describe(cfg, world, job, loader, start)]
+    watch.enter_context(saver)
+    rows = [*chosen, *describe(cfg, training, start)]
     rows += [("warning", words) for words in [*warnings, *start.warnings]]
-    log.start(start.step, loader.rows * cfg.block_size, rows, settings, job.account)
+    log.start(state, rows, settings, training.account)
+    if cfg.compile:
+        log.compiling(COMPILED)
 
-    step = start.step
-    job.raw.train()
+    state.model.train()
     while True:
-        last = step == cfg.max_steps or watch.stopping
-        if last or evaluate.due(step) or saver.due(step, every, last):
+        # evaluate, before the first step too
+        if evaluations.due() and not watch.stopping:
             log.catch_up()
-        if evaluate.due(step) and not watch.stopping:
-            log.refuse(step, "validation loss", evaluate(step))
-            last = last or watch.stopping
-        if saver.due(step, every, last):
-            state = dict(config=config, wandb_id=log.wandb_id, **evaluate.state(step))
-            state |= dict(loader=loader.state_dict(), scaler=job.scaler.state_dict())
-            saver.save(step, job.raw, job.optimizer, state)
-        if last:
+            evaluations.run()
+
+        # save
+        done = state.step == cfg.max_steps or watch.stopping
+        if saver.due(state.step, cfg.save_interval, done):
+            log.catch_up()
+            config = dataclasses.asdict(cfg)
+            saver.save(state, config=config, wandb_id=log.wandb_id, evaluated=not evaluations.due())
+        if done:
             break
-        watch.begin(step + 1)
+
+        # rate, micro-steps, clip, step
+        watch.begin(state.step + 1)
         began = parallel.Moment(world.device)
-        lr = optim.learning_rate(step, cfg)
-        loss, norm = job.step(next_batch, lr)
-        step += 1
-        flags = watch.asked > 0, saver.written()
-        asked, written, seconds = log.step(step, lr, loss, norm, began, flags)
+        lr = optim.learning_rate(state.step, cfg)
+        optim.set_learning_rate(state.optimizer, lr)
+        totals = training.accumulate(loader.next)
+        norm = training.clip(totals)
+        training.update(totals, norm)
+
+        # log; the ranks agree here on signals, and on saves in the background
+        own = [watch.asked > 0, saver.written(), log.seconds]
+        means = training.figures.over_ranks(totals, norm, own)
+        asked, written, seconds = log.step(state, lr, means, began)
         if asked or seconds > LONG:
             watch.agreed()
         if written == 1:  # a save in the background, by every rank
             saver.wait()
 
+    log.catch_up()
     saver.wait()
     loader.close()
-    log.close(step, bool(watch.stopping))
+    log.close(state.step, bool(watch.stopping))
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ def measure(cfg, folders, T=None):
         loader = TokenLoader(folder, "val", cfg.batch_size, T, **common)
         if loader.token_bytes is not None and not np.array_equal(loader.token_bytes, tokenizer.token_bytes()):
             raise DataError(f"{folder} has the tokenizer {loader.tokenizer}, the model {tokenizer.name}")
-        table = evaluate.validate(model, loader, max(T, cfg.tokens), autocast)
+        table, _ = evaluate.validate(model, loader, max(T, cfg.tokens), autocast)
         found[folder] = table, loader.documents(table.shape[1])
         loader.close()
     return found, T

@@ -122,8 +122,11 @@ def find_shards(data_dir, split, listed=None):
     if found:
         return [os.path.join(data_dir, name) for name in found]
     hint = "make one, or train without: --eval_interval=0" if split == "val" else MAKE_DATA
-    none = f"no {split} split" if os.path.isdir(data_dir) else "no such folder"
-    raise DataError(f"{none}: {data_dir} holds no *_{split}_*.bin, .npy or {split}.bin; {hint}")
+    if not os.path.isdir(data_dir):
+        here = "; ./quickstart.sh makes this one" if os.path.basename(data_dir) == "quickstart" else ""
+        raise DataError(f"no such folder: {data_dir}; {MAKE_DATA}{here}")
+    names = f"*_{split}_*.bin, .npy or {split}.bin"
+    raise DataError(f"{data_dir} holds no {split} split ({names}); {hint}")
 
 
 def verify(data_dir):
@@ -227,10 +230,21 @@ class TokenLoader:
     """
 
     def __init__(
-        self, data_dir, split, B, T, rank=0, world=1, vocab_size=None, device="cpu", batch_tokens=0, **order
+        self,
+        data_dir,
+        split,
+        B,
+        T,
+        rank=0,
+        world=1,
+        vocab_size=None,
+        device="cpu",
+        batch_tokens=0,
+        allow_data_change=False,
+        **order,
     ):
         self.B, self.T, self.rank, self.world, self.vocab_size = B, T, rank, world, vocab_size
-        self.data_dir, self.step_rows = data_dir, max(batch_tokens // T, world * B)
+        self.data_dir, self.allow_data_change = data_dir, allow_data_change
         self.device = torch.empty(0, device=device).device  # with its index
         self.folders, self.shares = zip(*mixture.folders(str(data_dir)))
         self.splits = [Split(folder, split, T, vocab_size, **order) for folder in self.folders]
@@ -241,6 +255,7 @@ class TokenLoader:
             raise DataError(f"{data_dir}: {found}, expected {need}; lower --batch_tokens or --block_size")
         first = self.splits[0]
         self.tokenizer, self.eot, self.token_bytes = first.tokenizer, first.eot, first.token_bytes
+        self.ids = first.ids  # of the tokenizer, None without a manifest
         for folder, other in zip(self.folders, self.splits):
             known = other.token_bytes is not None and first.token_bytes is not None  # bytes of each id
             alike = np.array_equal(*(s.token_bytes if known else s.tokenizer for s in (other, first)))
@@ -256,27 +271,37 @@ class TokenLoader:
         self._ahead = ahead(self._batches(0), 2)
 
     def next(self):
-        """(x, y), each int64 (B, T) on the device, y one token later than x. With masks (x, y, targets)."""
-        batch, *targets = next(self._ahead)
+        """(x, y), each int64 (B, T) on the device, y one token later than x; -100 in y has no loss."""
+        batch = next(self._ahead)
         self.rows += self.world * self.B
-        return *self._to_device(batch), *targets
+        return self._to_device(batch)
 
-    def shares_of(self, tokens):
-        """[(folder, share of the rows, epochs)] of a run over `tokens` tokens."""
-        shares = [share / sum(self.shares) for share in self.shares]
-        parts = zip(self.folders, shares, self.splits)
-        return [(name, share, tokens / self.T * share / split.rows_per_epoch) for name, share, split in parts]
+    def describe(self, tokens):
+        """Rows of the start-up summary of a run over `tokens` tokens."""
+        epochs = f"{tokens / self.tokens:.2g} epochs"
+        words = f"{self.data_dir}: {self.tokens:,} training tokens, {epochs}, "
+        words += f"tokenizer {self.tokenizer or 'n/a'}"
+        rows = [("data", words)]
+        for name, share, split in zip(self.folders, self.shares, self.splits):
+            if len(self.folders) > 1:
+                part = share / sum(self.shares)
+                epochs = tokens / self.T * part / split.rows_per_epoch
+                rows.append(("", f"{name}: {part:.1%} of the rows, {epochs:.2f} epochs"))
+        return rows + [("warning", words) for words in self.warnings]
 
     def state_dict(self):
         first, shares = self.splits[0], {"shares": list(self.shares)} if len(self.shares) > 1 else {}
         state = dict(rows=self.rows, tokens=self.tokens, fingerprint=self.fingerprint, block_size=self.T)
         return state | dict(shuffle_seed=first.shuffle_seed, align_documents=first.align) | shares
 
-    def load_state_dict(self, state, allow_data_change=False):
+    def load_state_dict(self, state):
         """Continues exactly after the saved row, for any B and world. Raises DataError for other data."""
         own = self.state_dict()
+        if not files.count(state.get("rows")):
+            found = f"rows={state.get('rows')!r}"
+            raise DataError(f"the checkpoint has no position in shards of tokens: {found}")
         wrong = [f"{k} {own[k]}, not {state.get(k)}" for k in own if k != "rows" and own[k] != state.get(k)]
-        if wrong and not allow_data_change:
+        if wrong and not self.allow_data_change:
             differ = f"is not the data of the checkpoint: {'; '.join(wrong)}"
             raise DataError(f"{self.data_dir} {differ}; to go on with it anyway: --allow_data_change")
         self.close()
@@ -313,14 +338,8 @@ class TokenLoader:
     def _batches(self, row):
         if self.device.type == "cuda":  # a thread starts on GPU 0; pinning would allocate a context there
             torch.cuda.set_device(self.device)
-        for first in itertools.count(row, self.step_rows):
-            step, targets = range(first, first + self.step_rows), []
-            if self.masked:
-                places = map(self._place, step)
-                targets = [sum(int(split.has_loss(start + 1, self.T).sum()) for split, start in places)]
-            for row in step[:: self.world * self.B]:
-                row += self.rank * self.B
-                yield self._gather([self._place(i) for i in range(row, row + self.B)]), *targets
+        for first in itertools.count(row + self.rank * self.B, self.world * self.B):
+            yield self._gather([self._place(i) for i in range(first, first + self.B)])
 
     def _place(self, row):
         """(split, first token) of a row; rows are counted from the start of training."""
@@ -349,6 +368,20 @@ class TokenLoader:
         batch = batch.to(self.device, non_blocking=True)
         x, y = batch[:, :-1].long(), batch[:, 1:].long()
         return (torch.where(x < 0, ~x, x), torch.where(y < 0, -100, y)) if self.masked else (x, y)
+
+
+class Repeated:
+    """Another loader's first batches, as many as `number`, again and again (--overfit)."""
+
+    def __init__(self, loader, number):
+        self.loader = loader
+        self.batches = itertools.cycle([loader.next() for _ in range(number)])
+
+    def next(self):
+        return next(self.batches)
+
+    def __getattr__(self, name):  # all else
+        return getattr(self.loader, name)
 
 
 def aligned_starts(documents, n, T):

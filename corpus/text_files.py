@@ -12,8 +12,6 @@ import os
 import re
 from collections import Counter
 
-import zstandard
-
 from configurator import UserError
 from corpus import DataError, told
 from run.files import digest
@@ -149,6 +147,8 @@ class Zstd(io.RawIOBase):
                 raise EOFError("it ends within a frame of zstd")  # which zstandard's own reader does not tell
             if not self.packed:
                 return 0
+            import zstandard  # where no such file is read it need not be installed
+
             self.frame = self.frame or zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
             self.ready = memoryview(self.frame.decompress(self.packed))
             self.packed = self.frame.unused_data

@@ -15,7 +15,7 @@ import train
 from configurator import refuse, too_small
 from run.build import choose
 from run.logger import describe_device, progress, show
-from scale import context, parallel
+from scale import parallel
 
 SEPARATOR = 718  # ends documents with document_mask: one in 8,192 tokens of `synthetic` in GPT-2's vocabulary
 NCCL = "communication, exposed"
@@ -64,7 +64,10 @@ def build(cfg, world):
 
 def step(job, next_batch, cfg):
     """A step at the schedule's first rate: at the full rate a wide model diverges on random tokens."""
-    return job.step(next_batch, optim.learning_rate(0, cfg))
+    optim.set_learning_rate(job.state.optimizer, optim.learning_rate(0, cfg))
+    totals = job.accumulate(next_batch)
+    norm = job.clip(totals)
+    job.update(totals, norm)
 
 
 def synthetic(cfg, world, count=8):
@@ -73,13 +76,12 @@ def synthetic(cfg, world, count=8):
     odds = 1 / torch.arange(1, cfg.vocab_size + 1, dtype=torch.float64)
     rows = torch.multinomial(odds, count * cfg.batch_size * (cfg.block_size + 1), True, generator=generator)
     batches = rows.view(count, cfg.batch_size, cfg.block_size + 1).to(world.device)
-    pairs = [context.own_tokens(cfg, world, (b[:, :-1], b[:, 1:])) for b in batches]
-    return itertools.cycle([(x.contiguous(), y.contiguous()) for x, y in pairs]).__next__
+    return itertools.cycle([(b[:, :-1].contiguous(), b[:, 1:].contiguous()) for b in batches]).__next__
 
 
 def step_times(job, next_batch, cfg):
     """Seconds of each of cfg.steps steps; as in train.py, a GPU always has the next step queued."""
-    device = parallel.device_of(job.raw)
+    device = parallel.device_of(job.state.model)
     moments = [parallel.Moment(device)]
     for _ in progress(range(cfg.steps), "steps", bar=False):
         step(job, next_batch, cfg)

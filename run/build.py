@@ -1,7 +1,6 @@
 """Builds a run: settings resolved for the device, loaders, the model in its fixed order, the summary."""
 
 import dataclasses
-import itertools
 import shlex
 
 import numpy as np
@@ -12,12 +11,14 @@ import model as models
 from configurator import UserError
 from corpus import mixture
 from corpus import tokenizer as tokenizers
-from corpus.loader import DataError, TokenLoader, read_manifest, read_sizes
+from corpus.loader import DataError, TokenLoader, read_manifest, read_sizes, verify
 from fast.chips import best_attention
 from run import checkpoint, hf, source
 from run.flops import Account, parameter_counts
 from scale import context, memory, parallel
-from scale.precision import pick_ops, pick_precision
+from scale.precision import autocast, pick_ops, pick_precision
+
+COMPILED = "embedding, blocks and head, once: 5 to 20 s on a GPU, up to a minute on a CPU"
 
 
 def choose(cfg, device):
@@ -29,15 +30,39 @@ def choose(cfg, device):
     return dataclasses.replace(cfg, **{name: value for name, (value, _) in chosen.items()}), rows
 
 
-def make_loaders(cfg, world):
-    """(training loader, [(share, validation loader)] of the folders)."""
+def try_out(cfg, world, step):
+    """The settings of a dry run from a step on, two steps of which nothing is saved; compares the shards."""
+    if world.main:
+        verify(cfg.data_dir)
+    steps = 2
+    if cfg.cuda_graph:
+        from scale.graphs import EAGER_STEPS
+
+        steps += EAGER_STEPS
+    return dataclasses.replace(cfg, max_steps=step + steps, save_interval=0)
+
+
+def make_loader(cfg, world):
+    """The training data: an object with next, state_dict, load_state_dict and close (docs/experiment.md)."""
     refuse_other_tokenizer(cfg)
-    common = dict(vocab_size=cfg.vocab_size, B=cfg.batch_size, T=cfg.block_size, device=world.device)
-    common |= dict(rank=world.rank // cfg.context_parallel, world=world.size // cfg.context_parallel)
     order = dict(shuffle_seed=cfg.shuffle_seed, align=cfg.align_documents, batch_tokens=cfg.batch_tokens)
-    loader = TokenLoader(cfg.data_dir, "train", **order, **common)
-    shares = loader.shares_of(cfg.eval_tokens) if cfg.eval_interval else []
-    return loader, [(share, TokenLoader(folder, "val", **common)) for folder, share, _ in shares]
+    order["allow_data_change"] = cfg.allow_data_change
+    return TokenLoader(cfg.data_dir, "train", **order, **for_rank(cfg, world))
+
+
+def validation_loaders(cfg, world):
+    """[(share of the loss and of the tokens, loader)] of the validation splits of the data folders."""
+    folders = mixture.folders(str(cfg.data_dir))
+    whole = sum(share for _, share in folders)
+    loaders = [TokenLoader(folder, "val", **for_rank(cfg, world)) for folder, _ in folders]
+    return [(share / whole, loader) for (_, share), loader in zip(folders, loaders)]
+
+
+def for_rank(cfg, world):
+    """Arguments of a TokenLoader: ranks read different rows, those that share a sequence the same."""
+    rank, ranks = world.rank // cfg.context_parallel, world.size // cfg.context_parallel
+    shape = dict(vocab_size=cfg.vocab_size, B=cfg.batch_size, T=cfg.block_size)
+    return shape | dict(device=world.device, rank=rank, world=ranks)
 
 
 def refuse_other_tokenizer(cfg):
@@ -54,21 +79,6 @@ def refuse_other_tokenizer(cfg):
             raise DataError(f"data_dir={folder} {why}; make the data again with {make}")
 
 
-def make_batches(cfg, world, loader):
-    """A function that returns this rank's part of the next (x, y); with cfg.overfit of the first step's.
-
-    With a mask (x, y, weight): the weighted sums of ranks' losses average to the mean of a step's targets.
-    """
-
-    def next_batch():
-        x, y, *targets = loader.next()
-        return *context.own_tokens(cfg, world, (x, y)), *(world.size / max(1, n) for n in targets)
-
-    if cfg.overfit:
-        next_batch = itertools.cycle([next_batch() for _ in range(cfg.micro_steps(world.size))]).__next__
-    return next_batch
-
-
 def build_model(cfg, world, weights=None, eot=None):
     """(model, Account): on meta, prepared, allocated, loaded.
 
@@ -78,6 +88,10 @@ def build_model(cfg, world, weights=None, eot=None):
     if account.bypassed and (cfg.document_mask or cfg.context_parallel > 1):
         why = "go around attn.core, which model.py's attention does not call: see docs/experiment.md"
         raise UserError(f"document_mask and context_parallel {why}")
+    if account.draws and cfg.compile and cfg.remat != "none":
+        what = f"a block draws from numpy's or Python's random numbers: under remat={cfg.remat}"
+        why = "torch.compile does not draw the same again; draw from torch, or set --compile=False"
+        raise UserError(f"{what} {why}")
     model = models.on_meta(cfg)
     prepare(model, cfg, world, eot, account.regular)
     models.allocate(model, "cpu" if cfg.offload_states else device, cfg.seed, fill=parallel.fill)
@@ -89,6 +103,10 @@ def build_model(cfg, world, weights=None, eot=None):
         buffer.data = buffer.data.to(device)
     if cfg.precision == "fp8":
         fast.fp8.reset(model)
+    if cfg.context_parallel > 1:
+        if eot is None and cfg.tokenizer:
+            eot = tokenizers.load(cfg.tokenizer).eot
+        context.prove(model, cfg, world, autocast(cfg.precision, device), eot)
     return model, account
 
 
@@ -134,6 +152,15 @@ def compile_model(model, sharded=False):
     torch.compiler.config.cache_key_tag = source.imported()
 
 
+def choose_graph(cfg, world, micro_step, model):
+    """(the micro-step as a CUDA graph, or None, rows of the start-up summary), see scale/graphs.py."""
+    if not cfg.cuda_graph:
+        return None, []
+    from scale import graphs  # a file that `import train` need not load
+
+    return graphs.choose(cfg, world, micro_step, model)
+
+
 def load_initial_weights(model, cfg):
     """Copies the weights that cfg.init_from names into a model of the same shape, on each rank its rows."""
     name = cfg.init_from.removeprefix("hf:")
@@ -147,26 +174,28 @@ def load_initial_weights(model, cfg):
     checkpoint.load_model_tensors(model, tensors)
 
 
-def describe(cfg, world, job, loader, start):
+def describe(cfg, training, start):
     """Rows of the start-up summary: the model, its memory, the data, the batch, and where it resumes."""
-    account, (total, matmul), N = job.account, parameter_counts(job.raw), cfg.context_parallel
+    account, world, state, N = training.account, training.world, training.state, cfg.context_parallel
+    total, matmul = parameter_counts(state.model)
     ranks = f"{world.size // N} groups of {N} ranks" if N > 1 else f"{world.size} ranks"
-    micro = f"{cfg.batch_size} x {cfg.block_size} x {ranks} x {job.accumulation} micro-steps"
-    tokens = loader.rows * cfg.block_size + (cfg.max_steps - start.step) * cfg.batch_tokens
+    micro = f"{cfg.batch_size} x {cfg.block_size} x {ranks} x {training.accumulation} micro-steps"
+    tokens = state.tokens + (cfg.max_steps - state.step) * cfg.batch_tokens
     rows = [
         ("parameters", f"{total:,}, of them {matmul:,} in matmuls; vocabulary padding not counted"),
         *account.rows(),
-        *job.rows,
+        *training.rows,
         ("memory", memory.describe(cfg, world.size, account.parameters)),
-        ("data", f"{cfg.data_dir}: {loader.tokens:,} training tokens, tokenizer {cfg.tokenizer or 'n/a'}"),
     ]
-    for folder, share, epochs in loader.shares_of(tokens) if len(loader.folders) > 1 else []:
-        rows.append(("", f"{folder}: {share:.1%} of the rows, {epochs:.2f} epochs"))
+    if hasattr(state.loader, "describe"):
+        rows += state.loader.describe(tokens)
+    else:
+        rows.append(("data", f"batches of {type(state.loader).__name__}"))
     rows.append(("step", f"{cfg.batch_tokens:,} tokens: {micro}"))
-    rows.append(("run", f"steps {start.step} to {cfg.max_steps}: {tokens:,} tokens"))
+    rows.append(("run", f"steps {state.step} to {cfg.max_steps}: {tokens:,} tokens"))
     if cfg.warmup_steps >= cfg.max_steps and not cfg.dry_run:
         rows.append(("warning", f"warmup_steps={cfg.warmup_steps} take the whole run: the rate only rises"))
-    ids = loader.splits[0].ids or cfg.vocab_size
+    ids = getattr(state.loader, "ids", None) or cfg.vocab_size
     if cfg.vocab_size > dataclasses.replace(cfg, vocab_size=ids).padded_vocab and not cfg.init_from:
         words = f"vocab_size={cfg.vocab_size} is more than the {ids} ids of the data's tokenizer"
         rows.append(("warning", f"{words}; try --vocab_size={ids}"))

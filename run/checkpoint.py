@@ -26,7 +26,7 @@ from corpus import told
 from fast.chips import best_attention
 from run import files, source
 from run.logger import NotFinite
-from scale import parallel
+from scale import generators, parallel
 from scale.shards import copy_into, is_first_copy, local, rows_of
 from settings import Config, GPTConfig
 
@@ -35,9 +35,9 @@ class CheckpointError(UserError):
     exit_code = 4
 
 
-STATE = {"step": files.count, "config?": {}, "loader?": {"rows": files.count}, "scaler?": {}}
+STATE = {"step": files.count, "config?": {}, "loader?": {}, "scaler?": {}, "tokens?": files.count}
 STATE |= {"world_size?": files.count, "evaluated?": (True, False)}
-STATE |= {"wandb_id?": (files.text, None), "val_loss?": (files.number, None)}
+STATE |= {"wandb_id?": (files.text, None), "val_loss?": (files.number, None)}  # val_loss: a State's score
 SHAPE = {f.name for f in fields(GPTConfig)} - {"attention"}
 SCHEDULE = "max_steps batch_tokens lr min_lr_ratio warmup_steps cooldown_fraction schedule".split()
 READ = SHAPE | {*SCHEDULE, "optimizer", "tokenizer"}
@@ -126,19 +126,45 @@ class Saver:
         self.whole = set() if last is None else {last}  # for prune
         self.thread, self.pending = ThreadPoolExecutor(1), None  # pending: the future of _write
 
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, *_):
+        """Ends a save in the background that was begun before the numbers were no longer finite."""
+        if kind is NotFinite:
+            self.wait()
+
     def due(self, step, every, at_end):
         """Whether to save after `step` steps: every so many, and at the end; never if every is 0."""
         return every > 0 and step not in (0, self.last) and (at_end or step % every == 0)
 
-    def save(self, step, model, optimizer, state):
-        """Starts the save after `step` steps when the one before is done; waits unless in the background."""
-        parallel.reshard(model)
-        if not parallel.all_finite(model):
-            raise NotFinite(f"step {step}: weights are inf or NaN and were not saved; try a lower --lr")
-        ranks = parallel.gather_objects(rank_tensors(model, self.world.device))
-        rng = {f"{rank}.{kind}": t for rank, found in enumerate(ranks) for kind, t in found.items()}
-        tensors = {"model": dict(model.named_parameters()), "optimizer": optimizer_tensors(model, optimizer)}
-        self.write(step, {**tensors, "rng": rng}, {"world_size": self.world.size, **state})
+    def save(self, state, **facts):
+        """Starts the save of a train.State when the one before is done; waits unless in the background.
+
+        facts: what else state.json says of the run, such as its settings.
+        """
+        parallel.reshard(state.model)
+        if not parallel.all_finite(state.model):
+            raise NotFinite(f"step {state.step}: weights are inf or NaN and were not saved; try a lower --lr")
+        ranks = parallel.gather_objects(rank_tensors(state.model, self.world.device))
+        tensors = {
+            "model": dict(state.model.named_parameters()),
+            "optimizer": optimizer_tensors(state.model, state.optimizer),
+            "rng": {f"{rank}.{kind}": t for rank, found in enumerate(ranks) for kind, t in found.items()},
+        }
+        positions = parallel.gather_objects(state.loader.state_dict())
+        for rank, position in enumerate(positions):
+            if position != positions[0]:
+                places = f"that of rank {rank} is {position}, rank 0's {positions[0]}"
+                raise CheckpointError(f"the loader's state must be the same on all ranks: {places}")
+        numbers = {
+            "world_size": self.world.size,
+            "tokens": state.tokens,
+            "scaler": state.scaler.state_dict(),
+            "loader": positions[0],
+            "val_loss": state.score if state.evaluated == state.step else None,
+        }
+        self.write(state.step, tensors, numbers | facts)
 
     def write(self, step, tensors, state):
         """Saves {"model": {name: tensor or Stored}, ...}, a file for each key, and the `state`."""
@@ -353,10 +379,8 @@ def load_optimizer_tensors(model, optimizer, tensors):
 
 
 def rank_tensors(model, device):
-    """This rank's random-number state and, with fp8, the amax values from which its next scales follow."""
-    state = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
+    """This rank's random-number states and, with fp8, the amax values from which its next scales follow."""
+    state = generators.states(device)
     if amaxes := magnitudes(model):
         state["magnitudes"] = torch.cat([amax.flatten() for amax in amaxes]).cpu()
     return state
@@ -368,9 +392,7 @@ def load_rank_tensors(tensors, model, rank, device):
     if device.type not in own:
         return False
     with told(f"rng.safetensors: no state of rank {rank}", CheckpointError):  # torch has several errors
-        torch.set_rng_state(own["cpu"])
-        if device.type == "cuda":
-            torch.cuda.set_rng_state(own["cuda"], device)
+        generators.restore(own, device)
         sizes = [amax.numel() for amax in magnitudes(model)]
         if sizes and sum(sizes) == len(own.get("magnitudes", ())):  # DDP has two for a weight, FSDP2 one
             for amax, value in zip(magnitudes(model), own["magnitudes"].split(sizes)):

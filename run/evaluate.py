@@ -1,35 +1,76 @@
-"""Evaluation: validation loss and bits per byte with standard errors, HellaSwag, and samples to read."""
+"""Evaluation: validation loss and bits per byte with standard errors, HellaSwag, samples, and your own."""
 
+import contextlib
+import dataclasses
 import functools
 import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
+from configurator import UserError
+from run.figures import scalar
 from run.logger import progress
-from scale import context, parallel
+from scale import context, generators, parallel
 
 SAMPLES = dict(n=4, max_new_tokens=64, temperature=0.8, top_k=50)
+TAKEN = {"train", "start", "saved", "skipped", "spike", "done", "stopped"}  # kinds of lines in log.jsonl
 
 
 @torch.no_grad()
-def validate(model, loader, tokens, autocast, own=lambda batch: batch, stop=lambda: False):
-    """Evaluates a split's first rows, about `tokens` tokens; returns float64 (3, rows), equal on every rank.
+def validate(model, loader, tokens, autocast, own=lambda x, y: (x, y, None), stop=lambda: False):
+    """Evaluates a split's first rows, about `tokens` tokens -> (table, extras), equal on every rank.
 
-    The three: a row's loss in nats, its targets, bytes of their text (0: unknown). own: this rank's part.
+    table: float64 (3, rows): a row's loss in nats, its targets, bytes of their text (0 or NaN: unknown).
+    extras: {name: mean over the targets} of the forward. own: this rank's part of a batch.
     """
     device, stride = parallel.device_of(model), loader.world * loader.B
     sizes = None if loader.token_bytes is None else torch.as_tensor(loader.token_bytes, device=device)
     rows = loader.eval_rows(tokens)
     table = torch.zeros(3, -(-rows // stride) * stride, device=device)
-    batches = progress(map(own, loader.eval_batches(tokens)), "validation", -(-rows // stride), stop)
-    for first, (x, y) in zip(range(loader.rank * loader.B, table.size(1), stride), batches):
+    sums = {}
+    batches = progress(loader.eval_batches(tokens), "validation", -(-rows // stride), stop)
+    for first, batch in zip(range(loader.rank * loader.B, table.size(1), stride), batches):
+        x, y, positions = own(*batch)
         with autocast:
-            loss = model(x, y, "none").float().view_as(y)
+            loss, count, extras = losses_of_rows(model, x, y, positions)
         real = y >= 0
         text = real * 0 if sizes is None else sizes[y.clamp(min=0)] * real
-        table[:, first : first + loader.B] = torch.stack([loss.sum(1), real.sum(1), text.sum(1)])
-    return parallel.sum_over_ranks(table)[:, :rows].double().cpu().numpy()
+        # of the targets that a forward leaves out, or adds, nobody knows the bytes
+        text = torch.where(count == real.sum(1), text.sum(1), torch.nan)
+        table[:, first : first + loader.B] = torch.stack([loss * count, count, text])
+        for name, value in extras.items():
+            sums[name] = sums.get(name, 0.0) + value
+    table = parallel.sum_over_ranks(table)[:, :rows].double().cpu().numpy()
+    names = sorted({name for names in parallel.gather_objects([*sums]) for name in names})
+    if not names:
+        return table, {}
+    zero = torch.zeros((), device=device)  # of a rank whose rows only fill a batch up
+    totals = parallel.sum_over_ranks(torch.stack([sums.get(name, zero) for name in names]))
+    return table, dict(zip(names, (totals / max(1.0, table[1].sum())).tolist()))
+
+
+def losses_of_rows(model, x, y, positions):
+    """((B,) mean loss of each row, (B,) targets of each, {extra: its sum over the targets}) of a forward.
+
+    A forward with a loss of its own that knows no rows is called for one row at a time.
+    """
+    loss, count, extras = model(x, y, positions, "rows")
+    if not torch.is_tensor(count) or loss.shape != x.shape[:1] or count.shape != loss.shape:
+        each = [model(x[b : b + 1], y[b : b + 1], positions) for b in range(len(x))]
+        loss = torch.stack([scalar("loss", value, x.device) for value, _, _ in each])
+        count = torch.stack([scalar("count", value, x.device) for _, value, _ in each])
+        found = [found for _, _, found in each]
+        extras = {n: torch.stack([scalar(n, one[n], x.device) for one in found]) for n in found[0]}
+    sums = {}
+    for name, value in extras.items():
+        value = torch.as_tensor(value, device=x.device).detach().float()
+        if value.shape not in (torch.Size(), count.shape):
+            found = f"{name} of shape {tuple(value.shape)}"
+            raise UserError(f"GPT.forward returned {found}; expected one number, such as a mean")
+        sums[name] = torch.where(count > 0, value * count, 0.0).sum()  # the mean of no target may be NaN
+    return torch.where(count > 0, loss.float(), 0.0), count, sums
 
 
 def ratio(amounts, units, documents):
@@ -47,7 +88,8 @@ def losses(table, documents):
     """{"loss": nats a token, "bpb": bits per byte or None, "stderr", "bpb_stderr"} of `validate`'s table."""
     nats, targets, text = table
     loss, stderr = ratio(nats, targets, documents)
-    bits = ratio(nats / math.log(2), text, documents) if text.any() else (None, None)
+    known = text.any() and not np.isnan(text).any()
+    bits = ratio(nats / math.log(2), text, documents) if known else (None, None)
     return dict(loss=loss, stderr=stderr, bpb=bits[0], bpb_stderr=bits[1])
 
 
@@ -70,88 +112,184 @@ def in_words(score):
     return words
 
 
-class Evaluator:
-    """Runs the evaluations of a train.Training that are due after a step. done: the step evaluated last."""
+@dataclasses.dataclass
+class Evaluation:
+    """What Evaluations.add was given."""
 
-    def __init__(self, job, log, stop, max_steps, done):
-        self.model, self.autocast, self.log, self.stop = job.raw, job.autocast, log, stop
-        self.max_steps, self.done, self.loss, self.parts = max_steps, done, None, []
-
-    def every(self, interval, part, *arguments):
-        """Adds part(step, *arguments), before the first step, at an interval of steps and at the end."""
-        self.parts += [(interval, part, arguments)] if interval else []
-
-    def due(self, step):
-        """The parts that are due after `step`; none if the run was resumed there and had evaluated before."""
-        end = step == self.max_steps
-        return [part for part in self.parts if step != self.done and (end or step % part[0] == 0)]
-
-    def __call__(self, step):
-        """Returns the validation loss; None if it is not due, or the run is to stop before it is known."""
-        self.model.eval()
-        self.loss = None
-        for _, part, arguments in self.due(step):
-            if not self.stop():
-                part(step, *arguments)
-        self.model.train()
-        self.done = self.done if self.stop() else step
-        return self.loss
-
-    def state(self, step):
-        """What a checkpoint records of the evaluation after `step`, which a run that stops may have left."""
-        return {"val_loss": self.loss if self.done == step else None, "evaluated": not self.due(step)}
-
-    def validation(self, step, loaders, tokens, own):
-        """loaders: [(share of the loss and of the tokens, loader)] of the data folders."""
-        began, each = parallel.synchronize(parallel.device_of(self.model)), {}
-        for share, loader in loaders:
-            part = max(loader.T, round(share * tokens))
-            table = validate(self.model, loader, part, self.autocast, own, self.stop)
-            if self.stop():
-                return
-            each[loader.data_dir] = losses(table, loader.documents(table.shape[1]))
-        score = mixed(each, [share for share, _ in loaders])
-        words = [f"{folder}: {', '.join(in_words(part))}" for folder, part in score["folders"].items()]
-        seconds = parallel.synchronize(parallel.device_of(self.model)) - began
-        self.log.print(" | ".join([f"val {step}", *in_words(score), *words, f"{seconds:.1f} s"]))
-        self.log.record("val", step, **score, seconds=seconds)
-        self.loss = score["loss"]
-
-    def hellaswag(self, step, module, examples):
-        device = parallel.device_of(self.model)
-        with context.alone(self.model):
-            score, _ = module.evaluate(self.model, examples, device, autocast=self.autocast, stop=self.stop)
-        if not self.stop():
-            self.log.print(f"hellaswag {step} | {module.in_words(score)}")
-            self.log.record("hellaswag", step, **score)
-
-    def samples(self, step, sample):
-        with self.autocast, context.alone(self.model):
-            texts = sample(self.model)
-        for text in texts:
-            self.log.print(f"sample {step} | {text!r}")
-        self.log.record("sample", step, texts=texts)
+    interval: int
+    function: Callable
+    lines: Callable
+    best: str | None
+    whole_rows: bool
+    at_start: bool
 
 
-def add_evaluations(evaluate, cfg, world, val_loaders):
-    """Adds what cfg asks for; returns warnings of what cannot be evaluated."""
-    warnings, own = [], functools.partial(context.own_tokens, cfg, world)
-    evaluate.every(cfg.eval_interval, evaluate.validation, val_loaders, cfg.eval_tokens, own)
-    if cfg.hellaswag_interval or cfg.sample_interval:
-        import hellaswag
-        from corpus import tokenizer as tokenizers
-        from run import sampling
+class Evaluations:
+    """The evaluations of a run: functions with a name and an interval; one chooses the best checkpoint."""
 
-        tokenizer = tokenizers.load(cfg.tokenizer or "gpt2", cfg.vocab_size)
-    if cfg.hellaswag_interval:
-        examples = problem = None  # a problem of one rank is one of all
-        try:
-            examples = hellaswag.prepare(hellaswag.load(cfg.hellaswag_file), tokenizer, cfg.block_size)
-        except hellaswag.Unavailable as error:
-            problem = str(error)
-        warnings = [f"no HellaSwag in this run: {why}" for why in parallel.gather_objects(problem) if why][:1]
-        evaluate.every(0 if warnings else cfg.hellaswag_interval, evaluate.hellaswag, hellaswag, examples)
+    def __init__(self, state, autocast, log, watch, max_steps):
+        """state: a train.State, of which `evaluated` and `score` are set here."""
+        self.state, self.autocast, self.log, self.watch = state, autocast, log, watch
+        self.max_steps = max_steps
+        self.each = {}  # {name: Evaluation}
+
+    def add(self, name, interval, function, lines=None, best=None, whole_rows=True, at_start=True):
+        """Calls function(model) every `interval` steps and at the end; 0: never. at_start: before step 1 too.
+
+        function returns {figure: number, or text}, the same on every rank, or None if the run is to stop. It
+        runs on all ranks, without gradients, in the run's precision and with the model in eval mode; random
+        numbers that it draws do not change those of training. lines: from that dict to lines for the console.
+        best: the figure by which the best checkpoint is chosen, the lowest; of one evaluation only.
+        whole_rows: each rank has whole rows, of one document each; False: as in training, with its document
+        masks, and rows divided by context parallelism.
+        """
+        if name in self.each or name in TAKEN:
+            raise UserError(f"the name {name!r} of an evaluation is in use already; choose another")
+        chosen = [other for other, evaluation in self.each.items() if evaluation.best]
+        if best and chosen and interval:
+            raise UserError(f"evaluations {chosen[0]!r} and {name!r} both choose the best checkpoint")
+        if interval:
+            self.each[name] = Evaluation(interval, function, lines or in_figures, best, whole_rows, at_start)
+
+    def due(self):
+        """Names of those that are due now; none if the run was resumed here and had evaluated before."""
+        step = self.state.step
+        if step == self.state.evaluated:
+            return []
+        found = []
+        for name, own in self.each.items():
+            at_interval = step % own.interval == 0 and (step > 0 or own.at_start)
+            if at_interval or step == self.max_steps:
+                found.append(name)
+        return found
+
+    def run(self):
+        """Runs those that are due, unless the run is to stop meanwhile."""
+        state, score = self.state, None
+        device = parallel.device_of(state.model)
+        state.model.eval()
+        for name in self.due():
+            evaluation = self.each[name]
+            if self.watch.agreed():
+                break
+            began = parallel.synchronize(device)
+            rows = context.alone(state.model) if evaluation.whole_rows else contextlib.nullcontext()
+            with rows, torch.no_grad(), self.autocast, generators.kept(device):
+                found = evaluation.function(state.model)
+            if self.watch.stopping:
+                break
+            if not isinstance(found, dict):
+                expected = "expected {figure: number}"
+                raise UserError(f"evaluation {name!r} returned {type(found).__name__}; {expected}")
+            seconds = parallel.synchronize(device) - began
+            found = {"seconds": seconds} | {n: plain(name, n, value) for n, value in found.items()}
+            for line in evaluation.lines(found):
+                self.log.print(f"{name} {state.step} | {line}")
+            self.log.record(name, state.step, **found)
+            if evaluation.best and evaluation.best not in found:
+                raise UserError(f"evaluation {name!r} has no figure {evaluation.best!r}: {', '.join(found)}")
+            if evaluation.best:
+                score = found[evaluation.best]
+                self.log.refuse(state.step, f"{name} {evaluation.best}", score)
+        else:
+            state.evaluated, state.score = state.step, score
+        state.model.train()
+        self.watch.agreed()  # a signal that came meanwhile ends the run before its next step
+
+
+def plain(evaluation, name, value):
+    """A figure as log.jsonl can hold it; a tensor or an array with one element as a number."""
+    if name in ("step", "kind"):
+        raise UserError(f"evaluation {evaluation!r}: {name} is a name of the log's own; choose another")
+    if torch.is_tensor(value) or isinstance(value, (np.ndarray, np.generic)):
+        if math.prod(value.shape) != 1:
+            shape = tuple(value.shape)
+            raise UserError(f"evaluation {evaluation!r}: {name} has the shape {shape}; expected one number")
+        return value.item()
+    return value
+
+
+def in_figures(found):
+    """One line for the console of an evaluation's figures."""
+    words = []
+    for name, value in found.items():
+        if name != "seconds":
+            words.append(f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}")
+    return [" | ".join([*words, f"{found['seconds']:.1f} s"])]
+
+
+def validation(model, loaders, tokens, autocast, own, stop):
+    """The losses of the data folders. loaders: [(share of the loss and of the tokens, loader)]."""
+    each, extras = {}, {}
+    for share, loader in loaders:
+        part = max(loader.T, round(share * tokens))
+        table, found = validate(model, loader, part, autocast, own, stop)
+        if stop():
+            return None
+        each[loader.data_dir] = losses(table, loader.documents(table.shape[1]))
+        for name, value in found.items():
+            extras[name] = extras.get(name, 0.0) + share * value
+    score = mixed(each, [share for share, _ in loaders])
+    return score | {"extras": extras} if extras else score
+
+
+def validation_lines(score):
+    words = [f"{folder}: {', '.join(in_words(part))}" for folder, part in score["folders"].items()]
+    words += [f"{name} {value:.4f}" for name, value in score.get("extras", {}).items()]
+    return [" | ".join([*in_words(score), *words, f"{score['seconds']:.1f} s"])]
+
+
+def add_evaluations(evaluations, cfg, world, val_loaders):
+    """Adds what cfg asks for; returns warnings of what cannot be evaluated. val_loaders: see validation."""
+    if cfg.eval_interval:
+        add_validation(evaluations, cfg, world, val_loaders)
+    if not (cfg.hellaswag_interval or cfg.sample_interval):
+        return []
+    from corpus import tokenizer as tokenizers
+
+    tokenizer = tokenizers.load(cfg.tokenizer or "gpt2", cfg.vocab_size)
     if cfg.sample_interval:
-        options = dict(tokenizer=tokenizer, prompt=cfg.sample_prompt, seed=cfg.seed, **SAMPLES)
-        evaluate.every(cfg.sample_interval, evaluate.samples, functools.partial(sampling.texts, **options))
-    return warnings
+        add_samples(evaluations, cfg, tokenizer)
+    return add_hellaswag(evaluations, cfg, world, tokenizer) if cfg.hellaswag_interval else []
+
+
+def add_validation(evaluations, cfg, world, loaders):
+    own = functools.partial(context.own_tokens, cfg, world)
+    stop = evaluations.watch.agreed
+
+    def evaluate(model):
+        return validation(model, loaders, cfg.eval_tokens, evaluations.autocast, own, stop)
+
+    evaluations.add("val", cfg.eval_interval, evaluate, validation_lines, best="loss", whole_rows=False)
+
+
+def add_samples(evaluations, cfg, tokenizer):
+    from run import sampling
+
+    def evaluate(model):
+        options = dict(tokenizer=tokenizer, prompt=cfg.sample_prompt, seed=cfg.seed)
+        return {"texts": sampling.texts(model, **options, **SAMPLES)}
+
+    lines = lambda found: map(repr, found["texts"])
+    evaluations.add("sample", cfg.sample_interval, evaluate, lines, at_start=False)
+
+
+def add_hellaswag(evaluations, cfg, world, tokenizer):
+    """Returns [a warning] where the examples cannot be had."""
+    import hellaswag
+
+    examples = problem = None  # a problem of one rank is one of all
+    try:
+        examples = hellaswag.prepare(hellaswag.load(cfg.hellaswag_file), tokenizer, cfg.block_size)
+    except hellaswag.Unavailable as error:
+        problem = str(error)
+    for why in parallel.gather_objects(problem):
+        if why:
+            return [f"no HellaSwag in this run: {why}"]
+
+    def evaluate(model):
+        return hellaswag.evaluate(model, examples, world.device, stop=evaluations.watch.agreed)[0]
+
+    lines = lambda score: [hellaswag.in_words(score)]
+    evaluations.add("hellaswag", cfg.hellaswag_interval, evaluate, lines)
+    return []

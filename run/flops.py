@@ -1,5 +1,6 @@
 """What a model computes (operations, FLOPs, MFU), from a forward and backward of any model.py on meta."""
 
+import math
 import re
 from collections import Counter
 from functools import partial
@@ -9,6 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import kernels
 import model as models
+from configurator import UserError
+from scale import generators
 from scale.precision import DTYPES
 
 PEAK_TFLOPS = {  # dense, from data sheets, by precision; the first pattern in a device's name counts
@@ -82,14 +85,18 @@ class Census:
 class Account:
     """What a model computes: `calls`, flops_per_token, peak FLOP/s, unused (parameters without a gradient).
 
-    regular: every block ran once. bypassed: one ran without attn.core. problem: why nothing is known.
+    regular: every block ran once. bypassed: one ran without attn.core. draws: one drew from numpy's or
+    Python's random numbers. problem: why nothing is known.
     """
 
     def __init__(self, cfg, device, again=False):
         model, runs = models.on_meta(cfg), Counter()
         self.peak = peak_flops(device, cfg.precision)
         self.parameters = sum(p.numel() for p in model.parameters())
+        drawn = generators.Drawn()
         for block in model.blocks:
+            block.register_forward_pre_hook(drawn.begin)
+            block.register_forward_hook(drawn.end)
             block.register_forward_hook(lambda block, *_: runs.update([block]))
         self.flops_per_token = self.problem = None
         with Census(device.type, DTYPES.get(cfg.precision, torch.float32)) as seen:
@@ -98,6 +105,8 @@ class Account:
                     module.core = partial(seen.elsewhere, module.core)
             try:
                 self.flops_per_token = flops_per_token(model, cfg, seen)
+            except UserError:
+                raise
             except Exception as error:  # meta tensors have no values, and that fails again
                 self.problem = f"{type(error).__name__}: {error}".partition("\n")[0]
                 if not again and not Account(cfg, device, again=True).problem:
@@ -105,6 +114,7 @@ class Account:
         known, self.calls = not self.problem, seen.calls
         self.bypassed = known and seen.attention_calls < runs.total()
         self.unused = [name for name, p in model.named_parameters() if known and p.grad is None]
+        self.draws = drawn.found
         self.regular = known and all(runs[block] == 1 for block in model.blocks)
 
     def mfu(self, tokens_per_s, devices):
@@ -132,9 +142,24 @@ def flops_per_token(model, cfg, seen):
     """FLOPs of a token for MFU, without padding rows, recomputation and attention within documents."""
     tokens = torch.zeros(1, cfg.block_size, dtype=torch.long, device="meta")
     with FlopCounterMode(display=False) as counter:
-        loss = model(tokens, tokens)
-    loss.backward()
+        found = model(tokens, tokens, None, "mean")
+    refuse_other_results(found)
+    found[0].backward()
     usual_loss = "linear_cross_entropy" in {name for name, _ in seen.calls}
     padding = 2 * (cfg.padded_vocab - cfg.vocab_size) * cfg.n_embd * usual_loss
     attention = 0 if cfg.document_mask else seen.attention_flops
     return 3 * ((counter.get_total_flops() + attention) / cfg.block_size - padding)
+
+
+def refuse_other_results(found):
+    """Raises UserError unless a forward returned (loss, count, extras): two numbers and a dict."""
+    expected = "expected (loss, count, extras), see docs/experiment.md"
+    if not isinstance(found, tuple) or len(found) != 3:
+        raise UserError(f"model.py: GPT.forward returned {type(found).__name__}, {expected}")
+    loss, count, extras = found
+    shapes = {name: tuple(getattr(value, "shape", ())) for name, value in (("loss", loss), ("count", count))}
+    for name, shape in shapes.items():
+        if math.prod(shape) != 1:
+            raise UserError(f"model.py: GPT.forward returned a {name} of shape {shape}; {expected}")
+    if not isinstance(extras, dict):
+        raise UserError(f"model.py: GPT.forward returned {type(extras).__name__} for extras; {expected}")

@@ -8,18 +8,20 @@ import os
 import shlex
 import statistics
 import sys
+import textwrap
+import threading
 import time
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
-from configurator import UserError, is_rank_0
+from configurator import UserError, columns, is_rank_0
 from run import files
-from scale import parallel
 
-SILENT = 10  # s until the bar of `progress` begins outside a terminal, and between its updates there
+SILENT = 10  # s until a bar of `progress` that is rarely wanted begins, and between its updates
 LONG = 2.0  # s; a step that takes longer is waited for, so that a stop costs no second one
+LONG_RUN = 2 * 86_400  # s left; a longer run is warned of
 SPIKE, SETTLED = 6.0, 100  # a loss so many sigma above the mean of so many steps is warned of
 
 
@@ -36,21 +38,28 @@ def describe_device(world):
 
 
 def show(rows, say=print):
-    """Prints rows (name, value), aligned."""
+    """Prints rows (name, value), aligned; on a terminal long values go on below themselves."""
     for name, value in rows:
-        say(f"{name:<12} {value}")
+        lines = [str(value)]
+        if sys.stdout.isatty():
+            width = max(20, columns() - 13)
+            lines = textwrap.wrap(lines[0], width, break_long_words=False, break_on_hyphens=False) or [""]
+        say(f"{name:<12} {lines[0]}")
+        for line in lines[1:]:
+            say(f"{'':<12} {line}")
 
 
 class Logger:
     """Prints and records on rank 0; all ranks make the same calls, since `step` averages over them."""
 
-    def __init__(self, world, max_steps, log_interval, batch_tokens, max_skipped):
+    def __init__(self, world, max_steps, log_interval, max_skipped):
         """max_skipped: steps in a row that may be skipped; None with fp16, whose scaler skips by itself."""
         self.world, self.max_steps, self.log_interval = world, max_steps, log_interval
-        self.batch_tokens, self.max_skipped = batch_tokens, max_skipped
-        self.began, self.origin = time.perf_counter(), 0  # tokens read besides step * batch_tokens
+        self.max_skipped, self.tokens = max_skipped, 0  # tokens: read by all ranks up to the step read last
+        self.began = time.perf_counter()
         self.out_dir = self.file = self.wandb = self.wandb_id = self.saved_at = None
-        self.account = self.mark = None
+        self.account = self.mark = self.counter = None
+        self.warned = False
         self.unread, self.figures = collections.deque(), []
         self.late = 0  # 1 on CUDA: a step is read when the next one is queued, so that the device has work
         self.seconds, self.average = 0.0, None  # of a step; average: without the first one, which compiles
@@ -58,6 +67,9 @@ class Logger:
         self.recent = collections.deque(maxlen=SETTLED)  # losses
 
     def print(self, *words):
+        if self.counter:
+            self.counter.stop()
+            self.counter = None
         if self.world.main:
             print(*words, flush=True)
 
@@ -96,8 +108,12 @@ class Logger:
             finite = json.loads(json.dumps(values), parse_constant=lambda _: None)
             self._append(json.dumps({"kind": kind, "step": step, **finite}).encode() + b"\n")
         if self.wandb:
-            named = {f"{kind}/{name}": value for name, value in values.items() if value is not None}
-            self._try_wandb(self.wandb.log, {"step": step, **named})
+            extras = {f"extras/{name}": value for name, value in values.get("extras", {}).items()}
+            flat = values | extras
+            numbers = {n: x for n, x in flat.items() if isinstance(x, (int, float)) and math.isfinite(x)}
+            named = {f"{kind}/{name}": value for name, value in numbers.items()}
+            if kind != "start":  # which has no figures of a step
+                self._try_wandb(self.wandb.log, {"step": step, **named})
 
     def _append(self, line):
         """A whole line or none; a disk that is full costs lines of the log, not the run."""
@@ -112,13 +128,13 @@ class Logger:
                 self.print(f"warning: {self.file.name}: {error.strerror}; training goes on, lines are lost")
             self.full = True
 
-    def start(self, step, tokens, rows, settings, account):
-        """The start-up summary. account: a flops.Account, for the MFU."""
-        self.account, self.origin = account, tokens - step * self.batch_tokens
+    def start(self, state, rows, settings, account):
+        """The start-up summary. state: a train.State; account: a flops.Account, for the MFU."""
+        self.account, self.tokens = account, state.tokens
         words = " ".join(f"{name}={shlex.quote(str(value))}" for name, value in settings.items())
         rows = [describe_device(self.world), *rows, ("settings", words or "all defaults")]
         show(rows, self.print)
-        self.record("start", step, flops_per_token=account.flops_per_token, rows=rows)
+        self.record("start", state.step, flops_per_token=account.flops_per_token, rows=rows)
 
     def saved(self, step, folder):
         """A checkpoint is complete. A later --resume=auto that finds none looks for this line of the log."""
@@ -139,11 +155,12 @@ class Logger:
             self.wandb = None
         self.record(done[0], step)  # the last line, which a run that was killed lacks
 
-    def step(self, step, lr, loss, norm, began, flags=()):
-        """Takes a step that was launched -> the ranks' means of [*flags, seconds] at the step read last."""
-        own = [torch.full_like(loss, flag) for flag in (*flags, self.seconds)]
-        figures = parallel.sum_over_ranks(torch.stack([loss, norm, *own])) / self.world.size
-        self.unread.append((step, lr, began, parallel.Later(figures)))
+    def step(self, state, lr, means, began):
+        """Takes a step that was launched -> the ranks' means of `own` at the step read last, see Figures.
+
+        state: a train.State after the step; means: its figures.Means; began: a parallel.Moment before it.
+        """
+        self.unread.append((state.step, state.tokens, lr, began, means))
         while len(self.unread) > self.late:
             self._read(*self.unread.popleft())
         return self.figures
@@ -154,37 +171,62 @@ class Logger:
             self._read(*self.unread.popleft())
         self.mark = None
 
-    def _read(self, step, lr, began, result):
-        loss, norm, *self.figures = result.get()
+    def _read(self, step, tokens, lr, began, means):
+        loss, norm, extras, self.figures = means.get()
         self.late = int(self.world.device.type == "cuda" and self.figures[-1] < LONG)
-        first, self.seconds = self.seconds == 0, result.moment.since(self.mark or began)
-        self.mark = result.moment
+        first, self.seconds = self.seconds == 0, means.moment.since(self.mark or began)
+        self.mark = means.moment
         if not first:
             self.average = 0.9 * (self.average or self.seconds) + 0.1 * self.seconds
-        self._line(step, lr, loss, norm)
+        own, self.tokens = tokens - self.tokens, tokens
+        self._line(step, lr, loss, norm, extras, own)
+        self._warn_of_days(step)
         figures = {"loss": loss} if self.max_skipped is None else {"loss": loss, "gradient norm": norm}
         self._skip_or_refuse(step, {name: x for name, x in figures.items() if not math.isfinite(x)})
         if math.isfinite(loss):
             self._look_for_spike(step, loss)
 
-    def _line(self, step, lr, loss, norm):
+    def _line(self, step, lr, loss, norm, extras, tokens):
+        """tokens: of this step."""
         seconds, left, device = self.seconds, self.max_steps - step, self.world.device
-        rate = self.batch_tokens / seconds
+        rate = tokens / seconds
         mfu = self.account.mfu(rate, self.world.size)
         gib = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
         values = dict(loss=loss, lr=lr, norm=norm, dt_ms=seconds * 1e3, tok_per_s=rate, mfu=mfu, gib=gib)
-        self.record("train", step, **values, tokens=self.origin + step * self.batch_tokens)
+        named = {"extras": extras} if extras else {}
+        self.record("train", step, **values, tokens=self.tokens, **named)
         if step % self.log_interval == 0 or left == 0 or self.average is None:  # None: the first step
             eta = "n/a" if left and self.average is None else tqdm.format_interval(left * (self.average or 0))
-            self.print(
-                f"step {step:>{len(str(self.max_steps))}}/{self.max_steps} | loss {loss:8.4f} | "
-                f"lr {lr:.2e} | norm {norm:7.3f} | {seconds * 1e3:8.1f} ms | {rate:>11,.0f} tok/s | "
-                f"mfu {'  n/a' if mfu is None else f'{mfu:5.1%}'} | "
-                f"{'' if gib is None else f'{gib:5.1f} GiB | '}eta {eta}"
-            )
+            parts = {
+                "step": f"step {step:>{len(str(self.max_steps))}}/{self.max_steps}",
+                "loss": f"loss {loss:8.4f}",
+                "lr": f"lr {lr:.2e}",
+                "norm": f"norm {norm:6.3f}",
+                "dt_ms": f"{seconds * 1e3:8,.1f} ms",
+                "tok_per_s": f"{rate:>9,.0f} tok/s",
+                "mfu": "" if mfu is None else f"mfu {mfu:5.1%}",
+                "gib": "" if gib is None else f"{gib:5.1f} GiB",
+                "eta": f"eta {eta}",
+            }
+            self.print(fitting(parts, droppable=["lr", "gib", "norm"]))
+            if extras:
+                self.print("     " + " | ".join(f"{name} {value:.4g}" for name, value in extras.items()))
+
+    def _warn_of_days(self, step):
+        """Once, when the second step has shown how long one takes without compilation."""
+        left = (self.max_steps - step) * (self.average or 0)
+        if left > LONG_RUN and not self.warned:
+            self.warned = True
+            days = f"this run takes about {left / 86_400:.0f} days on this machine"
+            self.print(f"warning: {days}; try a smaller --max_steps or recipe, such as config/quickstart.py")
+
+    def compiling(self, what):
+        """Says that the first step compiles, and on a terminal how long it has taken, until it is read."""
+        self.print(f"{'compiling':<12} {what}")
+        self.counter = Counter("compiling") if self.world.main and sys.stderr.isatty() else None
 
     def _skip_or_refuse(self, step, bad):
-        """Counts a step that Training.step skipped for figures {name: value} in `bad`; refuses too many."""
+        """Counts a step that Training.update skipped for figures {name: value} in `bad`; refuses too many."""
         self.in_a_row = self.in_a_row + 1 if bad else 0
         for name, value in list(bad.items())[:1]:
             if self.in_a_row > (self.max_skipped or 0):
@@ -213,9 +255,38 @@ class Logger:
 
 
 def progress(iterable, label, total=None, stop=lambda: False, bar=True):
-    """Yields the items until stop(). Rank 0 shows a bar; outside a terminal, or with bar=False, rarely."""
-    rare = {} if bar and sys.stderr.isatty() else dict(delay=SILENT, mininterval=SILENT)
-    for item in tqdm(iterable, label, total, leave=False, disable=not is_rank_0(), **rare):
+    """Yields the items until stop(). Rank 0 shows a bar on a terminal; bar=False: after SILENT seconds."""
+    rare = {} if bar else dict(delay=SILENT, mininterval=SILENT)
+    hidden = not is_rank_0() or not sys.stderr.isatty()
+    for item in tqdm(iterable, label, total, leave=False, disable=hidden, **rare):
         if stop():
             break
         yield item
+
+
+def fitting(parts, droppable):
+    """The parts {name: text} in one line; on a narrow terminal without those that are droppable, in turn."""
+    shown = {name: text for name, text in parts.items() if text}
+    for name in droppable:
+        if sys.stdout.isatty() and len(" | ".join(shown.values())) > columns():
+            shown.pop(name, None)
+    return " | ".join(shown.values())
+
+
+class Counter:
+    """Shows in a line of stderr how many seconds a silent work has taken, until `stop`."""
+
+    def __init__(self, label):
+        self.label, self.ended = label, threading.Event()
+        self.thread = threading.Thread(target=self.count, daemon=True)
+        self.thread.start()
+
+    def count(self):
+        began = time.monotonic()
+        while not self.ended.wait(1):
+            print(f"\r{self.label} ... {time.monotonic() - began:.0f} s", end="", file=sys.stderr, flush=True)
+        print("\r" + " " * 40 + "\r", end="", file=sys.stderr, flush=True)
+
+    def stop(self):
+        self.ended.set()
+        self.thread.join()

@@ -29,6 +29,7 @@ class Start:
         own = self.folder and self.folder.resolve().parent == self.out_dir.resolve()
         self.wandb_id = self.state.get("wandb_id") if own else None  # else wandb begins a new run
         self.saved = self.folder if own and self.evaluated is not None else None  # else it is saved (again)
+        self.saved_at = self.step if self.saved else None
 
     def check(self, cfg):
         """Raises UserError unless the checkpoint is of a run with this model, optimizer, dtype and length."""
@@ -52,18 +53,26 @@ class Start:
         if self.step > cfg.max_steps and not cfg.dry_run:
             raise UserError(f"{self.folder} is beyond max_steps={cfg.max_steps}; try a larger --max_steps")
 
-    def restore(self, job, loader, world, allow_data_change):
-        """Optimizer, loss scaler, data position and random states, into what was built with `weights`."""
+    def restore(self, state, world):
+        """Puts what the checkpoint holds into a train.State that was built with its `weights`."""
         if not self.folder:
             return
-        if not parallel.all_finite(job.raw):
+        model = state.model
+        if not parallel.all_finite(model):
             raise CheckpointError(f"{self.folder}: weights are inf or NaN; remove it to take the one before")
-        checkpoint.load_optimizer_tensors(job.raw, job.optimizer, self._tensors["optimizer"])
-        job.scaler.load_state_dict(self.state["scaler"])
-        loader.load_state_dict(self.state["loader"], allow_data_change=allow_data_change)
+        checkpoint.load_optimizer_tensors(model, state.optimizer, self._tensors["optimizer"])
+        state.scaler.load_state_dict(self.state["scaler"])
+        position = self.state["loader"]
+        state.loader.load_state_dict(position)
+        state.step, state.evaluated = self.step, self.evaluated
+        state.score = self.state.get("val_loss")
+        if "tokens" in self.state:
+            state.tokens = self.state["tokens"]
+        else:  # as checkpoints once counted them
+            state.tokens = position["rows"] * position["block_size"]
         ranks, rng = self.state["world_size"], self._tensors.get("rng", {})
-        if ranks != world.size or not checkpoint.load_rank_tensors(rng, job.raw, world.rank, world.device):
-            self.warnings.append(f"saved by {ranks} ranks: dropout and fp8's scales start afresh")
+        if ranks != world.size or not checkpoint.load_rank_tensors(rng, model, world.rank, world.device):
+            self.warnings.append(f"saved by {ranks} ranks: random numbers and fp8's scales start afresh")
         self._tensors, self.weights = {}, None  # closes the files
 
     def prepare_out_dir(self):

@@ -1,7 +1,7 @@
 """Continues text with a model, token by token, with a KV cache: keys and values of earlier tokens are kept.
 
-The cache goes around attn.core, as scale/ does, and gives positions the rows of their tables; the model's own
-forward runs, not compiled, on a GPU as one CUDA graph a token. Between two steps the model is as it was.
+The cache goes around attn.core, as scale/ does; the model's own forward runs, told the positions of the new
+tokens, not compiled, on a GPU as one CUDA graph a token. Between two steps the model is as it was.
 """
 
 import contextlib
@@ -121,20 +121,27 @@ def make_cache(model, temperature=0, top_k=None, rows=1, **_):
     """A Cache; None, with a warning, for an edited model that it does not suit."""
     at = torch.arange(min(16, model.cfg.block_size), device=parallel.device_of(model))
     idx = at[None] % model.cfg.vocab_size
-    for by_row in (not parallel.units(model), False):  # FSDP2 divides the tables
-        try:
-            trial = Cache(model, 1, by_row)
-            expected, trial.length = trial.forward(idx, at), len(at) - 1
-            found = trial.forward(idx[:, -1:], at[-1:])
-        except (configurator.UserError, RuntimeError) as error:  # as where v is wider than k
-            return warn(str(error).partition("\n")[0])
-        most = 0.1 if torch.is_autocast_enabled(at.device.type) else 0.03  # in bf16 0.02, float32 1e-6
-        if not (found - expected).std() > most * expected.std():
-            graph = by_row and at.is_cuda
-            if graph and (why := waits(trial.forward, idx[:, -1:], at[-1:])):
-                graph = warn(why, "a CUDA graph")
-            return Cache(model, rows, by_row, graph, temperature, top_k)
+    try:
+        trial = Cache(model, 1)
+        expected, trial.length = trial.forward(idx, at), len(at) - 1
+        found = trial.forward(idx[:, -1:], at[-1:])
+    except (configurator.UserError, RuntimeError) as error:  # as where v is wider than k
+        return warn(str(error).partition("\n")[0])
+    most = 0.1 if torch.is_autocast_enabled(at.device.type) else 0.03  # in bf16 0.02, float32 1e-6
+    if not (found - expected).std() > most * expected.std():
+        graph = at.is_cuda and not parallel.units(model)  # FSDP2's collectives are in no graph
+        if graph and (why := waits(trial.forward, idx[:, -1:], at[-1:])):
+            graph = warn(why, "a CUDA graph")
+        return Cache(model, rows, graph, temperature, top_k)
     return warn("model.py mixes tokens outside of attn.core, or uses a block twice")
+
+
+def put_core(module, core):
+    """Sets an attention's own core; None: its class's again."""
+    if core is None:
+        del module.core
+    else:
+        module.core = core
 
 
 @functools.cache
@@ -146,12 +153,12 @@ class Cache:
     """The ids of some rows, their keys and values, and the step that draws the next ids.
 
     Raises UserError for an attn.core that it does not suit. It needs torch.no_grad, one autocast context, and
-    context.alone. by_row: positions have the row of their tables, for a graph; else they have `first`.
+    context.alone.
     """
 
-    def __init__(self, model, rows, by_row, graphs=False, *options):  # of pick
+    def __init__(self, model, rows, graphs=False, *options):  # of pick
         device = parallel.device_of(model)
-        self.model, self.by_row, self.graphs, self.options = model, by_row, graphs, options
+        self.model, self.graphs, self.options = model, graphs, options
         self.kept, self.graph, self.attentions = {}, None, context.attentions(model, "a KV cache")
         self.ids = torch.zeros(rows, model.cfg.block_size + 1, dtype=torch.long, device=device)
         self.places = torch.arange(model.cfg.block_size, device=device)
@@ -206,17 +213,11 @@ class Cache:
             self.size, self.graph = min(limit, size), None
         mask = functools.cache(lambda: 1e30 * (at[:, None] - self.places[: self.size]).clamp(-1, 0))
         attend = functools.partial(self.attend, at, mask)
-        own = [(vars(m), "core", functools.partial(attend, m, m.core)) for m in self.attentions]
-        for module in context.positions(self.model):
-            tensors = [*module.named_parameters(), *module.named_buffers()] if self.by_row else []
-            own.append((vars(module), "first", 0 if self.by_row else self.length))
-            own += [(vars(module), name, t[at]) for name, t in tensors if t.shape[:1] == (limit,)]
         with contextlib.ExitStack() as after, torch.compiler.set_stance("force_eager"):
-            for values, name, value in own:
-                undo = (values.update, {name: values[name]}) if name in values else (values.pop, name)
-                after.callback(*undo)
-                values[name] = value
-            return self.model.logits(idx, slice(-1, None))[:, 0]
+            for module in self.attentions:
+                after.callback(put_core, module, vars(module).get("core"))
+                put_core(module, functools.partial(attend, module, module.core))
+            return self.model.logits(idx, slice(-1, None), positions=at)[:, 0]
 
     def attend(self, at, mask, module, core, q, k, v, *options):
         """attn.core for the tokens `at`, q: (B, H, T, D); k, v: (B, H_kv, T, D) -> as q."""

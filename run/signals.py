@@ -17,6 +17,7 @@ import time
 import traceback
 
 import torch
+from torch.utils.checkpoint import CheckpointError as RecomputationError
 
 from configurator import UserError, leave
 from scale import memory, parallel
@@ -208,6 +209,10 @@ def explained(cfg, world):
         yield
     except torch.OutOfMemoryError:
         raise UserError(memory.advice(cfg, world.size, torch.cuda.mem_get_info(world.device)[1])) from None
+    except RecomputationError as error:
+        why = str(error).partition("\n")[0].removeprefix("torch.utils.checkpoint: ")
+        hint = "a block must compute the same each time it runs on the same input; try --remat=none"
+        raise UserError(f"remat={cfg.remat}: {why} {hint}") from None
     except RuntimeError as error:
         if inner := getattr(error, "inner_exception", None):  # of torch._dynamo's BackendCompilerFailed
             text = f"{type(inner).__name__}: {inner}".partition("\n")[0]

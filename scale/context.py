@@ -2,10 +2,11 @@
 
 Only attention's core mixes tokens: an all-to-all before it exchanges tokens for heads, so that a rank has all
 tokens of some heads, and one after it reverses that (Ulysses, https://arxiv.org/abs/2309.14509). They are
-data-parallel ranks to gradients. An edit that mixes tokens outside attn.core gives wrong results.
+data-parallel ranks to gradients. An edit that mixes tokens outside attn.core is refused, see `prove`.
 """
 
 import contextlib
+import dataclasses
 import math
 from types import SimpleNamespace
 
@@ -15,18 +16,21 @@ from torch.distributed._functional_collectives import all_gather_tensor, all_to_
 import kernels
 import model as models
 from configurator import UserError
-from scale import parallel
+from scale import generators, parallel
 
 
 def apply(model, cfg, world):
     """Wraps the cores of all attentions; neighbouring ranks share a sequence. All ranks call it."""
     N, limit = cfg.context_parallel, parallel.time_limit(cfg.timeout_s)
     groups = [torch.distributed.new_group(range(i, i + N), timeout=limit) for i in range(0, world.size, N)]
-    spread = model.spread = SimpleNamespace(group=groups[world.rank // N], size=N, on=True)  # see `alone`
+    wrap(model, SimpleNamespace(group=groups[world.rank // N], size=N, on=True))
+
+
+def wrap(model, spread):
+    """Wraps the cores of all attentions. spread: the ranks that share rows; on: see `alone`."""
+    model.spread = spread
     for module in attentions(model, "context_parallel", any_core=True):
         module.core = Ulysses(module.core, spread)
-    for module in positions(model):
-        module.first = world.rank % N * (cfg.block_size // N)
 
 
 def attentions(model, setting, any_core=False):
@@ -45,20 +49,18 @@ def attentions(model, setting, any_core=False):
     return list(filter(suits, model.modules()))
 
 
-def positions(model):
-    """The modules that know the position of a row's first token, `first`."""
-    return [module for module in model.modules() if hasattr(module, "first")]
-
-
 @contextlib.contextmanager
 def alone(model):
     """Within it, each rank has whole, separate rows, each of one document: for HellaSwag and samples."""
-    own = [(getattr(model, name), "on", False) for name in ("spread", "documents") if hasattr(model, name)]
-    with contextlib.ExitStack() as undo:
-        for thing, name, value in own + [(module, "first", 0) for module in positions(model)]:
-            undo.callback(setattr, thing, name, getattr(thing, name))
-            setattr(thing, name, value)
+    own = [getattr(model, name) for name in ("spread", "documents") if hasattr(model, name)]
+    before = [thing.on for thing in own]
+    for thing in own:
+        thing.on = False
+    try:
         yield
+    finally:
+        for thing, on in zip(own, before):
+            thing.on = on
 
 
 class Ulysses:
@@ -72,6 +74,9 @@ class Ulysses:
         if not self.spread.on:
             return self.core(q, k, v, *options)
         N, group = self.spread.size, self.spread.group
+        if q.size(-1) != v.size(-1):
+            widths = f"keys of {q.size(-1)} channels and values of {v.size(-1)}"
+            raise UserError(f"context_parallel={N} exchanges heads of one width, attention has {widths}")
         q, k = q.to(v.dtype), k.to(v.dtype)  # RMSNorm under autocast gives float32
         k, v = (x.repeat_interleave(math.lcm(x.size(1), N) // x.size(1), dim=1) for x in (k, v))
         heads = [x.size(1) // N for x in (q, k, v)]
@@ -95,8 +100,92 @@ def whole_sequences(model, idx):
     return all_gather_tensor(idx.contiguous(), 1, spread.group) if spread and spread.on else idx
 
 
-def own_tokens(cfg, world, batch):
-    """This rank's tokens of (x, y), (B, T/N) each, of a batch of whole sequences, (B, T)."""
-    T = cfg.block_size // cfg.context_parallel
-    first = world.rank % cfg.context_parallel * T
-    return tuple(t[:, first : first + T] for t in batch)
+def own_tokens(cfg, world, x, y):
+    """This rank's part of whole sequences, x and y: (B, T) -> (x, y, positions): (B, T/N) twice, and (T/N,).
+
+    Without context parallelism all of them, and None for the positions 0 to T - 1.
+    """
+    N = cfg.context_parallel
+    if N == 1:
+        return x, y, None
+    T, rest = divmod(x.size(1), N)
+    if rest:
+        raise UserError(f"context_parallel={N} must divide the length of a batch's rows, {x.size(1)}")
+    first = world.rank % N * T
+    positions = torch.arange(first, first + T, device=x.device)
+    return x[:, first : first + T], y[:, first : first + T], positions
+
+
+PROOF = 16  # tokens of each rank in `prove`
+
+
+def prove(model, cfg, world, autocast, eot=None):
+    """Compares rows that ranks share with the same rows on each rank alone; UserError if they differ.
+
+    An edit that mixes tokens outside attn.core, or in the loss, would be wrong without a word. The model is a
+    narrow one of the same code, in float32 and with random weights, since initial ones may be zero; where an
+    edit cannot be built so, it is the run's own model. eot: the id that separates documents, for the rows.
+    """
+    try:
+        small, shape = narrow(model, cfg, world)
+        small.train()  # what is added to the loss in training alone counts too
+        differ = compare(small, shape, world, contextlib.nullcontext(), eot, 0.01, 5e-6)
+    except UserError:
+        raise
+    except Exception:  # of any type: an edit that depends on a width, say
+        exact = cfg.precision in ("fp32", "tf32")
+        model.eval()
+        differ = compare(model, cfg, world, autocast, eot, *((0.03, 1e-4) if exact else (0.1, 5e-3)))
+        model.train()
+        parallel.reshard(model)
+    if any(parallel.gather_objects(differ)):
+        why = "model.py mixes tokens outside of attn.core, or in its loss"
+        raise UserError(f"context_parallel={cfg.context_parallel} divides rows among ranks, and {why}")
+
+
+def narrow(model, cfg, world):
+    """(a model of cfg's depth and heads with heads of 8 channels and random weights, its settings)."""
+    T = min(cfg.block_size, PROOF * cfg.context_parallel)
+    widths = dict(n_embd=8 * cfg.n_head, head_dim=8, n_hidden=16 * cfg.n_head, block_size=T)
+    shape = dataclasses.replace(cfg, **widths, attention="math", dropout=0.0)
+    with generators.kept(world.device):
+        small = models.build(shape, world.device, cfg.seed)
+        with torch.no_grad():
+            for parameter in small.parameters():
+                noise = torch.randn_like(parameter)
+                if parameter.dim() > 1:
+                    parameter.copy_(noise / parameter.size(-1) ** 0.5)
+                else:
+                    parameter.add_(0.1 * noise)
+    wrap(small, model.spread)
+    return small, shape
+
+
+@torch.no_grad()
+def compare(model, cfg, world, autocast, eot, logits_most, loss_most):
+    """Whether logits, by so much of their standard deviation, or losses differ on parts and on whole rows.
+
+    A forward that draws random numbers cannot be compared, and counts as the same.
+    """
+    T = min(cfg.block_size, PROOF * cfg.context_parallel)
+    draw = torch.Generator().manual_seed(cfg.seed)
+    rows = torch.randint(cfg.vocab_size, (2, T + 1), generator=draw)
+    if eot is not None:
+        rows = torch.where(rows == eot, (rows + 1) % cfg.vocab_size, rows)
+        if not hasattr(model, "documents"):  # whose rows are one document each while they are whole
+            rows[:, 2 :: PROOF // 2] = eot
+    rows = rows.to(world.device)
+    x, y, positions = own_tokens(cfg, world, rows[:, :-1], rows[:, 1:])
+    with autocast, generators.kept(world.device), torch.compiler.set_stance("force_eager"):
+        loss, count, _ = model(x, y, positions)
+        parts = torch.stack([torch.as_tensor(loss * count), torch.as_tensor(count).to(loss)]).float()
+        torch.distributed.all_reduce(parts, group=model.spread.group)
+        found = model.logits(x, positions=positions)
+        with alone(model):
+            loss, count, _ = model(rows[:, :-1], rows[:, 1:])
+            again, _, _ = model(rows[:, :-1], rows[:, 1:])
+            expected = model.logits(rows[:, :-1])[:, positions]
+    differ = (found - expected).std() > logits_most * expected.std()
+    differ = differ or abs(parts[0] / parts[1] - loss) > loss_most * abs(loss)
+    differ = differ or abs(parts[1] - count) > 0.5
+    return bool(differ and loss == again)

@@ -23,19 +23,20 @@ AHEAD = 0.05  # part of a trial's time after its last launch, below which the GP
 ALIGNED = 128  # elements: each gradient begins at a multiple of them
 
 
-def choose(cfg, world, micro_step, model, accumulation):
+def choose(cfg, world, micro_step, model):
     """(a Replayed, or None, rows of the start-up summary): as set, or with "auto" after a trial."""
     found = conflicts(dataclasses.replace(cfg, cuda_graph=True), world.size)
     never = [line for line in found if "cuda_graph" in line]
     never += ["it needs a CUDA device"] * (world.device.type != "cuda")
     if cfg.cuda_graph == "auto" and never:
         return None, [("cuda graph", f"no ({never[0]})")]
-    graph = Replayed(micro_step, model, accumulation, cfg.reduce_dtype)
+    graph = Replayed(micro_step, model, cfg.reduce_dtype)
     if cfg.cuda_graph is True:
         return graph, []
     launched, total = graph.trial(cfg)
     model.zero_grad()
-    cfg.precision == "fp8" and fast.fp8.reset(model)
+    if cfg.precision == "fp8":
+        fast.fp8.reset(model)
     torch.cuda.empty_cache()  # what the trial took of another stream's memory
     waits = any(parallel.gather_objects(launched > (1 - AHEAD) * total))
     timed = f"the host takes {launched * 1e3:.1f} of a micro-step's {total * 1e3:.1f} ms to launch it"
@@ -49,21 +50,28 @@ class Replayed:
     Its gradients stay in place: where the optimizer sets .grad to None, the next call puts zeros back.
     """
 
-    def __init__(self, micro_step, model, accumulation, reduce_dtype):
-        self.micro_step, self.accumulation, self.parameters = micro_step, accumulation, [*model.parameters()]
+    def __init__(self, micro_step, model, reduce_dtype):
+        self.micro_step, self.parameters = micro_step, [*model.parameters()]
         self.reduce_dtype = torch.bfloat16 if reduce_dtype == "bf16" else None  # None: the gradients' own
         self.device = self.parameters[0].device
-        self.stream, self.steps, self.micro_steps = stream(self.device), 0, 0
+        self.stream, self.steps = stream(self.device), 0
         self.graph = self.batch = self.flat = None
 
-    def __call__(self, *batch):
-        """The micro-step's loss, in a tensor that the next call may overwrite. batch: tensors and numbers."""
-        given = [torch.as_tensor(value) for value in batch]
-        self.batch = self.batch or [torch.empty_like(t, device=self.device) for t in given]
-        for own, value in zip(self.batch, given, strict=True):
-            own.copy_(value, non_blocking=True)
+    def __call__(self, x, y, positions=None, average=True):
+        """The micro-step's sums, a list of tensors. x, y: (B, T), always of one shape.
+
+        average: this is the step's last micro-step, after which the gradients are averaged over the ranks.
+        """
+        if positions is not None:
+            raise UserError("cuda_graph=True replays positions 0 to T - 1; with others leave it out")
+        self.batch = self.batch or [torch.empty_like(t, device=self.device) for t in (x, y)]
+        for own, given in zip(self.batch, (x, y), strict=True):
+            if own.shape != given.shape:
+                shapes = f"{tuple(given.shape)} after {tuple(own.shape)}"
+                raise UserError(f"cuda_graph=True needs batches of one shape, not {shapes}; leave it out")
+            own.copy_(given, non_blocking=True)
         begins = all(p.grad is None for p in self.parameters)  # a step
-        self.steps, self.micro_steps = self.steps + begins, 1 if begins else self.micro_steps + 1
+        self.steps += begins
         if self.steps <= EAGER_STEPS:
             self.launch()
         else:
@@ -72,9 +80,9 @@ class Replayed:
             if self.graph is None:
                 self.capture()
             self.graph.replay()
-        if self.micro_steps == self.accumulation and dist.is_initialized():
+        if average and dist.is_initialized():
             self.average()
-        return self.loss
+        return [total.clone() for total in self.sums]  # the next replay overwrites them
 
     def trial(self, cfg):
         """Times consecutive micro-steps: (seconds in which the host launches one, seconds that one takes).
@@ -92,7 +100,7 @@ class Replayed:
                 self.launch()
             launched = (time.perf_counter() - began) * free
             total = parallel.synchronize(self.device) - began
-        self.batch = self.loss = None
+        self.batch = self.sums = None
         return launched / TRIAL, total / TRIAL
 
     def launch(self):
@@ -100,7 +108,7 @@ class Replayed:
         usual = torch.cuda.current_stream()
         self.stream.wait_stream(usual)
         with torch.cuda.stream(self.stream):
-            self.loss = self.micro_step(*self.batch)
+            self.sums = self.micro_step(*self.batch)
         usual.wait_stream(self.stream)
         self.used = [p for p in self.parameters if p.grad is not None]
 
@@ -117,7 +125,7 @@ class Replayed:
         self.graph = torch.cuda.CUDAGraph()
         try:  # thread_local: the loader's thread may allocate and copy meanwhile
             with torch.cuda.graph(self.graph, stream=self.stream, capture_error_mode="thread_local"):
-                self.loss = self.micro_step(*self.batch)
+                self.sums = self.micro_step(*self.batch)
         except RuntimeError as error:
             cause = error.__context__ or error  # where the capture then cannot be ended either
             if isinstance(cause, torch.OutOfMemoryError):

@@ -131,7 +131,8 @@ def shard(model, cfg, world, regular=True):
         fsdp.fully_shard(model.head, reshard_after_forward=False, **options)
         fsdp.register_fsdp_forward_method(model.head, "logits")
     fsdp.fully_shard(model, **options)
-    fsdp.register_fsdp_forward_method(model, "logits")
+    for method in ("logits", "token_losses"):
+        fsdp.register_fsdp_forward_method(model, method)
     model.frees_gathered = frees
     if not frees:
         model.register_forward_pre_hook(gather_all)

@@ -49,4 +49,18 @@ def autocast(precision, device):
     torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
     if precision not in DTYPES:
         return contextlib.nullcontext()
-    return torch.autocast(device.type, DTYPES[precision])
+    return Autocast(device.type, DTYPES[precision])
+
+
+class Autocast:
+    """torch.autocast that may be entered again within itself: an object of torch's would not end then."""
+
+    def __init__(self, *options):
+        self.options, self.entered = options, []
+
+    def __enter__(self):
+        self.entered.append(torch.autocast(*self.options))
+        self.entered[-1].__enter__()
+
+    def __exit__(self, *error):
+        self.entered.pop().__exit__(*error)

@@ -7,7 +7,8 @@
 --remat_tile=16384 computes an MLP on so many tokens at a time, so that its wide tensors are small
 --remat_offload    block, attention: what is kept waits in pinned host memory
 
-The block's own forward runs twice, with the random state replayed, so that any edit of it is right.
+The block's own forward runs twice, with the states of torch's, numpy's and Python's random numbers replayed,
+so that any edit of it is right.
 """
 
 import collections
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import kernels
 from configurator import UserError
+from scale import generators
 
 # Before torch 2.12 a compiled checkpoint keeps what an autograd.Function saves (pull request 177396).
 always = lambda *_, **__: CheckpointPolicy.MUST_RECOMPUTE
@@ -69,11 +71,25 @@ class Checkpointed:
         shelf, kept, results = self.tape.shelf, list(inputs), []
         shelf.begin()
         forward = lambda _: self.block(*(taken(shelf, x) for x in kept), **named)
-        contexts = lambda: (self.tape.use(results, recording=True), self.tape.use(results, recording=False))
+        replay = generators.Replay()
+
+        def contexts():
+            recorded, replayed = replay.contexts()
+            return (
+                both(self.tape.use(results, recording=True), recorded),
+                both(self.tape.use(results, recording=False), replayed),
+            )
+
         # the empty tensor says on which device the random state is to be kept
         out = checkpoint(forward, inputs[0].new_empty(0), use_reentrant=False, context_fn=contexts)
         kept[:] = (shelf.put(x.detach()) if torch.is_tensor(x) and x.requires_grad else x for x in inputs)
         return out
+
+
+@contextlib.contextmanager
+def both(outer, inner):
+    with outer, inner:
+        yield
 
 
 def taken(shelf, x):
@@ -173,7 +189,10 @@ class RecomputedMLP:
             return self.tiled(x, run, [p for part in parts for p in part.parameters() if p.requires_grad])
         if not torch.is_grad_enabled():
             return run(x)
-        contexts = RECOMPUTE_ALL if torch.compiler.is_compiling() else {}
+        # torch.compile draws Python's and numpy's random numbers before the graph, or by torch's generator
+        contexts = dict(context_fn=generators.Replay().contexts)
+        if torch.compiler.is_compiling():
+            contexts = RECOMPUTE_ALL
         return checkpoint(run, x, use_reentrant=False, **contexts)
 
     @torch.compiler.disable
@@ -209,7 +228,7 @@ class RecomputeInTiles(torch.autograd.Function):
         ctx.save_for_backward(x)
         ctx.run, ctx.tiles, ctx.parameters = run, tiles, parameters
         ctx.autocast = torch.is_autocast_enabled(x.device.type), torch.get_autocast_dtype(x.device.type)
-        ctx.state = torch.get_rng_state(), torch.cuda.get_rng_state(x.device) if x.is_cuda else None
+        ctx.states = generators.states(x.device)
         return x.view_as(x)
 
     @staticmethod
@@ -218,11 +237,8 @@ class RecomputeInTiles(torch.autograd.Function):
         dx, sums = torch.empty_like(x), [None] * len(parameters)
         # without autocast's cache, which would hand a tile the casts, and the freed graph, of the tile before
         autocast = torch.autocast(x.device.type, dtype, enabled, cache_enabled=False)
-        random = torch.random.fork_rng([x.device] if x.is_cuda else [])  # as in the forward, until the end
-        with autocast, random, torch.enable_grad():
-            torch.set_rng_state(ctx.state[0])
-            if x.is_cuda:
-                torch.cuda.set_rng_state(ctx.state[1], x.device)
+        with autocast, generators.kept(x.device), torch.enable_grad():
+            generators.restore(ctx.states, x.device)  # as in the forward, until the end
             for t in ctx.tiles:
                 xt = x[:, t].detach().requires_grad_()
                 out = ctx.run(xt)

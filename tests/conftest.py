@@ -25,7 +25,12 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else a pool of pr
 
 interpreter.hasten()
 
-import kernels  # noqa: E402, since PyTorch may import Triton for it
+import torch._dynamo.config  # noqa: E402, since PyTorch may import Triton for it, and so below
+import torch._functorch.config  # noqa: E402
+import torch._inductor.config  # noqa: E402
+import torch.compiler.config  # noqa: E402
+
+import kernels  # noqa: E402
 import train  # noqa: E402
 from configurator import UserError, configure  # noqa: E402
 from run import checkpoint  # noqa: E402
@@ -53,6 +58,59 @@ def pytest_collection_modifyitems(items):
         if "products" in item.fixturenames:
             item.add_marker("device")
         item.user_properties += [("fault", row) for mark in item.iter_markers("fault") for row in mark.args]
+
+
+# what compile_model, fusion.register, make_deterministic and serve set for the process; `kept` names the rest
+SETTINGS = [
+    (torch._dynamo.config, "recompile_limit"),
+    (torch._dynamo.config, "optimize_ddp"),
+    (torch._functorch.config, "autograd_cache_allow_custom_autograd_functions"),
+    (torch._inductor.config, "unsafe_marked_cacheable_functions"),
+    (torch._inductor.config, "post_grad_custom_pre_pass"),
+    (torch.compiler.config, "cache_key_tag"),
+    (torch.utils.deterministic, "fill_uninitialized_memory"),
+    (kernels, "served"),
+]
+
+
+@contextlib.contextmanager
+def kept():
+    """Puts back what is set for the whole process within, so that no test depends on those before it."""
+    environment, served = dict(os.environ), set(kernels.served)
+    values = [getattr(owner, name) for owner, name in SETTINGS]
+    products, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warns, dtype = torch.is_deterministic_algorithms_warn_only_enabled(), torch.get_default_dtype()
+    try:
+        yield
+    finally:
+        for (owner, name), value in zip(SETTINGS, values):
+            if getattr(owner, name) is not value:
+                setattr(owner, name, value)
+        kernels.served.clear()
+        kernels.served.update(served)
+        torch.set_float32_matmul_precision(products)  # "high", which autocast sets for all but fp32, is TF32
+        torch.use_deterministic_algorithms(deterministic, warn_only=warns)
+        torch.set_default_dtype(dtype)
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+        restore(environment)
+
+
+def restore(environment):
+    """Sets what is not as in `environment`; no more, since another thread may be reading the others."""
+    now = dict(os.environ)
+    for name in now | environment:
+        if now.get(name) != environment.get(name) and name != "PYTEST_CURRENT_TEST":
+            os.environ.pop(name, None)
+            os.environ.update({name: environment[name]} if name in environment else {})
+
+
+@pytest.fixture(autouse=True)
+def settings_kept():
+    """A test on a GPU was red after others had left TF32 on."""
+    with kept():
+        yield
 
 
 def write_shard(path, tokens, dtype=np.uint16):

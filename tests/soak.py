@@ -123,7 +123,7 @@ def complete(cfg, folder, log):
     bad, left = [path for path in saved if checkpoint.problem(path)], list(folder.glob(".writing*"))
     whole = len(saved) in (2, 3) and not bad and not left
     found = f"{len(saved)}, damaged {len(bad)}, unfinished {len(left)}"
-    expected = [cfg.steps, times, times, times]
+    expected = [cfg.steps, times, times, times - 1]  # samples are not made before the first step
     return [
         ("lines: train, val, HellaSwag, sample", str(counts), str(expected), counts == expected),
         ("checkpoints", found, "2 and the best, 0, 0", whole),

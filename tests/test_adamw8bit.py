@@ -158,8 +158,8 @@ def test_a_step_is_adamws_but_for_the_codes():
         plain.grad = torch.randn(80, 300) + 0.5
         coded.grad = plain.grad.clone()
         a.step(), b.step()
-        if step == 0:
-            torch.testing.assert_close(plain, coded, rtol=1e-6, atol=1e-7)
+        if step == 0:  # a weight's rounding, 2^-25 of it, beside a step of 1/100
+            assert error(coded - start, plain - start) < 1e-5
     moved, found = plain - start, coded - start
     assert error(found, moved) < 0.05 and abs(found.mean() / moved.mean() - 1) < 0.005
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import ROOT, train_ranks
 from ranks import call
+from stepping import take_step
 
 import fast
 import model as models
@@ -170,11 +171,12 @@ def held_in_rank(words):
     cfg = configure(StepConfig, words)
     world = parallel.join(cfg)
     own, _, job = step.build(cfg, world)
-    job.optimizer.zero_grad = lambda **_: None
-    job.step(step.synthetic(own, world), 1e-3)
-    weights = list(job.raw.parameters())
+    job.state.optimizer.zero_grad = lambda **_: None
+    step.step(job, step.synthetic(own, world), own)
+    weights = list(job.state.model.parameters())
     assert all(t.device.type == "cpu" for p in weights for t in (p, p.grad))
-    moments = [value for state in job.optimizer.state.values() for value in state.values() if value.dim()]
+    states = job.state.optimizer.state.values()
+    moments = [value for state in states for value in state.values() if value.dim()]
     kinds = weights, [p.grad for p in weights], moments
     sizes = [[t.to_local().nbytes for t in tensors] for tensors in kinds]
     return sizes[0], sizes[1], sum(sizes[2]), memory.on_host(own, world.size)
@@ -211,7 +213,7 @@ def three_steps_in_rank(words):
     world = parallel.join(cfg)
     own, _, job = step.build(cfg, world)
     next_batch = step.synthetic(own, world)
-    found = [job.step(next_batch, own.lr)[0].item() for _ in range(3)]
+    found = [take_step(job, next_batch, own.lr)[0].item() for _ in range(3)]
     ranks = 2 if own.parallel == "ddp" else 1
     own = dataclasses.replace(own, batch_tokens=ranks * own.batch_tokens)
     return found, torch.cuda.max_memory_allocated(), memory.takes(own, ranks)

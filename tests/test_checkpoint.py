@@ -4,16 +4,20 @@ import errno
 import json
 import os
 import pickle
+import random
 import shutil
 import signal
 import threading
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import ranks
 import torch
 from conftest import load_checkpoint, load_model, save_model
 from safetensors.torch import save_file
 
+import train
 from configurator import UserError
 from model import build
 from run import checkpoint, files
@@ -85,6 +89,37 @@ def test_a_damaged_newest_is_passed_over_and_kept(tmp_path, harm, capsys):
             checkpoint.find(folder)
 
 
+def state_of(model, step):
+    """A train.State of a new run after so many steps."""
+    optimizer, scaler = torch.optim.AdamW(model.parameters()), torch.amp.GradScaler("cpu", enabled=False)
+    return train.State(model, optimizer, scaler, SimpleNamespace(state_dict=dict), step, tokens=64 * step)
+
+
+def drawn():
+    """A normal number of each generator; numpy and Python make two and keep the second for the next call."""
+    return (
+        torch.randn(3).tolist(),
+        np.random.normal(),
+        random.gauss(0, 1),
+        np.random.random(),
+        random.random(),
+    )
+
+
+def test_random_numbers_of_torch_numpy_and_python_go_on(tmp_path):
+    model = build(small(), CPU, seed=1)
+    for _ in range(2):
+        drawn()
+        saved = {f"0.{kind}": t for kind, t in checkpoint.rank_tensors(model, CPU).items()}
+        folder = checkpoint.save(tmp_path, 1, {"model": dict(model.named_parameters()), "rng": saved}, {})
+        expected = drawn()
+        assert drawn() != expected
+        stored = checkpoint.open_folder(folder)[0]["rng"]
+        assert checkpoint.load_rank_tensors(stored, model, 0, CPU) and drawn() == expected
+        assert checkpoint.load_rank_tensors({"0.cpu": saved["0.cpu"]}, model, 0, CPU)  # an older one's
+        assert drawn()[0] == expected[0]
+
+
 no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 
@@ -92,22 +127,24 @@ no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA devic
 def test_training_goes_on_while_a_copy_is_written(tmp_path, monkeypatch, device):
     """What is saved is what was there when `save` returned."""
     model, go_on, said = build(small(), torch.device(device), seed=1), threading.Event(), []
-    before, optimizer = model.wte.weight.detach().cpu().clone(), torch.optim.AdamW(model.parameters())
+    before, state = model.wte.weight.detach().cpu().clone(), state_of(model, 1)
     really = checkpoint.save_file
     monkeypatch.setattr(checkpoint, "save_file", lambda *args: go_on.wait(10) and really(*args))
     world = parallel.World(0, 1, torch.device(device))
     saver = checkpoint.Saver(world, tmp_path, 2, async_save=True, saved=lambda *saved: said.append(saved))
-    saver.save(1, model, optimizer, {"config": {}})
+    saver.save(state, config={})
     with torch.no_grad():
         model.wte.weight.zero_()
     assert saver.written() == 0 and not said and not checkpoint.folders(tmp_path)
     go_on.set()
-    saver.save(2, model, optimizer, {"config": {}})  # waits for the first
+    state.step, state.tokens = 2, 128
+    saver.save(state, config={})  # waits for the first
     assert [tmp_path / "step_00000001"] == checkpoint.folders(tmp_path) and len(said) == 1
     saver.wait()
     saver.wait()
-    tensors, state = load_checkpoint(checkpoint.find(tmp_path / "step_00000001"))
-    assert torch.equal(tensors["model"]["wte.weight"], before) and state["step"] == 1
+    tensors, found = load_checkpoint(checkpoint.find(tmp_path / "step_00000001"))
+    assert torch.equal(tensors["model"]["wte.weight"], before)
+    assert (found["step"], found["tokens"], found["world_size"]) == (1, 64, 1)
     assert not load_checkpoint(checkpoint.find(tmp_path))[0]["model"]["wte.weight"].any() and len(said) == 2
 
 
@@ -116,7 +153,6 @@ def test_training_goes_on_while_a_copy_is_written(tmp_path, monkeypatch, device)
 def test_a_full_disk_leaves_the_old_ones(tmp_path, monkeypatch, background):
     """In the background the next call of the saver raises it."""
     good, world, model = save(tmp_path, 1), parallel.World(0, 1, CPU), build(small(), CPU, seed=1)
-    optimizer = torch.optim.AdamW(model.parameters())
     saver = checkpoint.Saver(world, tmp_path, 2, background)
 
     def full(*_):
@@ -126,10 +162,10 @@ def test_a_full_disk_leaves_the_old_ones(tmp_path, monkeypatch, background):
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "save_file", full)
         with pytest.raises(checkpoint.CheckpointError, match=words):
-            saver.save(2, model, optimizer, {"config": {}})
-            saver.save(3, model, optimizer, {"config": {}})
+            saver.save(state_of(model, 2), config={})
+            saver.save(state_of(model, 3), config={})
     assert checkpoint.find(tmp_path) == good and list(tmp_path.iterdir()) == [good]
-    saver.save(3, model, optimizer, {"config": {}})
+    saver.save(state_of(model, 3), config={})
     saver.wait()
     assert checkpoint.find(tmp_path).name == "step_00000003"
 

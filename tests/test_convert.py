@@ -113,7 +113,7 @@ def test_logits_and_loss_equal_transformers_and_the_way_back_is_bitwise(make, tm
     # float32 throughout, but fused matrices and SDPA sum in another order: about 1e-6 of the largest logit a
     # sum, of which 3e-7 to 6e-7 is left. A wrong epsilon, theta or head order is off by 1e-3 and more.
     assert (got - expected.logits).abs().max() <= 5e-6 * expected.logits.abs().max()
-    assert abs(ours(x[:, :-1], x[:, 1:]) - expected.loss) <= 2e-6 * expected.loss
+    assert abs(ours(x[:, :-1], x[:, 1:])[0] - expected.loss) <= 2e-6 * expected.loss
     for stored in hf.open_hf(tmp_path / "a")[0].values():  # as a sharded run reads
         assert torch.equal(stored[3 : stored.shape[0] - 2], stored[...][3:-2])
     hf.save_hf(ours, tmp_path / "b")

@@ -1,7 +1,5 @@
 """--deterministic: runs of one command end with the same bits, and nothing is chosen by time or order."""
 
-import os
-
 import pytest
 import ranks
 import torch
@@ -22,14 +20,8 @@ RUNS |= {"remat": GROUPED | dict(remat="attention", optimizer="muon")}
 
 @pytest.fixture
 def deterministic():
-    """The mode as parallel.join switches it on, and what it changes put back afterwards."""
-    before, filled = dict(os.environ), torch.utils.deterministic.fill_uninitialized_memory
+    """The mode as parallel.join switches it on."""
     parallel.make_deterministic()
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.utils.deterministic.fill_uninitialized_memory = filled
-    os.environ.clear()
-    os.environ.update(before)
 
 
 def assert_same_bits(folder, step):

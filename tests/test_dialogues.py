@@ -11,7 +11,7 @@ import pytest
 import ranks
 import torch
 import torch.nn.functional as F
-from conftest import flags, losses, one_line, read_log, train_here, train_in_rank, write_shard
+from conftest import ROOT, flags, losses, one_line, read_log, train_here, train_in_rank, write_shard
 from test_fineweb import contents, hub_cache, prepare, shard_tokens, stopped_after  # noqa: F401
 
 import model as models
@@ -21,7 +21,8 @@ from configurator import UserError, configure
 from corpus import tokenizer
 from corpus.chat import Dialogues
 from corpus.loader import DataError, Split, TokenLoader, mask_path, verify
-from run import trained
+from run import build, trained
+from scale import parallel
 from settings import Config
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -192,16 +193,12 @@ def test_shards_and_loader_hold_every_dialogue_for_any_rank(data, chatml):
     T, n = 100, len(tokens)
     targets = np.where(loss, tokens.astype(int), -100)
     for world, B in [(1, 4), (2, 2)]:
-        common = dict(vocab_size=400, batch_tokens=8 * T)
-        loaders = [TokenLoader(folder, "train", B, T, rank, world, **common) for rank in range(world)]
+        loaders = [TokenLoader(folder, "train", B, T, rank, world, vocab_size=400) for rank in range(world)]
         for k in range(2 * n // (4 * T)):  # two epochs, so that rows wrap around
-            x, y, counts = zip(*[loader.next() for loader in loaders])
+            x, y = zip(*[loader.next() for loader in loaders])
             at = (np.arange(4 * k, 4 * k + 4)[:, None] % -(-n // T) * T + np.arange(T)) % n
             assert np.array_equal(torch.cat(x), tokens[at])
             assert np.array_equal(torch.cat(y), targets[(at + 1) % n])
-            first = 4 * (k // 2 * 2)  # of the step's 8 rows
-            step = (np.arange(first, first + 8)[:, None] % -(-n // T) * T + np.arange(1, T + 1)) % n
-            assert set(counts) == {loss[step].sum()}
         [loader.close() for loader in loaders]
 
 
@@ -249,6 +246,55 @@ def test_the_loss_is_the_mean_over_all_answers_of_the_step_for_any_ranks(data, t
     assert ranks.call(2, train_in_rank, words) == [(0, "")] * 2
     found = losses(read_log(tmp_path / "two"))
     assert sorted(found) == [3, 4] and all(found[s] == pytest.approx(losses(log)[s], rel=4e-6) for s in found)
+
+
+def masked_step(words):
+    """A step without clipping: (the loss over all ranks, {parameter: its gradient}, the norm)."""
+    cfg = configure(Config, words)
+    world = parallel.join(cfg)
+    loader = build.make_loader(cfg, world)
+    job = train.Training(build.choose(cfg, world.device)[0], world, loader)
+    sums = job.accumulate(loader.next)
+    norm = job.clip(sums)
+    loss = job.figures.over_ranks(sums, norm, []).get()[0]
+    loader.close()
+    whole = {
+        n: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+        for n, p in job.state.model.named_parameters()
+    }
+    return loss, {name: grad.clone() for name, grad in whole.items()}, norm.item()
+
+
+def masked_step_in_rank(words):
+    """For ranks.call."""
+    found = masked_step(words)
+    parallel.stop()
+    return found
+
+
+@pytest.mark.parametrize("parallel_as", ["ddp", "fsdp", "context"])
+def test_the_gradients_are_those_of_the_mean_over_all_answers_of_the_step(data, tmp_path, parallel_as):
+    """Micro-steps and ranks have other numbers of answers, and the mean of their means is another."""
+    folder, _ = data
+    given = SHAPE | dict(batch_size=1, batch_tokens=256, clip=None, positions="rope")
+    more = dict(context_parallel=2) if parallel_as == "context" else dict(parallel=parallel_as)
+    words = lambda **more: [
+        str(ROOT / "config/test.py"),
+        *flags(folder, tmp_path / "run", **given | more)[1:],
+    ]
+    cfg = configure(Config, words())
+    tokens, loss = (torch.from_numpy(a.astype(int))[: 8 * 32 + 1] for a in read_mask(folder, "train"))
+    model = models.build(cfg, torch.device("cpu"), cfg.seed)
+    x, y = tokens[:-1].view(8, 32), torch.where(loss[1:] > 0, tokens[1:], -100).view(8, 32)
+    counts = (y >= 0).sum(1)
+    assert len(counts.unique()) > 2
+    expected = F.cross_entropy(model.logits(x).mT, y)
+    expected.backward()
+    refs = {name: p.grad for name, p in model.named_parameters()}
+    for found, grads, norm in [masked_step(words()), *ranks.call(2, masked_step_in_rank, words(**more))]:
+        assert found == pytest.approx(expected.item(), rel=2e-6)
+        torch.testing.assert_close(grads, refs, rtol=1e-4, atol=1e-7)
+        assert norm == pytest.approx(torch.cat([g.flatten() for g in refs.values()]).norm().item(), rel=1e-5)
 
 
 def test_a_step_without_answers_has_a_loss_of_zero(data, tmp_path):

@@ -22,13 +22,14 @@ import torch
 import torch.nn.functional as F
 from compare import DEVICE, GPU, LLAMA, error, runs_kernels, slow
 from conftest import ROOT, compile_to_graphs, stand_in_for_cublas
+from stepping import take_step
 
 pytest.importorskip("triton", reason="Triton is installed with PyTorch's CUDA builds only")
 import kernels
 import model as unedited
 import train
 from fast.chips import best_attention
-from run import build
+from run import build, evaluate
 from run.flops import Account
 from scale import context, memory, parallel
 from scale.shards import copy_into
@@ -48,20 +49,22 @@ two_ranks = pytest.mark.skipif(GPU and torch.cuda.device_count() < 2, reason="ne
 
 # -- the edits: {name: [(lines of model.py, what stands there instead), ...]}
 
-ATTEND = "x = x + self.dropout(self.attn(self.norm_1(x), idx))\n"
+ATTEND = "x = x + self.dropout(self.attn(self.norm_1(x), idx, positions))\n"
 TRANSFORM = "x = x + self.dropout(self.mlp(self.norm_2(x)))\n"
-ATTENDED = "self.dropout(self.attn(self.norm_1(x), idx))"
-BLOCK = "    def forward(self, x, idx):\n        x = x + "
+ATTENDED = "self.dropout(self.attn(self.norm_1(x), idx, positions))"
+BLOCK = "    def forward(self, x, idx, positions):\n        x = x + "
 BLOCK_PARTS = "        self.norm_2, self.mlp = make_norm(cfg), make_mlp(cfg)\n"
-ATTENTION = "    def forward(self, x, idx):\n        q, k, v ="
+ATTENTION = "    def forward(self, x, idx, positions):\n        q, k, v ="
 ATTENTION_PROJ = "        self.proj = Linear(cfg.attention_width, cfg.n_embd, bias=cfg.bias)\n"
 CORE = "        y = self.core("
 GATE = "y = self.gate(y.transpose(1, 2), x).flatten(2)  # (B, T, H D)\n"
-LOOP = "        for block in self.stack:\n            x = block(x, idx)\n"
+LOOP = "        for block in self.stack:\n            x = block(x, idx, positions)\n"
 SCALE = "        x0, scale = x, 1 + (idx % 3).to(x.dtype).unsqueeze(-1)\n"
 HEAD = "        self.head = Head(cfg)\n"
 LOSS_CALL = "kernels.linear_cross_entropy(x, self, targets, reduction, self.vocab_size, self.softcap)\n"
-OTHER_LOSS = "F.cross_entropy(1.5 * self.logits(x).flatten(0, 1), targets.flatten(), reduction=reduction)\n"
+LOSSES = "F.cross_entropy(1.5 * self.logits(x).mT, targets, reduction='none')"
+HEAD_CALL = "loss, count = self.head(x, targets, reduction)\n"
+PLAIN_MEAN = "F.cross_entropy(1.5 * self.head.logits(x).mT, targets), (targets >= 0).sum()\n"
 OTHER_CORE = "core = lambda _, q, k, v, *__: F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1)"
 NORMALIZED = "return F.normalize(self.last(self.norm(x)), dim=-1) * x.size(-1) ** 0.5\n"
 NORMED = CORE.replace("y = ", "q, k = self.q_norm_2(q), self.k_norm_2(k)\n        y = ")
@@ -87,10 +90,10 @@ def second_norms(kind):
 EDITS = {
     "attention and MLP in parallel": [
         (ATTEND, "h = self.norm_1(x)\n"),  # norm_2 is left without a use, as in PaLM
-        (TRANSFORM, "x = x + self.attn(h, idx) + self.mlp(h)\n"),
+        (TRANSFORM, "x = x + self.attn(h, idx, positions) + self.mlp(h)\n"),
     ],
     "post-norm": [
-        (ATTEND, "x = self.norm_1(x + self.attn(x, idx))\n"),
+        (ATTEND, "x = self.norm_1(x + self.attn(x, idx, positions))\n"),
         (TRANSFORM, "x = self.norm_2(x + self.mlp(x))\n"),
     ],
     "another activation": [('{"gelu": kernels.gelu,', '{"gelu": torch.sin,')],
@@ -99,20 +102,29 @@ EDITS = {
         (GATE, "y = (torch.sigmoid(self.head_gate(x)).mT.unsqueeze(-1) * y).transpose(1, 2).flatten(2)\n"),
     ],
     "value residual": [  # the first block's values go on to all others: a block takes and returns two tensors
-        (ATTENTION, ATTENTION.replace("idx)", "idx, first)")),
+        (ATTENTION, ATTENTION.replace("positions)", "positions, first)")),
         (CORE, "        v = v if first is None else 0.5 * (v + first)\n" + CORE),
         ("return self.proj(y)\n", "return self.proj(y), v if first is None else first\n"),
-        (BLOCK, BLOCK.replace("idx)", "idx, first)")),
-        (ATTEND, "update, first = self.attn(self.norm_1(x), idx, first)\n        x = x + update\n"),
+        (BLOCK, BLOCK.replace("positions)", "positions, first)")),
+        (
+            ATTEND,
+            "update, first = self.attn(self.norm_1(x), idx, positions, first)\n        x = x + update\n",
+        ),
         (TRANSFORM + "        return x\n", TRANSFORM + "        return x, first\n"),
-        (LOOP, "        first = None\n" + LOOP.replace("x = block(x, idx", "x, first = block(x, idx, first")),
+        (
+            LOOP,
+            "        first = None\n"
+            + LOOP.replace("x =", "x, first =").replace("positions)", "positions, first)"),
+        ),
     ],
     "a second norm on q and k": second_norms("nn.RMSNorm(cfg.head_size)"),
     "a fused norm on q and k": second_norms("RMSNorm(cfg.head_size, cfg.norm_eps)"),
     "norms without weights": [
         ("LayerNorm(cfg.n_embd, cfg.norm_eps, bias=cfg.bias)", "RMSNorm(cfg.n_embd, None, False)")
     ],
-    "one update for all tokens": [(ATTENDED, "self.attn(self.norm_1(x), idx).mean(1, keepdim=True)")],
+    "one update for all tokens": [
+        (ATTENDED, "self.attn(self.norm_1(x), idx, positions).mean(1, keepdim=True)")
+    ],
     "a layer of every other channel": [
         (BLOCK_PARTS, BLOCK_PARTS + "        self.extra = Linear(cfg.n_embd // 2, cfg.n_embd)\n"),
         (TRANSFORM, "h = self.norm_2(x)\n        x = x + self.mlp(h) + self.extra(h[..., ::2])\n"),
@@ -121,12 +133,13 @@ EDITS = {
         (HEAD, HEAD + "        self.last = Linear(cfg.n_embd, cfg.n_embd)\n"),
         ("return self.norm(x)\n", NORMALIZED),
     ],
-    "a loss of PyTorch's": [(LOSS_CALL, OTHER_LOSS)],
+    "a loss of PyTorch's": [(LOSS_CALL, f"kernels.mean_loss({LOSSES}, targets, reduction)\n")],
+    "a mean that knows no rows": [(HEAD_CALL, "loss, count = " + PLAIN_MEAN)],  # validated row by row
     "a skipped layer": [(LOOP, LOOP.replace("self.stack", "self.stack[::2]"))],
     "layers run twice": [(LOOP, LOOP.replace("self.stack", "[*self.stack, *self.stack]"))],
     "the embedding in every block": [  # by name, and a factor without a gradient
-        (BLOCK, "    def forward(self, x, idx, scale, x0):\n        x = x + scale * x0\n        x = x + "),
-        (LOOP, SCALE + LOOP.replace("block(x, idx)", "block(x, idx, scale, x0=x0)")),
+        (BLOCK, BLOCK.replace("positions):\n", "positions, scale, x0):\n        x = x + scale * x0\n")),
+        (LOOP, SCALE + LOOP.replace("positions)", "positions, scale, x0=x0)")),
     ],
     "another attention": [("core = staticmethod(kernels.attention)", OTHER_CORE)],
     "LoRA": [("class Attention(nn.Module):\n", LORA), ("self.qkv = Linear(", "self.qkv = LoRA(")],
@@ -225,13 +238,13 @@ def steps(edit, shape_of=None, fast=True, unit_mib=None, **settings):
             torch._dynamo.reset()
         job = train.Training(cfg, world, eot=SEPARATOR)
         if edit or shape_of:  # else the usual initial weights
-            draw(job.raw)
+            draw(job.state.model)
         return train_and_evaluate(job, cfg, world)
 
 
 def train_and_evaluate(job, cfg, world):
-    before = whole_parameters(job.raw)
-    job.optimizer = torch.optim.SGD(job.raw.parameters())
+    before = whole_parameters(job.state.model)
+    job.state.optimizer = torch.optim.SGD(job.state.model.parameters())
     groups, group = world.size // cfg.context_parallel, world.rank // cfg.context_parallel
     generator = torch.Generator().manual_seed(0)
     losses = []
@@ -239,16 +252,23 @@ def train_and_evaluate(job, cfg, world):
         rows = torch.randint(0, cfg.vocab_size, (ROWS, cfg.block_size + 1), generator=generator)
         rows[:, cfg.block_size // 3] = SEPARATOR
         batches = rows[group::groups].to(world.device).split(cfg.batch_size)
-        micros = [context.own_tokens(cfg, world, (batch[:, :-1], batch[:, 1:])) for batch in batches]
+        micros = [(batch[:, :-1], batch[:, 1:]) for batch in batches]
         if step < STEPS:
-            loss, _ = job.step(functools.partial(next, iter(micros)), lr=0.1)
+            loss, _ = take_step(job, functools.partial(next, iter(micros)), lr=0.1)
         else:
-            after = whole_parameters(job.raw)
-            job.raw.eval()
-            with torch.no_grad(), job.autocast:
-                loss = sum(job.raw(*micro) for micro in micros) / len(micros)
+            after = whole_parameters(job.state.model)
+            job.state.model.eval()
+            loss = evaluated(job, [context.own_tokens(cfg, world, *micro) for micro in micros])
         losses.append(parallel.sum_over_ranks(loss.clone()).item() / world.size)
     return losses, {name: after[name] - p for name, p in before.items()}
+
+
+@torch.no_grad()
+def evaluated(job, micros):
+    """The mean loss over the targets of these batches, as run/evaluate.py computes it."""
+    with job.autocast:
+        found = [evaluate.losses_of_rows(job.state.model, *micro) for micro in micros]
+    return sum((losses * counts).sum() for losses, counts, _ in found) / sum(n.sum() for _, n, _ in found)
 
 
 def draw(model):
@@ -380,6 +400,6 @@ def test_an_edit_of_an_operators_backward_is_not_hidden_by_the_compile_cache(mon
                 block.mlp.register_forward_hook(lambda *call, twice=module.twice: twice(call[-1]))
             if compiled:
                 build.compile_model(model)
-            model(tokens, tokens).backward()
+            model(tokens, tokens)[0].backward()
             found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
         assert error(found[1], found[0]) < 1e-5

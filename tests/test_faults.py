@@ -118,7 +118,7 @@ def saved(tmp_path_factory):
     cfg = Config(**SMALL, tokenizer="bytes")
     model = build(cfg, CPU, seed=1)
     optimizer = optim.make_optimizer(model, cfg)
-    model(torch.zeros(1, 8, dtype=torch.long), torch.zeros(1, 8, dtype=torch.long)).backward()
+    model(*torch.zeros(2, 1, 8, dtype=torch.long))[0].backward()
     optimizer.step()
     states = checkpoint.optimizer_tensors(model, optimizer)
     rng = {f"0.{kind}": t for kind, t in checkpoint.rank_tensors(model, CPU).items()}
@@ -134,13 +134,14 @@ def resumed(folder, model, cfg):
     start.check(cfg)
     checkpoint.load_model_tensors(model, start.weights)
     optimizer, scaler = optim.make_optimizer(model, cfg), torch.amp.GradScaler("cpu", enabled=False)
-    job, position = SimpleNamespace(raw=model, optimizer=optimizer, scaler=scaler), []
-    loader = SimpleNamespace(load_state_dict=lambda state, **_: position.append(state["rows"]))
-    start.restore(job, loader, parallel.World(0, 1, CPU), False)
+    position = []
+    loader = SimpleNamespace(load_state_dict=lambda state: position.append(state["rows"]))
+    state = train.State(model, optimizer, scaler, loader)
+    start.restore(state, parallel.World(0, 1, CPU))
     found = {**dict(model.named_parameters()), **checkpoint.optimizer_tensors(model, optimizer)}
     sums = {name: t.double().sum().item() for name, t in sorted(found.items())}
     start.rows(cfg)  # the schedule, whose values may be others
-    return sums, position, start.warnings, start.evaluated, start.state.get("val_loss")
+    return sums, position, start.warnings, state.evaluated == state.step, start.state.get("val_loss")
 
 
 @pytest.mark.fault(54)

@@ -17,7 +17,6 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 import torch
-import zstandard
 from conftest import one_line, read_rows
 
 import fineweb
@@ -125,6 +124,7 @@ def test_a_finished_folder_is_left_alone_and_other_settings_are_refused(tmp_path
 @pytest.mark.fault(38, 84)
 def test_kinds_of_files(tmp_path, streaming):
     """A byte order mark and blanks at the front cost no document; pandas 3 writes text as large_string."""
+    zstandard = pytest.importorskip("zstandard")
     line = lambda text, **more: json.dumps({"text": text, **more}) + "\n"
     (tmp_path / "a.txt").write_bytes(b"text file \xe9")
     (tmp_path / "b.JSON").write_text("\n \n" + line("upper"))
@@ -200,6 +200,27 @@ def test_characters_of_one_text_with_its_last_tenth_for_validation(tmp_path, mon
     assert (cfg.vocab_size, cfg.n_embd, cfg.data_dir) == (size, 128, str(tmp_path / "d"))
     prepare(tmp_path / "whole", **{**settings, "val_tokens": 0})
     assert tok.decode(np.concatenate(shard_tokens(tmp_path / "whole", "train"))[1:]) == text
+
+
+@pytest.mark.parametrize("tokens, gpu, recipes", [
+    (10**10, True, {"go on with": "gpt2_124m"}),
+    (10**8, True, {"go on with": "modern_124m"}),
+    (10**8, False, {"go on with": "quickstart", "on a GPU": "modern_124m"}),
+    (10**6, True, {"go on with": "quickstart"}),
+    (10**4, False, {"go on with": "quickstart"}),
+])  # fmt: skip
+def test_the_command_at_the_end_fits_data_and_device(tokens, gpu, recipes):
+    found = fineweb.go_on(Config(), Path("data/mine"), 300, tokens, gpu)
+    assert {where: Path(words[0]).stem for where, words in found.items()} == recipes
+    for words in found.values():
+        cfg = configure(settings_of_a_run.Config, words)
+        assert (cfg.data_dir, cfg.out_dir, cfg.vocab_size) == ("data/mine", "out/mine", 300)
+        assert cfg.max_steps * cfg.batch_tokens <= 3 * tokens and cfg.max_steps >= 1
+
+
+def test_the_command_after_dialogues_fine_tunes():
+    words = fineweb.go_on(Config(text_key="messages"), Path("data/chats"), 300, 10**7, False)["go on with"]
+    assert words[0] == "--init_from=hf:NAME_OR_FOLDER" and "--max_steps=57" in words
 
 
 def test_uint32_shards(tmp_path):
@@ -346,6 +367,7 @@ def test_disk_full(tmp_path, clean):
 
 @pytest.mark.fault(83, 84, 85)
 def test_mistakes_in_the_settings_and_files(tmp_path, monkeypatch):
+    zstandard = pytest.importorskip("zstandard")
     monkeypatch.setattr(text_files, "DOCUMENT_BYTES", 1 << 20)  # of a compressed file
     bomb = b'{"text": "' + b"a" * (1 << 21)
     for name, data in {

@@ -42,7 +42,7 @@ def test_flops_are_those_of_the_formula_and_of_a_real_step(shape, vocab_multiple
     model = models.build(dataclasses.replace(cfg, attention="math"), CPU, 0)
     x = torch.randint(0, 200, (2, cfg.block_size))
     with FlopCounterMode(display=False) as counter:
-        model(x, x).backward()
+        model(x, x)[0].backward()
     keys = cfg.block_size, (cfg.block_size + 1) / 2
     whole, causal = (12 * cfg.n_layer * cfg.n_embd * count for count in keys)
     padding = 6 * (cfg.padded_vocab - cfg.vocab_size) * cfg.n_embd
@@ -91,15 +91,15 @@ def test_an_edited_model_is_counted_as_it_is(monkeypatch):
         self.extra = nn.Linear(cfg.n_embd, cfg.n_embd)
         self.mlp.activation = torch.sin
 
-    def forward(self, x, idx):
-        x = x + self.attn(self.norm_1(x), idx)
+    def forward(self, x, idx, positions):
+        x = x + self.attn(self.norm_1(x), idx, positions)
         h = self.norm_2(x)
         return x + self.mlp(h) + self.extra(h)
 
-    def hidden(self, idx):
-        x = self.embed(idx)
+    def hidden(self, idx, positions=None):
+        x = self.embed(idx, positions)
         for block in self.stack[:-1]:
-            x = block(x, idx)
+            x = block(x, idx, positions)
         return self.norm(x)
 
     monkeypatch.setattr(models.Block, "__init__", wider)
@@ -117,7 +117,7 @@ def test_an_edited_model_is_counted_as_it_is(monkeypatch):
 
 
 def test_an_edit_that_reads_a_value_is_not_counted(monkeypatch):
-    monkeypatch.setattr(models.GPT, "embed", lambda self, idx: self.wte(idx) * idx.float().mean().item())
+    monkeypatch.setattr(models.GPT, "embed", lambda self, idx, _: self.wte(idx) * idx.float().mean().item())
     found, cfg = account()
     assert found.flops_per_token is None
     assert "not counted" in found.rows()[0][1]
@@ -127,7 +127,7 @@ def test_an_edit_that_reads_a_value_is_not_counted(monkeypatch):
 def test_what_wraps_attention_refuses_an_attention_that_it_does_not_reach(setting, monkeypatch):
     """One that computes softmax by itself instead of calling self.core, and one that has no core."""
 
-    def forward(self, x, idx):
+    def forward(self, x, idx, positions):
         q, k, v = kernels.qkv(x, self.qkv, self.heads, self.head_dim)
         y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.proj(y.transpose(1, 2).flatten(2))

@@ -9,6 +9,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from compare import GPU, INTERPRETED, LLAMA, error, gradients, slow, with_gradients
 from conftest import ROOT
+from stepping import take_step
 
 from configurator import configure
 from settings import Config, GPTConfig
@@ -200,11 +201,11 @@ def test_what_does_not_train_is_as_in_bf16(shape):
     own, bf16 = tracked(small(n_layer=2, **shape)).eval(), small(n_layer=2, **shape).eval()
     idx, targets = torch.randint(0, 200, (2, 4, 32), device=DEVICE)
     with torch.no_grad(), torch.autocast(DEVICE.type, torch.bfloat16):
-        assert torch.equal(own(idx, targets), bf16(idx, targets))
+        assert torch.equal(own(idx, targets)[0], bf16(idx, targets)[0])
         assert torch.equal(own.logits(idx), bf16.logits(idx))
         amaxes = [buffer for name, buffer in own.named_buffers() if name.endswith("_amax")]
         assert amaxes and not any(amax.any() for amax in amaxes)  # no scale was touched
-        assert not torch.equal(own.train()(idx, targets), bf16(idx, targets))
+        assert not torch.equal(own.train()(idx, targets)[0], bf16(idx, targets)[0])
 
 
 def test_rows_of_any_length():
@@ -290,10 +291,11 @@ def test_a_step_that_is_not_finite_does_not_spoil_the_next(factor):
     cfg = dataclasses.replace(cfg, precision="fp8", ops="fused")  # refused on a CPU
     job = train.Training(cfg, parallel.start(DEVICE.type))
     factors = iter([1, 1, 1, factor, 1, 1])
-    scale, job.scaler.scale = job.scaler.scale, lambda loss: scale(loss) * next(factors)
+    scaler = job.state.scaler
+    scale, scaler.scale = scaler.scale, lambda loss: scale(loss) * next(factors)
     found = []
     for _ in range(3):
         rows = torch.randint(0, 200, (2, 9), device=DEVICE)
-        loss, norm = job.step(lambda rows=rows: (rows[:, :-1], rows[:, 1:]), 1e-3)
-        found.append((job.optimizer.found_inf.item(), math.isfinite(norm.item()), loss.item() < 6))
+        loss, norm = take_step(job, lambda rows=rows: (rows[:, :-1], rows[:, 1:]), 1e-3)
+        found.append((job.state.optimizer.found_inf.item(), math.isfinite(norm.item()), loss.item() < 6))
     assert found == [(0, True, True), (1, False, True), (0, True, True)]

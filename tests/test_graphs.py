@@ -10,6 +10,7 @@ import pytest
 import ranks
 import torch
 from conftest import ROOT, losses, train_here
+from stepping import take_step
 
 import train
 from configurator import UserError, configure
@@ -25,7 +26,7 @@ REPLAYED = {
     "llama": f"--precision=bf16 --batch_tokens=1536 --optimizer=muon {LLAMA}",
     "fp8": "--precision=fp8 --batch_tokens=1024",
     "fp16": "--precision=fp16 --batch_tokens=1024",
-    "weighted": "--precision=tf32 --batch_tokens=1024 --weighted",
+    "masked": "--precision=tf32 --batch_tokens=1024 --masked",
     "compiled": "--precision=bf16 --batch_tokens=1024 --compile=True",
 }
 
@@ -33,8 +34,6 @@ REPLAYED = {
 @pytest.fixture
 def deterministic():
     parallel.make_deterministic()
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.gpu
@@ -51,35 +50,39 @@ def both_ways(more, device="cuda"):
 
     On the CPU, where the capture is imitated, the model is smaller.
     """
-    words = [*WORDS, *(word for word in more if word != "--weighted"), f"--device={device}"]
+    words = [*WORDS, *(word for word in more if word != "--masked"), f"--device={device}"]
     words += ["--n_embd=64", "--block_size=32"] if device == "cpu" else []
     world = parallel.start(device)
-    weighted = "--weighted" in more
-    return [six_steps(configure(Config, words), world, graph, weighted) for graph in (False, True)]
+    masked = "--masked" in more
+    return [six_steps(configure(Config, words), world, graph, masked) for graph in (False, True)]
 
 
-def six_steps(cfg, world, graph, weighted):
-    """([loss and norm of each step], {name: weight}) on the same random batches."""
+def six_steps(cfg, world, graph, masked):
+    """([loss and norm of each step], {name: weight}) on the same random batches.
+
+    masked: each micro-batch has another share of targets that do not count, one in four none that does.
+    """
     cfg.cuda_graph = graph and ("auto" if world.device.type == "cuda" else True)
     own, _ = train.choose(cfg, world.device)
     with mock.patch.object(graphs, "AHEAD", 1):  # "auto" means yes, however busy other processes keep the GPU
         job = train.Training(own, world)
-    job.raw.train()
+    job.state.model.train()
     torch.manual_seed(1 + world.rank)
     rows = torch.randint(0, 50, (64, cfg.batch_size, cfg.block_size + 1), device=world.device).unbind()
     taken = iter(rows)
 
     def next_batch():
         row = next(taken)
-        return row[:, :-1], row[:, 1:], *([1 / (400 + int(row[0, 0]))] if weighted else [])
+        x, y = row[:, :-1], row[:, 1:]
+        return x, y.masked_fill(y % 4 > x[0, 0] % 4 - 1, -100) if masked else y
 
     found = []
     for _ in range(6):
-        loss, norm = job.step(next_batch, 1e-3)
+        loss, norm = take_step(job, next_batch, 1e-3)
         found += [loss.item(), norm.item()]
-    assert graph == isinstance(job.micro_step, graphs.Replayed)
-    assert not graph or job.micro_step.graph is not None
-    return found, {name: p.detach().to("cpu", copy=True) for name, p in job.raw.named_parameters()}
+    assert graph == isinstance(job.graph, graphs.Replayed)
+    assert not graph or job.graph.graph is not None
+    return found, {name: p.detach().to("cpu", copy=True) for name, p in job.state.model.named_parameters()}
 
 
 def imitate(put):
@@ -87,7 +90,7 @@ def imitate(put):
     stream = lambda device=None: types.SimpleNamespace(wait_stream=lambda other: None)
 
     def capture(self):
-        self.graph = types.SimpleNamespace(replay=lambda: setattr(self, "loss", self.micro_step(*self.batch)))
+        self.graph = types.SimpleNamespace(replay=lambda: setattr(self, "sums", self.micro_step(*self.batch)))
 
     put(graphs, "stream", stream)
     put(torch.cuda, "current_stream", stream)
@@ -95,7 +98,7 @@ def imitate(put):
     put(graphs.Replayed, "capture", capture)
 
 
-@pytest.mark.parametrize("more", [["--batch_tokens=256", "--weighted"], ["--batch_tokens=640"]])
+@pytest.mark.parametrize("more", [["--batch_tokens=256", "--masked"], ["--batch_tokens=640"]])
 def test_the_gradients_of_replays_add_up_as_those_of_steps(more, monkeypatch):
     """Two and five micro-steps a step."""
     imitate(monkeypatch.setattr)
@@ -153,13 +156,13 @@ WAITS = """
 import torch
 from scale.graphs import Replayed
 layer = torch.nn.Linear(2, 1, device="cuda")
-def micro_step(x):
-    loss = layer(x).mean()
+def micro_step(x, y):
+    loss = layer(x).sub(y).mean()
     loss.backward()
-    return loss.detach() * (1 if loss.item() > 0 else 2)
-replayed = Replayed(micro_step, layer, 1, "fp32")
+    return [loss.detach() * (1 if loss.item() > 0 else 2)]
+replayed = Replayed(micro_step, layer, "fp32")
 for _ in range(4):
-    replayed(torch.ones(3, 2, device="cuda"))
+    replayed(torch.ones(3, 2, device="cuda"), torch.ones(3, 1, device="cuda"))
     layer.zero_grad()
 """
 
@@ -183,7 +186,7 @@ def test_auto_says_why(words, monkeypatch):
     monkeypatch.delattr(graphs.fast, "fp8")  # imported only where fused kernels run
     monkeypatch.setattr(graphs.Replayed, "trial", lambda *_: CHOICES[words])
     cfg = Config(cuda_graph="auto", remat="none" if CHOICES[words] else "block")
-    graph, rows = graphs.choose(cfg, parallel.World(0, 1, torch.device("cuda")), None, MODEL, 1)
+    graph, rows = graphs.choose(cfg, parallel.World(0, 1, torch.device("cuda")), None, MODEL)
     assert rows[0][0] == "cuda graph" and rows[0][1].startswith(words)
     assert bool(graph) == words.startswith("yes")
 
@@ -204,7 +207,7 @@ def test_a_trial_tells_who_waits_for_whom():
     steps = [lambda *_: micro_step(small, 200), lambda *_: micro_step(large, 4)]
     steps += [lambda *_: micro_step(small, 4, True)]
     model = MODEL.cuda()
-    found = [graphs.Replayed(step, model, 1, "fp32").trial(cfg) for step in steps]
+    found = [graphs.Replayed(step, model, "fp32").trial(cfg) for step in steps]
     shares = [launched / total for launched, total in found]
     assert shares[0] > 0.95 > 0.5 > shares[1] and shares[2] == 0, found
     assert torch.equal(state, torch.cuda.get_rng_state())

@@ -34,18 +34,26 @@ def test_linear_cross_entropy(rows, V, cap, in_chunks):
     expected = F.cross_entropy(logits, targets.flatten(), reduction="none").view_as(targets)
     own, head = x.detach().float().requires_grad_(), nn.Linear(16, 40, bias=False)
     head.weight = nn.Parameter(weight.detach().float())
-    sums = {"none": (expected * factors).sum(), "sum": expected.sum()}
-    sums["mean"] = sums["sum"] / (targets >= 0).sum()
+    real = targets >= 0
+    rows_of = expected.sum(1) / real.sum(1)
+    sums = {"none": (expected * factors).sum(), "rows": (rows_of * factors[:, 0]).sum()}
+    sums |= {"mean": expected.sum() / real.sum(), "sum": expected.sum()}
+    counts = {"none": real, "rows": real.sum(1), "mean": real.sum()}
     for reduction, value in sums.items():
-        loss = kernels.linear_cross_entropy(own, head, targets, reduction, V, cap)
-        loss = (loss * factors).sum() if reduction == "none" else loss
+        if reduction == "sum":  # what the fused kernels serve
+            loss = kernels.cross_entropy(own, head, targets, "sum", V, cap)
+        else:
+            loss, count = kernels.linear_cross_entropy(own, head, targets, reduction, V, cap)
+            assert torch.equal(count, counts[reduction])
+        weights = {"none": factors, "rows": factors[:, 0]}.get(reduction)
+        loss = loss if weights is None else (loss * weights).sum()
         torch.testing.assert_close(loss.double(), value, rtol=1e-5, atol=1e-5)
         dx, dw = torch.autograd.grad(loss, [own, head.weight])
         refs = torch.autograd.grad(value, [x, weight], retain_graph=True)
         torch.testing.assert_close((dx.double(), dw.double()), refs, rtol=1e-4, atol=1e-5)
         assert not dw[V:].any()
     with torch.no_grad():
-        each = kernels.linear_cross_entropy(own, head, targets, "none", V, cap)
+        each, _ = kernels.linear_cross_entropy(own, head, targets, "none", V, cap)
     torch.testing.assert_close(each.double(), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -60,7 +68,7 @@ def test_chunks_of_logits_take_little_memory_and_come_again_for_a_backward_alone
         """(bytes at the peak, how often logits were computed)"""
         in_chunks(rows, 4096)
         seen.clear()
-        loss = lambda: kernels.linear_cross_entropy(x, head, targets)
+        loss = lambda: kernels.linear_cross_entropy(x, head, targets)[0]
         with torch.set_grad_enabled(trains):
             peak = peak_bytes(lambda: loss().backward() if trains else loss())
         return peak, len(seen)
@@ -77,7 +85,7 @@ def test_chunks_in_16_bits_add_up_in_float32(in_chunks):
     def gradient(rows, low):
         in_chunks(rows, 40)
         with torch.autocast("cpu", torch.bfloat16, enabled=low):
-            loss = kernels.linear_cross_entropy(x, head, targets, "sum")
+            loss = kernels.cross_entropy(x, head, targets, "sum", 40, None)
         return torch.autograd.grad(loss, head.weight)[0]
 
     exact = gradient(512, False)
@@ -86,11 +94,11 @@ def test_chunks_in_16_bits_add_up_in_float32(in_chunks):
 
 
 def test_chunks_compiled_share_a_graph(in_chunks, compiler):
-    """The compiled head makes one graph, of as many operators for two chunks as for eight; results stay."""
+    """The compiled head makes one graph for all chunks, two or eight, and no more operators; results stay."""
     cfg, captured = GPTConfig(vocab_size=200, n_embd=32), []
     head = models.Head(cfg)
     x, targets = torch.randn(4, 32, 32, requires_grad=True), torch.randint(0, 200, (4, 32))
-    loss = head(x, targets, "mean")
+    loss, _ = head(x, targets, "mean")
     refs = torch.autograd.grad(loss, [x, head.weight])
     head.compile()
     for rows in (64, 16):
@@ -98,14 +106,32 @@ def test_chunks_compiled_share_a_graph(in_chunks, compiler):
         counters.clear()
         in_chunks(rows, cfg.padded_vocab)
         for _ in range(2):
-            own = head(x, targets, "mean")
+            own, _ = head(x, targets, "mean")
             torch.testing.assert_close(own, loss, rtol=1e-6, atol=0)
             torch.testing.assert_close(torch.autograd.grad(own, [x, head.weight]), refs, rtol=1e-4, atol=1e-6)
-        assert counters["stats"]["unique_graphs"] == 1
+        assert counters["stats"]["unique_graphs"] == 3  # of the count, of every chunk, of the mean
         captured.append(counters["stats"]["calls_captured"])
     assert captured[0] == captured[1] > 0
     with torch.no_grad():
-        torch.testing.assert_close(head(x, targets, "none").mean(), loss, rtol=1e-6, atol=0)
+        for reduction in ("none", "rows"):  # of as many targets in each row
+            torch.testing.assert_close(head(x, targets, reduction)[0].mean(), loss, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "rows", "none"])
+def test_a_mean_of_no_targets_is_zero_and_so_are_its_gradients(reduction):
+    """Also where a loss of somebody's own is NaN for a token that does not count."""
+    targets = torch.full((2, 3), -100)
+    targets[1, 0] = 5
+    losses = torch.randn(2, 3, requires_grad=True)
+    odd = torch.where(targets >= 0, losses, torch.nan)
+    found, count = kernels.mean_loss(odd, targets, reduction)
+    expected = {"mean": losses[1, 0], "rows": torch.stack([losses[0, 0] * 0, losses[1, 0]])}
+    expected["none"] = torch.where(targets >= 0, losses, 0)
+    assert torch.equal(found, expected[reduction]) and count.sum() == 1
+    found.sum().backward()
+    assert torch.equal(losses.grad, (targets >= 0).float())
+    nothing, count = kernels.mean_loss(odd, torch.full((2, 3), -100), reduction)
+    assert not nothing.any() and not count.any()
 
 
 def test_which_calls_take_the_fused_kernel(monkeypatch):

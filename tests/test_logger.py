@@ -21,18 +21,19 @@ WORLD = World(0, 1, torch.device("cpu"))
 
 
 def make(tmp_path, log_interval=1, **options):
-    log = Logger(WORLD, 1000, log_interval, batch_tokens=1000, max_skipped=0)
+    log = Logger(WORLD, 1000, log_interval, max_skipped=0)
     (tmp_path / "run").mkdir(exist_ok=True)
     log.account = SimpleNamespace(mfu=lambda tokens_per_s, devices: None)
     log.open(tmp_path / "run", {"log_interval": log_interval}, **options)
     return log
 
 
-def take(log, step, seconds, loss=3.0, norm=1.0):
-    """A step of so many seconds; the other figure is the time of the step before."""
+def take(log, step, seconds, loss=3.0, norm=1.0, **extras):
+    """A step of 1,000 tokens and so many seconds; the last figure is the time of the step before."""
     began = SimpleNamespace(time=0.0, event=None)
     moment = SimpleNamespace(since=lambda earlier: seconds)
-    log._read(step, 1e-3, began, SimpleNamespace(get=lambda: [loss, norm, 0.0], moment=moment))
+    means = SimpleNamespace(get=lambda: (loss, norm, extras, [0.0]), moment=moment)
+    log._read(step, 1000 * step, 1e-3, began, means)
 
 
 def lines(tmp_path):
@@ -49,6 +50,14 @@ def test_the_first_step_of_a_process_is_left_out_of_the_time_that_is_left(tmp_pa
     assert capsys.readouterr().out.endswith("eta 04:32\n")
 
 
+def test_a_run_of_days_is_told_once(tmp_path, capsys):
+    log = make(tmp_path)
+    for step in (1, 2, 3):
+        take(log, step, 600.0)
+    found = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
+    assert len(found) == 1 and "takes about 7 days on this machine; try a smaller --max_steps" in found[0]
+
+
 def test_lines_at_an_interval_and_all_in_the_log(tmp_path, capsys):
     log = make(tmp_path, log_interval=5)
     for step in range(1, 11):
@@ -59,6 +68,17 @@ def test_lines_at_an_interval_and_all_in_the_log(tmp_path, capsys):
     assert [line["step"] for line in found] == list(range(1, 11)) and found[0]["tok_per_s"] == 2000
     assert found[3]["tokens"] == 4000 and found[0]["mfu"] is None
     assert json.loads((tmp_path / "run" / "config.json").read_text())["log_interval"] == 5
+
+
+def test_extras_have_a_line_of_their_own(tmp_path, capsys):
+    log = make(tmp_path, log_interval=2)
+    for step in (1, 2, 3):
+        take(log, step, 0.5, entropy=step / 4, z=math.inf)
+    said = capsys.readouterr().out.splitlines()
+    assert said[1::2] == [f"     entropy {value} | z inf" for value in (0.25, 0.5)]
+    assert [line["extras"] for line in lines(tmp_path)] == [
+        {"entropy": step / 4, "z": None} for step in (1, 2, 3)
+    ]
 
 
 @pytest.mark.parametrize("step, words", [(10, ""), (1000, "a larger --max_steps and ")])
@@ -128,15 +148,32 @@ def test_a_spike_is_told_and_noise_is_not(tmp_path, capsys):
     assert (line["kind"], line["step"]) == ("spike", 400) and line["z"] > 6
 
 
-@pytest.mark.parametrize("silent", [60, 0.02])
-def test_a_slow_loop_says_how_far_it_is_and_stops_when_asked(monkeypatch, capsys, silent):
+@pytest.mark.parametrize("terminal, silent", [(True, 60), (True, 0.02), (False, 0.02)])
+def test_a_slow_loop_says_how_far_it_is_and_stops_when_asked(monkeypatch, capsys, terminal, silent):
     monkeypatch.setattr(logger, "SILENT", silent)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
     seen = []
-    for item in progress(range(50), "validation", stop=lambda: len(seen) == 10):
+    for item in progress(range(50), "validation", stop=lambda: len(seen) == 10, bar=False):
         seen.append(item)
         time.sleep(0.01)
     said = capsys.readouterr().err
-    assert seen == list(range(10)) and ("/50 [" in said) == (silent < 1) and (silent < 1 or not said)
+    assert seen == list(range(10))
+    assert ("/50 [" in said) == (terminal and silent < 1)
+    assert said or not terminal or silent > 1
+
+
+def test_a_narrow_terminal_gets_shorter_lines_and_a_pipe_whole_ones(tmp_path, monkeypatch, capsys):
+    log = make(tmp_path)
+    take(log, 1, 0.5)
+    whole = capsys.readouterr().out
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    take(log, 2, 0.5)
+    logger.show([("device", "word " * 40)])
+    lines = capsys.readouterr().out.splitlines()
+    assert "| lr 1.00e-03 |" in whole and "mfu" not in whole
+    assert all(len(line) <= 80 for line in lines) and "lr" not in lines[0] and "tok/s" in lines[0]
+    assert len(lines) == 5 and lines[2].startswith(" " * 13 + "word")
 
 
 def train_without_a_reader(words):
@@ -157,4 +194,4 @@ def test_a_run_outlives_its_console(data_dir, tmp_path):
     words = flags(data_dir, tmp_path / "run", max_steps=2, sample_interval=1, compile=False)
     assert ranks.attempt(0, train_without_a_reader, words)[0].codes == [0]
     kinds = [entry["kind"] for entry in read_log(tmp_path / "run")]
-    assert kinds.count("train") == 2 and kinds.count("sample") == 3 and kinds[-1] == "done"
+    assert kinds.count("train") == 2 and kinds.count("sample") == 2 and kinds[-1] == "done"

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -60,8 +61,9 @@ def randomized(cfg, seed=1):
 def test_variants_train_and_see_no_later_position(changes):
     cfg = small(**changes)
     model = build(cfg, CPU, seed=0).train()
-    loss = model(ids(cfg), ids(cfg, seed=1))
+    loss, count, extras = model(ids(cfg), ids(cfg, seed=1))
     loss.backward()
+    assert count == 2 * 16 and extras == {}
     # nearly uniform at first: weights of 0.02 give logits of about 0.02 * sqrt(32) = 0.1
     assert abs(loss.item() - math.log(cfg.vocab_size)) < 0.1
     for name, p in model.named_parameters():
@@ -90,7 +92,7 @@ def test_value_embeddings_add_a_row_of_a_table_to_the_values(every, layers):
         one.core = other.core = lambda q, k, v, *_: v.repeat_interleave(2, dim=1)
         one.proj = other.proj = torch.nn.Identity()
         rows = table[x].view(2, cfg.block_size, 2, 8).repeat_interleave(2, dim=2).flatten(2)  # (B, T, C)
-        torch.testing.assert_close(one(h, x), other(h, x) + rows)
+        torch.testing.assert_close(one(h, x, None), other(h, x, None) + rows)
 
 
 @pytest.mark.parametrize("width", [32, 12])
@@ -104,19 +106,32 @@ def test_attention_gate_scales_each_head_by_its_number(width):
     one.proj = other.proj = torch.nn.Identity()
     weight = torch.nn.init.normal_(one.gate.weight).view(cfg.n_head, -1)
     scale = 2 / (1 + torch.exp(-(h[:, :, None, :16] * weight).sum(-1)))  # (B, T, H)
-    torch.testing.assert_close(one(h, x), other(h, x) * scale.repeat_interleave(cfg.head_size, dim=2))
+    expected = other(h, x, None) * scale.repeat_interleave(cfg.head_size, dim=2)
+    torch.testing.assert_close(one(h, x, None), expected)
 
 
 def test_loss_is_the_cross_entropy_of_the_logits():
     cfg = small(softcap=0.5, **LLAMA)
-    model, x, y = randomized(cfg), ids(cfg), ids(cfg, seed=1)
+    model, x, y = randomized(cfg), ids(cfg, B=3), ids(cfg, B=3, seed=1)
     uncapped = model.head.weight[: cfg.vocab_size] @ model.hidden(x).unsqueeze(-1)
     torch.testing.assert_close(model.logits(x), 0.5 * torch.tanh(uncapped.squeeze(-1) / 0.5))
     y[0, :5] = -100
-    for reduction in ("none", "sum", "mean"):
-        expected = torch.nn.functional.cross_entropy(model.logits(x).mT, y, reduction=reduction)
-        # float32 sums of 100 terms in another order: a few times 1e-7 relative
-        torch.testing.assert_close(model(x, y, reduction), expected, rtol=1e-5, atol=1e-5)
+    y[2] = -100  # a row without a target
+    entropy = partial(torch.nn.functional.cross_entropy, model.logits(x).mT, y)
+    # float32 sums of 100 terms in another order: a few times 1e-7 relative
+    close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-5)
+    each, real = entropy(reduction="none"), (y >= 0).sum(1)
+    close(model.token_losses(x, y), each)
+    loss, count, extras = model(x, y)
+    close(loss, entropy())
+    close(loss * count, entropy(reduction="sum"))
+    assert count == 11 + 16 and extras == {}
+    losses, counts, extras = model(x, y, reduction="rows")
+    close(losses, each.sum(1) / real.clamp(min=1))
+    assert torch.equal(counts, real) and losses[2] == 0 and extras == {}
+    nothing, count, _ = model(x[2:], y[2:])
+    nothing.backward()  # zeros, not NaN
+    assert nothing == count == 0 and not any(p.grad.any() for p in model.parameters())
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -132,7 +147,7 @@ def test_padding_rows_have_no_effect(tied, softcap):
             table[100:] = 50.0  # would win every softmax that it took part in
     x, y = ids(exact), ids(exact, seed=1)
     assert padded.padded_vocab == 128 and b.logits(x).shape == (2, 16, 100)
-    losses = [m(x, y) for m in (a, b)]
+    losses = [m(x, y)[0] for m in (a, b)]
     for loss in losses:
         loss.backward()
     # sums over 100 and 128 columns are blocked differently: float32 rounding, 1e-7 relative each
@@ -186,8 +201,8 @@ def test_dropout_only_in_training():
     model, plain = randomized(small(dropout=0.5)), randomized(small())
     x = ids(model.cfg)
     model.train()
-    assert not torch.equal(model(x, x), model(x, x))
-    assert torch.equal(model.eval()(x, x), plain(x, x))
+    assert not torch.equal(model(x, x)[0], model(x, x)[0])
+    assert torch.equal(model.eval()(x, x)[0], plain(x, x)[0])
 
 
 @pytest.mark.parametrize("family", [{}, LLAMA], ids=["gpt2", "llama"])
@@ -200,3 +215,21 @@ def test_a_shorter_sequence_is_a_prefix_and_a_longer_one_an_error(family):
     torch.testing.assert_close(model.logits(x[:, :7]), model.logits(x)[:, :7], rtol=1e-4, atol=1e-5)
     with pytest.raises(AssertionError):
         model.logits(ids(model.cfg, T=17))
+
+
+@pytest.mark.parametrize("family", [{}, LLAMA], ids=["gpt2", "llama"])
+def test_positions_are_rows_of_the_tables(family):
+    """Those of the tokens in their sequences, wherever they stand in the batch; None: 0 to T - 1."""
+    model = randomized(small(**family)).eval()
+    x, at = ids(model.cfg, T=7), torch.tensor([2, 3, 5, 8, 13, 14, 15])
+    exact = lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=0)
+    exact(model.logits(x, positions=torch.arange(7)), model.logits(x))
+    found, loss = model.logits(x, positions=at), model(x, x, at)[0]
+    assert (found - model.logits(x))[:, 1:].abs().max() > 1e-3
+    with torch.no_grad():
+        for table in (
+            [model.blocks[0].attn.rope.cos, model.blocks[0].attn.rope.sin] if family else [model.wpe.weight]
+        ):
+            table[:7] = table[at].clone()
+    exact(found, model.logits(x))
+    exact(loss, model(x, x)[0])

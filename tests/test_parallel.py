@@ -63,10 +63,12 @@ SHORT |= dict(keep_last=9)
 SHARDED = dict(eval_interval=6, save_interval=4, keep_last=9, batch_size=2)
 TINY = "--n_layer=2 --n_head=4 --n_embd=256 --vocab_size=64 --batch_size=1 --block_size=16".split()
 TINY += ["--device=cpu", "--precision=fp32"]
-# little decay: an element whose update is zero but for rounding decays in one run and not in the other
-# without biases, tables at a low rate: beside Muon eps is so small that rounding moves what has no gradient
-MUON = dict(optimizer="muon", lr=0.02, weight_decay=0.01, lr_embedding=5e-4, momentum_warmup=5)
-MUON |= dict(tie_embeddings=False, zero_init=True, value_embeddings=2, attention_gate=True, bias=False)
+# rates and decay of config/modern_124m.py
+MUON = dict(optimizer="muon", lr=0.02, weight_decay=0.3, momentum_warmup=5, lr_embedding=0.3, lr_head=0.012)
+MUON |= dict(tie_embeddings=False, zero_init=True, embed_norm=True, value_embeddings=2, attention_gate=True)
+# Beside Muon AdamW's eps is 1e-10, and Muon decays what its update shrinks, a matter of signs: rounding moves
+# some weights, by them later gradients. Over CPUs and seeds the largest ratios were 3e-4 and 2e-3.
+ROUGHER = dict(moments=5e-3, weights=2e-2)
 GATED = dict(n_kv_head=1, mlp="swiglu", positions="rope", tie_embeddings=False, value_embeddings=1)
 GATED["attention_gate"] = True
 CHUNKS, WIDE = dict(LOGITS_MIB=1), dict(vocab_multiple=16_384)  # 16 tokens of the loss at a time; alone: all
@@ -101,8 +103,7 @@ def test_any_mode_equals_one_process_and_resumes_across(data_dir, tmp_path, alon
     settings = SHORT | shape
     one = alone(**settings)
     many = over_ranks(number, data_dir, tmp_path / "many", **settings, **mode)
-    # another order of sums may round a moment to another of its 8-bit codes
-    same_run(one, many, atol=1e-4 if shape.get("optimizer") == "adamw8bit" else 2e-5)
+    same_run(one, many, **(ROUGHER if shape.get("optimizer") == "muon" else {}))
     train_here(data_dir, copied(many, 3, tmp_path / "back"), resume="auto", **settings)
     same_end(tmp_path / "back", one)
     out = over_ranks(number, data_dir, copied(one, 3, tmp_path / "out"), resume="auto", **settings, **mode)
@@ -130,13 +131,13 @@ def graphs_in_rank(words):
     """(whether the model is in DDP, the number of graphs that a step compiles)."""
     compile_to_graphs()
     cfg, job = job_in_rank(words)
-    job.step(lambda: torch.randint(0, cfg.vocab_size, (2, cfg.batch_size, cfg.block_size)), 1e-3)
-    return job.model is not job.raw, counters["aot_autograd"]["total"]
+    job.accumulate(lambda: torch.randint(0, cfg.vocab_size, (2, cfg.batch_size, cfg.block_size)))
+    return job.model is not job.state.model, counters["aot_autograd"]["total"]
 
 
 def time_limits_in_rank(words):
     """Seconds after which this rank gives up: in the world, and in each group of a sharded model."""
-    model = job_in_rank(words)[1].raw
+    model = job_in_rank(words)[1].state.model
     mesh = next(model.parameters()).device_mesh
     groups = [dist.group.WORLD, *map(mesh.get_group, mesh.mesh_dim_names), model.spread.group]
     parallel.barrier()  # rank 0 holds the store, in which rank 1 may still be joining a group

@@ -1,6 +1,7 @@
 """plot.py: how a log is read, where its points lie, and that pictures are drawn."""
 
 import json
+import re
 import subprocess
 import sys
 import warnings
@@ -12,7 +13,7 @@ import pytest
 from conftest import ROOT, one_line, train_here
 
 import plot
-from configurator import UserError
+from configurator import UserError, configure
 
 
 def write(folder, lines, tail=""):
@@ -33,9 +34,9 @@ def test_the_later_of_two_lines_counts_and_a_torn_one_is_left_out(tmp_path):
 
 
 def test_smoothing_is_a_centred_mean():
-    values = np.zeros(121)  # 121 / 40: a window of 3
-    values[60] = 3.0
-    assert plot.smooth(values)[58:63].tolist() == pytest.approx([0, 1, 1, 1, 0])
+    values = np.zeros(61)  # 61 / 20: a window of 3
+    values[30] = 3.0
+    assert plot.smooth(values)[28:33].tolist() == pytest.approx([0, 1, 1, 1, 0])
     assert plot.smooth([3.0] * 500) == pytest.approx([3.0] * 500)
 
 
@@ -45,8 +46,9 @@ def test_draws_the_small_logs_of_the_repository():
     assert len(logs) > 1
     runs = plot.load(logs)
     assert [run.name for run in runs] == [Path(log).stem for log in logs]
-    labels = [line.get_label() for line in plot.draw(runs, "tokens", "loss").axes[0].lines]
-    assert {run.name for run in runs} <= {label.partition(":")[0] for label in labels}
+    axes = plot.draw(runs, "tokens", "loss").axes
+    assert {run.name for run in runs} <= {line.get_label() for line in axes[0].lines}
+    assert [axes[1].get_title(loc="left"), len(axes[1].texts)] == ["the end", len(runs)]
     with pytest.raises(UserError, match="try --x=steps"):
         plot.draw(runs, "seconds", "loss")
     timed = next(run for run in runs if "step_ms" in run.start)
@@ -80,14 +82,16 @@ def test_logs_that_cannot_be_drawn(tmp_path, lines, message):
     one_line(error)
 
 
-def run_of(folder):
+def run_of(folder, lift=0.0, **settings):
     """A run as the logger records it: 20 steps of 100 tokens in 0.5 s each, validated at 0, 10 and 20."""
-    lines = [dict(kind="start", step=0)]
+    words = " ".join(f"{name}={value}" for name, value in settings.items())
+    lines = [dict(kind="start", step=0, rows=[["device", "cpu"], ["settings", words]])]
     for step in range(21):
         if step:
             lines += training([step], loss=9 / step**0.3, dt_ms=500.0, tokens=100 * step)
         if step % 10 == 0:
-            lines.append(dict(kind="val", step=step, loss=10 / (step + 1) ** 0.3, bpb=4 / (step + 1) ** 0.3))
+            loss = 10 / (step + 1) ** 0.3 + lift
+            lines.append(dict(kind="val", step=step, loss=loss, bpb=0.4 * loss, stderr=0.04, bpb_stderr=0.02))
     return write(folder, lines)
 
 
@@ -101,43 +105,136 @@ def test_a_run_of_train_py_has_what_every_axis_needs(data_dir, tmp_path):
 
 @pytest.mark.parametrize("x, end", [("steps", 20), ("tokens", 2000), ("seconds", 10)])
 @pytest.mark.parametrize("y, top", [("loss", 10), ("bpb", 4)])
-def test_validation_starts_at_step_0_within_the_panel_on_every_axis(tmp_path, x, end, y, top):
+def test_validation_begins_after_the_start_and_the_axis_holds_its_end(tmp_path, x, end, y, top):
     axes = plot.draw(plot.load([run_of(tmp_path / "a")]), x, y).axes[0]
     found = {line.get_label(): line.get_data() for line in axes.lines}
     (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
-    at, loss = found[f"a: {top / 21**0.3:.3f}"]
-    assert at == pytest.approx([0, end / 2, end])
-    assert loss == pytest.approx([top, top / 11**0.3, top / 21**0.3])
-    assert left < 0 and end < right and low < loss[-1] and top < high
+    at, loss = found["a"]
+    assert at == pytest.approx([end / 2, end])  # that at step 0 is far above
+    assert loss == pytest.approx([top / 11**0.3, top / 21**0.3])
+    assert left < 0 and end < right and low < loss[-1] and loss[0] < high < 0.9 * top
     steps, training = found["_a, training"]
     assert steps == pytest.approx(np.arange(1, 21) * end / 20)
     assert training[0] == pytest.approx(0.9 * top)
+    error = 0.04 if y == "loss" else 0.02
+    assert [text.get_text() for text in axes.texts] == [f"{loss[-1]:.3f} ±{error:.3f}  a"]
 
 
-def test_as_a_script(tmp_path):
+def test_names_are_those_given_or_what_the_settings_differ_in_or_the_folders(tmp_path):
+    names = lambda folders, given=None: [run.name for run in plot.load(folders, given)]
+    a, b = (
+        run_of(tmp_path / "a", out_dir="a", lr=0.1, mlp="relu2"),
+        run_of(tmp_path / "b", out_dir="b", lr=0.2),
+    )
+    c, d = run_of(tmp_path / "c", lr=0.1), run_of(tmp_path / "d", lr=0.1, max_steps=9, n_layer=2, n_head=3)
+    assert names([a, b]) == ["lr=0.1, mlp=relu2", "lr=0.2, mlp=gelu"]  # gelu is the default
+    assert names([b, c]) == ["lr=0.2", "lr=0.1"]
+    assert names([c, d]) == ["c", "d"]  # too many differ
+    assert names([a, a]) == [str(a), str(a)]
+    assert names([a, b], "as it was, with a gate") == ["as it was", "with a gate"]
+    with pytest.raises(UserError, match="names=x has 1 names, but there are 2 runs"):
+        names([a, b], "x")
+
+
+def test_the_end_of_several_runs_is_larger_and_a_run_that_diverges_leaves_it(tmp_path):
+    a, b = run_of(tmp_path / "a"), run_of(tmp_path / "b", lift=0.05)
+    c = write(tmp_path / "c", training(range(1, 10)) + training(range(10, 21), loss=1e4))
+    axes, end, *_ = plot.draw(plot.load([a, b, c]), "steps", "loss").axes
+    assert end.get_xlim()[0] == 12 and end.get_ylim()[1] < axes.get_ylim()[1] < 10
+    assert [text.get_text()[:5] for text in end.texts] == ["4.012", "4.062", "10000"]
+    widths = {line.get_linewidth() for line in axes.lines if not line.get_label().startswith("_")}
+    assert len(widths) == 1
+    alone = plot.draw(plot.load([a, b]), "steps", "loss", panels=False, theme=plot.DARK)
+    assert len(alone.axes) == 1 and alone.get_facecolor() == matplotlib.colors.to_rgba("#0d1117")
+
+
+def test_labels_stand_apart_near_their_places():
+    assert plot.spread(np.array([0.5, 0.1, 0.52]), 0.1) == pytest.approx([0.46, 0.1, 0.56])
+    found = plot.spread(np.full(4, 0.3), 0.2)
+    assert np.sort(found) == pytest.approx([0.0, 0.2, 0.4, 0.6])
+
+
+def titles(figure):
+    return [axes.get_title(loc="left") for axes in figure.axes]
+
+
+def test_rates_that_differ_are_drawn_as_shares_of_their_peaks(tmp_path):
+    runs = [
+        write(tmp_path / name, training([1, 2, 3], lr=lr)) for name, lr in (("adamw", 6e-4), ("muon", 0.06))
+    ]
+    rate = plot.draw(plot.load(list(map(str, runs))), "steps", "loss").axes[2]
+    assert rate.get_title(loc="left") == "learning rate / its peak"
+    assert [line.get_ydata()[-1] for line in rate.lines] == pytest.approx([1, 1])
+    assert "learning rate" in titles(plot.draw(plot.load(runs[:1]), "steps", "loss"))
+
+
+def test_extras_have_a_panel_each_six_at_most(tmp_path, capsys):
+    lines = [row | {"extras": {"balance": 1 / row["step"], "z": None}} for row in training([1, 2, 3])]
+    lines.append({"kind": "val", "step": 3, "loss": 2.0, "extras": {"balance": 0.5, "depth": 3}})
+    figure = plot.draw(plot.load([write(tmp_path / "a", lines)]), "steps", "loss")
+    balance = figure.axes[titles(figure).index("balance")]
+    mean, _, marks = [line.get_data() for line in balance.lines]  # the second is the noise
+    assert mean[0].tolist() == [1, 2, 3] and mean[1] == pytest.approx([1, 1 / 2, 1 / 3])
+    assert [values.tolist() for values in marks] == [[3], [0.5]]
+    assert "depth" in titles(figure) and "z" not in titles(figure) and not capsys.readouterr().err
+    many = [row | {"extras": {f"x{i}": i for i in range(8)}} for row in training([1, 2])]
+    figure = plot.draw(plot.load([write(tmp_path / "b", many)]), "steps", "loss")
+    assert sum(title.startswith("x") for title in titles(figure)) == 6
+    assert capsys.readouterr().err == "warning: of extras 6 are drawn; left out: x6, x7\n"
+
+
+def test_an_evaluation_of_ones_own_has_a_panel_for_each_figure(tmp_path):
+    own = [
+        {"kind": "reverse", "step": s, "accuracy": s / 9, "texts": ["a"], "seconds": 2.0} for s in (0, 2, 4)
+    ]
+    others = [{"kind": "skipped", "step": 2, "in_a_row": 1}, {"kind": "reverse", "step": 5, "accuracy": None}]
+    figure = plot.draw(
+        plot.load([write(tmp_path / "a", training(range(1, 5)) + own + others)]), "steps", "loss"
+    )
+    assert [title for title in titles(figure) if "reverse" in title or "skip" in title] == [
+        "reverse accuracy"
+    ]
+    (marks,) = figure.axes[titles(figure).index("reverse accuracy")].lines
+    assert marks.get_marker() == "o" and marks.get_xdata().tolist() == [0, 2, 4]
+    assert marks.get_ydata() == pytest.approx([0, 2 / 9, 4 / 9])
+
+
+def test_pictures_and_mistakes(tmp_path, monkeypatch, capsys):
     """Two runs of the same name, one of which diverged, beside another program's losses; and mistakes."""
     score = [{"kind": "hellaswag", "step": s, "acc": 0.26, "acc_norm": 0.27} for s in (10, 20, 30)]
     write(tmp_path / "a/run", training(range(1, 31)) + score)
     write(tmp_path / "b/run", training(range(1, 30)) + training([30], loss=float("nan"), norm=float("inf")))
     a, b, other = f"{tmp_path}/a/run", f"{tmp_path}/b/run", "assets/build_nanogpt.jsonl"
     odd = str(write(tmp_path / "\udce9 $x", training([1, 2])))
-    assert [run.name for run in plot.load([a, b, ROOT / other])] == [a, b, "build_nanogpt"]
-    for words, code, said in [
-        ([a, b, other], 0, f"drawn: {a}/curves.png"),
-        ([a, "--out", f"{tmp_path}/c.svg", "--x", "seconds"], 0, f"drawn: {tmp_path}/c.svg"),
-        ([odd, f"--out={tmp_path}/odd.png"], 0, "drawn: "),
-        ([a, f"--out={tmp_path}/none/c.png"], 2, "cannot write the picture"),
-        (["--out=c.png"], 2, "error: give the folder of a run"),
-        (["x" * 300], 2, "File name too long; expected a run's log"),
-        ([a, "--outt=c.png"], 2, "did you mean out?"),
+    monkeypatch.chdir(ROOT)
+    assert [run.name for run in plot.load([a, b, other])] == [a, b, "build_nanogpt"]
+    for words, drawn in [
+        ([a, "--out", f"{tmp_path}/c.svg", "--x", "seconds"], "c.svg"),
+        ([odd, f"--out={tmp_path}/odd.png"], "odd.png"),
+        ([a, b, "--no_panels", "--dark", "--names=x,y", f"--out={tmp_path}/d.png"], "d.png"),
+        ([a, b, other], "a/run/curves.png"),
     ]:
-        done = subprocess.run([sys.executable, "plot.py", *words], cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == code and said in done.stdout + done.stderr, done.stderr
-        assert "Traceback" not in done.stderr
+        plot.main(configure(plot.Config, words))
+        assert capsys.readouterr().out == f"drawn: {tmp_path}/{drawn}\n" and (tmp_path / drawn).exists()
     image = matplotlib.image.imread(f"{a}/curves.png")[..., :3]
-    for color in plot.COLORS[:3]:  # each run's own
+    for color in plot.LIGHT["colors"][:3]:  # each run's own
         rgb = np.array([int(color[i : i + 2], 16) for i in (1, 3, 5)]) / 255
         assert (np.abs(image - rgb).max(-1) < 0.02).sum() > 50
+    for words, said in [
+        ([a, f"--out={tmp_path}/none/c.png"], "cannot write the picture"),
+        (["--out=c.png"], "give the folder of a run"),
+        (["x" * 300], "File name too long; expected a run's log"),
+        ([a, "--outt=c.png"], "did you mean out?"),
+    ]:
+        with pytest.raises(UserError, match=re.escape(said)) as error:
+            plot.main(configure(plot.Config, words))
+        one_line(error)
+
+
+def test_as_a_script(tmp_path):
+    words = [sys.executable, "plot.py", str(run_of(tmp_path / "a")), "--names=a,b"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, "error: names=a,b has 2 names, but there are 1 runs\n")
 
 
 def test_every_run_is_in_the_legend_whatever_its_name(tmp_path, capsys):
@@ -146,9 +243,9 @@ def test_every_run_is_in_the_legend_whatever_its_name(tmp_path, capsys):
         run_of(tmp_path / "_baseline"),
         write(tmp_path / "_\u57fa\u7ebf \u6771\u4eac", training([1, 2, 3])),
     ]
-    figure = plot.draw(plot.load(runs), "steps", "loss")
-    texts = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
-    assert texts == [f"_baseline: {10 / 21**0.3:.3f}", "_\u57fa\u7ebf \u6771\u4eac"]
+    figure = plot.draw(plot.load(list(map(str, runs))), "steps", "loss")
+    texts = [text.get_text() for axes in figure.axes for text in axes.texts]
+    assert [text.split("  ")[1] for text in texts] == ["_baseline", "_\u57fa\u7ebf \u6771\u4eac"]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         cfg = plot.Config(out=str(tmp_path / "c.png"))

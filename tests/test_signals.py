@@ -159,18 +159,21 @@ def test_a_signal_is_obeyed_after_the_step_and_the_resumed_run_is_the_same(data_
 
 def train_told_in_evaluation(words, part, at_rank):
     """For ranks.attempt: train.py; one rank gets SIGTERM before the first batch of step 4's evaluation."""
-    function = getattr(evaluate.Evaluator, part)
+    add = evaluate.Evaluations.add
 
-    def told(evaluator, step, *rest):
-        if step == 4 and os.environ.get("RANK", "0") == str(at_rank):
-            tell()
-        return function(evaluator, step, *rest)
+    def added(evaluations, name, interval, function, *more, **named):
+        def told(model):
+            if evaluations.state.step == 4 and os.environ.get("RANK", "0") == str(at_rank):
+                tell()
+            return function(model)
 
-    setattr(evaluate.Evaluator, part, told)
+        return add(evaluations, name, interval, told if name == part else function, *more, **named)
+
+    evaluate.Evaluations.add = added
     run(train.main, configure(Config, words))
 
 
-@pytest.mark.parametrize("part, number", [("validation", 0), ("hellaswag", 0), slow("hellaswag", 2)])
+@pytest.mark.parametrize("part, number", [("val", 0), ("hellaswag", 0), slow("hellaswag", 2)])
 @pytest.mark.fault(27, 56)
 def test_a_signal_in_an_evaluation_leaves_it_for_the_resumed_run(data_dir, tmp_path, part, number):
     examples = [dict(ctx=f"{i} is", endings=["odd", "even", "red", "big"], label=i % 4) for i in range(200)]
@@ -180,7 +183,7 @@ def test_a_signal_in_an_evaluation_leaves_it_for_the_resumed_run(data_dir, tmp_p
     done, _ = ranks.attempt(number, train_told_in_evaluation, words, part, number - 1 if number else 0)
     assert set(done.codes) == {143}, done.stderr
     cut, state = read_log(tmp_path / "cut"), tmp_path / "cut/step_00000004/state.json"
-    assert sorted(losses(cut, "val")) == ([0] if part == "validation" else [0, 4])
+    assert sorted(losses(cut, "val")) == ([0] if part == "val" else [0, 4])
     assert [line["step"] for line in cut if line["kind"] == "hellaswag"] == [0]
     assert json.loads(state.read_text())["val_loss"] is None
     ranks.run(number, [*words, "--resume=auto"])

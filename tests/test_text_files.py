@@ -12,13 +12,14 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet
 import pytest
-import zstandard
 from conftest import one_line
 from test_fineweb import hub_cache, prepare, shard_tokens, stopped_after  # noqa: F401
 
 from configurator import UserError
 from corpus import tokenizer, told
 from corpus.loader import DataError, TokenLoader
+
+zstandard = pytest.importorskip("zstandard")
 
 
 def line(text):

@@ -32,7 +32,7 @@ def test_trains_evaluates_samples_and_saves(data_dir, tmp_path, capsys):
     assert abs(val[0] - 5.55) < 0.1  # ln 257: nothing is known before the first step
     assert val[40] < 3.6 and loss[40] < 3.7
     samples = [line for line in log if line["kind"] == "sample"]
-    assert [s["step"] for s in samples] == [0, 20, 40]
+    assert [s["step"] for s in samples] == [20, 40]
     assert all(text.startswith("def") for text in samples[0]["texts"])
     assert (tmp_path / "run" / "step_00000040").is_dir()
     found = json.loads((tmp_path / "run" / "config.json").read_text())  # what ran, "auto" no longer in it
@@ -192,10 +192,10 @@ def poison(monkeypatch, value, *steps):
     """Puts a value into the gradients of these steps, counted over all runs from here on."""
     clip, calls = train.optim.clip_gradients, itertools.count(1)
 
-    def poisoned(model, limit):
+    def poisoned(model, *more):
         if next(calls) in steps:
             next(model.parameters()).grad[0, 0] = value
-        return clip(model, limit)
+        return clip(model, *more)
 
     monkeypatch.setattr(train.optim, "clip_gradients", poisoned)
 

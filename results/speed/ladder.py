@@ -66,13 +66,13 @@ def measure(cfg):
     own, _, job = step.build(cfg, world)
     if not cfg.fused_adamw:
         options = dict(lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), foreach=True)
-        job.optimizer = torch.optim.AdamW(optim.param_groups(job.raw, cfg), **options)
+        job.state.optimizer = torch.optim.AdamW(optim.param_groups(job.state.model, cfg), **options)
     next_batch = step.synthetic(own, world)
     for _ in range(1 + cfg.settle):
         step.step(job, next_batch, own)
     times = step.step_times(job, next_batch, own)
     gib = torch.cuda.max_memory_allocated() / 2**30
-    print(f"{step.speed(times, own, world, job.account.flops_per_token)}, {gib:.1f} GiB")
+    print(f"{step.speed(times, own, world, job.account)}, {gib:.1f} GiB")
 
 
 if __name__ == "__main__":

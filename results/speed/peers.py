@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from safetensors.torch import load_file
@@ -29,7 +30,7 @@ from configurator import UserError, run
 from measure import step
 from model import build
 from run import hf
-from run.build import choose, make_batches, make_loaders
+from run.build import choose, make_loader
 from run.flops import Account
 from scale import parallel
 from settings import check
@@ -69,23 +70,25 @@ def measure(cfg):
     if cfg.peer != "ours" and own.precision == "fp8":
         own = dataclasses.replace(own, precision="bf16")
     job = train.Training(own, world) if cfg.peer == "ours" else Peer(own, world.device)
-    loader = make_loaders(own, world)[0] if cfg.curves else None
-    batches = make_batches(own, world, loader) if loader else step.synthetic(own, world)
-    losses, take = [], job.step
+    loader = make_loader(own, world) if cfg.curves else None
+    batches = loader.next if loader else step.synthetic(own, world)
+    losses, update = [], job.update
 
-    def recorded(next_batch, _):
-        losses.append(take(next_batch, optim.learning_rate(len(losses), own)))
-        return losses[-1]
+    def recorded(sums, norm):
+        """A step at its own rate, where measure/step.py has that of the first."""
+        optim.set_learning_rate(job.state.optimizer, optim.learning_rate(len(losses), own))
+        losses.append(sums[0] / sums[1])
+        update(sums, norm)
 
     def without_last_targets():
         x, y = batches()
         return x, torch.cat([y[:, :-1], torch.full_like(y[:, -1:], -100)], 1)
 
-    job.step = recorded
+    job.update = recorded
     for _ in range(1 + cfg.settle):
         step.step(job, without_last_targets, own)
     times = step.step_times(job, without_last_targets, own)
-    losses = [loss.item() for loss, _ in losses]
+    losses = [loss.item() for loss in losses]
     if loader:
         loader.close()
         tokens = cfg.batch_tokens
@@ -97,30 +100,34 @@ def measure(cfg):
 
 
 class Peer:
-    """Another repository's model, starting from our weights, with our optimizer and clipping."""
+    """Another repository's model, starting from our weights, and our optimizer; has parts of a Training."""
 
     def __init__(self, cfg, device):
         with tempfile.TemporaryDirectory() as folder:
             saved = hf.save_hf(build(cfg, device, cfg.seed), Path(folder) / "hf")
-            self.raw, self.loss = nanogpt(cfg, saved) if cfg.peer == "nanogpt" else transformer(cfg, saved)
-        self.raw.to(device).train()
-        self.model = torch.compile(self.raw) if cfg.compile else self.raw
-        self.optimizer = optim.make_optimizer(self.raw, cfg)
+            model, self.loss = nanogpt(cfg, saved) if cfg.peer == "nanogpt" else transformer(cfg, saved)
+        model.to(device).train()
+        self.model = torch.compile(model) if cfg.compile else model
+        self.state = SimpleNamespace(model=model, optimizer=optim.make_optimizer(model, cfg))
         self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=cfg.precision == "bf16")
-        self.accumulation, self.clip = cfg.micro_steps(1), cfg.clip or float("inf")
+        self.accumulation, self.limit = cfg.micro_steps(1), cfg.clip or float("inf")
 
-    def step(self, next_batch, lr):
+    def accumulate(self, next_batch):
+        """The micro-steps' mean loss, of 1."""
         total = 0.0
         for _ in range(self.accumulation):
             with self.autocast:
                 loss = self.loss(self.model, *next_batch()) / self.accumulation
             loss.backward()
             total += loss.detach()
-        norm = torch.nn.utils.clip_grad_norm_(self.raw.parameters(), self.clip)
-        optim.set_learning_rate(self.optimizer, lr)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return total, norm
+        return torch.stack([total, torch.ones_like(total)])
+
+    def clip(self, _):
+        return torch.nn.utils.clip_grad_norm_(self.state.model.parameters(), self.limit)
+
+    def update(self, *_):
+        self.state.optimizer.step()
+        self.state.optimizer.zero_grad(set_to_none=True)
 
 
 def transformer(cfg, saved):

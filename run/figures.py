@@ -1,0 +1,83 @@
+"""What a step reports: its loss and the extras of GPT.forward, as means over the targets of all ranks."""
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from configurator import UserError
+from scale import parallel
+
+
+class Figures:
+    """Adds up what GPT.forward returns in the micro-steps of all ranks, on the device.
+
+    A micro-step's sums are a list of float32 scalars: [its part of the loss, targets, extra * targets, ...].
+    names: of the extras, as the first forward returned them; every later one must return the same.
+    """
+
+    def __init__(self, batch_tokens, ranks):
+        self.batch_tokens, self.ranks = batch_tokens, ranks
+        self.names, self.compared = None, False
+
+    def sums(self, share, count, extras):
+        """The sums of a micro-step. share: its loss times its share of the rank's tokens of a step."""
+        names = sorted(extras)
+        if self.names is None:
+            self.names = names
+        if names != self.names:
+            raise UserError(f"GPT.forward returned the extras {names}, at first {self.names}")
+        count = scalar("count", count, share.device)
+        share = torch.where(count > 0, share.detach(), 0.0)  # the mean of no target may be NaN
+        values = [scalar(name, extras[name], share.device) * count for name in names]
+        return [share, count, *(torch.where(count > 0, value, 0.0) for value in values)]
+
+    def add(self, totals, sums):
+        """The totals of the micro-steps so far, None at first, and of one more."""
+        return sums if totals is None else torch._foreach_add(totals, sums)
+
+    def over_ranks(self, totals, norm, own):
+        """The Means of a step over all ranks. norm: of the gradients; own: further numbers of this rank.
+
+        One all-reduce, for which no host waits, but in the first step, when the ranks compare extras.
+        """
+        if not self.compared:
+            self.compared = True
+            for rank, names in enumerate(parallel.gather_objects(self.names)):
+                if names != self.names:
+                    there = f"and on rank {rank} {names}"
+                    raise UserError(f"GPT.forward returned the extras {self.names}, {there}")
+        if isinstance(norm, DTensor):  # as PyTorch's own clipping returns it
+            norm = norm.full_tensor()
+        first = totals[0].float()
+        numbers = [torch.full_like(first, number) for number in own]
+        figures = [total.to(first) for total in (*totals, norm)]
+        return Means(torch.stack([*figures, *numbers]), self)
+
+
+class Means:
+    """A step's figures on their way to the host."""
+
+    def __init__(self, tensor, figures):
+        self.names, self.ranks, self.batch_tokens = figures.names, figures.ranks, figures.batch_tokens
+        self.later = parallel.Later(parallel.sum_over_ranks(tensor) / self.ranks)
+        self.moment = self.later.moment
+
+    def get(self):
+        """(loss, norm, {extra: its mean}, [means over the ranks of `own`]), waiting for the step's end."""
+        share, targets, *values = self.later.get()
+        targets = max(targets, 1.0 / self.ranks)  # of a rank, on average
+        loss = share * (self.batch_tokens / self.ranks / targets)
+        extras = {name: value / targets for name, value in zip(self.names, values)}
+        norm, *own = values[len(extras) :]
+        return loss, norm, extras, own
+
+
+def scalar(name, value, device):
+    """A detached float32 scalar of a number or of a tensor with one element. Raises UserError for others."""
+    if not torch.is_tensor(value):
+        return torch.full((), value, dtype=torch.float32, device=device)
+    if value.dim() == 0 and value.dtype == torch.float32:  # the usual case: the host's time counts here
+        return value.detach()
+    if value.numel() != 1:
+        shape = tuple(value.shape)
+        raise UserError(f"GPT.forward returned {name} of shape {shape}; expected one number, such as a mean")
+    return value.detach().float().reshape(())

@@ -1,0 +1,180 @@
+"""What a process of tests/ranks.py does for a patch: it imports a patched copy of the sources, and runs it.
+
+Importing torch takes seconds and a run of six steps a quarter of one, so that the server of ranks.py has
+imported torch, and one forked process does all of a patch's runs that need no ranks.
+"""
+
+import contextlib
+import functools
+import importlib
+import io
+import os
+import shutil
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def use(folder):
+    """Has this process import the sources from `folder`, as though it had been started there."""
+    inside = [
+        ROOT,
+        *(path for path in ROOT.iterdir() if path.is_dir() and path.name not in ("tests", ".venv")),
+    ]
+    for name, module in [*sys.modules.items()]:
+        file = getattr(module, "__file__", None)
+        if file and Path(file).parent in inside:
+            del sys.modules[name]
+    sys.path[:] = [str(folder), *(path for path in sys.path if Path(path or ".").resolve() != ROOT)]
+    os.chdir(folder)
+    importlib.invalidate_caches()
+
+
+def sources():
+    """(train, configurator, settings) of the folder that `use` named."""
+    names = "train", "configurator", "settings"
+    modules = [importlib.import_module(name) for name in names]
+    assert all(Path(module.__file__).parent == Path.cwd() for module in modules)
+    return modules
+
+
+def run(words):
+    """`python train.py WORDS` -> (exit code, what its one line says); a traceback has the code 1."""
+    train, configurator, settings = sources()
+    from scale import parallel
+
+    try:
+        train.main(configurator.configure(settings.Config, list(map(str, words)), settings.check))
+    except configurator.UserError as error:
+        return error.exit_code, str(error)
+    except BaseException:
+        return 1, traceback.format_exc()
+    finally:
+        parallel.stop()
+    return 0, ""
+
+
+def alone(folder, patch_module, name, runs, plain, out, more):
+    """{mode: (exit code, words), or (0, what the mode finds)} of all that one process does for a patch.
+
+    runs: {mode: words of train.py}; plain: {"plain" or "plain masked": (words, data)}; out: the folder of the
+    eager run; more: whether "sampled" and "exported" take its model.
+    """
+    use(folder)
+    found = {}
+    for mode, words in runs.items():
+        if mode == "resumed" and not found["eager"][0]:
+            step = "step_00000003"
+            shutil.copytree(out / step, out.with_name(mode) / step)
+        with compiled_to_graphs() if mode == "compiled" else contextlib.nullcontext():
+            found[mode] = run(words)
+    patch = find(patch_module, name)
+    for mode, (words, data) in plain.items():
+        found[mode] = guarded(plain_loop, patch, words, data)
+    for mode, function in dict(sampled=samples, exported=export).items():
+        if mode in more and not found["eager"][0]:
+            found[mode] = guarded(function, out)
+    return found
+
+
+def over_ranks(folder, runs, ports):
+    """{mode: (exit code, words)} of runs over ranks, one after the other, each with a port of its own."""
+    use(folder)
+    from scale import memory
+
+    memory.UNIT_MIB = 0  # so that FSDP2 has a unit for each block
+    found = {}
+    for (mode, words), port in zip(runs.items(), ports):
+        os.environ["MASTER_PORT"] = str(port)
+        found[mode] = run(words)
+    return found
+
+
+def find(module, name):
+    patches = importlib.import_module(module).PATCHES
+    return next(patch for patch in patches if patch.name == name)
+
+
+def guarded(function, *arguments):
+    """(0, the function's value), or (a code, words) as of `run`."""
+    configurator = sys.modules["configurator"]
+    try:
+        return 0, function(*arguments)
+    except configurator.UserError as error:
+        return error.exit_code, str(error)
+    except BaseException:
+        return 1, traceback.format_exc()
+
+
+@contextlib.contextmanager
+def compiled_to_graphs():
+    """As conftest.compile_to_graphs, for one run."""
+    plain = torch.compile
+    torch.compile = functools.partial(plain, backend="aot_eager_decomp_partition")
+    torch._dynamo.reset()
+    try:
+        yield
+    finally:
+        torch.compile = plain
+
+
+def plain_loop(patch, words, data):
+    _, configurator, settings = sources()
+    plain = importlib.import_module("experiments.plain")
+    cfg = configurator.configure(settings.Config, list(map(str, words)), settings.check)
+    return plain.train(patch, cfg, data)
+
+
+def trained(out):
+    from run import checkpoint
+
+    tensors, shape, _ = checkpoint.open_model(out)
+    return checkpoint.model_of(tensors, shape, torch.device("cpu"))
+
+
+def samples(out):
+    """(ids with a KV cache, ids without, what was said)"""
+    from run import sampling
+
+    sampling.pick = drawn
+    model, said = trained(out), io.StringIO()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(6 if p.dim() == 2 else 1)  # as though trained for long: what a part does shows
+    torch.manual_seed(0)
+    prompt = torch.cat([torch.full((3, 1), 256), torch.randint(0, 256, (3, 6))], 1)
+    prompt[2, 4] = 256  # another document
+    with contextlib.redirect_stderr(said):
+        ids = [
+            sampling.generate(model, prompt, 20, 0.7, None, 1, cached).tolist() for cached in (True, False)
+        ]
+    return *ids, said.getvalue()
+
+
+def drawn(logits, temperature, top_k, generator):
+    """As sampling.pick, but an id has its own noise, not its rank in the order of the logits.
+
+    Of a model that has learned little, two logits of 257 are often as near as rounding: their ids would
+    change noise, and one of them may be the one that is drawn.
+    """
+    noise = torch.empty_like(logits).exponential_(generator=generator)
+    return ((logits / temperature).softmax(-1) / noise).argmax(-1)
+
+
+def export(out):
+    """The relative difference of the export's logits, computed plainly, from the model's."""
+    import convert
+
+    folder = out.with_name("hf")
+    with contextlib.redirect_stdout(io.StringIO()):
+        convert.main(convert.Config(checkpoint=str(out), to_hf=str(folder)))
+    model, plain = trained(out), importlib.import_module("experiments.plain")
+    idx = torch.arange(96).view(3, 32)
+    with torch.no_grad():
+        own = model.logits(idx)
+        theirs = plain.gpt2_logits(folder, model.cfg, idx)
+    return ((own - theirs[..., : own.size(-1)]).norm() / own.norm()).item()

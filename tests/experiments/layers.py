@@ -1,0 +1,341 @@
+"""Patches of the architecture: blocks, attention, MLPs, and the order in which blocks run."""
+
+from experiments import patch as modes
+from experiments.losses import BLOCK_CLASS, BLOCK_FORWARD, HAS_MORE, HEAD, LOOP, MAKE_MLP
+from experiments.patch import OF_LAYERS, Patch
+from experiments.positions import ATTENTION_CLASS, CORE_CALL
+from experiments.randomness import ACTIVATION, CORE
+
+ATTENTION_FORWARD = "    def forward(self, x, idx, positions):\n        q, k, v ="
+ATTENTION_PROJ = "        self.proj = Linear(cfg.attention_width, cfg.n_embd, bias=cfg.bias)\n"
+ATTENTION_END = "        return self.proj(y)\n"
+GATE = "        y = self.gate(y.transpose(1, 2), x).flatten(2)  # (B, T, H D)\n"
+EMBED_END = (
+    "        return kernels.residual(self.dropout(self.embed_norm(self.wpe(self.wte(idx), positions))))\n"
+)
+LAST = "        self.tie()\n\n    def forward"
+WINDOW = '''def windowed(q, k, v, *_):
+    """Causal attention to the last eight tokens."""
+    at = torch.arange(q.size(2), device=q.device)
+    distance = at.unsqueeze(1) - at
+    return F.scaled_dot_product_attention(q, k, v, (distance >= 0) & (distance < 8))
+
+
+'''
+LORA = '''class LoRA(Linear):
+    """A linear layer beside a product of two narrow ones."""
+
+    def __init__(self, width, out, bias):
+        super().__init__(width, out, bias)
+        self.a, self.b = Linear(width, 4, bias=False), Linear(4, out, bias=False)
+
+    def forward(self, x):
+        return super().forward(x) + 10 * self.b(self.a(x))
+
+
+'''
+SHIFT = '''class Shift(nn.Module):
+    """Mixes each token with the one before it."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.share = nn.Parameter(torch.empty(cfg.n_embd))
+
+    def reset_parameters(self):
+        nn.init.constant_(self.share, 0.5)
+
+    def forward(self, x):
+        return x + self.share * F.pad(x[:, :-1], (0, 0, 1, 0))
+
+
+'''
+NORMS = "        self.norm_3, self.norm_4 = make_norm(cfg), make_norm(cfg)\n"
+EXPORTED = (*OF_LAYERS, modes.EXPORTED)  # which new parameters let it refuse
+WHOLE_ROWS = (*EXPORTED, modes.FSDP)
+
+
+def block(*lines):
+    """An edit of a block's whole forward."""
+    text = "".join(f"        {line}\n" for line in lines)
+    return (BLOCK_FORWARD, f"    def forward(self, x, idx, positions):\n{text}")
+
+
+def loop(text):
+    return {"model.py": [(LOOP, text)]}
+
+
+PATCHES = [
+    Patch(
+        "value residual",
+        "the first block's values go on to all others: a block takes and returns two tensors",
+        {
+            "model.py": [
+                (ATTENTION_FORWARD, ATTENTION_FORWARD.replace("positions)", "positions, first)")),
+                (CORE_CALL, "        v = v if first is None else 0.5 * (v + first)\n" + CORE_CALL),
+                (ATTENTION_END, "        return self.proj(y), v if first is None else first\n"),
+                (
+                    BLOCK_FORWARD,
+                    "    def forward(self, x, idx, positions, first):\n"
+                    "        update, first = self.attn(self.norm_1(x), idx, positions, first)\n"
+                    "        x = x + self.dropout(update)\n"
+                    "        return x + self.dropout(self.mlp(self.norm_2(x))), first\n",
+                ),
+                (
+                    LOOP,
+                    "        first = None\n"
+                    "        for block in self.stack:\n"
+                    "            x, first = block(x, idx, positions, first)\n"
+                    "        return self.norm(x)\n",
+                ),
+            ]
+        },
+        (*OF_LAYERS, modes.RESUMED, modes.ATTENTION, modes.SELECTIVE, modes.COMPILED, modes.DDP),
+        sample=(modes.BLOCK, modes.ATTENTION, modes.SAMPLED),
+    ),
+    Patch(
+        "attention and MLP in parallel",
+        "both read norm_1; norm_2 is left without a use",
+        {
+            "model.py": [
+                block(
+                    "h = self.norm_1(x)",
+                    "return x + self.dropout(self.attn(h, idx, positions)) + self.dropout(self.mlp(h))",
+                )
+            ]
+        },
+        (*OF_LAYERS, modes.COMPILED, modes.DDP),
+        sample=(modes.COMPILED,),
+    ),
+    Patch(
+        "post-norm",
+        "norms after the addition, README's own",
+        {
+            "model.py": [
+                block(
+                    "x = self.norm_1(x + self.dropout(self.attn(x, idx, positions)))",
+                    "return self.norm_2(x + self.dropout(self.mlp(x)))",
+                )
+            ]
+        },
+        OF_LAYERS,
+    ),
+    Patch(
+        "sandwich norm",
+        "further norms after attention and MLP",
+        {
+            "model.py": [
+                (MAKE_MLP, MAKE_MLP + NORMS),
+                block(
+                    "x = x + self.norm_3(self.attn(self.norm_1(x), idx, positions))",
+                    "return x + self.norm_4(self.mlp(self.norm_2(x)))",
+                ),
+            ]
+        },
+        EXPORTED,
+        export=HAS_MORE,
+    ),
+    Patch(
+        "another activation",
+        "SiLU, README's own",
+        {"model.py": [(ACTIVATION, "    return MLP(cfg, F.silu)\n")]},
+        (*OF_LAYERS, modes.SELECTIVE),
+        sample=(modes.PLAIN, modes.SELECTIVE),
+    ),
+    Patch(
+        "head gates",
+        "a sigmoid of the block's input scales each head",
+        {
+            "model.py": [
+                (
+                    ATTENTION_PROJ,
+                    ATTENTION_PROJ + "        self.head_gate = Linear(cfg.n_embd, cfg.n_head)\n",
+                ),
+                (
+                    GATE,
+                    "        y = torch.sigmoid(self.head_gate(x)).mT.unsqueeze(-1) * y  # (B, H, T, D)\n"
+                    "        y = y.transpose(1, 2).flatten(2)\n",
+                ),
+            ]
+        },
+        (*EXPORTED, modes.ATTENTION),
+        export=HAS_MORE,
+    ),
+    Patch(
+        "a gate on channels",
+        "README's first edit",
+        {
+            "model.py": [
+                (
+                    ATTENTION_PROJ,
+                    ATTENTION_PROJ
+                    + "        self.channel_gate = Linear(cfg.n_embd, cfg.n_embd, bias=False)\n",
+                ),
+                (ATTENTION_END, "        return self.proj(y * torch.sigmoid(self.channel_gate(x)))\n"),
+            ]
+        },
+        EXPORTED,
+        sample=(modes.EXPORTED,),
+        export=HAS_MORE,
+    ),
+    Patch(
+        "LoRA",
+        "a subclass of Linear with a forward of its own, for q, k and v",
+        {
+            "model.py": [
+                (ATTENTION_CLASS, LORA + ATTENTION_CLASS),
+                ("        self.qkv = Linear(", "        self.qkv = LoRA("),
+            ]
+        },
+        EXPORTED,
+        export=HAS_MORE,
+    ),
+    Patch(
+        "LoRA alone",
+        "as LoRA, and all weights but the two narrow ones are frozen",
+        {
+            "model.py": [
+                (ATTENTION_CLASS, LORA + ATTENTION_CLASS),
+                ("        self.qkv = Linear(", "        self.qkv = LoRA("),
+                (
+                    LAST,
+                    "        self.tie()\n"
+                    "        for name, parameter in self.named_parameters():\n"
+                    '            parameter.requires_grad_(".qkv.a." in name or ".qkv.b." in name)\n'
+                    "\n    def forward",
+                ),
+            ]
+        },
+        (*EXPORTED, modes.RESUMED, modes.DDP),
+        export=HAS_MORE,
+    ),
+    Patch(
+        "layers run twice",
+        "a looped stack of blocks",
+        loop(LOOP.replace("self.stack", "[*self.stack, *self.stack]")),
+        (*OF_LAYERS, modes.COMPILED),
+        cached=False,
+    ),
+    Patch(
+        "a skipped layer",
+        "the second block stays without use",
+        loop(LOOP.replace("self.stack", "self.stack[::2]")),
+        (*OF_LAYERS, modes.DDP),
+    ),
+    Patch(
+        "skip connections",
+        "the last block reads the embedding as well, by name",
+        {
+            "model.py": [
+                (
+                    BLOCK_FORWARD,
+                    BLOCK_FORWARD.replace("positions):\n", "positions, x0):\n        x = x + 0.5 * x0\n"),
+                ),
+                (
+                    LOOP,
+                    "        x0 = x\n"
+                    + LOOP.replace("block(x, idx, positions)", "block(x, idx, positions, x0=x0)"),
+                ),
+            ]
+        },
+        OF_LAYERS,
+    ),
+    Patch(
+        "token shift",
+        "each token is mixed with the one before: tokens mix outside of attn.core",
+        {
+            "model.py": [
+                (BLOCK_CLASS, SHIFT + BLOCK_CLASS),
+                (MAKE_MLP, MAKE_MLP + "        self.shift = Shift(cfg)\n"),
+                (BLOCK_FORWARD, BLOCK_FORWARD.replace("self.norm_2(x)", "self.shift(self.norm_2(x))")),
+            ]
+        },
+        WHOLE_ROWS,
+        refused=modes.MIXES,
+        cached=False,
+        export=HAS_MORE,
+    ),
+    Patch(
+        "a token shift from zero",
+        "as a token shift, of which the first weights are zero: at first it changes nothing",
+        {
+            "model.py": [
+                (BLOCK_CLASS, SHIFT.replace("self.share, 0.5", "self.share, 0.0") + BLOCK_CLASS),
+                (MAKE_MLP, MAKE_MLP + "        self.shift = Shift(cfg)\n"),
+                (BLOCK_FORWARD, BLOCK_FORWARD.replace("self.norm_2(x)", "self.shift(self.norm_2(x))")),
+            ]
+        },
+        (modes.CONTEXT,),
+        refused=modes.MIXES,
+        cached=False,
+    ),
+    Patch(
+        "a convolution over time",
+        "PyTorch's own Conv1d, one for each channel",
+        {
+            "model.py": [
+                (
+                    MAKE_MLP,
+                    MAKE_MLP
+                    + "        self.conv = nn.Conv1d(cfg.n_embd, cfg.n_embd, 3, groups=cfg.n_embd)\n",
+                ),
+                (
+                    BLOCK_FORWARD,
+                    BLOCK_FORWARD.replace(
+                        "        x = x + self.dropout(self.mlp",
+                        "        x = x + self.conv(F.pad(x.mT, (2, 0))).mT\n"
+                        "        x = x + self.dropout(self.mlp",
+                    ),
+                ),
+            ]
+        },
+        WHOLE_ROWS,
+        refused=modes.MIXES,
+        cached=False,
+        export=HAS_MORE,
+        wrong={modes.FSDP: "the ranks draw other first weights than one process"},
+    ),
+    Patch(
+        "a sliding window",
+        "another function as attn.core, in which a token sees eight",
+        {
+            "model.py": [
+                (ATTENTION_CLASS, WINDOW + ATTENTION_CLASS),
+                (CORE, "    core = staticmethod(windowed)\n"),
+            ]
+        },
+        OF_LAYERS,
+        sample=(modes.SAMPLED, modes.BLOCK),
+        cached=False,
+    ),
+    Patch(
+        "normed queries and keys",
+        "without weights, just before attn.core",
+        {
+            "model.py": [
+                (
+                    CORE_CALL,
+                    "        q, k = (F.rms_norm(t, (self.head_dim,)) for t in (q, k))\n" + CORE_CALL,
+                )
+            ]
+        },
+        (*OF_LAYERS, modes.ATTENTION),
+    ),
+    Patch(
+        "a layer that no loss uses",
+        "its parameters stay as they are, which a warning says",
+        {"model.py": [(HEAD, HEAD + "        self.spare = Linear(cfg.n_embd, cfg.n_embd)\n")]},
+        (*EXPORTED, modes.DDP),
+        unchanged=True,
+        export=HAS_MORE,
+    ),
+    Patch(
+        "scaled embeddings",
+        "by the root of their width, as Gemma's",
+        {
+            "model.py": [
+                (EMBED_END, EMBED_END.replace("self.wte(idx)", "self.wte(idx) * self.cfg.n_embd**0.5"))
+            ]
+        },
+        OF_LAYERS,
+    ),
+]

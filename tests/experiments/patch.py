@@ -1,0 +1,83 @@
+"""What a patch is: text that is replaced in the sources, the modes it is run in, and what must come out."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+# In one process. All but the last three are a run of train.py each.
+MASKED = "masked"  # on shards with answer masks
+ACCUMULATED = "accumulated"  # likewise, with other micro-steps
+RESUMED = "resumed"  # from the middle on, which must be bitwise
+BLOCK, SELECTIVE, ATTENTION = "block", "selective", "attention"  # --remat
+COMPILED = "compiled"  # torch.compile's graphs, run by ATen's operators
+PLAIN = "plain"  # a plain loop over whole batches, see plain.py
+SAMPLED = "sampled"  # with and without a KV cache
+EXPORTED = "exported"  # to Hugging Face
+# Over two ranks.
+DDP = "ddp"  # on the masked shards, where the ranks have different numbers of targets
+FSDP = "fsdp"
+CONTEXT = "context"  # FSDP2 and context_parallel=2
+RANKS = (DDP, FSDP, CONTEXT)
+# of context parallelism for an edit with which the ranks that share a row would need more than their part
+MIXES = {CONTEXT: "model.py mixes tokens outside of attn.core, or in its loss"}
+
+# A change of the loss or of the loop counts targets and tokens; one of layers moves parameters and tensors.
+OF_LOSS = (PLAIN, MASKED, ACCUMULATED, EXPORTED, DDP)
+OF_LAYERS = (PLAIN, BLOCK, SAMPLED, CONTEXT)  # an export of the same parameters is not checked
+OF_LOOP = (PLAIN, MASKED, ACCUMULATED, RESUMED, DDP)
+
+
+def own_loss(model, x, y):
+    """(loss, extras) of the model's own forward on the whole batch of a step."""
+    loss, _, extras = model(x, y)
+    return loss, extras
+
+
+@dataclasses.dataclass
+class Patch:
+    """An experiment: what a user changes in which files, and what must come out.
+
+    edits: {file: [(old text, new text), ...]}; the old text, the anchor, must be there exactly once.
+    modes: in which it must equal its own plain run in one process, or be refused there.
+    sample: those of them that ./test.sh runs, (): one plain run; None: it leaves the patch to --all.
+    refused: {mode: words of the one line that ends the run there}; "eager": it never runs.
+    wrong: {mode: what is known to be wrong there, an open issue}; a mode that holds has no place here.
+    """
+
+    name: str
+    what: str
+    edits: dict
+    modes: tuple
+    sample: tuple | None = None
+    refused: dict = dataclasses.field(default_factory=dict)
+    wrong: dict = dataclasses.field(default_factory=dict)
+    settings: dict = dataclasses.field(default_factory=dict)
+    # what the plain loop of plain.py does otherwise than for the sources as they are
+    loss: Callable = own_loss  # (model, x, y) -> (loss, {extra: value}) of a step's whole batch
+    rows: Callable = lambda step: 8  # of a step
+    length: Callable = lambda step: 32  # of the rows of a step
+    lr: Callable | None = None  # of a step
+    clip: Callable | None = None  # (parameters, step): changes gradients, instead of clipping their norm
+    data: Callable | None = None  # (first row, rows) -> (x, y)
+    extras: tuple = ()  # names that every line of a training step has
+    also: Callable | None = None  # (lines of log.jsonl) -> what is wrong with them, in words, or None
+    unchanged: bool = False  # it has no effect on losses and gradients
+    cached: bool = True  # samples come with a KV cache; False: a warning says that they do not
+    export: str = "equal"  # or words of the one line of a refusal
+
+
+class MissingAnchor(Exception):
+    """The sources were edited where a patch would be applied."""
+
+
+def apply(patch, folder):
+    """Applies a patch to a copy of the sources. Raises MissingAnchor."""
+    for file, replacements in patch.edits.items():
+        path = Path(folder, file)
+        text = path.read_text()
+        for old, new in replacements:
+            if text.count(old) != 1:
+                words = f"{file} has {text.count(old)} times, not once: {old.strip()!r}"
+                raise MissingAnchor(f"the anchor of the patch {patch.name!r} was edited; {words}")
+            text = text.replace(old, new)
+        path.write_text(text)

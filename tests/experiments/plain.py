@@ -1,0 +1,95 @@
+"""Plain references: a training loop over whole batches, and GPT-2 as Hugging Face's weights describe it.
+
+The loop knows no micro-steps, ranks, counts, masks' effect on factors, checkpoints or graphs. It takes from
+the sources only the model, its initial weights, the groups of parameters, and the schedule.
+"""
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+HEADER_BYTES = 1024
+
+
+class Data:
+    """The rows of a split of shards, read without the loader; targets without loss in a mask are -100."""
+
+    def __init__(self, folder, split, length):
+        paths = sorted(folder.glob(f"*_{split}_*.bin"))
+        tokens = [np.fromfile(path, "<u2", offset=HEADER_BYTES).astype(np.int64) for path in paths]
+        masks = [np.ones(len(t), bool) for t in tokens]
+        for i, path in enumerate(paths):
+            if path.with_suffix(".mask").exists():
+                bits = np.fromfile(path.with_suffix(".mask"), np.uint8)
+                masks[i] = np.unpackbits(bits, bitorder="little")[: len(tokens[i])].astype(bool)
+        self.tokens, self.loss, self.length = np.concatenate(tokens), np.concatenate(masks), length
+
+    def rows(self, first, count):
+        """(x, y), each (count, length)."""
+        at = (first + np.arange(count))[:, None] * self.length + np.arange(self.length)
+        y = np.where(self.loss[at + 1], self.tokens[at + 1], -100)
+        return torch.from_numpy(self.tokens[at]), torch.from_numpy(y)
+
+
+def train(patch, cfg, folder):
+    """{"losses": {step: loss}, "val": ..., "extras": {step: {}}, "moments": {parameter: first moment}}."""
+    import model as models
+    import optim
+
+    data, val = Data(folder, "train", cfg.block_size), Data(folder, "val", cfg.block_size)
+    rows = patch.data or data.rows
+    model = models.build(cfg, torch.device("cpu"), cfg.seed)
+    options = dict(betas=(cfg.beta1, cfg.beta2), eps=1e-8)
+    optimizer = torch.optim.AdamW(optim.param_groups(model, cfg), **options)
+    found = dict(losses={}, val={}, extras={}, moments={})
+    first = 0
+    for step in range(cfg.max_steps + 1):
+        if cfg.eval_interval and step % cfg.eval_interval == 0:
+            model.eval()
+            with torch.no_grad():
+                loss, _ = patch.loss(model, *val.rows(0, cfg.eval_tokens // cfg.block_size))
+            found["val"][step] = loss.item()
+        if step == cfg.max_steps:
+            break
+        model.train()
+        x, y = rows(first, patch.rows(step))
+        first += len(x)
+        T = patch.length(step)
+        loss, extras = patch.loss(model, x[:, :T], y[:, :T])
+        optimizer.zero_grad()
+        loss.backward()
+        parameters = [p for p in model.parameters() if p.grad is not None]
+        if patch.clip:
+            patch.clip(parameters, step)
+        else:
+            torch.nn.utils.clip_grad_norm_(parameters, cfg.clip)
+        lr = patch.lr(step) if patch.lr else optim.learning_rate(step, cfg)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+        found["losses"][step + 1] = loss.item()
+        found["extras"][step + 1] = {name: float(value) for name, value in extras.items()}
+    names = {p: name for name, p in model.named_parameters()}
+    states = optimizer.state.items()
+    found["moments"] = {names[p]: state["exp_avg"].numpy() for p, state in states}
+    return found
+
+
+def gpt2_logits(folder, cfg, idx):
+    """(B, T, V) of a Hugging Face GPT-2, from its weights' names and shapes alone."""
+    w = load_file(folder / "model.safetensors")
+    norm = lambda x, name: F.layer_norm(x, x.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"], cfg.norm_eps)
+    linear = lambda x, name: x @ w[f"{name}.weight"] + w[f"{name}.bias"]  # stored as (in, out)
+    x = w["transformer.wte.weight"][idx] + w["transformer.wpe.weight"][: idx.size(1)]
+    for i in range(cfg.n_layer):
+        block = f"transformer.h.{i}"
+        qkv = linear(norm(x, f"{block}.ln_1"), f"{block}.attn.c_attn")
+        q, k, v = (part.unflatten(-1, (cfg.n_head, -1)).transpose(1, 2) for part in qkv.chunk(3, dim=-1))
+        scores = (q @ k.mT) / q.size(-1) ** 0.5
+        above = torch.ones(scores.shape[-2:]).triu(1).bool()
+        y = scores.masked_fill(above, -torch.inf).softmax(-1) @ v
+        x = x + linear(y.transpose(1, 2).flatten(2), f"{block}.attn.c_proj")
+        h = linear(norm(x, f"{block}.ln_2"), f"{block}.mlp.c_fc")
+        x = x + linear(F.gelu(h, approximate="tanh"), f"{block}.mlp.c_proj")
+    return norm(x, "transformer.ln_f") @ w["transformer.wte.weight"].T

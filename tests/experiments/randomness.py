@@ -1,0 +1,161 @@
+"""Patches that draw random numbers, with torch, numpy and Python, each of which remat must replay."""
+
+from experiments import patch as modes
+from experiments.losses import (
+    BLOCK_CLASS,
+    BLOCK_FORWARD,
+    FORWARD,
+    HIDDEN_CALL,
+)
+from experiments.patch import Patch
+
+IMPORTS = "import math\nfrom dataclasses import fields\n"
+WITH_RANDOM = "import math\nimport random\nfrom dataclasses import fields\n"
+WITH_NUMPY = "import torch.nn.functional as F\n\nimport kernels\n"
+NUMPY = "import numpy as np\nimport torch.nn.functional as F\n\nimport kernels\n"
+# Each rank, and each division into micro-steps, draws other numbers.
+RANDOM = (modes.RESUMED, modes.BLOCK, modes.SELECTIVE, modes.SAMPLED)
+RANDOM_IN_BLOCK = (*RANDOM, modes.ATTENTION)
+CORE = "    core = staticmethod(kernels.attention)  # tokens mix here alone\n"
+ACTIVATION = '    return MLP(cfg, {"gelu": kernels.gelu, "relu2": kernels.relu2}[cfg.mlp])\n'
+
+PATCHES = [
+    Patch(
+        "masked inputs, torch",
+        "a seventh of the inputs is replaced in training",
+        {
+            "model.py": [
+                (
+                    HIDDEN_CALL,
+                    "        if self.training:\n"
+                    "            idx = idx.masked_fill(torch.rand(idx.shape, device=idx.device) < 0.15, 0)\n"
+                    + HIDDEN_CALL,
+                )
+            ]
+        },
+        RANDOM_IN_BLOCK,
+    ),
+    Patch(
+        "masked diffusion",
+        "attention sees both ways; a random share of each row is masked, and is all that is predicted",
+        {
+            "model.py": [
+                (
+                    CORE,
+                    "    core = staticmethod(\n"
+                    "        lambda q, k, v, *_: F.scaled_dot_product_attention(q, k, v, is_causal=False)\n"
+                    "    )\n",
+                ),
+                (
+                    HIDDEN_CALL,
+                    "        share = 0.1 + 0.8 * torch.rand(len(idx), 1, device=idx.device)\n"
+                    "        hidden = torch.rand(idx.shape, device=idx.device) < share\n"
+                    "        targets = torch.where(hidden, idx, -100)  # the tokens themselves\n"
+                    "        x = self.hidden(idx.masked_fill(hidden, 0), positions)\n",
+                ),
+                (
+                    FORWARD,
+                    '        losses, _ = self.head(x, targets, "none")\n'
+                    "        loss, count = kernels.mean_loss(losses / share, targets, reduction)\n"
+                    '        return loss, count, {"masked": hidden.float().mean()}\n',
+                ),
+            ]
+        },
+        (*RANDOM, modes.ATTENTION, modes.COMPILED),
+        sample=(modes.RESUMED, modes.BLOCK),
+        refused={modes.ATTENTION: "this remat wraps attn.core, and model.py's block has another"},
+        extras=("masked",),
+        cached=False,
+    ),
+    Patch(
+        "masked channels, numpy",
+        "a block's input loses some channels, drawn with numpy",
+        {
+            "model.py": [
+                (WITH_NUMPY, NUMPY),
+                (
+                    BLOCK_FORWARD,
+                    BLOCK_FORWARD.replace(
+                        "        x = x + self.dropout(self.attn",
+                        "        if self.training:\n"
+                        "            kept = torch.from_numpy(np.random.rand(x.size(-1)) > 0.1)\n"
+                        "            x = x * kept.to(x.device)\n"
+                        "        x = x + self.dropout(self.attn",
+                    ),
+                ),
+            ]
+        },
+        RANDOM_IN_BLOCK,
+        sample=(modes.BLOCK, modes.RESUMED),
+    ),
+    Patch(
+        "a random factor, Python",
+        "what an MLP reads has a factor drawn with Python's random",
+        {
+            "model.py": [
+                (IMPORTS, WITH_RANDOM),
+                (
+                    BLOCK_FORWARD,
+                    BLOCK_FORWARD.replace(
+                        "        x = x + self.dropout(self.mlp(self.norm_2(x)))\n",
+                        "        scale = random.uniform(0.5, 1.5) if self.training else 1.0\n"
+                        "        x = x + self.dropout(self.mlp(scale * self.norm_2(x)))\n",
+                    ),
+                ),
+            ]
+        },
+        (*RANDOM_IN_BLOCK, modes.COMPILED),
+        sample=(modes.BLOCK, modes.RESUMED),
+    ),
+    Patch(
+        "dropped layers, Python",
+        "a block is skipped with a probability of a fifth, as Python's random has it",
+        {
+            "model.py": [
+                (IMPORTS, WITH_RANDOM),
+                (
+                    BLOCK_FORWARD,
+                    BLOCK_FORWARD.replace(
+                        "        x = x + self.dropout(self.attn",
+                        "        if self.training and random.random() < 0.2:\n"
+                        "            return x\n"
+                        "        x = x + self.dropout(self.attn",
+                    ),
+                ),
+            ]
+        },
+        RANDOM_IN_BLOCK,
+    ),
+    Patch(
+        "a random activation",
+        "an activation whose slope is drawn with torch, numpy and Python, inside of mlp.core",
+        {
+            "model.py": [
+                (IMPORTS, WITH_RANDOM),
+                (WITH_NUMPY, NUMPY),
+                (
+                    BLOCK_CLASS,
+                    "def noisy(x):\n"
+                    "    slope = random.random() + np.random.rand() + torch.rand((), device=x.device)\n"
+                    "    return F.leaky_relu(x) * slope\n\n\n" + BLOCK_CLASS,
+                ),
+                (ACTIVATION, "    return MLP(cfg, noisy)\n"),
+            ]
+        },
+        (modes.RESUMED, modes.BLOCK, modes.SELECTIVE, modes.ATTENTION),
+        sample=(modes.SELECTIVE, modes.ATTENTION),
+    ),
+    Patch(
+        "dropout of values, torch",
+        "dropout on attention's output, inside of the block",
+        {
+            "model.py": [
+                (
+                    "        return self.proj(y)\n",
+                    "        return self.proj(F.dropout(y, 0.1, self.training))\n",
+                )
+            ]
+        },
+        RANDOM_IN_BLOCK,
+    ),
+]

@@ -1,0 +1,79 @@
+"""The worked examples of docs/experiment.md run as they stand, put into a copy of the sources."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+
+from conftest import ROOT, flags, read_log
+
+TEXT = (ROOT / "docs/experiment.md").read_text()
+
+
+def block(begins):
+    """The Python code block of the page that begins with these words."""
+    blocks = re.findall(r"```python\n(.*?)```", TEXT, re.S)
+    (found,) = [code for code in blocks if code.startswith(begins)]
+    return found
+
+
+def copy_of_sources(folder):
+    left_out = shutil.ignore_patterns(
+        ".*", "tests", "docs", "results", "assets", "out", "data", "wandb", "__pycache__"
+    )
+    shutil.copytree(ROOT, folder, ignore=left_out)
+    return folder
+
+
+def replaced(path, old, new):
+    text = path.read_text()
+    assert text.count(old) == 1, f"{path.name} has this {text.count(old)} times, not once:\n{old}"
+    path.write_text(text.replace(old, new))
+
+
+def run(folder, words):
+    done = subprocess.run([sys.executable, "train.py", *words], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_task_made_on_the_fly_is_learned_and_a_run_of_it_goes_on(tmp_path):
+    code = copy_of_sources(tmp_path / "code")
+    assert len(block("class Reverse").strip().splitlines()) <= 25
+    replaced(
+        code / "train.py",
+        "@dataclasses.dataclass\nclass State:",
+        block("class Reverse") + "\n\n@dataclasses.dataclass\nclass State:",
+    )
+    replaced(code / "train.py", "loader = make_loader(cfg, world)", "loader = Reverse(cfg, world)")
+    command = re.search(r"python train.py (config/test.py .*--out_dir=out/reverse)", TEXT)[1].split()
+    command += ["--n_layer=2", "--device=cpu", "--log_interval=100", "--save_interval=300"]
+    out = run(code, command)
+    assert "batches of Reverse" in out
+    log = read_log(code / "out/reverse")
+    losses = {line["step"]: line["loss"] for line in log if line["kind"] == "train"}
+    assert losses[600] < 0.8 * losses[1]
+    shutil.rmtree(code / "out/reverse/step_00000600")
+    run(code, [*command, "--resume=auto"])
+    again = {line["step"]: line["loss"] for line in read_log(code / "out/reverse") if line["kind"] == "train"}
+    assert again == losses  # the later lines of steps 301 to 600
+
+
+def test_multiple_choice_from_a_file(tmp_path, data_dir):
+    code = copy_of_sources(tmp_path / "code")
+    evaluation = block("import json")
+    assert len(evaluation.strip().splitlines()) <= 25
+    replaced(code / "train.py", "def main(cfg):", evaluation + "\n\ndef main(cfg):")
+    added = re.search(r"    (evaluations.add\(.*\))", TEXT)[1]
+    anchor = "    warnings = add_evaluations(evaluations, cfg, world, val_loaders)\n"
+    replaced(code / "train.py", anchor, f"{anchor}    {added}\n")
+    quiz = [
+        dict(question="2 + 2 =", choices=["3", "4"], answer=1),
+        dict(question="a", choices=["b", "c", "dd"], answer=0),
+    ]
+    (code / "quiz.jsonl").write_text("".join(json.dumps(line) + "\n" for line in quiz))
+    out = run(code, flags(data_dir, tmp_path / "run", eval_interval=6))
+    found = [line for line in read_log(tmp_path / "run") if line["kind"] == "quiz"]
+    assert [line["step"] for line in found] == [0, 12] and {line["accuracy"] for line in found} <= {0, 0.5, 1}
+    assert "quiz 12 | accuracy " in out
