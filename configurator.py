@@ -173,9 +173,8 @@ def explain(kind, error, trace):
         needed = re.findall(r"^[\w-]+", file.read_text(), re.MULTILINE)
     if getattr(error, "name", None) not in needed:
         return sys.__excepthook__(kind, error, trace)
-    print(
-        f"error: {sys.executable} has no {error.name}: ./setup.sh, then . .venv/bin/activate", file=sys.stderr
-    )
+    words = f"{sys.executable} has no {error.name}: ./setup.sh, then . .venv/bin/activate"
+    print(f"error: {words}", file=sys.stderr)
 
 
 sys.excepthook = explain

@@ -46,9 +46,7 @@ class Config:
     max_tokens: int | None = None  # training tokens to stop after; None: all
     pack: int | None = None  # reorders documents so that few cross a multiple of this block_size; None: off
     min_document_tokens: int | None = None  # leave out shorter documents; None: only empty ones
-    skip_bad_documents: bool = (
-        False  # of local files: leave out records that give no document, and count them
-    )
+    skip_bad_documents: bool = False  # of local files: leave out and count records that give no document
     max_shards: int | None = None  # with shards: training shards to fetch; None: all
 
     @property

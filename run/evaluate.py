@@ -65,10 +65,10 @@ def losses_of_rows(model, x, y, positions):
         extras = {n: torch.stack([scalar(n, one[n], x.device) for one in found]) for n in found[0]}
     sums = {}
     for name, value in extras.items():
-        value = torch.as_tensor(value, device=x.device).detach().float()
-        if value.shape not in (torch.Size(), count.shape):
-            found = f"{name} of shape {tuple(value.shape)}"
-            raise UserError(f"GPT.forward returned {found}; expected one number, such as a mean")
+        if torch.is_tensor(value) and value.shape == count.shape:  # of each row
+            value = value.detach().float()
+        else:
+            value = scalar(name, value, x.device)
         sums[name] = torch.where(count > 0, value * count, 0.0).sum()  # the mean of no target may be NaN
     return torch.where(count > 0, loss.float(), 0.0), count, sums
 

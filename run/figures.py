@@ -19,7 +19,7 @@ class Figures:
         self.names, self.compared = None, False
 
     def sums(self, share, count, extras):
-        """The sums of a micro-step. share: its loss times its share of the rank's tokens of a step."""
+        """The sums of a micro-step. share: loss * count / the tokens that this rank reads in a step."""
         names = sorted(extras)
         if self.names is None:
             self.names = names

@@ -122,9 +122,10 @@ PROOF = 16  # tokens of each rank in `prove`
 def prove(model, cfg, world, autocast, eot=None):
     """Compares rows that ranks share with the same rows on each rank alone; UserError if they differ.
 
-    An edit that mixes tokens outside attn.core, or in the loss, would be wrong without a word. The model is a
-    narrow one of the same code, in float32 and with random weights, since initial ones may be zero; where an
-    edit cannot be built so, it is the run's own model. eot: the id that separates documents, for the rows.
+    Without this, an edit that mixes tokens outside attn.core, or in the loss, would silently give wrong
+    results. What is compared is a narrow model of the same code, in float32 and with random weights, since
+    initial weights may be zero. Where an edit cannot be built that narrow, it is the run's own model.
+    eot: the id that separates documents, which then occurs in the rows.
     """
     try:
         small, shape = narrow(model, cfg, world)

@@ -28,7 +28,7 @@ def states(device):
 
 
 def restore(found, device):
-    """Sets the generators as `states` found them; of those that older checkpoints lack, none."""
+    """Sets the generators as `states` found them. One that `found` lacks, as in older checkpoints, stays."""
     torch.set_rng_state(found["cpu"])
     if device.type == "cuda":
         torch.cuda.set_rng_state(found["cuda"], device)
@@ -52,6 +52,16 @@ def kept(device):
         restore(before, device)
 
 
+def others():
+    """The states of numpy's and of Python's generator, cheaper than those of `states`, for set_others."""
+    return np.random.get_state(), random.getstate()
+
+
+def set_others(found):
+    np.random.set_state(found[0])
+    random.setstate(found[1])
+
+
 class Drawn:
     """Hooks that note whether a module's forward draws from numpy's or Python's generator."""
 
@@ -62,13 +72,9 @@ class Drawn:
         self.before = others()
 
     def end(self, *_):
-        self.found = self.found or self.before != others()
-
-
-def others():
-    """The states of numpy's and of Python's generator, which can be compared."""
-    name, words, *more = np.random.get_state()
-    return name, words.tobytes(), *more, random.getstate()
+        (numpy_before, python_before), (numpy_now, python_now) = self.before, others()
+        same_words = np.array_equal(numpy_before[1], numpy_now[1]) and numpy_before[2:] == numpy_now[2:]
+        self.found = self.found or not same_words or python_before != python_now
 
 
 class Replay:
@@ -83,20 +89,18 @@ class Replay:
     @contextlib.contextmanager
     def recorded(self):
         """Around the forward."""
-        self.before = np.random.get_state(), random.getstate()
+        self.before = others()
         yield
 
     @contextlib.contextmanager
     def replayed(self):
         """Around the recomputation, after which the generators are as if it had not been."""
-        now = np.random.get_state(), random.getstate()
-        np.random.set_state(self.before[0])
-        random.setstate(self.before[1])
+        now = others()
+        set_others(self.before)
         try:
             yield
         finally:
-            np.random.set_state(now[0])
-            random.setstate(now[1])
+            set_others(now)
 
     def contexts(self):
         """As `context_fn` of torch.utils.checkpoint."""

@@ -189,7 +189,7 @@ class RecomputedMLP:
             return self.tiled(x, run, [p for part in parts for p in part.parameters() if p.requires_grad])
         if not torch.is_grad_enabled():
             return run(x)
-        # torch.compile draws Python's and numpy's random numbers before the graph, or by torch's generator
+        # not when compiled: run/build.py refuses blocks that draw numpy's or Python's random numbers then
         contexts = dict(context_fn=generators.Replay().contexts)
         if torch.compiler.is_compiling():
             contexts = RECOMPUTE_ALL
