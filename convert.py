@@ -5,9 +5,10 @@
     python convert.py --checkpoint=out/llama3_8b --out=out/merged   # files of many ranks -> one file
     python convert.py --checkpoint=out/run --average=5 --out=out/mean    # the mean of its last 5 checkpoints
 
-An export is right as long as model.py computes what transformers' class does: compare logits after an edit.
+An export is compared with transformers, where that is installed, and refused if the logits differ.
 """
 
+import os
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,8 +63,44 @@ def export(cfg):
     name = cfg.tokenizer or name
     warn(not name and "the weights name no tokenizer, so that none is written; see --tokenizer")
     tokenizer = name and tokenizers.load(name, shape.vocab_size)
-    wrote = hf.save_hf(model, cfg.to_hf, cfg.dtype, tensors=tensors, tokenizer=tokenizer)
-    print(f"wrote {wrote} in {cfg.dtype}")
+    compared = []
+    check = lambda folder: compared.append(compare(folder, tensors, shape, cfg.dtype))
+    wrote = hf.save_hf(model, cfg.to_hf, cfg.dtype, tensors=tensors, tokenizer=tokenizer, check=check)
+    print(f"wrote {wrote} in {cfg.dtype}; {compared[0]}")
+
+
+def compare(folder, tensors, shape, dtype):
+    """Compares an export's logits with the checkpoint's on a row of random ids, in float32 -> words.
+
+    Raises UserError if they differ by more than 1e-3 of their standard deviation, from bfloat16 by 1e-2.
+    """
+    import torch
+
+    from model import on_meta
+    from run import checkpoint
+
+    T = min(shape.block_size, 4096)
+    parameters = sum(p.numel() for p in on_meta(shape).parameters())
+    need = 4 * (2 * parameters + 2 * T * shape.vocab_size)  # bytes, of both models and their logits
+    if need > 0.8 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+        return f"logits were not compared: that takes {need / 2**30:.0f} GiB of memory"
+    try:
+        from transformers import AutoModelForCausalLM, logging
+    except ImportError:
+        return "logits were not compared: transformers is not installed"
+    logging.disable_progress_bar()
+    own = checkpoint.model_of(tensors, shape, torch.device("cpu"))
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    ids = torch.randint(shape.vocab_size, (1, T), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        for p in own.parameters():
+            p.copy_(p.to(getattr(torch, dtype)))  # rounded as the export is
+        expected = own.logits(ids)
+        error = ((theirs(ids).logits - expected).std() / expected.std()).item()
+    if not error < (1e-3 if dtype == "float32" else 1e-2):  # embed_norm is folded in before it is rounded
+        why = "does model.py compute something else than that class?"
+        raise UserError(f"to_hf: transformers' logits differ by {error:.1%} of their deviation; {why}")
+    return f"its logits in transformers are those of the checkpoint (within {error:.0e})"
 
 
 def merge(cfg):

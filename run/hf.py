@@ -9,7 +9,7 @@ import itertools
 import json
 import shutil
 from collections import namedtuple
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import huggingface_hub
@@ -94,6 +94,12 @@ class ImportedConfig(GPTConfig):
     tokenizer: str | None = None  # the tokenizer.json beside the weights, or the folder of other such files
 
 
+SHAPE = {field.name for field in fields(GPTConfig)}
+# settings that do not change what is computed, or are written or refused by other means
+WITHOUT_EFFECT = {"vocab_multiple", "attention", "dropout", "zero_init", "bias", "n_kv_head", "head_dim"}
+WITHOUT_EFFECT |= {"rope_theta", "rope_factor", "rope_original"}
+
+
 def family_of(cfg):
     """The first family whose class computes a GPTConfig. Raises UserError with what each of them lacks."""
     lacking = []
@@ -101,6 +107,8 @@ def family_of(cfg):
         wrong = [f"{k}={vars(cfg)[k]}" for k, known in family.settings.items() if vars(cfg)[k] not in known]
         wrong += [f"n_kv_head={cfg.n_kv_head}"] * (family is GPT2 and cfg.kv_heads < cfg.n_head)
         wrong += [f"head_dim={cfg.head_dim}"] * (family is GPT2 and cfg.attention_width != cfg.n_embd)
+        known = {*family.settings, *family.keys.values(), *WITHOUT_EFFECT}
+        wrong += [f"{k}={v}" for k, v in vars(cfg).items() if v and k in SHAPE - known]  # an edit's setting
         if not wrong:
             return family
         lacking.append(f"a {family.name} has no {', '.join(wrong)}")
@@ -330,8 +338,13 @@ def open_hf(name):
     return stored, cfg, cfg.tokenizer
 
 
-def save_hf(model, path, dtype="float32", max_shard_size="5GB", tensors=None, tokenizer=None):
-    """Writes a folder that AutoModelForCausalLM loads, whole or not at all. tensors=None: the model's."""
+def save_hf(
+    model, path, dtype="float32", max_shard_size="5GB", tensors=None, tokenizer=None, check=lambda _: None
+):
+    """Writes a folder that AutoModelForCausalLM loads, whole or not at all.
+
+    tensors=None: the model's. check: called with the folder before it has its name; may raise.
+    """
     path, parts = Path(path), hf_parts(model)
     tensors = dict(model.named_parameters()) if tensors is None else tensors
     aside = path.absolute().with_name(f".writing_{path.name}")
@@ -342,6 +355,8 @@ def save_hf(model, path, dtype="float32", max_shard_size="5GB", tensors=None, to
             ids = write_tokenizer(aside, tokenizer, model.cfg.block_size) if tokenizer else {}
             write_json(aside / "config.json", config_json(model.cfg, dtype, ids))
             _write_shards(aside, parts, tensors, dtype, max_shard_size, model.cfg.norm_eps)
+        check(aside)
+        with told(f"{path}: cannot be written", advice="; nothing of it is kept"):
             aside.rename(path)
     finally:
         shutil.rmtree(aside, ignore_errors=True)  # after a failure

@@ -1,9 +1,11 @@
 """convert.py, weights of run/hf.py: logits equal transformers', both ways are exact, the rest is refused."""
 
+import dataclasses
 import errno
 import json
 import os
 import pickle
+import sys
 
 import pytest
 import torch
@@ -425,7 +427,7 @@ def test_script_both_ways(tmp_path, capsys):
     convert.main(convert.Config(from_hf=str(tmp_path / "a"), out=str(tmp_path / "run")))
     convert.main(convert.Config(checkpoint=str(tmp_path / "run"), to_hf=str(tmp_path / "b")))
     out = capsys.readouterr().out
-    assert "init_from" in out and f"wrote {tmp_path / 'b'} in float32\n" in out
+    assert "init_from" in out and f"wrote {tmp_path / 'b'} in float32; its logits in transformers are" in out
     before, after = (load_file(tmp_path / d / "model.safetensors") for d in "ab")
     assert before.keys() == after.keys() and all(torch.equal(before[k], after[k]) for k in before)
     again = convert.Config(from_hf=str(tmp_path / "a"), out=str(tmp_path / "run"))
@@ -433,6 +435,33 @@ def test_script_both_ways(tmp_path, capsys):
     refused(lambda: convert.main(convert.Config(from_hf="x", to_hf="y")), "--from_hf", "--to_hf")
     again.out, again.dtype = "none", "bfloat16"
     refused(lambda: convert.main(again), "dtype=bfloat16 needs --to_hf")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_export_is_compared_with_transformers(dtype, tmp_path, monkeypatch, capsys):
+    cfg = GPTConfig(vocab_size=300, block_size=64, n_layer=2, n_head=2, n_embd=32, embed_norm=True, **LLAMA)
+    save_model(tmp_path / "run", randomized(build(cfg, CPU, seed=0)), cfg)
+    words = convert.Config(checkpoint=str(tmp_path / "run"), to_hf=str(tmp_path / "hf"), dtype=dtype)
+    plain = model.SwiGLU.forward
+    with monkeypatch.context() as patch:
+        patch.setattr(model.SwiGLU, "forward", lambda self, x: 1.05 * plain(self, x))
+        refused(lambda: convert.main(words), "transformers' logits differ by", "% of their deviation")
+        assert not (tmp_path / "hf").exists()
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "transformers", None)
+        convert.main(words)
+    assert "logits were not compared: transformers is not installed" in capsys.readouterr().out
+    convert.main(dataclasses.replace(words, to_hf=str(tmp_path / "again")))
+    assert "its logits in transformers are those of the checkpoint" in capsys.readouterr().out
+
+
+def test_a_setting_of_an_edit_that_the_format_lacks_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(hf, "SHAPE", hf.SHAPE | {"window"})
+    cfg = GPTConfig()
+    cfg.window = 0
+    assert hf.family_of(cfg).name == "gpt2"
+    cfg.window = 128
+    refused(lambda: hf.family_of(cfg), "a gpt2 has no window=128", "a llama has no")
 
 
 def test_an_export_with_new_parameters_is_refused(tmp_path, monkeypatch):
