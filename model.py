@@ -10,8 +10,8 @@ Llama 3: https://arxiv.org/abs/2407.21783
 """
 
 import math
+from contextlib import nullcontext
 from dataclasses import fields
-from functools import partial
 
 import torch
 import torch.nn as nn
@@ -22,6 +22,13 @@ from configurator import UserError
 from fast.chips import best_attention
 from kernels import LayerNorm, Linear, RMSNorm
 from settings import GPTConfig
+
+INIT_STD = 0.02  # GPT-2's, of the weights of linear layers and embeddings
+
+
+def residual_std(cfg):
+    """Of projections into the residual stream: GPT-2's 0.02 / sqrt(2 n_layer), or zero with zero_init."""
+    return 0.0 if cfg.zero_init else INIT_STD * (2 * cfg.n_layer) ** -0.5
 
 
 class LearnedPositions(nn.Embedding):
@@ -72,6 +79,8 @@ class NoRope(nn.Module):
 class ValueEmbedding(nn.Embedding):
     """Adds a table's row of each token to v (https://github.com/KellerJordan/modded-nanogpt, end of 2024)."""
 
+    init_std = 0.0
+
     def forward(self, v, idx):
         rows = super().forward(idx).unflatten(-1, (v.size(1), -1))  # (B, T, H_kv, D)
         return v + rows.transpose(1, 2).type_as(v)
@@ -121,6 +130,7 @@ class Attention(nn.Module):
         self.copy_v = cfg.positions == "rope" and not cfg.qk_norm and layer not in cfg.value_layers
         self.gate = HeadGate(cfg) if cfg.attention_gate else Unchanged()
         self.proj = Linear(cfg.attention_width, cfg.n_embd, bias=cfg.bias)
+        self.proj.init_std = residual_std(cfg)
 
     def forward(self, x, idx, positions):
         q, k, v = kernels.qkv(x, self.qkv, self.heads, self.head_dim, self.copy_v)  # (B, H, T, D) each
@@ -140,6 +150,7 @@ class MLP(nn.Module):
         super().__init__()
         self.up = Linear(cfg.n_embd, cfg.hidden, bias=cfg.bias)
         self.proj = Linear(cfg.hidden, cfg.n_embd, bias=cfg.bias)
+        self.proj.init_std = residual_std(cfg)
         self.activation = activation
 
     def forward(self, x):
@@ -155,6 +166,7 @@ class SwiGLU(nn.Module):
         super().__init__()
         self.gate_up = Linear(cfg.n_embd, 2 * cfg.hidden, bias=cfg.bias)
         self.proj = Linear(cfg.hidden, cfg.n_embd, bias=cfg.bias)
+        self.proj.init_std = residual_std(cfg)
 
     def forward(self, x):
         return self.core(x, self.gate_up, kernels.swiglu, self.proj)
@@ -191,6 +203,8 @@ class Head(nn.Linear):
     def __init__(self, cfg):
         super().__init__(cfg.n_embd, cfg.padded_vocab, bias=False)
         self.vocab_size, self.softcap = cfg.vocab_size, cfg.softcap
+        if cfg.zero_init and not cfg.tie_embeddings:
+            self.init_std = 0.0
 
     def forward(self, x, targets, reduction="mean"):
         return kernels.linear_cross_entropy(x, self, targets, reduction, self.vocab_size, self.softcap)
@@ -208,6 +222,8 @@ class GPT(nn.Module):
         learned = cfg.positions == "learned"
         rope = NoRope() if learned else Rope(cfg)
         self.wte = nn.Embedding(cfg.padded_vocab, cfg.n_embd)
+        if cfg.embed_norm:
+            self.wte.init_std = 1.0
         self.wpe = LearnedPositions(cfg.block_size, cfg.n_embd) if learned else Unchanged()
         self.embed_norm = nn.RMSNorm(cfg.n_embd, cfg.norm_eps, False) if cfg.embed_norm else nn.Identity()
         self.dropout = nn.Dropout(cfg.dropout)
@@ -252,28 +268,32 @@ class GPT(nn.Module):
             self.head.weight = self.wte.weight
 
     @torch.no_grad()
-    def init_weights(self, fill=lambda tensor, function: function(tensor)):
-        """Draws weights from N(0, std); norms start at one, biases at zero. fill: see parallel.fill."""
+    def init_weights(self, whole=nullcontext):
+        """Gives all modules first values, by `initialize`; whole: a context for each, see parallel.whole."""
         for name, module in self.named_modules():
-            if isinstance(module, (nn.Linear, nn.Embedding)):
-                fill(module.weight, partial(nn.init.normal_, std=self.initial_std(name)))
-                if getattr(module, "bias", None) is not None:
-                    nn.init.zeros_(module.bias)
-            elif hasattr(module, "reset_parameters"):  # norms to one, gates to zero
-                module.reset_parameters()
-            elif not hasattr(module, "reset_tables"):  # on meta, what __init__ assigned is lost
-                for lost, _ in [*module.named_parameters(name, False), *module.named_buffers(name, False)]:
-                    raise UserError(f"model.py: {lost} has no initial value: reset_parameters() is missing")
+            with whole(module):
+                initialize(module, name)
 
-    def initial_std(self, layer):
-        """GPT-2's 0.02, over sqrt(2 n_layer) for projections into the residual stream; values: 0."""
-        cfg, projects = self.cfg, layer.endswith("proj")
-        zero = projects or layer == "head" and not cfg.tie_embeddings
-        if layer.endswith("values") or cfg.zero_init and zero:
-            return 0.0
-        if cfg.embed_norm and layer == "wte":
-            return 1.0
-        return 0.02 * (2 * cfg.n_layer) ** -0.5 if projects else 0.02
+
+def initialize(module, name):
+    """Draws the weight of a linear layer or an embedding from N(0, init_std), by default INIT_STD.
+
+    Biases are zero. A module with a `reset_parameters` of its own has the values that this gives it.
+    """
+    reset = getattr(type(module), "reset_parameters", None)
+    if reset in (nn.Linear.reset_parameters, nn.Embedding.reset_parameters):
+        nn.init.normal_(module.weight, std=getattr(module, "init_std", INIT_STD))
+        if getattr(module, "bias", None) is not None:
+            nn.init.zeros_(module.bias)
+        given = {"weight", "bias", "x_amax", "w_amax", "dy_amax"}  # the last three are fp8's
+    elif reset:
+        module.reset_parameters()
+        return
+    else:
+        given = {"cos", "sin"} if hasattr(module, "reset_tables") else set()
+    for own, _ in [*module.named_parameters(name, False), *module.named_buffers(name, False)]:
+        if own.rpartition(".")[2] not in given:  # on meta, what __init__ assigned is lost
+            raise UserError(f"model.py: {own} has no initial value: reset_parameters() is missing")
 
 
 def on_meta(cfg, **changes):

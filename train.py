@@ -77,7 +77,7 @@ class Training:
         self.model = model  # as a micro-step calls it
         self.graph, self.rows = choose_graph(cfg, world, self.micro_step, model)
         if self.graph is None:
-            self.model = parallel.wrap(model, cfg, world, bool(self.account.unused))  # in DDP
+            self.model = parallel.wrap(model, cfg, world, self.account.some_without_gradient)  # in DDP
 
     def micro_step(self, x, y, positions=None):
         """Adds a micro-batch's gradients to the step's -> its sums (see run/figures.py)."""

@@ -1,5 +1,8 @@
 """Fused kernels for the operations of kernels.py, for NVIDIA GPUs in bf16 and fp8.
 
+forms         which kernel computes an operation, and which calls it serves
+definitions   a copy of the text in kernels.py that the forms compute; texts compares the two
+chunks, gradients    a loss in chunks of tokens, and backwards by hand, in plain PyTorch for every device
 chips         which of them a GPU can run, and its backend for attention; a CPU whose AMX cannot be used
 linear, norm, rope, mlp, loss   the operations, a file each, launcher and constants beside the kernel
 fp8           linear layers, MLP and loss in 8-bit floats
@@ -9,7 +12,7 @@ decode        attention of one query to a KV cache, for sampling
 operators     registers kernels as PyTorch operators, for torch.compile
 fusion        a pass over compiled graphs that moves work into a norm's kernels
 
-Files with kernels need Triton; they are imported where a GPU runs them (kernels.load). This folder imports
+Files with kernels need Triton; they are imported where a GPU runs them (forms.load). This folder imports
 neither kernels nor model, so that it cannot say what a model computes.
 """
 

@@ -12,6 +12,7 @@ from configurator import UserError
 from corpus import mixture
 from corpus import tokenizer as tokenizers
 from corpus.loader import DataError, TokenLoader, read_manifest, read_sizes, verify
+from fast import forms
 from fast.chips import best_attention
 from run import checkpoint, hf, source
 from run.flops import Account, parameter_counts
@@ -93,8 +94,8 @@ def build_model(cfg, world, weights=None, eot=None):
         why = "torch.compile does not draw the same again; draw from torch, or set --compile=False"
         raise UserError(f"{what} {why}")
     model = models.on_meta(cfg)
-    prepare(model, cfg, world, eot, account.regular)
-    models.allocate(model, "cpu" if cfg.offload_states else device, cfg.seed, fill=parallel.fill)
+    prepare(model, cfg, world, eot, account)
+    models.allocate(model, "cpu" if cfg.offload_states else device, cfg.seed, whole=parallel.whole)
     if weights:
         checkpoint.load_model_tensors(model, weights)
     elif cfg.init_from:
@@ -103,6 +104,10 @@ def build_model(cfg, world, weights=None, eot=None):
         buffer.data = buffer.data.to(device)
     if cfg.precision == "fp8":
         fast.fp8.reset(model)
+    if cfg.document_mask:
+        from scale import documents
+
+        documents.prove(model, cfg, world, autocast(cfg.precision, device))
     if cfg.context_parallel > 1:
         if eot is None and cfg.tokenizer:
             eot = tokenizers.load(cfg.tokenizer).eot
@@ -110,7 +115,7 @@ def build_model(cfg, world, weights=None, eot=None):
     return model, account
 
 
-def prepare(model, cfg, world, eot, regular):
+def prepare(model, cfg, world, eot, account):
     """Applies, to a model on meta, in this order: fp8, documents, remat, context parallel, compile, FSDP2."""
     from scale import documents, remat  # files that `import train` need not load
 
@@ -119,9 +124,11 @@ def prepare(model, cfg, world, eot, regular):
         raise UserError("offload_states=True needs a process group; start it with torchrun, 1 rank or more")
     for parameter in model.parameters() if cfg.weights == "bf16" else ():
         parameter.data = parameter.data.bfloat16()  # all of them: FSDP2 requires one dtype in a unit
-    for layer in model.modules() if cfg.precision == "fp8" else ():
-        if type(layer) in (models.Linear, models.Head):  # a subclass has a forward that fp8 does not know
-            fast.fp8.track(layer)
+    if cfg.precision == "fp8":
+        for layer in model.modules():
+            text = {models.Linear: "Linear", models.Head: "cross_entropy"}.get(type(layer))
+            if text and text not in forms.edits:  # else it has a forward that fp8 does not know
+                fast.fp8.track(layer)
     if cfg.document_mask:
         documents.apply(model, documents.separator(cfg, eot))
     if cfg.remat != "none":
@@ -131,7 +138,7 @@ def prepare(model, cfg, world, eot, regular):
     if cfg.compile:
         compile_model(model, sharded)
     if sharded:
-        parallel.shard(model, cfg, world, regular)
+        parallel.shard(model, cfg, world, account)
 
 
 def compile_model(model, sharded=False):

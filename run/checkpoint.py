@@ -420,9 +420,9 @@ def model_of(tensors, shape, device, precision="fp32", world=None):
     model = models.on_meta(replace(shape, attention=best_attention(device, precision)[0]))
     for parameter in model.parameters() if precision == "bf16" else ():
         parameter.data = parameter.data.bfloat16()
-    if world:  # regular=False: a unit for each block, also where an edit repeats one
+    if world:
         settings = Config(parallel="fsdp", precision=precision, tie_embeddings=shape.tie_embeddings)
-        parallel.shard(model, settings, world, regular=False)
+        parallel.shard(model, settings, world)
     models.allocate(model, device)
     load_model_tensors(model, tensors)
     return model.eval()

@@ -6,11 +6,14 @@ from collections import Counter
 from functools import partial
 
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 import kernels
 import model as models
 from configurator import UserError
+from fast import forms
 from scale import generators
 from scale.precision import DTYPES
 
@@ -55,19 +58,24 @@ class Census:
         self.attention_flops, self.attention_calls = 0, 0
 
     def __enter__(self):
-        kernels.counting = self
+        forms.counting = self
         return self
 
     def __exit__(self, *_):
-        kernels.counting = None
+        forms.counting = None
 
     def note(self, operation, reason, inner):
-        """Called by kernels.fused. inner: how many other operations this one calls where it is not fused."""
+        """Called by forms.fused. inner: how many other operations this one calls where it is not fused."""
         if self.inner:  # called by an operation whose fused kernel includes this one
             self.inner -= 1
             return
         self.calls[operation, reason] += 1
         self.inner = 0 if reason else inner
+
+    def weight(self, layer):
+        """A linear layer's weight, as no Parameter: only those that an edit reads itself are noted."""
+        with torch._C.DisableTorchFunction():
+            return layer.weight.view_as(layer.weight)
 
     def elsewhere(self, core, *inputs):
         """Calls another function that stands in attention's place."""
@@ -82,11 +90,27 @@ class Census:
         return q.new_empty(B, H, T, out) + (q.sum() + k.sum() + v.sum())
 
 
+class Reads(TorchFunctionMode):
+    """Within it, notes the parameters from which a function computes tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.parameters = set()
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if any(torch.is_tensor(leaf) for leaf in tree_leaves(result)):
+            given = tree_leaves((args, kwargs))
+            self.parameters.update(leaf for leaf in given if isinstance(leaf, torch.nn.Parameter))
+        return result
+
+
 class Account:
     """What a model computes: `calls`, flops_per_token, peak FLOP/s, unused (parameters without a gradient).
 
     regular: every block ran once. bypassed: one ran without attn.core. draws: one drew from numpy's or
-    Python's random numbers. problem: why nothing is known.
+    Python's random numbers. read_elsewhere: names of blocks' linear layers of which something reads the
+    weight that is no operation of kernels.py. problem: why nothing is known; `chooses` then.
     """
 
     def __init__(self, cfg, device, again=False):
@@ -99,9 +123,10 @@ class Account:
             block.register_forward_hook(drawn.end)
             block.register_forward_hook(lambda block, *_: runs.update([block]))
         self.flops_per_token = self.problem = None
-        with Census(device.type, DTYPES.get(cfg.precision, torch.float32)) as seen:
+        with Census(device.type, DTYPES.get(cfg.precision, torch.float32)) as seen, Reads() as reads:
             for module in model.modules():
-                if isinstance(module, models.Attention) and module.core is not kernels.attention:
+                usual = getattr(module, "core", None) is kernels.attention and "attention" not in forms.edits
+                if isinstance(module, models.Attention) and not usual:
                     module.core = partial(seen.elsewhere, module.core)
             try:
                 self.flops_per_token = flops_per_token(model, cfg, seen)
@@ -115,7 +140,17 @@ class Account:
         self.bypassed = known and seen.attention_calls < runs.total()
         self.unused = [name for name, p in model.named_parameters() if known and p.grad is None]
         self.draws = drawn.found
+        layers = dict(model.blocks.named_modules(prefix="blocks"))
+        linear = {name: layer for name, layer in layers.items() if isinstance(layer, torch.nn.Linear)}
+        read = [name for name, layer in linear.items() if layer.weight in reads.parameters]
+        self.read_elsewhere = read if known else [*linear]
+        self.chooses = not known  # perhaps, by values, which parameters a forward uses
         self.regular = known and all(runs[block] == 1 for block in model.blocks)
+
+    @property
+    def some_without_gradient(self):
+        """Whether a micro-step may leave parameters without a gradient."""
+        return self.chooses or bool(self.unused)
 
     def mfu(self, tokens_per_s, devices):
         """Model FLOPs utilisation (https://arxiv.org/abs/2204.02311, appendix B); None if it is unknown."""

@@ -18,10 +18,12 @@ from tqdm import tqdm
 
 from configurator import UserError, columns, is_rank_0
 from run import files
+from scale import parallel
 
 SILENT = 10  # s until a bar of `progress` that is rarely wanted begins, and between its updates
 LONG = 2.0  # s; a step that takes longer is waited for, so that a stop costs no second one
 LONG_RUN = 2 * 86_400  # s left; a longer run is warned of
+LIFELESS = 10  # steps, after which parameters that are all zero are named
 SPIKE, SETTLED = 6.0, 100  # a loss so many sigma above the mean of so many steps is warned of
 
 
@@ -160,6 +162,8 @@ class Logger:
 
         state: a train.State after the step; means: its figures.Means; began: a parallel.Moment before it.
         """
+        if state.step == LIFELESS:
+            self._warn_of_zeros(state)
         self.unread.append((state.step, state.tokens, lr, began, means))
         while len(self.unread) > self.late:
             self._read(*self.unread.popleft())
@@ -219,6 +223,15 @@ class Logger:
             self.warned = True
             days = f"this run takes about {left / 86_400:.0f} days on this machine"
             self.print(f"warning: {days}; try a smaller --max_steps or recipe, such as config/quickstart.py")
+
+    def _warn_of_zeros(self, state):
+        """After some steps: parameters that began at zero and are still there have had no gradient."""
+        found = parallel.all_zero(state.model)
+        if found:
+            more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+            names = f"{', '.join(found[:3])}{more}"
+            why = "they were zero at first and had no gradient; is what they are multiplied with zero too?"
+            self.print(f"warning: after {state.step} steps {names} are all zero: {why}")
 
     def compiling(self, what):
         """Says that the first step compiles, and on a terminal how long it has taken, until it is read."""

@@ -1,21 +1,25 @@
 """Continues text with a model, token by token, with a KV cache: keys and values of earlier tokens are kept.
 
-The cache goes around attn.core, as scale/ does; the model's own forward runs, told the positions of the new
-tokens, not compiled, on a GPU as one CUDA graph a token. Between two steps the model is as it was.
+The cache goes around attn.core, as scale/ does, and proves itself on the model as it is, or is left out; the
+model's own forward runs, told the positions of the new tokens, not compiled, on a GPU as one CUDA graph a
+token. Between two steps the model is as it was.
 """
 
 import contextlib
 import functools
 import itertools
 import time
+from collections import Counter
 
 import torch
 import torch.nn.functional as F
 
 import configurator
-import kernels
+from fast import forms
 from scale import context, parallel
 from scale.graphs import waits
+
+TRIAL_TOKENS = 512  # of the trial in which a cache proves itself
 
 
 def texts(model, tokenizer, prompt, n, max_new_tokens, temperature, top_k, seed):
@@ -51,7 +55,7 @@ class Printer:
         idx = torch.tensor([ids], device=parallel.device_of(self.model))
         in_step = bool(parallel.units(self.model))
         if self.options["cached"] is True:  # one for all texts, which may begin alike
-            self.options["cached"] = make_cache(self.model, **self.options)
+            self.options["cached"] = make_cache(self.model, idx[0], **self.options)
         for new in steps(self.model, idx, seed=seed, **self.options) if wanted or in_step else ():
             wanted = wanted and new.item() not in self.ends
             if not (parallel.sum_over_ranks(idx.new_tensor(int(wanted))) if in_step else wanted):
@@ -91,7 +95,7 @@ def steps(model, ids, max_new_tokens, temperature=1.0, top_k=None, seed=0, cache
     """
     (B, T), limit, total = ids.shape, model.cfg.block_size, ids.size(1) + max_new_tokens
     generator = torch.Generator(ids.device).manual_seed(seed)
-    cache = make_cache(model, temperature, top_k, B) if cached is True else cached
+    cache = make_cache(model, ids[0], temperature, top_k, B) if cached is True else cached
     if cache and T <= limit:
         yield from cache.steps(ids, min(total, limit + 1), seed)
         ids, generator = cache.ids[:, :total], cache.generator
@@ -117,23 +121,41 @@ def pick(logits, temperature, top_k, generator):
 
 
 @torch.no_grad()
-def make_cache(model, temperature=0, top_k=None, rows=1, **_):
-    """A Cache; None, with a warning, for an edited model that it does not suit."""
-    at = torch.arange(min(16, model.cfg.block_size), device=parallel.device_of(model))
-    idx = at[None] % model.cfg.vocab_size
+def make_cache(model, ids, temperature=0, top_k=None, rows=1, **_):
+    """A Cache; None, with a warning, for an edited model that it does not suit. ids: (T,), of a prompt."""
+    idx = trial_ids(model.cfg, ids)
+    T = idx.size(1)
+    at = torch.arange(T, device=idx.device)
+    found = []
     try:
         trial = Cache(model, 1)
-        expected, trial.length = trial.forward(idx, at), len(at) - 1
-        found = trial.forward(idx[:, -1:], at[-1:])
-    except (configurator.UserError, RuntimeError) as error:  # as where v is wider than k
-        return warn(str(error).partition("\n")[0])
-    most = 0.1 if torch.is_autocast_enabled(at.device.type) else 0.03  # in bf16 0.02, float32 1e-6
-    if not (found - expected).std() > most * expected.std():
-        graph = at.is_cuda and not parallel.units(model)  # FSDP2's collectives are in no graph
-        if graph and (why := waits(trial.forward, idx[:, -1:], at[-1:])):
+        with torch.compiler.set_stance("force_eager"):
+            expected = model.logits(idx)
+        for piece in (slice(T // 2), slice(T // 2, T - 1), slice(T - 1, T)):
+            trial.length = piece.start or 0
+            found.append(trial.forward(idx[:, piece], at[piece], slice(None)))
+    except configurator.UserError as error:
+        return warn(str(error))
+    except Exception as error:  # of any type: an edit's
+        return warn(f"{type(error).__name__}: {error}".partition("\n")[0])
+    most = 0.1 if torch.is_autocast_enabled(at.device.type) else 0.005  # in bf16 0.02, in float32 1e-6
+    if not (torch.cat(found, 1) - expected).std() <= most * expected.std():
+        return warn("model.py mixes tokens outside of attn.core")
+    graph = at.is_cuda and not parallel.units(model)  # FSDP2's collectives are in no graph
+    if graph:
+        why = waits(trial.forward, idx[:, -1:], at[-1:])
+        if why:
             graph = warn(why, "a CUDA graph")
-        return Cache(model, rows, graph, temperature, top_k)
-    return warn("model.py mixes tokens outside of attn.core, or uses a block twice")
+    return Cache(model, rows, graph, temperature, top_k)
+
+
+def trial_ids(cfg, prompt):
+    """(1, T) random ids for a trial; the first of the prompt, perhaps a separator, comes in between."""
+    draw = torch.Generator().manual_seed(0)
+    T = min(cfg.block_size, TRIAL_TOKENS)
+    ids = torch.randint(cfg.vocab_size, (1, T), generator=draw)
+    ids[torch.rand(1, T, generator=draw) < 0.1] = prompt[0].item()
+    return ids.to(prompt.device)
 
 
 def put_core(module, core):
@@ -159,7 +181,12 @@ class Cache:
     def __init__(self, model, rows, graphs=False, *options):  # of pick
         device = parallel.device_of(model)
         self.model, self.graphs, self.options = model, graphs, options
-        self.kept, self.graph, self.attentions = {}, None, context.attentions(model, "a KV cache")
+        if "attention" in forms.edits:  # of which this is a form
+            raise configurator.UserError(forms.edits["attention"])
+        self.attentions = context.attentions(model, "a KV cache")
+        self.kept = {}  # {(attention, its how many-eth call in a forward): keys and values}
+        self.calls = Counter()  # of attentions in the forward under way
+        self.graph = None
         self.ids = torch.zeros(rows, model.cfg.block_size + 1, dtype=torch.long, device=device)
         self.places = torch.arange(model.cfg.block_size, device=device)
         self.at, self.generator = self.ids.new_zeros(1), torch.Generator(device)  # at: a step's position
@@ -203,30 +230,33 @@ class Cache:
         """Writes the ids behind those at position `at`."""
         logits = self.forward(self.ids.index_select(1, self.at), self.at)
         self.at += 1
-        self.ids.index_copy_(1, self.at, pick(logits, *self.options, self.generator)[:, None])
+        self.ids.index_copy_(1, self.at, pick(logits[:, 0], *self.options, self.generator)[:, None])
 
-    def forward(self, idx, at):
-        """(B, T) ids at the positions at: (T,), which follow those in the cache -> (B, V) of the last."""
+    def forward(self, idx, at, of=slice(-1, None)):
+        """(B, T) ids at the positions at: (T,), after those in the cache -> logits `of` some, (B, n, V)."""
         limit, needed = self.model.cfg.block_size, self.length + idx.size(1)
         if needed > self.size:  # a power of two; 1024 at once, since growth takes a new graph
             size = 1 << (max(needed, min(self.end, 1024)) - 1).bit_length()
             self.size, self.graph = min(limit, size), None
         mask = functools.cache(lambda: 1e30 * (at[:, None] - self.places[: self.size]).clamp(-1, 0))
         attend = functools.partial(self.attend, at, mask)
+        self.calls.clear()
         with contextlib.ExitStack() as after, torch.compiler.set_stance("force_eager"):
             for module in self.attentions:
                 after.callback(put_core, module, vars(module).get("core"))
                 put_core(module, functools.partial(attend, module, module.core))
-            return self.model.logits(idx, slice(-1, None), positions=at)[:, 0]
+            return self.model.logits(idx, of, positions=at)
 
     def attend(self, at, mask, module, core, q, k, v, *options):
         """attn.core for the tokens `at`, q: (B, H, T, D); k, v: (B, H_kv, T, D) -> as q."""
         B, H_kv, T, D = v.shape
-        kept = self.kept.get(module, v.new_empty(2, B, H_kv, 0, D))
+        call = module, self.calls[module]  # a block may be used several times
+        self.calls[module] += 1
+        kept = self.kept.get(call, v.new_empty(2, B, H_kv, 0, D))
         if kept.size(3) < self.size:  # zeros, since the mask does not hide NaN in values
-            kept = self.kept[module] = F.pad(kept, (0, 0, 0, self.size - kept.size(3)))
+            kept = self.kept[call] = F.pad(kept, (0, 0, 0, self.size - kept.size(3)))
         q, k = q.to(v.dtype), k.to(v.dtype)
-        if T == 1 and q.device.type in kernels.served:
+        if T == 1 and q.device.type in forms.served:
             from fast import decode  # which needs Triton
 
             return decode.attention(q, k, v, kept, at)

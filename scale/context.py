@@ -7,6 +7,7 @@ data-parallel ranks to gradients. An edit that mixes tokens outside attn.core is
 
 import contextlib
 import dataclasses
+import inspect
 import math
 from types import SimpleNamespace
 
@@ -23,11 +24,24 @@ def apply(model, cfg, world):
     """Wraps the cores of all attentions; neighbouring ranks share a sequence. All ranks call it."""
     N, limit = cfg.context_parallel, parallel.time_limit(cfg.timeout_s)
     groups = [torch.distributed.new_group(range(i, i + N), timeout=limit) for i in range(0, world.size, N)]
-    wrap(model, SimpleNamespace(group=groups[world.rank // N], size=N, on=True))
+    wrap(
+        model,
+        SimpleNamespace(
+            group=groups[world.rank // N],
+            rank=world.rank % N,
+            size=N,
+            on=True,
+            proving=False,
+            head_free=True,
+        ),
+    )
 
 
 def wrap(model, spread):
-    """Wraps the cores of all attentions. spread: the ranks that share rows; on: see `alone`."""
+    """Wraps the cores of all attentions. spread: the ranks that share rows; on: see `alone`.
+
+    head_free: whether no core, as far as seen while `proving`, depends on which heads it is given.
+    """
     model.spread = spread
     for module in attentions(model, "context_parallel", any_core=True):
         module.core = Ulysses(module.core, spread)
@@ -37,9 +51,7 @@ def attentions(model, setting, any_core=False):
     """Modules with kernels.attention, perhaps wrapped, as `core`, or UserError; any_core: any Attention."""
 
     def suits(module):
-        core = getattr(module, "core", None)
-        while hasattr(core, "core"):
-            core = core.core
+        core = innermost(getattr(module, "core", None))
         return core is kernels.attention or any_core and isinstance(module, models.Attention)
 
     for i, block in enumerate(model.blocks):
@@ -49,10 +61,17 @@ def attentions(model, setting, any_core=False):
     return list(filter(suits, model.modules()))
 
 
+def innermost(core):
+    """The core that others, of masks or remat, are wrapped around."""
+    while hasattr(core, "core"):
+        core = core.core
+    return core
+
+
 @contextlib.contextmanager
-def alone(model):
+def alone(model, names=("spread", "documents")):
     """Within it, each rank has whole, separate rows, each of one document: for HellaSwag and samples."""
-    own = [getattr(model, name) for name in ("spread", "documents") if hasattr(model, name)]
+    own = [getattr(model, name) for name in names if hasattr(model, name)]
     before = [thing.on for thing in own]
     for thing in own:
         thing.on = False
@@ -64,28 +83,58 @@ def alone(model):
 
 
 class Ulysses:
-    """attn.core between two all-to-alls."""
+    """attn.core between two all-to-alls. A core with a parameter `heads` is told which heads of q it has."""
 
     def __init__(self, core, spread):
         self.core, self.spread = core, spread
+        self.told = "heads" in inspect.signature(innermost(core)).parameters
 
     def __call__(self, q, k, v, *options):
         """For this rank's tokens, q: (B, H, T/N, D); k, v: (B, H_kv, T/N, D) -> (B, H, T/N, D)."""
         if not self.spread.on:
-            return self.core(q, k, v, *options)
+            y = self.core(q, k, v, *options)
+            if self.spread.proving:
+                self.spread.head_free &= self.head_free(y, q, k, v, *options)
+            return y
         N, group = self.spread.size, self.spread.group
         if q.size(-1) != v.size(-1):
             widths = f"keys of {q.size(-1)} channels and values of {v.size(-1)}"
             raise UserError(f"context_parallel={N} exchanges heads of one width, attention has {widths}")
-        q, k = q.to(v.dtype), k.to(v.dtype)  # RMSNorm under autocast gives float32
-        k, v = (x.repeat_interleave(math.lcm(x.size(1), N) // x.size(1), dim=1) for x in (k, v))
+        q, k, v = self.divisible(q, k, v)
         heads = [x.size(1) // N for x in (q, k, v)]
         parts = torch.cat([x.unflatten(1, (N, -1)) for x in (q, k, v)], dim=2)  # (B, N, h, T/N, D)
         parts = exchange(parts.movedim(1, 0), group)  # all tokens, of this rank's heads
         q, k, v = parts.movedim(0, 2).flatten(2, 3).split(heads, dim=1)  # (B, h, T, D)
-        y = self.core(q, k, v, *options)
+        y = self.attend(self.spread.rank, q, k, v, *options)
         y = exchange(y.unflatten(2, (N, -1)).movedim(2, 0), group)  # this rank's tokens, of all heads
         return y.movedim(0, 1).flatten(1, 2)  # (B, H, T/N, D)
+
+    def divisible(self, q, k, v):
+        """k and v with repeated heads, if need be, so that the ranks have equally many; all in one dtype."""
+        N = self.spread.size
+        q, k = q.to(v.dtype), k.to(v.dtype)  # RMSNorm under autocast gives float32
+        k, v = (x.repeat_interleave(math.lcm(x.size(1), N) // x.size(1), dim=1) for x in (k, v))
+        return q, k, v
+
+    def attend(self, rank, q, k, v, *options):
+        """The core on the heads of a rank, (B, H/N, T, D)."""
+        if not self.told:
+            return self.core(q, k, v, *options)
+        first = rank * q.size(1)
+        return self.core(q, k, v, *options, heads=slice(first, first + q.size(1)))
+
+    def head_free(self, y, q, k, v, *options):
+        """Whether y, of all heads, is what the core computes of each rank's heads apart.
+
+        A core that draws random numbers cannot be compared, and counts as such.
+        """
+        heads = [x.chunk(self.spread.size, dim=1) for x in self.divisible(q, k, v)]
+        try:
+            parts = [self.attend(rank, *own, *options) for rank, own in enumerate(zip(*heads))]
+            same = (torch.cat(parts, dim=1) - y).std() <= 0.01 * y.std()
+        except Exception:  # of any type: an edit's, which has as many factors as there are heads, say
+            return False
+        return bool(same) or not torch.equal(y, self.core(q, k, v, *options))
 
 
 def exchange(parts, group):
@@ -128,7 +177,8 @@ def prove(model, cfg, world, autocast, eot=None):
     eot: the id that separates documents, which then occurs in the rows.
     """
     try:
-        small, shape = narrow(model, cfg, world)
+        small, shape = narrow(cfg, world)
+        wrap(small, model.spread)
         small.train()  # what is added to the loss in training alone counts too
         differ = compare(small, shape, world, contextlib.nullcontext(), eot, 0.01, 5e-6)
     except UserError:
@@ -144,8 +194,8 @@ def prove(model, cfg, world, autocast, eot=None):
         raise UserError(f"context_parallel={cfg.context_parallel} divides rows among ranks, and {why}")
 
 
-def narrow(model, cfg, world):
-    """(a model of cfg's depth and heads with heads of 8 channels and random weights, its settings)."""
+def narrow(cfg, world):
+    """(A model of cfg's depth and heads with heads of 8 channels and random weights, its settings)."""
     T = min(cfg.block_size, PROOF * cfg.context_parallel)
     widths = dict(n_embd=8 * cfg.n_head, head_dim=8, n_hidden=16 * cfg.n_head, block_size=T)
     shape = dataclasses.replace(cfg, **widths, attention="math", dropout=0.0)
@@ -158,7 +208,6 @@ def narrow(model, cfg, world):
                     parameter.copy_(noise / parameter.size(-1) ** 0.5)
                 else:
                     parameter.add_(0.1 * noise)
-    wrap(small, model.spread)
     return small, shape
 
 
@@ -178,14 +227,20 @@ def compare(model, cfg, world, autocast, eot, logits_most, loss_most):
     rows = rows.to(world.device)
     x, y, positions = own_tokens(cfg, world, rows[:, :-1], rows[:, 1:])
     with autocast, generators.kept(world.device), torch.compiler.set_stance("force_eager"):
-        loss, count, _ = model(x, y, positions)
-        parts = torch.stack([torch.as_tensor(loss * count), torch.as_tensor(count).to(loss)]).float()
-        torch.distributed.all_reduce(parts, group=model.spread.group)
-        found = model.logits(x, positions=positions)
         with alone(model):
             loss, count, _ = model(rows[:, :-1], rows[:, 1:])
             again, _, _ = model(rows[:, :-1], rows[:, 1:])
+            model.spread.proving = True
             expected = model.logits(rows[:, :-1])[:, positions]
+            model.spread.proving = False
+        if not model.spread.head_free:
+            why = "attn.core depends on which heads it is given: give it a parameter heads=slice(None)"
+            raise UserError(f"context_parallel={cfg.context_parallel} gives each rank some heads, and {why}")
+        share, own_count, _ = model(x, y, positions)
+        parts = torch.stack([torch.as_tensor(share * own_count), torch.as_tensor(own_count).to(share)])
+        parts = parts.float()
+        torch.distributed.all_reduce(parts, group=model.spread.group)
+        found = model.logits(x, positions=positions)
     differ = (found - expected).std() > logits_most * expected.std()
     differ = differ or abs(parts[0] / parts[1] - loss) > loss_most * abs(loss)
     differ = differ or abs(parts[1] - count) > 0.5

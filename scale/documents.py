@@ -2,17 +2,22 @@
 
 A document begins at its separator, as fineweb.py writes it, or at the start of the row, as for Llama 3
 (https://arxiv.org/abs/2407.21783, section 3.2). Positions count through the whole row. On CUDA in 16 bits
-attention is torch.nn.attention.varlen, which waits for the longest length; elsewhere SDPA with a T x T mask.
+kernels.attention is torch.nn.attention.varlen, which waits for the longest length. Elsewhere, and for another
+core or text of it, the core is called for each document alone.
 """
 
+import contextlib
 import inspect
+import itertools
 
 import torch
 from torch.nn.attention.varlen import varlen_attn
 
+import kernels
 from configurator import UserError
 from corpus import tokenizer as tokenizers
-from scale import context
+from fast import forms
+from scale import context, generators, parallel
 
 GROUPED = "enable_gqa" in inspect.signature(varlen_attn).parameters  # from torch 2.12 on
 
@@ -30,33 +35,85 @@ def separator(cfg, eot):
 def apply(model, eot):
     """Wraps the core of every attention. eot: the token that begins a document; None: each row is one."""
     documents = model.documents = Documents(eot)
-    for module in context.attentions(model, "document_mask"):
+    for module in context.attentions(model, "document_mask", any_core=True):
         module.core = DocumentMask(module.core, documents)
     look = lambda _, args: documents.find(context.whole_sequences(model, args[0])) if documents.on else None
     model.register_forward_pre_hook(look)
 
 
+def prove(model, cfg, world, autocast):
+    """Raises UserError if the loss of a document depends on the one before it in its row.
+
+    Without this, an edit that mixes tokens outside attn.core would silently cross documents. What is tried is
+    a narrow model of the same code with random weights, or where that cannot be built, the run's own.
+    """
+    eot = model.documents.eot
+    if eot < 0:
+        return
+    try:
+        small, shape = context.narrow(cfg, world)
+        apply(small, eot)
+        small.train()
+        leaks = crosses(small, shape, world, contextlib.nullcontext(), 1e-6)
+    except Exception:  # of any type: an edit that depends on a width, say
+        model.eval()
+        leaks = crosses(model, cfg, world, autocast, 1e-6 if cfg.precision == "fp32" else 1e-3)
+        model.train()
+        parallel.reshard(model)
+    if leaks:
+        why = "model.py mixes tokens outside of attn.core, so that they cross documents"
+        raise UserError(f"document_mask=True: {why}; leave it out, or mix them in attn.core")
+
+
+@torch.no_grad()
+def crosses(model, cfg, world, autocast, most):
+    """Whether a document's loss changes with the ids before it; False of a forward that draws numbers."""
+    T = min(cfg.block_size, 2 * context.PROOF)
+    draw = torch.Generator().manual_seed(cfg.seed)
+    rows = torch.randint(cfg.vocab_size, (2, T + 1), generator=draw)
+    rows[1, T // 2 :] = rows[0, T // 2 :]
+    rows[:, T // 2] = model.documents.eot
+    rows = rows.to(world.device)
+    x, y = rows[:, :-1], rows[:, 1:].clone()
+    y[:, : T // 2] = -100
+    with autocast, generators.kept(world.device), torch.compiler.set_stance("force_eager"):
+        with context.alone(model, ["spread"]):
+            first, again, other = (model(x[[row]], y[[row]])[0] for row in (0, 0, 1))
+    return bool(abs(other - first) > most * abs(first) and first == again)
+
+
 class Documents:
     """A batch's documents, kept until the next forward; on: False while each row counts as one document.
 
-    ids: (B, T), equal within a document. bounds: int32, where documents begin in all rows together. longest:
-    a tensor with as many rows, since a number would be a constant to torch.compile.
+    bounds: int32, where documents begin in all rows together. longest: a tensor with as many rows as the
+    longest document, since a number would be a constant to torch.compile.
     """
 
     def __init__(self, eot):
         self.eot, self.on = -1 if eot is None else eot, True
-        self.ids = self.bounds = self.longest = None
+        self.bounds = self.longest = self.spans = None
 
     @torch.no_grad()
     def find(self, idx):
         begins = idx == self.eot  # (B, T)
-        self.ids = begins.cumsum(1)
         begins[:, 0] = True
         ends = begins.new_ones(1)
         self.bounds = torch.cat([begins.flatten(), ends]).nonzero().flatten().int()  # waits for the device
         self.longest = torch.empty(max(2, int(self.bounds.diff().max())), 0)
+        self.spans = None
         for sizes in (self.bounds, self.longest):
             torch._dynamo.maybe_mark_dynamic(sizes, 0)  # otherwise the second batch recompiles
+
+    def of_rows(self, T):
+        """For each row of T tokens [(first, last), ...] of its documents."""
+        if self.spans is None:
+            bounds = self.bounds.tolist()
+            rows = [[] for _ in range(bounds[-1] // T)]
+            for first, last in itertools.pairwise(bounds):
+                row = first // T
+                rows[row].append((first - row * T, last - row * T))
+            self.spans = rows
+        return self.spans
 
 
 class DocumentMask:
@@ -65,26 +122,32 @@ class DocumentMask:
     def __init__(self, core, documents):
         self.core, self.documents = core, documents
 
-    def __call__(self, q, k, v, backend, dropout=0.0):
+    def __call__(self, q, k, v, backend, dropout=0.0, **more):
         if not self.documents.on:
-            return self.core(q, k, v, backend, dropout)
-        if takes_varlen(v) and not dropout:  # an edit's, which varlen does not have
+            return self.core(q, k, v, backend, dropout, **more)
+        usual = self.core is kernels.attention and "attention" not in forms.edits
+        if usual and takes_varlen(v) and not dropout:  # an edit's, which varlen does not have
             return varlen_attention(q, k, v, self.documents.bounds, self.documents.longest.size(0))
-        return masked_attention(q, k, v, self.documents.ids, dropout)
+        return by_documents(self.core, self.documents, q, k, v, backend, dropout, **more)
 
 
 def takes_varlen(v):
     return v.is_cuda and v.dtype in (torch.bfloat16, torch.float16)
 
 
-def masked_attention(q, k, v, ids, p=0.0):
-    """Causal attention within documents. q: (B, H, T, D); k, v: (B, H_kv, T, D); ids: (B, T); p: dropout."""
-    mask = (ids[:, :, None] == ids[:, None, :]).tril().unsqueeze(1)  # (B, 1, T, T)
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, p, enable_gqa=q.shape != k.shape)
+@torch.compiler.disable
+def by_documents(core, documents, q, k, v, *options, **more):
+    """core, any function of q: (B, H, T, D); k, v: (B, H_kv, T, D), on one document after the other."""
+    rows = []
+    for row, spans in enumerate(documents.of_rows(q.size(2))):
+        own = [x[row : row + 1] for x in (q, k, v)]
+        parts = [core(*(x[:, :, first:last] for x in own), *options, **more) for first, last in spans]
+        rows.append(torch.cat(parts, 2))
+    return torch.cat(rows)
 
 
 def varlen_attention(q, k, v, bounds, longest):
-    """masked_attention for CUDA tensors in 16 bits; longest: length of the longest document."""
+    """kernels.attention by documents, for CUDA tensors in 16 bits; longest: of the longest document."""
     B, H, T, D = q.shape
     options = {"enable_gqa": True} if k.size(1) != H and GROUPED else {}
     if k.size(1) != H and not GROUPED:

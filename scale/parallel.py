@@ -1,5 +1,6 @@
 """Processes and devices; DDP and FSDP2 around a model; and the few collectives that the project uses."""
 
+import contextlib
 import os
 import time
 import warnings
@@ -12,6 +13,7 @@ from torch.distributed import distributed_c10d, fsdp, init_device_mesh, rendezvo
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 import fast
 from configurator import UserError
@@ -108,12 +110,14 @@ def time_limit(timeout_s, backend=None):
     return timedelta(seconds=timeout_s + NCCL_LATER * ("nccl" in backend))
 
 
-def shard(model, cfg, world, regular=True):
+def shard(model, cfg, world, account=None):
     """FSDP2 (https://arxiv.org/abs/2304.11277) with a unit for embedding, head and each of memory.units.
 
-    regular: each block runs exactly once in a forward. fsdp gathers a block for its forward and for its
-    backward, zero2 once a step; hsdp is fsdp within groups of shard_size ranks, each of which holds a copy.
+    fsdp gathers a block for its forward and for its backward, zero2 once a step; hsdp is fsdp within groups
+    of shard_size ranks, each of which holds a copy. account: the run.flops.Account of what a forward does;
+    None: it is not known, and there will be no backward.
     """
+    regular = account is not None and account.regular
     mesh = make_mesh(cfg, world)
     low = torch.bfloat16 if cfg.precision in ("bf16", "fp8") else None
     summed = torch.bfloat16 if cfg.reduce_dtype == "bf16" else torch.float32
@@ -122,7 +126,12 @@ def shard(model, cfg, world, regular=True):
         options["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
     frees = cfg.parallel != "zero2"  # parameters after each use; zero2 does so after the last micro-step
     if memory.gathers_8_bits(cfg, mesh.size(-1)):
-        fast.fp8.gather_in_8_bits(model.blocks.modules(), mesh.size(-1))
+        plain = account.read_elsewhere if account else ()
+        layers = [module for name, module in model.blocks.named_modules(prefix="blocks") if name not in plain]
+        fast.fp8.gather_in_8_bits(layers, mesh.size(-1))
+    if account and account.chooses:
+        for block in model.blocks:
+            block.register_forward_hook(with_all_gradients)
     sizes = [sum(p.numel() for p in block.parameters()) for block in model.blocks]
     for unit in memory.units(sizes, apart=not regular or cfg.remat in ("block", "attention")):
         fsdp.fully_shard([model.blocks[i] for i in unit], reshard_after_forward=frees, **options)
@@ -136,6 +145,32 @@ def shard(model, cfg, world, regular=True):
     model.frees_gathered = frees
     if not frees:
         model.register_forward_pre_hook(gather_all)
+
+
+def with_all_gradients(block, _, result):
+    """A forward hook: the block's backward gives each of its parameters a gradient, perhaps zeros.
+
+    FSDP2's ranks would otherwise sum different gradients, where an expert has tokens on one of them alone.
+    """
+    parts, form = tree_flatten(result)
+    for i, part in enumerate(parts):
+        if torch.is_tensor(part) and part.requires_grad:
+            used = [p for p in block.parameters() if p.requires_grad]
+            parts[i] = AllGradients.apply(part, *used)
+            return tree_unflatten(parts, form)
+
+
+class AllGradients(torch.autograd.Function):
+    """Identity of x, with gradients of zeros for the parameters."""
+
+    @staticmethod
+    def forward(ctx, x, *parameters):
+        ctx.like = [(p.shape, p.dtype, p.device) for p in parameters]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dx):
+        return dx, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)
 
 
 def make_mesh(cfg, world):
@@ -164,11 +199,25 @@ def units(model):
     return [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
 
 
-def fill(tensor, function):
-    """function(tensor), drawn on the whole tensor in float32, so that neither sharding nor dtype matters."""
-    device = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else tensor.device
-    function(whole := torch.empty(tensor.shape, dtype=torch.float32, device=device))
-    copy_into(tensor, whole)
+@contextlib.contextmanager
+def whole(module):
+    """Within it the module's own parameters are whole float32 tensors, which are then copied into them.
+
+    So their first values depend neither on sharding nor on dtype. Raises UserError if some are not given.
+    """
+    own = {name: p for name, p in module._parameters.items() if p is not None}
+    for name, parameter in own.items():
+        on = parameter.device_mesh.device_type if isinstance(parameter, DTensor) else parameter.device
+        empty = torch.full(parameter.shape, torch.nan, dtype=torch.float32, device=on)
+        module._parameters[name] = torch.nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    yield
+    for name, parameter in own.items():
+        given = module._parameters[name].detach()
+        module._parameters[name] = parameter
+        if given.isnan().any():
+            what = f"{type(module).__name__}.{name} has no initial value"
+            raise UserError(f"model.py: {what}: does its reset_parameters() give it one?")
+        copy_into(parameter, given)
 
 
 def wrap(model, cfg, world, unused=False):
@@ -212,6 +261,13 @@ def all_finite(model):
     own = [rows for p in model.parameters() if (rows := local(p)).numel()]  # of a short tensor perhaps none
     tops = torch.stack([top.float() for top in torch._foreach_norm(own, float("inf"))] or [torch.zeros(())])
     return not not_finite(tops.max(), tops.max()).item()
+
+
+def all_zero(model):
+    """Names of the trained parameters that are zero on all ranks; waits for the device."""
+    trained = {name: local(p) for name, p in model.named_parameters() if p.requires_grad}
+    nonzero = sum_over_ranks(torch.stack([rows.count_nonzero() for rows in trained.values()]))
+    return [name for name, count in zip(trained, nonzero.tolist()) if count == 0]
 
 
 def rank_and_size():

@@ -6,16 +6,15 @@ from threading import Thread
 import torch
 from torch.utils._triton import triton_hash_with_backend
 
-import kernels
 from configurator import UserError
-from fast import chips, hopper
+from fast import chips, forms, hopper
 
 DTYPES = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}  # of autocast's GEMMs
 
 
 def pick_precision(name, device, weights="fp32"):
     """(precision, reason), with auto and auto8 resolved by the device and the weights' dtype."""
-    if name == "auto8" and device.type == "cuda" and not (chips.no_fp8(chips.of(device)) or kernels.load()):
+    if name == "auto8" and device.type == "cuda" and not (chips.no_fp8(chips.of(device)) or forms.load()):
         return "fp8", "this GPU has fp8 matrix units"
     if name.startswith("auto") and weights == "bf16":
         return "bf16", "the weights are in bf16"
@@ -31,7 +30,7 @@ def pick_precision(name, device, weights="fp32"):
 
 def pick_ops(name, device, precision):
     """(torch or fused, reason), with auto resolved; switches the fused kernels on or off for the device."""
-    missing = kernels.serve(device, name)
+    missing = forms.serve(device, name)
     if not missing and precision not in ("bf16", "fp8"):
         missing = f"fused kernels are for bf16 and fp8, precision is {precision}"
     if not missing:  # the first step would wait for these: a hash of 400 MB, and NVRTC

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import kernels
 from configurator import UserError
+from fast import forms
 from scale import generators
 
 # Before torch 2.12 a compiled checkpoint keeps what an autograd.Function saves (pull request 177396).
@@ -43,6 +44,9 @@ def apply(model, cfg, device_type="cpu"):
             mlp = part_of(block, "mlp")
             mlp.core = RecomputedMLP(mlp.core, cfg.remat_tile)
         if cfg.remat == "attention":
+            if "attention" in forms.edits:
+                why = f"keeps the results of PyTorch's attention, and {forms.edits['attention']}"
+                raise UserError(f"remat=attention {why}; try --remat=block")
             attn = part_of(block, "attn", kernels.attention)
             attn.core = KeptAttention(attn.core, tape)
         if cfg.remat != "selective":
@@ -153,7 +157,7 @@ class AttentionFromTape(torch.autograd.Function):
         (q, k, v), aten = ctx.saved_tensors, torch.ops.aten
         out, lse, *small = (ctx.shelf.take(x) if isinstance(x, Kept) else x for x in ctx.result)
         ctx.result.clear()  # autograd frees what a function saved, but not what ctx refers to
-        if dy.stride() != out.stride():  # see kernels.SameLayout
+        if dy.stride() != out.stride():  # see fast/gradients.py
             dy = torch.empty_like(out).copy_(dy)
         inputs = dy, q, k, v, out, lse
         if not q.is_cuda:

@@ -33,10 +33,11 @@ import torch.compiler.config  # noqa: E402
 import kernels  # noqa: E402
 import train  # noqa: E402
 from configurator import UserError, configure  # noqa: E402
+from fast import forms  # noqa: E402
 from run import checkpoint  # noqa: E402
 from settings import Config  # noqa: E402
 
-kernels.load()  # as kernels.serve does on a GPU; tests put types of device into kernels.served
+forms.load()  # as forms.serve does on a GPU; tests put types of device into forms.served
 
 ROOT = Path(__file__).parent.parent
 if (ROOT.parent / "shared/tiktoken").is_dir():
@@ -69,14 +70,14 @@ SETTINGS = [
     (torch._inductor.config, "post_grad_custom_pre_pass"),
     (torch.compiler.config, "cache_key_tag"),
     (torch.utils.deterministic, "fill_uninitialized_memory"),
-    (kernels, "served"),
+    (forms, "served"),
 ]
 
 
 @contextlib.contextmanager
 def kept():
     """Puts back what is set for the whole process within, so that no test depends on those before it."""
-    environment, served = dict(os.environ), set(kernels.served)
+    environment, served = dict(os.environ), set(forms.served)
     values = [getattr(owner, name) for owner, name in SETTINGS]
     products, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
     deterministic = torch.are_deterministic_algorithms_enabled()
@@ -87,8 +88,8 @@ def kept():
         for (owner, name), value in zip(SETTINGS, values):
             if getattr(owner, name) is not value:
                 setattr(owner, name, value)
-        kernels.served.clear()
-        kernels.served.update(served)
+        forms.served.clear()
+        forms.served.update(served)
         torch.set_float32_matmul_precision(products)  # "high", which autocast sets for all but fp32, is TF32
         torch.use_deterministic_algorithms(deterministic, warn_only=warns)
         torch.set_default_dtype(dtype)

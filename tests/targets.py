@@ -22,9 +22,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 import fast
-import kernels
 import model as models
-from fast import cublas, decode, hopper, loss
+from fast import cublas, decode, forms, hopper, loss
 from scale import adamw8bit
 from settings import GPTConfig
 
@@ -141,7 +140,7 @@ def resources(kernel):
 
 if __name__ == "__main__":
     cublas.matmul = lambda a, b, out, *_, **__: out.zero_()
-    kernels.served = {"cpu"}
+    forms.served = {"cpu"}
     for capability in map(int, sys.argv[1:]):
         for (name, _), kernel in compiled(capability).items():
             registers, stack = resources(kernel)

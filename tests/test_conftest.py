@@ -7,7 +7,7 @@ from compare import CPU, small
 from conftest import SETTINGS, kept
 
 import fast
-import kernels
+from fast import forms
 from model import build
 from run.build import compile_model
 from scale import parallel
@@ -20,7 +20,7 @@ def all_settings():
     configs = torch._dynamo.config, torch._functorch.config, torch._inductor.config, torch.compiler.config
     found = [config.get_config_copy() for config in configs]
     found += [torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()]
-    found += [torch.get_num_threads(), torch.get_default_dtype(), set(kernels.served), dict(os.environ)]
+    found += [torch.get_num_threads(), torch.get_default_dtype(), set(forms.served), dict(os.environ)]
     return [*found, torch.utils.deterministic.fill_uninitialized_memory]
 
 
@@ -34,9 +34,9 @@ def test_settings_that_a_test_leaves_are_put_back(request):
         parallel.make_deterministic()
         autocast("tf32", CPU)
         compile_model(build(small(), CPU))
-        if kernels.load() is None:
+        if forms.load() is None:
             fast.fusion.register()
-        kernels.served.add("cuda")
+        forms.served.add("cuda")
         torch.set_num_threads(torch.get_num_threads() + 1)
         torch.set_default_dtype(torch.float64)
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"

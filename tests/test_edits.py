@@ -1,4 +1,4 @@
-"""Edits of model.py's text take effect and are right: fused, with every remat, masks, over ranks, in fp8.
+"""Edits of model.py and kernels.py take effect and are right: fused, remat, masks, over ranks, in fp8.
 
 Two steps of train.py's Training and an evaluation are compared with the same edit in plain PyTorch, float32
 and one process. With SGD, since AdamW keeps little more of gradients than their signs.
@@ -10,11 +10,14 @@ some parameter changes by a quarter otherwise at least. fp8 has 4 bits, gradient
 a carry (see test_fp8.py): directions of changes are compared, which without the edit are clearly others.
 """
 
+import contextlib
 import functools
 import importlib
 import sys
+import tempfile
 import types
 import zlib
+from pathlib import Path
 
 import pytest
 import ranks
@@ -28,10 +31,12 @@ pytest.importorskip("triton", reason="Triton is installed with PyTorch's CUDA bu
 import kernels
 import model as unedited
 import train
+from configurator import UserError
+from fast import forms
 from fast.chips import best_attention
-from run import build, evaluate
+from run import build, evaluate, sampling
 from run.flops import Account
-from scale import context, memory, parallel
+from scale import context, documents, memory, parallel, remat
 from scale.shards import copy_into
 from settings import Config
 
@@ -142,13 +147,38 @@ EDITS = {
         (LOOP, SCALE + LOOP.replace("positions)", "positions, scale, x0=x0)")),
     ],
     "another attention": [("core = staticmethod(kernels.attention)", OTHER_CORE)],
+    "a weight used twice": [(TRANSFORM, TRANSFORM + "        x = x + F.linear(x, self.attn.proj.weight)\n")],
     "LoRA": [("class Attention(nn.Module):\n", LORA), ("self.qkv = Linear(", "self.qkv = LoRA(")],
 }
+# -- an edit of each definition in kernels.py that a fused form computes: {name: (text, another)}
+
+DEFINITIONS = {
+    "Linear": ("F.linear(x, forms.weight_of(self), self.bias)", "F.linear(1.5 * x, self.weight, self.bias)"),
+    "qkv": ("q, k, v = layer(x).unflatten(", "q, k, v = layer(2 * x).unflatten("),
+    "gelu": ('return F.gelu(x, approximate="tanh")', "return torch.sin(3 * x)"),
+    "relu2": ("return F.relu(x).square()", "return F.relu(x) ** 1.5"),
+    "swiglu": ("return F.silu(gate) * up", "return F.gelu(gate) * (up + 1)"),
+    "mlp": ("return down(activation(up(x)))", "return down(activation(up(x))) + x"),
+    "LayerNorm": ("self.weight, self.bias, self.eps)", "1.5 * self.weight, self.bias, self.eps)"),
+    "RMSNorm": ("self.weight, self.eps)", "0.5 + self.weight, self.eps)"),
+    "rope": ("return rotated(layer(x), cos, sin)", "return rotated(2 * layer(x), cos, sin)"),
+    "rotated": (
+        "    first, second = x.float()",
+        "    x = 4 * F.normalize(x, dim=-1)\n    first, second = x.float()",
+    ),
+    "attention": ("    grouped = q.size(1)", "    q = q * 3\n    grouped = q.size(1)"),
+    "cross_entropy": ("return plain_loss(x, head.weight", "return plain_loss(3 * x, head.weight"),
+    "plain_loss": ("(F.linear(x, weight), targets", "(F.linear(x.sin(), weight), targets"),
+    "plain_cross_entropy": ("reduction=reduction)\n", "reduction=reduction, label_smoothing=0.6)\n"),
+    "cap": ("softcap * torch.tanh(logits / softcap)", "softcap * torch.sin(2 * logits / softcap)"),
+}
+SHAPES = {name: GROUPED for name in ("swiglu", "RMSNorm", "rope", "rotated")}
+SHAPES |= {"relu2": dict(mlp="relu2"), "cap": dict(softcap=2.0), "a second norm on q and k": GROUPED}
 PLAIN = {  # operations that run in plain PyTorch, and why; of all others not one does
     "another activation": {("mlp", "another activation"): 2},
     "a gate for each head": {("linear", "a width is no multiple of 8"): 2},
-    "norms without weights": {("norm", kernels.UNUSUAL_NORM): 5},
-    "LoRA": {("qkv", kernels.OTHER_LAYER): 2},
+    "norms without weights": {("norm", forms.UNUSUAL_NORM): 5},
+    "LoRA": {("qkv", forms.OTHER_LAYER): 2},
 }
 
 # for the others nothing runs that does not run for one of these
@@ -167,6 +197,13 @@ CASES += [slow("value residual", remat) for remat in REMAT]
 CASES += [slow("a second norm on q and k", ATTENTION | TILES)]
 CASES += [slow("a gate for each head", dict(document_mask=True))]
 CASES += [slow(edit, dict(precision="fp8")) for edit in ("a layer of every other channel", "value residual")]
+CASES += [(name, {}) for name in DEFINITIONS]
+CASES += [("attention", mode) for mode in (dict(document_mask=True), dict(remat="block"))]
+CASES += [("rotated", dict(document_mask=True, remat="block")), ("gelu", dict(remat="selective"))]
+CASES += [("Linear", dict(precision="fp8")), ("mlp", dict(remat="block") | TILES), ("LayerNorm", ATTENTION)]
+CASES += [slow(name, dict(document_mask=True)) for name in ("Linear", "qkv", "RMSNorm", "cross_entropy")]
+CASES += [slow(name, dict(remat="block")) for name in ("relu2", "swiglu", "mlp", "RMSNorm", "qkv", "rope")]
+CASES += [slow(name, dict(precision="fp8")) for name in ("gelu", "mlp")]
 
 SHARDED, ZERO2 = dict(parallel="fsdp", unit_mib=0), dict(parallel="zero2", unit_mib=0)
 ALL_AT_ONCE = dict(parallel="fsdp", context_parallel=2, remat="selective", document_mask=True)
@@ -179,6 +216,9 @@ MODES = [
     ("a skipped layer", {}),  # parameters without a gradient under DDP
     ("a skipped layer", dict(parallel="fsdp")),  # of blocks that would be one unit
     ("attention and MLP in parallel", ALL_AT_ONCE),
+    ("attention", ALL_AT_ONCE),
+    slow("Linear", IN_FP8 | SHARDED),  # not gathered in 8 bits, nor is a weight that an edit reads
+    slow("a weight used twice", IN_FP8 | SHARDED),
     slow("layers run twice", dict(parallel="fsdp")),
     slow("a second norm on q and k", dict(context_parallel=2, remat="attention")),
     slow("LoRA", IN_FP8 | ZERO2),  # gathered in 8 bits, but for layers with another forward
@@ -188,31 +228,51 @@ COMPILED = dict(parallel="zero2", remat="selective", compile=True)
 HYBRID = dict(parallel="hsdp", shard_size=2, remat="block")
 
 
-def edited(edit):
-    """model.py's module with an edit; None: as it is."""
-    if edit is None:
-        return unedited
-    text = (ROOT / "model.py").read_text()
-    for old, new in EDITS[edit]:
-        assert text.count(old) == 1, f"{edit}: model.py has this {text.count(old)} times, not once:\n{old}"
+def edited(file, edits, into=None):
+    """The module of a file with edits, (text, what stands there instead); into: where its text is to lie."""
+    text = (ROOT / file).read_text()
+    for old, new in edits:
+        assert text.count(old) == 1, f"{file} has this {text.count(old)} times, not once:\n{old}"
         text = text.replace(old, new)
-    module = types.ModuleType("model")
-    exec(compile(text, f"model.py with {edit}", "exec"), vars(module))
+    module = types.ModuleType(file.removesuffix(".py"))
+    if into:
+        into.write_text(text)
+        module.__file__ = str(into)
+    exec(compile(text, f"{file} with an edit", "exec"), vars(module))
     return module
 
 
-def put_in_place(module, patch):
-    """Has all that imported `model` use this module instead, as though model.py had been edited before."""
-    assert sys.modules["model"] is unedited
-    patch.setitem(sys.modules, "model", module)
+@contextlib.contextmanager
+def in_place(edit):
+    """Within it, all that imported `model` or `kernels` use those with an edit, None: as they are."""
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        assert sys.modules["model"] is unedited and not forms.edits
+        if edit in DEFINITIONS:
+            put_in_place(
+                kernels, edited("kernels.py", [DEFINITIONS[edit]], Path(folder, "kernels.py")), patch
+            )
+            put_in_place(unedited, edited("model.py", []), patch)
+        elif edit:
+            put_in_place(unedited, edited("model.py", EDITS[edit]), patch)
+        try:
+            yield
+        finally:
+            forms.bind(vars(kernels))
+
+
+IMPORTERS = build, context, documents, remat, sampling  # so that all are there before one is put in place
+
+
+def put_in_place(old, new, patch):
+    patch.setitem(sys.modules, old.__name__, new)
     for importer in list(sys.modules.values()):
-        if getattr(importer, "__dict__", {}).get("models") is unedited:
-            patch.setattr(importer, "models", module)
+        for name in ("models", "kernels"):
+            if getattr(importer, "__dict__", {}).get(name) is old and importer.__name__ != __name__:
+                patch.setattr(importer, name, new)
 
 
 def config(edit, settings):
-    shape = GROUPED if edit == "a second norm on q and k" else {}
-    cfg = Config(**{**SHAPE, **shape, "device": DEVICE, **settings})
+    cfg = Config(**{**SHAPE, **SHAPES.get(edit, {}), "device": DEVICE, **settings})
     cfg.batch_tokens = ROWS * cfg.block_size
     return cfg
 
@@ -223,16 +283,15 @@ def steps(edit, shape_of=None, fast=True, unit_mib=None, **settings):
     shape_of: the edit whose shape the model has, for edit=None. fast: in bf16 (or fp8) with fused kernels.
     """
     cfg = config(shape_of or edit, dict(precision="bf16" if fast else "fp32") | settings)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "served", set())
+    with pytest.MonkeyPatch.context() as patch, in_place(edit):
+        patch.setattr(forms, "served", set())
         patch.setattr(memory, "UNIT_MIB", memory.UNIT_MIB if unit_mib is None else unit_mib)
-        put_in_place(edited(edit), patch)
         world = parallel.join(cfg)
         cfg.attention = best_attention(world.device)[0] if fast else "math"
         if fast and GPU:
-            kernels.serve(world.device)
+            forms.serve(world.device)
         elif fast:
-            kernels.served.add("cpu")
+            forms.served.add("cpu")
             stand_in_for_cublas(patch.setattr)
         if cfg.compile:
             torch._dynamo.reset()
@@ -361,13 +420,69 @@ def test_fp8_over_two_ranks_is_that_of_one_process(shape, mode):
 
 @pytest.mark.parametrize("edit", EDITS)
 def test_which_operations_become_plain(edit, monkeypatch):
-    monkeypatch.setattr(kernels, "served", {DEVICE})
-    put_in_place(edited(edit), monkeypatch)
-    found = Account(config(edit, dict(precision="bf16")), torch.device(DEVICE))
+    monkeypatch.setattr(forms, "served", {DEVICE})
+    with in_place(edit):
+        found = Account(config(edit, dict(precision="bf16")), torch.device(DEVICE))
     assert found.problem is None
     assert {call: n for call, n in found.calls.items() if call[1]} == PLAIN.get(edit, {})
     assert sum(n for call, n in found.calls.items() if call[1] is None) >= 4
     assert len(found.unused) == {"attention and MLP in parallel": 4, "a skipped layer": 12}.get(edit, 0)
+
+
+# operations that run in plain PyTorch with an edit of a definition in kernels.py, in two blocks
+EDITED = {
+    "Linear": ["linear", "mlp", "qkv"],
+    "rotated": ["rope"],
+    "LayerNorm": ["norm"],
+    "RMSNorm": ["norm"],
+    "cross_entropy": ["linear_cross_entropy"],
+    "plain_loss": ["linear_cross_entropy"],
+    "plain_cross_entropy": ["linear_cross_entropy"],
+    "cap": ["linear_cross_entropy"],
+    "attention": [],  # PyTorch's own kernels
+}
+
+
+@pytest.mark.parametrize("edit", DEFINITIONS)
+def test_the_summary_names_an_edited_definition(edit, monkeypatch):
+    monkeypatch.setattr(forms, "served", {DEVICE})
+    with in_place(edit):
+        found = Account(config(edit, dict(precision="bf16")), torch.device(DEVICE))
+        plain = {name: why for name, why in found.calls if why}
+    activation = {"gelu", "relu2", "swiglu"} & {edit}
+    assert sorted(plain) == EDITED.get(edit, ["mlp"] if activation else [edit])
+    for name, why in plain.items():
+        known = {forms.OTHER_LAYER} if (edit, name) in {("Linear", "mlp"), ("Linear", "qkv")} else set()
+        assert why in {f"kernels.{edit} was edited"} | known
+
+
+NEW = 40 if GPU else 5  # tokens; the interpreter takes a second for one
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("edit", DEFINITIONS)
+def test_sampling_of_an_edited_definition(edit, monkeypatch):
+    """With a KV cache, or, after an edit of attention, without; greedily and in float32."""
+    monkeypatch.setattr(forms, "served", {DEVICE})
+    sampling.warn.cache_clear()
+    ids = torch.randint(0, 200, (2, 20), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    found = {}
+    for own in (edit, None):
+        with in_place(own):
+            cfg = config(edit, dict(block_size=64 if GPU else 32, attention="math"))
+            model = sys.modules["model"].build(cfg, torch.device(DEVICE), 0).eval()
+            draw(model)
+            made = sampling.make_cache(model, ids[0]) is not None
+            assert made == (own != "attention")
+            found[own] = [sampling.generate(model, ids, NEW, 0, cached=cached) for cached in (True, False)]
+    assert torch.equal(*found[edit])
+    differs = not torch.equal(found[edit][0], found[None][0])
+    assert differs or edit in ("cross_entropy", "plain_loss", "plain_cross_entropy", "cap", "LayerNorm")
+
+
+def test_remat_of_attention_refuses_an_edited_one():
+    with pytest.raises(UserError, match="kernels.attention was edited; try --remat=block"):
+        steps("attention", **ATTENTION)
 
 
 OPERATOR = """

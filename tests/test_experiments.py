@@ -20,9 +20,9 @@ import numpy as np
 import pytest
 import ranks
 from conftest import ROOT, flags, load_checkpoint, read_log, stdlib_bytes, write_shard
-from experiments import inside, layers, loop, losses, patch, positions, randomness
+from experiments import inside, layers, loop, losses, operations, patch, positions, randomness
 
-MODULES = (losses, randomness, positions, layers, loop)
+MODULES = (losses, randomness, positions, layers, loop, operations)
 SETTINGS = dict(n_embd=32, max_steps=6, batch_tokens=256, batch_size=4, precision="fp32")
 SETTINGS |= dict(eval_interval=3, eval_tokens=256, save_interval=3, keep_last=9)
 SETTINGS |= dict(clip=10)  # above every norm: clipped gradients would hide a wrong scale

@@ -18,7 +18,8 @@ pytest.importorskip("triton", reason="Triton is installed with PyTorch's CUDA bu
 import fast
 import kernels
 import model as models
-from fast import chips, hopper, linear, loss, mlp, norm, rope
+from fast import chips, forms, hopper, linear, loss, mlp, norm, rope
+from fast.gradients import Rotation
 from run.flops import Census
 
 pytestmark = [pytest.mark.usefixtures("products"), runs_kernels]
@@ -82,8 +83,8 @@ def test_linear_cross_entropy(N, C, P, V, dtype, cap, ignored, in_product, monke
         targets[torch.rand(1, N, device=DEVICE) < 0.3] = -100
         targets[0, 0], targets[0, -1] = 0, -100
     doubles, three = (x.double(), weight.to(dtype).double()), torch.tensor(3.0, device=DEVICE)
-    monkeypatch.setattr(kernels, "fused", lambda *_, **__: True)
-    monkeypatch.setattr(kernels, "operand", lambda x: x)  # in the dtype of this case
+    monkeypatch.setattr(forms, "fused", lambda *_, **__: True)
+    monkeypatch.setattr(forms, "operand", lambda x: x)  # in the dtype of this case
 
     def mean(x, weight, *options, **named):
         """Of the sum that the kernels compute."""
@@ -266,7 +267,7 @@ def test_rope(B, H, T, D, normed):
 
 def test_rope_of_other_tables_is_plain_pytorch(monkeypatch):
     """The kernel reads tables of (T, D); plain PyTorch takes any that can be broadcast."""
-    monkeypatch.setattr(kernels, "served", {DEVICE})
+    monkeypatch.setattr(forms, "served", {DEVICE})
     x, cos = leaf(2, 3, 5, 8), torch.randn(5, 4, device=DEVICE).repeat(1, 2)
     for table in (cos, cos.expand(2, 1, 5, 8), cos[:1], cos.t().contiguous().t()):
         found = kernels.rope(x, torch.nn.Identity(), table, table)
@@ -278,7 +279,7 @@ def test_rope_turns_gradients_back():
     angles = torch.randn(33, 12).repeat(1, 2)  # of both halves
     x, dy = leaf(2, 3, 33, 24, dtype=torch.float64), torch.randn(2, 3, 33, 24, device=DEVICE)
     tables = [table.to(DEVICE) for table in (angles.cos(), angles.sin())]
-    ours, theirs = kernels.Rotation.apply(x, *tables), kernels.rotated(x, *tables)
+    ours, theirs = Rotation.apply(x, *tables), kernels.rotated(x, *tables)
     grads = [torch.autograd.grad(y, x, dy.double())[0] for y in (ours, theirs)]
     assert torch.equal(ours, theirs) and error(*grads) < 1e-6  # in float32
 
@@ -292,7 +293,7 @@ def test_a_model_trains_with_fused_kernels_as_with_plain_pytorch(shape, compiled
     exact, own = (models.build(cfg, torch.device(DEVICE), 0) for _ in range(2))
     for block in [*exact.blocks, *own.blocks]:
         block.attn.qkv.weight.data *= 3 if GPU else 8  # or tokens attend to all alike; more is all rounding
-    monkeypatch.setattr(kernels, "served", {DEVICE})
+    monkeypatch.setattr(forms, "served", {DEVICE})
     if compiled:
         own.hidden = torch.compile(own.hidden, fullgraph=True)
         own.head.compile(fullgraph=True)
@@ -305,7 +306,7 @@ def test_a_model_trains_with_fused_kernels_as_with_plain_pytorch(shape, compiled
         assert plain_calls == ({"mlp", "linear"} if "n_hidden" in shape else set())
     for block in exact.blocks:
         block.attn.backend = "math"
-    monkeypatch.setattr(kernels, "served", set())
+    monkeypatch.setattr(forms, "served", set())
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         expected, refs = gradients(exact.double(), idx, targets)
     assert error(value, expected) < 1e-3
@@ -332,7 +333,7 @@ def test_auto8_is_fp8_where_the_gpu_has_it(capability, best, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     cuda = torch.device("cuda", 0)
     assert pick_precision("auto8", cuda)[0] == best and pick_precision("auto", cuda)[0] == "bf16"
-    monkeypatch.setattr(kernels, "load", lambda: "the package triton is not installed")
+    monkeypatch.setattr(forms, "load", lambda: "the package triton is not installed")
     assert pick_precision("auto8", cuda)[0] == "bf16"
     assert pick_precision("auto8", torch.device("cpu")) == pick_precision("auto", torch.device("cpu"))
 

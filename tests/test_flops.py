@@ -12,6 +12,7 @@ import fast
 import kernels
 import model as models
 from configurator import UserError
+from fast import forms
 from run import build, flops
 from run.flops import Account
 from scale import context
@@ -25,7 +26,7 @@ SHAPES = [{}, GROUPED, dict(qk_norm=True, mlp="relu2"), dict(tie_embeddings=Fals
 
 @pytest.fixture(autouse=True)
 def fast_forms(monkeypatch):
-    monkeypatch.setattr(kernels, "served", {"cpu"})
+    monkeypatch.setattr(forms, "served", {"cpu"})
 
 
 def account(**settings):
@@ -78,7 +79,7 @@ def test_reasons_of_plain_calls(monkeypatch):
     assert "plain: mlp 3, linear 6 (a width" in str(found.rows())
     found, _ = account(precision="fp32")
     assert all(reason == "computed in float32" for _, reason in found.calls)
-    monkeypatch.setattr(kernels, "served", set())
+    monkeypatch.setattr(forms, "served", set())
     assert all(reason == "no fused kernels here" for _, reason in account()[0].calls)
 
 

@@ -18,7 +18,7 @@ pytest.importorskip("triton", reason="Triton is installed with PyTorch's CUDA bu
 import kernels
 import model as models
 import train
-from fast import cublas, fp8
+from fast import cublas, forms, fp8
 from run import checkpoint
 from scale import parallel
 
@@ -43,7 +43,7 @@ CASTS = [(M, w, k) for M, w in SHAPES for k in (KINDS if len(w) == 1 else SEVERA
 
 @pytest.fixture(autouse=True)
 def fused(monkeypatch):
-    monkeypatch.setattr(kernels, "served", {DEVICE.type})
+    monkeypatch.setattr(forms, "served", {DEVICE.type})
     if not GPU:  # the interpreter takes as long for rows that are not there
         monkeypatch.setattr(fp8, "SUM_STEPS", 2)
 

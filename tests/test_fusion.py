@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="Triton is installed with PyTorch's CUDA bu
 import fast
 import kernels
 import model as models
-from fast import fusion
+from fast import forms, fusion
 from run import build
 from settings import GPTConfig
 
@@ -90,7 +90,7 @@ def test_a_blocks_sums_are_computed_in_its_kernels(case, products, monkeypatch):
     """In the graphs that all blocks share no addition is left, but for one behind dropout."""
     shape, dropout, fp8, folded, *edit = CASES[case]
     norms = 3 if NormOfHeads in edit else 2
-    monkeypatch.setattr(kernels, "served", {DEVICE})
+    monkeypatch.setattr(forms, "served", {DEVICE})
     torch._dynamo.reset()
     counters.clear()
     # Not monkeypatch: what it undoes on this module is hidden from every later compilation in the process.
@@ -120,7 +120,7 @@ def test_a_blocks_sums_are_computed_in_its_kernels(case, products, monkeypatch):
 @pytest.mark.parametrize("fp8", (False, True))
 def test_a_restart_finds_whole_graphs_in_the_cache(fp8, products, monkeypatch, tmp_path):
     """Also those with autograd functions and a choice of attention; what is cached computes the same bits."""
-    monkeypatch.setattr(kernels, "served", {DEVICE})
+    monkeypatch.setattr(forms, "served", {DEVICE})
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     runs, found = [], []
     with torch._inductor.config.patch(post_grad_custom_pre_pass=None):

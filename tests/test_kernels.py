@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 import fast
 import kernels
 import model as models
-from fast import cublas
+from fast import cublas, forms, gradients
 from run import flops
 from settings import GPTConfig
 
@@ -136,7 +136,7 @@ def test_a_mean_of_no_targets_is_zero_and_so_are_its_gradients(reduction):
 
 def test_which_calls_take_the_fused_kernel(monkeypatch):
     """By type of device, dtype, widths and kind of layer; --ops=torch switches all off."""
-    monkeypatch.setattr(kernels, "served", {"cpu"})
+    monkeypatch.setattr(forms, "served", {"cpu"})
     wide, narrow, x = kernels.Linear(16, 32), kernels.Linear(16, 30), torch.randn(2, 3, 16)
 
     class Edited(kernels.Linear):
@@ -144,30 +144,30 @@ def test_which_calls_take_the_fused_kernel(monkeypatch):
 
     def fused(*layers, dtype=torch.bfloat16, **options):
         with torch.autocast("cpu", dtype):
-            return kernels.fused("linear", x, *layers, **options)
+            return forms.fused("linear", x, *layers, **options)
 
     assert fused(wide) and not fused(narrow) and not fused(wide, narrow)
     assert fused(wide, unless={"a reason": False}) and not fused(wide, unless={"a reason": True})
-    assert not fused(wide, dtype=torch.float16) and not kernels.fused("linear", x, wide)
-    assert not kernels.other(wide, kernels.LayerNorm(16)) and kernels.other(wide, Edited(16, 32))
-    assert "NVIDIA" in kernels.serve(torch.device("cpu")) and not kernels.served and not fused(wide)
-    monkeypatch.setattr(kernels, "served", {"cpu"})
-    assert kernels.serve(torch.device("cpu"), "torch") == "ops=torch" and not kernels.served
+    assert not fused(wide, dtype=torch.float16) and not forms.fused("linear", x, wide)
+    assert not forms.other(wide, kernels.LayerNorm(16)) and forms.other(wide, Edited(16, 32))
+    assert "NVIDIA" in forms.serve(torch.device("cpu")) and not forms.served and not fused(wide)
+    monkeypatch.setattr(forms, "served", {"cpu"})
+    assert forms.serve(torch.device("cpu"), "torch") == "ops=torch" and not forms.served
     for kind in ("forward", "forward_pre", "full_backward", "full_backward_pre"):
         layer = kernels.Linear(8, 8)
         getattr(layer, f"register_{kind}_hook")(lambda *_: None)
-        assert not kernels.other(wide) and kernels.other(layer)  # a layer with a hook is called
+        assert not forms.other(wide) and forms.other(layer)  # a layer with a hook is called
 
 
 def test_ropes_fused_kernel_has_rms_norms_alone(monkeypatch):
-    monkeypatch.setattr(kernels, "served", {"cuda"})
+    monkeypatch.setattr(forms, "served", {"cuda"})
     x, (cos, sin) = torch.randn(2, 3, 4, 16), torch.randn(2, 4, 16)
     norms = nn.Identity(), nn.RMSNorm(16, 1e-5), kernels.RMSNorm(16, 1e-5)
     others = kernels.LayerNorm(16), kernels.Linear(16, 16), nn.Sequential(nn.RMSNorm(16, 1e-5))
     for layer in norms + others:
         with flops.Census("cuda", torch.bfloat16) as seen:
             kernels.rope(x, layer, cos, sin)
-        assert seen.calls["rope", kernels.OTHER_LAYER if layer in others else None] == 1
+        assert seen.calls["rope", forms.OTHER_LAYER if layer in others else None] == 1
         assert layer in others or seen.calls.total() == 1  # the norm is inside
 
 
@@ -176,7 +176,7 @@ def test_gradients_of_attention_have_the_layout_of_its_output():
     kept = []
     y.register_hook(lambda grad: kept.append(grad.stride()))
     dy = torch.randn(2, 4, 8, 16)  # contiguous, which y is not
-    kernels.SameLayout.apply(y).backward(dy)
+    gradients.SameLayout.apply(y).backward(dy)
     assert kept == [y.stride()] and torch.equal(y.grad, dy)
 
 

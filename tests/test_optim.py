@@ -20,7 +20,7 @@ import sys, train
 from pathlib import Path
 paths = [Path(m.__file__) for m in sys.modules.values() if getattr(m, "__file__", None)]
 lines = [len(path.open().readlines()) for path in paths if Path.cwd() in (path.parent, path.parent.parent)]
-sys.exit(len(lines) > 32 or sum(lines) > 7000)
+sys.exit(len(lines) > 40 or sum(lines) > 8000)
 """
 
 

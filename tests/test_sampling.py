@@ -5,9 +5,8 @@ import torch
 import torch.nn.functional as F
 from compare import CPU, DEVICE, LLAMA, error, small
 
-import kernels
 from corpus import tokenizer
-from fast import decode
+from fast import decode, forms
 from model import GPT, Block, LearnedPositions, build
 from run import sampling
 from run.build import compile_model
@@ -71,19 +70,19 @@ def test_attention_of_one_query(H, H_kv, D, L, at, dtype, bound):
 def test_logits_are_close(changes, device, dtype, bound, monkeypatch):
     """The bound is in standard deviations of the logits. In bf16 0.05 is measured: attention rounds anew."""
     model, ids, found = random_model(n_embd=128, **changes).to(device), prompt(2, 40).to(device), []
-    monkeypatch.setattr(kernels, "served", {"cuda"})
+    monkeypatch.setattr(forms, "served", {"cuda"})
     monkeypatch.setattr(sampling, "waits", lambda *_: "a test")  # no graph, which would call `pick` once
     monkeypatch.setattr(sampling, "pick", lambda logits, *_: found.append(logits) or ids[:, 9 + len(found)])
     with torch.no_grad(), torch.autocast(device, dtype, enabled=dtype is not None):
         expected = model.logits(ids)[:, 9:39]
-        list(sampling.make_cache(model, rows=2).steps(ids[:, :10], 40, seed=0))
+        list(sampling.make_cache(model, ids[0], rows=2).steps(ids[:, :10], 40, seed=0))
     assert (torch.stack(found, 1) - expected).abs().max() < bound * expected.std()
 
 
 def test_a_text_that_begins_like_the_one_before_goes_on_from_there():
     """As the samples of one prompt, and as the turns of a conversation, which it grows with."""
     model, ids = random_model(block_size=100), prompt(1, 35)
-    cache, computed = sampling.make_cache(model, 1.0, 20), []
+    cache, computed = sampling.make_cache(model, ids[0], 1.0, 20), []
     forward = cache.forward
     cache.forward = lambda idx, at: computed.append(len(at)) or forward(idx, at)
     for seed, begins, more, prefill in ((0, 5, 4, 32), (1, 5, 6, None), (2, 30, 9, 32), (2, 12, 3, None)):
@@ -116,7 +115,7 @@ def block_twice(self, idx, positions=None):
 @pytest.mark.parametrize("owner, name, edit, words", [
     (Block, "forward", shift(Block.forward, 0.5), "mixes tokens outside of attn.core"),
     (Block, "forward", shift(Block.forward, 0.04), "mixes tokens outside of attn.core"),  # in bf16 unseen
-    (GPT, "hidden", block_twice, "uses a block twice"),
+    (GPT, "hidden", block_twice, ""),  # a cache for each of its calls
     (None, "core", lambda q, k, v, *_: v, "a KV cache goes around attn.core"),
     (LearnedPositions, "forward", computed_positions, ""),
 ])  # fmt: skip

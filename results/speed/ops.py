@@ -11,6 +11,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import kernels
+from fast import forms
 from measure.step import clock, three_matmuls
 from run.logger import device_name
 
@@ -18,7 +19,7 @@ from run.logger import device_name
 def main():
     """Prints ms, forward and backward together, and MiB of each operation."""
     device = torch.device("cuda")
-    if reason := kernels.serve(device) if torch.cuda.is_available() else "none found":
+    if reason := forms.serve(device) if torch.cuda.is_available() else "none found":
         sys.exit(f"error: it needs an NVIDIA GPU that runs the fused kernels: {reason}")
     print(f"{device_name(device)}, torch {torch.__version__}; bf16; forward and backward together\n")
     print(f"{'':<44}{'ms':>10}{'MiB':>10}")

@@ -212,8 +212,24 @@ PATCHES = [
         "layers run twice",
         "a looped stack of blocks",
         loop(LOOP.replace("self.stack", "[*self.stack, *self.stack]")),
-        (*OF_LAYERS, modes.COMPILED),
-        cached=False,
+        (*OF_LAYERS, modes.COMPILED, modes.DDP, modes.FSDP),
+    ),
+    Patch(
+        "a second list of blocks",
+        "two more blocks, in a list of their own, after the others",
+        {
+            "model.py": [
+                (
+                    HEAD,
+                    HEAD
+                    + "        self.late = nn.ModuleList(Block(cfg, rope, layer) for layer in range(2))\n",
+                ),
+                (LOOP, LOOP.replace("self.stack", "[*self.stack, *self.late]")),
+            ]
+        },
+        (*EXPORTED, modes.COMPILED, modes.RESUMED, modes.DDP, modes.FSDP),
+        sample=(modes.FSDP,),
+        export=HAS_MORE,
     ),
     Patch(
         "a skipped layer",
@@ -255,6 +271,23 @@ PATCHES = [
         export=HAS_MORE,
     ),
     Patch(
+        "token shift across documents",
+        "as a token shift, under document masks",
+        {
+            "model.py": [
+                (BLOCK_CLASS, SHIFT + BLOCK_CLASS),
+                (MAKE_MLP, MAKE_MLP + "        self.shift = Shift(cfg)\n"),
+                (BLOCK_FORWARD, BLOCK_FORWARD.replace("self.norm_2(x)", "self.shift(self.norm_2(x))")),
+            ]
+        },
+        (modes.DDP,),
+        sample=(),
+        settings=dict(document_mask=True),
+        refused=dict.fromkeys(
+            ("eager", modes.DDP), "mixes tokens outside of attn.core, so that they cross documents"
+        ),
+    ),
+    Patch(
         "a token shift from zero",
         "as a token shift, of which the first weights are zero: at first it changes nothing",
         {
@@ -292,7 +325,6 @@ PATCHES = [
         refused=modes.MIXES,
         cached=False,
         export=HAS_MORE,
-        wrong={modes.FSDP: "the ranks draw other first weights than one process"},
     ),
     Patch(
         "a sliding window",

@@ -155,6 +155,24 @@ MOE = '''class MoE(nn.Module):
 
 
 '''
+BY_TOKEN = '''class MoE(nn.Module):
+    """Two kinds of bytes have an MLP of their own each, which does not run where there is none of them."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.experts = nn.ModuleList(make_mlp(cfg) for _ in range(3))
+
+    def forward(self, x, idx):
+        best = torch.where(idx == ord("("), 1, torch.where(idx == ord("_"), 2, 0))
+        y = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            chosen = best == i
+            if chosen.any():
+                y[chosen] = expert(x[chosen])
+        return y
+
+
+'''
 MOE_EDITS = [
     (BLOCK_CLASS, MOE + BLOCK_CLASS),
     (MAKE_MLP, MAKE_MLP.replace("make_mlp(cfg)", "MoE(cfg)")),
@@ -367,6 +385,19 @@ PATCHES = [
         extras=("balance",),
         refused=modes.MIXES | {modes.SELECTIVE: "model.py's block has none; try --remat=block"},
         export=LOST,
+    ),
+    Patch(
+        "experts without tokens",
+        "an MLP for each kind of token, of which some do not run in some micro-steps",
+        {
+            "model.py": [
+                (BLOCK_CLASS, BY_TOKEN + BLOCK_CLASS),
+                (MAKE_MLP, MAKE_MLP.replace("make_mlp(cfg)", "MoE(cfg)")),
+                (BLOCK_FORWARD, BLOCK_FORWARD.replace("self.norm_2(x))", "self.norm_2(x), idx)")),
+            ]
+        },
+        (modes.PLAIN, modes.MASKED, modes.ACCUMULATED, modes.DDP, modes.FSDP, modes.BLOCK),
+        sample=(modes.DDP, modes.FSDP),
     ),
     Patch(
         "a loss in training only",

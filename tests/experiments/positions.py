@@ -23,6 +23,11 @@ ALIBI = '''def alibi(q, k, v, *_):
 
 
 '''
+ALIBI_OF_HEADS = (
+    ALIBI.replace("*_):", "*_, heads=slice(None)):")
+    .replace("H, T = q.size(1), q.size(2)", "T = q.size(2)")
+    .replace("torch.arange(1, H + 1, device=q.device)", "torch.arange(1, 5, device=q.device)[heads]")
+)
 DISTANCE = """        at = torch.arange(q.size(2), device=q.device) if positions is None else positions
         at = at.to(q.dtype).view(1, 1, -1, 1).expand(q.size(0), q.size(1), -1, 1)
         rates = 2.0 ** -torch.arange(1, q.size(1) + 1, device=q.device).view(1, -1, 1, 1)
@@ -65,9 +70,23 @@ PATCHES = [
             ]
         },
         (*OF_LAYERS, modes.ATTENTION),
-        refused=modes.MIXES
-        | {modes.ATTENTION: "this remat wraps attn.core, and model.py's block has another"},
+        refused={
+            modes.ATTENTION: "this remat wraps attn.core, and model.py's block has another",
+            modes.CONTEXT: "attn.core depends on which heads it is given",
+        },
         cached=False,
+    ),
+    Patch(
+        "ALiBi that is told its heads",
+        "as ALiBi, with the heads of q as an argument, so that ranks can share a row",
+        {
+            "model.py": [
+                (ATTENTION_CLASS, ALIBI_OF_HEADS + ATTENTION_CLASS),
+                (CORE, "    core = staticmethod(alibi)\n"),
+            ]
+        },
+        (modes.PLAIN, modes.CONTEXT),
+        sample=(modes.CONTEXT,),
     ),
     Patch(
         "ALiBi in q and k",
@@ -84,9 +103,7 @@ PATCHES = [
         WHOLE_ROWS,
         sample=(modes.PLAIN,),
         refused=modes.MIXES,
-        wrong={
-            modes.SAMPLED: "the cache is tried without a separator",
-        },
+        cached=False,
     ),
     Patch(
         "rotary positions of documents",
@@ -107,6 +124,7 @@ PATCHES = [
         },
         settings=ROPE,
         modes=(modes.PLAIN, modes.BLOCK, modes.SAMPLED),
+        cached=False,
     ),
     Patch(
         "rotary positions as they are",

@@ -1,0 +1,62 @@
+"""A loss in chunks of tokens, so that few logits are in memory at a time."""
+
+import functools
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import fast
+from scale.generators import Replay
+
+compile_once = functools.cache(torch.compile)  # torch keeps what each call of torch.compile returns
+
+
+def rows_that_fit(weight):
+    """How many tokens have float32 logits of fast.LOGITS_MIB; weight: the head's."""
+    return int(fast.LOGITS_MIB * 2**20) // (4 * weight.size(0))
+
+
+def chunked(loss, x, weight, targets, reduction, *options):
+    """loss(x, weight, targets, reduction, *options) of a power of two of tokens at a time."""
+    rows = 2 ** max(0, rows_that_fit(weight).bit_length() - 1)  # as in fast/loss.py
+    return in_chunks(torch.compiler.is_compiling(), rows, loss, x, weight, targets, reduction, *options)
+
+
+@torch.compiler.disable  # one graph of all chunks would hold the logits of several: 767 MiB, not 295 (CPU)
+def in_chunks(compiled, rows, loss, x, weight, targets, reduction, *options):
+    """The backward computes the logits of each chunk again: one more GEMM."""
+    if compiled:
+        loss = compile_once(loss)
+    weight = weight.view_as(weight)  # autocast would share a leaf's cast, whose gradients add up in 16 bits
+    chunks = zip(x.flatten(0, -2).split(rows), targets.flatten().split(rows), strict=True)
+    # a loss of an edit may draw random numbers; a CUDA graph's capture cannot read their state
+    replays = not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+    losses = []
+    for xi, ti in chunks:
+        own = dict(use_reentrant=False, preserve_rng_state=replays, context_fn=Replay().contexts)
+        losses.append(checkpoint(loss, xi, weight, ti, reduction, *options, **own))
+    if reduction == "none":
+        return torch.cat(losses).view_as(targets)
+    return torch.stack(losses).sum()
+
+
+@torch.no_grad()
+def divisible(loss):
+    """Whether an edited loss of all tokens is the sum of the losses of parts, as `chunked` takes it.
+
+    One that draws random numbers cannot be compared, and counts as such a sum.
+    """
+    draw = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(12, 8, generator=draw), torch.randn(16, 8, generator=draw)
+    targets = torch.randint(13, (12,), generator=draw)
+    targets[[2, 7, 8]] = -100
+    with torch.random.fork_rng([]):
+        before = torch.get_rng_state()
+        try:
+            whole = loss(x, weight, targets, "sum", 13, None)
+            if not torch.equal(before, torch.get_rng_state()):
+                return True
+            parts = [loss(x[at], weight, targets[at], "sum", 13, None) for at in (slice(5), slice(5, 12))]
+        except Exception:  # of any type: the edit's
+            return False
+    return torch.allclose(sum(parts), whole, rtol=1e-4)

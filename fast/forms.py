@@ -1,0 +1,261 @@
+"""The fused forms of the operations in kernels.py, and which calls they serve.
+
+For each call, `fused` decides by device, dtype, shapes and layers: the fused kernel (NVIDIA GPUs, in bf16 and
+fp8), or the operation's own text in plain PyTorch. A form computes one text, of which definitions.py has a
+copy: once kernels.py is imported, `bind` compares the two, and what was edited runs as it stands.
+"""
+
+import functools
+import inspect
+
+import torch
+import torch.nn as nn
+
+import fast
+from fast import chips, chunks, texts
+from fast.gradients import Rotation
+
+chips.without_amx()  # on a CPU where it would end the process
+served = set()  # types of device whose calls may take fused kernels, see `serve`
+counting = None  # the run.flops.Census under way: it notes each call, of which the plain PyTorch runs
+edits = {}  # {definition in kernels.py: words}, of those that were edited, or call one that was
+activations = {}  # {function: its name}, which the kernels of fast/mlp.py and fast/fp8.py compute
+layers_known = set()  # classes whose forward the kernels compute
+divisible = True  # whether kernels.plain_loss may be computed in chunks of tokens
+
+
+# -- the choice
+
+
+def operation(definition):
+    """Decorator of an operation in kernels.py: its form below serves the call, or else its own text."""
+    form = FORMS.get(definition.__qualname__)
+    if form is None:
+        return definition
+
+    @functools.wraps(definition)
+    def chosen(*args, **kwargs):
+        result = form(definition, *args, **kwargs)
+        return definition(*args, **kwargs) if result is None else result
+
+    return chosen
+
+
+def bind(definitions):
+    """Finds out which definitions were edited; kernels.py calls it at its end, with its globals."""
+    global divisible
+    edits.clear()
+    edits.update(texts.edits(definitions["__file__"]))
+    for name in ("gelu", "relu2", "swiglu"):
+        activations[definitions.get(name)] = name
+    for name in ("Linear", "LayerNorm", "RMSNorm"):
+        layers_known.add(definitions.get(name))
+    divisible = "plain_loss" not in edits or chunks.divisible(inspect.unwrap(definitions["plain_loss"]))
+
+
+def serve(device, ops="auto"):
+    """Switches the fused kernels on where a torch.device runs them, off with ops=torch; returns why off."""
+    reason = "ops=torch" if ops == "torch" else chips.no_fused_kernels(chips.of(device)) or load()
+    (served.discard if reason else served.add)(device.type)
+    if reason is None:
+        fast.fusion.register()
+    return reason
+
+
+def load():
+    """Imports the fused kernels, fast.fp8 and so on, which need Triton; returns why that fails."""
+    try:
+        from fast import fp8, fusion, linear, loss, mlp, norm, rope  # noqa: F401
+    except ImportError as error:
+        return f"the package {error.name} is not installed"
+
+
+def fused(name, x, *layers, text=(), unless=None, inner=0):
+    """Whether the fused kernel of an operation serves this call on x and the parameters of these layers.
+
+    text: the definitions that it computes. unless: {why not, in words: whether that is so}. inner: how many
+    other operations plain PyTorch calls.
+    """
+    if counting is None:
+        return obstacle(x.device.type, computed_in(x), layers, text, unless) is None
+    counting.note(name, obstacle(*counting.where, layers, text, unless), inner)
+    return False
+
+
+def obstacle(device_type, dtype, layers, text, unless):
+    """Why a call on this device in this dtype runs in plain PyTorch; None: the fused kernel serves it."""
+    for definition in text:
+        if definition in edits:
+            return edits[definition]
+    for words, stands in (unless or {}).items():
+        if stands:
+            return words
+    if device_type not in served:
+        return "no fused kernels here"
+    if dtype != torch.bfloat16:
+        return f"computed in {str(dtype).removeprefix('torch.')}"
+    odd = any(size % 8 for layer in layers for p in layer.parameters() for size in p.shape)
+    return "a width is no multiple of 8" if odd else None
+
+
+OTHER_LAYER = "another kind of layer, or one with hooks"
+UNUSUAL_NORM = "a norm without weight or eps, or over several dimensions"
+
+
+def other(*layers):
+    """Whether the layers must be called, because a kernel that reads their parameters would do less."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    for layer in layers:
+        kind = type(layer)
+        if kind is not nn.RMSNorm and (kind not in layers_known or kind.__name__ in edits):
+            return True
+        if any(getattr(layer, hook) for hook in hooks):
+            return True
+    return False
+
+
+def unusual(x, layer):
+    return layer.weight is None or layer.eps is None or layer.weight.shape != x.shape[-1:]
+
+
+def computed_in(x):
+    """The dtype that a GEMM of x computes in: autocast's if it is on, else x's."""
+    device = x.device.type
+    if device == "meta":  # autocast does not support it
+        return x.dtype
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def operand(x):
+    """x as the fused kernels take it; only an edit's slice or transpose is copied."""
+    return x.to(torch.bfloat16).contiguous()
+
+
+def in_fp8(x, *layers):
+    """Whether the GEMMs of all these layers run in fp8 in this call on x (fast/fp8.py, `track`)."""
+    tracked = all(hasattr(layer, "w_amax") and layer.training for layer in layers)
+    return tracked and x.shape[:-1].numel() % 16 == 0  # as GEMMs that sum over the rows need
+
+
+def weight_of(layer):
+    """The layer's weight as a matrix, also where FSDP2 gathered it in 8 bits."""
+    if counting is not None:
+        return counting.weight(layer)
+    in_8_bits = hasattr(layer, "w_amax") and layer.w_amax.dim() == 0
+    return fast.fp8.Widened.apply(layer.weight, layer.w_amax) if in_8_bits else layer.weight
+
+
+# -- the forms: called as the operation, after its own text; None: that text runs
+
+
+def linear(_, layer, x):
+    if not fused("linear", x, layer, text=("Linear",)):
+        return None
+    if in_fp8(x, layer):
+        return fast.fp8.LinearFunction.apply(operand(x), *fast.fp8.operands(layer))
+    args = operand(x), weight_of(layer), layer.bias
+    return fast.linear.LinearFunction.apply(*args, torch.is_grad_enabled())
+
+
+def qkv(_, x, layer, heads, head_dim, copy_v=False):
+    unless = {OTHER_LAYER: other(layer)}
+    if not fused("qkv", x, layer, text=("qkv",), unless=unless, inner=1):
+        return None
+    if in_fp8(x, layer):
+        q, k, v = fast.fp8.QKV.apply(operand(x), heads, head_dim, *fast.fp8.operands(layer))
+    else:
+        args = operand(x), weight_of(layer), layer.bias, heads, head_dim
+        q, k, v = fast.linear.QKV.apply(*args, torch.is_grad_enabled())
+    if copy_v:
+        v = v.transpose(1, 2).contiguous().transpose(1, 2)
+    return q, k, v
+
+
+def mlp(_, x, up, activation, down):
+    kind = activations.get(activation)
+    unless = {
+        "another activation": kind is None,
+        "one of two layers in fp8": in_fp8(x, up) != in_fp8(x, down),
+        OTHER_LAYER: other(up, down),
+        "few tokens, for tiles of 128": not torch.is_grad_enabled() and x.numel() < 64 * x.size(-1),
+    }
+    if not fused("mlp", x, up, down, text=("mlp", kind), unless=unless, inner=2):
+        return None
+    x = operand(x)
+    if in_fp8(x, up):
+        return fast.fp8.MLPFunction.apply(kind, x, *fast.fp8.operands(up), *fast.fp8.operands(down))
+    parameters = weight_of(up), up.bias, weight_of(down), down.bias
+    return fast.mlp.MLPFunction.apply(kind, x, *parameters, torch.is_grad_enabled())
+
+
+def layer_norm(_, layer, x):
+    return norm("LayerNorm", layer, x)
+
+
+def rms_norm(_, layer, x):
+    return norm("RMSNorm", layer, x)
+
+
+def norm(text, layer, x):
+    if not fused("norm", x, layer, text=(text,), unless={UNUSUAL_NORM: unusual(x, layer)}):
+        return None
+    weights, centred = (layer.weight, getattr(layer, "bias", None)), isinstance(layer, nn.LayerNorm)
+    return fast.norm.Norm.apply(x.contiguous(), *weights, layer.eps, centred)
+
+
+def rope(_, x, layer, cos, sin):
+    normed, rms = type(layer) is not nn.Identity, isinstance(layer, nn.RMSNorm)
+    unless = {
+        OTHER_LAYER: normed and (not rms or other(layer)),
+        UNUSUAL_NORM: rms and unusual(x, layer),
+        "tables of another shape": any(t.shape != x.shape[-2:] or not t.is_contiguous() for t in (cos, sin)),
+    }
+    inner = int(type(layer).__name__ == "RMSNorm" and type(layer) is not nn.RMSNorm)
+    if not fused("rope", x, layer, text=("rope",), unless=unless, inner=inner):
+        return None
+    weight_and_eps = (layer.weight, layer.eps) if normed else (None, 0.0)
+    return fast.rope.RopeFunction.apply(x, *weight_and_eps, cos, sin)
+
+
+def rotated(_, x, cos, sin):
+    return None if "rotated" in edits else Rotation.apply(x, cos, sin)
+
+
+def attention(_, q, k, v, *options):
+    """PyTorch chooses among kernels by itself; for other modes scale/ has forms, bound to this text too."""
+    if counting is None or "attention" in edits:
+        return None
+    return counting.attended(q, k, v)
+
+
+def cross_entropy(_, x, head, targets, reduction, *options):
+    trains = torch.is_grad_enabled()
+    # with gradients, a weight for each token is known in the backward only
+    unless = {"a loss for each token, with gradients": reduction == "none" and trains}
+    if not fused("linear_cross_entropy", x, head, text=("cross_entropy",), unless=unless):
+        return None
+    x = operand(x)
+    if in_fp8(x, head) and trains:
+        args = x, head.weight, targets.flatten().contiguous(), *options, head.x_amax, head.w_amax
+        return fast.fp8.HeadFunction.apply(*args)
+    return fast.loss.linear_cross_entropy(x, head.weight, targets, reduction, *options)
+
+
+def plain_loss(definition, x, weight, targets, *options):
+    if not divisible or targets.numel() <= chunks.rows_that_fit(weight):
+        return None
+    return chunks.chunked(definition, x, weight, targets, *options)
+
+
+FORMS = {
+    "Linear.forward": linear,
+    "qkv": qkv,
+    "mlp": mlp,
+    "LayerNorm.forward": layer_norm,
+    "RMSNorm.forward": rms_norm,
+    "rope": rope,
+    "rotated": rotated,
+    "attention": attention,
+    "cross_entropy": cross_entropy,
+    "plain_loss": plain_loss,
+}

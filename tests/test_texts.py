@@ -1,0 +1,92 @@
+"""fast/texts.py: which changes of kernels.py are edits, and what they are said to change."""
+
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+import kernels
+from fast import definitions, forms, texts
+
+TEXT = (ROOT / "kernels.py").read_text()
+
+
+@pytest.fixture
+def edits(tmp_path):
+    """edits(old, new): what texts.py says of kernels.py with a change."""
+
+    def found(old, new):
+        assert TEXT.count(old) == 1
+        (tmp_path / "kernels.py").write_text(TEXT.replace(old, new))
+        return texts.edits(tmp_path / "kernels.py")
+
+    return found
+
+
+def test_the_copy_is_that_of_kernels():
+    assert texts.edits(ROOT / "kernels.py") == {} == forms.edits and forms.divisible
+    operations = {name.partition(".")[0] for name in forms.FORMS}
+    copied = set(texts.parsed(texts.DEFINITIONS))
+    assert operations | {"gelu", "relu2", "swiglu", "plain_cross_entropy", "cap"} == copied
+    assert all(hasattr(kernels, name) and hasattr(definitions, name) for name in copied)
+
+
+BIND = "forms.bind(globals())"
+OF_CAP = "cap plain_cross_entropy plain_loss cross_entropy"
+SWIGLU = "    gate, up = x.chunk(2, dim=-1)\n    return F.silu(gate) * up"
+FREE = {
+    "a comment and a line break": (
+        'return F.gelu(x, approximate="tanh")  # GPT-2\'s own form',
+        "# ours\n    return F.gelu(\n        x, approximate='tanh')",
+    ),
+    "no docstring": ('    """down(activation(up(x))); x: (..., C) -> (..., C)."""\n', ""),
+    "parentheses": ("    return down(activation(up(x)))", "    return (down(activation(up(x))))"),
+    "first values": (
+        "class RMSNorm(nn.RMSNorm):\n",
+        "class RMSNorm(nn.RMSNorm):\n    def reset_parameters(self):\n        pass\n\n",
+    ),
+    "another function": ("# -- the loss\n", "def another(x):\n    return swiglu(x)\n"),
+    "no fused form": ("@operation\ndef mlp", "def mlp"),
+}
+EDITS = {  # (text, another, what is then edited, by the first of which)
+    "an expression": ("F.relu(x).square()", "F.relu(x) ** 2", "relu2"),
+    "other names": (SWIGLU, SWIGLU.replace("gate", "a"), "swiglu"),
+    "a decorator": ("@operation\ndef mlp", "@torch.compile\n@operation\ndef mlp", "mlp"),
+    "a line": ("    first, second = x", "    x = 2 * x\n    first, second = x", "rotated rope"),
+    "what others call": ("softcap * torch.tanh(", "softcap * torch.sin(", OF_CAP),
+    "a second definition": (BIND, f"def gelu(x):\n    return x\n\n\n{BIND}", "gelu"),
+    "an assignment": (BIND, f"mlp = torch.compile(mlp)\n{BIND}", "mlp"),
+    "a choice": (BIND, f"if True:\n    def cap(x, _):\n        return x\n{BIND}", OF_CAP),
+    "an attribute": (
+        "class Linear(nn.Linear):",
+        "class Linear(nn.Linear):\n    bias_scale = 2.0\n",
+        "Linear",
+    ),
+    "another base": ("class LayerNorm(nn.LayerNorm):", "class LayerNorm(nn.RMSNorm):", "LayerNorm"),
+    "another name": ("def relu2(x):", "def squared(x):", "relu2"),
+}
+
+
+@pytest.mark.parametrize("old, new", FREE.values(), ids=FREE)
+def test_comments_docstrings_and_line_breaks_are_free(edits, old, new):
+    assert edits(old, new) == {}
+
+
+@pytest.mark.parametrize("old, new, names", EDITS.values(), ids=EDITS)
+def test_another_text_is_an_edit_of_all_that_calls_it(edits, old, new, names):
+    first = names.split()[0]
+    assert edits(old, new) == dict.fromkeys(names.split(), f"kernels.{first} was edited")
+
+
+def test_a_loss_of_all_tokens_is_not_computed_in_chunks(tmp_path):
+    """An edit that divides by the number of tokens, say, differs in parts; one of each token does not."""
+    code = "import sys; sys.path.insert(0, {!r}); import kernels, fast.forms; print(fast.forms.divisible)"
+    last = 'return loss.view_as(targets) if reduction == "none" else loss'
+    for new, expected in (("loss = 2 * loss\n    ", "True"), ("loss = loss / loss.detach()\n    ", "False")):
+        folder = tmp_path / expected
+        folder.mkdir()
+        (folder / "kernels.py").write_text(TEXT.replace(last, new + last))
+        command = [sys.executable, "-c", code.format(str(folder))]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == expected
