@@ -2,18 +2,21 @@
 
     python bench.py step config/gpt2_124m.py [--key=value ...]                 # GPUs (torchrun), or the CPU
     python bench.py memory config/llama3_8b.py --world=8 --gpu_gib=80          # memory of a run; needs no GPU
+    python bench.py memory --init_from=hf:NAME_OR_FOLDER                       # the same for weights of others
 
 `step` builds what train.py builds and feeds it random tokens with the frequencies of text. It prints the
 median step, the GPU time by kind of kernel, and the floor: every GEMM and attention kernel timed alone.
---trace=FILE writes a chrome trace (chrome://tracing, ui.perfetto.dev). `python bench.py COMMAND --help` lists
-a command's settings; measure/COMMAND.py is its code.
+--trace=FILE writes a chrome trace (chrome://tracing, ui.perfetto.dev), --snapshot=FILE what the GPU's memory
+held from the start on (pytorch.org/memory_viz; measure/snapshot.py draws it). `python bench.py COMMAND --help`
+lists a command's settings; measure/COMMAND.py is its code.
 """
 
 import importlib
 import sys
 from dataclasses import dataclass
 
-from configurator import columns, fill, run
+from configurator import UserError, columns, fill, parse, run
+from run.hf import adopt
 from settings import Config, check
 
 
@@ -25,6 +28,7 @@ class StepConfig(Config):
     gpu_gib: float | None = None  # limit on the memory used of a larger GPU; None: all
     breakdown: bool = True  # GPU time by kind of kernel and the floor, from two more steps
     trace: str | None = None  # write a chrome trace of two steps to this file
+    snapshot: str | None = None  # write the history of the GPU's memory to this file, on each rank its own
 
 
 @dataclass
@@ -35,6 +39,15 @@ class MemoryConfig(Config):
 
 
 COMMANDS = dict(step=StepConfig, memory=MemoryConfig)
+
+
+def with_shape(given):
+    """The `given` settings and the shape of Hugging Face weights in init_from, of which config.json suffices."""
+    try:
+        return adopt(given, ["config.json"])
+    except UserError as error:
+        hint = "--init_from=None takes the shape that the settings give"
+        raise UserError(f"{error}; {hint}") from None
 
 
 def main(name, cfg):
@@ -52,7 +65,8 @@ if __name__ == "__main__":
     if name in ("--help", "-h"):
         print(fill(__doc__, columns()))
     elif name in COMMANDS:
-        run(lambda cfg: main(name, cfg), COMMANDS[name])
+        cfg = parse(COMMANDS[name], complete=with_shape)
+        run(lambda cfg: main(name, cfg), cfg)
     else:
         print(f"error: bench.py {name}: expected one of {', '.join(COMMANDS)}; see --help", file=sys.stderr)
         sys.exit(2)

@@ -163,6 +163,11 @@ def choose_graph(cfg, world, micro_step, model):
 
 def load_initial_weights(model, cfg):
     """Copies the weights that cfg.init_from names into a model of the same shape, on each rank its rows."""
+    checkpoint.load_model_tensors(model, open_initial_weights(cfg))
+
+
+def open_initial_weights(cfg):
+    """{name: tensor or Stored} of the weights that cfg.init_from names; refuses those of another model."""
     name = cfg.init_from.removeprefix("hf:")
     tensors, shape, _ = (checkpoint.open_model if name == cfg.init_from else hf.open_hf)(name)
     shorter = cfg.block_size < shape.block_size
@@ -171,7 +176,7 @@ def load_initial_weights(model, cfg):
         raise UserError(f"init_from={cfg.init_from} is another model: {'; '.join(wrong)}")
     if cfg.positions == "learned" and shorter:
         tensors["wpe.weight"] = tensors["wpe.weight"][0 : cfg.block_size]
-    checkpoint.load_model_tensors(model, tensors)
+    return tensors
 
 
 def describe(cfg, training, start):

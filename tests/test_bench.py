@@ -1,6 +1,7 @@
 """bench.py as a person runs it, on the CPU, and the arithmetic of memory against what H200s showed."""
 
 import dataclasses
+import json
 import re
 import runpy
 import subprocess
@@ -8,18 +9,18 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, train_ranks
+from conftest import ROOT, save_model, train_ranks
 from ranks import call
 from stepping import take_step
 
 import fast
 import model as models
 import train
-from bench import COMMANDS, StepConfig, main
+from bench import COMMANDS, StepConfig, main, with_shape
 from configurator import UserError, configure
 from measure import step
 from scale import adamw8bit, memory, parallel
-from settings import Config
+from settings import Config, GPTConfig
 
 
 def bench(*words):
@@ -275,6 +276,25 @@ def test_no_estimate_where_operations_keep_more_than_it_counts(word):
     cfg = recipe("gpt2_124m", "--ops=fused", word)
     assert "in all" not in memory.describe(cfg, 1)
     assert "another process" not in memory.advice(cfg, 1, 200 * memory.GIB)
+
+
+def test_memory_has_the_shape_of_other_peoples_weights(tmp_path, capsys):
+    """Of which config.json suffices; a setting that contradicts it is refused, and so is a checkpoint's."""
+    config = dict(model_type="llama", vocab_size=32000, hidden_size=2048, intermediate_size=5632)
+    config |= dict(num_hidden_layers=22, num_attention_heads=32, num_key_value_heads=4, rms_norm_eps=1e-5)
+    config["max_position_embeddings"] = 2048
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = [f"--init_from=hf:{tmp_path}", "--batch_size=4"]
+    main("memory", configure(COMMANDS["memory"], words, complete=with_shape))
+    said = capsys.readouterr().out
+    assert said.startswith("22 blocks, 1,100,048,384 parameters")  # TinyLlama's
+    assert float(re.search(r"^parameters +([\d.]+) GiB$", said, re.MULTILINE)[1]) == 4.10
+    with pytest.raises(UserError, match="n_layer: checkpoint 22, now 12; .*; --init_from=None takes the shape"):
+        configure(COMMANDS["memory"], [*words, "--n_layer=12"], complete=with_shape)
+    cfg = GPTConfig(vocab_size=257, n_layer=1, n_embd=32, n_head=2, block_size=64)
+    save_model(tmp_path / "run", models.build(cfg, torch.device("cpu"), 0), cfg)
+    with pytest.raises(UserError, match="is another model: .*n_layer: checkpoint 1, now 12"):
+        here("memory", f"--init_from={tmp_path / 'run'}")
 
 
 def test_an_unknown_command_is_one_line():
