@@ -20,7 +20,8 @@ def measure(cfg):
         from run.build import open_initial_weights
 
         open_initial_weights(cfg)  # a checkpoint must have the shape that the settings give, as in train.py
-    print(f"{cfg.n_layer} blocks, {memory.parameter_counts(cfg)[0]:,} parameters with the vocabulary's padding")
+    count = memory.parameter_counts(cfg)[0]
+    print(f"{cfg.n_layer} blocks, {count:,} parameters, the vocabulary's padding included")
     print(f"{cfg.world} GPUs, parallel={cfg.parallel}" if cfg.world > 1 else "1 GPU; for more --world=N")
     table(memory.estimate(cfg, cfg.world))
     if parts := memory.on_host(cfg, cfg.world):
