@@ -117,6 +117,23 @@ def test_collectives_over_two_ranks():
     assert alone.returncode == 2 and "comm.py needs several ranks" in alone.stderr
 
 
+@pytest.mark.parametrize("number, mode", [(0, "ddp"), (2, "fsdp")])
+def test_other_peoples_8b_beside_ours(number, mode):
+    """The shape is the recipe's, so small here; --kernels=liger needs a package that the tests lack."""
+    words = [
+        "config/llama3_8b.py",
+        "--device=cpu",
+        "--n_layer=2",
+        "--n_embd=64",
+        "--n_head=4",
+        "--n_kv_head=2",
+    ]
+    words += ["--n_hidden=88", "--vocab_size=257", "--block_size=64", "--batch_tokens=256", "--kernels=none"]
+    words += ["--steps=1", "--settle=0", "--remat=block", f"--parallel={mode}"]
+    done = train_ranks(number, words, script="results/speed/peers_8b.py")
+    assert done.returncode == 0 and "median of 1" in done.stdout, done.stderr
+
+
 def test_the_kinds_of_kernels_and_the_time_without_any():
     events = [  # name, begin, end in ms, of two steps
         ("nvjet_sm90_tst", 0.0, 4.0),
