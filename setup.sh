@@ -71,7 +71,7 @@ if has uv && ! has_pip; then
 else
     has_pip || .venv/bin/python -m ensurepip >/dev/null # a .venv that uv made has none
     if [ -n "$build" ]; then
-        words+=("torch==$(sed -n 's/^torch==//p' requirements.txt)+cpu" --extra-index-url https://download.pytorch.org/whl/cpu)
+        words+=("torch==$(sed -n 's/^torch==\([^ ]*\).*/\1/p' requirements.txt)+cpu" --extra-index-url https://download.pytorch.org/whl/cpu)
     fi
     .venv/bin/python -m pip install --quiet --disable-pip-version-check "${words[@]}"
 fi
