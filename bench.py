@@ -51,7 +51,7 @@ COMMANDS = dict(step=StepConfig, memory=MemoryConfig, snapshot=SnapshotConfig)
 
 
 def with_shape(given):
-    """The `given` settings and the shape of Hugging Face weights in init_from; config.json suffices."""
+    """The `given` settings of `memory` and the shape of Hugging Face weights; it fetches config.json alone."""
     try:
         return adopt(given, ["config.json"])
     except UserError as error:
@@ -74,7 +74,7 @@ if __name__ == "__main__":
     if name in ("--help", "-h"):
         print(fill(__doc__, columns()))
     elif name in COMMANDS:
-        cfg = parse(COMMANDS[name], complete=with_shape)
+        cfg = parse(COMMANDS[name], complete=with_shape if name == "memory" else adopt)
         run(lambda cfg: main(name, cfg), cfg)
     else:
         print(f"error: bench.py {name}: expected one of {', '.join(COMMANDS)}; see --help", file=sys.stderr)
