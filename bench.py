@@ -51,7 +51,7 @@ COMMANDS = dict(step=StepConfig, memory=MemoryConfig, snapshot=SnapshotConfig)
 
 
 def with_shape(given):
-    """The `given` settings of `memory` and the shape of Hugging Face weights; it fetches config.json alone."""
+    """The `given` settings of `memory` and the shape of Hugging Face weights; fetches config.json alone."""
     try:
         return adopt(given, ["config.json"])
     except UserError as error:
