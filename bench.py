@@ -1,19 +1,23 @@
 """Where the time and the memory go: training steps, and memory by arithmetic.
 
-    python bench.py step config/gpt2_124m.py [--key=value ...]                 # GPUs (torchrun), or the CPU
-    python bench.py memory config/llama3_8b.py --world=8 --gpu_gib=80          # memory of a run; needs no GPU
+    python bench.py step config/gpt2_124m.py [--key=value ...]             # GPUs (torchrun), or the CPU
+    python bench.py memory config/llama3_8b.py --world=8 --gpu_gib=80      # memory of a run; needs no GPU
+    python bench.py memory --init_from=hf:NAME_OR_FOLDER                   # of a run from others' weights
+    python bench.py snapshot a.pickle b.pickle --names=before,after        # draws what step --snapshot wrote
 
 `step` builds what train.py builds and feeds it random tokens with the frequencies of text. It prints the
 median step, the GPU time by kind of kernel, and the floor: every GEMM and attention kernel timed alone.
---trace=FILE writes a chrome trace (chrome://tracing, ui.perfetto.dev). `python bench.py COMMAND --help` lists
-a command's settings; measure/COMMAND.py is its code.
+--trace=FILE writes a chrome trace (chrome://tracing, ui.perfetto.dev), of a CPU too. --snapshot=FILE writes
+what the GPU's memory held from the start on, for pytorch.org/memory_viz or `bench.py snapshot`.
+`python bench.py COMMAND --help` lists a command's settings; measure/COMMAND.py is its code.
 """
 
 import importlib
 import sys
 from dataclasses import dataclass
 
-from configurator import columns, fill, run
+from configurator import UserError, columns, fill, parse, run
+from run.hf import adopt
 from settings import Config, check
 
 
@@ -25,6 +29,7 @@ class StepConfig(Config):
     gpu_gib: float | None = None  # limit on the memory used of a larger GPU; None: all
     breakdown: bool = True  # GPU time by kind of kernel and the floor, from two more steps
     trace: str | None = None  # write a chrome trace of two steps to this file
+    snapshot: str | None = None  # write the history of the first GPU's memory to this file, at an error too
 
 
 @dataclass
@@ -34,14 +39,31 @@ class MemoryConfig(Config):
     gpu_gib: float = 80.0  # memory of a GPU that may be used
 
 
-COMMANDS = dict(step=StepConfig, memory=MemoryConfig)
+@dataclass
+class SnapshotConfig:
+    words = ()  # files that `step --snapshot` wrote
+    names: str | None = None  # of the files, with commas between; None: the files' own
+    dark: bool = False  # light lines on a dark ground
+    out: str = "memory.png"  # .png, .svg or .pdf
+
+
+COMMANDS = dict(step=StepConfig, memory=MemoryConfig, snapshot=SnapshotConfig)
+
+
+def with_shape(given):
+    """The `given` settings of `memory` and the shape of Hugging Face weights; fetches config.json alone."""
+    try:
+        return adopt(given, ["config.json"])
+    except UserError as error:
+        hint = "--init_from=None takes the shape that the settings give"
+        raise UserError(f"{error}; {hint}") from None
 
 
 def main(name, cfg):
     if name == "step":
         check(cfg)  # before torch is imported, which takes seconds
     importlib.import_module(f"measure.{name}").measure(cfg)
-    if name != "memory":  # which needs no torch
+    if name == "step":
         from scale import parallel
 
         parallel.stop()  # after measure's locals are gone: FSDP2 modules alive at this point may make it hang
@@ -52,7 +74,8 @@ if __name__ == "__main__":
     if name in ("--help", "-h"):
         print(fill(__doc__, columns()))
     elif name in COMMANDS:
-        run(lambda cfg: main(name, cfg), COMMANDS[name])
+        cfg = parse(COMMANDS[name], complete=with_shape if name == "memory" else adopt)
+        run(lambda cfg: main(name, cfg), cfg)
     else:
         print(f"error: bench.py {name}: expected one of {', '.join(COMMANDS)}; see --help", file=sys.stderr)
         sys.exit(2)

@@ -27,6 +27,7 @@ from settings import Config as RunConfig
 SHORT_NAMES = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW/fineweb-edu"}
 READY_MADE = ("kjj0/fineweb10B-gpt2", "kjj0/fineweb100B-gpt2", "kjj0/finewebedu10B-gpt2")
 EPOCHS = 3  # that the command printed at the end reads at most; docs/modern.md measures as many
+FEW_STEPS, SMALL_BATCH = 100, 8192  # on dialogues: fewer steps take a smaller batch, down to so many tokens
 
 
 @dataclass
@@ -95,32 +96,55 @@ def main(cfg):
     for split in ("train", "val"):
         tokens, targets = progress.total("tokens", split), progress.total("targets", split)
         print(f"{split:5}  {tokens:,} tokens" + f", {targets:,} of them with loss" * cfg.is_chat)
-    more = [] if progress.total("tokens", "val") else ["--eval_interval=0"]
     tokens, gpu = progress.total("tokens", "train"), shutil.which("nvidia-smi") is not None
-    for where, words in go_on(cfg, out, tokenizer.vocab_size, tokens, gpu).items():
-        print(f"{where:11} {shlex.join(['python', 'train.py', *words, *more])}")
+    held_out = progress.total("targets" if cfg.is_chat else "tokens", "val")
+    for where, words in go_on(cfg, out, tokenizer.vocab_size, tokens, held_out, gpu).items():
+        print(f"{where:11} {shlex.join(['python', 'train.py', *words])}")
 
 
-def go_on(cfg, out, vocab_size, tokens, gpu):
-    """{label: words of train.py}: a recipe for so many training tokens on this device, and on a GPU."""
+def go_on(cfg, out, vocab_size, tokens, held_out, gpu):
+    """{label: words of train.py}: a recipe for so many training tokens on this device, and on a GPU.
+
+    held_out: tokens of validation, of dialogues those with loss.
+    """
     folders = dict(data_dir=str(out), out_dir=f"out/{out.name}")
     if cfg.is_chat:
-        steps = max(1, EPOCHS * tokens // RunConfig.batch_tokens)
-        given = folders | dict(max_steps=steps, warmup_steps=steps // 10, lr=2e-5)
+        batch = RunConfig.batch_tokens
+        while EPOCHS * tokens < FEW_STEPS * batch and batch > SMALL_BATCH:
+            batch //= 2
+        usual = RunConfig(batch_tokens=batch, warmup_steps=RunConfig.max_steps)
+        given = folders | fitted(usual, tokens, held_out) | dict(lr=2e-5)
         masks = ["--align_documents", "--document_mask"]
-        words = [f"--{key}={value}" for key, value in given.items()]
-        return {"go on with": ["--init_from=hf:NAME_OR_FOLDER", *words, *masks]}
+        return {"go on with": ["--init_from=hf:NAME_OR_FOLDER", *changes(RunConfig(), given), *masks]}
     small = "shakespeare_char" if cfg.tokenizer == "chars" else "quickstart"
     large = "gpt2_124m" if tokens >= 2e9 else "modern_124m" if tokens >= 10e6 else small
     recipes = {"go on with": large} if gpu or large == small else {"go on with": small, "on a GPU": large}
     found = {}
     for where, name in recipes.items():
         recipe = configure(RunConfig, [f"config/{name}.py"])
-        steps = max(1, EPOCHS * tokens // recipe.batch_tokens)
-        given = folders | dict(vocab_size=vocab_size, max_steps=min(steps, recipe.max_steps))
-        own = [f"--{key}={value}" for key, value in given.items() if getattr(recipe, key) != value]
-        found[where] = [f"config/{name}.py", *own]
+        given = folders | dict(vocab_size=vocab_size) | fitted(recipe, tokens, held_out)
+        found[where] = [f"config/{name}.py", *changes(recipe, given)]
     return found
+
+
+def fitted(recipe, tokens, held_out):
+    """{setting: value} with which so many tokens suffice for the rows, batches, steps and evaluations."""
+    T = recipe.block_size
+    while T >= tokens and T > 1:  # a row is T + 1 tokens
+        T //= 2
+    rows = min(recipe.batch_tokens, tokens) // T
+    batch_size = min(recipe.batch_size, rows)
+    batch_tokens = rows // batch_size * batch_size * T
+    steps = min(recipe.max_steps, max(1, EPOCHS * tokens // batch_tokens))
+    found = dict(block_size=T, batch_size=batch_size, batch_tokens=batch_tokens, max_steps=steps)
+    found["warmup_steps"] = min(recipe.warmup_steps, steps // 10)
+    found["eval_interval"] = recipe.eval_interval if held_out > T else 0
+    return found
+
+
+def changes(recipe, given):
+    """["--name=value"] of the `given` settings that differ from the recipe's."""
+    return [f"--{name}={value}" for name, value in given.items() if getattr(recipe, name) != value]
 
 
 def check(cfg):

@@ -1,6 +1,7 @@
 """HellaSwag (https://arxiv.org/abs/1905.07830): which of four endings does the model find most likely?
 
     python hellaswag.py --checkpoint=out/a [--against=out/b]      # and the difference, a - b
+    python hellaswag.py --checkpoint=out/a --show=3               # and what the model chose in 3 examples
     torchrun --standalone --nproc_per_node=8 hellaswag.py --checkpoint=out/llama3_8b [--parallel=fsdp]
 
 acc takes the ending with the lowest summed loss, acc_norm that with the lowest mean loss per token, as other
@@ -14,6 +15,7 @@ import http.client
 import itertools
 import json
 import os
+import textwrap
 import time
 import urllib.request
 from collections import namedtuple
@@ -22,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from configurator import refuse, run, say, too_small
+from configurator import columns, refuse, run, say, too_small
 from corpus import DataError
 from run.files import misfits, text, write_atomic
 from settings import TrainedConfig
@@ -42,6 +44,7 @@ class Config(TrainedConfig):
     limit: int | None = None  # number of examples, from the first on; None: all 10,042
     batch_tokens: int | None = None  # tokens per forward pass; None: 65,536 on a GPU, 1,024 on a CPU
     against: str | None = None  # folder of another run or checkpoint, on the same examples
+    show: int = 0  # print so many of the first examples: each ending with its loss, the right and the chosen
 
 
 class Unavailable(DataError):
@@ -49,17 +52,22 @@ class Unavailable(DataError):
 
 
 def main(cfg):
-    refuse(too_small(cfg, {"limit": 1, "batch_tokens": 1}))
+    refuse(too_small(cfg, {"limit": 1, "batch_tokens": 1, "show": 0}))
     from run import trained
     from scale import parallel
 
-    found, examples = [], None
+    found, examples, lines = [], None, []
     for one in filter(None, (cfg, trained.other(cfg))):
         world, model, tokenizer, autocast = trained.load(one)
         examples = examples or load(cfg.file)[: cfg.limit]
-        prepared = prepare(examples, tokenizer, model.cfg.block_size)
-        found.append(evaluate(model, prepared, world.device, cfg.batch_tokens, autocast))
-    lines = [in_words(found[0][0])]
+        prepared, began = prepare(examples, tokenizer, model.cfg.block_size), time.perf_counter()
+        sums = losses(model, prepared, world.device, cfg.batch_tokens, autocast)
+        score, right = scored(prepared, sums)
+        found.append((score | dict(seconds=time.perf_counter() - began), right))
+        if one is cfg:
+            for number, example in enumerate(examples[: cfg.show]):
+                lines += [*shown(number, example, prepared, sums), ""]
+    lines.append(in_words(found[0][0]))
     for _, others in found[1:]:
         gains = [(name, hits.astype(float) - others[name]) for name, hits in found[0][1].items()]
         each = [f"{name} {d.mean():+.4f} ±{d.std() / len(d) ** 0.5:.4f}" for name, d in gains]
@@ -170,16 +178,23 @@ def batches(prepared, batch_tokens, block_size):
 
 def evaluate(model, prepared, device, batch_tokens=None, autocast=None, stop=lambda: False):
     """(the score as a dict, {name: which examples are right}), on every rank; stop(): leave the rest?"""
+    began = time.perf_counter()
+    score, right = scored(prepared, losses(model, prepared, device, batch_tokens, autocast, stop))
+    return score | dict(seconds=time.perf_counter() - began), right
+
+
+def losses(model, prepared, device, batch_tokens=None, autocast=None, stop=lambda: False):
+    """Float64 (rows,): the summed loss of each row's ending, in nats, on every rank; see `evaluate`."""
     import torch
 
     from run.logger import progress
     from scale import parallel
 
-    began, (rank, world) = time.perf_counter(), parallel.rank_and_size()
+    rank, world = parallel.rank_and_size()
     batch_tokens = batch_tokens or BATCH_TOKENS.get(torch.device(device).type, 4096)
     jobs = list(batches(prepared, batch_tokens, model.cfg.block_size))
     jobs += [([], *jobs[-1][1:])] * (-len(jobs) % world)  # FSDP2 needs as many on every rank
-    losses = torch.zeros(len(prepared.rows), device=device)
+    found = torch.zeros(len(prepared.rows), device=device)
     for numbers, B, T in progress(jobs[rank::world], "HellaSwag", stop=stop):
         idx, targets = torch.zeros(B, T, dtype=torch.long), torch.full((B, T), -100)  # -100: no loss
         for b, i in enumerate(numbers):
@@ -188,15 +203,39 @@ def evaluate(model, prepared, device, batch_tokens=None, autocast=None, stop=lam
             targets[b, start - 1 : len(row) - 1] = row[start:]
         with torch.no_grad(), autocast or contextlib.nullcontext():
             loss = model.token_losses(idx.to(device), targets.to(device)).float().sum(1)
-        losses[torch.tensor(numbers, dtype=torch.long, device=device)] = loss[: len(numbers)]
-    parallel.sum_over_ranks(losses)
-    sums = losses.cpu().double().numpy()
-    means = sums / (np.array([len(row) for row in prepared.rows]) - prepared.starts)
+        found[torch.tensor(numbers, dtype=torch.long, device=device)] = loss[: len(numbers)]
+    parallel.sum_over_ranks(found)
+    return found.cpu().double().numpy()
+
+
+def scored(prepared, sums):
+    """(the score as a dict without its seconds, {name: which examples are right}); sums: see `losses`."""
+    means = sums / ending_tokens(prepared)
     hits = lambda x: (x.reshape(-1, 4).argmin(1) == prepared.labels).reshape(2, -1)
     right = dict(zip(SCORES, (hits(means)[0], *hits(sums))))
     score = {name: float(x.mean()) for name, x in right.items()} | dict(n=len(right["acc"]))
-    score |= dict(truncated=prepared.truncated, spanned=prepared.spanned)
-    return score | dict(seconds=time.perf_counter() - began), right
+    return score | dict(truncated=prepared.truncated, spanned=prepared.spanned), right
+
+
+def ending_tokens(prepared):
+    """Int (rows,): tokens of each row's ending."""
+    return np.array([len(row) for row in prepared.rows]) - prepared.starts
+
+
+def shown(number, example, prepared, sums):
+    """Lines for a person: an example with the loss of each ending, the right one and the chosen ones."""
+    rows = slice(4 * number, 4 * number + 4)
+    own = sums[rows]
+    means = own / ending_tokens(prepared)[rows]
+    lines = textwrap.wrap(f"example {number}: {example['ctx']}", columns())
+    lines.append(f"  {'right, chosen by':<20} {'loss':>8} {'a token':>8}  ending")
+    for i, ending in enumerate(example["endings"]):
+        marks = ["right"] if i == example["label"] else []
+        marks += ["acc"] if i == own.argmin() else []
+        marks += ["acc_norm"] if i == means.argmin() else []
+        words = f"  {', '.join(marks):<20} {own[i]:8.2f} {means[i]:8.3f}  {ending}"
+        lines += textwrap.wrap(words, columns(), subsequent_indent=" " * 42)
+    return lines
 
 
 def in_words(score):

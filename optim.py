@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from configurator import UserError
-from scale.shards import local, rows_of
+from scale.shards import all_gather_single, local, rows_of
 
 # (a, b, c) of five steps x -> a x + b x x^T x + c (x x^T)^2 x; singular values end between 0.85 and 1.15
 POLAR_EXPRESS = [  # https://arxiv.org/abs/2505.16932
@@ -235,7 +235,7 @@ def orthogonalize_updates(matrices, updates):
         return exchange(there, here, stack, group)
     if size > 1:
         own, stack = stack, stack.new_empty(size * each, short, long)
-        dist.all_gather_into_tensor(stack, own)
+        all_gather_single(stack, own)
     copy(held, upright(stack, matrices))
 
 

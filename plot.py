@@ -85,6 +85,11 @@ def main(cfg):
     figure = draw(load(cfg.words, cfg.names, theme), cfg.x, cfg.y, cfg.panels, theme)
     first = Path(cfg.words[0])
     out = Path(cfg.out or (first / "curves.png" if first.is_dir() else first.with_suffix(".png")))
+    write(figure, out)
+
+
+def write(figure, out):
+    """Writes a figure to the file `out`."""
     try:
         with warnings.catch_warnings(record=True) as missing:  # one for each glyph
             warnings.filterwarnings("always", "Glyph .* missing")

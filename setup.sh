@@ -65,13 +65,14 @@ fi
 echo "installing ${files[*]} (once; a minute or more)"
 words=()
 for file in "${files[@]}"; do words+=(-r "$file"); done
+if [ -n "$build" ]; then # named in full: a CUDA build that is there would do for 2.13.0
+    words+=("torch==$(sed -n 's/^torch==\([^ ]*\).*/\1/p' requirements.txt)$build")
+fi
 if has uv && ! has_pip; then
     if [ -n "$build" ]; then words+=(--torch-backend cpu); fi
     uv pip install --quiet --python .venv/bin/python "${words[@]}"
 else
     has_pip || .venv/bin/python -m ensurepip >/dev/null # a .venv that uv made has none
-    if [ -n "$build" ]; then
-        words+=("torch==$(sed -n 's/^torch==//p' requirements.txt)+cpu" --extra-index-url https://download.pytorch.org/whl/cpu)
-    fi
+    if [ -n "$build" ]; then words+=(--extra-index-url https://download.pytorch.org/whl/cpu); fi
     .venv/bin/python -m pip install --quiet --disable-pip-version-check "${words[@]}"
 fi

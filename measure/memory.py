@@ -1,4 +1,4 @@
-"""The arithmetic of scale/memory.py as a table; imports no torch."""
+"""The arithmetic of scale/memory.py as a table; imports torch only for the shape of a checkpoint."""
 
 import dataclasses
 
@@ -16,6 +16,12 @@ def measure(cfg):
     refuse(wrong)
     cfg = dataclasses.replace(cfg, precision=precision)
     check(cfg, cfg.world)
+    if cfg.init_from and not cfg.init_from.startswith("hf:"):
+        from run.build import open_initial_weights
+
+        open_initial_weights(cfg)  # a checkpoint must have the shape that the settings give, as in train.py
+    count = memory.parameter_counts(cfg)[0]
+    print(f"{cfg.n_layer} blocks, {count:,} parameters, the vocabulary's padding included")
     print(f"{cfg.world} GPUs, parallel={cfg.parallel}" if cfg.world > 1 else "1 GPU; for more --world=N")
     table(memory.estimate(cfg, cfg.world))
     if parts := memory.on_host(cfg, cfg.world):

@@ -1,10 +1,13 @@
 """A training step timed as train.py runs it, on random tokens, and its GPU time by kind of kernel."""
 
+import contextlib
 import itertools
+import pickle
 import re
 import statistics
 import time
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -12,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 import kernels
 import optim
 import train
-from configurator import refuse, too_small
+from configurator import UserError, refuse, too_small
 from run.build import choose
 from run.logger import describe_device, progress, show
 from scale import parallel
@@ -31,12 +34,48 @@ KINDS = {  # a kernel is of the first kind whose pattern its name contains
 
 def measure(cfg):
     """Times cfg.steps training steps and prints the result; cfg: a bench.StepConfig that was checked."""
-    refuse(too_small(cfg, {"steps": 0, "settle": 0, "gpu_gib": 1}))
+    refuse(too_small(cfg, {"steps": 0, "settle": 0, "gpu_gib": 1}) + without_folder(cfg))
     world, began = parallel.join(cfg), time.perf_counter()
     on_gpu, say = world.device.type == "cuda", partial(print, flush=True) if world.main else lambda *_: None
+    if cfg.snapshot and not on_gpu:
+        where = f"which has none on {world.device.type}"
+        raise UserError(f"snapshot={cfg.snapshot} is a history of a GPU's memory, {where}; try --trace")
     if cfg.gpu_gib and on_gpu:
         most = torch.cuda.mem_get_info(world.device)[1]
         torch.cuda.set_per_process_memory_fraction(min(1.0, cfg.gpu_gib * 2**30 / most), world.device)
+    with history(cfg.snapshot) if cfg.snapshot and world.main else contextlib.nullcontext({}) as marks:
+        take_steps(cfg, world, began, say, marks)
+
+
+def without_folder(cfg):
+    """Problems, one line each: files to be written, for which there is no folder."""
+    found = []
+    for name, path in [("trace", cfg.trace), ("snapshot", cfg.snapshot)]:
+        if path and not Path(path).parent.is_dir():
+            found.append(f"{name}={path}: there is no folder {Path(path).parent}")
+    return found
+
+
+@contextlib.contextmanager
+def history(path):
+    """Records what this process does with the GPU's memory; writes it at the end, after an error too.
+
+    Yields a dict, whose entries the file has beside those of torch.cuda.memory._snapshot().
+    """
+    marks = {}
+    torch.cuda.memory._record_memory_history(stacks="python")
+    try:
+        yield marks
+    finally:
+        snapshot = torch.cuda.memory._snapshot() | marks
+        torch.cuda.memory._record_memory_history(enabled=None)
+        with open(path, "wb") as file:
+            pickle.dump(snapshot, file)
+
+
+def take_steps(cfg, world, began, say, marks):
+    """The work of `measure`. began: when the process joined the others; marks: the snapshot's own entries."""
+    on_gpu = world.device.type == "cuda"
     show([describe_device(world)], say)
     cfg, rows, job = build(cfg, world)
     next_batch, size = synthetic(cfg, world), f"{job.accumulation} micro-steps of {cfg.rank_tokens:,} tokens"
@@ -53,6 +92,15 @@ def measure(cfg):
         show([("memory", f"{peak:.1f} GiB at the peak, {held:.1f} reserved")], say)
     if on_gpu and cfg.breakdown:
         breakdown(job, next_batch, cfg, world, say)
+    elif cfg.trace:
+        two_steps(job, next_batch, cfg, world)
+    if cfg.snapshot:
+        parallel.synchronize(world.device)
+        # us, in the middle of a pause: the history's clock is near this one, not the same
+        marks["last_step"] = time.time_ns() // 1000 + 5000
+        time.sleep(0.01)
+        step(job, next_batch, cfg)
+        parallel.synchronize(world.device)
 
 
 def build(cfg, world):
@@ -104,9 +152,7 @@ def speed(times, cfg, world, account):
 
 def breakdown(job, next_batch, cfg, world, say):
     """Prints the GPU time of a step by kind of kernel beside the floor, and the kernels that take most."""
-    steps = 2
-    work = lambda: [step(job, next_batch, cfg) for _ in range(steps)]
-    events = kernel_events(work, cfg.trace if world.main else None)
+    events, steps = two_steps(job, next_batch, cfg, world), 2
     floor = {kind: ms * job.accumulation for kind, ms in floor_times(cfg, world.device).items()}
     floor["all"] = sum(floor.values())
     say(f"\n{'ms a step':<28}{'measured':>10}{'bf16 floor':>12}")
@@ -119,6 +165,16 @@ def breakdown(job, next_batch, cfg, world, say):
     for name, times in sorted(by_name.items(), key=lambda item: -sum(item[1]))[:16]:
         each = f"{len(times) / steps:7.0f} {sum(times) / len(times) * 1e3:12.1f}"
         say(f"  {name[:64]:<64} {sum(times) / steps:10.2f} {each}")
+
+
+def two_steps(job, next_batch, cfg, world):
+    """`profiled` two steps; rank 0 writes their trace."""
+
+    def work():
+        for _ in range(2):
+            step(job, next_batch, cfg)
+
+    return profiled(work, world.device, cfg.trace if world.main else None)
 
 
 def floor_times(cfg, device):
@@ -161,16 +217,18 @@ def times_by_kind(events, steps):
     return by_kind | {"idle": wall - busy, "all": wall}
 
 
-def kernel_events(work, trace=None):
-    """[(name, begin, end) in ms] of the GPU kernels of work(); trace: a file for a chrome trace."""
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as prof:  # without it, torch 2.11 warns
+def profiled(work, device, trace=None):
+    """[(name, begin, end) in ms] of a GPU's kernels, or a CPU's operators, in work(); trace: see --trace."""
+    kind = "CUDA" if device.type == "cuda" else "CPU"
+    activities = [getattr(ProfilerActivity, kind)]
+    parallel.synchronize(device)
+    with profile(activities=activities, acc_events=True) as prof:  # without acc_events, torch 2.11 warns
         work()
-        torch.cuda.synchronize()
+        parallel.synchronize(device)
     if trace:
         prof.export_chrome_trace(trace)
-    events = [e for e in prof.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    return [(e.name, e.time_range.start / 1e3, e.time_range.end / 1e3) for e in events]
+    found = [e for e in prof.events() if e.device_type == getattr(torch.autograd.DeviceType, kind)]
+    return [(e.name, e.time_range.start / 1e3, e.time_range.end / 1e3) for e in found]
 
 
 def kind_of(name):

@@ -170,6 +170,11 @@ def choose_graph(cfg, world, micro_step, model):
 
 def load_initial_weights(model, cfg):
     """Copies the weights that cfg.init_from names into a model of the same shape, on each rank its rows."""
+    checkpoint.load_model_tensors(model, open_initial_weights(cfg))
+
+
+def open_initial_weights(cfg):
+    """{name: tensor or Stored} of the weights that cfg.init_from names; refuses those of another model."""
     name = cfg.init_from.removeprefix("hf:")
     tensors, shape, _ = (checkpoint.open_model if name == cfg.init_from else hf.open_hf)(name)
     shorter = cfg.block_size < shape.block_size
@@ -178,7 +183,7 @@ def load_initial_weights(model, cfg):
         raise UserError(f"init_from={cfg.init_from} is another model: {'; '.join(wrong)}")
     if cfg.positions == "learned" and shorter:
         tensors["wpe.weight"] = tensors["wpe.weight"][0 : cfg.block_size]
-    checkpoint.load_model_tensors(model, tensors)
+    return tensors
 
 
 def describe(cfg, training, start):
@@ -192,6 +197,7 @@ def describe(cfg, training, start):
         ("parameters", f"{total:,}, of them {matmul:,} in matmuls; vocabulary padding not counted"),
         *account.rows(),
         *training.rows,
+        ("optimizer", describe_optimizer(state.optimizer, cfg.lr)),
         ("memory", memory.describe(cfg, world.size, account.parameters)),
     ]
     if hasattr(state.loader, "describe"):
@@ -207,3 +213,24 @@ def describe(cfg, training, start):
         words = f"vocab_size={cfg.vocab_size} is more than the {ids} ids of the data's tokenizer"
         rows.append(("warning", f"{words}; try --vocab_size={ids}"))
     return rows + start.rows(cfg)
+
+
+def describe_optimizer(optimizer, lr):
+    """The optimizer and which peak rate and decay so many tensors have, in words, from its param_groups.
+
+    lr: the peak rate, of which a group's own is its `factor`.
+    """
+    name = type(optimizer).__name__
+    if any(group.get("fused") for group in optimizer.param_groups):
+        name += ", fused"
+    alike = {}  # {(rate, decay): [group]}
+    for group in optimizer.param_groups:
+        key = lr * group.get("factor", 1.0), group.get("weight_decay", 0.0)
+        alike.setdefault(key, []).append(group)
+    words = [name]
+    for (rate, decay), groups in alike.items():
+        sizes = [p.numel() for group in groups for p in group["params"]]
+        tensors = f"{len(sizes)} tensor{'s' if len(sizes) > 1 else ''}, {sum(sizes):,} parameters"
+        kinds = ", ".join(group.get("kind", "all") for group in groups)
+        words.append(f"{tensors} ({kinds}): rate {rate:g}, {f'decay {decay:g}' if decay else 'no decay'}")
+    return "; ".join(words) + "; vocabulary padding counted"

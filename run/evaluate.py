@@ -249,7 +249,7 @@ def add_evaluations(evaluations, cfg, world, val_loaders):
 
     tokenizer = tokenizers.load(cfg.tokenizer or "gpt2", cfg.vocab_size)
     if cfg.sample_interval:
-        add_samples(evaluations, cfg, tokenizer)
+        add_samples(evaluations, cfg, world, tokenizer)
     return add_hellaswag(evaluations, cfg, world, tokenizer) if cfg.hellaswag_interval else []
 
 
@@ -263,12 +263,17 @@ def add_validation(evaluations, cfg, world, loaders):
     evaluations.add("val", cfg.eval_interval, evaluate, validation_lines, best="loss", whole_rows=False)
 
 
-def add_samples(evaluations, cfg, tokenizer):
+def add_samples(evaluations, cfg, world, tokenizer):
+    """Each rank draws its own; the console has rank 0's, log.jsonl the others' with their rank as well."""
     from run import sampling
 
     def evaluate(model):
-        options = dict(tokenizer=tokenizer, prompt=cfg.sample_prompt, seed=cfg.seed)
-        return {"texts": sampling.texts(model, **options, **SAMPLES)}
+        options = dict(tokenizer=tokenizer, prompt=cfg.sample_prompt, seed=cfg.seed + world.rank)
+        first, *others = parallel.gather_objects(sampling.texts(model, **options, **SAMPLES))
+        found = {"texts": first}
+        if others:
+            found["others"] = [{"rank": rank, "texts": texts} for rank, texts in enumerate(others, 1)]
+        return found
 
     lines = lambda found: map(repr, found["texts"])
     evaluations.add("sample", cfg.sample_interval, evaluate, lines, at_start=False)

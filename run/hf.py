@@ -83,6 +83,7 @@ EXPORTS = (GPT2, Llama, Qwen3)
 FAMILIES = {family.name: family for family in (*EXPORTS, Mistral)}
 FORM = {"model_type": text, **dict.fromkeys(["rope_scaling?", "rope_parameters?"], ({}, None))}
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # masks and tables in old files
+FILES = ["*.json", "*.jinja", "*.safetensors", "tokenizer*", *VOCABULARIES]  # of weights on the hub
 INDEX = "model.safetensors.index.json"  # {tensor: its file} of weights in several files
 DTYPES = dict(F64="float64", F32="float32", F16="float16", BF16="bfloat16")  # of weights in safetensors
 # Which rows of ours one of theirs is: transposed, as GPT-2's matrices, or normed, with embed_norm in it
@@ -115,12 +116,15 @@ def family_of(cfg):
     raise UserError(f"no Hugging Face model computes this, so it cannot be exported: {'; '.join(lacking)}")
 
 
-def adopt(given):
-    """The `given` settings and, from Hugging Face weights in init_from, their shape and tokenizer."""
+def adopt(given, files=None):
+    """The `given` settings and, from Hugging Face weights in init_from, their shape and tokenizer.
+
+    files: names of those that are fetched if the weights lie on the hub; None: all of FILES.
+    """
     name = given.get("init_from") or ""
     if not name.startswith("hf:"):
         return given
-    shape = read_config(fetch(name[3:]))
+    shape = read_config(fetch(name[3:], files or FILES))
     shape.block_size = min(shape.block_size, GPTConfig.block_size)  # weights may have a longer context
     wanted = replace(shape, **{k: v for k, v in given.items() if k in vars(shape)})
     if wrong := shape.differences(wanted, ["vocab_multiple", "block_size"]):
@@ -164,12 +168,11 @@ def _refuse_others(hf, allowed):
             raise UserError(f"{key}={hf[key]} is not supported, expected {' or '.join(map(str, values))}")
 
 
-def fetch(name):
+def fetch(name, files=FILES):
     """The local folder of `name`: itself, or the snapshot, perhaps cached, of a repository on the hub."""
     if Path(name).exists():
         return Path(name)
-    kinds = ["*.json", "*.jinja", "*.safetensors", "tokenizer*", *VOCABULARIES]
-    options = dict(allow_patterns=kinds, ignore_patterns=["*/*"])  # folders hold other formats of the weights
+    options = dict(allow_patterns=files, ignore_patterns=["*/*"])  # folders hold other formats of the weights
     with told(f"{name}: no such folder, and it cannot be downloaded"):  # the hub, its HTTP client, the disk
         return Path(patiently(huggingface_hub.snapshot_download, str(name), **options))
 

@@ -3,6 +3,10 @@
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
+# Their names before torch 2.13, which warns of them, were all_gather_into_tensor and reduce_scatter_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def rows_of(tensor, rank=None):
     """(first, last): the rows of a rank's shard, None: this rank's; FSDP2 splits rows as torch.chunk does."""

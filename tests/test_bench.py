@@ -1,6 +1,8 @@
 """bench.py as a person runs it, on the CPU, and the arithmetic of memory against what H200s showed."""
 
 import dataclasses
+import json
+import pickle
 import re
 import runpy
 import subprocess
@@ -8,18 +10,20 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, train_ranks
+from conftest import ROOT, save_model, train_ranks
 from ranks import call
 from stepping import take_step
 
 import fast
 import model as models
+import plot
 import train
-from bench import COMMANDS, StepConfig, main
+from bench import COMMANDS, StepConfig, main, with_shape
 from configurator import UserError, configure
+from measure import snapshot as history
 from measure import step
 from scale import adamw8bit, memory, parallel
-from settings import Config
+from settings import Config, GPTConfig
 
 
 def bench(*words):
@@ -49,6 +53,55 @@ def test_step_is_timed(capsys):
     assert "first step" in said and not re.search("^step ", said, re.MULTILINE)
 
 
+def test_a_trace_of_a_cpu(tmp_path):
+    """Two steps, and the operators in them."""
+    here("step", *TINY, "--steps=0", "--settle=0", "--compile=False", f"--trace={tmp_path / 'trace.json'}")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    steps = [event for event in events if event["name"].startswith("Optimizer.step")]
+    assert len(steps) == 2 and any(event.get("cat") == "cpu_op" for event in events)
+
+
+def snapshot(tmp_path, name="a.pickle", peak=3):
+    """A file as torch.cuda.memory._snapshot has it: a step, then the last one, whose peak is in GiB."""
+    event = lambda action, size, time: dict(action=action, size=size * 2**30, time_us=time, addr=0)
+    events = [event("segment_alloc", 9, 0), event("alloc", 1, 0), event("alloc", 7, 1)]
+    events += [event("free_requested", 7, 2), event("free_completed", 7, 2), event("alloc", peak - 1, 5)]
+    events += [event("free_requested", peak - 1, 6), event("free_completed", peak - 1, 6)]
+    content = dict(segments=[], device_traces=[[], events], last_step=4)
+    (tmp_path / name).write_bytes(pickle.dumps(content))
+    return tmp_path / name
+
+
+def test_a_snapshot_shows_what_tensors_held_in_the_last_step(tmp_path):
+    gib = [held / 2**30 for held in history.last_step(history.read(snapshot(tmp_path)))]
+    assert gib == [3, 1]  # beside the GiB from before
+    content = history.read(tmp_path / "a.pickle")
+    del content["last_step"]
+    assert len(history.last_step(content)) == 5
+    with pytest.raises(UserError, match="no allocation in the last step"):
+        history.last_step(content | {"last_step": 7})
+
+
+def test_snapshots_are_drawn_beside_each_other_on_one_scale(tmp_path, capsys):
+    files = [str(snapshot(tmp_path, "a.pickle")), str(snapshot(tmp_path, "b.pickle", peak=5))]
+    here("snapshot", *files, "--names=torch,fused", f"--out={tmp_path / 'memory.svg'}")
+    assert f"drawn: {tmp_path / 'memory.svg'}" in capsys.readouterr().out
+    words = (tmp_path / "memory.svg").read_text()
+    assert "torch: 3.0 GiB at the peak" in words and "fused: 5.0 GiB at the peak" in words
+    figure = history.draw([[1, 2], [3, 5]], ["a", "b"], plot.DARK)
+    low, high = zip(*(axes.get_ylim() for axes in figure.axes))
+    assert len(set(high)) == 1 and set(low) == {0}
+
+
+@pytest.mark.gpu
+def test_the_snapshot_of_a_gpu_has_the_peak_of_the_last_step(tmp_path):
+    path = tmp_path / "memory.pickle"
+    here("step", TINY[0], "--steps=0", "--settle=1", "--breakdown=False", f"--snapshot={path}")
+    peak = torch.cuda.max_memory_allocated()
+    held = history.last_step(history.read(path))
+    assert 0.5 * peak < max(held) <= peak and held[-1] < max(held)
+
+
 def test_step_of_a_sharded_model_with_sequences_over_two_ranks():
     words = ["--steps=2", "--settle=1", "--parallel=fsdp", "--context_parallel=2", "--compile=False"]
     done = bench("step", *TINY, *words)
@@ -59,8 +112,26 @@ def test_collectives_over_two_ranks():
     done = train_ranks(2, ["--device=cpu", "--max_mib=1"], script="results/speed/comm.py")
     assert done.returncode == 0, done.stderr
     assert re.search(r"^ +1 .*\d+\.\d \( +\d+\)", done.stdout, re.MULTILINE), done.stdout
+    assert "FutureWarning" not in done.stderr, "a newer PyTorch has another name for a collective"
     alone = train_ranks(0, ["--device=cpu"], script="results/speed/comm.py")
     assert alone.returncode == 2 and "comm.py needs several ranks" in alone.stderr
+
+
+@pytest.mark.parametrize("number, mode", [(0, "ddp"), (2, "fsdp")])
+def test_other_peoples_8b_beside_ours(number, mode):
+    """The shape is the recipe's, so small here; --kernels=liger needs a package that the tests lack."""
+    words = [
+        "config/llama3_8b.py",
+        "--device=cpu",
+        "--n_layer=2",
+        "--n_embd=64",
+        "--n_head=4",
+        "--n_kv_head=2",
+    ]
+    words += ["--n_hidden=88", "--vocab_size=257", "--block_size=64", "--batch_tokens=256", "--kernels=none"]
+    words += ["--steps=1", "--settle=0", "--remat=block", f"--parallel={mode}"]
+    done = train_ranks(number, words, script="results/speed/peers_8b.py")
+    assert done.returncode == 0 and "median of 1" in done.stdout, done.stderr
 
 
 def test_the_kinds_of_kernels_and_the_time_without_any():
@@ -277,6 +348,25 @@ def test_no_estimate_where_operations_keep_more_than_it_counts(word):
     assert "another process" not in memory.advice(cfg, 1, 200 * memory.GIB)
 
 
+def test_memory_has_the_shape_of_other_peoples_weights(tmp_path, capsys):
+    """Of which config.json suffices; a setting that contradicts it is refused, and so is a checkpoint's."""
+    config = dict(model_type="llama", vocab_size=32000, hidden_size=2048, intermediate_size=5632)
+    config |= dict(num_hidden_layers=22, num_attention_heads=32, num_key_value_heads=4, rms_norm_eps=1e-5)
+    config["max_position_embeddings"] = 2048
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = [f"--init_from=hf:{tmp_path}", "--batch_size=4"]
+    main("memory", configure(COMMANDS["memory"], words, complete=with_shape))
+    said = capsys.readouterr().out
+    assert said.startswith("22 blocks, 1,100,048,384 parameters")  # TinyLlama's
+    assert float(re.search(r"^parameters +([\d.]+) GiB$", said, re.MULTILINE)[1]) == 4.10
+    with pytest.raises(UserError, match="n_layer: checkpoint 22, now 12; .*; --init_from=None"):
+        configure(COMMANDS["memory"], [*words, "--n_layer=12"], complete=with_shape)
+    cfg = GPTConfig(vocab_size=257, n_layer=1, n_embd=32, n_head=2, block_size=64)
+    save_model(tmp_path / "run", models.build(cfg, torch.device("cpu"), 0), cfg)
+    with pytest.raises(UserError, match="is another model: .*n_layer: checkpoint 1, now 12"):
+        here("memory", f"--init_from={tmp_path / 'run'}")
+
+
 def test_an_unknown_command_is_one_line():
     done = train_ranks(0, ["steps"], script="bench.py")
     assert done.returncode == 2 and done.stderr.count("\n") == 1
@@ -290,6 +380,11 @@ def test_an_unknown_command_is_one_line():
     (["step", "--stepss=3"], "unknown setting stepss; did you mean steps?"),
     (["step", *TINY, "--precision=fp8"], "precision=fp8 needs a CUDA device"),
     (["step", *TINY, "--steps=-1"], "steps=-1 must be at least 0"),
+    (["step", *TINY, "--snapshot=a.pickle"], "snapshot=a.pickle is .* none on cpu; try --trace"),
+    (["step", *TINY, "--trace=no/where/a.json"], "trace=no/where/a.json: there is no folder no/where"),
+    (["snapshot", "a.pickle"], "a.pickle: not a file of bench.py step --snapshot"),
+    (["snapshot", "a.pickle", "--names=a,b"], "names=a,b has 2 names, but there are 1 files"),
+    (["snapshot"], "give a file that"),
 ])  # fmt: skip
 def test_mistakes_are_one_line(words, message):
     with pytest.raises(UserError, match=message) as error:

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import random
 import resource
+import shlex
 import shutil
 import signal
 import sysconfig
@@ -21,6 +22,7 @@ from conftest import one_line, read_rows
 
 import fineweb
 import settings as settings_of_a_run
+import train
 from configurator import UserError, configure
 from corpus import text_files, tokenizer, writer
 from corpus.loader import DataError, TokenLoader, read_header, verify
@@ -210,7 +212,7 @@ def test_characters_of_one_text_with_its_last_tenth_for_validation(tmp_path, mon
     (10**4, False, {"go on with": "quickstart"}),
 ])  # fmt: skip
 def test_the_command_at_the_end_fits_data_and_device(tokens, gpu, recipes):
-    found = fineweb.go_on(Config(), Path("data/mine"), 300, tokens, gpu)
+    found = fineweb.go_on(Config(), Path("data/mine"), 300, tokens, tokens // 100, gpu)
     assert {where: Path(words[0]).stem for where, words in found.items()} == recipes
     for words in found.values():
         cfg = configure(settings_of_a_run.Config, words)
@@ -218,9 +220,39 @@ def test_the_command_at_the_end_fits_data_and_device(tokens, gpu, recipes):
         assert cfg.max_steps * cfg.batch_tokens <= 3 * tokens and cfg.max_steps >= 1
 
 
+@pytest.mark.parametrize("cfg", [Config(), Config(tokenizer="chars"), Config(text_key="messages")])
+def test_the_command_at_the_end_is_taken_for_every_size(cfg):
+    """Its batch and rows fit into the tokens, its settings go together, and it evaluates whole rows only."""
+    for tokens in [2, 3, 40, 300, 1999, 2049, 5000, 20_001, 211_315, 10**6, 10**7, 10**9, 10**10]:
+        for held_out in (0, tokens // 10):
+            found = fineweb.go_on(cfg, Path("data/mine"), 300, tokens, held_out, True)
+            for words in found.values():
+                run = configure(settings_of_a_run.Config, words, settings_of_a_run.check)
+                assert run.batch_tokens <= tokens and run.block_size < tokens, (tokens, words)
+                assert run.max_steps * run.batch_tokens <= max(3 * tokens, run.batch_tokens)
+                assert run.warmup_steps < run.max_steps
+                assert run.eval_interval == 0 or held_out > run.block_size, (tokens, words)
+
+
+@pytest.mark.parametrize("size", [40, 300, 5000])
+@pytest.mark.parametrize("tokens", ["bytes", "chars"])
+def test_the_command_at_the_end_runs_for_a_small_text(tmp_path, size, tokens):
+    path = tmp_path / "input.txt"
+    path.write_text((STDLIB / "this.py").read_text()[:size].ljust(size, "x"))
+    said = prepare(tmp_path / "d", dataset=path, tokenizer=tokens).splitlines()[-1]
+    words = shlex.split(said.partition("train.py ")[2])
+    words[0] = str(ROOT / words[0])
+    cfg = configure(settings_of_a_run.Config, [*words, "--dry_run", "--device=cpu"], settings_of_a_run.check)
+    train.main(cfg)
+
+
 def test_the_command_after_dialogues_fine_tunes():
-    words = fineweb.go_on(Config(text_key="messages"), Path("data/chats"), 300, 10**7, False)["go on with"]
-    assert words[0] == "--init_from=hf:NAME_OR_FOLDER" and "--max_steps=57" in words
+    asked = [Config(text_key="messages"), Path("data/chats"), 300, 10**8, 10**5, False]
+    words = fineweb.go_on(*asked)["go on with"]
+    assert words[0] == "--init_from=hf:NAME_OR_FOLDER" and "--max_steps=572" in words
+    asked[3] = 234_794
+    words = fineweb.go_on(*asked)["go on with"]
+    assert {"--batch_tokens=8192", "--batch_size=8", "--max_steps=85", "--warmup_steps=8"} <= {*words}
 
 
 def test_uint32_shards(tmp_path):

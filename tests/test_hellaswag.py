@@ -1,6 +1,7 @@
 """hellaswag.py: scores equal one row at a time, whatever the batch and ranks; damaged files and downloads."""
 
 import json
+import re
 import types
 import urllib.error
 
@@ -197,6 +198,32 @@ def test_the_line_for_the_console_has_standard_errors():
     assert "rows cut: 1, a token spans the join: 3 | 2.0" in hellaswag.in_words(score | dict(spanned=3))
     with pytest.raises(UserError, match="limit=0 must be at least 1"):
         hellaswag.main(hellaswag.Config(limit=0))
+
+
+def test_examples_are_shown_with_their_losses_and_what_was_chosen(tmp_path, capsys):
+    model, tokenizer, examples = small(), tokenizers.load("bytes"), made_up(6)
+    save_model(tmp_path / "run", model, model.cfg)
+    (tmp_path / "h.jsonl").write_text("".join(json.dumps(example) + "\n" for example in examples))
+    words = dict(checkpoint=str(tmp_path / "run"), tokenizer="bytes", device="cpu")
+    hellaswag.main(hellaswag.Config(**words, file=str(tmp_path / "h.jsonl"), show=2))
+    said = capsys.readouterr().out
+    assert said.count("example ") == 2 and said.splitlines()[-1].startswith("acc_norm ")
+    for number, example in enumerate(examples[:2]):
+        block = said.split("example ")[number + 1]
+        rows = re.findall(r"^  (.{20}) +([\d.]+) +([\d.]+)  (\S.*)$", block, re.MULTILINE)
+        assert len(rows) == 4
+        for i, (marks, total, mean, ending) in enumerate(rows):
+            context, own = tokenizer.encode(example["ctx"]), tokenizer.encode(" " + example["endings"][i])
+            assert example["endings"][i].startswith(ending.split()[0])
+            logp = model.logits(torch.tensor([context + own])[:, :-1]).log_softmax(-1)[0]
+            expected = -logp[len(context) - 1 :].gather(1, torch.tensor(own)[:, None]).sum().item()
+            assert float(total) == pytest.approx(expected, abs=0.006)
+            assert float(mean) == pytest.approx(expected / len(own), abs=0.0006)
+            assert ("right" in marks) == (i == example["label"])
+        marks, totals, means, _ = zip(*rows)
+        for name, figures in (("acc", totals), ("acc_norm", means)):
+            chosen = min(range(4), key=lambda i: float(figures[i]))
+            assert name in [mark.strip() for mark in marks[chosen].split(",")]
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])

@@ -9,6 +9,7 @@ from conftest import one_line, write_shard
 from hub import Hub
 from safetensors.torch import save_file
 
+import bench
 import fineweb
 import hellaswag
 from configurator import UserError
@@ -122,6 +123,11 @@ def test_weights_survive_faults(hub, tmp_path):
     expected = {"config.json", "model.safetensors", "tokenizer.json", "merges.txt"}
     assert names == expected  # no pickle, no other format
     assert not any(hub.faults.values())
+    large = dict(model_type="gpt2", vocab_size=257, n_positions=64, n_layer=3, n_head=2, n_embd=32)
+    add(hub, "models/me/large/config.json", json.dumps(large | {"layer_norm_epsilon": 1e-5}).encode())
+    add(hub, "models/me/large/model.safetensors", b"never read")
+    found = bench.with_shape({"init_from": "hf:me/large"})
+    assert found["n_layer"] == 3 and not any("me/large" in p and "safetensors" in p for _, p, _ in hub.asked)
     kept = hub.folder / "models/me/gpt/model.safetensors"
     assert (folder / "model.safetensors").read_bytes() == kept.read_bytes()
     with pytest.raises(UserError, match="me/other: no such folder, and it cannot be downloaded") as error:

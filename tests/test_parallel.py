@@ -12,7 +12,16 @@ import ranks
 import torch
 import torch.distributed as dist
 from compare import CPU, LLAMA, copied, same_end, same_run, slow
-from conftest import compile_to_graphs, flags, load_checkpoint, losses, read_log, train_here, train_in_rank
+from conftest import (
+    compile_to_graphs,
+    flags,
+    load_checkpoint,
+    load_model,
+    losses,
+    read_log,
+    train_here,
+    train_in_rank,
+)
 from safetensors.torch import load_file
 from torch._dynamo.utils import counters
 
@@ -21,8 +30,10 @@ import fast
 import optim
 import train
 from configurator import configure
+from corpus import tokenizer
 from model import build
-from run import checkpoint, hf
+from run import checkpoint, hf, sampling
+from run.evaluate import SAMPLES
 from scale import memory, parallel
 from settings import Config
 
@@ -96,6 +107,15 @@ CASES = [pytest.param(*mode, id=name) for name, mode in MODES.items()]
 CASES += [pytest.param(*mode, id=name, marks=pytest.mark.slow) for name, mode in COVERED.items()]
 
 
+def samples_of_all_ranks(one, many):
+    """Rank 1's samples are those of its own seed, and in the log; a run of one process has no others."""
+    [alone], [line] = ([row for row in read_log(run) if row["kind"] == "sample"] for run in (one, many))
+    options = dict(tokenizer=tokenizer.load("bytes"), prompt=Config.sample_prompt, seed=Config.seed + 1)
+    texts = sampling.texts(load_model(many / "step_00000006"), **options, **SAMPLES)
+    assert line["others"] == [{"rank": 1, "texts": texts}] and texts != line["texts"]
+    assert "others" not in alone
+
+
 @pytest.mark.parametrize("number, mode, shape", CASES)
 @pytest.mark.fault(20)
 def test_any_mode_equals_one_process_and_resumes_across(data_dir, tmp_path, alone, number, mode, shape):
@@ -104,6 +124,8 @@ def test_any_mode_equals_one_process_and_resumes_across(data_dir, tmp_path, alon
     one = alone(**settings)
     many = over_ranks(number, data_dir, tmp_path / "many", **settings, **mode)
     same_run(one, many, **(ROUGHER if shape.get("optimizer") == "muon" else {}))
+    if "sample_interval" in shape:
+        samples_of_all_ranks(one, many)
     train_here(data_dir, copied(many, 3, tmp_path / "back"), resume="auto", **settings)
     same_end(tmp_path / "back", one)
     out = over_ranks(number, data_dir, copied(one, 3, tmp_path / "out"), resume="auto", **settings, **mode)

@@ -16,10 +16,13 @@ from compare import LLAMA, copied, gpt2, resumed_bitwise
 from conftest import ROOT, flags, load_checkpoint, losses, read_log, stdlib_bytes, train_here, write_shard
 
 import hellaswag
+import model as models
+import optim
 import train
 from configurator import UserError, configure
 from corpus.loader import DataError
 from run import checkpoint
+from run.build import describe_optimizer
 from run.logger import NotFinite
 from settings import Config
 
@@ -42,6 +45,25 @@ def test_trains_evaluates_samples_and_saves(data_dir, tmp_path, capsys):
     assert "parameters" in text and "step 40/40 | loss" in text and "--resume=auto" in text
     row = next(line for line in text.splitlines() if line.startswith("settings "))
     assert "max_steps=40" in row and "precision" not in row and "attention" not in row  # what was set
+
+
+def test_the_summary_says_what_decays_at_which_rate(data_dir, tmp_path):
+    """GPT-2 124M's matrices and embeddings, and its vectors; then the optimizer's groups, whatever it is."""
+    cfg = configure(Config, [str(ROOT / "config/gpt2_124m.py")])
+    words = describe_optimizer(optim.make_optimizer(models.on_meta(cfg), cfg), cfg.lr)
+    assert "50 tensors, 124,354,560 parameters (embedding, matrix): rate 0.0006, decay 0.1" in words
+    assert "98 tensors, 121,344 parameters (vector): rate 0.0006, no decay" in words
+    weights = [torch.zeros(3, 4, requires_grad=True), torch.zeros(5, requires_grad=True)]
+    groups = [dict(params=weights[:1], factor=3.0, weight_decay=0.2), dict(params=weights[1:])]
+    words = describe_optimizer(torch.optim.SGD(groups, lr=0.5), 0.5)
+    first, second = (
+        "1 tensor, 12 parameters (all): rate 1.5, decay 0.2",
+        "1 tensor, 5 parameters (all): rate 0.5",
+    )
+    assert words == f"SGD; {first}; {second}, no decay; vocabulary padding counted"
+    log = train_here(data_dir, tmp_path / "run", max_steps=1)
+    rows = dict(log[0]["rows"])
+    assert rows["optimizer"].startswith("AdamW, fused; ") and "decay 0.1" in rows["optimizer"]
 
 
 def test_resumed_equals_uninterrupted_bitwise(data_dir, tmp_path):

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from configurator import UserError, refuse, run, too_small
 from run.logger import device_name
-from scale import parallel
+from scale import parallel, shards
 
 
 @dataclass
@@ -37,8 +37,8 @@ def main(cfg):
         part, other = whole[: whole.numel() // n].clone(), torch.empty_like(whole)
         calls = {  # name: bytes that pass a link, as a share of the message; the call
             "all_reduce": (2 * (n - 1) / n, dist.all_reduce, [whole]),
-            "all_gather": ((n - 1) / n, dist.all_gather_into_tensor, [whole, part]),
-            "reduce_scatter": ((n - 1) / n, dist.reduce_scatter_tensor, [part, whole]),
+            "all_gather": ((n - 1) / n, shards.all_gather_single, [whole, part]),
+            "reduce_scatter": ((n - 1) / n, shards.reduce_scatter_single, [part, whole]),
             "all_to_all": ((n - 1) / n, dist.all_to_all_single, [other, whole]),
         }
         if size == 1:

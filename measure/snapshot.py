@@ -1,0 +1,67 @@
+"""What a GPU's memory held in the last step, drawn from files of `bench.py step --snapshot=FILE`."""
+
+import pickle
+
+import matplotlib
+from matplotlib.figure import Figure
+
+from configurator import UserError
+from corpus import told
+from plot import DARK, LIGHT, STYLE, theme_style, write
+
+GIB = 2**30
+CHANGES = {"alloc": 1, "free_requested": -1}  # signs of what torch.cuda.memory_allocated counts
+
+
+def measure(cfg):
+    """Draws the files of a bench.SnapshotConfig beside each other, on one scale, into cfg.out."""
+    if not cfg.words:
+        raise UserError("give a file that bench.py step --snapshot=FILE wrote, or several")
+    names = cfg.names.split(",") if cfg.names else cfg.words
+    if len(names) != len(cfg.words):
+        raise UserError(f"names={cfg.names} has {len(names)} names, but there are {len(cfg.words)} files")
+    curves = [last_step(read(path)) for path in cfg.words]
+    write(draw(curves, names, DARK if cfg.dark else LIGHT), cfg.out)
+
+
+def read(path):
+    """The snapshot in a file. It is a pickle, which may run code when it is read: open your own alone."""
+    with told(f"{path}: not a file of bench.py step --snapshot"), open(path, "rb") as file:
+        found = pickle.load(file)
+        if "device_traces" not in found:
+            raise ValueError("no device_traces in it")
+    return found
+
+
+def last_step(snapshot):
+    """[bytes that tensors held after each allocation and each free] of the last step, if it is marked."""
+    events, held, found = max(snapshot["device_traces"], key=len), 0, []
+    for event in events:
+        sign = CHANGES.get(event["action"])
+        if sign is None:  # a segment, or the block of a free that was requested before
+            continue
+        held += sign * event["size"]
+        if event["time_us"] >= snapshot.get("last_step", 0):
+            found.append(held)
+    if not found:
+        raise UserError("the snapshot has no allocation in the last step; was bench.py step ended before?")
+    return found
+
+
+def draw(curves, names, theme):
+    """A figure with a panel for each curve, on the same scale of memory."""
+    with matplotlib.rc_context(STYLE | theme_style(theme)):
+        figure = Figure(figsize=(10, 3.6), layout="constrained")
+        panels = figure.subplots(1, len(curves), sharey=True, squeeze=False)[0]
+        for axes, curve, name, color in zip(panels, curves, names, theme["colors"]):
+            sizes = [held / GIB for held in curve]
+            axes.fill_between(range(len(sizes)), sizes, color=color, alpha=0.35, linewidth=0)
+            axes.plot(sizes, color=color, linewidth=1.2)
+            peak = max(sizes)
+            axes.axhline(peak, color=color, linewidth=0.8, linestyle=":")
+            axes.set_title(f"{name}: {peak:.1f} GiB at the peak")
+            axes.set_xlabel("allocations and frees of a step, in order")
+            axes.set_xlim(0, len(sizes) - 1 or 1)
+        panels[0].set_ylabel("GiB that tensors hold")
+        panels[0].set_ylim(0)
+    return figure
