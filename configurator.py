@@ -180,9 +180,34 @@ def explain(kind, error, trace):
 sys.excepthook = explain
 
 
+class Rank(typing.NamedTuple):
+    """This process among those of a run; without torchrun it is the only one."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0  # among those on this machine
+    local_size: int = 1
+
+
+def launched():
+    """Whether torchrun started this process, which RANK alone tells: SLURM and containers set WORLD_SIZE."""
+    return bool(os.environ.get("RANK"))
+
+
+def this_rank():
+    """The Rank of this process, known before a process group exists. Raises UserError."""
+    if not launched():
+        return Rank()
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    words = {name: os.environ.get(name) or str(least) for name, least in zip(names, Rank())}
+    if wrong := [f"{name}={word}" for name, word in words.items() if not word.isdecimal()]:
+        raise UserError(f"environment: {' '.join(wrong)}: expected numbers, as torchrun sets them")
+    return Rank(*map(int, words.values()))
+
+
 def is_rank_0():
     """Whether this process is rank 0 or no rank, known before a process group exists."""
-    return os.environ.get("RANK", "0") == "0"
+    return os.environ.get("RANK") in (None, "", "0")
 
 
 class Console(io.TextIOWrapper):
@@ -244,7 +269,7 @@ def leave(code, message=None, at_once=False):
             stream.flush()
         if isinstance(stream, Console):
             stream.give_up()
-    if at_once or "RANK" in os.environ:
+    if at_once or launched():
         os._exit(code)  # in Python's shutdown a DDP model may wait for gloo's threads, which wait for Python
     sys.exit(code)
 

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from configurator import refuse, too_small
+from configurator import refuse, this_rank, too_small
 
 Precision = Literal["auto", "auto8", "fp32", "tf32", "bf16", "fp16", "fp8"]
 
@@ -232,7 +232,7 @@ def outside(cfg, positive, shares):
 
 def check(cfg, ranks=None):
     """Raises one UserError that lists every setting out of range or in conflict; ranks: None: torchrun's."""
-    ranks = int(os.environ.get("WORLD_SIZE", 1)) if ranks is None else ranks
+    ranks = this_rank().size if ranks is None else ranks
     refuse(cfg.problems() + out_of_range(cfg, ranks) + conflicts(cfg, ranks))
     refuse(shape_conflicts(cfg, ranks))
 

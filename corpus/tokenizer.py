@@ -4,6 +4,7 @@
 """
 
 import base64
+import functools
 import json
 import math
 import re
@@ -21,6 +22,7 @@ from run.files import read_json, write_atomic
 
 LLAMA3_PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
 LLAMA3_PATTERN += r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+BESIDE = ("tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "generation_config.json")
 SCHEMES = {"gpt2": "gpt2", "r50k_base": "gpt2", "cl100k_base": "gpt4"}  # gigatoken's names of the rules
 RULES = {"gpt2": None, "gpt4": LLAMA3_PATTERN}  # the same for a tokenizer.json; None: ByteLevel's own
 # The first of these that a tokenizer has precedes each document, as begin_of_text does in Llama 3's training,
@@ -266,6 +268,45 @@ def growth(part):
         old = part["pattern"].get("String")  # a Regex may match nothing
         return max(1, len(part["content"]) / len(old)) if old else 1 + len(part["content"])
     return growth([*part.values()]) * (2 if part.get("type") == "ByteLevel" else 1)
+
+
+warn_once = functools.cache(warn)  # not at each checkpoint
+
+
+@functools.lru_cache(4)
+def is_one(path, changed):
+    """Whether a file can be parsed as a tokenizer's. changed: when it was written, for the cache."""
+    try:
+        with told(f"{path} is no tokenizer"):
+            data = path.read_bytes()
+            if path.suffix == ".model":
+                _llama3(str(path), data)
+            else:
+                Inner.from_str(data.decode())
+    except UserError as error:
+        warn(f"{error}; it is not copied")
+        return False
+    return True
+
+
+def beside(folder):
+    """Paths of the files that go with a folder's tokenizer and may be copied; links out of it may not."""
+    found = []
+    for path in (Path(folder, name) for name in BESIDE):
+        if path.is_file() and leads_out(path):
+            warn_once(f"{path} is a link out of its folder; it is not copied")
+        elif path.is_file():
+            found.append(path)
+    return found
+
+
+def leads_out(path):
+    """Whether a file is a link to another folder; the blobs/ of a hub's cache belong to its snapshots."""
+    folder = path.parent.resolve()
+    own = [folder]
+    if folder.parent.name == "snapshots":
+        own.append(folder.parent.with_name("blobs"))
+    return path.resolve().parent not in own
 
 
 def read_beside(folder, name):

@@ -80,9 +80,9 @@ class Logger:
             path = self.out_dir / "log.jsonl"
             with files.writable(out_dir):
                 files.write_json(path.with_name("config.json"), config)
-                if path.exists():  # a kill may have cut the last line short: it would spoil the next one
-                    os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
-                self.file = open(path, "ab", buffering=0)
+                self.file = open(path, "ab", buffering=0, opener=files.no_link)
+                # a kill may have cut the last line short: it would spoil the next one
+                self.file.truncate(path.read_bytes().rfind(b"\n") + 1)
             self.wandb = self._try_wandb(self._start_wandb, config) if wandb else None
             self.wandb_id = self.wandb.id if self.wandb else wandb_id
 

@@ -19,7 +19,7 @@ import traceback
 import torch
 from torch.utils.checkpoint import CheckpointError as RecomputationError
 
-from configurator import UserError, leave
+from configurator import UserError, leave, this_rank
 from scale import memory, parallel
 
 SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
@@ -45,9 +45,10 @@ class Watch(contextlib.ExitStack):
 
     def __enter__(self):
         if self.store is not None:  # a descriptor of each rank here is readable once its process has ended
-            rank, first = self.world.rank, self.world.rank - int(os.environ.get("LOCAL_RANK", 0))
+            _, _, place, count = this_rank()
+            rank, first = self.world.rank, self.world.rank - place
             self.store.set(f"process/{rank}", str(os.getpid()))
-            for peer in {*range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", 1)))} - {rank}:
+            for peer in {*range(first, first + count)} - {rank}:
                 with contextlib.suppress(OSError, AttributeError):  # Linux alone has it
                     self._peers[os.pidfd_open(int(self.store.get(f"process/{peer}")))] = peer
         self._pipe = os.pipe()  # gets the number of each signal, also while the main thread waits in C++
