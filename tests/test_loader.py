@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import time
 
 import numpy as np
@@ -271,6 +272,19 @@ def resume(folder, state, rows=40, change=False, **order):
         return loader.warnings, read_rows(loader, 1)
     finally:
         loader.close()
+
+
+@pytest.mark.fault(102)
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_a_pipe_is_no_shard(data, split):
+    folder, _ = data
+    path = sorted(folder.glob(f"*_{split}_*"))[0]
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(DataError, match=f"{path} is a folder, a pipe or a device; expected a file"):
+        TokenLoader(folder, split, 5, 16)
+    if split == "val":
+        TokenLoader(folder, "train", 5, 16).close()
 
 
 @pytest.mark.fault(89)
