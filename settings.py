@@ -243,7 +243,10 @@ def out_of_range(cfg, ranks):
     zero = "lr lr_embedding lr_head min_lr_ratio cooldown_fraction weight_decay beta1 beta2 warmup_steps seed"
     zero += " momentum_warmup eval_interval hellaswag_interval sample_interval save_interval shuffle_seed"
     least = dict.fromkeys(one.split(), 1) | dict.fromkeys([*zero.split(), "max_skipped_steps"], 0)
-    found = outside(cfg, "clip", "beta1 beta2") + too_small(cfg, least | {"eval_tokens": cfg.block_size})
+    least["eval_tokens"] = cfg.block_size
+    found = outside(cfg, positive="", shares="beta1 beta2") + too_small(cfg, least)
+    if cfg.clip is not None and not cfg.clip > 0:
+        found.append(f"clip={cfg.clip} must be over 0; nanoGPT's 0, no clipping, is --clip=None")
     name, theirs = cfg.init_from or "", {"scratch": "--init_from=None", "resume": "--resume=auto"}
     if (name in theirs or name.startswith("gpt2")) and not os.path.exists(name):
         ours = theirs.get(name, f"--init_from=hf:{name}")

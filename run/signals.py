@@ -1,7 +1,8 @@
 """Signals, and ranks that fail, die or hang: a run stops after a step, or all its ranks end with one error.
 
 A thread notes signals, looks for ranks that died or hang, and learns of other ranks' errors through the
-process group's store: the first error is printed once, and all end with its exit code.
+process group's store: the first error is printed once, and all end with its exit code. Ctrl-C before the
+first step is done, which may have to compile for a minute, ends all at once.
 """
 
 import contextlib
@@ -169,6 +170,11 @@ class Watch(contextlib.ExitStack):
         if self.asked and time.monotonic() - self._asked_at > TWICE:
             print(f"{self._where()}: a second signal", file=sys.stderr, flush=True)
             leave(128 + number, "a second signal", at_once=True)  # checkpoints are whole or not there
+        if number == signal.SIGINT and self._begun <= 1 and not self._failing:
+            text = f"SIGINT in step {self._step}: stopped at once, since no step is done that could be saved"
+            if self.store is None or self._first(128 + number, text):
+                print(text, flush=True)
+            self._quit(128 + number, text)
         if self.world.main and not self.asked and not self._failing:
             words = f"{signal.Signals(number).name} in step {self._step}: this run saves and stops"
             print(f"{words}; a second signal ends it at once", flush=True)
