@@ -17,7 +17,7 @@ import torch
 from tqdm import tqdm
 
 from configurator import UserError, columns, is_rank_0
-from run import files
+from run import files, source
 
 SILENT = 10  # s until a bar of `progress` that is rarely wanted begins, and between its updates
 LONG = 2.0  # s; a step that takes longer is waited for, so that a stop costs no second one
@@ -139,11 +139,25 @@ class Logger:
     def saved(self, step, folder):
         """A checkpoint is complete. A later --resume=auto that finds none looks for this line of the log."""
         self.saved_at = step
+        self._make_again()
         self.print(f"saved {folder}")
         self.record("saved", step)
 
+    def _make_again(self):
+        """Where out_dir was removed or moved under the run: makes it and goes on with another log there."""
+        if self.file and not os.path.exists(self.file.name):
+            words = f"{self.out_dir} was removed or moved while this run went on; it is made again"
+            self.print(f"warning: {words}, without the log, the checkpoints and the lock that it held")
+            try:
+                self.out_dir.mkdir(parents=True, exist_ok=True)
+                self.file = open(self.file.name, "ab", buffering=0, opener=files.no_link)
+                source.record(self.out_dir)
+            except (OSError, UserError) as error:
+                self.print(f"warning: {error}")
+
     def close(self, step, stopped):
         """The closing summary after `step` steps."""
+        self._make_again()
         seconds, words = time.perf_counter() - self.began, "none: nothing was saved"
         if self.saved_at is not None:
             out_dir, more = shlex.quote(str(self.out_dir)), "" if stopped else "a larger --max_steps and "

@@ -35,10 +35,12 @@ class Watch(contextlib.ExitStack):
     """`with Watch(world, timeout_s) as watch`: an ExitStack that tells other ranks of an error.
 
     asked: the first signal that this process got, else 0. stopping: the one at which all ranks stop, else 0.
+    saves: whether what is watched stops by itself after a signal; else that ends it at once.
     """
 
-    def __init__(self, world, timeout_s):
+    def __init__(self, world, timeout_s, saves=True):
         super().__init__()
+        self.saves = saves
         self.world, self.timeout_s, self.store = world, timeout_s, parallel.store_connection()
         self.asked, self.stopping, self._asked_at = 0, 0, 0.0
         self._step, self._begun, self._moved = 0, 0, time.monotonic()
@@ -170,8 +172,11 @@ class Watch(contextlib.ExitStack):
         if self.asked and time.monotonic() - self._asked_at > TWICE:
             print(f"{self._where()}: a second signal", file=sys.stderr, flush=True)
             leave(128 + number, "a second signal", at_once=True)  # checkpoints are whole or not there
-        if number == signal.SIGINT and self._begun <= 1 and not self._failing:
-            text = f"SIGINT in step {self._step}: stopped at once, since no step is done that could be saved"
+        early = number == signal.SIGINT and self._begun <= 1
+        if (early or not self.saves) and not self._failing:
+            text = f"stopped at once by {signal.Signals(number).name}"
+            if self.saves:
+                text += f" in step {self._step}: no step is done that could be saved"
             if self.store is None or self._first(128 + number, text):
                 print(text, flush=True)
             self._quit(128 + number, text)

@@ -1,12 +1,15 @@
 """bench.py as a person runs it, on the CPU, and the arithmetic of memory against what H200s showed."""
 
 import dataclasses
+import os
 import re
 import runpy
 import subprocess
 import sys
 
 import pytest
+import ranks
+import test_signals
 import torch
 from conftest import ROOT, train_ranks
 from ranks import call
@@ -275,6 +278,37 @@ def test_no_estimate_where_operations_keep_more_than_it_counts(word):
     cfg = recipe("gpt2_124m", "--ops=fused", word)
     assert "in all" not in memory.describe(cfg, 1)
     assert "another process" not in memory.advice(cfg, 1, 200 * memory.GIB)
+
+
+def step_with_fault(words, fault, at_rank):
+    """For ranks.attempt: bench.py step; a fault in one rank's third micro-step."""
+    function, count = train.Training.micro_step, []
+
+    def micro_step(*arguments):
+        count.append(1)
+        if len(count) == 3 and os.environ["RANK"] in at_rank:
+            test_signals.FAULTS[fault]()
+        return function(*arguments)
+
+    train.Training.micro_step = micro_step
+    torch.cuda.mem_get_info = lambda device: (0, 24 * 2**30)
+    sys.argv[1:] = ["step", *words]
+    runpy.run_path("bench.py", run_name="__main__")
+
+
+@pytest.mark.parametrize("fault, at_rank, codes, said", [
+    ("memory", "1", [2, 2], "error: rank 1: out of memory: "),
+    ("memory", "01", [2, 2], "error: (rank 1: )?out of memory: .*batch_size"),
+    ("SIGINT", "1", [130, 130], None),
+])  # fmt: skip
+@pytest.mark.fault(109)
+def test_a_fault_in_the_measurement_of_two_ranks_is_one_line(fault, at_rank, codes, said):
+    words = [*TINY, "--steps=100", "--compile=False"]
+    done, _ = ranks.attempt(2, step_with_fault, words, fault, at_rank, timeout=60)
+    assert done.codes == codes and "Traceback" not in done.stderr, done.stderr
+    lines = test_signals.error_lines(done)
+    assert len(lines) == (said is not None) and all(re.match(said, line) for line in lines), lines
+    assert done.stdout.count("stopped at once by SIGINT") == (said is None)
 
 
 def test_an_unknown_command_is_one_line():

@@ -232,7 +232,7 @@ def test_ctrl_c_in_the_first_compilation_ends_all_at_once_in_one_line(data_dir, 
     last = number - 1 if number else 0
     done, _ = ranks.attempt(number, train_told_in_compilation, words, last, signal.SIGINT, timeout=60)
     assert set(done.codes) == {130} and not error_lines(done), done.stderr
-    assert done.stdout.count("SIGINT in step 1: stopped at once, since no step is done") == 1
+    assert done.stdout.count("stopped at once by SIGINT in step 1: no step is done that") == 1
     assert not checkpoint.folders(tmp_path / "cut")
 
 
