@@ -3,8 +3,10 @@
 import dataclasses
 import platform
 from importlib import metadata
+from pathlib import Path
 
 from configurator import UserError, warn
+from corpus.loader import sampled
 from run import source
 from scale import parallel
 
@@ -41,6 +43,12 @@ def data(cfg, loader, val_loaders):
     own = f"data_dir={cfg.data_dir} whose splits have the fingerprints {', '.join(map(str, found))}"
     of_ranks = parallel.gather_objects((own, found))
     refuse([{"data": own if theirs != of_ranks[0][1] else of_ranks[0][0]} for own, theirs in of_ranks])
+
+
+def weights(folder):
+    """Raises UserError unless all ranks have the same Hugging Face weights, by blocks of each file."""
+    own = [f"{path.name} of {sampled(path)[:12]}" for path in sorted(Path(folder).glob("*.safetensors"))]
+    refuse([{"weights": ", ".join(names)} for names in parallel.gather_objects(own)])
 
 
 def versions():

@@ -13,7 +13,7 @@ from corpus import mixture
 from corpus import tokenizer as tokenizers
 from corpus.loader import DataError, TokenLoader, read_manifest, read_sizes, verify
 from fast.chips import best_attention
-from run import checkpoint, hf, source
+from run import agreement, checkpoint, hf, source
 from run.flops import Account, parameter_counts
 from scale import context, memory, parallel
 from scale.precision import autocast, pick_ops, pick_precision
@@ -164,6 +164,8 @@ def choose_graph(cfg, world, micro_step, model):
 def load_initial_weights(model, cfg):
     """Copies the weights that cfg.init_from names into a model of the same shape, on each rank its rows."""
     name = cfg.init_from.removeprefix("hf:")
+    if name != cfg.init_from:
+        agreement.weights(hf.fetch(name))  # of a checkpoint, checkpoint.find compares the manifest
     tensors, shape, _ = (checkpoint.open_model if name == cfg.init_from else hf.open_hf)(name)
     shorter = cfg.block_size < shape.block_size
     free = ["vocab_multiple"] + ["block_size"] * (cfg.positions == "rope" or shorter)  # RoPE has no weights

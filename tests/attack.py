@@ -5,8 +5,8 @@
 
 - kills: a run is ended again and again, by kill -9 at a random moment or before or after the n-th change of
   its folder (a rename, a removal, a flush: between two renames, while it prunes, in a save in the
-  background), or by SIGTERM in an evaluation, until it is done. Every checkpoint that is named as one is whole,
-  each run resumes no earlier than what was said to be saved, and all losses are those of a run never ended.
+  background), or by SIGTERM in an evaluation, until it is done. Every folder step_* is whole each time, no
+  run resumes before what was said to be saved, and all losses are those of a run that was never ended.
 - folders: one thing in the folder of a stopped run is changed (bytes, names, links, pipes, copies).
 - data: the data changes between a stop and a resume.
 - copies: one of two ranks has another setting, or other data.

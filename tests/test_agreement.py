@@ -64,8 +64,9 @@ def test_another_copy_of_the_data_is_named_and_a_true_copy_is_none(data_dir, tmp
     assert f"rank 0 has data_dir={data_dir} whose" in line
 
 
-def test_code_is_refused_and_packages_are_told(monkeypatch, capsys):
-    """As of two ranks; gathered from one process, whose second answer is the other rank's."""
+@pytest.fixture
+def pair(monkeypatch):
+    """As of two ranks: the last two answers of this process are gathered."""
     pair = []
 
     def gathered(value):
@@ -73,6 +74,22 @@ def test_code_is_refused_and_packages_are_told(monkeypatch, capsys):
         return pair[-2:]
 
     monkeypatch.setattr(agreement.parallel, "gather_objects", gathered)
+    return pair
+
+
+def test_other_hugging_face_weights_are_refused(tmp_path, pair):
+    for name, content in (("a", b"1"), ("b", b"1"), ("c", b"2")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(content)
+    agreement.weights(tmp_path / "a")
+    agreement.weights(tmp_path / "b")
+    with pytest.raises(
+        UserError, match="rank 1 has model.safetensors of .*, rank 0 has model.safetensors of"
+    ):
+        agreement.weights(tmp_path / "c")
+
+
+def test_code_is_refused_and_packages_are_told(monkeypatch, capsys, pair):
     agreement.settings(Config())
     agreement.settings(Config(out_dir="elsewhere", data_dir="copy", device="cuda:1", init_from=None))
     assert capsys.readouterr().err == ""
