@@ -6,7 +6,6 @@ by rows (Stored) on any number of ranks. A folder is written under another name,
 
 import contextlib
 import glob
-import itertools
 import json
 import operator
 import os
@@ -42,10 +41,10 @@ STATE |= {"world_size?": files.count, "evaluated?": (True, False)}
 STATE |= {"wandb_id?": (files.text, None), "val_loss?": (files.number, None)}  # val_loss: a State's score
 SHAPE = {f.name for f in fields(GPTConfig)} - {"attention"}
 SCHEDULE = "max_steps batch_tokens lr min_lr_ratio warmup_steps cooldown_fraction schedule".split()
-# settings that may be others at a resume, which is told
+# other settings that decide what is trained and may be others at a resume, which is told
 FREE = "seed dropout document_mask weight_decay beta1 beta2 clip lr_embedding lr_head momentum_warmup".split()
 FREE += "max_skipped_steps precision reduce_dtype overfit eval_tokens".split()
-READ = SHAPE | {*SCHEDULE, *FREE, "optimizer", "tokenizer"}
+READ = SHAPE | {*SCHEDULE, "optimizer", "tokenizer"}
 DIGITS = "[0-9]" * 8
 TABLES = ("wte.weight", "head.weight", "values.weight")  # ends of names of tensors with a row per token id
 
@@ -73,7 +72,10 @@ def delete(hidden):
 def put_in_place(aside, final):
     """Gives a written folder its name, in place of the same step that was saved before."""
     if is_other_step(final):
-        other = next(p for n in itertools.count(1) if not os.path.lexists(p := Path(f"{final}_copy{n}")))
+        number = 1
+        while os.path.lexists(f"{final}_copy{number}"):
+            number += 1
+        other = final.with_name(f"{final.name}_copy{number}")
         os.rename(final, other)
         warn(f"{final} was of another step, by its state.json, and is now {other}")
     old = None
@@ -149,11 +151,9 @@ def find(path):
         if wrong is None:
             return folder
     hint = "expected a run's folder, or one of its step_*/; Hugging Face weights are --init_from=hf:FOLDER"
-    why = (
-        f"{len(found)} damaged" + f", the newest: {first}" * bool(first)
-        if os.path.exists(path)
-        else "no such folder"
-    )
+    why = f"{len(found)} damaged" if os.path.exists(path) else "no such folder"
+    if first:
+        why += f", the newest: {first}"
     raise CheckpointError(f"{path}: no whole checkpoint there, {why} ({hint})")
 
 
