@@ -124,7 +124,7 @@ def claim(out_dir, resume, overwrite, dry_run):
         wrong = f"holds {there[0]}, which no run wrote; move it, or give another --out_dir"
     elif resume == "auto":  # a run that was killed before its first checkpoint begins again
         if not found and '"kind": "saved"' in text:
-            wrong = "has a log that names checkpoints, and holds none; bring one back, or give another out_dir"
+            wrong = "has a log that names checkpoints, and holds none; bring one back or give another out_dir"
     elif used and not found:
         wrong = "holds an earlier run; try --resume=auto, --overwrite or another --out_dir"
     elif used and found.resolve().parent != out_dir.resolve():
