@@ -68,12 +68,25 @@ def start(device="auto", timeout_s=600, expandable=False, on_cpu=False):
         options = dict(rank=rank, world_size=size, device_id=device if "nccl" in backend else None)
         try:  # with a device NCCL connects now instead of in the first step
             store = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))[0]
-            options["store"] = dist.PrefixStore(f"attempt_{attempt}", store)  # torchrun's outlives a restart
+            store = dist.PrefixStore(f"attempt_{attempt}", store)  # torchrun's outlives a restart
+            options["store"] = store
+            check_backend(store, rank, backend)
             dist.init_process_group(backend, **options, timeout=time_limit(timeout_s, backend))
         except (ValueError, RuntimeError, OverflowError) as error:
             why, hint = str(error).partition("\n")[0], "is --master_addr reachable, and --master_port free?"
             raise UserError(f"the ranks could not join over {backend} ({why}); {hint}") from None
     return World(rank, size, device)
+
+
+def check_backend(store, rank, backend):
+    """Raises UserError on a rank that would join over another backend than rank 0, and wait without end."""
+    if rank == 0:
+        store.set("backend", backend)
+    elif (first := store.get("backend").decode()) != backend:
+        words = f"rank {rank} joins over {backend}, rank 0 over {first}"
+        error = UserError(f"{words}: it has another device, or another --device or --offload_states")
+        error.loud = True  # the other ranks do not know of it
+        raise error
 
 
 def pick_device(name):

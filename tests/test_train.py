@@ -317,7 +317,7 @@ def test_wandb_offline_resumes_the_same_run(data_dir, tmp_path, monkeypatch):
     (dict(device="meta"), "device=meta: expected auto, cpu, cuda"),
     (dict(device="cuda:99"), r"device=cuda:99: \d+ of that kind found"),
     (dict(shuffle_seed=-1, seed=-3), "seed=-3 must be at least 0; shuffle_seed=-1 must"),
-    (dict(lr=float("nan"), clip=0), "clip=0.0 must be over 0; lr=nan must be at least 0"),
+    (dict(lr=float("nan"), clip=0), "lr=nan must be at least 0; clip=0.0 must be over 0"),
     gpt2(dict(tokenizer="gpt2", sample_interval=2), "tokenizer=gpt2 has 50,257 ids, the model 257; give"),
     (dict(resume="auto", overwrite=True), "overwrite=True does not go with resume=auto"),
     (dict(resume="out/none/step_00000001"), "is damaged|no whole checkpoint"),
