@@ -198,7 +198,7 @@ def replaced(**changes):
 SPLIT = dict(type="Split", pattern=dict(Regex="(x+x+)+y"), behavior="Isolated", invert=False)
 
 
-@pytest.mark.fault(73)
+@pytest.mark.fault(73, 100)
 @pytest.mark.parametrize("changes, words", [
     (dict(model=dict(type="BPE", vocab={"a": 2**33}, merges=[])), "is not a tokenizer.json"),
     (dict(normalizer=dict(type="Precompiled", precompiled_charsmap="AAAA")), "not a tokenizer.json: Panic"),
