@@ -19,6 +19,7 @@ import os
 import re
 import resource
 import shutil
+import signal
 import sys
 import textwrap
 import threading
@@ -116,9 +117,12 @@ def _file(word, hints):
 
 def parse(cls, check=lambda cfg: None, complete=dict):
     """Raises the limit on open files, then `configure` from the command line; a mistake ends the process."""
+    open_closed()
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, stop_imports)  # `run` sets it back
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream and stream is getattr(sys, f"__{name}__"):  # None: it was closed before the start
+        if stream is getattr(sys, f"__{name}__"):
             console = Console(stream)
             setattr(sys, name, console)
             setattr(sys, f"__{name}__", console)
@@ -137,11 +141,33 @@ def parse(cls, check=lambda cfg: None, complete=dict):
     return cfg
 
 
+def open_closed():
+    """Opens those of stdin, stdout and stderr that were closed before the start (2>&-) as the null device.
+
+    Else files of the run would get their numbers, and what C code prints would be written into them.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            number = os.open(os.devnull, os.O_RDWR)  # the lowest that is free: the closed one
+            os.set_inheritable(number, True)
+            stream = open(number, mode, closefd=False)
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
+
+
+def stop_imports(*_):
+    """A handler of SIGINT while code is imported: a KeyboardInterrupt may be lost there."""
+    if is_rank_0():
+        print("\nstopped by SIGINT", file=sys.stderr)
+    leave(130, at_once=True)
+
+
 def run(main, cfg):
     """Runs main(cfg), which may return an exit code, as a script; cfg: from `parse`, or a class to parse."""
     cfg = parse(cfg) if isinstance(cfg, type) else cfg
-    if sys.stderr:  # None if it was closed before the start
-        faulthandler.enable()  # for a SIGBUS, as from a shard cut short under its map
+    if signal.getsignal(signal.SIGINT) is stop_imports:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    faulthandler.enable()  # for a SIGBUS, as from a shard cut short under its map
     with _errors_in_one_line():
         code = main(cfg)
     leave(code or 0)
@@ -167,7 +193,9 @@ def _errors_in_one_line():
 
 
 def explain(kind, error, trace):
-    """Prints an uncaught error: a missing package of requirements.txt, as outside of .venv, in one line."""
+    """Prints an uncaught error, in one line Ctrl-C and a missing package of requirements.txt."""
+    if kind is KeyboardInterrupt:
+        stop_imports()
     needed, file = [], HERE / "requirements.txt"
     if kind is ModuleNotFoundError and file.exists():
         needed = re.findall(r"^[\w-]+", file.read_text(), re.MULTILINE)
@@ -180,9 +208,34 @@ def explain(kind, error, trace):
 sys.excepthook = explain
 
 
+class Rank(typing.NamedTuple):
+    """This process among those of a run; without torchrun it is the only one."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0  # among those on this machine
+    local_size: int = 1
+
+
+def launched():
+    """Whether torchrun started this process, which RANK alone tells: SLURM and containers set WORLD_SIZE."""
+    return bool(os.environ.get("RANK"))
+
+
+def this_rank():
+    """The Rank of this process, known before a process group exists. Raises UserError."""
+    if not launched():
+        return Rank()
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    words = {name: os.environ.get(name) or str(least) for name, least in zip(names, Rank())}
+    if wrong := [f"{name}={word}" for name, word in words.items() if not word.isdecimal()]:
+        raise UserError(f"environment: {' '.join(wrong)}: expected numbers, as torchrun sets them")
+    return Rank(*map(int, words.values()))
+
+
 def is_rank_0():
     """Whether this process is rank 0 or no rank, known before a process group exists."""
-    return os.environ.get("RANK", "0") == "0"
+    return os.environ.get("RANK") in (None, "", "0")
 
 
 class Console(io.TextIOWrapper):
@@ -238,13 +291,14 @@ def leave(code, message=None, at_once=False):
     """Ends the process, a rank without Python's shutdown; message: what torchrun prints of it."""
     if message and (report := os.environ.get("TORCHELASTIC_ERROR_FILE")):
         words = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
-        Path(report).write_text(json.dumps({"message": words}))
+        with contextlib.suppress(OSError):  # a full disk
+            Path(report).write_text(json.dumps({"message": words}))
     for stream in (sys.stdout, sys.stderr):
         if stream:
             stream.flush()
         if isinstance(stream, Console):
             stream.give_up()
-    if at_once or "RANK" in os.environ:
+    if at_once or launched():
         os._exit(code)  # in Python's shutdown a DDP model may wait for gloo's threads, which wait for Python
     sys.exit(code)
 

@@ -9,11 +9,10 @@ Prints the text as it is generated, and at the end tokens a second. The sampling
 """
 
 import contextlib
-import os
 import sys
 from dataclasses import dataclass
 
-from configurator import UserError, refuse, run, say, too_small
+from configurator import UserError, refuse, run, say, this_rank, too_small
 from settings import TrainedConfig
 
 
@@ -34,7 +33,7 @@ class Config(TrainedConfig):
 def main(cfg):
     refuse(too_small(cfg, {"n_samples": 1, "max_new_tokens": 0, "temperature": 0, "top_k": 1, "seed": 0}))
     talk = cfg.chat and cfg.prompt is None
-    if talk and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    if talk and this_rank().size > 1:
         raise UserError("chat=True without a prompt reads stdin, which ranks cannot share: no torchrun")
     from corpus import chat
     from run import sampling, trained

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from configurator import refuse, too_small
+from configurator import refuse, this_rank, too_small
 
 Precision = Literal["auto", "auto8", "fp32", "tf32", "bf16", "fp16", "fp8"]
 
@@ -232,7 +232,7 @@ def outside(cfg, positive, shares):
 
 def check(cfg, ranks=None):
     """Raises one UserError that lists every setting out of range or in conflict; ranks: None: torchrun's."""
-    ranks = int(os.environ.get("WORLD_SIZE", 1)) if ranks is None else ranks
+    ranks = this_rank().size if ranks is None else ranks
     refuse(cfg.problems() + out_of_range(cfg, ranks) + conflicts(cfg, ranks))
     refuse(shape_conflicts(cfg, ranks))
 
@@ -243,7 +243,10 @@ def out_of_range(cfg, ranks):
     zero = "lr lr_embedding lr_head min_lr_ratio cooldown_fraction weight_decay beta1 beta2 warmup_steps seed"
     zero += " momentum_warmup eval_interval hellaswag_interval sample_interval save_interval shuffle_seed"
     least = dict.fromkeys(one.split(), 1) | dict.fromkeys([*zero.split(), "max_skipped_steps"], 0)
-    found = outside(cfg, "clip", "beta1 beta2") + too_small(cfg, least | {"eval_tokens": cfg.block_size})
+    least["eval_tokens"] = cfg.block_size
+    found = outside(cfg, positive="", shares="beta1 beta2") + too_small(cfg, least)
+    if cfg.clip is not None and not cfg.clip > 0:
+        found.append(f"clip={cfg.clip} must be over 0; nanoGPT's 0, no clipping, is --clip=None")
     name, theirs = cfg.init_from or "", {"scratch": "--init_from=None", "resume": "--resume=auto"}
     if (name in theirs or name.startswith("gpt2")) and not os.path.exists(name):
         ours = theirs.get(name, f"--init_from=hf:{name}")

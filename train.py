@@ -11,6 +11,7 @@ Exit codes, the same of all ranks: 0 done, 2 a setting, 3 data, 4 a checkpoint, 
 """
 
 from configurator import changed, parse, run
+from run import source
 from run.hf import adopt
 from settings import Config, check
 
@@ -23,6 +24,7 @@ import torch
 
 import optim
 from corpus.loader import Repeated
+from run import agreement
 from run.build import (
     COMPILED,
     build_model,
@@ -127,6 +129,7 @@ class Training:
 
 
 def main(cfg):
+    source.check()  # the imports have read what it noted
     world = parallel.join(cfg)
     with Watch(world, cfg.timeout_s) as watch, explained(cfg, world):
         train(cfg, world, watch)
@@ -140,6 +143,7 @@ def train(cfg, world, watch):
     writes = world.main and not cfg.dry_run
     cfg, chosen = choose(cfg, world.device)
     check(dataclasses.replace(cfg, attention="auto"), world.size)  # the resolved precision may be in conflict
+    agreement.settings(cfg)
     lock = watch.enter_context(Lock(cfg.out_dir)) if writes else None
     start = Start(cfg.out_dir, cfg.resume, cfg.overwrite, cfg.dry_run)
     start.check(cfg)
@@ -154,6 +158,7 @@ def train(cfg, world, watch):
     tokenizer = cfg.tokenizer or getattr(loader, "tokenizer", None)
     cfg = dataclasses.replace(cfg, tokenizer=tokenizer)  # recorded for sample.py
     val_loaders = validation_loaders(cfg, world) if cfg.eval_interval else []
+    agreement.data(cfg, loader, val_loaders)
 
     # the model, the optimizer and how a step is computed
     training = Training(cfg, world, loader, start.weights, getattr(loader, "eot", None))

@@ -14,10 +14,9 @@ import numpy as np
 
 from configurator import UserError
 from corpus import DataError, told
-from corpus.tokenizer import HuggingFace, read_beside, special_tokens, without_surrogates
+from corpus.tokenizer import HuggingFace, read_beside, refuse_link, special_tokens, without_surrogates
 
 MARKS = "\ufdd0\ufdd1"  # around an answer while a template is rendered; Unicode has them for such uses
-LIMIT = 1_000_000  # calls and turns of loops of a chat template: a second
 
 
 def stop_ids(folder, tokenizer):
@@ -33,6 +32,7 @@ def template_of(folder):
     """The text of a folder's chat template, None if it has none."""
     path = Path(folder, "chat_template.jinja")
     if path.is_file():
+        refuse_link(path)
         return path.read_text(encoding="utf-8", errors="replace")
     found = read_beside(folder, "tokenizer_config.json").get("chat_template")
     if isinstance(found, list):  # several of them
@@ -56,24 +56,10 @@ class Generation(jinja2.ext.Extension):
         return MARKS[0] + caller() + MARKS[1]
 
 
-class Bounded(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, in which a template also ends: after LIMIT calls and turns of its loops."""
+class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """Jinja's sandbox: a template reaches nothing but what it is given."""
 
     marks = False  # whether the template has {% generation %}
-
-    def _parse(self, *source):
-        tree = super()._parse(*source)
-        for loop in tree.find_all(jinja2.nodes.For):
-            turn = jinja2.nodes.Call(jinja2.nodes.Name("dict", "load"), [], [], None, None)
-            loop.body.insert(0, jinja2.nodes.ExprStmt(turn))
-            loop.test = loop.test and jinja2.nodes.And(jinja2.nodes.Not(turn), loop.test)
-        return tree
-
-    def call(self, *args, **options):
-        self.left -= 1
-        if self.left < 0:
-            raise jinja2.TemplateError(f"it has not ended after {LIMIT:,} calls and turns of loops")
-        return super().call(*args, **options)
 
     def refuse(self, words):
         raise jinja2.TemplateError(words)
@@ -85,7 +71,7 @@ class Template:
     def __init__(self, folder, tokenizer):
         extensions = ["jinja2.ext.loopcontrols", Generation]
         options = dict(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-        self.environment = environment = Bounded(**options)
+        self.environment = environment = Sandbox(**options)
         environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
         environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
         environment.globals["raise_exception"] = environment.refuse
@@ -109,7 +95,6 @@ class Template:
             name, advice = self.folder or self.tokenizer.name, "give a folder with one, --tokenizer=FOLDER"
             raise UserError(f"{name} has no chat template; {advice}")
         values = dict(messages=messages, add_generation_prompt=reply, tools=None, documents=None)
-        self.environment.left = LIMIT
         with told(f"{self.folder}: its chat template fails"):  # it computes: any error can come of it
             if re.search(f"[{MARKS}]", json.dumps(messages, ensure_ascii=False, default=str)):
                 raise ValueError("a message holds U+FDD0 or U+FDD1, which are no characters")

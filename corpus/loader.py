@@ -8,6 +8,7 @@ import array
 import bisect
 import collections
 import concurrent.futures
+import contextlib
 import functools
 import glob
 import hashlib
@@ -25,6 +26,10 @@ from run import files
 
 HEADER_BYTES = 1024
 FORMATS = {20240520: (1, np.uint16), 20240801: (7, np.uint32)}  # magic: (version, token dtype), as in llm.c
+BLOCKS, BLOCK_BYTES = (
+    16,
+    1 << 16,
+)  # of a file: those of which its fingerprint is made, a tenth of 100M tokens' 200 MB
 MAKE_DATA = "make the data with python fineweb.py (--help lists its settings)"
 
 shard_name = lambda v: files.plain_name(v) and split_of(v) is not None
@@ -42,6 +47,9 @@ def unfit(path, found, expected, advice=f"bring it back, or {MAKE_DATA}"):
 def read_manifest(data_dir):
     """The object in data_dir/manifest.json, {} where there is no such file. Raises DataError."""
     path = Path(data_dir) / "manifest.json"
+    if not path.exists() and path.with_name("progress.json").exists():
+        half = f"{data_dir} is half made, with progress.json and no manifest.json"
+        raise DataError(f"{half}; wait for fineweb.py, or run the same command again: it goes on")
     advised = lambda words: DataError(f"{words}; remove it and {MAKE_DATA}")
     return files.read_json(path, advised, MANIFEST) if os.path.exists(path) else {}
 
@@ -120,13 +128,49 @@ def find_shards(data_dir, split, listed=None):
             wrong = "is missing; bring it back" if name in listed else "is not one of them; move it away"
             raise DataError(f"{data_dir}/manifest.json lists the shards, and {name} {wrong}")
     if found:
-        return [os.path.join(data_dir, name) for name in found]
+        paths = [os.path.join(data_dir, name) for name in found]
+        for path in paths:
+            if not os.path.isfile(path):
+                raise DataError(f"{path} is a folder, a pipe or a device; expected a file; move it away")
+        return paths
     hint = "make one, or train without: --eval_interval=0" if split == "val" else MAKE_DATA
     if not os.path.isdir(data_dir):
         here = "; ./quickstart.sh makes this one" if os.path.basename(data_dir) == "quickstart" else ""
         raise DataError(f"no such folder: {data_dir}; {MAKE_DATA}{here}")
     names = f"*_{split}_*.bin, .npy or {split}.bin"
     raise DataError(f"{data_dir} holds no {split} split ({names}); {hint}")
+
+
+def fingerprint(folders, split):
+    """A digest of the content of a split of folders, behind the number of its version. Raises DataError.
+
+    It is made of the manifests' SHA-256 and of blocks of every file; dry runs read all, see `verify`.
+    """
+    lines = []
+    for folder in folders:
+        listed = read_manifest(folder).get("shards")
+        paths = [Path(path) for path in find_shards(folder, split, listed)]
+        own = [shard for shard in listed or () if split_of(shard["name"]) == split]
+        for shard in sorted(own, key=lambda shard: shard["name"]):
+            lines += [shard["sha256"], shard.get("mask_sha256", "")]
+        masks = [mask for mask in map(mask_path, paths) if mask.is_file()]
+        with told(f"{folder} cannot be read", DataError), concurrent.futures.ThreadPoolExecutor(8) as pool:
+            lines += pool.map(sampled, [*paths, *masks])
+    return "2:" + hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def sampled(path):
+    """SHA-256 of a file's length and of BLOCKS blocks spread over it; of a small file of all its bytes."""
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        found = hashlib.sha256(f"{size} ".encode())
+        if size <= BLOCKS * BLOCK_BYTES:
+            found.update(file.read())
+        else:
+            for number in range(BLOCKS):  # the first and the last bytes too
+                file.seek(number * (size - BLOCK_BYTES) // (BLOCKS - 1))
+                found.update(file.read(BLOCK_BYTES))
+    return found.hexdigest()
 
 
 def verify(data_dir):
@@ -181,8 +225,7 @@ class Split:
         self.shift = 0 if pack or align else round(0.382 * T)  # each epoch cuts other rows (docs/modern.md)
         why = f"is packed for block_size={pack} without align_documents; others cut more documents"
         self.warning = f"{data_dir} {why}" if pack and (pack != T or align) else None
-        shuffled = lambda epoch: np.random.default_rng((shuffle_seed, epoch)).permutation(self.rows_per_epoch)
-        self._order = functools.lru_cache(1)(shuffled)
+        self._order = functools.lru_cache(1)(self.order)
 
     def _check(self, manifest, vocab_size):
         """Raises DataError for shards that do not go together, with the manifest or with the model."""
@@ -194,12 +237,20 @@ class Split:
         if vocab_size is not None and (self.ids or 0) > vocab_size and not spare:
             raise DataError(f"vocab_size={vocab_size} is below the tokenizer's; try --vocab_size={self.ids}")
 
+    def order(self, epoch, seed):
+        """The numbers of the rows in the order of an epoch; seed: shuffle_seed."""
+        rows = np.arange(self.rows_per_epoch)
+        return rows if seed is None else np.random.default_rng((seed, epoch)).permutation(rows)
+
     def start(self, row):
         """First token of a row; rows are counted from the start of training."""
         epoch, w = divmod(row, self.rows_per_epoch)
         if self.shuffle_seed is None:
             return int(self.starts[w])
-        return int(self.starts[self._order(epoch)[w]] + epoch * self.shift % self.T) % self.tokens
+        return (
+            int(self.starts[self._order(epoch, self.shuffle_seed)[w]] + epoch * self.shift % self.T)
+            % self.tokens
+        )
 
     def pieces(self, position, count):
         """Yields (number of a shard, first token there, ids) for `count` tokens from `position` on."""
@@ -264,9 +315,10 @@ class TokenLoader:
                 raise DataError(f"data_dir={data_dir}: {two}; make one again with fineweb.py --tokenizer")
         self.warnings = [split.warning for split in self.splits if split.warning]
         self._turns = mixture.schedule(self.shares)
-        shards = (shard for split in self.splits for shard in zip(split.paths, split.shards))
-        listing = "".join(f"{os.path.basename(path)} {len(tokens)}\n" for path, tokens in shards)
-        self.fingerprint = hashlib.sha256(listing.encode()).hexdigest()[:16]
+        self.fingerprint, self.validation = fingerprint(self.folders, split), None
+        if split == "train":  # the same command is to validate on the same data
+            with contextlib.suppress(DataError):  # a folder may have none
+                self.validation = fingerprint(self.folders, "val")
         self.rows = 0  # returned on all ranks together; prefetched ones do not count
         self._ahead = ahead(self._batches(0), 2)
 
@@ -292,11 +344,17 @@ class TokenLoader:
     def state_dict(self):
         first, shares = self.splits[0], {"shares": list(self.shares)} if len(self.shares) > 1 else {}
         state = dict(rows=self.rows, tokens=self.tokens, fingerprint=self.fingerprint, block_size=self.T)
+        if self.validation:
+            state["validation"] = self.validation
         return state | dict(shuffle_seed=first.shuffle_seed, align_documents=first.align) | shares
 
     def load_state_dict(self, state):
         """Continues exactly after the saved row, for any B and world. Raises DataError for other data."""
         own = self.state_dict()
+        if "validation" not in state:  # of an earlier version, or there was none
+            own.pop("validation", None)
+        if ":" not in str(state.get("fingerprint")):  # of an earlier version
+            own["fingerprint"] = self._listing()
         if not files.count(state.get("rows")):
             found = f"rows={state.get('rows')!r}"
             raise DataError(f"the checkpoint has no position in shards of tokens: {found}")
@@ -304,9 +362,47 @@ class TokenLoader:
         if wrong and not self.allow_data_change:
             differ = f"is not the data of the checkpoint: {'; '.join(wrong)}"
             raise DataError(f"{self.data_dir} {differ}; to go on with it anyway: --allow_data_change")
+        if wrong:
+            changed = {key for key in own if own[key] != state.get(key)} - {"rows", "validation"}
+            self.warnings.append(
+                f"other data than before ({'; '.join(wrong)})" + self._changed(state, changed)
+            )
         self.close()
         self.rows = state["rows"]
         self._ahead = ahead(self._batches(self.rows), 2)
+
+    def _listing(self):
+        """The fingerprint of earlier versions, of names and lengths."""
+        shards = (shard for split in self.splits for shard in zip(split.paths, split.shards))
+        listing = "".join(f"{os.path.basename(path)} {len(tokens)}\n" for path, tokens in shards)
+        return hashlib.sha256(listing.encode()).hexdigest()[:16]
+
+    def _changed(self, state, changed):
+        """Says what is read again and what is left out where a run goes on at state["rows"] of other data.
+
+        changed: names in `state` whose values are now others.
+        """
+        if not changed:
+            return ""
+        split, rows, before = self.splits[0], state["rows"], state.get("block_size")
+        epoch, row = divmod(rows, split.rows_per_epoch)
+        where, left = f": goes on at row {row:,} of {split.rows_per_epoch:,}", split.rows_per_epoch - row
+        plain, seeds = (
+            len(self.splits) == 1 and not split.align,
+            (state.get("shuffle_seed"), split.shuffle_seed),
+        )
+        same_rows = epoch == 0 or None not in seeds  # which are shifted in later epochs
+        if plain and changed == {"shuffle_seed"} and same_rows:
+            old, new = (split.order(epoch, seed) for seed in seeds)
+            again = np.intersect1d(old[:row], new[row:]).size
+            those = f"{again:,} were read already, and as many that were not are left out"
+            return f"{where}; of the {left:,} left in this epoch {those}"
+        if plain and changed == {"block_size"} and split.shuffle_seed is None and files.count(before):
+            tokens = rows * (self.T - before)
+            return f"{where}; {abs(tokens):,} tokens are {'left out' if tokens > 0 else 'read again'}"
+        if len(self.splits) > 1:
+            where = f": goes on at row {rows:,} of the mixture"
+        return f"{where}; the rows before it are left out, and what was read before may come again"
 
     def close(self):
         """Stops the prefetching thread."""

@@ -25,7 +25,6 @@ TEXTS = ("", *TEXTS.split())  # one document in a file
 OURS = ("progress.json", "manifest.json", "tokenizer.json")  # of shards that lie among the texts
 POINTER = b"version https://git-lfs.github.com/spec/"  # how a file begins that Git LFS has not fetched
 WARNING = "warning of fineweb.py"  # a field beside the text: what its reading changed or left out, or None
-DOCUMENT_BYTES = 1 << 30  # of a compressed file that expands without end; a larger plain file is read whole
 
 
 def kind(path):
@@ -185,33 +184,22 @@ def records(path, keys):
         elif suffix == ".json" and file.peek(99).lstrip(codecs.BOM_UTF8 + b" \t\r\n").startswith(b"["):
             yield from json.loads(file.read().decode("utf-8-sig"))
         else:
-            yield from pieces(path, file, file.readline)
-
-
-def pieces(path, file, read):
-    """Yields what read(most bytes) gives, a document each, until it is empty."""
-    most = max(DOCUMENT_BYTES, os.path.getsize(path))
-    for number, data in enumerate(iter(lambda: read(most + 1), b""), 1):
-        if len(data) > most:
-            raise DataError(f"{path}:{number}: a document of over {most >> 20:,} MiB; cut it up")
-        yield data
+            yield from iter(file.readline, b"")
 
 
 def plain_text(path, file, keys):
     """Yields the one document of a text file, and what was replaced in it; none if it is empty."""
-    for data in pieces(path, file, file.read):
-        if b"\0" in data[:8192] or data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-            raise DataError(f"{path} is not text in UTF-8: it has zero bytes; leave it out or convert it")
-        text = data.decode("utf-8-sig", "replace")
-        lost, words = text.count("\ufffd") - data.count(b"\xef\xbf\xbd"), None
-        if lost:
-            words = shown(f"{path} is not UTF-8 throughout: {lost:,} characters were replaced by U+FFFD")
-        if begins_with_record(data, keys if kind(path)[0] else ()):
-            raise DataError(
-                f"{path} holds records of JSON, not text; name it *.jsonl, or *.json if it is a list"
-            )
-        if text:  # else it was a byte order mark alone
-            yield {keys[0]: text, WARNING: words}
+    data = file.read()
+    if b"\0" in data[:8192] or data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise DataError(f"{path} is not text in UTF-8: it has zero bytes; leave it out or convert it")
+    text = data.decode("utf-8-sig", "replace")
+    lost, words = text.count("\ufffd") - data.count(b"\xef\xbf\xbd"), None
+    if lost:
+        words = shown(f"{path} is not UTF-8 throughout: {lost:,} characters were replaced by U+FFFD")
+    if begins_with_record(data, keys if kind(path)[0] else ()):
+        raise DataError(f"{path} holds records of JSON, not text; name it *.jsonl, or *.json if it is a list")
+    if text:  # else it is empty, or a byte order mark alone
+        yield {keys[0]: text, WARNING: words}
 
 
 def begins_with_record(data, keys):

@@ -4,8 +4,8 @@
 """
 
 import base64
+import functools
 import json
-import math
 import re
 import tempfile
 from pathlib import Path
@@ -21,13 +21,12 @@ from run.files import read_json, write_atomic
 
 LLAMA3_PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
 LLAMA3_PATTERN += r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+BESIDE = ("tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "generation_config.json")
 SCHEMES = {"gpt2": "gpt2", "r50k_base": "gpt2", "cl100k_base": "gpt4"}  # gigatoken's names of the rules
 RULES = {"gpt2": None, "gpt4": LLAMA3_PATTERN}  # the same for a tokenizer.json; None: ByteLevel's own
 # The first of these that a tokenizer has precedes each document, as begin_of_text does in Llama 3's training,
 # unless its files have another one begin a text, as <s> does in Llama 2.
 SEPARATORS = "<|begin_of_text|> <|end_of_text|> <|endoftext|> <s> </s> <bos> <eos> [EOS]".split()
-MOST_IDS = 1 << 20  # of a tokenizer.json, unless the model has more; an id takes the memory of all below it
-GROWTH = 1000  # characters that its rules may make of one
 HIDDEN = [b for b in range(256) if not chr(b).isprintable() or b == 32]
 # GPT-2's files write a printable byte as its own character, and the others as characters from U+0100 on.
 CHARACTERS = [chr(256 + HIDDEN.index(b)) if b in HIDDEN else chr(b) for b in range(256)]
@@ -113,10 +112,9 @@ class Tiktoken(Tokenizer):
 class HuggingFace(Tokenizer):
     """A tokenizer.json, given as bytes, through the package tokenizers, with the files in its folder."""
 
-    def __init__(self, name, data, folder=None, most_ids=MOST_IDS):
+    def __init__(self, name, data, folder=None):
         with told(f"tokenizer={name} is not a tokenizer.json"):
             self.text = data.decode()
-            check_size(json.loads(self.text), most_ids)
             self.inner = Inner.from_str(self.text)
         if dropout := getattr(self.inner.model, "dropout", None):
             warn(f"tokenizer={name}: its dropout={dropout} is off: a text has the same ids in every run")
@@ -193,9 +191,8 @@ def load(name, vocab_size=None):
         with told(f"tokenizer={name}: not fetched; {advice}"):
             tokenizer = Tiktoken(name, tiktoken.get_encoding(name), SCHEMES.get(name))
     elif path and path.is_file():
-        data, most_ids = path.read_bytes(), max(vocab_size or 0, MOST_IDS)
-        model = path.suffix == ".model"
-        tokenizer = _llama3(name, data) if model else HuggingFace(name, data, path.parent, most_ids)
+        data, model = path.read_bytes(), path.suffix == ".model"
+        tokenizer = _llama3(name, data) if model else HuggingFace(name, data, path.parent)
         tokenizer.folder = path.parent
     else:
         if others := [other for other in VOCABULARIES if Path(name, other).is_file()]:
@@ -247,31 +244,56 @@ def _llama3(name, data):
         return Tiktoken(name, tiktoken.Encoding(name, **parts), "gpt4")
 
 
-def check_size(parts, most_ids):
-    """Raises ValueError for what a tokenizer.json holds that would fill the memory."""
-    vocabulary = parts["model"]["vocab"]
-    ids = vocabulary.values() if isinstance(vocabulary, dict) else [len(vocabulary)]
-    largest = max([*ids, *(token["id"] for token in parts.get("added_tokens") or ())], default=0)
-    if largest >= most_ids:
-        raise ValueError(f"its largest id, {largest}, is not below {most_ids}")
-    if growth([parts.get(kind) for kind in ("normalizer", "pre_tokenizer", "decoder")]) > GROWTH:
-        raise ValueError(f"its rules may make more than {GROWTH} characters of one")
+warn_once = functools.cache(warn)  # not at each checkpoint
 
 
-def growth(part):
-    """Characters that normalizers, pre-tokenizers and decoders of a tokenizer.json may make of one."""
-    if not isinstance(part, dict):
-        return math.prod(map(growth, part)) if isinstance(part, list) else 1
-    if part.get("type") == "Replace":
-        old = part["pattern"].get("String")  # a Regex may match nothing
-        return max(1, len(part["content"]) / len(old)) if old else 1 + len(part["content"])
-    return growth([*part.values()]) * (2 if part.get("type") == "ByteLevel" else 1)
+@functools.lru_cache(4)
+def is_one(path, changed):
+    """Whether a file can be parsed as a tokenizer's. changed: when it was written, for the cache."""
+    try:
+        with told(f"{path} is no tokenizer"):
+            data = path.read_bytes()
+            if path.suffix == ".model":
+                _llama3(str(path), data)
+            else:
+                Inner.from_str(data.decode())
+    except UserError as error:
+        warn(f"{error}; it is not copied")
+        return False
+    return True
+
+
+def beside(folder):
+    """Paths of the files that go with a folder's tokenizer and may be copied; links out of it may not."""
+    found = []
+    for path in (Path(folder, name) for name in BESIDE):
+        if path.is_file() and leads_out(path):
+            warn_once(f"{path} is a link out of its folder; it is not copied")
+        elif path.is_file():
+            found.append(path)
+    return found
+
+
+def leads_out(path):
+    """Whether a file is a link out of its folder, but to the blobs/ of a hub's cache."""
+    to = path.resolve().parent
+    in_cache = to.name == "blobs" and to.parent.name.startswith(("models--", "datasets--"))
+    return to != path.parent.resolve() and not in_cache
+
+
+def refuse_link(path):
+    """Raises UserError for a link that `leads_out`: a stranger's may name any file of this machine."""
+    if leads_out(path):
+        raise UserError(f"{path} is a link out of its folder; put the file itself there")
 
 
 def read_beside(folder, name):
     """The object in a JSON file beside a tokenizer or weights, {} if there is no such file."""
     path = Path(folder, name)
-    return read_json(path, form={}) if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    refuse_link(path)
+    return read_json(path, form={})
 
 
 def add_tokens(inner, folder):

@@ -9,6 +9,7 @@ import io
 import json
 import os
 import shutil
+from pathlib import Path
 
 import huggingface_hub
 import numpy as np
@@ -23,6 +24,12 @@ WRITTEN = SHARD | dict.fromkeys(("tokens", "documents", "bytes", "targets?"), fi
 RECORD = {"settings": {}, "shards": [WRITTEN]}
 PAIR = lambda v: type(v) is list and list(map(files.count, v)) == [True] * 2
 POSITION = {"next": PAIR, "order?": lambda v: v == []}  # another one: packed by an earlier version
+
+
+def written_here(name):
+    """Whether fineweb.py writes a file of this name."""
+    own = ("progress.json", "manifest.json", "tokenizer.json", "token_bytes.npy")
+    return name in own or split_of(str(Path(name).with_suffix(".bin"))) is not None
 
 
 @contextlib.contextmanager
@@ -115,7 +122,7 @@ class Progress:
         path, form = (out / "manifest.json", RECORD) if self.finished else (record, RECORD | POSITION)
         advised = lambda words: DataError(f"{words}; remove the folder {out}")
         saved = files.read_json(path, advised, form) if path.exists() else None
-        for leftover in [*out.glob("*.tmp"), *[record] * self.finished]:
+        for leftover in [*files.leftovers(out, written_here), *[record] * self.finished]:
             leftover.unlink(missing_ok=True)
         old = saved["settings"] if saved else None
         if not saved or (old != settings and not saved["shards"]):

@@ -18,6 +18,7 @@ import train
 from configurator import UserError, refuse, too_small
 from run.build import choose
 from run.logger import describe_device, progress, show
+from run.signals import Watch, explained
 from scale import parallel
 
 SEPARATOR = 718  # ends documents with document_mask: one in 8,192 tokens of `synthetic` in GPT-2's vocabulary
@@ -35,7 +36,14 @@ KINDS = {  # a kernel is of the first kind whose pattern its name contains
 def measure(cfg):
     """Times cfg.steps training steps and prints the result; cfg: a bench.StepConfig that was checked."""
     refuse(too_small(cfg, {"steps": 0, "settle": 0, "gpu_gib": 1}) + without_folder(cfg))
-    world, began = parallel.join(cfg), time.perf_counter()
+    world = parallel.join(cfg)
+    with Watch(world, cfg.timeout_s, saves=False), explained(cfg, world):
+        measure_on(world, cfg)
+
+
+def measure_on(world, cfg):
+    """`measure` on the ranks that have joined."""
+    began = time.perf_counter()
     on_gpu, say = world.device.type == "cuda", partial(print, flush=True) if world.main else lambda *_: None
     if cfg.snapshot and not on_gpu:
         where = f"which has none on {world.device.type}"

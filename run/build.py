@@ -14,7 +14,7 @@ from corpus import tokenizer as tokenizers
 from corpus.loader import DataError, TokenLoader, read_manifest, read_sizes, verify
 from fast import forms
 from fast.chips import best_attention
-from run import checkpoint, hf, source
+from run import agreement, checkpoint, hf, source
 from run.flops import Account, parameter_counts
 from scale import context, memory, parallel
 from scale.precision import autocast, pick_ops, pick_precision
@@ -176,6 +176,8 @@ def load_initial_weights(model, cfg):
 def open_initial_weights(cfg):
     """{name: tensor or Stored} of the weights that cfg.init_from names; refuses those of another model."""
     name = cfg.init_from.removeprefix("hf:")
+    if name != cfg.init_from:
+        agreement.weights(hf.fetch(name))  # of a checkpoint, checkpoint.find compares the manifest
     tensors, shape, _ = (checkpoint.open_model if name == cfg.init_from else hf.open_hf)(name)
     shorter = cfg.block_size < shape.block_size
     free = ["vocab_multiple"] + ["block_size"] * (cfg.positions == "rope" or shorter)  # RoPE has no weights

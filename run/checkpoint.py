@@ -9,6 +9,7 @@ import glob
 import json
 import operator
 import os
+import re
 import shutil
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -40,8 +41,10 @@ STATE |= {"world_size?": files.count, "evaluated?": (True, False)}
 STATE |= {"wandb_id?": (files.text, None), "val_loss?": (files.number, None)}  # val_loss: a State's score
 SHAPE = {f.name for f in fields(GPTConfig)} - {"attention"}
 SCHEDULE = "max_steps batch_tokens lr min_lr_ratio warmup_steps cooldown_fraction schedule".split()
+# other settings that decide what is trained and may be others at a resume, which is told
+FREE = "seed dropout document_mask weight_decay beta1 beta2 clip lr_embedding lr_head momentum_warmup".split()
+FREE += "max_skipped_steps precision reduce_dtype overfit eval_tokens".split()
 READ = SHAPE | {*SCHEDULE, "optimizer", "tokenizer"}
-BESIDE = ("tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "generation_config.json")
 DIGITS = "[0-9]" * 8
 TABLES = ("wte.weight", "head.weight", "values.weight")  # ends of names of tensors with a row per token id
 
@@ -52,18 +55,79 @@ def folders(out_dir):
     return sorted(p for p in found if (p / "manifest.json").is_file() or (p / "state.json").is_file())
 
 
-def remove(folder, replace=lambda: None):
-    """Hides a checkpoint, calls `replace`, and deletes it: what a kill leaves of it never looks complete."""
+def remove(folder):
+    """Hides a checkpoint, then deletes it: what a kill leaves of it never looks complete."""
     os.rename(folder, gone := folder.with_name(f".writing_gone_{folder.name}"))
-    replace()
-    gone.unlink() if gone.is_symlink() else shutil.rmtree(gone, True)  # what stays is hidden, and tried again
+    delete(gone)
+
+
+def delete(hidden):
+    """Deletes a folder, or a link to one; what cannot be deleted stays hidden, and the next save tries it."""
+    if hidden.is_symlink():
+        hidden.unlink()
+    else:
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+def put_in_place(aside, final):
+    """Gives a written folder its name, in place of the same step that was saved before."""
+    if is_other_step(final):
+        number = 1
+        while os.path.lexists(f"{final}_copy{number}"):
+            number += 1
+        other = final.with_name(f"{final.name}_copy{number}")
+        os.rename(final, other)
+        warn(f"{final} was of another step, by its state.json, and is now {other}")
+    old = None
+    if final in folders(final.parent):
+        old = final.with_name(f".writing_old_{final.name}")
+        os.rename(final, old)
+    try:
+        os.rename(aside, final)
+    except OSError:
+        if old:
+            os.rename(old, final)
+        raise
+    files.sync(final.parent)
+    if old:
+        delete(old)
+
+
+def bring_back(out_dir):
+    """Gives back its name to a step that was saved again when a kill came between the renames of that."""
+    for old in sorted(Path(out_dir).glob(f".writing_old_step_{DIGITS}")):
+        final = old.with_name(old.name.removeprefix(".writing_old_"))
+        for folder in (old.with_name(f".writing_{final.name}"), old):
+            if not final.exists() and problem(folder) is None:
+                os.rename(folder, final)
+                warn(f"{final}: a kill left it hidden, as {folder.name}; it is back")
+
+
+def is_other_step(folder):
+    """Whether a checkpoint's name and its state.json are of two steps: it was copied or renamed."""
+    try:
+        step = read_state(folder).get("step")
+    except CheckpointError:
+        return False
+    named = re.fullmatch(f"step_({DIGITS})", folder.name)
+    return step is not None and named is not None and step != int(named[1])
 
 
 def prune(final, keep_last, whole):
-    """Keeps the newest keep_last up to `final`, the best, and damaged or later ones. whole: known as such."""
-    older = [folder for folder in folders(final.parent) if folder <= final]
-    whole |= {folder for folder in older if folder not in whole and problem(folder) is None}
-    losses = {folder: read_state(folder).get("val_loss") for folder in older if folder in whole}
+    """Keeps the newest keep_last up to `final`, the best, and later ones. whole: known as such.
+
+    Those that are damaged do not count; such a one goes when it is older than those that are kept.
+    """
+    older = [f for f in folders(final.parent) if f <= final and not is_other_step(f)]
+    losses = {}
+    for folder in older:
+        try:
+            if folder in whole or problem(folder) is None:
+                losses[folder] = read_state(folder).get("val_loss")
+        except CheckpointError as error:
+            whole.discard(folder)
+            warn(f"{folder} was damaged while this run went on ({error})")
+    whole.update(losses)
     best = min((f for f in losses if losses[f] is not None), key=losses.get, default=final)
     newest = list(losses)[-keep_last:]
     for folder in older:
@@ -75,9 +139,12 @@ def find(path):
     """The checkpoint that `path` names: path itself, or a run's newest undamaged one. All ranks call it."""
     path, (rank, ranks) = Path(path), parallel.rank_and_size()
     single = path.match(f"step_{DIGITS}") or os.path.isfile(path / "manifest.json")
-    found = [path] if single and os.path.exists(path) else folders(path)[::-1]
+    names = None if single and os.path.exists(path) else [folder.name for folder in folders(path)[::-1]]
+    names = parallel.gather_objects(names)[0]  # another node may not see the folder, or have its own
+    found, first = [path] if names is None else [path / name for name in names], None
     for folder in found:
-        wrong = next(filter(None, parallel.gather_objects(problem(folder, rank, ranks))), None)
+        wrong = problem_of_ranks(folder, rank, ranks)
+        first = first or wrong
         if wrong or folder != found[0]:
             words = f"is damaged ({wrong}); left in place" if wrong else "is taken, the newest that is whole"
             warn(f"{folder} {words}")
@@ -85,7 +152,23 @@ def find(path):
             return folder
     hint = "expected a run's folder, or one of its step_*/; Hugging Face weights are --init_from=hf:FOLDER"
     why = f"{len(found)} damaged" if os.path.exists(path) else "no such folder"
+    if first:
+        why += f", the newest: {first}"
     raise CheckpointError(f"{path}: no whole checkpoint there, {why} ({hint})")
+
+
+def problem_of_ranks(folder, rank, ranks):
+    """What is wrong with a checkpoint on any rank, perhaps of another node, in words; None if it is whole."""
+    own = problem(folder, rank, ranks)
+    manifest = None if own else files.digest(folder / "manifest.json")
+    first = None
+    for of_rank, (wrong, theirs) in enumerate(parallel.gather_objects((own, manifest))):
+        if wrong:
+            return f"rank {of_rank}: {wrong}" if of_rank else wrong
+        first = first or theirs
+        if theirs != first:
+            return f"rank {of_rank} has another one of that name; all nodes must share the folder"
+    return None
 
 
 def problem(folder, rank=0, ranks=1):
@@ -98,6 +181,8 @@ def problem(folder, rank=0, ranks=1):
         for name in manifest:
             if not files.plain_name(name) or (folder / name).is_symlink() or not (folder / name).is_file():
                 return f"manifest.json names {name!r}, which is not a file in the folder"
+        if is_other_step(folder):
+            return f"it is of step {read_state(folder)['step']}: copied, or renamed"
         own = sorted(manifest)[rank::ranks]
         with ThreadPoolExecutor() as pool:
             for name, found in zip(own, pool.map(files.digest, [folder / name for name in own])):
@@ -214,14 +299,12 @@ class Saver:
         """Writes the manifest of a complete folder, gives it its name, and prunes older checkpoints."""
         manifest |= {p.name: files.digest(p) for p in self.aside.iterdir() if p.name not in manifest}
         files.write_json(self.aside / "manifest.json", manifest)
-
-        def publish():  # in place of the same step, if a run that was resumed saves it again
-            os.rename(self.aside, self.final)
-            files.sync(self.out_dir)
-
-        remove(self.final, publish) if self.final in folders(self.out_dir) else publish()
+        put_in_place(self.aside, self.final)
         self.whole.add(self.final)
-        prune(self.final, self.keep_last, self.whole)
+        try:
+            prune(self.final, self.keep_last, self.whole)
+        except OSError as error:
+            warn(f"{self.out_dir}: older checkpoints are still there: {error}")
 
     def _agreed(self, action):
         """Returns action(); if it fails on a rank, removes what was written, CheckpointError on all ranks."""
@@ -251,7 +334,9 @@ def _begin(aside, state):
     earlier = map(carried_tokenizer, folders(out_dir)[::-1])  # for a run that was moved
     places = () if name is None or tokenizers.built_in(name) else (tokenizers.file_of(name), *earlier)
     if path := next((path for path in places if path and path.is_file()), None):
-        copies |= {path.with_name(name): name for name in BESIDE} | {path: f"tokenizer{path.suffix}"}
+        copies |= {beside: beside.name for beside in tokenizers.beside(path.parent)}
+        if tokenizers.is_one(path, path.stat().st_mtime_ns):  # a stranger's manifest may name any file
+            copies |= {path: f"tokenizer{path.suffix}"}
     for path, name in copies.items():
         with contextlib.suppress(OSError):  # a file that cannot be read costs no checkpoint
             files.write_atomic(aside / name, path.read_bytes())

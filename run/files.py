@@ -28,6 +28,16 @@ def write_atomic(path, data):
     sync(path.parent)
 
 
+def leftovers(folder, ours):
+    """What a killed write_atomic has left in a folder of the files for whose names ours(name) is true."""
+    found = []
+    for path in sorted(Path(folder).iterdir()):
+        aside = re.fullmatch(r"\.(.+)\.\d+\.tmp", path.name)
+        if aside and ours(aside[1]) and (path.is_file() or path.is_symlink()):
+            found.append(path)
+    return found
+
+
 @contextlib.contextmanager
 def by_umask(path):
     """What is written to `path` inside has the mode of a new file; safetensors gives its own 0600."""
@@ -56,8 +66,17 @@ def writable(out_dir):
         raise UserError(f"out_dir={out_dir}: {name}: {why}; try another --out_dir") from None
 
 
+def no_link(path, flags):
+    """An opener for `open` that follows no link, which may lead to any file."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o644)
+
+
 class Lock(contextlib.ExitStack):
-    """out_dir/run.lock (flock) of the one run that may write there: taken if it exists, else by take()."""
+    """The lock (flock) of the one run that may write in out_dir: taken if that exists, else by take().
+
+    It is on out_dir/run.lock, and on the folder itself, where it also holds when the file is removed; NFS has
+    no locks on folders.
+    """
 
     def __init__(self, out_dir):
         super().__init__()
@@ -71,10 +90,10 @@ class Lock(contextlib.ExitStack):
             return
         with writable(self.path.parent):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            no_link = lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o644)  # to any file
             file = self.enter_context(open(self.path, "a+", errors="replace", opener=no_link))
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._lock_folder()
             except BlockingIOError:
                 file.seek(0)
                 holder = " ".join(file.read(200).split()) or "another process"
@@ -85,6 +104,16 @@ class Lock(contextlib.ExitStack):
             file.truncate(0)
             print(f"process {os.getpid()} on {socket.gethostname()}", file=file, flush=True)
         self.file = file
+
+    def _lock_folder(self):
+        folder = os.open(self.path.parent, os.O_RDONLY)
+        self.callback(os.close, folder)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise
+        except OSError:  # NFS; the file's lock counts
+            pass
 
 
 def digest(path):
@@ -100,6 +129,8 @@ def write_json(path, value):
 
 def read_json(path, error=UserError, form=lambda value: True):
     """The value in a JSON file; raises `error`, a kind of UserError, unless it is of `form`, see misfits."""
+    if not os.path.isfile(path) and os.path.exists(path):
+        raise error(f"{path}: a folder, a pipe or a device; expected a file")
     try:
         value = json.loads(Path(path).read_bytes())
     except OSError as problem:
@@ -117,7 +148,9 @@ count = lambda v: type(v) is int and 0 <= v < 1 << 63
 id_count = lambda v: type(v) is int and 0 < v <= 1 << 31  # of token ids
 number = lambda v: type(v) in (int, float) and abs(v) < 1e300  # finite
 sha256 = lambda v: text(v) and re.fullmatch("[0-9a-f]{64}", v)
-plain_name = lambda v: text(v) and re.fullmatch(r"(?!\.{1,2}$)[^/\\\0]+", v)
+plain_name = lambda v: (
+    text(v) and re.fullmatch(r"(?!\.{1,2}$)[^/\\\0\ud800-\udfff]+", v) and len(v.encode()) < 256
+)
 
 
 def misfits(value, form, at=""):

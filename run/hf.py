@@ -198,13 +198,12 @@ def config_json(cfg, dtype, ids):
 def write_tokenizer(folder, tokenizer, block_size):
     """Writes the files of a tokenizer and of generation -> {"bos_token_id": ..., "eos_token_id": ...}."""
     from corpus import chat
-    from run.checkpoint import BESIDE
+    from corpus import tokenizer as tokenizers
 
     content = tokenizer.to_json()
     (folder / "tokenizer.json").write_text(content, "utf-8")
-    for name in BESIDE if tokenizer.folder else ():
-        if (tokenizer.folder / name).is_file():
-            shutil.copyfile(tokenizer.folder / name, folder / name)
+    for path in tokenizers.beside(tokenizer.folder) if tokenizer.folder else ():
+        shutil.copyfile(path, folder / path.name)
     content, eot = json.loads(content), tokenizer.eot
     names = {token["id"]: token["content"] for token in content["added_tokens"]}
     config, generation = folder / "tokenizer_config.json", folder / "generation_config.json"

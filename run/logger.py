@@ -17,7 +17,7 @@ import torch
 from tqdm import tqdm
 
 from configurator import UserError, columns, is_rank_0
-from run import files
+from run import files, source
 from scale import parallel
 
 SILENT = 10  # s until a bar of `progress` that is rarely wanted begins, and between its updates
@@ -82,9 +82,9 @@ class Logger:
             path = self.out_dir / "log.jsonl"
             with files.writable(out_dir):
                 files.write_json(path.with_name("config.json"), config)
-                if path.exists():  # a kill may have cut the last line short: it would spoil the next one
-                    os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
-                self.file = open(path, "ab", buffering=0)
+                self.file = open(path, "ab", buffering=0, opener=files.no_link)
+                # a kill may have cut the last line short: it would spoil the next one
+                self.file.truncate(path.read_bytes().rfind(b"\n") + 1)
             self.wandb = self._try_wandb(self._start_wandb, config) if wandb else None
             self.wandb_id = self.wandb.id if self.wandb else wandb_id
 
@@ -141,11 +141,25 @@ class Logger:
     def saved(self, step, folder):
         """A checkpoint is complete. A later --resume=auto that finds none looks for this line of the log."""
         self.saved_at = step
+        self._make_again()
         self.print(f"saved {folder}")
         self.record("saved", step)
 
+    def _make_again(self):
+        """Where out_dir was removed or moved under the run: makes it and goes on with another log there."""
+        if self.file and not os.path.exists(self.file.name):
+            words = f"{self.out_dir} was removed or moved while this run went on; it is made again"
+            self.print(f"warning: {words}, without the log, the checkpoints and the lock that it held")
+            try:
+                self.out_dir.mkdir(parents=True, exist_ok=True)
+                self.file = open(self.file.name, "ab", buffering=0, opener=files.no_link)
+                source.record(self.out_dir)
+            except (OSError, UserError) as error:
+                self.print(f"warning: {error}")
+
     def close(self, step, stopped):
         """The closing summary after `step` steps."""
+        self._make_again()
         seconds, words = time.perf_counter() - self.began, "none: nothing was saved"
         if self.saved_at is not None:
             out_dir, more = shlex.quote(str(self.out_dir)), "" if stopped else "a larger --max_steps and "

@@ -21,6 +21,9 @@ class Start:
     def __init__(self, out_dir, resume="none", overwrite=False, dry_run=False):
         self.out_dir, self.resume, self.overwrite, self.warnings = Path(out_dir), resume, overwrite, []
         with files.writable(self.out_dir):
+            if resume != "none" and parallel.rank_and_size()[0] == 0 and not dry_run:
+                checkpoint.bring_back(self.out_dir)
+            parallel.barrier()
             self.folder = claim(self.out_dir, resume, overwrite, dry_run)
         parallel.barrier()  # before rank 0 writes there, which would look like an earlier run
         self._tensors, self.state = checkpoint.open_folder(self.folder) if self.folder else ({}, {})
@@ -84,37 +87,44 @@ class Start:
                 for folder in checkpoint.folders(self.out_dir):
                     checkpoint.remove(folder)
                 (self.out_dir / "log.jsonl").unlink(missing_ok=True)
-            for name in WRITTEN:
-                for leftover in self.out_dir.glob(f".{name}.*.tmp"):  # of a write that was killed
-                    leftover.unlink()
+            for leftover in files.leftovers(self.out_dir, WRITTEN.__contains__):
+                leftover.unlink()
             source.record(self.out_dir)
 
     def rows(self, cfg):
-        """Rows of the start-up summary: the checkpoint, and changes of the learning rate's schedule since."""
+        """Rows of the start-up summary: the checkpoint, the schedule and settings that changed."""
         rows, saved = [("resumed", str(self.folder))] if self.folder else [], self.state.get("config", {})
         if old := {k: v for k, v in saved.items() if k in checkpoint.SCHEDULE and v != getattr(cfg, k)}:
             before, now = (optim.learning_rate(self.step, c) for c in (dataclasses.replace(cfg, **old), cfg))
             words = ", ".join(f"{name} {value} to {getattr(cfg, name)}" for name, value in old.items())
             rate = f"the next learning rate is {now:.3g} instead of {before:.3g}"
             rows.append(("schedule", f"changed ({words}): {rate}"))
+        other = [name for name in checkpoint.FREE if name in saved and saved[name] != getattr(cfg, name)]
+        if other:
+            words = ", ".join(f"{name} {saved[name]} to {getattr(cfg, name)}" for name in other)
+            rows.append(("changed", f"{words}, since the checkpoint"))
         return rows
 
 
 def claim(out_dir, resume, overwrite, dry_run):
     """The checkpoint to resume from, None for a new run. Raises UserError where another run is in its way."""
     found, newest, wrong = None, max(checkpoint.folders(out_dir), default=None), None
-    if resume != "none" and (resume != "auto" or newest):
-        found = checkpoint.find(out_dir if resume == "auto" else resume)
+    if resume == "auto" and any(parallel.gather_objects(newest is not None)):
+        found = checkpoint.find(out_dir)
+    elif resume not in ("none", "auto"):
+        found = checkpoint.find(resume)
     if dry_run or overwrite and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         return found  # a process that torchrun started again must not remove what the one before it saved
     log = out_dir / "log.jsonl"
+    if log.is_symlink() or log.exists() and not log.is_file():
+        raise UserError(f"{log} is a link, or no file: a run would write elsewhere; remove it")
     text = log.read_text(errors="replace") if log.exists() else ""
     used, there = newest or '"kind": "train"' in text, [n for n in WRITTEN if (out_dir / n).exists()]
     if there and '"kind": ' not in text and not (out_dir / "source.json").exists():
         wrong = f"holds {there[0]}, which no run wrote; move it, or give another --out_dir"
     elif resume == "auto":  # a run that was killed before its first checkpoint begins again
         if not found and '"kind": "saved"' in text:
-            wrong = "has a log that names checkpoints, and holds none; bring one back, or try --overwrite"
+            wrong = "has a log that names checkpoints, and holds none; bring one back or give another out_dir"
     elif used and not found:
         wrong = "holds an earlier run; try --resume=auto, --overwrite or another --out_dir"
     elif used and found.resolve().parent != out_dir.resolve():

@@ -1,7 +1,8 @@
 """Signals, and ranks that fail, die or hang: a run stops after a step, or all its ranks end with one error.
 
 A thread notes signals, looks for ranks that died or hang, and learns of other ranks' errors through the
-process group's store: the first error is printed once, and all end with its exit code.
+process group's store: the first error is printed once, and all end with its exit code. Ctrl-C before the
+first step is done, which may have to compile for a minute, ends all at once.
 """
 
 import contextlib
@@ -19,7 +20,7 @@ import traceback
 import torch
 from torch.utils.checkpoint import CheckpointError as RecomputationError
 
-from configurator import UserError, leave
+from configurator import UserError, leave, this_rank
 from scale import memory, parallel
 
 SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
@@ -34,10 +35,12 @@ class Watch(contextlib.ExitStack):
     """`with Watch(world, timeout_s) as watch`: an ExitStack that tells other ranks of an error.
 
     asked: the first signal that this process got, else 0. stopping: the one at which all ranks stop, else 0.
+    saves: whether what is watched stops by itself after a signal; else that ends it at once.
     """
 
-    def __init__(self, world, timeout_s):
+    def __init__(self, world, timeout_s, saves=True):
         super().__init__()
+        self.saves = saves
         self.world, self.timeout_s, self.store = world, timeout_s, parallel.store_connection()
         self.asked, self.stopping, self._asked_at = 0, 0, 0.0
         self._step, self._begun, self._moved = 0, 0, time.monotonic()
@@ -45,9 +48,10 @@ class Watch(contextlib.ExitStack):
 
     def __enter__(self):
         if self.store is not None:  # a descriptor of each rank here is readable once its process has ended
-            rank, first = self.world.rank, self.world.rank - int(os.environ.get("LOCAL_RANK", 0))
+            _, _, place, count = this_rank()
+            rank, first = self.world.rank, self.world.rank - place
             self.store.set(f"process/{rank}", str(os.getpid()))
-            for peer in {*range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", 1)))} - {rank}:
+            for peer in {*range(first, first + count)} - {rank}:
                 with contextlib.suppress(OSError, AttributeError):  # Linux alone has it
                     self._peers[os.pidfd_open(int(self.store.get(f"process/{peer}")))] = peer
         self._pipe = os.pipe()  # gets the number of each signal, also while the main thread waits in C++
@@ -168,6 +172,14 @@ class Watch(contextlib.ExitStack):
         if self.asked and time.monotonic() - self._asked_at > TWICE:
             print(f"{self._where()}: a second signal", file=sys.stderr, flush=True)
             leave(128 + number, "a second signal", at_once=True)  # checkpoints are whole or not there
+        early = number == signal.SIGINT and self._begun <= 1
+        if (early or not self.saves) and not self._failing:
+            text = f"stopped at once by {signal.Signals(number).name}"
+            if self.saves:
+                text += f" in step {self._step}: no step is done that could be saved"
+            if self.store is None or self._first(128 + number, text):
+                print(text, flush=True)
+            self._quit(128 + number, text)
         if self.world.main and not self.asked and not self._failing:
             words = f"{signal.Signals(number).name} in step {self._step}: this run saves and stops"
             print(f"{words}; a second signal ends it at once", flush=True)

@@ -1,4 +1,8 @@
-"""The code of a run: model.py, kernels.py and a digest of every source, in out_dir and in each checkpoint."""
+"""The code of a run: model.py, kernels.py and a digest of every source, in out_dir and in each checkpoint.
+
+train.py imports this file before those whose import takes seconds: it notes the sources as they are when the
+process begins, and `check` tells whether a file was edited before it was imported.
+"""
 
 import hashlib
 import sys
@@ -15,9 +19,27 @@ FOLDERS = (".", "corpus", "fast", "measure", "run", "scale")
 
 
 def digests():
-    """{path from the repository's top: SHA-256} of every Python and CUDA source."""
+    """{path from the repository's top: SHA-256} of every Python and CUDA source, as it is now."""
     paths = (p for folder in FOLDERS for p in (HERE / folder).glob("*") if p.suffix in (".py", ".cu", ".cuh"))
     return {path.relative_to(HERE).as_posix(): files.digest(path)[1] for path in sorted(paths)}
+
+
+BEGAN = digests()  # what this process runs
+COPIES = {name: (HERE / name).read_bytes() for name in COPIED if name in BEGAN}
+_imported = set()  # files that `check` has seen
+
+
+def check():
+    """Raises UserError for a file, imported since the last call, that was edited after the process began."""
+    paths = (Path(getattr(module, "__file__", None) or "") for module in [*sys.modules.values()])
+    inside = {path.relative_to(HERE).as_posix() for path in paths if path.is_relative_to(HERE)}
+    loaded = (inside | {f"{name[:-3]}.cu" for name in inside}) - _imported
+    _imported.update(loaded)
+    now = digests()
+    if edited := sorted(name for name in loaded if now.get(name) != BEGAN.get(name)):
+        raise UserError(
+            f"{', '.join(edited)}: edited while this run began to import its code; start it again"
+        )
 
 
 def imported():
@@ -31,10 +53,11 @@ def imported():
 
 
 def record(out_dir):
-    """Writes today's code into out_dir. Raises OSError."""
-    files.write_json(Path(out_dir) / "source.json", {"files": digests()})
-    for name in COPIED:
-        files.write_atomic(Path(out_dir) / name, (HERE / name).read_bytes())
+    """Writes the code that this process runs into out_dir. Raises OSError, and UserError as `check`."""
+    check()
+    files.write_json(Path(out_dir) / "source.json", {"files": BEGAN})
+    for name, data in COPIES.items():
+        files.write_atomic(Path(out_dir) / name, data)
 
 
 def warning(folder):
@@ -43,7 +66,6 @@ def warning(folder):
         then = files.read_json(Path(folder) / "source.json", form={"files": {str: files.sha256}})["files"]
     except UserError:
         return None
-    now = digests()
-    changed = (path for path in sorted(then | now) if then.get(path) != now.get(path))
+    changed = (path for path in sorted(then | BEGAN) if then.get(path) != BEGAN.get(path))
     found = [path for path in changed if path in COPIED or path.startswith("fast/")]
     return f"this code differs ({', '.join(found)}) from that of {folder}, which keeps it" if found else None

@@ -4,7 +4,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from configurator import UserError, warn
+from configurator import UserError, launched, warn
 from corpus import chat
 from corpus import tokenizer as tokenizers
 from run import checkpoint, hf
@@ -16,7 +16,7 @@ def load(cfg):
     """(World, model, tokenizer, autocast) for a script's settings; its ranks join here."""
     if (cfg.checkpoint is None) == (cfg.pretrained is None):
         raise UserError("give one of --checkpoint=FOLDER and --pretrained=FOLDER_OR_HUB_NAME")
-    if cfg.parallel == "fsdp" and "RANK" not in os.environ:
+    if cfg.parallel == "fsdp" and not launched():
         raise UserError("parallel=fsdp divides the model among ranks; start it with torchrun")
     world = parallel.start(cfg.device, timeout_s=3600)
     parallel.barrier()  # all have connected: a rank that ends on a mistake below breaks no other's connection

@@ -5,9 +5,9 @@ Counts bytes on a rank, with the fused kernels in bf16 or fp8, in the loss, a bl
 
 import bisect
 import dataclasses
-import os
 
 import fast
+from configurator import launched, this_rank
 
 GIB = 2**30
 GROUP = 256  # elements that share a float32 scale in adamw8bit's moments, as in its module
@@ -136,7 +136,7 @@ def shards_of(cfg, ranks):
 
 def ranks_of_host(ranks):
     """Of `ranks`, how many run on one host: as torchrun says, else up to 8."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", min(8, ranks)))
+    return this_rank().local_size if launched() else min(8, ranks)
 
 
 def on_host(cfg, ranks):

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 import fast
-from configurator import UserError
+from configurator import UserError, launched, this_rank
 from scale import memory
 from scale.shards import copy_into, local
 
@@ -41,7 +41,7 @@ def join(cfg):
         make_deterministic()
     if cfg.offload_states and os.environ.get("OMP_NUM_THREADS") == "1":
         # torchrun leaves each rank one core; the update of 200M parameters took 210 ms on one, 111 on two
-        cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        cores = len(os.sched_getaffinity(0)) // this_rank().local_size
         torch.set_num_threads(max(1, cores))
     return start(cfg.device, cfg.timeout_s, cfg.parallel != "ddp" or cfg.remat != "none", cfg.offload_states)
 
@@ -58,25 +58,37 @@ def start(device="auto", timeout_s=600, expandable=False, on_cpu=False):
 
     expandable: the allocator's segments grow, which fragments memory less. on_cpu: GPUs' ranks reduce there.
     """
-    alone = "RANK" not in os.environ  # without torchrun, whatever else the environment says
-    rank, size = (0, 1) if alone else (int(os.environ["RANK"]), int(os.environ.get("WORLD_SIZE", 1)))
+    rank, size, *_ = this_rank()
     device = pick_device(device)
     if device.type == "cuda":
         if expandable and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
             os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
         torch.cuda.set_device(device)
-    if "RANK" in os.environ and not dist.is_initialized():
+    if launched() and not dist.is_initialized():
         backend = ("cpu:gloo,cuda:nccl" if on_cpu else "nccl") if device.type == "cuda" else "gloo"
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         options = dict(rank=rank, world_size=size, device_id=device if "nccl" in backend else None)
         try:  # with a device NCCL connects now instead of in the first step
             store = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))[0]
-            options["store"] = dist.PrefixStore(f"attempt_{attempt}", store)  # torchrun's outlives a restart
+            store = dist.PrefixStore(f"attempt_{attempt}", store)  # torchrun's outlives a restart
+            options["store"] = store
+            check_backend(store, rank, backend)
             dist.init_process_group(backend, **options, timeout=time_limit(timeout_s, backend))
         except (ValueError, RuntimeError, OverflowError) as error:
             why, hint = str(error).partition("\n")[0], "is --master_addr reachable, and --master_port free?"
             raise UserError(f"the ranks could not join over {backend} ({why}); {hint}") from None
     return World(rank, size, device)
+
+
+def check_backend(store, rank, backend):
+    """Raises UserError on a rank that would join over another backend than rank 0, and wait without end."""
+    if rank == 0:
+        store.set("backend", backend)
+    elif (first := store.get("backend").decode()) != backend:
+        words = f"rank {rank} joins over {backend}, rank 0 over {first}"
+        error = UserError(f"{words}: it has another device, or another --device or --offload_states")
+        error.loud = True  # the other ranks do not know of it
+        raise error
 
 
 def pick_device(name):
@@ -87,7 +99,7 @@ def pick_device(name):
     kind, _, index = name.partition(":")
     if kind not in found or index and not index.isdigit():
         raise UserError(f"device={name}: expected auto, cpu, cuda, cuda:N or mps")
-    index = int(index or os.environ.get("LOCAL_RANK", 0)) if kind == "cuda" else 0
+    index = int(index or this_rank().local_rank) if kind == "cuda" else 0
     if not found[kind] or index and index >= torch.cuda.device_count():  # counting takes half a second
         few = f"{torch.cuda.device_count() if kind == 'cuda' else 0} of that kind found"
         raise UserError(f"device={name}: {few}; try --device=cpu, or a smaller --nproc_per_node")

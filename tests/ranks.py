@@ -159,6 +159,7 @@ def serve():
     sys.path[:0] = [str(ROOT)]  # beside tests/, where this script lies
     for module in "torch._dynamo torch._inductor.compile_fx torch.distributed.fsdp train pytest".split():
         importlib.import_module(module)
+    sys.modules["run.source"].check()  # an edit after this concerns no rank
     threads = Path("/proc/self/task")
     alone = not threads.is_dir() or len(list(threads.iterdir())) == 1
     for line in sys.stdin:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import pickle
 import re
 import runpy
@@ -9,6 +10,8 @@ import subprocess
 import sys
 
 import pytest
+import ranks
+import test_signals
 import torch
 from conftest import ROOT, save_model, train_ranks
 from ranks import call
@@ -365,6 +368,37 @@ def test_memory_has_the_shape_of_other_peoples_weights(tmp_path, capsys):
     save_model(tmp_path / "run", models.build(cfg, torch.device("cpu"), 0), cfg)
     with pytest.raises(UserError, match="is another model: .*n_layer: checkpoint 1, now 12"):
         here("memory", f"--init_from={tmp_path / 'run'}")
+
+
+def step_with_fault(words, fault, at_rank):
+    """For ranks.attempt: bench.py step; a fault in one rank's third micro-step."""
+    function, count = train.Training.micro_step, []
+
+    def micro_step(*arguments):
+        count.append(1)
+        if len(count) == 3 and os.environ["RANK"] in at_rank:
+            test_signals.FAULTS[fault]()
+        return function(*arguments)
+
+    train.Training.micro_step = micro_step
+    torch.cuda.mem_get_info = lambda device: (0, 24 * 2**30)
+    sys.argv[1:] = ["step", *words]
+    runpy.run_path("bench.py", run_name="__main__")
+
+
+@pytest.mark.parametrize("fault, at_rank, codes, said", [
+    ("memory", "1", [2, 2], "error: rank 1: out of memory: "),
+    ("memory", "01", [2, 2], "error: (rank 1: )?out of memory: .*batch_size"),
+    ("SIGINT", "1", [130, 130], None),
+])  # fmt: skip
+@pytest.mark.fault(109)
+def test_a_fault_in_the_measurement_of_two_ranks_is_one_line(fault, at_rank, codes, said):
+    words = [*TINY, "--steps=100", "--compile=False"]
+    done, _ = ranks.attempt(2, step_with_fault, words, fault, at_rank, timeout=60)
+    assert done.codes == codes and "Traceback" not in done.stderr, done.stderr
+    lines = test_signals.error_lines(done)
+    assert len(lines) == (said is not None) and all(re.match(said, line) for line in lines), lines
+    assert done.stdout.count("stopped at once by SIGINT") == (said is None)
 
 
 def test_an_unknown_command_is_one_line():

@@ -309,3 +309,85 @@ def test_a_folder_in_use_is_refused_and_left(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="holds an earlier run; try --resume=auto"):
         early.prepare_out_dir()
     assert checkpoint.find(tmp_path / "step_early") == first
+
+
+def killed_between(monkeypatch, number):
+    """Ends a save at its `number`th rename, as a kill does."""
+    count, rename = [], os.rename
+
+    def stop(*paths):
+        count.append(paths)
+        if len(count) == number:
+            raise KeyboardInterrupt
+        rename(*paths)
+
+    monkeypatch.setattr(os, "rename", stop)
+
+
+@pytest.mark.fault(86)
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_kill_between_the_renames_of_a_step_saved_again_hides_nothing(
+    tmp_path, monkeypatch, damaged, capsys
+):
+    save(tmp_path, 4, 1.0, keep_last=1)
+    (tmp_path / "log.jsonl").write_text('{"kind": "train"}\n{"kind": "saved", "step": 4}\n')
+    (tmp_path / "source.json").write_text("{}")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        killed_between(patch, 2)
+        save(tmp_path, 4, 2.0, keep_last=1)
+    assert not checkpoint.folders(tmp_path)
+    if damaged:  # the new one: the old one is taken
+        os.truncate(tmp_path / ".writing_step_00000004/model.safetensors", 10)
+    start = Start(tmp_path, "auto")
+    assert start.folder == tmp_path / "step_00000004" and "it is back" in capsys.readouterr().err
+    assert (start.weights["w"][...] == (1.0 if damaged else 2.0)).all()
+    save(tmp_path, 8, keep_last=1)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["step_00000008"]
+
+
+@pytest.mark.fault(90)
+def test_a_copied_checkpoint_is_told_and_neither_taken_nor_overwritten(tmp_path, capsys):
+    own = save(tmp_path, 4, 1.0)
+    copies = [shutil.copytree(own, tmp_path / f"step_{step:08d}") for step in (3, 99)]
+    assert checkpoint.find(tmp_path) == own
+    assert "step_00000099 is damaged (it is of step 4: copied, or renamed)" in capsys.readouterr().err
+    with pytest.raises(checkpoint.CheckpointError, match="the newest: it is of step 4: copied, or renamed"):
+        checkpoint.find(copies[1])
+    for step in (5, 6):
+        save(tmp_path, step, 2.0, keep_last=1)
+    assert checkpoint.folders(tmp_path) == [copies[0], tmp_path / "step_00000006", copies[1]]
+    last = save(tmp_path, 99, 3.0, keep_last=1)
+    assert f"{copies[1]} was of another step, by its state.json, and is now {copies[1]}_copy1" in (
+        capsys.readouterr().err
+    )
+    assert checkpoint.find(tmp_path) == last
+    assert (load_checkpoint(f"{copies[1]}_copy1")[0]["model"]["w"] == 1).all()
+    moved = shutil.copytree(own if own.exists() else last, tmp_path / "kept")
+    assert checkpoint.find(moved) == moved  # another name says no step
+
+
+@pytest.mark.fault(94)
+@pytest.mark.parametrize("name", ["state.json", "manifest.json", "model.safetensors", None])
+def test_an_older_checkpoint_that_is_damaged_meanwhile_ends_no_run(tmp_path, name, capsys, monkeypatch):
+    world = parallel.World(0, 1, CPU)
+    saver = checkpoint.Saver(world, tmp_path, 1, saved=lambda *_: None)
+    for step in (1, 2):
+        saver.write(step, {"model": {"w": torch.zeros(3)}}, {"config": {}})
+        older = tmp_path / f"step_{step:08d}"
+        if name:
+            (older / name).write_text('{"half')
+        else:  # its folder's owner is another one
+            monkeypatch.setattr(os, "rename", refusing(os.rename, older))
+    saver.write(3, {"model": {"w": torch.zeros(3)}}, {"config": {}})
+    assert checkpoint.find(tmp_path) == tmp_path / "step_00000003"
+    if name in (None, "state.json"):
+        assert "warning: " in capsys.readouterr().err
+
+
+def refusing(rename, folder):
+    def refuse(source, target):
+        if source == folder:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        rename(source, target)
+
+    return refuse

@@ -287,3 +287,47 @@ def test_ctrl_c_is_one_line_and_130():
     code += "configurator.run(lambda cfg: signal.raise_signal(signal.SIGINT), empty)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr.strip()) == (130, "stopped by SIGINT")
+
+
+@pytest.mark.fault(106)
+@pytest.mark.parametrize("before", ["", "configurator.parse(empty);"])
+def test_ctrl_c_in_the_imports_is_one_line_and_130(before):
+    """Before the settings are read and after; there code that is imported might even catch it."""
+    code = "import configurator, dataclasses, signal\n"
+    code += "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    code += f"empty = dataclasses.make_dataclass('Config', []); {before}\n"
+    lost = "try:\n    signal.raise_signal(signal.SIGINT)\nexcept BaseException:\n    pass"
+    code += lost if before else "signal.raise_signal(signal.SIGINT)"
+    for rank, said in (("0", "stopped by SIGINT"), ("1", "")):
+        pipes = dict(env=os.environ | {"RANK": rank}, capture_output=True, text=True, timeout=60)
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, **pipes)
+        assert (done.returncode, done.stderr.strip()) == (130, said)
+
+
+HOLDS = r"""
+import os, sys, dataclasses, configurator
+
+def main(cfg):
+    found = open(sys.argv[1], "w")
+    assert found.fileno() > 2
+    os.write(2, b"of C code")
+    print(sys.stdin.read(), sys.stderr.isatty(), file=found)
+
+cfg = dataclasses.make_dataclass("Config", [])()
+configurator.open_closed()
+configurator.run(main, cfg)
+"""
+
+
+@pytest.mark.fault(98)
+@pytest.mark.parametrize("closed", ["2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_no_file_gets_the_number_of_a_closed_console(tmp_path, closed):
+    """What C code writes to stderr would go into it."""
+    shell = ["bash", "-c", f'"$0" -c "$@" {closed}', sys.executable, HOLDS, str(tmp_path / "log")]
+    done = subprocess.run(shell, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, input="", text=True)
+    assert done.returncode == 0 and (tmp_path / "log").read_text() == " False\n"
+
+
+def test_a_report_on_a_full_disk_costs_itself_alone():
+    done = script(["--lr=x"], RANK="0", WORLD_SIZE="2", TORCHELASTIC_ERROR_FILE="/dev/full")
+    assert done.returncode == 2 and done.stderr == "error: command line: lr=x is not a float\n"

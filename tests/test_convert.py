@@ -361,7 +361,7 @@ def test_damaged_or_missing_files(tmp_path, monkeypatch):
 
 
 @pytest.mark.fault(71, 72)
-@pytest.mark.parametrize("place", ["../model.safetensors", "/model.safetensors", 3, None])
+@pytest.mark.parametrize("place", ["../model.safetensors", "/model.safetensors", "x" * 300, 3, None])
 def test_an_index_names_files_of_its_folder_only(place, tmp_path):
     index = {"weight_map": {"wte.weight": place}} if place else []
     folder = saved(gpt2(), tmp_path)

@@ -29,7 +29,7 @@ import plot
 import sample
 import train
 from configurator import UserError, configure
-from corpus import tokenizer, writer
+from corpus import chat, tokenizer, writer
 from corpus.loader import DataError, TokenLoader, read_header, verify
 from model import build
 from run import checkpoint, files, hf, source
@@ -389,6 +389,37 @@ def test_a_checkpoint_carries_its_tokenizer(tmp_path, capsys):
     assert {"tokenizer.json", "chat_template.jinja"} <= manifest.keys()
     sample.main(configure(sample.Config, [f"--checkpoint={moved}", "--max_new_tokens=2", "--prompt=ab"]))
     assert capsys.readouterr().out.startswith("ab")
+
+
+@pytest.mark.fault(97)
+def test_what_a_strangers_links_and_manifest_name_is_not_copied_out(tmp_path, capsys):
+    """But a hub's cache consists of links, into its own blobs/."""
+    text = ["".join(map(chr, range(32, 127)))]
+    folder, cache = tmp_path / "folder", tmp_path / "models--a/snapshots/1"
+    secret, blob = tmp_path / "secret.json", tmp_path / "models--a/blobs/2"
+    for path in (folder, cache, blob.parent):
+        path.mkdir(parents=True)
+    secret.write_text('{"key": "of another"}')
+    blob.write_text('{"eos_token": "a"}')
+    names = ("chat_template.jinja", "special_tokens_map.json", "tokenizer_config.json")
+    for place, to in ((folder, secret), (cache, blob)):
+        tokenizer.write_characters([text], place / "tokenizer.json")
+        for name in names:
+            (place / name).symlink_to(to)
+    cfg = Config(**SMALL, tokenizer=str(folder))
+    model = build(cfg, CPU, seed=1)
+    saved = save_model(tmp_path / "run", model, cfg, 1)
+    assert {*names} & {path.name for path in saved.iterdir()} == set() and (saved / "tokenizer.json").exists()
+    assert capsys.readouterr().err.count("is a link out of its folder; it is not copied") == 3
+    for read in (lambda: tokenizer.load(str(folder)), lambda: chat.template_of(folder)):
+        with pytest.raises(UserError, match="is a link out of its folder"):
+            read()
+    saved = save_model(tmp_path / "other", model, Config(**SMALL, tokenizer=str(cache)), 1)
+    assert all((saved / name).read_text() == blob.read_text() for name in names)
+    named = Config(**SMALL, tokenizer=str(secret))  # by a manifest, and never loaded
+    saved = save_model(tmp_path / "named", model, named, 1)
+    assert not (saved / "tokenizer.json").exists()
+    assert "secret.json is no tokenizer" in capsys.readouterr().err
 
 
 @pytest.mark.fault(62)

@@ -51,6 +51,19 @@ def test_json_that_cannot_be_read(tmp_path):
         assert str(tmp_path / name) in one_line(error)
 
 
+@pytest.mark.fault(102)
+def test_a_pipe_is_no_file(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path):
+        with pytest.raises(UserError, match=f"{path}: a folder, a pipe or a device; expected a file"):
+            files.read_json(path)
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "é" * 128, "\ud800", "a/b", "..", ""])
+def test_names_that_no_file_can_have(name):
+    assert files.plain_name("x" * 255) and not files.plain_name(name)
+
+
 HOLD = "import sys; from run.files import Lock; lock = Lock(sys.argv[1]); lock.take(); "
 HOLD += "print('held', flush=True); input()"
 
@@ -74,6 +87,14 @@ def test_a_living_process_is_refused_and_a_dead_one_is_not(tmp_path):
         lock.take()
     with files.Lock(run) as again:
         assert again.file is not None
+
+
+@pytest.mark.fault(44)
+def test_the_lock_holds_when_its_file_is_removed(tmp_path):
+    with files.Lock(tmp_path):
+        (tmp_path / "run.lock").unlink()
+        with pytest.raises(UserError, match="in use by a run: another process"), files.Lock(tmp_path):
+            pass
 
 
 @pytest.mark.fault(70)

@@ -1,6 +1,8 @@
 """loader.py: damaged shards, and the order of rows against a naive numpy reference."""
 
+import hashlib
 import json
+import os
 import time
 
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 import torch
 from conftest import one_line, read_rows, write_shard
 
+from corpus import loader as loaders
 from corpus.loader import DataError, TokenLoader, ahead, aligned_starts, split_of, verify
 from run.files import digest
 
@@ -258,6 +261,132 @@ def test_resume_on_other_data(data):
     loader.load_state_dict({**state, "rows": 12})
     assert np.array_equal(read_rows(loader, 1)[0], stream[12 * 16 : 13 * 16 + 1])
     loader.close()
+
+
+def resume(folder, state, rows=40, change=False, **order):
+    """(warnings, rows read next) of a loader that goes on at a state after so many rows."""
+    T = order.pop("T", 16)
+    loader = TokenLoader(folder, "train", 5, T, allow_data_change=change, **order)
+    try:
+        loader.load_state_dict({**state, "rows": rows})
+        return loader.warnings, read_rows(loader, 1)
+    finally:
+        loader.close()
+
+
+@pytest.mark.fault(102)
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_a_pipe_is_no_shard(data, split):
+    folder, _ = data
+    path = sorted(folder.glob(f"*_{split}_*"))[0]
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(DataError, match=f"{path} is a folder, a pipe or a device; expected a file"):
+        TokenLoader(folder, split, 5, 16)
+    if split == "val":
+        TokenLoader(folder, "train", 5, 16).close()
+
+
+@pytest.mark.fault(89)
+@pytest.mark.parametrize("listed", [True, False])
+def test_other_tokens_of_the_same_names_and_lengths_are_refused(data, listed):
+    """Two shards swapped, another order of a text, another validation shard; a copy is the same data."""
+    folder, stream = data
+    paths = sorted(folder.glob("*_train_*"))
+    if not listed:
+        (folder / "manifest.json").unlink()
+    write_shard(paths[1], stream[:333])
+    write_shard(paths[0], stream[::-1][:333])
+    loader = TokenLoader(folder, "train", 5, 16)
+    state = loader.state_dict()
+    loader.close()
+    kept = {path: path.read_bytes() for path in folder.iterdir()}
+    resume(folder, state)
+
+    def swap():
+        for a, b in ((paths[0], paths[1]), (paths[1], paths[0])):
+            a.write_bytes(kept[b])
+
+    changes = {
+        "fingerprint": [swap, lambda: write_shard(paths[2], np.roll(stream[640:], 7))],
+        "validation": [lambda: write_shard(folder / "x_val_000000.bin", stream[200:403])],
+    }
+    if listed:  # another digest in the manifest: what it was made of is not what is there now
+        manifest = (folder / "manifest.json").read_text()
+        other = manifest.replace(digest(folder / "x_val_000000.bin")[1], "0" * 64)
+        changes["validation"] = [lambda: (folder / "manifest.json").write_text(other)]
+    for name, ways in changes.items():
+        for change in ways:
+            change()
+            with pytest.raises(DataError, match=f"is not the data of the checkpoint: {name} 2:.*, not 2:"):
+                resume(folder, state)
+            assert f"({name} 2:" in resume(folder, state, change=True)[0][0]
+            for path, content in kept.items():
+                path.write_bytes(content)
+    (folder / "x_val_000000.bin").unlink()
+    (folder / "manifest.json").unlink(missing_ok=True)
+    if not listed:
+        resume(folder, state)  # of a run that no longer validates
+
+
+def test_blocks_of_a_large_file_are_read_and_its_length(tmp_path, monkeypatch):
+    monkeypatch.setattr(loaders, "BLOCK_BYTES", 10)
+    path, content = tmp_path / "a", bytes(range(250)) * 8
+    path.write_bytes(content)
+    before = loaders.sampled(path)
+    reads = [number * 1990 // 15 for number in range(16)]
+    assert reads[0] == 0 and reads[-1] + 10 == len(content)
+    for at in (*reads, *(first + 9 for first in reads), 11):
+        patch(path, at, b"\xff")
+        assert (loaders.sampled(path) == before) == (at == 11)
+        patch(path, at, content[at : at + 1])
+    path.write_bytes(content + b"\0")
+    assert loaders.sampled(path) != before
+
+
+@pytest.mark.fault(89)
+def test_a_checkpoint_of_an_earlier_version_is_compared_by_names_and_lengths(data):
+    """As they were recorded before fingerprints had a version."""
+    folder, stream = data
+    listing = "x_train_000001.bin 333\nx_train_000002.bin 307\nx_train_000003.bin 360\n"
+    state = dict(rows=0, tokens=1000, fingerprint=hashlib.sha256(listing.encode()).hexdigest()[:16])
+    state |= dict(block_size=16, shuffle_seed=None, align_documents=False)
+    resume(folder, state)
+    (folder / "manifest.json").unlink()
+    (folder / "x_train_000003.bin").rename(folder / "x_train_000004.bin")
+    with pytest.raises(DataError, match="is not the data of the checkpoint: fingerprint"):
+        resume(folder, state)
+
+
+@pytest.mark.fault(108)
+def test_a_change_of_the_order_says_what_is_read_again_and_what_is_left_out(data):
+    folder, stream = data
+
+    def read(rows, **order):  # the first rows of a run
+        one = TokenLoader(folder, "train", 1, 16, **order)
+        try:
+            return [tuple(row) for row in read_rows(one, rows)]
+        finally:
+            one.close()
+
+    own = TokenLoader(folder, "train", 5, 16, shuffle_seed=1)
+    state = own.state_dict()
+    own.close()
+    epoch = own.splits[0].rows_per_epoch
+    [words], _ = resume(folder, state, change=True, shuffle_seed=2)
+    seen, later = set(read(40, shuffle_seed=1)), read(epoch, shuffle_seed=2)[40:]
+    again = sum(row in seen for row in later)
+    assert 0 < again < len(later) == epoch - 40
+    said = f"goes on at row 40 of {epoch}; of the {epoch - 40} left in this epoch {again} were read already"
+    assert said in words and "shuffle_seed 2, not 1" in words
+    plain = {**state, "shuffle_seed": None}
+    [words], rows = resume(folder, plain, change=True, T=20)
+    assert "160 tokens are left out" in words and np.array_equal(rows[0], stream[800:821])
+    [words], rows = resume(folder, plain, change=True, T=10)
+    assert "240 tokens are read again" in words and np.array_equal(rows[0], stream[400:411])
+    patch(folder / "x_train_000001.bin", 1600, b"ab")
+    [words], _ = resume(folder, plain, change=True)
+    assert words.endswith("rows before it are left out, and what was read before may come again")
 
 
 @pytest.mark.parametrize("tokens, rows", [(1, 0), (64, 4), (100, 6), (10**9, 12)])

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import runpy
+import shutil
 import sys
 import time
 from types import SimpleNamespace
@@ -11,9 +12,9 @@ from types import SimpleNamespace
 import pytest
 import ranks
 import torch
-from conftest import flags, read_log
+from conftest import flags, read_log, train_here
 
-from run import logger
+from run import checkpoint, logger
 from run.logger import SETTLED, Logger, progress
 from scale.parallel import World
 
@@ -195,3 +196,23 @@ def test_a_run_outlives_its_console(data_dir, tmp_path):
     assert ranks.attempt(0, train_without_a_reader, words)[0].codes == [0]
     kinds = [entry["kind"] for entry in read_log(tmp_path / "run")]
     assert kinds.count("train") == 2 and kinds.count("sample") == 2 and kinds[-1] == "done"
+
+
+@pytest.mark.fault(103)
+@pytest.mark.parametrize("save_interval", [0, 2])
+def test_a_folder_that_is_removed_under_a_run_is_made_again_and_it_is_told(
+    data_dir, tmp_path, monkeypatch, capsys, save_interval
+):
+    log = Logger.step
+
+    def step(self, state, *more):
+        if state.step == 3:
+            shutil.rmtree(self.out_dir)
+        return log(self, state, *more)
+
+    monkeypatch.setattr(Logger, "step", step)
+    found = train_here(data_dir, tmp_path / "run", max_steps=5, save_interval=save_interval)
+    assert "run was removed or moved while this run went on; it is made again" in capsys.readouterr().out
+    assert found[-1]["kind"] == "done" and (tmp_path / "run/source.json").exists()
+    steps = [folder.name[-1] for folder in checkpoint.folders(tmp_path / "run")]
+    assert steps == (["4", "5"] if save_interval else [])

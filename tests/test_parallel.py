@@ -29,13 +29,13 @@ import convert
 import fast
 import optim
 import train
-from configurator import configure
+from configurator import UserError, configure, this_rank
 from corpus import tokenizer
 from model import build
 from run import checkpoint, hf, sampling
 from run.evaluate import SAMPLES
 from scale import memory, parallel
-from settings import Config
+from settings import Config, check
 
 
 def train_within(words, limits):
@@ -220,9 +220,20 @@ def test_ranks_that_update_on_the_cpu_share_its_cores(omp, offload, threads):
     assert ranks.call(2, threads_in_rank, cfg, 7, omp) == [threads] * 2
 
 
-def test_without_torchrun_there_is_one_rank_whatever_the_environment_says(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
+@pytest.mark.fault(107)
+@pytest.mark.parametrize("name, word", [("WORLD_SIZE", "2"), ("WORLD_SIZE", ""), ("RANK", "")])
+def test_without_torchrun_there_is_one_rank_whatever_the_environment_says(monkeypatch, name, word):
+    """SLURM and containers set WORLD_SIZE, perhaps to nothing; checks of settings see one rank as well."""
+    monkeypatch.setenv(name, word)
     assert parallel.start("cpu") == (0, 1, torch.device("cpu"))
+    check(Config())
+    assert this_rank() == (0, 1, 0, 1) and memory.ranks_of_host(4) == 4
+
+
+def test_an_environment_of_words_is_one_line(monkeypatch):
+    monkeypatch.setenv("RANK", "first")
+    with pytest.raises(UserError, match="environment: RANK=first: expected numbers"):
+        parallel.start("cpu")
 
 
 def gradients(*values):

@@ -147,17 +147,14 @@ def test_chat_replies_to_a_prompt_or_to_each_line(chatty, capsys, monkeypatch):
     assert asked[-1] == said("hi", first[:-1], "there")
 
 
-@pytest.mark.fault(83)
-def test_a_folder_without_a_usable_template_is_one_line(run, chatty, monkeypatch):
+@pytest.mark.fault(83, 100)
+def test_a_folder_without_a_usable_template_is_one_line(run, chatty):
     folder, _ = chatty
-    monkeypatch.setattr(chat, "LIMIT", 10_000)
-    loops = "{% set r = range(99999) %}{% for i in r " + 2 * "%}{% for j in r " + "%}" + 3 * "{% endfor %}"
     for template, words in {
         "{{ raise_exception('no\nuser') }}": "its chat template fails: TemplateError: no user",
         "{% if %}": "its chat template fails",
         "{% for i in range(10**9) %}{% endfor %}": "Range too big",
-        loops: "it has not ended after 10,000 calls and turns of loops",
-        loops.replace("in r", "in r if false"): "it has not ended after 10,000 calls",
+        "{{ messages.__class__.__mro__ }}": "SecurityError: access to attribute '__class__'",
         None: "has no chat template",
     }.items():
         path = folder / "chat_template.jinja"

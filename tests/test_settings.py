@@ -46,6 +46,7 @@ def test_every_recipe_is_legal_on_the_ranks_of_its_command(name, monkeypatch):
     ("--context_parallel=8 --batch_size=1", 8, "n_head=12 must be divisible by context_parallel=8"),
     ("--context_parallel=4 --n_kv_head=6", 4, "one of n_kv_head=6 and context_parallel=4 must"),
     ("--n_head=0 --n_kv_head=0 --clip=nan", 1, "n_head=0 must be at least 1; n_kv_head=0.*clip=nan"),
+    ("--clip=0", 1, "clip=0.0 must be over 0; nanoGPT's 0, no clipping, is --clip=None"),
     ("--beta1=1.0 --lr=-1", 1, "beta1=1.0 must be below 1; lr=-1.0 must be at least 0"),
     ("--init_from=resume", 1, "init_from=resume is nanoGPT's; it is --resume=auto here"),
     ("--grad_clip=1 --eval_iters=9", 1, "did you mean clip.*; did you mean eval_tokens, which is in tok"),
@@ -65,6 +66,8 @@ def test_none_is_off_and_ranks_are_those_of_torchrun(monkeypatch):
     check(Config(**dict.fromkeys(off)))
     check(Config(), 8)
     monkeypatch.setenv("WORLD_SIZE", "3")
+    check(Config())  # SLURM and containers set it, torchrun sets RANK
+    monkeypatch.setenv("RANK", "0")
     with pytest.raises(UserError, match=r"64\*1024\*3"):
         check(Config())
 

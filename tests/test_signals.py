@@ -197,17 +197,19 @@ def test_a_signal_in_an_evaluation_leaves_it_for_the_resumed_run(data_dir, tmp_p
     assert scores[0] == scores[1] and sorted(scores[0]) == [0, 4, 6]
 
 
-def train_told_in_compilation(words, at_rank):
-    """For ranks.attempt: train.py; while its compiler, another process, runs, their group gets SIGTERM."""
+def train_told_in_compilation(words, at_rank, number=signal.SIGTERM):
+    """For ranks.attempt: train.py; while its compiler, another process, runs, their group gets a signal."""
     told = []
 
     def backend(graph, inputs):
         if not told and os.environ.get("RANK", "0") == str(at_rank):
             told.append(True)
             compiler = subprocess.Popen(["sleep", "0.5"])
-            os.killpg(os.getpgid(0), signal.SIGTERM)
+            os.killpg(os.getpgid(0), number)
             if compiler.wait():
                 raise OSError("the compiler was killed")
+            if number == signal.SIGINT:
+                time.sleep(1e9)
         return graph.forward
 
     torch.compile = functools.partial(torch.compile, backend=backend)
@@ -221,6 +223,17 @@ def test_a_signal_in_a_compilation_is_obeyed_after_it(data_dir, tmp_path, number
     done, _ = ranks.attempt(number, train_told_in_compilation, words, number - 1 if number else 0)
     assert set(done.codes) == {143} and not error_lines(done), done.stderr
     assert (tmp_path / "cut/step_00000001").is_dir()
+
+
+@pytest.mark.parametrize("number", [0, 2])
+@pytest.mark.fault(106)
+def test_ctrl_c_in_the_first_compilation_ends_all_at_once_in_one_line(data_dir, tmp_path, number):
+    words = flags(data_dir, tmp_path / "cut", max_steps=3, compile=True)
+    last = number - 1 if number else 0
+    done, _ = ranks.attempt(number, train_told_in_compilation, words, last, signal.SIGINT, timeout=60)
+    assert set(done.codes) == {130} and not error_lines(done), done.stderr
+    assert done.stdout.count("stopped at once by SIGINT in step 1: no step is done that") == 1
+    assert not checkpoint.folders(tmp_path / "cut")
 
 
 def train_told_in_save(words, times):

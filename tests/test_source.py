@@ -1,5 +1,11 @@
 """run/source.py: a run and its checkpoints keep the code that they were trained with, and tell of edits."""
 
+import importlib.util
+import sys
+
+import pytest
+
+from configurator import UserError
 from run import source
 
 
@@ -10,24 +16,67 @@ def test_every_source_of_this_repository_is_digested():
     assert all(len(digest) == 64 for digest in found.values())
 
 
-def test_an_edit_is_named_with_the_way_back(tmp_path, monkeypatch):
-    here, run = tmp_path / "repository", tmp_path / "out" / "run"
+@pytest.fixture
+def begin(tmp_path, monkeypatch):
+    """(a repository of some files, a function by which a process begins in it)."""
+    here = tmp_path / "repository"
     for name in ("model.py", "kernels.py", "plot.py", "fast/mlp.py", "fast/hopper.cu", "fast/notes.txt"):
         (here / name).parent.mkdir(parents=True, exist_ok=True)
         (here / name).write_text(f"# {name}\n")
-    monkeypatch.setattr(source, "HERE", here)
+
+    def begin():
+        monkeypatch.setattr(source, "HERE", here)
+        monkeypatch.setattr(source, "BEGAN", source.digests())
+        monkeypatch.setattr(source, "COPIES", {name: (here / name).read_bytes() for name in source.COPIED})
+        monkeypatch.setattr(source, "_imported", set())
+
+    begin()
+    return here, begin
+
+
+def test_an_edit_is_named_with_the_way_back(tmp_path, begin):
+    (here, begin), run = begin, tmp_path / "out" / "run"
     assert source.warning(run) is None  # a run of before this record
     run.mkdir(parents=True)
     source.record(run)
     assert sorted(path.name for path in run.iterdir()) == ["kernels.py", "model.py", "source.json"]
     assert (run / "model.py").read_text() == "# model.py\n"
     (here / "plot.py").write_text("another")
+    begin()
     assert source.warning(run) is None
     (here / "fast/new.cu").write_text("")
+    begin()
     assert "fast/new.cu" in source.warning(run)
     (here / "model.py").write_text("edited")
+    begin()
     text = source.warning(run)
     assert f"differs (fast/new.cu, model.py) from that of {run}, which keeps" in text and "\n" not in text
     for text in ("{", "[]", '{"files": 3}'):
         (run / "source.json").write_text(text)
         assert source.warning(run) is None
+
+
+def load(path, monkeypatch):
+    spec = importlib.util.spec_from_file_location(f"loaded_{path.stem}", path)
+    monkeypatch.setitem(sys.modules, spec.name, importlib.util.module_from_spec(spec))
+
+
+@pytest.mark.fault(95)
+def test_what_is_recorded_is_what_was_imported(tmp_path, begin, monkeypatch):
+    """An edit after the imports changes neither the run nor its record; one before them is refused."""
+    (here, begin), run = begin, tmp_path / "run"
+    run.mkdir()
+    load(here / "model.py", monkeypatch)
+    source.check()
+    expected = source.digests()
+    (here / "model.py").write_text("edited after its import")
+    source.record(run)
+    assert (run / "model.py").read_text() == "# model.py\n"
+    assert source.files.read_json(run / "source.json")["files"] == expected
+    assert source.warning(run) is None
+    (here / "fast/mlp.py").write_text("edited before its import")
+    load(here / "fast/mlp.py", monkeypatch)
+    for look in (source.check, lambda: source.record(run)):
+        monkeypatch.setattr(source, "_imported", {"model.py"})
+        with pytest.raises(UserError, match="fast/mlp.py: edited while this run began"):
+            look()

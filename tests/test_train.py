@@ -21,9 +21,10 @@ import optim
 import train
 from configurator import UserError, configure
 from corpus.loader import DataError
-from run import checkpoint
+from run import checkpoint, source
 from run.build import describe_optimizer
-from run.logger import NotFinite
+from run.logger import Logger, NotFinite
+from scale import parallel
 from settings import Config
 
 
@@ -162,9 +163,9 @@ def test_going_back_in_a_folder_with_later_checkpoints_is_refused(data_dir, tmp_
     aside = train_here(data_dir, tmp_path / "aside", resume=tmp_path / "run/step_00000002", **settings)
     assert sorted(losses(aside)) == [3, 4]
     before = sorted(path.name for path in (tmp_path / "aside").iterdir())
-    for source in ("run/step_00000002", "run"):  # out_dir is used by another run than the one to be resumed
+    for other in ("run/step_00000002", "run"):  # out_dir is used by another run than the one to be resumed
         with pytest.raises(UserError, match="out_dir=.*aside holds another run than .*run/step_"):
-            train_here(data_dir, tmp_path / "aside", resume=tmp_path / source, **{**settings, "max_steps": 6})
+            train_here(data_dir, tmp_path / "aside", resume=tmp_path / other, **{**settings, "max_steps": 6})
     assert sorted(path.name for path in (tmp_path / "aside").iterdir()) == before
     log = train_here(data_dir, tmp_path / "run", resume=tmp_path / "run", **{**settings, "max_steps": 5})
     assert log[-1]["step"] == 5
@@ -258,6 +259,34 @@ def test_another_schedule_is_told_on_a_resume(data_dir, tmp_path, capsys):
     assert "max_steps 4 to 6, lr 0.001 to 0.002" in row and row.endswith(f"is {rate:.3g} instead of 0.0001")
 
 
+@pytest.mark.fault(105)
+def test_other_settings_that_decide_what_is_trained_are_told_on_a_resume(data_dir, tmp_path, capsys):
+    train_here(data_dir, tmp_path / "run", max_steps=2)
+    train_here(data_dir, tmp_path / "run", max_steps=2, resume="auto")
+    assert "\nchanged" not in capsys.readouterr().out
+    other = dict(seed=2, weight_decay=0.2, clip=None, beta2=0.9, dropout=0.1)
+    train_here(data_dir, tmp_path / "run", max_steps=2, resume="auto", **other)
+    [row] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("changed ")]
+    was = "seed 1337 to 2, dropout 0.0 to 0.1, weight_decay 0.1 to 0.2, beta2 0.95 to 0.9, clip 1.0 to None"
+    assert was in row
+
+
+@pytest.mark.fault(96)
+def test_a_log_that_is_a_link_is_not_followed(data_dir, tmp_path):
+    train_here(data_dir, tmp_path / "run", max_steps=2)
+    outside, log = tmp_path / "outside", tmp_path / "run/log.jsonl"
+    outside.write_text('{"kind": "train"}\nkept, without an end of the line')
+    log.unlink()
+    log.symlink_to(outside)
+    with pytest.raises(UserError, match="log.jsonl is a link, or no file"):
+        train_here(data_dir, tmp_path / "run", max_steps=3, resume="auto")
+    logger = Logger(parallel.World(0, 1, torch.device("cpu")), 1, 1, 0)
+    with pytest.raises(UserError, match="log.jsonl: Too many levels of symbolic links"):
+        logger.open(tmp_path / "run", {})
+    train_here(data_dir, tmp_path / "run", max_steps=2, overwrite=True)
+    assert outside.read_text().endswith("of the line") and not log.is_symlink()
+
+
 @pytest.mark.fault(61)
 def test_a_folder_that_cannot_be_cleared_is_one_line(data_dir, tmp_path, monkeypatch):
     train_here(data_dir, tmp_path / "run", max_steps=1, save_interval=0)
@@ -310,7 +339,7 @@ def test_wandb_offline_resumes_the_same_run(data_dir, tmp_path, monkeypatch):
     (dict(device="meta"), "device=meta: expected auto, cpu, cuda"),
     (dict(device="cuda:99"), r"device=cuda:99: \d+ of that kind found"),
     (dict(shuffle_seed=-1, seed=-3), "seed=-3 must be at least 0; shuffle_seed=-1 must"),
-    (dict(lr=float("nan"), clip=0), "clip=0.0 must be over 0; lr=nan must be at least 0"),
+    (dict(lr=float("nan"), clip=0), "lr=nan must be at least 0; clip=0.0 must be over 0"),
     gpt2(dict(tokenizer="gpt2", sample_interval=2), "tokenizer=gpt2 has 50,257 ids, the model 257; give"),
     (dict(resume="auto", overwrite=True), "overwrite=True does not go with resume=auto"),
     (dict(resume="out/none/step_00000001"), "is damaged|no whole checkpoint"),
@@ -354,7 +383,8 @@ def test_a_run_of_before_some_settings_went_is_resumed_and_loaded(data_dir, tmp_
 def test_a_run_keeps_its_code_and_a_resumed_one_says_what_differs(data_dir, tmp_path, capsys, monkeypatch):
     run = tmp_path / "run"
     with monkeypatch.context() as patch:
-        patch.setattr("run.source.digests", lambda: {"model.py": "0" * 64})
+        patch.setattr("run.source.BEGAN", source.BEGAN | {"model.py": "0" * 64})
+        patch.setattr("run.source.check", lambda: None)
         train_here(data_dir, run, max_steps=2)
     capsys.readouterr()
     train_here(data_dir, run, max_steps=4, resume="auto")

@@ -1,0 +1,80 @@
+"""What must be the same on all ranks: settings, code and data. Several nodes may have a copy each."""
+
+import dataclasses
+import platform
+from importlib import metadata
+from pathlib import Path
+
+from configurator import UserError, warn
+from corpus.loader import sampled
+from run import source
+from scale import parallel
+
+# settings that may differ by node: of a path only whether there is one is compared, of data_dir the data
+PLACES = ("out_dir", "init_from", "data_dir", "tokenizer", "hellaswag_file")
+PACKAGES = ("torch", "numpy", "safetensors", "tiktoken", "tokenizers", "triton")
+
+
+def settings(cfg):
+    """Raises UserError unless all ranks have rank 0's settings and sources; warns of other packages.
+
+    cfg: from run.build.choose, before anything whose collectives depend on a setting.
+    """
+    own = dataclasses.asdict(cfg)
+    del own["device"]
+    own |= {name: "a path" for name in PLACES if own[name] is not None}
+    if own["resume"] not in ("none", "auto"):
+        own["resume"] = "a folder"
+    given = {name: f"{name}={value}" for name, value in own.items()}
+    code = {name: f"{name} of SHA-256 {digest[:12]}" for name, digest in source.BEGAN.items()}
+    packages = {name: f"{name} {version}" for name, version in versions().items()}
+    of_ranks = parallel.gather_objects((given | code, packages))
+    refuse([facts for facts, _ in of_ranks])
+    warn(difference([facts for _, facts in of_ranks]))
+
+
+def data(cfg, loader, val_loaders):
+    """Raises UserError unless all ranks' data has rank 0's `fingerprint`, where a loader has one.
+
+    val_loaders: (share, loader) of each folder.
+    """
+    loaders = [loader, *(val_loader for _, val_loader in val_loaders)]
+    found = [getattr(loader, "fingerprint", None) for loader in loaders]
+    own = f"data_dir={cfg.data_dir} whose splits have the fingerprints {', '.join(map(str, found))}"
+    of_ranks = parallel.gather_objects((own, found))
+    refuse([{"data": own if theirs != of_ranks[0][1] else of_ranks[0][0]} for own, theirs in of_ranks])
+
+
+def weights(folder):
+    """Raises UserError unless all ranks have the same Hugging Face weights, by blocks of each file."""
+    own = [f"{path.name} of {sampled(path)[:12]}" for path in sorted(Path(folder).glob("*.safetensors"))]
+    refuse([{"weights": ", ".join(names)} for names in parallel.gather_objects(own)])
+
+
+def versions():
+    """{"torch": "2.13.0", ...} of Python and of the packages that compute."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "that is absent"
+    return found
+
+
+def refuse(of_ranks):
+    """Raises UserError for a `difference`."""
+    if found := difference(of_ranks):
+        raise UserError(f"{found}; start every rank with the same command, code and data")
+
+
+def difference(of_ranks):
+    """In words, the first rank whose {name: fact in words} is not rank 0's, and how; None without one."""
+    first = of_ranks[0]
+    for rank, facts in enumerate(of_ranks):
+        other = [name for name in first | facts if facts.get(name) != first.get(name)]
+        if other:
+            pairs = [f"{facts.get(k, f'no {k}')}, rank 0 has {first.get(k, f'no {k}')}" for k in other[:3]]
+            more = f" ({len(other)} differences)" if len(other) > 3 else ""
+            return f"rank {rank} has {'; it has '.join(pairs)}{more}"
+    return None

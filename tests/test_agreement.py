@@ -1,0 +1,148 @@
+"""run/agreement.py: ranks that differ in settings, code or data are told before the first step."""
+
+import os
+import re
+import shutil
+
+import pytest
+import ranks
+from conftest import flags, one_line, write_shard
+from test_signals import error_lines
+
+import train
+from configurator import UserError, configure, run
+from run import agreement, source
+from scale import parallel
+from settings import Config
+
+
+def train_each(words):
+    """For ranks.attempt: train.py with other words in each rank."""
+    run(train.main, configure(Config, words[int(os.environ["RANK"])]))
+
+
+def attempt(*words):
+    return ranks.attempt(len(words), train_each, words, timeout=60)[0]
+
+
+@pytest.mark.parametrize("settings", [
+    dict(lr=0.5),
+    dict(seed=3),
+    dict(shuffle_seed=3),
+    dict(resume="auto"),
+    dict(eval_interval=3),
+    dict(save_interval=1),
+    dict(dry_run=True),
+    dict(parallel="fsdp"),
+    dict(batch_size=2),
+])  # fmt: skip
+@pytest.mark.fault(87, 99)
+def test_another_setting_of_a_rank_is_named_with_both_values(data_dir, tmp_path, settings):
+    """Also one on which it depends which collectives there are."""
+    own = flags(data_dir, tmp_path / "run", max_steps=2)
+    done = attempt(own, flags(data_dir, tmp_path / "run", max_steps=2, **settings))
+    assert done.codes == [2, 2] and not (tmp_path / "run/log.jsonl").exists(), done.stderr
+    [line] = error_lines(done)
+    (name, value), before = *settings.items(), getattr(configure(Config, own), next(iter(settings)))
+    assert f"rank 1 has {name}={value}, rank 0 has {name}={before}; start every rank with the same" in line
+
+
+@pytest.mark.fault(87)
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_another_copy_of_the_data_is_named_and_a_true_copy_is_none(data_dir, tmp_path, split):
+    copy = shutil.copytree(data_dir, tmp_path / "copy")
+    words = [flags(folder, tmp_path / "run", max_steps=2, eval_interval=2) for folder in (data_dir, copy)]
+    assert attempt(*words).codes == [0, 0]
+    path = next(copy.glob(f"*_{split}_*"))
+    data = bytearray(path.read_bytes())
+    data[2000:2002], data[4000:4002] = data[4000:4002], data[2000:2002]
+    data[5000] ^= 1
+    path.write_bytes(data)
+    done = attempt(*([*one, f"--out_dir={tmp_path / 'other'}"] for one in words))
+    assert done.codes == [2, 2], done.stderr
+    [line] = error_lines(done)
+    assert f"rank 1 has data_dir={copy} whose splits have the fingerprints 2:" in line
+    assert f"rank 0 has data_dir={data_dir} whose" in line
+
+
+@pytest.fixture
+def pair(monkeypatch):
+    """As of two ranks: the last two answers of this process are gathered."""
+    pair = []
+
+    def gathered(value):
+        pair.append(value)
+        return pair[-2:]
+
+    monkeypatch.setattr(agreement.parallel, "gather_objects", gathered)
+    return pair
+
+
+def join_over_another(at_rank):
+    """For ranks.attempt: ranks join, of which one has a device of another backend."""
+    check = parallel.check_backend
+    parallel.check_backend = lambda store, rank, own: check(store, rank, "nccl" if rank == at_rank else own)
+    run(lambda cfg: parallel.start("cpu", 10), Config())
+
+
+@pytest.mark.fault(87)
+def test_a_rank_of_another_backend_is_told_before_any_collective():
+    """As where one of two nodes finds no GPU."""
+    done, _ = ranks.attempt(2, join_over_another, 1, grace=2, timeout=60)
+    assert done.codes[1] == 2 and "error: rank 1 joins over nccl, rank 0 over gloo: it has" in done.errors[1]
+
+
+def test_other_hugging_face_weights_are_refused(tmp_path, pair):
+    for name, content in (("a", b"1"), ("b", b"1"), ("c", b"2")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(content)
+    agreement.weights(tmp_path / "a")
+    agreement.weights(tmp_path / "b")
+    with pytest.raises(
+        UserError, match="rank 1 has model.safetensors of .*, rank 0 has model.safetensors of"
+    ):
+        agreement.weights(tmp_path / "c")
+
+
+def test_code_is_refused_and_packages_are_told(monkeypatch, capsys, pair):
+    agreement.settings(Config())
+    agreement.settings(Config(out_dir="elsewhere", data_dir="copy", device="cuda:1", init_from=None))
+    assert capsys.readouterr().err == ""
+    with monkeypatch.context() as patch, pytest.raises(UserError) as error:
+        patch.setattr(source, "BEGAN", source.BEGAN | {"model.py": "0" * 64})
+        agreement.settings(Config())
+    assert "rank 1 has model.py of SHA-256 000000000000, rank 0 has model.py of" in one_line(error)
+    pair.clear()
+    agreement.settings(Config())
+    monkeypatch.setattr(agreement.metadata, "version", lambda name: "1.0")
+    agreement.settings(Config())
+    assert "warning: rank 1 has torch 1.0, rank 0 has torch 2." in capsys.readouterr().err
+    with pytest.raises(UserError, match="has seed=2.*has lr=0.1, rank 0 has lr=0.0006.* .4 diff"):
+        agreement.settings(Config(lr=0.1, seed=2, clip=2.0, beta1=0.5))
+
+
+@pytest.mark.fault(99)
+def test_a_rank_that_does_not_see_the_checkpoints_is_the_cause_that_is_printed(data_dir, tmp_path):
+    shared, own = tmp_path / "run", tmp_path / "own"
+    assert ranks.run(0, flags(data_dir, shared, max_steps=2)).returncode == 0
+    for copied in (False, True):
+        if copied:  # of another run
+            assert ranks.run(0, flags(data_dir, own, max_steps=2, seed=2)).returncode == 0
+        words = [flags(data_dir, folder, max_steps=4, resume="auto") for folder in (shared, own)]
+        done = attempt(*words)
+        assert done.codes == [4, 4], done.stderr
+        [line] = error_lines(done)
+        cause = "rank 1 has another one of that name" if copied else "rank 1: .*manifest.json: No such file"
+        assert re.search(cause, line), line
+
+
+@pytest.mark.fault(88)
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_half_made_data_is_refused(tmp_path, dry_run):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for split in ("val", "train"):
+        write_shard(folder / f"a_{split}_000001.bin", range(200))
+    (folder / "progress.json").write_text("{}")
+    done = ranks.run(0, flags(folder, tmp_path / "run", max_steps=2, dry_run=dry_run))
+    assert done.returncode == 3 and "half made, with progress.json and no manifest.json" in done.stderr
