@@ -59,6 +59,7 @@ class State:
     tokens: int = 0  # tokens read by all ranks
     evaluated: int | None = None  # the step after which all evaluations that were due have run
     score: float | None = None  # of the evaluation that chooses the best checkpoint, after that step
+    own: dict = dataclasses.field(default_factory=dict)  # yours: tensors, numbers, objects with a state_dict
 
 
 class Training:

@@ -207,11 +207,18 @@ def not_finite(loss, norm):
     return sum_over_ranks((~torch.isfinite(loss.to(norm) + norm)).float()).clamp(max=1)
 
 
-def all_finite(model):
-    """Whether no weight of any rank is inf or NaN; waits for the device."""
-    own = [rows for p in model.parameters() if (rows := local(p)).numel()]  # of a short tensor perhaps none
-    tops = torch.stack([top.float() for top in torch._foreach_norm(own, float("inf"))] or [torch.zeros(())])
-    return not not_finite(tops.max(), tops.max()).item()
+def all_finite(tensors, device):
+    """Whether none of the tensors of any rank holds inf or NaN; waits for `device`, that of the ranks."""
+    floats = [local(t) for t in tensors if t.is_floating_point() and t.dtype.itemsize > 1]  # no 8-bit codes
+    by_device = {}
+    for own in floats:
+        if own.numel():  # of a short tensor a rank may have no rows
+            by_device.setdefault(own.device, []).append(own)
+    tops = [torch.zeros((), device=device)]
+    for some in by_device.values():
+        tops += [top.float().to(tops[0]) for top in torch._foreach_norm(some, float("inf"))]
+    top = torch.stack(tops).max()
+    return not not_finite(top, top).item()
 
 
 def rank_and_size():
