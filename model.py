@@ -255,15 +255,21 @@ class GPT(nn.Module):
     def init_weights(self, fill=lambda tensor, function: function(tensor)):
         """Draws weights from N(0, std); norms start at one, biases at zero. fill: see parallel.fill."""
         for name, module in self.named_modules():
+            own = [*module.named_parameters(name, False), *module.named_buffers(name, False)]
+            lost = [at for at, _ in own]  # on meta, what __init__ assigned is lost
             if isinstance(module, (nn.Linear, nn.Embedding)):
+                lost = [at for at in lost if not at.endswith((".weight", ".bias"))]
                 fill(module.weight, partial(nn.init.normal_, std=self.initial_std(name)))
                 if getattr(module, "bias", None) is not None:
                     nn.init.zeros_(module.bias)
             elif hasattr(module, "reset_parameters"):  # norms to one, gates to zero
                 module.reset_parameters()
-            elif not hasattr(module, "reset_tables"):  # on meta, what __init__ assigned is lost
-                for lost, _ in [*module.named_parameters(name, False), *module.named_buffers(name, False)]:
-                    raise UserError(f"model.py: {lost} has no initial value: reset_parameters() is missing")
+                lost = []
+            elif hasattr(module, "reset_tables"):
+                lost = []
+            if lost:
+                hint = "put it into a module of its own with reset_parameters()"
+                raise UserError(f"model.py: {lost[0]} has no initial value: {hint}")
 
     def initial_std(self, layer):
         """GPT-2's 0.02, over sqrt(2 n_layer) for projections into the residual stream; values: 0."""

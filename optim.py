@@ -119,6 +119,13 @@ def skips(optimizer):
     return fused or getattr(optimizer, "knows_found_inf", False)
 
 
+def unknown(optimizer):
+    """The name of an optimizer whose states are not ours, for the memory estimate; None: all are known."""
+    ours = ("AdamW", "AdamW8bit", "Muon")
+    names = [type(one).__name__ for one in parts_of(optimizer)]
+    return next((name for name in names if name not in ours), None)
+
+
 class Several:
     """Several optimizers, each with parameters of its own, as the loop and a GradScaler call one."""
 

@@ -100,8 +100,8 @@ class Training:
             if self.graph:
                 sums = self.graph(*batch, average=last)
             else:
-                parallel.sync_gradients(self.model, last)
-                sums = self.micro_step(*batch)
+                with parallel.sync_gradients(self.model, last):
+                    sums = self.micro_step(*batch)
             totals = self.figures.add(totals, sums)
         return totals
 

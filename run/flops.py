@@ -86,7 +86,7 @@ class Account:
     """What a model computes: `calls`, flops_per_token, peak FLOP/s, unused (parameters without a gradient).
 
     regular: every block ran once. bypassed: one ran without attn.core. draws: one drew from numpy's or
-    Python's random numbers. problem: why nothing is known.
+    Python's random numbers. updates: buffers of blocks that it changed. problem: why nothing is known.
     """
 
     def __init__(self, cfg, device, again=False):
@@ -98,6 +98,7 @@ class Account:
             block.register_forward_pre_hook(drawn.begin)
             block.register_forward_hook(drawn.end)
             block.register_forward_hook(lambda block, *_: runs.update([block]))
+        before = {name: b._version for name, b in model.blocks.named_buffers("blocks")}
         self.flops_per_token = self.problem = None
         with Census(device.type, DTYPES.get(cfg.precision, torch.float32)) as seen:
             for module in model.modules():
@@ -113,8 +114,12 @@ class Account:
                     raise
         known, self.calls = not self.problem, seen.calls
         self.bypassed = known and seen.attention_calls < runs.total()
-        self.unused = [name for name, p in model.named_parameters() if known and p.grad is None]
+        trained = [(name, p) for name, p in model.named_parameters() if known and p.requires_grad]
+        self.unused = [name for name, p in trained if p.grad is None]
         self.draws = drawn.found
+        after = model.blocks.named_buffers("blocks")
+        self.updates = [name for name, buffer in after if buffer._version != before[name]]
+        self.new = []  # parameters and buffers that no checkpoint gave a value, though one was loaded
         self.regular = known and all(runs[block] == 1 for block in model.blocks)
 
     def mfu(self, tokens_per_s, devices):
@@ -124,14 +129,19 @@ class Account:
 
     def rows(self):
         """Rows of the start-up summary: which calls of operations are fused, which are plain, and why."""
+        rows = []
+        if self.new:
+            names = ", ".join(self.new[:3]) + f" and {len(self.new) - 3} more" * (len(self.new) > 3)
+            rows.append(("new", f"{names}: not in the checkpoint, with their initial values"))
         if self.problem:
-            return [("operations", f"not counted, nor is MFU: the forward fails on meta ({self.problem})")]
+            why = f"not counted, nor is MFU: the forward fails on meta ({self.problem})"
+            return [*rows, ("operations", why)]
         by_reason = {}
         for (name, reason), n in self.calls.items():
             by_reason.setdefault(reason, []).append(f"{name} {n}")
         words = [f"fast: {', '.join(by_reason.pop(None))}"] if None in by_reason else []
         words += [f"plain: {', '.join(names)} ({reason})" for reason, names in by_reason.items()]
-        rows = [("operations", "; ".join(words))]
+        rows.append(("operations", "; ".join(words)))
         if self.unused:
             names = ", ".join(self.unused[:3]) + f" and {len(self.unused) - 3} more" * (len(self.unused) > 3)
             rows.append(("warning", f"no loss depends on {names}: these parameters stay as they are"))

@@ -59,11 +59,14 @@ def parameter_counts(cfg):
 
 
 def bytes_of_parameter(cfg):
-    """Bytes of (a weight or its gradient, a gradient in the sum over ranks, optimizer state on average)."""
+    """Bytes of (a weight or its gradient, a gradient in the sum over ranks, optimizer state on average).
+
+    The states of an optimizer that is none of ours are not known, and count nothing.
+    """
     total, block = parameter_counts(cfg)
     moments = {"adamw": 8, "adamw8bit": 2 * (1 + 4 / GROUP), "muon": 8 - 4 * cfg.n_layer * block / total}
     own, summed = (2 if dtype == "bf16" else 4 for dtype in (cfg.weights, cfg.reduce_dtype))
-    return own, summed, moments[cfg.optimizer]
+    return own, summed, moments.get(cfg.optimizer, 0)
 
 
 def gathered(cfg, shards):
@@ -168,12 +171,19 @@ def longest_row(cfg, ranks, budget):
     return largest_batch(one, ranks, budget, "block_size", 1024 * cfg.context_parallel)
 
 
-def describe(cfg, ranks, parameters=None):
-    """The estimate in words. parameters: of the model, whose activations are unknown if it was edited."""
+def describe(cfg, ranks, parameters=None, optimizer=None):
+    """The estimate in words. parameters: of the model, whose activations are unknown if it was edited.
+
+    optimizer: the name of one whose states are not known.
+    """
     (counted, _), (own, _, moments) = parameter_counts(cfg), bytes_of_parameter(cfg)
     states = (2 * own + moments) * (parameters or counted) / shards_of(cfg, ranks) / GIB
     where = "of the host's memory " if cfg.offload_states else ""
     words = f"{states:.2f} GiB {where}a rank for weights, gradients and optimizer states"
+    if optimizer or cfg.optimizer not in ("adamw", "adamw8bit", "muon"):
+        states = 2 * own * (parameters or counted) / shards_of(cfg, ranks) / GIB
+        words = f"{states:.2f} GiB {where}a rank for weights and gradients; the states of"
+        return f"{words} {optimizer or cfg.optimizer}, and activations, are not estimated"
     if uncounted(cfg) or parameters not in (None, counted):
         return words + "; activations are not estimated"
     return words + f", about {takes(cfg, ranks) / GIB:.1f} GiB of a GPU in all"

@@ -20,7 +20,7 @@ import sys, train
 from pathlib import Path
 paths = [Path(m.__file__) for m in sys.modules.values() if getattr(m, "__file__", None)]
 lines = [len(path.open().readlines()) for path in paths if Path.cwd() in (path.parent, path.parent.parent)]
-sys.exit(len(lines) > 32 or sum(lines) > 7000)
+sys.exit(len(lines) > 33 or sum(lines) > 7500)
 """
 
 
@@ -30,7 +30,7 @@ def settings(**changes):
 
 
 def test_import_train_loads_few_files():
-    """Of this repository 32 files of 7,000 lines at most; the kernels wait for a GPU."""
+    """Of this repository 33 files of 7,500 lines at most; the kernels wait for a GPU."""
     assert subprocess.run([sys.executable, "-c", FILES], cwd=ROOT).returncode == 0
 
 

@@ -90,6 +90,10 @@ def over_ranks(folder, runs, ports):
     found = {}
     for (mode, words), port in zip(runs.items(), ports):
         os.environ["MASTER_PORT"] = str(port)
+        before = mode.removeprefix("resumed ")
+        if before != mode and os.environ["RANK"] == "0" and not found[before][0]:  # the others wait to join
+            out, step = Path(folder).parent, "step_00000003"
+            shutil.copytree(out / before / step, out / mode / step)
         found[mode] = run(words)
     return found
 
