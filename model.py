@@ -255,21 +255,21 @@ class GPT(nn.Module):
     def init_weights(self, fill=lambda tensor, function: function(tensor)):
         """Draws weights from N(0, std); norms start at one, biases at zero. fill: see parallel.fill."""
         for name, module in self.named_modules():
-            own = [*module.named_parameters(name, False), *module.named_buffers(name, False)]
-            lost = [at for at, _ in own]  # on meta, what __init__ assigned is lost
+            lost = []  # on meta, what __init__ assigned is lost
             if isinstance(module, (nn.Linear, nn.Embedding)):
-                lost = [at for at in lost if not at.endswith((".weight", ".bias"))]
                 fill(module.weight, partial(nn.init.normal_, std=self.initial_std(name)))
                 if getattr(module, "bias", None) is not None:
                     nn.init.zeros_(module.bias)
+                lost += module._parameters.keys() - {"weight", "bias"}
+                lost += module._buffers.keys() - module._non_persistent_buffers_set
             elif hasattr(module, "reset_parameters"):  # norms to one, gates to zero
                 module.reset_parameters()
-                lost = []
-            elif hasattr(module, "reset_tables"):
-                lost = []
+            elif not hasattr(module, "reset_tables"):
+                lost += dict(module.named_parameters(recurse=False)).keys()
+                lost += dict(module.named_buffers(recurse=False)).keys()
             if lost:
-                hint = "put it into a module of its own with reset_parameters()"
-                raise UserError(f"model.py: {lost[0]} has no initial value: {hint}")
+                where = f"model.py: {name}.{lost[0]} has no initial value"
+                raise UserError(f"{where}: reset_parameters() is missing in a module of its own")
 
     def initial_std(self, layer):
         """GPT-2's 0.02, over sqrt(2 n_layer) for projections into the residual stream; values: 0."""

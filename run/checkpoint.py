@@ -190,8 +190,8 @@ class Saver:
         if group == "buffers":  # a mask may hold -inf
             held = [t.nan_to_num(torch.nan, 0.0, 0.0) for t in held]
         if not parallel.all_finite(held, self.world.device):
-            words = f"{VALUES[group]} are inf or NaN"
-            raise NotFinite(f"step {state.step}: {words} and inf or NaN and were not saved; try a lower --lr")
+            what = f"step {state.step}: {VALUES[group]} are inf or NaN and were not saved"
+            raise NotFinite(f"{what}; try a lower --lr")
         return shared, tensors, alone
 
     def write(self, step, tensors, state):

@@ -257,7 +257,7 @@ def hf_parts(model, may_have_more=False):
                 parts[f"{name}.bias"] = Part(f"{place}.bias", *span)
     whole = lambda part: part.last in (len(own.get(part.ours, ())), cfg.vocab_size)  # else an edit added rows
     known = {part.ours for part in parts.values()}
-    more = known - {part.ours for part in filter(whole, parts.values())}
+    more = own.keys() & known - {part.ours for part in filter(whole, parts.values())}
     if not may_have_more:
         more |= own.keys() - known | persistent_buffers(model).keys()
     if more:
