@@ -19,6 +19,7 @@ import shutil
 import numpy as np
 import pytest
 import ranks
+import torch
 from conftest import ROOT, flags, load_checkpoint, read_log, stdlib_bytes, write_shard
 from experiments import inside, layers, loop, losses, optimizers, patch, positions, randomness
 
@@ -320,3 +321,30 @@ def wrong_effect(own, runs, without):
     if own.unchanged and changed:
         return f"it changes {changed}"
     return None if own.unchanged or changed else "it changes nothing"
+
+
+def test_a_run_with_lora_begins_at_the_weights_of_one_without(sources, shards, tmp_path):
+    """What the checkpoint lacks is named, and stays as it was drawn; what the model lacks is refused."""
+    own = next(patch for patch in optimizers.PATCHES if patch.name == "LoRA")
+    try:
+        patch.apply(own, copy_of(sources, tmp_path / "sources"))
+    except patch.MissingAnchor as why:
+        pytest.skip(str(why))
+    settings = SETTINGS | dict(max_steps=3)
+    base, tuned = (flags(shards[False], tmp_path / name, **settings) for name in ("base", "tuned"))
+    ((code, words, _),) = ranks.call(0, inside.begun, sources, base)
+    assert code == 0, words
+    ((code, words, said),) = ranks.call(
+        0, inside.begun, tmp_path / "sources", [*tuned, f"--init_from={tmp_path / 'base'}"]
+    )
+    assert code == 0, words
+    said = " ".join(said.split())
+    assert (
+        "new blocks.0.mlp.up.a.weight, blocks.0.mlp.up.b.weight" in said and "not in the checkpoint" in said
+    )
+    (a, _), (b, _) = (load_checkpoint(tmp_path / name / "step_00000003") for name in ("base", "tuned"))
+    kept = {name for name, tensor in a["model"].items() if torch.equal(tensor, b["model"][name])}
+    assert kept == a["model"].keys() and len(b["model"]) == len(a["model"]) + 4
+    back = flags(shards[False], tmp_path / "back", **settings, init_from=tmp_path / "tuned")
+    ((code, words, _),) = ranks.call(0, inside.begun, sources, back)
+    assert code == 4 and "blocks.0.mlp.up.a.weight: (4, 32), expected absent" in words and "\n" not in words

@@ -4,11 +4,13 @@ The optimizers are written as a user writes them; the plain loop executes the sa
 compared is how the run calls them, saves their states and makes them again.
 """
 
+import importlib
+
 import torch
 
 from experiments import patch as modes
 from experiments.layers import LORA
-from experiments.losses import BLOCK_CLASS, MAKE_MLP
+from experiments.losses import BLOCK_CLASS, HAS_MORE, MAKE_MLP
 from experiments.patch import Patch
 
 BUILD = "def build(name, groups, model, cfg):\n"
@@ -206,6 +208,21 @@ class Balance(nn.Module):
 
 
 '''
+STACK = '''class Stack(nn.Module):
+    """Adds three products with square matrices."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3, cfg.n_embd, cfg.n_embd))
+
+    def reset_parameters(self):
+        nn.init.zeros_(self.weight)
+
+    def forward(self, x):
+        return x + sum(F.silu(x @ matrix) for matrix in self.weight.type_as(x))
+
+
+'''
 BALANCED = """        for name, module in state.model.named_modules():
             if name.endswith("balance"):
                 counts = parallel.sum_over_ranks(module.counts.float())
@@ -213,6 +230,7 @@ BALANCED = """        for name, module in state.model.named_modules():
 """
 RESUMED = (modes.RESUMED, modes.DDP, modes.RESUMED_DDP)
 EVERYWHERE = (modes.PLAIN, modes.MASKED, modes.ACCUMULATED, *RESUMED, modes.FSDP, modes.RESUMED_FSDP)
+READERS = (modes.SAMPLED, modes.EXPORTED)
 ROWS_ALONE = (modes.PLAIN, modes.MASKED, modes.ACCUMULATED, *RESUMED)  # its step does not run on FSDP2's rows
 
 
@@ -368,6 +386,24 @@ PATCHES = [
         optimizer=matrices_apart(lambda groups, cfg: made(KELLER, "KellerMuon")(groups, lr=cfg.lr)),
     ),
     Patch(
+        "a stack of matrices",
+        "each of which is one for Muon, as are the others of the block",
+        {
+            "model.py": [
+                (BLOCK_CLASS, STACK + BLOCK_CLASS),
+                (MAKE_MLP, MAKE_MLP + "        self.stack = Stack(cfg)\n"),
+                (
+                    "        x = x + self.dropout(self.mlp(self.norm_2(x)))\n",
+                    "        x = x + self.dropout(self.mlp(self.norm_2(self.stack(x))))\n",
+                ),
+            ]
+        },
+        (*EVERYWHERE, modes.BLOCK),
+        sample=(modes.PLAIN, modes.RESUMED_FSDP),
+        settings=dict(optimizer="muon", lr=0.01),
+        optimizer=lambda model, cfg: importlib.import_module("optim").make_optimizer(model, cfg),
+    ),
+    Patch(
         "two optimizers at once",
         "SGD for biases and norms, AdamW for the rest",
         {
@@ -448,7 +484,8 @@ PATCHES = [
                 ),
             ]
         },
-        (*EVERYWHERE, modes.BLOCK),
+        (*EVERYWHERE, modes.BLOCK, *READERS),
+        export=HAS_MORE,
         sample=(modes.PLAIN, modes.RESUMED, modes.DDP, modes.RESUMED_FSDP),
         settings=dict(lr=0.03),
     ),
@@ -462,8 +499,9 @@ PATCHES = [
             ],
             "train.py": [(UPDATE, UPDATE + BALANCED)],
         },
-        (modes.ACCUMULATED, *RESUMED, modes.FSDP, modes.RESUMED_FSDP, modes.BLOCK),
-        sample=(modes.RESUMED, modes.RESUMED_DDP, modes.RESUMED_FSDP),
+        (modes.ACCUMULATED, *RESUMED, modes.FSDP, modes.RESUMED_FSDP, modes.BLOCK, *READERS),
+        sample=(modes.RESUMED, modes.RESUMED_DDP, modes.RESUMED_FSDP, *READERS),
+        export=HAS_MORE,
         refused={modes.BLOCK: "a block runs twice, and so would change blocks.0.mlp.balance.counts twice"},
         settings=dict(lr=0.01),
     ),
