@@ -2,13 +2,13 @@
 
 import dataclasses
 import os
-from functools import partial
 from pathlib import Path
 
 import torch
 
 import optim
 from configurator import UserError, warn
+from corpus import told
 from run import checkpoint, files, source, states
 from run.checkpoint import CheckpointError
 from scale import parallel
@@ -65,7 +65,11 @@ class Start:
         model = state.model
         if not parallel.all_finite(model.parameters(), world.device):
             raise CheckpointError(f"{self.folder}: weights are inf or NaN; remove it to take the one before")
-        load = partial(checkpoint.load_values, self.folder, self._tensors, self.values, state)
+
+        def load():
+            with told(f"{self.folder}: what values.json says does not fit this run", CheckpointError):
+                return checkpoint.load_values(self.folder, self._tensors, self.values, state)
+
         self.warnings += checkpoint.everywhere(load)
         state.scaler.load_state_dict(self.state["scaler"])
         position = self.state["loader"]

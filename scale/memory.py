@@ -11,6 +11,7 @@ import fast
 
 GIB = 2**30
 GROUP = 256  # elements that share a float32 scale in adamw8bit's moments, as in its module
+OPTIMIZERS = ("adamw", "adamw8bit", "muon")  # whose states are counted
 UNIT_MIB = 100  # blocks that FSDP2 gathers as one unit take up to this in 16 bits; 0: a block a unit
 
 
@@ -180,7 +181,7 @@ def describe(cfg, ranks, parameters=None, optimizer=None):
     states = (2 * own + moments) * (parameters or counted) / shards_of(cfg, ranks) / GIB
     where = "of the host's memory " if cfg.offload_states else ""
     words = f"{states:.2f} GiB {where}a rank for weights, gradients and optimizer states"
-    if optimizer or cfg.optimizer not in ("adamw", "adamw8bit", "muon"):
+    if optimizer or cfg.optimizer not in OPTIMIZERS:
         states = 2 * own * (parameters or counted) / shards_of(cfg, ranks) / GIB
         words = f"{states:.2f} GiB {where}a rank for weights and gradients; the states of"
         return f"{words} {optimizer or cfg.optimizer}, and activations, are not estimated"
@@ -193,7 +194,10 @@ def uncounted(cfg):
     """Problems, one line each: the settings with operations that keep more than the estimate counts."""
     other = ("ops", "torch"), ("attention", "math")  # PyTorch's own operations, T x T matrices
     why = "the arithmetic counts the fused kernels"
-    return [f"{k}={v}: {why}; try --{k}=auto" for k, v in other if getattr(cfg, k) == v]
+    found = [f"{k}={v}: {why}; try --{k}=auto" for k, v in other if getattr(cfg, k) == v]
+    if cfg.optimizer not in OPTIMIZERS:
+        found.append(f"optimizer={cfg.optimizer}: its states are not known; try --optimizer=adamw")
+    return found
 
 
 def advice(cfg, ranks, budget):

@@ -253,4 +253,8 @@ def test_an_optimizer_that_lacks_something_is_refused(monkeypatch):
     assert "for weights and gradients; the states of SGD, and" in memory.describe(
         settings(), 1, optimizer="SGD"
     )
+    named = settings()
+    named.optimizer = "lion"  # of an edit of settings.py
+    assert memory.uncounted(named) == ["optimizer=lion: its states are not known; try --optimizer=adamw"]
+    assert memory.takes(named, 1) > 0 and "the states of lion, and" in memory.describe(named, 1)
     assert optim.unknown(torch.optim.SGD(model.parameters())) == "SGD"

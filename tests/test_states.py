@@ -9,13 +9,14 @@ import ranks
 import torch
 from conftest import one_line
 
+import model as models
 import train
 from model import build
 from run import checkpoint, states
 from run.logger import NotFinite
 from run.resume import Start
 from scale import parallel
-from settings import GPTConfig
+from settings import Config, GPTConfig
 
 CPU = torch.device("cpu")
 WORLD = parallel.World(0, 1, CPU)
@@ -64,8 +65,8 @@ class Odd(torch.optim.Optimizer):
                 p.copy_(state["master"])
 
 
-def state_of(seed=0, make=Odd, own=None, **options):
-    model = build(GPTConfig(**SHAPE), CPU, seed=seed)
+def state_of(seed=0, make=Odd, own=None, model=None, **options):
+    model = build(GPTConfig(**SHAPE), CPU, seed=seed) if model is None else model
     loader = SimpleNamespace(state_dict=dict, load_state_dict=lambda _: None)
     optimizer = make(model.parameters(), **options)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
@@ -236,6 +237,79 @@ class Own(torch.optim.Optimizer):
             state["mean"].lerp_(p.grad, 0.5)
             state["own"] += 1 if self.alike else 1 + torch.distributed.get_rank()
             p.sub_(0.1 * state["mean"])
+
+
+def sharded_by_two(folder):
+    """For ranks.call: the whole mean of each parameter, under FSDP2."""
+    world = parallel.start("cpu", 60)
+    cfg = Config(**SHAPE, parallel="fsdp", precision="fp32")
+    model = models.on_meta(cfg)
+    parallel.shard(model, cfg, world, regular=False)
+    models.allocate(model, CPU, 0, fill=parallel.fill)
+    state = state_of(make=Own, model=model, alike=True)
+    for step in range(2):
+        for i, p in enumerate(model.parameters()):
+            p.grad = torch.full_like(p, float(i + step))
+        state.optimizer.step()
+    checkpoint.Saver(world, folder, 2, saved=lambda *_: None).save(state, config=dict(SHAPE))
+    found = [s["mean"].full_tensor().tolist() for s in state.optimizer.state.values()]
+    parallel.stop()
+    return found
+
+
+def test_states_by_rows_go_on_whole_and_others_only_where_they_mean_the_same(tmp_path):
+    expected, _ = ranks.call(2, sharded_by_two, tmp_path)
+    folder = checkpoint.find(tmp_path)
+    words = r"own \(3,\) has not the parameter's shape; saved by a model among 2 ranks.*, not among 1"
+    with pytest.raises(checkpoint.CheckpointError, match=words) as error:
+        resumed(state_of(make=Own), folder)
+    one_line(error)
+    state = state_of(make=Own)
+    for p in state.model.parameters():  # as an optimizer makes them that knows their shapes
+        state.optimizer.state[p] = {"mean": torch.zeros_like(p), "own": torch.zeros(3)}
+    resumed(state, folder)
+    assert [s["mean"].tolist() for s in state.optimizer.state.values()] == expected
+
+
+class Seen(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(2))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+        self.register_buffer("table", torch.zeros(2), persistent=False)
+
+
+def with_buffers(value):
+    state = state_of(make=torch.optim.AdamW)
+    state.model.seen = Seen()
+    state.model.seen.mean += value
+    return state
+
+
+def buffers_of_two(folder):
+    """For ranks.call: buffers that differ, after a resume, of another run, and averaged."""
+    world = parallel.start("cpu", 60)
+    state = with_buffers(float(world.rank))
+    checkpoint.Saver(world, folder, 2, saved=lambda *_: None).save(state, config=dict(SHAPE))
+    parallel.barrier()
+    other = with_buffers(7.0)
+    start = Start(folder, str(folder), dry_run=True)
+    checkpoint.load_model_tensors(other.model, start.weights)
+    loaded = other.model.seen.mean.tolist()
+    start.restore(other, world)
+    found = other.model.seen.mean.tolist()
+    parallel.average_buffers(other.model)
+    parallel.stop()
+    return loaded, found, other.model.seen.mean.tolist(), start.warnings
+
+
+def test_buffers_are_each_ranks_own(tmp_path):
+    first, second = ranks.call(2, buffers_of_two, tmp_path)
+    assert first == ([0, 0], [0, 0], [0.5, 0.5], []) and second == ([0, 0], [1, 1], [0.5, 0.5], [])
+    alone = with_buffers(7.0)
+    warnings = resumed(alone, checkpoint.find(tmp_path))
+    assert warnings[0] == "seen.mean (1 in all) differed from rank to rank: all have rank 0's"
+    assert alone.model.seen.mean.tolist() == [0, 0] and alone.model.seen.table.tolist() == [0, 0]
 
 
 def saved_by_two(folder, alike):
