@@ -189,6 +189,8 @@ class Saver:
         held = [*found.by_rows.values(), *found.others.values()]
         if group == "buffers":  # a mask may hold -inf
             held = [t.nan_to_num(torch.nan, 0.0, 0.0) for t in held]
+        if found.has_nan:
+            held.append(torch.tensor(torch.nan))
         if not parallel.all_finite(held, self.world.device):
             what = f"step {state.step}: {VALUES[group]} are inf or NaN and were not saved"
             raise NotFinite(f"{what}; try a lower --lr")
@@ -440,7 +442,7 @@ def load_values(folder, tensors, values, state):
     """Puts what `Saver.packed` found into a train.State; tensors, values: of open_folder -> warnings."""
     model, ranks = state.model, parallel.rank_and_size()[1]
     open_group = partial(opened, folder, tensors, values, model)
-    states.load_optimizer(state.optimizer, model, *open_group("optimizer"))
+    states.load_optimizer(state.optimizer, *open_group("optimizer"))
     warnings = states.load_own(state.own, *open_group("own"))
     buffers = values.get("buffers", {"of_each_rank": []})
     if buffers["of_each_rank"] and buffers["ranks"] != ranks:

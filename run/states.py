@@ -46,8 +46,11 @@ class Packed:
 
     def __init__(self, model):
         self.names = {id(p): name for name, p in model.named_parameters()}
+        self.device = next(model.parameters()).device
         self.by_rows, self.others = {}, {}
         self.seen = {}  # {id of a tensor: (its node, itself)}
+        self.memory = {}  # {address: the name of the tensor there}
+        self.has_nan = False  # a number of Python's
 
     def pack(self, value, name, like=None):
         """The JSON of a value. name: of its tensors; like: the parameter that it belongs to, if to one."""
@@ -56,6 +59,7 @@ class Packed:
         if type(value) is float and math.isfinite(value):
             return value
         if type(value) is float:
+            self.has_nan = self.has_nan or math.isnan(value)
             return {"float": repr(value)}
         if torch.is_tensor(value):
             return self.pack_tensor(value, name, like)
@@ -67,6 +71,8 @@ class Packed:
         for kind, made in MAPPINGS.items():
             if type(value) is made:
                 pairs = value.items()
+                if any(torch.is_tensor(key) for key in value):
+                    raise CheckpointError(f"{name} is a dict with tensors as keys, which no checkpoint holds")
                 return {kind: [[self.pack(k, name), self.pack(v, f"{name}.{k}", like)] for k, v in pairs]}
         holds = "a checkpoint holds tensors, numbers, texts, lists, tuples and dicts"
         raise CheckpointError(f"{name} is of type {type(value).__name__}: {holds}")
@@ -76,19 +82,30 @@ class Packed:
             return {"parameter": self.names[id(value)]}
         if id(value) in self.seen:  # one tensor in several places, which it is to be again
             return self.seen[id(value)][0]
+        while name in self.by_rows or name in self.others:  # of the keys 1 and "1"
+            name += "_"
+        where = local(value).untyped_storage()
+        if where.nbytes() and self.memory.setdefault(where.data_ptr(), name) != name:
+            other = self.memory[where.data_ptr()]
+            raise CheckpointError(
+                f"{name} shares its memory with {other}; a checkpoint holds them apart only"
+            )
         node = {"tensor": name}
-        where = like.device if like is not None else None
-        if value.device.type == "cpu" and where is not None and where.type != "cpu":
+        if value.device.type == "cpu" and (self.device if like is None else like.device).type != "cpu":
             node["cpu"] = True
+        alike = like is not None and value.shape == like.shape
         if isinstance(value, DTensor):
             if any(not isinstance(place, Replicate) and place != Shard(0) for place in value.placements):
-                raise CheckpointError(
-                    f"{name} is sharded as {value.placements}: a checkpoint holds rows, or whole tensors"
-                )
-            node["rows" if Shard(0) in value.placements else "whole"] = True
+                layout = f"{name} is laid out as {value.placements}"
+                raise CheckpointError(f"{layout}: a checkpoint holds rows of tensors, or whole ones")
+            kind = "whole"
+            if Shard(0) in value.placements:
+                kind = "like" if alike else "rows"
+            node[kind] = True
             self.by_rows[name] = value
-        elif like is not None and value.shape == like.shape and not isinstance(like, DTensor):
-            self.by_rows[name] = value  # DDP's copies, as the weights
+        elif alike and not isinstance(like, DTensor):
+            node["like"] = True  # DDP's copies, as the weights
+            self.by_rows[name] = value
         else:
             node["shape"], node["dtype"] = list(value.shape), str(value.dtype)
             self.others[name] = value
@@ -107,10 +124,11 @@ def pack_optimizer(packed, optimizer, model):
         for key, state in one.state.items():
             if not torch.is_tensor(key):
                 more[key] = state
-            elif key in params:
+            elif key in params and isinstance(state, dict):
                 states[params[key]] = packed.pack(state, params[key], key)
             else:
-                raise CheckpointError(f"{type(one).__name__} has a state of a tensor that is no parameter")
+                what = "of a tensor that is no parameter, or is no dict"
+                raise CheckpointError(f"a state of {type(one).__name__} is {what}")
         groups = [changed(one, i) for i in range(len(one.param_groups))]
         own = {"type": type(one).__name__, "states": states}
         own["more"] = packed.pack(more, f"{at}more")
@@ -120,7 +138,7 @@ def pack_optimizer(packed, optimizer, model):
     return found
 
 
-def load_optimizer(optimizer, model, unpacked, tree):
+def load_optimizer(optimizer, unpacked, tree):
     """Gives a new optimizer, without a step, what pack_optimizer found. tree: None in older checkpoints."""
     each = parts_of(optimizer)
     unpacked.portable = False
@@ -168,9 +186,9 @@ def older(each, unpacked):
         if p not in owner:
             raise CheckpointError(f"{unpacked.what} do not fit the model: {key}")
         number = owner[p]
-        node = {"tensor": key}
+        node = {"tensor": key, "like": True}
         if stored.shape != p.shape:
-            node |= {"shape": list(stored.shape)}
+            node = {"tensor": key, "shape": list(stored.shape)}
         found[number]["states"].setdefault(name, {"dict": []})["dict"].append([kind, node])
         if kind not in each[number].state.get(p, ()):
             kinds[number, kind] += 1
@@ -192,19 +210,15 @@ def pack_own(packed, own):
 
 def load_own(own, unpacked, tree):
     """Fills State.own in place; tensors, lists and dicts stay the same objects. Returns warnings."""
-    for name in own.keys() & tree.keys():
+    for name in sorted(own.keys() & tree.keys()):
         value = own[name]
         if hasattr(value, "load_state_dict"):
             value.load_state_dict(unpacked.unpack(tree[name], there=value.state_dict()))
         else:
             own[name] = unpacked.unpack(tree[name], there=value)
-    words = [
-        f"own[{name!r}] is not in the checkpoint: it begins as it is made"
-        for name in own.keys() - tree.keys()
-    ]
-    return words + [
-        f"own[{name!r}] of the checkpoint is not in this run" for name in tree.keys() - own.keys()
-    ]
+    new, gone = sorted(own.keys() - tree.keys()), sorted(tree.keys() - own.keys())
+    words = [f"own[{name!r}] is not in the checkpoint: it begins as it is made" for name in new]
+    return words + [f"own[{name!r}] of the checkpoint is not in this run" for name in gone]
 
 
 def values_of(optimizer, group):
@@ -391,10 +405,12 @@ class Unpacked:
         p = self.any if like is None else like
         device = "cpu" if node.get("cpu") else p.device
         options = dict(dtype=stored.dtype, device=device)
-        own, whole = "shape" in node, "whole" in node
-        if like is not None and stored.shape == like.shape and not own and not whole:
+        if node.get("like"):
+            if like is None or stored.shape != like.shape:
+                now = None if like is None else tuple(like.shape)
+                raise CheckpointError(f"{self.what}: {name} is {tuple(stored.shape)}, its parameter {now}")
             return torch.empty_like(like, requires_grad=False, **options)
-        if own:
+        if "shape" in node:  # a rank's own
             if not self.portable and stored.shape.numel() > 1 and self.saved.get("shards") != self.shards:
                 before = f"saved by a model among {self.saved.get('shards')} ranks"
                 why = f"{self.what}: {name} {tuple(stored.shape)} has not the parameter's shape"

@@ -137,7 +137,7 @@ def resumed(folder, model, cfg):
     checkpoint.load_model_tensors(model, start.weights)
     optimizer, scaler = optim.make_optimizer(model, cfg), torch.amp.GradScaler("cpu", enabled=False)
     position = []
-    loader = SimpleNamespace(load_state_dict=lambda state: position.append(state["rows"]))
+    loader = SimpleNamespace(load_state_dict=lambda state: position.append(state.get("rows")))
     state = train.State(model, optimizer, scaler, loader, own={"counts": []})
     start.restore(state, parallel.World(0, 1, CPU))
     names = {p: name for name, p in model.named_parameters()}

@@ -46,6 +46,7 @@ class Odd(torch.optim.Optimizer):
                     state["master"] = p.detach().clone().double()
                     state["parts"] = [torch.zeros(3, dtype=torch.bfloat16), ("a", 1, 1.0, None, True)]
                     state["by"] = {
+                        "1": torch.zeros(1),
                         1: torch.zeros(2, 2, dtype=torch.bool),
                         "two": collections.OrderedDict(x=2),
                     }
@@ -157,6 +158,11 @@ def test_what_a_checkpoint_cannot_hold_is_named(tmp_path):
     one_line(error)
     state.own.clear()
     steps(state, 1)
+    flat = torch.zeros(4)
+    state.own["flat"] = [flat[:2], flat[2:]]
+    with pytest.raises(checkpoint.CheckpointError, match="flat.1 shares its memory with flat.0"):
+        saved(state, tmp_path)
+    state.own.clear()
     name, p = next(state.model.named_parameters())
     state.optimizer.state[p]["iterator"] = iter("a")
     with pytest.raises(checkpoint.CheckpointError, match=f"{name}.iterator is of type str_.*iterator"):
@@ -174,6 +180,14 @@ def test_nothing_that_is_not_finite_is_saved(tmp_path, value):
         saved(state, tmp_path)
     state.optimizer.state[p]["exp_avg_sq"][0, 0] = 0
     state.own["mean"] = [torch.tensor([1.0, value])]
+    with pytest.raises(NotFinite, match="State.own are inf or NaN"):
+        saved(state, tmp_path)
+    state.own["mean"] = math.inf  # a bound, say
+    saved(state, tmp_path / "bound")
+    other = state_of(make=torch.optim.AdamW, own={"mean": 0})
+    resumed(other, tmp_path / "bound/step_00000001")
+    assert other.own["mean"] == math.inf
+    state.own["mean"] = math.nan
     with pytest.raises(NotFinite, match="State.own are inf or NaN"):
         saved(state, tmp_path)
     assert not list(tmp_path.glob("step_*"))
