@@ -59,8 +59,9 @@ def param_groups(model, cfg):
             kind = "matrix"
         else:
             kind = "vector"  # biases, norms, gates, convolutions
-        if muon and (kind == "matrix" and min(p.shape[-2:]) == 1 or kind == "vector" and p.dim() > 1):
+        if muon and kind == "matrix" and min(p.shape[-2:]) == 1:
             kind = "vector"
+        if muon and kind == "vector" and p.dim() > 1:
             left.append(f"{name} {tuple(p.shape)}")
         groups[kind]["params"].append(p)
     if left:
@@ -84,6 +85,8 @@ def build(name, groups, model, cfg):
     if name == "muon":
         rows = {p: matrices_of(weight, p, cfg) for weight, p in model.named_parameters()}
         return Muon(groups, rows, cfg.lr, cfg.momentum_warmup, cfg.compile)
+    if name != "adamw":
+        raise UserError(f"optim.py: param_groups names the optimizer {name!r}, which `build` does not know")
     return torch.optim.AdamW(groups, **options, fused=fused)
 
 

@@ -48,7 +48,8 @@ from scale.precision import autocast
 class State:
     """What a run has come to: a checkpoint holds this, and a resumed run goes on from it.
 
-    Saved along with it are each rank's random-number generators and, in fp8, the amaxes of the last step.
+    Saved along with it are each rank's random-number generators, buffers where they differ, and in fp8 the
+    amaxes of the last step.
     """
 
     model: torch.nn.Module

@@ -241,6 +241,8 @@ def test_what_muon_cannot_take_goes_to_adamw_and_is_said(capsys):
 
 def test_an_optimizer_that_lacks_something_is_refused(monkeypatch):
     model = build(small(), CPU, seed=0)
+    with pytest.raises(UserError, match="names the optimizer 'lion', which `build` does not know"):
+        optim.build("lion", [], model, settings())
     sgd = lambda name, groups, model, cfg: torch.optim.SGD(groups, lr=cfg.lr)
     monkeypatch.setattr(optim, "build", sgd)
     assert type(optim.make_optimizer(model, settings())) is torch.optim.SGD
