@@ -257,7 +257,7 @@ class Matrix:
     def rows_in(self, tensor):
         """A view of this matrix' rows in a tensor that holds this rank's rows of the weight."""
         first, last = (self.first + row - self.rows_of_weight()[0] for row in self.held())
-        return tensor.view(-1, tensor.size(-1))[first:last]
+        return tensor.flatten(0, -2)[first:last]
 
 
 class Muon(torch.optim.Optimizer):
