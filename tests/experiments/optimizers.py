@@ -410,9 +410,9 @@ PATCHES = [
             "optim.py": [
                 (VECTORS, VECTORS.replace("optimizer=beside", 'optimizer="sgd"')),
                 (
-                    ADAMW,
+                    OF_MUON,
                     '    if name == "sgd":\n'
-                    "        return torch.optim.SGD(groups, lr=cfg.lr, momentum=0.9)\n" + ADAMW,
+                    "        return torch.optim.SGD(groups, lr=cfg.lr, momentum=0.9)\n" + OF_MUON,
                 ),
             ]
         },
