@@ -115,7 +115,8 @@ def merge(cfg):
             raise UserError(f"{cfg.checkpoint} holds {len(last)} checkpoints; try --average={len(last) or 1}")
         models = [checkpoint.open_folder(checkpoint.find(path))[0]["model"] for path in last]
         mean = {name: sum(model[name][...].float() for model in models) / len(last) for name in models[0]}
-        tensors, state = {"model": mean}, {name: state[name] for name in ("step", "config")}
+        tensors = {"model": mean, "buffers": tensors.get("buffers", {})}  # the last one's
+        state = {name: state[name] for name in ("step", "config")}
     if carried := checkpoint.carried_tokenizer(folder):
         state["config"]["tokenizer"] = str(carried)
     wrote = checkpoint.save(cfg.out, state["step"], tensors, state)

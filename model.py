@@ -285,15 +285,18 @@ def initialize(module, name):
         nn.init.normal_(module.weight, std=getattr(module, "init_std", INIT_STD))
         if getattr(module, "bias", None) is not None:
             nn.init.zeros_(module.bias)
-        given = {"weight", "bias", "x_amax", "w_amax", "dy_amax"}  # the last three are fp8's
+        given = {"weight", "bias"} | module._non_persistent_buffers_set  # such as fp8's
     elif reset:
         module.reset_parameters()
         return
+    elif hasattr(module, "reset_tables"):
+        given = module._non_persistent_buffers_set
     else:
-        given = {"cos", "sin"} if hasattr(module, "reset_tables") else set()
-    for own, _ in [*module.named_parameters(name, False), *module.named_buffers(name, False)]:
-        if own.rpartition(".")[2] not in given:  # on meta, what __init__ assigned is lost
-            raise UserError(f"model.py: {own} has no initial value: reset_parameters() is missing")
+        given = set()
+    for own in [*module._parameters, *module._buffers]:
+        if own not in given:  # on meta, what __init__ assigned is lost
+            where = f"{name}.{own}".removeprefix(".")
+            raise UserError(f"model.py: {where} has no initial value: reset_parameters() is missing")
 
 
 def on_meta(cfg, **changes):

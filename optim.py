@@ -1,6 +1,7 @@
 """Parameter groups, the optimizers, gradient clipping, and the learning rate as a function of the step."""
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 
@@ -8,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from configurator import UserError
+from configurator import UserError, warn
 from scale.shards import all_gather_single, local, rows_of
 
 # (a, b, c) of five steps x -> a x + b x x^T x + c (x x^T)^2 x; singular values end between 0.85 and 1.15
@@ -22,43 +23,148 @@ POLAR_EXPRESS = [  # https://arxiv.org/abs/2505.16932
 
 
 def param_groups(model, cfg):
-    """Groups of embeddings, head, matrices and vectors (biases, norms, gates, an edit's convolutions).
+    """Which optimizer, peak rate and decay each parameter has: the place to edit, see docs/experiment.md.
 
-    `factor`: the peak rate over cfg.lr. With AdamW matrices decay, and embeddings and head unless they have a
-    rate of their own; with Muon the blocks' matrices alone.
+    A group: params; optimizer, a name that `build` knows; lr, the peak rate; weight_decay. With AdamW
+    matrices decay, and embeddings and heads unless they have a rate of their own; with Muon its matrices.
     """
+    muon = cfg.optimizer == "muon"
+    beside = "adamw" if muon else cfg.optimizer  # for what is no matrix of a block
+    decay = cfg.weight_decay
+    if decay is None:
+        decay = 2 / ((cfg.lr or 1) * cfg.max_steps)  # near the best of short and long runs: docs/modern.md
+
+    def table(rate):
+        if rate is not None:
+            return dict(params=[], optimizer=beside, lr=rate, weight_decay=0.0)
+        return dict(params=[], optimizer=beside, lr=cfg.lr, weight_decay=0.0 if muon else decay)
+
+    groups = {
+        "embedding": table(cfg.lr_embedding),
+        "head": table(cfg.lr_head),
+        "matrix": dict(params=[], optimizer=cfg.optimizer, lr=cfg.lr, weight_decay=decay),
+        "vector": dict(params=[], optimizer=beside, lr=cfg.lr, weight_decay=0.0),
+    }
     embeddings = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
-    kinds = {"embedding": [], "head": [], "matrix": [], "vector": []}
+    convolutions = {m.weight for m in model.modules() if isinstance(m, torch.nn.modules.conv._ConvNd)}
+    left = []  # what Muon cannot take
     for name, p in model.named_parameters():
-        if p.requires_grad:
-            outer = "embedding" if p in embeddings else "head" if name.startswith("head.") else "matrix"
-            kinds[outer if p.dim() == 2 else "vector"].append(p)
-    rates = {"embedding": cfg.lr_embedding, "head": cfg.lr_head}
-    decays = ["matrix"] if cfg.optimizer == "muon" else ["embedding", "head", "matrix"]
-    by_length = 2 / ((cfg.lr or 1) * cfg.max_steps)  # near the best of short and long runs: docs/modern.md
-    weight_decay, groups = by_length if cfg.weight_decay is None else cfg.weight_decay, []
-    for kind, params in kinds.items():
-        factor = 1.0 if rates.get(kind) is None else rates[kind] / (cfg.lr or 1)
-        decay = weight_decay if kind in decays and rates.get(kind) is None else 0.0
-        groups.append(dict(params=params, kind=kind, factor=factor, lr=cfg.lr * factor, weight_decay=decay))
-    return [group for group in groups if group["params"]]
+        if not p.requires_grad:
+            continue
+        if p.dim() == 2 and p in embeddings:
+            kind = "embedding"
+        elif p.dim() == 2 and name.startswith("head"):  # of a second head too
+            kind = "head"
+        elif p.dim() in (2, 3) and p not in convolutions:  # 3: a stack of matrices
+            kind = "matrix"
+        else:
+            kind = "vector"  # biases, norms, gates, convolutions
+        if muon and kind == "matrix" and min(p.shape[-2:]) == 1:
+            kind = "vector"
+        if muon and kind == "vector" and p.dim() > 1:
+            left.append(f"{name} {tuple(p.shape)}")
+        groups[kind]["params"].append(p)
+    if left:
+        names = ", ".join(left[:3]) + f" and {len(left) - 3} more" * (len(left) > 3)
+        warn(f"Muon orthogonalises matrices and stacks of them; AdamW has {names}, at lr and without decay")
+    return [group for group in groups.values() if group["params"]]
 
 
-def make_optimizer(model, cfg):
-    """AdamW (https://arxiv.org/abs/1711.05101), PyTorch's, fused on CUDA and the CPU; adamw8bit; or Muon."""
-    groups, fused = param_groups(model, cfg), next(model.parameters()).device.type in ("cuda", "cpu")
-    if cfg.max_skipped_steps and not fused:
-        raise UserError("max_skipped_steps needs fused AdamW, which this device does not have; leave it at 0")
+def build(name, groups, model, cfg):
+    """The optimizer `name` of groups of parameters: one of your own is a line here.
+
+    AdamW (https://arxiv.org/abs/1711.05101) is PyTorch's, fused on CUDA and the CPU.
+    """
+    fused = next(model.parameters()).device.type in ("cuda", "cpu")
     # beside Muon AdamW has modded-nanogpt's eps, as the recipe has its rates of embeddings and head
     options = dict(lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=1e-10 if cfg.optimizer == "muon" else 1e-8)
-    if cfg.optimizer == "adamw8bit":
+    if name == "adamw8bit":
         from scale.adamw8bit import AdamW8bit
 
         return AdamW8bit(groups, **options, seed=cfg.seed)
-    if cfg.optimizer == "muon":
-        parts = {p: matrices_of(name, p, cfg) for name, p in model.named_parameters()}
-        return Muon(groups, parts, cfg.momentum_warmup, cfg.compile, **options, fused=fused)
+    if name == "muon":
+        rows = {p: matrices_of(weight, p, cfg) for weight, p in model.named_parameters()}
+        return Muon(groups, rows, cfg.lr, cfg.momentum_warmup, cfg.compile)
+    if name != "adamw":
+        raise UserError(f"optim.py: param_groups names the optimizer {name!r}, which `build` does not know")
     return torch.optim.AdamW(groups, **options, fused=fused)
+
+
+def make_optimizer(model, cfg):
+    """The optimizer of all groups of `param_groups`, Several where they name several.
+
+    Each group gets `factor`, its peak rate over cfg.lr. Raises UserError where a parameter is in no group or
+    in two, and for max_skipped_steps with an optimizer that does not know found_inf.
+    """
+    by_name = {}
+    for group in param_groups(model, cfg):
+        by_name.setdefault(group["optimizer"], []).append(group)
+    each = [build(name, groups, model, cfg) for name, groups in by_name.items()]
+    optimizer = each[0] if len(each) == 1 else Several(each)
+    times = Counter(p for group in optimizer.param_groups for p in group["params"])
+    for name, p in model.named_parameters():
+        if p.requires_grad and times[p] != 1:
+            found = "two groups" if times[p] else "no group"
+            hint = "a parameter that is to stay as it is needs requires_grad=False"
+            raise UserError(f"optim.py: {name} is in {found} of the optimizer, expected one; {hint}")
+    for group in optimizer.param_groups:
+        group["factor"] = group["lr"] / (cfg.lr or 1)
+    for one in parts_of(optimizer):
+        if cfg.max_skipped_steps and not skips(one):
+            what = f"max_skipped_steps={cfg.max_skipped_steps} needs an optimizer that knows found_inf"
+            raise UserError(f"{what}, unlike {type(one).__name__} as it is here; leave it at 0")
+    return optimizer
+
+
+def skips(optimizer):
+    """Whether its step leaves weights and states as they are where `optimizer.found_inf` is not 0."""
+    fused = getattr(optimizer, "_step_supports_amp_scaling", False)  # PyTorch's own, with fused=True
+    return fused or getattr(optimizer, "knows_found_inf", False)
+
+
+def unknown(optimizer):
+    """The name of an optimizer whose states are not ours, for the memory estimate; None: all are known."""
+    ours = ("AdamW", "AdamW8bit", "Muon")
+    names = [type(one).__name__ for one in parts_of(optimizer)]
+    return next((name for name in names if name not in ours), None)
+
+
+class Several:
+    """Several optimizers, each with parameters of its own, as the loop and a GradScaler call one."""
+
+    def __init__(self, optimizers):
+        self.optimizers = optimizers
+
+    @property
+    def param_groups(self):
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    @property
+    def state(self):
+        """{parameter: state}, to read; what is written is lost."""
+        return {p: state for optimizer in self.optimizers for p, state in optimizer.state.items()}
+
+    @property
+    def found_inf(self):
+        return self.optimizers[0].found_inf
+
+    @found_inf.setter
+    def found_inf(self, value):
+        for optimizer in self.optimizers:
+            optimizer.found_inf = value
+
+    def step(self):
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self, set_to_none=True):
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none)
+
+
+def parts_of(optimizer):
+    """The optimizers that make up one."""
+    return optimizer.optimizers if isinstance(optimizer, Several) else [optimizer]
 
 
 def clip_gradients(model, limit, factor=None):
@@ -116,7 +222,12 @@ def set_learning_rate(optimizer, lr):
 
 
 def matrices_of(name, weight, cfg):
-    """How many rows each matrix in a weight has: q, k and v, and gate and up, are matrices of their own."""
+    """How many rows each matrix in a weight has: q, k and v, and gate and up, are matrices of their own.
+
+    Of a stack, (n, rows, columns), each of its n entries is one.
+    """
+    if weight.dim() == 3:
+        return [weight.size(1)] * weight.size(0)
     rows, heads = weight.size(0), (cfg.n_head, cfg.kv_heads, cfg.kv_heads)
     parts = [n * cfg.head_size for n in heads] if name.endswith("qkv.weight") else [rows // 2] * 2
     return parts if name.endswith(("qkv.weight", "gate_up.weight")) and sum(parts) == rows else [rows]
@@ -124,7 +235,7 @@ def matrices_of(name, weight, cfg):
 
 @dataclass
 class Matrix:
-    """`rows` rows of a weight, from `first` on."""
+    """`rows` rows of a weight, from `first` on; a stack counts as its matrices one below the other."""
 
     weight: torch.nn.Parameter
     first: int
@@ -132,31 +243,38 @@ class Matrix:
 
     @property
     def shape(self):
-        return self.rows, self.weight.size(1)
+        return self.rows, self.weight.size(-1)
+
+    def rows_of_weight(self, rank=None):
+        """(first, last) row that a rank of the weight's shards holds; None: this rank."""
+        each = math.prod(self.weight.shape[1:-1])
+        return tuple(row * each for row in rows_of(self.weight, rank))
 
     def held(self, rank=None):
         """(first, last) of this matrix' rows that a rank of the weight's shards holds; None: this rank."""
-        return tuple(min(max(row - self.first, 0), self.rows) for row in rows_of(self.weight, rank))
+        return tuple(min(max(row - self.first, 0), self.rows) for row in self.rows_of_weight(rank))
 
     def rows_in(self, tensor):
         """A view of this matrix' rows in a tensor that holds this rank's rows of the weight."""
-        first, last = (self.first + row - rows_of(self.weight)[0] for row in self.held())
-        return tensor[first:last]
+        first, last = (self.first + row - self.rows_of_weight()[0] for row in self.held())
+        return tensor.flatten(0, -2)[first:last]
 
 
-class Muon(torch.optim.AdamW):
-    """Muon (https://kellerjordan.github.io/posts/muon) for the group of kind "matrix", AdamW for the others.
+class Muon(torch.optim.Optimizer):
+    """Muon (https://kellerjordan.github.io/posts/muon) for matrices, and stacks of them.
 
     A matrix moves by lr * sqrt(max(1, rows / columns)) along the orthogonal factor of its Nesterov momentum.
     Only elements that the update shrinks as well decay (https://arxiv.org/abs/2510.12402). One rank
-    orthogonalises a matrix for all. parts: {parameter: rows of each matrix in it}; found_inf: as in AdamW.
+    orthogonalises a matrix for all. parts: {parameter: rows of each matrix in it}. warmup: steps in which the
+    momentum rises from 0.85. found_inf: as in torch.optim.AdamW.
     """
 
-    def __init__(self, groups, parts, warmup=0, compiled=False, momentum=0.95, **options):
-        super().__init__(groups, **options)
+    knows_found_inf = True
+
+    def __init__(self, groups, parts, lr, warmup=0, compiled=False, momentum=0.95):
+        super().__init__(groups, dict(lr=lr, weight_decay=0.0))
         self.momentum, self.warmup, self.found_inf = momentum, warmup, None
-        self.matrices = next(group for group in self.param_groups if group["kind"] == "matrix")
-        weights = self.matrices["params"]
+        weights = [p for group in self.param_groups for p in group["params"]]
         for p in weights:
             self.state[p] = dict(step=torch.zeros(1, device=p.device), momentum=torch.zeros_like(p))
         matrices = [Matrix(p, sum(parts[p][:i]), n) for p in weights for i, n in enumerate(parts[p])]
@@ -168,14 +286,10 @@ class Muon(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self):
-        self.move_matrices()
-        groups = self.param_groups
-        self.param_groups = [group for group in groups if group is not self.matrices]
-        super().step()  # AdamW's
-        self.param_groups = groups
-
-    def move_matrices(self):
-        weights = [p for p in self.matrices["params"] if p.grad is not None]
+        groups = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
+        weights = [p for group in groups for p in group]
+        if not weights:
+            return
         steps = [self.state[p]["step"] for p in weights]  # one tensor for all would be read by the host
         skip = steps[0] * 0 if self.found_inf is None else self.found_inf
         torch._foreach_add_(steps, [(1 - skip).view(1)] * len(steps))
@@ -183,16 +297,16 @@ class Muon(torch.optim.AdamW):
         dtype = torch.bfloat16 if weights[0].is_cuda else None
         updates = {p: torch.empty_like(local(p), dtype=dtype) for p in weights}
         # a compiled graph of 96 weights took 51 s, graphs of four 11
-        lists = by_shape(weights, lambda p: local(p).shape, lambda _: 4)
-        for some in lists:
+        lists = [by_shape(group, lambda p: local(p).shape, lambda _: 4) for group in groups]
+        for some in sum(lists, []):
             moments, grads = [local(self.state[p]["momentum"]) for p in some], [local(p.grad) for p in some]
             self.accumulate(moments, grads, [updates[p] for p in some], momentum, skip)
         for batch in self.batches:
             orthogonalize_updates([m for m in batch if m.weight in updates], updates)
-        lr, decay = self.matrices["lr"], self.matrices["weight_decay"]
-        rates = torch.tensor([lr, lr * decay]).unbind()
-        for some in lists:
-            self.descend([local(p) for p in some], [updates[p] for p in some], *rates)
+        for group, own in zip(self.param_groups, lists):
+            rates = torch.tensor([group["lr"], group["lr"] * group["weight_decay"]]).unbind()
+            for some in own:
+                self.descend([local(p) for p in some], [updates[p] for p in some], *rates)
 
 
 def by_shape(items, shape, most):

@@ -50,7 +50,8 @@ from scale.precision import autocast
 class State:
     """What a run has come to: a checkpoint holds this, and a resumed run goes on from it.
 
-    Saved along with it are each rank's random-number generators and, in fp8, the amaxes of the last step.
+    Saved along with it are each rank's random-number generators, buffers where they differ, and in fp8 the
+    amaxes of the last step.
     """
 
     model: torch.nn.Module
@@ -61,6 +62,7 @@ class State:
     tokens: int = 0  # tokens read by all ranks
     evaluated: int | None = None  # the step after which all evaluations that were due have run
     score: float | None = None  # of the evaluation that chooses the best checkpoint, after that step
+    own: dict = dataclasses.field(default_factory=dict)  # yours: tensors, numbers, objects with a state_dict
 
 
 class Training:
@@ -101,8 +103,8 @@ class Training:
             if self.graph:
                 sums = self.graph(*batch, average=last)
             else:
-                parallel.sync_gradients(self.model, last)
-                sums = self.micro_step(*batch)
+                with parallel.sync_gradients(self.model, last):
+                    sums = self.micro_step(*batch)
             totals = self.figures.add(totals, sums)
         return totals
 

@@ -8,6 +8,7 @@ import torch
 
 import fast
 import model as models
+import optim
 from configurator import UserError
 from corpus import mixture
 from corpus import tokenizer as tokenizers
@@ -93,15 +94,20 @@ def build_model(cfg, world, weights=None, eot=None):
         what = f"a block draws from numpy's or Python's random numbers: under remat={cfg.remat}"
         why = "torch.compile does not draw the same again; draw from torch, or set --compile=False"
         raise UserError(f"{what} {why}")
+    if account.updates and cfg.remat != "none":
+        again = f"under remat={cfg.remat} a block runs twice, and so would change {account.updates[0]} twice"
+        raise UserError(f"{again}; change it in train.py's loop, or set --remat=none")
     model = models.on_meta(cfg)
     prepare(model, cfg, world, eot, account)
     models.allocate(model, "cpu" if cfg.offload_states else device, cfg.seed, whole=parallel.whole)
-    if weights:
-        checkpoint.load_model_tensors(model, weights)
+    buffers = checkpoint.persistent_buffers(model)
+    if weights:  # older checkpoints have no buffers
+        account.new = checkpoint.load_model_tensors(model, weights, may_lack=buffers)
     elif cfg.init_from:
-        load_initial_weights(model, cfg)
+        account.new = load_initial_weights(model, cfg)
     for buffer in model.buffers():  # offload_states allocated them on the CPU
         buffer.data = buffer.data.to(device)
+    parallel.share(buffers.values())
     if cfg.precision == "fp8":
         fast.fp8.reset(model)
     if cfg.document_mask:
@@ -169,8 +175,13 @@ def choose_graph(cfg, world, micro_step, model):
 
 
 def load_initial_weights(model, cfg):
-    """Copies the weights that cfg.init_from names into a model of the same shape, on each rank its rows."""
-    checkpoint.load_model_tensors(model, open_initial_weights(cfg))
+    """Copies the weights that cfg.init_from names into a model of the same shape, on each rank its rows.
+
+    The model may have more, such as LoRA's or a second head's, which keep their initial values; returns their
+    names. Raises UserError for a tensor that the model lacks, or has in another shape.
+    """
+    own = dict(model.named_parameters()) | checkpoint.persistent_buffers(model)
+    return checkpoint.load_model_tensors(model, open_initial_weights(cfg), may_lack=own)
 
 
 def open_initial_weights(cfg):
@@ -200,7 +211,7 @@ def describe(cfg, training, start):
         *account.rows(),
         *training.rows,
         ("optimizer", describe_optimizer(state.optimizer, cfg.lr)),
-        ("memory", memory.describe(cfg, world.size, account.parameters)),
+        ("memory", memory.describe(cfg, world.size, account.parameters, optim.unknown(state.optimizer))),
     ]
     if hasattr(state.loader, "describe"):
         rows += state.loader.describe(tokens)

@@ -11,9 +11,9 @@ import operator
 import os
 import re
 import shutil
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,16 +25,12 @@ from configurator import UserError, refuse, typed, warn
 from corpus import tokenizer as tokenizers
 from corpus import told
 from fast.chips import best_attention
-from run import files, source
+from run import files, source, states
 from run.logger import NotFinite
+from run.states import CheckpointError
 from scale import generators, parallel
 from scale.shards import copy_into, is_first_copy, local, rows_of
 from settings import Config, GPTConfig
-
-
-class CheckpointError(UserError):
-    exit_code = 4
-
 
 STATE = {"step": files.count, "config?": {}, "loader?": {}, "scaler?": {}, "tokens?": files.count}
 STATE |= {"world_size?": files.count, "evaluated?": (True, False)}
@@ -45,6 +41,11 @@ SCHEDULE = "max_steps batch_tokens lr min_lr_ratio warmup_steps cooldown_fractio
 FREE = "seed dropout document_mask weight_decay beta1 beta2 clip lr_embedding lr_head momentum_warmup".split()
 FREE += "max_skipped_steps precision reduce_dtype overfit eval_tokens".split()
 READ = SHAPE | {*SCHEDULE, "optimizer", "tokenizer"}
+VALUES = {
+    "optimizer": "optimizer states",
+    "buffers": "buffers",
+    "own": "values of State.own",
+}  # values.json's
 DIGITS = "[0-9]" * 8
 TABLES = ("wte.weight", "head.weight", "values.weight")  # ends of names of tensors with a row per token id
 
@@ -176,7 +177,8 @@ def problem(folder, rank=0, ranks=1):
     folder = Path(folder)
     try:
         manifest = files.read_json(folder / "manifest.json", CheckpointError, {})
-        if missing := {"state.json", *(p.name for p in folder.glob("*.safetensors"))} - manifest.keys():
+        held = [*folder.glob("*.safetensors"), *folder.glob("values.json")]
+        if missing := {"state.json", *(p.name for p in held)} - manifest.keys():
             return f"manifest.json does not name {min(missing)}"
         for name in manifest:
             if not files.plain_name(name) or (folder / name).is_symlink() or not (folder / name).is_file():
@@ -229,14 +231,17 @@ class Saver:
         facts: what else state.json says of the run, such as its settings.
         """
         parallel.reshard(state.model)
-        if not parallel.all_finite(state.model):
+        if not parallel.all_finite(state.model.parameters(), self.world.device):
             raise NotFinite(f"step {state.step}: weights are inf or NaN and were not saved; try a lower --lr")
         ranks = parallel.gather_objects(rank_tensors(state.model, self.world.device))
         tensors = {
             "model": dict(state.model.named_parameters()),
-            "optimizer": optimizer_tensors(state.model, state.optimizer),
             "rng": {f"{rank}.{kind}": t for rank, found in enumerate(ranks) for kind, t in found.items()},
         }
+        values, tensors["own_of_ranks"] = {}, {}
+        for group in VALUES:
+            values[group], tensors[group], alone = self.packed(group, state)
+            tensors["own_of_ranks"] |= {f"{self.world.rank}.{group}.{name}": t for name, t in alone.items()}
         positions = parallel.gather_objects(state.loader.state_dict())
         for rank, position in enumerate(positions):
             if position != positions[0]:
@@ -248,11 +253,39 @@ class Saver:
             "scaler": state.scaler.state_dict(),
             "loader": positions[0],
             "val_loss": state.score if state.evaluated == state.step else None,
+            "values": values,
         }
         self.write(state.step, tensors, numbers | facts)
 
+    def packed(self, group, state):
+        """states.agree's of the optimizer, the buffers or the own state of a train.State; all are finite."""
+        found = states.Packed(state.model)
+
+        def pack():
+            if group == "optimizer":
+                return states.pack_optimizer(found, state.optimizer, state.model)
+            held = state.own if group == "own" else persistent_buffers(state.model)
+            return states.pack_own(found, held)
+
+        tree = everywhere(pack)
+        shared, tensors, alone = states.agree(tree, found, state.model, self.world.device)
+        if group == "buffers":  # of which sample.py reads rank 0's
+            tensors = persistent_buffers(state.model)
+        held = [*found.by_rows.values(), *found.others.values()]
+        if group == "buffers":  # a mask may hold -inf
+            held = [t.nan_to_num(torch.nan, 0.0, 0.0) for t in held]
+        if found.has_nan:
+            held.append(torch.tensor(torch.nan))
+        if not parallel.all_finite(held, self.world.device):
+            what = f"step {state.step}: {VALUES[group]} are inf or NaN and were not saved"
+            raise NotFinite(f"{what}; try a lower --lr")
+        return shared, tensors, alone
+
     def write(self, step, tensors, state):
-        """Saves {"model": {name: tensor or Stored}, ...}, a file for each key, and the `state`."""
+        """Saves {"model": {name: tensor or Stored}, ...}, a file for each key, and the `state`.
+
+        Tensors of the key own_of_ranks are saved by each rank, all others once.
+        """
         self.wait()
         self.last, self.final = step, self.out_dir / f"step_{step:08d}"
         self.aside = self.final.with_name(f".writing_{self.final.name}")
@@ -271,14 +304,17 @@ class Saver:
 
     def _part(self, group, tensors):
         """{file name: (tensors, shards)}, for _write, of a group of which this rank writes; else {}."""
-        own = {k: t if isinstance(t, Stored) else local(t) for k, t in tensors.items() if is_first_copy(t)}
+        apart = group == "own_of_ranks" and self.world.size > 1
+        own = {k: t for k, t in tensors.items() if apart or is_first_copy(t)}
+        own = {k: t if isinstance(t, Stored) else local(t) for k, t in own.items()}
         cut = [name for name, t in own.items() if t.shape != tensors[name].shape]
         shards = {name: (rows_of(tensors[name])[0], len(tensors[name])) for name in cut}
         if self.background:  # pinned memory takes a copy at the bus's full rate
             copies = {k: torch.empty_like(t, device="cpu", pin_memory=t.is_cuda) for k, t in own.items()}
             own = {name: copies[name].copy_(t, non_blocking=True) for name, t in own.items()}
             parallel.synchronize(self.world.device)
-        name = f"{group}.rank{self.world.rank:05d}.safetensors" if shards else f"{group}.safetensors"
+        parts = shards or apart
+        name = f"{group}.rank{self.world.rank:05d}.safetensors" if parts else f"{group}.safetensors"
         return {name: (own, shards)} if own else {}
 
     def written(self):
@@ -322,12 +358,28 @@ class Saver:
         return result
 
 
+def everywhere(action):
+    """action() on each rank; where it fails on one, all raise CheckpointError."""
+    result = error = None
+    try:
+        result = action()
+    except UserError as problem:
+        error = str(problem)
+    for found in parallel.gather_objects(error):
+        if found:
+            raise CheckpointError(found)
+    return result
+
+
 def _begin(aside, state):
     """Creates the temporary folder with state.json and copies of the run's code and tokenizer."""
     out_dir = aside.parent
     for path in out_dir.glob(f".writing_*step_{DIGITS}"):  # of killed processes
         shutil.rmtree(path, True) if path.is_dir() and not path.is_symlink() else path.unlink()
     aside.mkdir(parents=True)
+    values = state.pop("values", None)
+    if values is not None:  # in a line: of a large model there are thousands
+        files.write_atomic(aside / "values.json", json.dumps(values))
     files.write_json(aside / "state.json", state)
     copies = {out_dir / name: name for name in source.KEPT if (out_dir / "source.json").is_file()}
     name = state.get("config", {}).get("tokenizer")
@@ -387,7 +439,10 @@ class Stored:
 
 
 def open_folder(folder):
-    """(tensors, state) of a folder, as for `save`; each tensor is a Stored, read where it is indexed."""
+    """(tensors, state) of a folder, as for `save`; each tensor is a Stored, read where it is indexed.
+
+    state["values"], of values.json, says what the tensors of VALUES are; older checkpoints lack it.
+    """
     tensors = {}
     for path in sorted(Path(folder).glob("*.safetensors")):
         group = tensors.setdefault(path.name.partition(".")[0], {})
@@ -400,7 +455,10 @@ def open_folder(folder):
     for group in tensors.values():
         for name, parts in group.items():
             group[name] = Stored(f"{folder}: {name}", *parts)
-    return tensors, read_state(folder)
+    state, values = read_state(folder), Path(folder) / "values.json"
+    if values.exists():
+        state["values"] = files.read_json(values, CheckpointError, states.FORM)
+    return tensors, state
 
 
 def read_state(folder):
@@ -420,10 +478,27 @@ def saved_settings(folder, state):
     return config, shape
 
 
-def check_model_tensors(model, tensors):
-    """Raises CheckpointError unless {name: tensor or Stored} fit the model, padding rows aside."""
-    own, wrong, vocab_size = dict(model.named_parameters()), [], model.cfg.vocab_size
-    for name in sorted(own.keys() | tensors.keys()):
+def persistent_buffers(model):
+    """{name: tensor} of the buffers that a checkpoint holds."""
+    found = {}
+    for place, module in model.named_modules():
+        for name, buffer in module.named_buffers(place, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                found[name] = buffer
+    return found
+
+
+def check_model_tensors(model, tensors, may_lack=()):
+    """Raises CheckpointError unless {name: tensor or Stored} fit the model, padding rows aside.
+
+    They are of its parameters and its persistent buffers; may_lack: names of which there may be none.
+    """
+    own, wrong, vocab_size = (
+        dict(model.named_parameters()) | persistent_buffers(model),
+        [],
+        model.cfg.vocab_size,
+    )
+    for name in sorted(own.keys() - set(may_lack) | tensors.keys()):
         found, expected = (tuple(of[name].shape) if name in of else "absent" for of in (tensors, own))
         padded = name.endswith(TABLES) and found[1:] == expected[1:]
         if not (min(found[0], expected[0]) >= vocab_size if padded else found == expected):
@@ -432,35 +507,54 @@ def check_model_tensors(model, tensors):
         raise CheckpointError(f"weights do not fit the model: {'; '.join(wrong[:4])} ({len(wrong)} in all)")
 
 
-def load_model_tensors(model, tensors):
-    """Copies {name: tensor or Stored}, on each rank its rows; padding rows that they lack are zeros."""
-    check_model_tensors(model, tensors)
+def load_model_tensors(model, tensors, may_lack=()):
+    """Copies {name: tensor or Stored}, on each rank its rows; padding rows that they lack are zeros.
+
+    may_lack: names that keep their values where there are none. Returns those that did.
+    """
+    may_lack = set(may_lack) - tensors.keys()
+    check_model_tensors(model, tensors, may_lack)
     for name, param in model.named_parameters():
-        copy_into(param, tensors[name])
+        if name not in may_lack:
+            copy_into(param, tensors[name])
+    for name, buffer in persistent_buffers(model).items():
+        if name not in may_lack:
+            buffer.copy_(tensors[name][...])
+    return sorted(may_lack)
 
 
-def optimizer_tensors(model, optimizer):
-    """{"<parameter>.<state>": tensor} of any optimizer whose states are tensors."""
-    names = {p: n for n, p in model.named_parameters()}
-    return {f"{names[p]}.{k}": v for p, state in optimizer.state.items() for k, v in state.items()}
+def load_values(folder, tensors, values, state):
+    """Puts what `Saver.packed` found into a train.State; tensors, values: of open_folder -> warnings."""
+    model, ranks = state.model, parallel.rank_and_size()[1]
+    open_group = partial(opened, folder, tensors, values, model)
+    states.load_optimizer(state.optimizer, *open_group("optimizer"))
+    warnings = states.load_own(state.own, *open_group("own"))
+    buffers = values.get("buffers", {"of_each_rank": []})
+    if buffers["of_each_rank"] and buffers["ranks"] != ranks:
+        names = buffers["of_each_rank"]
+        warnings.append(f"{names[0]} ({len(names)} in all) differed from rank to rank: all have rank 0's")
+    elif buffers["of_each_rank"]:
+        states.load_own(persistent_buffers(model), *open_group("buffers"))
+    return warnings
 
 
-def load_optimizer_tensors(model, optimizer, tensors):
-    """Fills a new optimizer with {"<parameter>.<state>": tensor or Stored}; a rank reads its own rows."""
-    params, own = dict(model.named_parameters()), optimizer_tensors(model, optimizer)
-    kinds = Counter(key.rpartition(".")[2] for key in tensors.keys() - own.keys())
-    wrong = [*(own.keys() - tensors.keys()), *(kinds if len(set(kinds.values())) > 1 else ())]
-    for key, value in tensors.items():
-        name, _, kind = key.rpartition(".")
-        if key not in own and (param := params.get(name)) is not None:  # torch's AdamW has not made it yet
-            made = torch.empty_like(param, requires_grad=False) if value.shape else value[...]
-            own[key] = optimizer.state[param][kind] = made.to(param.device)
-        if key not in own or (own[key].shape, own[key].dtype) != (value.shape, value.dtype):
-            wrong.append(key)
-        elif value.shape:
-            copy_into(own[key], value)
-    if wrong:
-        raise CheckpointError(f"optimizer states do not fit the model: {wrong[0]} ({len(wrong)} in all)")
+def opened(folder, tensors, values, model, group):
+    """(Unpacked, tree) of a group of values for this rank; the tree is None in older checkpoints."""
+    rank, ranks = parallel.rank_and_size()
+    what = f"{folder}: {VALUES[group]}"
+    found = dict(tensors.get(group, {}))
+    saved = values.get(group)
+    if saved is None:
+        return states.Unpacked(what, {}, found, model), None if group == "optimizer" else {}
+    if (saved["of_each_rank"] or len(saved["trees"]) > 1) and saved["ranks"] != ranks:
+        name = saved["of_each_rank"][0] if saved["of_each_rank"] else "what they hold"
+        differ = f"{name} differs from rank to rank of the {saved['ranks']} that saved it"
+        raise CheckpointError(f"{what}: {differ}; go on with as many, not {ranks}")
+    start = f"{rank}.{group}."
+    for name, tensor in tensors.get("own_of_ranks", {}).items():
+        if name.startswith(start):
+            found[name.removeprefix(start)] = tensor
+    return states.Unpacked(what, saved, found, model), saved["trees"][rank % len(saved["trees"])]
 
 
 def rank_tensors(model, device):
@@ -496,7 +590,11 @@ def open_model(path):
     warn(source.warning(folder))
     tensors, state = open_folder(folder)
     (config, shape), carried = saved_settings(folder, state), carried_tokenizer(folder)
-    return tensors["model"], shape, str(carried) if carried else config.get("tokenizer")
+    return (
+        tensors["model"] | tensors.get("buffers", {}),
+        shape,
+        str(carried) if carried else config.get("tokenizer"),
+    )
 
 
 @torch.no_grad()

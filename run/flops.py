@@ -109,8 +109,9 @@ class Account:
     """What a model computes: `calls`, flops_per_token, peak FLOP/s, unused (parameters without a gradient).
 
     regular: every block ran once. bypassed: one ran without attn.core. draws: one drew from numpy's or
-    Python's random numbers. read_elsewhere: names of blocks' linear layers of which something reads the
-    weight that is no operation of kernels.py. problem: why nothing is known; `chooses` then.
+    Python's random numbers. updates: buffers of blocks that it changed. read_elsewhere: names of blocks'
+    linear layers of which something reads the weight that is no operation of kernels.py. problem: why
+    nothing is known; `chooses` then.
     """
 
     def __init__(self, cfg, device, again=False):
@@ -122,6 +123,7 @@ class Account:
             block.register_forward_pre_hook(drawn.begin)
             block.register_forward_hook(drawn.end)
             block.register_forward_hook(lambda block, *_: runs.update([block]))
+        before = {name: b._version for name, b in model.blocks.named_buffers("blocks")}
         self.flops_per_token = self.problem = None
         with Census(device.type, DTYPES.get(cfg.precision, torch.float32)) as seen, Reads() as reads:
             for module in model.modules():
@@ -138,13 +140,17 @@ class Account:
                     raise
         known, self.calls = not self.problem, seen.calls
         self.bypassed = known and seen.attention_calls < runs.total()
-        self.unused = [name for name, p in model.named_parameters() if known and p.grad is None]
+        trained = [(name, p) for name, p in model.named_parameters() if known and p.requires_grad]
+        self.unused = [name for name, p in trained if p.grad is None]
         self.draws = drawn.found
         layers = dict(model.blocks.named_modules(prefix="blocks"))
         linear = {name: layer for name, layer in layers.items() if isinstance(layer, torch.nn.Linear)}
         read = [name for name, layer in linear.items() if layer.weight in reads.parameters]
         self.read_elsewhere = read if known else [*linear]
         self.chooses = not known  # perhaps, by values, which parameters a forward uses
+        after = model.blocks.named_buffers("blocks")
+        self.updates = [name for name, buffer in after if buffer._version != before[name]]
+        self.new = []  # parameters and buffers that no checkpoint gave a value, though one was loaded
         self.regular = known and all(runs[block] == 1 for block in model.blocks)
 
     @property
@@ -159,14 +165,19 @@ class Account:
 
     def rows(self):
         """Rows of the start-up summary: which calls of operations are fused, which are plain, and why."""
+        rows = []
+        if self.new:
+            names = ", ".join(self.new[:3]) + f" and {len(self.new) - 3} more" * (len(self.new) > 3)
+            rows.append(("new", f"{names}: not in the checkpoint, with their initial values"))
         if self.problem:
-            return [("operations", f"not counted, nor is MFU: the forward fails on meta ({self.problem})")]
+            why = f"not counted, nor is MFU: the forward fails on meta ({self.problem})"
+            return [*rows, ("operations", why)]
         by_reason = {}
         for (name, reason), n in self.calls.items():
             by_reason.setdefault(reason, []).append(f"{name} {n}")
         words = [f"fast: {', '.join(by_reason.pop(None))}"] if None in by_reason else []
         words += [f"plain: {', '.join(names)} ({reason})" for reason, names in by_reason.items()]
-        rows = [("operations", "; ".join(words))]
+        rows.append(("operations", "; ".join(words)))
         if self.unused:
             names = ", ".join(self.unused[:3]) + f" and {len(self.unused) - 3} more" * (len(self.unused) > 3)
             rows.append(("warning", f"no loss depends on {names}: these parameters stay as they are"))

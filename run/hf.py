@@ -235,8 +235,13 @@ class Rows:
         return (self.tensor[...].t() if rows is ... else self.tensor[:, rows].t()).to(self.dtype)
 
 
-def hf_parts(model):
-    """{Hugging Face name: Part}: no padded vocabulary, no tied head. UserError for an edit of parameters."""
+def hf_parts(model, may_have_more=False):
+    """{Hugging Face name: Part}: no padded vocabulary, no tied head. UserError for an edit of parameters.
+
+    may_have_more: an edit that adds some to those that a Hugging Face model has is none.
+    """
+    from run.checkpoint import persistent_buffers
+
     cfg, own, parts = model.cfg, dict(model.named_parameters()), {}
     family, heads = family_of(cfg), [n * cfg.head_size for n in (cfg.n_head, cfg.kv_heads, cfg.kv_heads)]
     stacked = {"qkv": heads, "gate_up": [cfg.hidden] * 2}  # rows of each of theirs
@@ -261,8 +266,12 @@ def hf_parts(model):
             if bias:
                 parts[f"{name}.bias"] = Part(f"{place}.bias", *span)
     whole = lambda part: part.last in (len(own.get(part.ours, ())), cfg.vocab_size)  # else an edit added rows
-    if more := sorted(own.keys() - {part.ours for part in filter(whole, parts.values())}):
-        names = f"{', '.join(more[:3])} ({len(more)} in all)"
+    known = {part.ours for part in parts.values()}
+    more = own.keys() & known - {part.ours for part in filter(whole, parts.values())}
+    if not may_have_more:
+        more |= own.keys() - known | persistent_buffers(model).keys()
+    if more:
+        names = f"{', '.join(sorted(more)[:3])} ({len(more)} in all)"
         raise UserError(f"model.py has parameters that a Hugging Face {family.name} does not have: {names}")
     return parts
 
@@ -317,7 +326,7 @@ def open_hf(name):
         theirs.setdefault(wte, theirs[head])
         if theirs[wte].get_shape() == theirs[head].get_shape():
             del theirs[head]
-    own, parts = dict(model.named_parameters()), hf_parts(model)
+    own, parts = dict(model.named_parameters()), hf_parts(model, may_have_more=True)
     wrong = [f"{key} missing" for key in parts.keys() - theirs.keys()]
     wrong += [f"{key} not expected" for key in theirs.keys() - parts.keys()]
     for key, part in parts.items() if not wrong else ():

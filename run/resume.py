@@ -8,7 +8,8 @@ import torch
 
 import optim
 from configurator import UserError, warn
-from run import checkpoint, files, source
+from corpus import told
+from run import checkpoint, files, source, states
 from run.checkpoint import CheckpointError
 from scale import parallel
 
@@ -28,6 +29,9 @@ class Start:
         parallel.barrier()  # before rank 0 writes there, which would look like an earlier run
         self._tensors, self.state = checkpoint.open_folder(self.folder) if self.folder else ({}, {})
         self.weights, self.step = self._tensors.get("model"), self.state.get("step", 0)
+        self.values = self.state.pop("values", {})
+        if self.folder:
+            self.weights = (self.weights or {}) | self._tensors.get("buffers", {})
         self.evaluated = self.step if self.folder and self.state.get("evaluated", True) else None
         own = self.folder and self.folder.resolve().parent == self.out_dir.resolve()
         self.wandb_id = self.state.get("wandb_id") if own else None  # else wandb begins a new run
@@ -45,7 +49,7 @@ class Start:
         if (was := config.get("optimizer", "adamw")) != cfg.optimizer:
             wrong.append(f"optimizer: checkpoint {was}, now {cfg.optimizer}")
         kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[cfg.weights]
-        others = {t.dtype for t in self.weights.values()} - {kind}
+        others = {t.dtype for t in self._tensors["model"].values()} - {kind}
         wrong += [f"weights: checkpoint {dtype}, now {kind}" for dtype in others]
         absent = {"optimizer", "loader", "scaler", "world_size"} - self.state.keys() - self._tensors.keys()
         wrong += [f"it has no {name}" for name in sorted(absent)]
@@ -58,12 +62,18 @@ class Start:
 
     def restore(self, state, world):
         """Puts what the checkpoint holds into a train.State that was built with its `weights`."""
+        states.remember(state.optimizer)
         if not self.folder:
             return
         model = state.model
-        if not parallel.all_finite(model):
+        if not parallel.all_finite(model.parameters(), world.device):
             raise CheckpointError(f"{self.folder}: weights are inf or NaN; remove it to take the one before")
-        checkpoint.load_optimizer_tensors(model, state.optimizer, self._tensors["optimizer"])
+
+        def load():
+            with told(f"{self.folder}: what values.json says does not fit this run", CheckpointError):
+                return checkpoint.load_values(self.folder, self._tensors, self.values, state)
+
+        self.warnings += checkpoint.everywhere(load)
         state.scaler.load_state_dict(self.state["scaler"])
         position = self.state["loader"]
         state.loader.load_state_dict(position)

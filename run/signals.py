@@ -226,6 +226,13 @@ def explained(cfg, world):
         hint = "a block must compute the same each time it runs on the same input; try --remat=none"
         raise UserError(f"remat={cfg.remat}: {why} {hint}") from None
     except RuntimeError as error:
+        if "Sharding propagation failed" in str(error):
+            what = f"parallel={cfg.parallel}: an operation does not run on rows of a tensor (DTensor)"
+            why = str(error).strip().partition("\n")[0][:200]
+            raise UserError(f"{what}, such as an optimizer's ({why}); try --parallel=ddp") from None
+        if "mixed torch.Tensor and DTensor" in str(error):
+            what = f"parallel={cfg.parallel}: a parameter is used where FSDP2 has not gathered it"
+            raise UserError(f"{what}; call the block or the model (docs/experiment.md)") from None
         if inner := getattr(error, "inner_exception", None):  # of torch._dynamo's BackendCompilerFailed
             text = f"{type(inner).__name__}: {inner}".partition("\n")[0]
             raise UserError(f"torch.compile failed ({text}); try --compile=False") from None

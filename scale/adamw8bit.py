@@ -39,6 +39,8 @@ class AdamW8bit(torch.optim.Optimizer):
     m_scale, v_scale (rows, groups) float32, or exp_avg, exp_avg_sq and master.
     """
 
+    knows_found_inf = True
+
     def __init__(self, params, lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, seed=0):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
         self.seed = seed

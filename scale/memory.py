@@ -11,6 +11,7 @@ from configurator import launched, this_rank
 
 GIB = 2**30
 GROUP = 256  # elements that share a float32 scale in adamw8bit's moments, as in its module
+OPTIMIZERS = ("adamw", "adamw8bit", "muon")  # whose states are counted
 UNIT_MIB = 100  # blocks that FSDP2 gathers as one unit take up to this in 16 bits; 0: a block a unit
 
 
@@ -59,11 +60,14 @@ def parameter_counts(cfg):
 
 
 def bytes_of_parameter(cfg):
-    """Bytes of (a weight or its gradient, a gradient in the sum over ranks, optimizer state on average)."""
+    """Bytes of (a weight or its gradient, a gradient in the sum over ranks, optimizer state on average).
+
+    The states of an optimizer that is none of ours are not known, and count nothing.
+    """
     total, block = parameter_counts(cfg)
     moments = {"adamw": 8, "adamw8bit": 2 * (1 + 4 / GROUP), "muon": 8 - 4 * cfg.n_layer * block / total}
     own, summed = (2 if dtype == "bf16" else 4 for dtype in (cfg.weights, cfg.reduce_dtype))
-    return own, summed, moments[cfg.optimizer]
+    return own, summed, moments.get(cfg.optimizer, 0)
 
 
 def gathered(cfg, shards):
@@ -168,12 +172,19 @@ def longest_row(cfg, ranks, budget):
     return largest_batch(one, ranks, budget, "block_size", 1024 * cfg.context_parallel)
 
 
-def describe(cfg, ranks, parameters=None):
-    """The estimate in words. parameters: of the model, whose activations are unknown if it was edited."""
+def describe(cfg, ranks, parameters=None, optimizer=None):
+    """The estimate in words. parameters: of the model, whose activations are unknown if it was edited.
+
+    optimizer: the name of one whose states are not known.
+    """
     (counted, _), (own, _, moments) = parameter_counts(cfg), bytes_of_parameter(cfg)
     states = (2 * own + moments) * (parameters or counted) / shards_of(cfg, ranks) / GIB
     where = "of the host's memory " if cfg.offload_states else ""
     words = f"{states:.2f} GiB {where}a rank for weights, gradients and optimizer states"
+    if optimizer or cfg.optimizer not in OPTIMIZERS:
+        states = 2 * own * (parameters or counted) / shards_of(cfg, ranks) / GIB
+        words = f"{states:.2f} GiB {where}a rank for weights and gradients; the states of"
+        return f"{words} {optimizer or cfg.optimizer}, and activations, are not estimated"
     if uncounted(cfg) or parameters not in (None, counted):
         return words + "; activations are not estimated"
     return words + f", about {takes(cfg, ranks) / GIB:.1f} GiB of a GPU in all"
@@ -183,7 +194,10 @@ def uncounted(cfg):
     """Problems, one line each: the settings with operations that keep more than the estimate counts."""
     other = ("ops", "torch"), ("attention", "math")  # PyTorch's own operations, T x T matrices
     why = "the arithmetic counts the fused kernels"
-    return [f"{k}={v}: {why}; try --{k}=auto" for k, v in other if getattr(cfg, k) == v]
+    found = [f"{k}={v}: {why}; try --{k}=auto" for k, v in other if getattr(cfg, k) == v]
+    if cfg.optimizer not in OPTIMIZERS:
+        found.append(f"optimizer={cfg.optimizer}: its states are not known; try --optimizer=adamw")
+    return found
 
 
 def advice(cfg, ranks, budget):

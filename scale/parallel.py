@@ -1,6 +1,7 @@
 """Processes and devices; DDP and FSDP2 around a model; and the few collectives that the project uses."""
 
 import contextlib
+import inspect
 import os
 import time
 import warnings
@@ -241,19 +242,65 @@ def wrap(model, cfg, world, unused=False):
         raise UserError("reduce_dtype=bf16 under DDP needs a CUDA device; try --reduce_dtype=fp32")
     warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")  # torch 2.11 has no newer name
     options = dict(gradient_as_bucket_view=True, broadcast_buffers=False, find_unused_parameters=unused)
-    ddp = DistributedDataParallel(model, device_ids=[world.device] if on_gpu else None, **options)
+    ddp = Averaged(model, device_ids=[world.device] if on_gpu else None, **options)
     if in_bf16:
         ddp.register_comm_hook(None, bf16_compress_hook)
     return ddp
 
 
+class Averaged(DistributedDataParallel):
+    """DDP that has the model's methods and parts too: self.model.logits(...) is right in a training step.
+
+    So is state.model.logits(...) beside such a call; by itself its gradients would not be averaged.
+    """
+
+    calls = 0  # with gradients, in this micro-step
+
+    def __getattr__(self, name):
+        if name == "module" or hasattr(DistributedDataParallel, name):
+            return super().__getattr__(name)
+        with contextlib.suppress(AttributeError):
+            return super().__getattr__(name)
+        part = getattr(self.module, name)
+        if not inspect.ismethod(part):
+            return part
+
+        def call(*args, **options):
+            self.method = part
+            return self(*args, **options)
+
+        return call
+
+    def forward(self, *args, **options):
+        self.calls += int(torch.is_grad_enabled())
+        if self.calls > 1 and self.find_unused_parameters and self.require_backward_grad_sync:
+            what = "DDP allows one call of self.model in a micro-step where some parameters have no gradient"
+            raise UserError(
+                f"{what}; drop those parameters (see the warning at the start), or --parallel=fsdp"
+            )
+        return super().forward(*args, **options)
+
+    def _run_ddp_forward(self, *args, **options):
+        method = self.__dict__.pop("method", None)
+        if method is None:
+            return super()._run_ddp_forward(*args, **options)
+        with self._inside_ddp_forward():
+            return method(*args, **options)
+
+
+@contextlib.contextmanager
 def sync_gradients(model, on):
-    """on: the next backward is the step's last, in which DDP, and hsdp among its copies, sum gradients."""
+    """Around a micro-step. on: the step's last, in which DDP, and hsdp among its copies, sum gradients."""
     if isinstance(model, DistributedDataParallel):
         model.require_backward_grad_sync = on
+        model.calls = 0
     elif isinstance(model, fsdp.FSDPModule):
         model.set_requires_all_reduce(on)
         model.set_reshard_after_backward(on or model.frees_gathered)
+    yield
+    if isinstance(model, Averaged) and on and not model.calls:
+        what = "a micro-step calls only state.model, whose gradients DDP does not average over the ranks"
+        raise UserError(f"{what}; write self.model(...) or self.model.logits(...)")
 
 
 def sum_over_ranks(tensor):
@@ -268,11 +315,53 @@ def not_finite(loss, norm):
     return sum_over_ranks((~torch.isfinite(loss.to(norm) + norm)).float()).clamp(max=1)
 
 
-def all_finite(model):
-    """Whether no weight of any rank is inf or NaN; waits for the device."""
-    own = [rows for p in model.parameters() if (rows := local(p)).numel()]  # of a short tensor perhaps none
-    tops = torch.stack([top.float() for top in torch._foreach_norm(own, float("inf"))] or [torch.zeros(())])
-    return not not_finite(tops.max(), tops.max()).item()
+@contextlib.contextmanager
+def holding(model, weights):
+    """Within it the parameters are {name: tensor}, laid out as they are themselves, such as an average's.
+
+    It takes the memory of one copy of them.
+    """
+    kept = {}
+    reshard(model)
+    for name, p in model.named_parameters():
+        kept[name] = p.detach().clone()
+        p.detach().copy_(weights[name])
+    try:
+        yield
+    finally:
+        reshard(model)
+        for name, p in model.named_parameters():
+            p.detach().copy_(kept[name])
+
+
+def share(tensors):
+    """Gives all ranks rank 0's values."""
+    for tensor in tensors:
+        if dist.is_initialized():
+            dist.broadcast(tensor, 0)
+
+
+def average_buffers(model):
+    """Makes the floating-point persistent buffers of a model the mean of those of all ranks."""
+    size = rank_and_size()[1]
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
+                sum_over_ranks(buffer.div_(size))
+
+
+def all_finite(tensors, device):
+    """Whether none of the tensors of any rank holds inf or NaN; waits for `device`, that of the ranks."""
+    floats = [local(t) for t in tensors if t.is_floating_point() and t.dtype.itemsize > 1]  # no 8-bit codes
+    by_device = {}
+    for own in floats:
+        if own.numel():  # of a short tensor a rank may have no rows
+            by_device.setdefault(own.device, []).append(own)
+    tops = [torch.zeros((), device=device)]
+    for some in by_device.values():
+        tops += [top.float().to(tops[0]) for top in torch._foreach_norm(some, float("inf"))]
+    top = torch.stack(tops).max()
+    return not not_finite(top, top).item()
 
 
 def all_zero(model):

@@ -6,7 +6,9 @@ import shutil
 import subprocess
 import sys
 
+import pytest
 from conftest import ROOT, flags, read_log
+from ranks import environment
 
 TEXT = (ROOT / "docs/experiment.md").read_text()
 
@@ -32,8 +34,10 @@ def replaced(path, old, new):
     path.write_text(text.replace(old, new))
 
 
-def run(folder, words):
-    done = subprocess.run([sys.executable, "train.py", *words], cwd=folder, capture_output=True, text=True)
+def run(folder, words, ranks=0):
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
+    command = [sys.executable, *launcher, "train.py", *words]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment())
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -77,3 +81,46 @@ def test_multiple_choice_from_a_file(tmp_path, data_dir):
     found = [line for line in read_log(tmp_path / "run") if line["kind"] == "quiz"]
     assert [line["step"] for line in found] == [0, 12] and {line["accuracy"] for line in found} <= {0, 0.5, 1}
     assert "quiz 12 | accuracy " in out
+
+
+def test_an_optimizer_of_ones_own(tmp_path, data_dir):
+    code = copy_of_sources(tmp_path / "code")
+    replaced(code / "optim.py", "def build(name", block("class Lion") + "\n\ndef build(name")
+    line = re.search(r"    (return Lion\(.*\))", TEXT)[1]
+    replaced(code / "optim.py", "return torch.optim.AdamW(groups, **options, fused=fused)", line)
+    words = flags(data_dir, tmp_path / "run", lr=3e-4)
+    out = run(code, words)
+    assert "the states of Lion, and activations, are not estimated" in " ".join(out.split())
+    shutil.rmtree(tmp_path / "run/step_00000012")
+    run(code, [*words, "--resume=auto"])
+    found = [(line["step"], line["loss"]) for line in read_log(tmp_path / "run") if line["kind"] == "train"]
+    assert found[12:] == found[8:12]  # steps 9 to 12
+
+
+@pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_an_average_of_the_weights(tmp_path, data_dir, ranks):
+    code, text = copy_of_sources(tmp_path / "code"), block("class Average")
+    added = re.search(r"    average = Average.*?average.update\(state.model\)", TEXT, re.S)[0].split("\n\n")
+    lines = [line for line in (text + "".join(added)).splitlines() if line.strip()]
+    assert len(lines) <= 20
+    anchors = [
+        "    state = training.state\n",
+        "    warnings = add_evaluations(evaluations, cfg, world, val_loaders)\n",
+        "        training.update(totals, norm)\n",
+    ]
+    replaced(code / "train.py", "def main(cfg):", text + "\n\ndef main(cfg):")
+    for anchor, lines in zip(anchors, added):
+        indent = " " * 4 if anchor.startswith(" " * 8) else ""
+        lines = "".join(f"{indent}{line}\n" for line in lines.splitlines())
+        replaced(code / "train.py", anchor, anchor + lines)
+    words = flags(data_dir, tmp_path / "run", eval_interval=4, parallel="fsdp" if ranks else "ddp")
+    run(code, words, ranks)
+    whole = read_log(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run/step_00000012")
+    run(code, [*words, "--resume=auto"], ranks)
+    again = read_log(tmp_path / "run")[len(whole) :]
+    for kind in ("val", "average"):
+        first, later = ({x["step"]: x["loss"] for x in log if x["kind"] == kind} for log in (whole, again))
+        assert sorted(first) == [0, 4, 8, 12] and later == {12: first[12]}
+    val, average = ([x["loss"] for x in whole if x["kind"] == kind] for kind in ("val", "average"))
+    assert val[0] == average[0] and val[3] < average[3] < val[0]  # it lags behind

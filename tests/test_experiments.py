@@ -19,10 +19,11 @@ import shutil
 import numpy as np
 import pytest
 import ranks
+import torch
 from conftest import ROOT, flags, load_checkpoint, read_log, stdlib_bytes, write_shard
-from experiments import inside, layers, loop, losses, operations, patch, positions, randomness
+from experiments import inside, layers, loop, losses, operations, optimizers, patch, positions, randomness
 
-MODULES = (losses, randomness, positions, layers, loop, operations)
+MODULES = (losses, randomness, positions, layers, loop, operations, optimizers)
 SETTINGS = dict(n_embd=32, max_steps=6, batch_tokens=256, batch_size=4, precision="fp32")
 SETTINGS |= dict(eval_interval=3, eval_tokens=256, save_interval=3, keep_last=9)
 SETTINGS |= dict(clip=10)  # above every norm: clipped gradients would hide a wrong scale
@@ -38,8 +39,11 @@ CHANGES = {  # of the settings in each mode that is a run of train.py
     patch.DDP: dict(batch_size=2),
     patch.FSDP: dict(batch_size=2, parallel="fsdp"),
     patch.CONTEXT: dict(parallel="fsdp", context_parallel=2),
+    patch.RESUMED_DDP: dict(batch_size=2, resume="auto"),
+    patch.RESUMED_FSDP: dict(batch_size=2, parallel="fsdp", resume="auto"),
 }
-ON_MASKS = (patch.MASKED, patch.ACCUMULATED, patch.DDP)
+ON_MASKS = (patch.MASKED, patch.ACCUMULATED, patch.DDP, patch.RESUMED_DDP)
+GOES_ON = {patch.RESUMED: "eager", patch.RESUMED_DDP: patch.DDP, patch.RESUMED_FSDP: patch.FSDP}
 SAME_ORDER = (patch.BLOCK, patch.SELECTIVE, patch.ATTENTION)
 LOSS, SAME_LOSS, MOMENT, EFFECT = 1e-5, 4e-6, 1e-4, 1e-3
 
@@ -109,6 +113,7 @@ class Runs:
     def do(self, modes):
         """Runs train.py in these modes and in those that they are compared with."""
         modes = dict.fromkeys(("eager", *modes))
+        modes |= dict.fromkeys(before for mode, before in GOES_ON.items() if mode in modes)
         if {patch.ACCUMULATED, patch.DDP} & modes.keys() and "eager" not in self.own.refused:
             modes[patch.MASKED] = None
         alone = [m for m in CHANGES if m in modes and m not in patch.RANKS]
@@ -235,9 +240,9 @@ def problem(runs, mode):
         return lost
     if mode in ("eager", patch.MASKED):
         return None
+    if mode in GOES_ON:
+        return resumed_otherwise(runs, mode, GOES_ON[mode])
     expected = runs.figures(patch.MASKED if mode in ON_MASKS else "eager")
-    if mode == patch.RESUMED:
-        return resumed_otherwise(runs, expected)
     return differences(runs.figures(mode), expected, SAME_LOSS if mode in SAME_ORDER else LOSS)
 
 
@@ -253,15 +258,19 @@ def wrong_samples(own, cached, plain, said):
     return None if warned != own.cached else f"with a KV cache: {not warned}; said {said!r}"
 
 
-def resumed_otherwise(runs, expected):
-    """Steps after the checkpoint must be those of the run without a stop, bit by bit."""
-    found = runs.figures(patch.RESUMED)
-    whole = {kind: {s: v for s, v in expected[kind].items() if s > 3} for kind in ("losses", "val", "extras")}
+def resumed_otherwise(runs, mode, whole):
+    """Steps after the checkpoint must be those of the run without a stop, bit by bit, and all it saves."""
+    found, expected = runs.figures(mode), runs.figures(whole)
+    late = {kind: {s: v for s, v in expected[kind].items() if s > 3} for kind in ("losses", "val", "extras")}
     found["val"].pop(3, None)
-    wrong = [f"{kind}: {found[kind]}, expected {whole[kind]}" for kind in whole if found[kind] != whole[kind]]
-    a, b = (load_checkpoint(runs.folder / mode / "step_00000006")[0] for mode in (patch.RESUMED, "eager"))
-    for group in ("model", "optimizer"):
+    wrong = [f"{kind}: {found[kind]}, expected {late[kind]}" for kind in late if found[kind] != late[kind]]
+    (a, state), (b, other) = (load_checkpoint(runs.folder / m / "step_00000006") for m in (mode, whole))
+    for group in a.keys() | b.keys():
+        if a[group].keys() != b[group].keys():
+            wrong.append(f"other tensors in {group}")
         wrong += [f"{name} differs" for name, t in a[group].items() if not t.equal(b[group][name])]
+    if state["values"] != other["values"]:
+        wrong.append("other values beside the tensors")
     return wrong
 
 
@@ -312,3 +321,30 @@ def wrong_effect(own, runs, without):
     if own.unchanged and changed:
         return f"it changes {changed}"
     return None if own.unchanged or changed else "it changes nothing"
+
+
+def test_a_run_with_lora_begins_at_the_weights_of_one_without(sources, shards, tmp_path):
+    """What the checkpoint lacks is named, and stays as it was drawn; what the model lacks is refused."""
+    own = next(patch for patch in optimizers.PATCHES if patch.name == "LoRA")
+    try:
+        patch.apply(own, copy_of(sources, tmp_path / "sources"))
+    except patch.MissingAnchor as why:
+        pytest.skip(str(why))
+    settings = SETTINGS | dict(max_steps=3)
+    base, tuned = (flags(shards[False], tmp_path / name, **settings) for name in ("base", "tuned"))
+    ((code, words, _),) = ranks.call(0, inside.begun, sources, base)
+    assert code == 0, words
+    ((code, words, said),) = ranks.call(
+        0, inside.begun, tmp_path / "sources", [*tuned, f"--init_from={tmp_path / 'base'}"]
+    )
+    assert code == 0, words
+    said = " ".join(said.split())
+    assert (
+        "new blocks.0.mlp.up.a.weight, blocks.0.mlp.up.b.weight" in said and "not in the checkpoint" in said
+    )
+    (a, _), (b, _) = (load_checkpoint(tmp_path / name / "step_00000003") for name in ("base", "tuned"))
+    kept = {name for name, tensor in a["model"].items() if torch.equal(tensor, b["model"][name])}
+    assert kept == a["model"].keys() and len(b["model"]) == len(a["model"]) + 4
+    back = flags(shards[False], tmp_path / "back", **settings, init_from=tmp_path / "tuned")
+    ((code, words, _),) = ranks.call(0, inside.begun, sources, back)
+    assert code == 4 and "blocks.0.mlp.up.a.weight: (4, 32), expected absent" in words and "\n" not in words

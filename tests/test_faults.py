@@ -120,12 +120,14 @@ def saved(tmp_path_factory):
     optimizer = optim.make_optimizer(model, cfg)
     model(*torch.zeros(2, 1, 8, dtype=torch.long))[0].backward()
     optimizer.step()
-    states = checkpoint.optimizer_tensors(model, optimizer)
-    rng = {f"0.{kind}": t for kind, t in checkpoint.rank_tensors(model, CPU).items()}
-    tensors = {"model": dict(model.named_parameters()), "optimizer": states, "rng": rng}
-    loader = {"rows": 12, "tokens": 100, "fingerprint": "f", "block_size": 8}
-    state = dict(config=asdict(cfg), loader=loader, scaler={}, world_size=1, val_loss=3.5, evaluated=True)
-    return checkpoint.save(out, 7, tensors, state), model, cfg
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    position = {"rows": 12, "tokens": 100, "fingerprint": "f", "block_size": 8}
+    loader = SimpleNamespace(state_dict=lambda: position)
+    own = {"counts": [1, 2.0, None, (torch.ones(3), True)]}
+    state = train.State(model, optimizer, scaler, loader, 7, 96, 7, 3.5, own)
+    saver = checkpoint.Saver(parallel.World(0, 1, CPU), out, 2, saved=lambda *_: None)
+    saver.save(state, config=asdict(cfg), evaluated=True)
+    return saver.final, model, cfg
 
 
 def resumed(folder, model, cfg):
@@ -135,18 +137,22 @@ def resumed(folder, model, cfg):
     checkpoint.load_model_tensors(model, start.weights)
     optimizer, scaler = optim.make_optimizer(model, cfg), torch.amp.GradScaler("cpu", enabled=False)
     position = []
-    loader = SimpleNamespace(load_state_dict=lambda state: position.append(state["rows"]))
-    state = train.State(model, optimizer, scaler, loader)
+    loader = SimpleNamespace(load_state_dict=lambda state: position.append(state.get("rows")))
+    state = train.State(model, optimizer, scaler, loader, own={"counts": []})
     start.restore(state, parallel.World(0, 1, CPU))
-    found = {**dict(model.named_parameters()), **checkpoint.optimizer_tensors(model, optimizer)}
+    names = {p: name for name, p in model.named_parameters()}
+    found = dict(model.named_parameters())
+    for p, states in optimizer.state.items():
+        found |= {f"{names[p]}.{kind}": t for kind, t in states.items()}
     sums = {name: t.double().sum().item() for name, t in sorted(found.items())}
     start.rows(cfg)  # the schedule, whose values may be others
-    return sums, position, start.warnings, state.evaluated == state.step, start.state.get("val_loss")
+    whole = state.evaluated == state.step
+    return sums, position, start.warnings, whole, start.state.get("val_loss"), repr(state.own)
 
 
 @pytest.mark.fault(54)
 @pytest.mark.parametrize("count", MANY)
-@pytest.mark.parametrize("name", ["manifest.json", "state.json"])
+@pytest.mark.parametrize("name", ["manifest.json", "state.json", "values.json"])
 def test_mutations_of_a_checkpoints_json(saved, tmp_path, name, count):
     kept, model, cfg = saved
     folder = shutil.copytree(kept, tmp_path / kept.name)
@@ -154,11 +160,12 @@ def test_mutations_of_a_checkpoints_json(saved, tmp_path, name, count):
 
     def write(other):
         (folder / name).write_text(json.dumps(other))
-        if name == "state.json":
+        if name != "manifest.json":
             test_checkpoint.sign(folder)
 
     free = ("val_loss", "evaluated", "world_size", "loader", "scaler")  # other figures are right too
-    right = lambda at, state: at[0] in free
+    other_values = name == "values.json"  # which may be any
+    right = lambda at, state: other_values or at[0] in free
     assert survey(value, write, lambda: resumed(folder, model, cfg), count, 1, right) > 0.1 * count
 
 

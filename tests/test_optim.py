@@ -12,7 +12,9 @@ from compare import CPU, LLAMA, error, small
 from conftest import ROOT
 
 import optim
+from configurator import UserError
 from model import build
+from scale import memory
 from settings import Config
 
 FILES = """
@@ -30,7 +32,7 @@ def settings(**changes):
 
 
 def test_import_train_loads_few_files():
-    """Of this repository 33 files of 7,000 lines at most; the kernels wait for a GPU."""
+    """Of this repository 40 files of 8,000 lines at most; the kernels wait for a GPU."""
     assert subprocess.run([sys.executable, "-c", FILES], cwd=ROOT).returncode == 0
 
 
@@ -171,3 +173,90 @@ def test_schedules():
     assert optim.learning_rate(100, cfg) == pytest.approx(1e-4)
     assert optim.learning_rate(99, settings(schedule="constant")) == 1e-3
     assert optim.learning_rate(0, settings(warmup_steps=0)) == 1e-3
+
+
+def test_a_stack_is_its_matrices_and_each_group_has_its_own_rate():
+    torch.manual_seed(0)
+    stack = torch.nn.Parameter(torch.randn(3, 8, 16))
+    parts = [torch.nn.Parameter(stack[i].detach().clone()) for i in range(3)]
+    wide = torch.nn.Parameter(torch.randn(16, 8))
+    again = torch.nn.Parameter(wide.detach().clone())
+    grads, other = torch.randn(3, 8, 16), torch.randn(16, 8)
+    cfg = settings()
+    rows = {p: optim.matrices_of("experts.weight", p, cfg) for p in (stack, wide, again, *parts)}
+    assert rows[stack] == [8, 8, 8]
+    groups = [dict(params=[stack], lr=0.02, weight_decay=0.1), dict(params=[wide], lr=0.5, weight_decay=0.0)]
+    both = optim.Muon(groups, rows, lr=1.0)
+    first = optim.Muon([dict(params=parts, lr=0.02, weight_decay=0.1)], rows, lr=1.0)
+    second = optim.Muon([dict(params=[again], lr=0.5)], rows, lr=1.0)
+    for _ in range(2):
+        stack.grad, wide.grad, again.grad = grads.clone(), other.clone(), other.clone()
+        for i, part in enumerate(parts):
+            part.grad = grads[i].clone()
+        for optimizer in (both, first, second):
+            optimizer.step()
+    torch.testing.assert_close(stack.detach(), torch.stack([part.detach() for part in parts]))
+    torch.testing.assert_close(wide, again)
+
+
+class Edited(torch.nn.Module):
+    """What an edit may add: a weight of one row, a convolution, a stack, a second head, a frozen layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.row = torch.nn.Linear(8, 1, bias=False)
+        self.mix = torch.nn.Conv1d(8, 8, 4)
+        self.stack = torch.nn.Parameter(torch.randn(3, 8, 8))
+        self.head_2 = torch.nn.Linear(8, 32, bias=False)
+        self.frozen = torch.nn.Linear(8, 8).requires_grad_(False)
+
+
+def test_what_muon_cannot_take_goes_to_adamw_and_is_said(capsys):
+    model, cfg = Edited(), settings(optimizer="muon", lr=0.02, lr_head=0.003)
+    optimizer = optim.make_optimizer(model, cfg)
+    said = capsys.readouterr().err
+    assert said.count("AdamW has row.weight (1, 8), mix.weight (8, 8, 4), at lr and without decay") == 1
+    adamw, muon = optimizer.optimizers
+    assert type(adamw) is torch.optim.AdamW and [len(g["params"]) for g in adamw.param_groups] == [1, 3]
+    assert muon.param_groups[0]["params"] == [model.stack]
+    head, vectors = adamw.param_groups
+    assert head["params"] == [model.head_2.weight] and head["lr"] == 0.003 and head["factor"] == 0.003 / 0.02
+    assert vectors["lr"] == 0.02 and vectors["weight_decay"] == 0
+    optim.set_learning_rate(optimizer, 0.01)
+    assert [g["lr"] for g in optimizer.param_groups] == pytest.approx([0.0015, 0.01, 0.01])
+    for p in model.parameters():
+        if p.requires_grad:
+            p.grad = torch.ones_like(p)
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.found_inf = torch.ones(())
+    optimizer.step()
+    assert all(map(torch.equal, before, model.parameters()))
+    optimizer.found_inf = torch.zeros(())
+    optimizer.step()
+    moved = {name for (name, p), b in zip(model.named_parameters(), before) if not torch.equal(p, b)}
+    assert moved == {name for name, p in model.named_parameters() if p.requires_grad}
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in model.parameters()) and len(optimizer.state) == 5
+
+
+def test_an_optimizer_that_lacks_something_is_refused(monkeypatch):
+    model = build(small(), CPU, seed=0)
+    with pytest.raises(UserError, match="names the optimizer 'lion', which `build` does not know"):
+        optim.build("lion", [], model, settings())
+    sgd = lambda name, groups, model, cfg: torch.optim.SGD(groups, lr=cfg.lr)
+    monkeypatch.setattr(optim, "build", sgd)
+    assert type(optim.make_optimizer(model, settings())) is torch.optim.SGD
+    with pytest.raises(UserError, match="=2 needs an optimizer that knows found_inf, unlike SGD"):
+        optim.make_optimizer(model, settings(max_skipped_steps=2))
+    fewer = lambda name, groups, model, cfg: torch.optim.SGD(groups[1:], lr=cfg.lr)
+    monkeypatch.setattr(optim, "build", fewer)
+    with pytest.raises(UserError, match="wte.weight is in no group of the optimizer"):
+        optim.make_optimizer(model, settings())
+    assert "for weights and gradients; the states of SGD, and" in memory.describe(
+        settings(), 1, optimizer="SGD"
+    )
+    named = settings()
+    named.optimizer = "lion"  # of an edit of settings.py
+    assert memory.uncounted(named) == ["optimizer=lion: its states are not known; try --optimizer=adamw"]
+    assert memory.takes(named, 1) > 0 and "the states of lion, and" in memory.describe(named, 1)
+    assert optim.unknown(torch.optim.SGD(model.parameters())) == "SGD"

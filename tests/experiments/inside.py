@@ -90,8 +90,21 @@ def over_ranks(folder, runs, ports):
     found = {}
     for (mode, words), port in zip(runs.items(), ports):
         os.environ["MASTER_PORT"] = str(port)
+        before = mode.removeprefix("resumed ")
+        if before != mode and os.environ["RANK"] == "0" and not found[before][0]:  # the others wait to join
+            out, step = Path(folder).parent, "step_00000003"
+            shutil.copytree(out / before / step, out / mode / step)
         found[mode] = run(words)
     return found
+
+
+def begun(folder, words):
+    """(exit code, words, what was printed) of a run of the sources in a folder."""
+    use(folder)
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        code, error = run(words)
+    return code, error, said.getvalue()
 
 
 def find(module, name):

@@ -18,6 +18,19 @@ EVALUATIONS = "    warnings = add_evaluations(evaluations, cfg, world, val_loade
 STATE_CLASS = "@dataclasses.dataclass\nclass State:\n"
 SCALE = "        torch._foreach_mul_(own, factor)\n    return norm\n"
 
+FORWARD = "            loss, count, extras = self.model(x, y, positions)\n"
+Z_LOSS = """            import kernels
+
+            squares = self.model.logits(x).logsumexp(-1).square()
+            loss = loss + 0.01 * kernels.mean_loss(squares, y, "mean")[0]
+"""
+TEACHER = """            import kernels
+
+            with torch.no_grad():
+                teacher = self.state.model.logits(x)
+            far = (self.model.logits(x) - 0.5 * teacher).square().mean(-1)
+            loss = loss + 0.1 * kernels.mean_loss(far, y, "mean")[0]
+"""
 TASK = '''class Reversal:
     """Rows made on the fly: 16 random ids, and the same ones backwards; row i is the same on any rank."""
 
@@ -83,6 +96,20 @@ def values_clipped(parameters, _):
     torch.nn.utils.clip_grad_norm_(parameters, 10.0)
     for p in parameters:
         p.grad.clamp_(max=2e-3)
+
+
+def with_z_loss(model, x, y):
+    loss, _, extras = model(x, y)
+    squares = model.logits(x).logsumexp(-1).square()
+    more = squares[y >= 0].mean()
+    return loss + 0.01 * more if model.training else loss, extras
+
+
+def with_teacher(model, x, y):
+    loss, _, extras = model(x, y)
+    logits = model.logits(x)
+    more = (logits - 0.5 * logits.detach()).square().mean(-1)[y >= 0].mean()
+    return loss + 0.1 * more if model.training else loss, extras
 
 
 def tokens_of(*each):
@@ -204,6 +231,30 @@ PATCHES = [
         sample=(modes.PLAIN,),
         lr=root,
         also=rates(root),
+    ),
+    Patch(
+        "a loss from a second call",
+        "of another method than forward, in the micro-step",
+        {"train.py": [(FORWARD, FORWARD + Z_LOSS)]},
+        (*OF_LOOP, modes.FSDP, modes.COMPILED),
+        sample=(modes.PLAIN, modes.DDP, modes.FSDP),
+        loss=with_z_loss,
+    ),
+    Patch(
+        "a teacher",
+        "the logits of the model inside DDP, without gradients",
+        {"train.py": [(FORWARD, FORWARD + TEACHER)]},
+        (*OF_LOOP, modes.FSDP),
+        loss=with_teacher,
+    ),
+    Patch(
+        "a call around DDP",
+        "the loss comes from the model inside alone",
+        {"train.py": [(FORWARD, FORWARD.replace("self.model", "self.state.model"))]},
+        (modes.DDP, modes.FSDP),
+        sample=(modes.DDP, modes.FSDP),
+        refused={modes.DDP: "calls only state.model, whose gradients DDP does not average"},
+        unchanged=True,
     ),
     Patch(
         "an evaluation of one's own",

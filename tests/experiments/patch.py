@@ -17,7 +17,8 @@ EXPORTED = "exported"  # to Hugging Face
 DDP = "ddp"  # on the masked shards, where the ranks have different numbers of targets
 FSDP = "fsdp"
 CONTEXT = "context"  # FSDP2 and context_parallel=2
-RANKS = (DDP, FSDP, CONTEXT)
+RESUMED_DDP, RESUMED_FSDP = "resumed ddp", "resumed fsdp"  # bitwise as DDP and FSDP go on
+RANKS = (DDP, FSDP, CONTEXT, RESUMED_DDP, RESUMED_FSDP)
 # of context parallelism for an edit with which the ranks that share a row would need more than their part
 MIXES = {CONTEXT: "model.py mixes tokens outside of attn.core, or in its loss"}
 
@@ -57,6 +58,7 @@ class Patch:
     rows: Callable = lambda step: 8  # of a step
     length: Callable = lambda step: 32  # of the rows of a step
     lr: Callable | None = None  # of a step
+    optimizer: Callable | None = None  # (model, cfg) -> one with the groups' factors, if they have any
     clip: Callable | None = None  # (parameters, step): changes gradients, instead of clipping their norm
     data: Callable | None = None  # (first row, rows) -> (x, y)
     extras: tuple = ()  # names that every line of a training step has

@@ -40,11 +40,17 @@ def train(patch, cfg, folder):
     data, val = Data(folder, "train", cfg.block_size), Data(folder, "val", cfg.block_size)
     rows = patch.data or data.rows
     model = models.build(cfg, torch.device("cpu"), cfg.seed)
-    options = dict(betas=(cfg.beta1, cfg.beta2), eps=1e-8)
-    optimizer = torch.optim.AdamW(optim.param_groups(model, cfg), **options)
+    if patch.optimizer:
+        optimizer = patch.optimizer(model, cfg)
+    else:
+        options = dict(betas=(cfg.beta1, cfg.beta2), eps=1e-8)
+        optimizer = torch.optim.AdamW(optim.param_groups(model, cfg), **options)
+    two_modes = hasattr(optimizer, "eval")  # of weights, as in Schedule-Free
     found = dict(losses={}, val={}, extras={}, moments={})
     first = 0
     for step in range(cfg.max_steps + 1):
+        if two_modes:
+            optimizer.eval()
         if cfg.eval_interval and step % cfg.eval_interval == 0:
             model.eval()
             with torch.no_grad():
@@ -53,6 +59,8 @@ def train(patch, cfg, folder):
         if step == cfg.max_steps:
             break
         model.train()
+        if two_modes:
+            optimizer.train()
         x, y = rows(first, patch.rows(step))
         first += len(x)
         T = patch.length(step)
@@ -66,13 +74,13 @@ def train(patch, cfg, folder):
             torch.nn.utils.clip_grad_norm_(parameters, cfg.clip)
         lr = patch.lr(step) if patch.lr else optim.learning_rate(step, cfg)
         for group in optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("factor", 1.0)
         optimizer.step()
         found["losses"][step + 1] = loss.item()
         found["extras"][step + 1] = {name: float(value) for name, value in extras.items()}
     names = {p: name for name, p in model.named_parameters()}
     states = optimizer.state.items()
-    found["moments"] = {names[p]: state["exp_avg"].numpy() for p, state in states}
+    found["moments"] = {names[p]: state["exp_avg"].numpy() for p, state in states if "exp_avg" in state}
     return found
 
 

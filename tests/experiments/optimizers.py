@@ -1,0 +1,508 @@
+"""Patches of the optimizer, of what a run keeps beside the weights, and of which weights it trains.
+
+The optimizers are written as a user writes them; the plain loop executes the same text, so that what is
+compared is how the run calls them, saves their states and makes them again.
+"""
+
+import importlib
+
+import torch
+
+from experiments import patch as modes
+from experiments.layers import LORA
+from experiments.losses import BLOCK_CLASS, HAS_MORE, MAKE_MLP
+from experiments.patch import Patch
+
+BUILD = "def build(name, groups, model, cfg):\n"
+ADAMW = "    return torch.optim.AdamW(groups, **options, fused=fused)\n"
+OF_MUON = '    if name == "muon":\n        rows ='
+VECTORS = '        "vector": dict(params=[], optimizer=beside, lr=cfg.lr, weight_decay=0.0),\n'
+STATE_CLASS = "@dataclasses.dataclass\nclass State:\n"
+UPDATE = "        training.update(totals, norm)\n"
+STATE = "    state = training.state\n"
+EVALUATIONS = "    warnings = add_evaluations(evaluations, cfg, world, val_loaders)\n"
+LOOP = "    while True:\n        # evaluate, before the first step too\n"
+BEGIN = "        watch.begin(state.step + 1)\n"
+TIE = "        self.tie()\n\n    def forward"
+LION = '''class Lion(torch.optim.Optimizer):
+    """https://arxiv.org/abs/2302.06675"""
+
+    def __init__(self, params, lr, betas=(0.9, 0.99), weight_decay=0.0):
+        super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay))
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if len(state) == 0:
+                    state["mean"] = torch.zeros_like(p)
+                mean, (beta1, beta2) = state["mean"], group["betas"]
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.add_(torch.lerp(p.grad, mean, beta1).sign_(), alpha=-group["lr"])
+                mean.lerp_(p.grad, 1 - beta2)
+
+
+'''
+# numbers and a truth value in groups, which its own steps change
+SCHEDULE_FREE = '''class ScheduleFree(torch.optim.Optimizer):
+    """Schedule-Free AdamW (https://arxiv.org/abs/2405.15682): weights are y in training, x in evaluation."""
+
+    def __init__(self, params, lr, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0):
+        own = dict(k=0, weight_sum=0.0, lr_max=-1.0, train_mode=True)
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay) | own)
+
+    @torch.no_grad()
+    def set_mode(self, train):
+        for group in self.param_groups:
+            beta = group["betas"][0]
+            if group["train_mode"] != train:
+                for p in group["params"]:
+                    if "z" in self.state[p]:
+                        p.lerp_(self.state[p]["z"], 1 - beta if train else 1 - 1 / beta)
+            group["train_mode"] = train
+
+    def train(self):
+        self.set_mode(True)
+
+    def eval(self):
+        self.set_mode(False)
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            lr, (beta1, beta2), k = group["lr"], group["betas"], group["k"]
+            group["lr_max"] = max(lr, group["lr_max"])
+            group["weight_sum"] += group["lr_max"] ** 2
+            share = group["lr_max"] ** 2 / group["weight_sum"]
+            for p in group["params"]:
+                state = self.state[p]
+                if "z" not in state:
+                    state["z"] = p.detach().clone()
+                    state["square"] = torch.zeros_like(p)
+                state["square"].mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
+                root = (state["square"] / (1 - beta2 ** (k + 1))).sqrt() + group["eps"]
+                update = p.grad / root + group["weight_decay"] * p
+                p.lerp_(state["z"], share)
+                p.add_(update, alpha=lr * (beta1 * (1 - share) - 1))
+                state["z"].sub_(update, alpha=lr)
+            group["k"] = k + 1
+
+
+'''
+# lists of tensors in states, None, a Python number, a text, and an attribute of the optimizer
+SHAMPOO = '''class Shampoo(torch.optim.Optimizer):
+    """https://arxiv.org/abs/1802.09568, with roots that are computed in every second step."""
+
+    def __init__(self, params, lr, weight_decay=0.0, eps=1e-4):
+        super().__init__(params, dict(lr=lr, weight_decay=weight_decay, eps=eps))
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self):
+        self.steps += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if len(state) == 0:
+                    state["count"], state["kind"] = 0, "matrix" if p.dim() == 2 else "vector"
+                    sizes = p.shape if p.dim() == 2 else p.shape[:1]
+                    state["factors"] = [group["eps"] * torch.eye(n, dtype=torch.float64) for n in sizes]
+                    state["roots"] = None
+                state["count"] += 1
+                g = p.grad.double()
+                if state["kind"] == "matrix":
+                    state["factors"][0] += g @ g.T
+                    state["factors"][1] += g.T @ g
+                else:
+                    state["factors"][0] += torch.outer(g, g)
+                if self.steps % 2 == 1:
+                    state["roots"] = tuple(self.root(factor) for factor in state["factors"])
+                update = state["roots"][0] @ g
+                if state["kind"] == "matrix":
+                    update = update @ state["roots"][1]
+                p.add_(update.to(p.dtype), alpha=-group["lr"])
+
+    def root(self, factor):
+        values, vectors = torch.linalg.eigh(factor)
+        return vectors @ (values.clamp(min=1e-12) ** -0.25).diag() @ vectors.T
+
+
+'''
+KELLER = '''class KellerMuon(torch.optim.Optimizer):
+    """https://kellerjordan.github.io/posts/muon, as its author's repository has it."""
+
+    def __init__(self, params, lr, weight_decay=0.0, momentum=0.95):
+        super().__init__(params, dict(lr=lr, weight_decay=weight_decay, momentum=momentum))
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if "momentum_buffer" not in state:
+                    state["momentum_buffer"] = torch.zeros_like(p.grad)
+                mean = state["momentum_buffer"]
+                mean.lerp_(p.grad, 1 - group["momentum"])
+                update = self.orthogonal(p.grad.lerp(mean, group["momentum"]))
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.add_(update, alpha=-group["lr"] * max(1, p.size(0) / p.size(1)) ** 0.5)
+
+    def orthogonal(self, x):
+        tall = x.size(0) > x.size(1)
+        x = x.mT if tall else x
+        x = x / (x.norm() + 1e-7)
+        for _ in range(5):
+            gram = x @ x.mT
+            x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+        return x.mT if tall else x
+
+
+'''
+AVERAGE = '''class Average:
+    """A running mean of the weights."""
+
+    def __init__(self, model):
+        self.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def update(self, model):
+        for name, p in model.named_parameters():
+            self.weights[name].lerp_(p.detach(), 0.3)
+
+    def evaluated(self, evaluate):
+        def function(model):
+            with parallel.holding(model, self.weights):
+                return evaluate(model)
+
+        return function
+
+
+'''
+ROUTED = '''class Routed(nn.Module):
+    """Four MLPs, of which a router picks one for each token; its bias evens out how often each is picked."""
+
+    def __init__(self, cfg, activation):
+        super().__init__()
+        self.router = Linear(cfg.n_embd, 4, bias=False)
+        self.balance = Balance()
+        self.experts = nn.ModuleList(MLP(cfg, activation) for _ in range(4))
+
+    def forward(self, x):
+        scores = torch.sigmoid(self.router(x))
+        chosen = F.one_hot((scores + self.balance.bias).argmax(-1), 4)
+        if self.training:
+            self.balance.counts += chosen.sum((0, 1))
+        parts = torch.stack([expert(x) for expert in self.experts], -1)
+        return (parts * (chosen * scores).unsqueeze(-2)).sum(-1)
+
+
+class Balance(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("bias", torch.empty(4))
+        self.register_buffer("counts", torch.empty(4, dtype=torch.long))
+
+    def reset_parameters(self):
+        nn.init.zeros_(self.bias)
+        nn.init.zeros_(self.counts)
+
+
+'''
+STACK = '''class Stack(nn.Module):
+    """Adds three products with square matrices."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3, cfg.n_embd, cfg.n_embd))
+
+    def reset_parameters(self):
+        nn.init.zeros_(self.weight)
+
+    def forward(self, x):
+        return x + sum(F.silu(x @ matrix) for matrix in self.weight.type_as(x))
+
+
+'''
+BALANCED = """        for name, module in state.model.named_modules():
+            if name.endswith("balance"):
+                counts = parallel.sum_over_ranks(module.counts.float())
+                module.bias += 0.05 * (counts.mean() - counts).sign()
+"""
+RESUMED = (modes.RESUMED, modes.DDP, modes.RESUMED_DDP)
+EVERYWHERE = (modes.PLAIN, modes.MASKED, modes.ACCUMULATED, *RESUMED, modes.FSDP, modes.RESUMED_FSDP)
+READERS = (modes.SAMPLED, modes.EXPORTED)
+ROWS_ALONE = (modes.PLAIN, modes.MASKED, modes.ACCUMULATED, *RESUMED)  # its step does not run on FSDP2's rows
+
+
+def made(text, name):
+    """The class of this name that a text defines."""
+    namespace = {"torch": torch}
+    exec(text, namespace)
+    return namespace[name]
+
+
+def of_groups(make):
+    """The `optimizer` of a Patch, of all groups; factors as make_optimizer sets them."""
+
+    def optimizer(model, cfg):
+        import optim
+
+        return with_factors(make(optim.param_groups(model, cfg), cfg), cfg)
+
+    return optimizer
+
+
+def with_factors(optimizer, cfg):
+    for group in optimizer.param_groups:
+        group["factor"] = group["lr"] / cfg.lr
+    return optimizer
+
+
+class Both:
+    """Two optimizers in the plain loop."""
+
+    def __init__(self, *each):
+        self.each = each
+        self.param_groups = sum((one.param_groups for one in each), [])
+        self.state = {}
+
+    def zero_grad(self):
+        for one in self.each:
+            one.zero_grad()
+
+    def step(self):
+        for one in self.each:
+            one.step()
+        self.state = {p: state for one in self.each for p, state in one.state.items()}
+
+
+def vectors_apart(make):
+    """AdamW, and an optimizer of all parameters that are no matrices."""
+
+    def optimizer(model, cfg):
+        import optim
+
+        groups = optim.param_groups(model, cfg)
+        own = [group for group in groups if all(p.dim() < 2 for p in group["params"])]
+        others = [group for group in groups if group not in own]
+        adamw = torch.optim.AdamW(others, betas=(cfg.beta1, cfg.beta2))
+        return with_factors(Both(adamw, make(own, cfg)), cfg)
+
+    return optimizer
+
+
+def matrices_apart(make):
+    """AdamW with the eps that it has beside Muon, and an optimizer of the blocks' matrices."""
+
+    def optimizer(model, cfg):
+        import optim
+
+        groups = optim.param_groups(model, cfg)
+        own = [group for group in groups if group["optimizer"] == "muon"]
+        others = [group for group in groups if group["optimizer"] != "muon"]
+        adamw = torch.optim.AdamW(others, betas=(cfg.beta1, cfg.beta2), eps=1e-10)
+        return with_factors(Both(adamw, make(own, cfg)), cfg)
+
+    return optimizer
+
+
+def optimizer(name, what, text, call, make, in_modes, **more):
+    """A patch with another optimizer in AdamW's place. text: its class; call: what `build` returns."""
+    edits = [(BUILD, text + BUILD)] if text else []
+    edits.append((ADAMW, f"    return {call}\n"))
+    return Patch(name, what, {"optim.py": edits}, in_modes, optimizer=of_groups(make), **more)
+
+
+PATCHES = [
+    optimizer(
+        "Lion",
+        "written by a user; its state is made in the first step",
+        LION,
+        "Lion(groups, lr=cfg.lr)",
+        lambda groups, cfg: made(LION, "Lion")(groups, lr=cfg.lr),
+        EVERYWHERE,
+        sample=(modes.PLAIN, modes.RESUMED_FSDP),
+        settings=dict(lr=1e-3, bias=False),  # gradients of k's bias are rounding, and so is their sign
+    ),
+    optimizer(
+        "Adafactor",
+        "PyTorch's, whose states have not the shape of the parameter",
+        "",
+        "torch.optim.Adafactor(groups, lr=cfg.lr)",
+        lambda groups, cfg: torch.optim.Adafactor(groups, lr=cfg.lr),
+        ROWS_ALONE,
+        sample=(modes.PLAIN, modes.RESUMED),
+        settings=dict(lr=0.01),
+    ),
+    optimizer(
+        "SGD with momentum",
+        "PyTorch's",
+        "",
+        "torch.optim.SGD(groups, lr=cfg.lr, momentum=0.9)",
+        lambda groups, cfg: torch.optim.SGD(groups, lr=cfg.lr, momentum=0.9),
+        EVERYWHERE,
+        settings=dict(lr=0.1),
+    ),
+    Patch(
+        "Schedule-Free",
+        "its groups hold numbers that its steps change, and weights have two modes",
+        {
+            "optim.py": [
+                (BUILD, SCHEDULE_FREE + BUILD),
+                (ADAMW, "    return ScheduleFree(groups, lr=cfg.lr)\n"),
+            ],
+            "train.py": [
+                (LOOP, LOOP.replace("True:\n", "True:\n        state.optimizer.eval()\n")),
+                (BEGIN, "        state.optimizer.train()\n" + BEGIN),
+            ],
+        },
+        EVERYWHERE,
+        sample=(modes.PLAIN, modes.RESUMED, modes.RESUMED_FSDP),
+        settings=dict(lr=3e-3, schedule="constant"),
+        optimizer=of_groups(lambda groups, cfg: made(SCHEDULE_FREE, "ScheduleFree")(groups, lr=cfg.lr)),
+    ),
+    optimizer(
+        "Shampoo",
+        "lists and tuples of float64 matrices, numbers and texts in its states, and a counter of its own",
+        SHAMPOO,
+        "Shampoo(groups, lr=cfg.lr)",
+        lambda groups, cfg: made(SHAMPOO, "Shampoo")(groups, lr=cfg.lr),
+        ROWS_ALONE,
+        sample=(modes.PLAIN, modes.RESUMED, modes.RESUMED_DDP),
+        settings=dict(lr=0.01),
+    ),
+    Patch(
+        "Keller Jordan's Muon",
+        "in place of ours, beside AdamW",
+        {
+            "optim.py": [
+                (BUILD, KELLER + BUILD),
+                (OF_MUON, '    if name == "muon":\n        return KellerMuon(groups, lr=cfg.lr)\n' + OF_MUON),
+            ]
+        },
+        EVERYWHERE,
+        sample=(modes.PLAIN, modes.RESUMED),
+        settings=dict(optimizer="muon", lr=0.01),
+        optimizer=matrices_apart(lambda groups, cfg: made(KELLER, "KellerMuon")(groups, lr=cfg.lr)),
+    ),
+    Patch(
+        "a stack of matrices",
+        "each of which is one for Muon, as are the others of the block",
+        {
+            "model.py": [
+                (BLOCK_CLASS, STACK + BLOCK_CLASS),
+                (MAKE_MLP, MAKE_MLP + "        self.stack = Stack(cfg)\n"),
+                (
+                    "        x = x + self.dropout(self.mlp(self.norm_2(x)))\n",
+                    "        x = x + self.dropout(self.mlp(self.norm_2(self.stack(x))))\n",
+                ),
+            ]
+        },
+        (*EVERYWHERE, modes.BLOCK),
+        sample=(modes.PLAIN, modes.RESUMED_FSDP),
+        settings=dict(optimizer="muon", lr=0.01),
+        optimizer=lambda model, cfg: importlib.import_module("optim").make_optimizer(model, cfg),
+    ),
+    Patch(
+        "two optimizers at once",
+        "SGD for biases and norms, AdamW for the rest",
+        {
+            "optim.py": [
+                (VECTORS, VECTORS.replace("optimizer=beside", 'optimizer="sgd"')),
+                (
+                    OF_MUON,
+                    '    if name == "sgd":\n'
+                    "        return torch.optim.SGD(groups, lr=cfg.lr, momentum=0.9)\n" + OF_MUON,
+                ),
+            ]
+        },
+        EVERYWHERE,
+        sample=(modes.PLAIN, modes.RESUMED),
+        settings=dict(lr=0.01),
+        optimizer=vectors_apart(lambda groups, cfg: torch.optim.SGD(groups, lr=cfg.lr, momentum=0.9)),
+    ),
+    Patch(
+        "a group with a rate of its own",
+        "biases and norms at a third of the rate",
+        {"optim.py": [(VECTORS, VECTORS.replace("lr=cfg.lr", "lr=cfg.lr / 3"))]},
+        EVERYWHERE,
+        sample=(modes.PLAIN,),
+        settings=dict(lr=0.01),
+        optimizer=of_groups(lambda groups, cfg: torch.optim.AdamW(groups, betas=(cfg.beta1, cfg.beta2))),
+    ),
+    Patch(
+        "an optimizer that cannot skip",
+        "max_skipped_steps with an optimizer that does not know found_inf",
+        {"optim.py": [(ADAMW, "    return torch.optim.SGD(groups, lr=cfg.lr, momentum=0.9)\n")]},
+        (modes.DDP,),
+        sample=(),
+        settings=dict(max_skipped_steps=2),
+        refused={"eager": "needs an optimizer that knows found_inf", modes.DDP: "knows found_inf"},
+    ),
+    Patch(
+        "a parameter without an optimizer",
+        "biases and norms are left out of the groups",
+        {"optim.py": [(VECTORS, VECTORS), ('if group["params"]]\n', 'if group["params"]][:-1]\n')]},
+        (),
+        refused={"eager": "is in no group of the optimizer"},
+    ),
+    Patch(
+        "an average of the weights",
+        "kept in State.own and evaluated beside the weights",
+        {
+            "train.py": [
+                (STATE_CLASS, AVERAGE + STATE_CLASS),
+                (
+                    STATE,
+                    STATE + "    average = Average(state.model)\n"
+                    '    state.own["average"] = average.weights\n',
+                ),
+                (
+                    EVALUATIONS,
+                    EVALUATIONS + '    val = evaluations.each["val"].function\n'
+                    '    evaluations.add("average", 3, average.evaluated(val), whole_rows=False)\n',
+                ),
+                (UPDATE, UPDATE + "        average.update(state.model)\n"),
+            ]
+        },
+        (modes.MASKED, modes.ACCUMULATED, *RESUMED, modes.FSDP, modes.RESUMED_FSDP),
+        sample=(modes.RESUMED, modes.RESUMED_FSDP),
+        unchanged=True,
+        also=lambda log: None if sum(line["kind"] == "average" for line in log) >= 1 else "no average",
+    ),
+    Patch(
+        "LoRA",
+        "on the first layer of each MLP, while all else is frozen",
+        {
+            "model.py": [
+                (BLOCK_CLASS, LORA + BLOCK_CLASS),
+                (MAKE_MLP, MAKE_MLP + "        self.mlp.up = LoRA(cfg.n_embd, cfg.hidden, cfg.bias)\n"),
+                (
+                    TIE,
+                    "        for name, p in self.named_parameters():\n"
+                    '            p.requires_grad_(name.endswith(("up.a.weight", "up.b.weight")))\n' + TIE,
+                ),
+            ]
+        },
+        (*EVERYWHERE, modes.BLOCK, *READERS),
+        export=HAS_MORE,
+        sample=(modes.PLAIN, modes.RESUMED, modes.DDP, modes.RESUMED_FSDP),
+        settings=dict(lr=0.03),
+    ),
+    Patch(
+        "a router's bias",
+        "changed without a gradient, from counts that the forward keeps in a buffer",
+        {
+            "model.py": [
+                (BLOCK_CLASS, ROUTED + BLOCK_CLASS),
+                (MAKE_MLP, MAKE_MLP + "        self.mlp = Routed(cfg, kernels.gelu)\n"),
+            ],
+            "train.py": [(UPDATE, UPDATE + BALANCED)],
+        },
+        (modes.ACCUMULATED, *RESUMED, modes.FSDP, modes.RESUMED_FSDP, modes.BLOCK, *READERS),
+        sample=(modes.RESUMED, modes.RESUMED_DDP, modes.RESUMED_FSDP, *READERS),
+        export="model.py has no blocks.0.mlp.up.weight",
+        refused={modes.BLOCK: "a block runs twice, and so would change blocks.0.mlp.balance.counts twice"},
+        settings=dict(lr=0.01),
+    ),
+]
