@@ -18,11 +18,18 @@ from run.files import digest
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory):
-    """Three folders of byte shards, of 1,500 to 6,000 training tokens and 600 validation tokens each."""
+    """Three folders of byte shards, of 1,500 to 6,000 training tokens and 600 validation tokens each.
+
+    Those of a are two documents, of the others one, whatever Python's own source has at these places.
+    """
     root, tokens = tmp_path_factory.mktemp("three"), stdlib_bytes(14_000)
     for i, (name, n) in enumerate([("a", 6000), ("b", 1500), ("c", 3001)]):
         (root / name).mkdir()
-        paths = [write_shard(root / name / "x_val_000000.bin", tokens[11_000 + 600 * i :][:600])]
+        held_out = np.array(tokens[11_000 + 600 * i :][:600])
+        held_out[held_out == 256] = 10
+        if name == "a":
+            held_out[300] = 256
+        paths = [write_shard(root / name / "x_val_000000.bin", held_out)]
         paths += [write_shard(root / name / "x_train_000001.bin", tokens[3000 * i :][:n])]
         shards = [{"name": path.name, "sha256": digest(path)[1]} for path in paths]
         manifest = {"tokenizer": "bytes", "vocab_size": 257, "eot": 256, "dtype": "uint16", "shards": shards}
