@@ -25,8 +25,9 @@ POLAR_EXPRESS = [  # https://arxiv.org/abs/2505.16932
 def param_groups(model, cfg):
     """Which optimizer, peak rate and decay each parameter has: the place to edit, see docs/experiment.md.
 
-    A group: params; optimizer, a name that `build` knows; lr, the peak rate; weight_decay. With AdamW
-    matrices decay, and embeddings and heads unless they have a rate of their own; with Muon its matrices.
+    A group: params; optimizer, a name that `build` knows; lr, the peak rate; weight_decay; kind, its name in
+    the start-up summary. With AdamW matrices decay, and embeddings and heads unless they have a rate of their
+    own; with Muon its matrices.
     """
     muon = cfg.optimizer == "muon"
     beside = "adamw" if muon else cfg.optimizer  # for what is no matrix of a block
@@ -67,7 +68,7 @@ def param_groups(model, cfg):
     if left:
         names = ", ".join(left[:3]) + f" and {len(left) - 3} more" * (len(left) > 3)
         warn(f"Muon orthogonalises matrices and stacks of them; AdamW has {names}, at lr and without decay")
-    return [group for group in groups.values() if group["params"]]
+    return [group | {"kind": kind} for kind, group in groups.items() if group["params"]]
 
 
 def build(name, groups, model, cfg):

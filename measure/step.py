@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 import kernels
 import optim
@@ -73,7 +74,9 @@ def history(path):
     marks = {}
     torch.cuda.memory._record_memory_history(stacks="python")
     try:
-        yield marks
+        # a checkpoint that ends its recomputation early does so by an exception, which the recording loses
+        with set_checkpoint_early_stop(False):
+            yield marks
     finally:
         snapshot = torch.cuda.memory._snapshot() | marks
         torch.cuda.memory._record_memory_history(enabled=None)

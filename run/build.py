@@ -233,7 +233,7 @@ def describe_optimizer(optimizer, lr):
 
     lr: the peak rate, of which a group's own is its `factor`.
     """
-    name = type(optimizer).__name__
+    name = " and ".join(type(one).__name__ for one in optim.parts_of(optimizer))
     if any(group.get("fused") for group in optimizer.param_groups):
         name += ", fused"
     alike = {}  # {(rate, decay): [group]}

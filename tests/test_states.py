@@ -258,7 +258,7 @@ def sharded_by_two(folder):
     world = parallel.start("cpu", 60)
     cfg = Config(**SHAPE, parallel="fsdp", precision="fp32")
     model = models.on_meta(cfg)
-    parallel.shard(model, cfg, world, regular=False)
+    parallel.shard(model, cfg, world)
     models.allocate(model, CPU, 0, fill=parallel.fill)
     state = state_of(make=Own, model=model, alike=True)
     for step in range(2):
