@@ -98,6 +98,7 @@ def test_snapshots_are_drawn_beside_each_other_on_one_scale(tmp_path, capsys):
 
 @pytest.mark.gpu
 def test_the_snapshot_of_a_gpu_has_the_peak_of_the_last_step(tmp_path):
+    torch.cuda.reset_peak_memory_stats()  # of tests before
     path = tmp_path / "memory.pickle"
     here("step", TINY[0], "--steps=0", "--settle=1", "--breakdown=False", f"--snapshot={path}")
     peak = torch.cuda.max_memory_allocated()
