@@ -42,6 +42,7 @@ def run(folder, words, ranks=0):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_task_made_on_the_fly_is_learned_and_a_run_of_it_goes_on(tmp_path):
     code = copy_of_sources(tmp_path / "code")
     assert len(block("class Reverse").strip().splitlines()) <= 25
@@ -97,7 +98,8 @@ def test_an_optimizer_of_ones_own(tmp_path, data_dir):
     assert found[12:] == found[8:12]  # steps 9 to 12
 
 
-@pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [0, 2])
 def test_an_average_of_the_weights(tmp_path, data_dir, ranks):
     code, text = copy_of_sources(tmp_path / "code"), block("class Average")
     added = re.search(r"    average = Average.*?average.update\(state.model\)", TEXT, re.S)[0].split("\n\n")

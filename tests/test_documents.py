@@ -7,7 +7,7 @@ import pytest
 import ranks
 import torch
 import torch.nn.functional as F
-from compare import CPU, LLAMA, error, gradients, same_run, slow, small, with_gradients
+from compare import CPU, LLAMA, error, gradients, repeated, same_run, slow, small, with_gradients
 from conftest import flags, losses, one_line, stdlib_bytes, train_here, train_in_rank, write_shard
 from test_parallel import SHORT
 from torch._dynamo.utils import counters
@@ -24,7 +24,7 @@ T = torch.Tensor
 GROUPED = dict(block_size=48, n_layer=3, n_kv_head=2, **LLAMA)
 KINDS = [("apart", "none"), slow("varlen", "none"), ("varlen", "selective"), slow("varlen", "block")]
 COMPILED = dict(parallel="fsdp", n_kv_head=1, remat="block", compile=True)
-CASES = [({}, None), slow(COMPILED, "graphs"), slow(COMPILED, "inductor")]
+CASES = [({}, None), slow(COMPILED, "graphs"), repeated(COMPILED, "inductor")]
 
 
 def rows(B=2, T=48, seed=0, share=0.1):

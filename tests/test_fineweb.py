@@ -296,6 +296,7 @@ def clean(tmp_path_factory):
     return contents(out)
 
 
+@pytest.mark.slow
 @pytest.mark.fault(36)
 @pytest.mark.gpt2
 def test_kill_9_leaves_no_trace(tmp_path, clean):

@@ -168,7 +168,8 @@ def test_linear(B, T, K, N, bias):
         assert all(error(a, b) < bound for a, b, bound in zip(found, exact, bounds))
 
 
-@pytest.mark.parametrize("shape", [{}, slow(LLAMA)])
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [{}, LLAMA])
 @pytest.mark.parametrize("compiled", [False, True] if GPU else [True])
 def test_a_model_trains_in_fp8_as_in_float64(shape, compiled):
     T, V = (128, 1000) if GPU else (32, 200)

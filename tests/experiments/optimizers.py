@@ -368,7 +368,7 @@ PATCHES = [
         "Shampoo(groups, lr=cfg.lr)",
         lambda groups, cfg: made(SHAMPOO, "Shampoo")(groups, lr=cfg.lr),
         ROWS_ALONE,
-        sample=(modes.PLAIN, modes.RESUMED, modes.RESUMED_DDP),
+        sample=None,
         settings=dict(lr=0.01),
     ),
     Patch(
@@ -381,7 +381,7 @@ PATCHES = [
             ]
         },
         EVERYWHERE,
-        sample=(modes.PLAIN, modes.RESUMED),
+        sample=None,
         settings=dict(optimizer="muon", lr=0.01),
         optimizer=matrices_apart(lambda groups, cfg: made(KELLER, "KellerMuon")(groups, lr=cfg.lr)),
     ),
@@ -399,7 +399,7 @@ PATCHES = [
             ]
         },
         (*EVERYWHERE, modes.BLOCK),
-        sample=(modes.PLAIN, modes.RESUMED_FSDP),
+        sample=(modes.PLAIN,),
         settings=dict(optimizer="muon", lr=0.01),
         optimizer=lambda model, cfg: importlib.import_module("optim").make_optimizer(model, cfg),
     ),
@@ -417,7 +417,7 @@ PATCHES = [
             ]
         },
         EVERYWHERE,
-        sample=(modes.PLAIN, modes.RESUMED),
+        sample=None,
         settings=dict(lr=0.01),
         optimizer=vectors_apart(lambda groups, cfg: torch.optim.SGD(groups, lr=cfg.lr, momentum=0.9)),
     ),
@@ -466,7 +466,7 @@ PATCHES = [
             ]
         },
         (modes.MASKED, modes.ACCUMULATED, *RESUMED, modes.FSDP, modes.RESUMED_FSDP),
-        sample=(modes.RESUMED, modes.RESUMED_FSDP),
+        sample=(modes.RESUMED,),
         unchanged=True,
         also=lambda log: None if sum(line["kind"] == "average" for line in log) >= 1 else "no average",
     ),
@@ -486,7 +486,7 @@ PATCHES = [
         },
         (*EVERYWHERE, modes.BLOCK, *READERS),
         export=HAS_MORE,
-        sample=(modes.PLAIN, modes.RESUMED, modes.DDP, modes.RESUMED_FSDP),
+        sample=(modes.RESUMED,),
         settings=dict(lr=0.03),
     ),
     Patch(
@@ -500,7 +500,7 @@ PATCHES = [
             "train.py": [(UPDATE, UPDATE + BALANCED)],
         },
         (modes.ACCUMULATED, *RESUMED, modes.FSDP, modes.RESUMED_FSDP, modes.BLOCK, *READERS),
-        sample=(modes.RESUMED, modes.RESUMED_DDP, modes.RESUMED_FSDP, *READERS),
+        sample=(modes.RESUMED,),
         export="model.py has no blocks.0.mlp.up.weight",
         refused={modes.BLOCK: "a block runs twice, and so would change blocks.0.mlp.balance.counts twice"},
         settings=dict(lr=0.01),
