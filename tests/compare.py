@@ -24,6 +24,7 @@ LLAMA = dict(mlp="swiglu", norm="rmsnorm", positions="rope", bias=False)
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 gpt2 = functools.partial(pytest.param, marks=pytest.mark.gpt2)
 repeated = functools.partial(pytest.param, marks=[pytest.mark.repeated, pytest.mark.slow])
+costly = slow if GPU else repeated  # of which others say much the same, and a CPU takes long for each
 
 
 def small(**changes):

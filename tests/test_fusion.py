@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from compare import DEVICE, error, gradients
+from compare import DEVICE, costly, error, gradients, slow
 from torch._dynamo.utils import counters
 
 pytest.importorskip("triton", reason="Triton is installed with PyTorch's CUDA builds only")
@@ -84,8 +84,10 @@ CASES["norm_of_heads_fp8"] = *CASES["gpt2_fp8"], NormOfHeads
 CASES["slice_fp8"] = {}, 0.0, True, SLICED | dict(column_sums_from_norm=1, norm_in_cast=1), GatesOfASlice
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+OFTEN = ("gpt2", "gpt2_fp8", "gates", "slice_fp8")
+
+
+@pytest.mark.parametrize("case", [slow(case) if case in OFTEN else costly(case) for case in CASES])
 def test_a_blocks_sums_are_computed_in_its_kernels(case, products, monkeypatch):
     """In the graphs that all blocks share no addition is left, but for one behind dropout."""
     shape, dropout, fp8, folded, *edit = CASES[case]
@@ -116,8 +118,7 @@ def test_a_blocks_sums_are_computed_in_its_kernels(case, products, monkeypatch):
         assert error(grad, refs[name]) < (0.2 if fp8 else 2e-2), name
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("fp8", (False, True))
+@pytest.mark.parametrize("fp8", [costly(False), slow(True)])
 def test_a_restart_finds_whole_graphs_in_the_cache(fp8, products, monkeypatch, tmp_path):
     """Also those with autograd functions and a choice of attention; what is cached computes the same bits."""
     monkeypatch.setattr(forms, "served", {DEVICE})
