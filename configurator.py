@@ -414,6 +414,12 @@ def describe(cls, doc="", width=80):
     return "\n".join(rows).strip()
 
 
+def listed(names):
+    """The first three of some names, and how many more there are: "a, b, c and 4 more"."""
+    more = len(names) - 3
+    return ", ".join(names[:3]) + (f" and {more} more" if more > 0 else "")
+
+
 def columns():
     """The width of the terminal, at most 110; 80 in a pipe."""
     return min(shutil.get_terminal_size().columns, 110)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from configurator import UserError, warn
+from configurator import UserError, listed, warn
 from scale.shards import all_gather_single, local, rows_of
 
 # (a, b, c) of five steps x -> a x + b x x^T x + c (x x^T)^2 x; singular values end between 0.85 and 1.15
@@ -66,8 +66,8 @@ def param_groups(model, cfg):
             left.append(f"{name} {tuple(p.shape)}")
         groups[kind]["params"].append(p)
     if left:
-        names = ", ".join(left[:3]) + f" and {len(left) - 3} more" * (len(left) > 3)
-        warn(f"Muon orthogonalises matrices and stacks of them; AdamW has {names}, at lr and without decay")
+        what = "Muon orthogonalises matrices and stacks of them"
+        warn(f"{what}; AdamW has {listed(left)}, at lr and without decay")
     return [group | {"kind": kind} for kind, group in groups.items() if group["params"]]
 
 

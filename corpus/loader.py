@@ -26,10 +26,8 @@ from run import files
 
 HEADER_BYTES = 1024
 FORMATS = {20240520: (1, np.uint16), 20240801: (7, np.uint32)}  # magic: (version, token dtype), as in llm.c
-BLOCKS, BLOCK_BYTES = (
-    16,
-    1 << 16,
-)  # of a file: those of which its fingerprint is made, a tenth of 100M tokens' 200 MB
+BLOCKS = 16  # of a file, of which its fingerprint is made
+BLOCK_BYTES = 1 << 16
 MAKE_DATA = "make the data with python fineweb.py (--help lists its settings)"
 
 shard_name = lambda v: files.plain_name(v) and split_of(v) is not None
@@ -387,10 +385,8 @@ class TokenLoader:
         split, rows, before = self.splits[0], state["rows"], state.get("block_size")
         epoch, row = divmod(rows, split.rows_per_epoch)
         where, left = f": goes on at row {row:,} of {split.rows_per_epoch:,}", split.rows_per_epoch - row
-        plain, seeds = (
-            len(self.splits) == 1 and not split.align,
-            (state.get("shuffle_seed"), split.shuffle_seed),
-        )
+        plain = len(self.splits) == 1 and not split.align
+        seeds = state.get("shuffle_seed"), split.shuffle_seed
         same_rows = epoch == 0 or None not in seeds  # which are shifted in later epochs
         if plain and changed == {"shuffle_seed"} and same_rows:
             old, new = (split.order(epoch, seed) for seed in seeds)

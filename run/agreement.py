@@ -63,7 +63,7 @@ def versions():
 
 
 def refuse(of_ranks):
-    """Raises UserError for a `difference`."""
+    """Raises UserError if the facts of a rank, {name: in words}, are not those of rank 0."""
     if found := difference(of_ranks):
         raise UserError(f"{found}; start every rank with the same command, code and data")
 

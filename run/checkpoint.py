@@ -493,11 +493,9 @@ def check_model_tensors(model, tensors, may_lack=()):
 
     They are of its parameters and its persistent buffers; may_lack: names of which there may be none.
     """
-    own, wrong, vocab_size = (
-        dict(model.named_parameters()) | persistent_buffers(model),
-        [],
-        model.cfg.vocab_size,
-    )
+    own = dict(model.named_parameters()) | persistent_buffers(model)
+    vocab_size = model.cfg.vocab_size
+    wrong = []
     for name in sorted(own.keys() - set(may_lack) | tensors.keys()):
         found, expected = (tuple(of[name].shape) if name in of else "absent" for of in (tensors, own))
         padded = name.endswith(TABLES) and found[1:] == expected[1:]
@@ -589,12 +587,10 @@ def open_model(path):
     folder = find(path)
     warn(source.warning(folder))
     tensors, state = open_folder(folder)
-    (config, shape), carried = saved_settings(folder, state), carried_tokenizer(folder)
-    return (
-        tensors["model"] | tensors.get("buffers", {}),
-        shape,
-        str(carried) if carried else config.get("tokenizer"),
-    )
+    config, shape = saved_settings(folder, state)
+    carried = carried_tokenizer(folder)
+    tokenizer = str(carried) if carried else config.get("tokenizer")
+    return tensors["model"] | tensors.get("buffers", {}), shape, tokenizer
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import kernels
 import model as models
-from configurator import UserError
+from configurator import UserError, listed
 from fast import forms
 from scale import generators
 from scale.precision import DTYPES
@@ -109,9 +109,10 @@ class Account:
     """What a model computes: `calls`, flops_per_token, peak FLOP/s, unused (parameters without a gradient).
 
     regular: every block ran once. bypassed: one ran without attn.core. draws: one drew from numpy's or
-    Python's random numbers. updates: buffers of blocks that it changed. read_elsewhere: names of blocks'
-    linear layers of which something reads the weight that is no operation of kernels.py. problem: why
-    nothing is known; `chooses` then.
+    Python's random numbers. updates: buffers of blocks that it changed. read_elsewhere: names of the blocks'
+    linear layers whose weight is read by something other than an operation of kernels.py. problem: why the
+    forward could not be run without values, so that nothing of this is known. chooses: values may then decide
+    which parameters it uses.
     """
 
     def __init__(self, cfg, device, again=False):
@@ -167,8 +168,7 @@ class Account:
         """Rows of the start-up summary: which calls of operations are fused, which are plain, and why."""
         rows = []
         if self.new:
-            names = ", ".join(self.new[:3]) + f" and {len(self.new) - 3} more" * (len(self.new) > 3)
-            rows.append(("new", f"{names}: not in the checkpoint, with their initial values"))
+            rows.append(("new", f"{listed(self.new)}: not in the checkpoint, with their initial values"))
         if self.problem:
             why = f"not counted, nor is MFU: the forward fails on meta ({self.problem})"
             return [*rows, ("operations", why)]
@@ -179,7 +179,7 @@ class Account:
         words += [f"plain: {', '.join(names)} ({reason})" for reason, names in by_reason.items()]
         rows.append(("operations", "; ".join(words)))
         if self.unused:
-            names = ", ".join(self.unused[:3]) + f" and {len(self.unused) - 3} more" * (len(self.unused) > 3)
+            names = listed(self.unused)
             rows.append(("warning", f"no loss depends on {names}: these parameters stay as they are"))
         return rows
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from configurator import UserError, columns, is_rank_0
+from configurator import UserError, columns, is_rank_0, listed
 from run import files, source
 from scale import parallel
 
@@ -242,10 +242,8 @@ class Logger:
         """After some steps: parameters that began at zero and are still there have had no gradient."""
         found = parallel.all_zero(state.model)
         if found:
-            more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-            names = f"{', '.join(found[:3])}{more}"
             why = "they were zero at first and had no gradient; is what they are multiplied with zero too?"
-            self.print(f"warning: after {state.step} steps {names} are all zero: {why}")
+            self.print(f"warning: after {state.step} steps {listed(found)} are all zero: {why}")
 
     def compiling(self, what):
         """Says that the first step compiles, and on a terminal how long it has taken, until it is read."""

@@ -176,22 +176,39 @@ def prove(model, cfg, world, autocast, eot=None):
     initial weights may be zero. Where an edit cannot be built that narrow, it is the run's own model.
     eot: the id that separates documents, which then occurs in the rows.
     """
+
+    def differ(tested, shape, autocast, is_narrow):
+        bounds = 0.1, 5e-3
+        if is_narrow:
+            bounds = 0.01, 5e-6
+        elif cfg.precision in ("fp32", "tf32"):
+            bounds = 0.03, 1e-4
+        return compare(tested, shape, world, autocast, eot, *bounds)
+
+    found = try_narrow(model, cfg, world, autocast, lambda small: wrap(small, model.spread), differ)
+    if any(parallel.gather_objects(found)):
+        why = "model.py mixes tokens outside of attn.core, or in its loss"
+        raise UserError(f"context_parallel={cfg.context_parallel} divides rows among ranks, and {why}")
+
+
+def try_narrow(model, cfg, world, autocast, wrapped, trial):
+    """trial(model, its settings, autocast, whether it is narrow) of a `narrow` model, after wrapped(model).
+
+    Where an edit cannot be built or run that narrow, it is a trial of the run's own model.
+    """
     try:
         small, shape = narrow(cfg, world)
-        wrap(small, model.spread)
+        wrapped(small)
         small.train()  # what is added to the loss in training alone counts too
-        differ = compare(small, shape, world, contextlib.nullcontext(), eot, 0.01, 5e-6)
+        return trial(small, shape, contextlib.nullcontext(), True)
     except UserError:
         raise
     except Exception:  # of any type: an edit that depends on a width, say
-        exact = cfg.precision in ("fp32", "tf32")
         model.eval()
-        differ = compare(model, cfg, world, autocast, eot, *((0.03, 1e-4) if exact else (0.1, 5e-3)))
+        found = trial(model, cfg, autocast, False)
         model.train()
         parallel.reshard(model)
-    if any(parallel.gather_objects(differ)):
-        why = "model.py mixes tokens outside of attn.core, or in its loss"
-        raise UserError(f"context_parallel={cfg.context_parallel} divides rows among ranks, and {why}")
+        return found
 
 
 def narrow(cfg, world):

@@ -6,7 +6,6 @@ kernels.attention is torch.nn.attention.varlen, which waits for the longest leng
 core or text of it, the core is called for each document alone.
 """
 
-import contextlib
 import inspect
 import itertools
 
@@ -17,7 +16,7 @@ import kernels
 from configurator import UserError
 from corpus import tokenizer as tokenizers
 from fast import forms
-from scale import context, generators, parallel
+from scale import context, generators
 
 GROUPED = "enable_gqa" in inspect.signature(varlen_attn).parameters  # from torch 2.12 on
 
@@ -50,17 +49,12 @@ def prove(model, cfg, world, autocast):
     eot = model.documents.eot
     if eot < 0:
         return
-    try:
-        small, shape = context.narrow(cfg, world)
-        apply(small, eot)
-        small.train()
-        leaks = crosses(small, shape, world, contextlib.nullcontext(), 1e-6)
-    except Exception:  # of any type: an edit that depends on a width, say
-        model.eval()
-        leaks = crosses(model, cfg, world, autocast, 1e-6 if cfg.precision == "fp32" else 1e-3)
-        model.train()
-        parallel.reshard(model)
-    if leaks:
+
+    def leaks(tested, shape, autocast, is_narrow):
+        most = 1e-6 if is_narrow or cfg.precision == "fp32" else 1e-3
+        return crosses(tested, shape, world, autocast, most)
+
+    if context.try_narrow(model, cfg, world, autocast, lambda small: apply(small, eot), leaks):
         why = "model.py mixes tokens outside of attn.core, so that they cross documents"
         raise UserError(f"document_mask=True: {why}; leave it out, or mix them in attn.core")
 

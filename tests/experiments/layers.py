@@ -60,6 +60,16 @@ def block(*lines):
     return (BLOCK_FORWARD, f"    def forward(self, x, idx, positions):\n{text}")
 
 
+def shifted(text):
+    """Edits that put the module of a text with `class Shift` before each MLP."""
+    edits = [
+        (BLOCK_CLASS, text + BLOCK_CLASS),
+        (MAKE_MLP, MAKE_MLP + "        self.shift = Shift(cfg)\n"),
+        (BLOCK_FORWARD, BLOCK_FORWARD.replace("self.norm_2(x)", "self.shift(self.norm_2(x))")),
+    ]
+    return {"model.py": edits}
+
+
 def loop(text):
     return {"model.py": [(LOOP, text)]}
 
@@ -258,13 +268,7 @@ PATCHES = [
     Patch(
         "token shift",
         "each token is mixed with the one before: tokens mix outside of attn.core",
-        {
-            "model.py": [
-                (BLOCK_CLASS, SHIFT + BLOCK_CLASS),
-                (MAKE_MLP, MAKE_MLP + "        self.shift = Shift(cfg)\n"),
-                (BLOCK_FORWARD, BLOCK_FORWARD.replace("self.norm_2(x)", "self.shift(self.norm_2(x))")),
-            ]
-        },
+        shifted(SHIFT),
         WHOLE_ROWS,
         refused=modes.MIXES,
         cached=False,
@@ -273,13 +277,7 @@ PATCHES = [
     Patch(
         "token shift across documents",
         "as a token shift, under document masks",
-        {
-            "model.py": [
-                (BLOCK_CLASS, SHIFT + BLOCK_CLASS),
-                (MAKE_MLP, MAKE_MLP + "        self.shift = Shift(cfg)\n"),
-                (BLOCK_FORWARD, BLOCK_FORWARD.replace("self.norm_2(x)", "self.shift(self.norm_2(x))")),
-            ]
-        },
+        shifted(SHIFT),
         (modes.DDP,),
         sample=(),
         settings=dict(document_mask=True),
@@ -290,13 +288,7 @@ PATCHES = [
     Patch(
         "a token shift from zero",
         "as a token shift, of which the first weights are zero: at first it changes nothing",
-        {
-            "model.py": [
-                (BLOCK_CLASS, SHIFT.replace("self.share, 0.5", "self.share, 0.0") + BLOCK_CLASS),
-                (MAKE_MLP, MAKE_MLP + "        self.shift = Shift(cfg)\n"),
-                (BLOCK_FORWARD, BLOCK_FORWARD.replace("self.norm_2(x)", "self.shift(self.norm_2(x))")),
-            ]
-        },
+        shifted(SHIFT.replace("self.share, 0.5", "self.share, 0.0")),
         (modes.CONTEXT,),
         refused=modes.MIXES,
         cached=False,
