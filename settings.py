@@ -185,7 +185,7 @@ class Config(GPTConfig):
     timeout_s: int = 600  # how long ranks wait for one that hangs
     # Less memory
     remat: Literal["none", "selective", "attention", "block"] = "none"  # activation checkpointing
-    remat_every: int = 1  # in every k-th block only
+    remat_every: float = 1  # in every k-th block only; 1.5: in two of three
     remat_tile: int | None = None  # tokens that pass the MLP at a time; None: all
     remat_offload: bool = False  # attention, block: the kept activations wait in host memory
     weights: Literal["fp32", "bf16"] = "fp32"  # of parameters and gradients; bf16: needs adamw8bit

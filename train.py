@@ -82,6 +82,8 @@ class Training:
         self.graph, self.rows = choose_graph(cfg, world, self.micro_step, model)
         if self.graph is None:
             self.model = parallel.wrap(model, cfg, world, self.account.some_without_gradient)  # in DDP
+        other = optim.unknown(self.state.optimizer)
+        self.rows += parallel.keep_gathered(model, cfg, world, self.account.parameters, other)  # in FSDP2
 
     def micro_step(self, x, y, positions=None):
         """Adds a micro-batch's gradients to the step's -> its sums (see run/figures.py)."""

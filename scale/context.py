@@ -196,7 +196,10 @@ def try_narrow(model, cfg, world, autocast, wrapped, trial):
 
     Where an edit cannot be built or run that narrow, it is a trial of the run's own model.
     """
+    precision = torch.get_float32_matmul_precision()
     try:
+        # 32 blocks in TF32 differed by more than the bounds, since it rounds what float32 rounds otherwise
+        torch.set_float32_matmul_precision("highest")
         small, shape = narrow(cfg, world)
         wrapped(small)
         small.train()  # what is added to the loss in training alone counts too
@@ -204,11 +207,14 @@ def try_narrow(model, cfg, world, autocast, wrapped, trial):
     except UserError:
         raise
     except Exception:  # of any type: an edit that depends on a width, say
+        torch.set_float32_matmul_precision(precision)
         model.eval()
         found = trial(model, cfg, autocast, False)
         model.train()
         parallel.reshard(model)
         return found
+    finally:
+        torch.set_float32_matmul_precision(precision)
 
 
 def narrow(cfg, world):

@@ -5,6 +5,7 @@ Counts bytes on a rank, with the fused kernels in bf16 or fp8, in the loss, a bl
 
 import bisect
 import dataclasses
+import math
 
 import fast
 from configurator import launched, this_rank
@@ -24,24 +25,33 @@ def estimate(cfg, ranks):
     parts = dict(states)
     if cfg.optimizer == "muon":
         states["updates"] = 2 * cfg.n_layer * block / shards  # of the blocks' matrices, beside all gradients
+    again = len(blocks_again(cfg, cfg.n_layer))
+    on_gpu = min(2, again) if cfg.remat_offload else again  # blocks, while the others wait on the host
+    tokens = (cfg.n_layer - again) * sum(kept(cfg, "none")) + on_gpu * sum(kept(cfg, cfg.remat))
+    activations = cfg.rank_tokens * tokens
     several = cfg.batch_tokens > cfg.micro_tokens(ranks)  # micro-steps
-    if sharded and not several:
-        parts["gradients"] = 0  # of a single micro-step: they grow while activations are freed
+    if sharded and not several:  # gradients grow while activations are freed
+        parts["gradients"] = max(0, parts["gradients"] - activations)
     elif cfg.offload_states and cfg.parallel == "hsdp":
         parts["gradients"] = summed * total / shards  # added up on the GPU until the last micro-step
     elif several and ranks > 1 and not sharded and cfg.cuda_graph is not True:
         parts["gradients"] *= 2  # .grad, and DDP's buckets, to which they are copied in the last micro-step
-    again = 0 if cfg.remat == "none" else -(-cfg.n_layer // cfg.remat_every)  # blocks under checkpointing
     parts["gathered"] = gathered(cfg, shards) if sharded else 0
     small = 1 if cfg.precision == "fp8" else 2  # fp8 keeps the transposes alone
     if not gathers_8_bits(cfg, shards) and (2 if sharded else own) != small:
         parts["gathered"] += small * (cfg.n_layer - again) * block  # casts, kept until the backward
-    on_gpu = min(2, again) if cfg.remat_offload else again  # blocks, while the others wait on the host
-    tokens = (cfg.n_layer - again) * sum(kept(cfg, "none")) + on_gpu * sum(kept(cfg, cfg.remat))
-    parts["activations"] = cfg.rank_tokens * tokens
+    parts["activations"] = activations
     parts["loss or a block's backward"] = max(loss_bytes(cfg), backward_bytes(cfg, again))
     most = max(parts, states, key=lambda moment: sum(moment.values()))
     return {name: int(size) for name, size in most.items()}
+
+
+def blocks_again(cfg, n_layer):
+    """Indices of the blocks that remat computes again: each remat_every-th, which may be a fraction."""
+    if cfg.remat == "none":
+        return []
+    count = math.ceil(n_layer / cfg.remat_every - 1e-6)
+    return [int(i * cfg.remat_every + 1e-6) for i in range(count)]
 
 
 def takes(cfg, ranks):
@@ -111,6 +121,7 @@ def kept(cfg, remat):
     sizes += [2 * cfg.qkv_width, 2 * A, 4 * cfg.n_head]  # q, k, v, attention's output and logsumexp
     sizes += [2 * (cfg.n_head + cfg.kv_heads) * cfg.head_size * cfg.qk_norm]  # q and k before their norm
     sizes += [2 * A * cfg.attention_gate, A * fp8]  # the output before its gates, and in 8 bits
+    sizes += [2 * A * (cfg.context_parallel > 1)]  # the output of this rank's heads, before their exchange
     if remat == "selective":
         return [*sizes, C * fp8]  # the MLP's input in bf16
     # the pre-activation, of relu2 its square alone; in bf16 GELU's output, in 8 bits that of each activation
@@ -156,7 +167,7 @@ def on_host(cfg, ranks):
         parts["optimizer"] = int(moments * parameter_counts(cfg)[0] / shards)
     if cfg.remat_offload:
         sizes = [pinned(cfg.rank_tokens * each) for each in kept(cfg, cfg.remat)]
-        parts["activations"] = sum(sizes) * -(-cfg.n_layer // cfg.remat_every)
+        parts["activations"] = sum(sizes) * len(blocks_again(cfg, cfg.n_layer))
     return parts
 
 

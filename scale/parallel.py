@@ -126,9 +126,9 @@ def time_limit(timeout_s, backend=None):
 def shard(model, cfg, world, account=None):
     """FSDP2 (https://arxiv.org/abs/2304.11277) with a unit for embedding, head and each of memory.units.
 
-    fsdp gathers a block for its forward and for its backward, zero2 once a step; hsdp is fsdp within groups
-    of shard_size ranks, each of which holds a copy. account: the run.flops.Account of what a forward does;
-    None: it is not known, and there will be no backward.
+    fsdp gathers a block for its forward and for its backward, or less often (see `keep_gathered`), zero2 once
+    a step; hsdp is fsdp within groups of shard_size ranks, each of which holds a copy. account: the
+    run.flops.Account of what a forward does; None: it is not known, and there will be no backward.
     """
     regular = account is not None and account.regular
     mesh = make_mesh(cfg, world)
@@ -146,18 +146,54 @@ def shard(model, cfg, world, account=None):
         for block in model.blocks:
             block.register_forward_hook(with_all_gradients)
     sizes = [sum(p.numel() for p in block.parameters()) for block in model.blocks]
-    for unit in memory.units(sizes, apart=not regular or cfg.remat in ("block", "attention")):
-        fsdp.fully_shard([model.blocks[i] for i in unit], reshard_after_forward=frees, **options)
+    apart = not regular or cfg.remat in ("block", "attention")
+    parts = [[model.blocks[i] for i in unit] for unit in memory.units(sizes, apart)]
     if not cfg.tie_embeddings:  # a shared weight belongs to the root's unit
-        fsdp.fully_shard(model.wte, reshard_after_forward=frees, **options)
-        fsdp.fully_shard(model.head, reshard_after_forward=False, **options)
+        parts = [[model.wte], [model.head], *parts]
+    # what keep_gathered takes first: nothing is computed beside the gathers of embedding and head
+    model.units = [(modules[0], sum(p.numel() for m in modules for p in m.parameters())) for modules in parts]
+    for modules in parts:
+        fsdp.fully_shard(modules, reshard_after_forward=frees and modules != [model.head], **options)
+    if not cfg.tie_embeddings:
         fsdp.register_fsdp_forward_method(model.head, "logits")
     fsdp.fully_shard(model, **options)
     for method in ("logits", "token_losses"):
         fsdp.register_fsdp_forward_method(model, method)
-    model.frees_gathered = frees
+    model.kept = [] if frees else units(model)  # stay gathered from a step's first forward to its last backward
     if not frees:
         model.register_forward_pre_hook(gather_all)
+
+
+def keep_gathered(model, cfg, world, parameters, optimizer):
+    """Keeps units of fsdp and hsdp gathered during a step, as zero2 does all, where the GPU has room for them.
+
+    parameters: of the model; optimizer: the name of one whose states are not known, or None. Returns rows of
+    the start-up summary.
+    """
+    edited = parameters != memory.parameter_counts(cfg)[0]
+    if not isinstance(model, fsdp.FSDPModule) or cfg.parallel == "zero2" or edited or optimizer:
+        return []
+    free = room(cfg, world)
+    if free <= 0:
+        return []
+    whole = 0
+    for unit, size in model.units:
+        if whole + 2 * size > free:
+            break
+        whole += 2 * size
+        unit.set_reshard_after_forward(False, recurse=False)
+        model.kept.append(unit)
+    few = f"{len(model.kept)} of {len(model.units)} units stay gathered during a step"
+    return [("gathered", f"{few}, {whole / memory.GIB:.1f} GiB")]
+
+
+def room(cfg, world):
+    """Bytes of a GPU's memory that the estimate leaves, 5% aside; 0 without a GPU. All ranks call it."""
+    if world.device.type != "cuda" or memory.uncounted(cfg):
+        return 0
+    share = torch.cuda.get_per_process_memory_fraction(world.device)
+    limit = share * torch.cuda.mem_get_info(world.device)[1]
+    return 0.95 * min(gather_objects(limit)) - memory.takes(cfg, world.size)
 
 
 def with_all_gradients(block, _, result):
@@ -296,7 +332,8 @@ def sync_gradients(model, on):
         model.calls = 0
     elif isinstance(model, fsdp.FSDPModule):
         model.set_requires_all_reduce(on)
-        model.set_reshard_after_backward(on or model.frees_gathered)
+        for unit in model.kept:
+            unit.set_reshard_after_backward(on, recurse=False)
     yield
     if isinstance(model, Averaged) and on and not model.calls:
         what = "a micro-step calls only state.model, whose gradients DDP does not average over the ranks"

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import kernels
 from configurator import UserError
 from fast import forms
-from scale import generators
+from scale import generators, memory
 
 # Before torch 2.12 a compiled checkpoint keeps what an autograd.Function saves (pull request 177396).
 always = lambda *_, **__: CheckpointPolicy.MUST_RECOMPUTE
@@ -31,14 +31,14 @@ RECOMPUTE_ALL = contexts if tuple(map(int, torch.__version__.split(".")[:2])) < 
 
 
 def apply(model, cfg, device_type="cpu"):
-    """Puts cfg.remat around every cfg.remat_every-th block, from the first; results do not change."""
+    """Puts cfg.remat around each cfg.remat_every-th block, from the first; results do not change."""
     if cfg.remat == "attention" and device_type != "cpu":
         in_16_bits = device_type == "cuda" and cfg.precision not in ("fp32", "tf32")
         if not in_16_bits or cfg.attention not in ("cudnn", "flash"):
             why = f"it is {cfg.attention} in {cfg.precision} on {device_type}; try --remat=block"
             raise UserError(f"remat=attention needs attention=cudnn or flash in 16 bits, {why}")
     shelf = Shelf(cfg.remat_offload)
-    for i in range(0, len(model.blocks), cfg.remat_every):
+    for i in memory.blocks_again(cfg, len(model.blocks)):
         block, tape = model.blocks[i], Tape(shelf)
         if cfg.remat == "selective" or cfg.remat_tile:
             mlp = part_of(block, "mlp")

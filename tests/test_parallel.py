@@ -39,15 +39,20 @@ from settings import Config, check
 
 
 def train_within(words, limits):
-    """For ranks.call: train_in_rank with other values of memory.UNIT_MIB and fast.LOGITS_MIB."""
+    """For ranks.call: train_in_rank with other values of memory.UNIT_MIB and fast.LOGITS_MIB.
+
+    ROOM: bytes that a GPU has left, in which FSDP2's units stay gathered during a step.
+    """
     memory.UNIT_MIB = limits.get("UNIT_MIB", memory.UNIT_MIB)
     fast.LOGITS_MIB = limits.get("LOGITS_MIB", fast.LOGITS_MIB)
+    if "ROOM" in limits:
+        parallel.room = lambda *_: limits["ROOM"]
     return train_in_rank(words)
 
 
 def over_ranks(number, data_dir, folder, **settings):
     """A run of train.py that succeeds; returns its folder."""
-    limits = {name: settings.pop(name) for name in ("UNIT_MIB", "LOGITS_MIB") if name in settings}
+    limits = {name: settings.pop(name) for name in ("UNIT_MIB", "LOGITS_MIB", "ROOM") if name in settings}
     done = ranks.call(number, train_within, flags(data_dir, folder, **settings), limits)
     assert done == [(0, "")] * number
     return folder
@@ -88,9 +93,9 @@ HOST, FOUR = dict(offload_states=True), dict(batch_size=1, n_layer=3)
 CONTEXT, KEPT = dict(context_parallel=2), dict(remat="attention", remat_tile=6, remat_offload=True)
 MODES = {  # ranks, settings of the mode, settings of the run in one process too
     "ddp": (2, {}, {}),
-    "fsdp": (2, FSDP, dict(sample_interval=6)),
+    "fsdp": (2, FSDP | dict(ROOM=150_000), dict(sample_interval=6)),  # one of two blocks stays gathered
     "zero2": (2, dict(parallel="zero2", UNIT_MIB=0, **CHUNKS), dict(n_kv_head=2, **LLAMA, **WIDE)),
-    "hsdp": (4, dict(UNIT_MIB=1, **HSDP), dict(n_embd=128, **FOUR)),  # units of 2 blocks and 1
+    "hsdp": (4, dict(UNIT_MIB=1, ROOM=10**6, **HSDP), dict(n_embd=128, **FOUR)),  # units of 2 blocks and 1
     "context": (2, CONTEXT | KEPT, dict(sample_interval=6)),
     "states on the host": (2, FSDP | HOST, {}),
     "muon in zero2": (2, dict(parallel="zero2"), MUON),
