@@ -159,13 +159,13 @@ def shard(model, cfg, world, account=None):
     fsdp.fully_shard(model, **options)
     for method in ("logits", "token_losses"):
         fsdp.register_fsdp_forward_method(model, method)
-    model.kept = [] if frees else units(model)  # stay gathered from a step's first forward to its last backward
+    model.kept = [] if frees else units(model)  # gathered from a step's first forward to its last backward
     if not frees:
         model.register_forward_pre_hook(gather_all)
 
 
 def keep_gathered(model, cfg, world, parameters, optimizer):
-    """Keeps units of fsdp and hsdp gathered during a step, as zero2 does all, where the GPU has room for them.
+    """Keeps units of fsdp and hsdp gathered during a step, as zero2 does all, as the GPU has room for them.
 
     parameters: of the model; optimizer: the name of one whose states are not known, or None. Returns rows of
     the start-up summary.

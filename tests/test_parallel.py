@@ -154,6 +154,22 @@ def job_in_rank(words):
     return cfg, train.Training(cfg, world)
 
 
+def kept_in_rank(words, limits):
+    """Rows of the start-up summary, and the units that stay gathered."""
+    memory.UNIT_MIB = 0  # a block a unit
+    parallel.room = lambda *_: limits["ROOM"]
+    job = job_in_rank(words)[1]
+    return job.rows, len(job.state.model.kept)
+
+
+@pytest.mark.parametrize("room, blocks", [(0, 0), (150_000, 1), (10**6, 2)])
+def test_as_many_units_stay_gathered_as_there_is_room_for(room, blocks):
+    words = "config/test.py --device=cpu --precision=fp32 --vocab_size=257 --parallel=fsdp".split()
+    memory_of_them = f"{blocks} of 2 units stay gathered during a step, 0.0 GiB"
+    found = ranks.call(1, kept_in_rank, [*words, "--offload_states"], dict(ROOM=room))
+    assert found == [([("gathered", memory_of_them)] if room else [], blocks)]
+
+
 def graphs_in_rank(words):
     """(whether the model is in DDP, the number of graphs that a step compiles)."""
     compile_to_graphs()
