@@ -1,7 +1,7 @@
 """A training step of transformers' Llama 3 8B with Liger's kernels, on one GPU or over several with FSDP2.
 
     python results/speed/peers_8b.py config/llama3_8b_128k_one_gpu.py --init_from=None --no_update \
-        --steps=1 --settle=1
+        --steps=1 --settle=0
     torchrun --standalone --nproc_per_node=4 results/speed/peers_8b.py config/llama3_8b.py \
         --batch_tokens=262144 --reduce_dtype=bf16 --steps=3 --settle=1
 
