@@ -15,7 +15,7 @@ from run.logger import progress
 from scale import context, generators, parallel
 
 SAMPLES = dict(n=4, max_new_tokens=64, temperature=0.8, top_k=50)
-TAKEN = {"train", "start", "saved", "skipped", "spike", "done", "stopped"}  # kinds of lines in log.jsonl
+TAKEN = {"train", "start", "saved", "skipped", "spike", "norms", "done", "stopped"}  # kinds of log.jsonl
 
 
 @torch.no_grad()
