@@ -79,6 +79,11 @@ def _flag(argv, hints):
     key, equals, value = argv.pop(0)[2:].partition("=")
     following = argv[0] if argv and not argv[0].startswith("--") else None
     name = key if key in hints else key.removeprefix("no_")
+    if typing.get_origin(hints.get(key)) is tuple:  # --key A B C, or --key=A
+        value = (value,) if equals else ()
+        while not equals and argv and not argv[0].startswith("--"):
+            value += (argv.pop(0),)
+        following, equals = None, value
     if not equals and _is_flag(hints.get(name)):
         given = (following or "").lower() in ("true", "false", *map(str, typing.get_args(hints[name])))
         key, value = name, argv.pop(0) if given else str(key == name)
@@ -375,6 +380,8 @@ def _convert(cls, hints, name, value):
         return str(value).lower() in ("true", "1")
     if typing.get_origin(kind) is typing.Literal and value in typing.get_args(kind) or kind is str and text:
         return value
+    if typing.get_origin(kind) is tuple and isinstance(value, tuple):
+        return value
     with contextlib.suppress(ValueError, OverflowError):
         read = int if text and re.fullmatch(r"[+-]?[\d_]+", value) else float
         number = read(value) if text else value
@@ -451,6 +458,7 @@ def _option(cls, name, hint, line, width, column=28):
     elif default is None and choices[0] is not str:
         kind = f"{choices[0].__name__}: "
     shown = repr(default) if re.search(r"\s", str(default)) else default
+    shown = "..." if default == () else shown
     option, words = f"  --{name}={shown}", f"{kind}{line.partition('  # ')[2].strip()}"
     below = textwrap.wrap(words, width - column, break_long_words=False, break_on_hyphens=False)
     if len(option) < column and below:

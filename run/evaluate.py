@@ -256,9 +256,12 @@ def add_evaluations(evaluations, cfg, world, val_loaders):
 def add_validation(evaluations, cfg, world, loaders):
     own = functools.partial(context.own_tokens, cfg, world)
     stop = evaluations.watch.agreed
+    splits = ", ".join(f"{share:g} of {getattr(loader, 'fingerprint', None)}" for share, loader in loaders)
+    held_out = f"{splits}; {cfg.eval_tokens} tokens in rows of {cfg.block_size}"  # the same: runs compare
 
     def evaluate(model):
-        return validation(model, loaders, cfg.eval_tokens, evaluations.autocast, own, stop)
+        found = validation(model, loaders, cfg.eval_tokens, evaluations.autocast, own, stop)
+        return found and found | {"held_out": held_out}
 
     evaluations.add("val", cfg.eval_interval, evaluate, validation_lines, best="loss", whole_rows=False)
 

@@ -28,7 +28,7 @@ class Norms:
 
     @contextlib.contextmanager
     def around_update(self, step):
-        """Around an optimizer's step: weights before it, gradients as it takes them, and how it moves weights."""
+        """Around an optimizer's step: the weights before it, the gradients that it takes, and its update."""
         if not self.interval or step % self.interval:
             yield
             return
@@ -55,9 +55,8 @@ class Norms:
     def record(self, step, later):
         lines = {}
         for kind, sums in zip(("weight", "gradient", "update"), later.get()):
-            lines[kind] = {}
-            for (name, matrix), total in zip(self.matrices.items(), sums):
-                lines[kind][name] = float(f"{math.sqrt(total / math.prod(matrix.shape)):.4g}")
+            values = [total / math.prod(m.shape) for m, total in zip(self.matrices.values(), sums)]
+            lines[kind] = {n: float(f"{math.sqrt(x):.4g}") for n, x in zip(self.matrices, values)}
         self.log.record("norms", step, **lines)
 
 
