@@ -170,7 +170,7 @@ class Config(GPTConfig):
     async_save: bool = False  # training continues while a checkpoint is written, from a copy in host memory
     log_interval: int = 1  # steps between lines printed; log.jsonl has every step
     norms_interval: int | None = None  # steps between the RMS of each matrix' weight, gradient and update
-    wandb: bool = False  # log to Weights & Biases as well, in the project "pretrain"
+    wandb: bool = False  # log to Weights & Biases too; WANDB_PROJECT and WANDB_NAME count
     # Device and precision
     device: str = "auto"  # auto, cpu, cuda, mps
     precision: Precision = "auto"  # auto: bf16 if it can; auto8: fp8, else as auto

@@ -92,8 +92,9 @@ class Logger:
     def _start_wandb(self, config):
         import wandb
 
-        names = dict(name=self.out_dir.resolve().name, dir=os.environ.get("WANDB_DIR") or self.out_dir)
-        run = wandb.init(project="pretrain", config=config, id=self.wandb_id, resume="allow", **names)
+        names = dict(project="pretrain", name=self.out_dir.resolve().name, dir=self.out_dir)
+        names = {key: os.environ.get(f"WANDB_{key.upper()}") or own for key, own in names.items()}
+        run = wandb.init(config=config, id=self.wandb_id, resume="allow", **names)
         run.define_metric("*", step_metric="step")  # a resumed run steps back; wandb's own step may not
         return run
 
