@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from compare import GPU, LLAMA, copied, same_norms
-from conftest import load_checkpoint, read_log, train_here
+from conftest import load_checkpoint, losses, read_log, train_here
 
 import optim
 from configurator import UserError
@@ -63,9 +63,10 @@ def test_each_matrix_has_its_own(data_dir, tmp_path, monkeypatch, settings):
         assert len(values) > 14
 
 
-def test_a_resumed_run_measures_the_same_steps(data_dir, tmp_path):
+def test_losses_stay_and_a_resumed_run_measures_the_same_steps(data_dir, tmp_path):
     settings = dict(norms_interval=2, save_interval=3, keep_last=9, max_steps=6)
-    train_here(data_dir, tmp_path / "a", **settings)
+    whole = train_here(data_dir, tmp_path / "a", **settings)
+    assert losses(whole) == losses(train_here(data_dir, tmp_path / "off", max_steps=6))
     log = train_here(data_dir, copied(tmp_path / "a", 3, tmp_path / "b"), resume="auto", **settings)
     assert [line["step"] for line in log if line["kind"] == "norms"] == [4, 6]
     same_norms(tmp_path / "b", tmp_path / "a")
