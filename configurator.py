@@ -17,7 +17,6 @@ import itertools
 import json
 import os
 import re
-import resource
 import shutil
 import signal
 import sys
@@ -28,6 +27,11 @@ import traceback
 import types
 import typing
 from pathlib import Path
+
+if sys.platform == "win32":  # which lacks what is imported from here on: resource, fcntl
+    print("error: Windows lacks POSIX locks and signals; take WSL2: docs/your_card.md", file=sys.stderr)
+    sys.exit(2)
+import resource  # noqa: E402
 
 HERE = Path(__file__).absolute().parent
 
@@ -79,6 +83,10 @@ def _flag(argv, hints):
     key, equals, value = argv.pop(0)[2:].partition("=")
     following = argv[0] if argv and not argv[0].startswith("--") else None
     name = key if key in hints else key.removeprefix("no_")
+    if typing.get_origin(hints.get(key)) is tuple and following is not None and not equals:  # --key A B C
+        words = itertools.takewhile(lambda word: not word.startswith("--"), argv)
+        value = equals = tuple(words)
+        del argv[: len(value)]
     if not equals and _is_flag(hints.get(name)):
         given = (following or "").lower() in ("true", "false", *map(str, typing.get_args(hints[name])))
         key, value = name, argv.pop(0) if given else str(key == name)
@@ -375,6 +383,8 @@ def _convert(cls, hints, name, value):
         return str(value).lower() in ("true", "1")
     if typing.get_origin(kind) is typing.Literal and value in typing.get_args(kind) or kind is str and text:
         return value
+    if typing.get_origin(kind) is tuple:
+        return (value,) if text else tuple(value)
     with contextlib.suppress(ValueError, OverflowError):
         read = int if text and re.fullmatch(r"[+-]?[\d_]+", value) else float
         number = read(value) if text else value
@@ -451,6 +461,7 @@ def _option(cls, name, hint, line, width, column=28):
     elif default is None and choices[0] is not str:
         kind = f"{choices[0].__name__}: "
     shown = repr(default) if re.search(r"\s", str(default)) else default
+    shown = "..." if default == () else shown
     option, words = f"  --{name}={shown}", f"{kind}{line.partition('  # ')[2].strip()}"
     below = textwrap.wrap(words, width - column, break_long_words=False, break_on_hyphens=False)
     if len(option) < column and below:

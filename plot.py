@@ -4,13 +4,23 @@
     python plot.py out/a out/b --names=before,after --x=seconds --out=compare.svg
     python plot.py out/a out/b --no_panels --dark --out=slide.png    # the losses alone, for a slide
     python plot.py out/a assets/build_nanogpt.jsonl              # beside the losses of another program
+    python plot.py out/gate_* --against out/base_* --out=gate.png    # means over seeds, and their difference
+    python plot.py out/a --norms                  # -> out/a/norms.png: where a spike comes from, by matrix
 
 Shows the loss and, of several runs, its end once more, larger. Below are small panels, as far as a run has
 them: HellaSwag, learning rate, gradient norm, tokens per second, figures of your own that the model's forward
 returns (extras), and evaluations of your own.
+
+With --against it prints a table too: runs that differ in seeds alone are a group, with its mean loss ± the
+standard deviation; of each two groups the difference, with a 95% interval. --norms shows what a run with
+--norms_interval has logged.
 """
 
+import itertools
 import json
+import math
+import os
+import re
 import shlex
 import warnings
 from dataclasses import dataclass
@@ -24,7 +34,8 @@ from matplotlib.ticker import EngFormatter
 
 import configurator
 import settings
-from configurator import UserError
+from configurator import UserError, listed, refuse
+from measure import seeds
 from run import files
 
 # blue, orange, green, pink, ochre, sky, after Okabe and Ito's, which the colour-blind can tell apart
@@ -48,7 +59,9 @@ NUMBER = lambda v: v is None or files.number(v) and abs(v) < 1e39  # float32's l
 LINE = {"kind": files.text, "step": files.count}
 KEYS = "loss bpb stderr bpb_stderr tokens lr norm dt_ms tok_per_s step_ms acc_norm".split()
 OURS = LINE | {f"{key}?": NUMBER for key in KEYS} | {"extras?": {str: NUMBER}, "rows?": [[lambda v: True]]}
-DRAWN = ("start", "train", "val", "hellaswag")  # kinds of lines that are of this form
+NORMS = ("weight", "gradient", "update")
+OURS |= {"held_out?": files.text} | {f"{kind}?": {str: NUMBER} for kind in NORMS}
+DRAWN = ("start", "train", "val", "hellaswag", "norms")  # kinds of lines that are of this form
 NOT_DRAWN = ("sample", "saved", "done", "stopped", "skipped", "spike")  # any other kind is an evaluation
 
 
@@ -70,21 +83,26 @@ SPEED = Panel("tokens/s", "train", "tok_per_s")
 @dataclass
 class Config:
     words = ()  # folders of runs, or files of logs
+    against: tuple[str, ...] = ()  # folders of other runs, from which those before are to differ
+    norms: bool = False  # a run's RMS of each matrix' weight, gradient and update, over its median
     x: Literal["steps", "tokens", "seconds"] = "steps"  # seconds: of training steps alone
     y: Literal["loss", "bpb"] = "loss"  # bpb: bits per byte, which compare between tokenizers
     names: str | None = None  # of the runs, with commas between; None: the settings that differ, or folders
     panels: bool = True  # --no_panels: the losses alone, for a slide
     dark: bool = False  # light lines on a dark ground
-    out: str | None = None  # .png, .svg or .pdf; None: curves.png in the first folder
+    out: str | None = None  # .png, .svg or .pdf; None: curves.png, or norms.png, in the first folder
 
 
 def main(cfg):
     if not cfg.words:
         raise UserError("give the folder of a run, or of several: python plot.py out/gpt2_124m")
     theme = DARK if cfg.dark else LIGHT
-    figure = draw(load(cfg.words, cfg.names, theme), cfg.x, cfg.y, cfg.panels, theme)
-    first = Path(cfg.words[0])
-    out = Path(cfg.out or (first / "curves.png" if first.is_dir() else first.with_suffix(".png")))
+    runs = load([*cfg.words, *cfg.against], cfg.names, theme)
+    if cfg.against:
+        print_table(runs[: len(cfg.words)], runs[len(cfg.words) :], theme)
+    figure = draw_norms(runs, theme) if cfg.norms else draw(runs, cfg.x, cfg.y, cfg.panels, theme)
+    first, name = Path(cfg.words[0]), "norms.png" if cfg.norms else "curves.png"
+    out = Path(cfg.out or (first / name if first.is_dir() else first.with_suffix(".png")))
     write(figure, out)
 
 
@@ -108,7 +126,7 @@ def load(folders, names=None, theme=LIGHT):
     colors, runs = theme["colors"], []
     for i, folder in enumerate(folders):
         runs.append(Run(folder, "", colors[i % len(colors)], DASHES[i // len(colors) % len(DASHES)]))
-    found = differences(runs) or folder_names(folders)
+    found = differences([run.settings() for run in runs]) or folder_names(folders)
     if names is not None:
         found = [name.strip() for name in names.split(",")]
     if len(found) != len(runs):
@@ -129,9 +147,11 @@ APART = "out_dir resume overwrite wandb device batch_size eval_interval eval_tok
 APART += " sample_interval sample_prompt save_interval keep_last async_save log_interval timeout_s"
 
 
-def differences(runs):
-    """A name for each run from settings that differ, "lr=0.001"; None where they make no short, own names."""
-    given = [run.settings() for run in runs]
+SEEDS = "seed shuffle_seed"
+
+
+def differences(given):
+    """Names, "lr=0.001", from what differs in [{setting: text}]; None where it makes no short, own names."""
     keys = dict.fromkeys(key for each in given for key in each if key not in APART.split())
     full = [{key: each.get(key, str(getattr(settings.Config, key, None))) for key in keys} for each in given]
     differ = [key for key in keys if len({each[key] for each in full}) > 1]
@@ -167,7 +187,10 @@ class Run:
         at, values = series(self.log, "train", "dt_ms" if x == "seconds" else "tokens")
         if not len(at):
             raise UserError(f"{self.folder}: its log does not hold what x={x} needs; try --x=steps")
-        first, values = (at[0] - 1, np.cumsum(values) / 1e3) if x == "seconds" else (0, values)
+        first = 0
+        if x == "seconds":  # a start's first step compiles
+            values = np.where(np.isin(at - 1, [*self.log.get("start", ())]), np.median(values), values)
+            first, values = at[0] - 1, np.cumsum(values) / 1e3
         return np.interp(steps, [first, *at], [0, *values])
 
     def losses(self, kind, y):
@@ -238,6 +261,72 @@ def smooth(values):
     """Mean over a window of 1/20 of the run that is centred on each point, shorter at the ends."""
     window = np.ones(2 * (max(1, len(values) // 20) // 2) + 1)
     return np.convolve(values, window, "same") / np.convolve(np.ones(len(values)), window, "same")
+
+
+# -- several seeds
+
+
+def print_table(runs, others, theme):
+    """Means over seeds, and how `runs` differ from `others`; gives the runs of a group one colour."""
+    folders = [Path(run.folder).resolve() for run in runs + others]
+    wrong = [f"{folder} is given twice" for folder in {*folders} if folders.count(folder) > 1]
+    for run in runs + others:
+        if not len(run.losses("val", "loss")[0]):
+            wrong.append(f"{run.folder}: no validation loss in its log, which a table needs")
+        if "step_ms" not in run.start and max(run.log.get("done", [0])) < max(run.log.get("train", [0])):
+            configurator.warn(f"{run.folder} has not come to its end: the table has its last validation")
+    refuse(wrong)
+    sides = [[*grouped(side).values()] for side in (runs, others)]
+    groups = sides[0] + sides[1]
+    for group, color in zip(groups, itertools.cycle(theme["colors"])):
+        for run, run.dash in zip(group, itertools.cycle(DASHES)):
+            run.color = color
+    names = differences([recipe(group[0]) for group in groups]) or map(beginning, groups)
+    found = [summary(name, group) for name, group in zip(names, groups)]
+    if len({group.rows for group in found}) > 1:
+        what = "not all runs were validated on the same rows, as far as their logs say"
+        configurator.warn(f"{what}: losses may not compare; bits a byte do, of the same text")
+    print(*seeds.table(found[: len(sides[0])], found[len(sides[0]) :]), sep="\n")
+
+
+def grouped(runs):
+    """{recipe: runs}."""
+    groups = {}
+    for run in runs:
+        groups.setdefault(str(sorted(recipe(run).items())), []).append(run)
+    return groups
+
+
+def recipe(run):
+    """{setting: text} of a run but for seeds, and for what decides no loss."""
+    return {name: text for name, text in run.settings().items() if name not in f"{APART} {SEEDS}".split()}
+
+
+def beginning(group):
+    """What the names of a group's folders begin with, or else those names."""
+    names = folder_names([run.folder for run in group])
+    return os.path.commonprefix(names).rstrip("_-. 0123456789") or listed(names)
+
+
+def summary(name, group):
+    """The seeds.Group of some runs. Raises UserError for two with the same seed."""
+    own = [str([run.settings().get(key) for key in SEEDS.split()]) for run in group]
+    if len({*own}) < len(own) and all(run.settings() for run in group):
+        folders = listed([str(run.folder) for run in group])
+        raise UserError(f"{folders}: two have the same seed, which counts once; leave one out")
+    ends = [run.end("loss")[0] for run in group]
+    figures = {}
+    for figure in ("loss", "bpb", "seconds", "tokens"):
+        try:
+            if figure in UNITS:
+                values = [run.end(figure)[1] for run in group]
+            else:
+                values = [run.place(end, figure) for run, end in zip(group, ends)]
+            figures[figure] = np.array(values)
+        except UserError:  # a log does not say
+            figures[figure] = None
+    rows = {run.log["val"][end].get("held_out") for run, end in zip(group, ends)}
+    return seeds.Group(name, own, figures, rows.pop() if len(rows) == 1 else None)
 
 
 # -- pictures
@@ -427,6 +516,49 @@ def draw_panel(axes, runs, x, panel):
         axes.set_ylim(0, 1.15 * max(np.quantile(values, 0.98) for _, values in curves))
     elif panel == NORM or panel.kind is None:
         fit(axes, [values[at >= BEGINNING * at[-1]] for at, values in curves])
+
+
+# -- norms
+
+
+def draw_norms(runs, theme):
+    """A figure of a run's lines of norms: RMS of each matrix over its median of the run, in colour.
+
+    Above are the loss, the gradient norm and the rate. Prints where each kind rises most.
+    """
+    lines = runs[0].log.get("norms")
+    if len(runs) > 1 or not lines:
+        raise UserError("--norms draws one run that was trained with --norms_interval=N")
+    steps, names = sorted(lines), [*lines[max(lines)]["weight"]]
+    kind_of = lambda name: re.sub(r"^blocks\.\d+\.", "", name)
+    kinds = [*dict.fromkeys(map(kind_of, names))]
+    names.sort(key=lambda name: kinds.index(kind_of(name)))
+    firsts = [[*map(kind_of, names)].index(kind) - 0.5 for kind in kinds]
+    heights = [1.2, 1 + max(2.5, 0.045 * len(names))]  # inches
+    with matplotlib.rc_context(STYLE | theme_style(theme) | {"font.size": 9}):
+        figure = Figure(figsize=(11, 1 + sum(heights)), layout="constrained")
+        axes = figure.subplots(2, 3, sharex=True, height_ratios=heights)
+        for (upper, lower), kind, key in zip(axes.T, NORMS, ("loss", "norm", "lr")):
+            upper.plot(*series(runs[0].log, "train", key), color=theme["ink"], linewidth=0.8)
+            upper.set_title(key)
+            values = [[lines[step][kind].get(name) or math.nan for step in steps] for name in names]
+            values = np.ma.masked_invalid(values)  # zero, or not finite
+            values /= np.ma.median(values, axis=1, keepdims=True)
+            look = dict(norm=matplotlib.colors.LogNorm(1 / 8, 8), cmap="RdBu_r", shading="nearest")
+            colors = lower.pcolormesh(steps, range(len(names)), values, **look)
+            lower.set_title(f"{kind}: RMS / median of the run")
+            lower.set(xlabel="step", ylim=(len(names) - 0.5, -0.5))
+            lower.set_yticks(firsts, kinds if kind == NORMS[0] else [""] * len(kinds), va="top")
+            lower.grid(False)
+            for first in firsts:
+                lower.axhline(first, color="gray", linewidth=0.5)
+            late = np.where(np.array(steps) >= BEGINNING * steps[-1], values.filled(0), 0)
+            row, column = np.unravel_index(late.argmax(), late.shape)
+            place = f"{names[row]} at step {steps[column]}"
+            print(f"{kind}: at most {late[row, column]:.1f} times its median, in {place}")
+        ticks = [1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8]
+        figure.colorbar(colors, ax=axes[1], ticks=ticks, format="{x:g}").minorticks_off()
+    return figure
 
 
 if __name__ == "__main__":

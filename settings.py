@@ -169,7 +169,8 @@ class Config(GPTConfig):
     keep_last: int = 2  # checkpoints kept, besides the one with the best validation loss
     async_save: bool = False  # training continues while a checkpoint is written, from a copy in host memory
     log_interval: int = 1  # steps between lines printed; log.jsonl has every step
-    wandb: bool = False  # log to Weights & Biases as well, in the project "pretrain"
+    norms_interval: int | None = None  # steps between the RMS of each matrix' weight, gradient and update
+    wandb: bool = False  # log to Weights & Biases too; WANDB_PROJECT and WANDB_NAME count
     # Device and precision
     device: str = "auto"  # auto, cpu, cuda, mps
     precision: Precision = "auto"  # auto: bf16 if it can; auto8: fp8, else as auto
@@ -240,6 +241,7 @@ def check(cfg, ranks=None):
 def out_of_range(cfg, ranks):
     """Settings of a run that are out of range by themselves, one line each."""
     one = "batch_size batch_tokens max_steps keep_last log_interval remat_every timeout_s remat_tile"
+    one += " norms_interval"
     zero = "lr lr_embedding lr_head min_lr_ratio cooldown_fraction weight_decay beta1 beta2 warmup_steps seed"
     zero += " momentum_warmup eval_interval hellaswag_interval sample_interval save_interval shuffle_seed"
     least = dict.fromkeys(one.split(), 1) | dict.fromkeys([*zero.split(), "max_skipped_steps"], 0)

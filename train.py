@@ -40,6 +40,7 @@ from run.evaluate import Evaluations, add_evaluations
 from run.figures import Figures
 from run.files import Lock
 from run.logger import LONG, Logger, progress
+from run.norms import Norms
 from run.resume import Start
 from run.signals import Watch, explained
 from scale import context, generators, parallel
@@ -171,6 +172,7 @@ def train(cfg, world, watch):
     # console and log, evaluations
     skips = None if cfg.precision == "fp16" else cfg.max_skipped_steps
     log = Logger(world, cfg.max_steps, cfg.log_interval, skips)
+    norms = Norms(state.model, cfg, log)
     evaluations = Evaluations(state, training.autocast, log, watch, cfg.max_steps)
     warnings = add_evaluations(evaluations, cfg, world, val_loaders)
 
@@ -213,7 +215,8 @@ def train(cfg, world, watch):
         optim.set_learning_rate(state.optimizer, lr)
         totals = training.accumulate(loader.next)
         norm = training.clip(totals)
-        training.update(totals, norm)
+        with norms.around_update(state.step + 1):
+            training.update(totals, norm)
 
         # log; the ranks agree here on signals, and on saves in the background
         own = [watch.asked > 0, saver.written(), log.seconds]

@@ -1,1 +1,1 @@
-"""What bench.py calls, a file a command, and two tasks for lm-evaluation-harness, hellaswag_*.yaml."""
+"""What bench.py and plot.py call, and two tasks for lm-evaluation-harness, hellaswag_*.yaml."""

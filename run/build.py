@@ -19,13 +19,16 @@ from run import agreement, checkpoint, hf, source
 from run.flops import Account, parameter_counts
 from scale import context, memory, parallel
 from scale.precision import autocast, pick_ops, pick_precision
+from settings import conflicts
 
 COMPILED = "embedding, blocks and head, once: 5 to 20 s on a GPU, up to a minute on a CPU"
 
 
 def choose(cfg, device):
     """(cfg with every "auto" resolved for the device, rows of the start-up summary with the reasons)."""
-    precision, why = pick_precision(cfg.precision, device, cfg.weights)
+    found = conflicts(dataclasses.replace(cfg, precision="fp16"), 1)
+    fp16 = not any("precision=fp16" in line for line in found)
+    precision, why = pick_precision(cfg.precision, device, cfg.weights, fp16)
     attention = best_attention(device, precision) if cfg.attention == "auto" else (cfg.attention, "as set")
     chosen = dict(precision=(precision, why), attention=attention, ops=pick_ops(cfg.ops, device, precision))
     rows = [(name, f"{value} ({reason})") for name, (value, reason) in chosen.items()]

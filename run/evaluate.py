@@ -15,7 +15,7 @@ from run.logger import progress
 from scale import context, generators, parallel
 
 SAMPLES = dict(n=4, max_new_tokens=64, temperature=0.8, top_k=50)
-TAKEN = {"train", "start", "saved", "skipped", "spike", "done", "stopped"}  # kinds of lines in log.jsonl
+TAKEN = {"train", "start", "saved", "skipped", "spike", "norms", "done", "stopped"}  # kinds of log.jsonl
 
 
 @torch.no_grad()
@@ -256,9 +256,12 @@ def add_evaluations(evaluations, cfg, world, val_loaders):
 def add_validation(evaluations, cfg, world, loaders):
     own = functools.partial(context.own_tokens, cfg, world)
     stop = evaluations.watch.agreed
+    splits = ", ".join(f"{share:g} of {getattr(loader, 'fingerprint', None)}" for share, loader in loaders)
+    held_out = f"{splits}; {cfg.eval_tokens} tokens in rows of {cfg.block_size}"  # the same: runs compare
 
     def evaluate(model):
-        return validation(model, loaders, cfg.eval_tokens, evaluations.autocast, own, stop)
+        found = validation(model, loaders, cfg.eval_tokens, evaluations.autocast, own, stop)
+        return found and found | {"held_out": held_out}
 
     evaluations.add("val", cfg.eval_interval, evaluate, validation_lines, best="loss", whole_rows=False)
 

@@ -63,6 +63,7 @@ class Logger:
         self.account = self.mark = self.counter = None
         self.warned = False
         self.unread, self.figures = collections.deque(), []
+        self.with_step = {}  # {step: what to call when it is read, such as to record more of it}
         self.late = 0  # 1 on CUDA: a step is read when the next one is queued, so that the device has work
         self.seconds, self.average = 0.0, None  # of a step; average: without the first one, which compiles
         self.full, self.skipped, self.in_a_row = False, 0, 0
@@ -91,8 +92,9 @@ class Logger:
     def _start_wandb(self, config):
         import wandb
 
-        names = dict(name=self.out_dir.resolve().name, dir=os.environ.get("WANDB_DIR") or self.out_dir)
-        run = wandb.init(project="pretrain", config=config, id=self.wandb_id, resume="allow", **names)
+        names = dict(project="pretrain", name=self.out_dir.resolve().name, dir=self.out_dir)
+        names = {key: os.environ.get(f"WANDB_{key.upper()}") or own for key, own in names.items()}
+        run = wandb.init(config=config, id=self.wandb_id, resume="allow", **names)
         run.define_metric("*", step_metric="step")  # a resumed run steps back; wandb's own step may not
         return run
 
@@ -110,8 +112,10 @@ class Logger:
             finite = json.loads(json.dumps(values), parse_constant=lambda _: None)
             self._append(json.dumps({"kind": kind, "step": step, **finite}).encode() + b"\n")
         if self.wandb:
-            extras = {f"extras/{name}": value for name, value in values.get("extras", {}).items()}
-            flat = values | extras
+            flat = dict(values)
+            for key, value in values.items():  # extras, norms
+                if isinstance(value, dict):
+                    flat |= {f"{key}/{name}": number for name, number in value.items()}
             numbers = {n: x for n, x in flat.items() if isinstance(x, (int, float)) and math.isfinite(x)}
             named = {f"{kind}/{name}": value for name, value in numbers.items()}
             if kind != "start":  # which has no figures of a step
@@ -197,6 +201,8 @@ class Logger:
         if not first:
             self.average = 0.9 * (self.average or self.seconds) + 0.1 * self.seconds
         own, self.tokens = tokens - self.tokens, tokens
+        if step in self.with_step:
+            self.with_step.pop(step)()
         self._line(step, lr, loss, norm, extras, own)
         self._warn_of_days(step)
         figures = {"loss": loss} if self.max_skipped is None else {"loss": loss, "gradient norm": norm}

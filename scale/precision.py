@@ -12,14 +12,17 @@ from fast import chips, forms, hopper
 DTYPES = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}  # of autocast's GEMMs
 
 
-def pick_precision(name, device, weights="fp32"):
-    """(precision, reason), with auto and auto8 resolved by the device and the weights' dtype."""
+def pick_precision(name, device, weights="fp32", fp16=True):
+    """(precision, reason), with auto and auto8 resolved by the device and the weights' dtype.
+
+    fp16: whether the other settings go with it; else auto is fp32 on a GPU without bf16.
+    """
     if name == "auto8" and device.type == "cuda" and not (chips.no_fp8(chips.of(device)) or forms.load()):
         return "fp8", "this GPU has fp8 matrix units"
     if name.startswith("auto") and weights == "bf16":
         return "bf16", "the weights are in bf16"
     if name.startswith("auto"):
-        missing, low = chips.no_bf16(chips.of(device)), "fp16" if device.type == "cuda" else "fp32"
+        missing, low = chips.no_bf16(chips.of(device)), "fp16" if device.type == "cuda" and fp16 else "fp32"
         return (low, missing) if missing else ("bf16", "this GPU has bf16 matrix units")
     if name in ("tf32", "fp16", "fp8") and device.type != "cuda":
         raise UserError(f"precision={name} needs a CUDA device, this is {device.type}; try --precision=fp32")

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -331,3 +332,47 @@ def test_no_file_gets_the_number_of_a_closed_console(tmp_path, closed):
 def test_a_report_on_a_full_disk_costs_itself_alone():
     done = script(["--lr=x"], RANK="0", WORLD_SIZE="2", TORCHELASTIC_ERROR_FILE="/dev/full")
     assert done.returncode == 2 and done.stderr == "error: command line: lr=x is not a float\n"
+
+
+@dataclass
+class Several:
+    words = ()
+    against: tuple[str, ...] = ()  # other folders
+    dark: bool = False
+
+
+def test_a_setting_may_take_all_words_up_to_the_next_setting():
+    for line, words, against in [
+        ("a b --against c d --dark", ["a", "b"], ("c", "d")),
+        ("--against c d --dark a", ["a"], ("c", "d")),
+        ("--against=c a b --dark", ["a", "b"], ("c",)),
+    ]:
+        cfg = configure(Several, line.split())
+        assert (cfg.words, cfg.against, cfg.dark) == (words, against, True)
+    with pytest.raises(UserError, match="--against needs a value, written --against=VALUE"):
+        configure(Several, ["a", "--against", "--dark"])
+    assert re.search(r"--against=\.\.\. +other folders", describe(Several))
+
+
+ON_WINDOWS = """
+import configurator, runpy, sys
+import matplotlib.figure, matplotlib.ticker, numpy
+del sys.modules["configurator"]
+sys.modules |= {"resource": None, "fcntl": None}
+sys.platform = "win32"
+for script in sys.argv[1:]:
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        print(script, end.code)
+"""
+
+
+def test_windows_gets_one_line_that_names_wsl2():
+    """Every script, before it imports what Windows lacks."""
+    scripts = sorted(path.name for path in ROOT.glob("*.py") if "__main__" in path.read_text())
+    words = [sys.executable, "-c", ON_WINDOWS, *scripts]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.split() == [word for script in scripts for word in (script, "2")] and len(scripts) > 7
+    [line] = {*done.stderr.splitlines()}
+    assert line.startswith("error: Windows lacks") and "WSL2" in line

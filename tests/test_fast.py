@@ -1,5 +1,6 @@
 """The fused kernels against float64, as test_fp8.py without an NVIDIA GPU; inputs are anew each time."""
 
+import dataclasses
 import itertools
 import math
 import os
@@ -11,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from compare import DEVICE, GPU, LLAMA, error, gradients, runs_kernels, slow, with_gradients
 
+from run.build import choose
 from scale.precision import pick_precision
-from settings import GPTConfig
+from settings import Config, GPTConfig, check
 
 pytest.importorskip("triton", reason="Triton is installed with PyTorch's CUDA builds only")
 import fast
@@ -336,6 +338,21 @@ def test_auto8_is_fp8_where_the_gpu_has_it(capability, best, monkeypatch):
     monkeypatch.setattr(forms, "load", lambda: "the package triton is not installed")
     assert pick_precision("auto8", cuda)[0] == "bf16"
     assert pick_precision("auto8", torch.device("cpu")) == pick_precision("auto", torch.device("cpu"))
+
+
+@pytest.mark.parametrize("settings, precision", [
+    ({}, "fp16"), (dict(optimizer="muon"), "fp32"), (dict(parallel="fsdp"), "fp32"),
+    (dict(precision="bf16"), "bf16"),
+])  # fmt: skip
+def test_auto_without_bf16_is_fp16_where_its_loss_scaler_serves(settings, precision, monkeypatch):
+    """A T4, whose first command may be the quick start's, with Muon."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    cfg, rows = choose(Config(attention="flash", **settings), torch.device("cuda", 0))
+    assert cfg.precision == precision and cfg.ops == "torch"
+    if "precision" not in settings:
+        assert f"{precision} (this GPU has no bf16 matrix units)" in dict(rows)["precision"]
+    check(dataclasses.replace(cfg, attention="auto"), 1)
 
 
 @pytest.mark.parametrize(

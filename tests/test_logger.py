@@ -123,6 +123,21 @@ class FailingWandb:
         raise ConnectionError
 
 
+def test_wandb_has_the_names_of_its_own_variables(tmp_path, monkeypatch):
+    given = []
+    run = SimpleNamespace(id="1", define_metric=lambda *names, **options: None)
+    init = lambda **options: given.append([options[key] for key in ("project", "name", "dir")]) or run
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    for own in ({}, dict(WANDB_PROJECT="ours", WANDB_NAME="gate", WANDB_DIR="/tmp"), dict(WANDB_PROJECT="")):
+        for key in ("WANDB_PROJECT", "WANDB_NAME", "WANDB_DIR"):
+            monkeypatch.delenv(key, raising=False)
+        for key, value in own.items():
+            monkeypatch.setenv(key, value)
+        make(tmp_path, wandb=True)
+    usual = ["pretrain", "run", tmp_path / "run"]
+    assert given == [usual, ["ours", "gate", "/tmp"], usual]
+
+
 @pytest.mark.fault(33, 61)
 def test_wandb_that_fails_without_a_word_costs_a_warning(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", FailingWandb())

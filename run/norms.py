@@ -1,0 +1,77 @@
+"""--norms_interval: the RMS of each matrix' weight, gradient and update, to see where a spike comes from."""
+
+import contextlib
+import functools
+import math
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+import optim
+from scale import parallel
+from scale.shards import local
+
+PARTS = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}  # layers that hold several matrices
+
+
+class Norms:
+    """Measures at an interval of steps; no host waits for it, since a line is written when its step is read.
+
+    The update is the difference from a copy of the weights, of each rank's own rows. That lies where the
+    activations lay, which the backward has freed.
+    """
+
+    def __init__(self, model, cfg, log):
+        self.interval, self.log = cfg.norms_interval, log
+        self.matrices = named_matrices(model, cfg) if self.interval else {}
+
+    @contextlib.contextmanager
+    def around_update(self, step):
+        """Around an optimizer's step: the weights before it, the gradients that it takes, and its update."""
+        if not self.interval or step % self.interval:
+            yield
+            return
+        copies = {matrix.weight: local(matrix.weight).clone() for matrix in self.matrices.values()}
+        sums = [self.squares(copies)]
+        grads = {p: torch.zeros_like(copies[p]) if p.grad is None else local(p.grad) for p in copies}
+        sums.append(self.squares(grads))
+        del grads
+        yield
+        torch._foreach_sub_([*copies.values()], [local(p) for p in copies])
+        sums = torch.stack([*sums, self.squares(copies)])
+        sharded = next(iter(copies))
+        if isinstance(sharded, DTensor):
+            dist.all_reduce(sums, group=sharded.device_mesh.get_group("shard"))
+        self.log.with_step[step] = functools.partial(self.record, step, parallel.Later(sums))
+
+    def squares(self, tensors):
+        """float32 sums of squares, one for each matrix, of this rank's rows. tensors: {weight: its rows}."""
+        rows = [matrix.rows_in(tensors[matrix.weight]) for matrix in self.matrices.values()]
+        if rows[0].is_cpu:  # where `norms` are those of single rows
+            return torch.stack([optim.norms([part]).square().sum() for part in rows])
+        return optim.norms(rows).square()
+
+    def record(self, step, later):
+        lines = {}
+        for kind, sums in zip(("weight", "gradient", "update"), later.get()):
+            values = [total / math.prod(m.shape) for m, total in zip(self.matrices.values(), sums)]
+            lines[kind] = {n: float(f"{math.sqrt(x):.4g}") for n, x in zip(self.matrices, values)}
+        self.log.record("norms", step, **lines)
+
+
+def named_matrices(model, cfg):
+    """{name: optim.Matrix} of trained weights; of more than two dimensions, such as a stack, all in one."""
+    found = {}
+    for name, p in model.named_parameters():
+        if not p.requires_grad or p.dim() < 2:
+            continue
+        rows = optim.matrices_of(name, p, cfg) if p.dim() == 2 else [math.prod(p.shape[:-1])]
+        name = name.removesuffix(".weight")
+        prefix, _, leaf = name.rpartition(".")
+        names = [f"{prefix}.{part}" for part in PARTS.get(leaf, ())]
+        if len(names) != len(rows):
+            names = [name] if len(rows) == 1 else [f"{name}.{i}" for i in range(len(rows))]
+        for i, own in enumerate(names):
+            found[own] = optim.Matrix(p, sum(rows[:i]), rows[i])
+    return found
