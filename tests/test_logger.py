@@ -17,12 +17,14 @@ from conftest import flags, read_log, train_here
 from run import checkpoint, logger
 from run.logger import SETTLED, Logger, progress
 from scale.parallel import World
+from settings import Config
 
 WORLD = World(0, 1, torch.device("cpu"))
 
 
-def make(tmp_path, log_interval=1, **options):
-    log = Logger(WORLD, 1000, log_interval, max_skipped=0)
+def make(tmp_path, log_interval=1, settings=None, **options):
+    cfg = Config(max_steps=1000, log_interval=log_interval, **settings or {})
+    log = Logger(WORLD, cfg, max_skipped=0)
     (tmp_path / "run").mkdir(exist_ok=True)
     log.account = SimpleNamespace(mfu=lambda tokens_per_s, devices: None)
     log.open(tmp_path / "run", {"log_interval": log_interval}, **options)
