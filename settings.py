@@ -145,7 +145,7 @@ class Config(GPTConfig):
     batch_schedule: str | None = None  # smaller at first, each up to a share of the run: 65536:0.2,131072:0.5
     max_steps: int = 19_073  # optimizer steps; 19,073 of 524,288 tokens are 10B
     max_tokens: int | None = None  # instead of max_steps: ends the run after so many tokens
-    max_seconds: float | None = None  # instead: after so many seconds of steps, without compilation, evaluation
+    max_seconds: float | None = None  # instead: so many seconds of steps; compiling, evaluation do not count
     lr: float = 6e-4  # peak learning rate
     min_lr_ratio: float = 0.1  # the schedule ends at lr * this
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # wsd: constant, then linear
@@ -252,11 +252,11 @@ def check(cfg, ranks=None):
 
 def out_of_range(cfg, ranks):
     """Settings of a run that are out of range by themselves, one line each."""
-    one = "batch_size batch_tokens max_steps keep_last log_interval remat_every timeout_s remat_tile max_tokens"
+    one = "batch_size batch_tokens max_steps keep_last log_interval remat_every timeout_s remat_tile"
     zero = "lr lr_embedding lr_head min_lr_ratio cooldown_fraction weight_decay beta1 beta2 warmup_steps seed"
     zero += " momentum_warmup eval_interval hellaswag_interval sample_interval save_interval shuffle_seed"
     least = dict.fromkeys(one.split(), 1) | dict.fromkeys([*zero.split(), "max_skipped_steps"], 0)
-    least["eval_tokens"] = cfg.block_size
+    least |= dict(eval_tokens=cfg.block_size, max_tokens=1)
     found = outside(cfg, positive="max_seconds", shares="beta1 beta2") + too_small(cfg, least)
     if cfg.clip is not None and not cfg.clip > 0:
         found.append(f"clip={cfg.clip} must be over 0; nanoGPT's 0, no clipping, is --clip=None")
@@ -294,8 +294,8 @@ CONFLICTS = [  # a setting and its values, another one and its values ("not": al
     ("deterministic", "True", "attention", "cudnn", "which adds in no fixed order", "--attention=flash"),
     ("overwrite", "True", "resume", "not none", "which goes on with what it removes", "one of them"),
     ("max_seconds", "not None", "max_tokens", "not None", "which ends the run too", "one of them"),
-    ("max_seconds", "not None", "weight_decay", "None", "which needs the steps' number", "--weight_decay=0.1"),
-    ("max_seconds", "not None", "deterministic", "True", "which no clock is", "--max_steps or --max_tokens"),
+    ("max_seconds", "not None", "weight_decay", "None", "which counts the steps", "--weight_decay=0.1"),
+    ("max_seconds", "not None", "deterministic", "True", "which a clock is not", "--max_tokens"),
     ("batch_schedule", "not None", "overfit", "True", "which repeats one batch", "one of them"),
     ("cuda_graph", "True", "parallel", "not ddp", "whose collectives it cannot hold", "--parallel=ddp"),
     ("cuda_graph", "True", "remat", "not none", "which reads the random state", "--remat=none"),

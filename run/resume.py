@@ -57,7 +57,9 @@ class Start:
         if wrong:
             more = "give the settings of its run, or begin a new one from its weights with --init_from"
             raise CheckpointError(f"{self.folder} cannot be resumed: {'; '.join(wrong)}; {more}")
-        by_steps = cfg.max_tokens is None and cfg.max_seconds is None  # others end where they are beyond it
+        if cfg.max_seconds and "seconds" not in self.state:
+            self.warnings.append("an earlier version saved no time of its steps: max_seconds begins anew")
+        by_steps = cfg.max_tokens is None and cfg.max_seconds is None
         if by_steps and self.step > cfg.max_steps and not cfg.dry_run:
             raise UserError(f"{self.folder} is beyond max_steps={cfg.max_steps}; try a larger --max_steps")
 
@@ -84,8 +86,6 @@ class Start:
             state.tokens = self.state["tokens"]
         else:  # as checkpoints once counted them
             state.tokens = position["rows"] * position["block_size"]
-        if cfg.max_seconds is not None and "seconds" not in self.state:
-            self.warnings.append("of an earlier version, which did not note the time: max_seconds begins anew")
         state.seconds = self.state.get("seconds", 0.0)
         ranks, rng = self.state["world_size"], self._tensors.get("rng", {})
         if ranks != world.size or not checkpoint.load_rank_tensors(rng, model, world.rank, world.device):
