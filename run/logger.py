@@ -191,9 +191,11 @@ class Logger:
     def elapsed(self, step):
         """Seconds of training steps up to this one, by this rank's clock.
 
-        A step that is not timed, since it compiles or is not read yet, counts as the mean of those that are.
+        A step that is not timed, since it compiles or is not read yet, counts as the mean of those that are;
+        while there are none, as the mean of those before a resume.
         """
-        return self.before + (step - self.begun) * self.seconds_timed / max(1, self.timed)
+        pace = self.seconds_timed / self.timed if self.timed else self.before / max(1, self.begun)
+        return self.before + (step - self.begun) * pace
 
     def left(self, step):
         """Seconds that the run will take after this step; None: not known yet."""
