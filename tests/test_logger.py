@@ -53,6 +53,15 @@ def test_the_first_step_of_a_process_is_left_out_of_the_time_that_is_left(tmp_pa
     assert capsys.readouterr().out.endswith("eta 04:32\n")
 
 
+@pytest.mark.parametrize("graph, expected", [(False, 6 * (30.0 + 4) / 5), (True, 6.0)])
+def test_steps_that_compile_or_capture_count_as_the_mean_of_the_others(tmp_path, graph, expected):
+    log = make(tmp_path, settings=dict(cuda_graph=graph, max_seconds=100.0))
+    assert log.elapsed(3) == 0
+    for step, seconds in enumerate((60.0, 1.0, 1.0, 30.0, 1.0, 1.0), 1):  # compiles; captures in the fourth
+        take(log, step, seconds)
+    assert log.elapsed(6) == pytest.approx(expected) and log.elapsed(7) == pytest.approx(expected * 7 / 6)
+
+
 def test_a_run_of_days_is_told_once(tmp_path, capsys):
     log = make(tmp_path)
     for step in (1, 2, 3):
