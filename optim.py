@@ -1,4 +1,4 @@
-"""Parameter groups, the optimizers, gradient clipping, and the learning rate as a function of the step."""
+"""Parameter groups, the optimizers, gradient clipping; rate and batch as functions of how far a run is."""
 
 import math
 from collections import Counter
@@ -33,7 +33,7 @@ def param_groups(model, cfg):
     beside = "adamw" if muon else cfg.optimizer  # for what is no matrix of a block
     decay = cfg.weight_decay
     if decay is None:
-        decay = 2 / ((cfg.lr or 1) * cfg.max_steps)  # near the best of short and long runs: docs/modern.md
+        decay = 2 / ((cfg.lr or 1) * plan(cfg)[0])  # near the best of short and long runs: docs/modern.md
 
     def table(rate):
         if rate is not None:
@@ -198,22 +198,56 @@ def norms(tensors):
     return torch.cat([torch.linalg.vector_norm(t, dim=-1, dtype=torch.float32).flatten() for t in tensors])
 
 
-def learning_rate(step, cfg):
-    """Learning rate of `step`, from 0: linear warm-up, then cfg.schedule to lr * min_lr_ratio at max_steps.
+def share_done(state, cfg):
+    """How much of a run is done, 0 to 1: by the clock, by tokens or by steps. state: a train.State."""
+    if cfg.max_seconds is not None:
+        return min(1.0, state.seconds / cfg.max_seconds)
+    if cfg.max_tokens is not None:
+        return min(1.0, state.tokens / cfg.max_tokens)
+    return min(1.0, state.step / cfg.max_steps)
 
+
+def batch_tokens(share, cfg):
+    """Tokens in a step, all ranks together, after that share of the run: cfg.batch_schedule's."""
+    for tokens, until in cfg.stages:
+        if share < until:
+            return tokens
+    return cfg.batch_tokens
+
+
+def plan(cfg, step=0, tokens=0):
+    """(steps, tokens) of a run at its end, one that goes on after so many too; not with max_seconds."""
+    for batch, until in cfg.stages:
+        if cfg.max_tokens is None:
+            left = until * cfg.max_steps - step
+        else:
+            left = (until * cfg.max_tokens - tokens) / batch
+        steps = max(0, math.ceil(round(left, 9)))  # 0.3 * 10 is over 3
+        step += steps
+        tokens += steps * batch
+    return step, tokens
+
+
+def learning_rate(step, share, cfg):
+    """Learning rate of `step`, from 0: linear warm-up, then cfg.schedule to lr * min_lr_ratio at the end.
+
+    share: of the run that is done, as share_done has it. A smaller batch of cfg.batch_schedule has less, by
+    the root of its size (https://arxiv.org/abs/2205.10287).
     cosine: half a cosine (https://arxiv.org/abs/1608.03983). wsd: constant, then linear over the last
     cooldown_fraction of the run (https://arxiv.org/abs/2404.06395). constant: no decay.
     """
-    warmup, low = cfg.warmup_steps, cfg.lr * cfg.min_lr_ratio
-    if step < warmup:
-        return cfg.lr * (step + 1) / warmup
+    peak = cfg.lr * math.sqrt(batch_tokens(share, cfg) / cfg.batch_tokens)
+    low = peak * cfg.min_lr_ratio
+    if step < cfg.warmup_steps:
+        return peak * (step + 1) / cfg.warmup_steps
     if cfg.schedule == "constant":
-        return cfg.lr
+        return peak
     if cfg.schedule == "cosine":
-        progress = min(1.0, (step - warmup) / max(1, cfg.max_steps - warmup))
-        return low + (cfg.lr - low) * 0.5 * (1 + math.cos(math.pi * progress))
-    left = max(0.0, cfg.max_steps - step) / max(1.0, cfg.cooldown_fraction * cfg.max_steps)
-    return low + (cfg.lr - low) * min(1.0, left)
+        warm = share * cfg.warmup_steps / max(1, step)  # the warm-up's share of the run
+        progress = (share - warm) / max(1e-9, 1 - warm)
+        return low + (peak - low) * 0.5 * (1 + math.cos(math.pi * progress))
+    left = (1 - share) / max(1e-9, cfg.cooldown_fraction)
+    return low + (peak - low) * min(1.0, left)
 
 
 def set_learning_rate(optimizer, lr):

@@ -3,6 +3,7 @@
 Each setting's comment is its line in `python train.py --help`; one on a line of its own begins a section.
 """
 
+import itertools
 import math
 import os
 import re
@@ -141,7 +142,10 @@ class Config(GPTConfig):
     # Batch and schedule
     batch_size: int = 64  # rows of block_size tokens in a micro-batch (B); as many as fit the device
     batch_tokens: int = 524_288  # tokens in an optimizer step, all ranks and micro-steps together
+    batch_schedule: str | None = None  # smaller at first, each up to a share of the run: 65536:0.2,131072:0.5
     max_steps: int = 19_073  # optimizer steps; 19,073 of 524,288 tokens are 10B
+    max_tokens: int | None = None  # instead of max_steps: ends the run after so many tokens
+    max_seconds: float | None = None  # instead: so many seconds of steps; compiling, evaluation do not count
     lr: float = 6e-4  # peak learning rate
     min_lr_ratio: float = 0.1  # the schedule ends at lr * this
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # wsd: constant, then linear
@@ -151,7 +155,7 @@ class Config(GPTConfig):
     optimizer: Literal["adamw", "adamw8bit", "muon"] = "adamw"  # see optim.py
     lr_embedding: float | None = None  # peak rate of embeddings; None: lr
     lr_head: float | None = None  # peak rate of a head that is not tied; None: lr
-    weight_decay: float | None = 0.1  # on matrices that use lr; muon: on blocks'; None: 2/(lr max_steps)
+    weight_decay: float | None = 0.1  # on matrices that use lr; muon: on blocks'; None: 2/(lr steps)
     momentum_warmup: int = 0  # muon: steps in which its momentum rises from 0.85 to 0.95
     beta1: float = 0.9  # AdamW
     beta2: float = 0.95  # AdamW
@@ -203,9 +207,18 @@ class Config(GPTConfig):
         """Tokens in a micro-step, all ranks together."""
         return self.batch_size * self.block_size * (ranks // self.context_parallel)
 
-    def micro_steps(self, ranks):
-        """Micro-steps in an optimizer step."""
-        return max(1, self.batch_tokens // self.micro_tokens(ranks))
+    def micro_steps(self, ranks, tokens=None):
+        """Micro-steps in an optimizer step of so many tokens; None: of batch_tokens."""
+        return max(1, (tokens or self.batch_tokens) // self.micro_tokens(ranks))
+
+    @property
+    def stages(self):
+        """[(tokens in a step, share of the run up to which)] of batch_schedule, then of batch_tokens."""
+        stages = []
+        for stage in self.batch_schedule.split(",") if self.batch_schedule else []:
+            tokens, until = stage.split(":")
+            stages.append((int(tokens), float(until)))
+        return [*stages, (self.batch_tokens, 1.0)]
 
     @property
     def rank_tokens(self):
@@ -245,10 +258,13 @@ def out_of_range(cfg, ranks):
     zero = "lr lr_embedding lr_head min_lr_ratio cooldown_fraction weight_decay beta1 beta2 warmup_steps seed"
     zero += " momentum_warmup eval_interval hellaswag_interval sample_interval save_interval shuffle_seed"
     least = dict.fromkeys(one.split(), 1) | dict.fromkeys([*zero.split(), "max_skipped_steps"], 0)
-    least["eval_tokens"] = cfg.block_size
-    found = outside(cfg, positive="", shares="beta1 beta2") + too_small(cfg, least)
+    least |= dict(eval_tokens=cfg.block_size, max_tokens=1)
+    found = outside(cfg, positive="max_seconds", shares="beta1 beta2") + too_small(cfg, least)
     if cfg.clip is not None and not cfg.clip > 0:
         found.append(f"clip={cfg.clip} must be over 0; nanoGPT's 0, no clipping, is --clip=None")
+    if cfg.batch_schedule is not None and not growing(cfg):
+        form = "expected TOKENS:SHARE,... that grow, below batch_tokens and 1, such as 65536:0.2,131072:0.5"
+        found.append(f"batch_schedule={cfg.batch_schedule}: {form}")
     name, theirs = cfg.init_from or "", {"scratch": "--init_from=None", "resume": "--resume=auto"}
     if (name in theirs or name.startswith("gpt2")) and not os.path.exists(name):
         ours = theirs.get(name, f"--init_from=hf:{name}")
@@ -261,6 +277,14 @@ def out_of_range(cfg, ranks):
     return found + [f"{k}={v} must be finite" for k, v in endless.items() if f"{k}=" not in str(found)]
 
 
+def growing(cfg):
+    """Whether batch_schedule can be read, and its tokens and shares grow."""
+    if not re.fullmatch(r"[\d_]+:\d*\.?\d+(,[\d_]+:\d*\.?\d+)*", cfg.batch_schedule):
+        return False
+    stages = [(0, 0.0), *cfg.stages]
+    return all(a < b and s < t for (a, s), (b, t) in itertools.pairwise(stages))
+
+
 CONFLICTS = [  # a setting and its values, another one and its values ("not": all but these), why, what to try
     ("precision", "fp16", "parallel", "not ddp", "which has no loss scaler", "--precision=bf16"),
     ("precision", "fp16", "optimizer", "not adamw", "which has no loss scaler", "--precision=bf16"),
@@ -271,6 +295,10 @@ CONFLICTS = [  # a setting and its values, another one and its values ("not": al
     ("offload_states", "True", "optimizer", "not adamw", "which needs the GPU", "--optimizer=adamw"),
     ("deterministic", "True", "attention", "cudnn", "which adds in no fixed order", "--attention=flash"),
     ("overwrite", "True", "resume", "not none", "which goes on with what it removes", "one of them"),
+    ("max_seconds", "not None", "max_tokens", "not None", "which ends the run too", "one of them"),
+    ("max_seconds", "not None", "weight_decay", "None", "which counts the steps", "--weight_decay=0.1"),
+    ("max_seconds", "not None", "deterministic", "True", "which a clock is not", "--max_tokens"),
+    ("batch_schedule", "not None", "overfit", "True", "which repeats one batch", "one of them"),
     ("cuda_graph", "True", "parallel", "not ddp", "whose collectives it cannot hold", "--parallel=ddp"),
     ("cuda_graph", "True", "remat", "not none", "which reads the random state", "--remat=none"),
     ("cuda_graph", "True", "offload_states", "True", "which copies to the host", "one of them"),
@@ -312,9 +340,10 @@ def shape_conflicts(cfg, ranks):
             found.append(f"{name}={value} must be divisible by context_parallel={N}; try {value // N * N}")
     if cfg.kv_heads % N and N % cfg.kv_heads:
         found.append(f"one of n_kv_head={cfg.kv_heads} and context_parallel={N} must divide the other")
-    if cfg.batch_tokens % micro:
-        fewer, rows = cfg.batch_tokens // micro * micro, f"{cfg.batch_size}*{cfg.block_size}*{ranks // N}"
+    for tokens in [tokens for tokens, _ in cfg.stages if tokens % micro]:
+        name = "batch_tokens" if tokens == cfg.batch_tokens else "batch_schedule"
+        fewer, rows = tokens // micro * micro, f"{cfg.batch_size}*{cfg.block_size}*{ranks // N}"
         nearest = f"{fewer} or {fewer + micro}" if fewer else micro
         product = f"batch_size*block_size*ranks = {rows} = {micro}"
-        found.append(f"batch_tokens={cfg.batch_tokens} is not divisible by {product}; nearest: {nearest}")
+        found.append(f"{name}={tokens} is not divisible by {product}; nearest: {nearest}")
     return found

@@ -61,6 +61,7 @@ class State:
     loader: object = None  # the position in the data: next, state_dict, load_state_dict, close
     step: int = 0  # optimizer steps done
     tokens: int = 0  # tokens read by all ranks
+    seconds: float = 0.0  # of training steps, as the ranks agree on them (Logger.elapsed)
     evaluated: int | None = None  # the step after which all evaluations that were due have run
     score: float | None = None  # of the evaluation that chooses the best checkpoint, after that step
     own: dict = dataclasses.field(default_factory=dict)  # yours: tensors, numbers, objects with a state_dict
@@ -76,8 +77,8 @@ class Training:
         scaler = torch.amp.GradScaler(world.device.type, enabled=cfg.precision == "fp16")
         self.state = State(model, optim.make_optimizer(model, cfg), scaler, loader)
         self.autocast = autocast(cfg.precision, world.device)
-        self.accumulation = cfg.micro_steps(world.size)
-        self.rank_tokens = cfg.batch_tokens / world.size  # in a step
+        self.accumulation = cfg.micro_steps(world.size)  # in the next step; the loop sets it
+        self.rank_tokens = cfg.batch_tokens / world.size  # in a step of the largest batch
         self.figures = Figures(cfg.batch_tokens, world.size)
         self.model = model  # as a micro-step calls it
         self.graph, self.rows = choose_graph(cfg, world, self.micro_step, model)
@@ -90,7 +91,7 @@ class Training:
         """Adds a micro-batch's gradients to the step's -> its sums (see run/figures.py)."""
         with self.autocast:
             loss, count, extras = self.model(x, y, positions)
-        # as though every token of the step were a target; `clip` puts the true number in its place
+        # as though the largest batch were all targets, also in a graph; `clip` puts in the true number
         share = loss * (count / self.rank_tokens)
         self.state.scaler.scale(share).backward()
         return self.figures.sums(share, count, extras)
@@ -171,9 +172,9 @@ def train(cfg, world, watch):
 
     # console and log, evaluations
     skips = None if cfg.precision == "fp16" else cfg.max_skipped_steps
-    log = Logger(world, cfg.max_steps, cfg.log_interval, skips)
+    log = Logger(world, cfg, skips)
     norms = Norms(state.model, cfg, log)
-    evaluations = Evaluations(state, training.autocast, log, watch, cfg.max_steps)
+    evaluations = Evaluations(state, training.autocast, log, watch, cfg)
     warnings = add_evaluations(evaluations, cfg, world, val_loaders)
 
     # the state as the checkpoint has it, random numbers included; else as it is
@@ -200,7 +201,8 @@ def train(cfg, world, watch):
             evaluations.run()
 
         # save
-        done = state.step == cfg.max_steps or watch.stopping
+        share = optim.share_done(state, cfg)  # of the run
+        done = share == 1 or watch.stopping
         if saver.due(state.step, cfg.save_interval, done):
             log.catch_up()
             config = dataclasses.asdict(cfg)
@@ -208,20 +210,21 @@ def train(cfg, world, watch):
         if done:
             break
 
-        # rate, micro-steps, clip, step
+        # rate and batch, micro-steps, clip, step
         watch.begin(state.step + 1)
         began = parallel.Moment(world.device)
-        lr = optim.learning_rate(state.step, cfg)
+        lr = optim.learning_rate(state.step, share, cfg)
         optim.set_learning_rate(state.optimizer, lr)
+        training.accumulation = cfg.micro_steps(world.size, optim.batch_tokens(share, cfg))
         totals = training.accumulate(loader.next)
         norm = training.clip(totals)
         with norms.around_update(state.step + 1):
             training.update(totals, norm)
 
-        # log; the ranks agree here on signals, and on saves in the background
-        own = [watch.asked > 0, saver.written(), log.seconds]
+        # log; the ranks agree here on signals, on saves in the background, and on the time
+        own = [watch.asked > 0, saver.written(), log.elapsed(state.step + log.late), log.seconds]
         means = training.figures.over_ranks(totals, norm, own)
-        asked, written, seconds = log.step(state, lr, means, began)
+        asked, written, state.seconds, seconds = log.step(state, lr, means, began)
         if asked or seconds > LONG:
             watch.agreed()
         if written == 1:  # a save in the background, by every rank

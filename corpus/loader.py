@@ -327,16 +327,16 @@ class TokenLoader:
         return self._to_device(batch)
 
     def describe(self, tokens):
-        """Rows of the start-up summary of a run over `tokens` tokens."""
-        epochs = f"{tokens / self.tokens:.2g} epochs"
-        words = f"{self.data_dir}: {self.tokens:,} training tokens, {epochs}, "
+        """Rows of the start-up summary of a run over `tokens` tokens; None: they are not known."""
+        epochs = f"{tokens / self.tokens:.2g} epochs, " if tokens else ""
+        words = f"{self.data_dir}: {self.tokens:,} training tokens, {epochs}"
         words += f"tokenizer {self.tokenizer or 'n/a'}"
         rows = [("data", words)]
         for name, share, split in zip(self.folders, self.shares, self.splits):
             if len(self.folders) > 1:
                 part = share / sum(self.shares)
-                epochs = tokens / self.T * part / split.rows_per_epoch
-                rows.append(("", f"{name}: {part:.1%} of the rows, {epochs:.2f} epochs"))
+                epochs = f", {tokens / self.T * part / split.rows_per_epoch:.2f} epochs" if tokens else ""
+                rows.append(("", f"{name}: {part:.1%} of the rows{epochs}"))
         return rows + [("warning", words) for words in self.warnings]
 
     def state_dict(self):

@@ -123,7 +123,7 @@ def build(cfg, world):
 
 def step(job, next_batch, cfg):
     """A step at the schedule's first rate: at the full rate a wide model diverges on random tokens."""
-    optim.set_learning_rate(job.state.optimizer, optim.learning_rate(0, cfg))
+    optim.set_learning_rate(job.state.optimizer, optim.learning_rate(0, 0.0, cfg))
     totals = job.accumulate(next_batch)
     norm = job.clip(totals)
     job.update(totals, norm)

@@ -44,7 +44,8 @@ def try_out(cfg, world, step):
         from scale.graphs import EAGER_STEPS
 
         steps += EAGER_STEPS
-    return dataclasses.replace(cfg, max_steps=step + steps, save_interval=0)
+    length = dict(max_steps=step + steps, max_tokens=None, max_seconds=None, batch_schedule=None)
+    return dataclasses.replace(cfg, **length, save_interval=0)
 
 
 def make_loader(cfg, world):
@@ -208,7 +209,13 @@ def describe(cfg, training, start):
     total, matmul = parameter_counts(state.model)
     ranks = f"{world.size // N} groups of {N} ranks" if N > 1 else f"{world.size} ranks"
     micro = f"{cfg.batch_size} x {cfg.block_size} x {ranks} x {training.accumulation} micro-steps"
-    tokens = state.tokens + (cfg.max_steps - state.step) * cfg.batch_tokens
+    if cfg.max_seconds is None:
+        steps, tokens = optim.plan(cfg, state.step, state.tokens)
+        length = f"steps {state.step} to {steps}: {tokens:,} tokens"
+    else:
+        steps = tokens = None
+        length = f"from step {state.step} on, {state.seconds:.1f} to {cfg.max_seconds:g} s of steps, whose"
+        length += " number, and with it the weights, differs from run to run; max_steps does not count"
     rows = [
         ("parameters", f"{total:,}, of them {matmul:,} in matmuls; vocabulary padding not counted"),
         *account.rows(),
@@ -221,14 +228,17 @@ def describe(cfg, training, start):
     else:
         rows.append(("data", f"batches of {type(state.loader).__name__}"))
     rows.append(("step", f"{cfg.batch_tokens:,} tokens: {micro}"))
-    rows.append(("run", f"steps {state.step} to {cfg.max_steps}: {tokens:,} tokens"))
-    if cfg.warmup_steps >= cfg.max_steps and not cfg.dry_run:
+    if cfg.batch_schedule:
+        stages = [f"{batch:,} up to {until:.0%} of the run" for batch, until in cfg.stages[:-1]]
+        rows.append(("", f"tokens a step: {', '.join(stages)}; rates go with the root"))
+    rows.append(("run", length))
+    if steps and cfg.warmup_steps >= steps and not cfg.dry_run:
         rows.append(("warning", f"warmup_steps={cfg.warmup_steps} take the whole run: the rate only rises"))
     ids = getattr(state.loader, "ids", None) or cfg.vocab_size
     if cfg.vocab_size > dataclasses.replace(cfg, vocab_size=ids).padded_vocab and not cfg.init_from:
         words = f"vocab_size={cfg.vocab_size} is more than the {ids} ids of the data's tokenizer"
         rows.append(("warning", f"{words}; try --vocab_size={ids}"))
-    return rows + start.rows(cfg)
+    return rows + start.rows(cfg, state)
 
 
 def describe_optimizer(optimizer, lr):

@@ -33,10 +33,11 @@ from scale.shards import copy_into, is_first_copy, local, rows_of
 from settings import Config, GPTConfig
 
 STATE = {"step": files.count, "config?": {}, "loader?": {}, "scaler?": {}, "tokens?": files.count}
-STATE |= {"world_size?": files.count, "evaluated?": (True, False)}
+STATE |= {"seconds?": files.number, "world_size?": files.count, "evaluated?": (True, False)}
 STATE |= {"wandb_id?": (files.text, None), "val_loss?": (files.number, None)}  # val_loss: a State's score
 SHAPE = {f.name for f in fields(GPTConfig)} - {"attention"}
 SCHEDULE = "max_steps batch_tokens lr min_lr_ratio warmup_steps cooldown_fraction schedule".split()
+SCHEDULE += "max_tokens max_seconds batch_schedule".split()
 # other settings that decide what is trained and may be others at a resume, which is told
 FREE = "seed dropout document_mask weight_decay beta1 beta2 clip lr_embedding lr_head momentum_warmup".split()
 FREE += "max_skipped_steps precision reduce_dtype overfit eval_tokens".split()
@@ -250,6 +251,7 @@ class Saver:
         numbers = {
             "world_size": self.world.size,
             "tokens": state.tokens,
+            "seconds": state.seconds,
             "scaler": state.scaler.state_dict(),
             "loader": positions[0],
             "val_loss": state.score if state.evaluated == state.step else None,

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+import optim
 from configurator import UserError
 from run.figures import scalar
 from run.logger import progress
@@ -127,10 +128,10 @@ class Evaluation:
 class Evaluations:
     """The evaluations of a run: functions with a name and an interval; one chooses the best checkpoint."""
 
-    def __init__(self, state, autocast, log, watch, max_steps):
+    def __init__(self, state, autocast, log, watch, cfg):
         """state: a train.State, of which `evaluated` and `score` are set here."""
         self.state, self.autocast, self.log, self.watch = state, autocast, log, watch
-        self.max_steps = max_steps
+        self.cfg = cfg
         self.each = {}  # {name: Evaluation}
 
     def add(self, name, interval, function, lines=None, best=None, whole_rows=True, at_start=True):
@@ -156,10 +157,10 @@ class Evaluations:
         step = self.state.step
         if step == self.state.evaluated:
             return []
-        found = []
+        found, ended = [], optim.share_done(self.state, self.cfg) == 1
         for name, own in self.each.items():
             at_interval = step % own.interval == 0 and (step > 0 or own.at_start)
-            if at_interval or step == self.max_steps:
+            if at_interval or ended:
                 found.append(name)
         return found
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+import optim
 from configurator import UserError, columns, is_rank_0, listed
 from run import files, source
 from scale import parallel
@@ -54,10 +55,18 @@ def show(rows, say=print):
 class Logger:
     """Prints and records on rank 0; all ranks make the same calls, since `step` averages over them."""
 
-    def __init__(self, world, max_steps, log_interval, max_skipped):
+    def __init__(self, world, cfg, max_skipped):
         """max_skipped: steps in a row that may be skipped; None with fp16, whose scaler skips by itself."""
-        self.world, self.max_steps, self.log_interval = world, max_steps, log_interval
+        self.world, self.cfg, self.log_interval = world, cfg, cfg.log_interval
         self.max_skipped, self.tokens = max_skipped, 0  # tokens: read by all ranks up to the step read last
+        self.last = cfg.max_steps  # step of the run; None: the time decides
+        self.before, self.begun = 0.0, 0  # seconds and steps that this process found
+        self.timed, self.seconds_timed = 0, 0.0  # steps read, without those that compile or capture
+        self.untimed = 1  # of the latter that are left
+        if cfg.cuda_graph:
+            from scale.graphs import EAGER_STEPS
+
+            self.untimed += EAGER_STEPS
         self.began = time.perf_counter()
         self.out_dir = self.file = self.wandb = self.wandb_id = self.saved_at = None
         self.account = self.mark = self.counter = None
@@ -137,6 +146,8 @@ class Logger:
     def start(self, state, rows, settings, account):
         """The start-up summary. state: a train.State; account: a flops.Account, for the MFU."""
         self.account, self.tokens = account, state.tokens
+        self.before, self.begun = state.seconds, state.step
+        self.last = None if self.cfg.max_seconds else optim.plan(self.cfg, state.step, state.tokens)[0]
         words = " ".join(f"{name}={shlex.quote(str(value))}" for name, value in settings.items())
         rows = [describe_device(self.world), *rows, ("settings", words or "all defaults")]
         show(rows, self.print)
@@ -165,15 +176,40 @@ class Logger:
         """The closing summary after `step` steps."""
         self._make_again()
         seconds, words = time.perf_counter() - self.began, "none: nothing was saved"
+        length = "max_tokens" if self.cfg.max_tokens else "max_steps"
+        length = "max_seconds" if self.cfg.max_seconds else length
         if self.saved_at is not None:
-            out_dir, more = shlex.quote(str(self.out_dir)), "" if stopped else "a larger --max_steps and "
+            out_dir, more = shlex.quote(str(self.out_dir)), "" if stopped else f"a larger --{length} and "
             words = f"{out_dir} at step {self.saved_at}; to go on, the same command with {more}--resume=auto"
         done = "stopped" if stopped else "done", f"step {step} after {seconds:,.1f} s"
-        show([done, ("checkpoint", words)], self.print)
+        rows = [done, ("checkpoint", words)]
+        if self.cfg.max_seconds:
+            left_out = "compilation, evaluation and saving left out"
+            rows.insert(1, ("steps", f"{self.elapsed(step):,.1f} of {self.cfg.max_seconds:g} s, {left_out}"))
+        show(rows, self.print)
         if self.wandb:
             self._try_wandb(self.wandb.finish)
             self.wandb = None
         self.record(done[0], step)  # the last line, which a run that was killed lacks
+
+    def elapsed(self, step):
+        """Seconds of training steps up to this one, by this rank's clock.
+
+        A step that is not timed, since it compiles or is not read yet, counts as the mean of those that are;
+        while there are none, as the mean of those before a resume.
+        """
+        pace = self.seconds_timed / self.timed if self.timed else self.before / max(1, self.begun)
+        return self.before + (step - self.begun) * pace
+
+    def left(self, step):
+        """Seconds that the run will take after this step; None: not known yet."""
+        if self.last == step:
+            return 0
+        if self.average is None:
+            return None
+        if self.last is None:
+            return max(0.0, self.cfg.max_seconds - self.elapsed(step))
+        return max(0, self.last - step) * self.average
 
     def step(self, state, lr, means, began):
         """Takes a step that was launched -> the ranks' means of `own` at the step read last, see Figures.
@@ -198,6 +234,11 @@ class Logger:
         self.late = int(self.world.device.type == "cuda" and self.figures[-1] < LONG)
         first, self.seconds = self.seconds == 0, means.moment.since(self.mark or began)
         self.mark = means.moment
+        if self.untimed:
+            self.untimed -= 1
+        else:
+            self.timed += 1
+            self.seconds_timed += self.seconds
         if not first:
             self.average = 0.9 * (self.average or self.seconds) + 0.1 * self.seconds
         own, self.tokens = tokens - self.tokens, tokens
@@ -212,7 +253,7 @@ class Logger:
 
     def _line(self, step, lr, loss, norm, extras, tokens):
         """tokens: of this step."""
-        seconds, left, device = self.seconds, self.max_steps - step, self.world.device
+        seconds, left, device = self.seconds, self.left(step), self.world.device
         rate = tokens / seconds
         mfu = self.account.mfu(rate, self.world.size)
         gib = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
@@ -220,9 +261,10 @@ class Logger:
         named = {"extras": extras} if extras else {}
         self.record("train", step, **values, tokens=self.tokens, **named)
         if step % self.log_interval == 0 or left == 0 or self.average is None:  # None: the first step
-            eta = "n/a" if left and self.average is None else tqdm.format_interval(left * (self.average or 0))
+            eta = "n/a" if left is None else tqdm.format_interval(left)
+            last = str(self.last or "")
             parts = {
-                "step": f"step {step:>{len(str(self.max_steps))}}/{self.max_steps}",
+                "step": f"step {step:>{len(last)}}/{last}" if last else f"step {step:>5}",
                 "loss": f"loss {loss:8.4f}",
                 "lr": f"lr {lr:.2e}",
                 "norm": f"norm {norm:6.3f}",
@@ -238,7 +280,7 @@ class Logger:
 
     def _warn_of_days(self, step):
         """Once, when the second step has shown how long one takes without compilation."""
-        left = (self.max_steps - step) * (self.average or 0)
+        left = self.left(step) or 0
         if left > LONG_RUN and not self.warned:
             self.warned = True
             days = f"this run takes about {left / 86_400:.0f} days on this machine"

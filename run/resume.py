@@ -57,7 +57,10 @@ class Start:
         if wrong:
             more = "give the settings of its run, or begin a new one from its weights with --init_from"
             raise CheckpointError(f"{self.folder} cannot be resumed: {'; '.join(wrong)}; {more}")
-        if self.step > cfg.max_steps and not cfg.dry_run:
+        if cfg.max_seconds and "seconds" not in self.state:
+            self.warnings.append("an earlier version saved no time of its steps: max_seconds begins anew")
+        by_steps = cfg.max_tokens is None and cfg.max_seconds is None
+        if by_steps and self.step > cfg.max_steps and not cfg.dry_run:
             raise UserError(f"{self.folder} is beyond max_steps={cfg.max_steps}; try a larger --max_steps")
 
     def restore(self, state, world):
@@ -83,6 +86,7 @@ class Start:
             state.tokens = self.state["tokens"]
         else:  # as checkpoints once counted them
             state.tokens = position["rows"] * position["block_size"]
+        state.seconds = self.state.get("seconds", 0.0)
         ranks, rng = self.state["world_size"], self._tensors.get("rng", {})
         if ranks != world.size or not checkpoint.load_rank_tensors(rng, model, world.rank, world.device):
             self.warnings.append(f"saved by {ranks} ranks: random numbers and fp8's scales start afresh")
@@ -101,11 +105,13 @@ class Start:
                 leftover.unlink()
             source.record(self.out_dir)
 
-    def rows(self, cfg):
+    def rows(self, cfg, state):
         """Rows of the start-up summary: the checkpoint, the schedule and settings that changed."""
         rows, saved = [("resumed", str(self.folder))] if self.folder else [], self.state.get("config", {})
         if old := {k: v for k, v in saved.items() if k in checkpoint.SCHEDULE and v != getattr(cfg, k)}:
-            before, now = (optim.learning_rate(self.step, c) for c in (dataclasses.replace(cfg, **old), cfg))
+            both = dataclasses.replace(cfg, **old), cfg
+            with told(f"{self.folder}: its settings", CheckpointError):
+                before, now = (optim.learning_rate(self.step, optim.share_done(state, c), c) for c in both)
             words = ", ".join(f"{name} {value} to {getattr(cfg, name)}" for name, value in old.items())
             rate = f"the next learning rate is {now:.3g} instead of {before:.3g}"
             rows.append(("schedule", f"changed ({words}): {rate}"))

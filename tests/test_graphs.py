@@ -27,6 +27,7 @@ REPLAYED = {
     "fp8": "--precision=fp8 --batch_tokens=1024",
     "fp16": "--precision=fp16 --batch_tokens=1024",
     "masked": "--precision=tf32 --batch_tokens=1024 --masked",
+    "growing": "--precision=bf16 --batch_tokens=1024 --masked --growing",
     "compiled": "--precision=bf16 --batch_tokens=1024 --compile=True",
 }
 
@@ -48,16 +49,18 @@ def test_replayed_steps_equal_launched_ones(name, deterministic):
 def both_ways(more, device="cuda"):
     """[(losses and norms, weights) of launched steps, the same of replayed ones].
 
-    On the CPU, where the capture is imitated, the model is smaller.
+    On the CPU, where the capture is imitated, the model is smaller. --growing: one
+    micro-step in each of the first four steps, the last of which is replayed.
     """
-    words = [*WORDS, *(word for word in more if word != "--masked"), f"--device={device}"]
+    own = ("--masked", "--growing")
+    words = [*WORDS, *(word for word in more if word not in own), f"--device={device}"]
     words += ["--n_embd=64", "--block_size=32"] if device == "cpu" else []
     world = parallel.start(device)
-    masked = "--masked" in more
-    return [six_steps(configure(Config, words), world, graph, masked) for graph in (False, True)]
+    given = [word in more for word in own]
+    return [six_steps(configure(Config, words), world, graph, *given) for graph in (False, True)]
 
 
-def six_steps(cfg, world, graph, masked):
+def six_steps(cfg, world, graph, masked, growing):
     """([loss and norm of each step], {name: weight}) on the same random batches.
 
     masked: each micro-batch has another share of targets that do not count, one in four none that does.
@@ -77,7 +80,8 @@ def six_steps(cfg, world, graph, masked):
         return x, y.masked_fill(y % 4 > x[0, 0] % 4 - 1, -100) if masked else y
 
     found = []
-    for _ in range(6):
+    for step in range(6):
+        job.accumulation = 1 if growing and step < 4 else cfg.micro_steps(world.size)
         loss, norm = take_step(job, next_batch, 1e-3)
         found += [loss.item(), norm.item()]
     assert graph == isinstance(job.graph, graphs.Replayed)
@@ -98,9 +102,12 @@ def imitate(put):
     put(graphs.Replayed, "capture", capture)
 
 
-@pytest.mark.parametrize("more", [["--batch_tokens=256", "--masked"], ["--batch_tokens=640"]])
+GROWING = ["--batch_tokens=768", "--masked", "--growing"]
+
+
+@pytest.mark.parametrize("more", [["--batch_tokens=256", "--masked"], ["--batch_tokens=640"], GROWING])
 def test_the_gradients_of_replays_add_up_as_those_of_steps(more, monkeypatch):
-    """Two and five micro-steps a step."""
+    """Two and five micro-steps a step; one, then six."""
     imitate(monkeypatch.setattr)
     same(*both_ways(more, "cpu"))
 
@@ -119,9 +126,10 @@ def in_rank(more, device):
     return both_ways(more, device)
 
 
-def test_ranks_average_the_gradients_of_replays():
-    """Two ranks with three micro-steps each, as under DDP."""
-    first, second = ranks.call(2, in_rank, ["--batch_tokens=768"], "cpu")
+@pytest.mark.parametrize("more", [["--batch_tokens=768"], GROWING])
+def test_ranks_average_the_gradients_of_replays(more):
+    """Two ranks with three micro-steps each, as under DDP; with one, then three."""
+    first, second = ranks.call(2, in_rank, more, "cpu")
     same(*first), same(*second)
     same(([], first[1][1]), ([], second[1][1]))
     assert first[1][0] != second[1][0], "each rank has its own loss"

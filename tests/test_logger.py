@@ -17,12 +17,14 @@ from conftest import flags, read_log, train_here
 from run import checkpoint, logger
 from run.logger import SETTLED, Logger, progress
 from scale.parallel import World
+from settings import Config
 
 WORLD = World(0, 1, torch.device("cpu"))
 
 
-def make(tmp_path, log_interval=1, **options):
-    log = Logger(WORLD, 1000, log_interval, max_skipped=0)
+def make(tmp_path, log_interval=1, settings=None, **options):
+    cfg = Config(max_steps=1000, log_interval=log_interval, **settings or {})
+    log = Logger(WORLD, cfg, max_skipped=0)
     (tmp_path / "run").mkdir(exist_ok=True)
     log.account = SimpleNamespace(mfu=lambda tokens_per_s, devices: None)
     log.open(tmp_path / "run", {"log_interval": log_interval}, **options)
@@ -49,6 +51,15 @@ def test_the_first_step_of_a_process_is_left_out_of_the_time_that_is_left(tmp_pa
     assert ends == ["n/a", "04:09", "04:08"]
     take(log, 504, 1.0)  # a running average: 0.55 s
     assert capsys.readouterr().out.endswith("eta 04:32\n")
+
+
+@pytest.mark.parametrize("graph, expected", [(False, 6 * (30.0 + 4) / 5), (True, 6.0)])
+def test_steps_that_compile_or_capture_count_as_the_mean_of_the_others(tmp_path, graph, expected):
+    log = make(tmp_path, settings=dict(cuda_graph=graph, max_seconds=100.0))
+    assert log.elapsed(3) == 0
+    for step, seconds in enumerate((60.0, 1.0, 1.0, 30.0, 1.0, 1.0), 1):  # compiles; captures in the fourth
+        take(log, step, seconds)
+    assert log.elapsed(6) == pytest.approx(expected) and log.elapsed(7) == pytest.approx(expected * 7 / 6)
 
 
 def test_a_run_of_days_is_told_once(tmp_path, capsys):

@@ -161,18 +161,22 @@ def test_orthogonalized_singular_values_are_near_one(rows, columns):
     assert (found - values.diag_embed()).abs().max() < 1e-3
 
 
+def rate(step, **changes):
+    """Of a run of 100 steps."""
+    return optim.learning_rate(step, step / 100, settings(**changes))
+
+
 def test_schedules():
-    cfg = settings()
     at = {0: 1e-4, 9: 1e-3, 10: 1e-3, 55: 1e-4 + 9e-4 * 0.5 * (1 + math.cos(math.pi / 2)), 100: 1e-4}
-    assert [optim.learning_rate(step, cfg) for step in at] == pytest.approx([*at.values()])
-    rates = [optim.learning_rate(step, cfg) for step in range(10, 101)]
+    assert [rate(step) for step in at] == pytest.approx([*at.values()])
+    rates = [rate(step) for step in range(10, 101)]
     assert rates == sorted(rates, reverse=True)
-    cfg = settings(schedule="wsd")
-    assert optim.learning_rate(79, cfg) == optim.learning_rate(10, cfg) == 1e-3
-    assert optim.learning_rate(90, cfg) == pytest.approx(1e-4 + 9e-4 * 0.5)
-    assert optim.learning_rate(100, cfg) == pytest.approx(1e-4)
-    assert optim.learning_rate(99, settings(schedule="constant")) == 1e-3
-    assert optim.learning_rate(0, settings(warmup_steps=0)) == 1e-3
+    assert rate(79, schedule="wsd") == rate(10, schedule="wsd") == 1e-3
+    assert rate(90, schedule="wsd") == pytest.approx(1e-4 + 9e-4 * 0.5)
+    assert rate(100, schedule="wsd") == pytest.approx(1e-4)
+    assert rate(99, schedule="wsd", cooldown_fraction=0.0) == 1e-3
+    assert rate(99, schedule="constant") == 1e-3
+    assert rate(0, warmup_steps=0) == 1e-3
 
 
 def test_a_stack_is_its_matrices_and_each_group_has_its_own_rate():

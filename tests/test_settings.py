@@ -53,6 +53,22 @@ def test_every_recipe_is_legal_on_the_ranks_of_its_command(name, monkeypatch):
     ("--init_from=gpt2", 1, "init_from=gpt2 is nanoGPT's; it is --init_from=hf:gpt2 here"),
     ("--out_dir=a\0 --resume=\udcff", 1, r"out_dir='a\\x00' must be UTF-8.*resume='\\udcff' must"),
     ("--batch_tokens=10", 1, "not divisible .* = 64.1024.1 = 65536; nearest: 65536"),
+    ("--batch_schedule=65536:0.5", 2, "batch_schedule=65536 is not divisible .*=.131072; nearest: 131072"),
+    ("--batch_schedule=65536", 1, "batch_schedule=65536: expected TOKENS:SHARE,... that grow"),
+    ("--batch_schedule=65536:0.5,131072:0.2", 1, "expected TOKENS:SHARE,... that grow"),
+    ("--batch_schedule=131072:0.2,65536:0.5", 1, "that grow, below batch_tokens and 1, such as"),
+    ("--batch_schedule=524288:0.5", 1, "that grow, below batch_tokens"),
+    ("--batch_schedule=65536:1.0", 1, "that grow, below batch_tokens and 1"),
+    ("--batch_schedule=65536:0.0", 1, "that grow, below batch_tokens and 1"),
+    ("--batch_schedule=65536:nan", 1, "that grow, below batch_tokens and 1"),
+    ("--batch_schedule=65536:0.1 --overfit", 1, "overfit=True, which repeats one batch"),
+    ("--max_tokens=0", 1, "max_tokens=0 must be at least 1"),
+    ("--max_seconds=0", 1, "max_seconds=0.0 must be over 0"),
+    ("--max_seconds=nan", 1, "max_seconds=nan must be over 0"),
+    ("--max_seconds=inf", 1, "max_seconds=inf must be finite"),
+    ("--max_seconds=9 --max_tokens=9", 1, "max_tokens=9, which ends the run too; try one of them"),
+    ("--max_seconds=9 --weight_decay=None", 1, "weight_decay=None, which counts the steps"),
+    ("--max_seconds=9 --deterministic", 1, "deterministic=True, which a clock is not; try --max_tokens"),
 ])  # fmt: skip
 @pytest.mark.fault(12, 18, 80)
 def test_what_cannot_be_is_one_line(words, ranks, message):
@@ -79,7 +95,7 @@ def test_help_has_sections_the_most_used_first_and_a_comment_for_every_setting()
     shown = [row for row in rows if row.startswith("  --")]
     names = [row.split("=")[0].strip(" -") for row in shown]
     assert sorted(names) == sorted(f.name for f in dataclasses.fields(Config))
-    assert len(names) <= 85
+    assert len(names) <= 88
     for row, below in itertools.pairwise([*rows, ""]):  # a long setting has its comment on the next row
         if row.startswith("  --"):
             assert row[28:].strip() or below.startswith(" " * 28)

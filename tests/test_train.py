@@ -280,7 +280,7 @@ def test_a_log_that_is_a_link_is_not_followed(data_dir, tmp_path):
     log.symlink_to(outside)
     with pytest.raises(UserError, match="log.jsonl is a link, or no file"):
         train_here(data_dir, tmp_path / "run", max_steps=3, resume="auto")
-    logger = Logger(parallel.World(0, 1, torch.device("cpu")), 1, 1, 0)
+    logger = Logger(parallel.World(0, 1, torch.device("cpu")), Config(max_steps=1), 0)
     with pytest.raises(UserError, match="log.jsonl: Too many levels of symbolic links"):
         logger.open(tmp_path / "run", {})
     train_here(data_dir, tmp_path / "run", max_steps=2, overwrite=True)

@@ -76,7 +76,8 @@ def measure(cfg):
 
     def recorded(sums, norm):
         """A step at its own rate, where measure/step.py has that of the first."""
-        optim.set_learning_rate(job.state.optimizer, optim.learning_rate(len(losses), own))
+        share = len(losses) / own.max_steps
+        optim.set_learning_rate(job.state.optimizer, optim.learning_rate(len(losses), share, own))
         losses.append(sums[0] / sums[1])
         update(sums, norm)
 

@@ -72,7 +72,7 @@ def train(patch, cfg, folder):
             patch.clip(parameters, step)
         else:
             torch.nn.utils.clip_grad_norm_(parameters, cfg.clip)
-        lr = patch.lr(step) if patch.lr else optim.learning_rate(step, cfg)
+        lr = patch.lr(step) if patch.lr else optim.learning_rate(step, step / cfg.max_steps, cfg)
         for group in optimizer.param_groups:
             group["lr"] = lr * group.get("factor", 1.0)
         optimizer.step()
