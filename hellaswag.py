@@ -192,7 +192,7 @@ def losses(model, prepared, device, batch_tokens=None, autocast=None, stop=lambd
 
 
 def over_rows(measure, n, model, prepared, device, batch_tokens=None, autocast=None, stop=lambda: False):
-    """Float64 (rows, n), on every rank, of measure((B, T) ids, targets of the endings, else -100) -> (B, n)."""
+    """Float64 (rows, n), on every rank, of measure((B, T) ids, targets, -100 before endings) -> (B, n)."""
     import torch
 
     from run.logger import progress

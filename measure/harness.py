@@ -46,14 +46,15 @@ def main(cfg):
     from run import trained
     from scale import parallel
 
-    tasks = load(cfg)
+    manager, tasks = load(cfg)
     world, *loaded = trained.load(cfg)
     model = LanguageModel(*loaded, cfg.batch_tokens, cfg.bos, cfg.seed)
     options = dict(num_fewshot=cfg.num_fewshot, limit=cfg.limit, gen_kwargs=cfg.gen_kwargs, log_samples=False)
+    options |= dict(tasks=tasks, task_manager=manager)
     if not world.main:
         options["bootstrap_iters"] = 0  # rank 0 estimates the errors
     # each rank hands all requests to its model, which divides them and returns all answers
-    report = simple_evaluate(model, tasks=tasks, **options)
+    report = simple_evaluate(model, **options)
     if world.main:
         for column in ("results", "groups"):
             if report.get(column):
@@ -64,7 +65,7 @@ def main(cfg):
 
 
 def load(cfg):
-    """The harness's tasks and groups of tasks that cfg.tasks names, with their data."""
+    """(The harness's TaskManager, tasks and groups of tasks that cfg.tasks names, with their data)."""
     from lm_eval.tasks import TaskManager
 
     folders = [Path(__file__).parent, *([cfg.include_path] if cfg.include_path else [])]
@@ -77,7 +78,7 @@ def load(cfg):
         with told(f"tasks={name} cannot be loaded", DataError):
             one = manager.load([name])
         found += [one["groups"][name]] if name in one["groups"] else one["tasks"].values()
-    return found
+    return manager, found
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 import hellaswag
-from configurator import UserError, warn
+from configurator import UserError, refuse, warn
 from corpus import DataError
 from run import sampling
 from run.logger import progress
@@ -101,7 +101,7 @@ class LanguageModel(LM):
         return [before + ids.tolist() for ids in self.tokenizer.encode_batch(texts)]
 
     def scores(self, rows, starts):
-        """(summed loss in nats, number of tokens that are not the likeliest) of rows of ids from starts on."""
+        """[summed loss in nats, number of tokens that are not the likeliest] of rows from starts on."""
         if not rows:
             return []
         cuts = [max(0, len(row) - (self.limit + 1)) for row in rows]
@@ -128,8 +128,9 @@ class LanguageModel(LM):
         options["temperature"] = float(options["temperature"]) if sampled else 0
         free = {"num_beams"} if options.get("num_beams") == 1 else set()
         free |= set() if sampled else {"top_p"}  # which no greedy choice heeds
-        for name in options.keys() - KNOWN - free:
-            raise UserError(f"gen_kwargs: {name}={options[name]} is not known here; {', '.join(sorted(KNOWN))} are")
+        unknown = sorted(options.keys() - KNOWN - free)
+        known = f"is not known here; {', '.join(sorted(KNOWN))} are"
+        refuse([f"gen_kwargs: {name}={options[name]} {known}" for name in unknown])
         if not 0 < options["max_gen_toks"] < self.limit:
             rule = f"must be over 0 and below block_size={self.limit}; try --gen_kwargs=max_gen_toks=N"
             raise UserError(f"gen_kwargs: max_gen_toks={options['max_gen_toks']} {rule}")

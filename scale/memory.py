@@ -7,11 +7,13 @@ import bisect
 import dataclasses
 
 import fast
-from configurator import launched, this_rank
+from configurator import UserError, launched, this_rank
 
 GIB = 2**30
 GROUP = 256  # elements that share a float32 scale in adamw8bit's moments, as in its module
 OPTIMIZERS = ("adamw", "adamw8bit", "muon")  # whose states are counted
+MARGIN = 0.1  # of the estimate, that batch_size=auto leaves free: it was within 9% of all measured peaks
+CPU_TOKENS = 4096  # in a micro-batch of batch_size=auto without a GPU
 UNIT_MIB = 100  # blocks that FSDP2 gathers as one unit take up to this in 16 bits; 0: a block a unit
 
 
@@ -166,6 +168,37 @@ def largest_batch(cfg, ranks, budget, name="batch_size", step=1):
     return step * bisect.bisect_left(range(1, 2**20), True, key=over)
 
 
+def choose_batch(cfg, ranks, free):
+    """(batch_size, reason) for batch_size=auto: the largest divisor of a rank's rows in a step that fits.
+
+    free: bytes of a GPU; None: no GPU, where a micro-batch has up to CPU_TOKENS, since more bring no speed.
+    Raises UserError.
+    """
+    rows = cfg.batch_tokens // (cfg.block_size * (ranks // cfg.context_parallel))
+    with_rows = lambda n, **others: dataclasses.replace(cfg, batch_size=n, **others)
+    divisors = [n for n in range(rows, 0, -1) if rows % n == 0]
+    of = f"the largest divisor of a rank's {rows:,} rows a step"
+    if free is None:
+        found = next((n for n in divisors if with_rows(n).rank_tokens <= CPU_TOKENS), 1)
+        return found, f"{of} with up to {CPU_TOKENS:,} tokens; memory is counted of CUDA devices alone"
+    unknown = uncounted(cfg)
+    if cfg.precision not in ("bf16", "fp8"):
+        unknown += [f"precision={cfg.precision}: the arithmetic is for bf16, fp8"]
+    if unknown:
+        raise UserError(f"batch_size=auto: {unknown[0].partition(';')[0]}; give a number")
+    fits = lambda one: (1 + MARGIN) * takes(one, ranks) <= free
+    found = next((n for n in divisors if fits(with_rows(n))), None)
+    if found:
+        size = f"{takes(with_rows(found), ranks) / GIB:.1f} GiB by estimate and {MARGIN:.0%} more"
+        return found, f"{of} that fits: {size} of {free / GIB:.1f} free"
+    kinds = ["selective", "attention", "block"]
+    less = [f"--remat={kind}" for kind in kinds if fits(with_rows(1, remat=kind))]
+    less += ["--optimizer=adamw8bit --weights=bf16"] if cfg.weights == "fp32" else []
+    less += ["more GPUs with --parallel=fsdp, or --offload_states"]
+    size = f"{takes(with_rows(1), ranks) / GIB:.1f} GiB by estimate and {MARGIN:.0%} more"
+    raise UserError(f"batch_size=auto: one row takes {size}, {free / GIB:.1f} GiB are free; try {less[0]}")
+
+
 def longest_row(cfg, ranks, budget):
     """The largest block_size that fits with batch_size=1, in steps of 1,024 a rank, 0 if none does."""
     one = dataclasses.replace(cfg, batch_size=1)
@@ -202,6 +235,9 @@ def uncounted(cfg):
 
 def advice(cfg, ranks, budget):
     """What to change after a run was out of memory; budget: bytes of the GPU."""
+    if cfg.batch_size == "auto":
+        why = "batch_size=auto counts neither an edit of model.py nor what other processes take later"
+        return f"out of memory: {why}; give a number below the one that it chose"
     need, copies = takes(cfg, ranks), ranks > 1 and cfg.parallel == "ddp"
     other = " (is another process on it? see nvidia-smi)" * (need < 0.9 * budget and not uncounted(cfg))
     remat = "--remat=selective" if cfg.remat == "none" else "--remat=block"
