@@ -361,7 +361,7 @@ def test_the_batch_that_is_chosen_divides_and_is_the_largest_that_fits(name, ran
         takes = lambda n: 1.1 * memory.takes(dataclasses.replace(cfg, batch_size=n), ranks)
         larger = [n for n in range(1, rows + 1) if rows % n == 0]
         if takes(1) > free:
-            with pytest.raises(UserError, match="^batch_size=auto: one row takes .* GiB are free; try --"):
+            with pytest.raises(UserError, match="^batch_size=auto: one row takes .* GiB are free; try "):
                 memory.choose_batch(cfg, ranks, free)
             continue
         found, why = memory.choose_batch(cfg, ranks, free)
