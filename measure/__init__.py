@@ -1,1 +1,1 @@
-"""What bench.py calls, a file a command, and two tasks for lm-evaluation-harness, hellaswag_*.yaml."""
+"""What bench.py calls, a file a command, and lm-evaluation-harness: harness.py, two tasks, hellaswag_*.yaml."""

@@ -13,7 +13,7 @@ GIB = 2**30
 GROUP = 256  # elements that share a float32 scale in adamw8bit's moments, as in its module
 OPTIMIZERS = ("adamw", "adamw8bit", "muon")  # whose states are counted
 MARGIN = 0.1  # of the estimate, that batch_size=auto leaves free: it was within 9% of all measured peaks
-CPU_TOKENS = 4096  # in a micro-batch of batch_size=auto without a GPU
+CPU_TOKENS = 2048  # in a micro-batch of batch_size=auto without a GPU, as in config/quickstart.py
 UNIT_MIB = 100  # blocks that FSDP2 gathers as one unit take up to this in 16 bits; 0: a block a unit
 
 
@@ -171,32 +171,34 @@ def largest_batch(cfg, ranks, budget, name="batch_size", step=1):
 def choose_batch(cfg, ranks, free):
     """(batch_size, reason) for batch_size=auto: the largest divisor of a rank's rows in a step that fits.
 
-    free: bytes of a GPU; None: no GPU, where a micro-batch has up to CPU_TOKENS, since more bring no speed.
-    Raises UserError.
+    free: bytes of a GPU; None: no GPU, where a micro-batch has up to CPU_TOKENS. Raises UserError.
     """
     rows = cfg.batch_tokens // (cfg.block_size * (ranks // cfg.context_parallel))
-    with_rows = lambda n, **others: dataclasses.replace(cfg, batch_size=n, **others)
-    divisors = [n for n in range(rows, 0, -1) if rows % n == 0]
-    of = f"the largest divisor of a rank's {rows:,} rows a step"
+    sizes = [dataclasses.replace(cfg, batch_size=n) for n in range(rows, 0, -1) if rows % n == 0]
+    which = f"the largest divisor of a rank's {rows:,} rows a step"
     if free is None:
-        found = next((n for n in divisors if with_rows(n).rank_tokens <= CPU_TOKENS), 1)
-        return found, f"{of} with up to {CPU_TOKENS:,} tokens; memory is counted of CUDA devices alone"
+        found = next((one for one in sizes if one.rank_tokens <= CPU_TOKENS), sizes[-1])
+        why = f"{which} with up to {CPU_TOKENS:,} tokens; memory is counted of CUDA devices alone"
+        return found.batch_size, why
     unknown = uncounted(cfg)
     if cfg.precision not in ("bf16", "fp8"):
         unknown += [f"precision={cfg.precision}: the arithmetic is for bf16, fp8"]
     if unknown:
         raise UserError(f"batch_size=auto: {unknown[0].partition(';')[0]}; give a number")
     fits = lambda one: (1 + MARGIN) * takes(one, ranks) <= free
-    found = next((n for n in divisors if fits(with_rows(n))), None)
-    if found:
-        size = f"{takes(with_rows(found), ranks) / GIB:.1f} GiB by estimate and {MARGIN:.0%} more"
-        return found, f"{of} that fits: {size} of {free / GIB:.1f} free"
-    kinds = ["selective", "attention", "block"]
-    less = [f"--remat={kind}" for kind in kinds if fits(with_rows(1, remat=kind))]
-    less += ["--optimizer=adamw8bit --weights=bf16"] if cfg.weights == "fp32" else []
-    less += ["more GPUs with --parallel=fsdp, or --offload_states"]
-    size = f"{takes(with_rows(1), ranks) / GIB:.1f} GiB by estimate and {MARGIN:.0%} more"
-    raise UserError(f"batch_size=auto: one row takes {size}, {free / GIB:.1f} GiB are free; try {less[0]}")
+    found = next(filter(fits, sizes), sizes[-1])
+    size = f"{takes(found, ranks) / GIB:.1f} GiB by estimate and {MARGIN:.0%} more"
+    if fits(found):
+        return found.batch_size, f"{which} that fits: {size} of {free / GIB:.1f} free"
+    for kind in ("selective", "attention", "block"):
+        if fits(dataclasses.replace(found, remat=kind)):
+            advice = f"--remat={kind}"
+            break
+    else:
+        advice = "--parallel=fsdp on more GPUs or with --offload_states"
+        if cfg.weights == "fp32":
+            advice = f"--optimizer=adamw8bit --weights=bf16, or {advice}"
+    raise UserError(f"batch_size=auto: one row takes {size}, {free / GIB:.1f} GiB are free; try {advice}")
 
 
 def longest_row(cfg, ranks, budget):

@@ -81,7 +81,7 @@ def test_validation_is_the_same_for_any_batch_size(data_dir, tmp_path):
 def test_a_batch_size_that_is_chosen_is_recorded_and_gives_the_same_run(data_dir, tmp_path, capsys):
     """All 16 rows of a step on the CPU; a resumed run may have another one."""
     auto = train_here(data_dir, tmp_path / "a", batch_size="auto", eval_interval=6)
-    row = "batch_size 16 (the largest divisor of a rank's 16 rows a step with up to 4,096 tokens"
+    row = "batch_size 16 (the largest divisor of a rank's 16 rows a step with up to 2,048 tokens"
     assert row in " ".join(capsys.readouterr().out.split())
     assert json.loads((tmp_path / "a/config.json").read_text())["batch_size"] == 16
     given = train_here(data_dir, tmp_path / "b", batch_size=16, eval_interval=6)
