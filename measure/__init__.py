@@ -1,1 +1,1 @@
-"""What bench.py calls, a file a command, and lm-evaluation-harness: harness.py, two tasks, hellaswag_*.yaml."""
+"""What bench.py calls, a file a command; lm-evaluation-harness's front, its model and two tasks, *.yaml."""
