@@ -376,12 +376,13 @@ def _convert(cls, hints, name, value):
         hint = f"; did you mean {others.get(close[0], close[0])}?" if close else ""
         raise UserError(f"unknown setting {name}{hint}")
     hint, text = hints[name], isinstance(value, str)
-    kind, *more = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    union = typing.get_origin(hint) in (types.UnionType, typing.Union)  # the latter if a Literal is in it
+    kind, *more = typing.get_args(hint) if union else (hint,)
     if type(None) in more and str(value) == "None":
         return None
     if _is_flag(kind) and str(value).lower() in ("true", "false", *("1", "0") * text):
         return str(value).lower() in ("true", "1")
-    if typing.get_origin(kind) is typing.Literal and value in typing.get_args(kind) or kind is str and text:
+    if value in itertools.chain(*map(typing.get_args, (kind, *more))) or kind is str and text:
         return value
     if typing.get_origin(kind) is tuple:
         return (value,) if text else tuple(value)
@@ -403,7 +404,7 @@ def _mistyped(name, value, hint):
 def _type_name(hint):
     names = {int: "an int below 2**63", float: "a float", bool: "a bool", str: "a str", type(None): "None"}
     if typing.get_origin(hint) is typing.Literal:
-        return "one of " + ", ".join(map(str, typing.get_args(hint)))
+        return "one of " * (len(typing.get_args(hint)) > 1) + ", ".join(map(str, typing.get_args(hint)))
     return names.get(hint) or " or ".join(map(_type_name, typing.get_args(hint)))
 
 

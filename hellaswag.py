@@ -187,6 +187,12 @@ def evaluate(model, prepared, device, batch_tokens=None, autocast=None, stop=lam
 
 def losses(model, prepared, device, batch_tokens=None, autocast=None, stop=lambda: False):
     """Float64 (rows,): the summed loss of each row's ending, in nats, on every rank; see `evaluate`."""
+    summed = lambda idx, targets: model.token_losses(idx, targets).float().sum(1, keepdim=True)
+    return over_rows(summed, 1, model, prepared, device, batch_tokens, autocast, stop)[:, 0]
+
+
+def over_rows(measure, n, model, prepared, device, batch_tokens=None, autocast=None, stop=lambda: False):
+    """Float64 (rows, n), on every rank, of measure((B, T) ids, targets, -100 before endings) -> (B, n)."""
     import torch
 
     from run.logger import progress
@@ -196,16 +202,16 @@ def losses(model, prepared, device, batch_tokens=None, autocast=None, stop=lambd
     batch_tokens = batch_tokens or BATCH_TOKENS.get(torch.device(device).type, 4096)
     jobs = list(batches(prepared, batch_tokens, model.cfg.block_size))
     jobs += [([], *jobs[-1][1:])] * (-len(jobs) % world)  # FSDP2 needs as many on every rank
-    found = torch.zeros(len(prepared.rows), device=device)
-    for numbers, B, T in progress(jobs[rank::world], "HellaSwag", stop=stop):
+    found = torch.zeros(len(prepared.rows), n, device=device)
+    for numbers, B, T in progress(jobs[rank::world], "rows scored", stop=stop):
         idx, targets = torch.zeros(B, T, dtype=torch.long), torch.full((B, T), -100)  # -100: no loss
         for b, i in enumerate(numbers):
             row, start = torch.from_numpy(prepared.rows[i]), prepared.starts[i]
             idx[b, : len(row) - 1] = row[:-1]
             targets[b, start - 1 : len(row) - 1] = row[start:]
         with torch.no_grad(), autocast or contextlib.nullcontext():
-            loss = model.token_losses(idx.to(device), targets.to(device)).float().sum(1)
-        found[torch.tensor(numbers, dtype=torch.long, device=device)] = loss[: len(numbers)]
+            values = measure(idx.to(device), targets.to(device))
+        found[torch.tensor(numbers, dtype=torch.long, device=device)] = values[: len(numbers)].float()
     parallel.sum_over_ranks(found)
     return found.cpu().double().numpy()
 

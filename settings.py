@@ -7,7 +7,7 @@ import itertools
 import math
 import os
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from configurator import refuse, this_rank, too_small
@@ -140,7 +140,7 @@ class Config(GPTConfig):
     document_mask: bool = False  # a token attends within its document only, see scale/documents.py
     allow_data_change: bool = False  # resume even though the shards are not those of the checkpoint
     # Batch and schedule
-    batch_size: int = 64  # rows of block_size tokens in a micro-batch (B); as many as fit the device
+    batch_size: int | Literal["auto"] = 64  # rows of block_size tokens in a micro-batch (B); auto: what fits
     batch_tokens: int = 524_288  # tokens in an optimizer step, all ranks and micro-steps together
     batch_schedule: str | None = None  # smaller at first, each up to a share of the run: 65536:0.2,131072:0.5
     max_steps: int = 19_073  # optimizer steps; 19,073 of 524,288 tokens are 10B
@@ -247,6 +247,8 @@ def outside(cfg, positive, shares):
 def check(cfg, ranks=None):
     """Raises one UserError that lists every setting out of range or in conflict; ranks: None: torchrun's."""
     ranks = this_rank().size if ranks is None else ranks
+    if cfg.batch_size == "auto":  # run.build.choose knows the device
+        cfg = replace(cfg, batch_size=1)
     refuse(cfg.problems() + out_of_range(cfg, ranks) + conflicts(cfg, ranks))
     refuse(shape_conflicts(cfg, ranks))
 

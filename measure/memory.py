@@ -20,6 +20,10 @@ def measure(cfg):
         from run.build import open_initial_weights
 
         open_initial_weights(cfg)  # a checkpoint must have the shape that the settings give, as in train.py
+    if cfg.batch_size == "auto":
+        rows, why = memory.choose_batch(cfg, cfg.world, cfg.gpu_gib * memory.GIB)
+        print(f"batch_size {rows} ({why})")
+        cfg = dataclasses.replace(cfg, batch_size=rows)
     count = memory.parameter_counts(cfg)[0]
     print(f"{cfg.n_layer} blocks, {count:,} parameters, the vocabulary's padding included")
     print(f"{cfg.world} GPUs, parallel={cfg.parallel}" if cfg.world > 1 else "1 GPU; for more --world=N")

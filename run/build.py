@@ -31,8 +31,25 @@ def choose(cfg, device):
     precision, why = pick_precision(cfg.precision, device, cfg.weights, fp16)
     attention = best_attention(device, precision) if cfg.attention == "auto" else (cfg.attention, "as set")
     chosen = dict(precision=(precision, why), attention=attention, ops=pick_ops(cfg.ops, device, precision))
-    rows = [(name, f"{value} ({reason})") for name, (value, reason) in chosen.items()]
-    return dataclasses.replace(cfg, **{name: value for name, (value, _) in chosen.items()}), rows
+    cfg = dataclasses.replace(cfg, **{name: value for name, (value, _) in chosen.items()})
+    free = parallel.gather_objects(free_memory(cfg, device))  # also of ranks that were started without auto
+    if cfg.batch_size == "auto":
+        rows, why = memory.choose_batch(cfg, len(free), None if None in free else min(free))
+        parameters = sum(p.numel() for p in models.on_meta(cfg).parameters())
+        if forms.edits or parameters != memory.parameter_counts(cfg)[0]:
+            why += "; what an edit of model.py or kernels.py takes is not counted"
+        chosen["batch_size"] = rows, why
+        cfg = dataclasses.replace(cfg, batch_size=rows)
+    return cfg, [(name, f"{value} ({reason})") for name, (value, reason) in chosen.items()]
+
+
+def free_memory(cfg, device):
+    """Bytes of a GPU that are free, at most cfg.gpu_gib of `bench.py step`; None without CUDA."""
+    if device.type != "cuda":
+        return None
+    limit = getattr(cfg, "gpu_gib", None)
+    free, most = torch.cuda.mem_get_info(device)
+    return min(free, limit * memory.GIB if limit else most)
 
 
 def try_out(cfg, world, step):

@@ -87,25 +87,31 @@ def generate(model, ids, max_new_tokens, temperature=1.0, top_k=None, seed=0, ca
 
 
 @torch.no_grad()
-def steps(model, ids, max_new_tokens, temperature=1.0, top_k=None, seed=0, cached=True):
+def steps(model, ids, max_new_tokens, temperature=1.0, top_k=None, seed=0, cached=True, lengths=None):
     """Yields the next id of each row of ids (B, T) int64, (B,), max_new_tokens times. cached: or a Cache.
+
+    lengths: (B,) int64, of the rows in ids; None: all T. The first step is then behind the shortest row, and
+    yields of the longer ones their own ids, until their ends.
 
     Beyond block_size tokens, or without a KV cache, a step computes the last block_size tokens in a window of
     one width: a compiled model sees one shape, and causal attention does not see the zeros on its right.
     """
     (B, T), limit, total = ids.shape, model.cfg.block_size, ids.size(1) + max_new_tokens
+    known = T if lengths is None else int(lengths.min())
     generator = torch.Generator(ids.device).manual_seed(seed)
     cache = make_cache(model, ids[0], temperature, top_k, B) if cached is True else cached
     if cache and T <= limit:
-        yield from cache.steps(ids, min(total, limit + 1), seed)
+        yield from cache.steps(ids, min(total, limit + 1), seed, lengths)
         ids, generator = cache.ids[:, :total], cache.generator
+        known = ids.size(1)
     width = min(limit, -(-total // 64) * 64)
     buffer = F.pad(ids, (0, max(total, width) - ids.size(1)))
-    for end in range(ids.size(1), total):
+    for end in range(known, total):
         begin = max(0, end - width)
         at = torch.tensor([end - begin - 1], device=ids.device)
         logits = model.logits(buffer[:, begin : begin + width], at)[:, 0]  # (B, V)
-        buffer[:, end] = pick(logits, temperature, top_k, generator)
+        new = pick(logits, temperature, top_k, generator)
+        buffer[:, end] = new if lengths is None else torch.where(end < lengths, buffer[:, end], new)
         yield buffer[:, end]
 
 
@@ -186,18 +192,20 @@ class Cache:
         self.attentions = context.attentions(model, "a KV cache")
         self.kept = {}  # {(attention, its how many-eth call in a forward): keys and values}
         self.calls = Counter()  # of attentions in the forward under way
-        self.graph = None
+        self.graph = self.lengths = None
         self.ids = torch.zeros(rows, model.cfg.block_size + 1, dtype=torch.long, device=device)
         self.places = torch.arange(model.cfg.block_size, device=device)
         self.at, self.generator = self.ids.new_zeros(1), torch.Generator(device)  # at: a step's position
         self.length = self.size = self.end = 0  # tokens that are kept, that have room, and that may come
 
-    def steps(self, ids, end, seed):
+    def steps(self, ids, end, seed, lengths=None):
         """Yields the ids after ids (B, T) up to `end` tokens; on the host if a GPU runs the next step."""
-        last, self.end = ids.size(1) - 1, end
-        alike = (self.ids[:, : last + 1] == ids).all(0).cumprod(0).sum()
+        last, self.end = (ids.size(1) if lengths is None else int(lengths.min())) - 1, end
+        if lengths is not self.lengths:
+            self.lengths, self.graph = lengths, None
+        alike = (self.ids[:, : last + 1] == ids[:, : last + 1]).all(0).cumprod(0).sum()
         self.length = min(self.length, last, int(alike))
-        self.ids[:, : last + 1] = ids
+        self.ids[:, : ids.size(1)] = ids
         if self.length < last:  # in steps of 32, for few shapes; what is too much is overwritten
             stop = min(last + (self.length - last) % 32, self.model.cfg.block_size)
             self.forward(self.ids[:, self.length : stop], torch.arange(self.length, stop, device=ids.device))
@@ -230,7 +238,10 @@ class Cache:
         """Writes the ids behind those at position `at`."""
         logits = self.forward(self.ids.index_select(1, self.at), self.at)
         self.at += 1
-        self.ids.index_copy_(1, self.at, pick(logits[:, 0], *self.options, self.generator)[:, None])
+        new = pick(logits[:, 0], *self.options, self.generator)[:, None]
+        if self.lengths is not None:
+            new = torch.where(self.at < self.lengths[:, None], self.ids.index_select(1, self.at), new)
+        self.ids.index_copy_(1, self.at, new)
 
     def forward(self, idx, at, of=slice(-1, None)):
         """(B, T) ids at the positions at: (T,), after those in the cache -> logits `of` some, (B, n, V)."""

@@ -8,11 +8,13 @@ import dataclasses
 import math
 
 import fast
-from configurator import launched, this_rank
+from configurator import UserError, launched, this_rank
 
 GIB = 2**30
 GROUP = 256  # elements that share a float32 scale in adamw8bit's moments, as in its module
 OPTIMIZERS = ("adamw", "adamw8bit", "muon")  # whose states are counted
+MARGIN = 0.1  # of the estimate, that batch_size=auto leaves free: it was within 9% of all measured peaks
+CPU_TOKENS = 2048  # in a micro-batch of batch_size=auto without a GPU, as in config/quickstart.py
 UNIT_MIB = 100  # blocks that FSDP2 gathers as one unit take up to this in 16 bits; 0: a block a unit
 
 
@@ -177,6 +179,39 @@ def largest_batch(cfg, ranks, budget, name="batch_size", step=1):
     return step * bisect.bisect_left(range(1, 2**20), True, key=over)
 
 
+def choose_batch(cfg, ranks, free):
+    """(batch_size, reason) for batch_size=auto: the largest divisor of a rank's rows in a step that fits.
+
+    free: bytes of a GPU; None: no GPU, where a micro-batch has up to CPU_TOKENS. Raises UserError.
+    """
+    rows = cfg.batch_tokens // (cfg.block_size * (ranks // cfg.context_parallel))
+    sizes = [dataclasses.replace(cfg, batch_size=n) for n in range(rows, 0, -1) if rows % n == 0]
+    which = f"the largest divisor of a rank's {rows:,} rows a step"
+    if free is None:
+        found = next((one for one in sizes if one.rank_tokens <= CPU_TOKENS), sizes[-1])
+        why = f"{which} with up to {CPU_TOKENS:,} tokens; memory is counted of CUDA devices alone"
+        return found.batch_size, why
+    unknown = uncounted(cfg)
+    if cfg.precision not in ("bf16", "fp8"):
+        unknown += [f"precision={cfg.precision}: the arithmetic is for bf16, fp8"]
+    if unknown:
+        raise UserError(f"batch_size=auto: {unknown[0].partition(';')[0]}; give a number")
+    fits = lambda one: (1 + MARGIN) * takes(one, ranks) <= free
+    found = next(filter(fits, sizes), sizes[-1])
+    size = f"{takes(found, ranks) / GIB:.1f} GiB by estimate and {MARGIN:.0%} more"
+    if fits(found):
+        return found.batch_size, f"{which} that fits: {size} of {free / GIB:.1f} free"
+    for kind in ("selective", "attention", "block"):
+        if fits(dataclasses.replace(found, remat=kind)):
+            advice = f"--remat={kind}"
+            break
+    else:
+        advice = "--parallel=fsdp on more GPUs or with --offload_states"
+        if cfg.weights == "fp32":
+            advice = f"--optimizer=adamw8bit --weights=bf16, or {advice}"
+    raise UserError(f"batch_size=auto: one row takes {size}, {free / GIB:.1f} GiB are free; try {advice}")
+
+
 def longest_row(cfg, ranks, budget):
     """The largest block_size that fits with batch_size=1, in steps of 1,024 a rank, 0 if none does."""
     one = dataclasses.replace(cfg, batch_size=1)
@@ -213,6 +248,9 @@ def uncounted(cfg):
 
 def advice(cfg, ranks, budget):
     """What to change after a run was out of memory; budget: bytes of the GPU."""
+    if cfg.batch_size == "auto":
+        why = "batch_size=auto counts neither an edit of model.py nor what other processes take later"
+        return f"out of memory: {why}; give a number below the one that it chose"
     need, copies = takes(cfg, ranks), ranks > 1 and cfg.parallel == "ddp"
     other = " (is another process on it? see nvidia-smi)" * (need < 0.9 * budget and not uncounted(cfg))
     remat = "--remat=selective" if cfg.remat == "none" else "--remat=block"

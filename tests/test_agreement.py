@@ -1,5 +1,6 @@
 """run/agreement.py: ranks that differ in settings, code or data are told before the first step."""
 
+import json
 import os
 import re
 import shutil
@@ -45,6 +46,16 @@ def test_another_setting_of_a_rank_is_named_with_both_values(data_dir, tmp_path,
     [line] = error_lines(done)
     (name, value), before = *settings.items(), getattr(configure(Config, own), next(iter(settings)))
     assert f"rank 1 has {name}={value}, rank 0 has {name}={before}; start every rank with the same" in line
+
+
+def test_a_batch_size_that_one_rank_alone_chooses_is_told(data_dir, tmp_path):
+    """The ranks compare how much memory each has before they compare their settings."""
+    given, auto = (flags(data_dir, tmp_path / "run", max_steps=2, batch_size=rows) for rows in (4, "auto"))
+    done = attempt(given, auto)
+    [line] = error_lines(done)
+    assert done.codes == [2, 2] and "rank 1 has batch_size=8, rank 0 has batch_size=4;" in line
+    assert attempt(auto, auto).codes == [0, 0]
+    assert json.loads((tmp_path / "run/config.json").read_text())["batch_size"] == 8  # of 16 rows a step
 
 
 @pytest.mark.fault(87)

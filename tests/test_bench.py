@@ -25,8 +25,9 @@ from bench import COMMANDS, StepConfig, main, with_shape
 from configurator import UserError, configure
 from measure import snapshot as history
 from measure import step
+from run import build
 from scale import adamw8bit, memory, parallel
-from settings import Config, GPTConfig
+from settings import Config, GPTConfig, check
 
 
 def bench(*words):
@@ -339,7 +340,94 @@ def test_out_of_memory_says_what_would_take_less(monkeypatch):
     with pytest.raises(UserError, match=words):
         train.main(cfg)
     assert "another process" in memory.advice(cfg, 1, 200 * memory.GIB)
+    auto = dataclasses.replace(cfg, batch_size="auto")
+    assert "give a number below the one that it chose" in memory.advice(auto, 1, 24 * memory.GIB)
     assert "--parallel=fsdp" in memory.advice(cfg, 2, 24 * memory.GIB)
+
+
+@pytest.mark.parametrize("name, ranks, words", [
+    ("gpt2_124m", 1, []),
+    ("gpt2_124m", 8, []),
+    ("modern_124m", 1, ["--precision=fp8"]),
+    ("gpt2_1558m", 4, ["--parallel=fsdp", "--remat=block", "--offload_states"]),
+    ("llama3_8b", 8, ["--context_parallel=2"]),
+    ("llama3_8b_one_gpu", 1, []),
+])  # fmt: skip
+def test_the_batch_that_is_chosen_divides_and_is_the_largest_that_fits(name, ranks, words):
+    """On cards of 8 to 24, 80 and 141 GB; a larger card never takes a smaller one, and some card fits."""
+    cfg, chosen = recipe(name, "--batch_size=auto", *words), []
+    rows = cfg.batch_tokens // cfg.block_size // (ranks // cfg.context_parallel)
+    for free in (gib * memory.GIB for gib in (7.5, 11, 15, 23, 78, 138)):
+        takes = lambda n: 1.1 * memory.takes(dataclasses.replace(cfg, batch_size=n), ranks)
+        larger = [n for n in range(1, rows + 1) if rows % n == 0]
+        if takes(1) > free:
+            with pytest.raises(UserError, match="^batch_size=auto: one row takes .* GiB are free; try "):
+                memory.choose_batch(cfg, ranks, free)
+            continue
+        found, why = memory.choose_batch(cfg, ranks, free)
+        chosen.append(found)
+        assert rows % found == 0 and takes(found) <= free and f"{free / memory.GIB:.1f} free" in why
+        assert all(takes(n) > free for n in larger if n > found)
+        check(dataclasses.replace(cfg, batch_size=found), ranks)
+    assert chosen == sorted(chosen) and chosen[-1] > 1
+    if name == "gpt2_124m":
+        assert len(chosen) == 6 and len(set(chosen)) > 3
+
+
+def test_where_no_row_fits_the_advice_helps():
+    cfg, free = recipe("gpt2_350m", "--batch_size=auto"), 7.5 * memory.GIB
+    with pytest.raises(UserError, match="try --remat=selective$"):
+        memory.choose_batch(cfg, 1, free)
+    assert memory.choose_batch(dataclasses.replace(cfg, remat="selective"), 1, free)[0] > 1
+    with pytest.raises(UserError, match="try --optimizer=adamw8bit --weights=bf16, or --parallel=fsdp on"):
+        memory.choose_batch(cfg, 1, free / 2)
+    with pytest.raises(UserError, match="try --parallel=fsdp on more GPUs or with --offload_states$"):
+        memory.choose_batch(recipe("llama3_8b_one_gpu", "--batch_size=auto"), 1, free)
+
+
+@pytest.mark.parametrize("word", ["attention=math", "ops=torch", "precision=fp16"])
+def test_no_batch_is_chosen_where_the_estimate_does_not_hold(word):
+    cfg = recipe("gpt2_124m", "--batch_size=auto", f"--{word}")
+    with pytest.raises(UserError, match=f"^batch_size=auto: {word}: the arithmetic .*; give a number$"):
+        memory.choose_batch(cfg, 1, 80 * memory.GIB)
+
+
+def test_memory_and_step_take_the_batch_that_is_chosen(capsys):
+    words = [str(ROOT / "config/gpt2_124m.py"), "--gpu_gib=23"]
+    here("memory", *words, "--batch_size=auto")
+    said = capsys.readouterr().out
+    chosen = re.match(r"batch_size (\d+) \(the largest divisor of a rank's 512 rows", said)
+    here("memory", *words, f"--batch_size={chosen[1]}")
+    assert said.partition("\n")[2] == capsys.readouterr().out
+    here("step", *TINY, "--steps=1", "--settle=0", "--batch_size=auto")
+    assert re.search(r"^batch_size +16 \(.* 2,048 tokens", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_the_gpu_with_the_least_memory_decides(monkeypatch):
+    """Of all ranks, of which bench.py step may use a part; an edited model is told from the arithmetic's."""
+    cuda = torch.device("cuda", 0)
+    monkeypatch.setattr(build, "pick_precision", lambda *_: ("bf16", "a test"))
+    monkeypatch.setattr(build, "pick_ops", lambda *_: ("fused", "a test"))
+    monkeypatch.setattr(build, "best_attention", lambda *_: ("cudnn", "a test"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (23 * memory.GIB, 24 * memory.GIB))
+    cfg = recipe("gpt2_124m", "--batch_size=auto")
+    chosen = lambda cfg: build.choose(cfg, cuda)[0].batch_size
+    assert chosen(cfg) == 32
+    step_cfg = configure(StepConfig, [str(ROOT / "config/gpt2_124m.py"), "--batch_size=auto", "--gpu_gib=11"])
+    assert chosen(step_cfg) == 16
+    monkeypatch.setattr(parallel, "gather_objects", lambda free: [free, 7.5 * memory.GIB])
+    assert chosen(cfg) == 8
+    assert "is not counted" not in build.choose(cfg, cuda)[1][-1][1]
+    monkeypatch.setattr(models.Block, "__init__", with_another_matrix(models.Block.__init__))
+    assert "model.py or kernels.py takes is not counted" in build.choose(cfg, cuda)[1][-1][1]
+
+
+def with_another_matrix(init):
+    def edited(self, cfg, *others):
+        init(self, cfg, *others)
+        self.more = models.Linear(cfg.n_embd, cfg.n_embd)
+
+    return edited
 
 
 @pytest.mark.parametrize("word", ["--attention=math", "--ops=torch"])

@@ -41,6 +41,19 @@ def test_defaults_and_flags():
     assert make(*"--n_layer 3 --lr -1 --compile False --name x".split()) == Config(3, -1.0, "x", False)
 
 
+def test_a_number_or_a_word():
+    """Also where typing makes typing.Union of it, which is not types.UnionType, as Python 3.11 does."""
+
+    @dataclass
+    class Rows:
+        rows: int | Literal["auto"] = 4  # as many
+
+    assert [configure(Rows, [f"--rows={word}"]).rows for word in ("auto", "8", "1e3")] == ["auto", 8, 1000]
+    for word in ("aut", "0.5", "None"):
+        with pytest.raises(UserError, match=f"rows={word} is not an int below 2\\*\\*63 or auto$"):
+            configure(Rows, [f"--rows={word}"])
+
+
 def test_file_imports_computes_and_is_overridden(tmp_path):
     text = "import math\nfrom pathlib import Path\n_half = 4\nn_layer = _half * 2\nlr = 1\nname = 'x'\n"
     (tmp_path / "c.py").write_text(text)

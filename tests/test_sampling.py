@@ -44,6 +44,26 @@ def test_greedy_tokens_are_those_without_a_cache(changes, B, T, new):
     assert torch.equal(found, sampling.generate(model, ids, new, temperature=0, cached=False))
 
 
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize("changes", [MODELS["gpt2"], MODELS["llama_grouped"]], ids=["gpt2", "llama_grouped"])
+def test_rows_of_other_lengths_go_on_from_their_own_ends(changes, cached):
+    """With one cache, for two such batches and for one of rows of the same length."""
+    model, lengths, new = random_model(**changes), [9, 3, 6], 12
+    cache = sampling.make_cache(model, prompt(3, 1)[0], rows=3) if cached else False
+    for whole in (prompt(3, 9), prompt(3, 9).flip(1)):
+        ids = whole.clone()
+        for row, length in zip(ids, lengths):
+            row[length:] = 99  # what stands there is not read
+        options = dict(temperature=0, cached=cache, lengths=torch.tensor(lengths))
+        found = torch.stack(list(sampling.steps(model, ids, new, **options)), 1)
+        assert found.shape == (3, 9 - 3 + new)
+        for row, own, length in zip(whole, found, lengths):
+            alone = sampling.generate(model, row[None, :length], new, temperature=0, cached=False)[0]
+            assert torch.equal(own[: length - 3 + new], alone[3:])
+    expected = sampling.generate(model, whole, 4, temperature=0, cached=False)
+    assert torch.equal(sampling.generate(model, whole, 4, temperature=0, cached=cache), expected)
+
+
 @pytest.mark.device
 @pytest.mark.parametrize(
     "H, H_kv, D, L, at", [(6, 2, 24, 300, 299), (1, 1, 64, 128, 0), slow(4, 4, 80, 9000, 8320)]

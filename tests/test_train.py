@@ -25,7 +25,7 @@ from run import checkpoint, source
 from run.build import describe_optimizer
 from run.logger import Logger, NotFinite
 from scale import parallel
-from settings import Config
+from settings import Config, check
 
 
 def test_trains_evaluates_samples_and_saves(data_dir, tmp_path, capsys):
@@ -76,6 +76,27 @@ def test_validation_is_the_same_for_any_batch_size(data_dir, tmp_path):
     settings = dict(eval_interval=6, eval_tokens=1056, max_steps=1)  # 33 rows, which no batch size divides
     runs = [train_here(data_dir, tmp_path / f"{b}", batch_size=b, **settings) for b in (2, 4)]
     assert losses(runs[0], "val")[0] == pytest.approx(losses(runs[1], "val")[0], rel=1e-6)
+
+
+def test_a_batch_size_that_is_chosen_is_recorded_and_gives_the_same_run(data_dir, tmp_path, capsys):
+    """All 16 rows of a step on the CPU; a resumed run may have another one."""
+    auto = train_here(data_dir, tmp_path / "a", batch_size="auto", eval_interval=6)
+    row = "batch_size 16 (the largest divisor of a rank's 16 rows a step with up to 2,048 tokens"
+    assert row in " ".join(capsys.readouterr().out.split())
+    assert json.loads((tmp_path / "a/config.json").read_text())["batch_size"] == 16
+    given = train_here(data_dir, tmp_path / "b", batch_size=16, eval_interval=6)
+    for kind in ("train", "val"):
+        assert losses(auto, kind) == losses(given, kind) != {}
+    tensors, state = load_checkpoint(tmp_path / "a/step_00000012")
+    torch.testing.assert_close(tensors, load_checkpoint(tmp_path / "b/step_00000012")[0], rtol=0, atol=0)
+    assert state["config"]["batch_size"] == 16
+    copied(tmp_path / "a", 8, tmp_path / "c")
+    again = train_here(data_dir, tmp_path / "c", batch_size=2, resume="auto", eval_interval=6)
+    assert losses(again) == pytest.approx({n: losses(auto)[n] for n in (9, 10, 11, 12)}, rel=1e-5)
+    train_here(data_dir, tmp_path / "c", batch_size="auto", resume="auto", dry_run=True)
+    cfg = Config(batch_size="auto", block_size=32, batch_tokens=500)
+    with pytest.raises(UserError, match="^batch_tokens=500 is not divisible by .* = 1\\*32\\*2 = 64"):
+        check(cfg, ranks=2)
 
 
 def test_overfits_one_batch(data_dir, tmp_path):

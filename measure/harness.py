@@ -1,0 +1,85 @@
+"""Scores of lm-evaluation-harness for a checkpoint as it is: nothing is exported, so an edited model's too.
+
+    python -m measure.harness --checkpoint=out/a --tasks=hellaswag,arc_easy
+    python -m measure.harness --checkpoint=out/a --tasks=gsm8k --num_fewshot=5 --limit=200 --out=gsm8k.json
+    torchrun --standalone --nproc_per_node=8 -m measure.harness --checkpoint=out/a --tasks=mmlu
+
+Needs `pip install lm_eval==0.4.13`; tasks and their data come from the hub, but for those of measure/*.yaml
+and of --include_path. The model answers through measure/language_model.py.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from configurator import UserError, refuse, run, say, too_small
+from corpus import DataError, told
+from run.files import write_atomic
+from settings import TrainedConfig
+
+TESTED = "0.4.13"
+
+
+@dataclass
+class Config(TrainedConfig):
+    tasks: str = "hellaswag"  # names of tasks and groups, with commas between
+    num_fewshot: int | None = None  # examples before each question; None: as many as the task has
+    limit: int | None = None  # number of examples of each task, from the first on; None: all
+    include_path: str | None = None  # a folder with tasks of your own
+    gen_kwargs: str | None = None  # of tasks that generate: max_gen_toks=128,do_sample=True,temperature=0.8
+    batch_tokens: int | None = None  # tokens per forward pass; None: 16,384 on a GPU, 1,024 on a CPU
+    bos: bool = False  # the separator of documents precedes each text, as in training
+    seed: int = 1337  # of texts that are sampled
+    out: str | None = None  # write all that the harness reports to this file, as JSON
+
+
+def main(cfg):
+    refuse(too_small(cfg, {"num_fewshot": 0, "limit": 1, "batch_tokens": 1, "seed": 0}))
+    if cfg.out and not Path(cfg.out).absolute().parent.is_dir():
+        raise UserError(f"out={cfg.out}: there is no folder {Path(cfg.out).parent}")
+    try:
+        from lm_eval import simple_evaluate
+        from lm_eval.utils import handle_non_serializable, make_table
+    except ModuleNotFoundError as error:
+        raise UserError(f"there is no package {error.name}: pip install lm_eval=={TESTED}") from None
+    from measure.language_model import LanguageModel
+    from run import trained
+    from scale import parallel
+
+    manager, tasks = load(cfg)
+    world, *loaded = trained.load(cfg)
+    model = LanguageModel(*loaded, cfg.batch_tokens, cfg.bos, cfg.seed)
+    options = dict(num_fewshot=cfg.num_fewshot, limit=cfg.limit, gen_kwargs=cfg.gen_kwargs, log_samples=False)
+    options |= dict(tasks=tasks, task_manager=manager)
+    if not world.main:
+        options["bootstrap_iters"] = 0  # rank 0 estimates the errors
+    # each rank hands all requests to its model, which divides them and returns all answers
+    report = simple_evaluate(model, **options)
+    if world.main:
+        for column in ("results", "groups"):
+            if report.get(column):
+                say(make_table(report, column))
+        if cfg.out:
+            write_atomic(cfg.out, json.dumps(report, default=handle_non_serializable, indent=1).encode())
+    parallel.stop()
+
+
+def load(cfg):
+    """(The harness's TaskManager, tasks and groups of tasks that cfg.tasks names, with their data)."""
+    from lm_eval.tasks import TaskManager
+
+    folders = [Path(__file__).parent, *([cfg.include_path] if cfg.include_path else [])]
+    with told(f"include_path={cfg.include_path} cannot be read"):
+        manager = TaskManager(include_path=folders)
+    names, found = [name.strip() for name in cfg.tasks.split(",")], []
+    if unknown := [name for name in names if name not in manager.all_tasks]:
+        raise UserError(f"tasks={cfg.tasks}: the harness has no {', '.join(unknown)}; `lm_eval ls tasks`")
+    for name in names:
+        with told(f"tasks={name} cannot be loaded", DataError):
+            one = manager.load([name])
+        found += [one["groups"][name]] if name in one["groups"] else one["tasks"].values()
+    return manager, found
+
+
+if __name__ == "__main__":
+    run(main, Config)

@@ -1,0 +1,164 @@
+"""A model of this repository as lm-evaluation-harness asks one; needs the package lm_eval.
+
+    lm_eval.simple_evaluate(LanguageModel(model, tokenizer, autocast), tasks=["lambada_openai"])
+
+Contexts and continuations are cut into tokens, and long ones shortened, as the harness's class for
+Hugging Face does, whose scores an exported model has. Of several ranks each is given all requests, computes
+every so many-eth batch, and returns all answers: the batches are those of one process.
+"""
+
+import itertools
+import json
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from lm_eval.api.model import LM
+from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+import hellaswag
+from configurator import UserError, refuse, warn
+from corpus import DataError
+from run import sampling
+from run.logger import progress
+from scale import parallel
+
+BATCH_TOKENS = {"cuda": 16_384}  # 3.3 GB of logits in GPT-2's vocabulary where all are needed
+NEW_TOKENS = 256  # at most, of a text whose task does not say how many
+LOOK = 16  # tokens between two looks at whether all texts of a batch have ended
+KNOWN = {"until", "max_gen_toks", "do_sample", "temperature", "top_k"}  # generation settings
+
+
+class LanguageModel(LM):
+    """bos: the separator precedes each text. batch_tokens: in a forward pass; None: chosen by the device."""
+
+    def __init__(self, model, tokenizer, autocast, batch_tokens=None, bos=False, seed=0):
+        super().__init__()
+        self.model, self.tokenizer, self.autocast, self.bos, self.seed = model, tokenizer, autocast, bos, seed
+        self._device = parallel.device_of(model)
+        self.batch_tokens = batch_tokens or BATCH_TOKENS.get(self._device.type, 1024)
+        self.limit = model.cfg.block_size
+
+    def loglikelihood(self, requests, disable_tqdm=False):
+        """[(log p of the continuation, whether each of its tokens is the likeliest)] of (context, it)."""
+        pairs = [request.args for request in requests]
+        contexts = self.encode([context.rstrip() for context, _ in pairs])
+        wholes = self.encode([context + more for context, more in pairs])
+        rows, starts = [], []
+        for (before, more), context, whole in zip(pairs, contexts, wholes):
+            start = len(context)
+            if start == 0:  # something must come before the first token
+                whole, start = [self.tokenizer.eot, *whole], 1
+            if not 0 < len(whole) - start <= self.limit:
+                size = f"has {max(0, len(whole) - start):,} tokens, of 1 to block_size={self.limit:,}"
+                raise DataError(f"the continuation {more[:40]!r} of {before[-40:]!r} {size}")
+            rows.append(whole)
+            starts.append(start)
+        return [(-loss, wrong == 0) for loss, wrong in self.scores(rows, starts)]
+
+    def loglikelihood_rolling(self, requests, disable_tqdm=False):
+        """[log p of a whole text]: of each token after as many as fit, the first after the separator."""
+        options = dict(prefix_token=self.tokenizer.eot, max_seq_len=self.limit, context_len=1)
+        rows, starts, owners = [], [], []
+        for i, ids in enumerate(self.encode([request.args[0] for request in requests])):
+            for context, more in map(make_disjoint_window, get_rolling_token_windows(ids, **options)):
+                rows.append([*context, *more])
+                starts.append(len(context))
+                owners.append(i)
+        found = [0.0] * len(requests)
+        for owner, (loss, _) in zip(owners, self.scores(rows, starts)):
+            found[owner] -= loss
+        return found
+
+    def generate_until(self, requests, disable_tqdm=False):
+        """[the text that continues a context] up to a string of `until`, an end, or max_gen_toks tokens."""
+        if parallel.units(self.model):
+            raise UserError("parallel=fsdp: tasks that generate need --parallel=ddp, a whole model a rank")
+        prompts = self.encode([context for context, _ in (request.args for request in requests)])
+        alike, jobs, found = {}, [], {}
+        for i, request in enumerate(requests):
+            alike.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(i)
+        for words, members in alike.items():
+            options = self.options(json.loads(words))
+            for i in members:
+                prompts[i] = prompts[i][-(self.limit - options["max_gen_toks"]) :] or [self.tokenizer.eot]
+            members.sort(key=lambda i: len(prompts[i]), reverse=True)
+            rows = max(1, self.batch_tokens // (len(prompts[members[0]]) + options["max_gen_toks"]))
+            for first in range(0, len(members), rows):
+                jobs.append((members[first : first + rows], options))
+        rank, world = parallel.rank_and_size()
+        for number in progress(range(rank, len(jobs), world), "texts"):
+            members, options = jobs[number]
+            texts = self.continued([prompts[i] for i in members], options, self.seed + number)
+            found |= dict(zip(members, texts))
+        everywhere = {i: text for part in parallel.gather_objects(found) for i, text in part.items()}
+        return [everywhere[i] for i in range(len(requests))]
+
+    def encode(self, texts):
+        """A list of ids for each text."""
+        before = [self.tokenizer.eot] * self.bos
+        return [before + ids.tolist() for ids in self.tokenizer.encode_batch(texts)]
+
+    def scores(self, rows, starts):
+        """[summed loss in nats, number of tokens that are not the likeliest] of rows from starts on."""
+        if not rows:
+            return []
+        cuts = [max(0, len(row) - (self.limit + 1)) for row in rows]
+        cut = sum(map(bool, cuts))
+        warn(cut and f"{cut:,} of {len(rows):,} rows exceed block_size={self.limit:,}: their left is cut off")
+        rows = [np.array(row[cut:]) for row, cut in zip(rows, cuts)]
+        starts = np.array(starts) - cuts
+        prepared = hellaswag.Prepared(rows, starts, labels=None, truncated=0, spanned=0)
+        options = self._device, self.batch_tokens, self.autocast
+        return hellaswag.over_rows(self.measure, 2, self.model, prepared, *options).tolist()
+
+    def measure(self, idx, targets):
+        """(B, T) ids and targets -> (B, 2), see `scores`."""
+        at = (targets >= 0).any(0).nonzero()[:, 0]  # where a row has a target
+        logits, targets = self.model.logits(idx, at), targets[:, at]
+        loss = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")  # 0 where it is -100
+        wrong = (logits.argmax(-1) != targets) & (targets >= 0)
+        return torch.stack((loss.sum(1), wrong.sum(1)), 1)
+
+    def options(self, given):
+        """A task's generation settings in the harness's form, checked."""
+        options = normalize_gen_kwargs(given, NEW_TOKENS)
+        sampled = options["do_sample"] and options.get("temperature", 0) > 0
+        options["temperature"] = float(options["temperature"]) if sampled else 0
+        free = {"num_beams"} if options.get("num_beams") == 1 else set()
+        free |= set() if sampled else {"top_p"}  # which no greedy choice heeds
+        unknown = sorted(options.keys() - KNOWN - free)
+        known = f"is not known here; {', '.join(sorted(KNOWN))} are"
+        refuse([f"gen_kwargs: {name}={options[name]} {known}" for name in unknown])
+        if not 0 < options["max_gen_toks"] < self.limit:
+            rule = f"must be over 0 and below block_size={self.limit}; try --gen_kwargs=max_gen_toks=N"
+            raise UserError(f"gen_kwargs: max_gen_toks={options['max_gen_toks']} {rule}")
+        return options
+
+    def continued(self, prompts, options, seed):
+        """The texts that continue some prompts, lists of ids, the longest first."""
+        lengths = torch.tensor([len(ids) for ids in prompts], device=self._device)
+        longest, shortest, most = len(prompts[0]), len(prompts[-1]), options["max_gen_toks"]
+        ids = torch.zeros(len(prompts), longest, dtype=torch.long, device=self._device)
+        for row, own in zip(ids, prompts):
+            row[: len(own)] = torch.tensor(own)
+        choice = dict(temperature=options["temperature"], top_k=options.get("top_k"), seed=seed)
+        new, texts = [], []
+        with self.autocast:
+            for step in sampling.steps(self.model, ids, most, lengths=lengths, **choice):
+                new.append(step)
+                if len(new) % LOOK == 0 or len(new) == longest - shortest + most:
+                    columns = torch.stack(new, 1).tolist()
+                    own = [row[len(p) - shortest :][:most] for row, p in zip(columns, prompts)]
+                    texts = [self.until(row, options["until"]) for row in own]
+                    if all(ended or len(row) == most for (_, ended), row in zip(texts, own)):
+                        break
+        return [text for text, _ in texts]
+
+    def until(self, ids, stops):
+        """(the text of ids up to an id that ends one or a string of stops, whether there was one)."""
+        kept = list(itertools.takewhile(lambda i: i not in self.tokenizer.ends, ids))
+        text = self.tokenizer.decode(kept)
+        places = [text.find(stop) for stop in stops if stop and stop in text]
+        return text[: min(places, default=None)], len(kept) < len(ids) or bool(places)

@@ -1,0 +1,227 @@
+"""measure/harness.py: a checkpoint's scores and texts in lm-evaluation-harness are those of its export.
+
+They need the package lm_eval (docs/checkpoints.md), and one accelerate, of its extra hf.
+"""
+
+import functools
+import json
+import sys
+
+import pytest
+import torch
+from conftest import save_model
+from ranks import call
+from test_hellaswag import made_up
+
+import convert
+import hellaswag
+from configurator import UserError, configure
+from corpus import DataError
+from corpus import tokenizer as tokenizers
+from measure import harness
+from model import build
+from run import sampling, trained
+from settings import GPTConfig, TrainedConfig
+
+installed = pytest.importorskip("lm_eval", reason="needs lm_eval: docs/checkpoints.md")
+import datasets  # noqa: E402
+from lm_eval import tasks  # noqa: E402
+from lm_eval.api.instance import Instance  # noqa: E402
+
+from measure.language_model import LanguageModel  # noqa: E402
+
+SHAPE = dict(vocab_size=257, vocab_multiple=1, block_size=64, n_layer=2, n_head=4, n_embd=32)
+LLAMA = dict(norm="rmsnorm", positions="rope", mlp="swiglu", bias=False, n_kv_head=2)
+ONCE = LLAMA | dict(qk_norm=True, value_embeddings=1, attention_gate=True, tie_embeddings=False)  # no export
+TEXTS = [example["ctx"] for example in made_up(12)]
+PAIRS = [(text, f" {word}") for text in TEXTS for word in ("a dog", "hill while they")]
+PAIRS += [("", "the dog"), ("the man  ", "walks"), ("x" * 100, "y" * 30), ("ab", "z" * 64)]
+
+
+def asked(kind, arguments):
+    return [Instance(request_type=kind, doc={}, arguments=a, idx=i) for i, a in enumerate(arguments)]
+
+
+def checkpoint_of(folder, **changes):
+    """The folder of a checkpoint of random weights, whose greedy texts are no repetitions of a token."""
+    cfg = GPTConfig(**SHAPE | changes)
+    model = build(cfg, torch.device("cpu"), seed=1)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.2 * torch.randn_like(p))
+    cfg.tokenizer = "bytes"
+    return save_model(folder, model, cfg)
+
+
+def language_model(folder, **options):
+    _, *loaded = trained.load(TrainedConfig(checkpoint=str(folder), device="cpu", precision="fp32"))
+    return LanguageModel(*loaded, **options)
+
+
+@pytest.fixture(scope="module")
+def once(tmp_path_factory):
+    return language_model(checkpoint_of(tmp_path_factory.mktemp("once"), **ONCE), batch_tokens=300)
+
+
+@pytest.mark.parametrize("changes", [{}, LLAMA], ids=["gpt2", "llama"])
+def test_equals_the_harness_on_the_export(changes, tmp_path):
+    pytest.importorskip("accelerate", reason="needs lm_eval[hf]")
+    from lm_eval.models.huggingface import HFLM
+
+    folder, to = str(checkpoint_of(tmp_path / "run", **changes)), str(tmp_path / "hf")
+    convert.main(convert.Config(checkpoint=folder, to_hf=to))
+    ours = language_model(folder, batch_tokens=300)
+    theirs = HFLM(pretrained=to, dtype="float32", device="cpu", batch_size=1)
+    a, b = (m.loglikelihood(asked("loglikelihood", PAIRS)) for m in (ours, theirs))
+    assert [score for score, _ in a] == pytest.approx([score for score, _ in b], rel=1e-5)
+    assert [greedy for _, greedy in a] == [greedy for _, greedy in b]
+    long = [(" ".join(TEXTS[:n]),) for n in (1, 6)]
+    a, b = (m.loglikelihood_rolling(asked("loglikelihood_rolling", long)) for m in (ours, theirs))
+    assert a == pytest.approx(b, rel=1e-5) and len(long[1][0]) > 2 * 64
+    wanted = [(text, dict(until=["o", "\n\n"], max_gen_toks=20)) for text in TEXTS[:6]]
+    wanted += [(text, dict(until=[], max_gen_toks=9, do_sample=False)) for text in TEXTS[:6]]
+    a, b = (m.generate_until(asked("generate_until", wanted)) for m in (ours, theirs))
+    assert a == b and len(set(a)) > 6
+
+
+def test_the_likeliest_continuation_is_greedy(once):
+    """A model without a class of Hugging Face: its own greedy text is, one with another last token is not."""
+    ids = torch.tensor([list(b"the man")])
+    text = once.tokenizer.decode(sampling.generate(once.model, ids, 4, 0, cached=False)[0, 7:].tolist())
+    assert len(text) == 4, "choose another seed: some token is half a character"
+    other = text[:-1] + ("b" if text[-1] == "a" else "a")
+    pairs = asked("loglikelihood", [("the man", text), ("the man", other)])
+    (score, greedy), (less, not_greedy) = once.loglikelihood(pairs)
+    assert greedy and not not_greedy and less < score < 0
+    logp = once.model.logits(torch.tensor([list(b"the man" + text.encode())])).log_softmax(-1)[0, 6:-1]
+    assert score == pytest.approx(logp.max(-1).values.sum().item(), rel=1e-5)
+
+
+def test_equals_hellaswag(once):
+    """Where no token spans the join, and none ends in a space, both score the same tokens."""
+    examples = made_up(10)
+    prepared = hellaswag.prepare(examples, once.tokenizer, once.limit)
+    expected = hellaswag.losses(once.model, prepared, "cpu")[: 4 * len(examples)]
+    pairs = [(example["ctx"], f" {ending}") for example in examples for ending in example["endings"]]
+    found = once.loglikelihood(asked("loglikelihood", pairs))
+    assert [-score for score, _ in found] == pytest.approx(expected.tolist(), rel=1e-6)
+    assert prepared.truncated > 0
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_texts_of_a_batch_are_those_of_one_row_without_a_cache(once, sampled, monkeypatch):
+    """Prompts of any length, one cut to the context; greedy, and sampled from the one likeliest token."""
+    given = dict(until=["q"], max_gen_toks=24)
+    given |= dict(do_sample=True, temperature=0.7, top_k=1) if sampled else {}
+    prompts = ["", "a", "the man walks", "a dog", "x" * 90, "hill", "while they sing and then"]
+    found = once.generate_until(asked("generate_until", [(prompt, given) for prompt in prompts]))
+    for prompt, text in zip(prompts, found):
+        ids = once.tokenizer.encode(prompt)[-40:] or [once.tokenizer.eot]
+        new = sampling.generate(once.model, torch.tensor([ids]), 24, 0, cached=False)[0, len(ids) :].tolist()
+        if once.tokenizer.eot in new:
+            new = new[: new.index(once.tokenizer.eot)]
+        assert text == once.tokenizer.decode(new).partition("q")[0]
+    assert len(set(found)) > 4
+
+
+def test_a_separator_may_precede_each_text(once, monkeypatch):
+    pairs = [("the man", " walks his dog"), ("", "a bike")]
+    plain = once.loglikelihood(asked("loglikelihood", pairs))
+    monkeypatch.setattr(once, "bos", True)
+    (score, _), empty = once.loglikelihood(asked("loglikelihood", pairs))
+    row = torch.tensor([[256, *b"the man walks his dog"]])
+    logp = once.model.logits(row[:, :-1]).log_softmax(-1).gather(2, row[:, 1:, None])
+    assert score == pytest.approx(logp[0, len("the man") :].sum().item(), rel=1e-5)
+    assert score != pytest.approx(plain[0][0], rel=1e-3) and empty == plain[1]
+
+
+def answers(folder, batch_tokens, parallel):
+    """In a rank: the scores, and texts that are sampled."""
+    cfg = TrainedConfig(checkpoint=folder, device="cpu", precision="fp32", parallel=parallel)
+    _, *loaded = trained.load(cfg)
+    model = LanguageModel(*loaded, batch_tokens, seed=3)
+    found = model.loglikelihood(asked("loglikelihood", PAIRS))
+    if parallel == "ddp":
+        given = dict(until=[], max_gen_toks=8, do_sample=True, temperature=1.0)
+        found += model.generate_until(asked("generate_until", [(text, given) for text in TEXTS[:5]]))
+    return found
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_two_ranks_answer_as_one(parallel, tmp_path):
+    """Texts are drawn alike too: a batch has its own seed, whichever rank computes it."""
+    folder = str(checkpoint_of(tmp_path, **ONCE))
+    one = answers(folder, 200, "ddp")
+    for found in call(2, answers, folder, 200, parallel):
+        for answer, expected in zip(found[: len(PAIRS)], one):
+            assert answer == pytest.approx(expected, rel=1e-6)
+        assert parallel == "fsdp" or found[len(PAIRS) :] == one[len(PAIRS) :]
+
+
+TASK = """
+task: made_up
+dataset_path: json
+dataset_kwargs: {data_files: {validation: FILE}}
+validation_split: validation
+output_type: multiple_choice
+doc_to_text: "{{ctx}}"
+doc_to_choice: "{{endings}}"
+doc_to_target: "{{label}}"
+metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
+"""
+
+
+def test_a_task_from_a_file(tmp_path, capsys, monkeypatch):
+    """The front, with a task of one's own: the table and the report have the acc of hellaswag.py."""
+    monkeypatch.setattr(tasks, "TaskManager", functools.partial(tasks.TaskManager, include_defaults=False))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    lines, task = tmp_path / "examples.jsonl", tmp_path / "made_up.yaml"
+    lines.write_text("\n".join(map(json.dumps, made_up(20))))
+    task.write_text(TASK.replace("FILE", str(lines)))
+    folder, out = checkpoint_of(tmp_path / "run"), tmp_path / "report.json"
+    words = [f"--checkpoint={folder}", "--tasks=made_up", f"--include_path={tmp_path}", f"--out={out}"]
+    words += ["--device=cpu", "--precision=fp32", "--limit=15"]
+    harness.main(configure(harness.Config, words))
+    found = json.loads(out.read_text())["results"]["made_up"]
+    model = language_model(folder).model
+    prepared = hellaswag.prepare(made_up(20)[:15], tokenizers.load("bytes"), 64)
+    expected, _ = hellaswag.scored(prepared, hellaswag.losses(model, prepared, "cpu"))
+    assert found["acc,none"] == expected["acc"] and found["sample_len"] == 15
+    assert "|made_up|" in capsys.readouterr().out.replace(" ", "")
+    with pytest.raises(UserError, match="^tasks=made_up,nope: the harness has no nope"):
+        harness.load(harness.Config(tasks="made_up,nope", include_path=str(tmp_path)))
+    lines.unlink()
+    with pytest.raises(DataError, match="^tasks=made_up cannot be loaded: FileNotFoundError"):
+        harness.load(harness.Config(tasks="made_up", include_path=str(tmp_path)))
+
+
+@pytest.mark.parametrize("given, message", [
+    (dict(max_gen_toks=64), "max_gen_toks=64 must be over 0 and below block_size=64"),
+    (dict(max_gen_toks=9, top_p=0.9, temperature=1.0), "top_p=0.9 is not known here; do_sample, max"),
+    (dict(max_gen_toks=9, num_beams=2), "num_beams=2 is not known here"),
+])  # fmt: skip
+def test_what_a_task_asks_and_sampling_lacks_is_refused(once, given, message):
+    with pytest.raises(UserError, match=message):
+        once.generate_until(asked("generate_until", [("a", given)]))
+
+
+def test_settings_without_effect_on_a_greedy_text_are_taken(once):
+    given = dict(max_new_tokens=3, top_p=0.9, num_beams=1, do_sample=False, temperature=1.0)
+    assert once.options(given)["max_gen_toks"] == 3 and once.options(given)["temperature"] == 0
+
+
+@pytest.mark.parametrize("pair, size", [(("ab", ""), "0 tokens"), (("ab", "z" * 65), "65 tokens")])
+def test_a_continuation_that_cannot_be_scored_is_named(once, pair, size):
+    with pytest.raises(DataError, match=f"the continuation '.*' of 'ab' has {size}, of 1 to block_size=64"):
+        once.loglikelihood(asked("loglikelihood", [pair]))
+
+
+@pytest.mark.parametrize("words, message", [
+    (["--limit=0"], "^limit=0 must be at least 1"),
+    (["--out=no/where.json"], "^out=no/where.json: there is no folder no"),
+    ([], "^there is no package lm_eval: pip install lm_eval==0.4.13"),
+])  # fmt: skip
+def test_mistakes_are_one_line(words, message, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(UserError, match=message):
+        harness.main(configure(harness.Config, words))
