@@ -1,1 +1,1 @@
-"""What bench.py and plot.py call; lm-evaluation-harness's front, its model and two tasks, hellaswag_*.yaml."""
+"""What bench.py and plot.py call; lm-evaluation-harness's front, its model and two tasks, *.yaml."""

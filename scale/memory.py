@@ -184,7 +184,8 @@ def choose_batch(cfg, ranks, free):
 
     free: bytes of a GPU; None: no GPU, where a micro-batch has up to CPU_TOKENS. Raises UserError.
     """
-    rows = cfg.batch_tokens // (cfg.block_size * (ranks // cfg.context_parallel))
+    tokens = math.gcd(*(tokens for tokens, _ in cfg.stages))  # a micro-batch divides each stage's step
+    rows = tokens // (cfg.block_size * (ranks // cfg.context_parallel))
     sizes = [dataclasses.replace(cfg, batch_size=n) for n in range(rows, 0, -1) if rows % n == 0]
     which = f"the largest divisor of a rank's {rows:,} rows a step"
     if free is None:
