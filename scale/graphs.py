@@ -6,6 +6,8 @@ slow, kernels take less, and the GPU waits (https://developer.nvidia.com/blog/cu
 
 import dataclasses
 import gc
+import itertools
+import statistics
 import time
 import warnings
 
@@ -18,8 +20,8 @@ from scale import parallel
 from settings import conflicts
 
 EAGER_STEPS = 3  # steps before the capture, in which all is compiled, timed and allocated
-TRIAL = 5  # micro-steps timed with "auto", after EAGER_STEPS of them
-AHEAD = 0.05  # part of a trial's time after its last launch, below which the GPU has waited for the host
+TRIAL = 7  # micro-steps timed with "auto", after EAGER_STEPS of them
+AHEAD = 0.05  # part of a micro-step's time beyond its launch, below which the GPU has waited for the host
 ALIGNED = 128  # elements: each gradient begins at a multiple of them
 
 
@@ -87,7 +89,8 @@ class Replayed:
     def trial(self, cfg):
         """Times consecutive micro-steps: (seconds in which the host launches one, seconds that one takes).
 
-        The first is 0 for a micro-step that waits for the GPU. The random state stays as it was.
+        Medians: where other processes start beside it, single ones took seconds. The first is 0 for a
+        micro-step that waits for the GPU. The random state stays as it was.
         """
         shape = cfg.batch_size, cfg.block_size
         with torch.random.fork_rng([self.device]):
@@ -95,13 +98,17 @@ class Replayed:
             for _ in range(EAGER_STEPS):
                 self.launch()
             free = not waits(self.launch)
-            began = parallel.synchronize(self.device)
+            clock = [parallel.synchronize(self.device)]
+            moments = [parallel.Moment(self.device)]
             for _ in range(TRIAL):
                 self.launch()
-            launched = (time.perf_counter() - began) * free
-            total = parallel.synchronize(self.device) - began
+                clock.append(time.perf_counter())
+                moments.append(parallel.Moment(self.device))
+            parallel.synchronize(self.device)
         self.batch = self.sums = None
-        return launched / TRIAL, total / TRIAL
+        launched = statistics.median(after - before for before, after in itertools.pairwise(clock))
+        total = statistics.median(after.since(before) for before, after in itertools.pairwise(moments))
+        return launched * free, total
 
     def launch(self):
         """Runs the micro-step on the capture's stream, whose workspaces then exist before it."""
