@@ -17,6 +17,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -50,12 +51,14 @@ def configure(cls, argv, check=lambda cfg: None, complete=dict):
     """An instance of dataclass `cls` for words as in sys.argv[1:]; one UserError names all mistakes.
 
     A word without dashes is a config file, or goes into `words` of the instance if cls has them.
-    complete({name: value}) returns the given settings with others that follow from them.
+    complete({name: value}) returns the given settings with others that follow from them. If cls has a
+    command_line, that of the instance is argv as one text.
     """
     if "--help" in argv or "-h" in argv:
         print(describe(cls, sys.modules["__main__"].__doc__ or "", columns()), flush=True)
         sys.exit(0)
     hints, argv, settings, words, wrong = typing.get_type_hints(cls), list(argv), {}, [], []
+    command_line = shlex.join(argv)
     while argv:
         try:
             if not argv[0].startswith("--") and hasattr(cls, "words"):
@@ -75,6 +78,8 @@ def configure(cls, argv, check=lambda cfg: None, complete=dict):
     if hasattr(cls, "words"):
         cfg.words = words
     check(cfg)
+    if hasattr(cls, "command_line"):
+        cfg.command_line = command_line
     return cfg
 
 

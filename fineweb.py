@@ -15,6 +15,7 @@ import os
 import re
 import shlex
 import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -230,6 +231,8 @@ def open_dataset(cfg, name, files, sha256):
     import datasets  # takes a second to import
 
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it logs is raised as well
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
     if not files:  # the default subset is one of FineWeb alone
         subset = cfg.subset if name in SHORT_NAMES.values() or cfg.subset != Config.subset else None
         hub = dict(name=subset, split=cfg.split, revision=cfg.revision, streaming=cfg.streaming)

@@ -170,7 +170,7 @@ class Run:
         self.start = max(self.log.get("start", {0: {}}).items())[1]
 
     def settings(self):
-        """{name: text} of the settings that its start-up summary lists; {} if there is none."""
+        """{name: text} of the settings that the log's line of its start lists; {} if there is none."""
         text = " ".join(str(row[-1]) for row in self.start.get("rows", ()) if row[:1] == ["settings"])
         try:
             words = shlex.split(text)

@@ -196,6 +196,8 @@ class Config(GPTConfig):
     weights: Literal["fp32", "bf16"] = "fp32"  # of parameters and gradients; bf16: needs adamw8bit
     offload_states: bool = False  # fsdp, zero2, hsdp: parameters, gradients and moments in host memory
 
+    command_line = None  # as it was typed after train.py; None: made in code
+
     others_names = {"dataset": "data_dir", "learning_rate": "lr", "max_iters": "max_steps"}  # nanoGPT's
     others_names |= {"gradient_accumulation_steps": "batch_tokens, which is in tokens", "dtype": "precision"}
     others_names |= {"grad_clip": "clip", "lr_decay_iters": "max_steps", "decay_lr": "schedule=constant"}

@@ -10,7 +10,7 @@ Exit codes, the same of all ranks: 0 done, 2 a setting, 3 data, 4 a checkpoint, 
 128 + N saved and stopped by signal N (docs/operations.md).
 """
 
-from configurator import changed, parse, run
+from configurator import parse, run
 from run import source
 from run.hf import adopt
 from settings import Config, check
@@ -145,7 +145,7 @@ def main(cfg):
 
 def train(cfg, world, watch):
     # the settings, resolved for this device, and the run's folder
-    settings = changed(cfg)
+    given = cfg
     writes = world.main and not cfg.dry_run
     cfg, chosen = choose(cfg, world.device)
     check(dataclasses.replace(cfg, attention="auto"), world.size)  # the resolved precision may be in conflict
@@ -189,7 +189,7 @@ def train(cfg, world, watch):
     watch.enter_context(saver)
     rows = [*chosen, *describe(cfg, training, start)]
     rows += [("warning", words) for words in [*warnings, *start.warnings]]
-    log.start(state, rows, settings, training.account)
+    log.start(state, rows, given, training.account)
     if cfg.compile:
         log.compiling(COMPILED)
 

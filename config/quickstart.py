@@ -23,7 +23,7 @@ shuffle_seed = 1337
 compile = False  # compiling takes longer than it saves here
 
 eval_interval = 115  # each takes some 13 s of 2 CPU cores
-eval_tokens = 250_000  # all of the 11 to 13 documents that quickstart.sh holds out
+eval_tokens = 350_000  # all of the modules that quickstart.sh holds out
 sample_interval = 230
 sample_prompt = "def "
 save_interval = 230

@@ -1,6 +1,8 @@
 """What must be the same on all ranks: settings, code and data. Several nodes may have a copy each."""
 
 import dataclasses
+import hashlib
+import json
 import platform
 from importlib import metadata
 from pathlib import Path
@@ -49,6 +51,13 @@ def weights(folder):
     """Raises UserError unless all ranks have the same Hugging Face weights, by blocks of each file."""
     own = [f"{path.name} of {sampled(path)[:12]}" for path in sorted(Path(folder).glob("*.safetensors"))]
     refuse([{"weights": ", ".join(names)} for names in parallel.gather_objects(own)])
+
+
+def examples(found):
+    """Raises UserError unless all ranks have the same HellaSwag examples: each may read a copy."""
+    digest = hashlib.sha256(json.dumps(found).encode()).hexdigest()
+    facts = {"hellaswag_file": f"HellaSwag examples of SHA-256 {digest[:12]}"}
+    refuse(parallel.gather_objects(facts))
 
 
 def versions():

@@ -11,6 +11,7 @@ import torch
 
 import optim
 from configurator import UserError
+from run import agreement
 from run.figures import scalar
 from run.logger import progress
 from scale import context, generators, parallel
@@ -287,14 +288,16 @@ def add_hellaswag(evaluations, cfg, world, tokenizer):
     """Returns [a warning] where the examples cannot be had."""
     import hellaswag
 
-    examples = problem = None  # a problem of one rank is one of all
+    found = problem = None  # a problem of one rank is one of all
     try:
-        examples = hellaswag.prepare(hellaswag.load(cfg.hellaswag_file), tokenizer, cfg.block_size)
+        found = hellaswag.load(cfg.hellaswag_file)
     except hellaswag.Unavailable as error:
         problem = str(error)
     for why in parallel.gather_objects(problem):
         if why:
             return [f"no HellaSwag in this run: {why}"]
+    agreement.examples(found)
+    examples = hellaswag.prepare(found, tokenizer, cfg.block_size)
 
     def evaluate(model):
         return hellaswag.evaluate(model, examples, world.device, stop=evaluations.watch.agreed)[0]

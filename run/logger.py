@@ -17,7 +17,7 @@ import torch
 from tqdm import tqdm
 
 import optim
-from configurator import UserError, columns, is_rank_0, listed
+from configurator import UserError, changed, columns, is_rank_0, listed
 from run import files, source
 from scale import parallel
 
@@ -143,14 +143,22 @@ class Logger:
                 self.print(f"warning: {self.file.name}: {error.strerror}; training goes on, lines are lost")
             self.full = True
 
-    def start(self, state, rows, settings, account):
-        """The start-up summary. state: a train.State; account: a flops.Account, for the MFU."""
+    def start(self, state, rows, given, account):
+        """The start-up summary, with the command line; log.jsonl has all settings that are no defaults.
+
+        state: a train.State; given: the Config as the user gave it; account: a flops.Account, for the MFU.
+        """
         self.account, self.tokens = account, state.tokens
         self.before, self.begun = state.seconds, state.step
         self.last = None if self.cfg.max_seconds else optim.plan(self.cfg, state.step, state.tokens)[0]
-        words = " ".join(f"{name}={shlex.quote(str(value))}" for name, value in settings.items())
-        rows = [describe_device(self.world), *rows, ("settings", words or "all defaults")]
-        show(rows, self.print)
+        words = " ".join(f"{name}={shlex.quote(str(value))}" for name, value in changed(given).items())
+        words = words or "all defaults"
+        shown = given.command_line or words
+        if self.file:
+            shown += " (config.json has all)"
+        rows = [describe_device(self.world), *rows]
+        show([*rows, ("settings", shown)], self.print)
+        rows.append(("settings", words))
         self.record("start", state.step, flops_per_token=account.flops_per_token, rows=rows)
 
     def saved(self, step, folder):

@@ -76,6 +76,25 @@ def test_another_copy_of_the_data_is_named_and_a_true_copy_is_none(data_dir, tmp
     assert f"rank 0 has data_dir={data_dir} whose" in line
 
 
+@pytest.mark.fault(87)
+def test_other_examples_of_hellaswag_are_refused_and_a_copy_is_none(data_dir, tmp_path):
+    example = {"ctx": "one two", "endings": ["three", "four", "five", "six"], "label": 0}
+    copies = {"a": example, "b": example, "c": example | {"label": 1}}
+    for name, one in copies.items():
+        (tmp_path / name).write_text(json.dumps(one) + "\n")
+    for other, codes in (("b", [0, 0]), ("c", [2, 2])):
+        settings = dict(max_steps=1, save_interval=0, hellaswag_interval=1)
+        words = [
+            flags(data_dir, tmp_path / f"with_{other}", **settings, hellaswag_file=tmp_path / name)
+            for name in ("a", other)
+        ]
+        done = attempt(*words)
+        assert done.codes == codes, done.stderr
+    [line] = error_lines(done)
+    assert "rank 1 has HellaSwag examples of SHA-256" in line and "rank 0 has HellaSwag examples" in line
+    assert not (tmp_path / "with_c/log.jsonl").exists()
+
+
 @pytest.fixture
 def pair(monkeypatch):
     """As of two ranks: the last two answers of this process are gathered."""

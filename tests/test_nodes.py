@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import torch
 from compare import copied, same_end, same_run
 from conftest import ROOT, flags, losses, read_log, train_here
 from test_parallel import SHORT
-from test_signals import wait_for
+from test_signals import children, wait_for
 
 # Stand-ins for SLURM's commands: srun runs its command once for each node and notes the process ids, for the
 # signal that SLURM would send at the end of the job's time; scontrol notes the job that it is to queue again.
@@ -30,24 +31,37 @@ esac
 """
 
 
-def on_two_nodes(words, numbered):
-    """What `train.py words` says under torchruns of one rank on two nodes; a rendezvous may number them."""
+def start_nodes(words, logs, each=1, numbered=False):
+    """Two torchruns of `each` ranks, which write into `logs`; numbered: else a rendezvous numbers them.
+
+    Each node sees as many GPUs, if there are enough.
+    """
     port = ranks.free_port()
     meet = [f"--master_addr=localhost --master_port={port} --node_rank={node}" for node in range(2)]
     if not numbered:
         meet = [f"--rdzv_backend=c10d --rdzv_endpoint=localhost:{port}"] * 2
-    start = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
-    options = dict(cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    gpus = [*os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(","), ""]
-    sees = [ranks.environment() | {"CUDA_VISIBLE_DEVICES": gpus[node]} for node in range(2)]
-    commands = [[*start, *how.split(), "train.py", *words] for how in meet]
-    running = [subprocess.Popen(command, env=env, **options) for command, env in zip(commands, sees)]
+    start = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--nproc_per_node={each}"]
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3").split(",")
+    running = []
+    for node, log in enumerate(logs):
+        env = ranks.environment() | {"CUDA_VISIBLE_DEVICES": ",".join(gpus[node * each : (node + 1) * each])}
+        with open(log, "w") as file:
+            command = [*start, *meet[node].split(), "train.py", *words]
+            running.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=file, stderr=file))
+    return running
+
+
+def on_two_nodes(words, folder, **options):
+    """What `train.py words` says, without an error; options: as of start_nodes."""
+    logs = [folder / "node_0", folder / "node_1"]
+    running = start_nodes(words, logs, **options)
     try:
-        said = "".join(process.communicate(timeout=300)[0] for process in running)
+        codes = [process.wait(300) for process in running]
     finally:
         for process in running:
             process.kill()
-    assert [process.returncode for process in running] == [0, 0], said
+    said = "".join(log.read_text() for log in logs)
+    assert codes == [0, 0], said
     return said
 
 
@@ -55,11 +69,12 @@ def on_two_nodes(words, numbered):
 def test_two_nodes_equal_one_process_save_and_resume(data_dir, tmp_path):
     """hsdp shards within a node, which has one rank here, so that each node holds a copy."""
     train_here(data_dir, tmp_path / "one", **SHORT)
-    said = on_two_nodes(flags(data_dir, tmp_path / "two", **SHORT, parallel="fsdp"), numbered=True)
+    words = flags(data_dir, tmp_path / "two", **SHORT, parallel="fsdp")
+    said = on_two_nodes(words, tmp_path, numbered=True)
     assert said.count("step 6/6 |") == 1 and "2 x cpu" in said  # rank 0 alone prints
     same_run(tmp_path / "one", tmp_path / "two")
     resumed = copied(tmp_path / "two", 3, tmp_path / "resumed")
-    on_two_nodes(flags(data_dir, resumed, **SHORT, parallel="hsdp", resume="auto"), numbered=False)
+    on_two_nodes(flags(data_dir, resumed, **SHORT, parallel="hsdp", resume="auto"), tmp_path)
     same_end(resumed, tmp_path / "one")
 
 
@@ -68,10 +83,55 @@ def test_two_nodes_equal_one_process_save_and_resume(data_dir, tmp_path):
 def test_two_nodes_of_a_gpu_each_equal_one_gpu(data_dir, tmp_path):
     on_gpu = SHORT | dict(device="cuda", precision="fp32", ops="torch", sample_interval=0)
     train_here(data_dir, tmp_path / "one", **on_gpu)
-    said = on_two_nodes(flags(data_dir, tmp_path / "two", **on_gpu, parallel="hsdp"), numbered=False)
+    said = on_two_nodes(flags(data_dir, tmp_path / "two", **on_gpu, parallel="hsdp"), tmp_path)
     assert "2 x NVIDIA" in said
     found, expected = losses(read_log(tmp_path / "two")), losses(read_log(tmp_path / "one"))
     assert sorted(found) == [1, 2, 3, 4, 5, 6] and found == pytest.approx(expected, rel=1e-4)
+
+
+def check_a_lost_node(data_dir, tmp_path, rel, **settings):
+    """Two nodes of two ranks, of which one is killed: the other ends; then both, and one alone, go on."""
+    settings = SHORT | dict(schedule="constant", sample_interval=0, keep_last=10**6) | settings
+    both = dict(parallel="hsdp", shard_size=2)
+    one, cut, logs = tmp_path / "one", tmp_path / "cut", [tmp_path / "kept", tmp_path / "lost"]
+    train_here(data_dir, one, **settings)
+    endless = settings | both | dict(max_steps=10**6, timeout_s=60)
+    kept, lost = running = start_nodes(flags(data_dir, cut, **endless), logs, each=2)
+    try:
+        wait_for(lambda: any("step       8/" in log.read_text() for log in logs))
+        for pid in (lost.pid, *children(lost.pid)):
+            os.kill(pid, signal.SIGKILL)
+        code, said = kept.wait(120), logs[0].read_text()
+    finally:
+        for process in running:
+            process.kill()
+    causes = re.findall(r"^(?:error: .*lost .*rank|rank .*store is gone).*$", said, re.M)
+    assert code == 1 and len(causes) in (1, 2), said  # 2: the store was lost too, so that each rank tells
+    expected = losses(read_log(one))
+    same = lambda folder, steps: [losses(read_log(folder))[step] for step in steps]
+    assert same(cut, expected) == pytest.approx([*expected.values()], rel=rel)
+
+    again = copied(cut, 3, tmp_path / "again")  # on as many ranks
+    on_two_nodes(flags(data_dir, again, **settings, **both, resume="auto"), tmp_path, each=2)
+    exact = 0 if settings.get("device") != "cuda" else rel  # NCCL sums in any order
+    assert same(again, (4, 5, 6)) == pytest.approx(same(cut, (4, 5, 6)), rel=exact, abs=0)
+    alone = copied(cut, 3, tmp_path / "alone")  # on the node that is left
+    done = ranks.run(2, flags(data_dir, alone, **settings, parallel="fsdp", resume="auto"))
+    assert done.returncode == 0, done.stderr
+    assert same(alone, (4, 5, 6)) == pytest.approx(same(one, (4, 5, 6)), rel=rel)
+
+
+@pytest.mark.slow
+@pytest.mark.fault(29)
+def test_a_node_that_is_killed_ends_the_other_and_one_or_two_nodes_go_on(data_dir, tmp_path):
+    check_a_lost_node(data_dir, tmp_path, rel=4e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
+@pytest.mark.fault(29)
+def test_a_node_of_two_gpus_that_is_killed_ends_the_other(data_dir, tmp_path):
+    check_a_lost_node(data_dir, tmp_path, rel=1e-4, device="cuda", precision="fp32", ops="torch")
 
 
 def slurm_script():

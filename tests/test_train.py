@@ -4,6 +4,7 @@ import functools
 import itertools
 import json
 import math
+import shlex
 import shutil
 import time
 import urllib.error
@@ -45,7 +46,10 @@ def test_trains_evaluates_samples_and_saves(data_dir, tmp_path, capsys):
     text = capsys.readouterr().out
     assert "parameters" in text and "step 40/40 | loss" in text and "--resume=auto" in text
     row = next(line for line in text.splitlines() if line.startswith("settings "))
-    assert "max_steps=40" in row and "precision" not in row and "attention" not in row  # what was set
+    own = flags(data_dir, tmp_path / "run", **settings)
+    assert row == f"settings     {shlex.join(own)} (config.json has all)"  # one line in a pipe
+    recorded = dict(log[0]["rows"])["settings"]
+    assert "max_steps=40" in recorded and "n_layer=2" in recorded and "precision" not in recorded
 
 
 def test_the_summary_says_what_decays_at_which_rate(data_dir, tmp_path):
