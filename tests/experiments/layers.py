@@ -6,7 +6,6 @@ from experiments.patch import OF_LAYERS, Patch
 from experiments.positions import CORE_CALL
 from experiments.randomness import ACTIVATION
 
-ATTENTION_FORWARD = "    def forward(self, x, idx, positions):\n        q, k, v ="
 ATTENTION_PROJ = "        self.proj = Linear(cfg.attention_width, cfg.n_embd, bias=cfg.bias)\n"
 ATTENTION_END = "        return self.proj(y)\n"
 GATE = "        y = self.gate(y.transpose(1, 2), x).flatten(2)  # (B, T, H D)\n"
@@ -54,33 +53,6 @@ def loop(text):
 
 
 PATCHES = [
-    Patch(
-        "value residual",
-        "the first block's values go on to all others: a block takes and returns two tensors",
-        {
-            "model.py": [
-                (ATTENTION_FORWARD, ATTENTION_FORWARD.replace("positions)", "positions, first)")),
-                (CORE_CALL, "        v = v if first is None else 0.5 * (v + first)\n" + CORE_CALL),
-                (ATTENTION_END, "        return self.proj(y), v if first is None else first\n"),
-                (
-                    BLOCK_FORWARD,
-                    "    def forward(self, x, idx, positions, first):\n"
-                    "        update, first = self.attn(self.norm_1(x), idx, positions, first)\n"
-                    "        x = x + self.dropout(update)\n"
-                    "        return x + self.dropout(self.mlp(self.norm_2(x))), first\n",
-                ),
-                (
-                    LOOP,
-                    "        first = None\n"
-                    "        for block in self.stack:\n"
-                    "            x, first = block(x, idx, positions, first)\n"
-                    "        return self.norm(x)\n",
-                ),
-            ]
-        },
-        (*OF_LAYERS, modes.RESUMED, modes.ATTENTION, modes.SELECTIVE, modes.COMPILED, modes.DDP),
-        sample=(modes.BLOCK, modes.ATTENTION, modes.SAMPLED),
-    ),
     Patch(
         "attention and MLP in parallel",
         "both read norm_1; norm_2 is left without a use",

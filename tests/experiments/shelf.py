@@ -4,22 +4,20 @@ import importlib
 
 from experiments import patch as modes
 from experiments.inside import ROOT
-from experiments.losses import each, mean
+from experiments.losses import HAS_MORE, each, mean
 from experiments.patch import ALL, UNPATCHED, Patch
 
 FOLDER = ROOT / "experiments"
 NO_CORE = {modes.SELECTIVE: "model.py's block has none; try --remat=block"}
 OTHER_CORE = {modes.ATTENTION: "this remat wraps attn.core, and model.py's block has another"}
 # ranks, and micro-steps, draw other numbers
-DRAWN = (modes.RESUMED, modes.BLOCK, modes.SELECTIVE, modes.COMPILED, modes.SAMPLED, modes.EXPORTED)
-OVER_RANKS = (modes.RESUMED_DDP, modes.RESUMED_FSDP)
+DRAWN = (modes.RESUMED, modes.BLOCK, modes.SELECTIVE, modes.ATTENTION, modes.COMPILED, modes.SAMPLED)
+DRAWN += (modes.EXPORTED, modes.CONTEXT, modes.RESUMED_DDP, modes.RESUMED_FSDP)
 
 
-def shelved(name, what, **more):
-    """A Patch of experiments/NAME.patch."""
-    return Patch(
-        name, what, more.pop("edits", {}), more.pop("modes", ALL), file=FOLDER / f"{name}.patch", **more
-    )
+def shelved(name, what, edits=None, modes=ALL, **more):
+    """A Patch of experiments/NAME.patch; edits: of what it has put there."""
+    return Patch(name, what, edits or {}, modes, file=FOLDER / f"{name}.patch", **more)
 
 
 def with_z(model, x, y):
@@ -82,36 +80,111 @@ def averaged(log):
     return f"averages {average} beside {val}" if wrong or 6 not in average else None
 
 
+DIFFERS = "transformers' logits differ by"
+
 PATCHES = [
     shelved(
         "sliding_window",
         "two of three blocks see the last tokens only",
         edits={"model.py": [("WINDOW = 64", "WINDOW = 8")]},
+        sample=(modes.SAMPLED, modes.BLOCK),
+        refused=OTHER_CORE,
+        cached=False,
+        export=DIFFERS,
     ),
-    shelved("looped_model", "the inner blocks run twice", settings=dict(n_layer=3)),
+    shelved("looped_model", "the inner blocks run twice", settings=dict(n_layer=3), export=DIFFERS),
     shelved(
         "multi_token_prediction",
-        "a block predicts the token after the next",
+        "in training a further block predicts the token after the next",
         loss=two_ahead,
         extras=("second",),
+        refused=modes.MIXES,
+        export=HAS_MORE,
     ),
-    shelved("mixture_of_experts", "one of four MLPs for each token", loss=balanced, extras=("uneven",)),
     shelved(
-        "masked_diffusion", "a random share of each row is masked and predicted", modes=(*DRAWN, *OVER_RANKS)
+        "mixture_of_experts",
+        "one of four MLPs for each token; blocks return their balance as a second result",
+        sample=(modes.PLAIN, modes.BLOCK, modes.SELECTIVE),
+        loss=balanced,
+        extras=("uneven",),
+        refused=modes.MIXES | NO_CORE,
+        export="model.py has no blocks.0.mlp.up.weight",
+    ),
+    shelved(
+        "masked_diffusion",
+        "a random share of each row is hidden, and is all that is predicted",
+        modes=DRAWN,
+        sample=(modes.RESUMED, modes.BLOCK),
+        refused=modes.MIXES | OTHER_CORE,
+        cached=False,
+        export="masked diffusion has logits of one position at a time",
     ),
     shelved(
         "lora",
-        "two narrow factors beside each of attention's layers, which are frozen",
+        "two narrow factors beside each of attention's layers, while all else is frozen",
+        sample=(modes.RESUMED,),
         settings=dict(lr=0.03),
+        export=HAS_MORE,
     ),
-    shelved("ema", "a running mean of the weights", unchanged=True, also=averaged),
     shelved(
-        "schedule_free", "an optimizer with two forms of the weights", adds=dict(optimizer="schedule_free")
+        "ema",
+        "a running mean of the weights in State.own, evaluated beside them",
+        sample=(modes.RESUMED,),
+        unchanged=True,
+        also=averaged,
     ),
-    shelved("soap", "an optimizer in eigenbases", adds=dict(optimizer="soap"), optimizer=own_optimizer),
-    shelved("z_loss", "", edits={"model.py": [("1e-4 * z", "1e-2 * z")]}, loss=with_z, extras=("z",)),
-    shelved("sequence_warmup", "shorter rows at first", length=lambda step: (8, 16, 32)[min(step, 2)]),
-    shelved("distillation", "", adds=dict(teacher=UNPATCHED), make_loss=distilled, extras=("divergence",)),
-    shelved("mup", "rates by width"),
-    shelved("byte_patches", "", settings=dict(n_layer=3)),
+    shelved(
+        "schedule_free",
+        "its groups hold numbers that its steps change, and weights have two forms",
+        sample=(modes.PLAIN, modes.RESUMED, modes.RESUMED_FSDP),
+        settings=dict(lr=3e-3, schedule="constant"),
+        adds=dict(optimizer="schedule_free"),
+        optimizer=own_optimizer,
+    ),
+    shelved(
+        "soap",
+        "its states are whole matrices and lists of them, its steps those of a rank's rows",
+        settings=dict(lr=3e-3),
+        adds=dict(optimizer="soap"),
+        optimizer=own_optimizer,
+    ),
+    shelved(
+        "z_loss",
+        "a squared log of the softmax's denominator is added to the loss and logged",
+        edits={"model.py": [("1e-4 * z", "1e-2 * z")]},
+        sample=(modes.PLAIN, modes.DDP, modes.FSDP),
+        loss=with_z,
+        extras=("z",),
+    ),
+    shelved(
+        "sequence_warmup",
+        "rows of a quarter, then of half of block_size, as many tokens a step",
+        sample=(modes.PLAIN, modes.RESUMED),
+        length=lambda step: (8, 16, 32)[min(step, 2)],
+    ),
+    shelved(
+        "distillation",
+        "half of the loss is the divergence from a checkpoint's predictions",
+        adds=dict(teacher=UNPATCHED),
+        make_loss=distilled,
+        extras=("divergence",),
+        refused={modes.CONTEXT: "which divides the rows"},
+    ),
+    shelved(
+        "mup", "rates, first weights and the head follow the width", export=DIFFERS, optimizer=own_optimizer
+    ),
+    shelved(
+        "byte_patches",
+        "the inner block sees the mean of each four tokens as one",
+        settings=dict(n_layer=3),
+        refused=modes.MIXES,
+        cached=False,
+        export=DIFFERS,
+    ),
+    shelved(
+        "value_residual",
+        "the first block's values go on to all others: a block takes and returns two tensors",
+        sample=(modes.BLOCK, modes.ATTENTION, modes.SAMPLED),
+        export=HAS_MORE,
+    ),
 ]
