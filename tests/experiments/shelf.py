@@ -2,6 +2,8 @@
 
 import importlib
 
+import torch
+
 from experiments import patch as modes
 from experiments.inside import ROOT
 from experiments.losses import HAS_MORE, each, mean
@@ -55,7 +57,7 @@ def distilled(cfg):
     from run import checkpoint
 
     tensors, shape, _ = checkpoint.open_model(cfg.teacher)
-    teacher = checkpoint.model_of(tensors, shape, "cpu")
+    teacher = checkpoint.model_of(tensors, shape, torch.device("cpu"))
 
     def loss(model, x, y):
         usual = mean(each(model, x, y), y)
@@ -169,7 +171,7 @@ PATCHES = [
     shelved(
         "distillation",
         "half of the loss is the divergence from a checkpoint's predictions",
-        adds=dict(teacher=UNPATCHED),
+        adds=dict(teacher=UNPATCHED, seed=2),  # another seed than the teacher's, or they would hardly differ
         make_loss=distilled,
         extras=("divergence",),
         refused={modes.CONTEXT: "which divides the rows"},
