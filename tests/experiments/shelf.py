@@ -22,6 +22,14 @@ def shelved(name, what, edits=None, modes=ALL, **more):
     return Patch(name, what, edits or {}, modes, file=FOLDER / f"{name}.patch", **more)
 
 
+def within_documents(name):
+    """That patch is refused under document masks, at the start."""
+    settings = dict(n_layer=3, document_mask=True)
+    refused = dict.fromkeys(("eager", modes.DDP), "so that they cross documents")
+    options = dict(settings=settings, refused=refused, file=FOLDER / f"{name}.patch")
+    return Patch(f"{name} within documents", "refused", {}, (modes.DDP,), **options)
+
+
 def with_z(model, x, y):
     loss = mean(each(model, x, y), y)
     if not model.training:
@@ -193,4 +201,6 @@ PATCHES = [
         sample=(modes.BLOCK, modes.ATTENTION, modes.SAMPLED),
         export=HAS_MORE,
     ),
+    within_documents("byte_patches"),
+    within_documents("masked_diffusion"),
 ]
