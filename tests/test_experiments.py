@@ -242,10 +242,11 @@ def problem(runs, mode):
     if mode == patch.SAMPLED:
         return wrong_samples(own, *words)
     if mode == patch.PLAIN:
-        wrong = differences(runs.figures("eager"), words, LOSS)
+        limits = own.limits or [LOSS]
+        wrong = differences(runs.figures("eager"), words, *limits)
         if "plain masked" in runs.ends:
             _, words = runs.ends["plain masked"]
-            more = runs.ends[patch.MASKED][0] or differences(runs.figures(patch.MASKED), words, LOSS)
+            more = runs.ends[patch.MASKED][0] or differences(runs.figures(patch.MASKED), words, *limits)
             wrong += [f"with masks: {more}"] if more else []
         return wrong
     if own.also and (wrong := own.also(runs.log(mode))):
@@ -257,7 +258,8 @@ def problem(runs, mode):
     if mode in GOES_ON:
         return resumed_otherwise(runs, mode, GOES_ON[mode])
     expected = runs.figures(patch.MASKED if mode in ON_MASKS else "eager")
-    return differences(runs.figures(mode), expected, SAME_LOSS if mode in SAME_ORDER else LOSS)
+    limits = [SAME_LOSS] if mode in SAME_ORDER else own.limits or [LOSS]
+    return differences(runs.figures(mode), expected, *limits)
 
 
 def wrong_extras(own, extras):
@@ -358,7 +360,7 @@ def test_a_run_with_lora_begins_at_the_weights_of_one_without(sources, shards, t
     assert code == 0, words
     said = " ".join(said.split())
     assert (
-        "new blocks.0.attn.qkv.down.weight, blocks.0.attn.qkv.up.weight" in said
+        "new blocks.0.attn.proj.lora_a.weight, blocks.0.attn.proj.lora_b.weight" in said
         and "not in the checkpoint" in said
     )
     (a, _), (b, _) = (load_checkpoint(tmp_path / name / "step_00000003") for name in ("base", "tuned"))
@@ -368,6 +370,6 @@ def test_a_run_with_lora_begins_at_the_weights_of_one_without(sources, shards, t
     ((code, words, _),) = ranks.call(0, inside.begun, sources, back)
     assert (
         code == 4
-        and "blocks.0.attn.proj.down.weight: (8, 32), expected absent" in words
+        and "blocks.0.attn.proj.lora_a.weight: (8, 32), expected absent" in words
         and "\n" not in words
     )

@@ -28,6 +28,7 @@ def sizes(file):
     return tuple(sum(line.startswith(sign) and line[:3] != 3 * sign for line in lines) for sign in "+-")
 
 
+@pytest.mark.skipif(not shutil.which("git"), reason="needs git")
 @named
 def test_a_patch_applies(file, tmp_path):
     """To the sources as they are, or, where somebody is editing them, as the last commit has them."""

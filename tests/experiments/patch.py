@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -71,6 +72,7 @@ class Patch:
     data: Callable | None = None  # (first row, rows) -> (x, y)
     extras: tuple = ()  # names that every line of a training step has
     also: Callable | None = None  # (lines of log.jsonl) -> what is wrong with them, in words, or None
+    limits: tuple | None = None  # on losses and moments, of one whose steps magnify rounding; relative
     unchanged: bool = False  # it has no effect on losses and gradients
     cached: bool = True  # samples come with a KV cache; False: a warning says that they do not
     export: str = "equal"  # or words of the one line of a refusal
@@ -97,6 +99,8 @@ def apply(patch, folder):
 
 def apply_file(file, folder):
     """`git apply` of a file in a folder that need not be a repository. Raises MissingAnchor."""
+    if not shutil.which("git"):
+        raise MissingAnchor(f"no git, which applies {file.name}")
     outside = os.environ | {"GIT_CEILING_DIRECTORIES": str(Path(folder).resolve().parent)}
     done = subprocess.run(["git", "apply", file], cwd=folder, env=outside, capture_output=True, text=True)
     if done.returncode:
