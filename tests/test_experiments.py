@@ -21,9 +21,21 @@ import pytest
 import ranks
 import torch
 from conftest import ROOT, flags, load_checkpoint, read_log, stdlib_bytes, write_shard
-from experiments import inside, layers, loop, losses, operations, optimizers, patch, positions, randomness
 
-MODULES = (losses, randomness, positions, layers, loop, operations, optimizers)
+from experiments import (
+    inside,
+    layers,
+    loop,
+    losses,
+    operations,
+    optimizers,
+    patch,
+    positions,
+    randomness,
+    shelf,
+)
+
+MODULES = (losses, randomness, positions, layers, loop, operations, optimizers, shelf)
 SETTINGS = dict(n_embd=32, max_steps=6, batch_tokens=256, batch_size=4, precision="fp32")
 SETTINGS |= dict(eval_interval=3, eval_tokens=256, save_interval=3, keep_last=9)
 SETTINGS |= dict(clip=10)  # above every norm: clipped gradients would hide a wrong scale
@@ -100,13 +112,15 @@ def shards(tmp_path_factory):
 class Runs:
     """The runs of a copy of the sources; mode "plain" is the plain loop."""
 
-    def __init__(self, sources, shards, folder, module, own):
+    def __init__(self, sources, shards, folder, module, own, adds=()):
+        """adds: settings that the patch has added."""
+        self.adds = dict(adds)
         self.sources, self.shards, self.folder = sources, shards, folder
         self.module, self.own = module, own
         self.ends = {}  # {mode: (exit code, words)}
 
     def words(self, mode):
-        settings = SETTINGS | self.own.settings | CHANGES[mode]
+        settings = SETTINGS | self.own.settings | self.adds | CHANGES[mode]
         data = settings.pop("data_dir", self.shards[mode in ON_MASKS])
         return flags(data, self.folder / mode, **settings)
 
@@ -228,10 +242,11 @@ def problem(runs, mode):
     if mode == patch.SAMPLED:
         return wrong_samples(own, *words)
     if mode == patch.PLAIN:
-        wrong = differences(runs.figures("eager"), words, LOSS)
+        limits = own.limits or [LOSS]
+        wrong = differences(runs.figures("eager"), words, *limits)
         if "plain masked" in runs.ends:
             _, words = runs.ends["plain masked"]
-            more = runs.ends[patch.MASKED][0] or differences(runs.figures(patch.MASKED), words, LOSS)
+            more = runs.ends[patch.MASKED][0] or differences(runs.figures(patch.MASKED), words, *limits)
             wrong += [f"with masks: {more}"] if more else []
         return wrong
     if own.also and (wrong := own.also(runs.log(mode))):
@@ -243,7 +258,8 @@ def problem(runs, mode):
     if mode in GOES_ON:
         return resumed_otherwise(runs, mode, GOES_ON[mode])
     expected = runs.figures(patch.MASKED if mode in ON_MASKS else "eager")
-    return differences(runs.figures(mode), expected, SAME_LOSS if mode in SAME_ORDER else LOSS)
+    limits = [SAME_LOSS] if mode in SAME_ORDER else own.limits or [LOSS]
+    return differences(runs.figures(mode), expected, *limits)
 
 
 def wrong_extras(own, extras):
@@ -294,7 +310,11 @@ def test_a_patch_holds_or_is_refused(module, own, modes, sources, shards, unpatc
         patch.apply(own, copy_of(sources, tmp_path / "sources"))
     except patch.MissingAnchor as why:
         pytest.skip(str(why))
-    runs = Runs(tmp_path / "sources", shards, tmp_path, module, own)
+    adds = own.adds
+    if patch.UNPATCHED in adds.values():
+        without = unpatched(own.settings).folder / "eager"
+        adds = {name: without if value == patch.UNPATCHED else value for name, value in adds.items()}
+    runs = Runs(tmp_path / "sources", shards, tmp_path, module, own, adds)
     runs.do(modes)
     wrong = problems(runs, modes)
     if "eager" not in own.refused and not runs.ends["eager"][0] and own.data is None:
@@ -325,7 +345,7 @@ def wrong_effect(own, runs, without):
 
 def test_a_run_with_lora_begins_at_the_weights_of_one_without(sources, shards, tmp_path):
     """What the checkpoint lacks is named, and stays as it was drawn; what the model lacks is refused."""
-    own = next(patch for patch in optimizers.PATCHES if patch.name == "LoRA")
+    own = next(patch for patch in shelf.PATCHES if patch.name == "lora")
     try:
         patch.apply(own, copy_of(sources, tmp_path / "sources"))
     except patch.MissingAnchor as why:
@@ -340,11 +360,16 @@ def test_a_run_with_lora_begins_at_the_weights_of_one_without(sources, shards, t
     assert code == 0, words
     said = " ".join(said.split())
     assert (
-        "new blocks.0.mlp.up.a.weight, blocks.0.mlp.up.b.weight" in said and "not in the checkpoint" in said
+        "new blocks.0.attn.proj.lora_a.weight, blocks.0.attn.proj.lora_b.weight" in said
+        and "not in the checkpoint" in said
     )
     (a, _), (b, _) = (load_checkpoint(tmp_path / name / "step_00000003") for name in ("base", "tuned"))
     kept = {name for name, tensor in a["model"].items() if torch.equal(tensor, b["model"][name])}
-    assert kept == a["model"].keys() and len(b["model"]) == len(a["model"]) + 4
+    assert kept == a["model"].keys() and len(b["model"]) == len(a["model"]) + 8
     back = flags(shards[False], tmp_path / "back", **settings, init_from=tmp_path / "tuned")
     ((code, words, _),) = ranks.call(0, inside.begun, sources, back)
-    assert code == 4 and "blocks.0.mlp.up.a.weight: (4, 32), expected absent" in words and "\n" not in words
+    assert (
+        code == 4
+        and "blocks.0.attn.proj.lora_a.weight: (8, 32), expected absent" in words
+        and "\n" not in words
+    )

@@ -3,37 +3,15 @@
 from experiments import patch as modes
 from experiments.losses import BLOCK_CLASS, BLOCK_FORWARD, HAS_MORE, HEAD, LOOP, MAKE_MLP
 from experiments.patch import OF_LAYERS, Patch
-from experiments.positions import ATTENTION_CLASS, CORE_CALL
-from experiments.randomness import ACTIVATION, CORE
+from experiments.positions import CORE_CALL
+from experiments.randomness import ACTIVATION
 
-ATTENTION_FORWARD = "    def forward(self, x, idx, positions):\n        q, k, v ="
 ATTENTION_PROJ = "        self.proj = Linear(cfg.attention_width, cfg.n_embd, bias=cfg.bias)\n"
 ATTENTION_END = "        return self.proj(y)\n"
 GATE = "        y = self.gate(y.transpose(1, 2), x).flatten(2)  # (B, T, H D)\n"
 EMBED_END = (
     "        return kernels.residual(self.dropout(self.embed_norm(self.wpe(self.wte(idx), positions))))\n"
 )
-LAST = "        self.tie()\n\n    def forward"
-WINDOW = '''def windowed(q, k, v, *_):
-    """Causal attention to the last eight tokens."""
-    at = torch.arange(q.size(2), device=q.device)
-    distance = at.unsqueeze(1) - at
-    return F.scaled_dot_product_attention(q, k, v, (distance >= 0) & (distance < 8))
-
-
-'''
-LORA = '''class LoRA(Linear):
-    """A linear layer beside a product of two narrow ones."""
-
-    def __init__(self, width, out, bias):
-        super().__init__(width, out, bias)
-        self.a, self.b = Linear(width, 4, bias=False), Linear(4, out, bias=False)
-
-    def forward(self, x):
-        return super().forward(x) + 10 * self.b(self.a(x))
-
-
-'''
 SHIFT = '''class Shift(nn.Module):
     """Mixes each token with the one before it."""
 
@@ -75,33 +53,6 @@ def loop(text):
 
 
 PATCHES = [
-    Patch(
-        "value residual",
-        "the first block's values go on to all others: a block takes and returns two tensors",
-        {
-            "model.py": [
-                (ATTENTION_FORWARD, ATTENTION_FORWARD.replace("positions)", "positions, first)")),
-                (CORE_CALL, "        v = v if first is None else 0.5 * (v + first)\n" + CORE_CALL),
-                (ATTENTION_END, "        return self.proj(y), v if first is None else first\n"),
-                (
-                    BLOCK_FORWARD,
-                    "    def forward(self, x, idx, positions, first):\n"
-                    "        update, first = self.attn(self.norm_1(x), idx, positions, first)\n"
-                    "        x = x + self.dropout(update)\n"
-                    "        return x + self.dropout(self.mlp(self.norm_2(x))), first\n",
-                ),
-                (
-                    LOOP,
-                    "        first = None\n"
-                    "        for block in self.stack:\n"
-                    "            x, first = block(x, idx, positions, first)\n"
-                    "        return self.norm(x)\n",
-                ),
-            ]
-        },
-        (*OF_LAYERS, modes.RESUMED, modes.ATTENTION, modes.SELECTIVE, modes.COMPILED, modes.DDP),
-        sample=(modes.BLOCK, modes.ATTENTION, modes.SAMPLED),
-    ),
     Patch(
         "attention and MLP in parallel",
         "both read norm_1; norm_2 is left without a use",
@@ -186,43 +137,6 @@ PATCHES = [
         EXPORTED,
         sample=(modes.EXPORTED,),
         export=HAS_MORE,
-    ),
-    Patch(
-        "LoRA",
-        "a subclass of Linear with a forward of its own, for q, k and v",
-        {
-            "model.py": [
-                (ATTENTION_CLASS, LORA + ATTENTION_CLASS),
-                ("        self.qkv = Linear(", "        self.qkv = LoRA("),
-            ]
-        },
-        EXPORTED,
-        export=HAS_MORE,
-    ),
-    Patch(
-        "LoRA alone",
-        "as LoRA, and all weights but the two narrow ones are frozen",
-        {
-            "model.py": [
-                (ATTENTION_CLASS, LORA + ATTENTION_CLASS),
-                ("        self.qkv = Linear(", "        self.qkv = LoRA("),
-                (
-                    LAST,
-                    "        self.tie()\n"
-                    "        for name, parameter in self.named_parameters():\n"
-                    '            parameter.requires_grad_(".qkv.a." in name or ".qkv.b." in name)\n'
-                    "\n    def forward",
-                ),
-            ]
-        },
-        (*EXPORTED, modes.RESUMED, modes.DDP),
-        export=HAS_MORE,
-    ),
-    Patch(
-        "layers run twice",
-        "a looped stack of blocks",
-        loop(LOOP.replace("self.stack", "[*self.stack, *self.stack]")),
-        (*OF_LAYERS, modes.COMPILED, modes.DDP, modes.FSDP),
     ),
     Patch(
         "a second list of blocks",
@@ -317,19 +231,6 @@ PATCHES = [
         refused=modes.MIXES,
         cached=False,
         export=HAS_MORE,
-    ),
-    Patch(
-        "a sliding window",
-        "another function as attn.core, in which a token sees eight",
-        {
-            "model.py": [
-                (ATTENTION_CLASS, WINDOW + ATTENTION_CLASS),
-                (CORE, "    core = staticmethod(windowed)\n"),
-            ]
-        },
-        OF_LAYERS,
-        sample=(modes.SAMPLED, modes.BLOCK),
-        cached=False,
     ),
     Patch(
         "normed queries and keys",

@@ -159,24 +159,6 @@ PATCHES = [
         also=tokens_of(128, 128, 128, 256, 256, 256),
     ),
     Patch(
-        "sequence warm-up",
-        "rows of half the length in the first three steps",
-        {
-            "train.py": [
-                (
-                    NEXT,
-                    NEXT
-                    + "            if self.state.step < 3:\n"
-                    + "                x, y = x[:, : x.size(1) // 2], y[:, : y.size(1) // 2]\n",
-                )
-            ]
-        },
-        (*OF_LOOP, modes.CONTEXT, modes.COMPILED),
-        sample=(modes.PLAIN, modes.RESUMED),
-        length=lambda step: 16 if step < 3 else 32,
-        also=tokens_of(128, 128, 128, 256, 256, 256),
-    ),
-    Patch(
         "gradient noise",
         "of a generator seeded by the step, the same on every rank",
         {

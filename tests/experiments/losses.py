@@ -21,8 +21,6 @@ BLOCK_FORWARD = """    def forward(self, x, idx, positions):
         return x
 """
 HIDDEN_CALL = "        x = self.hidden(idx, positions)\n"
-TOKEN_LOSSES = '        return self.head(self.hidden(idx), targets, "none")[0]\n'
-LOGITS = "        return self.head.logits(self.hidden(idx, positions)[:, at])\n"
 MAKE_MLP = "        self.norm_2, self.mlp = make_norm(cfg), make_mlp(cfg)\n"
 BLOCK_CLASS = "class Block(nn.Module):\n"
 
@@ -49,11 +47,6 @@ def each(model, x, y):
     """(B, T) losses of the tokens, 0 where a target is -100."""
     log_p = logits_of(model, x).log_softmax(-1)
     return -log_p.gather(-1, y.clamp(min=0).unsqueeze(-1)).squeeze(-1) * (y >= 0)
-
-
-def z_loss(model, x, y):
-    z = mean(logits_of(model, x).logsumexp(-1) ** 2, y)
-    return mean(each(model, x, y), y) + 0.01 * z, {"z": z}
 
 
 def smoothed(model, x, y):
@@ -108,14 +101,6 @@ def at_every_layer(model, x, y):
     return total, {}
 
 
-def balanced(model, x, y):
-    hidden, balance = model.hidden(x)
-    log_p = model.head.logits(hidden).log_softmax(-1)
-    losses = -log_p.gather(-1, y.clamp(min=0).unsqueeze(-1)).squeeze(-1) * (y >= 0)
-    balances = balance.unsqueeze(1).expand_as(losses)
-    return mean(losses + 0.01 * balances, y), {"balance": mean(balances, y)}
-
-
 def only_in_training(model, x, y):
     loss = mean(each(model, x, y), y)
     if not model.training:
@@ -135,26 +120,6 @@ TWO_AHEAD = """        losses, _ = self.head(x, targets, "none")
         loss, count = kernels.mean_loss(losses + 0.5 * second, targets, reduction)
         return loss, count, {"second": kernels.mean_loss(second, targets, reduction)[0]}
 """
-MOE = '''class MoE(nn.Module):
-    """Each token by one of four MLPs, times its share -> (update, how unevenly each row uses them: (B,))."""
-
-    def __init__(self, cfg):
-        super().__init__()
-        self.router = Linear(cfg.n_embd, 4, bias=False)
-        self.experts = nn.ModuleList(make_mlp(cfg) for _ in range(4))
-
-    def forward(self, x):
-        shares = F.softmax(self.router(x), dim=-1)  # (B, T, 4)
-        best = shares.argmax(-1)
-        y = torch.zeros_like(x)
-        for i, expert in enumerate(self.experts):
-            chosen = best == i
-            y[chosen] = expert(x[chosen]) * shares[..., i][chosen].unsqueeze(-1)
-        used = F.one_hot(best, 4).to(x.dtype).mean(1)  # (B, 4)
-        return y, 4 * (used * shares.mean(1)).sum(-1)
-
-
-'''
 BY_TOKEN = '''class MoE(nn.Module):
     """Two kinds of bytes have an MLP of their own each, which does not run where there is none of them."""
 
@@ -173,37 +138,7 @@ BY_TOKEN = '''class MoE(nn.Module):
 
 
 '''
-MOE_EDITS = [
-    (BLOCK_CLASS, MOE + BLOCK_CLASS),
-    (MAKE_MLP, MAKE_MLP.replace("make_mlp(cfg)", "MoE(cfg)")),
-    (
-        BLOCK_FORWARD,
-        BLOCK_FORWARD.replace(
-            "        x = x + self.dropout(self.mlp(self.norm_2(x)))\n        return x\n",
-            "        update, balance = self.mlp(self.norm_2(x))\n        return x + update, balance\n",
-        ),
-    ),
-    (
-        LOOP,
-        "        balance = 0\n"
-        "        for block in self.stack:\n"
-        "            x, own = block(x, idx, positions)\n"
-        "            balance = balance + own\n"
-        "        return self.norm(x), balance\n",
-    ),
-    (HIDDEN_CALL, "        x, balance = self.hidden(idx, positions)\n"),
-    (
-        FORWARD,
-        '        losses, _ = self.head(x, targets, "none")\n'
-        "        balance = balance.unsqueeze(1).expand_as(losses)\n"
-        "        loss, count = kernels.mean_loss(losses + 0.01 * balance, targets, reduction)\n"
-        '        return loss, count, {"balance": kernels.mean_loss(balance, targets, reduction)[0]}\n',
-    ),
-    (TOKEN_LOSSES, TOKEN_LOSSES.replace("self.hidden(idx)", "self.hidden(idx)[0]")),
-    (LOGITS, LOGITS.replace("self.hidden(idx, positions)", "self.hidden(idx, positions)[0]")),
-]
 HAS_MORE = "model.py has parameters that a Hugging Face gpt2 does not have"
-LOST = "model.py has no blocks.0.mlp.up.weight, which a Hugging Face gpt2 has"
 
 UNPATCHED = Patch(
     "no patch",
@@ -216,19 +151,6 @@ UNPATCHED = Patch(
 )
 PATCHES = [
     UNPATCHED,
-    Patch(
-        "z-loss",
-        "a squared log of the softmax's denominator is added to the loss and logged",
-        forward(
-            "loss, count = self.head(x, targets, reduction)",
-            "z, _ = kernels.mean_loss(self.head.logits(x).logsumexp(-1).square(), targets, reduction)",
-            'return loss + 0.01 * z, count, {"z": z}',
-        ),
-        ALL,
-        sample=(modes.PLAIN, modes.DDP, modes.FSDP),
-        loss=z_loss,
-        extras=("z",),
-    ),
     Patch(
         "label smoothing",
         "a tenth of the target is uniform",
@@ -321,21 +243,6 @@ PATCHES = [
         refused=modes.MIXES,
     ),
     Patch(
-        "two tokens ahead",
-        "a second head, with weights of its own, predicts the token after the next",
-        {
-            "model.py": [
-                (HEAD, HEAD + "        self.head_2 = Head(cfg)\n"),
-                (FORWARD, TWO_AHEAD),
-            ]
-        },
-        WHOLE_ROWS,
-        loss=two_ahead,
-        refused=modes.MIXES,
-        extras=("second",),
-        export=HAS_MORE,
-    ),
-    Patch(
         "a tied second head",
         "as two tokens ahead, with the embedding's weight",
         {
@@ -374,17 +281,6 @@ PATCHES = [
         },
         (*IN_CONTEXT, modes.BLOCK, modes.COMPILED),
         loss=at_every_layer,
-    ),
-    Patch(
-        "mixture of experts",
-        "one of four MLPs for each token; blocks return their balance as a second result",
-        {"model.py": MOE_EDITS},
-        (*WHOLE_ROWS, modes.RESUMED, modes.BLOCK, modes.SELECTIVE, modes.SAMPLED, modes.COMPILED),
-        sample=(modes.PLAIN, modes.BLOCK, modes.SELECTIVE),
-        loss=balanced,
-        extras=("balance",),
-        refused=modes.MIXES | {modes.SELECTIVE: "model.py's block has none; try --remat=block"},
-        export=LOST,
     ),
     Patch(
         "experts without tokens",

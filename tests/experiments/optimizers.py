@@ -5,91 +5,23 @@ compared is how the run calls them, saves their states and makes them again.
 """
 
 import importlib
+import re
 
 import torch
 
 from experiments import patch as modes
-from experiments.layers import LORA
-from experiments.losses import BLOCK_CLASS, HAS_MORE, MAKE_MLP
+from experiments.inside import ROOT
+from experiments.losses import BLOCK_CLASS, MAKE_MLP
 from experiments.patch import Patch
+from scale.shards import local
 
 BUILD = "def build(name, groups, model, cfg):\n"
 ADAMW = "    return torch.optim.AdamW(groups, **options, fused=fused)\n"
 OF_MUON = '    if name == "muon":\n        rows ='
 VECTORS = '        "vector": dict(params=[], optimizer=beside, lr=cfg.lr, weight_decay=0.0),\n'
-STATE_CLASS = "@dataclasses.dataclass\nclass State:\n"
 UPDATE = "        training.update(totals, norm)\n"
-STATE = "    state = training.state\n"
-EVALUATIONS = "    warnings = add_evaluations(evaluations, cfg, world, val_loaders)\n"
-LOOP = "    while True:\n        # evaluate, before the first step too\n"
-BEGIN = "        watch.begin(state.step + 1)\n"
-TIE = "        self.tie()\n\n    def forward"
-LION = '''class Lion(torch.optim.Optimizer):
-    """https://arxiv.org/abs/2302.06675"""
-
-    def __init__(self, params, lr, betas=(0.9, 0.99), weight_decay=0.0):
-        super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay))
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                state = self.state[p]
-                if len(state) == 0:
-                    state["mean"] = torch.zeros_like(p)
-                mean, (beta1, beta2) = state["mean"], group["betas"]
-                p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.add_(torch.lerp(p.grad, mean, beta1).sign_(), alpha=-group["lr"])
-                mean.lerp_(p.grad, 1 - beta2)
-
-
-'''
-# numbers and a truth value in groups, which its own steps change
-SCHEDULE_FREE = '''class ScheduleFree(torch.optim.Optimizer):
-    """Schedule-Free AdamW (https://arxiv.org/abs/2405.15682): weights are y in training, x in evaluation."""
-
-    def __init__(self, params, lr, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0):
-        own = dict(k=0, weight_sum=0.0, lr_max=-1.0, train_mode=True)
-        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay) | own)
-
-    @torch.no_grad()
-    def set_mode(self, train):
-        for group in self.param_groups:
-            beta = group["betas"][0]
-            if group["train_mode"] != train:
-                for p in group["params"]:
-                    if "z" in self.state[p]:
-                        p.lerp_(self.state[p]["z"], 1 - beta if train else 1 - 1 / beta)
-            group["train_mode"] = train
-
-    def train(self):
-        self.set_mode(True)
-
-    def eval(self):
-        self.set_mode(False)
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            lr, (beta1, beta2), k = group["lr"], group["betas"], group["k"]
-            group["lr_max"] = max(lr, group["lr_max"])
-            group["weight_sum"] += group["lr_max"] ** 2
-            share = group["lr_max"] ** 2 / group["weight_sum"]
-            for p in group["params"]:
-                state = self.state[p]
-                if "z" not in state:
-                    state["z"] = p.detach().clone()
-                    state["square"] = torch.zeros_like(p)
-                state["square"].mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
-                root = (state["square"] / (1 - beta2 ** (k + 1))).sqrt() + group["eps"]
-                update = p.grad / root + group["weight_decay"] * p
-                p.lerp_(state["z"], share)
-                p.add_(update, alpha=lr * (beta1 * (1 - share) - 1))
-                state["z"].sub_(update, alpha=lr)
-            group["k"] = k + 1
-
-
-'''
+PAGE = (ROOT / "docs/experiment.md").read_text()
+LION = re.search(r"```python\n(class Lion.*?)```", PAGE, re.S)[1] + "\n\n"  # the page's own text
 # lists of tensors in states, None, a Python number, a text, and an attribute of the optimizer
 SHAMPOO = '''class Shampoo(torch.optim.Optimizer):
     """https://arxiv.org/abs/1802.09568, with roots that are computed in every second step."""
@@ -159,25 +91,6 @@ KELLER = '''class KellerMuon(torch.optim.Optimizer):
 
 
 '''
-AVERAGE = '''class Average:
-    """A running mean of the weights."""
-
-    def __init__(self, model):
-        self.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-
-    def update(self, model):
-        for name, p in model.named_parameters():
-            self.weights[name].lerp_(p.detach(), 0.3)
-
-    def evaluated(self, evaluate):
-        def function(model):
-            with parallel.holding(model, self.weights):
-                return evaluate(model)
-
-        return function
-
-
-'''
 ROUTED = '''class Routed(nn.Module):
     """Four MLPs, of which a router picks one for each token; its bias evens out how often each is picked."""
 
@@ -236,7 +149,7 @@ ROWS_ALONE = (modes.PLAIN, modes.MASKED, modes.ACCUMULATED, *RESUMED)  # its ste
 
 def made(text, name):
     """The class of this name that a text defines."""
-    namespace = {"torch": torch}
+    namespace = {"torch": torch, "local": local}
     exec(text, namespace)
     return namespace[name]
 
@@ -316,10 +229,10 @@ def optimizer(name, what, text, call, make, in_modes, **more):
 PATCHES = [
     optimizer(
         "Lion",
-        "written by a user; its state is made in the first step",
+        "the worked example of docs/experiment.md; its state is made in the first step",
         LION,
-        "Lion(groups, lr=cfg.lr)",
-        lambda groups, cfg: made(LION, "Lion")(groups, lr=cfg.lr),
+        "Lion(groups, cfg.lr)",
+        lambda groups, cfg: made(LION, "Lion")(groups, cfg.lr),
         EVERYWHERE,
         sample=(modes.PLAIN, modes.RESUMED_FSDP),
         settings=dict(lr=1e-3, bias=False),  # gradients of k's bias are rounding, and so is their sign
@@ -342,24 +255,6 @@ PATCHES = [
         lambda groups, cfg: torch.optim.SGD(groups, lr=cfg.lr, momentum=0.9),
         EVERYWHERE,
         settings=dict(lr=0.1),
-    ),
-    Patch(
-        "Schedule-Free",
-        "its groups hold numbers that its steps change, and weights have two modes",
-        {
-            "optim.py": [
-                (BUILD, SCHEDULE_FREE + BUILD),
-                (ADAMW, "    return ScheduleFree(groups, lr=cfg.lr)\n"),
-            ],
-            "train.py": [
-                (LOOP, LOOP.replace("True:\n", "True:\n        state.optimizer.eval()\n")),
-                (BEGIN, "        state.optimizer.train()\n" + BEGIN),
-            ],
-        },
-        EVERYWHERE,
-        sample=(modes.PLAIN, modes.RESUMED, modes.RESUMED_FSDP),
-        settings=dict(lr=3e-3, schedule="constant"),
-        optimizer=of_groups(lambda groups, cfg: made(SCHEDULE_FREE, "ScheduleFree")(groups, lr=cfg.lr)),
     ),
     optimizer(
         "Shampoo",
@@ -445,49 +340,6 @@ PATCHES = [
         {"optim.py": [(VECTORS, VECTORS), ('if group["params"]]\n', 'if group["params"]][:-1]\n')]},
         (),
         refused={"eager": "is in no group of the optimizer"},
-    ),
-    Patch(
-        "an average of the weights",
-        "kept in State.own and evaluated beside the weights",
-        {
-            "train.py": [
-                (STATE_CLASS, AVERAGE + STATE_CLASS),
-                (
-                    STATE,
-                    STATE + "    average = Average(state.model)\n"
-                    '    state.own["average"] = average.weights\n',
-                ),
-                (
-                    EVALUATIONS,
-                    EVALUATIONS + '    val = evaluations.each["val"].function\n'
-                    '    evaluations.add("average", 3, average.evaluated(val), whole_rows=False)\n',
-                ),
-                (UPDATE, UPDATE + "        average.update(state.model)\n"),
-            ]
-        },
-        (modes.MASKED, modes.ACCUMULATED, *RESUMED, modes.FSDP, modes.RESUMED_FSDP),
-        sample=(modes.RESUMED,),
-        unchanged=True,
-        also=lambda log: None if sum(line["kind"] == "average" for line in log) >= 1 else "no average",
-    ),
-    Patch(
-        "LoRA",
-        "on the first layer of each MLP, while all else is frozen",
-        {
-            "model.py": [
-                (BLOCK_CLASS, LORA + BLOCK_CLASS),
-                (MAKE_MLP, MAKE_MLP + "        self.mlp.up = LoRA(cfg.n_embd, cfg.hidden, cfg.bias)\n"),
-                (
-                    TIE,
-                    "        for name, p in self.named_parameters():\n"
-                    '            p.requires_grad_(name.endswith(("up.a.weight", "up.b.weight")))\n' + TIE,
-                ),
-            ]
-        },
-        (*EVERYWHERE, modes.BLOCK, *READERS),
-        export=HAS_MORE,
-        sample=(modes.RESUMED,),
-        settings=dict(lr=0.03),
     ),
     Patch(
         "a router's bias",

@@ -1,6 +1,9 @@
 """What a patch is: text that is replaced in the sources, the modes it is run in, and what must come out."""
 
 import dataclasses
+import os
+import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,6 +29,8 @@ MIXES = {CONTEXT: "model.py mixes tokens outside of attn.core, or in its loss"}
 OF_LOSS = (PLAIN, MASKED, ACCUMULATED, EXPORTED, DDP)
 OF_LAYERS = (PLAIN, BLOCK, SAMPLED, CONTEXT)  # an export of the same parameters is not checked
 OF_LOOP = (PLAIN, MASKED, ACCUMULATED, RESUMED, DDP)
+ALL = (PLAIN, MASKED, ACCUMULATED, RESUMED, BLOCK, SELECTIVE, ATTENTION, COMPILED, SAMPLED, EXPORTED, *RANKS)
+UNPATCHED = "the folder of a run without the patch"  # as a setting's value
 
 
 def own_loss(model, x, y):
@@ -39,6 +44,7 @@ class Patch:
     """An experiment: what a user changes in which files, and what must come out.
 
     edits: {file: [(old text, new text), ...]}; the old text, the anchor, must be there exactly once.
+    file: of experiments/, which is applied before them; adds: settings that the sources have by it alone.
     modes: in which it must equal its own plain run in one process, or be refused there.
     sample: those of them that ./test.sh runs, (): one plain run; None: it leaves the patch to --all.
     refused: {mode: words of the one line that ends the run there}; "eager": it never runs.
@@ -53,8 +59,11 @@ class Patch:
     refused: dict = dataclasses.field(default_factory=dict)
     wrong: dict = dataclasses.field(default_factory=dict)
     settings: dict = dataclasses.field(default_factory=dict)
+    file: Path | None = None
+    adds: dict = dataclasses.field(default_factory=dict)
     # what the plain loop of plain.py does otherwise than for the sources as they are
     loss: Callable = own_loss  # (model, x, y) -> (loss, {extra: value}) of a step's whole batch
+    make_loss: Callable | None = None  # cfg -> such a function, in place of `loss`
     rows: Callable = lambda step: 8  # of a step
     length: Callable = lambda step: 32  # of the rows of a step
     lr: Callable | None = None  # of a step
@@ -63,6 +72,7 @@ class Patch:
     data: Callable | None = None  # (first row, rows) -> (x, y)
     extras: tuple = ()  # names that every line of a training step has
     also: Callable | None = None  # (lines of log.jsonl) -> what is wrong with them, in words, or None
+    limits: tuple | None = None  # on losses and moments, of one whose steps magnify rounding; relative
     unchanged: bool = False  # it has no effect on losses and gradients
     cached: bool = True  # samples come with a KV cache; False: a warning says that they do not
     export: str = "equal"  # or words of the one line of a refusal
@@ -74,6 +84,8 @@ class MissingAnchor(Exception):
 
 def apply(patch, folder):
     """Applies a patch to a copy of the sources. Raises MissingAnchor."""
+    if patch.file:
+        apply_file(patch.file, folder)
     for file, replacements in patch.edits.items():
         path = Path(folder, file)
         text = path.read_text()
@@ -83,3 +95,13 @@ def apply(patch, folder):
                 raise MissingAnchor(f"the anchor of the patch {patch.name!r} was edited; {words}")
             text = text.replace(old, new)
         path.write_text(text)
+
+
+def apply_file(file, folder):
+    """`git apply` of a file in a folder that need not be a repository. Raises MissingAnchor."""
+    if not shutil.which("git"):
+        raise MissingAnchor(f"no git, which applies {file.name}")
+    outside = os.environ | {"GIT_CEILING_DIRECTORIES": str(Path(folder).resolve().parent)}
+    done = subprocess.run(["git", "apply", file], cwd=folder, env=outside, capture_output=True, text=True)
+    if done.returncode:
+        raise MissingAnchor(f"{file.name} does not apply to these sources: {done.stderr.strip()}")

@@ -39,32 +39,33 @@ def train(patch, cfg, folder):
 
     data, val = Data(folder, "train", cfg.block_size), Data(folder, "val", cfg.block_size)
     rows = patch.data or data.rows
+    loss_of = patch.make_loss(cfg) if patch.make_loss else patch.loss
     model = models.build(cfg, torch.device("cpu"), cfg.seed)
     if patch.optimizer:
         optimizer = patch.optimizer(model, cfg)
     else:
         options = dict(betas=(cfg.beta1, cfg.beta2), eps=1e-8)
         optimizer = torch.optim.AdamW(optim.param_groups(model, cfg), **options)
-    two_modes = hasattr(optimizer, "eval")  # of weights, as in Schedule-Free
+    two_forms = hasattr(optimizer, "average")  # of weights, as in Schedule-Free
     found = dict(losses={}, val={}, extras={}, moments={})
     first = 0
     for step in range(cfg.max_steps + 1):
-        if two_modes:
-            optimizer.eval()
+        if two_forms:
+            optimizer.average(True)
         if cfg.eval_interval and step % cfg.eval_interval == 0:
             model.eval()
             with torch.no_grad():
-                loss, _ = patch.loss(model, *val.rows(0, cfg.eval_tokens // cfg.block_size))
+                loss, _ = loss_of(model, *val.rows(0, cfg.eval_tokens // cfg.block_size))
             found["val"][step] = loss.item()
         if step == cfg.max_steps:
             break
         model.train()
-        if two_modes:
-            optimizer.train()
+        if two_forms:
+            optimizer.average(False)
         x, y = rows(first, patch.rows(step))
         first += len(x)
         T = patch.length(step)
-        loss, extras = patch.loss(model, x[:, :T], y[:, :T])
+        loss, extras = loss_of(model, x.reshape(-1, T), y.reshape(-1, T))
         optimizer.zero_grad()
         loss.backward()
         parameters = [p for p in model.parameters() if p.grad is not None]

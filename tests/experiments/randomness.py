@@ -1,12 +1,7 @@
 """Patches that draw random numbers, with torch, numpy and Python, each of which remat must replay."""
 
 from experiments import patch as modes
-from experiments.losses import (
-    BLOCK_CLASS,
-    BLOCK_FORWARD,
-    FORWARD,
-    HIDDEN_CALL,
-)
+from experiments.losses import BLOCK_CLASS, BLOCK_FORWARD, HIDDEN_CALL
 from experiments.patch import Patch
 
 IMPORTS = "import math\nfrom contextlib import nullcontext\n"
@@ -34,38 +29,6 @@ PATCHES = [
             ]
         },
         RANDOM_IN_BLOCK,
-    ),
-    Patch(
-        "masked diffusion",
-        "attention sees both ways; a random share of each row is masked, and is all that is predicted",
-        {
-            "model.py": [
-                (
-                    CORE,
-                    "    core = staticmethod(\n"
-                    "        lambda q, k, v, *_: F.scaled_dot_product_attention(q, k, v, is_causal=False)\n"
-                    "    )\n",
-                ),
-                (
-                    HIDDEN_CALL,
-                    "        share = 0.1 + 0.8 * torch.rand(len(idx), 1, device=idx.device)\n"
-                    "        hidden = torch.rand(idx.shape, device=idx.device) < share\n"
-                    "        targets = torch.where(hidden, idx, -100)  # the tokens themselves\n"
-                    "        x = self.hidden(idx.masked_fill(hidden, 0), positions)\n",
-                ),
-                (
-                    FORWARD,
-                    '        losses, _ = self.head(x, targets, "none")\n'
-                    "        loss, count = kernels.mean_loss(losses / share, targets, reduction)\n"
-                    '        return loss, count, {"masked": hidden.float().mean()}\n',
-                ),
-            ]
-        },
-        (*RANDOM, modes.ATTENTION, modes.COMPILED),
-        sample=(modes.RESUMED, modes.BLOCK),
-        refused={modes.ATTENTION: "this remat wraps attn.core, and model.py's block has another"},
-        extras=("masked",),
-        cached=False,
     ),
     Patch(
         "masked channels, numpy",
