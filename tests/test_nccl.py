@@ -3,12 +3,20 @@
 NCCL differs: the host runs ahead of the device, and a rank that waits for a dead one gets no error.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import ranks
 import torch
 from compare import repeated
 from conftest import flags, write_shard
 from test_signals import attempt, check_restarts, check_told, error_lines
+
+from configurator import configure
+from run.build import choose
+from scale import context, parallel
+from scale.precision import autocast
+from settings import Config
 
 GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs, {GPUS} found")]
@@ -43,6 +51,22 @@ def test_an_error_after_ddp_ends_every_rank_of_nccl(data_dir, tmp_path, run):
     settings = dict(ON_GPUS, lr=1e30, warmup_steps=0, max_skipped_steps=0, save_interval=0)
     done = ranks.run(2, flags(data_dir, tmp_path / "run", **settings), grace=5)
     assert done.codes == [5, 5] and len(error_lines(done)) == 1, (done.codes, done.stderr)
+
+
+def proof_in_rank(words):
+    """context.prove on a narrow model of all layers, whose GEMMs are not in TF32: its parts round otherwise."""
+    cfg = configure(Config, words)
+    world = parallel.join(cfg)
+    cfg, _ = choose(cfg, world.device)
+    group = torch.distributed.group.WORLD
+    spread = SimpleNamespace(group=group, rank=world.rank, size=2, on=True, proving=False, head_free=True)
+    context.prove(SimpleNamespace(spread=spread), cfg, world, autocast(cfg.precision, world.device))
+    return torch.get_float32_matmul_precision()
+
+
+def test_a_model_of_32_blocks_may_share_its_rows():
+    words = ["config/llama3_8b.py", "--context_parallel=2", "--precision=bf16"]
+    assert ranks.call(2, proof_in_rank, words) == ["high"] * 2
 
 
 @pytest.mark.fault(60)
