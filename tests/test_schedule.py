@@ -11,12 +11,12 @@ import ranks
 import torch
 from compare import alike, copied, initial_weights, same_run, slow
 from conftest import flags, load_checkpoint, losses, read_log, train_here, train_in_rank
-from experiments import plain
 from experiments.patch import Patch
 
 import optim
 import train
 from configurator import configure
+from experiments import plain
 from run import checkpoint, files
 from run.logger import Logger
 from scale import parallel
