@@ -190,7 +190,7 @@ class Config(GPTConfig):
     timeout_s: int = 600  # how long ranks wait for one that hangs
     # Less memory
     remat: Literal["none", "selective", "attention", "block"] = "none"  # activation checkpointing
-    remat_every: float = 1  # in every k-th block only; 1.5: in two of three
+    remat_every: float | Literal["auto"] = 1  # in every k-th block; 1.5: two of three; auto: as few as fit
     remat_tile: int | None = None  # tokens that pass the MLP at a time; None: all
     remat_offload: bool = False  # attention, block: the kept activations wait in host memory
     weights: Literal["fp32", "bf16"] = "fp32"  # of parameters and gradients; bf16: needs adamw8bit
@@ -251,6 +251,8 @@ def check(cfg, ranks=None):
     ranks = this_rank().size if ranks is None else ranks
     if cfg.batch_size == "auto":  # run.build.choose knows the device
         cfg = replace(cfg, batch_size=1)
+    if cfg.remat_every == "auto":
+        cfg = replace(cfg, remat_every=1)
     refuse(cfg.problems() + out_of_range(cfg, ranks) + conflicts(cfg, ranks))
     refuse(shape_conflicts(cfg, ranks))
 

@@ -24,6 +24,10 @@ def measure(cfg):
         rows, why = memory.choose_batch(cfg, cfg.world, cfg.gpu_gib * memory.GIB)
         print(f"batch_size {rows} ({why})")
         cfg = dataclasses.replace(cfg, batch_size=rows)
+    if cfg.remat_every == "auto":
+        every, why = memory.choose_remat(cfg, cfg.world, cfg.gpu_gib * memory.GIB)
+        print(f"remat_every {every:.3g} ({why})")
+        cfg = dataclasses.replace(cfg, remat_every=every)
     count = memory.parameter_counts(cfg)[0]
     print(f"{cfg.n_layer} blocks, {count:,} parameters, the vocabulary's padding included")
     print(f"{cfg.world} GPUs, parallel={cfg.parallel}" if cfg.world > 1 else "1 GPU; for more --world=N")

@@ -33,13 +33,17 @@ def choose(cfg, device):
     chosen = dict(precision=(precision, why), attention=attention, ops=pick_ops(cfg.ops, device, precision))
     cfg = dataclasses.replace(cfg, **{name: value for name, (value, _) in chosen.items()})
     free = parallel.gather_objects(free_memory(cfg, device))  # also of ranks that were started without auto
-    if cfg.batch_size == "auto":
+    if cfg.batch_size == "auto":  # with all blocks under remat, if it chooses among them too
         rows, why = memory.choose_batch(cfg, len(free), None if None in free else min(free))
         parameters = sum(p.numel() for p in models.on_meta(cfg).parameters())
         if forms.edits or parameters != memory.parameter_counts(cfg)[0]:
             why += "; what an edit of model.py or kernels.py takes is not counted"
         chosen["batch_size"] = rows, why
         cfg = dataclasses.replace(cfg, batch_size=rows)
+    if cfg.remat_every == "auto":
+        every, why = memory.choose_remat(cfg, len(free), None if None in free else min(free))
+        chosen["remat_every"] = f"{every:.3g}", why
+        cfg = dataclasses.replace(cfg, remat_every=every)
     return cfg, [(name, f"{value} ({reason})") for name, (value, reason) in chosen.items()]
 
 

@@ -52,8 +52,9 @@ def blocks_again(cfg, n_layer):
     """Indices of the blocks that remat computes again: each remat_every-th, which may be a fraction."""
     if cfg.remat == "none":
         return []
-    count = math.ceil(n_layer / cfg.remat_every - 1e-6)
-    return [int(i * cfg.remat_every + 1e-6) for i in range(count)]
+    every = 1 if cfg.remat_every == "auto" else cfg.remat_every  # all, while it is not chosen
+    count = math.ceil(n_layer / every - 1e-6)
+    return [int(i * every + 1e-6) for i in range(count)]
 
 
 def takes(cfg, ranks):
@@ -211,6 +212,22 @@ def choose_batch(cfg, ranks, free):
         if cfg.weights == "fp32":
             advice = f"--optimizer=adamw8bit --weights=bf16, or {advice}"
     raise UserError(f"batch_size=auto: one row takes {size}, {free / GIB:.1f} GiB are free; try {advice}")
+
+
+def choose_remat(cfg, ranks, free):
+    """(remat_every, reason) for remat_every=auto: as few blocks are computed again as the memory allows.
+
+    free: bytes of a GPU; None: no GPU, where it is every block.
+    """
+    if free is None or uncounted(cfg) or cfg.precision not in ("bf16", "fp8"):
+        return 1.0, "every block: the arithmetic is for bf16 and fp8 on CUDA devices, with the fused kernels"
+    for again in range(1, cfg.n_layer + 1):
+        one = dataclasses.replace(cfg, remat_every=cfg.n_layer / again)
+        size = takes(one, ranks)
+        if (1 + MARGIN) * size <= free:
+            break
+    words = f"{again} of {cfg.n_layer} blocks: {size / GIB:.1f} GiB by estimate of {free / GIB:.1f} free"
+    return one.remat_every, words
 
 
 def longest_row(cfg, ranks, budget):

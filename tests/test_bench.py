@@ -1,6 +1,7 @@
 """bench.py as a person runs it, on the CPU, and the arithmetic of memory against what H200s showed."""
 
 import dataclasses
+import itertools
 import json
 import os
 import pickle
@@ -391,6 +392,29 @@ def test_no_batch_is_chosen_where_the_estimate_does_not_hold(word):
     cfg = recipe("gpt2_124m", "--batch_size=auto", f"--{word}")
     with pytest.raises(UserError, match=f"^batch_size=auto: {word}: the arithmetic .*; give a number$"):
         memory.choose_batch(cfg, 1, 80 * memory.GIB)
+
+
+def test_as_few_blocks_are_computed_again_as_the_memory_allows(capsys):
+    words = ["--remat=attention", "--block_size=131072", "--batch_tokens=131072", "--context_parallel=4"]
+    cfg = recipe("llama3_8b", *words, "--remat_every=auto")
+    takes = lambda again: 1.1 * memory.takes(dataclasses.replace(cfg, remat_every=32 / again), 4)
+    counts = []
+    for free in (gib * memory.GIB for gib in (40, 60, 70, 78, 138, 200)):
+        every, why = memory.choose_remat(cfg, 4, free)
+        blocks = memory.blocks_again(dataclasses.replace(cfg, remat_every=every), 32)
+        counts.append(len(blocks))
+        assert why.startswith(f"{len(blocks)} of 32 blocks") and len(set(blocks)) == len(blocks) <= 32
+        assert takes(len(blocks)) <= free or len(blocks) == 32
+        assert len(blocks) == 1 or takes(len(blocks) - 1) > free
+        gaps = {b - a for a, b in itertools.pairwise(blocks)}
+        assert len(blocks) < 3 or max(gaps) - min(gaps) <= 1, "spread evenly"
+    assert counts == sorted(counts, reverse=True) and counts[0] == 32 and counts[-1] == 1
+    assert memory.choose_remat(cfg, 4, None)[0] == 1 and memory.blocks_again(cfg, 32) == [*range(32)]
+    config = str(ROOT / "config/llama3_8b.py")
+    here("memory", config, *words, "--remat_every=auto", "--world=4", "--gpu_gib=78")
+    assert f"({counts[3]} of 32 blocks" in capsys.readouterr().out
+    here("step", *TINY, "--steps=1", "--settle=0", "--remat=block", "--remat_every=auto")
+    assert re.search(r"^remat_every +1 \(every block", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_memory_and_step_take_the_batch_that_is_chosen(capsys):
