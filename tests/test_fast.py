@@ -348,6 +348,7 @@ def test_auto_without_bf16_is_fp16_where_its_loss_scaler_serves(settings, precis
     """A T4, whose first command may be the quick start's, with Muon."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (15 * 2**30, 16 * 2**30))
     cfg, rows = choose(Config(attention="flash", **settings), torch.device("cuda", 0))
     assert cfg.precision == precision and cfg.ops == "torch"
     if "precision" not in settings:

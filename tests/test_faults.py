@@ -145,7 +145,7 @@ def resumed(folder, model, cfg):
     for p, states in optimizer.state.items():
         found |= {f"{names[p]}.{kind}": t for kind, t in states.items()}
     sums = {name: t.double().sum().item() for name, t in sorted(found.items())}
-    start.rows(cfg)  # the schedule, whose values may be others
+    start.rows(cfg, state)  # the schedule, whose values may be others
     whole = state.evaluated == state.step
     return sums, position, start.warnings, whole, start.state.get("val_loss"), repr(state.own)
 

@@ -84,7 +84,7 @@ CASES["norm_of_heads_fp8"] = *CASES["gpt2_fp8"], NormOfHeads
 CASES["slice_fp8"] = {}, 0.0, True, SLICED | dict(column_sums_from_norm=1, norm_in_cast=1), GatesOfASlice
 
 
-OFTEN = ("gpt2", "gpt2_fp8")
+OFTEN = ("gpt2",)
 
 
 @pytest.mark.parametrize("case", [slow(case) if case in OFTEN else costly(case) for case in CASES])
@@ -118,7 +118,7 @@ def test_a_blocks_sums_are_computed_in_its_kernels(case, products, monkeypatch):
         assert error(grad, refs[name]) < (0.2 if fp8 else 2e-2), name
 
 
-@pytest.mark.parametrize("fp8", [costly(False), slow(True)])
+@pytest.mark.parametrize("fp8", [costly(False), costly(True)])
 def test_a_restart_finds_whole_graphs_in_the_cache(fp8, products, monkeypatch, tmp_path):
     """Also those with autograd functions and a choice of attention; what is cached computes the same bits."""
     monkeypatch.setattr(forms, "served", {DEVICE})

@@ -8,7 +8,7 @@ import textwrap
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, flags, save_model
+from conftest import ROOT, flags, read_log, save_model
 from test_convert import edit_config, gpt2, llama, refused, saved
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -114,8 +114,9 @@ def test_tuned_and_exported(weights, byte_data, tmp_path, capsys):
     words += ["--device=cpu"]
     cfg = settings(*words, "--no_compile")
     train.main(cfg)
-    out = capsys.readouterr().out
-    assert f"init_from=hf:{weights} " in out and "vocab_size=257 " in out
+    assert "(config.json has all)" in capsys.readouterr().out
+    words = dict(read_log(tmp_path / "run")[0]["rows"])["settings"]
+    assert f"init_from=hf:{weights} " in words and "vocab_size=257 " in words
     convert.main(convert.Config(checkpoint=str(tmp_path / "run"), to_hf=str(tmp_path / "hf")))
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert (config["bos_token_id"], config["eos_token_id"]) == (1, [10, 256])

@@ -22,6 +22,7 @@ def test_what_grows_is_told():
     assert judged(growing(0.01), growing(0.3)) == [True, False]
 
 
+@pytest.mark.repeated
 @pytest.mark.slow
 def test_a_hundred_steps(tmp_path, capsys):
     """All that was to be done is done; how memory and step time develop takes more steps to see."""
