@@ -201,5 +201,13 @@ PATCHES = [
         sample=(modes.BLOCK, modes.ATTENTION, modes.SAMPLED),
         export=HAS_MORE,
     ),
+    shelved(
+        "half_shift",
+        "half of the embedding's channels are those of the token before",
+        refused=modes.MIXES,
+        cached=False,
+        export=DIFFERS,
+    ),
     within_documents("byte_patches"),
+    within_documents("half_shift"),
 ]
