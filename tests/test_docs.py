@@ -87,6 +87,7 @@ def test_multiple_choice_from_a_file(tmp_path, data_dir):
     assert "quiz 12 | accuracy " in out
 
 
+@pytest.mark.slow
 def test_an_optimizer_of_ones_own(tmp_path, data_dir):
     code = copy_of_sources(tmp_path / "code")
     anchors = {

@@ -11,7 +11,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from compare import CPU, LLAMA, copied, same_end, same_run, slow
+from compare import CPU, LLAMA, copied, same_end, same_run
 from conftest import (
     compile_to_graphs,
     flags,
@@ -199,7 +199,8 @@ def test_ddp_does_not_cut_the_graph_of_a_block():
     assert ranks.call(1, graphs_in_rank, words) == [(True, 3)]  # a block has 3 MiB, DDP's first bucket 1
 
 
-@pytest.mark.parametrize("compiler", ["graphs", slow("inductor")])
+@pytest.mark.slow
+@pytest.mark.parametrize("compiler", ["graphs", "inductor"])
 def test_compiled_ranks_equal_one_process(data_dir, tmp_path, alone, compiler):
     settings = SHORT | dict(batch_size=1, tie_embeddings=False)
     mode = dict(parallel="fsdp", context_parallel=2, remat="block", compile=True)
@@ -339,6 +340,7 @@ def test_sharded_and_in_the_background_as_one_process(data_dir, tmp_path, alone,
         same_checkpoint(sharded, tmp_path / "run", step)
 
 
+@pytest.mark.slow
 def test_resharded_from_two_ranks_to_one_to_four(data_dir, tmp_path, sharded):
     """Losses go on as uninterrupted; no rank reads more than it holds, however the tensors were cut."""
     settings = dict(SHARDED, resume="auto")
