@@ -9,12 +9,9 @@ from settings import check
 
 def measure(cfg):
     """Prints GiB a rank for a bench.MemoryConfig, part by part, and totals for other parallel and remat."""
-    wrong = too_small(cfg, {"world": 1, "gpu_gib": 1}) + memory.uncounted(cfg)
     precision = {"auto": "bf16", "auto8": "fp8"}.get(cfg.precision, cfg.precision)
-    if precision not in ("bf16", "fp8"):
-        wrong += [f"precision={cfg.precision}: the arithmetic is for bf16, fp8; try --precision=bf16"]
-    refuse(wrong)
     cfg = dataclasses.replace(cfg, precision=precision)
+    refuse(too_small(cfg, {"world": 1, "gpu_gib": 1}) + memory.not_estimated(cfg))
     check(cfg, cfg.world)
     if cfg.init_from and not cfg.init_from.startswith("hf:"):
         from run.build import open_initial_weights

@@ -193,10 +193,7 @@ def choose_batch(cfg, ranks, free):
         found = next((one for one in sizes if one.rank_tokens <= CPU_TOKENS), sizes[-1])
         why = f"{which} with up to {CPU_TOKENS:,} tokens; memory is counted of CUDA devices alone"
         return found.batch_size, why
-    unknown = uncounted(cfg)
-    if cfg.precision not in ("bf16", "fp8"):
-        unknown += [f"precision={cfg.precision}: the arithmetic is for bf16, fp8"]
-    if unknown:
+    if unknown := not_estimated(cfg):
         raise UserError(f"batch_size=auto: {unknown[0].partition(';')[0]}; give a number")
     fits = lambda one: (1 + MARGIN) * takes(one, ranks) <= free
     found = next(filter(fits, sizes), sizes[-1])
@@ -219,7 +216,7 @@ def choose_remat(cfg, ranks, free):
 
     free: bytes of a GPU; None: no GPU, where it is every block.
     """
-    if free is None or uncounted(cfg) or cfg.precision not in ("bf16", "fp8"):
+    if free is None or not_estimated(cfg):
         return 1.0, "every block: the arithmetic is for bf16 and fp8 on CUDA devices, with the fused kernels"
     for again in range(1, cfg.n_layer + 1):
         one = dataclasses.replace(cfg, remat_every=cfg.n_layer / again)
@@ -261,6 +258,14 @@ def uncounted(cfg):
     found = [f"{k}={v}: {why}; try --{k}=auto" for k, v in other if getattr(cfg, k) == v]
     if cfg.optimizer not in OPTIMIZERS:
         found.append(f"optimizer={cfg.optimizer}: its states are not known; try --optimizer=adamw")
+    return found
+
+
+def not_estimated(cfg):
+    """Problems, one line each: the settings, precision resolved, for which the estimate does not hold."""
+    found = uncounted(cfg)
+    if cfg.precision not in ("bf16", "fp8"):
+        found.append(f"precision={cfg.precision}: the arithmetic is for bf16, fp8; try --precision=bf16")
     return found
 
 

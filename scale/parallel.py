@@ -151,8 +151,10 @@ def shard(model, cfg, world, account=None):
     if not cfg.tie_embeddings:  # a shared weight belongs to the root's unit
         parts = [[model.wte], [model.head], *parts]
     # what keep_gathered takes first: nothing is computed beside the gathers of embedding and head
-    model.units = [(modules[0], sum(p.numel() for m in modules for p in m.parameters())) for modules in parts]
+    model.unit_sizes = []
     for modules in parts:
+        size = sum(p.numel() for module in modules for p in module.parameters())
+        model.unit_sizes.append((modules[0], size))
         fsdp.fully_shard(modules, reshard_after_forward=frees and modules != [model.head], **options)
     if not cfg.tie_embeddings:
         fsdp.register_fsdp_forward_method(model.head, "logits")
@@ -177,19 +179,19 @@ def keep_gathered(model, cfg, world, parameters, optimizer):
     if free <= 0:
         return []
     whole = 0
-    for unit, size in model.units:
+    for unit, size in model.unit_sizes:
         if whole + 2 * size > free:
             break
         whole += 2 * size
         unit.set_reshard_after_forward(False, recurse=False)
         model.kept.append(unit)
-    few = f"{len(model.kept)} of {len(model.units)} units stay gathered during a step"
+    few = f"{len(model.kept)} of {len(model.unit_sizes)} units stay gathered during a step"
     return [("gathered", f"{few}, {whole / memory.GIB:.1f} GiB")]
 
 
 def room(cfg, world):
-    """Bytes of a GPU's memory that the estimate leaves, 5% aside; 0 without a GPU. All ranks call it."""
-    if world.device.type != "cuda" or memory.uncounted(cfg):
+    """Bytes of a GPU that the estimate leaves, 5% aside; 0 where it does not hold. All ranks call it."""
+    if world.device.type != "cuda" or memory.not_estimated(cfg):
         return 0
     share = torch.cuda.get_per_process_memory_fraction(world.device)
     limit = share * torch.cuda.mem_get_info(world.device)[1]
