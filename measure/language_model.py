@@ -3,8 +3,8 @@
     lm_eval.simple_evaluate(LanguageModel(model, tokenizer, autocast), tasks=["lambada_openai"])
 
 Contexts and continuations are cut into tokens, and long ones shortened, as the harness's class for
-Hugging Face does, whose scores an exported model has. Of several ranks each is given all requests, computes
-every so many-eth batch, and returns all answers: the batches are those of one process.
+Hugging Face does, whose scores an exported model has. Each of N ranks is given all requests, computes one
+of N batches, and returns the answers of all ranks: the batches are those of one process.
 """
 
 import itertools
