@@ -15,6 +15,7 @@ GROUP = 256  # elements that share a float32 scale in adamw8bit's moments, as in
 OPTIMIZERS = ("adamw", "adamw8bit", "muon")  # whose states are counted
 MARGIN = 0.1  # of the estimate, that batch_size=auto leaves free: it was within 9% of all measured peaks
 CPU_TOKENS = 2048  # in a micro-batch of batch_size=auto without a GPU, as in config/quickstart.py
+PINNED_EXACTLY = 2**26  # bytes of a kept tensor from which its host memory is no power of two, see remat.py
 UNIT_MIB = 100  # blocks that FSDP2 gathers as one unit take up to this in 16 bits; 0: a block a unit
 
 
@@ -158,7 +159,7 @@ def ranks_of_host(ranks):
 
 
 def on_host(cfg, ranks):
-    """{part: bytes of the host's memory on a rank}; all but moments pinned, in blocks of a power of two."""
+    """{part: bytes of the host's memory on a rank}; all but moments pinned, by PyTorch in powers of two."""
     parts, shards, (own, _, moments) = {}, shards_of(cfg, ranks), bytes_of_parameter(cfg)
     pinned = lambda size: 2 ** (size - 1).bit_length()
     if cfg.offload_states:
@@ -169,7 +170,8 @@ def on_host(cfg, ranks):
         parts = {"parameters": weights, "gradients": weights}
         parts["optimizer"] = int(moments * parameter_counts(cfg)[0] / shards)
     if cfg.remat_offload:
-        sizes = [pinned(cfg.rank_tokens * each) for each in kept(cfg, cfg.remat)]
+        sizes = [cfg.rank_tokens * each for each in kept(cfg, cfg.remat)]
+        sizes = [size if size >= PINNED_EXACTLY else pinned(size) for size in sizes]
         parts["activations"] = sum(sizes) * len(blocks_again(cfg, cfg.n_layer))
     return parts
 

@@ -300,7 +300,7 @@ class Shelf:
         if self.offload and tensor.numel():
             self.group.members.add(kept)
             if not (buffers := self.buffers[key(tensor)]):
-                buffers.append(torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda))
+                buffers.append(host_like(tensor))
             kept.host = buffers.pop()
             with self.copying(self.group, tensor.device):
                 kept.host.copy_(tensor, non_blocking=True)
@@ -337,6 +337,23 @@ class Shelf:
         with torch.cuda.stream(self.stream):
             yield
             group.ready = self.stream.record_event()
+
+
+def host_like(tensor):
+    """Host memory for a tensor's values, pinned if they are on a GPU.
+
+    PyTorch's pinned memory is in blocks of a power of two, in which 3 GiB take 4: large ones are pinned here.
+    """
+    if not tensor.is_cuda:
+        return torch.empty_like(tensor)
+    if tensor.nbytes < memory.PINNED_EXACTLY:
+        return torch.empty_like(tensor, device="cpu", pin_memory=True)
+    host = torch.empty_like(tensor, device="cpu")
+    runtime = torch.cuda.cudart()
+    torch.cuda.check_error(runtime.cudaHostRegister(host.data_ptr(), host.nbytes, 0))
+    unpinned = weakref.finalize(host, runtime.cudaHostUnregister, host.data_ptr())
+    unpinned.atexit = False  # the process's end unpins it faster
+    return host
 
 
 def key(tensor):

@@ -277,8 +277,8 @@ def test_the_hosts_memory_is_counted():
     assert sum(memory.on_host(cfg, 1).values()) == pytest.approx(256 * memory.GIB, rel=0.01)
     whole = dict(remat="attention", offload_states=False, batch_tokens=2 * 3 * 2**17, block_size=3 * 2**17)
     activations = memory.on_host(dataclasses.replace(cfg, **whole), 1)["activations"]
-    # pinned: 3 GiB take 4, and attention's logsumexp 64 MiB
-    assert activations == 32 * (2 * 4 * memory.GIB + 2**26)
+    # what is small is pinned by PyTorch, in powers of two: 48 MiB of attention's logsumexp take 64
+    assert activations == 32 * (2 * 3 * memory.GIB + 2**26)
 
 
 def three_steps_in_rank(words):

@@ -211,6 +211,20 @@ def test_offload_on_a_gpu(kind):
         assert error(p.grad, ref.grad) < 3e-2, name  # bf16, rounded in other places
 
 
+@pytest.mark.gpu
+def test_large_host_memory_is_pinned_at_its_own_size():
+    """Not by PyTorch, which would round 96 MiB up to 128; and it is unpinned with the tensor."""
+    for _ in range(3):
+        x = torch.randn(24, 2**20, device="cuda")
+        before = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
+        host = remat.host_like(x)
+        host.copy_(x, non_blocking=True)
+        torch.cuda.synchronize()
+        assert host.is_pinned() and torch.equal(host, x.cpu())
+        assert torch.cuda.host_memory_stats().get("allocated_bytes.current", 0) == before
+        del host  # the next one may have the same address, which cannot be pinned twice
+
+
 @pytest.mark.parametrize("kind", ["block", "attention"])
 def test_a_block_frees_what_it_kept_after_its_backward(kind):
     """With the garbage collector off: no reference cycle, and no ctx, holds tensors until the end."""
