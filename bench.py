@@ -16,7 +16,8 @@ import importlib
 import sys
 from dataclasses import dataclass
 
-from configurator import UserError, columns, fill, parse, run
+from configurator import columns, fill, parse, run
+from errors import UserError
 from run.hf import adopt
 from settings import Config, check
 

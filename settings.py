@@ -10,7 +10,8 @@ import re
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
-from configurator import refuse, this_rank, too_small
+from configurator import too_small
+from errors import refuse, this_rank
 
 Precision = Literal["auto", "auto8", "fp32", "tf32", "bf16", "fp16", "fp8"]
 

@@ -12,8 +12,9 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from configurator import UserError, refuse, run, say, too_small
+from configurator import run, too_small
 from corpus import DataError, told
+from errors import UserError, refuse, say
 from run.files import write_atomic
 from settings import TrainedConfig
 

@@ -18,8 +18,8 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 import hellaswag
-from configurator import UserError, refuse, warn
 from corpus import DataError
+from errors import UserError, refuse, warn
 from run import sampling
 from run.logger import progress
 from scale import parallel

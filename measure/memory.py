@@ -2,7 +2,8 @@
 
 import dataclasses
 
-from configurator import UserError, refuse, too_small
+from configurator import too_small
+from errors import UserError, refuse
 from scale import memory
 from settings import check
 

@@ -16,7 +16,8 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 import kernels
 import optim
 import train
-from configurator import UserError, refuse, too_small
+from configurator import too_small
+from errors import UserError, refuse
 from run.build import choose
 from run.logger import describe_device, progress, show
 from run.signals import Watch, explained
