@@ -19,6 +19,7 @@ from run.files import write_atomic
 from settings import TrainedConfig
 
 TESTED = "0.4.13"
+BOOTSTRAPS = 100_000  # the harness's own number
 
 
 @dataclass
@@ -50,12 +51,17 @@ def main(cfg):
     manager, tasks = load(cfg)
     world, *loaded = trained.load(cfg)
     model = LanguageModel(*loaded, cfg.batch_tokens, cfg.bos, cfg.seed)
-    options = dict(num_fewshot=cfg.num_fewshot, limit=cfg.limit, gen_kwargs=cfg.gen_kwargs, log_samples=False)
-    options |= dict(tasks=tasks, task_manager=manager)
-    if not world.main:
-        options["bootstrap_iters"] = 0  # rank 0 estimates the errors
     # each rank hands all requests to its model, which divides them and returns all answers
-    report = simple_evaluate(model, **options)
+    report = simple_evaluate(
+        model,
+        tasks=tasks,
+        task_manager=manager,
+        num_fewshot=cfg.num_fewshot,
+        limit=cfg.limit,
+        gen_kwargs=cfg.gen_kwargs,
+        log_samples=False,
+        bootstrap_iters=BOOTSTRAPS if world.main else 0,  # rank 0 estimates the errors
+    )
     if world.main:
         for column in ("results", "groups"):
             if report.get(column):
@@ -69,16 +75,23 @@ def load(cfg):
     """(The harness's TaskManager, tasks and groups of tasks that cfg.tasks names, with their data)."""
     from lm_eval.tasks import TaskManager
 
-    folders = [Path(__file__).parent, *([cfg.include_path] if cfg.include_path else [])]
+    folders = [Path(__file__).parent]
+    if cfg.include_path:
+        folders.append(cfg.include_path)
     with told(f"include_path={cfg.include_path} cannot be read"):
         manager = TaskManager(include_path=folders)
-    names, found = [name.strip() for name in cfg.tasks.split(",")], []
-    if unknown := [name for name in names if name not in manager.all_tasks]:
+    found = []
+    names = [name.strip() for name in cfg.tasks.split(",")]
+    unknown = [name for name in names if name not in manager.all_tasks]
+    if unknown:
         raise UserError(f"tasks={cfg.tasks}: the harness has no {', '.join(unknown)}; `lm_eval ls tasks`")
     for name in names:
         with told(f"tasks={name} cannot be loaded", DataError):
             one = manager.load([name])
-        found += [one["groups"][name]] if name in one["groups"] else one["tasks"].values()
+        if name in one["groups"]:
+            found.append(one["groups"][name])
+        else:
+            found += one["tasks"].values()
     return manager, found
 
 
