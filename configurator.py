@@ -214,7 +214,7 @@ def typed(cls, values, names):
     found = dict(values)
     for name in sorted(names & values.keys()):
         found[name] = _convert(cls, hints, name, values[name])
-        if found[name] != values[name] or isinstance(found[name], str) != isinstance(values[name], str):
+        if found[name] != values[name]:
             raise _mistyped(name, values[name], hints[name])
     return found
 
@@ -264,18 +264,24 @@ def without_effect(cfg, names, why):
 
 def describe(cls, doc="", width=80):
     """The --help text: `doc`, then the settings by section, those of a class before those of its bases."""
-    rows, hints, seen, last = [fill(doc, width)], typing.get_type_hints(cls), set(), None
+    rows = [fill(doc, width)]
+    hints = typing.get_type_hints(cls)
+    shown = set()
+    last = None
     for base in filter(dataclasses.is_dataclass, cls.__mro__):
         section = "Settings"
         for line in inspect.cleandoc(inspect.getsource(base)).splitlines():
+            heading = re.match(r" {4}# (.+)", line)
             field = re.match(r" {4}(\w+): ", line)
-            if heading := re.match(" {4}# (.+)", line):
+            if heading:
                 section = heading[1]
-            elif field and field[1] in hints.keys() - seen:
+            elif field and field[1] in hints and field[1] not in shown:
                 if section != last:
                     rows.append("\n" + textwrap.fill(f"{section}:", width))
-                rows.append(_option(cls, field[1], hints[field[1]], line, width))
-                seen, last = seen | {field[1]}, section
+                comment = line.partition("  # ")[2].strip()
+                rows.append(_option(field[1], getattr(cls, field[1]), hints[field[1]], comment, width))
+                shown.add(field[1])
+                last = section
     return "\n".join(rows).strip()
 
 
@@ -287,32 +293,35 @@ def columns():
 def fill(doc, width):
     """A docstring in lines of `width`: paragraphs are filled, long commands go on after a backslash."""
     found = []
-    form = lambda line: "text" if line[:1].strip() else "command" if line else ""
-    for kind, lines in itertools.groupby(inspect.cleandoc(doc).splitlines(), form):
-        if kind == "text":
-            found.append(textwrap.fill(" ".join(lines), width))
+    for block in re.split(r"\n\n", inspect.cleandoc(doc)):
+        if not block.startswith(" "):
+            found.append(textwrap.fill(block, width))
             continue
-        for line in lines:
+        lines = []
+        for line in block.splitlines():
             command, mark, comment = line.partition("  # ")
             if len(line) > width and mark:
-                found.append(f"    # {comment}")
+                lines.append(f"    # {comment}")
                 line = command
             parts = textwrap.wrap(line, width - 2, subsequent_indent=" " * 8, break_on_hyphens=False)
-            found.append(" \\\n".join(parts))
-    return "\n".join(found)
+            lines.append(" \\\n".join(parts))
+        found.append("\n".join(lines))
+    return "\n\n".join(found)
 
 
-def _option(cls, name, hint, line, width, column=28):
+def _option(name, default, hint, comment, width, column=28):
     """A setting with its default and comment, which begins at `column`."""
-    default, choices, kind = getattr(cls, name), typing.get_args(hint), ""
+    choices = typing.get_args(hint)
     if typing.get_origin(hint) is typing.Literal:
-        kind = "|".join(map(str, choices)) + ": "
+        comment = f"{'|'.join(map(str, choices))}: {comment}"
     elif default is None and choices[0] is not str:
-        kind = f"{choices[0].__name__}: "
-    shown = repr(default) if re.search(r"\s", str(default)) else default
-    shown = "..." if default == () else shown
-    option, words = f"  --{name}={shown}", f"{kind}{line.partition('  # ')[2].strip()}"
-    below = textwrap.wrap(words, width - column, break_long_words=False, break_on_hyphens=False)
+        comment = f"{choices[0].__name__}: {comment}"
+    if default == ():
+        default = "..."
+    elif re.search(r"\s", str(default)):
+        default = repr(default)
+    option = f"  --{name}={default}"
+    below = textwrap.wrap(comment, width - column, break_long_words=False, break_on_hyphens=False)
     if len(option) < column and below:
         option = option.ljust(column) + below.pop(0)
     return "\n".join([option, *(" " * column + words for words in below)])

@@ -232,8 +232,9 @@ def leave_with_torchrun():
     """Ends this process, if it is a rank, within a second after torchrun was killed, from the imports on."""
     parent = os.getppid()
     with contextlib.suppress(OSError):  # Linux alone has /proc
-        command, maps = (Path(f"/proc/{parent}/{name}").read_bytes() for name in ("cmdline", "maps"))
-        is_torchrun = b"python" in command and b"libtorch" in maps
+        process = Path(f"/proc/{parent}")  # another one's maps may not be read
+        is_python = b"python" in (process / "cmdline").read_bytes()
+        is_torchrun = is_python and b"libtorch" in (process / "maps").read_bytes()
         if os.getsid(0) == os.getpid() and not is_torchrun:
             parent = None  # torchrun, which starts a rank in a new session, was killed before
 

@@ -136,7 +136,7 @@ class LanguageModel(LM):
         """A task's generation settings in the harness's form, checked."""
         options = normalize_gen_kwargs(given, NEW_TOKENS)
         known = set(KNOWN)
-        if not options["do_sample"] or not options.get("temperature"):
+        if not options["do_sample"] or options.get("temperature", 0) <= 0:
             options["temperature"] = 0.0
             known.add("top_p")  # which no greedy choice heeds
         if options.get("num_beams") == 1:

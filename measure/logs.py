@@ -28,11 +28,8 @@ class Run:
     def __init__(self, folder):
         self.folder = folder
         self.name = ""
-        log = read(folder)
-        self.starts = log.get("start", {0: {}})
-        self.start = self.starts[max(self.starts)]  # the line of the last one, or {}
         self.figures = {}
-        for kind, lines in log.items():
+        for kind, lines in read(folder).items():
             for step, line in lines.items():
                 for key, value in flat(line).items():
                     self.figures.setdefault((kind, key), {})[step] = value
@@ -41,8 +38,9 @@ class Run:
 
     @cached_property
     def settings(self):
-        """{name: text} of the settings that the start lists, without APART; {} if it lists none."""
-        text = " ".join(str(row[-1]) for row in self.start.get("rows", ()) if row[:1] == ["settings"])
+        """{name: text} of the settings that the last start lists, without APART; {} if it lists none."""
+        rows = self.figures.get(("start", "rows"), {0: []})
+        text = " ".join(str(row[-1]) for row in rows[max(rows)] if row[0] == "settings")
         try:
             words = shlex.split(text)
         except ValueError:  # older logs do not quote
@@ -87,7 +85,8 @@ class Run:
         if not len(at):
             raise UserError(f"{self.folder}: its log does not hold what x={x} needs; try --x=steps")
         if x == "seconds":
-            values[np.isin(at - 1, list(self.starts))] = np.median(values)  # a start's first step compiles
+            starts = self.figures.get(("start", "step"), [])
+            values[np.isin(at - 1, list(starts))] = np.median(values)  # a start's first step compiles
             values = np.cumsum(values) / 1e3
         return np.interp(steps, [0, *at], [0, *values])
 
@@ -98,6 +97,10 @@ class Run:
             steps, loss = self.series("train", y)
             loss = smooth(loss)
         return steps[-1], loss[-1]
+
+    def last(self, kind):
+        """The step of the last line of a kind, or 0."""
+        return max(self.figures.get((kind, "step"), [0]))
 
     def at_last_validation(self, key):
         """A figure of the last validation, or None."""

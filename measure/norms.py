@@ -22,7 +22,8 @@ def draw(runs):
     steps = run.series("norms", "step")[0].astype(int)
     if len(runs) > 1 or not len(steps):
         raise UserError("--norms draws one run that was trained with --norms_interval=N")
-    names = by_kind([key.removeprefix("weight.") for _, key in run.figures if key.startswith("weight.")])
+    keys = [key for kind, key in run.figures if kind == "norms" and key.startswith("weight.")]
+    names = by_kind([key.removeprefix("weight.") for key in keys])
     rows = list(chain(*names.values()))
     heights = [1.2, 1 + max(2.5, 0.045 * len(rows))]  # inches
     with matplotlib.rc_context({"font.size": 9}):

@@ -36,14 +36,13 @@ def read(path):
 
 def last_step(snapshot):
     """[bytes that tensors held after each allocation and each free] of the last step, if it is marked."""
-    events, held, found = max(snapshot["device_traces"], key=len), 0, []
-    for event in events:
-        sign = CHANGES.get(event["action"])
-        if sign is None:  # a segment, or the block of a free that was requested before
-            continue
-        held += sign * event["size"]
-        if event["time_us"] >= snapshot.get("last_step", 0):
-            found.append(held)
+    held = 0
+    found = []
+    for event in max(snapshot["device_traces"], key=len):
+        if event["action"] in CHANGES:  # others: a segment, or the block of a free that was requested before
+            held += CHANGES[event["action"]] * event["size"]
+            if event["time_us"] >= snapshot.get("last_step", 0):
+                found.append(held)
     if not found:
         raise UserError("the snapshot has no allocation in the last step; was bench.py step ended before?")
     return found

@@ -53,8 +53,9 @@ def test_draws_the_small_logs_of_the_repository():
     assert [axes[1].get_title(loc="left"), len(axes[1].texts)] == ["the end", len(runs)]
     with pytest.raises(UserError, match="try --x=steps"):
         plot.draw(runs, "seconds", "loss")
-    timed = next(run for run in runs if "step_ms" in run.start)
-    assert timed.place(np.array([0, 100]), "seconds") == pytest.approx([0, timed.start["step_ms"] / 10])
+    timed = next(run for run in runs if ("start", "step_ms") in run.figures)
+    step_ms = timed.series("start", "step_ms")[1][-1]
+    assert timed.place(np.array([0, 100]), "seconds") == pytest.approx([0, step_ms / 10])
 
 
 VALIDATED = [{"kind": "val", "step": 2, "loss": 2.0, "bpb": 1.0}]
