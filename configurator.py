@@ -161,23 +161,21 @@ def _convert(cls, hints, name, value):
         close = difflib.get_close_matches(name.lower(), [*hints, *others], n=1, cutoff=0.7)
         hint = f"; did you mean {others.get(close[0], close[0])}?" if close else ""
         raise UserError(f"unknown setting {name}{hint}")
-    for kind in _alternatives(hints[name]):
+    kinds = _alternatives(hints[name])
+    if types.NoneType in kinds and str(value) == "None":
+        return None
+    for kind in kinds:
         with contextlib.suppress(ValueError, OverflowError):
             return _read(kind, value)
     raise _mistyped(name, value, hints[name])
 
 
 def _alternatives(hint):
-    """The values that a setting may have by its type, and then the types."""
-    if hint is bool:
-        return [True, False]
-    if hint is types.NoneType:
-        return [None]
+    """The types, and single values, of which a setting may be one."""
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):  # the latter if a Literal is in it
+        return list(itertools.chain(*map(_alternatives, typing.get_args(hint))))
     if typing.get_origin(hint) is typing.Literal:
         return list(typing.get_args(hint))
-    if typing.get_origin(hint) in (types.UnionType, typing.Union):  # the latter if a Literal is in it
-        found = itertools.chain(*map(_alternatives, typing.get_args(hint)))
-        return sorted(found, key=lambda kind: isinstance(kind, type))
     return [hint]
 
 
@@ -185,14 +183,15 @@ def _read(kind, value):
     """`value` as one of a kind, a type or a single value; raises ValueError if it is none."""
     if kind in (int, float):
         return _number(kind, value)
-    if typing.get_origin(kind) is tuple:
-        return (value,) if isinstance(value, str) else tuple(value)
     if kind is str and isinstance(value, str):
         return value
-    if isinstance(kind, bool) and str(value).lower() in (str(kind).lower(), str(int(kind))):
-        return kind
-    if str(value) == str(kind):
-        return kind
+    if typing.get_origin(kind) is tuple:
+        return (value,) if isinstance(value, str) else tuple(value)
+    for choice in (True, False) if kind is bool else (kind,):
+        if isinstance(choice, bool) and str(value).lower() in (str(choice).lower(), str(int(choice))):
+            return choice
+        if str(value) == str(choice):
+            return choice
     raise ValueError
 
 
@@ -227,11 +226,10 @@ def _mistyped(name, value, hint):
 
 def _type_name(hint):
     names = {int: "an int below 2**63", float: "a float", bool: "a bool", str: "a str", type(None): "None"}
-    choices = typing.get_args(hint)
-    if typing.get_origin(hint) is typing.Literal:
-        some = "one of " if len(choices) > 1 else ""
-        return some + ", ".join(map(str, choices))
-    return names.get(hint) or " or ".join(map(_type_name, choices))
+    words = [names.get(kind, str(kind)) for kind in _alternatives(hint)]
+    if typing.get_origin(hint) is typing.Literal and len(words) > 1:
+        return f"one of {', '.join(words)}"
+    return " or ".join(words)
 
 
 # -- checks

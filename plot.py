@@ -121,12 +121,16 @@ def draw(runs, x, y, panels=True):
 def draw_losses(part, runs, x, y, panels):
     """Training and validation loss; of several runs the end once more; names and last losses at the right."""
     kinds = [kind for kind in LOOKS if any(len(run.series(kind, y)[0]) for run in runs)]
-    loss = Panel(f"loss, {UNITS[y]}: {', '.join(map(LOOKS.get, kinds))}", ("train", "val"), y)
-    widths = [2, 1] if panels and len(runs) > 1 else [1]
-    for axes in part.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0]:
-        at_end = len(part.axes) == 2 and axes is part.axes[1]
+    loss = Panel(f"loss, {UNITS[y]}: {', '.join(LOOKS[kind] for kind in kinds)}", ("train", "val"), y)
+    if len(runs) == 1:
+        faint = 0.9
+    else:
         faint = 0.55 if panels else 0.35
-        curves = draw_curves(axes, runs, x, loss, 0.9 if len(runs) == 1 else faint, at_end)
+    widths = [2, 1] if panels and len(runs) > 1 else [1]
+    both = part.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0]
+    for axes in both:
+        at_end = axes is not both[0]
+        curves = draw_curves(axes, runs, x, loss, faint, at_end)
         right = max(at[-1] for at, _ in curves) or 1
         left = END * right if at_end else -0.015 * right
         axes.set(xlabel=AXES[x], xlim=(left, 1.015 * right))
@@ -177,7 +181,7 @@ def draw_training(axes, run, at, values, alpha, noise):
     """A running mean, of at most some 2,000 points, with the values themselves as noise; returns it."""
     few = slice(None, None, max(1, len(values) // 2000))
     mean = smooth(values)
-    style = {"color": run.color, "linestyle": run.dash, "linewidth": 1.2}
+    style = {"color": run.color, "linestyle": run.dash, "linewidth": 1.1}
     axes.plot(at[few], mean[few], alpha=alpha, label=f"_{run.name}, training", **style)
     if noise:
         axes.plot(at[few], values[few], color=run.color, linewidth=0.6, alpha=0.2, zorder=1.5)
