@@ -290,7 +290,7 @@ def own_panels(runs):
         for (kind, key), values in run.figures.items():
             if not any(number(value) for value in values.values()):
                 continue
-            if key.startswith("extras."):
+            if kind in ("train", "val") and key.startswith("extras."):
                 extras[key] = Panel(key.removeprefix("extras."), ("train", "val"), key)
             elif kind not in OURS and key not in ("step", "seconds"):
                 evaluations[kind, key] = Panel(f"{kind} {key}", (kind,), key)

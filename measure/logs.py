@@ -40,7 +40,7 @@ class Run:
     def settings(self):
         """{name: text} of the settings that the last start lists, without APART; {} if it lists none."""
         rows = self.figures.get(("start", "rows"), {0: []})
-        text = " ".join(str(row[-1]) for row in rows[max(rows)] if row[0] == "settings")
+        text = " ".join(str(row[-1]) for row in rows[max(rows)] if row[:1] == ["settings"])
         try:
             words = shlex.split(text)
         except ValueError:  # older logs do not quote
@@ -53,7 +53,7 @@ class Run:
 
         The validation before the first step is left out of a log with training: it is far above the rest.
         """
-        if key == "bpb":
+        if key == "bpb" and kind in ("train", "val"):
             steps, loss = self.series(kind, "loss")
             return steps, loss * self.bits_per_nat()
         points = []
@@ -66,21 +66,21 @@ class Run:
         return np.array(points, dtype=float).reshape(-1, 2).T
 
     def bits_per_nat(self):
-        """The bits per byte over the loss, at the last validation."""
-        bits = self.figures.get(("val", "bpb"), {0: None})
+        """The bits per byte over the loss, at the last validation that has both."""
+        bits = self.figures.get(("val", "bpb"), {})
         loss = self.figures.get(("val", "loss"), {})
-        last = max(bits)
-        if not bits[last] or not loss.get(last):
+        ratios = [bits[step] / loss[step] for step in sorted(bits) if bits[step] and loss.get(step)]
+        if not ratios:
             raise UserError(f"{self.folder}: no bits per byte in its log; try --y=loss")
-        return bits[last] / loss[last]
+        return ratios[-1]
 
     def place(self, steps, x):
         """Where steps lie on the axis x; UserError if the log does not say."""
         if x == "steps":
             return steps
-        median = self.series("start", "step_ms")[1]  # in a small log of results/
-        if x == "seconds" and len(median):
-            return steps * median[-1] / 1e3
+        step_ms = self.series("start", "step_ms")[1]  # the median, in a small log of results/
+        if x == "seconds" and len(step_ms):
+            return steps * step_ms[-1] / 1e3
         at, values = self.series("train", "dt_ms" if x == "seconds" else "tokens")
         if not len(at):
             raise UserError(f"{self.folder}: its log does not hold what x={x} needs; try --x=steps")
