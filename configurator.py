@@ -245,6 +245,16 @@ def too_small(cfg, least):
     return found
 
 
+def without_folder(cfg, names):
+    """Problems, a line each: of the settings `names`, files to be written for which there is no folder."""
+    found = []
+    for name in names:
+        path = getattr(cfg, name)
+        if path and not Path(path).parent.is_dir():
+            found.append(f"{name}={path}: there is no folder {Path(path).parent}")
+    return found
+
+
 def changed(cfg):
     """The settings of a dataclass instance that differ from the defaults, {name: value}."""
     values = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(cfg)}

@@ -12,7 +12,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from configurator import run, too_small
+from configurator import run, too_small, without_folder
 from corpus import DataError, told
 from errors import UserError, refuse, say
 from run.files import write_atomic
@@ -37,8 +37,7 @@ class Config(TrainedConfig):
 
 def main(cfg):
     refuse(too_small(cfg, {"num_fewshot": 0, "limit": 1, "batch_tokens": 1, "seed": 0}))
-    if cfg.out and not Path(cfg.out).absolute().parent.is_dir():
-        raise UserError(f"out={cfg.out}: there is no folder {Path(cfg.out).parent}")
+    refuse(without_folder(cfg, ["out"]))
     try:
         from lm_eval import simple_evaluate
         from lm_eval.utils import handle_non_serializable, make_table

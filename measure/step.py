@@ -8,7 +8,6 @@ import re
 import statistics
 import time
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -17,7 +16,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 import kernels
 import optim
 import train
-from configurator import too_small
+from configurator import too_small, without_folder
 from errors import UserError, is_rank_0, refuse
 from run.build import choose
 from run.logger import describe_device, progress, show
@@ -39,7 +38,8 @@ KINDS = {  # a kernel is of the first kind whose pattern its name contains
 
 def measure(cfg):
     """Times cfg.steps training steps and prints the result; cfg: a bench.StepConfig that was checked."""
-    refuse(too_small(cfg, {"steps": 0, "settle": 0, "gpu_gib": 1}) + without_folder(cfg))
+    refuse(too_small(cfg, {"steps": 0, "settle": 0, "gpu_gib": 1}))
+    refuse(without_folder(cfg, ["trace", "snapshot"]))
     world = parallel.join(cfg)
     with Watch(world, cfg.timeout_s, saves=False), explained(cfg, world):
         began = time.perf_counter()
@@ -55,16 +55,6 @@ def measure(cfg):
                 take_steps(cfg, world, began, marks)
         else:
             take_steps(cfg, world, began, marks={})
-
-
-def without_folder(cfg):
-    """Problems, one line each: files to be written, for which there is no folder."""
-    found = []
-    for name in ("trace", "snapshot"):
-        path = getattr(cfg, name)
-        if path and not Path(path).parent.is_dir():
-            found.append(f"{name}={path}: there is no folder {Path(path).parent}")
-    return found
 
 
 @contextlib.contextmanager
