@@ -15,8 +15,10 @@ what the GPU's memory held from the start on, for pytorch.org/memory_viz or `ben
 import importlib
 import sys
 from dataclasses import dataclass
+from functools import partial
 
-from configurator import UserError, columns, fill, parse, run
+from configurator import columns, fill, parse, run
+from errors import UserError
 from run.hf import adopt
 from settings import Config, check
 
@@ -47,7 +49,7 @@ class SnapshotConfig:
     out: str = "memory.png"  # .png, .svg or .pdf
 
 
-COMMANDS = dict(step=StepConfig, memory=MemoryConfig, snapshot=SnapshotConfig)
+COMMANDS = {"step": StepConfig, "memory": MemoryConfig, "snapshot": SnapshotConfig}
 
 
 def with_shape(given):
@@ -75,7 +77,7 @@ if __name__ == "__main__":
         print(fill(__doc__, columns()))
     elif name in COMMANDS:
         cfg = parse(COMMANDS[name], complete=with_shape if name == "memory" else adopt)
-        run(lambda cfg: main(name, cfg), cfg)
+        run(partial(main, name), cfg)
     else:
         print(f"error: bench.py {name}: expected one of {', '.join(COMMANDS)}; see --help", file=sys.stderr)
         sys.exit(2)

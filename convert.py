@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from configurator import UserError, refuse, run, too_small, warn, without_effect
+from configurator import run, too_small, without_effect
+from errors import UserError, refuse, warn
 
 
 @dataclass

@@ -19,9 +19,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from configurator import UserError, configure, refuse, run, too_small, without_effect
+from configurator import configure, run, too_small, without_effect
 from corpus import DataError, told
 from corpus.text_files import RECORDS, WARNING, alone, contents, kind, local_documents, local_files
+from errors import UserError, refuse
 from run.files import patiently
 from settings import Config as RunConfig
 

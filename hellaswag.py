@@ -24,8 +24,9 @@ from pathlib import Path
 
 import numpy as np
 
-from configurator import columns, refuse, run, say, too_small
+from configurator import columns, run, too_small
 from corpus import DataError
+from errors import refuse, say
 from run.files import misfits, text, write_atomic
 from settings import TrainedConfig
 

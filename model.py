@@ -18,7 +18,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import kernels
-from configurator import UserError
+from errors import UserError
 from fast.chips import best_attention
 from kernels import LayerNorm, Linear, RMSNorm
 from settings import GPTConfig

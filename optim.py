@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from configurator import UserError, listed, warn
+from errors import UserError, listed, warn
 from scale.shards import all_gather_single, local, rows_of
 
 # (a, b, c) of five steps x -> a x + b x x^T x + c (x x^T)^2 x; singular values end between 0.85 and 1.15

@@ -12,7 +12,8 @@ import contextlib
 import sys
 from dataclasses import dataclass
 
-from configurator import UserError, refuse, run, say, this_rank, too_small
+from configurator import run, too_small
+from errors import UserError, refuse, say, this_rank
 from settings import TrainedConfig
 
 

@@ -10,7 +10,8 @@ import re
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
-from configurator import refuse, this_rank, too_small
+from configurator import too_small
+from errors import refuse, this_rank
 
 Precision = Literal["auto", "auto8", "fp32", "tf32", "bf16", "fp16", "fp8"]
 
@@ -102,24 +103,33 @@ class GPTConfig:
         sizes = ["vocab_size", "vocab_multiple", "block_size", "n_layer"]
         sizes += ["n_head", "n_kv_head", "head_dim", "n_embd", "n_hidden"]
         found = too_small(self, dict.fromkeys(sizes, 1) | {"value_embeddings": 0, "dropout": 0})
-        largest = {name: 10_000 if name == "n_layer" else 1 << 27 for name in sizes}
-        found += [f"{k} must be at most {m}" for k, m in largest.items() if (getattr(self, k) or 0) > m]
-        found += outside(self, "norm_eps rope_theta rope_factor rope_original softcap", "dropout")
+        for name in sizes:
+            most = 10_000 if name == "n_layer" else 1 << 27
+            if (getattr(self, name) or 0) > most:
+                found.append(f"{name} must be at most {most}")
+        found += not_over_0(self, "norm_eps rope_theta rope_factor rope_original softcap")
+        found += not_below_1(self, "dropout")
         if found:
             return found
         if self.head_dim is None and self.n_embd % self.n_head:
             return [f"n_embd={self.n_embd} must be divisible by n_head={self.n_head}"]
         if self.n_head % self.kv_heads:
             return [f"n_head={self.n_head} must be divisible by n_kv_head={self.n_kv_head}"]
-        odd = self.positions == "rope" and self.head_size % 2
-        return [f"head_dim={self.head_size} must be even with positions=rope"] if odd else []
+        if self.positions == "rope" and self.head_size % 2:
+            return [f"head_dim={self.head_size} must be even with positions=rope"]
+        return []
 
     def differences(self, now, free=()):
         """["n_embd: checkpoint 768, now 1024", ...] of fields that decide results, except those in `free`."""
-        free = {"attention", "dropout", "zero_init", *free}
-        own = dict(n_kv_head="kv_heads", n_hidden="hidden", head_dim="head_size")  # which say what None means
-        both = {f.name: [getattr(c, own.get(f.name, f.name)) for c in (self, now)] for f in fields(GPTConfig)}
-        return [f"{k}: checkpoint {a}, now {b}" for k, (a, b) in both.items() if a != b and k not in free]
+        meaning = {"n_kv_head": "kv_heads", "n_hidden": "hidden", "head_dim": "head_size"}  # of None
+        found = []
+        for field in fields(GPTConfig):
+            name = meaning.get(field.name, field.name)
+            before = getattr(self, name)
+            after = getattr(now, name)
+            if before != after and field.name not in {"attention", "dropout", "zero_init", *free}:
+                found.append(f"{field.name}: checkpoint {before}, now {after}")
+        return found
 
 
 @dataclass
@@ -217,9 +227,10 @@ class Config(GPTConfig):
     def stages(self):
         """[(tokens in a step, share of the run up to which)] of batch_schedule, then of batch_tokens."""
         stages = []
-        for stage in self.batch_schedule.split(",") if self.batch_schedule else []:
-            tokens, until = stage.split(":")
-            stages.append((int(tokens), float(until)))
+        if self.batch_schedule is not None:
+            for stage in self.batch_schedule.split(","):
+                tokens, until = stage.split(":")
+                stages.append((int(tokens), float(until)))
         return [*stages, (self.batch_tokens, 1.0)]
 
     @property
@@ -239,16 +250,22 @@ class TrainedConfig:
     parallel: Literal["ddp", "fsdp"] = "ddp"  # a rank holds: ddp: the whole model; fsdp: a part of it
 
 
-def outside(cfg, positive, shares):
-    """Settings, two texts of names, that are not over 0 or not below 1, one line each; None passes."""
-    given = lambda names: ((k, v) for k in names.split() if (v := getattr(cfg, k)) is not None)
-    found = [f"{k}={v} must be over 0" for k, v in given(positive) if not v > 0]
-    return found + [f"{k}={v} must be below 1" for k, v in given(shares) if v >= 1]
+def not_over_0(cfg, names):
+    """Settings in a text of names that are 0 or less, one line each; None passes."""
+    values = {name: getattr(cfg, name) for name in names.split()}
+    return [f"{k}={v} must be over 0" for k, v in values.items() if v is not None and not v > 0]
+
+
+def not_below_1(cfg, names):
+    """Settings in a text of names that are 1 or more, one line each."""
+    values = {name: getattr(cfg, name) for name in names.split()}
+    return [f"{k}={v} must be below 1" for k, v in values.items() if v >= 1]
 
 
 def check(cfg, ranks=None):
     """Raises one UserError that lists every setting out of range or in conflict; ranks: None: torchrun's."""
-    ranks = this_rank().size if ranks is None else ranks
+    if ranks is None:
+        ranks = this_rank().size
     if cfg.batch_size == "auto":  # run.build.choose knows the device
         cfg = replace(cfg, batch_size=1)
     if cfg.remat_every == "auto":
@@ -260,34 +277,38 @@ def check(cfg, ranks=None):
 def out_of_range(cfg, ranks):
     """Settings of a run that are out of range by themselves, one line each."""
     one = "batch_size batch_tokens max_steps keep_last log_interval remat_every timeout_s remat_tile"
-    one += " norms_interval"
+    one += " norms_interval max_tokens"
     zero = "lr lr_embedding lr_head min_lr_ratio cooldown_fraction weight_decay beta1 beta2 warmup_steps seed"
     zero += " momentum_warmup eval_interval hellaswag_interval sample_interval save_interval shuffle_seed"
-    least = dict.fromkeys(one.split(), 1) | dict.fromkeys([*zero.split(), "max_skipped_steps"], 0)
-    least |= dict(eval_tokens=cfg.block_size, max_tokens=1)
-    found = outside(cfg, positive="max_seconds", shares="beta1 beta2") + too_small(cfg, least)
+    zero += " max_skipped_steps"
+    least = dict.fromkeys(one.split(), 1) | dict.fromkeys(zero.split(), 0) | {"eval_tokens": cfg.block_size}
+    found = not_over_0(cfg, "max_seconds") + not_below_1(cfg, "beta1 beta2") + too_small(cfg, least)
     if cfg.clip is not None and not cfg.clip > 0:
         found.append(f"clip={cfg.clip} must be over 0; nanoGPT's 0, no clipping, is --clip=None")
-    if cfg.batch_schedule is not None and not growing(cfg):
+    if not grows(cfg):
         form = "expected TOKENS:SHARE,... that grow, below batch_tokens and 1, such as 65536:0.2,131072:0.5"
         found.append(f"batch_schedule={cfg.batch_schedule}: {form}")
-    name, theirs = cfg.init_from or "", {"scratch": "--init_from=None", "resume": "--resume=auto"}
+    name = cfg.init_from or ""
+    theirs = {"scratch": "--init_from=None", "resume": "--resume=auto"}
     if (name in theirs or name.startswith("gpt2")) and not os.path.exists(name):
         ours = theirs.get(name, f"--init_from=hf:{name}")
         found.append(f"init_from={name} is nanoGPT's; it is {ours} here")
     if cfg.context_parallel < 1 or ranks % cfg.context_parallel:
         found.append(f"context_parallel={cfg.context_parallel} must divide the number of ranks, {ranks}")
-    odd = [k for k, v in vars(cfg).items() if isinstance(v, str) and re.search(r"[\0\ud800-\udfff]", v)]
-    found += [f"{name}={getattr(cfg, name)!a} must be UTF-8 without NUL" for name in odd]
-    endless = {k: v for k, v in vars(cfg).items() if isinstance(v, float) and not math.isfinite(v)}
-    return found + [f"{k}={v} must be finite" for k, v in endless.items() if f"{k}=" not in str(found)]
+    for name, value in vars(cfg).items():
+        if isinstance(value, str) and re.search(r"[\0\ud800-\udfff]", value):
+            found.append(f"{name}={value!a} must be UTF-8 without NUL")
+        if isinstance(value, float) and not math.isfinite(value) and f"{name}=" not in str(found):
+            found.append(f"{name}={value} must be finite")
+    return found
 
 
-def growing(cfg):
+def grows(cfg):
     """Whether batch_schedule can be read, and its tokens and shares grow."""
-    if not re.fullmatch(r"[\d_]+:\d*\.?\d+(,[\d_]+:\d*\.?\d+)*", cfg.batch_schedule):
+    try:
+        stages = [(0, 0.0), *cfg.stages]
+    except ValueError:
         return False
-    stages = [(0, 0.0), *cfg.stages]
     return all(a < b and s < t for (a, s), (b, t) in itertools.pairwise(stages))
 
 
@@ -321,12 +342,12 @@ CONFLICTS = [  # a setting and its values, another one and its values ("not": al
 
 def conflicts(cfg, ranks):
     """Settings that cannot be combined, one line each."""
-    found, shards = [], cfg.shard_size
-    within = lambda name, values: (str(getattr(cfg, name)) in values.split()) != values.startswith("not ")
+    found = []
     for a, values, b, others, why, other in CONFLICTS:
-        if within(a, values) and within(b, others):
+        if is_among(getattr(cfg, a), values) and is_among(getattr(cfg, b), others):
             pair = f"{a}={getattr(cfg, a)} does not go with {b}={getattr(cfg, b)}"
             found.append(f"{pair}, {why}; try {other}")
+    shards = cfg.shard_size
     if cfg.parallel == "hsdp" and shards is not None and (shards < 1 or ranks % shards):
         found.append(f"shard_size={shards} must divide the number of ranks, {ranks}")
     if cfg.weights == "bf16" and cfg.parallel == "ddp" and ranks > 1 and cfg.reduce_dtype == "fp32":
@@ -334,22 +355,32 @@ def conflicts(cfg, ranks):
     return found
 
 
+def is_among(value, values):
+    """Whether a setting has one of `values`, or none of those after "not"."""
+    return (str(value) in values.split()) != values.startswith("not ")
+
+
 def shape_conflicts(cfg, ranks):
     """Conflicts with the shape of the model or the batch, one line each; checked when all else is right."""
-    found, N, D, micro = [], cfg.context_parallel, cfg.head_size, cfg.micro_tokens(ranks)
+    N = cfg.context_parallel
+    D = cfg.head_size
+    found = []
     if cfg.remat == "attention" and D % 8:
         found.append(f"remat=attention needs head_dim={D} to be a multiple of 8; try --remat=block")
     if cfg.document_mask and (D % 8 or D > 256):
         found.append(f"document_mask=True needs head_dim={D} to be a multiple of 8, at most 256")
     for name in ("block_size", "n_head"):
-        if (value := getattr(cfg, name)) % N:
+        value = getattr(cfg, name)
+        if value % N:
             found.append(f"{name}={value} must be divisible by context_parallel={N}; try {value // N * N}")
     if cfg.kv_heads % N and N % cfg.kv_heads:
         found.append(f"one of n_kv_head={cfg.kv_heads} and context_parallel={N} must divide the other")
-    for tokens in [tokens for tokens, _ in cfg.stages if tokens % micro]:
-        name = "batch_tokens" if tokens == cfg.batch_tokens else "batch_schedule"
-        fewer, rows = tokens // micro * micro, f"{cfg.batch_size}*{cfg.block_size}*{ranks // N}"
-        nearest = f"{fewer} or {fewer + micro}" if fewer else micro
-        product = f"batch_size*block_size*ranks = {rows} = {micro}"
-        found.append(f"{name}={tokens} is not divisible by {product}; nearest: {nearest}")
+    micro = cfg.micro_tokens(ranks)
+    product = f"batch_size*block_size*ranks = {cfg.batch_size}*{cfg.block_size}*{ranks // N} = {micro}"
+    for tokens, _ in cfg.stages:
+        if tokens % micro:
+            name = "batch_tokens" if tokens == cfg.batch_tokens else "batch_schedule"
+            fewer = tokens // micro * micro
+            nearest = f"{fewer} or {fewer + micro}" if fewer else micro
+            found.append(f"{name}={tokens} is not divisible by {product}; nearest: {nearest}")
     return found

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from configurator import UserError, is_rank_0, refuse, run, say, too_small
+from configurator import run, too_small
+from errors import UserError, is_rank_0, refuse, say
 from settings import TrainedConfig
 
 

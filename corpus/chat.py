@@ -12,9 +12,9 @@ import jinja2.ext
 import jinja2.sandbox
 import numpy as np
 
-from configurator import UserError
 from corpus import DataError, told
 from corpus.tokenizer import HuggingFace, read_beside, refuse_link, special_tokens, without_surrogates
+from errors import UserError
 
 MARKS = "\ufdd0\ufdd1"  # around an answer while a template is rendered; Unicode has them for such uses
 

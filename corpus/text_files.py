@@ -12,8 +12,8 @@ import os
 import re
 from collections import Counter
 
-from configurator import UserError
 from corpus import DataError, told
+from errors import UserError
 from run.files import digest
 
 RECORDS = (".jsonl", ".ndjson", ".json", ".parquet")  # many documents in a file

@@ -15,8 +15,8 @@ import tiktoken
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Inner
 
-from configurator import UserError, warn
 from corpus import VOCABULARIES, told
+from errors import UserError, warn
 from run.files import read_json, write_atomic
 
 LLAMA3_PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"

@@ -15,9 +15,9 @@ import huggingface_hub
 import numpy as np
 from tqdm import tqdm
 
-from configurator import UserError
 from corpus import DataError, packing, told
 from corpus.loader import FORMATS, HEADER_BYTES, SHARD, ahead, mask_path, open_shard, split_of
+from errors import UserError
 from run import files
 
 WRITTEN = SHARD | dict.fromkeys(("tokens", "documents", "bytes", "targets?"), files.count)

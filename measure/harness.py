@@ -12,12 +12,14 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from configurator import UserError, refuse, run, say, too_small
+from configurator import run, too_small, without_folder
 from corpus import DataError, told
+from errors import UserError, refuse, say
 from run.files import write_atomic
 from settings import TrainedConfig
 
 TESTED = "0.4.13"
+BOOTSTRAPS = 100_000  # the harness's own number
 
 
 @dataclass
@@ -35,8 +37,7 @@ class Config(TrainedConfig):
 
 def main(cfg):
     refuse(too_small(cfg, {"num_fewshot": 0, "limit": 1, "batch_tokens": 1, "seed": 0}))
-    if cfg.out and not Path(cfg.out).absolute().parent.is_dir():
-        raise UserError(f"out={cfg.out}: there is no folder {Path(cfg.out).parent}")
+    refuse(without_folder(cfg, ["out"]))
     try:
         from lm_eval import simple_evaluate
         from lm_eval.utils import handle_non_serializable, make_table
@@ -49,12 +50,17 @@ def main(cfg):
     manager, tasks = load(cfg)
     world, *loaded = trained.load(cfg)
     model = LanguageModel(*loaded, cfg.batch_tokens, cfg.bos, cfg.seed)
-    options = dict(num_fewshot=cfg.num_fewshot, limit=cfg.limit, gen_kwargs=cfg.gen_kwargs, log_samples=False)
-    options |= dict(tasks=tasks, task_manager=manager)
-    if not world.main:
-        options["bootstrap_iters"] = 0  # rank 0 estimates the errors
     # each rank hands all requests to its model, which divides them and returns all answers
-    report = simple_evaluate(model, **options)
+    report = simple_evaluate(
+        model,
+        tasks=tasks,
+        task_manager=manager,
+        num_fewshot=cfg.num_fewshot,
+        limit=cfg.limit,
+        gen_kwargs=cfg.gen_kwargs,
+        log_samples=False,
+        bootstrap_iters=BOOTSTRAPS if world.main else 0,  # rank 0 estimates the errors
+    )
     if world.main:
         for column in ("results", "groups"):
             if report.get(column):
@@ -68,16 +74,23 @@ def load(cfg):
     """(The harness's TaskManager, tasks and groups of tasks that cfg.tasks names, with their data)."""
     from lm_eval.tasks import TaskManager
 
-    folders = [Path(__file__).parent, *([cfg.include_path] if cfg.include_path else [])]
+    folders = [Path(__file__).parent]
+    if cfg.include_path:
+        folders.append(cfg.include_path)
     with told(f"include_path={cfg.include_path} cannot be read"):
         manager = TaskManager(include_path=folders)
-    names, found = [name.strip() for name in cfg.tasks.split(",")], []
-    if unknown := [name for name in names if name not in manager.all_tasks]:
+    found = []
+    names = [name.strip() for name in cfg.tasks.split(",")]
+    unknown = [name for name in names if name not in manager.all_tasks]
+    if unknown:
         raise UserError(f"tasks={cfg.tasks}: the harness has no {', '.join(unknown)}; `lm_eval ls tasks`")
     for name in names:
         with told(f"tasks={name} cannot be loaded", DataError):
             one = manager.load([name])
-        found += [one["groups"][name]] if name in one["groups"] else one["tasks"].values()
+        if name in one["groups"]:
+            found.append(one["groups"][name])
+        else:
+            found += one["tasks"].values()
     return manager, found
 
 

@@ -8,18 +8,18 @@ of N batches, and returns the answers of all ranks: the batches are those of one
 """
 
 import itertools
-import json
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from lm_eval.api.model import LM
-from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.models.utils import Collator, normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from torch.nn.utils.rnn import pad_sequence
 
 import hellaswag
-from configurator import UserError, refuse, warn
 from corpus import DataError
+from errors import UserError, refuse, warn
 from run import sampling
 from run.logger import progress
 from scale import parallel
@@ -35,21 +35,27 @@ class LanguageModel(LM):
 
     def __init__(self, model, tokenizer, autocast, batch_tokens=None, bos=False, seed=0):
         super().__init__()
-        self.model, self.tokenizer, self.autocast, self.bos, self.seed = model, tokenizer, autocast, bos, seed
+        self.model = model
+        self.tokenizer = tokenizer
+        self.autocast = autocast
+        self.bos = bos
+        self.seed = seed
+        self.limit = model.cfg.block_size
         self._device = parallel.device_of(model)
         self.batch_tokens = batch_tokens or BATCH_TOKENS.get(self._device.type, 1024)
-        self.limit = model.cfg.block_size
 
     def loglikelihood(self, requests, disable_tqdm=False):
         """[(log p of the continuation, whether each of its tokens is the likeliest)] of (context, it)."""
         pairs = [request.args for request in requests]
         contexts = self.encode([context.rstrip() for context, _ in pairs])
         wholes = self.encode([context + more for context, more in pairs])
-        rows, starts = [], []
+        rows = []
+        starts = []
         for (before, more), context, whole in zip(pairs, contexts, wholes):
             start = len(context)
             if start == 0:  # something must come before the first token
-                whole, start = [self.tokenizer.eot, *whole], 1
+                whole = [self.tokenizer.eot, *whole]
+                start = 1
             if not 0 < len(whole) - start <= self.limit:
                 size = f"has {max(0, len(whole) - start):,} tokens, of 1 to block_size={self.limit:,}"
                 raise DataError(f"the continuation {more[:40]!r} of {before[-40:]!r} {size}")
@@ -59,8 +65,10 @@ class LanguageModel(LM):
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
         """[log p of a whole text]: of each token after as many as fit, the first after the separator."""
-        options = dict(prefix_token=self.tokenizer.eot, max_seq_len=self.limit, context_len=1)
-        rows, starts, owners = [], [], []
+        options = {"prefix_token": self.tokenizer.eot, "max_seq_len": self.limit, "context_len": 1}
+        rows = []
+        starts = []
+        owners = []
         for i, ids in enumerate(self.encode([request.args[0] for request in requests])):
             for context, more in map(make_disjoint_window, get_rolling_token_windows(ids, **options)):
                 rows.append([*context, *more])
@@ -75,29 +83,31 @@ class LanguageModel(LM):
         """[the text that continues a context] up to a string of `until`, an end, or max_gen_toks tokens."""
         if parallel.units(self.model):
             raise UserError("parallel=fsdp: tasks that generate need --parallel=ddp, a whole model a rank")
-        prompts = self.encode([context for context, _ in (request.args for request in requests)])
-        alike, jobs, found = {}, [], {}
-        for i, request in enumerate(requests):
-            alike.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(i)
-        for words, members in alike.items():
-            options = self.options(json.loads(words))
-            for i in members:
-                prompts[i] = prompts[i][-(self.limit - options["max_gen_toks"]) :] or [self.tokenizer.eot]
-            members.sort(key=lambda i: len(prompts[i]), reverse=True)
-            rows = max(1, self.batch_tokens // (len(prompts[members[0]]) + options["max_gen_toks"]))
-            for first in range(0, len(members), rows):
-                jobs.append((members[first : first + rows], options))
+        contexts = self.encode([request.args[0] for request in requests])
+        asked = []
+        for ids, request in zip(contexts, requests):
+            options = self.options(request.args[1])
+            asked.append((ids[-(self.limit - options["max_gen_toks"]) :] or [self.tokenizer.eot], options))
+
+        def rows(_, alike):
+            prompt, options = alike[0]  # the longest
+            return max(1, self.batch_tokens // (len(prompt) + options["max_gen_toks"]))
+
+        order = Collator(
+            asked, sort_fn=lambda one: -len(one[0]), group_fn=lambda one: one[1], group_by="gen_kwargs"
+        )
+        batches = list(order.get_batched(batch_fn=rows))
         rank, world = parallel.rank_and_size()
-        for number in progress(range(rank, len(jobs), world), "texts"):
-            members, options = jobs[number]
-            texts = self.continued([prompts[i] for i in members], options, self.seed + number)
-            found |= dict(zip(members, texts))
-        everywhere = {i: text for part in parallel.gather_objects(found) for i, text in part.items()}
-        return [everywhere[i] for i in range(len(requests))]
+        found = {}
+        for number in progress(range(rank, len(batches), world), "texts"):
+            found[number] = self.continued(batches[number], self.seed + number)
+        for part in parallel.gather_objects(found):
+            found |= part
+        return order.get_original([text for number in range(len(batches)) for text in found[number]])
 
     def encode(self, texts):
         """A list of ids for each text."""
-        before = [self.tokenizer.eot] * self.bos
+        before = [self.tokenizer.eot] if self.bos else []
         return [before + ids.tolist() for ids in self.tokenizer.encode_batch(texts)]
 
     def scores(self, rows, starts):
@@ -105,8 +115,9 @@ class LanguageModel(LM):
         if not rows:
             return []
         cuts = [max(0, len(row) - (self.limit + 1)) for row in rows]
-        cut = sum(map(bool, cuts))
-        warn(cut and f"{cut:,} of {len(rows):,} rows exceed block_size={self.limit:,}: their left is cut off")
+        if any(cuts):
+            many = f"{np.count_nonzero(cuts):,} of {len(rows):,} rows exceed block_size={self.limit:,}"
+            warn(f"{many}: their left is cut off")
         rows = [np.array(row[cut:]) for row, cut in zip(rows, cuts)]
         starts = np.array(starts) - cuts
         prepared = hellaswag.Prepared(rows, starts, labels=None, truncated=0, spanned=0)
@@ -124,41 +135,46 @@ class LanguageModel(LM):
     def options(self, given):
         """A task's generation settings in the harness's form, checked."""
         options = normalize_gen_kwargs(given, NEW_TOKENS)
-        sampled = options["do_sample"] and options.get("temperature", 0) > 0
-        options["temperature"] = float(options["temperature"]) if sampled else 0
-        free = {"num_beams"} if options.get("num_beams") == 1 else set()
-        free |= set() if sampled else {"top_p"}  # which no greedy choice heeds
-        unknown = sorted(options.keys() - KNOWN - free)
-        known = f"is not known here; {', '.join(sorted(KNOWN))} are"
-        refuse([f"gen_kwargs: {name}={options[name]} {known}" for name in unknown])
+        known = set(KNOWN)
+        if not options["do_sample"] or options.get("temperature", 0) <= 0:
+            options["temperature"] = 0.0
+            known.add("top_p")  # which no greedy choice heeds
+        if options.get("num_beams") == 1:
+            known.add("num_beams")
+        rule = f"is not known here; {', '.join(sorted(KNOWN))} are"
+        unknown = sorted(options.keys() - known)
+        refuse([f"gen_kwargs: {name}={options[name]} {rule}" for name in unknown])
         if not 0 < options["max_gen_toks"] < self.limit:
             rule = f"must be over 0 and below block_size={self.limit}; try --gen_kwargs=max_gen_toks=N"
             raise UserError(f"gen_kwargs: max_gen_toks={options['max_gen_toks']} {rule}")
         return options
 
-    def continued(self, prompts, options, seed):
-        """The texts that continue some prompts, lists of ids, the longest first."""
+    def continued(self, batch, seed):
+        """The texts that continue a batch of prompts, [(ids, options)], the longest first."""
+        options = batch[0][1]
+        prompts = [torch.tensor(ids) for ids, _ in batch]
         lengths = torch.tensor([len(ids) for ids in prompts], device=self._device)
-        longest, shortest, most = len(prompts[0]), len(prompts[-1]), options["max_gen_toks"]
-        ids = torch.zeros(len(prompts), longest, dtype=torch.long, device=self._device)
-        for row, own in zip(ids, prompts):
-            row[: len(own)] = torch.tensor(own)
-        choice = dict(temperature=options["temperature"], top_k=options.get("top_k"), seed=seed)
-        new, texts = [], []
-        with self.autocast:
-            for step in sampling.steps(self.model, ids, most, lengths=lengths, **choice):
-                new.append(step)
-                if len(new) % LOOK == 0 or len(new) == longest - shortest + most:
-                    columns = torch.stack(new, 1).tolist()
-                    own = [row[len(p) - shortest :][:most] for row, p in zip(columns, prompts)]
-                    texts = [self.until(row, options["until"]) for row in own]
-                    if all(ended or len(row) == most for (_, ended), row in zip(texts, own)):
-                        break
-        return [text for text, _ in texts]
+        ids = pad_sequence(prompts, batch_first=True).to(self._device)
+        choice = {"temperature": options["temperature"], "top_k": options.get("top_k"), "seed": seed}
+        most = options["max_gen_toks"]
+        columns = []  # the first is behind the shortest prompt
 
-    def until(self, ids, stops):
-        """(the text of ids up to an id that ends one or a string of stops, whether there was one)."""
+        def texts():
+            """[(text, whether it is at its end)]"""
+            rows = torch.stack(columns, 1).tolist()
+            own = [row[len(prompt) - len(prompts[-1]) :] for row, prompt in zip(rows, prompts)]
+            return [self.until(row[:most], options["until"], most) for row in own]
+
+        with self.autocast:
+            for column in sampling.steps(self.model, ids, most, lengths=lengths, **choice):
+                columns.append(column)
+                if len(columns) % LOOK == 0 and all(ended for _, ended in texts()):
+                    break
+        return [text for text, _ in texts()]
+
+    def until(self, ids, stops, most):
+        """(the text of ids up to an id that ends one or a string of stops, whether it or `most` ends it)."""
         kept = list(itertools.takewhile(lambda i: i not in self.tokenizer.ends, ids))
         text = self.tokenizer.decode(kept)
         places = [text.find(stop) for stop in stops if stop and stop in text]
-        return text[: min(places, default=None)], len(kept) < len(ids) or bool(places)
+        return text[: min(places, default=None)], len(kept) < len(ids) or bool(places) or len(ids) == most

@@ -2,7 +2,8 @@
 
 import dataclasses
 
-from configurator import UserError, refuse, too_small
+from configurator import too_small
+from errors import UserError, refuse
 from scale import memory
 from settings import check
 
@@ -34,7 +35,8 @@ def measure(cfg):
         table(parts)
     print(f"\n{'':<34}{f'largest in {cfg.gpu_gib:g} GiB':>28}")
     print(f"{'parallel':<10}{'remat':<12}{'GiB a rank':>12}{'batch_size':>14}{'or block_size':>14}")
-    kinds = ["ddp"] if cfg.world == 1 and not cfg.offload_states else ["ddp", "zero2", "fsdp"]
+    shards = cfg.world > 1 or cfg.offload_states
+    kinds = ["ddp", "zero2", "fsdp"] if shards else ["ddp"]
     for kind in dict.fromkeys([*kinds, cfg.parallel]):
         for remat in ("none", "selective", "attention", "block"):
             row(cfg, kind, remat)
@@ -48,14 +50,22 @@ def table(parts):
 def row(cfg, kind, remat):
     """Prints what a rank takes so, and which batch and length fit; nothing if the values conflict."""
     cfg = dataclasses.replace(cfg, parallel=kind, remat=remat)
-    cfg.shard_size = cfg.shard_size if kind == "hsdp" else None
-    cfg.remat_offload = cfg.remat_offload and remat in ("attention", "block")
-    cfg.remat_tile = None if remat == "none" else cfg.remat_tile
+    if kind != "hsdp":
+        cfg.shard_size = None
+    if remat not in ("attention", "block"):
+        cfg.remat_offload = False
+    if remat == "none":
+        cfg.remat_tile = None
     try:
         check(cfg, cfg.world)
     except UserError:
         return
     budget = cfg.gpu_gib * memory.GIB
-    found = memory.largest_batch(cfg, cfg.world, budget), memory.longest_row(cfg, cfg.world, budget)
-    most = "".join(f"{f'{n:,}' if n else 'none fits':>14}" for n in found)
-    print(f"{kind:<10}{remat:<12}{memory.takes(cfg, cfg.world) / memory.GIB:>12.1f}{most}")
+    gib = memory.takes(cfg, cfg.world) / memory.GIB
+    rows = memory.largest_batch(cfg, cfg.world, budget)
+    length = memory.longest_row(cfg, cfg.world, budget)
+    print(f"{kind:<10}{remat:<12}{gib:>12.1f}{in_words(rows):>14}{in_words(length):>14}")
+
+
+def in_words(most):
+    return f"{most:,}" if most else "none fits"

@@ -1,11 +1,19 @@
 """The table of `plot.py A* --against B*`: means over seeds, and whether two groups of runs differ."""
 
 import math
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
+from errors import UserError, listed, refuse, warn
+from measure.logs import SEEDS, differences, folder_names
+
 ANGLES = np.linspace(0, math.pi / 2, 20_001)
+
+
+FIGURES = {"loss": "loss", "bpb": "bits a byte"}
 
 
 @dataclass
@@ -14,8 +22,75 @@ class Group:
 
     name: str
     seeds: list
-    figures: dict  # {"loss": a float for each run, "bpb", "seconds", "tokens"}; None: not known
-    rows: str | None  # what they were validated on; None: not known, or not the same
+    figures: dict  # {"loss": an array of each run's, "bpb", "seconds", "tokens"}; NaN: not known
+    rows: set  # what they were validated on
+
+
+def compare(runs, others):
+    """Prints means over seeds, and how `runs` differ from `others`; returns all groups, lists of runs."""
+    check(runs + others)
+    side = grouped(runs)
+    groups = side + grouped(others)
+    names = differences([recipe(group[0]) for group in groups]) or map(beginning, groups)
+    found = [summary(name, group) for name, group in zip(names, groups)]
+    if any(group.rows != found[0].rows for group in found):
+        what = "not all runs were validated on the same rows, as far as their logs say"
+        warn(f"{what}: losses may not compare; bits a byte do, of the same text")
+    print(*table(found[: len(side)], found[len(side) :]), sep="\n")
+    return groups
+
+
+def check(runs):
+    """Refuses runs that are given twice, and those without a validation; warns of those without an end."""
+    folders = [Path(run.folder).resolve() for run in runs]
+    wrong = [f"{folder} is given twice" for folder in set(folders) if folders.count(folder) > 1]
+    for run in runs:
+        if not len(run.series("val", "loss")[0]):
+            wrong.append(f"{run.folder}: no validation loss in its log, which a table needs")
+        small = ("start", "step_ms") in run.figures  # a log of results/, which has no such line
+        if not small and run.last("done") < run.last("train"):
+            warn(f"{run.folder} has not come to its end: the table has its last validation")
+    refuse(wrong)
+
+
+def grouped(runs):
+    """[runs that differ in their seeds alone]."""
+    groups = {}
+    for run in runs:
+        groups.setdefault(frozenset(recipe(run).items()), []).append(run)
+    return list(groups.values())
+
+
+def recipe(run):
+    """{setting: text} of a run but for seeds."""
+    return {name: text for name, text in run.settings.items() if name not in SEEDS}
+
+
+def beginning(group):
+    """What the names of a group's folders begin with, or else those names."""
+    names = folder_names([run.folder for run in group])
+    return os.path.commonprefix(names).rstrip("_-. 0123456789") or listed(names)
+
+
+def summary(name, group):
+    """The Group of some runs. Raises UserError for two with the same seed."""
+    own = [tuple(run.settings.get(name) for name in SEEDS) for run in group]
+    if len(set(own)) < len(own) and all(run.settings for run in group):
+        folders = listed([str(run.folder) for run in group])
+        raise UserError(f"{folders}: two have the same seed, which counts once; leave one out")
+    names = ("loss", "bpb", "seconds", "tokens")
+    figures = {name: np.array([final(run, name) for run in group]) for name in names}
+    return Group(name, own, figures, {run.at_last_validation("held_out") for run in group})
+
+
+def final(run, figure):
+    """A figure at the last validation of a run; NaN where its log does not say."""
+    try:
+        if figure in FIGURES:
+            return run.end(figure)[1]
+        return run.place(run.end("loss")[0], figure)
+    except UserError:
+        return math.nan
 
 
 def table(groups, others):
@@ -24,8 +99,8 @@ def table(groups, others):
     found = [f"{'runs':<{width}}  seeds  {'loss':<17}{'bits a byte':<17}{'seconds':>9}{'tokens':>15}"]
     for group in groups + others:
         loss, bits, seconds, tokens = group.figures.values()
-        costs = f"{in_words(seconds, ',.0f'):>9}{in_words(tokens, ',.0f'):>15}"
         means = f"{in_words(loss, '.4f', True):<17}{in_words(bits, '.4f', True):<17}"
+        costs = f"{in_words(seconds, ',.0f'):>9}{in_words(tokens, ',.0f'):>15}"
         found.append(f"{group.name:<{width}}  {len(group.seeds):>5}  {means}{costs}")
     for group in groups:
         for other in others:
@@ -35,21 +110,25 @@ def table(groups, others):
 
 def in_words(values, form, spread=False):
     """The mean and, with `spread`, ± the standard deviation."""
-    if values is None:
+    if np.isnan(values).any():
         return "n/a"
-    deviation = f" ±{values.std(ddof=1):{form}}" if spread and len(values) > 1 else ""
-    return f"{values.mean():{form}}{deviation}"
+    words = f"{values.mean():{form}}"
+    if spread and len(values) > 1:
+        words += f" ±{values.std(ddof=1):{form}}"
+    return words
 
 
 def compared(group, other):
     """A line for each loss that both have: Welch's interval, and that of pairs of runs with the same seed."""
     found = []
-    for key, figure in (("loss", "loss"), ("bpb", "bits a byte")):
-        a, b = group.figures[key], other.figures[key]
-        if a is None or b is None:
+    for key, figure in FIGURES.items():
+        a = group.figures[key]
+        b = other.figures[key]
+        if np.isnan([*a, *b]).any():
             continue
         found.append(f"{figure:<13}{'Welch':<16}{answer(a.mean() - b.mean(), *welch(a, b))}")
-        if group.rows and group.rows == other.rows and sorted(group.seeds) == sorted(other.seeds):
+        same_rows = group.rows == other.rows and len(group.rows) == 1 and None not in group.rows
+        if same_rows and sorted(group.seeds) == sorted(other.seeds):
             pairs = a - b[[other.seeds.index(seed) for seed in group.seeds]]
             found.append(f"{figure:<13}{'paired by seed':<16}{answer(pairs.mean(), *welch(pairs))}")
     return found

@@ -2,12 +2,12 @@
 
 import pickle
 
-import matplotlib
+import numpy as np
 from matplotlib.figure import Figure
 
-from configurator import UserError
 from corpus import told
-from plot import DARK, LIGHT, STYLE, theme_style, write
+from errors import UserError
+from measure.pictures import colors, theme, write
 
 GIB = 2**30
 CHANGES = {"alloc": 1, "free_requested": -1}  # signs of what torch.cuda.memory_allocated counts
@@ -21,7 +21,8 @@ def measure(cfg):
     if len(names) != len(cfg.words):
         raise UserError(f"names={cfg.names} has {len(names)} names, but there are {len(cfg.words)} files")
     curves = [last_step(read(path)) for path in cfg.words]
-    write(draw(curves, names, DARK if cfg.dark else LIGHT), cfg.out)
+    with theme(cfg.dark):
+        write(draw(curves, names), cfg.out)
 
 
 def read(path):
@@ -35,33 +36,29 @@ def read(path):
 
 def last_step(snapshot):
     """[bytes that tensors held after each allocation and each free] of the last step, if it is marked."""
-    events, held, found = max(snapshot["device_traces"], key=len), 0, []
-    for event in events:
-        sign = CHANGES.get(event["action"])
-        if sign is None:  # a segment, or the block of a free that was requested before
-            continue
-        held += sign * event["size"]
-        if event["time_us"] >= snapshot.get("last_step", 0):
-            found.append(held)
+    held = 0
+    found = []
+    for event in max(snapshot["device_traces"], key=len):
+        if event["action"] in CHANGES:  # others: a segment, or the block of a free that was requested before
+            held += CHANGES[event["action"]] * event["size"]
+            if event["time_us"] >= snapshot.get("last_step", 0):
+                found.append(held)
     if not found:
         raise UserError("the snapshot has no allocation in the last step; was bench.py step ended before?")
     return found
 
 
-def draw(curves, names, theme):
+def draw(curves, names):
     """A figure with a panel for each curve, on the same scale of memory."""
-    with matplotlib.rc_context(STYLE | theme_style(theme)):
-        figure = Figure(figsize=(10, 3.6), layout="constrained")
-        panels = figure.subplots(1, len(curves), sharey=True, squeeze=False)[0]
-        for axes, curve, name, color in zip(panels, curves, names, theme["colors"]):
-            sizes = [held / GIB for held in curve]
-            axes.fill_between(range(len(sizes)), sizes, color=color, alpha=0.35, linewidth=0)
-            axes.plot(sizes, color=color, linewidth=1.2)
-            peak = max(sizes)
-            axes.axhline(peak, color=color, linewidth=0.8, linestyle=":")
-            axes.set_title(f"{name}: {peak:.1f} GiB at the peak")
-            axes.set_xlabel("allocations and frees of a step, in order")
-            axes.set_xlim(0, len(sizes) - 1 or 1)
-        panels[0].set_ylabel("GiB that tensors hold")
-        panels[0].set_ylim(0)
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    panels = figure.subplots(1, len(curves), sharey=True, squeeze=False)[0]
+    for axes, curve, name, color in zip(panels, curves, names, colors()):
+        sizes = np.array(curve) / GIB
+        axes.fill_between(range(len(sizes)), sizes, color=color, alpha=0.35, linewidth=0)
+        axes.plot(sizes, color=color, linewidth=1.2)
+        axes.axhline(sizes.max(), color=color, linewidth=0.8, linestyle=":")
+        axes.set_title(f"{name}: {sizes.max():.1f} GiB at the peak")
+        axes.set(xlabel="allocations and frees of a step, in order", xlim=(0, len(sizes) - 1 or 1))
+    panels[0].set_ylabel("GiB that tensors hold")
+    panels[0].set_ylim(0)
     return figure

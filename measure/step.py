@@ -2,12 +2,12 @@
 
 import contextlib
 import itertools
+import math
 import pickle
 import re
 import statistics
 import time
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -16,13 +16,15 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 import kernels
 import optim
 import train
-from configurator import UserError, refuse, too_small
+from configurator import too_small, without_folder
+from errors import UserError, is_rank_0, refuse
 from run.build import choose
 from run.logger import describe_device, progress, show
 from run.signals import Watch, explained
 from scale import parallel
 
 SEPARATOR = 718  # ends documents with document_mask: one in 8,192 tokens of `synthetic` in GPT-2's vocabulary
+PROFILED = 2  # steps that are profiled
 NCCL = "communication, exposed"
 KINDS = {  # a kernel is of the first kind whose pattern its name contains
     NCCL: "nccl",
@@ -36,33 +38,23 @@ KINDS = {  # a kernel is of the first kind whose pattern its name contains
 
 def measure(cfg):
     """Times cfg.steps training steps and prints the result; cfg: a bench.StepConfig that was checked."""
-    refuse(too_small(cfg, {"steps": 0, "settle": 0, "gpu_gib": 1}) + without_folder(cfg))
+    refuse(too_small(cfg, {"steps": 0, "settle": 0, "gpu_gib": 1}))
+    refuse(without_folder(cfg, ["trace", "snapshot"]))
     world = parallel.join(cfg)
     with Watch(world, cfg.timeout_s, saves=False), explained(cfg, world):
-        measure_on(world, cfg)
-
-
-def measure_on(world, cfg):
-    """`measure` on the ranks that have joined."""
-    began = time.perf_counter()
-    on_gpu, say = world.device.type == "cuda", partial(print, flush=True) if world.main else lambda *_: None
-    if cfg.snapshot and not on_gpu:
-        where = f"which has none on {world.device.type}"
-        raise UserError(f"snapshot={cfg.snapshot} is a history of a GPU's memory, {where}; try --trace")
-    if cfg.gpu_gib and on_gpu:
-        most = torch.cuda.mem_get_info(world.device)[1]
-        torch.cuda.set_per_process_memory_fraction(min(1.0, cfg.gpu_gib * 2**30 / most), world.device)
-    with history(cfg.snapshot) if cfg.snapshot and world.main else contextlib.nullcontext({}) as marks:
-        take_steps(cfg, world, began, say, marks)
-
-
-def without_folder(cfg):
-    """Problems, one line each: files to be written, for which there is no folder."""
-    found = []
-    for name, path in [("trace", cfg.trace), ("snapshot", cfg.snapshot)]:
-        if path and not Path(path).parent.is_dir():
-            found.append(f"{name}={path}: there is no folder {Path(path).parent}")
-    return found
+        began = time.perf_counter()
+        on_gpu = world.device.type == "cuda"
+        if cfg.snapshot and not on_gpu:
+            where = f"which has none on {world.device.type}"
+            raise UserError(f"snapshot={cfg.snapshot} is a history of a GPU's memory, {where}; try --trace")
+        if cfg.gpu_gib and on_gpu:
+            most = torch.cuda.mem_get_info(world.device)[1]
+            torch.cuda.set_per_process_memory_fraction(min(1.0, cfg.gpu_gib * 2**30 / most), world.device)
+        if cfg.snapshot and world.main:
+            with history(cfg.snapshot) as marks:
+                take_steps(cfg, world, began, marks)
+        else:
+            take_steps(cfg, world, began, marks={})
 
 
 @contextlib.contextmanager
@@ -84,27 +76,36 @@ def history(path):
             pickle.dump(snapshot, file)
 
 
-def take_steps(cfg, world, began, say, marks):
+def say(*words):
+    if is_rank_0():
+        print(*words, flush=True)
+
+
+def take_steps(cfg, world, began, marks):
     """The work of `measure`. began: when the process joined the others; marks: the snapshot's own entries."""
     on_gpu = world.device.type == "cuda"
     show([describe_device(world)], say)
     cfg, rows, job = build(cfg, world)
-    next_batch, size = synthetic(cfg, world), f"{job.accumulation} micro-steps of {cfg.rank_tokens:,} tokens"
-    show([*rows, *job.account.rows(), *job.rows, ("first step", f"{size} a rank ...")], say)
+    next_batch = synthetic(cfg, world)
+    size = f"{job.accumulation} micro-steps of {cfg.rank_tokens:,} tokens a rank"
+    show([*rows, *job.account.rows(), *job.rows, ("first step", f"{size} ...")], say)
+    before = parallel.synchronize(world.device)
     step(job, next_batch, cfg)
-    first = parallel.synchronize(world.device) - began
-    show([("first step", f"{first:.1f} s after the start, compilation included")], say)
+    ended = parallel.synchronize(world.device)
+    took = f"{ended - before:.1f} s, compilation included, {ended - began:.1f} s after the start"
+    show([("first step", took)], say)
     for _ in progress(range(cfg.settle), "warm-up steps", bar=False):
         step(job, next_batch, cfg)
     if times := step_times(job, next_batch, cfg):
         show([("step", speed(times, cfg, world, job.account))], say)
     if on_gpu:
-        peak, held = torch.cuda.max_memory_allocated() / 2**30, torch.cuda.max_memory_reserved() / 2**30
+        peak = torch.cuda.max_memory_allocated() / 2**30
+        held = torch.cuda.max_memory_reserved() / 2**30
         show([("memory", f"{peak:.1f} GiB at the peak, {held:.1f} reserved")], say)
     if on_gpu and cfg.breakdown:
-        breakdown(job, next_batch, cfg, world, say)
+        breakdown(job, next_batch, cfg, world)
     elif cfg.trace:
-        two_steps(job, next_batch, cfg, world)
+        profiled(job, next_batch, cfg, world)
     if cfg.snapshot:
         parallel.synchronize(world.device)
         # us, in the middle of a pause: the history's clock is near this one, not the same
@@ -133,8 +134,9 @@ def synthetic(cfg, world, count=8):
     """Endless batches of random tokens with the frequencies of text: token n has odds 1/n (Zipf)."""
     generator = torch.Generator().manual_seed(cfg.seed + world.rank // cfg.context_parallel)
     odds = 1 / torch.arange(1, cfg.vocab_size + 1, dtype=torch.float64)
-    rows = torch.multinomial(odds, count * cfg.batch_size * (cfg.block_size + 1), True, generator=generator)
-    batches = rows.view(count, cfg.batch_size, cfg.block_size + 1).to(world.device)
+    shape = (count, cfg.batch_size, cfg.block_size + 1)
+    tokens = torch.multinomial(odds, math.prod(shape), replacement=True, generator=generator)
+    batches = tokens.view(shape).to(world.device)
     return itertools.cycle([(b[:, :-1].contiguous(), b[:, 1:].contiguous()) for b in batches]).__next__
 
 
@@ -161,46 +163,38 @@ def speed(times, cfg, world, account):
     return f"{median * 1e3:.1f} ms, {spread}; {rate:,.0f} tokens/s, MFU {used}"
 
 
-def breakdown(job, next_batch, cfg, world, say):
+def breakdown(job, next_batch, cfg, world):
     """Prints the GPU time of a step by kind of kernel beside the floor, and the kernels that take most."""
-    events, steps = two_steps(job, next_batch, cfg, world), 2
-    floor = {kind: ms * job.accumulation for kind, ms in floor_times(cfg, world.device).items()}
-    floor["all"] = sum(floor.values())
+    events = profiled(job, next_batch, cfg, world)
+    floor = floor_times(cfg, world.device, job.accumulation)
     say(f"\n{'ms a step':<28}{'measured':>10}{'bf16 floor':>12}")
-    for kind, ms in times_by_kind(events, steps).items():
+    for kind, ms in times_by_kind(events, PROFILED).items():
         say(f"{kind:<28}{ms:>10.1f}" + (f"{floor[kind]:>12.1f}" if kind in floor else ""))
     say(f"\n{'kernels by time':<66} {'ms a step':>10} {'times':>7} {'us each':>12}")
     by_name = {}
     for name, begin, end in events:
         by_name.setdefault(name, []).append(end - begin)
-    for name, times in sorted(by_name.items(), key=lambda item: -sum(item[1]))[:16]:
-        each = f"{len(times) / steps:7.0f} {sum(times) / len(times) * 1e3:12.1f}"
-        say(f"  {name[:64]:<64} {sum(times) / steps:10.2f} {each}")
+    for name in sorted(by_name, key=lambda name: -sum(by_name[name]))[:16]:
+        times = by_name[name]
+        each = f"{len(times) / PROFILED:7.0f} {statistics.mean(times) * 1e3:12.1f}"
+        say(f"  {name[:64]:<64} {sum(times) / PROFILED:10.2f} {each}")
 
 
-def two_steps(job, next_batch, cfg, world):
-    """`profiled` two steps; rank 0 writes their trace."""
-
-    def work():
-        for _ in range(2):
-            step(job, next_batch, cfg)
-
-    return profiled(work, world.device, cfg.trace if world.main else None)
-
-
-def floor_times(cfg, device):
-    """{"GEMMs", "attention": ms of a micro-batch in bf16, forward and backward, each kernel timed alone}."""
+def floor_times(cfg, device, micro_steps):
+    """{"GEMMs", "attention", "all": ms of a step in bf16, forward and backward, each kernel timed alone}."""
     heads = [max(1, n // cfg.context_parallel) for n in (cfg.n_head, cfg.kv_heads, cfg.kv_heads)]
-    options = dict(device=device, dtype=torch.bfloat16, requires_grad=True)
+    options = {"device": device, "dtype": torch.bfloat16, "requires_grad": True}
     q, k, v = (torch.randn(cfg.batch_size, n, cfg.block_size, cfg.head_size, **options) for n in heads)
-    forward = lambda: kernels.attention(q, k, v, cfg.attention)
+    forward = partial(kernels.attention, q, k, v, cfg.attention)
     y = forward()
-    dy = torch.randn_like(y)
-    attention = [forward, lambda: torch.autograd.grad(y, (q, k, v), dy, retain_graph=True)]
+    backward = partial(torch.autograd.grad, y, (q, k, v), torch.randn_like(y), retain_graph=True)
     gemms = [work for M, K in cfg.block_matmuls for work in three_matmuls(cfg.rank_tokens, K, M, device)]
     head = three_matmuls(cfg.rank_tokens, cfg.n_embd, cfg.padded_vocab, device)
-    times = {"GEMMs": cfg.n_layer * sum(map(clock, gemms)) + sum(map(clock, head))}
-    return times | {"attention": cfg.n_layer * sum(map(clock, attention))}
+    times = {
+        "GEMMs": micro_steps * (cfg.n_layer * sum(map(clock, gemms)) + sum(map(clock, head))),
+        "attention": micro_steps * cfg.n_layer * (clock(forward) + clock(backward)),
+    }
+    return times | {"all": sum(times.values())}
 
 
 def three_matmuls(N, K, M, device):
@@ -220,24 +214,30 @@ def clock(work):
 def times_by_kind(events, steps):
     """{kind: ms a step}; idle: without any kernel, all: from the first one to the last."""
     by_kind = dict.fromkeys(KINDS, 0.0)
-    for name, begin, end in events:
-        by_kind[kind_of(name)] += (end - begin) / steps
+    others = []
+    for event in events:
+        name, begin, end = event
+        kind = kind_of(name)
+        by_kind[kind] += (end - begin) / steps
+        if kind != NCCL:
+            others.append(event)
     busy = union(events) / steps
-    by_kind[NCCL] = busy - union([e for e in events if kind_of(e[0]) != NCCL]) / steps
-    wall = (max(e[2] for e in events) - min(e[1] for e in events)) / steps
+    by_kind[NCCL] = busy - union(others) / steps
+    wall = (max(end for _, _, end in events) - min(begin for _, begin, _ in events)) / steps
     return by_kind | {"idle": wall - busy, "all": wall}
 
 
-def profiled(work, device, trace=None):
-    """[(name, begin, end) in ms] of a GPU's kernels, or a CPU's operators, in work(); trace: see --trace."""
-    kind = "CUDA" if device.type == "cuda" else "CPU"
+def profiled(job, next_batch, cfg, world):
+    """[(name, begin, end) in ms] of a GPU's kernels, or a CPU's operators; rank 0 writes their trace."""
+    kind = "CUDA" if world.device.type == "cuda" else "CPU"
     activities = [getattr(ProfilerActivity, kind)]
-    parallel.synchronize(device)
+    parallel.synchronize(world.device)
     with profile(activities=activities, acc_events=True) as prof:  # without acc_events, torch 2.11 warns
-        work()
-        parallel.synchronize(device)
-    if trace:
-        prof.export_chrome_trace(trace)
+        for _ in range(PROFILED):
+            step(job, next_batch, cfg)
+        parallel.synchronize(world.device)
+    if cfg.trace and world.main:
+        prof.export_chrome_trace(cfg.trace)
     found = [e for e in prof.events() if e.device_type == getattr(torch.autograd.DeviceType, kind)]
     return [(e.name, e.time_range.start / 1e3, e.time_range.end / 1e3) for e in found]
 

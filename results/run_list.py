@@ -24,9 +24,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import configurator
-from configurator import UserError
+import errors
 from corpus import told
-from plot import read, series
+from errors import UserError
+from measure.logs import read
 
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = ("kind", "step", "tokens", "loss", "lr", "norm")  # of a training step
@@ -43,7 +44,7 @@ class Config:
 
 
 def main(cfg):
-    configurator.refuse(configurator.too_small(cfg, {"gpus": 1, "lines": 1}))
+    errors.refuse(configurator.too_small(cfg, {"gpus": 1, "lines": 1}))
     runs = [run for path in cfg.words for run in read_list(path)]
     waiting = [run for run in runs if not kept(cfg, run).exists() and run["ranks"] <= cfg.gpus]
     names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(cfg.gpus))))
@@ -134,10 +135,10 @@ def ended(cfg, run):
 
 def small(log, count):
     """The lines that are kept of a run's log: without times, but for the median time of a step."""
-    times = series(log, "train", "dt_ms")[1][5:]  # the first steps compile and warm up
+    times = [line["dt_ms"] for line in log["train"].values()][5:]  # the first steps compile and warm up
     start = max(log["start"].items())[1]
     rows = [row for row in start["rows"] if row[0] in ("device", "parameters", "step", "settings")]
-    start |= dict(rows=rows, step_ms=round(statistics.median(times), 2) if len(times) else None)
+    start |= dict(rows=rows, step_ms=round(statistics.median(times), 2) if times else None)
     found = [line for kind in ("val", "hellaswag", "sample") for line in log.get(kind, {}).values()]
     every, last = max(1, len(log["train"]) // count), max(log["train"])
     for step, line in log["train"].items():

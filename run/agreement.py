@@ -7,8 +7,8 @@ import platform
 from importlib import metadata
 from pathlib import Path
 
-from configurator import UserError, warn
 from corpus.loader import sampled
+from errors import UserError, warn
 from run import source
 from scale import parallel
 

@@ -9,10 +9,10 @@ import torch
 import fast
 import model as models
 import optim
-from configurator import UserError
 from corpus import mixture
 from corpus import tokenizer as tokenizers
 from corpus.loader import DataError, TokenLoader, read_manifest, read_sizes, verify
+from errors import UserError
 from fast import forms
 from fast.chips import best_attention
 from run import agreement, checkpoint, hf, source

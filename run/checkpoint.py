@@ -21,9 +21,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import model as models
-from configurator import UserError, refuse, typed, warn
+from configurator import typed
 from corpus import tokenizer as tokenizers
 from corpus import told
+from errors import UserError, refuse, warn
 from fast.chips import best_attention
 from run import files, source, states
 from run.logger import NotFinite

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 import optim
-from configurator import UserError
+from errors import UserError
 from run import agreement
 from run.figures import scalar
 from run.logger import progress

@@ -3,7 +3,7 @@
 import torch
 from torch.distributed.tensor import DTensor
 
-from configurator import UserError
+from errors import UserError
 from scale import parallel
 
 

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import kernels
 import model as models
-from configurator import UserError, listed
+from errors import UserError, listed
 from fast import forms
 from scale import generators
 from scale.precision import DTYPES

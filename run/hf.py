@@ -15,8 +15,9 @@ from pathlib import Path
 import huggingface_hub
 from safetensors import safe_open
 
-from configurator import UserError, refuse, typed, warn
+from configurator import typed
 from corpus import VOCABULARIES, told
+from errors import UserError, refuse, warn
 from run.files import by_umask, patiently, plain_name, read_json, text, write_json
 from settings import GPTConfig
 

@@ -17,7 +17,8 @@ import torch
 from tqdm import tqdm
 
 import optim
-from configurator import UserError, changed, columns, is_rank_0, listed
+from configurator import changed, columns
+from errors import UserError, is_rank_0, listed
 from run import files, source
 from scale import parallel
 

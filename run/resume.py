@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 import optim
-from configurator import UserError, warn
 from corpus import told
+from errors import UserError, warn
 from run import checkpoint, files, source, states
 from run.checkpoint import CheckpointError
 from scale import parallel

@@ -14,7 +14,7 @@ from collections import Counter
 import torch
 import torch.nn.functional as F
 
-import configurator
+import errors
 from fast import forms
 from scale import context, parallel
 from scale.graphs import waits
@@ -48,7 +48,7 @@ class Printer:
 
     def show(self, text):
         if not self.quiet:
-            configurator.say(text, end="")
+            errors.say(text, end="")
 
     def continued(self, ids, seed, wanted):
         """Yields the new ids. A sharded model's ranks, also those without a `wanted` text, go on together."""
@@ -140,7 +140,7 @@ def make_cache(model, ids, temperature=0, top_k=None, rows=1, **_):
         for piece in (slice(T // 2), slice(T // 2, T - 1), slice(T - 1, T)):
             trial.length = piece.start or 0
             found.append(trial.forward(idx[:, piece], at[piece], slice(None)))
-    except configurator.UserError as error:
+    except errors.UserError as error:
         return warn(str(error))
     except Exception as error:  # of any type: an edit's
         return warn(f"{type(error).__name__}: {error}".partition("\n")[0])
@@ -174,7 +174,7 @@ def put_core(module, core):
 
 @functools.cache
 def warn(reason, without="a KV cache"):
-    configurator.warn(f"{reason}; sampling goes without {without}, more slowly")
+    errors.warn(f"{reason}; sampling goes without {without}, more slowly")
 
 
 class Cache:
@@ -188,7 +188,7 @@ class Cache:
         device = parallel.device_of(model)
         self.model, self.graphs, self.options = model, graphs, options
         if "attention" in forms.edits:  # of which this is a form
-            raise configurator.UserError(forms.edits["attention"])
+            raise errors.UserError(forms.edits["attention"])
         self.attentions = context.attentions(model, "a KV cache")
         self.kept = {}  # {(attention, its how many-eth call in a forward): keys and values}
         self.calls = Counter()  # of attentions in the forward under way

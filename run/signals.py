@@ -20,7 +20,7 @@ import traceback
 import torch
 from torch.utils.checkpoint import CheckpointError as RecomputationError
 
-from configurator import UserError, leave, this_rank
+from errors import UserError, leave, this_rank
 from scale import memory, parallel
 
 SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1

@@ -9,7 +9,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-from configurator import UserError
+from errors import UserError
 from run import files
 
 HERE = Path(__file__).parent.parent

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from configurator import UserError
+from errors import UserError
 from optim import parts_of
 from run import files
 from scale import parallel

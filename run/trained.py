@@ -4,9 +4,9 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from configurator import UserError, launched, warn
 from corpus import chat
 from corpus import tokenizer as tokenizers
+from errors import UserError, launched, warn
 from run import checkpoint, hf
 from scale import parallel
 from scale.precision import autocast, pick_ops, pick_precision

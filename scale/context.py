@@ -16,7 +16,7 @@ from torch.distributed._functional_collectives import all_gather_tensor, all_to_
 
 import kernels
 import model as models
-from configurator import UserError
+from errors import UserError
 from scale import generators, parallel
 
 

@@ -13,8 +13,8 @@ import torch
 from torch.nn.attention.varlen import varlen_attn
 
 import kernels
-from configurator import UserError
 from corpus import tokenizer as tokenizers
+from errors import UserError
 from fast import forms
 from scale import context, generators
 

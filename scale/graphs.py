@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import fast
-from configurator import UserError
+from errors import UserError
 from scale import parallel
 from settings import conflicts
 

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 import fast
-from configurator import UserError, launched, this_rank
+from errors import UserError, launched, this_rank
 from scale import memory
 from scale.shards import copy_into, local
 

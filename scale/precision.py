@@ -6,7 +6,7 @@ from threading import Thread
 import torch
 from torch.utils._triton import triton_hash_with_backend
 
-from configurator import UserError
+from errors import UserError
 from fast import chips, forms, hopper
 
 DTYPES = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}  # of autocast's GEMMs

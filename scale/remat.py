@@ -20,7 +20,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import kernels
-from configurator import UserError
+from errors import UserError
 from fast import forms
 from scale import generators, memory
 

@@ -32,7 +32,8 @@ import torch.compiler.config  # noqa: E402
 
 import kernels  # noqa: E402
 import train  # noqa: E402
-from configurator import UserError, configure  # noqa: E402
+from configurator import configure  # noqa: E402
+from errors import UserError  # noqa: E402
 from fast import forms  # noqa: E402
 from run import checkpoint  # noqa: E402
 from settings import Config  # noqa: E402

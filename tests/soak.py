@@ -24,7 +24,8 @@ import numpy as np
 from conftest import ROOT, read_log, stdlib_bytes, write_shard
 
 import configurator
-from configurator import UserError
+import errors
+from errors import UserError
 from run import checkpoint
 
 GROWTH, SLOWER = 0.02, 0.10  # of memory over the last four fifths, of the step time
@@ -42,7 +43,7 @@ class Config:
 
 def main(cfg):
     """Runs and prints the table; the exit code: 0 if all of the table holds."""
-    configurator.refuse(configurator.too_small(cfg, {"steps": 100, "ranks": 1}))
+    errors.refuse(configurator.too_small(cfg, {"steps": 100, "ranks": 1}))
     folder = Path(cfg.out_dir).resolve()
     samples = train(cfg, command(cfg, *make_data(folder / "data")), folder / "run")
     log = read_log(folder / "run")

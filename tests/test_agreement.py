@@ -11,7 +11,8 @@ from conftest import flags, one_line, write_shard
 from test_signals import error_lines
 
 import train
-from configurator import UserError, configure, run
+from configurator import configure, run
+from errors import UserError
 from run import agreement, source
 from scale import parallel
 from settings import Config

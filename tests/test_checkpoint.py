@@ -18,7 +18,7 @@ from conftest import load_checkpoint, load_model, save_model
 from safetensors.torch import save_file
 
 import train
-from configurator import UserError
+from errors import UserError
 from model import build
 from run import checkpoint, files
 from run.resume import Start

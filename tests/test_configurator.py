@@ -13,7 +13,8 @@ import pytest
 from conftest import ROOT
 
 import settings
-from configurator import UserError, configure, describe, fill
+from configurator import configure, describe, fill
+from errors import UserError
 
 
 @dataclass
@@ -66,6 +67,7 @@ PRINTS = r"""
 import sys
 from dataclasses import dataclass
 import configurator
+import errors
 
 @dataclass
 class Config:
@@ -74,8 +76,8 @@ class Config:
 
 def main(cfg):
     for _ in range(3):
-        (configurator.say if cfg.needed else print)("caf\u00e9 \u6771\u4eac \U0001f642")
-    configurator.warn("\u6771\u4eac")
+        (errors.say if cfg.needed else print)("caf\u00e9 \u6771\u4eac \U0001f642")
+    errors.warn("\u6771\u4eac")
     print("to the end", file=sys.stderr)
 
 configurator.run(main, Config)
@@ -319,7 +321,7 @@ def test_ctrl_c_in_the_imports_is_one_line_and_130(before):
 
 
 HOLDS = r"""
-import os, sys, dataclasses, configurator
+import os, sys, dataclasses, errors
 
 def main(cfg):
     found = open(sys.argv[1], "w")
@@ -328,8 +330,8 @@ def main(cfg):
     print(sys.stdin.read(), sys.stderr.isatty(), file=found)
 
 cfg = dataclasses.make_dataclass("Config", [])()
-configurator.open_closed()
-configurator.run(main, cfg)
+errors.open_closed()
+errors.run(main, cfg)
 """
 
 
@@ -370,7 +372,7 @@ def test_a_setting_may_take_all_words_up_to_the_next_setting():
 ON_WINDOWS = """
 import configurator, runpy, sys
 import matplotlib.figure, matplotlib.ticker, numpy
-del sys.modules["configurator"]
+del sys.modules["configurator"], sys.modules["errors"]
 sys.modules |= {"resource": None, "fcntl": None}
 sys.platform = "win32"
 for script in sys.argv[1:]:

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Con
 
 import convert
 import model
-from configurator import UserError
 from corpus import tokenizer
+from errors import UserError
 from model import build
 from run import checkpoint, hf
 from run.flops import parameter_counts

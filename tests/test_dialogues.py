@@ -17,10 +17,11 @@ from test_fineweb import contents, hub_cache, prepare, shard_tokens, stopped_aft
 import model as models
 import sample
 import train
-from configurator import UserError, configure
+from configurator import configure
 from corpus import tokenizer
 from corpus.chat import Dialogues
 from corpus.loader import DataError, Split, TokenLoader, mask_path, verify
+from errors import UserError
 from run import build, trained
 from scale import parallel
 from settings import Config

@@ -13,7 +13,7 @@ from test_parallel import SHORT
 from torch._dynamo.utils import counters
 
 import kernels
-from configurator import UserError
+from errors import UserError
 from model import build
 from run.build import compile_model
 from scale import context, documents, remat

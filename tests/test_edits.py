@@ -31,7 +31,7 @@ pytest.importorskip("triton", reason="Triton is installed with PyTorch's CUDA bu
 import kernels
 import model as unedited
 import train
-from configurator import UserError
+from errors import UserError
 from fast import forms
 from fast.chips import best_attention
 from run import build, evaluate, sampling

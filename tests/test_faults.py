@@ -25,12 +25,13 @@ from conftest import flags, load_checkpoint, losses, one_line, read_log, save_mo
 from test_fineweb import hub_cache  # noqa: F401
 
 import optim
-import plot
 import sample
 import train
-from configurator import UserError, configure
+from configurator import configure
 from corpus import chat, tokenizer, writer
 from corpus.loader import DataError, TokenLoader, read_header, verify
+from errors import UserError
+from measure import logs
 from model import build
 from run import checkpoint, files, hf, source
 from run.resume import Start
@@ -236,8 +237,8 @@ def test_mutations_of_records_that_a_run_can_do_without(tmp_path, count):
         (tmp_path / "log.jsonl").write_text("\n".join(map(json.dumps, lines)))
 
     def read_log_for_plot():
-        run = plot.Run(tmp_path, "a", "b", 1)
-        return [plot.series(run.log, "train", key)[1].tolist() for key in ("loss", "dt_ms")]
+        run = logs.Run(tmp_path)
+        return [run.series("train", key)[1].tolist() for key in ("loss", "dt_ms")]
 
     survey(log, put_log, read_log_for_plot, count, 6, always)
     survey(code, put("source.json"), lambda: source.warning(tmp_path), count, 7, always)

@@ -10,7 +10,7 @@ import sys
 import pytest
 from conftest import ROOT, one_line
 
-from configurator import UserError
+from errors import UserError
 from run import files
 
 

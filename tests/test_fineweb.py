@@ -22,9 +22,10 @@ from conftest import one_line, read_rows
 import fineweb
 import settings as settings_of_a_run
 import train
-from configurator import UserError, configure
+from configurator import configure
 from corpus import text_files, tokenizer, writer
 from corpus.loader import DataError, TokenLoader, read_header, verify
+from errors import UserError
 from fineweb import Config
 
 ROOT = Path(__file__).parents[1]

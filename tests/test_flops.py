@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import fast
 import kernels
 import model as models
-from configurator import UserError
+from errors import UserError
 from fast import forms
 from run import build, flops
 from run.flops import Account

@@ -13,7 +13,8 @@ from conftest import ROOT, losses, train_here
 from stepping import take_step
 
 import train
-from configurator import UserError, configure
+from configurator import configure
+from errors import UserError
 from scale import graphs, parallel
 from settings import Config
 

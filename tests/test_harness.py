@@ -15,9 +15,10 @@ from test_hellaswag import made_up
 
 import convert
 import hellaswag
-from configurator import UserError, configure
+from configurator import configure
 from corpus import DataError
 from corpus import tokenizer as tokenizers
+from errors import UserError
 from measure import harness
 from model import build
 from run import sampling, trained

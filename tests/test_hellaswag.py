@@ -12,8 +12,8 @@ import torch
 from conftest import one_line, save_model
 
 import hellaswag
-from configurator import UserError
 from corpus import tokenizer as tokenizers
+from errors import UserError
 from model import build
 from settings import GPTConfig
 

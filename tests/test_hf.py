@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import convert
 import sample
 import train
-from configurator import UserError, configure
+from configurator import configure
 from corpus import tokenizer
+from errors import UserError
 from model import build
 from run import hf
 from run.files import digest

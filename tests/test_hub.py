@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 import bench
 import fineweb
 import hellaswag
-from configurator import UserError
 from corpus.loader import DataError, TokenLoader, verify
+from errors import UserError
 from run import hf
 
 

@@ -10,9 +10,9 @@ import ranks
 from compare import same_end
 from conftest import flags, one_line, read_rows, stdlib_bytes, train_here, train_in_rank, write_shard
 
-from configurator import UserError
 from corpus import mixture
 from corpus.loader import DataError, TokenLoader, verify
+from errors import UserError
 from run.files import digest
 
 

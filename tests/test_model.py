@@ -9,7 +9,7 @@ import torch
 from compare import CPU, LLAMA, small
 
 import model as models
-from configurator import UserError
+from errors import UserError
 from model import build
 from run.flops import parameter_counts
 from settings import GPTConfig

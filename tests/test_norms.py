@@ -13,7 +13,7 @@ from compare import GPU, LLAMA, copied, same_norms
 from conftest import load_checkpoint, losses, read_log, train_here
 
 import optim
-from configurator import UserError
+from errors import UserError
 from run import norms
 from settings import Config, check
 

@@ -12,7 +12,7 @@ from compare import CPU, LLAMA, error, small
 from conftest import ROOT
 
 import optim
-from configurator import UserError
+from errors import UserError
 from model import build
 from scale import memory
 from settings import Config

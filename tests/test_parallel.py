@@ -29,8 +29,9 @@ import convert
 import fast
 import optim
 import train
-from configurator import UserError, configure, this_rank
+from configurator import configure
 from corpus import tokenizer
+from errors import UserError, this_rank
 from model import build
 from run import checkpoint, hf, sampling
 from run.evaluate import SAMPLES

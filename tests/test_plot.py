@@ -13,7 +13,9 @@ import pytest
 from conftest import ROOT, one_line, train_here
 
 import plot
-from configurator import UserError, configure
+from configurator import configure
+from errors import UserError
+from measure import logs, pictures
 
 
 def write(folder, lines, tail=""):
@@ -29,30 +31,31 @@ def training(steps, **changes):
 
 def test_the_later_of_two_lines_counts_and_a_torn_one_is_left_out(tmp_path):
     run = write(tmp_path, training([1, 2, 3]) + training([2, 3, 4], loss=5.0), '{"kind": "train", "st')
-    steps, loss = plot.series(plot.read(run), "train", "loss")
+    steps, loss = logs.Run(run).series("train", "loss")
     assert steps.tolist() == [1, 2, 3, 4] and loss.tolist() == [10.0, 5.0, 5.0, 5.0]
 
 
 def test_smoothing_is_a_centred_mean():
     values = np.zeros(61)  # 61 / 20: a window of 3
     values[30] = 3.0
-    assert plot.smooth(values)[28:33].tolist() == pytest.approx([0, 1, 1, 1, 0])
-    assert plot.smooth([3.0] * 500) == pytest.approx([3.0] * 500)
+    assert logs.smooth(values)[28:33].tolist() == pytest.approx([0, 1, 1, 1, 0])
+    assert logs.smooth([3.0] * 500) == pytest.approx([3.0] * 500)
 
 
 def test_draws_the_small_logs_of_the_repository():
     """They are files, not folders, without the times of steps."""
-    logs = [str(path) for path in sorted((ROOT / "results/modern").glob("*.jsonl"))]
-    assert len(logs) > 1
-    runs = plot.load(logs)
-    assert [run.name for run in runs] == [Path(log).stem for log in logs]
+    paths = [str(path) for path in sorted((ROOT / "results/modern").glob("*.jsonl"))]
+    assert len(paths) > 1
+    runs = logs.load(paths)
+    assert [run.name for run in runs] == [Path(log).stem for log in paths]
     axes = plot.draw(runs, "tokens", "loss").axes
     assert {run.name for run in runs} <= {line.get_label() for line in axes[0].lines}
     assert [axes[1].get_title(loc="left"), len(axes[1].texts)] == ["the end", len(runs)]
     with pytest.raises(UserError, match="try --x=steps"):
         plot.draw(runs, "seconds", "loss")
-    timed = next(run for run in runs if "step_ms" in run.start)
-    assert timed.place(np.array([0, 100]), "seconds") == pytest.approx([0, timed.start["step_ms"] / 10])
+    timed = next(run for run in runs if ("start", "step_ms") in run.figures)
+    step_ms = timed.series("start", "step_ms")[1][-1]
+    assert timed.place(np.array([0, 100]), "seconds") == pytest.approx([0, step_ms / 10])
 
 
 VALIDATED = [{"kind": "val", "step": 2, "loss": 2.0, "bpb": 1.0}]
@@ -66,19 +69,19 @@ VALIDATED = [{"kind": "val", "step": 2, "loss": 2.0, "bpb": 1.0}]
     (["text", *training([1])], r"log.jsonl:1: not a line of a log: it is 'text'"),
     ([{"kind": ["train"], "step": 1}, *training([1])], "log.jsonl:1: .*kind is"),
     ([*training([1]), {"kind": "train", "step": 10**400}, {}], "log.jsonl:2: .*step is 1000"),
-    (training([1, 2]) + training([3, 4], loss=10**400), "log.jsonl:3: .*loss is 1000"),
-    (training([1, 2], norm=[1.0]) + training([3]), "log.jsonl:1: .*norm is"),
-    ([{"kind": "start", "step": 0, "step_ms": "1"}, *training([1])], "log.jsonl:1: .*step_ms is '1'"),
+    (training([1, 2]) + training([3, 4], loss=10**400), "run: not a log: in train 3 loss is 1000"),
+    (training([1, 2], norm=[1.0]) + VALIDATED, "run: not a log: in train 1 norm is"),
+    ([{"kind": "start", "step": 0, "step_ms": "1"}, *training([1]), *VALIDATED], "in start 0 step_ms is '1'"),
     (training([1, 2], dt_ms=None) + VALIDATED, "run: its log does not hold what x=seconds needs"),
     (training([1, 2]), "run: no bits per byte in its log"),
     (training([1, 2]) + [VALIDATED[0] | {"loss": 0.0}], "run: no bits per byte in its log"),
-    (training([1, 2], tok_per_s=1e200) + training([3]), r"log.jsonl:1: .*tok_per_s is 1e\+200"),
+    (training([1, 2], dt_ms=1e300) + VALIDATED, r"in train 1 dt_ms is 1e\+300"),
 ])  # fmt: skip
 def test_logs_that_cannot_be_drawn(tmp_path, lines, message):
     if lines is not None:
         write(tmp_path / "run", lines)
     with pytest.raises(UserError, match=message) as error:
-        plot.draw(plot.load([tmp_path / "run"]), "seconds", "bpb")
+        plot.draw(logs.load([tmp_path / "run"]), "seconds", "bpb")
     one_line(error)
 
 
@@ -98,7 +101,7 @@ def run_of(folder, lift=0.0, **settings):
 def test_a_run_of_train_py_has_what_every_axis_needs(data_dir, tmp_path):
     train_here(data_dir, tmp_path / "a", max_steps=3, eval_interval=1)
     for x in plot.AXES:
-        figure = plot.draw(plot.load([tmp_path / "a"]), x, "loss")
+        figure = plot.draw(logs.load([tmp_path / "a"]), x, "loss")
         titles = {axes.get_title(loc="left") for axes in figure.axes}
         assert {"learning rate", "gradient norm", "tokens/s"} < titles
 
@@ -106,7 +109,7 @@ def test_a_run_of_train_py_has_what_every_axis_needs(data_dir, tmp_path):
 @pytest.mark.parametrize("x, end", [("steps", 20), ("tokens", 2000), ("seconds", 10)])
 @pytest.mark.parametrize("y, top", [("loss", 10), ("bpb", 4)])
 def test_validation_begins_after_the_start_and_the_axis_holds_its_end(tmp_path, x, end, y, top):
-    axes = plot.draw(plot.load([run_of(tmp_path / "a")]), x, y).axes[0]
+    axes = plot.draw(logs.load([run_of(tmp_path / "a")]), x, y).axes[0]
     found = {line.get_label(): line.get_data() for line in axes.lines}
     (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
     at, loss = found["a"]
@@ -121,7 +124,7 @@ def test_validation_begins_after_the_start_and_the_axis_holds_its_end(tmp_path, 
 
 
 def test_names_are_those_given_or_what_the_settings_differ_in_or_the_folders(tmp_path):
-    names = lambda folders, given=None: [run.name for run in plot.load(folders, given)]
+    names = lambda folders, given=None: [run.name for run in logs.load(folders, given)]
     a, b = (
         run_of(tmp_path / "a", out_dir="a", lr=0.1, mlp="relu2"),
         run_of(tmp_path / "b", out_dir="b", lr=0.2),
@@ -139,12 +142,13 @@ def test_names_are_those_given_or_what_the_settings_differ_in_or_the_folders(tmp
 def test_the_end_of_several_runs_is_larger_and_a_run_that_diverges_leaves_it(tmp_path):
     a, b = run_of(tmp_path / "a"), run_of(tmp_path / "b", lift=0.05)
     c = write(tmp_path / "c", training(range(1, 10)) + training(range(10, 21), loss=1e4))
-    axes, end, *_ = plot.draw(plot.load([a, b, c]), "steps", "loss").axes
+    axes, end, *_ = plot.draw(logs.load([a, b, c]), "steps", "loss").axes
     assert end.get_xlim()[0] == 12 and end.get_ylim()[1] < axes.get_ylim()[1] < 10
     assert [text.get_text()[:5] for text in end.texts] == ["4.012", "4.062", "10000"]
     widths = {line.get_linewidth() for line in axes.lines if not line.get_label().startswith("_")}
     assert len(widths) == 1
-    alone = plot.draw(plot.load([a, b]), "steps", "loss", panels=False, theme=plot.DARK)
+    with pictures.theme(dark=True):
+        alone = plot.draw(logs.load([a, b]), "steps", "loss", panels=False)
     assert len(alone.axes) == 1 and alone.get_facecolor() == matplotlib.colors.to_rgba("#0d1117")
 
 
@@ -162,23 +166,23 @@ def test_rates_that_differ_are_drawn_as_shares_of_their_peaks(tmp_path):
     runs = [
         write(tmp_path / name, training([1, 2, 3], lr=lr)) for name, lr in (("adamw", 6e-4), ("muon", 0.06))
     ]
-    rate = plot.draw(plot.load(list(map(str, runs))), "steps", "loss").axes[2]
+    rate = plot.draw(logs.load(list(map(str, runs))), "steps", "loss").axes[2]
     assert rate.get_title(loc="left") == "learning rate / its peak"
     assert [line.get_ydata()[-1] for line in rate.lines] == pytest.approx([1, 1])
-    assert "learning rate" in titles(plot.draw(plot.load(runs[:1]), "steps", "loss"))
+    assert "learning rate" in titles(plot.draw(logs.load(runs[:1]), "steps", "loss"))
 
 
 def test_extras_have_a_panel_each_six_at_most(tmp_path, capsys):
     lines = [row | {"extras": {"balance": 1 / row["step"], "z": None}} for row in training([1, 2, 3])]
     lines.append({"kind": "val", "step": 3, "loss": 2.0, "extras": {"balance": 0.5, "depth": 3}})
-    figure = plot.draw(plot.load([write(tmp_path / "a", lines)]), "steps", "loss")
+    figure = plot.draw(logs.load([write(tmp_path / "a", lines)]), "steps", "loss")
     balance = figure.axes[titles(figure).index("balance")]
     mean, _, marks = [line.get_data() for line in balance.lines]  # the second is the noise
     assert mean[0].tolist() == [1, 2, 3] and mean[1] == pytest.approx([1, 1 / 2, 1 / 3])
     assert [values.tolist() for values in marks] == [[3], [0.5]]
     assert "depth" in titles(figure) and "z" not in titles(figure) and not capsys.readouterr().err
     many = [row | {"extras": {f"x{i}": i for i in range(8)}} for row in training([1, 2])]
-    figure = plot.draw(plot.load([write(tmp_path / "b", many)]), "steps", "loss")
+    figure = plot.draw(logs.load([write(tmp_path / "b", many)]), "steps", "loss")
     assert sum(title.startswith("x") for title in titles(figure)) == 6
     assert capsys.readouterr().err == "warning: of extras 6 are drawn; left out: x6, x7\n"
 
@@ -189,7 +193,7 @@ def test_an_evaluation_of_ones_own_has_a_panel_for_each_figure(tmp_path):
     ]
     others = [{"kind": "skipped", "step": 2, "in_a_row": 1}, {"kind": "reverse", "step": 5, "accuracy": None}]
     figure = plot.draw(
-        plot.load([write(tmp_path / "a", training(range(1, 5)) + own + others)]), "steps", "loss"
+        logs.load([write(tmp_path / "a", training(range(1, 5)) + own + others)]), "steps", "loss"
     )
     assert [title for title in titles(figure) if "reverse" in title or "skip" in title] == [
         "reverse accuracy"
@@ -207,7 +211,7 @@ def test_pictures_and_mistakes(tmp_path, monkeypatch, capsys):
     a, b, other = f"{tmp_path}/a/run", f"{tmp_path}/b/run", "assets/build_nanogpt.jsonl"
     odd = str(write(tmp_path / "\udce9 $x", training([1, 2])))
     monkeypatch.chdir(ROOT)
-    assert [run.name for run in plot.load([a, b, other])] == [a, b, "build_nanogpt"]
+    assert [run.name for run in logs.load([a, b, other])] == [a, b, "build_nanogpt"]
     for words, drawn in [
         ([a, "--out", f"{tmp_path}/c.svg", "--x", "seconds"], "c.svg"),
         ([odd, f"--out={tmp_path}/odd.png"], "odd.png"),
@@ -217,7 +221,7 @@ def test_pictures_and_mistakes(tmp_path, monkeypatch, capsys):
         plot.main(configure(plot.Config, words))
         assert capsys.readouterr().out == f"drawn: {tmp_path}/{drawn}\n" and (tmp_path / drawn).exists()
     image = matplotlib.image.imread(f"{a}/curves.png")[..., :3]
-    for color in plot.LIGHT["colors"][:3]:  # each run's own
+    for color in pictures.LIGHT["axes.prop_cycle"].by_key()["color"][:3]:  # each run's own
         rgb = np.array([int(color[i : i + 2], 16) for i in (1, 3, 5)]) / 255
         assert (np.abs(image - rgb).max(-1) < 0.02).sum() > 50
     for words, said in [
@@ -243,7 +247,7 @@ def test_every_run_is_in_the_legend_whatever_its_name(tmp_path, capsys):
         run_of(tmp_path / "_baseline"),
         write(tmp_path / "_\u57fa\u7ebf \u6771\u4eac", training([1, 2, 3])),
     ]
-    figure = plot.draw(plot.load(list(map(str, runs))), "steps", "loss")
+    figure = plot.draw(logs.load(list(map(str, runs))), "steps", "loss")
     texts = [text.get_text() for axes in figure.axes for text in axes.texts]
     assert [text.split("  ")[1] for text in texts] == ["_baseline", "_\u57fa\u7ebf \u6771\u4eac"]
     with warnings.catch_warnings():

@@ -11,8 +11,8 @@ from compare import CPU, LLAMA, gpt2
 from conftest import one_line, peak_bytes, save_model
 
 import sample
-from configurator import UserError
 from corpus import chat, tokenizer
+from errors import UserError
 from model import build
 from run import checkpoint, hf, sampling, source, trained
 from scale import parallel, shards

@@ -8,8 +8,9 @@ from conftest import ROOT, one_line, train_here
 from test_plot import write
 
 import plot
-from configurator import UserError, configure
-from measure import seeds
+from configurator import configure
+from errors import UserError
+from measure import logs, norms, pictures, seeds
 
 
 @pytest.mark.parametrize("freedom, quantile", [
@@ -126,9 +127,9 @@ def test_runs_of_a_group_have_one_colour(tmp_path, capsys):
         for side in "ab"
         for seed in (1, 2)
     ]
-    runs = plot.load(folders)
-    plot.print_table(runs[:2], runs[2:], plot.LIGHT)
-    blue, orange = plot.LIGHT["colors"][:2]
+    runs = logs.load(folders)
+    plot.paint(seeds.compare(runs[:2], runs[2:]))
+    blue, orange = pictures.colors()[:2]
     assert [(run.color, run.dash) for run in runs] == [
         (color, dash) for color in (blue, orange) for dash in plot.DASHES[:2]
     ]
@@ -179,7 +180,7 @@ def test_norms_are_drawn_over_their_median_and_the_largest_is_named(tmp_path, ca
         spike = values | {"blocks.2.attn.q": 3.0 if step == 40 else 0.6, "wte": None if step == 50 else 0.0}
         lines.append(dict(kind="norms", step=step, weight=values, gradient=spike, update=values))
     run = write(tmp_path / "a", lines)
-    figure = plot.draw_norms(plot.load([run]), plot.DARK)
+    figure = norms.draw(logs.load([run]))
     out = capsys.readouterr().out.splitlines()
     assert out[1] == "gradient: at most 5.0 times its median, in blocks.2.attn.q at step 40"
     [mesh] = figure.axes[4].collections
@@ -188,4 +189,4 @@ def test_norms_are_drawn_over_their_median_and_the_largest_is_named(tmp_path, ca
     assert [label.get_text() for label in figure.axes[3].get_yticklabels()] == ["wte", "attn.q", "mlp.up"]
     for runs in ([run, run], [write(tmp_path / "b", lines[:50])]):
         with pytest.raises(UserError, match="draws one run that was trained with --norms_interval=N"):
-            plot.draw_norms(plot.load(runs), plot.LIGHT)
+            norms.draw(logs.load(runs))

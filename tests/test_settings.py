@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from configurator import UserError, configure, describe
+from configurator import configure, describe
+from errors import UserError
 from settings import Config, check
 
 RECIPES = sorted(path.stem for path in (ROOT / "config").glob("*.py"))

@@ -19,8 +19,9 @@ from conftest import ROOT, flags, losses, read_log, tell, train_here, write_shar
 from pytest import mark, param
 
 import train
-from configurator import UserError, configure, parse, run
+from configurator import configure, parse, run
 from corpus.loader import TokenLoader
+from errors import UserError
 from model import GPT
 from run import checkpoint, evaluate, signals
 from settings import Config
@@ -347,7 +348,7 @@ def check_restarts(data_dir, tmp_path, kills, steps=60, **settings):
 
 @pytest.mark.fault(49, 68)
 def test_a_rank_whose_torchrun_was_killed_before_it_looked_leaves():
-    rank = "import configurator, time; time.sleep(0.5); configurator.leave_with_torchrun(); time.sleep(60)"
+    rank = "import errors, time; time.sleep(0.5); errors.leave_with_torchrun(); time.sleep(60)"
     start = f"from subprocess import *; Popen(['{sys.executable}', '-c', '{rank}'], start_new_session=True)"
     env, pipes = os.environ | {"TORCHELASTIC_RUN_ID": "1"}, dict(capture_output=True, text=True)
     done = subprocess.run([sys.executable, "-c", start], cwd=ROOT, env=env, **pipes, timeout=10)

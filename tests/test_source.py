@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from configurator import UserError
+from errors import UserError
 from run import source
 
 

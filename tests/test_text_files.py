@@ -15,9 +15,9 @@ import pytest
 from conftest import one_line
 from test_fineweb import hub_cache, prepare, shard_tokens, stopped_after  # noqa: F401
 
-from configurator import UserError
 from corpus import tokenizer, told
 from corpus.loader import DataError, TokenLoader
+from errors import UserError
 
 zstandard = pytest.importorskip("zstandard")
 

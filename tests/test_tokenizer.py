@@ -11,8 +11,8 @@ import pytest
 import tiktoken
 from conftest import one_line
 
-from configurator import UserError
 from corpus import chat, tokenizer
+from errors import UserError
 
 STDLIB = Path(sysconfig.get_path("stdlib"))
 ODD = [

@@ -20,8 +20,9 @@ import hellaswag
 import model as models
 import optim
 import train
-from configurator import UserError, configure
+from configurator import configure
 from corpus.loader import DataError
+from errors import UserError
 from run import checkpoint, source
 from run.build import describe_optimizer
 from run.logger import Logger, NotFinite

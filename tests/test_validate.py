@@ -11,8 +11,8 @@ from conftest import one_line, train_here
 
 import fineweb
 import validate
-from configurator import UserError
 from corpus.loader import TokenLoader
+from errors import UserError
 from run.evaluate import ratio
 
 

@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from configurator import UserError, refuse, run, too_small
+from configurator import run, too_small
+from errors import UserError, refuse
 from run.logger import device_name
 from scale import parallel, shards
 

@@ -26,7 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import optim
 import train
 from bench import StepConfig
-from configurator import UserError, run
+from configurator import run
+from errors import UserError
 from measure import step
 from model import build
 from run import hf

@@ -25,7 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from peers import Peer
 
 from bench import StepConfig
-from configurator import UserError, run
+from configurator import run
+from errors import UserError
 from measure import step
 from run import hf
 from run.build import choose
