@@ -26,8 +26,8 @@ import numpy as np
 
 from configurator import columns, refuse, run, say, too_small
 from corpus import DataError
-from run.files import misfits, text, write_atomic
 from settings import TrainedConfig
+from system.files import misfits, text, write_atomic
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 CACHE = Path.home() / ".cache" / "hellaswag"

@@ -36,7 +36,7 @@ import configurator
 import settings
 from configurator import UserError, listed, refuse
 from measure import seeds
-from run import files
+from system import files
 
 # blue, orange, green, pink, ochre, sky, after Okabe and Ito's, which the colour-blind can tell apart
 LIGHT = dict(paper="#ffffff", ink="#1f2328", grid="#e5e7eb")

@@ -14,7 +14,7 @@ from collections import Counter
 
 from configurator import UserError
 from corpus import DataError, told
-from run.files import digest
+from system.files import digest
 
 RECORDS = (".jsonl", ".ndjson", ".json", ".parquet")  # many documents in a file
 FOLDERS = (".txt", *RECORDS)  # what is read of a folder; a glob may name texts of other kinds

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from configurator import UserError, refuse, run, say, too_small
 from corpus import DataError, told
-from run.files import write_atomic
 from settings import TrainedConfig
+from system.files import write_atomic
 
 TESTED = "0.4.13"
 

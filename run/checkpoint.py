@@ -25,12 +25,13 @@ from configurator import UserError, refuse, typed, warn
 from corpus import tokenizer as tokenizers
 from corpus import told
 from fast.chips import best_attention
-from run import files, source, states
+from run import source, states
 from run.logger import NotFinite
 from run.states import CheckpointError
 from scale import generators, parallel
 from scale.shards import copy_into, is_first_copy, local, rows_of
 from settings import Config, GPTConfig
+from system import files
 
 STATE = {"step": files.count, "config?": {}, "loader?": {}, "scaler?": {}, "tokens?": files.count}
 STATE |= {"seconds?": files.number, "world_size?": files.count, "evaluated?": (True, False)}

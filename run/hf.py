@@ -17,8 +17,8 @@ from safetensors import safe_open
 
 from configurator import UserError, refuse, typed, warn
 from corpus import VOCABULARIES, told
-from run.files import by_umask, patiently, plain_name, read_json, text, write_json
 from settings import GPTConfig
+from system.files import by_umask, patiently, plain_name, read_json, text, write_json
 
 
 class GPT2:

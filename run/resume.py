@@ -9,9 +9,10 @@ import torch
 import optim
 from configurator import UserError, warn
 from corpus import told
-from run import checkpoint, files, source, states
+from run import checkpoint, source, states
 from run.checkpoint import CheckpointError
 from scale import parallel
+from system import files
 
 WRITTEN = ("log.jsonl", "config.json", *source.KEPT)  # by a run, in its folder
 

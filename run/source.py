@@ -10,12 +10,12 @@ from importlib import metadata
 from pathlib import Path
 
 from configurator import UserError
-from run import files
+from system import files
 
 HERE = Path(__file__).parent.parent
 COPIED = ("model.py", "kernels.py")
 KEPT = ("source.json", *COPIED)  # in this order: copies without source.json beside them are a user's own
-FOLDERS = (".", "corpus", "fast", "measure", "run", "scale")
+FOLDERS = (".", "corpus", "fast", "measure", "run", "scale", "system")
 
 
 def digests():

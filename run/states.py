@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from configurator import UserError
 from optim import parts_of
-from run import files
 from scale import parallel
 from scale.shards import copy_into, local
+from system import files
 
 SEQUENCES = {"tuple": tuple, "size": torch.Size}
 MAPPINGS = {"dict": dict, "ordered": OrderedDict}

@@ -36,8 +36,9 @@ from conftest import flags, losses, read_log, stdlib_bytes, write_shard
 
 import train
 from configurator import configure, run
-from run import checkpoint, evaluate, files
+from run import checkpoint, evaluate
 from settings import Config as RunConfig
+from system import files
 
 CHANGES = "rename replace unlink rmdir mkdir fsync".split()  # functions of os, which Path and shutil call too
 STEPS, STOPPED = 9, 6  # of a run; of those whose folder or data is changed

@@ -20,10 +20,11 @@ from safetensors.torch import save_file
 import train
 from configurator import UserError
 from model import build
-from run import checkpoint, files
+from run import checkpoint
 from run.resume import Start
 from scale import parallel
 from settings import GPTConfig
+from system import files
 
 CPU = torch.device("cpu")
 

@@ -32,10 +32,11 @@ from configurator import UserError, configure
 from corpus import chat, tokenizer, writer
 from corpus.loader import DataError, TokenLoader, read_header, verify
 from model import build
-from run import checkpoint, files, hf, source
+from run import checkpoint, hf, source
 from run.resume import Start
 from scale import parallel
 from settings import Config, check
+from system import files
 
 SMALL = dict(vocab_size=257, vocab_multiple=1, n_layer=1, n_head=2, n_embd=16, block_size=8)
 MANY = [40, repeated(1400)]

@@ -19,8 +19,8 @@ from configurator import UserError, configure
 from corpus import tokenizer
 from model import build
 from run import hf
-from run.files import digest
 from settings import Config, GPTConfig
+from system.files import digest
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 

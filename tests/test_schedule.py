@@ -17,10 +17,11 @@ import optim
 import train
 from configurator import configure
 from experiments import plain
-from run import checkpoint, files
+from run import checkpoint
 from run.logger import Logger
 from scale import parallel
 from settings import Config
+from system import files
 
 # steps 1 to 4 have 128 tokens, 5 to 8 256, 9 to 16 512: in one process 2, 4 and 8 micro-steps
 GROWING = dict(batch_schedule="128:0.25,256:0.5", batch_size=2, max_steps=16, save_interval=2, keep_last=99)
