@@ -55,11 +55,11 @@ def export(cfg):
     """A checkpoint -> a Hugging Face folder."""
     from corpus import tokenizer as tokenizers
     from model import on_meta
-    from run import checkpoint, hf
+    from run import checkpoint, hf, reshard
 
     tensors, shape, name = checkpoint.open_model(cfg.checkpoint)
     model = on_meta(shape)
-    checkpoint.check_model_tensors(model, tensors)
+    reshard.check_model_tensors(model, tensors)
     name = cfg.tokenizer or name
     warn(not name and "the weights name no tokenizer, so that none is written; see --tokenizer")
     tokenizer = name and tokenizers.load(name, shape.vocab_size)
@@ -105,15 +105,15 @@ def compare(folder, tensors, shape, dtype):
 
 def merge(cfg):
     """A checkpoint that many ranks wrote, or the mean of a run's last ones -> one file for each group."""
-    from run import checkpoint
+    from run import checkpoint, checkpoint_folders, reshard
 
-    folder, go_on = checkpoint.find(cfg.checkpoint), "resume"
-    tensors, state = checkpoint.open_folder(folder)
+    folder, go_on = checkpoint_folders.find(cfg.checkpoint), "resume"
+    tensors, state = reshard.open_folder(folder)
     if cfg.average > 1:
-        last, go_on = checkpoint.folders(cfg.checkpoint)[-cfg.average :], "init_from"
+        last, go_on = checkpoint_folders.folders(cfg.checkpoint)[-cfg.average :], "init_from"
         if len(last) < cfg.average:
             raise UserError(f"{cfg.checkpoint} holds {len(last)} checkpoints; try --average={len(last) or 1}")
-        models = [checkpoint.open_folder(checkpoint.find(path))[0]["model"] for path in last]
+        models = [reshard.open_folder(checkpoint_folders.find(path))[0]["model"] for path in last]
         mean = {name: sum(model[name][...].float() for model in models) / len(last) for name in models[0]}
         tensors = {"model": mean, "buffers": tensors.get("buffers", {})}  # the last one's
         state = {name: state[name] for name in ("step", "config")}

@@ -50,14 +50,14 @@ def measure(cfg, folders, T=None):
     """({folder: (run.evaluate.validate's table, its rows' documents)}, T) of a model; T: None: its own."""
     from corpus import mixture
     from corpus.loader import DataError, TokenLoader
-    from run import checkpoint, evaluate, trained
+    from run import checkpoint_folders, evaluate, reshard, trained
     from scale import documents
 
     world, model, tokenizer, autocast = trained.load(cfg)
     T, found = T or model.cfg.block_size, {}
     refuse([f"{cfg.checkpoint} has block_size={model.cfg.block_size} < {T}"] * (T > model.cfg.block_size))
-    newest = cfg.checkpoint and (checkpoint.folders(cfg.checkpoint) or [cfg.checkpoint])[-1]
-    if newest and checkpoint.read_state(newest).get("config", {}).get("document_mask"):
+    newest = cfg.checkpoint and (checkpoint_folders.folders(cfg.checkpoint) or [cfg.checkpoint])[-1]
+    if newest and reshard.read_state(newest).get("config", {}).get("document_mask"):
         documents.apply(model, tokenizer.eot)
     for folder in (name for word in folders for name, _ in mixture.folders(word)):
         common = dict(rank=world.rank, world=world.size, vocab_size=model.cfg.vocab_size, device=world.device)

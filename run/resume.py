@@ -9,11 +9,14 @@ import torch
 import optim
 from configurator import UserError, warn
 from corpus import told
-from run import checkpoint, source, states
+from run import checkpoint, checkpoint_folders, reshard, source, states
 from run.checkpoint import CheckpointError
 from scale import parallel
 from system import files
 
+# settings beside checkpoint.SCHEDULE that decide what is trained and may be others at a resume, which is told
+FREE = "seed dropout document_mask weight_decay beta1 beta2 clip lr_embedding lr_head momentum_warmup".split()
+FREE += "max_skipped_steps precision reduce_dtype overfit eval_tokens".split()
 WRITTEN = ("log.jsonl", "config.json", *source.KEPT)  # by a run, in its folder
 
 
@@ -24,11 +27,11 @@ class Start:
         self.out_dir, self.resume, self.overwrite, self.warnings = Path(out_dir), resume, overwrite, []
         with files.writable(self.out_dir):
             if resume != "none" and parallel.rank_and_size()[0] == 0 and not dry_run:
-                checkpoint.bring_back(self.out_dir)
+                checkpoint_folders.bring_back(self.out_dir)
             parallel.barrier()
             self.folder = claim(self.out_dir, resume, overwrite, dry_run)
         parallel.barrier()  # before rank 0 writes there, which would look like an earlier run
-        self._tensors, self.state = checkpoint.open_folder(self.folder) if self.folder else ({}, {})
+        self._tensors, self.state = reshard.open_folder(self.folder) if self.folder else ({}, {})
         self.weights, self.step = self._tensors.get("model"), self.state.get("step", 0)
         self.values = self.state.pop("values", {})
         if self.folder:
@@ -96,11 +99,11 @@ class Start:
     def prepare_out_dir(self):
         """On rank 0, not in a dry run: clears out_dir for a new run, and keeps the code of this run in it."""
         with files.writable(self.out_dir):  # which another run may have made, and filled, since __init__
-            if not self.folder and (self.resume == "none" or checkpoint.folders(self.out_dir)):
+            if not self.folder and (self.resume == "none" or checkpoint_folders.folders(self.out_dir)):
                 claim(self.out_dir, "none", self.overwrite, dry_run=False)
             if self.resume == "none":  # `claim` has refused a folder with anything to keep
-                for folder in checkpoint.folders(self.out_dir):
-                    checkpoint.remove(folder)
+                for folder in checkpoint_folders.folders(self.out_dir):
+                    checkpoint_folders.remove(folder)
                 (self.out_dir / "log.jsonl").unlink(missing_ok=True)
             for leftover in files.leftovers(self.out_dir, WRITTEN.__contains__):
                 leftover.unlink()
@@ -116,7 +119,7 @@ class Start:
             words = ", ".join(f"{name} {value} to {getattr(cfg, name)}" for name, value in old.items())
             rate = f"the next learning rate is {now:.3g} instead of {before:.3g}"
             rows.append(("schedule", f"changed ({words}): {rate}"))
-        other = [name for name in checkpoint.FREE if name in saved and saved[name] != getattr(cfg, name)]
+        other = [name for name in FREE if name in saved and saved[name] != getattr(cfg, name)]
         if other:
             words = ", ".join(f"{name} {saved[name]} to {getattr(cfg, name)}" for name in other)
             rows.append(("changed", f"{words}, since the checkpoint"))
@@ -125,11 +128,11 @@ class Start:
 
 def claim(out_dir, resume, overwrite, dry_run):
     """The checkpoint to resume from, None for a new run. Raises UserError where another run is in its way."""
-    found, newest, wrong = None, max(checkpoint.folders(out_dir), default=None), None
+    found, newest, wrong = None, max(checkpoint_folders.folders(out_dir), default=None), None
     if resume == "auto" and any(parallel.gather_objects(newest is not None)):
-        found = checkpoint.find(out_dir)
+        found = checkpoint_folders.find(out_dir)
     elif resume not in ("none", "auto"):
-        found = checkpoint.find(resume)
+        found = checkpoint_folders.find(resume)
     if dry_run or overwrite and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         return found  # a process that torchrun started again must not remove what the one before it saved
     log = out_dir / "log.jsonl"
