@@ -34,12 +34,7 @@ from system import files
 SHAPE = {f.name for f in fields(GPTConfig)} - {"attention"}
 SCHEDULE = "max_steps batch_tokens lr min_lr_ratio warmup_steps cooldown_fraction schedule".split()
 SCHEDULE += "max_tokens max_seconds batch_schedule".split()
-GROUPS = {
-    "optimizer": "optimizer states",
-    "buffers": "buffers",
-    "own": "values of State.own",
-}  # what values.json describes
-OLDER = {"ranks": None, "shards": None, "trees": [None], "of_each_rank": []}  # of a group without values.json
+GROUPS = {"optimizer": "optimizer states", "buffers": "buffers", "own": "values of State.own"}
 
 
 def save(out_dir, step, tensors, state, keep_last=2):
@@ -294,29 +289,6 @@ def saved_settings(folder, state):
     except UserError as error:
         raise CheckpointError(f"{folder}/state.json is damaged: {error}") from None
     return config, shape
-
-
-def load_values(folder, tensors, values, state):
-    """Puts what Saver.save packed into a train.State -> warnings. tensors, values: of open_folder."""
-    rank, ranks = parallel.rank_and_size()
-
-    def unpacker(group):
-        found = dict(tensors.get(group, {}))
-        start = f"{rank}.{group}."
-        for name, tensor in tensors.get("own_of_ranks", {}).items():
-            if name.startswith(start):
-                found[name.removeprefix(start)] = tensor
-        return states.Unpacker(f"{folder}: {GROUPS[group]}", values.get(group, OLDER), found, state.model)
-
-    states.load_optimizer(state.optimizer, unpacker("optimizer"))
-    warnings = states.load_own(state.own, unpacker("own"))
-    buffers = values.get("buffers", OLDER)
-    names = buffers["of_each_rank"]
-    if names and buffers["ranks"] == ranks:
-        states.load_own(persistent_buffers(state.model), unpacker("buffers"))
-    elif names:
-        warnings.append(f"{names[0]} ({len(names)} in all) differed from rank to rank: all have rank 0's")
-    return warnings
 
 
 def rank_tensors(model, device):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from system import files
 # settings beside checkpoint.SCHEDULE that decide what is trained and may be others at a resume, which is told
 FREE = "seed dropout document_mask weight_decay beta1 beta2 clip lr_embedding lr_head momentum_warmup".split()
 FREE += "max_skipped_steps precision reduce_dtype overfit eval_tokens".split()
+OLDER = {"ranks": None, "shards": None, "trees": [None], "of_each_rank": []}  # without values.json
 WRITTEN = ("log.jsonl", "config.json", *source.KEPT)  # by a run, in its folder
 
 
@@ -87,11 +89,7 @@ class Start:
         if not parallel.all_finite(model.parameters(), world.device):
             raise CheckpointError(f"{self.folder}: weights are inf or NaN; remove it to take the one before")
 
-        def load():
-            with told(f"{self.folder}: what values.json says does not fit this run", CheckpointError):
-                return checkpoint.load_values(self.folder, self.tensors, self.state.get("values", {}), state)
-
-        self.warnings += checkpoint.everywhere(load)
+        self.warnings += checkpoint.everywhere(partial(self.load_values, state))
         state.scaler.load_state_dict(self.state["scaler"])
         position = self.state["loader"]
         state.loader.load_state_dict(position)
@@ -109,6 +107,32 @@ class Start:
             self.warnings.append(f"saved by {ranks} ranks: random numbers and fp8's scales start afresh")
         self.tensors = {}  # closes the files
         self.weights = None
+
+    def load_values(self, state):
+        """Fills the optimizer, State.own and the buffers of each rank. Returns warnings."""
+        rank, ranks = parallel.rank_and_size()
+        values = self.state.get("values", {})
+
+        def unpacker(group):
+            tensors = dict(self.tensors.get(group, {}))
+            start = f"{rank}.{group}."
+            for name, tensor in self.tensors.get("own_of_ranks", {}).items():
+                if name.startswith(start):
+                    tensors[name.removeprefix(start)] = tensor
+            what = f"{self.folder}: {checkpoint.GROUPS[group]}"
+            return states.Unpacker(what, values.get(group, OLDER), tensors, state.model)
+
+        with told(f"{self.folder}: what values.json says does not fit this run", CheckpointError):
+            states.load_optimizer(state.optimizer, unpacker("optimizer"))
+            warnings = states.load_own(state.own, unpacker("own"))
+            buffers = values.get("buffers", OLDER)
+            names = buffers["of_each_rank"]
+            if names and buffers["ranks"] == ranks:
+                states.load_own(reshard.persistent_buffers(state.model), unpacker("buffers"))
+            elif names:
+                few = f"{names[0]} ({len(names)} in all)"
+                warnings.append(f"{few} differed from rank to rank: all have rank 0's")
+        return warnings
 
     def prepare_out_dir(self):
         """On rank 0, not in a dry run: clears out_dir for a new run, and keeps the code of this run in it."""

@@ -86,23 +86,21 @@ class Packer:
         node = {"tensor": name}
         if tensor.device.type == "cpu" and self.device.type != "cpu":
             node["cpu"] = True
-        is_distributed = isinstance(tensor, DTensor)
         alike = like is not None and tensor.shape == like.shape
-        if is_distributed and not all(isinstance(p, Replicate) or p == Shard(0) for p in tensor.placements):
+        places = set(tensor.placements) if isinstance(tensor, DTensor) else set()
+        if places - {Shard(0), Replicate()}:
             layout = f"{name} is laid out as {tensor.placements}"
             raise CheckpointError(f"{layout}: a checkpoint holds rows of tensors, or whole ones")
-        if is_distributed or alike and not isinstance(like, DTensor):
-            if is_distributed and Shard(0) not in tensor.placements:
-                node["whole"] = True
-            elif alike:
-                node["like"] = True
-            else:
-                node["rows"] = True
-            self.by_rows[name] = tensor
-        else:
+        if not places and (not alike or isinstance(like, DTensor)):
             node["shape"] = list(tensor.shape)
             node["dtype"] = str(tensor.dtype)
             self.others[name] = tensor
+        else:
+            kind = "like" if alike else "rows"
+            if places == {Replicate()}:
+                kind = "whole"
+            node[kind] = True
+            self.by_rows[name] = tensor
         self.nodes[id(tensor)] = node
         return node
 
@@ -116,13 +114,13 @@ def pack_optimizer(optimizer, packer):
         more = {}  # of states that belong to no parameter
         for key, state in part.state.items():
             name = packer.parameter_names.get(id(key))
-            if not torch.is_tensor(key):
-                more[key] = state
-            elif name and isinstance(state, dict):
+            if name and isinstance(state, dict):
                 states[name] = packer.pack(state, name, key)
-            else:
+            elif torch.is_tensor(key):
                 what = "of a tensor that is no parameter, or is no dict"
                 raise CheckpointError(f"a state of {type(part).__name__} is {what}")
+            else:
+                more[key] = state
         attributes, *groups = changed(part)
         found.append(
             {
@@ -188,12 +186,11 @@ def packed_of_older(parts, unpacker):
     for key, tensor in unpacker.tensors.items():
         name, _, kind = key.rpartition(".")
         p = unpacker.params.get(name)
-        if p not in owner:
-            raise unpacker.misfit(key)
-        node = {"tensor": key, "like": True}
-        if tensor.shape != p.shape:
-            node = {"tensor": key, "shape": list(tensor.shape)}
-        owner[p].setdefault(name, {"dict": []})["dict"].append([kind, node])
+        if p in owner:
+            node = {"tensor": key}
+            if tensor.shape != p.shape:
+                node["shape"] = list(tensor.shape)
+            owner[p].setdefault(name, {"dict": []})["dict"].append([kind, node])
     return found
 
 
@@ -225,12 +222,11 @@ def load_own(own, unpacker):
 
 
 def held(optimizer):
-    """[{name: value} of an optimizer's attributes, then of each group], without what PyTorch and the loop set."""
-    attributes = {k: v for k, v in vars(optimizer).items() if k not in PYTORCHS and is_state(v)}
-    groups = [
-        {k: v for k, v in group.items() if k not in SET_BY_THE_LOOP} for group in optimizer.param_groups
-    ]
-    return [attributes, *groups]
+    """[{name: value} of the attributes, of the first group, ...], without what PyTorch and the loop set."""
+    found = [{k: v for k, v in vars(optimizer).items() if k not in PYTORCHS and is_state(v)}]
+    for group in optimizer.param_groups:
+        found.append({k: v for k, v in group.items() if k not in SET_BY_THE_LOOP})
+    return found
 
 
 def is_state(value):
@@ -250,25 +246,23 @@ def remember(optimizer):
 
 
 def changed(optimizer):
-    """As `held`, but only what is no longer as `remember` found it; nothing, if it found nothing."""
-    now = held(optimizer)
+    """As `held`, but only what is no longer as `remember` found it."""
     if not hasattr(optimizer, "as_made"):
-        return [{} for _ in now]
+        remember(optimizer)
     found = []
-    for values, before in zip(now, optimizer.as_made):
+    for values, before in zip(held(optimizer), optimizer.as_made):
         found.append({k: v for k, v in values.items() if before.get(k) != fingerprint(v)})
     return found
 
 
 def fingerprint(value):
-    """A text that tells two values apart."""
-    return repr(tree_map_only(torch.Tensor, lambda t: [t.dtype, t.shape, digest(t)], value))
+    """A text that tells two values apart, by the bytes of their tensors; of DTensors those of this rank."""
 
+    def of_tensor(tensor):
+        data = local(tensor).contiguous().reshape(-1).view(torch.uint8)
+        return tensor.dtype, tensor.shape, hashlib.sha256(data.cpu().numpy()).hexdigest()
 
-def digest(tensor):
-    """SHA-256 of the bytes of a tensor, of a DTensor those that this rank holds."""
-    data = local(tensor).contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(data.cpu().numpy()).hexdigest()
+    return repr(tree_map_only(torch.Tensor, of_tensor, value))
 
 
 def shared_and_own(packed, packer, model):
@@ -280,7 +274,7 @@ def shared_and_own(packed, packer, model):
     rows = {name: f"{list(t.shape)} {t.dtype}" for name, t in packer.by_rows.items()}
     digests = {}
     if ranks > 1:
-        digests = {name: digest(t) for name, t in packer.others.items()}
+        digests = {name: fingerprint(t) for name, t in packer.others.items()}
     own = (packed, rows, digests)
     of_ranks = [own]  # where all are the same
     if len({*parallel.gather_objects(hashlib.sha256(json.dumps(own).encode()).digest())}) > 1:
