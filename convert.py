@@ -69,8 +69,11 @@ def export(cfg):
     model = on_meta(shape)
     reshard.check_model_tensors(model, tensors)
     name = cfg.tokenizer or name
-    warn(not name and "the weights name no tokenizer, so that none is written; see --tokenizer")
-    tokenizer = name and tokenizers.load(name, shape.vocab_size)
+    tokenizer = None
+    if name:
+        tokenizer = tokenizers.load(name, shape.vocab_size)
+    else:
+        warn("the weights name no tokenizer, so that none is written; see --tokenizer")
     compared = []
 
     def check(folder):

@@ -24,7 +24,7 @@ from fast.chips import best_attention
 from run import source, states
 from run.checkpoint_folders import delete_hidden, find, folders, hidden, prune, put_in_place
 from run.logger import NotFinite
-from run.reshard import load_model_tensors, open_folder, persistent_buffers, read_state
+from run.reshard import load_model_tensors, open_folder, persistent_buffers, read_state, with_prefix
 from run.states import CheckpointError
 from scale import generators, parallel
 from scale.shards import is_first_copy, rows_of
@@ -301,15 +301,16 @@ def rank_tensors(model, device):
 
 def load_rank_tensors(tensors, model, rank, device):
     """Restores this rank's state; returns False if there is none for this rank and type of device."""
-    own = {name.partition(".")[2]: t[...] for name, t in tensors.items() if name.startswith(f"{rank}.")}
+    own = {kind: tensor[...] for kind, tensor in with_prefix(tensors, f"{rank}.").items()}
     if device.type not in own:
         return False
     with told(f"rng.safetensors: no state of rank {rank}", CheckpointError):  # torch has several errors
         generators.restore(own, device)
         amaxes = magnitudes(model)
         sizes = [amax.numel() for amax in amaxes]
-        if sizes and sum(sizes) == len(own.get("magnitudes", ())):  # DDP has two for a weight, FSDP2 one
-            for amax, value in zip(amaxes, own["magnitudes"].split(sizes)):
+        saved = own.get("magnitudes", torch.empty(0))
+        if len(saved) == sum(sizes):  # DDP has two for a weight, FSDP2 one
+            for amax, value in zip(amaxes, saved.split(sizes)):
                 amax.copy_(value.view_as(amax))
     return True
 

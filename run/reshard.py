@@ -85,6 +85,11 @@ def open_folder(folder):
     return tensors, state
 
 
+def with_prefix(tensors, prefix):
+    """Those whose names begin so, by the rest of their names."""
+    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+
+
 def read_state(folder):
     """state.json of a checkpoint; {} where there is none. Raises CheckpointError if it is damaged."""
     path = Path(folder) / "state.json"

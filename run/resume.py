@@ -114,11 +114,8 @@ class Start:
         values = self.state.get("values", {})
 
         def unpacker(group):
-            tensors = dict(self.tensors.get(group, {}))
-            start = f"{rank}.{group}."
-            for name, tensor in self.tensors.get("own_of_ranks", {}).items():
-                if name.startswith(start):
-                    tensors[name.removeprefix(start)] = tensor
+            own = reshard.with_prefix(self.tensors.get("own_of_ranks", {}), f"{rank}.{group}.")
+            tensors = self.tensors.get(group, {}) | own
             what = f"{self.folder}: {checkpoint.GROUPS[group]}"
             return states.Unpacker(what, values.get(group, OLDER), tensors, state.model)
 
