@@ -39,7 +39,7 @@ GROUPS = {"optimizer": "optimizer states", "buffers": "buffers", "own": "values 
 
 def save(out_dir, step, tensors, state, keep_last=2):
     """As Saver.write, of a process alone; returns the folder."""
-    saver = Saver(parallel.World(0, 1, torch.device("cpu")), out_dir, keep_last, saved=lambda *_: None)
+    saver = Saver(parallel.World(0, 1, torch.device("cpu")), out_dir, keep_last)
     saver.write(step, tensors, state)
     return saver.final
 
@@ -47,7 +47,7 @@ def save(out_dir, step, tensors, state, keep_last=2):
 class Saver:
     """Saves a run, with async_save from a copy in the CPU's memory. All ranks make the same calls."""
 
-    def __init__(self, world, out_dir, keep_last, async_save=False, last=None, saved=print):
+    def __init__(self, world, out_dir, keep_last, async_save=False, last=None, saved=lambda *_: None):
         """last: the resumed checkpoint, if in out_dir. saved(step, folder) follows each save."""
         self.world = world
         self.out_dir = Path(out_dir)
@@ -97,12 +97,10 @@ class Saver:
             packed = everywhere(partial(pack, packer))
             values[group], tensors[group], alone = states.shared_and_own(packed, packer, model)
             tensors["own_of_ranks"] |= {f"{self.world.rank}.{group}.{name}": t for name, t in alone.items()}
-            held = [*packer.by_rows.values(), *packer.others.values()]
+            checked = packer.checked
             if group == "buffers":  # a mask may hold -inf
-                held = [t.nan_to_num(torch.nan, 0.0, 0.0) for t in held]
-            if packer.has_nan:
-                held.append(torch.tensor(torch.nan))
-            self.refuse_not_finite(state.step, GROUPS[group], held)
+                checked = [t.nan_to_num(torch.nan, 0.0, 0.0) for t in checked]
+            self.refuse_not_finite(state.step, GROUPS[group], checked)
         tensors["buffers"] = buffers  # rank 0's, which sample.py reads
         positions = parallel.gather_objects(state.loader.state_dict())
         for rank, position in enumerate(positions):
@@ -133,9 +131,9 @@ class Saver:
         self.last = step
         self.final = self.out_dir / f"step_{step:08d}"
         self.aside = hidden(self.final)
-        self.need = sum(
-            t.shape.numel() * t.dtype.itemsize for group in tensors.values() for t in group.values()
-        )
+        self.need = 0  # bytes
+        for group in tensors.values():
+            self.need += sum(tensor.shape.numel() * tensor.dtype.itemsize for tensor in group.values())
 
         def begin():
             if self.world.main:
@@ -203,9 +201,10 @@ class Saver:
         try:
             return everywhere(action, Exception)  # any type: the other ranks wait
         except CheckpointError as error:
+            free = shutil.disk_usage(self.out_dir).free if self.out_dir.is_dir() else 0
+            free = parallel.gather_objects(free)[0]  # all ranks raise the same line
             if self.world.main:
                 shutil.rmtree(self.aside, ignore_errors=True)
-            free = shutil.disk_usage(self.out_dir).free if self.out_dir.is_dir() else 0
             room = f"it needs {self.need / 1e9:.2f} GB of {free / 1e9:.2f} free"
             advice = "earlier checkpoints are intact: free some space, --resume=auto"
             raise CheckpointError(f"{self.final}: cannot be written ({error}; {room}); {advice}") from None

@@ -98,12 +98,8 @@ def read_state(folder):
 
 def persistent_buffers(model):
     """{name: tensor} of the buffers that a checkpoint holds."""
-    found = {}
-    for place, module in model.named_modules():
-        for name, buffer in module.named_buffers(place, recurse=False):
-            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
-                found[name] = buffer
-    return found
+    held = model.state_dict(keep_vars=True)
+    return {name: b for name, b in model.named_buffers(remove_duplicate=False) if name in held}
 
 
 def check_model_tensors(model, tensors, may_lack=()):

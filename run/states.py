@@ -49,7 +49,7 @@ class Packer:
         self.others = {}
         self.nodes = {}  # {id of a tensor: its JSON}
         self.memory = {}  # {address: the name of the tensor there}
-        self.has_nan = False  # a number of Python's
+        self.checked = []  # what must be finite
 
     def pack(self, value, name, like=None):
         """The JSON of a value. name: of its tensors; like: the parameter that it belongs to, if to one."""
@@ -57,7 +57,8 @@ class Packer:
         if torch.is_tensor(value):
             return self.pack_tensor(value, name, like)
         if kind is float and not math.isfinite(value):
-            self.has_nan |= math.isnan(value)
+            if math.isnan(value):
+                self.checked.append(torch.tensor(value))
             return {"float": repr(value)}
         if kind in PLAIN:
             return value
@@ -101,6 +102,7 @@ class Packer:
                 kind = "whole"
             node[kind] = True
             self.by_rows[name] = tensor
+        self.checked.append(tensor)
         self.nodes[id(tensor)] = node
         return node
 

@@ -374,7 +374,7 @@ def test_a_copied_checkpoint_is_told_and_neither_taken_nor_overwritten(tmp_path,
 @pytest.mark.parametrize("name", ["state.json", "manifest.json", "model.safetensors", None])
 def test_an_older_checkpoint_that_is_damaged_meanwhile_ends_no_run(tmp_path, name, capsys, monkeypatch):
     world = parallel.World(0, 1, CPU)
-    saver = checkpoint.Saver(world, tmp_path, 1, saved=lambda *_: None)
+    saver = checkpoint.Saver(world, tmp_path, 1)
     for step in (1, 2):
         saver.write(step, {"model": {"w": torch.zeros(3)}}, {"config": {}})
         older = tmp_path / f"step_{step:08d}"

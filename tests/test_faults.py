@@ -126,7 +126,7 @@ def saved(tmp_path_factory):
     loader = SimpleNamespace(state_dict=lambda: position)
     own = {"counts": [1, 2.0, None, (torch.ones(3), True)]}
     state = train.State(model, optimizer, scaler, loader, 7, 96, 7, 3.5, own)
-    saver = checkpoint.Saver(parallel.World(0, 1, CPU), out, 2, saved=lambda *_: None)
+    saver = checkpoint.Saver(parallel.World(0, 1, CPU), out, 2)
     saver.save(state, config=asdict(cfg), evaluated=True)
     return saver.final, model, cfg
 

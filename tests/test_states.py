@@ -85,7 +85,7 @@ def steps(state, count, first=0):
 
 def saved(state, folder):
     states.remember(state.optimizer) if not hasattr(state.optimizer, "as_made") else None
-    saver = checkpoint.Saver(WORLD, folder, 2, saved=lambda *_: None)
+    saver = checkpoint.Saver(WORLD, folder, 2)
     saver.save(state, config=dict(SHAPE))
     return saver.final
 
@@ -265,7 +265,7 @@ def sharded_by_two(folder):
         for i, p in enumerate(model.parameters()):
             p.grad = torch.full_like(p, float(i + step))
         state.optimizer.step()
-    checkpoint.Saver(world, folder, 2, saved=lambda *_: None).save(state, config=dict(SHAPE))
+    checkpoint.Saver(world, folder, 2).save(state, config=dict(SHAPE))
     found = [s["mean"].full_tensor().tolist() for s in state.optimizer.state.values()]
     parallel.stop()
     return found
@@ -304,7 +304,7 @@ def buffers_of_two(folder):
     """For ranks.call: buffers that differ, after a resume, of another run, and averaged."""
     world = parallel.start("cpu", 60)
     state = with_buffers(float(world.rank))
-    checkpoint.Saver(world, folder, 2, saved=lambda *_: None).save(state, config=dict(SHAPE))
+    checkpoint.Saver(world, folder, 2).save(state, config=dict(SHAPE))
     parallel.barrier()
     other = with_buffers(7.0)
     start = Start(folder, str(folder), dry_run=True)
@@ -334,7 +334,7 @@ def saved_by_two(folder, alike):
     )
     states.remember(state.optimizer)
     steps(state, 2)
-    saver = checkpoint.Saver(world, folder, 2, saved=lambda *_: None)
+    saver = checkpoint.Saver(world, folder, 2)
     saver.save(state, config=dict(SHAPE))
     parallel.stop()
     return [s["own"].tolist() for s in state.optimizer.state.values()]
