@@ -196,7 +196,7 @@ def misfits(value, form, at=""):
     elif callable(form):
         fits = form(value)
     else:
-        fits = value == form
+        fits = type(value) is type(form) and value == form
     if not fits:
         yield f"{where} is {reprlib.repr(value)}, which it cannot be"
 
