@@ -123,7 +123,7 @@ def pack_optimizer(optimizer, packer):
                 raise CheckpointError(f"a state of {type(part).__name__} is {what}")
             else:
                 more[key] = state
-        attributes, *groups = changed(part)
+        attributes, *groups = changed_by_steps(part)
         found.append(
             {
                 "type": type(part).__name__,
@@ -165,7 +165,7 @@ def load_part(optimizer, unpacker, packed):
         for lost in sorted(expected - optimizer.state[p].keys()):
             raise unpacker.misfit(f"{name}.{lost} is absent")
     optimizer.state.update(unpacker.unpack(packed["more"]))
-    attributes, *groups = held(optimizer)
+    attributes, *groups = attributes_and_groups(optimizer)
     found = unpacker.unpack(packed["groups"], there=groups)
     if any(found) and len(found) != len(optimizer.param_groups):
         raise unpacker.misfit(f"{len(found)} groups of parameters, now {len(optimizer.param_groups)}")
@@ -223,7 +223,7 @@ def load_own(own, unpacker):
     return words
 
 
-def held(optimizer):
+def attributes_and_groups(optimizer):
     """[{name: value} of the attributes, of the first group, ...], without what PyTorch and the loop set."""
     found = [{k: v for k, v in vars(optimizer).items() if k not in PYTORCHS and is_state(v)}]
     for group in optimizer.param_groups:
@@ -244,15 +244,17 @@ def is_state(value):
 def remember(optimizer):
     """Notes, before the first step, the values that come from the settings and not from a step."""
     for part in parts_of(optimizer):
-        part.as_made = [{k: fingerprint(v) for k, v in values.items()} for values in held(part)]
+        part.as_made = [
+            {k: fingerprint(v) for k, v in values.items()} for values in attributes_and_groups(part)
+        ]
 
 
-def changed(optimizer):
-    """As `held`, but only what is no longer as `remember` found it."""
+def changed_by_steps(optimizer):
+    """As `attributes_and_groups`, but only what is no longer as `remember` found it."""
     if not hasattr(optimizer, "as_made"):
         remember(optimizer)
     found = []
-    for values, before in zip(held(optimizer), optimizer.as_made):
+    for values, before in zip(attributes_and_groups(optimizer), optimizer.as_made):
         found.append({k: v for k, v in values.items() if before.get(k) != fingerprint(v)})
     return found
 
