@@ -37,6 +37,7 @@ class SavedTensor:
             rows = ends[-1]
         if [*starts, rows] != ends:
             raise CheckpointError(f"{name}: not each of {rows} rows is there once; is a rank's file gone?")
+        _, part = self.parts[0]
         shape = part.get_shape()
         if shape:
             self.shape = torch.Size([rows, *shape[1:]])

@@ -244,9 +244,9 @@ def is_state(value):
 def remember(optimizer):
     """Notes, before the first step, the values that come from the settings and not from a step."""
     for part in parts_of(optimizer):
-        part.as_made = [
-            {k: fingerprint(v) for k, v in values.items()} for values in attributes_and_groups(part)
-        ]
+        part.as_made = []
+        for values in attributes_and_groups(part):
+            part.as_made.append({name: fingerprint(value) for name, value in values.items()})
 
 
 def changed_by_steps(optimizer):

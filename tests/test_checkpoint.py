@@ -1,4 +1,7 @@
-"""run/checkpoint.py, checkpoint_folders.py, reshard.py: saved states come back, damaged folders are skipped, and no older checkpoint is lost."""
+"""run/checkpoint.py, checkpoint_folders.py and reshard.py.
+
+Saved states come back, damaged folders are skipped, and no older checkpoint is lost.
+"""
 
 import errno
 import json
