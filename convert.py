@@ -30,17 +30,25 @@ class Config:
 
 
 def main(cfg):
-    given = tuple(name for name in ("from_hf", "out", "checkpoint", "to_hf") if getattr(cfg, name))
-    actions = {("from_hf", "out"): import_hf, ("checkpoint", "to_hf"): export, ("out", "checkpoint"): merge}
-    if given not in actions:
-        raise UserError("give --from_hf=NAME and --out=FOLDER, or --checkpoint with --out or --to_hf")
+    given = {name for name in ("from_hf", "out", "checkpoint", "to_hf") if getattr(cfg, name)}
     wrong = too_small(cfg, {"average": 1})
-    wrong += without_effect(cfg, [] if cfg.to_hf else ["dtype", "tokenizer"], "needs --to_hf")
-    refuse(wrong + without_effect(cfg, ["average"] * (given[0] != "out"), "needs --checkpoint and --out"))
+    if given == {"from_hf", "out"}:
+        convert = import_hf
+    elif given == {"checkpoint", "to_hf"}:
+        convert = export
+    elif given == {"checkpoint", "out"}:
+        convert = merge
+    else:
+        raise UserError("give --from_hf=NAME and --out=FOLDER, or --checkpoint with --out or --to_hf")
+    if convert != export:
+        wrong += without_effect(cfg, ["dtype", "tokenizer"], "needs --to_hf")
+    if convert != merge:
+        wrong += without_effect(cfg, ["average"], "needs --checkpoint and --out")
+    refuse(wrong)
     out = Path(cfg.out or cfg.to_hf)
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} is not an empty folder; nothing was written, try another name")
-    actions[given](cfg)
+    convert(cfg)
 
 
 def import_hf(cfg):
@@ -56,16 +64,22 @@ def export(cfg):
     """A checkpoint -> a Hugging Face folder."""
     from corpus import tokenizer as tokenizers
     from model import on_meta
-    from run import checkpoint, hf
+    from run import checkpoint, hf, reshard
 
     tensors, shape, name = checkpoint.open_model(cfg.checkpoint)
     model = on_meta(shape)
-    checkpoint.check_model_tensors(model, tensors)
+    reshard.check_model_tensors(model, tensors)
     name = cfg.tokenizer or name
-    warn(not name and "the weights name no tokenizer, so that none is written; see --tokenizer")
-    tokenizer = name and tokenizers.load(name, shape.vocab_size)
+    tokenizer = None
+    if name:
+        tokenizer = tokenizers.load(name, shape.vocab_size)
+    else:
+        warn("the weights name no tokenizer, so that none is written; see --tokenizer")
     compared = []
-    check = lambda folder: compared.append(compare(folder, tensors, shape, cfg.dtype))
+
+    def check(folder):
+        compared.append(compare(folder, tensors, shape, cfg.dtype))
+
     wrote = hf.save_hf(model, cfg.to_hf, cfg.dtype, tensors=tensors, tokenizer=tokenizer, check=check)
     print(f"wrote {wrote} in {cfg.dtype}; {compared[0]}")
 
@@ -77,11 +91,10 @@ def compare(folder, tensors, shape, dtype):
     """
     import torch
 
-    from model import on_meta
     from run import checkpoint
 
     T = min(shape.block_size, 4096)
-    parameters = sum(p.numel() for p in on_meta(shape).parameters())
+    parameters = sum(tensor.shape.numel() for tensor in tensors.values())
     need = 4 * (2 * parameters + 2 * T * shape.vocab_size)  # bytes, of both models and their logits
     if need > 0.8 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
         return f"logits were not compared: that takes {need / 2**30:.0f} GiB of memory"
@@ -106,18 +119,20 @@ def compare(folder, tensors, shape, dtype):
 
 def merge(cfg):
     """A checkpoint that many ranks wrote, or the mean of a run's last ones -> one file for each group."""
-    from run import checkpoint
+    from run import checkpoint, checkpoint_folders, reshard
 
-    folder, go_on = checkpoint.find(cfg.checkpoint), "resume"
-    tensors, state = checkpoint.open_folder(folder)
+    folder = checkpoint_folders.find(cfg.checkpoint)
+    tensors, state = reshard.open_folder(folder)
+    go_on = "resume"
     if cfg.average > 1:
-        last, go_on = checkpoint.folders(cfg.checkpoint)[-cfg.average :], "init_from"
+        last = checkpoint_folders.folders(cfg.checkpoint)[-cfg.average :]
         if len(last) < cfg.average:
             raise UserError(f"{cfg.checkpoint} holds {len(last)} checkpoints; try --average={len(last) or 1}")
-        models = [checkpoint.open_folder(checkpoint.find(path))[0]["model"] for path in last]
+        models = [reshard.open_folder(checkpoint_folders.find(path))[0]["model"] for path in last]
         mean = {name: sum(model[name][...].float() for model in models) / len(last) for name in models[0]}
         tensors = {"model": mean, "buffers": tensors.get("buffers", {})}  # the last one's
         state = {name: state[name] for name in ("step", "config")}
+        go_on = "init_from"
     if carried := checkpoint.carried_tokenizer(folder):
         state["config"]["tokenizer"] = str(carried)
     wrote = checkpoint.save(cfg.out, state["step"], tensors, state)

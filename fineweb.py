@@ -23,8 +23,8 @@ from configurator import configure, run, too_small, without_effect
 from corpus import DataError, told
 from corpus.text_files import RECORDS, WARNING, alone, contents, kind, local_documents, local_files
 from errors import UserError, refuse
-from run.files import patiently
 from settings import Config as RunConfig
+from system.files import patiently
 
 SHORT_NAMES = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW/fineweb-edu"}
 READY_MADE = ("kjj0/fineweb10B-gpt2", "kjj0/fineweb100B-gpt2", "kjj0/finewebedu10B-gpt2")

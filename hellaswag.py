@@ -27,8 +27,8 @@ import numpy as np
 from configurator import columns, run, too_small
 from corpus import DataError
 from errors import refuse, say
-from run.files import misfits, text, write_atomic
 from settings import TrainedConfig
+from system.files import misfits, text, write_atomic
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 CACHE = Path.home() / ".cache" / "hellaswag"

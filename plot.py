@@ -31,7 +31,7 @@ from errors import UserError, warn
 from measure import norms, seeds
 from measure.logs import OURS, load, smooth
 from measure.pictures import colors, theme, write
-from run.files import number
+from system.files import number
 
 DASHES = ["-", (0, (5, 1.5)), (0, (1.5, 1))]  # of the first six runs, the next six, and so on
 AXES = {"steps": "step", "tokens": "tokens", "seconds": "seconds of training steps"}

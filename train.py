@@ -38,13 +38,13 @@ from run.build import (
 from run.checkpoint import Saver, magnitudes
 from run.evaluate import Evaluations, add_evaluations
 from run.figures import Figures
-from run.files import Lock
 from run.logger import LONG, Logger, progress
 from run.norms import Norms
 from run.resume import Start
 from run.signals import Watch, explained
 from scale import context, generators, parallel
 from scale.precision import autocast
+from system.files import Lock
 
 
 @dataclasses.dataclass

@@ -35,7 +35,7 @@ def main(cfg):
 
     other = trained.other(cfg)  # before the first model is measured
     found, T = measure(cfg, cfg.words)
-    others, _ = measure(other, cfg.words, T) if other else ({}, T)
+    others = measure(other, cfg.words, T)[0] if other else {}
     for folder, (table, documents) in found.items():
         size = f"{int(table[1].sum()):,} tokens, {len(set(documents)):,} documents"
         lines = [[folder, size, *in_words(losses(table, documents))]]
@@ -47,27 +47,33 @@ def main(cfg):
     parallel.stop()
 
 
-def measure(cfg, folders, T=None):
+def measure(cfg, words, T=None):
     """({folder: (run.evaluate.validate's table, its rows' documents)}, T) of a model; T: None: its own."""
     from corpus import mixture
     from corpus.loader import DataError, TokenLoader
-    from run import checkpoint, evaluate, trained
+    from run import checkpoint_folders, evaluate, reshard, trained
     from scale import documents
 
     world, model, tokenizer, autocast = trained.load(cfg)
-    T, found = T or model.cfg.block_size, {}
-    refuse([f"{cfg.checkpoint} has block_size={model.cfg.block_size} < {T}"] * (T > model.cfg.block_size))
-    newest = cfg.checkpoint and (checkpoint.folders(cfg.checkpoint) or [cfg.checkpoint])[-1]
-    if newest and checkpoint.read_state(newest).get("config", {}).get("document_mask"):
-        documents.apply(model, tokenizer.eot)
-    for folder in (name for word in folders for name, _ in mixture.folders(word)):
-        common = dict(rank=world.rank, world=world.size, vocab_size=model.cfg.vocab_size, device=world.device)
-        loader = TokenLoader(folder, "val", cfg.batch_size, T, **common)
-        if loader.token_bytes is not None and not np.array_equal(loader.token_bytes, tokenizer.token_bytes()):
-            raise DataError(f"{folder} has the tokenizer {loader.tokenizer}, the model {tokenizer.name}")
-        table, _ = evaluate.validate(model, loader, max(T, cfg.tokens), autocast)
-        found[folder] = table, loader.documents(table.shape[1])
-        loader.close()
+    shape = model.cfg
+    T = T or shape.block_size
+    if T > shape.block_size:
+        raise UserError(f"{cfg.checkpoint} has block_size={shape.block_size} < {T}")
+    if cfg.checkpoint:
+        newest = [cfg.checkpoint, *checkpoint_folders.folders(cfg.checkpoint)][-1]
+        if reshard.read_state(newest).get("config", {}).get("document_mask"):
+            documents.apply(model, tokenizer.eot)
+    of_rank = dict(rank=world.rank, world=world.size, vocab_size=shape.vocab_size, device=world.device)
+    found = {}
+    for word in words:
+        for folder, _ in mixture.folders(word):
+            loader = TokenLoader(folder, "val", cfg.batch_size, T, **of_rank)
+            sizes = loader.token_bytes
+            if sizes is not None and not np.array_equal(sizes, tokenizer.token_bytes()):
+                raise DataError(f"{folder} has the tokenizer {loader.tokenizer}, the model {tokenizer.name}")
+            table, _ = evaluate.validate(model, loader, max(T, cfg.tokens), autocast)
+            found[folder] = table, loader.documents(table.shape[1])
+            loader.close()
     return found, T
 
 

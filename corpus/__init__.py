@@ -1,4 +1,4 @@
-"""From text to tokens to batches; imports errors.py and run/files.py alone, and no model."""
+"""From text to tokens to batches; imports errors.py and system/ alone, and no model."""
 
 import contextlib
 

@@ -22,7 +22,7 @@ import torch
 
 from corpus import DataError, mixture, told
 from corpus.tokenizer import built_in, fits
-from run import files
+from system import files
 
 HEADER_BYTES = 1024
 FORMATS = {20240520: (1, np.uint16), 20240801: (7, np.uint32)}  # magic: (version, token dtype), as in llm.c

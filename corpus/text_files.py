@@ -14,7 +14,7 @@ from collections import Counter
 
 from corpus import DataError, told
 from errors import UserError
-from run.files import digest
+from system.files import digest
 
 RECORDS = (".jsonl", ".ndjson", ".json", ".parquet")  # many documents in a file
 FOLDERS = (".txt", *RECORDS)  # what is read of a folder; a glob may name texts of other kinds

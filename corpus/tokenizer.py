@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as Inner
 
 from corpus import VOCABULARIES, told
 from errors import UserError, warn
-from run.files import read_json, write_atomic
+from system.files import read_json, write_atomic
 
 LLAMA3_PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
 LLAMA3_PATTERN += r"|\s*[\r\n]+|\s+(?!\S)|\s+"

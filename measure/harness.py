@@ -15,8 +15,8 @@ from pathlib import Path
 from configurator import run, too_small, without_folder
 from corpus import DataError, told
 from errors import UserError, refuse, say
-from run.files import write_atomic
 from settings import TrainedConfig
+from system.files import write_atomic
 
 TESTED = "0.4.13"
 BOOTSTRAPS = 100_000  # the harness's own number

@@ -27,12 +27,10 @@ def settings(cfg):
     own |= {name: "a path" for name in PLACES if own[name] is not None}
     if own["resume"] not in ("none", "auto"):
         own["resume"] = "a folder"
-    given = {name: f"{name}={value}" for name, value in own.items()}
-    code = {name: f"{name} of SHA-256 {digest[:12]}" for name, digest in source.BEGAN.items()}
-    packages = {name: f"{name} {version}" for name, version in versions().items()}
-    of_ranks = parallel.gather_objects((given | code, packages))
-    refuse([facts for facts, _ in of_ranks])
-    warn(difference([facts for _, facts in of_ranks]))
+    facts = {name: f"{name}={value}" for name, value in own.items()}
+    facts |= {name: f"{name} of SHA-256 {digest[:12]}" for name, digest in source.BEGAN.items()}
+    refuse(facts)
+    warn(difference({name: f"{name} {version}" for name, version in versions().items()}))
 
 
 def data(cfg, loader, val_loaders):
@@ -43,21 +41,20 @@ def data(cfg, loader, val_loaders):
     loaders = [loader, *(val_loader for _, val_loader in val_loaders)]
     found = [getattr(loader, "fingerprint", None) for loader in loaders]
     own = f"data_dir={cfg.data_dir} whose splits have the fingerprints {', '.join(map(str, found))}"
-    of_ranks = parallel.gather_objects((own, found))
-    refuse([{"data": own if theirs != of_ranks[0][1] else of_ranks[0][0]} for own, theirs in of_ranks])
+    first, theirs = parallel.gather_objects((own, found))[0]
+    refuse({"data": first if found == theirs else own})
 
 
 def weights(folder):
     """Raises UserError unless all ranks have the same Hugging Face weights, by blocks of each file."""
     own = [f"{path.name} of {sampled(path)[:12]}" for path in sorted(Path(folder).glob("*.safetensors"))]
-    refuse([{"weights": ", ".join(names)} for names in parallel.gather_objects(own)])
+    refuse({"weights": ", ".join(own)})
 
 
 def examples(found):
     """Raises UserError unless all ranks have the same HellaSwag examples: each may read a copy."""
     digest = hashlib.sha256(json.dumps(found).encode()).hexdigest()
-    facts = {"hellaswag_file": f"HellaSwag examples of SHA-256 {digest[:12]}"}
-    refuse(parallel.gather_objects(facts))
+    refuse({"hellaswag_file": f"HellaSwag examples of SHA-256 {digest[:12]}"})
 
 
 def versions():
@@ -71,19 +68,20 @@ def versions():
     return found
 
 
-def refuse(of_ranks):
+def refuse(facts):
     """Raises UserError if the facts of a rank, {name: in words}, are not those of rank 0."""
-    if found := difference(of_ranks):
+    if found := difference(facts):
         raise UserError(f"{found}; start every rank with the same command, code and data")
 
 
-def difference(of_ranks):
+def difference(facts):
     """In words, the first rank whose {name: fact in words} is not rank 0's, and how; None without one."""
+    of_ranks = parallel.gather_objects(facts)
     first = of_ranks[0]
-    for rank, facts in enumerate(of_ranks):
-        other = [name for name in first | facts if facts.get(name) != first.get(name)]
+    for rank, found in enumerate(of_ranks):
+        other = [name for name in first | found if found.get(name) != first.get(name)]
         if other:
-            pairs = [f"{facts.get(k, f'no {k}')}, rank 0 has {first.get(k, f'no {k}')}" for k in other[:3]]
+            pairs = [f"{found.get(k, f'no {k}')}, rank 0 has {first.get(k, f'no {k}')}" for k in other[:3]]
             more = f" ({len(other)} differences)" if len(other) > 3 else ""
             return f"rank {rank} has {'; it has '.join(pairs)}{more}"
     return None

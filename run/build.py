@@ -15,7 +15,7 @@ from corpus.loader import DataError, TokenLoader, read_manifest, read_sizes, ver
 from errors import UserError
 from fast import forms
 from fast.chips import best_attention
-from run import agreement, checkpoint, hf, source
+from run import agreement, checkpoint, hf, reshard, source
 from run.flops import Account, parameter_counts
 from scale import context, memory, parallel
 from scale.precision import autocast, pick_ops, pick_precision
@@ -125,9 +125,9 @@ def build_model(cfg, world, weights=None, eot=None):
     model = models.on_meta(cfg)
     prepare(model, cfg, world, eot, account)
     models.allocate(model, "cpu" if cfg.offload_states else device, cfg.seed, whole=parallel.whole)
-    buffers = checkpoint.persistent_buffers(model)
+    buffers = reshard.persistent_buffers(model)
     if weights:  # older checkpoints have no buffers
-        account.new = checkpoint.load_model_tensors(model, weights, may_lack=buffers)
+        account.new = reshard.load_model_tensors(model, weights, may_lack=buffers)
     elif cfg.init_from:
         account.new = load_initial_weights(model, cfg)
     for buffer in model.buffers():  # offload_states allocated them on the CPU
@@ -205,15 +205,15 @@ def load_initial_weights(model, cfg):
     The model may have more, such as LoRA's or a second head's, which keep their initial values; returns their
     names. Raises UserError for a tensor that the model lacks, or has in another shape.
     """
-    own = dict(model.named_parameters()) | checkpoint.persistent_buffers(model)
-    return checkpoint.load_model_tensors(model, open_initial_weights(cfg), may_lack=own)
+    own = dict(model.named_parameters()) | reshard.persistent_buffers(model)
+    return reshard.load_model_tensors(model, open_initial_weights(cfg), may_lack=own)
 
 
 def open_initial_weights(cfg):
-    """{name: tensor or Stored} of the weights that cfg.init_from names; refuses those of another model."""
+    """{name: tensor or SavedTensor} of the weights in cfg.init_from; refuses those of another model."""
     name = cfg.init_from.removeprefix("hf:")
     if name != cfg.init_from:
-        agreement.weights(hf.fetch(name))  # of a checkpoint, checkpoint.find compares the manifest
+        agreement.weights(hf.fetch(name))  # of a checkpoint, checkpoint_folders.find compares the manifest
     tensors, shape, _ = (checkpoint.open_model if name == cfg.init_from else hf.open_hf)(name)
     shorter = cfg.block_size < shape.block_size
     free = ["vocab_multiple"] + ["block_size"] * (cfg.positions == "rope" or shorter)  # RoPE has no weights

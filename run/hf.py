@@ -18,8 +18,8 @@ from safetensors import safe_open
 from configurator import typed
 from corpus import VOCABULARIES, told
 from errors import UserError, refuse, warn
-from run.files import by_umask, patiently, plain_name, read_json, text, write_json
 from settings import GPTConfig
+from system.files import by_umask, patiently, plain_name, read_json, text, write_json
 
 
 class GPT2:
@@ -241,7 +241,7 @@ def hf_parts(model, may_have_more=False):
 
     may_have_more: an edit that adds some to those that a Hugging Face model has is none.
     """
-    from run.checkpoint import persistent_buffers
+    from run.reshard import persistent_buffers
 
     cfg, own, parts = model.cfg, dict(model.named_parameters()), {}
     family, heads = family_of(cfg), [n * cfg.head_size for n in (cfg.n_head, cfg.kv_heads, cfg.kv_heads)]
@@ -310,11 +310,11 @@ def has_own_head(folder, family):
 
 
 def open_hf(name):
-    """({our name: Stored}, ImportedConfig, tokenizer) of a folder or hub name, without padding rows."""
+    """({our name: SavedTensor}, ImportedConfig, tokenizer) of a folder or hub name, without padding rows."""
     import torch
 
     from model import on_meta
-    from run.checkpoint import Stored
+    from run.reshard import SavedTensor
 
     folder = fetch(name)
     cfg = read_config(folder)
@@ -346,7 +346,7 @@ def open_hf(name):
         dtypes = [getattr(torch, DTYPES[rows.get_dtype()]) for _, rows in pairs]
         dtype = functools.reduce(torch.promote_types, dtypes)  # the widest: q and v may be float32 beside k
         slices = [(part.first, Rows(rows, dtype, part.transposed)) for part, rows in pairs]
-        stored[ours] = Stored(ours, slices)
+        stored[ours] = SavedTensor(ours, slices)
     return stored, cfg, cfg.tokenizer
 
 

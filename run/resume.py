@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -9,10 +10,15 @@ import torch
 import optim
 from corpus import told
 from errors import UserError, warn
-from run import checkpoint, files, source, states
+from run import checkpoint, checkpoint_folders, reshard, source, states
 from run.checkpoint import CheckpointError
 from scale import parallel
+from system import files
 
+# settings beside checkpoint.SCHEDULE that decide what is trained and may be others at a resume, which is told
+FREE = "seed dropout document_mask weight_decay beta1 beta2 clip lr_embedding lr_head momentum_warmup".split()
+FREE += "max_skipped_steps precision reduce_dtype overfit eval_tokens".split()
+OLDER = {"ranks": None, "shards": None, "trees": [None], "of_each_rank": []}  # without values.json
 WRITTEN = ("log.jsonl", "config.json", *source.KEPT)  # by a run, in its folder
 
 
@@ -20,22 +26,31 @@ class Start:
     """The checkpoint that a run resumes from; `folder` is None and `step` 0 for a new run."""
 
     def __init__(self, out_dir, resume="none", overwrite=False, dry_run=False):
-        self.out_dir, self.resume, self.overwrite, self.warnings = Path(out_dir), resume, overwrite, []
+        self.out_dir = Path(out_dir)
+        self.resume = resume
+        self.overwrite = overwrite
+        self.warnings = []
         with files.writable(self.out_dir):
             if resume != "none" and parallel.rank_and_size()[0] == 0 and not dry_run:
-                checkpoint.bring_back(self.out_dir)
+                checkpoint_folders.bring_back(self.out_dir)
             parallel.barrier()
             self.folder = claim(self.out_dir, resume, overwrite, dry_run)
         parallel.barrier()  # before rank 0 writes there, which would look like an earlier run
-        self._tensors, self.state = checkpoint.open_folder(self.folder) if self.folder else ({}, {})
-        self.weights, self.step = self._tensors.get("model"), self.state.get("step", 0)
-        self.values = self.state.pop("values", {})
+        self.tensors = {}
+        self.state = {}
+        self.weights = None
+        self.evaluated = None  # the step after which all evaluations that were due have run
+        self.saved = None  # the folder, unless it is another run's, or is saved again after the evaluations
+        self.wandb_id = None  # of the run that goes on in wandb
         if self.folder:
-            self.weights = (self.weights or {}) | self._tensors.get("buffers", {})
-        self.evaluated = self.step if self.folder and self.state.get("evaluated", True) else None
-        own = self.folder and self.folder.resolve().parent == self.out_dir.resolve()
-        self.wandb_id = self.state.get("wandb_id") if own else None  # else wandb begins a new run
-        self.saved = self.folder if own and self.evaluated is not None else None  # else it is saved (again)
+            self.tensors, self.state = reshard.open_folder(self.folder)
+            self.weights = self.tensors["model"] | self.tensors.get("buffers", {})
+            if self.state.get("evaluated", True):
+                self.evaluated = self.state["step"]
+            if self.folder.resolve().parent == self.out_dir.resolve():
+                self.wandb_id = self.state.get("wandb_id")
+                self.saved = self.folder if self.evaluated is not None else None
+        self.step = self.state.get("step", 0)
         self.saved_at = self.step if self.saved else None
 
     def check(self, cfg):
@@ -46,14 +61,16 @@ class Start:
         config, shape = checkpoint.saved_settings(self.folder, self.state)
         self.state["config"] = config
         wrong = shape.differences(cfg)
-        if (was := config.get("optimizer", "adamw")) != cfg.optimizer:
-            wrong.append(f"optimizer: checkpoint {was}, now {cfg.optimizer}")
-        kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[cfg.weights]
-        others = {t.dtype for t in self._tensors["model"].values()} - {kind}
-        wrong += [f"weights: checkpoint {dtype}, now {kind}" for dtype in others]
-        absent = {"optimizer", "loader", "scaler", "world_size"} - self.state.keys() - self._tensors.keys()
+        optimizer = config.get("optimizer", "adamw")
+        if optimizer != cfg.optimizer:
+            wrong.append(f"optimizer: checkpoint {optimizer}, now {cfg.optimizer}")
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[cfg.weights]
+        others = {tensor.dtype for tensor in self.tensors["model"].values()} - {dtype}
+        wrong += [f"weights: checkpoint {other}, now {dtype}" for other in others]
+        absent = {"optimizer", "loader", "scaler", "world_size"} - self.state.keys() - self.tensors.keys()
+        if cfg.precision == "fp16" and not self.state.get("scaler"):
+            absent.add("loss scaler")
         wrong += [f"it has no {name}" for name in sorted(absent)]
-        wrong += ["it has no loss scaler"] * (cfg.precision == "fp16" and not self.state.get("scaler"))
         if wrong:
             more = "give the settings of its run, or begin a new one from its weights with --init_from"
             raise CheckpointError(f"{self.folder} cannot be resumed: {'; '.join(wrong)}; {more}")
@@ -72,34 +89,57 @@ class Start:
         if not parallel.all_finite(model.parameters(), world.device):
             raise CheckpointError(f"{self.folder}: weights are inf or NaN; remove it to take the one before")
 
-        def load():
-            with told(f"{self.folder}: what values.json says does not fit this run", CheckpointError):
-                return checkpoint.load_values(self.folder, self._tensors, self.values, state)
-
-        self.warnings += checkpoint.everywhere(load)
+        self.warnings += checkpoint.everywhere(partial(self.load_values, state))
         state.scaler.load_state_dict(self.state["scaler"])
         position = self.state["loader"]
         state.loader.load_state_dict(position)
-        state.step, state.evaluated = self.step, self.evaluated
+        state.step = self.step
+        state.evaluated = self.evaluated
         state.score = self.state.get("val_loss")
+        state.seconds = self.state.get("seconds", 0.0)
         if "tokens" in self.state:
             state.tokens = self.state["tokens"]
         else:  # as checkpoints once counted them
             state.tokens = position["rows"] * position["block_size"]
-        state.seconds = self.state.get("seconds", 0.0)
-        ranks, rng = self.state["world_size"], self._tensors.get("rng", {})
+        ranks = self.state["world_size"]
+        rng = self.tensors.get("rng", {})
         if ranks != world.size or not checkpoint.load_rank_tensors(rng, model, world.rank, world.device):
             self.warnings.append(f"saved by {ranks} ranks: random numbers and fp8's scales start afresh")
-        self._tensors, self.weights = {}, None  # closes the files
+        self.tensors = {}  # closes the files
+        self.weights = None
+
+    def load_values(self, state):
+        """Fills the optimizer, State.own and the buffers of each rank. Returns warnings."""
+        rank, ranks = parallel.rank_and_size()
+        values = self.state.get("values", {})
+
+        def unpacker(group):
+            own = reshard.with_prefix(self.tensors.get("own_of_ranks", {}), f"{rank}.{group}.")
+            tensors = self.tensors.get(group, {}) | own
+            what = f"{self.folder}: {checkpoint.GROUPS[group]}"
+            return states.Unpacker(what, values.get(group, OLDER), tensors, state.model)
+
+        with told(f"{self.folder}: what values.json says does not fit this run", CheckpointError):
+            states.load_optimizer(state.optimizer, unpacker("optimizer"))
+            warnings = states.load_own(state.own, unpacker("own"))
+            buffers = values.get("buffers", OLDER)
+            names = buffers["of_each_rank"]
+            if names and buffers["ranks"] == ranks:
+                states.load_own(reshard.persistent_buffers(state.model), unpacker("buffers"))
+            elif names:
+                few = f"{names[0]} ({len(names)} in all)"
+                warnings.append(f"{few} differed from rank to rank: all have rank 0's")
+        return warnings
 
     def prepare_out_dir(self):
         """On rank 0, not in a dry run: clears out_dir for a new run, and keeps the code of this run in it."""
         with files.writable(self.out_dir):  # which another run may have made, and filled, since __init__
-            if not self.folder and (self.resume == "none" or checkpoint.folders(self.out_dir)):
+            found = checkpoint_folders.folders(self.out_dir)
+            if not self.folder and (self.resume == "none" or found):
                 claim(self.out_dir, "none", self.overwrite, dry_run=False)
             if self.resume == "none":  # `claim` has refused a folder with anything to keep
-                for folder in checkpoint.folders(self.out_dir):
-                    checkpoint.remove(folder)
+                for folder in found:
+                    checkpoint_folders.remove(folder)
                 (self.out_dir / "log.jsonl").unlink(missing_ok=True)
             for leftover in files.leftovers(self.out_dir, WRITTEN.__contains__):
                 leftover.unlink()
@@ -107,35 +147,48 @@ class Start:
 
     def rows(self, cfg, state):
         """Rows of the start-up summary: the checkpoint, the schedule and settings that changed."""
-        rows, saved = [("resumed", str(self.folder))] if self.folder else [], self.state.get("config", {})
-        if old := {k: v for k, v in saved.items() if k in checkpoint.SCHEDULE and v != getattr(cfg, k)}:
-            both = dataclasses.replace(cfg, **old), cfg
+        if not self.folder:
+            return []
+        rows = [("resumed", str(self.folder))]
+        saved = self.state["config"]
+        changed = {}
+        for name in checkpoint.SCHEDULE + FREE:
+            if name in saved and saved[name] != getattr(cfg, name):
+                changed[name] = f"{name} {saved[name]} to {getattr(cfg, name)}"
+        schedule = {name: saved[name] for name in checkpoint.SCHEDULE if name in changed}
+        if schedule:
             with told(f"{self.folder}: its settings", CheckpointError):
-                before, now = (optim.learning_rate(self.step, optim.share_done(state, c), c) for c in both)
-            words = ", ".join(f"{name} {value} to {getattr(cfg, name)}" for name, value in old.items())
+                before = self.next_rate(dataclasses.replace(cfg, **schedule), state)
+            now = self.next_rate(cfg, state)
+            words = ", ".join(changed[name] for name in schedule)
             rate = f"the next learning rate is {now:.3g} instead of {before:.3g}"
             rows.append(("schedule", f"changed ({words}): {rate}"))
-        other = [name for name in checkpoint.FREE if name in saved and saved[name] != getattr(cfg, name)]
+        other = [changed[name] for name in FREE if name in changed]
         if other:
-            words = ", ".join(f"{name} {saved[name]} to {getattr(cfg, name)}" for name in other)
-            rows.append(("changed", f"{words}, since the checkpoint"))
+            rows.append(("changed", f"{', '.join(other)}, since the checkpoint"))
         return rows
+
+    def next_rate(self, cfg, state):
+        return optim.learning_rate(self.step, optim.share_done(state, cfg), cfg)
 
 
 def claim(out_dir, resume, overwrite, dry_run):
     """The checkpoint to resume from, None for a new run. Raises UserError where another run is in its way."""
-    found, newest, wrong = None, max(checkpoint.folders(out_dir), default=None), None
+    found = None
+    newest = max(checkpoint_folders.folders(out_dir), default=None)
     if resume == "auto" and any(parallel.gather_objects(newest is not None)):
-        found = checkpoint.find(out_dir)
+        found = checkpoint_folders.find(out_dir)
     elif resume not in ("none", "auto"):
-        found = checkpoint.find(resume)
+        found = checkpoint_folders.find(resume)
     if dry_run or overwrite and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         return found  # a process that torchrun started again must not remove what the one before it saved
     log = out_dir / "log.jsonl"
     if log.is_symlink() or log.exists() and not log.is_file():
         raise UserError(f"{log} is a link, or no file: a run would write elsewhere; remove it")
     text = log.read_text(errors="replace") if log.exists() else ""
-    used, there = newest or '"kind": "train"' in text, [n for n in WRITTEN if (out_dir / n).exists()]
+    used = newest or '"kind": "train"' in text
+    there = [name for name in WRITTEN if (out_dir / name).exists()]
+    wrong = None
     if there and '"kind": ' not in text and not (out_dir / "source.json").exists():
         wrong = f"holds {there[0]}, which no run wrote; move it, or give another --out_dir"
     elif resume == "auto":  # a run that was killed before its first checkpoint begins again

@@ -10,18 +10,22 @@ from importlib import metadata
 from pathlib import Path
 
 from errors import UserError
-from run import files
+from system import files
 
 HERE = Path(__file__).parent.parent
 COPIED = ("model.py", "kernels.py")
 KEPT = ("source.json", *COPIED)  # in this order: copies without source.json beside them are a user's own
-FOLDERS = (".", "corpus", "fast", "measure", "run", "scale")
+FOLDERS = (".", "corpus", "fast", "measure", "run", "scale", "system")
 
 
 def digests():
     """{path from the repository's top: SHA-256} of every Python and CUDA source, as it is now."""
-    paths = (p for folder in FOLDERS for p in (HERE / folder).glob("*") if p.suffix in (".py", ".cu", ".cuh"))
-    return {path.relative_to(HERE).as_posix(): files.digest(path)[1] for path in sorted(paths)}
+    found = {}
+    for folder in FOLDERS:
+        for path in sorted((HERE / folder).glob("*")):
+            if path.suffix in (".py", ".cu", ".cuh"):
+                found[path.relative_to(HERE).as_posix()] = files.digest(path)[1]
+    return found
 
 
 BEGAN = digests()  # what this process runs
@@ -31,9 +35,12 @@ _imported = set()  # files that `check` has seen
 
 def check():
     """Raises UserError for a file, imported since the last call, that was edited after the process began."""
-    paths = (Path(getattr(module, "__file__", None) or "") for module in [*sys.modules.values()])
-    inside = {path.relative_to(HERE).as_posix() for path in paths if path.is_relative_to(HERE)}
-    loaded = (inside | {f"{name[:-3]}.cu" for name in inside}) - _imported
+    names = set()
+    for path in imported_files():
+        if path.is_relative_to(HERE):
+            name = path.relative_to(HERE)
+            names |= {name.as_posix(), name.with_suffix(".cu").as_posix()}
+    loaded = names - _imported
     _imported.update(loaded)
     now = digests()
     if edited := sorted(name for name in loaded if now.get(name) != BEGAN.get(name)):
@@ -42,14 +49,21 @@ def check():
         )
 
 
+def imported_files():
+    """The files of all modules that this process has imported."""
+    return {Path(getattr(module, "__file__", None) or "") for module in [*sys.modules.values()]}
+
+
 def imported():
     """SHA-256 of the imported code but Python's own: a package's RECORD, any other file's bytes."""
-    library, site = Path(hashlib.__file__).parent, Path(sys.modules["torch"].__file__).parents[1]
-    files = {Path(str(getattr(m, "__file__", ""))) for n, m in [*sys.modules.items()] if n[:6] != "torch."}
-    own = sorted(f for f in files if f.suffix == ".py" and not {library, site} & {*f.parents} and f.is_file())
-    installed = sorted(p.read_text("RECORD") or "" for p in metadata.distributions(path=[str(site)]))
-    code = "".join(installed).encode() + b"".join(file.read_bytes() for file in own)
-    return hashlib.sha256(code).hexdigest()
+    library = Path(hashlib.__file__).parent
+    site = Path(sys.modules["torch"].__file__).parents[1]
+    records = sorted(found.read_text("RECORD") or "" for found in metadata.distributions(path=[str(site)]))
+    code = hashlib.sha256("".join(records).encode())
+    for path in sorted(imported_files()):
+        if path.suffix == ".py" and path.is_file() and not {library, site} & {*path.parents}:
+            code.update(path.read_bytes())
+    return code.hexdigest()
 
 
 def record(out_dir):

@@ -9,29 +9,24 @@ ranks. Others are a rank's own: saved once where they are bitwise the same on al
 import hashlib
 import json
 import math
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 
 import torch
-import torch.distributed as dist
+from torch.distributed import tensor as distributed
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils._pytree import tree_map_only
 
 from errors import UserError
 from optim import parts_of
-from run import files
 from scale import parallel
 from scale.shards import copy_into, local
 
-SEQUENCES = {"tuple": tuple, "size": torch.Size}
+SEQUENCES = {"list": list, "tuple": tuple, "size": torch.Size}
 MAPPINGS = {"dict": dict, "ordered": OrderedDict}
-PLAIN = (type(None), bool, int, str)
-FORM = {
-    "ranks": files.count,
-    "shards": files.count,
-    "trees": [lambda tree: True],
-    "of_each_rank": [files.text],
-}
-FORM = dict.fromkeys(["optimizer?", "buffers?", "own?"], FORM)  # of values.json
-COMPARED_BYTES = 64 * 2**20  # of tensors that are compared over the ranks at a time
+KINDS = {made: kind for kind, made in (SEQUENCES | MAPPINGS).items()}
+PLAIN = (type(None), bool, int, float, str)
+# of a group of parameters: set anew in each step
+SET_BY_THE_LOOP = {"params", "lr", "factor"}
 # attributes of PyTorch's optimizers that are no state of theirs
 PYTORCHS = {"defaults", "state", "param_groups", "found_inf", "grad_scale", "as_made"}
 PYTORCHS |= {"_opt_called", "_need_device_dtype_check_for_fused", "_warned_capturable_if_run_uncaptured"}
@@ -41,261 +36,266 @@ class CheckpointError(UserError):
     exit_code = 4
 
 
-class Packed:
-    """Makes JSON of values. by_rows, others: {name: tensor}, of those saved by rows and of the others."""
+class Packer:
+    """Makes JSON of values and collects their tensors.
+
+    by_rows: {name: tensor} of those that any number of ranks may read by rows; others: a rank's own.
+    """
 
     def __init__(self, model):
-        self.names = {id(p): name for name, p in model.named_parameters()}
+        self.parameter_names = {id(p): name for name, p in model.named_parameters()}
         self.device = next(model.parameters()).device
-        self.by_rows, self.others = {}, {}
-        self.seen = {}  # {id of a tensor: (its node, itself)}
+        self.by_rows = {}
+        self.others = {}
+        self.nodes = {}  # {id of a tensor: its JSON}
         self.memory = {}  # {address: the name of the tensor there}
-        self.has_nan = False  # a number of Python's
+        self.checked = []  # what must be finite
 
     def pack(self, value, name, like=None):
         """The JSON of a value. name: of its tensors; like: the parameter that it belongs to, if to one."""
-        if type(value) in PLAIN:
-            return value
-        if type(value) is float and math.isfinite(value):
-            return value
-        if type(value) is float:
-            self.has_nan = self.has_nan or math.isnan(value)
-            return {"float": repr(value)}
+        kind = type(value)
         if torch.is_tensor(value):
             return self.pack_tensor(value, name, like)
-        if type(value) is list:
-            return [self.pack(item, f"{name}.{i}", like) for i, item in enumerate(value)]
-        for kind, made in SEQUENCES.items():
-            if type(value) is made:
-                return {kind: [self.pack(item, f"{name}.{i}", like) for i, item in enumerate(value)]}
-        for kind, made in MAPPINGS.items():
-            if type(value) is made:
-                pairs = value.items()
-                if any(torch.is_tensor(key) for key in value):
-                    raise CheckpointError(f"{name} is a dict with tensors as keys, which no checkpoint holds")
-                return {kind: [[self.pack(k, name), self.pack(v, f"{name}.{k}", like)] for k, v in pairs]}
-        holds = "a checkpoint holds tensors, numbers, texts, lists, tuples and dicts"
-        raise CheckpointError(f"{name} is of type {type(value).__name__}: {holds}")
+        if kind is float and not math.isfinite(value):
+            if math.isnan(value):
+                self.checked.append(torch.tensor(value))
+            return {"float": repr(value)}
+        if kind in PLAIN:
+            return value
+        if kind in SEQUENCES.values():
+            items = [self.pack(item, f"{name}.{i}", like) for i, item in enumerate(value)]
+            return items if kind is list else {KINDS[kind]: items}
+        if kind in MAPPINGS.values() and not any(torch.is_tensor(key) for key in value):
+            pairs = value.items()
+            return {KINDS[kind]: [[self.pack(k, name), self.pack(v, f"{name}.{k}", like)] for k, v in pairs]}
+        holds = "tensors, numbers, texts, lists, tuples and dicts without tensors as keys"
+        raise CheckpointError(f"{name} is of type {kind.__name__}: a checkpoint holds {holds}")
 
-    def pack_tensor(self, value, name, like):
-        if id(value) in self.names:
-            return {"parameter": self.names[id(value)]}
-        if id(value) in self.seen:  # one tensor in several places, which it is to be again
-            return self.seen[id(value)][0]
+    def pack_tensor(self, tensor, name, like):
+        if id(tensor) in self.parameter_names:
+            return {"parameter": self.parameter_names[id(tensor)]}
+        if id(tensor) in self.nodes:  # one tensor in several places, which it is to be again
+            return self.nodes[id(tensor)]
         while name in self.by_rows or name in self.others:  # of the keys 1 and "1"
             name += "_"
-        where = local(value).untyped_storage()
-        if where.nbytes() and self.memory.setdefault(where.data_ptr(), name) != name:
-            other = self.memory[where.data_ptr()]
+        memory = local(tensor).untyped_storage()
+        other = self.memory.setdefault(memory.data_ptr(), name)
+        if memory.nbytes() and other != name:
             raise CheckpointError(
                 f"{name} shares its memory with {other}; a checkpoint holds them apart only"
             )
         node = {"tensor": name}
-        if value.device.type == "cpu" and (self.device if like is None else like.device).type != "cpu":
+        if tensor.device.type == "cpu" and self.device.type != "cpu":
             node["cpu"] = True
-        alike = like is not None and value.shape == like.shape
-        if isinstance(value, DTensor):
-            if any(not isinstance(place, Replicate) and place != Shard(0) for place in value.placements):
-                layout = f"{name} is laid out as {value.placements}"
-                raise CheckpointError(f"{layout}: a checkpoint holds rows of tensors, or whole ones")
-            kind = "whole"
-            if Shard(0) in value.placements:
-                kind = "like" if alike else "rows"
-            node[kind] = True
-            self.by_rows[name] = value
-        elif alike and not isinstance(like, DTensor):
-            node["like"] = True  # DDP's copies, as the weights
-            self.by_rows[name] = value
+        alike = like is not None and tensor.shape == like.shape
+        places = set(tensor.placements) if isinstance(tensor, DTensor) else set()
+        if places - {Shard(0), Replicate()}:
+            layout = f"{name} is laid out as {tensor.placements}"
+            raise CheckpointError(f"{layout}: a checkpoint holds rows of tensors, or whole ones")
+        if not places and (not alike or isinstance(like, DTensor)):
+            node["shape"] = list(tensor.shape)
+            node["dtype"] = str(tensor.dtype)
+            self.others[name] = tensor
         else:
-            node["shape"], node["dtype"] = list(value.shape), str(value.dtype)
-            self.others[name] = value
-        self.seen[id(value)] = node, value
+            kind = "like" if alike else "rows"
+            if places == {Replicate()}:
+                kind = "whole"
+            node[kind] = True
+            self.by_rows[name] = tensor
+        self.checked.append(tensor)
+        self.nodes[id(tensor)] = node
         return node
 
 
-def pack_optimizer(packed, optimizer, model):
+def pack_optimizer(optimizer, packer):
     """The JSON of an optimizer: states, and what of its groups and attributes its own steps have changed."""
-    params = {p: name for name, p in model.named_parameters()}
     found = []
-    for number, one in enumerate(parts_of(optimizer)):
+    for number, part in enumerate(parts_of(optimizer)):
         at = f"{number}." if number else ""
         states = {}
         more = {}  # of states that belong to no parameter
-        for key, state in one.state.items():
-            if not torch.is_tensor(key):
-                more[key] = state
-            elif key in params and isinstance(state, dict):
-                states[params[key]] = packed.pack(state, params[key], key)
-            else:
+        for key, state in part.state.items():
+            name = packer.parameter_names.get(id(key))
+            if name and isinstance(state, dict):
+                states[name] = packer.pack(state, name, key)
+            elif torch.is_tensor(key):
                 what = "of a tensor that is no parameter, or is no dict"
-                raise CheckpointError(f"a state of {type(one).__name__} is {what}")
-        groups = [changed(one, i) for i in range(len(one.param_groups))]
-        own = {"type": type(one).__name__, "states": states}
-        own["more"] = packed.pack(more, f"{at}more")
-        own["groups"] = packed.pack(groups, f"{at}groups")
-        own["attributes"] = packed.pack(changed(one, None), f"{at}attributes")
-        found.append(own)
+                raise CheckpointError(f"a state of {type(part).__name__} is {what}")
+            else:
+                more[key] = state
+        attributes, *groups = changed_by_steps(part)
+        found.append(
+            {
+                "type": type(part).__name__,
+                "states": states,
+                "more": packer.pack(more, f"{at}more"),
+                "groups": packer.pack(groups, f"{at}groups"),
+                "attributes": packer.pack(attributes, f"{at}attributes"),
+            }
+        )
     return found
 
 
-def load_optimizer(optimizer, unpacked, tree):
-    """Gives a new optimizer, without a step, what pack_optimizer found. tree: None in older checkpoints."""
-    each = parts_of(optimizer)
-    unpacked.portable = False
-    if tree is None:
-        tree = older(each, unpacked)
-    was, now = [own["type"] for own in tree], [type(one).__name__ for one in each]
+def load_optimizer(optimizer, unpacker):
+    """Gives a new optimizer, without a step, what pack_optimizer found."""
+    parts = parts_of(optimizer)
+    unpacker.portable = False
+    packed = unpacker.packed
+    if packed is None:
+        packed = packed_of_older(parts, unpacker)
+    was = [of_part["type"] for of_part in packed]
+    now = [type(part).__name__ for part in parts]
     if was != now:
-        raise CheckpointError(f"{unpacked.what} are of {', '.join(was)}, now it is {', '.join(now)}")
-    for one, own in zip(each, tree):
-        params = {p for group in one.param_groups for p in group["params"]}
-        names = {name: p for name, p in unpacked.params.items() if p in params}
-        if lost := sorted(own["states"].keys() - names.keys()):
-            raise CheckpointError(f"{unpacked.what} do not fit the model: {lost[0]} ({len(lost)} in all)")
-        for name, p in names.items():
-            made = set(one.state.get(p, ()))
-            if name in own["states"]:
-                one.state[p] = unpacked.unpack(own["states"][name], p, one.state.get(p))
-            if lost := made - set(one.state.get(p, ())):
-                raise CheckpointError(f"{unpacked.what} do not fit the model: {name}.{min(lost)} is absent")
-        one.state.update(unpacked.unpack(own["more"]))
-        there = [values_of(one, i) for i in range(len(one.param_groups))]
-        groups = unpacked.unpack(own["groups"], there=there)
-        if any(groups) and len(groups) != len(one.param_groups):
-            counts = f"{len(groups)} groups of parameters, now there are {len(one.param_groups)}"
-            raise CheckpointError(f"{unpacked.what} are of {counts}")
-        for group, values in zip(one.param_groups, groups):
-            group.update(values)
-        for name, value in unpacked.unpack(own["attributes"], there=values_of(one, None)).items():
-            setattr(one, name, value)
-    if len(unpacked.made) < len(unpacked.tensors):
-        name = min(unpacked.tensors.keys() - unpacked.made.keys())
-        raise CheckpointError(f"{unpacked.what} do not fit the model: {name}")
+        raise CheckpointError(f"{unpacker.what} are of {', '.join(was)}, now it is {', '.join(now)}")
+    for part, of_part in zip(parts, packed):
+        load_part(part, unpacker, of_part)
+    for name in sorted(unpacker.tensors.keys() - unpacker.made.keys()):
+        raise unpacker.misfit(name)
 
 
-def older(each, unpacked):
-    """The tree of a checkpoint that has no JSON, but {"<parameter>.<state>": tensor}."""
-    found = [{"type": type(one).__name__, "states": {}} for one in each]
-    for own in found:
-        own |= {"more": {"dict": []}, "groups": [], "attributes": {"dict": []}}
-    owner = {p: i for i, one in enumerate(each) for group in one.param_groups for p in group["params"]}
-    kinds = Counter()  # of states that the optimizer has not made yet
-    for key, stored in sorted(unpacked.tensors.items()):
+def load_part(optimizer, unpacker, packed):
+    params = {p for group in optimizer.param_groups for p in group["params"]}
+    for name, states in packed["states"].items():
+        p = unpacker.params.get(name)
+        if p not in params:
+            raise unpacker.misfit(name)
+        before = optimizer.state.get(p, {})
+        expected = set(before)
+        optimizer.state[p] = unpacker.unpack(states, p, before)
+        for lost in sorted(expected - optimizer.state[p].keys()):
+            raise unpacker.misfit(f"{name}.{lost} is absent")
+    optimizer.state.update(unpacker.unpack(packed["more"]))
+    attributes, *groups = attributes_and_groups(optimizer)
+    found = unpacker.unpack(packed["groups"], there=groups)
+    if any(found) and len(found) != len(optimizer.param_groups):
+        raise unpacker.misfit(f"{len(found)} groups of parameters, now {len(optimizer.param_groups)}")
+    for group, values in zip(optimizer.param_groups, found):
+        group.update(values)
+    for name, value in unpacker.unpack(packed["attributes"], there=attributes).items():
+        setattr(optimizer, name, value)
+
+
+def packed_of_older(parts, unpacker):
+    """What pack_optimizer had found, of a checkpoint without JSON: {"<parameter>.<state>": tensor}."""
+    found = []
+    owner = {}  # {parameter: its optimizer's states}
+    for part in parts:
+        states = {}
+        nothing = {"dict": []}
+        names = {"type": type(part).__name__, "more": nothing, "groups": [], "attributes": nothing}
+        found.append(names | {"states": states})
+        owner |= {p: states for group in part.param_groups for p in group["params"]}
+    for key, tensor in unpacker.tensors.items():
         name, _, kind = key.rpartition(".")
-        p = unpacked.params.get(name)
-        if p not in owner:
-            raise CheckpointError(f"{unpacked.what} do not fit the model: {key}")
-        number = owner[p]
-        node = {"tensor": key, "like": True}
-        if stored.shape != p.shape:
-            node = {"tensor": key, "shape": list(stored.shape)}
-        found[number]["states"].setdefault(name, {"dict": []})["dict"].append([kind, node])
-        if kind not in each[number].state.get(p, ()):
-            kinds[number, kind] += 1
-    for number in range(len(each)):
-        counts = {kind: n for (owned, kind), n in kinds.items() if owned == number}
-        if len(set(counts.values())) > 1:
-            raise CheckpointError(f"{unpacked.what} do not fit the model: {min(counts, key=counts.get)}")
+        p = unpacker.params.get(name)
+        if p in owner:
+            node = {"tensor": key}
+            if tensor.shape != p.shape:
+                node["shape"] = list(tensor.shape)
+            owner[p].setdefault(name, {"dict": []})["dict"].append([kind, node])
     return found
 
 
-def pack_own(packed, own):
+def pack_own(own, packer):
     """The JSON of State.own; of an object with a state_dict, what that returns."""
     found = {}
     for name, value in own.items():
-        value = value.state_dict() if hasattr(value, "state_dict") else value
-        found[name] = packed.pack(value, name)
+        if hasattr(value, "state_dict"):
+            value = value.state_dict()
+        found[name] = packer.pack(value, name)
     return found
 
 
-def load_own(own, unpacked, tree):
+def load_own(own, unpacker):
     """Fills State.own in place; tensors, lists and dicts stay the same objects. Returns warnings."""
-    for name in sorted(own.keys() & tree.keys()):
-        value = own[name]
-        if hasattr(value, "load_state_dict"):
-            value.load_state_dict(unpacked.unpack(tree[name], there=value.state_dict()))
+    packed = unpacker.packed or {}
+    words = []
+    for name in sorted(own.keys() | packed.keys()):
+        value = own.get(name)
+        if name not in packed:
+            words.append(f"own[{name!r}] is not in the checkpoint: it begins as it is made")
+        elif name not in own:
+            words.append(f"own[{name!r}] of the checkpoint is not in this run")
+        elif hasattr(value, "load_state_dict"):
+            value.load_state_dict(unpacker.unpack(packed[name], there=value.state_dict()))
         else:
-            own[name] = unpacked.unpack(tree[name], there=value)
-    new, gone = sorted(own.keys() - tree.keys()), sorted(tree.keys() - own.keys())
-    words = [f"own[{name!r}] is not in the checkpoint: it begins as it is made" for name in new]
-    return words + [f"own[{name!r}] of the checkpoint is not in this run" for name in gone]
+            own[name] = unpacker.unpack(packed[name], there=value)
+    return words
 
 
-def values_of(optimizer, group):
-    """{name: value} of a group by number, without what the loop sets; None: of the optimizer's attributes."""
-    if group is not None:
-        values = optimizer.param_groups[group]
-        return {key: value for key, value in values.items() if key not in ("params", "lr", "factor")}
-    return {key: value for key, value in vars(optimizer).items() if key not in PYTORCHS and is_state(value)}
+def attributes_and_groups(optimizer):
+    """[{name: value} of the attributes, of the first group, ...], without what PyTorch and the loop set."""
+    found = [{k: v for k, v in vars(optimizer).items() if k not in PYTORCHS and is_state(v)}]
+    for group in optimizer.param_groups:
+        found.append({k: v for k, v in group.items() if k not in SET_BY_THE_LOOP})
+    return found
 
 
 def is_state(value):
     """Whether an attribute may be a state of the optimizer: a value, and none that holds parameters."""
-    if type(value) in MAPPINGS.values():
-        return all(is_state(item) for pair in value.items() for item in pair)
-    if type(value) in (list, *SEQUENCES.values()):
+    kind = type(value)
+    if kind in MAPPINGS.values():
+        return all(is_state(key) and is_state(item) for key, item in value.items())
+    if kind in SEQUENCES.values():
         return all(is_state(item) for item in value)
-    if torch.is_tensor(value):
-        return not isinstance(value, torch.nn.Parameter)
-    return type(value) in (*PLAIN, float)
+    return kind in PLAIN or torch.is_tensor(value) and not isinstance(value, torch.nn.Parameter)
 
 
 def remember(optimizer):
     """Notes, before the first step, the values that come from the settings and not from a step."""
-    for one in parts_of(optimizer):
-        places = [*range(len(one.param_groups)), None]
-        one.as_made = {at: {k: marked(v) for k, v in values_of(one, at).items()} for at in places}
+    for part in parts_of(optimizer):
+        part.as_made = []
+        for values in attributes_and_groups(part):
+            part.as_made.append({name: fingerprint(value) for name, value in values.items()})
 
 
-def changed(optimizer, group):
-    """As values_of, but only of those that are no longer as `remember` found them."""
-    before = getattr(optimizer, "as_made", {}).get(group)
-    if before is None:
-        return {}
-    return {k: v for k, v in values_of(optimizer, group).items() if k not in before or before[k] != marked(v)}
+def changed_by_steps(optimizer):
+    """As `attributes_and_groups`, but only what is no longer as `remember` found it."""
+    if not hasattr(optimizer, "as_made"):
+        remember(optimizer)
+    found = []
+    for values, before in zip(attributes_and_groups(optimizer), optimizer.as_made):
+        found.append({k: v for k, v in values.items() if before.get(k) != fingerprint(v)})
+    return found
 
 
-def marked(value):
-    """A text that tells two values apart."""
-    if torch.is_tensor(value):
-        return f"{value.dtype} {tuple(value.shape)} {digest(local(value))}"
-    if isinstance(value, dict):
-        return repr([(marked(k), marked(v)) for k, v in value.items()])
-    if isinstance(value, (list, tuple)):
-        return type(value).__name__ + repr([marked(item) for item in value])
-    return f"{type(value).__name__} {value!r}"
+def fingerprint(value):
+    """A text that tells two values apart, by the bytes of their tensors; of DTensors those of this rank."""
+
+    def of_tensor(tensor):
+        data = local(tensor).contiguous().reshape(-1).view(torch.uint8)
+        return tensor.dtype, tensor.shape, hashlib.sha256(data.cpu().numpy()).hexdigest()
+
+    return repr(tree_map_only(torch.Tensor, of_tensor, value))
 
 
-def digest(tensor):
-    return hashlib.sha256(bytes_of(tensor).cpu().numpy()).hexdigest()
-
-
-def bytes_of(tensor):
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
-def agree(tree, packed, model, device):
-    """(JSON of values.json, {name: tensor} that all ranks have, of this rank alone) of a packed tree.
+def shared_and_own(packed, packer, model):
+    """(JSON of values.json, {name: tensor} that all ranks have, of this rank alone) of what was packed.
 
     All ranks call it. Raises CheckpointError where they do not hold the same tensors by rows.
     """
     rank, ranks = parallel.rank_and_size()
-    rows = {name: (list(t.shape), str(t.dtype)) for name, t in packed.by_rows.items()}
-    text = json.dumps([tree, rows])
-    saved = {"ranks": ranks, "shards": shards_of(model)}
-    if len(set(parallel.gather_objects(hashlib.sha256(text.encode()).hexdigest()))) > 1:
-        for other, found in enumerate(parallel.gather_objects(rows)):
-            if found != rows:
-                name = min(name for name in found.keys() | rows if found.get(name) != rows.get(name))
-                raise CheckpointError(
-                    f"{name} is {rows.get(name)} on rank {rank}, {found.get(name)} on rank {other}"
-                )
-        saved |= {"trees": parallel.gather_objects(tree), "of_each_rank": sorted(packed.others)}
-        return saved, packed.by_rows, packed.others
-    differ = differing(packed.others, device)
-    same = {name: tensor for name, tensor in packed.others.items() if name not in differ}
-    own = {name: packed.others[name] for name in differ}
-    return saved | {"trees": [tree], "of_each_rank": differ}, packed.by_rows | same, own
+    rows = {name: f"{list(t.shape)} {t.dtype}" for name, t in packer.by_rows.items()}
+    digests = {}
+    if ranks > 1:
+        digests = {name: fingerprint(t) for name, t in packer.others.items()}
+    own = (packed, rows, digests)
+    of_ranks = [own]  # where all are the same
+    if len({*parallel.gather_objects(hashlib.sha256(json.dumps(own).encode()).digest())}) > 1:
+        of_ranks = parallel.gather_objects(own)
+    for other, (_, theirs, _) in enumerate(of_ranks):
+        for name, _ in sorted(theirs.items() ^ rows.items()):
+            words = f"{name} is {rows.get(name)} on rank {rank}, {theirs.get(name)} on rank {other}"
+            raise CheckpointError(words)
+    trees = [tree for tree, _, _ in of_ranks]
+    if trees.count(packed) == len(trees):
+        trees = [packed]
+    digests = [found for _, _, found in of_ranks]
+    names = sorted(set().union(*digests))
+    differ = [name for name in names if len({found.get(name) for found in digests}) > 1]
+    alone = {name: packer.others.pop(name) for name in differ if name in packer.others}
+    saved = {"ranks": ranks, "shards": shards_of(model), "trees": trees, "of_each_rank": differ}
+    return saved, packer.by_rows | packer.others, alone
 
 
 def shards_of(model):
@@ -304,156 +304,99 @@ def shards_of(model):
     return p.device_mesh.size(-1) if isinstance(p, DTensor) else 1
 
 
-def differing(tensors, device):
-    """Names of the tensors, of the same shapes on all ranks, that are not bitwise the same on all."""
-    if not dist.is_initialized() or not tensors:
-        return []
-    flags, some, size = [], [], 0
-    for i, tensor in enumerate(tensors.values()):
-        some.append(bytes_of(tensor).to(device))
-        size += some[-1].numel()
-        if size > COMPARED_BYTES or i == len(tensors) - 1:
-            own = torch.cat(some)
-            first = own.clone()
-            dist.broadcast(first, 0)
-            parts = own.ne(first).split([part.numel() for part in some])
-            flags += [part.any() for part in parts]
-            some, size = [], 0
-    flags = parallel.sum_over_ranks(torch.stack(flags).float()).tolist()
-    return [name for name, flag in zip(tensors, flags) if flag]
+class Unpacker:
+    """Makes values again from JSON and tensors that a checkpoint holds.
 
-
-class Unpacked:
-    """Makes values again from JSON and tensors that a checkpoint holds."""
+    JSON that is none of Packer's raises any error; run/resume.py makes one line of it.
+    """
 
     def __init__(self, what, saved, tensors, model):
-        """what: in words, for errors; saved: agree's JSON; tensors: {name: Stored}, of this rank too."""
-        self.what, self.saved, self.tensors = what, saved, tensors
+        """what: in words, for errors; saved: shared_and_own's JSON; tensors: {name: SavedTensor}."""
+        rank, ranks = parallel.rank_and_size()
+        self.what = what
+        self.tensors = tensors
         self.params = dict(model.named_parameters())
-        self.any = next(model.parameters())
-        self.shards = shards_of(model)
+        self.first = next(model.parameters())
+        self.shards = saved["shards"]
+        self.shards_now = shards_of(model)
         self.made = {}  # {name: tensor}
         self.portable = True  # tensors that are no rows mean the same however the model is divided
+        trees = saved["trees"]
+        self.packed = trees[rank % len(trees)]
+        differ = saved["of_each_rank"]
+        if (differ or len(trees) > 1) and saved["ranks"] != ranks:
+            name = differ[0] if differ else "what they hold"
+            why = f"{name} differs from rank to rank of the {saved['ranks']} that saved it"
+            raise CheckpointError(f"{what}: {why}; go on with as many, not {ranks}")
+
+    def misfit(self, why):
+        return CheckpointError(f"{self.what} do not fit the model: {why}")
 
     def unpack(self, node, like=None, there=None):
         """The value. like: the parameter that it belongs to; there: what is in its place, to be filled."""
         if isinstance(node, list):
-            return self.unpack_items(node, list, like, there)
+            node = {"list": node}
         if not isinstance(node, dict):
             return node
-        for kind, made in SEQUENCES.items():
-            if kind in node:
-                return made(self.unpack_items(self.items(node[kind]), made, like, there))
-        for kind, made in MAPPINGS.items():
-            if kind in node:
-                return self.unpack_pairs(self.items(node[kind]), made, like, there)
-        if "float" in node:
-            return float(self.text(node["float"]))
-        if "parameter" in node:
-            return self.param(node["parameter"])
         if "tensor" in node:
             return self.tensor(node, like, there)
-        raise self.damaged(node)
-
-    def unpack_items(self, nodes, made, like, there):
+        [(kind, content)] = node.items()
+        if kind == "float":
+            return float(content)
+        if kind == "parameter":
+            return self.params[content]
+        if kind in MAPPINGS:
+            return self.mapping(MAPPINGS[kind], content, like, there)
+        made = SEQUENCES[kind]
+        before = there if type(there) is made else ()
         found = []
-        for i, node in enumerate(nodes):
-            in_place = there[i] if type(there) is made and i < len(there) else None
-            found.append(self.unpack(node, like, in_place))
+        for i, item in enumerate(content):
+            found.append(self.unpack(item, like, before[i] if i < len(before) else None))
         if made is list and type(there) is list:
             there[:] = found
             return there
-        return found
+        return made(found)
 
-    def unpack_pairs(self, pairs, made, like, there):
-        there = there if type(there) is made else made()
+    def mapping(self, made, pairs, like, there):
+        if type(there) is not made:
+            there = made()
         found = []
-        for pair in pairs:
-            if not isinstance(pair, list) or len(pair) != 2:
-                raise self.damaged(pair)
-            key = self.unpack(pair[0])
-            if isinstance(key, (list, dict)) or torch.is_tensor(key):
-                raise self.damaged(pair)
-            found.append((key, self.unpack(pair[1], like, there.get(key))))
+        for key, node in pairs:
+            key = self.unpack(key)
+            found.append((key, self.unpack(node, like, there.get(key))))
         there.clear()
         there.update(found)
         return there
 
     def tensor(self, node, like, there):
-        name = self.text(node["tensor"])
+        name = node["tensor"]
         if name in self.made:
             return self.made[name]
         if name not in self.tensors:
             raise CheckpointError(f"{self.what}: {name} is absent from the checkpoint")
-        stored = self.tensors[name]
-        target = there
+        saved = self.tensors[name]
         if not torch.is_tensor(there):
-            target = self.place(name, node, stored, like)
-        elif (there.shape, there.dtype) != (stored.shape, stored.dtype):
-            was, now = ([*tensor.shape, tensor.dtype] for tensor in (stored, there))
+            there = self.empty(node, saved, like)
+        if (there.shape, there.dtype) != (saved.shape, saved.dtype):
+            was, now = ([*tensor.shape, tensor.dtype] for tensor in (saved, there))
             raise CheckpointError(f"{self.what}: {name} is {was} in the checkpoint, now {now}")
         with torch.no_grad():
-            if not stored.shape or not by_rows(target):
-                local(target).copy_(stored[...])
-            else:
-                copy_into(target, stored)
-        self.made[name] = target
-        return target
+            copy_into(there, saved)
+        self.made[name] = there
+        return there
 
-    def place(self, name, node, stored, like):
-        """A new tensor for a stored one, laid out as the one that was saved."""
-        p = self.any if like is None else like
-        device = "cpu" if node.get("cpu") else p.device
-        options = dict(dtype=stored.dtype, device=device)
-        if node.get("like"):
-            if like is None or stored.shape != like.shape:
-                now = None if like is None else tuple(like.shape)
-                raise CheckpointError(f"{self.what}: {name} is {tuple(stored.shape)}, its parameter {now}")
-            return torch.empty_like(like, requires_grad=False, **options)
-        if "shape" in node:  # a rank's own
-            if not self.portable and stored.shape.numel() > 1 and self.saved.get("shards") != self.shards:
-                before = f"saved by a model among {self.saved.get('shards')} ranks"
-                why = f"{self.what}: {name} {tuple(stored.shape)} has not the parameter's shape"
-                raise CheckpointError(f"{why}; {before}, it can go on so alone, not among {self.shards}")
-            return torch.empty(stored.shape, **options)
-        if not isinstance(p, DTensor):
-            return torch.empty(stored.shape, **options)
-        places = p.placements if node.get("rows") else [Replicate()] * p.device_mesh.ndim
-        return distributed(stored.shape, p.device_mesh, places, options)
-
-    def param(self, name):
-        if name not in self.params:
-            raise CheckpointError(f"{self.what}: {name} is absent from the model")
-        return self.params[name]
-
-    def items(self, value):
-        if not isinstance(value, list):
-            raise self.damaged(value)
-        return value
-
-    def text(self, value):
-        if not isinstance(value, str):
-            raise self.damaged(value)
-        return value
-
-    def damaged(self, node):
-        return CheckpointError(f"values.json is damaged: {json.dumps(node)[:60]} is no value of {self.what}")
-
-
-def by_rows(tensor):
-    return not isinstance(tensor, DTensor) or Shard(0) in tensor.placements
-
-
-def distributed(shape, mesh, places, options):
-    """A new DTensor of a global shape, in rows as torch.chunk divides them, or whole on each rank."""
-    whole = torch.empty(shape, device="meta", dtype=options["dtype"])
-    rows = shape[0] if shape else 0
-    if Shard(0) in places:
-        along = list(places).index(Shard(0))
-        each = -(-rows // mesh.size(along))
-        first = min(each * mesh.get_local_rank(along), rows)
-        rows = min(first + each, rows) - first
-        part = torch.empty((rows, *shape[1:]), **options)
-    else:
-        part = torch.empty(shape, **options)
-    return DTensor.from_local(part, mesh, places, run_check=False, shape=whole.shape, stride=whole.stride())
+    def empty(self, node, saved, like):
+        """A new tensor for a saved one, laid out as it was."""
+        beside = self.first if like is None else like
+        device = "cpu" if node.get("cpu") else beside.device
+        if isinstance(beside, DTensor) and "shape" not in node:
+            mesh = beside.device_mesh
+            places = [Replicate()] * mesh.ndim if node.get("whole") else beside.placements
+            made = distributed.empty(saved.shape, dtype=saved.dtype, device_mesh=mesh, placements=places)
+            return made.to(device)
+        fits = self.portable or saved.shape.numel() <= 1 or self.shards == self.shards_now
+        if "shape" in node and not fits:
+            why = f"{self.what}: {node['tensor']} {tuple(saved.shape)} has not the parameter's shape"
+            before = f"saved by a model among {self.shards} ranks"
+            raise CheckpointError(f"{why}; {before}, it can go on so alone, not among {self.shards_now}")
+        return torch.empty(saved.shape, dtype=saved.dtype, device=device)

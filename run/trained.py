@@ -23,8 +23,10 @@ def load(cfg):
     precision, _ = pick_precision(cfg.precision, world.device)
     pick_ops("auto", world.device, precision)
     model, name = load_model(cfg, world, precision)
-    warn(not (cfg.tokenizer or name) and "the weights name no tokenizer: taking GPT-2's; see --tokenizer")
-    tokenizer = tokenizers.load(cfg.tokenizer or name or "gpt2", model.cfg.vocab_size)
+    name = cfg.tokenizer or name
+    if not name:
+        warn("the weights name no tokenizer: taking GPT-2's; see --tokenizer")
+    tokenizer = tokenizers.load(name or "gpt2", model.cfg.vocab_size)
     for folder in folders(cfg, tokenizer):
         tokenizer.ends |= chat.stop_ids(folder, tokenizer)
     return world, model, tokenizer, autocast(precision, world.device)
@@ -32,17 +34,21 @@ def load(cfg):
 
 def load_model(cfg, world, precision):
     """(model, its tokenizer's name or file), with weights in bf16 for that precision, else in float32."""
-    options = world.device, precision, world if cfg.parallel == "fsdp" else None
-    opened = hf.open_hf(cfg.pretrained) if cfg.checkpoint is None else checkpoint.open_model(cfg.checkpoint)
-    tensors, shape, name = opened
-    return checkpoint.model_of(tensors, shape, *options), name
+    if cfg.checkpoint is None:
+        tensors, shape, name = hf.open_hf(cfg.pretrained)
+    else:
+        tensors, shape, name = checkpoint.open_model(cfg.checkpoint)
+    among = world if cfg.parallel == "fsdp" else None
+    return checkpoint.model_of(tensors, shape, world.device, precision, among), name
 
 
 def other(cfg):
     """The settings of the model in the folder cfg.against; None without one."""
-    if cfg.against and not os.path.isdir(cfg.against):
+    if not cfg.against:
+        return None
+    if not os.path.isdir(cfg.against):
         raise UserError(f"against={cfg.against}: no such folder; expected a run's or a checkpoint's")
-    return replace(cfg, checkpoint=cfg.against, pretrained=None) if cfg.against else None
+    return replace(cfg, checkpoint=cfg.against, pretrained=None)
 
 
 def folders(cfg, tokenizer):

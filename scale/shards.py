@@ -10,11 +10,13 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 def rows_of(tensor, rank=None):
     """(first, last): the rows of a rank's shard, None: this rank's; FSDP2 splits rows as torch.chunk does."""
-    if not isinstance(tensor, DTensor):
-        return 0, tensor.size(0)
-    mesh, along = tensor.device_mesh, tensor.placements.index(Shard(0))  # with hsdp the second dimension
-    rank, rows = mesh.get_local_rank(along) if rank is None else rank, tensor.size(0)
-    each = -(-rows // mesh.size(along))
+    rows = tensor.size(0)
+    if not isinstance(tensor, DTensor) or Shard(0) not in tensor.placements:
+        return 0, rows
+    along = tensor.placements.index(Shard(0))  # with hsdp the second dimension of the mesh
+    if rank is None:
+        rank = tensor.device_mesh.get_local_rank(along)
+    each = -(-rows // tensor.device_mesh.size(along))
     return min(each * rank, rows), min(each * (rank + 1), rows)
 
 
@@ -33,6 +35,9 @@ def is_first_copy(tensor):
 
 def copy_into(tensor, whole):
     """Copies this rank's rows of `whole`, which alone whole[a:b] may read; rows that it lacks are zeros."""
+    if not tensor.shape:
+        local(tensor).copy_(whole[...])
+        return
     first, last = rows_of(tensor)
     last = max(first, min(last, whole.shape[0]))
     if first < last:

@@ -36,8 +36,9 @@ from conftest import flags, losses, read_log, stdlib_bytes, write_shard
 
 import train
 from configurator import configure, run
-from run import checkpoint, evaluate, files
+from run import checkpoint_folders, evaluate
 from settings import Config as RunConfig
+from system import files
 
 CHANGES = "rename replace unlink rmdir mkdir fsync".split()  # functions of os, which Path and shutil call too
 STEPS, STOPPED = 9, 6  # of a run; of those whose folder or data is changed
@@ -198,8 +199,8 @@ def kill(bench, place, rng, told):
         done = bench.run(number, words, (how, at, rng.random() < 0.5), rng.randrange(max(1, number)))
         check_resumed(done, said)
         said = max([said, *map(int, re.findall(r"^saved .*step_0*(\d+)$", done.stdout, re.M))])
-        for folder in checkpoint.folders(out):
-            if wrong := checkpoint.problem(folder):
+        for folder in checkpoint_folders.folders(out):
+            if wrong := checkpoint_folders.problem(folder):
                 raise Failure(f"{folder.name} after {how} {at}: {wrong}")
         if not any(done.codes):
             break
@@ -288,9 +289,11 @@ def change_folder(bench, place, rng, told):
     bench.expected(number)
     bench.stop(number, out)
     outside.write_text("mine")
-    path = rng.choice(sorted(out.rglob("*")) + checkpoint.folders(out) * 3)
+    path = rng.choice(sorted(out.rglob("*")) + checkpoint_folders.folders(out) * 3)
     what = harm(path, rng, outside)
-    whole = {f.name: files.digest(f / "manifest.json") for f in named(out) if not checkpoint.problem(f)}
+    whole = {
+        f.name: files.digest(f / "manifest.json") for f in named(out) if not checkpoint_folders.problem(f)
+    }
     keep = rng.choice((1, 9))
     done = bench.run(number, bench.words(out, keep_last=keep))
     if path.name == "log.jsonl" and not any(done.codes):  # lines of which are lost
@@ -309,7 +312,7 @@ def change_folder(bench, place, rng, told):
 
 
 def named(out):
-    return [folder for folder in checkpoint.folders(out) if not folder.is_symlink()]
+    return [folder for folder in checkpoint_folders.folders(out) if not folder.is_symlink()]
 
 
 def change_data(bench, place, rng, told):

@@ -35,7 +35,7 @@ import train  # noqa: E402
 from configurator import configure  # noqa: E402
 from errors import UserError  # noqa: E402
 from fast import forms  # noqa: E402
-from run import checkpoint  # noqa: E402
+from run import checkpoint, reshard  # noqa: E402
 from settings import Config  # noqa: E402
 
 forms.load()  # as forms.serve does on a GPU; tests put types of device into forms.served
@@ -272,14 +272,12 @@ def losses(log, kind="train"):
 
 def save_model(folder, model, cfg, step=0):
     """A checkpoint of weights alone; returns its folder."""
-    from run import checkpoint
 
     return checkpoint.save(folder, step, {"model": dict(model.named_parameters())}, {"config": vars(cfg)})
 
 
 def load_model(folder):
     """The model of a checkpoint, on the CPU."""
-    from run import checkpoint
 
     tensors, shape, _ = checkpoint.open_model(folder)
     return checkpoint.model_of(tensors, shape, torch.device("cpu"))
@@ -287,5 +285,5 @@ def load_model(folder):
 
 def load_checkpoint(folder):
     """(tensors, state) of a checkpoint folder, as for checkpoint.save."""
-    tensors, state = checkpoint.open_folder(folder)
+    tensors, state = reshard.open_folder(folder)
     return {group: {name: t[...] for name, t in stored.items()} for group, stored in tensors.items()}, state

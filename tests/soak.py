@@ -26,7 +26,7 @@ from conftest import ROOT, read_log, stdlib_bytes, write_shard
 import configurator
 import errors
 from errors import UserError
-from run import checkpoint
+from run import checkpoint_folders
 
 GROWTH, SLOWER = 0.02, 0.10  # of memory over the last four fifths, of the step time
 SETTLED = 0.2  # share of the run that is left out of the memory's line: caches fill
@@ -121,7 +121,7 @@ def complete(cfg, folder, log):
     saved = list(folder.glob("step_*"))
     counts = [sum(line["kind"] == kind for line in log) for kind in ("train", "val", "hellaswag", "sample")]
     times = 1 + cfg.steps // max(1, cfg.steps // 20)
-    bad, left = [path for path in saved if checkpoint.problem(path)], list(folder.glob(".writing*"))
+    bad, left = [path for path in saved if checkpoint_folders.problem(path)], list(folder.glob(".writing*"))
     whole = len(saved) in (2, 3) and not bad and not left
     found = f"{len(saved)}, damaged {len(bad)}, unfinished {len(left)}"
     expected = [cfg.steps, times, times, times - 1]  # samples are not made before the first step

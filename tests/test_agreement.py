@@ -98,12 +98,12 @@ def test_other_examples_of_hellaswag_are_refused_and_a_copy_is_none(data_dir, tm
 
 @pytest.fixture
 def pair(monkeypatch):
-    """As of two ranks: the last two answers of this process are gathered."""
+    """As of two ranks: the last two answers of this process, of packages or of what else, are gathered."""
     pair = []
 
     def gathered(value):
         pair.append(value)
-        return pair[-2:]
+        return [other for other in pair if ("python" in other) == ("python" in value)][-2:]
 
     monkeypatch.setattr(agreement.parallel, "gather_objects", gathered)
     return pair

@@ -1,4 +1,7 @@
-"""run/checkpoint.py: saved states come back, damaged folders are skipped, and no older checkpoint is lost."""
+"""run/checkpoint.py, checkpoint_folders.py and reshard.py.
+
+Saved states come back, damaged folders are skipped, and no older checkpoint is lost.
+"""
 
 import errno
 import json
@@ -20,10 +23,11 @@ from safetensors.torch import save_file
 import train
 from errors import UserError
 from model import build
-from run import checkpoint, files
+from run import checkpoint, checkpoint_folders, reshard
 from run.resume import Start
 from scale import parallel
 from settings import GPTConfig
+from system import files
 
 CPU = torch.device("cpu")
 
@@ -57,14 +61,14 @@ def test_model_round_trip(tmp_path):
 def test_keeps_the_last_and_the_best(tmp_path):
     for step, val_loss in enumerate([5.0, 3.0, 4.0, None, 4.5], start=1):
         save(tmp_path, step, keep_last=2, val_loss=val_loss)
-    assert [int(p.name[5:]) for p in checkpoint.folders(tmp_path)] == [2, 4, 5]
+    assert [int(p.name[5:]) for p in checkpoint_folders.folders(tmp_path)] == [2, 4, 5]
 
 
 def test_what_is_saved_behind_later_ones_stays(tmp_path):
     """In a run resumed from step 100, 200 and 300 belong to another attempt and do not count."""
     for step in (100, 200, 300, 110, 120, 130):
         save(tmp_path, step, keep_last=2)
-        assert checkpoint.problem(tmp_path / f"step_{step:08d}") is None
+        assert checkpoint_folders.problem(tmp_path / f"step_{step:08d}") is None
     assert [f.name[-3:] for f in sorted(tmp_path.glob("step_*"))] == ["120", "130", "200", "300"]
 
 
@@ -81,12 +85,12 @@ def test_a_damaged_newest_is_passed_over_and_kept(tmp_path, harm, capsys):
         target.write_bytes(data)
     else:
         target.unlink()
-    assert checkpoint.find(tmp_path) == good
+    assert checkpoint_folders.find(tmp_path) == good
     said = capsys.readouterr().err
     assert "is damaged" in said and f"{good} is taken" in said and bad.is_dir()
     for folder in (bad, tmp_path / "none", tmp_path / ("x" * 300)):
         with pytest.raises(checkpoint.CheckpointError, match="no whole checkpoint"):
-            checkpoint.find(folder)
+            checkpoint_folders.find(folder)
 
 
 def state_of(model, step):
@@ -114,7 +118,7 @@ def test_random_numbers_of_torch_numpy_and_python_go_on(tmp_path):
         folder = checkpoint.save(tmp_path, 1, {"model": dict(model.named_parameters()), "rng": saved}, {})
         expected = drawn()
         assert drawn() != expected
-        stored = checkpoint.open_folder(folder)[0]["rng"]
+        stored = reshard.open_folder(folder)[0]["rng"]
         assert checkpoint.load_rank_tensors(stored, model, 0, CPU) and drawn() == expected
         assert checkpoint.load_rank_tensors({"0.cpu": saved["0.cpu"]}, model, 0, CPU)  # an older one's
         assert drawn()[0] == expected[0]
@@ -135,17 +139,20 @@ def test_training_goes_on_while_a_copy_is_written(tmp_path, monkeypatch, device)
     saver.save(state, config={})
     with torch.no_grad():
         model.wte.weight.zero_()
-    assert saver.written() == 0 and not said and not checkpoint.folders(tmp_path)
+    assert saver.written() == 0 and not said and not checkpoint_folders.folders(tmp_path)
     go_on.set()
     state.step, state.tokens = 2, 128
     saver.save(state, config={})  # waits for the first
-    assert [tmp_path / "step_00000001"] == checkpoint.folders(tmp_path) and len(said) == 1
+    assert [tmp_path / "step_00000001"] == checkpoint_folders.folders(tmp_path) and len(said) == 1
     saver.wait()
     saver.wait()
-    tensors, found = load_checkpoint(checkpoint.find(tmp_path / "step_00000001"))
+    tensors, found = load_checkpoint(checkpoint_folders.find(tmp_path / "step_00000001"))
     assert torch.equal(tensors["model"]["wte.weight"], before)
     assert (found["step"], found["tokens"], found["world_size"]) == (1, 64, 1)
-    assert not load_checkpoint(checkpoint.find(tmp_path))[0]["model"]["wte.weight"].any() and len(said) == 2
+    assert (
+        not load_checkpoint(checkpoint_folders.find(tmp_path))[0]["model"]["wte.weight"].any()
+        and len(said) == 2
+    )
 
 
 @pytest.mark.fault(24)
@@ -164,10 +171,10 @@ def test_a_full_disk_leaves_the_old_ones(tmp_path, monkeypatch, background):
         with pytest.raises(checkpoint.CheckpointError, match=words):
             saver.save(state_of(model, 2), config={})
             saver.save(state_of(model, 3), config={})
-    assert checkpoint.find(tmp_path) == good and list(tmp_path.iterdir()) == [good]
+    assert checkpoint_folders.find(tmp_path) == good and list(tmp_path.iterdir()) == [good]
     saver.save(state_of(model, 3), config={})
     saver.wait()
-    assert checkpoint.find(tmp_path).name == "step_00000003"
+    assert checkpoint_folders.find(tmp_path).name == "step_00000003"
 
 
 def test_rows_of_parts_of_which_none_may_be_missing(tmp_path):
@@ -178,7 +185,7 @@ def test_rows_of_parts_of_which_none_may_be_missing(tmp_path):
     paths = [tmp_path / f"model.rank{rank:05d}.safetensors" for rank in range(4)]
     for path, first, last in zip(paths, ends, ends[1:]):
         save_file({"w": whole[first:last].clone()}, path, {"shards": json.dumps({"w": [first, 10]})})
-    stored = checkpoint.open_folder(tmp_path)[0]["model"]["w"]
+    stored = reshard.open_folder(tmp_path)[0]["model"]["w"]
     assert stored.shape == (10, 3) and stored.dtype == torch.float32
     assert torch.equal(stored[...], whole)
     for a in range(10):
@@ -187,7 +194,7 @@ def test_rows_of_parts_of_which_none_may_be_missing(tmp_path):
     for path in paths[:3]:
         aside = path.rename(tmp_path / "aside")
         with pytest.raises(checkpoint.CheckpointError, match="w: not each of 10 rows is there once"):
-            checkpoint.open_folder(tmp_path)
+            reshard.open_folder(tmp_path)
         aside.rename(path)
 
 
@@ -211,7 +218,7 @@ def test_kill_in_the_middle_of_saving(tmp_path, kills):
         done, _ = ranks.attempt(0, save_until_killed, tmp_path, newest + 1, 0.003 * (kill % 10))
         assert done.codes == [-signal.SIGKILL], done.stderr
         said = [int(x) for x in done.stdout.split()]
-        folder = checkpoint.find(tmp_path)
+        folder = checkpoint_folders.find(tmp_path)
         tensors, state = load_checkpoint(folder)
         newest = state["step"]
         assert newest >= max(said) and all((t == newest).all() for t in tensors["model"].values())
@@ -238,9 +245,9 @@ def test_no_pickle_is_ever_read(tmp_path):
 def test_weights_of_another_shape_are_named(tmp_path):
     model = build(small(), CPU, seed=0)
     with pytest.raises(checkpoint.CheckpointError, match=r"attn.proj.bias: \(16,\), expected \(32,\)"):
-        checkpoint.load_model_tensors(build(small(n_embd=32), CPU), dict(model.named_parameters()))
+        reshard.load_model_tensors(build(small(n_embd=32), CPU), dict(model.named_parameters()))
     with pytest.raises(checkpoint.CheckpointError, match="blocks.2.*absent"):
-        checkpoint.load_model_tensors(build(small(n_layer=3), CPU), dict(model.named_parameters()))
+        reshard.load_model_tensors(build(small(n_layer=3), CPU), dict(model.named_parameters()))
 
 
 def kept(folder):
@@ -259,9 +266,9 @@ def test_only_our_folders_and_files_are_removed(tmp_path, monkeypatch):
         (tmp_path / name).write_text("ours")
     for step in (1, 4):
         last = save(tmp_path, step, keep_last=1)
-    assert checkpoint.folders(tmp_path) == [last]
+    assert checkpoint_folders.folders(tmp_path) == [last]
     found, really = [], shutil.rmtree
-    look = lambda *path, **options: found.append(checkpoint.problem(last)) or really(*path, **options)
+    look = lambda *path, **options: found.append(checkpoint_folders.problem(last)) or really(*path, **options)
     monkeypatch.setattr(shutil, "rmtree", look)
     save(tmp_path, 4, keep_last=1)
     assert found == [None], "a step saved again was deleted before the new one stood in its place"
@@ -308,7 +315,7 @@ def test_a_folder_in_use_is_refused_and_left(tmp_path, monkeypatch):
     first = save(tmp_path / "step_early", 1)  # by another run, while the early one was built
     with pytest.raises(UserError, match="holds an earlier run; try --resume=auto"):
         early.prepare_out_dir()
-    assert checkpoint.find(tmp_path / "step_early") == first
+    assert checkpoint_folders.find(tmp_path / "step_early") == first
 
 
 def killed_between(monkeypatch, number):
@@ -335,7 +342,7 @@ def test_a_kill_between_the_renames_of_a_step_saved_again_hides_nothing(
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         killed_between(patch, 2)
         save(tmp_path, 4, 2.0, keep_last=1)
-    assert not checkpoint.folders(tmp_path)
+    assert not checkpoint_folders.folders(tmp_path)
     if damaged:  # the new one: the old one is taken
         os.truncate(tmp_path / ".writing_step_00000004/model.safetensors", 10)
     start = Start(tmp_path, "auto")
@@ -349,28 +356,28 @@ def test_a_kill_between_the_renames_of_a_step_saved_again_hides_nothing(
 def test_a_copied_checkpoint_is_told_and_neither_taken_nor_overwritten(tmp_path, capsys):
     own = save(tmp_path, 4, 1.0)
     copies = [shutil.copytree(own, tmp_path / f"step_{step:08d}") for step in (3, 99)]
-    assert checkpoint.find(tmp_path) == own
+    assert checkpoint_folders.find(tmp_path) == own
     assert "step_00000099 is damaged (it is of step 4: copied, or renamed)" in capsys.readouterr().err
     with pytest.raises(checkpoint.CheckpointError, match="the newest: it is of step 4: copied, or renamed"):
-        checkpoint.find(copies[1])
+        checkpoint_folders.find(copies[1])
     for step in (5, 6):
         save(tmp_path, step, 2.0, keep_last=1)
-    assert checkpoint.folders(tmp_path) == [copies[0], tmp_path / "step_00000006", copies[1]]
+    assert checkpoint_folders.folders(tmp_path) == [copies[0], tmp_path / "step_00000006", copies[1]]
     last = save(tmp_path, 99, 3.0, keep_last=1)
     assert f"{copies[1]} was of another step, by its state.json, and is now {copies[1]}_copy1" in (
         capsys.readouterr().err
     )
-    assert checkpoint.find(tmp_path) == last
+    assert checkpoint_folders.find(tmp_path) == last
     assert (load_checkpoint(f"{copies[1]}_copy1")[0]["model"]["w"] == 1).all()
     moved = shutil.copytree(own if own.exists() else last, tmp_path / "kept")
-    assert checkpoint.find(moved) == moved  # another name says no step
+    assert checkpoint_folders.find(moved) == moved  # another name says no step
 
 
 @pytest.mark.fault(94)
 @pytest.mark.parametrize("name", ["state.json", "manifest.json", "model.safetensors", None])
 def test_an_older_checkpoint_that_is_damaged_meanwhile_ends_no_run(tmp_path, name, capsys, monkeypatch):
     world = parallel.World(0, 1, CPU)
-    saver = checkpoint.Saver(world, tmp_path, 1, saved=lambda *_: None)
+    saver = checkpoint.Saver(world, tmp_path, 1)
     for step in (1, 2):
         saver.write(step, {"model": {"w": torch.zeros(3)}}, {"config": {}})
         older = tmp_path / f"step_{step:08d}"
@@ -379,7 +386,7 @@ def test_an_older_checkpoint_that_is_damaged_meanwhile_ends_no_run(tmp_path, nam
         else:  # its folder's owner is another one
             monkeypatch.setattr(os, "rename", refusing(os.rename, older))
     saver.write(3, {"model": {"w": torch.zeros(3)}}, {"config": {}})
-    assert checkpoint.find(tmp_path) == tmp_path / "step_00000003"
+    assert checkpoint_folders.find(tmp_path) == tmp_path / "step_00000003"
     if name in (None, "state.json"):
         assert "warning: " in capsys.readouterr().err
 

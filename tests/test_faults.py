@@ -33,10 +33,11 @@ from corpus.loader import DataError, TokenLoader, read_header, verify
 from errors import UserError
 from measure import logs
 from model import build
-from run import checkpoint, files, hf, source
+from run import checkpoint, checkpoint_folders, hf, reshard, source
 from run.resume import Start
 from scale import parallel
 from settings import Config, check
+from system import files
 
 SMALL = dict(vocab_size=257, vocab_multiple=1, n_layer=1, n_head=2, n_embd=16, block_size=8)
 MANY = [40, repeated(1400)]
@@ -126,7 +127,7 @@ def saved(tmp_path_factory):
     loader = SimpleNamespace(state_dict=lambda: position)
     own = {"counts": [1, 2.0, None, (torch.ones(3), True)]}
     state = train.State(model, optimizer, scaler, loader, 7, 96, 7, 3.5, own)
-    saver = checkpoint.Saver(parallel.World(0, 1, CPU), out, 2, saved=lambda *_: None)
+    saver = checkpoint.Saver(parallel.World(0, 1, CPU), out, 2)
     saver.save(state, config=asdict(cfg), evaluated=True)
     return saver.final, model, cfg
 
@@ -135,7 +136,7 @@ def resumed(folder, model, cfg):
     """All that a run takes from a checkpoint."""
     start = Start(folder.parent, str(folder), dry_run=True)
     start.check(cfg)
-    checkpoint.load_model_tensors(model, start.weights)
+    reshard.load_model_tensors(model, start.weights)
     optimizer, scaler = optim.make_optimizer(model, cfg), torch.amp.GradScaler("cpu", enabled=False)
     position = []
     loader = SimpleNamespace(load_state_dict=lambda state: position.append(state.get("rows")))
@@ -305,7 +306,7 @@ def test_a_checkpoint_reads_its_own_files_alone(tmp_path, name, capsys):
     manifest = json.loads((bad / "manifest.json").read_text())
     manifest[name] = files.digest(tmp_path / "other" if name != "/etc/hostname" else name)
     (bad / "manifest.json").write_text(json.dumps(manifest))
-    assert checkpoint.find(tmp_path) == good
+    assert checkpoint_folders.find(tmp_path) == good
     assert "is not a file in the folder" in capsys.readouterr().err
 
 
@@ -317,7 +318,7 @@ def test_a_link_to_a_checkpoint_goes_and_the_checkpoint_stays(tmp_path):
     for step in (2, 3):
         test_checkpoint.save(tmp_path / "run", step, keep_last=1)
     assert [p.name for p in (tmp_path / "run").iterdir()] == ["step_00000003"]
-    assert checkpoint.find(other) == other
+    assert checkpoint_folders.find(other) == other
 
 
 @pytest.mark.fault(52)
@@ -327,15 +328,15 @@ def test_a_whole_checkpoint_stays_until_another_takes_its_place(tmp_path, capsys
     for step in (1, 3):
         path = tmp_path / f"step_{step:08d}" / "model.safetensors"
         path.write_bytes(path.read_bytes()[:-1] + b"\x01")
-    assert checkpoint.find(tmp_path).name == "step_00000002"
-    steps = lambda: [int(f.name[5:]) for f in checkpoint.folders(tmp_path)]
+    assert checkpoint_folders.find(tmp_path).name == "step_00000002"
+    steps = lambda: [int(f.name[5:]) for f in checkpoint_folders.folders(tmp_path)]
     test_checkpoint.save(tmp_path, 4, keep_last=2)
     assert steps() == [2, 3, 4]  # the damaged one stays in place, as its warning says
     test_checkpoint.save(tmp_path, 5, keep_last=2)
     assert steps() == [2, 4, 5]  # 2 has the best loss of the whole ones
     test_checkpoint.save(tmp_path, 6, keep_last=2, val_loss=2.0)
     assert steps() == [5, 6]
-    assert checkpoint.problem(tmp_path / "step_00000006") is None
+    assert checkpoint_folders.problem(tmp_path / "step_00000006") is None
 
 
 @pytest.mark.fault(51)
@@ -490,12 +491,12 @@ def test_random_kills_of_training(data_dir, tmp_path, number, kills):
     for _ in range(kills):
         done, _ = ranks.attempt(number, train_until_killed, words, rng.uniform(0.05, 1.0), timeout=60)
         assert all(code in (-signal.SIGKILL, 1) for code in done.codes), done.stderr
-        if checkpoint.folders(tmp_path / "cut"):
-            checkpoint.find(tmp_path / "cut")
+        if checkpoint_folders.folders(tmp_path / "cut"):
+            checkpoint_folders.find(tmp_path / "cut")
     last, whole = max(losses(read_log(tmp_path / "cut"))), tmp_path / "whole"
-    saved_at = load_checkpoint(checkpoint.find(tmp_path / "cut"))[1]["step"]
+    saved_at = load_checkpoint(checkpoint_folders.find(tmp_path / "cut"))[1]["step"]
     assert last > kills / 4 and last - saved_at <= 4
-    assert not [folder for folder in (tmp_path / "cut").glob("step_*") if checkpoint.problem(folder)]
+    assert not [folder for folder in (tmp_path / "cut").glob("step_*") if checkpoint_folders.problem(folder)]
     done = ranks.run(number, flags(data_dir, whole, **settings | {"max_steps": saved_at}))
     assert done.returncode == 0, done.stderr
     a, b = (losses(read_log(folder)) for folder in (tmp_path / "cut", whole))

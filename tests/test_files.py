@@ -1,4 +1,4 @@
-"""run/files.py: a file is old or new, JSON is read with a one-line error, a lock ends with its run."""
+"""system/files.py: a file is old or new, JSON is read with a one-line error, a lock ends with its run."""
 
 import errno
 import hashlib
@@ -11,7 +11,7 @@ import pytest
 from conftest import ROOT, one_line
 
 from errors import UserError
-from run import files
+from system import files
 
 
 def test_what_is_written_is_there_and_nothing_else(tmp_path):
@@ -64,7 +64,7 @@ def test_names_that_no_file_can_have(name):
     assert files.plain_name("x" * 255) and not files.plain_name(name)
 
 
-HOLD = "import sys; from run.files import Lock; lock = Lock(sys.argv[1]); lock.take(); "
+HOLD = "import sys; from system.files import Lock; lock = Lock(sys.argv[1]); lock.take(); "
 HOLD += "print('held', flush=True); input()"
 
 

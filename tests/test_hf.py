@@ -20,8 +20,8 @@ from corpus import tokenizer
 from errors import UserError
 from model import build
 from run import hf
-from run.files import digest
 from settings import Config, GPTConfig
+from system.files import digest
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 

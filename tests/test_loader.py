@@ -12,7 +12,7 @@ from conftest import one_line, read_rows, write_shard
 
 from corpus import loader as loaders
 from corpus.loader import DataError, TokenLoader, ahead, aligned_starts, split_of, verify
-from run.files import digest
+from system.files import digest
 
 # ---- damaged files
 

@@ -14,7 +14,7 @@ import ranks
 import torch
 from conftest import flags, read_log, train_here
 
-from run import checkpoint, logger
+from run import checkpoint_folders, logger
 from run.logger import SETTLED, Logger, progress
 from scale.parallel import World
 from settings import Config
@@ -240,5 +240,5 @@ def test_a_folder_that_is_removed_under_a_run_is_made_again_and_it_is_told(
     found = train_here(data_dir, tmp_path / "run", max_steps=5, save_interval=save_interval)
     assert "run was removed or moved while this run went on; it is made again" in capsys.readouterr().out
     assert found[-1]["kind"] == "done" and (tmp_path / "run/source.json").exists()
-    steps = [folder.name[-1] for folder in checkpoint.folders(tmp_path / "run")]
+    steps = [folder.name[-1] for folder in checkpoint_folders.folders(tmp_path / "run")]
     assert steps == (["4", "5"] if save_interval else [])

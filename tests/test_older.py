@@ -14,7 +14,7 @@ import ranks
 import torch
 from conftest import ROOT, read_log
 
-from run import checkpoint
+from run import checkpoint_folders, reshard
 
 spec = importlib.util.spec_from_file_location("write", ROOT / "tests/fixtures/write.py")
 write = importlib.util.module_from_spec(spec)
@@ -46,13 +46,13 @@ def test_a_checkpoint_of_an_earlier_version_goes_on(older, name):
     count, _ = write.RUNS[name]
     assert not (older / name / "step_00000003/values.json").exists()
     assert goes_on(older, name, count) <= (1e-4 if name == "adamw8bit" else 1e-5)
-    tensors, state = checkpoint.open_folder(checkpoint.find(older / name))
+    tensors, state = reshard.open_folder(checkpoint_folders.find(older / name))
     assert state["step"] == 6 and "values" in state  # written anew, as today
 
 
 def test_rows_of_two_ranks_go_on_in_one(older):
     for folder in sorted((older / "fsdp").glob("step_00000006")):
-        checkpoint.remove(folder)
+        checkpoint_folders.remove(folder)
     (older / "fsdp/log.jsonl").unlink(missing_ok=True)
     assert goes_on(older, "fsdp", 0, parallel="ddp", batch_size=4) <= 1e-5
 

@@ -33,7 +33,7 @@ from configurator import configure
 from corpus import tokenizer
 from errors import UserError, this_rank
 from model import build
-from run import checkpoint, hf, sampling
+from run import checkpoint, checkpoint_folders, hf, reshard, sampling
 from run.evaluate import SAMPLES
 from scale import memory, parallel
 from settings import Config, check
@@ -294,14 +294,16 @@ def sharded(data_dir, tmp_path_factory):
 
 def same_checkpoint(one, other, step):
     """Asserts that two runs saved the same numbers after a step, in whatever files."""
-    (a, x), (b, y) = (load_checkpoint(checkpoint.find(run / f"step_{step:08d}")) for run in (one, other))
+    (a, x), (b, y) = (
+        load_checkpoint(checkpoint_folders.find(run / f"step_{step:08d}")) for run in (one, other)
+    )
     assert x["loader"] == y["loader"]
     torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
 def train_from_own_rows(words):
     """For ranks.call: as train_in_rank; fails where a rank reads more than its part of a tensor."""
-    read, size = checkpoint.Stored.__getitem__, int(os.environ["WORLD_SIZE"])
+    read, size = reshard.SavedTensor.__getitem__, int(os.environ["WORLD_SIZE"])
 
     def checked(stored, rows):
         if len(stored.shape) and "float" in str(stored.dtype):
@@ -309,7 +311,7 @@ def train_from_own_rows(words):
             assert rows is not ... and rows.stop - rows.start <= most, (stored.shape, rows)
         return read(stored, rows)
 
-    checkpoint.Stored.__getitem__ = checked  # until this process ends
+    reshard.SavedTensor.__getitem__ = checked  # until this process ends
     return train_in_rank(words)
 
 
@@ -387,7 +389,7 @@ def test_kill_of_one_rank_while_it_writes(data_dir, tmp_path, sharded):
     said = done.stderr + str(values[0])  # the broken connection may tell before the watch, as a value here
     assert done.codes[1] == -signal.SIGKILL
     assert re.search("lost (rank 1: its|another rank)", said), (done, values)
-    assert checkpoint.find(tmp_path / "run").name == "step_00000004"
+    assert checkpoint_folders.find(tmp_path / "run").name == "step_00000004"
     again = train_here(data_dir, tmp_path / "run", resume="auto", **SHARDED)
     assert losses(again)[12] == pytest.approx(losses(read_log(sharded))[12], rel=4e-6)
     assert not list((tmp_path / "run").glob(".writing_*"))

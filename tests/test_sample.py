@@ -14,7 +14,7 @@ import sample
 from corpus import chat, tokenizer
 from errors import UserError
 from model import build
-from run import checkpoint, hf, sampling, source, trained
+from run import hf, reshard, sampling, source, trained
 from scale import parallel, shards
 from settings import GPTConfig
 
@@ -192,7 +192,7 @@ def test_bf16_weights_are_loaded_without_a_float32_copy(source_of, tmp_path):
 def divided_in_rank(settings, precision, ids):
     """For ranks.call: (whether a divided model's logits equal the whole one's, bytes of its part and of the
     whole, the most that a load held and that a forward held)"""
-    read, world = checkpoint.Stored.__getitem__, parallel.start("cpu")
+    read, world = reshard.SavedTensor.__getitem__, parallel.start("cpu")
     whole, _ = trained.load_model(dataclasses.replace(settings, parallel="ddp"), world, precision)
 
     def checked(stored, rows):
@@ -200,7 +200,7 @@ def divided_in_rank(settings, precision, ids):
             assert rows is not ... and rows.stop - rows.start <= stored.shape[0] / world.size, stored.shape
         return read(stored, rows)
 
-    checkpoint.Stored.__getitem__ = checked  # the patch ends with the process
+    reshard.SavedTensor.__getitem__ = checked  # the patch ends with the process
     peak = peak_bytes(lambda: trained.load_model(settings, world, precision))
     model, _ = trained.load_model(settings, world, precision)
     with torch.no_grad():

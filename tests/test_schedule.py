@@ -17,10 +17,11 @@ import optim
 import train
 from configurator import configure
 from experiments import plain
-from run import checkpoint, files
+from run import checkpoint, reshard
 from run.logger import Logger
 from scale import parallel
 from settings import Config
+from system import files
 
 # steps 1 to 4 have 128 tokens, 5 to 8 256, 9 to 16 512: in one process 2, 4 and 8 micro-steps
 GROWING = dict(batch_schedule="128:0.25,256:0.5", batch_size=2, max_steps=16, save_interval=2, keep_last=99)
@@ -172,7 +173,7 @@ def test_a_run_ends_with_its_schedule_after_so_many_seconds(data_dir, tmp_path, 
     assert sorted(again) == [*range(5, 11)]
     assert [line["lr"] for line in again.values()] == pytest.approx(found[4:])
     assert "from step 4 on, 4.0 to 10 s of steps" in capsys.readouterr().out
-    assert checkpoint.read_state(tmp_path / "b/step_00000010")["seconds"] == 10
+    assert reshard.read_state(tmp_path / "b/step_00000010")["seconds"] == 10
 
 
 def test_figures_that_come_a_step_late_end_a_run_at_the_same_step(data_dir, tmp_path, monkeypatch):
@@ -187,7 +188,7 @@ def test_figures_that_come_a_step_late_end_a_run_at_the_same_step(data_dir, tmp_
     monkeypatch.setattr(train, "Logger", Late)
     lines = train_lines_of(data_dir, tmp_path / "run", **TIMED)
     assert sorted(lines) == [*range(1, 11)]
-    assert checkpoint.read_state(tmp_path / "run/step_00000008")["seconds"] == 8  # all are read before a save
+    assert reshard.read_state(tmp_path / "run/step_00000008")["seconds"] == 8  # all are read before a save
 
 
 def timed_in_rank(words):
@@ -272,7 +273,7 @@ def test_what_a_saved_schedule_says_is_checked(data_dir, tmp_path):
 
 def rewrite(folder, change):
     """Changes the state of a checkpoint, which stays whole."""
-    state = checkpoint.read_state(folder)
+    state = reshard.read_state(folder)
     change(state)
     (folder / "state.json").write_text(json.dumps(state))
     manifest = json.loads((folder / "manifest.json").read_text())

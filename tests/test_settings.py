@@ -103,5 +103,5 @@ def test_help_has_sections_the_most_used_first_and_a_comment_for_every_setting()
 
 
 def test_no_torch_is_imported():
-    code = "import sys, configurator, settings, run.files, run.source; sys.exit('torch' in sys.modules)"
+    code = "import sys, configurator, settings, run.source, system.files; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

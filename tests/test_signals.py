@@ -23,7 +23,7 @@ from configurator import configure, parse, run
 from corpus.loader import TokenLoader
 from errors import UserError
 from model import GPT
-from run import checkpoint, evaluate, signals
+from run import checkpoint, checkpoint_folders, evaluate, signals
 from settings import Config
 
 
@@ -234,12 +234,12 @@ def test_ctrl_c_in_the_first_compilation_ends_all_at_once_in_one_line(data_dir, 
     done, _ = ranks.attempt(number, train_told_in_compilation, words, last, signal.SIGINT, timeout=60)
     assert set(done.codes) == {130} and not error_lines(done), done.stderr
     assert done.stdout.count("stopped at once by SIGINT in step 1: no step is done that") == 1
-    assert not checkpoint.folders(tmp_path / "cut")
+    assert not checkpoint_folders.folders(tmp_path / "cut")
 
 
 def train_told_in_save(words, times):
     """For ranks.attempt: train.py as a script; while step 8 is written, it gets SIGTERM once or twice."""
-    write = checkpoint._write
+    write = checkpoint.write_files
 
     def slowly(aside, contents):
         if aside.name.endswith("step_00000008"):
@@ -250,7 +250,7 @@ def train_told_in_save(words, times):
                 time.sleep(1e9)
         return write(aside, contents)
 
-    checkpoint._write = slowly
+    checkpoint.write_files = slowly
     run(train.main, configure(Config, words))
 
 
@@ -261,7 +261,7 @@ def test_a_signal_in_an_asynchronous_save_leaves_whole_checkpoints(data_dir, tmp
     done, _ = ranks.attempt(0, train_told_in_save, words, times, timeout=50)
     assert done.codes == [143], done.stderr
     found = sorted(tmp_path.glob("step_*"))
-    assert [folder for folder in found if checkpoint.problem(folder)] == []
+    assert [folder for folder in found if checkpoint_folders.problem(folder)] == []
     if times == 2:  # what was being written is not there
         assert [folder.name for folder in found] == ["step_00000004"]
     else:  # it is finished, and where the run stopped is saved too

@@ -12,7 +12,7 @@ from conftest import one_line
 import model as models
 import train
 from model import build
-from run import checkpoint, states
+from run import checkpoint, checkpoint_folders, reshard, states
 from run.logger import NotFinite
 from run.resume import Start
 from scale import parallel
@@ -85,7 +85,7 @@ def steps(state, count, first=0):
 
 def saved(state, folder):
     states.remember(state.optimizer) if not hasattr(state.optimizer, "as_made") else None
-    saver = checkpoint.Saver(WORLD, folder, 2, saved=lambda *_: None)
+    saver = checkpoint.Saver(WORLD, folder, 2)
     saver.save(state, config=dict(SHAPE))
     return saver.final
 
@@ -93,7 +93,7 @@ def saved(state, folder):
 def resumed(state, folder):
     """The warnings of a resume into a new state."""
     start = Start(folder.parent, str(folder), dry_run=True)
-    checkpoint.load_model_tensors(state.model, start.weights)
+    reshard.load_model_tensors(state.model, start.weights)
     start.restore(state, WORLD)
     return start.warnings
 
@@ -265,7 +265,7 @@ def sharded_by_two(folder):
         for i, p in enumerate(model.parameters()):
             p.grad = torch.full_like(p, float(i + step))
         state.optimizer.step()
-    checkpoint.Saver(world, folder, 2, saved=lambda *_: None).save(state, config=dict(SHAPE))
+    checkpoint.Saver(world, folder, 2).save(state, config=dict(SHAPE))
     found = [s["mean"].full_tensor().tolist() for s in state.optimizer.state.values()]
     parallel.stop()
     return found
@@ -273,7 +273,7 @@ def sharded_by_two(folder):
 
 def test_states_by_rows_go_on_whole_and_others_only_where_they_mean_the_same(tmp_path):
     expected, _ = ranks.call(2, sharded_by_two, tmp_path)
-    folder = checkpoint.find(tmp_path)
+    folder = checkpoint_folders.find(tmp_path)
     words = r"own \(3,\) has not the parameter's shape; saved by a model among 2 ranks.*, not among 1"
     with pytest.raises(checkpoint.CheckpointError, match=words) as error:
         resumed(state_of(make=Own), folder)
@@ -304,11 +304,11 @@ def buffers_of_two(folder):
     """For ranks.call: buffers that differ, after a resume, of another run, and averaged."""
     world = parallel.start("cpu", 60)
     state = with_buffers(float(world.rank))
-    checkpoint.Saver(world, folder, 2, saved=lambda *_: None).save(state, config=dict(SHAPE))
+    checkpoint.Saver(world, folder, 2).save(state, config=dict(SHAPE))
     parallel.barrier()
     other = with_buffers(7.0)
     start = Start(folder, str(folder), dry_run=True)
-    checkpoint.load_model_tensors(other.model, start.weights)
+    reshard.load_model_tensors(other.model, start.weights)
     loaded = other.model.seen.mean.tolist()
     start.restore(other, world)
     found = other.model.seen.mean.tolist()
@@ -321,7 +321,7 @@ def test_buffers_are_each_ranks_own(tmp_path):
     first, second = ranks.call(2, buffers_of_two, tmp_path)
     assert first == ([0, 0], [0, 0], [0.5, 0.5], []) and second == ([0, 0], [1, 1], [0.5, 0.5], [])
     alone = with_buffers(7.0)
-    warnings = resumed(alone, checkpoint.find(tmp_path))
+    warnings = resumed(alone, checkpoint_folders.find(tmp_path))
     assert warnings[0] == "seen.mean (1 in all) differed from rank to rank: all have rank 0's"
     assert alone.model.seen.mean.tolist() == [0, 0] and alone.model.seen.table.tolist() == [0, 0]
 
@@ -334,7 +334,7 @@ def saved_by_two(folder, alike):
     )
     states.remember(state.optimizer)
     steps(state, 2)
-    saver = checkpoint.Saver(world, folder, 2, saved=lambda *_: None)
+    saver = checkpoint.Saver(world, folder, 2)
     saver.save(state, config=dict(SHAPE))
     parallel.stop()
     return [s["own"].tolist() for s in state.optimizer.state.values()]
@@ -360,14 +360,14 @@ def test_states_that_differ_from_rank_to_rank_are_each_ranks(tmp_path):
     assert found == [(expected[0], 0, [0, 0]), (expected[1], 1, [1, 1])]
     words = "own differs from rank to rank of the 2 that saved it; go on with as many, not 1"
     with pytest.raises(checkpoint.CheckpointError, match=words) as error:
-        resumed(state_of(make=Own), checkpoint.find(tmp_path))
+        resumed(state_of(make=Own), checkpoint_folders.find(tmp_path))
     one_line(error)
 
 
 def test_states_that_are_alike_go_on_on_one_rank(tmp_path):
     (expected, _) = ranks.call(2, saved_by_two, tmp_path, True)
     state = state_of(make=Own)
-    folder = checkpoint.find(tmp_path)
+    folder = checkpoint_folders.find(tmp_path)
     with pytest.raises(checkpoint.CheckpointError, match="values of State.own: .* differs from rank to rank"):
         resumed(state, folder)
     assert [s["own"].tolist() for s in state.optimizer.state.values()] == expected

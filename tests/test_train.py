@@ -23,7 +23,7 @@ import train
 from configurator import configure
 from corpus.loader import DataError
 from errors import UserError
-from run import checkpoint, source
+from run import checkpoint, checkpoint_folders, source
 from run.build import describe_optimizer
 from run.logger import Logger, NotFinite
 from scale import parallel
@@ -254,7 +254,7 @@ def test_weights_after_a_gradient_that_is_not_finite_are_not_saved(data_dir, tmp
     poison(monkeypatch, math.nan, 4)
     with pytest.raises(NotFinite, match="step 4: the gradient norm is nan; nothing was saved since step 3"):
         train_here(data_dir, tmp_path / "run", max_steps=8, save_interval=1)
-    assert checkpoint.find(tmp_path / "run").name == "step_00000003"
+    assert checkpoint_folders.find(tmp_path / "run").name == "step_00000003"
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit", "muon"])

@@ -80,7 +80,8 @@ class Lock(contextlib.ExitStack):
 
     def __init__(self, out_dir):
         super().__init__()
-        self.path, self.file = Path(out_dir) / "run.lock", None
+        self.folder = Path(out_dir)
+        self.file = None
         if os.path.isdir(out_dir):  # False also for a name that is too long
             self.take()
 
@@ -88,32 +89,28 @@ class Lock(contextlib.ExitStack):
         """Makes the folder, and raises UserError if that fails or another run holds the lock."""
         if self.file:
             return
-        with writable(self.path.parent):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            file = self.enter_context(open(self.path, "a+", errors="replace", opener=no_link))
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                self._lock_folder()
-            except BlockingIOError:
-                file.seek(0)
-                holder = " ".join(file.read(200).split()) or "another process"
-                words = f"{holder}; wait for its end, stop it, or give another --out_dir"
-                raise UserError(f"out_dir={self.path.parent} is in use by a run: {words}") from None
-            except OSError as error:
-                warn(f"{self.path}: {error.strerror}: a second run is not refused")
+        with writable(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            path = self.folder / "run.lock"
+            file = self.enter_context(open(path, "a+", errors="replace", opener=no_link))
+            folder = os.open(self.folder, os.O_RDONLY)
+            self.callback(os.close, folder)
+            failed = []
+            for lock in (file, folder):
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    file.seek(0)
+                    holder = " ".join(file.read(200).split()) or "another process"
+                    words = f"{holder}; wait for its end, stop it, or give another --out_dir"
+                    raise UserError(f"out_dir={self.folder} is in use by a run: {words}") from None
+                except OSError as error:
+                    failed.append(error)
+            if len(failed) == 2:
+                warn(f"{path}: {failed[0].strerror}: a second run is not refused")
             file.truncate(0)
             print(f"process {os.getpid()} on {socket.gethostname()}", file=file, flush=True)
         self.file = file
-
-    def _lock_folder(self):
-        folder = os.open(self.path.parent, os.O_RDONLY)
-        self.callback(os.close, folder)
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise
-        except OSError:  # NFS; the file's lock counts
-            pass
 
 
 def digest(path):
@@ -142,15 +139,33 @@ def read_json(path, error=UserError, form=lambda value: True):
     return value
 
 
-# tests of values from JSON
-text = lambda v: isinstance(v, str)
-count = lambda v: type(v) is int and 0 <= v < 1 << 63
-id_count = lambda v: type(v) is int and 0 < v <= 1 << 31  # of token ids
-number = lambda v: type(v) in (int, float) and abs(v) < 1e300  # finite
-sha256 = lambda v: text(v) and re.fullmatch("[0-9a-f]{64}", v)
-plain_name = lambda v: (
-    text(v) and re.fullmatch(r"(?!\.{1,2}$)[^/\\\0\ud800-\udfff]+", v) and len(v.encode()) < 256
-)
+# what a value in a JSON file may be, for `form` of read_json
+
+
+def text(value):
+    return isinstance(value, str)
+
+
+def count(value):
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+def id_count(value):  # of token ids
+    return count(value) and 0 < value <= 1 << 31
+
+
+def number(value):  # finite
+    return type(value) in (int, float) and abs(value) < 1e300
+
+
+def sha256(value):
+    return text(value) and re.fullmatch("[0-9a-f]{64}", value)
+
+
+def plain_name(value):
+    """The name of a file in the folder itself."""
+    plain = text(value) and re.fullmatch(r"(?!\.{1,2}$)[^/\\\0\ud800-\udfff]+", value)
+    return plain and len(value.encode()) < 256
 
 
 def misfits(value, form, at=""):
@@ -159,23 +174,31 @@ def misfits(value, form, at=""):
     form: a test; a value; (form, ...) for alternatives; [form] for a list; {name: form} for an object, in
     which names with ? may be absent and others are free; {str: form} for one of any names.
     """
+    where = at or "it"
     if isinstance(form, dict) and isinstance(value, dict):
-        for key, one in dict.fromkeys(value, form[str]).items() if str in form else form.items():
-            name = key if key in value else key.removesuffix("?")
+        if str in form:
+            form = dict.fromkeys(value, form[str])
+        for key, inner in form.items():
+            name = key
+            if key not in value:
+                name = key.removesuffix("?")
             if name in value:
-                yield from misfits(value[name], one, f"{at}.{reprlib.repr(name)[1:-1]}".lstrip("."))
+                yield from misfits(value[name], inner, f"{at}.{reprlib.repr(name)[1:-1]}".lstrip("."))
             elif name == key:
-                yield f"{at or 'it'} has no {key}"
-    elif isinstance(form, list) and isinstance(value, list):
+                yield f"{where} has no {key}"
+        return
+    if isinstance(form, list) and isinstance(value, list):
         for i, item in enumerate(value):
             yield from misfits(item, form[0], f"{at}[{i}]")
+        return
+    if isinstance(form, tuple):
+        fits = any(not any(misfits(value, one)) for one in form)
+    elif callable(form):
+        fits = form(value)
     else:
-        if isinstance(form, tuple):
-            fits = any(not any(misfits(value, one)) for one in form)
-        else:
-            fits = form(value) if callable(form) else type(form) is type(value) and form == value
-        if not fits:
-            yield f"{at or 'it'} is {reprlib.repr(value)}, which it cannot be"
+        fits = type(value) is type(form) and value == form
+    if not fits:
+        yield f"{where} is {reprlib.repr(value)}, which it cannot be"
 
 
 def patiently(call, *args, **options):

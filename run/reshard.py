@@ -1,0 +1,135 @@
+"""Resharding: the tensors of a checkpoint, which any number of ranks saved, read by rows on any other number.
+
+Of a sharded model each rank writes its rows into files of its own, whose headers say which rows of how many.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from corpus import told
+from run.states import CheckpointError
+from scale.shards import copy_into
+from system import files
+
+STATE = {"step": files.count, "config?": {}, "loader?": {}, "scaler?": {}, "tokens?": files.count}
+STATE |= {"seconds?": files.number, "world_size?": files.count, "evaluated?": (True, False)}
+STATE |= {"wandb_id?": (files.text, None), "val_loss?": (files.number, None)}  # val_loss: a State's score
+VALUES = {"ranks": files.count, "shards": files.count, "trees": [lambda tree: True]}
+VALUES |= {"of_each_rank": [files.text]}
+TABLES = ("wte.weight", "head.weight", "values.weight")  # ends of names of tensors with a row per token id
+
+
+class SavedTensor:
+    """A tensor in one or more files: saved[a:b] reads rows a to b to the CPU, saved[...] reads all."""
+
+    def __init__(self, name, parts, rows=None):
+        """parts: [(first row, slice of safetensors)]. rows: the number expected; None: what parts hold."""
+        self.parts = sorted(parts, key=lambda part: part[0])
+        starts = []
+        ends = [0]
+        for first, part in self.parts:
+            starts.append(first)
+            ends.append(first + (part.get_shape() or [0])[0])
+        if rows is None:
+            rows = ends[-1]
+        if [*starts, rows] != ends:
+            raise CheckpointError(f"{name}: not each of {rows} rows is there once; is a rank's file gone?")
+        _, part = self.parts[0]
+        shape = part.get_shape()
+        if shape:
+            self.shape = torch.Size([rows, *shape[1:]])
+            self.dtype = part[:0].dtype
+        else:
+            self.shape = torch.Size()
+            self.dtype = part[...].dtype
+
+    def __getitem__(self, rows):
+        if rows is ... and len(self.parts) == 1:
+            return self.parts[0][1][...]
+        if rows is ...:
+            rows = slice(0, self.shape[0])
+        pieces = []
+        for first, part in self.parts:
+            begin = max(rows.start - first, 0)
+            end = min(rows.stop - first, part.get_shape()[0])
+            if begin < end:
+                pieces.append(part[begin:end])
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def open_folder(folder):
+    """({group: {name: SavedTensor}}, state) of a checkpoint; a group is a file, or a file of each rank.
+
+    state: of state.json, and as "values" that of values.json, which older checkpoints lack.
+    """
+    parts = {}  # {(group, name): (parts of a SavedTensor, its rows)}
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        group = path.name.partition(".")[0]
+        with told(f"{path} is damaged or not safetensors", CheckpointError):
+            file = safe_open(path, "pt")
+            shards = json.loads((file.metadata() or {}).get("shards", "{}"))
+            for name in file.keys():
+                first, rows = shards.get(name, (0, None))
+                found, _ = parts.setdefault((group, name), ([], rows))
+                found.append((first, file.get_slice(name)))
+    tensors = {}
+    for (group, name), part in parts.items():
+        tensors.setdefault(group, {})[name] = SavedTensor(f"{folder}: {name}", *part)
+    state = read_state(folder)
+    values = Path(folder) / "values.json"
+    if values.exists():
+        form = dict.fromkeys(["optimizer?", "buffers?", "own?"], VALUES)
+        state["values"] = files.read_json(values, CheckpointError, form)
+    return tensors, state
+
+
+def with_prefix(tensors, prefix):
+    """Those whose names begin so, by the rest of their names."""
+    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+
+
+def read_state(folder):
+    """state.json of a checkpoint; {} where there is none. Raises CheckpointError if it is damaged."""
+    path = Path(folder) / "state.json"
+    return files.read_json(path, CheckpointError, STATE) if path.exists() else {}
+
+
+def persistent_buffers(model):
+    """{name: tensor} of the buffers that a checkpoint holds."""
+    held = model.state_dict(keep_vars=True)
+    return {name: b for name, b in model.named_buffers(remove_duplicate=False) if name in held}
+
+
+def check_model_tensors(model, tensors, may_lack=()):
+    """Raises CheckpointError unless {name: tensor or SavedTensor} fit the model, padding rows aside.
+
+    They are of its parameters and its persistent buffers; may_lack: names of which there may be none.
+    """
+    own = dict(model.named_parameters()) | persistent_buffers(model)
+    wrong = []
+    for name in sorted(own.keys() - set(may_lack) | tensors.keys()):
+        found = tuple(tensors[name].shape) if name in tensors else "absent"
+        expected = tuple(own[name].shape) if name in own else "absent"
+        fits = found == expected
+        if name.endswith(TABLES) and found[1:] == expected[1:]:
+            fits = min(found[0], expected[0]) >= model.cfg.vocab_size
+        if not fits:
+            wrong.append(f"{name}: {found}, expected {expected}")
+    if wrong:
+        raise CheckpointError(f"weights do not fit the model: {'; '.join(wrong[:4])} ({len(wrong)} in all)")
+
+
+def load_model_tensors(model, tensors, may_lack=()):
+    """Copies {name: tensor or SavedTensor}, on each rank its rows; padding rows that they lack are zeros.
+
+    may_lack: names that keep their values where there are none. Returns those that did.
+    """
+    kept = set(may_lack) - tensors.keys()
+    check_model_tensors(model, tensors, kept)
+    for name, tensor in [*model.named_parameters(), *persistent_buffers(model).items()]:
+        if name not in kept:
+            copy_into(tensor, tensors[name])
+    return sorted(kept)

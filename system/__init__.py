@@ -1,0 +1,1 @@
+"""What every other folder may import: files on the disk. Imports errors.py alone, and no torch."""
