@@ -17,7 +17,8 @@ from tqdm import tqdm
 
 from configurator import UserError
 from corpus import DataError, packing, told
-from corpus.loader import FORMATS, HEADER_BYTES, SHARD, ahead, mask_path, open_shard, split_of
+from corpus.loader import prefetched
+from corpus.shards import FORMATS, HEADER_BYTES, SHARD, mask_path, open_shard, split_of
 from run import files
 
 WRITTEN = SHARD | dict.fromkeys(("tokens", "documents", "bytes", "targets?"), files.count)
@@ -53,7 +54,7 @@ def write_shards(batches, encode, progress, tokenizer, short):
     room = lambda: min(given["shard_tokens"] // pack * pack, most - progress.total("tokens", "train"))
     sizes = dict(initial=progress.total("tokens"), total=most + val_tokens)  # tqdm takes inf for no total
     bar = tqdm(desc=short, **sizes, unit=" tokens", unit_scale=True, disable=None)
-    with bar, contextlib.closing(ahead(batches, 4)) as batches:
+    with bar, contextlib.closing(prefetched(batches, 4)) as batches:
         rows = tokenized(batches, encode, first, given["min_document_tokens"] or 1)
         if val_tokens and not progress.shards:  # whole documents in the source's order, with pack too
             for number, row in rows:

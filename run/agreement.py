@@ -8,7 +8,7 @@ from importlib import metadata
 from pathlib import Path
 
 from configurator import UserError, warn
-from corpus.loader import sampled
+from corpus.shards import sampled_digest
 from run import source
 from scale import parallel
 
@@ -49,7 +49,9 @@ def data(cfg, loader, val_loaders):
 
 def weights(folder):
     """Raises UserError unless all ranks have the same Hugging Face weights, by blocks of each file."""
-    own = [f"{path.name} of {sampled(path)[:12]}" for path in sorted(Path(folder).glob("*.safetensors"))]
+    own = [
+        f"{path.name} of {sampled_digest(path)[:12]}" for path in sorted(Path(folder).glob("*.safetensors"))
+    ]
     refuse([{"weights": ", ".join(names)} for names in parallel.gather_objects(own)])
 
 

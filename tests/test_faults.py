@@ -30,7 +30,8 @@ import sample
 import train
 from configurator import UserError, configure
 from corpus import chat, tokenizer, writer
-from corpus.loader import DataError, TokenLoader, read_header, verify
+from corpus.loader import DataError, TokenLoader
+from corpus.shards import read_header, verify
 from model import build
 from run import checkpoint, files, hf, source
 from run.resume import Start

@@ -24,7 +24,8 @@ import settings as settings_of_a_run
 import train
 from configurator import UserError, configure
 from corpus import text_files, tokenizer, writer
-from corpus.loader import DataError, TokenLoader, read_header, verify
+from corpus.loader import DataError, TokenLoader
+from corpus.shards import read_header, verify
 from fineweb import Config
 
 ROOT = Path(__file__).parents[1]

@@ -13,7 +13,8 @@ import bench
 import fineweb
 import hellaswag
 from configurator import UserError
-from corpus.loader import DataError, TokenLoader, verify
+from corpus.loader import DataError, TokenLoader
+from corpus.shards import verify
 from run import hf
 
 

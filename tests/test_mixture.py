@@ -12,7 +12,8 @@ from conftest import flags, one_line, read_rows, stdlib_bytes, train_here, train
 
 from configurator import UserError
 from corpus import mixture
-from corpus.loader import DataError, TokenLoader, verify
+from corpus.loader import DataError, TokenLoader
+from corpus.shards import verify
 from run.files import digest
 
 
