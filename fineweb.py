@@ -84,16 +84,16 @@ def main(cfg):
                 tokenizers.write_characters(texts, tokenizer)
         tokenizer = tokenizers.load(str(tokenizer))
         dialogues = Dialogues(tokenizer) if cfg.is_chat else None
-        progress = writer.Progress(out, settings(cfg, name, files, sha256, tokenizer, dialogues))
+        progress = writer.Progress(out, settings(cfg, name, files, sha256, tokenizer, dialogues), tokenizer)
         if progress.finished:
             print(f"{out} is finished already; nothing was done")
         else:
             if cfg.ready_made:
-                writer.fetch_shards(name, cfg.revision, cfg.max_shards, progress, tokenizer)
+                writer.fetch_shards(name, cfg.revision, cfg.max_shards, progress)
             else:
                 batches = documents(cfg, name, files, sha256, progress.position[0])
-                writer.write_shards(batches, (dialogues or tokenizer).rows, progress, tokenizer, short)
-            progress.finish(tokenizer)
+                writer.write_shards(batches, (dialogues or tokenizer).rows, progress, short)
+            progress.finish()
     for split in ("train", "val"):
         tokens, targets = progress.total("tokens", split), progress.total("targets", split)
         print(f"{split:5}  {tokens:,} tokens" + f", {targets:,} of them with loss" * cfg.is_chat)

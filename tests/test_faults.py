@@ -213,7 +213,7 @@ def test_mutations_of_a_data_folders_manifest_and_progress(tmp_path, count):
     progress = {"settings": settings, "shards": manifest["shards"], "next": [400, 0]}
 
     def read_progress():
-        found = writer.Progress(folder, settings)
+        found = writer.Progress(folder, settings, None)
         names = [s["name"] for s in found.shards]
         return found.position, found.total("tokens"), names
 
