@@ -197,6 +197,8 @@ class Dialogues:
         before, _ = self.template.render(messages[:i], reply=True)
         after, _ = self.template.render(messages[: i + 1])
         if not (text.startswith(after) and after.startswith(before)):
-            other = f"renders message {i + 1} otherwise when others follow"
-            raise DataError(f"the chat template {other}; cut the dialogue after it")
+            raise DataError(
+                f"the chat template renders message {i + 1} otherwise when others follow; "
+                "cut the dialogue after it"
+            )
         return len(before), len(after)

@@ -110,8 +110,9 @@ class TokenLoader:
         for folder, share in mixture.folders(str(self.data_dir)):
             shards = Shards(folder, self.split, self.vocab_size)
             if self.align and shards.eot is None:
-                what = "align_documents needs the separator"
-                raise DataError(f"{what}, and there is no {folder}/manifest.json")
+                raise DataError(
+                    f"align_documents needs the separator, and there is no {folder}/manifest.json"
+                )
             self.folders.append(Rows(shards, share, self.T, self.shuffle_seed, self.align))
         self.turns = mixture.schedule([rows.share for rows in self.folders])
         shards = [rows.shards for rows in self.folders]
@@ -133,21 +134,22 @@ class TokenLoader:
     def _check(self, shards):
         """Raises DataError for Shards that do not suffice or do not go together."""
         if self.tokens < self.batch_tokens or min(one.tokens for one in shards) <= self.T:
-            found = f"the {self.split} split has {self.tokens:,} tokens"
-            need = f"{max(self.batch_tokens, self.T + 1):,} for a global batch"
-            need += f", of each folder {self.T + 1:,} for a row; lower --batch_tokens or --block_size"
-            raise DataError(f"{self.data_dir}: {found}, expected {need}")
+            raise DataError(
+                f"{self.data_dir}: the {self.split} split has {self.tokens:,} tokens, expected "
+                f"{max(self.batch_tokens, self.T + 1):,} for a global batch, of each folder "
+                f"{self.T + 1:,} for a row; lower --batch_tokens or --block_size"
+            )
         for one in shards:
             if not same_tokenizer(one, shards[0]):
-                two = (
-                    f"{one.folder} has the tokenizer {one.tokenizer}, {shards[0].folder} has {self.tokenizer}"
-                )
                 raise DataError(
-                    f"data_dir={self.data_dir}: {two}; make one again with fineweb.py --tokenizer"
+                    f"data_dir={self.data_dir}: {one.folder} has the tokenizer {one.tokenizer}, "
+                    f"{shards[0].folder} has {self.tokenizer}; make one again with fineweb.py --tokenizer"
                 )
             if one.pack and (one.pack != self.T or self.align):
-                why = f"is packed for block_size={one.pack} without align_documents"
-                self.warnings.append(f"{one.folder} {why}; others cut more documents")
+                self.warnings.append(
+                    f"{one.folder} is packed for block_size={one.pack} without align_documents; "
+                    "others cut more documents"
+                )
 
     def next(self):
         """(x, y), each int64 (B, T) on the device, y one token later than x; -100 in y has no loss."""
@@ -199,8 +201,10 @@ class TokenLoader:
         shards = self.folders[0].shards
         rows = self.eval_rows(tokens)
         if not any(shards.read(row * self.T + 1, self.T)[1].any() for row in range(rows)):
-            what = f"eval_tokens={tokens} holds no row of block_size={self.T} with loss; raise --eval_tokens"
-            raise DataError(f"{self.data_dir}: {what}")
+            raise DataError(
+                f"{self.data_dir}: eval_tokens={tokens} holds no row of block_size={self.T} with loss; "
+                "raise --eval_tokens"
+            )
         for global_batch in range(0, rows, self.world * self.B):
             first = global_batch + self.rank * self.B
             starts = [row * self.T if row < rows else 0 for row in range(first, first + self.B)]
@@ -254,8 +258,10 @@ class TokenLoader:
         if changed:
             differ = "; ".join(f"{key} {own[key]}, not {state.get(key)}" for key in changed)
             if not self.allow_data_change:
-                words = f"is not the data of the checkpoint: {differ}"
-                raise DataError(f"{self.data_dir} {words}; to go on with it anyway: --allow_data_change")
+                raise DataError(
+                    f"{self.data_dir} is not the data of the checkpoint: {differ}; "
+                    "to go on with it anyway: --allow_data_change"
+                )
             self.warnings.append(f"other data than before ({differ})" + self._goes_on(state, changed))
         self.close()
         self._start_at(rows)

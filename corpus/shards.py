@@ -56,8 +56,10 @@ def read_manifest(folder):
     if path.exists():
         return files.read_json(path, error, MANIFEST)
     if Path(folder, "progress.json").exists():
-        half = f"{folder} is half made, with progress.json and no manifest.json"
-        raise DataError(f"{half}; wait for fineweb.py, or run the same command again: it goes on")
+        raise DataError(
+            f"{folder} is half made, with progress.json and no manifest.json; "
+            "wait for fineweb.py, or run the same command again: it goes on"
+        )
     return {}
 
 
@@ -82,9 +84,12 @@ def read_header(path):
     right, dtype = FORMATS.get(magic, (None, np.uint16))
     need = HEADER_BYTES + count * np.dtype(dtype).itemsize
     if version != right or count <= 0 or size != need:
-        found = f"magic {magic}, version {version}, {count} tokens and {size} bytes"
-        advice = f"name it train.bin or val.bin if nanoGPT wrote it, else {MAKE_DATA}"
-        raise damaged(path, found, f"llm.c's header and {need} bytes", advice)
+        raise damaged(
+            path,
+            found=f"magic {magic}, version {version}, {count} tokens and {size} bytes",
+            expected=f"llm.c's header and {need} bytes",
+            advice=f"name it train.bin or val.bin if nanoGPT wrote it, else {MAKE_DATA}",
+        )
     return count, np.dtype(dtype).newbyteorder("<"), HEADER_BYTES
 
 
@@ -220,8 +225,9 @@ class Shards:
         self.tokenizer = tokenizer_of(folder, manifest)
         if vocab_size is not None and (self.vocab_size or 0) > vocab_size:
             if self.token_bytes is None or not fits(vocab_size, self.token_bytes, self.eot):
-                why = f"is below the tokenizer's; try --vocab_size={self.vocab_size}"
-                raise DataError(f"vocab_size={vocab_size} {why}")
+                raise DataError(
+                    f"vocab_size={vocab_size} is below the tokenizer's; try --vocab_size={self.vocab_size}"
+                )
         self.paths = find_shards(folder, split)
         self.shards = [open_shard(path) for path in self.paths]
         dtype = np.dtype(manifest.get("dtype", self.shards[0].dtype))
@@ -245,20 +251,20 @@ class Shards:
             first = position - self.begins[shard]
             part = self.shards[shard][first : first + count]
             if self.limit is not None and part.max() >= self.limit:
-                at = int(np.argmax(part >= self.limit))
-                found = f"token {first + at} is {part[at]}, not below vocab_size={self.limit}"
-                raise DataError(f"{self.paths[shard]}: {found}; raise it, or make the data again")
+                at = np.argmax(part >= self.limit)
+                raise DataError(
+                    f"{self.paths[shard]}: token {first + at} is {part[at]}, not below "
+                    f"vocab_size={self.limit}; raise it, or make the data again"
+                )
             ids.append(part)
-            has_loss.append(self._has_loss(shard, first, len(part)))
+            bits = np.ones(len(part), bool)
+            if self.masks:
+                at = np.arange(first, first + len(part))
+                bits = self.masks[shard][at // 8] >> at % 8 & 1 == 1
+            has_loss.append(bits)
             position += len(part)
             count -= len(part)
         return np.concatenate(ids, dtype=np.int64), np.concatenate(has_loss)
-
-    def _has_loss(self, shard, first, count):
-        if self.masks is None:
-            return np.ones(count, bool)
-        bits = np.arange(first, first + count)
-        return (self.masks[shard][bits // 8] >> bits % 8 & 1).astype(bool)
 
     def document_starts(self):
         """The positions of all separators."""

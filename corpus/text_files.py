@@ -18,10 +18,12 @@ from run.files import digest
 
 RECORDS = (".jsonl", ".ndjson", ".json", ".parquet")  # many documents in a file
 FOLDERS = (".txt", *RECORDS)  # what is read of a folder; a glob may name texts of other kinds
-TEXTS = ".txt .text .md .markdown .rst .org .tex .htm .html .xml .yaml .yml .toml .ini .log .css .sql .sh"
-TEXTS += " .py .pyi .c .h .cc .cpp .cxx .hpp .cu .cuh .cs .java .js .jsx .ts .tsx .go .rs .rb .php .pl .pm"
-TEXTS += " .lua .r .jl .kt .swift .scala .hs .ml .el .f .f90 .m .s .asm .lean .v"
-TEXTS = ("", *TEXTS.split())  # one document in a file
+SUFFIXES = (
+    ".txt .text .md .markdown .rst .org .tex .htm .html .xml .yaml .yml .toml .ini .log .css .sql .sh"
+    " .py .pyi .c .h .cc .cpp .cxx .hpp .cu .cuh .cs .java .js .jsx .ts .tsx .go .rs .rb .php .pl .pm"
+    " .lua .r .jl .kt .swift .scala .hs .ml .el .f .f90 .m .s .asm .lean .v"
+).split()
+TEXTS = ("", *SUFFIXES)  # one document in a file
 OURS = ("progress.json", "manifest.json", "tokenizer.json")  # of shards that lie among the texts
 POINTER = b"version https://git-lfs.github.com/spec/"  # how a file begins that Git LFS has not fetched
 WARNING = "warning of fineweb.py"  # a field beside the text: what its reading changed or left out, or None
@@ -72,7 +74,7 @@ def what_is_left_out(left_out):
     """A line about the files of folders that are not read. left_out: {suffix: number of them}."""
     words = ", ".join(f"{n} {suffix or 'without a suffix'}" for suffix, n in left_out.most_common())
     for suffix in left_out:
-        if suffix in TEXTS[1:]:
+        if suffix in SUFFIXES:
             return f"left out of folders: {words}; a glob reads more, as in 'FOLDER/**/*{suffix}'"
     return f"left out of folders: {words}"
 
@@ -98,10 +100,13 @@ def readable(path):
     """`path` of a file that is named by itself or by a glob; UserError if its kind is not read."""
     if not os.path.isfile(path):
         raise UserError(f"dataset: {path} is a pipe or a device; write it to a file first")
-    if (suffix := kind(path)[0]) not in (*RECORDS, *TEXTS):
-        advice = "unpack an archive, write a table as .jsonl, rename another text"
-        known = f"{' '.join(RECORDS + TEXTS[1:])}, each perhaps with {' '.join(COMPRESSED)}"
-        raise UserError(f"dataset: {path}: files of the kind {suffix} are not read; {advice}; known: {known}")
+    suffix, _ = kind(path)
+    if suffix not in (*RECORDS, *TEXTS):
+        raise UserError(
+            f"dataset: {path}: files of the kind {suffix} are not read; unpack an archive, write a table as "
+            f".jsonl, rename another text; known: {' '.join([*RECORDS, *SUFFIXES])}, each perhaps with "
+            f"{' '.join(COMPRESSED)}"
+        )
     return path
 
 
@@ -129,8 +134,9 @@ def local_documents(paths, keys, skip_bad):
             except ValueError as error:
                 bad.append(f"{path}:{number}: {error}")
                 if not skip_bad:
-                    advice = "mend it, or leave such documents out with --skip_bad_documents"
-                    raise DataError(f"{bad[0]}; {advice}") from None
+                    raise DataError(
+                        f"{bad[0]}; mend it, or leave such documents out with --skip_bad_documents"
+                    ) from None
         if bad:
             yield empty | {WARNING: shown(f"left out {len(bad):,} bad documents, the first is {bad[0]}")}
     if not read:

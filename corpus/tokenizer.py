@@ -142,8 +142,9 @@ class HuggingFace(Tokenizer):
             plain = self._encode([PROBE])[0][:1]
             lost = not self._encode([UNKNOWN])[0]
         if lost:
-            advice = "one of bytes, or with unk_token, does not"
-            warn(f"tokenizer={name} drops characters that it lacks; {advice}")
+            warn(
+                f"tokenizer={name} drops characters that it lacks; one of bytes, or with unk_token, does not"
+            )
         added = self.inner.get_added_tokens_decoder()
         self.special = {token.content: i for i, token in added.items() if token.special}
         names = [s for s, i in self.special.items() if [i] == begin != plain]  # the file has it begin a text
@@ -230,8 +231,10 @@ def load(name, vocab_size=None):
         tokenizer = Tiktoken(name, tiktoken.Encoding(name, **parts))
         tokenizer.known = range(256)  # the separator has no text
     elif built_in(name):
-        advice = "go online once, set TIKTOKEN_CACHE_DIR to a filled cache, or give a tokenizer.json"
-        with told(f"tokenizer={name}: not fetched; {advice}"):
+        with told(
+            f"tokenizer={name}: not fetched; go online once, set TIKTOKEN_CACHE_DIR to a filled cache, "
+            "or give a tokenizer.json"
+        ):
             tokenizer = Tiktoken(name, tiktoken.get_encoding(name), RULES.get(name))
     elif path and path.is_file():
         data = path.read_bytes()
@@ -251,8 +254,10 @@ def load(name, vocab_size=None):
         )
     tokenizer.embedded = vocab_size or tokenizer.vocab_size
     if not fits(tokenizer.embedded, tokenizer.token_bytes(), tokenizer.eot):
-        sizes = f"{tokenizer.vocab_size:,} ids, the model {vocab_size:,}"
-        raise UserError(f"tokenizer={name} has {sizes}; give the tokenizer that it was trained with")
+        raise UserError(
+            f"tokenizer={name} has {tokenizer.vocab_size:,} ids, the model {vocab_size:,}; "
+            "give the tokenizer that it was trained with"
+        )
     return tokenizer
 
 
@@ -281,8 +286,10 @@ def llama3(name, data):
     reserved = [f"reserved_special_token_{i}" for i in range(251)]
     names = ["begin_of_text", "end_of_text", *reserved[:4], "start_header_id", "end_header_id", reserved[4]]
     names += ["eot_id", *reserved[5:]]
-    kind = "is not a file of 'base64 rank' lines like Llama 3's (a SentencePiece model?)"
-    with told(f"tokenizer={name} {kind}; give its tokenizer.json instead"):
+    with told(
+        f"tokenizer={name} is not a file of 'base64 rank' lines like Llama 3's (a SentencePiece model?); "
+        "give its tokenizer.json instead"
+    ):
         ranks = {}
         for line in filter(None, data.splitlines()):
             token, rank = line.split()
@@ -365,8 +372,9 @@ def add_tokens(inner, folder):
         files = read_beside(folder, "special_tokens_map.json") | files
         for token, i in read_beside(folder, "added_tokens.json").items():
             if inner.token_to_id(token) != i:
-                advice = "save the tokenizer with a newer transformers"
-                raise ValueError(f"added_tokens.json has {token!r}; {advice}")
+                raise ValueError(
+                    f"added_tokens.json has {token!r}; save the tokenizer with a newer transformers"
+                )
     tokens = [added_token(listed[i]) for i in sorted(listed, key=int)]
     known = {token.content for token in [*tokens, *inner.get_added_tokens_decoder().values()]}
     named = [v for key, v in files.items() if key.endswith("_token") and isinstance(v, str | dict)]
