@@ -55,7 +55,7 @@ class Rows:
             self.shift = round(0.382 * T)  # each epoch cuts other rows (docs/modern.md)
         self.epoch = None  # whose order is kept
 
-    def order(self, epoch, seed):
+    def shuffle(self, epoch, seed):
         """The numbers of an epoch's rows in the order in which they are read."""
         if seed is None:
             return range(self.per_epoch)
@@ -65,9 +65,9 @@ class Rows:
         """(ids, whether each carries loss), each (T + 1,), of a row counted from the start of training."""
         epoch, place = divmod(row, self.per_epoch)
         if epoch != self.epoch:
-            self.shuffled = self.order(epoch, self.shuffle_seed)
+            self.order = self.shuffle(epoch, self.shuffle_seed)
             self.epoch = epoch
-        start = int(self.starts[self.shuffled[place]]) + epoch * self.shift % self.T
+        start = int(self.starts[self.order[place]]) + epoch * self.shift % self.T
         return self.shards.read(start, self.T + 1)
 
 
@@ -290,7 +290,7 @@ class TokenLoader:
         elif changed == {"shuffle_seed"} and not self.align:
             seeds = state.get("shuffle_seed"), self.shuffle_seed
             if epoch == 0 or None not in seeds:  # else the rows of one of them are shifted
-                before, now = (rows.order(epoch, seed) for seed in seeds)
+                before, now = (rows.shuffle(epoch, seed) for seed in seeds)
                 again = np.intersect1d(before[:place], now[place:]).size
                 left = f"of the {rows.per_epoch - place:,} left in this epoch {again:,} were read already"
                 return f"{where}{left}, and as many that were not are left out"

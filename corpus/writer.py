@@ -52,58 +52,75 @@ def claim(out):
 def write_shards(batches, encode, progress, name):
     """Writes the missing shards, named after `name`. batches: of documents from progress.position on."""
     given = progress.settings
-    val_tokens = given["val_tokens"]
-    max_tokens = given["max_tokens"] or float("inf")
+    first, _ = progress.position
+    most = (given["max_tokens"] or float("inf")) + given["val_tokens"]  # tqdm takes inf for no total
+    written = progress.total("tokens")
+    bar = tqdm(desc=name, initial=written, total=most, unit=" tokens", unit_scale=True, disable=None)
+    with bar, contextlib.closing(prefetched(batches, 4)) as batches:
+        rows = tokenized(batches, encode, first, given["min_document_tokens"] or 1)
+        if given["val_tokens"] and not progress.shards:
+            write_validation(rows, progress, name, bar)
+        all_read = write_training(rows, progress, name, bar)
+    val = progress.total("tokens", "val")
+    train = progress.total("tokens", "train")
+    if not train or (all_read and val - given["val_tokens"] > train):  # after a long first document
+        raise DataError(
+            f"{val:,} of {val + train:,} tokens are for validation, by val_tokens={given['val_tokens']} in "
+            f"whole documents from the front: remove {progress.out} and lower it (0 for none), or give "
+            "another --shuffle_seed or more documents (a text file is one)"
+        )
+
+
+def write_validation(rows, progress, name, bar):
+    """Writes whole documents, in the source's order with pack too, until they have val_tokens."""
+    parts = []
+    left = progress.settings["val_tokens"]
+    for number, row in rows:
+        parts.append(row)
+        left -= len(row)
+        bar.update(len(row))
+        position = (number + 1, 0)
+        if left <= 0:
+            break
+    if parts:
+        progress.write_shard(name, "val", parts, position)
+
+
+def write_training(rows, progress, name, bar):
+    """Cuts the documents from progress.position on into shards. Returns whether there are no more of them."""
+    given = progress.settings
     pack = given["pack"] or 1
-    number, done = progress.position
+    _, done = progress.position  # tokens of the first document, or block with pack, that are written
 
     def room():
         whole_rows = given["shard_tokens"] // pack * pack
-        return min(whole_rows, max_tokens - progress.total("tokens", "train"))
+        if given["max_tokens"] is None:
+            return whole_rows
+        return min(whole_rows, given["max_tokens"] - progress.total("tokens", "train"))
 
-    sizes = dict(
-        initial=progress.total("tokens"), total=max_tokens + val_tokens
-    )  # tqdm takes inf for no total
-    bar = tqdm(desc=name, **sizes, unit=" tokens", unit_scale=True, disable=None)
-    with bar, contextlib.closing(prefetched(batches, 4)) as batches:
-        rows = tokenized(batches, encode, number, given["min_document_tokens"] or 1)
-        parts = []
-        if val_tokens and not progress.shards:  # whole documents in the source's order, with pack too
-            left = val_tokens
-            while left > 0 and (found := next(rows, None)):
-                number, row = found
-                parts.append(row)
-                left -= len(row)
-                bar.update(len(row))
-            if parts:
-                progress.write_shard(name, "val", parts, (number + 1, 0))
-        if pack > 1:
-            rows = packing.packed(rows, pack, progress.total("tokens", "train") - done)
-        parts = []
-        left = room()
-        while left and (found := next(rows, None)):
-            number, row = found
-            bar.update(len(row) - done)
-            while done < len(row) and left:
-                part = row[done : done + left]
-                parts.append(part)
-                done += len(part)
-                left -= len(part)
+    if pack > 1:
+        rows = packing.packed(rows, pack, progress.total("tokens", "train") - done)
+    left = room()
+    if not left:
+        return False
+    parts = []
+    for number, row in rows:
+        bar.update(len(row) - done)
+        while done < len(row):
+            part = row[done : done + left]
+            parts.append(part)
+            done += len(part)
+            left -= len(part)
+            if not left:
+                progress.write_shard(name, "train", parts, (number, done))
+                parts = []
+                left = room()
                 if not left:
-                    progress.write_shard(name, "train", parts, (number, done))
-                    parts = []
-                    left = room()
-            done = 0
+                    return False
+        done = 0
     if parts:
         progress.write_shard(name, "train", parts, (number, len(row)))
-    val = progress.total("tokens", "val")
-    train = progress.total("tokens", "train")
-    if not train or (left and val - val_tokens > train):  # the source's end, after a long first document
-        raise DataError(
-            f"{val:,} of {val + train:,} tokens are for validation, by val_tokens={val_tokens} in whole "
-            f"documents from the front: remove {progress.out} and lower it (0 for none), or give another "
-            "--shuffle_seed or more documents (a text file is one)"
-        )
+    return True
 
 
 def tokenized(batches, encode, number, least):
