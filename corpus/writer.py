@@ -147,9 +147,9 @@ class Progress:
         self.manifest = out / "manifest.json"
         self.record = out / "progress.json"
         self.finished = self.manifest.exists()
+        saved = self._read()
         for leftover in files.leftovers(out, written_here):
             leftover.unlink(missing_ok=True)
-        saved = self._read()
         if saved is None or (not saved["shards"] and saved["settings"] != settings):
             if stray := sorted([*out.glob("*.bin"), *out.glob("*.mask")]):
                 raise UserError(f"out_dir={out} holds {stray[0].name} and no record of it; use another")
@@ -176,8 +176,9 @@ class Progress:
             return DataError(f"{words}; remove the folder {self.out}")
 
         if self.finished:
-            self.record.unlink(missing_ok=True)
-            return files.read_json(self.manifest, error, RECORD)
+            saved = files.read_json(self.manifest, error, RECORD)
+            self.record.unlink(missing_ok=True)  # of a run that was killed between the two
+            return saved
         if self.record.exists():
             return files.read_json(self.record, error, RECORD | {"next": is_position})
         return None
