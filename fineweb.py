@@ -197,10 +197,12 @@ def settings(cfg, source, tokenizer, dialogues):
         return chosen | {"max_shards": cfg.max_shards}
     apart = {"dataset", "subset", "split", "shards", "streaming", "out_dir", "val_tokens", "max_shards"}
     chosen |= {key: value for key, value in vars(cfg).items() if key not in apart}
-    chosen["vocab_size"] = tokenizer.vocab_size
-    chosen["eot"] = tokenizer.eot
-    chosen["tokenizer_sha256"] = hashlib.sha256(tokenizer.token_bytes()).hexdigest()
-    chosen["streaming"] = cfg.streaming and cfg.shuffle_seed is not None  # then another order
+    chosen |= {
+        "vocab_size": tokenizer.vocab_size,
+        "eot": tokenizer.eot,
+        "tokenizer_sha256": hashlib.sha256(tokenizer.token_bytes()).hexdigest(),
+        "streaming": cfg.streaming and cfg.shuffle_seed is not None,  # then another order
+    }
     if dialogues:
         chosen["chat_sha256"] = dialogues.digest
     share = cfg.shard_tokens
@@ -209,9 +211,8 @@ def settings(cfg, source, tokenizer, dialogues):
     else:
         sizes = [os.path.getsize(path) for path in files]
         listing = "".join(f"{path}\t{size}\n" for path, size in zip(files, sizes))
-        chosen["files"] = len(files)
-        chosen["files_sha256"] = hashlib.sha256(os.fsencode(listing)).hexdigest()
-        chosen["contents_sha256"] = source.sha256
+        listing = hashlib.sha256(os.fsencode(listing)).hexdigest()
+        chosen |= {"files": len(files), "files_sha256": listing, "contents_sha256": source.sha256}
         # about 1% of the tokens, which have one byte or about four; less of compressed files
         share = sum(sizes) // (100 if tokenizer.name == "bytes" else 400)
         if alone(files):

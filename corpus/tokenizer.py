@@ -147,12 +147,8 @@ class HuggingFace(Tokenizer):
             )
         added = self.inner.get_added_tokens_decoder()
         self.special = {token.content: i for i, token in added.items() if token.special}
-        names = [s for s, i in self.special.items() if [i] == begin != plain]  # the file has it begin a text
-        bos = special_tokens(folder).get("bos_token")
-        if read_beside(folder, "tokenizer_config.json").get("add_bos_token") is True:
-            names.append(bos)
-        names += [*SEPARATORS, bos]
-        separators = list(dict.fromkeys(self.special[s] for s in names if s in self.special))
+        begins_text = [s for s, i in self.special.items() if [i] == begin != plain]
+        separators = find_separators(self.special, begins_text, folder)
         if not separators:
             raise UserError(f"tokenizer={name} has none of the separators {', '.join(SEPARATORS)}")
         self.byte_level = '"ByteLevel"' in self.text  # a character is a byte
@@ -191,6 +187,19 @@ class HuggingFace(Tokenizer):
 
     def to_json(self):
         return self.text
+
+
+def find_separators(special, begins_text, folder):
+    """Ids that may precede a document, the best one first. special: {token: id}.
+
+    begins_text: names of tokens that the tokenizer.json itself puts before a text.
+    """
+    bos = special_tokens(folder).get("bos_token")
+    names = [*begins_text]
+    if read_beside(folder, "tokenizer_config.json").get("add_bos_token") is True:
+        names.append(bos)
+    names += [*SEPARATORS, bos]
+    return list(dict.fromkeys(special[name] for name in names if name in special))
 
 
 def gigatoken_encoder(text, encode):
