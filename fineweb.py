@@ -31,7 +31,7 @@ EPOCHS = 3  # that the command printed at the end reads at most; docs/modern.md 
 FEW_STEPS = 100  # on dialogues: fewer steps take a smaller batch,
 SMALL_BATCH = 8192  # down to so many tokens
 LARGE_VOCABULARY = 8192  # whose head takes most of the time of a small model
-CPU_EVAL_TOKENS = 65_536  # about half a minute on a CPU with 50,257 ids
+CPU_EVAL_TOKENS = 32_768  # about half a minute on a CPU with 50,257 ids
 
 
 @dataclass

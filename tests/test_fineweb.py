@@ -220,6 +220,12 @@ def test_the_command_at_the_end_fits_data_and_device(tokens, gpu, recipes):
         assert cfg.max_steps * cfg.batch_tokens <= 3 * tokens and cfg.max_steps >= 1
 
 
+def test_a_large_vocabulary_is_validated_on_few_tokens_on_a_cpu():
+    for ids, gpu, few in [(50_257, False, True), (50_257, True, False), (257, False, False)]:
+        words = fineweb.go_on(Config(), Path("data/mine"), ids, 10**8, 10**6, gpu)["go on with"]
+        assert ("--eval_tokens=32768" in words) == few
+
+
 @pytest.mark.parametrize("cfg", [Config(), Config(tokenizer="chars"), Config(text_key="messages")])
 def test_the_command_at_the_end_is_taken_for_every_size(cfg):
     """Its batch and rows fit into the tokens, its settings go together, and it evaluates whole rows only."""
