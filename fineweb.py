@@ -29,7 +29,10 @@ from system.files import patiently
 SHORT_NAMES = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW/fineweb-edu"}
 READY_MADE = ("kjj0/fineweb10B-gpt2", "kjj0/fineweb100B-gpt2", "kjj0/finewebedu10B-gpt2")
 EPOCHS = 3  # that the command printed at the end reads at most; docs/modern.md measures as many
-FEW_STEPS, SMALL_BATCH = 100, 8192  # on dialogues: fewer steps take a smaller batch, down to so many tokens
+FEW_STEPS = 100  # on dialogues: fewer steps take a smaller batch,
+SMALL_BATCH = 8192  # down to so many tokens
+LARGE_VOCABULARY = 8192  # whose head takes most of the time of a small model
+CPU_EVAL_TOKENS = 32_768  # about half a minute on a CPU with 50,257 ids
 
 
 @dataclass
@@ -71,35 +74,38 @@ def main(cfg):
     from corpus import writer
     from corpus.chat import Dialogues
 
-    name = SHORT_NAMES.get(cfg.dataset, cfg.dataset)
-    files = None if cfg.ready_made else local_files(name)
-    sha256 = files and contents(files)
-    short = "text" if files and len(files) > 1 else re.sub(r"[^\w-].*", "", Path(name).name) or "text"
-    out = Path(cfg.out_dir or f"data/{short}")
+    source = Source(cfg)
+    out = Path(cfg.out_dir or f"data/{source.short}")
     with writer.claim(out):
         tokenizer = cfg.tokenizer
         if tokenizer == "chars":
-            tokenizer, begun = out / "tokenizer.json", {*os.listdir(out)} & {"progress.json", "manifest.json"}
+            tokenizer = out / "tokenizer.json"
+            begun = (out / "progress.json").exists() or (out / "manifest.json").exists()
             if not (begun and tokenizer.exists()):
-                texts = documents(cfg, name, files, sha256, tell=lambda *_: None)  # they are told below
+                texts = source.documents(tell=lambda words: None)  # they are told below
                 tokenizers.write_characters(texts, tokenizer)
         tokenizer = tokenizers.load(str(tokenizer))
         dialogues = Dialogues(tokenizer) if cfg.is_chat else None
-        progress = writer.Progress(out, settings(cfg, name, files, sha256, tokenizer, dialogues))
+        progress = writer.Progress(out, settings(cfg, source, tokenizer, dialogues), tokenizer)
         if progress.finished:
             print(f"{out} is finished already; nothing was done")
         else:
             if cfg.ready_made:
-                writer.fetch_shards(name, cfg.revision, cfg.max_shards, progress, tokenizer)
+                writer.fetch_shards(source.name, cfg.revision, cfg.max_shards, progress)
             else:
-                batches = documents(cfg, name, files, sha256, progress.position[0])
-                writer.write_shards(batches, (dialogues or tokenizer).rows, progress, tokenizer, short)
-            progress.finish(tokenizer)
+                first, _ = progress.position
+                writer.write_shards(
+                    source.documents(first), (dialogues or tokenizer).rows, progress, source.short
+                )
+            progress.finish()
     for split in ("train", "val"):
-        tokens, targets = progress.total("tokens", split), progress.total("targets", split)
-        print(f"{split:5}  {tokens:,} tokens" + f", {targets:,} of them with loss" * cfg.is_chat)
-    tokens, gpu = progress.total("tokens", "train"), shutil.which("nvidia-smi") is not None
+        words = f"{progress.total('tokens', split):,} tokens"
+        if cfg.is_chat:
+            words += f", {progress.total('targets', split):,} of them with loss"
+        print(f"{split:5}  {words}")
+    tokens = progress.total("tokens", "train")
     held_out = progress.total("targets" if cfg.is_chat else "tokens", "val")
+    gpu = shutil.which("nvidia-smi") is not None
     for where, words in go_on(cfg, out, tokenizer.vocab_size, tokens, held_out, gpu).items():
         print(f"{where:11} {shlex.join(['python', 'train.py', *words])}")
 
@@ -119,29 +125,39 @@ def go_on(cfg, out, vocab_size, tokens, held_out, gpu):
         masks = ["--align_documents", "--document_mask"]
         return {"go on with": ["--init_from=hf:NAME_OR_FOLDER", *changes(RunConfig(), given), *masks]}
     small = "shakespeare_char" if cfg.tokenizer == "chars" else "quickstart"
-    large = "gpt2_124m" if tokens >= 2e9 else "modern_124m" if tokens >= 10e6 else small
-    recipes = {"go on with": large} if gpu or large == small else {"go on with": small, "on a GPU": large}
+    large = small
+    if tokens >= 10e6:
+        large = "gpt2_124m" if tokens >= 2e9 else "modern_124m"
+    recipes = {"go on with": large}
+    if large != small and not gpu:
+        recipes = {"go on with": small, "on a GPU": large}
     found = {}
     for where, name in recipes.items():
         recipe = configure(RunConfig, [f"config/{name}.py"])
         given = folders | dict(vocab_size=vocab_size) | fitted(recipe, tokens, held_out)
+        if name == small and not gpu and vocab_size > LARGE_VOCABULARY and held_out > CPU_EVAL_TOKENS:
+            given["eval_tokens"] = min(recipe.eval_tokens, CPU_EVAL_TOKENS)
         found[where] = [f"config/{name}.py", *changes(recipe, given)]
     return found
 
 
 def fitted(recipe, tokens, held_out):
     """{setting: value} with which so many tokens suffice for the rows, batches, steps and evaluations."""
-    T = recipe.block_size
-    while T >= tokens and T > 1:  # a row is T + 1 tokens
-        T //= 2
-    rows = min(recipe.batch_tokens, tokens) // T
+    block_size = recipe.block_size
+    while block_size >= tokens and block_size > 1:  # a row is one token longer
+        block_size //= 2
+    rows = min(recipe.batch_tokens, tokens) // block_size
     batch_size = min(recipe.batch_size, rows)
-    batch_tokens = rows // batch_size * batch_size * T
-    steps = min(recipe.max_steps, max(1, EPOCHS * tokens // batch_tokens))
-    found = dict(block_size=T, batch_size=batch_size, batch_tokens=batch_tokens, max_steps=steps)
-    found["warmup_steps"] = min(recipe.warmup_steps, steps // 10)
-    found["eval_interval"] = recipe.eval_interval if held_out > T else 0
-    return found
+    batch_tokens = rows // batch_size * batch_size * block_size
+    max_steps = min(recipe.max_steps, max(1, EPOCHS * tokens // batch_tokens))
+    return dict(
+        block_size=block_size,
+        batch_size=batch_size,
+        batch_tokens=batch_tokens,
+        max_steps=max_steps,
+        warmup_steps=min(recipe.warmup_steps, max_steps // 10),
+        eval_interval=recipe.eval_interval if held_out > block_size else 0,
+    )
 
 
 def changes(recipe, given):
@@ -169,81 +185,115 @@ def check(cfg):
     refuse(wrong)
 
 
-def settings(cfg, name, files, sha256, tokenizer, dialogues):
+def settings(cfg, source, tokenizer, dialogues):
     """The settings that decide the shards' bytes; a folder that was begun with other values is refused."""
+    files = source.files
     if cfg.val_tokens and alone(files):
         raise UserError(f"val_tokens={cfg.val_tokens}: of a single text it is the last tenth; try 0 or None")
-    if dialogues and (texts := [path for path in files or () if kind(path)[0] not in RECORDS]):
+    texts = [path for path in files or () if kind(path)[0] not in RECORDS]
+    if dialogues and texts:
         raise UserError(f"text_key={cfg.text_key} needs files of {', '.join(RECORDS)}, not {texts[0]}")
-    chosen = {"dataset": name, "revision": cfg.revision}
+    chosen = {"dataset": source.name, "revision": cfg.revision}
     if cfg.ready_made:
         return chosen | {"max_shards": cfg.max_shards}
     apart = {"dataset", "subset", "split", "shards", "streaming", "out_dir", "val_tokens", "max_shards"}
     chosen |= {key: value for key, value in vars(cfg).items() if key not in apart}
-    chosen |= {"vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot}
-    chosen |= {"tokenizer_sha256": hashlib.sha256(tokenizer.token_bytes()).hexdigest()}
-    chosen |= {"streaming": cfg.streaming and cfg.shuffle_seed is not None}  # then another order
-    chosen |= {"chat_sha256": dialogues.digest} if dialogues else {}
+    chosen |= {
+        "vocab_size": tokenizer.vocab_size,
+        "eot": tokenizer.eot,
+        "tokenizer_sha256": hashlib.sha256(tokenizer.token_bytes()).hexdigest(),
+        "streaming": cfg.streaming and cfg.shuffle_seed is not None,  # then another order
+    }
+    if dialogues:
+        chosen["chat_sha256"] = dialogues.digest
+    share = cfg.shard_tokens
     if files is None:
         chosen |= {"subset": cfg.subset, "split": cfg.split}
-        share = cfg.shard_tokens
     else:
         sizes = [os.path.getsize(path) for path in files]
-        listing = os.fsencode("".join(f"{path}\t{size}\n" for path, size in zip(files, sizes)))
-        chosen |= {"files": len(files), "files_sha256": hashlib.sha256(listing).hexdigest()}
-        chosen |= {"contents_sha256": sha256}
+        listing = "".join(f"{path}\t{size}\n" for path, size in zip(files, sizes))
+        listing = hashlib.sha256(os.fsencode(listing)).hexdigest()
+        chosen |= {"files": len(files), "files_sha256": listing, "contents_sha256": source.sha256}
         # about 1% of the tokens, which have one byte or about four; less of compressed files
-        share = 1 if alone(files) else sum(sizes) // (100 if tokenizer.name == "bytes" else 400)
-    default_val = max(1, min(share, cfg.shard_tokens, (cfg.max_tokens or 1 << 63) // 10))
-    return chosen | {"val_tokens": default_val if cfg.val_tokens is None else cfg.val_tokens}
-
-
-def documents(cfg, name, files, sha256, first=0, tell=print):
-    """Yields lists of texts, messages or pairs, from document number `first` on; tell() gets warnings.
-
-    sha256: of the contents of local files. Bad documents that are left out are None.
-    """
-    with told(f"dataset={cfg.dataset} cannot be read", DataError, again=files is None):
+        share = sum(sizes) // (100 if tokenizer.name == "bytes" else 400)
         if alone(files):
-            row = next(local_documents(files, cfg.keys, False))
-            if row[WARNING]:
-                tell(f"warning: {row[WARNING]}")
-            text = row[cfg.text_key]
-            cut = len(text) if cfg.val_tokens == 0 else len(text) * 9 // 10
-            yield [part for part in (text[cut:], text[:cut]) if part][first:]
-            return
-        data = open_dataset(cfg, name, files, sha256)
-        if not cfg.streaming and first == len(data):  # all is in shards; skip fails there
-            return
-        data = data if cfg.shuffle_seed is None else data.shuffle(seed=cfg.shuffle_seed)
-        for batch in (data.skip(first) if first else data).iter(batch_size=256):  # about 200,000 tokens
-            for words in filter(None, batch.get(WARNING, ())):
-                tell(f"warning: {words}")
-            found = batch[cfg.keys[0]] if len(cfg.keys) == 1 else list(zip(*map(batch.get, cfg.keys)))
-            if cfg.text_key == "messages" and files:
-                found = [text and json.loads(text) for text in found]
-            if not cfg.is_chat and not all(isinstance(text, str | None) for text in found):
-                raise DataError(f"dataset={cfg.dataset}: the field text_key={cfg.text_key} is not text")
-            yield found
+            share = 1
+    chosen["val_tokens"] = cfg.val_tokens
+    if cfg.val_tokens is None:
+        chosen["val_tokens"] = max(1, min(share, cfg.shard_tokens, (cfg.max_tokens or 1 << 63) // 10))
+    return chosen
 
 
-def open_dataset(cfg, name, files, sha256):
-    """The documents on the hub or in local files, whose copy in datasets' cache serves until one changes."""
-    import datasets  # takes a second to import
+class Source:
+    """The documents of the hub or of local files. sha256: of the contents of these."""
 
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it logs is raised as well
-    if not sys.stderr.isatty():
-        datasets.disable_progress_bars()
-    if not files:  # the default subset is one of FineWeb alone
-        subset = cfg.subset if name in SHORT_NAMES.values() or cfg.subset != Config.subset else None
-        hub = dict(name=subset, split=cfg.split, revision=cfg.revision, streaming=cfg.streaming)
-        return patiently(datasets.load_dataset, name, **hub).select_columns(list(cfg.keys))
-    given = dict(paths=tuple(files), keys=cfg.keys, skip_bad=cfg.skip_bad_documents)
-    form = datasets.Features(dict.fromkeys((*cfg.keys, WARNING), datasets.Value("large_string")))
-    if cfg.streaming:
-        return datasets.IterableDataset.from_generator(local_documents, form, gen_kwargs=given)
-    digest = datasets.fingerprint.Hasher.hash((sha256, given))
-    return datasets.Dataset.from_generator(local_documents, form, gen_kwargs=given, fingerprint=digest)
+    def __init__(self, cfg):
+        self.cfg = cfg
+        self.name = SHORT_NAMES.get(cfg.dataset, cfg.dataset)
+        self.files = None if cfg.ready_made else local_files(self.name)
+        self.sha256 = contents(self.files) if self.files else None
+        self.short = re.sub(r"[^\w-].*", "", Path(self.name).name) or "text"
+        if self.files and len(self.files) > 1:
+            self.short = "text"
+
+    def documents(self, first=0, tell=print):
+        """Yields lists of texts, messages or pairs, from document number `first` on; tell() gets warnings.
+
+        Bad documents that are left out are None.
+        """
+        cfg = self.cfg
+        with told(f"dataset={cfg.dataset} cannot be read", DataError, again=self.files is None):
+            if alone(self.files):
+                yield self._parts(tell)[first:]
+                return
+            data = self._open()
+            if not cfg.streaming and first == len(data):  # all is in shards; skip fails there
+                return
+            if cfg.shuffle_seed is not None:
+                data = data.shuffle(seed=cfg.shuffle_seed)
+            if first:
+                data = data.skip(first)
+            for batch in data.iter(batch_size=256):  # about 200,000 tokens
+                for words in filter(None, batch.get(WARNING, ())):
+                    tell(f"warning: {words}")
+                found = batch[cfg.keys[0]]
+                if len(cfg.keys) == 2:
+                    found = list(zip(found, batch[cfg.keys[1]]))
+                elif cfg.is_chat and self.files:
+                    found = [text and json.loads(text) for text in found]
+                elif not cfg.is_chat and not all(isinstance(text, str | None) for text in found):
+                    raise DataError(f"dataset={cfg.dataset}: the field text_key={cfg.text_key} is not text")
+                yield found
+
+    def _parts(self, tell):
+        """The last tenth of a single text, for validation, and what precedes it, or all of it."""
+        row = next(local_documents(self.files, self.cfg.keys, False))
+        if row[WARNING]:
+            tell(f"warning: {row[WARNING]}")
+        text = row[self.cfg.text_key]
+        cut = len(text) if self.cfg.val_tokens == 0 else len(text) * 9 // 10
+        return [part for part in (text[cut:], text[:cut]) if part]
+
+    def _open(self):
+        """A dataset; the copy of local files in the cache of `datasets` serves until one of them changes."""
+        import datasets  # takes a second to import
+
+        cfg = self.cfg
+        datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it logs is raised as well
+        if not sys.stderr.isatty():
+            datasets.disable_progress_bars()
+        if not self.files:
+            subset = cfg.subset
+            if subset == Config.subset and self.name not in SHORT_NAMES.values():
+                subset = None  # the default is one of FineWeb alone
+            hub = dict(name=subset, split=cfg.split, revision=cfg.revision, streaming=cfg.streaming)
+            return patiently(datasets.load_dataset, self.name, **hub).select_columns(list(cfg.keys))
+        given = dict(paths=tuple(self.files), keys=cfg.keys, skip_bad=cfg.skip_bad_documents)
+        form = datasets.Features(dict.fromkeys((*cfg.keys, WARNING), datasets.Value("large_string")))
+        if cfg.streaming:
+            return datasets.IterableDataset.from_generator(local_documents, form, gen_kwargs=given)
+        digest = datasets.fingerprint.Hasher.hash((self.sha256, given))
+        return datasets.Dataset.from_generator(local_documents, form, gen_kwargs=given, fingerprint=digest)
 
 
 if __name__ == "__main__":

@@ -15,16 +15,22 @@ def folders(data_dir):
     A colon before a number begins a weight; without any weight the whole text is one folder.
     """
     parts = [part.strip() for part in data_dir.split(",")]
-    found = [re.fullmatch(r"(.+):(-?\d*\.?\d+)", part) for part in parts]
-    if not any(found) and (len(parts) == 1 or os.path.isdir(data_dir)):
+    matches = [re.fullmatch(r"(.+):(-?\d*\.?\d+)", part) for part in parts]
+    if not any(matches) and (len(parts) == 1 or os.path.isdir(data_dir)):
         return [(data_dir, 1)]
-    for part, match in zip(parts, found):
-        if not match or not 0 < float(match[2]) < math.inf:
-            form = "write a mixture as data/a:0.7,data/b:0.3"
-            raise UserError(f"data_dir={data_dir}: {part!r} has no weight over 0; {form}")
-    weights = {m[1]: sum(float(n[2]) for n in found if n[1] == m[1]) for m in found}  # added by folder
-    shares = [max(1, round(FINEST * weight / sum(weights.values()))) for weight in weights.values()]
-    return [(name, share // math.gcd(*shares)) for name, share in zip(weights, shares)]
+    weights = {}
+    for part, match in zip(parts, matches):
+        if not match or float(match[2]) <= 0:
+            raise UserError(
+                f"data_dir={data_dir}: {part!r} has no weight over 0; "
+                "write a mixture as data/a:0.7,data/b:0.3"
+            )
+        folder, weight = match.groups()
+        weights[folder] = weights.get(folder, 0) + float(weight)
+    whole = sum(weights.values())
+    shares = [max(1, round(FINEST * weight / whole)) for weight in weights.values()]
+    divisor = math.gcd(*shares)
+    return [(folder, share // divisor) for folder, share in zip(weights, shares)]
 
 
 def schedule(shares):
@@ -33,7 +39,9 @@ def schedule(shares):
     Among the first n rows a folder has its share of n, rounded up or down, since of the folders that may come
     the most urgent one comes first (Liu and Layland, https://doi.org/10.1145/321738.321743).
     """
-    period, counts, order = sum(shares), [0] * len(shares), []
+    period = sum(shares)
+    counts = [0] * len(shares)
+    order = []
     for row in range(period):
         allowed = [k for k, share in enumerate(shares) if counts[k] * period < (row + 1) * share]
         k = min(allowed, key=lambda k: -(-(counts[k] + 1) * period // shares[k]))

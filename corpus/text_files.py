@@ -18,10 +18,12 @@ from system.files import digest
 
 RECORDS = (".jsonl", ".ndjson", ".json", ".parquet")  # many documents in a file
 FOLDERS = (".txt", *RECORDS)  # what is read of a folder; a glob may name texts of other kinds
-TEXTS = ".txt .text .md .markdown .rst .org .tex .htm .html .xml .yaml .yml .toml .ini .log .css .sql .sh"
-TEXTS += " .py .pyi .c .h .cc .cpp .cxx .hpp .cu .cuh .cs .java .js .jsx .ts .tsx .go .rs .rb .php .pl .pm"
-TEXTS += " .lua .r .jl .kt .swift .scala .hs .ml .el .f .f90 .m .s .asm .lean .v"
-TEXTS = ("", *TEXTS.split())  # one document in a file
+SUFFIXES = (
+    ".txt .text .md .markdown .rst .org .tex .htm .html .xml .yaml .yml .toml .ini .log .css .sql .sh"
+    " .py .pyi .c .h .cc .cpp .cxx .hpp .cu .cuh .cs .java .js .jsx .ts .tsx .go .rs .rb .php .pl .pm"
+    " .lua .r .jl .kt .swift .scala .hs .ml .el .f .f90 .m .s .asm .lean .v"
+).split()
+TEXTS = ("", *SUFFIXES)  # one document in a file
 OURS = ("progress.json", "manifest.json", "tokenizer.json")  # of shards that lie among the texts
 POINTER = b"version https://git-lfs.github.com/spec/"  # how a file begins that Git LFS has not fetched
 WARNING = "warning of fineweb.py"  # a field beside the text: what its reading changed or left out, or None
@@ -46,50 +48,65 @@ def local_files(dataset):
     on_hub = re.fullmatch(r"[\w-]+|[\w-][\w.-]*/[\w-][\w.-]*", dataset) and not os.path.exists(dataset)
     if on_hub and not {*kind(dataset)} & {*FOLDERS, *COMPRESSED}:
         return None
-    files, others = [], Counter()
+    files = []
+    left_out = Counter()
     for part in [dataset] if os.path.exists(dataset) else dataset.split(","):
         found = []
-        matches = [part] if os.path.exists(part) else sorted(glob.glob(part, recursive=True))
-        for path in filter(os.path.exists, matches):  # no dangling links
+        for path in [part] if os.path.exists(part) else sorted(glob.glob(part, recursive=True)):
             if os.path.isdir(path):
-                inside = files_in(path, others)
-                found += [file for file in inside if kind(file)[0] in FOLDERS]
-                others.update(kind(file)[0] for file in inside if kind(file)[0] not in FOLDERS)
-            else:
+                for file in files_in(path, left_out):
+                    if kind(file)[0] in FOLDERS:
+                        found.append(file)
+                    else:
+                        left_out[kind(file)[0]] += 1
+            elif os.path.exists(path):  # no dangling link
                 found.append(readable(path))
-        words = ", ".join(f"{n} {suffix or 'without a suffix'}" for suffix, n in others.most_common())
-        words = words and f"; left out of folders: {words}"
-        if texts := [suffix for suffix in others if suffix in TEXTS[1:]]:
-            words += f"; a glob reads more, as in 'FOLDER/**/*{texts[0]}'"
         if not found:
+            words = f"; {what_is_left_out(left_out)}" if left_out else ""
             raise UserError(f"dataset={dataset}: no text file matches {part!r}{words}")
         files += found
-    if words:
-        print(words[2:])
+    if left_out:
+        print(what_is_left_out(left_out))
     return list(dict.fromkeys(files))
+
+
+def what_is_left_out(left_out):
+    """A line about the files of folders that are not read. left_out: {suffix: number of them}."""
+    words = ", ".join(f"{n} {suffix or 'without a suffix'}" for suffix, n in left_out.most_common())
+    for suffix in left_out:
+        if suffix in SUFFIXES:
+            return f"left out of folders: {words}; a glob reads more, as in 'FOLDER/**/*{suffix}'"
+    return f"left out of folders: {words}"
 
 
 def files_in(folder, left_out):
     """The sorted files of a folder and those below it, none hidden, each once; counts links out of it."""
-    found, top = [], os.path.realpath(folder)
+    paths = []
     for parent, folders, names in os.walk(folder):  # which follows no link to a folder: there may be a circle
         folders[:] = [name for name in folders if not name.startswith(".")]
-        for path in (os.path.join(parent, name) for name in (*folders, *names) if not name.startswith(".")):
-            if os.path.islink(path) and os.path.commonpath([top, os.path.realpath(path)]) != top:
-                left_out["links out of them"] += 1
-            elif os.path.isfile(path) and os.path.basename(path) not in OURS:
-                found.append(path)
-    return sorted({os.path.realpath(path): path for path in sorted(found, reverse=True)}.values())
+        paths += [os.path.join(parent, name) for name in (*folders, *names) if not name.startswith(".")]
+    found = {}
+    top = os.path.realpath(folder)
+    for path in sorted(paths):
+        real = os.path.realpath(path)
+        if os.path.islink(path) and os.path.commonpath([top, real]) != top:
+            left_out["links out of them"] += 1
+        elif os.path.isfile(path) and os.path.basename(path) not in OURS:
+            found.setdefault(real, path)
+    return [*found.values()]
 
 
 def readable(path):
     """`path` of a file that is named by itself or by a glob; UserError if its kind is not read."""
     if not os.path.isfile(path):
         raise UserError(f"dataset: {path} is a pipe or a device; write it to a file first")
-    if (suffix := kind(path)[0]) not in (*RECORDS, *TEXTS):
-        advice = "unpack an archive, write a table as .jsonl, rename another text"
-        known = f"{' '.join(RECORDS + TEXTS[1:])}, each perhaps with {' '.join(COMPRESSED)}"
-        raise UserError(f"dataset: {path}: files of the kind {suffix} are not read; {advice}; known: {known}")
+    suffix, _ = kind(path)
+    if suffix not in (*RECORDS, *TEXTS):
+        raise UserError(
+            f"dataset: {path}: files of the kind {suffix} are not read; unpack an archive, write a table as "
+            f".jsonl, rename another text; known: {' '.join([*RECORDS, *SUFFIXES])}, each perhaps with "
+            f"{' '.join(COMPRESSED)}"
+        )
     return path
 
 
@@ -104,7 +121,8 @@ def local_documents(paths, keys, skip_bad):
 
     With skip_bad a file's bad documents are one row without text, so that a cached copy tells of them too.
     """
-    empty, read = dict.fromkeys((*keys, WARNING)), 0
+    empty = dict.fromkeys((*keys, WARNING))
+    read = 0
     for path in paths:
         bad = []
         for number, record in enumerate(records(path, keys), 1):
@@ -116,11 +134,11 @@ def local_documents(paths, keys, skip_bad):
             except ValueError as error:
                 bad.append(f"{path}:{number}: {error}")
                 if not skip_bad:
-                    advice = "mend it, or leave such documents out with --skip_bad_documents"
-                    raise DataError(f"{bad[0]}; {advice}") from None
+                    raise DataError(
+                        f"{bad[0]}; mend it, or leave such documents out with --skip_bad_documents"
+                    ) from None
         if bad:
-            words = f"left out {len(bad):,} bad documents, the first is {bad[0]}"
-            yield empty | {WARNING: shown(words)}
+            yield empty | {WARNING: shown(f"left out {len(bad):,} bad documents, the first is {bad[0]}")}
     if not read:
         raise DataError(f"no document in {len(paths):,} files, the first is {paths[0]}")
 
@@ -134,27 +152,39 @@ class Zstd(io.RawIOBase):
     """The bytes of a .zst file, of one frame or several, and of any window that `zstd --long=31` makes."""
 
     def __init__(self, file):
-        self.file, self.frame, self.packed, self.ready = file, None, b"", memoryview(b"")
+        self.chunks = zstd_chunks(file)
+        self.ready = b""
 
     def readable(self):
         return True
 
     def readinto(self, buffer):
         while not self.ready:
-            self.packed = self.packed or self.file.read(1 << 14)  # which may become some hundred MB
-            if not self.packed and self.frame:
-                raise EOFError("it ends within a frame of zstd")  # which zstandard's own reader does not tell
-            if not self.packed:
+            chunk = next(self.chunks, None)
+            if chunk is None:
                 return 0
-            import zstandard  # where no such file is read it need not be installed
-
-            self.frame = self.frame or zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
-            self.ready = memoryview(self.frame.decompress(self.packed))
-            self.packed = self.frame.unused_data
-            self.frame = None if self.frame.eof else self.frame
+            self.ready = memoryview(chunk)
         size = min(len(buffer), len(self.ready))
-        buffer[:size], self.ready = self.ready[:size], self.ready[size:]
+        buffer[:size] = self.ready[:size]
+        self.ready = self.ready[size:]
         return size
+
+
+def zstd_chunks(file):
+    """Yields decompressed parts of a file; EOFError for one that is cut, which zstandard does not tell."""
+    import zstandard  # where no such file is read it need not be installed
+
+    frame = None
+    while packed := file.read(1 << 14):  # which may become some hundred MB
+        while packed:
+            if frame is None:
+                frame = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
+            yield frame.decompress(packed)
+            packed = frame.unused_data
+            if frame.eof:
+                frame = None
+    if frame:
+        raise EOFError("it ends within a frame of zstd")
 
 
 COMPRESSED = {".zst": Zstd, ".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
@@ -165,14 +195,17 @@ def opened(path):
     file = open(path, "rb")
     if file.peek(len(POINTER)).startswith(POINTER):
         raise DataError(f"{path} is a pointer of Git LFS to the file; fetch it with git lfs pull")
-    return io.BufferedReader(COMPRESSED[kind(path)[1]](file)) if kind(path)[1] else file
+    _, compression = kind(path)
+    if compression:
+        return io.BufferedReader(COMPRESSED[compression](file))
+    return file
 
 
 def records(path, keys):
     """Yields a file's documents: {field: value}, a line of JSON as bytes, or a row of parquet as a batch."""
     import pyarrow.parquet
 
-    suffix = kind(path)[0]
+    suffix, _ = kind(path)
     with told(f"{path} cannot be read", DataError), opened(path) as file:
         if suffix == ".parquet":
             table = pyarrow.parquet.ParquetFile(file)
@@ -193,7 +226,8 @@ def plain_text(path, file, keys):
     if b"\0" in data[:8192] or data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise DataError(f"{path} is not text in UTF-8: it has zero bytes; leave it out or convert it")
     text = data.decode("utf-8-sig", "replace")
-    lost, words = text.count("\ufffd") - data.count(b"\xef\xbf\xbd"), None
+    lost = text.count("\ufffd") - data.count(b"\xef\xbf\xbd")
+    words = None
     if lost:
         words = shown(f"{path} is not UTF-8 throughout: {lost:,} characters were replaced by U+FFFD")
     if begins_with_record(data, keys if kind(path)[0] else ()):
@@ -225,12 +259,14 @@ def fields(record, keys):
     names = record if isinstance(record, dict) else ()
     if not set(keys) <= set(names):
         raise ValueError(f"it has no field {','.join(keys)}; it has {', '.join(names) or 'no fields'}")
-    row = {key: record[key] for key in keys}
-    for key, value in row.items():
-        as_json = keys == ("messages",) and value is not None
-        row[key] = text = json.dumps(value, ensure_ascii=False, default=str) if as_json else value
+    row = {WARNING: record.get(WARNING)}
+    for key in keys:
+        text = record[key]
+        if keys == ("messages",) and text is not None:
+            text = json.dumps(text, ensure_ascii=False, default=str)
         if not isinstance(text, str):
-            raise ValueError(f"its field {key} is {json.dumps(value, default=str)[:40]}, not text")
+            raise ValueError(f"its field {key} is {json.dumps(text, default=str)[:40]}, not text")
         if re.search("[\ud800-\udfff]", text):
             raise ValueError("it holds half of a surrogate pair")
-    return row | {WARNING: record.get(WARNING)}
+        row[key] = text
+    return row

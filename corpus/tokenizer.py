@@ -7,7 +7,6 @@ import base64
 import functools
 import json
 import re
-import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -19,11 +18,13 @@ from corpus import VOCABULARIES, told
 from errors import UserError, warn
 from system.files import read_json, write_atomic
 
-LLAMA3_PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-LLAMA3_PATTERN += r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# How encodings split a text, as a tokenizer.json has it; "": by GPT-2's rule, which is ByteLevel's own
+RULES = {"gpt2": "", "r50k_base": "", "cl100k_base": LLAMA3_PATTERN}
 BESIDE = ("tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "generation_config.json")
-SCHEMES = {"gpt2": "gpt2", "r50k_base": "gpt2", "cl100k_base": "gpt4"}  # gigatoken's names of the rules
-RULES = {"gpt2": None, "gpt4": LLAMA3_PATTERN}  # the same for a tokenizer.json; None: ByteLevel's own
 # The first of these that a tokenizer has precedes each document, as begin_of_text does in Llama 3's training,
 # unless its files have another one begin a text, as <s> does in Llama 2.
 SEPARATORS = "<|begin_of_text|> <|end_of_text|> <|endoftext|> <s> </s> <bos> <eos> [EOS]".split()
@@ -35,21 +36,33 @@ PROBE = "I'll re-tokenize  3,141.59 naïve  \n\n\tcafés <|endoftext|> 東京 �
 
 
 class Tokenizer:
-    """An interface of all tokenizers. eot: the id that precedes each document. ends: the ids that end one."""
+    """An interface of all tokenizers. eot: the id that precedes each document. ends: the ids that end one.
 
-    def __init__(self, name, vocab_size, separators):
-        self.name, self.vocab_size, self.eot, self.ends = name, vocab_size, separators[0], set(separators)
+    lengths: {id: bytes of text} of the ids that are not special.
+    """
+
+    def __init__(self, name, vocab_size, separators, lengths):
+        self.name = name
+        self.vocab_size = vocab_size
+        self.eot = separators[0]
+        self.ends = set(separators)
+        self.lengths = lengths
         self.folder = None  # of the file that it was loaded from
         self.embedded = vocab_size  # ids that the model has
         self.dtype = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
+
+    @functools.cached_property
+    def encoder(self):
+        """[text, ...] -> [ids, ...]: gigatoken's if it encodes as this tokenizer does, else its library's."""
+        return gigatoken_encoder(self._gigatoken_json(), self._encode) or self._encode
 
     def encode_batch(self, texts):
         """An array of ids (self.dtype) for each text; a lone surrogate, which UTF-8 lacks, becomes U+FFFD."""
         with told(f"tokenizer={self.name} fails"):
             try:
-                rows = self._encode(texts)
+                rows = self.encoder(texts)
             except (UnicodeError, TypeError):  # gigatoken and tokenizers raise TypeError for a surrogate
-                rows = self._encode([without_surrogates(text) for text in texts])
+                rows = self.encoder([without_surrogates(text) for text in texts])
         return [np.asarray(row, self.dtype) for row in rows]
 
     def rows(self, texts):
@@ -73,26 +86,23 @@ class Tokenizer:
 
 
 class Tiktoken(Tokenizer):
-    """An encoding of tiktoken. scheme: its splitting rule's name in RULES, None for another rule."""
+    """An encoding of tiktoken. rule: one of RULES, None for an encoding with another one."""
 
-    def __init__(self, name, encoding, scheme=None):
-        special = encoding._special_tokens
-        super().__init__(name, encoding.n_vocab, [special[s] for s in SEPARATORS if s in special])
-        self.encoding, self.scheme = encoding, scheme
-        self.lengths = {i: len(token) for token, i in encoding._mergeable_ranks.items()}
-        self.known = {*self.lengths, *special.values()}
-        if scheme:
-            self._encode = faster(self._gigatoken, self._encode)
+    def __init__(self, name, encoding, rule=None):
+        self.encoding = encoding
+        self.rule = rule
+        self.special = encoding._special_tokens
+        self.ranks = encoding._mergeable_ranks
+        separators = [self.special[s] for s in SEPARATORS if s in self.special]
+        lengths = {i: len(token) for token, i in self.ranks.items()}
+        super().__init__(name, encoding.n_vocab, separators, lengths)
+        self.known = {*lengths, *self.special.values()}
 
     def _encode(self, texts):
         return self.encoding.encode_ordinary_batch(texts)
 
-    def _gigatoken(self, gigatoken):
-        with tempfile.NamedTemporaryFile(suffix=".tiktoken") as file:
-            for token, rank in sorted(self.encoding._mergeable_ranks.items(), key=lambda item: item[1]):
-                file.write(base64.b64encode(token) + b" %d\n" % rank)
-            file.flush()
-            return gigatoken.Tokenizer.from_tiktoken(file.name, pretokenizer=self.scheme, special_tokens={})
+    def _gigatoken_json(self):
+        return None if self.rule is None else byte_level_json(self.ranks, {}, self.rule)
 
     def encode_special(self, text):
         return self.encoding.encode(text, allowed_special="all")
@@ -102,8 +112,8 @@ class Tiktoken(Tokenizer):
 
     def to_json(self):
         """The text of a tokenizer.json, Hugging Face's format."""
-        rule = RULES.get(self.scheme, self.encoding._pat_str)
-        text = byte_level_json(self.encoding._mergeable_ranks, self.encoding._special_tokens, rule)
+        rule = self.encoding._pat_str if self.rule is None else self.rule
+        text = byte_level_json(self.ranks, self.special, rule)
         if HuggingFace(self.name, text.encode()).encode(PROBE) != self.encoding.encode_ordinary(PROBE):
             raise UserError(f"tokenizer={self.name} fits no tokenizer.json; give one, --tokenizer=FILE")
         return text
@@ -116,48 +126,49 @@ class HuggingFace(Tokenizer):
         with told(f"tokenizer={name} is not a tokenizer.json"):
             self.text = data.decode()
             self.inner = Inner.from_str(self.text)
-        if dropout := getattr(self.inner.model, "dropout", None):
+        dropout = getattr(self.inner.model, "dropout", None)
+        if dropout:
             warn(f"tokenizer={name}: its dropout={dropout} is off: a text has the same ids in every run")
             self.inner.model.dropout = None
         with told(f"tokenizer={name}: its tokenizer_config.json cannot be read"):
-            more = add_tokens(self.inner, folder) if folder else 0
-        self.text = self.inner.to_str() if more or dropout else self.text
+            more = add_tokens(self.inner, folder)
+        if more or dropout:
+            self.text = self.inner.to_str()
         with told(f"tokenizer={name} is not a tokenizer.json"):
             self.inner.no_truncation()
             self.inner.no_padding()
             self.inner.encode_special_tokens = True  # as ordinary characters
-            first, plain = self.inner.encode(PROBE).ids[:1], self._encode([PROBE])[0][:1]
+            begin = self.inner.encode(PROBE).ids[:1]
+            plain = self._encode([PROBE])[0][:1]
             lost = not self._encode([UNKNOWN])[0]
-        warn(
-            lost
-            and f"tokenizer={name} drops characters that it lacks; one of bytes, or with unk_token, does not"
-        )
-        added = self.inner.get_added_tokens_decoder().items()
-        self.special = {token.content: i for i, token in added if token.special}
-        bos = special_tokens(folder).get("bos_token") if folder else None
-        adds = bos and read_beside(folder, "tokenizer_config.json").get("add_bos_token") is True
-        names = [s for s, i in self.special.items() if [i] == first != plain]  # the file has it begin a text
-        names += [bos, *SEPARATORS] if adds else [*SEPARATORS, bos]
-        separators = list(dict.fromkeys(self.special[s] for s in names if s in self.special))
+        if lost:
+            warn(
+                f"tokenizer={name} drops characters that it lacks; one of bytes, or with unk_token, does not"
+            )
+        added = self.inner.get_added_tokens_decoder()
+        self.special = {token.content: i for i, token in added.items() if token.special}
+        begins_text = [s for s, i in self.special.items() if [i] == begin != plain]
+        separators = find_separators(self.special, begins_text, folder)
         if not separators:
             raise UserError(f"tokenizer={name} has none of the separators {', '.join(SEPARATORS)}")
+        self.byte_level = '"ByteLevel"' in self.text  # a character is a byte
         vocabulary = self.inner.get_vocab()
-        super().__init__(name, max(vocabulary.values()) + 1, separators)
-        size = lambda token: len(re.sub("^<0x[0-9A-F]{2}>$", ".", token).replace("\u2581", " ").encode())
-        if '"ByteLevel"' in self.text:  # a character is a byte; gigatoken was compared on 15M of their tokens
-            probes = "".join(f"x{token.content}" for _, token in added)
-            size, self._encode = len, faster(self._gigatoken, self._encode, probes)
-        self.lengths = {i: size(token) for token, i in vocabulary.items()}
-        self.lengths |= {i: 0 if token.special else len(token.content.encode()) for i, token in added}
+        lengths = {i: self._length(token) for token, i in vocabulary.items()}
+        for i, token in added.items():
+            lengths[i] = 0 if token.special else len(token.content.encode())
+        super().__init__(name, max(vocabulary.values()) + 1, separators, lengths)
+
+    def _length(self, token):
+        """The bytes of the text of a token as it stands in the vocabulary."""
+        if self.byte_level:
+            return len(token)
+        return len(re.sub("^<0x[0-9A-F]{2}>$", ".", token).replace("\u2581", " ").encode())
 
     def _encode(self, texts):
         return [row.ids for row in self.inner.encode_batch_fast(texts, add_special_tokens=False)]
 
-    def _gigatoken(self, gigatoken):
-        """Without the special tokens, which it would find in a text, and without what adds some to it."""
-        parts = json.loads(self.text)
-        parts["added_tokens"] = [token for token in parts.get("added_tokens", []) if not token["special"]]
-        return gigatoken.Tokenizer.from_json(json.dumps(parts | {"post_processor": None}))
+    def _gigatoken_json(self):
+        return self.text if self.byte_level else None  # it was compared on 15M tokens of such
 
     def parse(self, text):
         """The `ids` and `offsets` of a text whose special tokens are parsed."""
@@ -178,35 +189,84 @@ class HuggingFace(Tokenizer):
         return self.text
 
 
+def find_separators(special, begins_text, folder):
+    """Ids that may precede a document, the best one first. special: {token: id}.
+
+    begins_text: names of tokens that the tokenizer.json itself puts before a text.
+    """
+    bos = special_tokens(folder).get("bos_token")
+    names = [*begins_text]
+    if read_beside(folder, "tokenizer_config.json").get("add_bos_token") is True:
+        names.append(bos)
+    names += [*SEPARATORS, bos]
+    return list(dict.fromkeys(special[name] for name in names if name in special))
+
+
+def gigatoken_encoder(text, encode):
+    """An encoder, 20 to 33 times as fast, of a tokenizer.json; None if gigatoken is missing or cannot.
+
+    encode: another encoder of the same tokenizer, with which it is compared.
+    """
+
+    def encode_batch(texts):
+        layout = fast.encode_batch(texts).layout
+        ids, ends = np.asarray(layout.content.data), np.asarray(layout.offsets.data)
+        return np.split(ids, ends[1:-1]) if texts else []
+
+    if text is None:
+        return None
+    parts = json.loads(text)
+    added = parts.get("added_tokens", [])
+    # it would find special tokens in a text, and the post_processor adds some
+    parts |= {"added_tokens": [token for token in added if not token["special"]], "post_processor": None}
+    probe = [PROBE + "".join(f"x{token['content']}" for token in added)]
+    try:
+        with told("gigatoken"):
+            import gigatoken
+
+            fast = gigatoken.Tokenizer.from_json(json.dumps(parts))
+            return encode_batch if np.array_equal(encode_batch(probe)[0], encode(probe)[0]) else None
+    except UserError:  # it is not installed, is broken, or lacks this kind
+        return None
+
+
 def load(name, vocab_size=None):
     """The Tokenizer called `name`, or in the file `name`, for a model of vocab_size ids. Raises UserError."""
     path = file_of(name)
     if name == "bytes":
-        ranks, special = {bytes([i]): i for i in range(256)}, {"<|endoftext|>": 256}
+        ranks = {bytes([i]): i for i in range(256)}
+        special = {"<|endoftext|>": 256}
         parts = dict(pat_str=r"[\s\S]", mergeable_ranks=ranks, special_tokens=special)
         tokenizer = Tiktoken(name, tiktoken.Encoding(name, **parts))
         tokenizer.known = range(256)  # the separator has no text
     elif built_in(name):
-        advice = "go online once, set TIKTOKEN_CACHE_DIR to a filled cache, or give a tokenizer.json"
-        with told(f"tokenizer={name}: not fetched; {advice}"):
-            tokenizer = Tiktoken(name, tiktoken.get_encoding(name), SCHEMES.get(name))
+        with told(
+            f"tokenizer={name}: not fetched; go online once, set TIKTOKEN_CACHE_DIR to a filled cache, "
+            "or give a tokenizer.json"
+        ):
+            tokenizer = Tiktoken(name, tiktoken.get_encoding(name), RULES.get(name))
     elif path and path.is_file():
-        data, model = path.read_bytes(), path.suffix == ".model"
-        tokenizer = _llama3(name, data) if model else HuggingFace(name, data, path.parent)
+        data = path.read_bytes()
+        tokenizer = llama3(name, data) if path.suffix == ".model" else HuggingFace(name, data, path.parent)
         tokenizer.folder = path.parent
     else:
-        if others := [other for other in VOCABULARIES if Path(name, other).is_file()]:
-            make = f"transformers.AutoTokenizer.from_pretrained({name!r}).save_pretrained({name!r})"
+        others = [other for other in VOCABULARIES if Path(name, other).is_file()]
+        if others:
             raise UserError(
-                f"tokenizer={name} has {', '.join(others)} and no tokenizer.json; it is made by {make}"
+                f"tokenizer={name} has {', '.join(others)} and no tokenizer.json; it is made by "
+                f"transformers.AutoTokenizer.from_pretrained({name!r}).save_pretrained({name!r})"
             )
-        names = ", ".join(["bytes", *tiktoken.list_encoding_names()])
-        kinds = "the path of a folder with tokenizer.json, of that file, or of Llama 3's tokenizer.model"
-        raise UserError(f"tokenizer={name}: no such file or encoding; expected {names}, or {kinds}")
+        raise UserError(
+            f"tokenizer={name}: no such file or encoding; expected bytes, "
+            f"{', '.join(tiktoken.list_encoding_names())}, or the path of a folder with tokenizer.json, of "
+            "that file, or of Llama 3's tokenizer.model"
+        )
     tokenizer.embedded = vocab_size or tokenizer.vocab_size
     if not fits(tokenizer.embedded, tokenizer.token_bytes(), tokenizer.eot):
-        sizes = f"{tokenizer.vocab_size:,} ids, the model {vocab_size:,}"
-        raise UserError(f"tokenizer={name} has {sizes}; give the tokenizer that it was trained with")
+        raise UserError(
+            f"tokenizer={name} has {tokenizer.vocab_size:,} ids, the model {vocab_size:,}; "
+            "give the tokenizer that it was trained with"
+        )
     return tokenizer
 
 
@@ -224,24 +284,28 @@ def file_of(name):
     """The path that a tokenizer's name means, perhaps of no file; None for one without a file."""
     if built_in(name):
         return None
-    path = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
+    path = Path(name)
+    if path.is_dir():
+        path = path / "tokenizer.json"
     return path if path.suffix in (".json", ".model") else None
 
 
-def _llama3(name, data):
+def llama3(name, data):
     """Llama 3's tokenizer.model: lines of "base64 rank"; Meta's files do not list the 256 special tokens."""
-    names = ["begin_of_text", "end_of_text", *(f"reserved_special_token_{i}" for i in range(4))]
-    names += ["start_header_id", "end_header_id", "reserved_special_token_4", "eot_id"]
-    names += [f"reserved_special_token_{i}" for i in range(5, 251)]
-    kind = "is not a file of 'base64 rank' lines like Llama 3's (a SentencePiece model?)"
-    with told(f"tokenizer={name} {kind}; give its tokenizer.json instead"):
-        lines = [line.split() for line in data.splitlines() if line]
-        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
-        if sorted(ranks.values()) != [*range(len(ranks))]:
-            raise ValueError("its ranks are not 0, 1, 2, ...")
+    reserved = [f"reserved_special_token_{i}" for i in range(251)]
+    names = ["begin_of_text", "end_of_text", *reserved[:4], "start_header_id", "end_header_id", reserved[4]]
+    names += ["eot_id", *reserved[5:]]
+    with told(
+        f"tokenizer={name} is not a file of 'base64 rank' lines like Llama 3's (a SentencePiece model?); "
+        "give its tokenizer.json instead"
+    ):
+        ranks = {}
+        for line in filter(None, data.splitlines()):
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
         special = {f"<|{s}|>": len(ranks) + i for i, s in enumerate(names)}
         parts = dict(pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=special)
-        return Tiktoken(name, tiktoken.Encoding(name, **parts), "gpt4")
+        return Tiktoken(name, tiktoken.Encoding(name, **parts), LLAMA3_PATTERN)
 
 
 warn_once = functools.cache(warn)  # not at each checkpoint
@@ -254,7 +318,7 @@ def is_one(path, changed):
         with told(f"{path} is no tokenizer"):
             data = path.read_bytes()
             if path.suffix == ".model":
-                _llama3(str(path), data)
+                llama3(str(path), data)
             else:
                 Inner.from_str(data.decode())
     except UserError as error:
@@ -289,54 +353,62 @@ def refuse_link(path):
 
 def read_beside(folder, name):
     """The object in a JSON file beside a tokenizer or weights, {} if there is no such file."""
-    path = Path(folder, name)
-    if not path.is_file():
+    if folder is None or not Path(folder, name).is_file():
         return {}
+    path = Path(folder, name)
     refuse_link(path)
     return read_json(path, form={})
-
-
-def add_tokens(inner, folder):
-    """Adds the tokens that stand beside a tokenizer.json alone, as transformers does; returns how many."""
-    config, legacy = read_beside(folder, "tokenizer_config.json"), {}
-    listed = config.get("added_tokens_decoder")
-    if listed is None:  # older files
-        listed, legacy = {}, read_beside(folder, "special_tokens_map.json")
-        for token, i in read_beside(folder, "added_tokens.json").items():
-            if inner.token_to_id(token) != i:
-                raise ValueError(
-                    f"added_tokens.json has {token!r}; save the tokenizer with a newer transformers"
-                )
-    tokens = [added_token(token) for _, token in sorted(listed.items(), key=lambda item: int(item[0]))]
-    files = legacy | config
-    named = [
-        value for key, value in files.items() if key.endswith("_token") and isinstance(value, str | dict)
-    ]
-    for key in ("additional_special_tokens", "extra_special_tokens"):
-        more = files.get(key) or []
-        named += more.values() if isinstance(more, dict) else more
-    known = {token.content for token in [*tokens, *inner.get_added_tokens_decoder().values()]}
-    named = {(token := added_token(value, special=True)).content: token for value in named}
-    count = inner.add_tokens(tokens + [token for content, token in named.items() if content not in known])
-    for i, token in listed.items():
-        if inner.token_to_id(token["content"]) != int(i):
-            found = f"{token['content']!r} the id {i}; it comes as {inner.token_to_id(token['content'])}"
-            raise ValueError(f"it gives {found}")
-    return count
-
-
-def added_token(value, **kinds):
-    """An AddedToken of a text, or of an object as it stands in tokenizer_config.json."""
-    value = dict(content=value) if isinstance(value, str) else value
-    names = ("single_word", "lstrip", "rstrip", "normalized", "special")
-    return AddedToken(value["content"], **{name: value[name] for name in names if name in value} | kinds)
 
 
 def special_tokens(folder):
     """{"bos_token": "<s>", ...}; each is written as a string or as an object with its `content`."""
     files = read_beside(folder, "special_tokens_map.json") | read_beside(folder, "tokenizer_config.json")
-    tokens = {k: v.get("content") if isinstance(v, dict) else v for k, v in files.items()}
-    return {k: without_surrogates(v) for k, v in tokens.items() if k.endswith("_token") and type(v) is str}
+    found = {}
+    for key, value in files.items():
+        if isinstance(value, dict):
+            value = value.get("content")
+        if key.endswith("_token") and isinstance(value, str):
+            found[key] = without_surrogates(value)
+    return found
+
+
+def add_tokens(inner, folder):
+    """Adds the tokens that stand beside a tokenizer.json alone, as transformers does; returns how many."""
+    files = read_beside(folder, "tokenizer_config.json")
+    listed = files.get("added_tokens_decoder")
+    if listed is None:  # older files
+        listed = {}
+        files = read_beside(folder, "special_tokens_map.json") | files
+        for token, i in read_beside(folder, "added_tokens.json").items():
+            if inner.token_to_id(token) != i:
+                raise ValueError(
+                    f"added_tokens.json has {token!r}; save the tokenizer with a newer transformers"
+                )
+    tokens = [added_token(listed[i]) for i in sorted(listed, key=int)]
+    known = {token.content for token in [*tokens, *inner.get_added_tokens_decoder().values()]}
+    named = [v for key, v in files.items() if key.endswith("_token") and isinstance(v, str | dict)]
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        more = files.get(key) or []
+        named += more.values() if isinstance(more, dict) else more
+    special = {}
+    for value in named:
+        token = added_token(value, special=True)
+        if token.content not in known:
+            special[token.content] = token
+    count = inner.add_tokens([*tokens, *special.values()])
+    for i, token in listed.items():
+        found = inner.token_to_id(token["content"])
+        if found != int(i):
+            raise ValueError(f"it gives {token['content']!r} the id {i}; it comes as {found}")
+    return count
+
+
+def added_token(value, **kinds):
+    """An AddedToken of a text, or of an object as it stands in tokenizer_config.json."""
+    if isinstance(value, str):
+        value = {"content": value}
+    names = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    return AddedToken(value["content"], **{name: value[name] for name in names if name in value} | kinds)
 
 
 def without_surrogates(text):
@@ -344,43 +416,30 @@ def without_surrogates(text):
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def byte_level_json(ranks, special, rule=None):
-    """The text of a tokenizer.json, BPE of bytes; `rule` splits a text into words, None as in GPT-2."""
+def byte_level_json(ranks, special, rule):
+    """The text of a tokenizer.json, BPE of bytes; `rule` splits a text into words, "" as in GPT-2."""
     words = {"".join(CHARACTERS[b] for b in token): i for token, i in ranks.items()}
-    cuts = ((word[:i], word[i:]) for word in sorted(words, key=words.get) for i in range(1, len(word)))
-    merges = [(a, b) for a, b in cuts if a in words and b in words]  # every two tokens that make a third one
+    merges = []  # every two tokens that make a third one
+    for word in sorted(words, key=words.get):
+        for i in range(1, len(word)):
+            if word[:i] in words and word[i:] in words:
+                merges.append((word[:i], word[i:]))
     inner = Inner(models.BPE(words | special, merges, ignore_merges=True))  # a token as a text is not merged
-    split = [pre_tokenizers.Split(Regex(rule), "isolated")] if rule else []
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=rule is None)
-    inner.pre_tokenizer = pre_tokenizers.Sequence([*split, byte_level])
-    inner.decoder, inner.post_processor = decoders.ByteLevel(), processors.ByteLevel(trim_offsets=False)
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not rule)
+    if rule:
+        split = pre_tokenizers.Split(Regex(rule), "isolated")
+        inner.pre_tokenizer = pre_tokenizers.Sequence([split, inner.pre_tokenizer])
+    inner.decoder = decoders.ByteLevel()
+    inner.post_processor = processors.ByteLevel(trim_offsets=False)
     inner.add_special_tokens(sorted(special, key=special.get))
     return inner.to_str()
-
-
-def faster(load, slow, probe=""):
-    """The batch encoder of load(gigatoken), 20 to 33 times as fast; `slow` if it is missing or differs."""
-
-    def encode_batch(texts):
-        layout = fast.encode_batch(texts).layout
-        ids, ends = np.asarray(layout.content.data), np.asarray(layout.offsets.data)
-        return np.split(ids, ends[1:-1]) if texts else []
-
-    try:
-        with told("gigatoken"):
-            import gigatoken
-
-            fast = load(gigatoken)
-            same = np.array_equal(encode_batch([PROBE + probe])[0], slow([PROBE + probe])[0])
-            return encode_batch if same else slow
-    except UserError:  # it is not installed, is broken, or lacks this kind
-        return slow
 
 
 def write_characters(batches, path):
     """Writes a tokenizer.json: the characters of batches of texts, U+FFFD for others, and a separator."""
     found = {character for texts in batches for text in texts for character in text or ""}
-    ids = {token: i for i, token in enumerate([*sorted(found - {"\ufffd"}), "\ufffd", "<|endoftext|>"])}
+    tokens = [*sorted(found - {"\ufffd"}), "\ufffd", "<|endoftext|>"]
+    ids = {token: i for i, token in enumerate(tokens)}
     inner = Inner(models.BPE(ids, [], unk_token="\ufffd"))
     inner.decoder = decoders.Fuse()
     inner.add_special_tokens(["<|endoftext|>"])

@@ -16,14 +16,18 @@ import numpy as np
 from tqdm import tqdm
 
 from corpus import DataError, packing, told
-from corpus.loader import FORMATS, HEADER_BYTES, SHARD, ahead, mask_path, open_shard, split_of
+from corpus.loader import prefetched
+from corpus.shards import FORMATS, HEADER_BYTES, SHARD, mask_path, open_shard, split_of
 from errors import UserError
 from system import files
 
-WRITTEN = SHARD | dict.fromkeys(("tokens", "documents", "bytes", "targets?"), files.count)
-RECORD = {"settings": {}, "shards": [WRITTEN]}
-PAIR = lambda v: type(v) is list and list(map(files.count, v)) == [True] * 2
-POSITION = {"next": PAIR, "order?": lambda v: v == []}  # another one: packed by an earlier version
+RECORDED = SHARD | dict.fromkeys(("tokens", "documents", "bytes", "targets?"), files.count)
+RECORD = {"settings": {}, "shards": [RECORDED]}
+
+
+def is_position(value):
+    """Whether it is [number of a document, tokens from there on that are written]."""
+    return type(value) is list and len(value) == 2 and all(map(files.count, value))
 
 
 def written_here(name):
@@ -45,44 +49,78 @@ def claim(out):
         os.close(lock)
 
 
-def write_shards(batches, encode, progress, tokenizer, short):
-    """Writes the missing shards, named after `short`. batches: of documents from progress.position on."""
-    given, parts, count, (first, done) = progress.settings, [], 0, progress.position
-    val_tokens, pack, most = given["val_tokens"], given["pack"] or 1, given["max_tokens"] or float("inf")
-    save = lambda *shard: write_shard(progress, tokenizer, short, *shard)
-    room = lambda: min(given["shard_tokens"] // pack * pack, most - progress.total("tokens", "train"))
-    sizes = dict(initial=progress.total("tokens"), total=most + val_tokens)  # tqdm takes inf for no total
-    bar = tqdm(desc=short, **sizes, unit=" tokens", unit_scale=True, disable=None)
-    with bar, contextlib.closing(ahead(batches, 4)) as batches:
+def write_shards(batches, encode, progress, name):
+    """Writes the missing shards, named after `name`. batches: of documents from progress.position on."""
+    given = progress.settings
+    first, _ = progress.position
+    most = (given["max_tokens"] or float("inf")) + given["val_tokens"]  # tqdm takes inf for no total
+    written = progress.total("tokens")
+    bar = tqdm(desc=name, initial=written, total=most, unit=" tokens", unit_scale=True, disable=None)
+    with bar, contextlib.closing(prefetched(batches, 4)) as batches:
         rows = tokenized(batches, encode, first, given["min_document_tokens"] or 1)
-        if val_tokens and not progress.shards:  # whole documents in the source's order, with pack too
-            for number, row in rows:
-                parts.append(row)
-                count, place = count + len(row), (number + 1, 0)
-                if count >= val_tokens:
-                    break
-            bar.update(count)
-            parts = parts and save(parts, "val", place)
-        if pack > 1:
-            rows = packing.packed(rows, pack, progress.total("tokens", "train") - done)
-        left = room()
-        for number, row in rows if left else ():
-            bar.update(len(row) - done)
-            while done < len(row) and left:
-                parts.append(row[done : done + left])
-                done, left = done + len(parts[-1]), left - len(parts[-1])
-                if not left:
-                    parts, left = save(parts, "train", (number, done)), room()
-            done = 0
-            if not left:
-                break
+        if given["val_tokens"] and not progress.shards:
+            write_validation(rows, progress, name, bar)
+        all_read = write_training(rows, progress, name, bar)
+    val = progress.total("tokens", "val")
+    train = progress.total("tokens", "train")
+    if not train or (all_read and val - given["val_tokens"] > train):  # after a long first document
+        raise DataError(
+            f"{val:,} of {val + train:,} tokens are for validation, by val_tokens={given['val_tokens']} in "
+            f"whole documents from the front: remove {progress.out} and lower it (0 for none), or give "
+            "another --shuffle_seed or more documents (a text file is one)"
+        )
+
+
+def write_validation(rows, progress, name, bar):
+    """Writes whole documents, in the source's order with pack too, until they have val_tokens."""
+    parts = []
+    left = progress.settings["val_tokens"]
+    for number, row in rows:
+        parts.append(row)
+        left -= len(row)
+        bar.update(len(row))
+        position = (number + 1, 0)
+        if left <= 0:
+            break
     if parts:
-        save(parts, "train", (number, len(row)))
-    val, train = (progress.total("tokens", split) for split in ("val", "train"))
-    if not train or (left and val - val_tokens > train):  # the source's end, after a long first document
-        found = f"{val:,} of {val + train:,} tokens are for validation, by val_tokens={val_tokens}"
-        more = "lower it (0 for none), or give another --shuffle_seed or more documents (a text file is one)"
-        raise DataError(f"{found} in whole documents from the front: remove {progress.out} and {more}")
+        progress.write_shard(name, "val", parts, position)
+
+
+def write_training(rows, progress, name, bar):
+    """Cuts the documents from progress.position on into shards. Returns whether there are no more of them."""
+    given = progress.settings
+    pack = given["pack"] or 1
+    _, done = progress.position  # tokens of the first document, or block with pack, that are written
+
+    def room():
+        whole_rows = given["shard_tokens"] // pack * pack
+        if given["max_tokens"] is None:
+            return whole_rows
+        return min(whole_rows, given["max_tokens"] - progress.total("tokens", "train"))
+
+    if pack > 1:
+        rows = packing.packed(rows, pack, progress.total("tokens", "train") - done)
+    left = room()
+    if not left:
+        return False
+    parts = []
+    for number, row in rows:
+        bar.update(len(row) - done)
+        while done < len(row):
+            part = row[done : done + left]
+            parts.append(part)
+            done += len(part)
+            left -= len(part)
+            if not left:
+                progress.write_shard(name, "train", parts, (number, done))
+                parts = []
+                left = room()
+                if not left:
+                    return False
+        done = 0
+    if parts:
+        progress.write_shard(name, "train", parts, (number, len(row)))
+    return True
 
 
 def tokenized(batches, encode, number, least):
@@ -97,78 +135,110 @@ def tokenized(batches, encode, number, least):
             raise DataError(f"document {number + 1}: {error}") from None
 
 
-def write_shard(progress, tokenizer, short, parts, split, position):
-    """Writes parts of documents as a shard after which a run goes on at `position`; returns []."""
-    index = len(progress.shards) + (progress.settings["val_tokens"] == 0)  # 0 is validation
-    path = progress.out / f"{short}_{split}_{index:06d}.bin"
-    tokens, header = np.concatenate(parts), np.zeros(HEADER_BYTES // 4, "<i4")
-    if tokens.dtype.names:  # (token, loss)
-        write(mask_path(path), np.packbits(tokens["loss"], bitorder="little"))
-        tokens = tokens["token"]
-    magic = next(magic for magic, (_, known) in FORMATS.items() if known == tokens.dtype)
-    header[:3] = magic, FORMATS[magic][0], len(tokens)
-    write(path, header.tobytes() + tokens.tobytes())
-    progress.add(path.name, tokens, tokenizer, position)
-    return []
-
-
 class Progress:
     """The record of a run in its folder: progress.json while it lasts, then manifest.json."""
 
-    def __init__(self, out, settings):
-        self.out, self.settings, self.shards = out, settings, []
+    def __init__(self, out, settings, tokenizer):
+        self.out = out
+        self.settings = settings
+        self.tokenizer = tokenizer
+        self.shards = []
         self.position = 0, 0  # a document, and how many tokens from there on are written
-        self.finished, record = (out / "manifest.json").exists(), out / "progress.json"
-        path, form = (out / "manifest.json", RECORD) if self.finished else (record, RECORD | POSITION)
-        advised = lambda words: DataError(f"{words}; remove the folder {out}")
-        saved = files.read_json(path, advised, form) if path.exists() else None
-        for leftover in [*files.leftovers(out, written_here), *[record] * self.finished]:
+        self.manifest = out / "manifest.json"
+        self.record = out / "progress.json"
+        self.finished = self.manifest.exists()
+        saved = self._read()
+        for leftover in files.leftovers(out, written_here):
             leftover.unlink(missing_ok=True)
-        old = saved["settings"] if saved else None
-        if not saved or (old != settings and not saved["shards"]):
+        if saved is None or (not saved["shards"] and saved["settings"] != settings):
             if stray := sorted([*out.glob("*.bin"), *out.glob("*.mask")]):
                 raise UserError(f"out_dir={out} holds {stray[0].name} and no record of it; use another")
             self._save()
             return
-        for key in settings | old:
-            was, now = (None if of.get(key) is False else of.get(key) for of in (old, settings))
-            if was != now and (key in old or "sha256" not in key):  # older folders do not have all of them
-                was = f"another {key}" if "sha" in key else f"{key}={was}, not {now}"
+        before = saved["settings"]
+        for key in settings | before:
+            if settings.get(key) != before.get(key):
+                was = f"{key}={before.get(key)}, not {settings.get(key)}"
+                if "sha" in key:
+                    was = f"another {key}"
                 raise UserError(f"out_dir={out} was begun with {was}; use another --out_dir, or remove it")
-        self.shards, self.position = saved["shards"], saved.get("next", (0, 0))
-        for path, size in ((out / shard["name"], shard["bytes"]) for shard in self.shards):
+        self.shards = saved["shards"]
+        self.position = saved.get("next", self.position)
+        for shard in self.shards:
+            path, size = out / shard["name"], shard["bytes"]
             if path.is_symlink() or not path.is_file() or path.stat().st_size != size:
                 raise DataError(f"{path} is missing, a link, or not {size} bytes; restore it or remove {out}")
 
-    def add(self, name, tokens, tokenizer, position):
+    def _read(self):
+        """What is recorded in the folder, None if there is nothing."""
+
+        def error(words):
+            return DataError(f"{words}; remove the folder {self.out}")
+
+        if self.finished:
+            saved = files.read_json(self.manifest, error, RECORD)
+            self.record.unlink(missing_ok=True)  # of a run that was killed between the two
+            return saved
+        if self.record.exists():
+            return files.read_json(self.record, error, RECORD | {"next": is_position})
+        return None
+
+    def write_shard(self, name, split, parts, position):
+        """Writes parts of documents as a shard after which a run goes on at `position`."""
+        index = len(self.shards) + (self.settings["val_tokens"] == 0)  # 0 is validation
+        path = self.out / f"{name}_{split}_{index:06d}.bin"
+        tokens = np.concatenate(parts)
+        if tokens.dtype.names:  # (token, loss)
+            write(mask_path(path), np.packbits(tokens["loss"], bitorder="little"))
+            tokens = tokens["token"]
+        header = np.zeros(HEADER_BYTES // 4, "<i4")
+        for magic, (version, dtype) in FORMATS.items():
+            if dtype == tokens.dtype:
+                header[:3] = magic, version, len(tokens)
+        write(path, header.tobytes() + tokens.tobytes())
+        self.add(path.name, tokens, position)
+
+    def add(self, name, tokens, position):
         """Records a written shard and the position after it."""
-        shard = {"name": name, "tokens": len(tokens), "documents": int((tokens == tokenizer.eot).sum())}
-        shard["bytes"], shard["sha256"] = files.digest(self.out / name)
-        if (mask := mask_path(self.out / name)).exists():
-            bits = np.fromfile(mask, np.uint8)
-            shard |= {"targets": int(np.bitwise_count(bits).sum()), "mask_sha256": files.digest(mask)[1]}
+        path = self.out / name
+        size, sha256 = files.digest(path)
+        documents = int((tokens == self.tokenizer.eot).sum())
+        shard = dict(name=name, tokens=len(tokens), documents=documents, bytes=size, sha256=sha256)
+        mask = mask_path(path)
+        if mask.exists():
+            shard["targets"] = int(np.bitwise_count(np.fromfile(mask, np.uint8)).sum())
+            shard["mask_sha256"] = files.digest(mask)[1]
         self.shards.append(shard)
         self.position = position
         self._save()
 
     def _save(self):
-        state = {"settings": self.settings, "shards": self.shards, "next": self.position}
-        write(self.out / "progress.json", json.dumps(state, indent=1).encode())
+        state = dict(settings=self.settings, shards=self.shards, next=self.position)
+        write(self.record, json.dumps(state, indent=1).encode())
 
     def total(self, key, split=None):
         """Sum of a figure over the shards, of one split or of all."""
         return sum(s.get(key, 0) for s in self.shards if split in (None, split_of(s["name"])))
 
-    def finish(self, tokenizer):
+    def finish(self):
         """Writes token_bytes.npy and then manifest.json, which declares the folder complete."""
-        np.save(sizes := io.BytesIO(), tokenizer.token_bytes())
-        write(path := self.out / "token_bytes.npy", sizes.getvalue())
-        manifest = {"tokenizer": tokenizer.name, "vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot}
-        manifest |= {"dtype": tokenizer.dtype.name, "token_bytes_sha256": files.digest(path)[1]}
-        manifest |= {key: self.total(key) for key in ("documents", "tokens")}
-        manifest |= {"settings": self.settings, "shards": self.shards}
-        write(self.out / "manifest.json", (json.dumps(manifest, indent=1) + "\n").encode())
-        (self.out / "progress.json").unlink()
+        sizes = io.BytesIO()
+        np.save(sizes, self.tokenizer.token_bytes())
+        path = self.out / "token_bytes.npy"
+        write(path, sizes.getvalue())
+        manifest = dict(
+            tokenizer=self.tokenizer.name,
+            vocab_size=self.tokenizer.vocab_size,
+            eot=self.tokenizer.eot,
+            dtype=self.tokenizer.dtype.name,
+            token_bytes_sha256=files.digest(path)[1],
+            documents=self.total("documents"),
+            tokens=self.total("tokens"),
+            settings=self.settings,
+            shards=self.shards,
+        )
+        write(self.manifest, (json.dumps(manifest, indent=1) + "\n").encode())
+        self.record.unlink()
 
 
 def write(path, data):
@@ -178,18 +248,21 @@ def write(path, data):
         files.write_atomic(path, data)
 
 
-def fetch_shards(name, revision, max_shards, progress, tokenizer):
+def fetch_shards(name, revision, max_shards, progress):
     """Downloads the missing shards of `name`, a hub dataset that is tokenized already."""
+    tokenizer = progress.tokenizer
     hub = dict(repo_type="dataset", revision=revision)
     with told(f"dataset={name} cannot be read", DataError, again=True):
-        listed = sorted(huggingface_hub.HfApi().list_repo_files(name, **hub))
-        val, training = ([f for f in listed if "/" not in f and split_of(f) == s] for s in ("val", "train"))
-        if not training:
+        listed = [file for file in huggingface_hub.HfApi().list_repo_files(name, **hub) if "/" not in file]
+        val = sorted(file for file in listed if split_of(file) == "val")
+        train = sorted(file for file in listed if split_of(file) == "train")
+        if not train:
             raise DataError(f"dataset={name} holds no *_train_000001.bin; for texts, without --shards")
-        names = (val + training[:max_shards])[len(progress.shards) :]
-        for file in tqdm(names, desc=name, unit=" shards", disable=None):
+        missing = [*val, *train[:max_shards]][len(progress.shards) :]
+        for file in tqdm(missing, desc=name, unit=" shards", disable=None):
             files.patiently(huggingface_hub.hf_hub_download, name, file, local_dir=progress.out, **hub)
-            tokens = open_shard(path := progress.out / file)
+            path = progress.out / file
+            tokens = open_shard(path)
             if tokens.dtype != tokenizer.dtype or tokens.max() >= tokenizer.vocab_size:
                 raise DataError(f"{path} holds other ids than {tokenizer.name}'s; name their --tokenizer")
-            progress.add(file, tokens, tokenizer, (0, 0))
+            progress.add(file, tokens, (0, 0))

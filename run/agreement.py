@@ -7,7 +7,7 @@ import platform
 from importlib import metadata
 from pathlib import Path
 
-from corpus.loader import sampled
+from corpus.shards import sampled_digest
 from errors import UserError, warn
 from run import source
 from scale import parallel
@@ -47,8 +47,10 @@ def data(cfg, loader, val_loaders):
 
 def weights(folder):
     """Raises UserError unless all ranks have the same Hugging Face weights, by blocks of each file."""
-    own = [f"{path.name} of {sampled(path)[:12]}" for path in sorted(Path(folder).glob("*.safetensors"))]
-    refuse({"weights": ", ".join(own)})
+    found = []
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        found.append(f"{path.name} of {sampled_digest(path)[:12]}")
+    refuse({"weights": ", ".join(found)})
 
 
 def examples(found):

@@ -11,7 +11,8 @@ import model as models
 import optim
 from corpus import mixture
 from corpus import tokenizer as tokenizers
-from corpus.loader import DataError, TokenLoader, read_manifest, read_sizes, verify
+from corpus.loader import DataError, TokenLoader
+from corpus.shards import read_manifest, read_token_bytes, verify
 from errors import UserError
 from fast import forms
 from fast.chips import best_attention
@@ -97,7 +98,7 @@ def refuse_other_tokenizer(cfg):
     hugging_face = (cfg.init_from or "").startswith("hf:")
     for folder, _ in mixture.folders(cfg.data_dir) if cfg.tokenizer and hugging_face else []:
         manifest = read_manifest(folder)
-        name, sizes = manifest.get("tokenizer"), read_sizes(folder, manifest)
+        name, sizes = manifest.get("tokenizer"), read_token_bytes(folder)
         if name == cfg.tokenizer or sizes is None:
             continue
         if not np.array_equal(tokenizers.load(cfg.tokenizer).token_bytes(), sizes):

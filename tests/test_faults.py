@@ -29,7 +29,8 @@ import sample
 import train
 from configurator import configure
 from corpus import chat, tokenizer, writer
-from corpus.loader import DataError, TokenLoader, read_header, verify
+from corpus.loader import DataError, TokenLoader
+from corpus.shards import read_header, verify
 from errors import UserError
 from measure import logs
 from model import build
@@ -214,7 +215,7 @@ def test_mutations_of_a_data_folders_manifest_and_progress(tmp_path, count):
     progress = {"settings": settings, "shards": manifest["shards"], "next": [400, 0]}
 
     def read_progress():
-        found = writer.Progress(folder, settings)
+        found = writer.Progress(folder, settings, None)
         names = [s["name"] for s in found.shards]
         return found.position, found.total("tokens"), names
 

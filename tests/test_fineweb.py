@@ -24,7 +24,8 @@ import settings as settings_of_a_run
 import train
 from configurator import configure
 from corpus import text_files, tokenizer, writer
-from corpus.loader import DataError, TokenLoader, read_header, verify
+from corpus.loader import DataError, TokenLoader
+from corpus.shards import read_header, verify
 from errors import UserError
 from fineweb import Config
 
@@ -218,6 +219,12 @@ def test_the_command_at_the_end_fits_data_and_device(tokens, gpu, recipes):
         cfg = configure(settings_of_a_run.Config, words)
         assert (cfg.data_dir, cfg.out_dir, cfg.vocab_size) == ("data/mine", "out/mine", 300)
         assert cfg.max_steps * cfg.batch_tokens <= 3 * tokens and cfg.max_steps >= 1
+
+
+def test_a_large_vocabulary_is_validated_on_few_tokens_on_a_cpu():
+    for ids, gpu, few in [(50_257, False, True), (50_257, True, False), (257, False, False)]:
+        words = fineweb.go_on(Config(), Path("data/mine"), ids, 10**8, 10**6, gpu)["go on with"]
+        assert ("--eval_tokens=32768" in words) == few
 
 
 @pytest.mark.parametrize("cfg", [Config(), Config(tokenizer="chars"), Config(text_key="messages")])

@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 import bench
 import fineweb
 import hellaswag
-from corpus.loader import DataError, TokenLoader, verify
+from corpus.loader import DataError, TokenLoader
+from corpus.shards import verify
 from errors import UserError
 from run import hf
 

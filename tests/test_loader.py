@@ -10,8 +10,9 @@ import pytest
 import torch
 from conftest import one_line, read_rows, write_shard
 
-from corpus import loader as loaders
-from corpus.loader import DataError, TokenLoader, ahead, aligned_starts, split_of, verify
+from corpus import shards as shard_files
+from corpus.loader import DataError, TokenLoader, aligned_starts, prefetched
+from corpus.shards import split_of, verify
 from system.files import digest
 
 # ---- damaged files
@@ -330,18 +331,18 @@ def test_other_tokens_of_the_same_names_and_lengths_are_refused(data, listed):
 
 
 def test_blocks_of_a_large_file_are_read_and_its_length(tmp_path, monkeypatch):
-    monkeypatch.setattr(loaders, "BLOCK_BYTES", 10)
+    monkeypatch.setattr(shard_files, "BLOCK_BYTES", 10)
     path, content = tmp_path / "a", bytes(range(250)) * 8
     path.write_bytes(content)
-    before = loaders.sampled(path)
+    before = shard_files.sampled_digest(path)
     reads = [number * 1990 // 15 for number in range(16)]
     assert reads[0] == 0 and reads[-1] + 10 == len(content)
     for at in (*reads, *(first + 9 for first in reads), 11):
         patch(path, at, b"\xff")
-        assert (loaders.sampled(path) == before) == (at == 11)
+        assert (shard_files.sampled_digest(path) == before) == (at == 11)
         patch(path, at, content[at : at + 1])
     path.write_bytes(content + b"\0")
-    assert loaders.sampled(path) != before
+    assert shard_files.sampled_digest(path) != before
 
 
 @pytest.mark.fault(89)
@@ -372,7 +373,7 @@ def test_a_change_of_the_order_says_what_is_read_again_and_what_is_left_out(data
     own = TokenLoader(folder, "train", 5, 16, shuffle_seed=1)
     state = own.state_dict()
     own.close()
-    epoch = own.splits[0].rows_per_epoch
+    epoch = own.folders[0].per_epoch
     [words], _ = resume(folder, state, change=True, shuffle_seed=2)
     seen, later = set(read(40, shuffle_seed=1)), read(epoch, shuffle_seed=2)[40:]
     again = sum(row in seen for row in later)
@@ -421,12 +422,12 @@ def test_errors_of_the_thread_arrive_and_close_ends_it():
             yield i
         raise DataError("from the thread")
 
-    found = ahead(items(1), 2)
+    found = prefetched(items(1), 2)
     assert next(found) == 0
     with pytest.raises(DataError, match="from the thread"):
         next(found)
-    assert list(ahead(iter(range(5)), 2)) == list(range(5))
-    found = ahead(items(100), 2)
+    assert list(prefetched(iter(range(5)), 2)) == list(range(5))
+    found = prefetched(items(100), 2)
     assert next(found) == 0
     found.close()
     time.sleep(0.2)
@@ -443,5 +444,5 @@ def test_on_a_gpu(data):
         assert all(x.is_cuda and y.is_cuda for x, y in batches)
         rows = torch.cat([torch.cat([x, y[:, -1:]], 1) for x, y in batches]).cpu().numpy()
         assert np.array_equal(rows, take(naive_rows(stream, 16, 3), 120))
-        assert loader._gather([(loader.splits[0], 0)]).is_pinned()
+        assert loader._batch([loader._read(0)] * 3).is_pinned()
         loader.close()

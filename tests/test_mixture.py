@@ -11,7 +11,8 @@ from compare import same_end
 from conftest import flags, one_line, read_rows, stdlib_bytes, train_here, train_in_rank, write_shard
 
 from corpus import mixture
-from corpus.loader import DataError, TokenLoader, verify
+from corpus.loader import DataError, TokenLoader
+from corpus.shards import verify
 from errors import UserError
 from system.files import digest
 

@@ -91,9 +91,9 @@ def test_a_broken_gigatoken_falls_back(source, texts, tmp_path, monkeypatch):
 @pytest.mark.gpt2
 def test_gigatoken_that_differs_is_not_used(monkeypatch):
     pytest.importorskip("gigatoken")
-    for scheme, used in {"gpt2": True, "gpt4": False}.items():  # another splitting rule must be noticed
-        tok = tokenizer.Tiktoken("gpt2", tiktoken.get_encoding("gpt2"), scheme)
-        assert (tok._encode != type(tok)._encode.__get__(tok)) == used
+    for rule, used in {"": True, tokenizer.LLAMA3_PATTERN: False}.items():  # another one must be noticed
+        tok = tokenizer.Tiktoken("gpt2", tiktoken.get_encoding("gpt2"), rule)
+        assert (tok.encoder != tok._encode) == used
 
 
 def test_bytes(texts, tmp_path):
@@ -152,7 +152,7 @@ def test_tokenizer_json(small, texts):
     assert tokenizer.load(str(path.parent)).encode("def f(x):") == tok.encode("def f(x):")
 
 
-def test_tokenizer_json_with_and_without_gigatoken(small, texts, monkeypatch):
+def test_tokenizer_json_with_and_without_gigatoken(small, texts):
     """gigatoken encodes a file with special tokens and a processor that adds some, tokenizers other kinds."""
     pytest.importorskip("gigatoken")
     tokenizers = pytest.importorskip("tokenizers")
@@ -160,17 +160,16 @@ def test_tokenizer_json_with_and_without_gigatoken(small, texts, monkeypatch):
     adds = tokenizers.processors.TemplateProcessing("<|endoftext|> $A", None, [("<|endoftext|>", 0)])
     reference.post_processor = adds
     reference.save(str(path))
-    used, faster = [], tokenizer.faster
-    keep = lambda *given: used.append((found := faster(*given)) != given[1]) or found
-    monkeypatch.setattr(tokenizer, "faster", keep)
-    fast = tokenizer.load(str(path)).encode_batch(texts[-20:])
+    tok = tokenizer.load(str(path))
+    assert tok.encoder != tok._encode
+    fast = tok.encode_batch(texts[-20:])
     reference.encode_special_tokens = True
     slow = [reference.encode(text, add_special_tokens=False).ids for text in texts[-20:]]
     assert [ids.tolist() for ids in fast] == slow
     reference.normalizer = tokenizers.normalizers.NFKC()
     reference.save(str(path))
-    tokenizer.load(str(path)).encode_batch(texts[:3])
-    assert used == [True, False]
+    tok = tokenizer.load(str(path))
+    assert tok.encoder == tok._encode
 
 
 def test_mistakes_are_one_line(tmp_path, monkeypatch):

@@ -42,7 +42,7 @@ def test_the_standard_error_is_the_scatter_of_means_over_other_documents():
 
 def test_rows_know_their_documents(shards):
     loader = TokenLoader(shards, "val", 2, 16)
-    ids = np.concatenate(loader.splits[0].shards)
+    ids = np.concatenate(loader.folders[0].shards.shards)
     rows = (len(ids) - 1) // 16
     assert loader.documents(rows).tolist() == [(ids[: r * 16 + 1] == loader.eot).sum() for r in range(rows)]
 

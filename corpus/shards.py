@@ -1,0 +1,290 @@
+"""Shards of tokens as fineweb.py writes them: found, verified, and read as one circle of tokens.
+
+The format is llm.c's: a header of 1,024 bytes, then uint16 or uint32 tokens, a separator before each
+document. nanoGPT's headerless train.bin and val.bin and build-nanogpt's .npy shards are read too.
+"""
+
+import bisect
+import concurrent.futures
+import glob
+import hashlib
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+
+from corpus import DataError, mixture, told
+from corpus.tokenizer import built_in, fits
+from system import files
+
+HEADER_BYTES = 1024
+FORMATS = {20240520: (1, np.uint16), 20240801: (7, np.uint32)}  # magic: (version, token dtype), as in llm.c
+BLOCKS = 16  # of a file, of which its fingerprint is made
+BLOCK_BYTES = 1 << 16
+MAKE_DATA = "make the data with python fineweb.py (--help lists its settings)"
+
+
+def is_shard_name(value):
+    return files.plain_name(value) and split_of(value) is not None
+
+
+SHARD = {"name": is_shard_name, "sha256": files.text, "mask_sha256?": files.sha256}
+MANIFEST = {
+    "tokenizer": files.text,
+    "vocab_size": files.id_count,
+    "eot": files.count,
+    "shards?": [SHARD],
+    "dtype?": ("uint16", "uint32"),
+    "settings?": {"pack?": (files.count, None)},
+    "token_bytes_sha256?": files.sha256,
+}
+
+
+def damaged(path, found, expected, advice=f"bring it back, or {MAKE_DATA}"):
+    """A DataError for a file of the data that is not as it should be."""
+    return DataError(f"{path} is damaged: found {found}, expected {expected}; {advice}")
+
+
+def read_manifest(folder):
+    """The object in a folder's manifest.json, {} where there is no such file. Raises DataError."""
+
+    def error(words):
+        return DataError(f"{words}; remove it and {MAKE_DATA}")
+
+    path = Path(folder, "manifest.json")
+    if path.exists():
+        return files.read_json(path, error, MANIFEST)
+    if Path(folder, "progress.json").exists():
+        raise DataError(
+            f"{folder} is half made, with progress.json and no manifest.json; "
+            "wait for fineweb.py, or run the same command again: it goes on"
+        )
+    return {}
+
+
+def read_token_bytes(folder):
+    """UTF-8 bytes of each token id from token_bytes.npy, None without a manifest. Raises DataError."""
+    path = Path(folder, "token_bytes.npy")
+    expected = read_manifest(folder).get("token_bytes_sha256")
+    if expected is None:
+        return None
+    if not path.is_file() or files.digest(path)[1] != expected:
+        raise damaged(path, "no file, or another SHA-256", "the one in manifest.json")
+    return np.load(path)
+
+
+def read_header(path):
+    """(tokens, their dtype, bytes before them) of a .bin file; None tokens: all, since it has no header."""
+    size = os.path.getsize(path)
+    magic, version, count = [*np.fromfile(path, "<i4", 3).tolist(), 0, 0, 0][:3]
+    # GPT-2's tokens cannot look like a header: both magics contain 16-bit values above 50,256
+    if magic not in FORMATS and os.path.basename(path) in ("train.bin", "val.bin"):
+        return None, np.dtype("<u2"), 0
+    right, dtype = FORMATS.get(magic, (None, np.uint16))
+    need = HEADER_BYTES + count * np.dtype(dtype).itemsize
+    if version != right or count <= 0 or size != need:
+        raise damaged(
+            path,
+            found=f"magic {magic}, version {version}, {count} tokens and {size} bytes",
+            expected=f"llm.c's header and {need} bytes",
+            advice=f"name it train.bin or val.bin if nanoGPT wrote it, else {MAKE_DATA}",
+        )
+    return count, np.dtype(dtype).newbyteorder("<"), HEADER_BYTES
+
+
+def open_shard(path):
+    """The tokens of a shard, or of nanoGPT's headerless train.bin or val.bin, as a read-only memory map."""
+    with told(f"{path} is damaged", DataError, f"; if it can be read at all, remove it and {MAKE_DATA}"):
+        if path.suffix != ".npy":
+            count, dtype, offset = read_header(path)
+            return np.memmap(path, dtype, "r", offset, count)
+        tokens = np.load(path, "r")  # build-nanogpt's; objects are not unpickled
+        extra = os.path.getsize(path) - tokens.offset - tokens.nbytes
+        if tokens.ndim != 1 or tokens.dtype not in (np.uint16, np.uint32) or not len(tokens) or extra:
+            found = f"{tokens.dtype} {tokens.shape} and {extra} bytes more"
+            raise damaged(path, found, "uint16 or uint32 tokens")
+        return tokens
+
+
+def mask_path(path):
+    """The file beside a shard that marks tokens with loss: a bit a token, the lowest of a byte first."""
+    return Path(path).with_suffix(".mask")
+
+
+def open_mask(path, tokens):
+    """The bytes of the mask of so many tokens as a read-only memory map."""
+    size = path.stat().st_size if path.is_file() else 0
+    need = -(-tokens // 8)
+    if size != need:
+        raise damaged(path, f"{size} bytes", f"{need} for {tokens} tokens")
+    return np.memmap(path, np.uint8, "r")
+
+
+def split_of(name):
+    """train or val: the last word, but for the number, in a shard's file name; None if it is neither."""
+    found = re.search(r"_(train|val)(?:_[^_]*)?\.(?:bin|npy)$", name)
+    return found and found[1]
+
+
+def find_shards(folder, split):
+    """Sorted paths of a split: the shards that a manifest lists, or any, or nanoGPT's; or a DataError."""
+    nanogpt = f"{split}.bin"
+    names = sorted(glob.glob(f"*{split}*", root_dir=folder))
+    names = [name for name in names if split_of(name) == split or name == nanogpt]
+    if len({(name == nanogpt, name[-4:]) for name in names}) > 1:
+        raise DataError(f"{folder} holds {names[0]} and {names[-1]}; keep one kind, move the other")
+    listed = read_manifest(folder).get("shards")
+    if listed is not None:
+        expected = {shard["name"] for shard in listed if split_of(shard["name"]) == split}
+        for name in sorted(expected ^ {*names}):
+            wrong = "is missing; bring it back" if name in expected else "is not one of them; move it away"
+            raise DataError(f"{folder}/manifest.json lists the shards, and {name} {wrong}")
+    paths = [Path(folder, name) for name in names]
+    for path in paths:
+        if not path.is_file():
+            raise DataError(f"{path} is a folder, a pipe or a device; expected a file; move it away")
+    if paths:
+        return paths
+    if not os.path.isdir(folder):
+        here = "; ./quickstart.sh makes this one" if os.path.basename(folder) == "quickstart" else ""
+        raise DataError(f"no such folder: {folder}; {MAKE_DATA}{here}")
+    hint = "make one, or train without: --eval_interval=0" if split == "val" else MAKE_DATA
+    raise DataError(f"{folder} holds no {split} split (*_{split}_*.bin, .npy or {nanogpt}); {hint}")
+
+
+def fingerprint(folders, split):
+    """A digest of the content of a split of folders, behind the number of its version. Raises DataError.
+
+    It is made of the manifests' SHA-256 and of blocks of every file; dry runs read all, see `verify`.
+    """
+    lines = []
+    for folder in folders:
+        paths = find_shards(folder, split)
+        listed = {shard["name"]: shard for shard in read_manifest(folder).get("shards", ())}
+        for path in paths:
+            if path.name in listed:
+                shard = listed[path.name]
+                lines += [shard["sha256"], shard.get("mask_sha256", "")]
+        masks = [mask_path(path) for path in paths if mask_path(path).is_file()]
+        with told(f"{folder} cannot be read", DataError), concurrent.futures.ThreadPoolExecutor(8) as pool:
+            lines += pool.map(sampled_digest, [*paths, *masks])
+    return "2:" + hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def sampled_digest(path):
+    """SHA-256 of a file's length and of BLOCKS blocks spread over it; of a small file of all its bytes."""
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        found = hashlib.sha256(f"{size} ".encode())
+        if size <= BLOCKS * BLOCK_BYTES:
+            found.update(file.read())
+        else:
+            for number in range(BLOCKS):  # the first and the last bytes too
+                file.seek(number * (size - BLOCK_BYTES) // (BLOCKS - 1))
+                found.update(file.read(BLOCK_BYTES))
+    return found.hexdigest()
+
+
+def verify(data_dir):
+    """Compares every shard and mask of the folders with the manifest's SHA-256. Raises DataError."""
+    for folder, _ in mixture.folders(str(data_dir)):
+        for shard in read_manifest(folder).get("shards", ()):  # somebody else's shards have no checksums
+            path = Path(folder, shard["name"])
+            verify_file(path, shard["sha256"])
+            if "mask_sha256" in shard:
+                verify_file(mask_path(path), shard["mask_sha256"])
+
+
+def verify_file(path, sha256):
+    expected = f"SHA-256 {sha256}"
+    if path.is_symlink():
+        found = "a link"
+    elif path.is_file():
+        found = f"SHA-256 {files.digest(path)[1]}"
+    else:
+        found = "no file"
+    if found != expected:
+        raise damaged(path, found, f"the manifest's file, {expected}")
+
+
+class Shards:
+    """The shards of a folder's split as one circle of `tokens` tokens, and what the manifest says of them.
+
+    vocab_size: the model's; None: ids are not compared with it. Raises DataError.
+    """
+
+    def __init__(self, folder, split, vocab_size=None):
+        manifest = read_manifest(folder)
+        self.folder = folder
+        self.limit = vocab_size
+        self.vocab_size = manifest.get("vocab_size")  # of the tokenizer; None without a manifest
+        self.eot = manifest.get("eot")
+        self.pack = manifest.get("settings", {}).get("pack")
+        self.token_bytes = read_token_bytes(folder)
+        self.tokenizer = tokenizer_of(folder, manifest)
+        if vocab_size is not None and (self.vocab_size or 0) > vocab_size:
+            if self.token_bytes is None or not fits(vocab_size, self.token_bytes, self.eot):
+                raise DataError(
+                    f"vocab_size={vocab_size} is below the tokenizer's; try --vocab_size={self.vocab_size}"
+                )
+        self.paths = find_shards(folder, split)
+        self.shards = [open_shard(path) for path in self.paths]
+        dtype = np.dtype(manifest.get("dtype", self.shards[0].dtype))
+        for path, shard in zip(self.paths, self.shards):
+            if shard.dtype != dtype:
+                raise damaged(path, f"{len(shard)} {shard.dtype.name} tokens", f"tokens of {dtype.name}")
+        self.begins = np.cumsum([0, *map(len, self.shards)]).tolist()  # of each shard in the circle
+        self.tokens = self.begins[-1]
+        masks = [mask_path(path) for path in self.paths]
+        self.masks = None
+        listed = any("mask_sha256" in shard for shard in manifest.get("shards", ()))
+        if listed or any(mask.exists() for mask in masks):
+            self.masks = [open_mask(mask, len(shard)) for mask, shard in zip(masks, self.shards)]
+
+    def read(self, position, count):
+        """(ids, whether each carries loss as a target) of `count` tokens from `position` on, as arrays."""
+        ids, has_loss = [], []
+        while count:
+            position %= self.tokens
+            shard = bisect.bisect_right(self.begins, position) - 1
+            first = position - self.begins[shard]
+            part = self.shards[shard][first : first + count]
+            if self.limit is not None and part.max() >= self.limit:
+                at = np.argmax(part >= self.limit)
+                raise DataError(
+                    f"{self.paths[shard]}: token {first + at} is {part[at]}, not below "
+                    f"vocab_size={self.limit}; raise it, or make the data again"
+                )
+            ids.append(part)
+            bits = np.ones(len(part), bool)
+            if self.masks:
+                at = np.arange(first, first + len(part))
+                bits = self.masks[shard][at // 8] >> at % 8 & 1 == 1
+            has_loss.append(bits)
+            position += len(part)
+            count -= len(part)
+        return np.concatenate(ids, dtype=np.int64), np.concatenate(has_loss)
+
+    def document_starts(self):
+        """The positions of all separators."""
+        found = [np.flatnonzero(shard == self.eot) for shard in self.shards]
+        return np.concatenate([starts + begin for starts, begin in zip(found, self.begins)])
+
+
+def tokenizer_of(folder, manifest):
+    """The tokenizer that a manifest names, or the folder's own file where that is gone, as after a move."""
+    name = manifest.get("tokenizer")
+    own = Path(folder, "tokenizer.json")
+    if own.is_file() and not (name and (built_in(name) or Path(name).exists())):
+        return str(own)
+    return name
+
+
+def same_tokenizer(one, other):
+    """Whether the ids of two Shards mean the same, by the bytes of each id where these are known."""
+    if one.eot != other.eot:
+        return False
+    if one.token_bytes is None or other.token_bytes is None:
+        return one.tokenizer == other.tokenizer
+    return np.array_equal(one.token_bytes, other.token_bytes)
