@@ -46,10 +46,8 @@ def main(cfg):
     ids = template.ids(question) if template and not talk else [tokenizer.eot] * cfg.bos + shown
     if not (ids or talk):
         raise UserError("bos=False leaves an empty prompt with no token to continue; give --prompt=TEXT")
-    options = dict(max_new_tokens=cfg.max_new_tokens, temperature=cfg.temperature, top_k=cfg.top_k)
-    options |= dict(ends=tokenizer.ends if cfg.stop else (), cached=cfg.cache, quiet=not world.main)
-    printer = sampling.Printer(model, tokenizer, **options)
     with autocast:
+        printer = sampling.Printer(model, tokenizer, cfg, quiet=not world.main)
         if talk:
             converse(printer, template, cfg.seed)
         # each rank makes a sample; rank 0 prints its own as it comes, then the others'

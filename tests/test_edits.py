@@ -467,7 +467,7 @@ NEW = 40 if GPU else 5  # tokens; the interpreter takes a second for one
 def test_sampling_of_an_edited_definition(edit, monkeypatch):
     """With a KV cache, or, after an edit of attention, without; greedily and in float32."""
     monkeypatch.setattr(forms, "served", {DEVICE})
-    sampling.warn.cache_clear()
+    sampling.without.cache_clear()
     ids = torch.randint(0, 200, (2, 20), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     found = {}
     for own in (edit, None):
