@@ -90,14 +90,14 @@ def take_steps(cfg, world, began, say, marks):
     show([describe_device(world)], say)
     cfg, rows, job = build(cfg, world)
     next_batch, size = synthetic(cfg, world), f"{job.accumulation} micro-steps of {cfg.rank_tokens:,} tokens"
-    show([*rows, *job.account.rows(), *job.rows, ("first step", f"{size} a rank ...")], say)
+    show([*rows, *job.analysis.rows(), *job.rows, ("first step", f"{size} a rank ...")], say)
     step(job, next_batch, cfg)
     first = parallel.synchronize(world.device) - began
     show([("first step", f"{first:.1f} s after the start, compilation included")], say)
     for _ in progress(range(cfg.settle), "warm-up steps", bar=False):
         step(job, next_batch, cfg)
     if times := step_times(job, next_batch, cfg):
-        show([("step", speed(times, cfg, world, job.account))], say)
+        show([("step", speed(times, cfg, world, job.analysis))], say)
     if on_gpu:
         peak, held = torch.cuda.max_memory_allocated() / 2**30, torch.cuda.max_memory_reserved() / 2**30
         show([("memory", f"{peak:.1f} GiB at the peak, {held:.1f} reserved")], say)
@@ -151,11 +151,11 @@ def step_times(job, next_batch, cfg):
     return [b.since(a) for a, b in itertools.pairwise(moments)]
 
 
-def speed(times, cfg, world, account):
+def speed(times, cfg, world, analysis):
     """Median step, tokens/s and MFU in words."""
     median = statistics.median(times)
     rate = cfg.batch_tokens / median
-    share = account.mfu(rate, world.size)
+    share = analysis.mfu(rate, world.size)
     used = "n/a" if share is None else f"{share:.1%}"
     spread = f"median of {len(times)} ({min(times) * 1e3:.1f} to {max(times) * 1e3:.1f})"
     return f"{median * 1e3:.1f} ms, {spread}; {rate:,.0f} tokens/s, MFU {used}"

@@ -16,7 +16,7 @@ from corpus.loader import DataError, TokenLoader, read_manifest, read_sizes, ver
 from fast import forms
 from fast.chips import best_attention
 from run import agreement, checkpoint, hf, source
-from run.flops import Account, parameter_counts
+from run.flops import ModelAnalysis, parameter_counts
 from scale import context, memory, parallel
 from scale.precision import autocast, pick_ops, pick_precision
 from settings import conflicts
@@ -107,29 +107,29 @@ def refuse_other_tokenizer(cfg):
 
 
 def build_model(cfg, world, weights=None, eot=None):
-    """(model, Account): on meta, prepared, allocated, loaded.
+    """(model, ModelAnalysis): on meta, prepared, allocated, loaded.
 
     cfg: from `choose`. weights: a checkpoint's; None: cfg.init_from's, or new. eot: the data's separator.
     """
-    device, account = world.device, Account(cfg, world.device)
-    if account.bypassed and (cfg.document_mask or cfg.context_parallel > 1):
+    device, analysis = world.device, ModelAnalysis(cfg, world.device)
+    if analysis.bypassed and (cfg.document_mask or cfg.context_parallel > 1):
         why = "go around attn.core, which model.py's attention does not call: see docs/experiment.md"
         raise UserError(f"document_mask and context_parallel {why}")
-    if account.draws and cfg.compile and cfg.remat != "none":
+    if analysis.draws and cfg.compile and cfg.remat != "none":
         what = f"a block draws from numpy's or Python's random numbers: under remat={cfg.remat}"
         why = "torch.compile does not draw the same again; draw from torch, or set --compile=False"
         raise UserError(f"{what} {why}")
-    if account.updates and cfg.remat != "none":
-        again = f"under remat={cfg.remat} a block runs twice, and so would change {account.updates[0]} twice"
+    if analysis.updates and cfg.remat != "none":
+        again = f"under remat={cfg.remat} a block runs twice, and so would change {analysis.updates[0]} twice"
         raise UserError(f"{again}; change it in train.py's loop, or set --remat=none")
     model = models.on_meta(cfg)
-    prepare(model, cfg, world, eot, account)
+    prepare(model, cfg, world, eot, analysis)
     models.allocate(model, "cpu" if cfg.offload_states else device, cfg.seed, whole=parallel.whole)
     buffers = checkpoint.persistent_buffers(model)
     if weights:  # older checkpoints have no buffers
-        account.new = checkpoint.load_model_tensors(model, weights, may_lack=buffers)
+        analysis.new = checkpoint.load_model_tensors(model, weights, may_lack=buffers)
     elif cfg.init_from:
-        account.new = load_initial_weights(model, cfg)
+        analysis.new = load_initial_weights(model, cfg)
     for buffer in model.buffers():  # offload_states allocated them on the CPU
         buffer.data = buffer.data.to(device)
     parallel.share(buffers.values())
@@ -143,10 +143,10 @@ def build_model(cfg, world, weights=None, eot=None):
         if eot is None and cfg.tokenizer:
             eot = tokenizers.load(cfg.tokenizer).eot
         context.prove(model, cfg, world, autocast(cfg.precision, device), eot)
-    return model, account
+    return model, analysis
 
 
-def prepare(model, cfg, world, eot, account):
+def prepare(model, cfg, world, eot, analysis):
     """Applies, to a model on meta, in this order: fp8, documents, remat, context parallel, compile, FSDP2."""
     from scale import documents, remat  # files that `import train` need not load
 
@@ -169,7 +169,7 @@ def prepare(model, cfg, world, eot, account):
     if cfg.compile:
         compile_model(model, sharded)
     if sharded:
-        parallel.shard(model, cfg, world, account)
+        parallel.shard(model, cfg, world, analysis)
 
 
 def compile_model(model, sharded=False):
@@ -226,7 +226,7 @@ def open_initial_weights(cfg):
 
 def describe(cfg, training, start):
     """Rows of the start-up summary: the model, its memory, the data, the batch, and where it resumes."""
-    account, world, state, N = training.account, training.world, training.state, cfg.context_parallel
+    analysis, world, state, N = training.analysis, training.world, training.state, cfg.context_parallel
     total, matmul = parameter_counts(state.model)
     ranks = f"{world.size // N} groups of {N} ranks" if N > 1 else f"{world.size} ranks"
     micro = f"{cfg.batch_size} x {cfg.block_size} x {ranks} x {training.accumulation} micro-steps"
@@ -239,10 +239,10 @@ def describe(cfg, training, start):
         length += " number, and with it the weights, differs from run to run; max_steps does not count"
     rows = [
         ("parameters", f"{total:,}, of them {matmul:,} in matmuls; vocabulary padding not counted"),
-        *account.rows(),
+        *analysis.rows(),
         *training.rows,
         ("optimizer", describe_optimizer(state.optimizer, cfg.lr)),
-        ("memory", memory.describe(cfg, world.size, account.parameters, optim.unknown(state.optimizer))),
+        ("memory", memory.describe(cfg, world.size, analysis.parameters, optim.unknown(state.optimizer))),
     ]
     if hasattr(state.loader, "describe"):
         rows += state.loader.describe(tokens)
