@@ -150,7 +150,7 @@ class Logger:
     def start(self, state, rows, given, analysis):
         """The start-up summary, with the command line; log.jsonl has all settings that are no defaults.
 
-        state: a train.State; given: the Config as the user gave it; analysis: a flops.ModelAnalysis, for the MFU.
+        state: a train.State; given: the Config as the user gave it; analysis: a flops.ModelAnalysis.
         """
         self.analysis, self.tokens = analysis, state.tokens
         self.seconds_before, self.steps_before = state.seconds, state.step
