@@ -5,10 +5,8 @@ train.py reads the shape of --init_from=hf:NAME before it imports torch: functio
 """
 
 import functools
-import itertools
 import json
 import shutil
-from collections import namedtuple
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -86,8 +84,17 @@ BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # masks a
 FILES = ["*.json", "*.jinja", "*.safetensors", "tokenizer*", *VOCABULARIES]  # of weights on the hub
 INDEX = "model.safetensors.index.json"  # {tensor: its file} of weights in several files
 DTYPES = dict(F64="float64", F32="float32", F16="float16", BF16="bfloat16")  # of weights in safetensors
-# Which rows of ours one of theirs is: transposed, as GPT-2's matrices, or normed, with embed_norm in it
-Part = namedtuple("Part", "ours first last transposed normed", defaults=[False, False])
+
+
+@dataclass
+class Part:
+    """The rows of a tensor of ours that a Hugging Face tensor is."""
+
+    ours: str
+    first: int
+    last: int
+    transposed: bool = False  # as GPT-2's matrices
+    normed: bool = False  # with embed_norm folded in
 
 
 @dataclass
@@ -105,26 +112,29 @@ def family_of(cfg):
     """The first family whose class computes a GPTConfig. Raises UserError with what each of them lacks."""
     lacking = []
     for family in EXPORTS:
-        wrong = [f"{k}={vars(cfg)[k]}" for k, known in family.settings.items() if vars(cfg)[k] not in known]
-        wrong += [f"n_kv_head={cfg.n_kv_head}"] * (family is GPT2 and cfg.kv_heads < cfg.n_head)
-        wrong += [f"head_dim={cfg.head_dim}"] * (family is GPT2 and cfg.attention_width != cfg.n_embd)
-        known = {*family.settings, *family.keys.values(), *WITHOUT_EFFECT}
-        wrong += [f"{k}={v}" for k, v in vars(cfg).items() if v and k in SHAPE - known]  # an edit's setting
+        wrong = [name for name, known in family.settings.items() if getattr(cfg, name) not in known]
+        if family is GPT2 and cfg.kv_heads < cfg.n_head:
+            wrong.append("n_kv_head")
+        if family is GPT2 and cfg.attention_width != cfg.n_embd:
+            wrong.append("head_dim")
+        others = SHAPE - {*family.settings, *family.keys.values(), *WITHOUT_EFFECT}  # an edit's
+        wrong += [name for name in others if getattr(cfg, name, None)]
         if not wrong:
             return family
-        lacking.append(f"a {family.name} has no {', '.join(wrong)}")
+        words = [f"{name}={getattr(cfg, name)}" for name in wrong]
+        lacking.append(f"a {family.name} has no {', '.join(words)}")
     raise UserError(f"no Hugging Face model computes this, so it cannot be exported: {'; '.join(lacking)}")
 
 
-def adopt(given, files=None):
+def adopt(given, files=FILES):
     """The `given` settings and, from Hugging Face weights in init_from, their shape and tokenizer.
 
-    files: names of those that are fetched if the weights lie on the hub; None: all of FILES.
+    files: names of those that are fetched if the weights lie on the hub.
     """
     name = given.get("init_from") or ""
     if not name.startswith("hf:"):
         return given
-    shape = read_config(fetch(name[3:], files or FILES))
+    shape = read_config(fetch(name[3:], files))
     shape.block_size = min(shape.block_size, GPTConfig.block_size)  # weights may have a longer context
     wanted = replace(shape, **{k: v for k, v in given.items() if k in vars(shape)})
     if wrong := shape.differences(wanted, ["vocab_multiple", "block_size"]):
@@ -135,13 +145,14 @@ def adopt(given, files=None):
 def read_config(folder):
     """The ImportedConfig of a Hugging Face folder. Raises UserError for what model.py does not compute."""
     path = Path(folder) / "config.json"
-    hf, tokenizer = read_json(path, form=FORM), path.with_name("tokenizer.json")
+    hf = read_json(path, form=FORM)
     try:
         _refuse_others(hf, dict(model_type=[*FAMILIES]))
         family = FAMILIES[hf["model_type"]]
         rope = (hf.get("rope_scaling") or {}) | (hf.get("rope_parameters") or {})
-        if apart := [kind for kind, values in rope.items() if isinstance(values, dict)]:
-            raise UserError(f"rope_parameters by kinds of layers ({', '.join(apart)}) are not supported")
+        for kind, values in rope.items():
+            if isinstance(values, dict):
+                raise UserError(f"rope_parameters by kinds of layers ({kind}) are not supported")
         hf = family.absent | hf | rope
         hf.setdefault("rope_type", hf.get("type", "default"))
         _refuse_others(hf, family.allowed)
@@ -156,9 +167,13 @@ def read_config(folder):
         _refuse_others(hf, dict(attention_bias=[cfg.bias]))
     except (UserError, OverflowError) as error:
         raise UserError(f"{path}: {error}") from None
-    cfg.tie_embeddings = cfg.tie_embeddings and not has_own_head(path.parent, family)
-    if tokenizer.is_file() or any((path.parent / name).is_file() for name in VOCABULARIES):
-        cfg.tokenizer = str(tokenizer if tokenizer.is_file() else path.parent)
+    if cfg.tie_embeddings and has_own_head(path.parent, family):
+        cfg.tie_embeddings = False
+    tokenizer = path.with_name("tokenizer.json")
+    if tokenizer.is_file():
+        cfg.tokenizer = str(tokenizer)
+    elif any(path.with_name(name).is_file() for name in VOCABULARIES):
+        cfg.tokenizer = str(path.parent)
     return cfg
 
 
@@ -179,20 +194,24 @@ def fetch(name, files=FILES):
 
 def config_json(cfg, dtype, ids):
     """The content of config.json as transformers 4 writes it, with the ids of `write_tokenizer`."""
+    family = family_of(cfg)
     # the context is block_size, or what RoPE was scaled to if that is longer
-    family, context = family_of(cfg), max(cfg.block_size, int(cfg.rope_original * (cfg.rope_factor or 0)))
-    tied = cfg.tie_embeddings and not cfg.embed_norm  # which is folded into the embedding alone
+    context = max(cfg.block_size, int(cfg.rope_original * (cfg.rope_factor or 0)))
     activation = next(theirs for theirs, ours in family.mlps.items() if ours == cfg.mlp)
     values = vars(cfg) | dict(mlp=activation, n_kv_head=cfg.kv_heads, n_hidden=cfg.hidden, block_size=context)
-    config = {key: values[name] for key, name in family.keys.items()} | dict(tie_word_embeddings=tied)
+    config = {key: values[name] for key, name in family.keys.items()}
+    if cfg.embed_norm:  # which is folded into the embedding alone
+        config["tie_word_embeddings"] = False
     config |= dict(model_type=family.name, architectures=[family.architecture], torch_dtype=dtype)
     config |= dict(bos_token_id=None, eos_token_id=None) | ids
     if family is GPT2:
         return config | dict.fromkeys(["embd_pdrop", "attn_pdrop", "resid_pdrop"], cfg.dropout)
     config |= dict(head_dim=cfg.head_size, attention_bias=cfg.bias, attention_dropout=cfg.dropout)
-    scaling = dict(rope_type="llama3", factor=cfg.rope_factor, low_freq_factor=1.0, high_freq_factor=4.0)
-    scaling |= dict(original_max_position_embeddings=cfg.rope_original)
-    return config | dict(rope_scaling=scaling if cfg.rope_factor else None)
+    config["rope_scaling"] = None
+    if cfg.rope_factor:
+        scaling = dict(rope_type="llama3", factor=cfg.rope_factor, low_freq_factor=1.0, high_freq_factor=4.0)
+        config["rope_scaling"] = scaling | dict(original_max_position_embeddings=cfg.rope_original)
+    return config
 
 
 def write_tokenizer(folder, tokenizer, block_size):
@@ -204,17 +223,20 @@ def write_tokenizer(folder, tokenizer, block_size):
     (folder / "tokenizer.json").write_text(content, "utf-8")
     for path in tokenizers.beside(tokenizer.folder) if tokenizer.folder else ():
         shutil.copyfile(path, folder / path.name)
-    content, eot = json.loads(content), tokenizer.eot
-    names = {token["id"]: token["content"] for token in content["added_tokens"]}
-    config, generation = folder / "tokenizer_config.json", folder / "generation_config.json"
+    eot = tokenizer.eot
+    config = folder / "tokenizer_config.json"
     if not config.exists():
+        content = json.loads(content)
+        names = {token["id"]: token["content"] for token in content["added_tokens"]}
         eos = names[min(tokenizer.ends - {eot}, default=eot)]
         values = dict(tokenizer_class="PreTrainedTokenizerFast", clean_up_tokenization_spaces=False)
         values |= dict(bos_token=names[eot], eos_token=eos, model_max_length=block_size)
         write_json(config, values | dict(unk_token=content["model"].get("unk_token") or eos))
+    generation = folder / "generation_config.json"
+    ids = dict(bos_token_id=eot)
+    if generation.exists():
+        ids |= {key: value for key, value in read_json(generation).items() if value is not None}
     ends = sorted(tokenizer.ends | chat.stop_ids(folder, tokenizer))  # which reads generation_config.json too
-    found = read_json(generation) if generation.exists() else {}
-    ids = dict(bos_token_id=eot) | {key: value for key, value in found.items() if value is not None}
     ids["eos_token_id"] = ends if len(ends) > 1 else ends[0]
     write_json(generation, ids)
     return {key: ids[key] for key in ("bos_token_id", "eos_token_id")}
@@ -227,12 +249,15 @@ class Rows:
         self.tensor, self.dtype, self.transposed = tensor, dtype, transposed
 
     def get_shape(self):
-        return self.tensor.get_shape()[::-1] if self.transposed else self.tensor.get_shape()
+        shape = self.tensor.get_shape()
+        return shape[::-1] if self.transposed else shape
 
     def __getitem__(self, rows):
-        if not self.transposed:
-            return self.tensor[rows].to(self.dtype)
-        return (self.tensor[...].t() if rows is ... else self.tensor[:, rows].t()).to(self.dtype)
+        if rows is ...:
+            rows = slice(None)
+        if self.transposed:
+            return self.tensor[:, rows].t().to(self.dtype)
+        return self.tensor[rows].to(self.dtype)
 
 
 def hf_parts(model, may_have_more=False):
@@ -242,34 +267,48 @@ def hf_parts(model, may_have_more=False):
     """
     from run.checkpoint import persistent_buffers
 
-    cfg, own, parts = model.cfg, dict(model.named_parameters()), {}
-    family, heads = family_of(cfg), [n * cfg.head_size for n in (cfg.n_head, cfg.kv_heads, cfg.kv_heads)]
-    stacked = {"qkv": heads, "gate_up": [cfg.hidden] * 2}  # rows of each of theirs
-    other = ".mlp.up" if cfg.mlp == "swiglu" else ".mlp.gate_up"  # of another kind of MLP
+    cfg = model.cfg
+    family = family_of(cfg)
+    own = dict(model.named_parameters())
     modules = {ours: [theirs] for ours, theirs in family.outer.items()}
-    for i, (ours, theirs) in itertools.product(range(cfg.n_layer), family.block.items()):
-        modules[f"blocks.{i}.{ours}"] = [f"{family.layers}{i}.{name}" for name in theirs.split()]
-    for ours, theirs in modules.items():
-        place = "wte" if ours == "head" and cfg.tie_embeddings and cfg.embed_norm else ours
-        if ours.endswith(other) or place == "head" and cfg.tie_embeddings:
+    for i in range(cfg.n_layer):
+        for ours, theirs in family.block.items():
+            modules[f"blocks.{i}.{ours}"] = [f"{family.layers}{i}.{name}" for name in theirs.split()]
+    heads = cfg.n_head, cfg.kv_heads, cfg.kv_heads
+    stacked = {"qkv": [n * cfg.head_size for n in heads], "gate_up": [cfg.hidden, cfg.hidden]}
+    other_mlp = "up" if cfg.mlp == "swiglu" else "gate_up"
+    parts = {}
+    ends = {}  # {our parameter: its rows that are in parts}
+    for module, theirs in modules.items():
+        kind = module.rpartition(".")[2]
+        ours = module
+        if kind == "head" and cfg.tie_embeddings:
+            ours = "wte"  # before embed_norm
+        if kind == other_mlp or ours != module and not cfg.embed_norm:
             continue
-        if f"{place}.weight" not in own:
-            raise UserError(f"model.py has no {place}.weight, which a Hugging Face {family.name} has")
-        weight, inside, kind = own[f"{place}.weight"], ours.startswith("blocks."), ours.rpartition(".")[2]
-        spans = [(0, cfg.vocab_size if ours in ("wte", "head") else len(weight))] * len(theirs)
-        if len(theirs) > 1 and kind in stacked:  # not relu2's one matrix, which is both gate and up
-            spans = itertools.pairwise([0, *itertools.accumulate(stacked[kind])])
-        changes = family is GPT2 and inside and weight.dim() == 2, ours == "wte" and cfg.embed_norm
-        bias = f"{place}.bias" in own or family is GPT2 and (inside or ours == "norm")
-        for name, span in zip(theirs, spans):
-            parts[f"{name}.weight"] = Part(f"{place}.weight", *span, *changes)
-            if bias:
-                parts[f"{name}.bias"] = Part(f"{place}.bias", *span)
-    whole = lambda part: part.last in (len(own.get(part.ours, ())), cfg.vocab_size)  # else an edit added rows
-    known = {part.ours for part in parts.values()}
-    more = own.keys() & known - {part.ours for part in filter(whole, parts.values())}
+        weight = own.get(f"{ours}.weight")
+        if weight is None:
+            raise UserError(f"model.py has no {ours}.weight, which a Hugging Face {family.name} has")
+        in_block = module.startswith("blocks.")
+        transposed = family is GPT2 and in_block and weight.dim() == 2
+        normed = kind == "wte" and cfg.embed_norm
+        has_bias = f"{ours}.bias" in own or family is GPT2 and (in_block or kind == "norm")
+        first = 0
+        sizes = [cfg.vocab_size if kind in ("wte", "head") else len(weight)]
+        if len(theirs) > 1:
+            sizes = stacked.get(kind, sizes * 2)
+        for name, rows in zip(theirs, sizes):
+            last = first + rows
+            parts[f"{name}.weight"] = Part(f"{ours}.weight", first, last, transposed, normed)
+            ends[f"{ours}.weight"] = last
+            if has_bias:
+                parts[f"{name}.bias"] = Part(f"{ours}.bias", first, last)
+                ends[f"{ours}.bias"] = last
+            if kind in stacked:  # not relu2's one matrix, which is both gate and up
+                first = last
+    more = {name for name in ends.keys() & own.keys() if ends[name] not in (len(own[name]), cfg.vocab_size)}
     if not may_have_more:
-        more |= own.keys() - known | persistent_buffers(model).keys()
+        more |= own.keys() - ends.keys() | persistent_buffers(model).keys()
     if more:
         names = f"{', '.join(sorted(more)[:3])} ({len(more)} in all)"
         raise UserError(f"model.py has parameters that a Hugging Face {family.name} does not have: {names}")
@@ -278,11 +317,11 @@ def hf_parts(model, may_have_more=False):
 
 def open_tensors(folder, family):
     """{full Hugging Face name: slice of safetensors} of one file, else of an index's, without buffers."""
-    index, files, tensors = folder / INDEX, {"model.safetensors"}, {}
+    names, tensors = {"model.safetensors"}, {}
     prefix = family.layers.partition(".")[0] + "."  # absent if the model was saved without its head
-    if index.exists() and not (folder / "model.safetensors").exists():
-        files = {*read_json(index, form={"weight_map": {str: plain_name}})["weight_map"].values()}
-    for path in sorted(folder / file for file in files):
+    if (folder / INDEX).exists() and not (folder / "model.safetensors").exists():
+        names = {*read_json(folder / INDEX, form={"weight_map": {str: plain_name}})["weight_map"].values()}
+    for path in sorted(folder / name for name in names):
         if not path.is_file():
             raise UserError(f"{path}: missing; pickles (pytorch_model.bin) are not read: convert them first")
         with told(f"{path}: damaged or not safetensors"):
@@ -301,11 +340,11 @@ def has_own_head(folder, family):
     if not any(folder.glob("model*.safetensors*")):
         return False
     theirs = open_tensors(folder, family)
-    pair = [theirs.get(f"{family.outer[ours]}.weight") for ours in ("wte", "head")]
-    if None in pair or pair[0].get_shape() != pair[1].get_shape():
+    wte = theirs.get(f"{family.outer['wte']}.weight")
+    head = theirs.get(f"{family.outer['head']}.weight")
+    if wte is None or head is None or wte.get_shape() != head.get_shape():
         return False  # open_hf takes one for the other, or refuses the shapes
-    rows = (slice(i, i + 4096) for i in range(0, pair[0].get_shape()[0], 4096))
-    return any((pair[0][part] != pair[1][part]).any() for part in rows)
+    return bool((wte[:] != head[:]).any())
 
 
 def open_hf(name):
@@ -318,27 +357,36 @@ def open_hf(name):
     folder = fetch(name)
     cfg = read_config(folder)
     family = family_of(cfg)
-    both = f"{folder} has model.safetensors and {INDEX}; the first is read, as transformers does"
-    warn(all((folder / name).exists() for name in ("model.safetensors", INDEX)) and both)
-    theirs, model, found = open_tensors(folder, family), on_meta(cfg), {}
+    if all((folder / name).exists() for name in ("model.safetensors", INDEX)):
+        warn(f"{folder} has model.safetensors and {INDEX}; the first is read, as transformers does")
+    theirs = open_tensors(folder, family)
     wte, head = (f"{family.outer[ours]}.weight" for ours in ("wte", "head"))
     if cfg.tie_embeddings and head in theirs:  # it is the embedding, perhaps without another copy of it
         theirs.setdefault(wte, theirs[head])
         if theirs[wte].get_shape() == theirs[head].get_shape():
             del theirs[head]
-    own, parts = dict(model.named_parameters()), hf_parts(model, may_have_more=True)
-    wrong = [f"{key} missing" for key in parts.keys() - theirs.keys()]
-    wrong += [f"{key} not expected" for key in theirs.keys() - parts.keys()]
-    for key, part in parts.items() if not wrong else ():
-        shape, rows = [part.last - part.first, *own[part.ours].shape[1:]], theirs[key]
-        shape = shape[::-1] if part.transposed else shape
-        found.setdefault(part.ours, []).append((part, rows))
-        if rows.get_shape() != shape:
-            wrong.append(f"{key} is {rows.get_shape()}, expected {shape}")
-        if rows.get_dtype() not in DTYPES:
-            wrong.append(f"{key} is {rows.get_dtype()}, expected {' or '.join(DTYPES)}")
+    model = on_meta(cfg)
+    own = dict(model.named_parameters())
+    parts = hf_parts(model, may_have_more=True)
+    wrong = []
+    found = {}  # {our name: [(Part, slice)]}
+    for key in sorted(parts.keys() | theirs.keys()):
+        if key not in theirs:
+            wrong.append(f"{key} missing")
+        elif key not in parts:
+            wrong.append(f"{key} not expected")
+        else:
+            part, rows = parts[key], theirs[key]
+            found.setdefault(part.ours, []).append((part, rows))
+            shape = [part.last - part.first, *own[part.ours].shape[1:]]
+            if part.transposed:
+                shape.reverse()
+            if rows.get_shape() != shape:
+                wrong.append(f"{key} is {rows.get_shape()}, expected {shape}")
+            if rows.get_dtype() not in DTYPES:
+                wrong.append(f"{key} is {rows.get_dtype()}, expected {' or '.join(DTYPES)}")
     if wrong:
-        words = f"{'; '.join(sorted(wrong)[:3])} ({len(wrong)} in all)"
+        words = f"{'; '.join(wrong[:3])} ({len(wrong)} in all)"
         raise UserError(f"{folder}: its tensors do not fit its config.json: {words}")
     stored = {}
     for ours, pairs in found.items():
@@ -356,8 +404,10 @@ def save_hf(
 
     tensors=None: the model's. check: called with the folder before it has its name; may raise.
     """
-    path, parts = Path(path), hf_parts(model)
-    tensors = dict(model.named_parameters()) if tensors is None else tensors
+    path = Path(path)
+    parts = hf_parts(model)
+    if tensors is None:
+        tensors = dict(model.named_parameters())
     aside = path.absolute().with_name(f".writing_{path.name}")
     shutil.rmtree(aside, ignore_errors=True)  # left by a killed save
     try:
@@ -380,19 +430,23 @@ def _write_shards(folder, parts, tensors, dtype, max_size, eps):
     from safetensors.torch import save_file
 
     tensors = {part.ours: torch.zeros(part.last) for part in parts.values()} | tensors  # biases ours lacks
-    shapes = {name: (part.last - part.first, *tensors[part.ours].shape[1:]) for name, part in parts.items()}
     dtype = getattr(torch, dtype)
 
     def theirs(part):  # a copy, as relu2's one matrix is both gate and up
         rows = tensors[part.ours][part.first : part.last].detach().cpu()
-        rows = torch.nn.functional.rms_norm(rows.float(), rows.shape[1:], eps=eps) if part.normed else rows
-        return (rows.t() if part.transposed else rows).to(dtype, copy=True).contiguous()
+        if part.normed:
+            rows = torch.nn.functional.rms_norm(rows.float(), rows.shape[1:], eps=eps)
+        if part.transposed:
+            rows = rows.t()
+        return rows.to(dtype, copy=True).contiguous()
 
-    sizes = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+    sizes = {}
+    for name, part in parts.items():
+        shape = part.last - part.first, *tensors[part.ours].shape[1:]
+        sizes[name] = torch.empty(shape, dtype=dtype, device="meta")
     plan = huggingface_hub.split_torch_state_dict_into_shards(sizes, max_shard_size=max_size)
     for file, names in plan.filename_to_tensors.items():
         with by_umask(folder / file):
             save_file({name: theirs(parts[name]) for name in names}, folder / file, {"format": "pt"})
     if plan.is_sharded:
-        index = dict(metadata=plan.metadata, weight_map=plan.tensor_to_filename)
-        write_json(folder / INDEX, index)
+        write_json(folder / INDEX, dict(metadata=plan.metadata, weight_map=plan.tensor_to_filename))
