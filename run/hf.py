@@ -22,59 +22,124 @@ from settings import GPTConfig
 class GPT2:
     """A class of transformers in our terms; lists and tables of values begin with the default."""
 
-    name, architecture, layers = "gpt2", "GPT2LMHeadModel", "transformer.h."
-    # {setting: values that the class computes}
-    settings = dict(qk_norm=[False], embed_norm=[False], attention_gate=[False], value_embeddings=[0])
-    settings |= dict(softcap=[None], norm=["layernorm"], positions=["learned"], mlp=["gelu", "relu2"])
-    # {key of config.json: our setting}
-    keys = {name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd")}
-    keys |= dict(n_positions="block_size", n_inner="n_hidden", activation_function="mlp")
-    keys |= dict(layer_norm_epsilon="norm_eps", tie_word_embeddings="tie_embeddings")
-    absent = dict(activation_function="gelu_new", tie_word_embeddings=True)  # what keys mean that are absent
-    mlps = dict(gelu_new="gelu", gelu_pytorch_tanh="gelu", relu2="relu2")  # {activation: our mlp}
-    # {key: values that model.py computes}
-    allowed = dict(scale_attn_weights=[True], scale_attn_by_inverse_layer_idx=[False])
-    allowed |= dict(add_cross_attention=[False], quantization_config=[None], activation_function=[*mlps])
-    # {our module: theirs}, and the same in a block; where theirs are several, ours stacks their rows
-    outer = dict(wte="transformer.wte", wpe="transformer.wpe", norm="transformer.ln_f", head="lm_head")
-    block = {"norm_1": "ln_1", "attn.qkv": "attn.c_attn", "attn.proj": "attn.c_proj"}
-    block |= {"norm_2": "ln_2", "mlp.up": "mlp.c_fc", "mlp.proj": "mlp.c_proj"}
+    name = "gpt2"
+    architecture = "GPT2LMHeadModel"
+    layers = "transformer.h."
+    settings = {  # {setting: values that the class computes}
+        "qk_norm": [False],
+        "embed_norm": [False],
+        "attention_gate": [False],
+        "value_embeddings": [0],
+        "softcap": [None],
+        "norm": ["layernorm"],
+        "positions": ["learned"],
+        "mlp": ["gelu", "relu2"],
+    }
+    keys = {  # {key of config.json: our setting}
+        "vocab_size": "vocab_size",
+        "n_layer": "n_layer",
+        "n_head": "n_head",
+        "n_embd": "n_embd",
+        "n_positions": "block_size",
+        "n_inner": "n_hidden",
+        "activation_function": "mlp",
+        "layer_norm_epsilon": "norm_eps",
+        "tie_word_embeddings": "tie_embeddings",
+    }
+    absent = {"activation_function": "gelu_new", "tie_word_embeddings": True}  # what absent keys mean
+    mlps = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu2": "relu2"}  # {activation: our mlp}
+    allowed = {  # {key: values that model.py computes}
+        "scale_attn_weights": [True],
+        "scale_attn_by_inverse_layer_idx": [False],
+        "add_cross_attention": [False],
+        "quantization_config": [None],
+        "activation_function": [*mlps],
+    }
+    outer = {  # {our module: theirs}
+        "wte": "transformer.wte",
+        "wpe": "transformer.wpe",
+        "norm": "transformer.ln_f",
+        "head": "lm_head",
+    }
+    block = {  # the same in a block; where theirs are several, ours stacks their rows
+        "norm_1": "ln_1",
+        "attn.qkv": "attn.c_attn",
+        "attn.proj": "attn.c_proj",
+        "norm_2": "ln_2",
+        "mlp.up": "mlp.c_fc",
+        "mlp.proj": "mlp.c_proj",
+    }
 
 
 class Llama:
-    name, architecture, layers = "llama", "LlamaForCausalLM", "model.layers."
-    settings = GPT2.settings | dict(norm=["rmsnorm"], positions=["rope"], mlp=["swiglu", "relu2"])
-    settings |= dict(embed_norm=[False, True])  # an export folds it into the embedding
-    keys = dict(vocab_size="vocab_size", max_position_embeddings="block_size", num_hidden_layers="n_layer")
-    keys |= dict(num_attention_heads="n_head", num_key_value_heads="n_kv_head", hidden_size="n_embd")
-    keys |= dict(intermediate_size="n_hidden", hidden_act="mlp", rms_norm_eps="norm_eps", mlp_bias="bias")
-    keys |= dict(tie_word_embeddings="tie_embeddings", rope_theta="rope_theta", head_dim="head_dim")
-    absent = dict.fromkeys(["attention_bias", "mlp_bias", "tie_word_embeddings"], False)
-    absent |= dict(hidden_act="silu", rope_theta=10000.0)
-    mlps = dict(silu="swiglu", swish="swiglu", relu="relu2")  # relu(gate) * up is ReLU squared if gate = up
-    allowed = dict(rope_type=["default", "llama3"], partial_rotary_factor=[1.0], quantization_config=[None])
-    allowed |= dict(low_freq_factor=[1.0], high_freq_factor=[4.0])  # of llama3, constants of model.Rope
-    allowed["hidden_act"] = ["silu", "swish"]  # relu in exports alone: others' gates are not equal to up
-    outer = dict(wte="model.embed_tokens", norm="model.norm", head="lm_head")
-    block = {"norm_1": "input_layernorm", "norm_2": "post_attention_layernorm"}
-    block |= {"attn.qkv": "self_attn.q_proj self_attn.k_proj self_attn.v_proj"}
-    block |= {"attn.proj": "self_attn.o_proj", "mlp.proj": "mlp.down_proj"}
-    block |= dict.fromkeys(["mlp.gate_up", "mlp.up"], "mlp.gate_proj mlp.up_proj")
+    name = "llama"
+    architecture = "LlamaForCausalLM"
+    layers = "model.layers."
+    settings = GPT2.settings | {
+        "embed_norm": [False, True],  # an export folds it into the embedding
+        "norm": ["rmsnorm"],
+        "positions": ["rope"],
+        "mlp": ["swiglu", "relu2"],
+    }
+    keys = {
+        "vocab_size": "vocab_size",
+        "max_position_embeddings": "block_size",
+        "num_hidden_layers": "n_layer",
+        "num_attention_heads": "n_head",
+        "num_key_value_heads": "n_kv_head",
+        "hidden_size": "n_embd",
+        "intermediate_size": "n_hidden",
+        "hidden_act": "mlp",
+        "rms_norm_eps": "norm_eps",
+        "mlp_bias": "bias",
+        "tie_word_embeddings": "tie_embeddings",
+        "rope_theta": "rope_theta",
+        "head_dim": "head_dim",
+    }
+    absent = {
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+        "rope_theta": 10000.0,
+    }
+    mlps = {"silu": "swiglu", "swish": "swiglu", "relu": "relu2"}  # relu(gate) * up, with gate = up
+    allowed = {
+        "rope_type": ["default", "llama3"],
+        "partial_rotary_factor": [1.0],
+        "quantization_config": [None],
+        "low_freq_factor": [1.0],  # of llama3, as the next: constants of model.Rope
+        "high_freq_factor": [4.0],
+        "hidden_act": ["silu", "swish"],  # relu in exports alone: others' gates are not equal to up
+    }
+    outer = {"wte": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+    block = {
+        "norm_1": "input_layernorm",
+        "norm_2": "post_attention_layernorm",
+        "attn.qkv": "self_attn.q_proj self_attn.k_proj self_attn.v_proj",
+        "attn.proj": "self_attn.o_proj",
+        "mlp.gate_up": "mlp.gate_proj mlp.up_proj",
+        "mlp.up": "mlp.gate_proj mlp.up_proj",
+        "mlp.proj": "mlp.down_proj",
+    }
 
 
 class Qwen3(Llama):
-    name, architecture = "qwen3", "Qwen3ForCausalLM"
-    settings = Llama.settings | dict(qk_norm=[True], bias=[False])
+    name = "qwen3"
+    architecture = "Qwen3ForCausalLM"
+    settings = Llama.settings | {"qk_norm": [True], "bias": [False]}
     keys = {key: name for key, name in Llama.keys.items() if name != "bias"}
-    absent = Llama.absent | dict(num_key_value_heads=32, head_dim=128)
-    allowed = Llama.allowed | dict(attention_bias=[False], use_sliding_window=[False])
+    absent = Llama.absent | {"num_key_value_heads": 32, "head_dim": 128}
+    allowed = Llama.allowed | {"attention_bias": [False], "use_sliding_window": [False]}
     block = Llama.block | {"attn.q_norm": "self_attn.q_norm", "attn.k_norm": "self_attn.k_norm"}
 
 
 class Mistral(Llama):  # read, not written: it is a Llama
-    name, keys, settings = "mistral", Qwen3.keys, Llama.settings | dict(bias=[False])
-    absent = Llama.absent | dict(num_key_value_heads=8, sliding_window=4096)
-    allowed = Llama.allowed | dict(sliding_window=[None])
+    name = "mistral"
+    keys = Qwen3.keys
+    settings = Llama.settings | {"bias": [False]}
+    absent = Llama.absent | {"num_key_value_heads": 8, "sliding_window": 4096}
+    allowed = Llama.allowed | {"sliding_window": [None]}
 
 
 EXPORTS = (GPT2, Llama, Qwen3)
