@@ -109,7 +109,7 @@ class LanguageModel(LM):
         warn(cut and f"{cut:,} of {len(rows):,} rows exceed block_size={self.limit:,}: their left is cut off")
         rows = [np.array(row[cut:]) for row, cut in zip(rows, cuts)]
         starts = np.array(starts) - cuts
-        prepared = hellaswag.Prepared(rows, starts, labels=None, truncated=0, spanned=0)
+        prepared = hellaswag.Prepared(rows, starts)
         options = self._device, self.batch_tokens, self.autocast
         return hellaswag.over_rows(self.measure, 2, self.model, prepared, *options).tolist()
 
