@@ -10,7 +10,6 @@ acc_easy is acc with the wrong endings replaced by right ones of other examples,
 for small models, which are at chance in acc.
 """
 
-import contextlib
 import http.client
 import json
 import os
@@ -78,11 +77,12 @@ def measure(cfg):
     """(examples, the same as Prepared, losses of its rows, seconds) of a model."""
     from run import trained
 
-    world, model, tokenizer, autocast = trained.load(cfg)
+    _, model, tokenizer, autocast = trained.load(cfg)
     examples = load(cfg.file)[: cfg.limit]
     prepared = prepare(examples, tokenizer, model.cfg.block_size)
     began = time.perf_counter()
-    sums = losses(model, prepared, world.device, cfg.batch_tokens, autocast)
+    with autocast:
+        sums = losses(model, prepared, cfg.batch_tokens)
     return examples, prepared, sums, time.perf_counter() - began
 
 
@@ -198,18 +198,16 @@ def batches(prepared, batch_tokens, block_size):
             yield numbers[first : first + B], B, T
 
 
-def evaluate(model, prepared, device, batch_tokens=None, autocast=None, stop=lambda: False):
-    """(the score as a dict, {name: which examples are right}), on every rank; stop(): leave the rest?"""
-    return scored(prepared, losses(model, prepared, device, batch_tokens, autocast, stop))
+def losses(model, prepared, batch_tokens=None, stop=lambda: False):
+    """Float64 (rows,), on every rank: the summed loss of each row's ending, in nats.
 
-
-def losses(model, prepared, device, batch_tokens=None, autocast=None, stop=lambda: False):
-    """Float64 (rows,): the summed loss of each row's ending, in nats, on every rank; see `evaluate`."""
+    stop(): whether to leave the rest.
+    """
     summed = lambda idx, targets: model.token_losses(idx, targets).float().sum(1, keepdim=True)
-    return over_rows(summed, 1, model, prepared, device, batch_tokens, autocast, stop)[:, 0]
+    return over_rows(summed, 1, model, prepared, batch_tokens, stop)[:, 0]
 
 
-def over_rows(measure, n, model, prepared, device, batch_tokens=None, autocast=None, stop=lambda: False):
+def over_rows(measure, n, model, prepared, batch_tokens=None, stop=lambda: False):
     """Float64 (rows, n), on every rank, of measure((B, T) ids, targets, -100 before endings) -> (B, n)."""
     import torch
 
@@ -217,7 +215,8 @@ def over_rows(measure, n, model, prepared, device, batch_tokens=None, autocast=N
     from scale import parallel
 
     rank, world = parallel.rank_and_size()
-    batch_tokens = batch_tokens or BATCH_TOKENS.get(torch.device(device).type, 4096)
+    device = parallel.device_of(model)
+    batch_tokens = batch_tokens or BATCH_TOKENS.get(device.type, 4096)
     jobs = list(batches(prepared, batch_tokens, model.cfg.block_size))
     jobs += [([], *jobs[-1][1:])] * (-len(jobs) % world)  # FSDP2 needs as many on every rank
     found = torch.zeros(len(prepared.rows), n, device=device)
@@ -228,7 +227,7 @@ def over_rows(measure, n, model, prepared, device, batch_tokens=None, autocast=N
             row, start = torch.from_numpy(prepared.rows[number]), prepared.starts[number]
             idx[b, : len(row) - 1] = row[:-1]
             targets[b, start - 1 : len(row) - 1] = row[start:]
-        with torch.no_grad(), autocast or contextlib.nullcontext():
+        with torch.no_grad():
             values = measure(idx.to(device), targets.to(device))
         found[torch.tensor(numbers, dtype=torch.long, device=device)] = values[: len(numbers)].float()
     return parallel.sum_over_ranks(found).cpu().double().numpy()

@@ -281,7 +281,7 @@ def add_evaluations(evaluations, cfg, world, val_loaders):
     if cfg.sample_interval:
         add_samples(evaluations, cfg, world, tokenizer)
     if cfg.hellaswag_interval:
-        return add_hellaswag(evaluations, cfg, world, tokenizer)
+        return add_hellaswag(evaluations, cfg, tokenizer)
     return []
 
 
@@ -314,7 +314,7 @@ def add_samples(evaluations, cfg, world, tokenizer):
     evaluations.add("sample", cfg.sample_interval, evaluate, lines, at_start=False)
 
 
-def add_hellaswag(evaluations, cfg, world, tokenizer):
+def add_hellaswag(evaluations, cfg, tokenizer):
     """Returns [a warning] where the examples cannot be had."""
     import hellaswag
 
@@ -330,7 +330,9 @@ def add_hellaswag(evaluations, cfg, world, tokenizer):
     examples = hellaswag.prepare(found, tokenizer, cfg.block_size)
 
     def evaluate(model):
-        return hellaswag.evaluate(model, examples, world.device, stop=evaluations.watch.agreed)[0]
+        losses = hellaswag.losses(model, examples, stop=evaluations.watch.agreed)
+        score, _ = hellaswag.scored(examples, losses)
+        return score
 
     lines = lambda score: [hellaswag.in_words(score)]
     evaluations.add("hellaswag", cfg.hellaswag_interval, evaluate, lines)

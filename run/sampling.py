@@ -202,10 +202,9 @@ def make_cache(model, ids, temperature=0, top_k=None, rows=1):
 
 def trial_ids(cfg, prompt):
     """(1, T) random ids for a trial; the first of the prompt, perhaps a separator, comes in between."""
-    draw = torch.Generator().manual_seed(0)
     T = min(cfg.block_size, TRIAL_TOKENS)
-    ids = torch.randint(cfg.vocab_size, (1, T), generator=draw)
-    ids[torch.rand(1, T, generator=draw) < 0.1] = prompt[0].item()
+    ids = torch.randint(cfg.vocab_size, (1, T), generator=torch.Generator().manual_seed(0))
+    ids[:, ::10] = prompt[0].item()
     return ids.to(prompt.device)
 
 
