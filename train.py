@@ -42,7 +42,7 @@ from run.files import Lock
 from run.logger import LONG, Logger, progress
 from run.norms import Norms
 from run.resume import Start
-from run.signals import Watch, explained
+from run.signals import Watch, errors_explained
 from scale import context, generators, parallel
 from scale.precision import autocast
 
@@ -137,7 +137,7 @@ class Training:
 def main(cfg):
     source.check()  # the imports have read what it noted
     world = parallel.join(cfg)
-    with Watch(world, cfg.timeout_s) as watch, explained(cfg, world):
+    with Watch(world, cfg.timeout_s) as watch, errors_explained(cfg, world):
         train(cfg, world, watch)
     parallel.stop()
     return 128 + watch.stopping if watch.stopping else 0

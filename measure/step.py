@@ -19,7 +19,7 @@ import train
 from configurator import UserError, refuse, too_small
 from run.build import choose
 from run.logger import describe_device, progress, show
-from run.signals import Watch, explained
+from run.signals import Watch, errors_explained
 from scale import parallel
 
 SEPARATOR = 718  # ends documents with document_mask: one in 8,192 tokens of `synthetic` in GPT-2's vocabulary
@@ -38,7 +38,7 @@ def measure(cfg):
     """Times cfg.steps training steps and prints the result; cfg: a bench.StepConfig that was checked."""
     refuse(too_small(cfg, {"steps": 0, "settle": 0, "gpu_gib": 1}) + without_folder(cfg))
     world = parallel.join(cfg)
-    with Watch(world, cfg.timeout_s, saves=False), explained(cfg, world):
+    with Watch(world, cfg.timeout_s, saves=False), errors_explained(cfg, world):
         measure_on(world, cfg)
 
 

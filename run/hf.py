@@ -345,23 +345,23 @@ def hf_parts(model, may_have_more=False):
     parts = {}
     ends = {}  # {our parameter: its rows that are in parts}
     for module, theirs in modules.items():
-        kind = module.rpartition(".")[2]
+        leaf = module.rpartition(".")[2]
         ours = module
-        if kind == "head" and cfg.tie_embeddings:
+        if leaf == "head" and cfg.tie_embeddings:
             ours = "wte"  # before embed_norm
-        if kind == other_mlp or ours != module and not cfg.embed_norm:
+        if leaf == other_mlp or ours != module and not cfg.embed_norm:
             continue
         weight = own.get(f"{ours}.weight")
         if weight is None:
             raise UserError(f"model.py has no {ours}.weight, which a Hugging Face {family.name} has")
         in_block = module.startswith("blocks.")
         transposed = family is GPT2 and in_block and weight.dim() == 2
-        normed = kind == "wte" and cfg.embed_norm
-        has_bias = f"{ours}.bias" in own or family is GPT2 and (in_block or kind == "norm")
+        normed = leaf == "wte" and cfg.embed_norm
+        has_bias = f"{ours}.bias" in own or family is GPT2 and (in_block or leaf == "norm")
         first = 0
-        sizes = [cfg.vocab_size if kind in ("wte", "head") else len(weight)]
+        sizes = [cfg.vocab_size if leaf in ("wte", "head") else len(weight)]
         if len(theirs) > 1:
-            sizes = stacked.get(kind, sizes * 2)
+            sizes = stacked.get(leaf, sizes * 2)
         for name, rows in zip(theirs, sizes):
             last = first + rows
             parts[f"{name}.weight"] = Part(f"{ours}.weight", first, last, transposed, normed)
@@ -369,7 +369,7 @@ def hf_parts(model, may_have_more=False):
             if has_bias:
                 parts[f"{name}.bias"] = Part(f"{ours}.bias", first, last)
                 ends[f"{ours}.bias"] = last
-            if kind in stacked:  # not relu2's one matrix, which is both gate and up
+            if leaf in stacked:  # not relu2's one matrix, which is both gate and up
                 first = last
     more = {name for name in ends.keys() & own.keys() if ends[name] not in (len(own[name]), cfg.vocab_size)}
     if not may_have_more:

@@ -260,7 +260,7 @@ class Logger:
         self.mark = means.moment
         if step in self.with_step:
             self.with_step.pop(step)()
-        self._line(step, lr, loss, norm, extras, tokens)
+        self._log_line(step, lr, loss, norm, extras, tokens)
         self._warn_of_days(step)
         if not math.isfinite(loss):
             self._skip_or_refuse(step, "loss", loss)
@@ -283,7 +283,7 @@ class Logger:
             self.steps_timed += 1
             self.seconds_timed += seconds
 
-    def _line(self, step, lr, loss, norm, extras, tokens):
+    def _log_line(self, step, lr, loss, norm, extras, tokens):
         """A step's line of log.jsonl, and at an interval of the console."""
         seconds, left, device = self.seconds, self.left(step), self.world.device
         rate = (tokens - self.tokens) / seconds

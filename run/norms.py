@@ -55,11 +55,11 @@ class Norms:
 
     def record(self, step, later):
         lines = {}
-        for kind, sums in zip(("weight", "gradient", "update"), later.get()):
-            lines[kind] = {}
+        for quantity, sums in zip(("weight", "gradient", "update"), later.get()):
+            lines[quantity] = {}
             for (name, matrix), total in zip(self.matrices.items(), sums):
                 rms = math.sqrt(total / math.prod(matrix.shape))
-                lines[kind][name] = float(f"{rms:.4g}")
+                lines[quantity][name] = float(f"{rms:.4g}")
         self.log.record("norms", step, **lines)
 
 

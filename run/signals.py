@@ -174,7 +174,7 @@ class Watch(contextlib.ExitStack):
                     continue
                 for number in os.read(self._pipe, 64):
                     if number in SIGNALS:  # not the byte of __exit__
-                        self._signalled(number)
+                        self._on_signal(number)
             try:
                 if not self._failing:
                     self._look(ended)
@@ -185,7 +185,7 @@ class Watch(contextlib.ExitStack):
                     tell(f"{self._where()}: {why}")
                     leave(1, why, at_once=True)
 
-    def _signalled(self, number):
+    def _on_signal(self, number):
         if self.asked and time.monotonic() - self._asked_at > TWICE:
             tell(f"{self._where()}: a second signal")
             leave(128 + number, "a second signal", at_once=True)  # checkpoints are whole or not there
@@ -251,13 +251,19 @@ def how_lost(error):
     return None
 
 
+def out_of_memory(cfg, world):
+    """A UserError that says what to change, by the estimate of scale/memory.py."""
+    _, total = torch.cuda.mem_get_info(world.device)
+    return UserError(memory.advice(cfg, world.size, total))
+
+
 @contextlib.contextmanager
-def explained(cfg, world):
+def errors_explained(cfg, world):
     """Turns errors of the machine into a UserError that says what to do."""
     try:
         yield
     except torch.OutOfMemoryError:
-        raise UserError(memory.advice(cfg, world.size, torch.cuda.mem_get_info(world.device)[1])) from None
+        raise out_of_memory(cfg, world) from None
     except RecomputationError as error:
         why = str(error).partition("\n")[0].removeprefix("torch.utils.checkpoint: ")
         hint = "a block must compute the same each time it runs on the same input; try --remat=none"
