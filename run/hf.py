@@ -346,18 +346,20 @@ def hf_parts(model, may_have_more=False):
     ends = {}  # {our parameter: its rows that are in parts}
     for module, theirs in modules.items():
         leaf = module.rpartition(".")[2]
-        ours = module
-        if leaf == "head" and cfg.tie_embeddings:
-            ours = "wte"  # before embed_norm
-        if leaf == other_mlp or ours != module and not cfg.embed_norm:
+        if leaf == other_mlp:
             continue
+        ours = module
+        if module == "head" and cfg.tie_embeddings:
+            if not cfg.embed_norm:  # it is the embedding
+                continue
+            ours = "wte"  # without the norm, which is folded into the embedding alone
         weight = own.get(f"{ours}.weight")
         if weight is None:
             raise UserError(f"model.py has no {ours}.weight, which a Hugging Face {family.name} has")
         in_block = module.startswith("blocks.")
         transposed = family is GPT2 and in_block and weight.dim() == 2
         normed = leaf == "wte" and cfg.embed_norm
-        has_bias = f"{ours}.bias" in own or family is GPT2 and (in_block or leaf == "norm")
+        has_bias = f"{ours}.bias" in own or (family is GPT2 and (in_block or leaf == "norm"))
         first = 0
         sizes = [cfg.vocab_size if leaf in ("wte", "head") else len(weight)]
         if len(theirs) > 1:

@@ -125,12 +125,12 @@ def steps(model, ids, max_new_tokens, temperature=1.0, top_k=None, seed=0, cache
     B, T = ids.shape
     limit = model.cfg.block_size
     total = T + max_new_tokens
-    known = shortest(ids, lengths)
+    known = T if lengths is None else int(lengths.min())  # tokens of the shortest row
     generator = torch.Generator(ids.device).manual_seed(seed)
     if cached is True:
         cached = make_cache(model, ids[0], temperature, top_k, rows=B)
     if cached and T <= limit:
-        yield from cached.steps(ids, min(total, limit + 1), seed, lengths)
+        yield from cached.steps(ids, known, min(total, limit + 1), seed, lengths)
         ids = cached.ids[:, :total]
         known = ids.size(1)
         generator = cached.generator
@@ -145,13 +145,6 @@ def steps(model, ids, max_new_tokens, temperature=1.0, top_k=None, seed=0, cache
             new = torch.where(end < lengths, buffer[:, end], new)
         buffer[:, end] = new
         yield new
-
-
-def shortest(ids, lengths):
-    """Tokens of the shortest row of ids (B, T)."""
-    if lengths is None:
-        return ids.size(1)
-    return int(lengths.min())
 
 
 def pick(logits, temperature, top_k, generator):
@@ -239,9 +232,12 @@ class KVCache:
         self.generator = torch.Generator(device)
         self.graph = None
 
-    def steps(self, ids, end, seed, lengths=None):
-        """Yields the ids after ids (B, T) up to `end` tokens; on the host if a GPU runs the next step."""
-        last = shortest(ids, lengths) - 1
+    def steps(self, ids, known, end, seed, lengths=None):
+        """Yields the ids after the first `known` of ids (B, T), up to `end`, on the host if there is a GPU.
+
+        lengths: of the rows, see `steps` of this file; None: all are as long as `known`.
+        """
+        last = known - 1
         if lengths is not self.lengths:
             self.lengths = lengths
             self.graph = None

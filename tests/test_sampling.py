@@ -95,7 +95,7 @@ def test_logits_are_close(changes, device, dtype, bound, monkeypatch):
     monkeypatch.setattr(sampling, "pick", lambda logits, *_: found.append(logits) or ids[:, 9 + len(found)])
     with torch.no_grad(), torch.autocast(device, dtype, enabled=dtype is not None):
         expected = model.logits(ids)[:, 9:39]
-        list(sampling.make_cache(model, ids[0], rows=2).steps(ids[:, :10], 40, seed=0))
+        list(sampling.make_cache(model, ids[0], rows=2).steps(ids[:, :10], 10, 40, seed=0))
     assert (torch.stack(found, 1) - expected).abs().max() < bound * expected.std()
 
 
