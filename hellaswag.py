@@ -10,30 +10,27 @@ acc_easy is acc with the wrong endings replaced by right ones of other examples,
 for small models, which are at chance in acc.
 """
 
-import contextlib
 import http.client
-import itertools
 import json
 import os
 import textwrap
 import time
 import urllib.request
-from collections import namedtuple
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from configurator import columns, run, too_small
 from corpus import DataError
-from errors import refuse, say
+from errors import is_rank_0, refuse, say
 from settings import TrainedConfig
 from system.files import misfits, text, write_atomic
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 CACHE = Path.home() / ".cache" / "hellaswag"
 BATCH_TOKENS = {"cuda": 65_536, "cpu": 1024}  # CPU: a row takes a third longer with 4,096 (GPT-2 124M)
-SCORES = "acc_norm", "acc", "acc_easy"
 WORDS = lambda v: text(v) and v.strip() != ""
 FOUR = lambda v: isinstance(v, list) and len(v) == 4 and all(map(WORDS, v))
 EXAMPLE = {"ctx": WORDS, "endings": FOUR, "label": (*range(4), *"0123")}
@@ -57,25 +54,37 @@ def main(cfg):
     from run import trained
     from scale import parallel
 
-    found, examples, lines = [], None, []
-    for one in filter(None, (cfg, trained.other(cfg))):
-        world, model, tokenizer, autocast = trained.load(one)
-        examples = examples or load(cfg.file)[: cfg.limit]
-        prepared, began = prepare(examples, tokenizer, model.cfg.block_size), time.perf_counter()
-        sums = losses(model, prepared, world.device, cfg.batch_tokens, autocast)
-        score, right = scored(prepared, sums)
-        found.append((score | dict(seconds=time.perf_counter() - began), right))
-        if one is cfg:
-            for number, example in enumerate(examples[: cfg.show]):
-                lines += [*shown(number, example, prepared, sums), ""]
-    lines.append(in_words(found[0][0]))
-    for _, others in found[1:]:
-        gains = [(name, hits.astype(float) - others[name]) for name, hits in found[0][1].items()]
-        each = [f"{name} {d.mean():+.4f} ±{d.std() / len(d) ** 0.5:.4f}" for name, d in gains]
-        lines.append(" | ".join([f"less {cfg.against}'s", *each]))
-    if world.main:
+    other = trained.other(cfg)  # a mistake in it is told before the first model is measured
+    examples, prepared, sums, seconds = measure(cfg)
+    score, right = scored(prepared, sums)
+    lines = []
+    for number, example in enumerate(examples[: cfg.show]):
+        lines += [*shown(number, example, prepared, sums), ""]
+    lines.append(in_words(score | dict(seconds=seconds)))
+    if other:
+        _, prepared, sums, _ = measure(other)
+        _, others = scored(prepared, sums)
+        words = [f"less {cfg.against}'s"]
+        for name, hits in right.items():
+            gain = hits.astype(float) - others[name]
+            words.append(f"{name} {gain.mean():+.4f} ±{gain.std() / len(gain) ** 0.5:.4f}")
+        lines.append(" | ".join(words))
+    if is_rank_0():
         say(*lines, sep="\n")
     parallel.stop()
+
+
+def measure(cfg):
+    """(examples, the same as Prepared, losses of its rows, seconds) of a model."""
+    from run import trained
+
+    _, model, tokenizer, autocast = trained.load(cfg)
+    examples = load(cfg.file)[: cfg.limit]
+    prepared = prepare(examples, tokenizer, model.cfg.block_size)
+    began = time.perf_counter()
+    with autocast:
+        sums = losses(model, prepared, cfg.batch_tokens)
+    return examples, prepared, sums, time.perf_counter() - began
 
 
 def load(path=None):
@@ -127,11 +136,12 @@ def easy(examples):
     """The examples with right endings of others for the wrong ones, of the nearest lengths in characters."""
     right = [example["endings"][example["label"]] for example in examples]
     shuffled = np.random.default_rng(0).permutation(len(right)).tolist()  # neighbours in the file are related
-    order, found = sorted(shuffled, key=lambda i: len(right[i])), list(examples)
+    order = sorted(shuffled, key=lambda i: len(right[i]))
+    found = list(examples)
     for place, i in enumerate(order):
-        label = examples[i]["label"]
-        others = [right[order[(place + k) % len(order)]] for k in (1, 2, 3)]
-        found[i] = examples[i] | {"endings": [*others[:label], right[i], *others[label:]]}
+        endings = [right[order[(place + k) % len(order)]] for k in (1, 2, 3)]
+        endings.insert(examples[i]["label"], right[i])
+        found[i] = examples[i] | {"endings": endings}
     return found
 
 
@@ -140,17 +150,24 @@ def documents(dataset):
     return dataset.from_list(easy([example | {"label": int(example["label"])} for example in dataset]))
 
 
-# Of examples, then of their easy form: four rows of ids each; where endings begin; the right ones; rows cut;
-# rows with a token that spans the join of context and ending, which begins the ending then.
-Prepared = namedtuple("Prepared", "rows starts labels truncated spanned")
+class Prepared(NamedTuple):
+    """Examples, then their easy form, as four rows of ids each."""
+
+    rows: list
+    starts: np.ndarray  # where the ending of each row begins
+    labels: np.ndarray = None  # the right one of each example's four rows
+    truncated: int = 0  # rows that lost the left of their context
+    spanned: int = 0  # rows with a token across the join of context and ending, which then begins the ending
 
 
 def prepare(examples, tokenizer, block_size):
     """The examples as Prepared. A row longer than block_size + 1 loses the left of its context."""
-    count, examples = len(examples), [*examples, *easy(examples)]
+    count = len(examples)
+    examples = [*examples, *easy(examples)]
     contexts = tokenizer.encode_batch([e["ctx"] for e in examples])
     wholes = tokenizer.encode_batch([f"{e['ctx']} {ending}" for e in examples for ending in e["endings"]])
-    rows, starts, truncated, spanned = [], [], 0, 0
+    rows, starts = [], []
+    truncated = spanned = 0
     for i, row in enumerate(wholes):
         context, where = contexts[i // 4], f"example {i // 4 % count}"
         start = len(os.path.commonprefix([context.tolist(), row.tolist()]))
@@ -158,7 +175,8 @@ def prepare(examples, tokenizer, block_size):
         if start == len(row):
             raise DataError(f"{where}: an ending has no token in tokenizer={tokenizer.name}")
         if start == 0:  # nothing of the context is left: the separator stands before a text
-            row, start = np.insert(row, 0, tokenizer.eot), 1
+            row = np.insert(row, 0, tokenizer.eot)
+            start = 1
         cut = max(0, len(row) - (block_size + 1))
         if cut >= start:
             raise DataError(f"{where}: an ending of {len(row) - start} tokens exceeds {block_size=}")
@@ -171,28 +189,26 @@ def prepare(examples, tokenizer, block_size):
 
 def batches(prepared, batch_tokens, block_size):
     """Yields (row numbers, B, T) of each forward, longest first; T in steps of 32, for few shapes."""
-    width = [min(block_size, -(-(len(row) - 1) // 32) * 32) for row in prepared.rows]
-    order = sorted(range(len(width)), key=width.__getitem__, reverse=True)
-    for T, group in itertools.groupby(order, width.__getitem__):
-        same = list(group)
-        B = min(len(same), max(1, batch_tokens // T))
-        yield from ((same[i : i + B], B, T) for i in range(0, len(same), B))
+    by_width = {}
+    for number, row in enumerate(prepared.rows):
+        T = min(block_size, -(-(len(row) - 1) // 32) * 32)
+        by_width.setdefault(T, []).append(number)
+    for T, numbers in sorted(by_width.items(), reverse=True):
+        B = min(len(numbers), max(1, batch_tokens // T))
+        for first in range(0, len(numbers), B):
+            yield numbers[first : first + B], B, T
 
 
-def evaluate(model, prepared, device, batch_tokens=None, autocast=None, stop=lambda: False):
-    """(the score as a dict, {name: which examples are right}), on every rank; stop(): leave the rest?"""
-    began = time.perf_counter()
-    score, right = scored(prepared, losses(model, prepared, device, batch_tokens, autocast, stop))
-    return score | dict(seconds=time.perf_counter() - began), right
+def losses(model, prepared, batch_tokens=None, stop=lambda: False):
+    """Float64 (rows,), on every rank: the summed loss of each row's ending, in nats.
 
-
-def losses(model, prepared, device, batch_tokens=None, autocast=None, stop=lambda: False):
-    """Float64 (rows,): the summed loss of each row's ending, in nats, on every rank; see `evaluate`."""
+    stop(): whether to leave the rest.
+    """
     summed = lambda idx, targets: model.token_losses(idx, targets).float().sum(1, keepdim=True)
-    return over_rows(summed, 1, model, prepared, device, batch_tokens, autocast, stop)[:, 0]
+    return over_rows(summed, 1, model, prepared, batch_tokens, stop)[:, 0]
 
 
-def over_rows(measure, n, model, prepared, device, batch_tokens=None, autocast=None, stop=lambda: False):
+def over_rows(measure, n, model, prepared, batch_tokens=None, stop=lambda: False):
     """Float64 (rows, n), on every rank, of measure((B, T) ids, targets, -100 before endings) -> (B, n)."""
     import torch
 
@@ -200,30 +216,33 @@ def over_rows(measure, n, model, prepared, device, batch_tokens=None, autocast=N
     from scale import parallel
 
     rank, world = parallel.rank_and_size()
-    batch_tokens = batch_tokens or BATCH_TOKENS.get(torch.device(device).type, 4096)
+    device = parallel.device_of(model)
+    batch_tokens = batch_tokens or BATCH_TOKENS.get(device.type, 4096)
     jobs = list(batches(prepared, batch_tokens, model.cfg.block_size))
     jobs += [([], *jobs[-1][1:])] * (-len(jobs) % world)  # FSDP2 needs as many on every rank
     found = torch.zeros(len(prepared.rows), n, device=device)
     for numbers, B, T in progress(jobs[rank::world], "rows scored", stop=stop):
-        idx, targets = torch.zeros(B, T, dtype=torch.long), torch.full((B, T), -100)  # -100: no loss
-        for b, i in enumerate(numbers):
-            row, start = torch.from_numpy(prepared.rows[i]), prepared.starts[i]
+        idx = torch.zeros(B, T, dtype=torch.long)
+        targets = torch.full((B, T), -100)  # no loss
+        for b, number in enumerate(numbers):
+            row, start = torch.from_numpy(prepared.rows[number]), prepared.starts[number]
             idx[b, : len(row) - 1] = row[:-1]
             targets[b, start - 1 : len(row) - 1] = row[start:]
-        with torch.no_grad(), autocast or contextlib.nullcontext():
+        with torch.no_grad():
             values = measure(idx.to(device), targets.to(device))
         found[torch.tensor(numbers, dtype=torch.long, device=device)] = values[: len(numbers)].float()
-    parallel.sum_over_ranks(found)
-    return found.cpu().double().numpy()
+    return parallel.sum_over_ranks(found).cpu().double().numpy()
 
 
 def scored(prepared, sums):
-    """(the score as a dict without its seconds, {name: which examples are right}); sums: see `losses`."""
-    means = sums / ending_tokens(prepared)
-    hits = lambda x: (x.reshape(-1, 4).argmin(1) == prepared.labels).reshape(2, -1)
-    right = dict(zip(SCORES, (hits(means)[0], *hits(sums))))
-    score = {name: float(x.mean()) for name, x in right.items()} | dict(n=len(right["acc"]))
-    return score | dict(truncated=prepared.truncated, spanned=prepared.spanned), right
+    """(the score as a dict, {name: which examples are right}); sums: see `losses`."""
+    labels = prepared.labels.reshape(2, -1)  # of the examples, of their easy form
+    right_by_sum = sums.reshape(2, -1, 4).argmin(2) == labels
+    right_by_mean = (sums / ending_tokens(prepared)).reshape(2, -1, 4).argmin(2) == labels
+    right = {"acc_norm": right_by_mean[0], "acc": right_by_sum[0], "acc_easy": right_by_sum[1]}
+    score = {name: float(hits.mean()) for name, hits in right.items()}
+    counts = dict(n=labels.shape[1], truncated=prepared.truncated, spanned=prepared.spanned)
+    return score | counts, right
 
 
 def ending_tokens(prepared):
@@ -236,21 +255,24 @@ def shown(number, example, prepared, sums):
     rows = slice(4 * number, 4 * number + 4)
     own = sums[rows]
     means = own / ending_tokens(prepared)[rows]
+    marks = [[], [], [], []]
+    for mark, ending in ("right", example["label"]), ("acc", own.argmin()), ("acc_norm", means.argmin()):
+        marks[ending].append(mark)
     lines = textwrap.wrap(f"example {number}: {example['ctx']}", columns())
     lines.append(f"  {'right, chosen by':<20} {'loss':>8} {'a token':>8}  ending")
     for i, ending in enumerate(example["endings"]):
-        marks = ["right"] if i == example["label"] else []
-        marks += ["acc"] if i == own.argmin() else []
-        marks += ["acc_norm"] if i == means.argmin() else []
-        words = f"  {', '.join(marks):<20} {own[i]:8.2f} {means[i]:8.3f}  {ending}"
+        words = f"  {', '.join(marks[i]):<20} {own[i]:8.2f} {means[i]:8.3f}  {ending}"
         lines += textwrap.wrap(words, columns(), subsequent_indent=" " * 42)
     return lines
 
 
 def in_words(score):
     """A line for the console; after ±, the standard errors of the proportions."""
-    n, shares = score["n"], [(name, score[name]) for name in SCORES]
-    parts = [f"{name} {p:.4f} ±{(p * (1 - p) / n) ** 0.5:.4f}" for name, p in shares]
+    n = score["n"]
+    parts = []
+    for name in ("acc_norm", "acc", "acc_easy"):
+        p = score[name]
+        parts.append(f"{name} {p:.4f} ±{(p * (1 - p) / n) ** 0.5:.4f}")
     counts = f"{n:,} examples, rows cut: {score['truncated']}"
     if score["spanned"]:
         counts += f", a token spans the join: {score['spanned']}"

@@ -41,26 +41,22 @@ def main(cfg):
     from scale import parallel
 
     world, model, tokenizer, autocast = trained.load(cfg)
-    template = chat.Template(trained.folders(cfg, tokenizer)[0], tokenizer) if cfg.chat else None
-    shown = [] if template else tokenizer.encode("\n" if cfg.prompt is None else cfg.prompt)
-    question = [dict(role="user", content=cfg.prompt)]
-    ids = template.ids(question) if template and not talk else [tokenizer.eot] * cfg.bos + shown
-    if not (ids or talk):
-        raise UserError("bos=False leaves an empty prompt with no token to continue; give --prompt=TEXT")
-    options = dict(max_new_tokens=cfg.max_new_tokens, temperature=cfg.temperature, top_k=cfg.top_k)
-    options |= dict(ends=tokenizer.ends if cfg.stop else (), cached=cfg.cache, quiet=not world.main)
-    printer = sampling.Printer(model, tokenizer, **options)
+    shown = []  # ids of the text that is printed before what continues it
+    if cfg.chat:
+        template = chat.Template(trained.folders(cfg, tokenizer)[0], tokenizer)
+    else:
+        shown = tokenizer.encode("\n" if cfg.prompt is None else cfg.prompt)
+        ids = [tokenizer.eot, *shown] if cfg.bos else shown
+        if not ids:
+            raise UserError("bos=False leaves an empty prompt with no token to continue; give --prompt=TEXT")
     with autocast:
+        printer = sampling.Printer(model, tokenizer, cfg, quiet=not world.main)
         if talk:
             converse(printer, template, cfg.seed)
-        # each rank makes a sample; rank 0 prints its own as it comes, then the others'
-        for first in range(0, 0 if talk else cfg.n_samples, world.size):
-            number = first + world.rank
-            own = printer(ids, cfg.seed + number, shown, wanted=number < cfg.n_samples)
-            texts = parallel.gather_objects(own)[: cfg.n_samples - first]
-            if world.main:
-                others = (f"{text}\n{'-' * 80}" for text in texts[1:])
-                say("-" * 80, *others, sep="\n")
+        else:
+            if cfg.chat:
+                ids = template.ids([dict(role="user", content=cfg.prompt)])
+            print_samples(printer, ids, shown, cfg, world)
     counts, times = zip(*parallel.gather_objects((printer.tokens, printer.seconds)))
     if world.main:
         tokens, seconds = sum(counts), max(times)
@@ -68,9 +64,23 @@ def main(cfg):
     parallel.stop()
 
 
+def print_samples(printer, ids, shown, cfg, world):
+    """Each rank makes a sample; rank 0 prints its own as it comes, then the others'."""
+    from scale import parallel
+
+    for first in range(0, cfg.n_samples, world.size):
+        number = first + world.rank
+        own = printer(ids, cfg.seed + number, shown, wanted=number < cfg.n_samples)
+        texts = parallel.gather_objects(own)[: cfg.n_samples - first]
+        if world.main:
+            others = (f"{text}\n{'-' * 80}" for text in texts[1:])
+            say("-" * 80, *others, sep="\n")
+
+
 def converse(printer, template, seed):
     """Replies to each line of stdin, until Ctrl-D."""
-    messages, sign = [], "> " if sys.stdin.isatty() else ""
+    messages = []
+    sign = "> " if sys.stdin.isatty() else ""
     with contextlib.suppress(EOFError):
         while True:
             messages.append(dict(role="user", content=input(sign)))

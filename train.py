@@ -41,7 +41,7 @@ from run.figures import Figures
 from run.logger import LONG, Logger, progress
 from run.norms import Norms
 from run.resume import Start
-from run.signals import Watch, explained
+from run.signals import Watch, errors_explained
 from scale import context, generators, parallel
 from scale.precision import autocast
 from system.files import Lock
@@ -73,7 +73,7 @@ class Training:
     def __init__(self, cfg, world, loader=None, weights=None, eot=None):
         """weights: a checkpoint's, or None; eot: the id that separates documents, for document masks."""
         self.cfg, self.world = cfg, world
-        model, self.account = build_model(cfg, world, weights, eot)
+        model, self.analysis = build_model(cfg, world, weights, eot)
         scaler = torch.amp.GradScaler(world.device.type, enabled=cfg.precision == "fp16")
         self.state = State(model, optim.make_optimizer(model, cfg), scaler, loader)
         self.autocast = autocast(cfg.precision, world.device)
@@ -83,9 +83,9 @@ class Training:
         self.model = model  # as a micro-step calls it
         self.graph, self.rows = choose_graph(cfg, world, self.micro_step, model)
         if self.graph is None:
-            self.model = parallel.wrap(model, cfg, world, self.account.some_without_gradient)  # in DDP
+            self.model = parallel.wrap(model, cfg, world, self.analysis.some_without_gradient)  # in DDP
         other = optim.unknown(self.state.optimizer)
-        self.rows += parallel.keep_gathered(model, cfg, world, self.account.parameters, other)  # in FSDP2
+        self.rows += parallel.keep_gathered(model, cfg, world, self.analysis.parameters, other)  # in FSDP2
 
     def micro_step(self, x, y, positions=None):
         """Adds a micro-batch's gradients to the step's -> its sums (see run/figures.py)."""
@@ -137,7 +137,7 @@ class Training:
 def main(cfg):
     source.check()  # the imports have read what it noted
     world = parallel.join(cfg)
-    with Watch(world, cfg.timeout_s) as watch, explained(cfg, world):
+    with Watch(world, cfg.timeout_s) as watch, errors_explained(cfg, world):
         train(cfg, world, watch)
     parallel.stop()
     return 128 + watch.stopping if watch.stopping else 0
@@ -189,9 +189,9 @@ def train(cfg, world, watch):
     watch.enter_context(saver)
     rows = [*chosen, *describe(cfg, training, start)]
     rows += [("warning", words) for words in [*warnings, *start.warnings]]
-    log.start(state, rows, given, training.account)
+    log.start(state, rows, given, training.analysis)
     if cfg.compile:
-        log.compiling(COMPILED)
+        log.print(f"{'compiling':<12} {COMPILED}")
 
     state.model.train()
     while True:

@@ -17,7 +17,7 @@ from fast.gradients import Rotation
 
 chips.without_amx()  # on a CPU where it would end the process
 served = set()  # types of device whose calls may take fused kernels, see `serve`
-counting = None  # the run.flops.Census under way: it notes each call, of which the plain PyTorch runs
+counting = None  # the run.flops.OperationCounter under way; of each call that it notes plain PyTorch runs
 edits = {}  # {definition in kernels.py: words}, of those that were edited, or call one that was
 activations = {}  # {function: its name}, which the kernels of fast/mlp.py and fast/fp8.py compute
 layers_known = set()  # classes whose forward the kernels compute

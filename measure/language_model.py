@@ -120,9 +120,9 @@ class LanguageModel(LM):
             warn(f"{many}: their left is cut off")
         rows = [np.array(row[cut:]) for row, cut in zip(rows, cuts)]
         starts = np.array(starts) - cuts
-        prepared = hellaswag.Prepared(rows, starts, labels=None, truncated=0, spanned=0)
-        options = self._device, self.batch_tokens, self.autocast
-        return hellaswag.over_rows(self.measure, 2, self.model, prepared, *options).tolist()
+        prepared = hellaswag.Prepared(rows, starts)
+        with self.autocast:
+            return hellaswag.over_rows(self.measure, 2, self.model, prepared, self.batch_tokens).tolist()
 
     def measure(self, idx, targets):
         """(B, T) ids and targets -> (B, 2), see `scores`."""

@@ -20,7 +20,7 @@ from configurator import too_small, without_folder
 from errors import UserError, is_rank_0, refuse
 from run.build import choose
 from run.logger import describe_device, progress, show
-from run.signals import Watch, explained
+from run.signals import Watch, errors_explained
 from scale import parallel
 
 SEPARATOR = 718  # ends documents with document_mask: one in 8,192 tokens of `synthetic` in GPT-2's vocabulary
@@ -41,7 +41,7 @@ def measure(cfg):
     refuse(too_small(cfg, {"steps": 0, "settle": 0, "gpu_gib": 1}))
     refuse(without_folder(cfg, ["trace", "snapshot"]))
     world = parallel.join(cfg)
-    with Watch(world, cfg.timeout_s, saves=False), explained(cfg, world):
+    with Watch(world, cfg.timeout_s, saves=False), errors_explained(cfg, world):
         began = time.perf_counter()
         on_gpu = world.device.type == "cuda"
         if cfg.snapshot and not on_gpu:
@@ -88,7 +88,7 @@ def take_steps(cfg, world, began, marks):
     cfg, rows, job = build(cfg, world)
     next_batch = synthetic(cfg, world)
     size = f"{job.accumulation} micro-steps of {cfg.rank_tokens:,} tokens a rank"
-    show([*rows, *job.account.rows(), *job.rows, ("first step", f"{size} ...")], say)
+    show([*rows, *job.analysis.rows(), *job.rows, ("first step", f"{size} ...")], say)
     before = parallel.synchronize(world.device)
     step(job, next_batch, cfg)
     ended = parallel.synchronize(world.device)
@@ -97,7 +97,7 @@ def take_steps(cfg, world, began, marks):
     for _ in progress(range(cfg.settle), "warm-up steps", bar=False):
         step(job, next_batch, cfg)
     if times := step_times(job, next_batch, cfg):
-        show([("step", speed(times, cfg, world, job.account))], say)
+        show([("step", speed(times, cfg, world, job.analysis))], say)
     if on_gpu:
         peak = torch.cuda.max_memory_allocated() / 2**30
         held = torch.cuda.max_memory_reserved() / 2**30
@@ -153,11 +153,11 @@ def step_times(job, next_batch, cfg):
     return [b.since(a) for a, b in itertools.pairwise(moments)]
 
 
-def speed(times, cfg, world, account):
+def speed(times, cfg, world, analysis):
     """Median step, tokens/s and MFU in words."""
     median = statistics.median(times)
     rate = cfg.batch_tokens / median
-    share = account.mfu(rate, world.size)
+    share = analysis.mfu(rate, world.size)
     used = "n/a" if share is None else f"{share:.1%}"
     spread = f"median of {len(times)} ({min(times) * 1e3:.1f} to {max(times) * 1e3:.1f})"
     return f"{median * 1e3:.1f} ms, {spread}; {rate:,.0f} tokens/s, MFU {used}"

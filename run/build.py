@@ -17,7 +17,7 @@ from errors import UserError
 from fast import forms
 from fast.chips import best_attention
 from run import agreement, checkpoint, hf, reshard, source
-from run.flops import Account, parameter_counts
+from run.flops import ModelAnalysis, parameter_counts
 from scale import context, memory, parallel
 from scale.precision import autocast, pick_ops, pick_precision
 from settings import conflicts
@@ -27,34 +27,39 @@ COMPILED = "embedding, blocks and head, once: 5 to 20 s on a GPU, up to a minute
 
 def choose(cfg, device):
     """(cfg with every "auto" resolved for the device, rows of the start-up summary with the reasons)."""
-    found = conflicts(dataclasses.replace(cfg, precision="fp16"), 1)
-    fp16 = not any("precision=fp16" in line for line in found)
+    in_fp16 = conflicts(dataclasses.replace(cfg, precision="fp16"), 1)
+    fp16 = not any("precision=fp16" in line for line in in_fp16)
     precision, why = pick_precision(cfg.precision, device, cfg.weights, fp16)
-    attention = best_attention(device, precision) if cfg.attention == "auto" else (cfg.attention, "as set")
-    chosen = dict(precision=(precision, why), attention=attention, ops=pick_ops(cfg.ops, device, precision))
-    cfg = dataclasses.replace(cfg, **{name: value for name, (value, _) in chosen.items()})
+    reasons = {"precision": why}
+    attention, reasons["attention"] = cfg.attention, "as set"
+    if attention == "auto":
+        attention, reasons["attention"] = best_attention(device, precision)
+    ops, reasons["ops"] = pick_ops(cfg.ops, device, precision)
+    cfg = dataclasses.replace(cfg, precision=precision, attention=attention, ops=ops)
     free = parallel.gather_objects(free_memory(cfg, device))  # also of ranks that were started without auto
+    ranks = len(free)
+    least = None if None in free else min(free)
     if cfg.batch_size == "auto":  # with all blocks under remat, if it chooses among them too
-        rows, why = memory.choose_batch(cfg, len(free), None if None in free else min(free))
+        rows, why = memory.choose_batch(cfg, ranks, least)
         parameters = sum(p.numel() for p in models.on_meta(cfg).parameters())
         if forms.edits or parameters != memory.parameter_counts(cfg)[0]:
             why += "; what an edit of model.py or kernels.py takes is not counted"
-        chosen["batch_size"] = rows, why
+        reasons["batch_size"] = why
         cfg = dataclasses.replace(cfg, batch_size=rows)
     if cfg.remat_every == "auto":
-        every, why = memory.choose_remat(cfg, len(free), None if None in free else min(free))
-        chosen["remat_every"] = f"{every:.3g}", why
+        every, reasons["remat_every"] = memory.choose_remat(cfg, ranks, least)
         cfg = dataclasses.replace(cfg, remat_every=every)
-    return cfg, [(name, f"{value} ({reason})") for name, (value, reason) in chosen.items()]
+    shown = vars(cfg) | {"remat_every": f"{cfg.remat_every:.3g}"}
+    return cfg, [(name, f"{shown[name]} ({why})") for name, why in reasons.items()]
 
 
 def free_memory(cfg, device):
     """Bytes of a GPU that are free, at most cfg.gpu_gib of `bench.py step`; None without CUDA."""
     if device.type != "cuda":
         return None
+    free, _ = torch.cuda.mem_get_info(device)
     limit = getattr(cfg, "gpu_gib", None)
-    free, most = torch.cuda.mem_get_info(device)
-    return min(free, limit * memory.GIB if limit else most)
+    return min(free, limit * memory.GIB) if limit else free
 
 
 def try_out(cfg, world, step):
@@ -108,29 +113,22 @@ def refuse_other_tokenizer(cfg):
 
 
 def build_model(cfg, world, weights=None, eot=None):
-    """(model, Account): on meta, prepared, allocated, loaded.
+    """(model, ModelAnalysis): on meta, prepared, allocated, loaded.
 
     cfg: from `choose`. weights: a checkpoint's; None: cfg.init_from's, or new. eot: the data's separator.
     """
-    device, account = world.device, Account(cfg, world.device)
-    if account.bypassed and (cfg.document_mask or cfg.context_parallel > 1):
-        why = "go around attn.core, which model.py's attention does not call: see docs/experiment.md"
-        raise UserError(f"document_mask and context_parallel {why}")
-    if account.draws and cfg.compile and cfg.remat != "none":
-        what = f"a block draws from numpy's or Python's random numbers: under remat={cfg.remat}"
-        why = "torch.compile does not draw the same again; draw from torch, or set --compile=False"
-        raise UserError(f"{what} {why}")
-    if account.updates and cfg.remat != "none":
-        again = f"under remat={cfg.remat} a block runs twice, and so would change {account.updates[0]} twice"
-        raise UserError(f"{again}; change it in train.py's loop, or set --remat=none")
+    device = world.device
+    analysis = ModelAnalysis(cfg, device)
+    refuse_edits(cfg, analysis)
     model = models.on_meta(cfg)
-    prepare(model, cfg, world, eot, account)
+    prepare(model, cfg, world, eot, analysis)
     models.allocate(model, "cpu" if cfg.offload_states else device, cfg.seed, whole=parallel.whole)
     buffers = reshard.persistent_buffers(model)
     if weights:  # older checkpoints have no buffers
-        account.new = reshard.load_model_tensors(model, weights, may_lack=buffers)
-    elif cfg.init_from:
-        account.new = load_initial_weights(model, cfg)
+        analysis.new = reshard.load_model_tensors(model, weights, may_lack=buffers)
+    elif cfg.init_from:  # the model may have more, such as LoRA's or a second head's
+        own = dict(model.named_parameters()) | buffers
+        analysis.new = reshard.load_model_tensors(model, open_initial_weights(cfg), may_lack=own)
     for buffer in model.buffers():  # offload_states allocated them on the CPU
         buffer.data = buffer.data.to(device)
     parallel.share(buffers.values())
@@ -144,10 +142,26 @@ def build_model(cfg, world, weights=None, eot=None):
         if eot is None and cfg.tokenizer:
             eot = tokenizers.load(cfg.tokenizer).eot
         context.prove(model, cfg, world, autocast(cfg.precision, device), eot)
-    return model, account
+    return model, analysis
 
 
-def prepare(model, cfg, world, eot, account):
+def refuse_edits(cfg, analysis):
+    """Raises UserError for an edit of model.py that a setting would make wrong."""
+    if analysis.bypassed and (cfg.document_mask or cfg.context_parallel > 1):
+        why = "go around attn.core, which model.py's attention does not call: see docs/experiment.md"
+        raise UserError(f"document_mask and context_parallel {why}")
+    if cfg.remat == "none":
+        return
+    if analysis.draws and cfg.compile:
+        what = f"a block draws from numpy's or Python's random numbers: under remat={cfg.remat}"
+        why = "torch.compile does not draw the same again; draw from torch, or set --compile=False"
+        raise UserError(f"{what} {why}")
+    if analysis.updates:
+        again = f"under remat={cfg.remat} a block runs twice, and so would change {analysis.updates[0]} twice"
+        raise UserError(f"{again}; change it in train.py's loop, or set --remat=none")
+
+
+def prepare(model, cfg, world, eot, analysis):
     """Applies, to a model on meta, in this order: fp8, documents, remat, context parallel, compile, FSDP2."""
     from scale import documents, remat  # files that `import train` need not load
 
@@ -170,7 +184,7 @@ def prepare(model, cfg, world, eot, account):
     if cfg.compile:
         compile_model(model, sharded)
     if sharded:
-        parallel.shard(model, cfg, world, account)
+        parallel.shard(model, cfg, world, analysis)
 
 
 def compile_model(model, sharded=False):
@@ -200,24 +214,19 @@ def choose_graph(cfg, world, micro_step, model):
     return graphs.choose(cfg, world, micro_step, model)
 
 
-def load_initial_weights(model, cfg):
-    """Copies the weights that cfg.init_from names into a model of the same shape, on each rank its rows.
-
-    The model may have more, such as LoRA's or a second head's, which keep their initial values; returns their
-    names. Raises UserError for a tensor that the model lacks, or has in another shape.
-    """
-    own = dict(model.named_parameters()) | reshard.persistent_buffers(model)
-    return reshard.load_model_tensors(model, open_initial_weights(cfg), may_lack=own)
-
-
 def open_initial_weights(cfg):
     """{name: tensor or SavedTensor} of the weights in cfg.init_from; refuses those of another model."""
-    name = cfg.init_from.removeprefix("hf:")
-    if name != cfg.init_from:
-        agreement.weights(hf.fetch(name))  # of a checkpoint, checkpoint_folders.find compares the manifest
-    tensors, shape, _ = (checkpoint.open_model if name == cfg.init_from else hf.open_hf)(name)
+    name = cfg.init_from
+    if name.startswith("hf:"):
+        name = name.removeprefix("hf:")
+        agreement.weights(hf.fetch(name))
+        tensors, shape, _ = hf.open_hf(name)
+    else:  # checkpoint_folders.find compares the manifest over ranks
+        tensors, shape, _ = checkpoint.open_model(name)
     shorter = cfg.block_size < shape.block_size
-    free = ["vocab_multiple"] + ["block_size"] * (cfg.positions == "rope" or shorter)  # RoPE has no weights
+    free = ["vocab_multiple"]
+    if cfg.positions == "rope" or shorter:  # RoPE has no weights
+        free.append("block_size")
     if wrong := shape.differences(cfg, free):
         raise UserError(f"init_from={cfg.init_from} is another model: {'; '.join(wrong)}")
     if cfg.positions == "learned" and shorter:
@@ -227,10 +236,8 @@ def open_initial_weights(cfg):
 
 def describe(cfg, training, start):
     """Rows of the start-up summary: the model, its memory, the data, the batch, and where it resumes."""
-    account, world, state, N = training.account, training.world, training.state, cfg.context_parallel
+    analysis, world, state = training.analysis, training.world, training.state
     total, matmul = parameter_counts(state.model)
-    ranks = f"{world.size // N} groups of {N} ranks" if N > 1 else f"{world.size} ranks"
-    micro = f"{cfg.batch_size} x {cfg.block_size} x {ranks} x {training.accumulation} micro-steps"
     if cfg.max_seconds is None:
         steps, tokens = optim.plan(cfg, state.step, state.tokens)
         length = f"steps {state.step} to {steps}: {tokens:,} tokens"
@@ -240,15 +247,19 @@ def describe(cfg, training, start):
         length += " number, and with it the weights, differs from run to run; max_steps does not count"
     rows = [
         ("parameters", f"{total:,}, of them {matmul:,} in matmuls; vocabulary padding not counted"),
-        *account.rows(),
+        *analysis.rows(),
         *training.rows,
         ("optimizer", describe_optimizer(state.optimizer, cfg.lr)),
-        ("memory", memory.describe(cfg, world.size, account.parameters, optim.unknown(state.optimizer))),
+        ("memory", memory.describe(cfg, world.size, analysis.parameters, optim.unknown(state.optimizer))),
     ]
     if hasattr(state.loader, "describe"):
         rows += state.loader.describe(tokens)
     else:
         rows.append(("data", f"batches of {type(state.loader).__name__}"))
+    ranks = f"{world.size} ranks"
+    if cfg.context_parallel > 1:
+        ranks = f"{world.size // cfg.context_parallel} groups of {cfg.context_parallel} ranks"
+    micro = f"{cfg.batch_size} x {cfg.block_size} x {ranks} x {training.accumulation} micro-steps"
     rows.append(("step", f"{cfg.batch_tokens:,} tokens: {micro}"))
     if cfg.batch_schedule:
         stages = [f"{batch:,} up to {until:.0%} of the run" for batch, until in cfg.stages[:-1]]
@@ -278,7 +289,8 @@ def describe_optimizer(optimizer, lr):
     words = [name]
     for (rate, decay), groups in alike.items():
         sizes = [p.numel() for group in groups for p in group["params"]]
-        tensors = f"{len(sizes)} tensor{'s' if len(sizes) > 1 else ''}, {sum(sizes):,} parameters"
-        kinds = ", ".join(group.get("kind", "all") for group in groups)
-        words.append(f"{tensors} ({kinds}): rate {rate:g}, {f'decay {decay:g}' if decay else 'no decay'}")
+        tensors = "1 tensor" if len(sizes) == 1 else f"{len(sizes)} tensors"
+        roles = ", ".join(group.get("kind", "all") for group in groups)
+        weight_decay = f"decay {decay:g}" if decay else "no decay"
+        words.append(f"{tensors}, {sum(sizes):,} parameters ({roles}): rate {rate:g}, {weight_decay}")
     return "; ".join(words) + "; vocabulary padding counted"

@@ -17,7 +17,7 @@ from run.logger import progress
 from scale import context, generators, parallel
 
 SAMPLES = dict(n=4, max_new_tokens=64, temperature=0.8, top_k=50)
-TAKEN = {"train", "start", "saved", "skipped", "spike", "norms", "done", "stopped"}  # kinds of log.jsonl
+TAKEN = {"train", "start", "saved", "skipped", "spike", "norms", "done", "stopped"}  # names in log.jsonl
 
 
 @torch.no_grad()
@@ -27,30 +27,37 @@ def validate(model, loader, tokens, autocast, own=lambda x, y: (x, y, None), sto
     table: float64 (3, rows): a row's loss in nats, its targets, bytes of their text (0 or NaN: unknown).
     extras: {name: mean over the targets} of the forward. own: this rank's part of a batch.
     """
-    device, stride = parallel.device_of(model), loader.world * loader.B
-    sizes = None if loader.token_bytes is None else torch.as_tensor(loader.token_bytes, device=device)
+    device = parallel.device_of(model)
+    token_bytes = None
+    if loader.token_bytes is not None:
+        token_bytes = torch.as_tensor(loader.token_bytes, device=device)
     rows = loader.eval_rows(tokens)
-    table = torch.zeros(3, -(-rows // stride) * stride, device=device)
+    stride = loader.world * loader.B
+    count = -(-rows // stride)
+    table = torch.zeros(3, count * stride, device=device)
     sums = {}
-    batches = progress(loader.eval_batches(tokens), "validation", -(-rows // stride), stop)
-    for first, batch in zip(range(loader.rank * loader.B, table.size(1), stride), batches):
+    first = loader.rank * loader.B
+    for batch in progress(loader.eval_batches(tokens), "validation", count, stop):
         x, y, positions = own(*batch)
         with autocast:
-            loss, count, extras = losses_of_rows(model, x, y, positions)
+            loss, targets, extras = losses_of_rows(model, x, y, positions)
         real = y >= 0
-        text = real * 0 if sizes is None else sizes[y.clamp(min=0)] * real
+        text = torch.zeros_like(y)
+        if token_bytes is not None:
+            text = token_bytes[y.clamp(min=0)] * real
         # of the targets that a forward leaves out, or adds, nobody knows the bytes
-        text = torch.where(count == real.sum(1), text.sum(1), torch.nan)
-        table[:, first : first + loader.B] = torch.stack([loss * count, count, text])
+        text = torch.where(targets == real.sum(1), text.sum(1), torch.nan)
+        table[:, first : first + loader.B] = torch.stack([loss * targets, targets, text])
+        first += stride
         for name, value in extras.items():
             sums[name] = sums.get(name, 0.0) + value
     table = parallel.sum_over_ranks(table)[:, :rows].double().cpu().numpy()
     names = sorted({name for names in parallel.gather_objects([*sums]) for name in names})
-    if not names:
-        return table, {}
-    zero = torch.zeros((), device=device)  # of a rank whose rows only fill a batch up
-    totals = parallel.sum_over_ranks(torch.stack([sums.get(name, zero) for name in names]))
-    return table, dict(zip(names, (totals / max(1.0, table[1].sum())).tolist()))
+    extras = {}
+    for name in names:  # a rank lacks some where only its rows would have them
+        total = parallel.sum_over_ranks(sums.get(name, torch.zeros((), device=device)))
+        extras[name] = (total / max(1.0, table[1].sum())).item()
+    return table, extras
 
 
 def losses_of_rows(model, x, y, positions):
@@ -60,11 +67,11 @@ def losses_of_rows(model, x, y, positions):
     """
     loss, count, extras = model(x, y, positions, "rows")
     if not torch.is_tensor(count) or loss.shape != x.shape[:1] or count.shape != loss.shape:
-        each = [model(x[b : b + 1], y[b : b + 1], positions) for b in range(len(x))]
-        loss = torch.stack([scalar("loss", value, x.device) for value, _, _ in each])
-        count = torch.stack([scalar("count", value, x.device) for _, value, _ in each])
-        found = [found for _, _, found in each]
-        extras = {n: torch.stack([scalar(n, one[n], x.device) for one in found]) for n in found[0]}
+        rows = [model(x[b : b + 1], y[b : b + 1], positions) for b in range(len(x))]
+        loss, count, extras_of_rows = zip(*rows)
+        column = lambda name, values: torch.stack([scalar(name, value, x.device) for value in values])
+        loss, count = column("loss", loss), column("count", count)
+        extras = {name: column(name, [row[name] for row in extras_of_rows]) for name in extras_of_rows[0]}
     sums = {}
     for name, value in extras.items():
         if torch.is_tensor(value) and value.shape == count.shape:  # of each row
@@ -81,28 +88,22 @@ def ratio(amounts, units, documents):
     documents: the number of each row's document. Linearised, as in Cochran, Sampling Techniques, 6.4.
     """
     amounts, units = np.bincount(documents, amounts), np.bincount(documents, units)
-    mean, n = amounts.sum() / units.sum(), np.count_nonzero(units)
+    mean = amounts.sum() / units.sum()
+    n = np.count_nonzero(units)
+    if n == 1:
+        return mean, math.nan
     deviations = amounts - mean * units
-    return mean, math.sqrt((deviations**2).sum() * n / (n - 1)) / units.sum() if n > 1 else math.nan
+    return mean, math.sqrt((deviations**2).sum() * n / (n - 1)) / units.sum()
 
 
 def losses(table, documents):
     """{"loss": nats a token, "bpb": bits per byte or None, "stderr", "bpb_stderr"} of `validate`'s table."""
     nats, targets, text = table
     loss, stderr = ratio(nats, targets, documents)
-    known = text.any() and not np.isnan(text).any()
-    bits = ratio(nats / math.log(2), text, documents) if known else (None, None)
-    return dict(loss=loss, stderr=stderr, bpb=bits[0], bpb_stderr=bits[1])
-
-
-def mixed(each, shares):
-    """The `losses` of a mixture of folders, with theirs; bits per byte differ too much to have a mean."""
-    parts = [*each.values()]
-    if len(parts) == 1:
-        return parts[0] | {"folders": {}}
-    loss = sum(share * part["loss"] for share, part in zip(shares, parts))
-    stderr = math.hypot(*(share * part["stderr"] for share, part in zip(shares, parts)))
-    return dict(loss=loss, stderr=stderr, bpb=None, folders=each)
+    bpb = bpb_stderr = None
+    if text.any() and not np.isnan(text).any():
+        bpb, bpb_stderr = ratio(nats / math.log(2), text, documents)
+    return dict(loss=loss, stderr=stderr, bpb=bpb, bpb_stderr=bpb_stderr)
 
 
 def in_words(score):
@@ -147,18 +148,20 @@ class Evaluations:
         """
         if name in self.each or name in TAKEN:
             raise UserError(f"the name {name!r} of an evaluation is in use already; choose another")
-        chosen = [other for other, evaluation in self.each.items() if evaluation.best]
-        if best and chosen and interval:
-            raise UserError(f"evaluations {chosen[0]!r} and {name!r} both choose the best checkpoint")
-        if interval:
-            self.each[name] = Evaluation(interval, function, lines or in_figures, best, whole_rows, at_start)
+        if not interval:
+            return
+        for other, evaluation in self.each.items():
+            if best and evaluation.best:
+                raise UserError(f"evaluations {other!r} and {name!r} both choose the best checkpoint")
+        self.each[name] = Evaluation(interval, function, lines or in_figures, best, whole_rows, at_start)
 
     def due(self):
         """Names of those that are due now; none if the run was resumed here and had evaluated before."""
         step = self.state.step
         if step == self.state.evaluated:
             return []
-        found, ended = [], optim.share_done(self.state, self.cfg) == 1
+        ended = optim.share_done(self.state, self.cfg) == 1
+        found = []
         for name, own in self.each.items():
             at_interval = step % own.interval == 0 and (step > 0 or own.at_start)
             if at_interval or ended:
@@ -167,36 +170,47 @@ class Evaluations:
 
     def run(self):
         """Runs those that are due, unless the run is to stop meanwhile."""
-        state, score = self.state, None
-        device = parallel.device_of(state.model)
+        state = self.state
+        score = None
         state.model.eval()
         for name in self.due():
             evaluation = self.each[name]
             if self.watch.agreed():
                 break
-            began = parallel.synchronize(device)
-            rows = context.alone(state.model) if evaluation.whole_rows else contextlib.nullcontext()
-            with rows, torch.no_grad(), self.autocast, generators.kept(device):
-                found = evaluation.function(state.model)
+            found = self._figures(name, evaluation)
             if self.watch.stopping:
                 break
-            if not isinstance(found, dict):
-                expected = "expected {figure: number}"
-                raise UserError(f"evaluation {name!r} returned {type(found).__name__}; {expected}")
-            seconds = parallel.synchronize(device) - began
-            found = {"seconds": seconds} | {n: plain(name, n, value) for n, value in found.items()}
             for line in evaluation.lines(found):
                 self.log.print(f"{name} {state.step} | {line}")
             self.log.record(name, state.step, **found)
-            if evaluation.best and evaluation.best not in found:
-                raise UserError(f"evaluation {name!r} has no figure {evaluation.best!r}: {', '.join(found)}")
             if evaluation.best:
+                if evaluation.best not in found:
+                    figures = f"has no figure {evaluation.best!r}: {', '.join(found)}"
+                    raise UserError(f"evaluation {name!r} {figures}")
                 score = found[evaluation.best]
                 self.log.refuse(state.step, f"{name} {evaluation.best}", score)
-        else:
+        if not self.watch.stopping:
             state.evaluated, state.score = state.step, score
         state.model.train()
         self.watch.agreed()  # a signal that came meanwhile ends the run before its next step
+
+    def _figures(self, name, evaluation):
+        """What an evaluation returns, as log.jsonl can hold it, and the seconds that it took."""
+        model = self.state.model
+        device = parallel.device_of(model)
+        began = parallel.synchronize(device)
+        rows = context.alone(model) if evaluation.whole_rows else contextlib.nullcontext()
+        with rows, torch.no_grad(), self.autocast, generators.kept(device):
+            found = evaluation.function(model)
+        if self.watch.stopping:
+            return None
+        if not isinstance(found, dict):
+            expected = "expected {figure: number}"
+            raise UserError(f"evaluation {name!r} returned {type(found).__name__}; {expected}")
+        figures = {"seconds": parallel.synchronize(device) - began}
+        for figure, value in found.items():
+            figures[figure] = plain(name, figure, value)
+        return figures
 
 
 def plain(evaluation, name, value):
@@ -204,8 +218,8 @@ def plain(evaluation, name, value):
     if name in ("step", "kind"):
         raise UserError(f"evaluation {evaluation!r}: {name} is a name of the log's own; choose another")
     if torch.is_tensor(value) or isinstance(value, (np.ndarray, np.generic)):
-        if math.prod(value.shape) != 1:
-            shape = tuple(value.shape)
+        shape = tuple(value.shape)
+        if math.prod(shape) != 1:
             raise UserError(f"evaluation {evaluation!r}: {name} has the shape {shape}; expected one number")
         return value.item()
     return value
@@ -221,24 +235,38 @@ def in_figures(found):
 
 
 def validation(model, loaders, tokens, autocast, own, stop):
-    """The losses of the data folders. loaders: [(share of the loss and of the tokens, loader)]."""
-    each, extras = {}, {}
+    """The losses of the data folders, and of their mixture; None once stop() is true.
+
+    loaders: [(share of the loss and of the tokens, loader)]. Bits per byte of folders differ too much to have
+    a mean.
+    """
+    folders, extras = {}, {}
+    loss = 0.0
+    errors = []
     for share, loader in loaders:
         part = max(loader.T, round(share * tokens))
         table, found = validate(model, loader, part, autocast, own, stop)
         if stop():
             return None
-        each[loader.data_dir] = losses(table, loader.documents(table.shape[1]))
+        score = folders[loader.data_dir] = losses(table, loader.documents(table.shape[1]))
+        loss += share * score["loss"]
+        errors.append(share * score["stderr"])
         for name, value in found.items():
             extras[name] = extras.get(name, 0.0) + share * value
-    score = mixed(each, [share for share, _ in loaders])
+    if len(folders) > 1:
+        score = dict(loss=loss, stderr=math.hypot(*errors), bpb=None, folders=folders)
+    else:
+        score = score | {"folders": {}}
     return score | {"extras": extras} if extras else score
 
 
 def validation_lines(score):
-    words = [f"{folder}: {', '.join(in_words(part))}" for folder, part in score["folders"].items()]
-    words += [f"{name} {value:.4f}" for name, value in score.get("extras", {}).items()]
-    return [" | ".join([*in_words(score), *words, f"{score['seconds']:.1f} s"])]
+    words = in_words(score)
+    for folder, part in score["folders"].items():
+        words.append(f"{folder}: {', '.join(in_words(part))}")
+    for name, value in score.get("extras", {}).items():
+        words.append(f"{name} {value:.4f}")
+    return [" | ".join([*words, f"{score['seconds']:.1f} s"])]
 
 
 def add_evaluations(evaluations, cfg, world, val_loaders):
@@ -252,7 +280,9 @@ def add_evaluations(evaluations, cfg, world, val_loaders):
     tokenizer = tokenizers.load(cfg.tokenizer or "gpt2", cfg.vocab_size)
     if cfg.sample_interval:
         add_samples(evaluations, cfg, world, tokenizer)
-    return add_hellaswag(evaluations, cfg, world, tokenizer) if cfg.hellaswag_interval else []
+    if cfg.hellaswag_interval:
+        return add_hellaswag(evaluations, cfg, tokenizer)
+    return []
 
 
 def add_validation(evaluations, cfg, world, loaders):
@@ -284,7 +314,7 @@ def add_samples(evaluations, cfg, world, tokenizer):
     evaluations.add("sample", cfg.sample_interval, evaluate, lines, at_start=False)
 
 
-def add_hellaswag(evaluations, cfg, world, tokenizer):
+def add_hellaswag(evaluations, cfg, tokenizer):
     """Returns [a warning] where the examples cannot be had."""
     import hellaswag
 
@@ -300,7 +330,9 @@ def add_hellaswag(evaluations, cfg, world, tokenizer):
     examples = hellaswag.prepare(found, tokenizer, cfg.block_size)
 
     def evaluate(model):
-        return hellaswag.evaluate(model, examples, world.device, stop=evaluations.watch.agreed)[0]
+        losses = hellaswag.losses(model, examples, stop=evaluations.watch.agreed)
+        score, _ = hellaswag.scored(examples, losses)
+        return score
 
     lines = lambda score: [hellaswag.in_words(score)]
     evaluations.add("hellaswag", cfg.hellaswag_interval, evaluate, lines)

@@ -27,8 +27,11 @@ class Figures:
             raise UserError(f"GPT.forward returned the extras {names}, at first {self.names}")
         count = scalar("count", count, share.device)
         share = torch.where(count > 0, share.detach(), 0.0)  # the mean of no target may be NaN
-        values = [scalar(name, extras[name], share.device) * count for name in names]
-        return [share, count, *(torch.where(count > 0, value, 0.0) for value in values)]
+        sums = [share, count]
+        for name in names:
+            value = scalar(name, extras[name], share.device) * count
+            sums.append(torch.where(count > 0, value, 0.0))
+        return sums
 
     def add(self, totals, sums):
         """The totals of the micro-steps so far, None at first, and of one more."""
@@ -47,10 +50,10 @@ class Figures:
                     raise UserError(f"GPT.forward returned the extras {self.names}, {there}")
         if isinstance(norm, DTensor):  # as PyTorch's own clipping returns it
             norm = norm.full_tensor()
-        first = totals[0].float()
-        numbers = [torch.full_like(first, number) for number in own]
-        figures = [total.to(first) for total in (*totals, norm)]
-        return Means(torch.stack([*figures, *numbers]), self)
+        share = totals[0].float()
+        figures = [total.to(share) for total in (*totals, norm)]
+        figures += [torch.full_like(share, number) for number in own]
+        return Means(torch.stack(figures), self)
 
 
 class Means:

@@ -17,29 +17,35 @@ from fast import forms
 from scale import generators
 from scale.precision import DTYPES
 
-PEAK_TFLOPS = {  # dense, from data sheets, by precision; the first pattern in a device's name counts
-    "B200": {"fp8": 4500, "bf16": 2250, "fp16": 2250, "tf32": 1125, "fp32": 75},
-    "H100 PCIe": {"fp8": 1513, "bf16": 756, "fp16": 756, "tf32": 378, "fp32": 51},
-    "H100 NVL": {"fp8": 1671, "bf16": 835, "fp16": 835, "tf32": 417, "fp32": 60},
-    "H100|H200|H800": {"fp8": 1979, "bf16": 989, "fp16": 989, "tf32": 494, "fp32": 67},
-    "A100|A800": {"bf16": 312, "fp16": 312, "tf32": 156, "fp32": 19.5},
-    "L40S": {"fp8": 733, "bf16": 362, "fp16": 362, "tf32": 183, "fp32": 91.6},
-    "L4": {"fp8": 242, "bf16": 121, "fp16": 121, "tf32": 60, "fp32": 30.3},
-    "A10": {"bf16": 125, "fp16": 125, "tf32": 62.5, "fp32": 31.2},
-    "RTX 5090": {"fp8": 419, "bf16": 209.5, "fp16": 209.5, "tf32": 104.8, "fp32": 104.8},
-    "RTX 4090": {"fp8": 330, "bf16": 165, "fp16": 165, "tf32": 82.6, "fp32": 82.6},
-    "RTX 3090": {"bf16": 71, "fp16": 71, "tf32": 35.6, "fp32": 35.6},
-    "V100": {"fp16": 125, "fp32": 15.7},
-    "T4": {"fp16": 65, "fp32": 8.1},
-    "MI300X": {"fp8": 2615, "bf16": 1307, "fp16": 1307, "tf32": 654, "fp32": 163},  # fp32: of matrix units
+PRECISIONS = "fp8", "bf16", "fp16", "tf32", "fp32"
+PEAK_TFLOPS = {  # dense, from data sheets, in these precisions; the first pattern in a device's name counts
+    "B200": (4500, 2250, 2250, 1125, 75),
+    "H100 PCIe": (1513, 756, 756, 378, 51),
+    "H100 NVL": (1671, 835, 835, 417, 60),
+    "H100|H200|H800": (1979, 989, 989, 494, 67),
+    "A100|A800": (None, 312, 312, 156, 19.5),
+    "L40S": (733, 362, 362, 183, 91.6),
+    "L4": (242, 121, 121, 60, 30.3),
+    "A10": (None, 125, 125, 62.5, 31.2),
+    "RTX 5090": (419, 209.5, 209.5, 104.8, 104.8),
+    "RTX 4090": (330, 165, 165, 82.6, 82.6),
+    "RTX 3090": (None, 71, 71, 35.6, 35.6),
+    "V100": (None, None, 125, None, 15.7),
+    "T4": (None, None, 65, None, 8.1),
+    "MI300X": (2615, 1307, 1307, 654, 163),  # fp32: of matrix units
 }
 
 
 def peak_flops(device, precision):
     """Peak FLOP/s of one device at this precision; None where it is unknown (the MFU is then n/a)."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    peaks = next((peaks for pattern, peaks in PEAK_TFLOPS.items() if re.search(pattern, name)), {})
-    return peaks[precision] * 1e12 if precision in peaks else None
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    for pattern, peaks in PEAK_TFLOPS.items():
+        if re.search(pattern, name):
+            tflops = peaks[PRECISIONS.index(precision)]
+            return None if tflops is None else tflops * 1e12
+    return None
 
 
 def parameter_counts(model):
@@ -50,12 +56,17 @@ def parameter_counts(model):
     return total - padding * sum(cfg.tables), matmuls - padding * cfg.n_embd
 
 
-class Census:
-    """Within it, operations run in plain PyTorch. calls: {(operation, None or why it is not fused): n}."""
+class OperationCounter:
+    """Within it operations run in plain PyTorch and are counted, as forms.fused and forms.attention tell it.
+
+    calls: {(operation, None or why it is not fused): n}.
+    """
 
     def __init__(self, device_type, dtype):
-        self.where, self.calls, self.inner = (device_type, dtype), Counter(), 0
-        self.attention_flops, self.attention_calls = 0, 0
+        self.where = device_type, dtype
+        self.calls = Counter()
+        self.attention_flops = 0
+        self.included = 0  # operations to come that the fused kernel of an earlier one includes
 
     def __enter__(self):
         forms.counting = self
@@ -65,47 +76,43 @@ class Census:
         forms.counting = None
 
     def note(self, operation, reason, inner):
-        """Called by forms.fused. inner: how many other operations this one calls where it is not fused."""
-        if self.inner:  # called by an operation whose fused kernel includes this one
-            self.inner -= 1
+        """inner: how many other operations this one calls where it is not fused."""
+        if self.included:
+            self.included -= 1
             return
         self.calls[operation, reason] += 1
-        self.inner = 0 if reason else inner
+        if reason is None:
+            self.included = inner
 
     def weight(self, layer):
         """A linear layer's weight, as no Parameter: only those that an edit reads itself are noted."""
         with torch._C.DisableTorchFunction():
             return layer.weight.view_as(layer.weight)
 
-    def elsewhere(self, core, *inputs):
-        """Calls another function that stands in attention's place."""
-        self.attention_calls += 1
-        return core(*inputs)
-
     def attended(self, q, k, v):
         """Replaces attention; a query sees (T + 1) / 2 keys on average, 2 FLOPs each for QK^T and for AV."""
-        (B, H, T, D), out = q.shape, v.size(-1)
-        self.attention_calls += 1
+        B, H, T, D = q.shape
+        out = v.size(-1)
         self.attention_flops += B * H * T * (T + 1) * (D + out)
         return q.new_empty(B, H, T, out) + (q.sum() + k.sum() + v.sum())
 
 
-class Reads(TorchFunctionMode):
+class ParametersRead(TorchFunctionMode):
     """Within it, notes the parameters from which a function computes tensors."""
 
     def __init__(self):
         super().__init__()
-        self.parameters = set()
+        self.found = set()
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         if any(torch.is_tensor(leaf) for leaf in tree_leaves(result)):
             given = tree_leaves((args, kwargs))
-            self.parameters.update(leaf for leaf in given if isinstance(leaf, torch.nn.Parameter))
+            self.found.update(leaf for leaf in given if isinstance(leaf, torch.nn.Parameter))
         return result
 
 
-class Account:
+class ModelAnalysis:
     """What a model computes: `calls`, flops_per_token, peak FLOP/s, unused (parameters without a gradient).
 
     regular: every block ran once. bypassed: one ran without attn.core. draws: one drew from numpy's or
@@ -116,43 +123,48 @@ class Account:
     """
 
     def __init__(self, cfg, device, again=False):
-        model, runs = models.on_meta(cfg), Counter()
-        self.peak = peak_flops(device, cfg.precision)
-        self.parameters = sum(p.numel() for p in model.parameters())
+        model = models.on_meta(cfg)
         drawn = generators.Drawn()
+        runs = Counter()  # {a block, or "attention": calls}
         for block in model.blocks:
             block.register_forward_pre_hook(drawn.begin)
             block.register_forward_hook(drawn.end)
             block.register_forward_hook(lambda block, *_: runs.update([block]))
-        before = {name: b._version for name, b in model.blocks.named_buffers("blocks")}
+        for module in model.modules():
+            core = getattr(module, "core", None)
+            if core is kernels.attention or isinstance(module, models.Attention):
+                module.core = partial(count_call, runs, core)
+        versions = {name: buffer._version for name, buffer in model.blocks.named_buffers("blocks")}
+        operations = OperationCounter(device.type, DTYPES.get(cfg.precision, torch.float32))
         self.flops_per_token = self.problem = None
-        with Census(device.type, DTYPES.get(cfg.precision, torch.float32)) as seen, Reads() as reads:
-            for module in model.modules():
-                usual = getattr(module, "core", None) is kernels.attention and "attention" not in forms.edits
-                if isinstance(module, models.Attention) and not usual:
-                    module.core = partial(seen.elsewhere, module.core)
+        with operations, ParametersRead() as read:
             try:
-                self.flops_per_token = flops_per_token(model, cfg, seen)
+                self.flops_per_token = flops_per_token(model, cfg, operations)
             except UserError:
                 raise
             except Exception as error:  # meta tensors have no values, and that fails again
                 self.problem = f"{type(error).__name__}: {error}".partition("\n")[0]
-                if not again and not Account(cfg, device, again=True).problem:
+                if not again and not ModelAnalysis(cfg, device, again=True).problem:
                     raise
-        known, self.calls = not self.problem, seen.calls
-        self.bypassed = known and seen.attention_calls < runs.total()
-        trained = [(name, p) for name, p in model.named_parameters() if known and p.requires_grad]
-        self.unused = [name for name, p in trained if p.grad is None]
-        self.draws = drawn.found
-        layers = dict(model.blocks.named_modules(prefix="blocks"))
-        linear = {name: layer for name, layer in layers.items() if isinstance(layer, torch.nn.Linear)}
-        read = [name for name, layer in linear.items() if layer.weight in reads.parameters]
-        self.read_elsewhere = read if known else [*linear]
-        self.chooses = not known  # perhaps, by values, which parameters a forward uses
-        after = model.blocks.named_buffers("blocks")
-        self.updates = [name for name, buffer in after if buffer._version != before[name]]
+        self.calls = operations.calls
+        self.peak = peak_flops(device, cfg.precision)
+        self.parameters = sum(p.numel() for p in model.parameters())
         self.new = []  # parameters and buffers that no checkpoint gave a value, though one was loaded
-        self.regular = known and all(runs[block] == 1 for block in model.blocks)
+        self.draws = drawn.found
+        self.updates = []
+        for name, buffer in model.blocks.named_buffers("blocks"):
+            if buffer._version != versions[name]:
+                self.updates.append(name)
+        self.chooses = bool(self.problem)
+        self.regular = self.bypassed = False
+        self.unused, self.read_elsewhere = [], []
+        if not self.problem:
+            self.bypassed = runs["attention"] < sum(runs[block] for block in model.blocks)
+            self.regular = all(runs[block] == 1 for block in model.blocks)
+            self.unused = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
+        for name, layer in model.blocks.named_modules(prefix="blocks"):
+            if isinstance(layer, torch.nn.Linear) and (self.problem or layer.weight in read.found):
+                self.read_elsewhere.append(name)
 
     @property
     def some_without_gradient(self):
@@ -161,8 +173,9 @@ class Account:
 
     def mfu(self, tokens_per_s, devices):
         """Model FLOPs utilisation (https://arxiv.org/abs/2204.02311, appendix B); None if it is unknown."""
-        known = self.flops_per_token and self.peak
-        return tokens_per_s * self.flops_per_token / (devices * self.peak) if known else None
+        if not self.flops_per_token or not self.peak:
+            return None
+        return tokens_per_s * self.flops_per_token / (devices * self.peak)
 
     def rows(self):
         """Rows of the start-up summary: which calls of operations are fused, which are plain, and why."""
@@ -175,8 +188,11 @@ class Account:
         by_reason = {}
         for (name, reason), n in self.calls.items():
             by_reason.setdefault(reason, []).append(f"{name} {n}")
-        words = [f"fast: {', '.join(by_reason.pop(None))}"] if None in by_reason else []
-        words += [f"plain: {', '.join(names)} ({reason})" for reason, names in by_reason.items()]
+        words = []
+        if None in by_reason:
+            words.append(f"fast: {', '.join(by_reason.pop(None))}")
+        for reason, names in by_reason.items():
+            words.append(f"plain: {', '.join(names)} ({reason})")
         rows.append(("operations", "; ".join(words)))
         if self.unused:
             names = listed(self.unused)
@@ -184,17 +200,26 @@ class Account:
         return rows
 
 
-def flops_per_token(model, cfg, seen):
+def count_call(runs, core, *inputs):
+    """Calls what stands in attention's place."""
+    runs["attention"] += 1
+    return core(*inputs)
+
+
+def flops_per_token(model, cfg, operations):
     """FLOPs of a token for MFU, without padding rows, recomputation and attention within documents."""
     tokens = torch.zeros(1, cfg.block_size, dtype=torch.long, device="meta")
     with FlopCounterMode(display=False) as counter:
         found = model(tokens, tokens, None, "mean")
     refuse_other_results(found)
     found[0].backward()
-    usual_loss = "linear_cross_entropy" in {name for name, _ in seen.calls}
-    padding = 2 * (cfg.padded_vocab - cfg.vocab_size) * cfg.n_embd * usual_loss
-    attention = 0 if cfg.document_mask else seen.attention_flops
-    return 3 * ((counter.get_total_flops() + attention) / cfg.block_size - padding)
+    forward = counter.get_total_flops()
+    if not cfg.document_mask:
+        forward += operations.attention_flops
+    padding = 0
+    if "linear_cross_entropy" in {name for name, _ in operations.calls}:  # the usual loss
+        padding = 2 * (cfg.padded_vocab - cfg.vocab_size) * cfg.n_embd
+    return 3 * (forward / cfg.block_size - padding)
 
 
 def refuse_other_results(found):
@@ -203,8 +228,8 @@ def refuse_other_results(found):
     if not isinstance(found, tuple) or len(found) != 3:
         raise UserError(f"model.py: GPT.forward returned {type(found).__name__}, {expected}")
     loss, count, extras = found
-    shapes = {name: tuple(getattr(value, "shape", ())) for name, value in (("loss", loss), ("count", count))}
-    for name, shape in shapes.items():
+    for name, value in [("loss", loss), ("count", count)]:
+        shape = tuple(getattr(value, "shape", ()))
         if math.prod(shape) != 1:
             raise UserError(f"model.py: GPT.forward returned a {name} of shape {shape}; {expected}")
     if not isinstance(extras, dict):

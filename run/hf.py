@@ -5,10 +5,8 @@ train.py reads the shape of --init_from=hf:NAME before it imports torch: functio
 """
 
 import functools
-import itertools
 import json
 import shutil
-from collections import namedtuple
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -25,59 +23,124 @@ from system.files import by_umask, patiently, plain_name, read_json, text, write
 class GPT2:
     """A class of transformers in our terms; lists and tables of values begin with the default."""
 
-    name, architecture, layers = "gpt2", "GPT2LMHeadModel", "transformer.h."
-    # {setting: values that the class computes}
-    settings = dict(qk_norm=[False], embed_norm=[False], attention_gate=[False], value_embeddings=[0])
-    settings |= dict(softcap=[None], norm=["layernorm"], positions=["learned"], mlp=["gelu", "relu2"])
-    # {key of config.json: our setting}
-    keys = {name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd")}
-    keys |= dict(n_positions="block_size", n_inner="n_hidden", activation_function="mlp")
-    keys |= dict(layer_norm_epsilon="norm_eps", tie_word_embeddings="tie_embeddings")
-    absent = dict(activation_function="gelu_new", tie_word_embeddings=True)  # what keys mean that are absent
-    mlps = dict(gelu_new="gelu", gelu_pytorch_tanh="gelu", relu2="relu2")  # {activation: our mlp}
-    # {key: values that model.py computes}
-    allowed = dict(scale_attn_weights=[True], scale_attn_by_inverse_layer_idx=[False])
-    allowed |= dict(add_cross_attention=[False], quantization_config=[None], activation_function=[*mlps])
-    # {our module: theirs}, and the same in a block; where theirs are several, ours stacks their rows
-    outer = dict(wte="transformer.wte", wpe="transformer.wpe", norm="transformer.ln_f", head="lm_head")
-    block = {"norm_1": "ln_1", "attn.qkv": "attn.c_attn", "attn.proj": "attn.c_proj"}
-    block |= {"norm_2": "ln_2", "mlp.up": "mlp.c_fc", "mlp.proj": "mlp.c_proj"}
+    name = "gpt2"
+    architecture = "GPT2LMHeadModel"
+    layers = "transformer.h."
+    settings = {  # {setting: values that the class computes}
+        "qk_norm": [False],
+        "embed_norm": [False],
+        "attention_gate": [False],
+        "value_embeddings": [0],
+        "softcap": [None],
+        "norm": ["layernorm"],
+        "positions": ["learned"],
+        "mlp": ["gelu", "relu2"],
+    }
+    keys = {  # {key of config.json: our setting}
+        "vocab_size": "vocab_size",
+        "n_layer": "n_layer",
+        "n_head": "n_head",
+        "n_embd": "n_embd",
+        "n_positions": "block_size",
+        "n_inner": "n_hidden",
+        "activation_function": "mlp",
+        "layer_norm_epsilon": "norm_eps",
+        "tie_word_embeddings": "tie_embeddings",
+    }
+    absent = {"activation_function": "gelu_new", "tie_word_embeddings": True}  # what absent keys mean
+    mlps = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu2": "relu2"}  # {activation: our mlp}
+    allowed = {  # {key: values that model.py computes}
+        "scale_attn_weights": [True],
+        "scale_attn_by_inverse_layer_idx": [False],
+        "add_cross_attention": [False],
+        "quantization_config": [None],
+        "activation_function": [*mlps],
+    }
+    outer = {  # {our module: theirs}
+        "wte": "transformer.wte",
+        "wpe": "transformer.wpe",
+        "norm": "transformer.ln_f",
+        "head": "lm_head",
+    }
+    block = {  # the same in a block; where theirs are several, ours stacks their rows
+        "norm_1": "ln_1",
+        "attn.qkv": "attn.c_attn",
+        "attn.proj": "attn.c_proj",
+        "norm_2": "ln_2",
+        "mlp.up": "mlp.c_fc",
+        "mlp.proj": "mlp.c_proj",
+    }
 
 
 class Llama:
-    name, architecture, layers = "llama", "LlamaForCausalLM", "model.layers."
-    settings = GPT2.settings | dict(norm=["rmsnorm"], positions=["rope"], mlp=["swiglu", "relu2"])
-    settings |= dict(embed_norm=[False, True])  # an export folds it into the embedding
-    keys = dict(vocab_size="vocab_size", max_position_embeddings="block_size", num_hidden_layers="n_layer")
-    keys |= dict(num_attention_heads="n_head", num_key_value_heads="n_kv_head", hidden_size="n_embd")
-    keys |= dict(intermediate_size="n_hidden", hidden_act="mlp", rms_norm_eps="norm_eps", mlp_bias="bias")
-    keys |= dict(tie_word_embeddings="tie_embeddings", rope_theta="rope_theta", head_dim="head_dim")
-    absent = dict.fromkeys(["attention_bias", "mlp_bias", "tie_word_embeddings"], False)
-    absent |= dict(hidden_act="silu", rope_theta=10000.0)
-    mlps = dict(silu="swiglu", swish="swiglu", relu="relu2")  # relu(gate) * up is ReLU squared if gate = up
-    allowed = dict(rope_type=["default", "llama3"], partial_rotary_factor=[1.0], quantization_config=[None])
-    allowed |= dict(low_freq_factor=[1.0], high_freq_factor=[4.0])  # of llama3, constants of model.Rope
-    allowed["hidden_act"] = ["silu", "swish"]  # relu in exports alone: others' gates are not equal to up
-    outer = dict(wte="model.embed_tokens", norm="model.norm", head="lm_head")
-    block = {"norm_1": "input_layernorm", "norm_2": "post_attention_layernorm"}
-    block |= {"attn.qkv": "self_attn.q_proj self_attn.k_proj self_attn.v_proj"}
-    block |= {"attn.proj": "self_attn.o_proj", "mlp.proj": "mlp.down_proj"}
-    block |= dict.fromkeys(["mlp.gate_up", "mlp.up"], "mlp.gate_proj mlp.up_proj")
+    name = "llama"
+    architecture = "LlamaForCausalLM"
+    layers = "model.layers."
+    settings = GPT2.settings | {
+        "embed_norm": [False, True],  # an export folds it into the embedding
+        "norm": ["rmsnorm"],
+        "positions": ["rope"],
+        "mlp": ["swiglu", "relu2"],
+    }
+    keys = {
+        "vocab_size": "vocab_size",
+        "max_position_embeddings": "block_size",
+        "num_hidden_layers": "n_layer",
+        "num_attention_heads": "n_head",
+        "num_key_value_heads": "n_kv_head",
+        "hidden_size": "n_embd",
+        "intermediate_size": "n_hidden",
+        "hidden_act": "mlp",
+        "rms_norm_eps": "norm_eps",
+        "mlp_bias": "bias",
+        "tie_word_embeddings": "tie_embeddings",
+        "rope_theta": "rope_theta",
+        "head_dim": "head_dim",
+    }
+    absent = {
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+        "rope_theta": 10000.0,
+    }
+    mlps = {"silu": "swiglu", "swish": "swiglu", "relu": "relu2"}  # relu(gate) * up, with gate = up
+    allowed = {
+        "rope_type": ["default", "llama3"],
+        "partial_rotary_factor": [1.0],
+        "quantization_config": [None],
+        "low_freq_factor": [1.0],  # of llama3, as the next: constants of model.Rope
+        "high_freq_factor": [4.0],
+        "hidden_act": ["silu", "swish"],  # relu in exports alone: others' gates are not equal to up
+    }
+    outer = {"wte": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+    block = {
+        "norm_1": "input_layernorm",
+        "norm_2": "post_attention_layernorm",
+        "attn.qkv": "self_attn.q_proj self_attn.k_proj self_attn.v_proj",
+        "attn.proj": "self_attn.o_proj",
+        "mlp.gate_up": "mlp.gate_proj mlp.up_proj",
+        "mlp.up": "mlp.gate_proj mlp.up_proj",
+        "mlp.proj": "mlp.down_proj",
+    }
 
 
 class Qwen3(Llama):
-    name, architecture = "qwen3", "Qwen3ForCausalLM"
-    settings = Llama.settings | dict(qk_norm=[True], bias=[False])
+    name = "qwen3"
+    architecture = "Qwen3ForCausalLM"
+    settings = Llama.settings | {"qk_norm": [True], "bias": [False]}
     keys = {key: name for key, name in Llama.keys.items() if name != "bias"}
-    absent = Llama.absent | dict(num_key_value_heads=32, head_dim=128)
-    allowed = Llama.allowed | dict(attention_bias=[False], use_sliding_window=[False])
+    absent = Llama.absent | {"num_key_value_heads": 32, "head_dim": 128}
+    allowed = Llama.allowed | {"attention_bias": [False], "use_sliding_window": [False]}
     block = Llama.block | {"attn.q_norm": "self_attn.q_norm", "attn.k_norm": "self_attn.k_norm"}
 
 
 class Mistral(Llama):  # read, not written: it is a Llama
-    name, keys, settings = "mistral", Qwen3.keys, Llama.settings | dict(bias=[False])
-    absent = Llama.absent | dict(num_key_value_heads=8, sliding_window=4096)
-    allowed = Llama.allowed | dict(sliding_window=[None])
+    name = "mistral"
+    keys = Qwen3.keys
+    settings = Llama.settings | {"bias": [False]}
+    absent = Llama.absent | {"num_key_value_heads": 8, "sliding_window": 4096}
+    allowed = Llama.allowed | {"sliding_window": [None]}
 
 
 EXPORTS = (GPT2, Llama, Qwen3)
@@ -87,8 +150,17 @@ BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # masks a
 FILES = ["*.json", "*.jinja", "*.safetensors", "tokenizer*", *VOCABULARIES]  # of weights on the hub
 INDEX = "model.safetensors.index.json"  # {tensor: its file} of weights in several files
 DTYPES = dict(F64="float64", F32="float32", F16="float16", BF16="bfloat16")  # of weights in safetensors
-# Which rows of ours one of theirs is: transposed, as GPT-2's matrices, or normed, with embed_norm in it
-Part = namedtuple("Part", "ours first last transposed normed", defaults=[False, False])
+
+
+@dataclass
+class Part:
+    """The rows of a tensor of ours that a Hugging Face tensor is."""
+
+    ours: str
+    first: int
+    last: int
+    transposed: bool = False  # as GPT-2's matrices
+    normed: bool = False  # with embed_norm folded in
 
 
 @dataclass
@@ -106,26 +178,29 @@ def family_of(cfg):
     """The first family whose class computes a GPTConfig. Raises UserError with what each of them lacks."""
     lacking = []
     for family in EXPORTS:
-        wrong = [f"{k}={vars(cfg)[k]}" for k, known in family.settings.items() if vars(cfg)[k] not in known]
-        wrong += [f"n_kv_head={cfg.n_kv_head}"] * (family is GPT2 and cfg.kv_heads < cfg.n_head)
-        wrong += [f"head_dim={cfg.head_dim}"] * (family is GPT2 and cfg.attention_width != cfg.n_embd)
-        known = {*family.settings, *family.keys.values(), *WITHOUT_EFFECT}
-        wrong += [f"{k}={v}" for k, v in vars(cfg).items() if v and k in SHAPE - known]  # an edit's setting
+        wrong = [name for name, known in family.settings.items() if getattr(cfg, name) not in known]
+        if family is GPT2 and cfg.kv_heads < cfg.n_head:
+            wrong.append("n_kv_head")
+        if family is GPT2 and cfg.attention_width != cfg.n_embd:
+            wrong.append("head_dim")
+        others = SHAPE - {*family.settings, *family.keys.values(), *WITHOUT_EFFECT}  # an edit's
+        wrong += [name for name in others if getattr(cfg, name, None)]
         if not wrong:
             return family
-        lacking.append(f"a {family.name} has no {', '.join(wrong)}")
+        words = [f"{name}={getattr(cfg, name)}" for name in wrong]
+        lacking.append(f"a {family.name} has no {', '.join(words)}")
     raise UserError(f"no Hugging Face model computes this, so it cannot be exported: {'; '.join(lacking)}")
 
 
-def adopt(given, files=None):
+def adopt(given, files=FILES):
     """The `given` settings and, from Hugging Face weights in init_from, their shape and tokenizer.
 
-    files: names of those that are fetched if the weights lie on the hub; None: all of FILES.
+    files: names of those that are fetched if the weights lie on the hub.
     """
     name = given.get("init_from") or ""
     if not name.startswith("hf:"):
         return given
-    shape = read_config(fetch(name[3:], files or FILES))
+    shape = read_config(fetch(name[3:], files))
     shape.block_size = min(shape.block_size, GPTConfig.block_size)  # weights may have a longer context
     wanted = replace(shape, **{k: v for k, v in given.items() if k in vars(shape)})
     if wrong := shape.differences(wanted, ["vocab_multiple", "block_size"]):
@@ -136,13 +211,14 @@ def adopt(given, files=None):
 def read_config(folder):
     """The ImportedConfig of a Hugging Face folder. Raises UserError for what model.py does not compute."""
     path = Path(folder) / "config.json"
-    hf, tokenizer = read_json(path, form=FORM), path.with_name("tokenizer.json")
+    hf = read_json(path, form=FORM)
     try:
         _refuse_others(hf, dict(model_type=[*FAMILIES]))
         family = FAMILIES[hf["model_type"]]
         rope = (hf.get("rope_scaling") or {}) | (hf.get("rope_parameters") or {})
-        if apart := [kind for kind, values in rope.items() if isinstance(values, dict)]:
-            raise UserError(f"rope_parameters by kinds of layers ({', '.join(apart)}) are not supported")
+        for kind, values in rope.items():
+            if isinstance(values, dict):
+                raise UserError(f"rope_parameters by kinds of layers ({kind}) are not supported")
         hf = family.absent | hf | rope
         hf.setdefault("rope_type", hf.get("type", "default"))
         _refuse_others(hf, family.allowed)
@@ -157,9 +233,13 @@ def read_config(folder):
         _refuse_others(hf, dict(attention_bias=[cfg.bias]))
     except (UserError, OverflowError) as error:
         raise UserError(f"{path}: {error}") from None
-    cfg.tie_embeddings = cfg.tie_embeddings and not has_own_head(path.parent, family)
-    if tokenizer.is_file() or any((path.parent / name).is_file() for name in VOCABULARIES):
-        cfg.tokenizer = str(tokenizer if tokenizer.is_file() else path.parent)
+    if cfg.tie_embeddings and has_own_head(path.parent, family):
+        cfg.tie_embeddings = False
+    tokenizer = path.with_name("tokenizer.json")
+    if tokenizer.is_file():
+        cfg.tokenizer = str(tokenizer)
+    elif any(path.with_name(name).is_file() for name in VOCABULARIES):
+        cfg.tokenizer = str(path.parent)
     return cfg
 
 
@@ -180,20 +260,24 @@ def fetch(name, files=FILES):
 
 def config_json(cfg, dtype, ids):
     """The content of config.json as transformers 4 writes it, with the ids of `write_tokenizer`."""
+    family = family_of(cfg)
     # the context is block_size, or what RoPE was scaled to if that is longer
-    family, context = family_of(cfg), max(cfg.block_size, int(cfg.rope_original * (cfg.rope_factor or 0)))
-    tied = cfg.tie_embeddings and not cfg.embed_norm  # which is folded into the embedding alone
+    context = max(cfg.block_size, int(cfg.rope_original * (cfg.rope_factor or 0)))
     activation = next(theirs for theirs, ours in family.mlps.items() if ours == cfg.mlp)
     values = vars(cfg) | dict(mlp=activation, n_kv_head=cfg.kv_heads, n_hidden=cfg.hidden, block_size=context)
-    config = {key: values[name] for key, name in family.keys.items()} | dict(tie_word_embeddings=tied)
+    config = {key: values[name] for key, name in family.keys.items()}
+    if cfg.embed_norm:  # which is folded into the embedding alone
+        config["tie_word_embeddings"] = False
     config |= dict(model_type=family.name, architectures=[family.architecture], torch_dtype=dtype)
     config |= dict(bos_token_id=None, eos_token_id=None) | ids
     if family is GPT2:
         return config | dict.fromkeys(["embd_pdrop", "attn_pdrop", "resid_pdrop"], cfg.dropout)
     config |= dict(head_dim=cfg.head_size, attention_bias=cfg.bias, attention_dropout=cfg.dropout)
-    scaling = dict(rope_type="llama3", factor=cfg.rope_factor, low_freq_factor=1.0, high_freq_factor=4.0)
-    scaling |= dict(original_max_position_embeddings=cfg.rope_original)
-    return config | dict(rope_scaling=scaling if cfg.rope_factor else None)
+    config["rope_scaling"] = None
+    if cfg.rope_factor:
+        scaling = dict(rope_type="llama3", factor=cfg.rope_factor, low_freq_factor=1.0, high_freq_factor=4.0)
+        config["rope_scaling"] = scaling | dict(original_max_position_embeddings=cfg.rope_original)
+    return config
 
 
 def write_tokenizer(folder, tokenizer, block_size):
@@ -205,17 +289,20 @@ def write_tokenizer(folder, tokenizer, block_size):
     (folder / "tokenizer.json").write_text(content, "utf-8")
     for path in tokenizers.beside(tokenizer.folder) if tokenizer.folder else ():
         shutil.copyfile(path, folder / path.name)
-    content, eot = json.loads(content), tokenizer.eot
-    names = {token["id"]: token["content"] for token in content["added_tokens"]}
-    config, generation = folder / "tokenizer_config.json", folder / "generation_config.json"
+    eot = tokenizer.eot
+    config = folder / "tokenizer_config.json"
     if not config.exists():
+        content = json.loads(content)
+        names = {token["id"]: token["content"] for token in content["added_tokens"]}
         eos = names[min(tokenizer.ends - {eot}, default=eot)]
         values = dict(tokenizer_class="PreTrainedTokenizerFast", clean_up_tokenization_spaces=False)
         values |= dict(bos_token=names[eot], eos_token=eos, model_max_length=block_size)
         write_json(config, values | dict(unk_token=content["model"].get("unk_token") or eos))
+    generation = folder / "generation_config.json"
+    ids = dict(bos_token_id=eot)
+    if generation.exists():
+        ids |= {key: value for key, value in read_json(generation).items() if value is not None}
     ends = sorted(tokenizer.ends | chat.stop_ids(folder, tokenizer))  # which reads generation_config.json too
-    found = read_json(generation) if generation.exists() else {}
-    ids = dict(bos_token_id=eot) | {key: value for key, value in found.items() if value is not None}
     ids["eos_token_id"] = ends if len(ends) > 1 else ends[0]
     write_json(generation, ids)
     return {key: ids[key] for key in ("bos_token_id", "eos_token_id")}
@@ -228,12 +315,15 @@ class Rows:
         self.tensor, self.dtype, self.transposed = tensor, dtype, transposed
 
     def get_shape(self):
-        return self.tensor.get_shape()[::-1] if self.transposed else self.tensor.get_shape()
+        shape = self.tensor.get_shape()
+        return shape[::-1] if self.transposed else shape
 
     def __getitem__(self, rows):
-        if not self.transposed:
-            return self.tensor[rows].to(self.dtype)
-        return (self.tensor[...].t() if rows is ... else self.tensor[:, rows].t()).to(self.dtype)
+        if rows is ...:
+            rows = slice(None)
+        if self.transposed:
+            return self.tensor[:, rows].t().to(self.dtype)
+        return self.tensor[rows].to(self.dtype)
 
 
 def hf_parts(model, may_have_more=False):
@@ -243,34 +333,50 @@ def hf_parts(model, may_have_more=False):
     """
     from run.reshard import persistent_buffers
 
-    cfg, own, parts = model.cfg, dict(model.named_parameters()), {}
-    family, heads = family_of(cfg), [n * cfg.head_size for n in (cfg.n_head, cfg.kv_heads, cfg.kv_heads)]
-    stacked = {"qkv": heads, "gate_up": [cfg.hidden] * 2}  # rows of each of theirs
-    other = ".mlp.up" if cfg.mlp == "swiglu" else ".mlp.gate_up"  # of another kind of MLP
+    cfg = model.cfg
+    family = family_of(cfg)
+    own = dict(model.named_parameters())
     modules = {ours: [theirs] for ours, theirs in family.outer.items()}
-    for i, (ours, theirs) in itertools.product(range(cfg.n_layer), family.block.items()):
-        modules[f"blocks.{i}.{ours}"] = [f"{family.layers}{i}.{name}" for name in theirs.split()]
-    for ours, theirs in modules.items():
-        place = "wte" if ours == "head" and cfg.tie_embeddings and cfg.embed_norm else ours
-        if ours.endswith(other) or place == "head" and cfg.tie_embeddings:
+    for i in range(cfg.n_layer):
+        for ours, theirs in family.block.items():
+            modules[f"blocks.{i}.{ours}"] = [f"{family.layers}{i}.{name}" for name in theirs.split()]
+    heads = cfg.n_head, cfg.kv_heads, cfg.kv_heads
+    stacked = {"qkv": [n * cfg.head_size for n in heads], "gate_up": [cfg.hidden, cfg.hidden]}
+    other_mlp = "up" if cfg.mlp == "swiglu" else "gate_up"
+    parts = {}
+    ends = {}  # {our parameter: its rows that are in parts}
+    for module, theirs in modules.items():
+        leaf = module.rpartition(".")[2]
+        if leaf == other_mlp:
             continue
-        if f"{place}.weight" not in own:
-            raise UserError(f"model.py has no {place}.weight, which a Hugging Face {family.name} has")
-        weight, inside, kind = own[f"{place}.weight"], ours.startswith("blocks."), ours.rpartition(".")[2]
-        spans = [(0, cfg.vocab_size if ours in ("wte", "head") else len(weight))] * len(theirs)
-        if len(theirs) > 1 and kind in stacked:  # not relu2's one matrix, which is both gate and up
-            spans = itertools.pairwise([0, *itertools.accumulate(stacked[kind])])
-        changes = family is GPT2 and inside and weight.dim() == 2, ours == "wte" and cfg.embed_norm
-        bias = f"{place}.bias" in own or family is GPT2 and (inside or ours == "norm")
-        for name, span in zip(theirs, spans):
-            parts[f"{name}.weight"] = Part(f"{place}.weight", *span, *changes)
-            if bias:
-                parts[f"{name}.bias"] = Part(f"{place}.bias", *span)
-    whole = lambda part: part.last in (len(own.get(part.ours, ())), cfg.vocab_size)  # else an edit added rows
-    known = {part.ours for part in parts.values()}
-    more = own.keys() & known - {part.ours for part in filter(whole, parts.values())}
+        ours = module
+        if module == "head" and cfg.tie_embeddings:
+            if not cfg.embed_norm:  # it is the embedding
+                continue
+            ours = "wte"  # without the norm, which is folded into the embedding alone
+        weight = own.get(f"{ours}.weight")
+        if weight is None:
+            raise UserError(f"model.py has no {ours}.weight, which a Hugging Face {family.name} has")
+        in_block = module.startswith("blocks.")
+        transposed = family is GPT2 and in_block and weight.dim() == 2
+        normed = leaf == "wte" and cfg.embed_norm
+        has_bias = f"{ours}.bias" in own or (family is GPT2 and (in_block or leaf == "norm"))
+        first = 0
+        sizes = [cfg.vocab_size if leaf in ("wte", "head") else len(weight)]
+        if len(theirs) > 1:
+            sizes = stacked.get(leaf, sizes * 2)
+        for name, rows in zip(theirs, sizes):
+            last = first + rows
+            parts[f"{name}.weight"] = Part(f"{ours}.weight", first, last, transposed, normed)
+            ends[f"{ours}.weight"] = last
+            if has_bias:
+                parts[f"{name}.bias"] = Part(f"{ours}.bias", first, last)
+                ends[f"{ours}.bias"] = last
+            if leaf in stacked:  # not relu2's one matrix, which is both gate and up
+                first = last
+    more = {name for name in ends.keys() & own.keys() if ends[name] not in (len(own[name]), cfg.vocab_size)}
     if not may_have_more:
-        more |= own.keys() - known | persistent_buffers(model).keys()
+        more |= own.keys() - ends.keys() | persistent_buffers(model).keys()
     if more:
         names = f"{', '.join(sorted(more)[:3])} ({len(more)} in all)"
         raise UserError(f"model.py has parameters that a Hugging Face {family.name} does not have: {names}")
@@ -279,11 +385,11 @@ def hf_parts(model, may_have_more=False):
 
 def open_tensors(folder, family):
     """{full Hugging Face name: slice of safetensors} of one file, else of an index's, without buffers."""
-    index, files, tensors = folder / INDEX, {"model.safetensors"}, {}
+    names, tensors = {"model.safetensors"}, {}
     prefix = family.layers.partition(".")[0] + "."  # absent if the model was saved without its head
-    if index.exists() and not (folder / "model.safetensors").exists():
-        files = {*read_json(index, form={"weight_map": {str: plain_name}})["weight_map"].values()}
-    for path in sorted(folder / file for file in files):
+    if (folder / INDEX).exists() and not (folder / "model.safetensors").exists():
+        names = {*read_json(folder / INDEX, form={"weight_map": {str: plain_name}})["weight_map"].values()}
+    for path in sorted(folder / name for name in names):
         if not path.is_file():
             raise UserError(f"{path}: missing; pickles (pytorch_model.bin) are not read: convert them first")
         with told(f"{path}: damaged or not safetensors"):
@@ -302,11 +408,11 @@ def has_own_head(folder, family):
     if not any(folder.glob("model*.safetensors*")):
         return False
     theirs = open_tensors(folder, family)
-    pair = [theirs.get(f"{family.outer[ours]}.weight") for ours in ("wte", "head")]
-    if None in pair or pair[0].get_shape() != pair[1].get_shape():
+    wte = theirs.get(f"{family.outer['wte']}.weight")
+    head = theirs.get(f"{family.outer['head']}.weight")
+    if wte is None or head is None or wte.get_shape() != head.get_shape():
         return False  # open_hf takes one for the other, or refuses the shapes
-    rows = (slice(i, i + 4096) for i in range(0, pair[0].get_shape()[0], 4096))
-    return any((pair[0][part] != pair[1][part]).any() for part in rows)
+    return bool((wte[:] != head[:]).any())
 
 
 def open_hf(name):
@@ -319,27 +425,36 @@ def open_hf(name):
     folder = fetch(name)
     cfg = read_config(folder)
     family = family_of(cfg)
-    both = f"{folder} has model.safetensors and {INDEX}; the first is read, as transformers does"
-    warn(all((folder / name).exists() for name in ("model.safetensors", INDEX)) and both)
-    theirs, model, found = open_tensors(folder, family), on_meta(cfg), {}
+    if all((folder / name).exists() for name in ("model.safetensors", INDEX)):
+        warn(f"{folder} has model.safetensors and {INDEX}; the first is read, as transformers does")
+    theirs = open_tensors(folder, family)
     wte, head = (f"{family.outer[ours]}.weight" for ours in ("wte", "head"))
     if cfg.tie_embeddings and head in theirs:  # it is the embedding, perhaps without another copy of it
         theirs.setdefault(wte, theirs[head])
         if theirs[wte].get_shape() == theirs[head].get_shape():
             del theirs[head]
-    own, parts = dict(model.named_parameters()), hf_parts(model, may_have_more=True)
-    wrong = [f"{key} missing" for key in parts.keys() - theirs.keys()]
-    wrong += [f"{key} not expected" for key in theirs.keys() - parts.keys()]
-    for key, part in parts.items() if not wrong else ():
-        shape, rows = [part.last - part.first, *own[part.ours].shape[1:]], theirs[key]
-        shape = shape[::-1] if part.transposed else shape
-        found.setdefault(part.ours, []).append((part, rows))
-        if rows.get_shape() != shape:
-            wrong.append(f"{key} is {rows.get_shape()}, expected {shape}")
-        if rows.get_dtype() not in DTYPES:
-            wrong.append(f"{key} is {rows.get_dtype()}, expected {' or '.join(DTYPES)}")
+    model = on_meta(cfg)
+    own = dict(model.named_parameters())
+    parts = hf_parts(model, may_have_more=True)
+    wrong = []
+    found = {}  # {our name: [(Part, slice)]}
+    for key in sorted(parts.keys() | theirs.keys()):
+        if key not in theirs:
+            wrong.append(f"{key} missing")
+        elif key not in parts:
+            wrong.append(f"{key} not expected")
+        else:
+            part, rows = parts[key], theirs[key]
+            found.setdefault(part.ours, []).append((part, rows))
+            shape = [part.last - part.first, *own[part.ours].shape[1:]]
+            if part.transposed:
+                shape.reverse()
+            if rows.get_shape() != shape:
+                wrong.append(f"{key} is {rows.get_shape()}, expected {shape}")
+            if rows.get_dtype() not in DTYPES:
+                wrong.append(f"{key} is {rows.get_dtype()}, expected {' or '.join(DTYPES)}")
     if wrong:
-        words = f"{'; '.join(sorted(wrong)[:3])} ({len(wrong)} in all)"
+        words = f"{'; '.join(wrong[:3])} ({len(wrong)} in all)"
         raise UserError(f"{folder}: its tensors do not fit its config.json: {words}")
     stored = {}
     for ours, pairs in found.items():
@@ -357,8 +472,10 @@ def save_hf(
 
     tensors=None: the model's. check: called with the folder before it has its name; may raise.
     """
-    path, parts = Path(path), hf_parts(model)
-    tensors = dict(model.named_parameters()) if tensors is None else tensors
+    path = Path(path)
+    parts = hf_parts(model)
+    if tensors is None:
+        tensors = dict(model.named_parameters())
     aside = path.absolute().with_name(f".writing_{path.name}")
     shutil.rmtree(aside, ignore_errors=True)  # left by a killed save
     try:
@@ -381,19 +498,23 @@ def _write_shards(folder, parts, tensors, dtype, max_size, eps):
     from safetensors.torch import save_file
 
     tensors = {part.ours: torch.zeros(part.last) for part in parts.values()} | tensors  # biases ours lacks
-    shapes = {name: (part.last - part.first, *tensors[part.ours].shape[1:]) for name, part in parts.items()}
     dtype = getattr(torch, dtype)
 
     def theirs(part):  # a copy, as relu2's one matrix is both gate and up
         rows = tensors[part.ours][part.first : part.last].detach().cpu()
-        rows = torch.nn.functional.rms_norm(rows.float(), rows.shape[1:], eps=eps) if part.normed else rows
-        return (rows.t() if part.transposed else rows).to(dtype, copy=True).contiguous()
+        if part.normed:
+            rows = torch.nn.functional.rms_norm(rows.float(), rows.shape[1:], eps=eps)
+        if part.transposed:
+            rows = rows.t()
+        return rows.to(dtype, copy=True).contiguous()
 
-    sizes = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+    sizes = {}
+    for name, part in parts.items():
+        shape = part.last - part.first, *tensors[part.ours].shape[1:]
+        sizes[name] = torch.empty(shape, dtype=dtype, device="meta")
     plan = huggingface_hub.split_torch_state_dict_into_shards(sizes, max_shard_size=max_size)
     for file, names in plan.filename_to_tensors.items():
         with by_umask(folder / file):
             save_file({name: theirs(parts[name]) for name in names}, folder / file, {"format": "pt"})
     if plan.is_sharded:
-        index = dict(metadata=plan.metadata, weight_map=plan.tensor_to_filename)
-        write_json(folder / INDEX, index)
+        write_json(folder / INDEX, dict(metadata=plan.metadata, weight_map=plan.tensor_to_filename))

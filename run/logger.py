@@ -9,7 +9,6 @@ import shlex
 import statistics
 import sys
 import textwrap
-import threading
 import time
 from pathlib import Path
 
@@ -59,78 +58,80 @@ class Logger:
 
     def __init__(self, world, cfg, max_skipped):
         """max_skipped: steps in a row that may be skipped; None with fp16, whose scaler skips by itself."""
-        self.world, self.cfg, self.log_interval = world, cfg, cfg.log_interval
-        self.max_skipped, self.tokens = max_skipped, 0  # tokens: read by all ranks up to the step read last
-        self.last = cfg.max_steps  # step of the run; None: the time decides
-        self.before, self.begun = 0.0, 0  # seconds and steps that this process found
-        self.timed, self.seconds_timed = 0, 0.0  # steps read, without those that compile or capture
-        self.untimed = 1  # of the latter that are left
+        self.world, self.cfg, self.max_skipped = world, cfg, max_skipped
+        self.began = time.perf_counter()
+        self.out_dir = self.file = self.wandb = self.wandb_id = self.saved_at = None
+        self.analysis = None  # a flops.ModelAnalysis, for the MFU
+        self.warned = set()  # of what a run is warned once
+        # a step is read late, on CUDA when the next one is queued, so that the device has work
+        self.unread = collections.deque()  # arguments of _read
+        self.late = 0  # steps that stay unread
+        self.own = []  # means over the ranks of what they gave to `step`, of the step read last
+        self.tokens = 0  # read by all ranks up to that step
+        self.mark = None  # the Moment of its end
+        self.with_step = {}  # {step: what to call when it is read, such as to record more of it}
+        # times of steps, in seconds
+        self.seconds = 0.0  # of the step read last
+        self.average = None  # running, without the first step, which compiles
+        self.steps_before, self.seconds_before = 0, 0.0  # of the run, before this process
+        self.steps_timed, self.seconds_timed = 0, 0.0  # without steps that compile or capture
+        self.steps_untimed = 1  # that are to come
         if cfg.cuda_graph:
             from scale.graphs import EAGER_STEPS
 
-            self.untimed += EAGER_STEPS
-        self.began = time.perf_counter()
-        self.out_dir = self.file = self.wandb = self.wandb_id = self.saved_at = None
-        self.account = self.mark = self.counter = None
-        self.warned = False
-        self.unread, self.figures = collections.deque(), []
-        self.with_step = {}  # {step: what to call when it is read, such as to record more of it}
-        self.late = 0  # 1 on CUDA: a step is read when the next one is queued, so that the device has work
-        self.seconds, self.average = 0.0, None  # of a step; average: without the first one, which compiles
-        self.full, self.skipped, self.in_a_row = False, 0, 0
-        self.recent = collections.deque(maxlen=SETTLED)  # losses
+            self.steps_untimed += EAGER_STEPS
+        self.last_step = cfg.max_steps  # of the run; None: the time decides
+        self.skipped = 0
+        self.skipped_in_a_row = 0
+        self.recent_losses = collections.deque(maxlen=SETTLED)
 
     def print(self, *words):
-        if self.counter:
-            self.counter.stop()
-            self.counter = None
         if self.world.main:
             print(*words, flush=True)
+
+    def warn(self, words):
+        self.print(f"warning: {words}")
 
     def open(self, out_dir, config, wandb=False, wandb_id=None, saved_at=None):
         """Opens the log in out_dir, and a wandb run. saved_at: the step of the checkpoint resumed there."""
         self.out_dir, self.wandb_id, self.saved_at = Path(out_dir), wandb_id, saved_at
-        if self.world.main:
-            path = self.out_dir / "log.jsonl"
-            with files.writable(out_dir):
-                files.write_json(path.with_name("config.json"), config)
-                self.file = open(path, "ab", buffering=0, opener=files.no_link)
-                # a kill may have cut the last line short: it would spoil the next one
-                self.file.truncate(path.read_bytes().rfind(b"\n") + 1)
-            self.wandb = self._try_wandb(self._start_wandb, config) if wandb else None
-            self.wandb_id = self.wandb.id if self.wandb else wandb_id
+        if not self.world.main:
+            return
+        path = self.out_dir / "log.jsonl"
+        with files.writable(out_dir):
+            files.write_json(path.with_name("config.json"), config)
+            self.file = open(path, "ab", buffering=0, opener=files.no_link)
+            # a kill may have cut the last line short: it would spoil the next one
+            self.file.truncate(path.read_bytes().rfind(b"\n") + 1)
+        if wandb:
+            self._try_wandb(self._start_wandb, config)
 
     def _start_wandb(self, config):
         import wandb
 
         names = dict(project="pretrain", name=self.out_dir.resolve().name, dir=self.out_dir)
-        names = {key: os.environ.get(f"WANDB_{key.upper()}") or own for key, own in names.items()}
-        run = wandb.init(config=config, id=self.wandb_id, resume="allow", **names)
-        run.define_metric("*", step_metric="step")  # a resumed run steps back; wandb's own step may not
-        return run
+        for key in names:
+            names[key] = os.environ.get(f"WANDB_{key.upper()}") or names[key]
+        self.wandb = wandb.init(config=config, id=self.wandb_id, resume="allow", **names)
+        self.wandb_id = self.wandb.id
+        self.wandb.define_metric("*", step_metric="step")  # a resumed run steps back; its own may not
 
     def _try_wandb(self, call, *arguments):
-        """call(*arguments); where wandb fails, for which it has many types, training goes on without it."""
+        """Where wandb fails, for which it has many types of errors, training goes on without it."""
         try:
-            return call(*arguments)
+            call(*arguments)
         except Exception as error:
-            self.wandb, reason = None, str(error).partition("\n")[0] or type(error).__name__
-            self.print(f"warning: wandb is off ({type(error).__name__}: {reason}); log.jsonl goes on")
+            self.wandb = None
+            reason = str(error).partition("\n")[0] or type(error).__name__
+            self.warn(f"wandb is off ({type(error).__name__}: {reason}); log.jsonl goes on")
 
     def record(self, kind, step, **values):
         """A line of log.jsonl, where inf and NaN are null as in JSON, and in wandb as kind/name."""
         if self.file:
             finite = json.loads(json.dumps(values), parse_constant=lambda _: None)
             self._append(json.dumps({"kind": kind, "step": step, **finite}).encode() + b"\n")
-        if self.wandb:
-            flat = dict(values)
-            for key, value in values.items():  # extras, norms
-                if isinstance(value, dict):
-                    flat |= {f"{key}/{name}": number for name, number in value.items()}
-            numbers = {n: x for n, x in flat.items() if isinstance(x, (int, float)) and math.isfinite(x)}
-            named = {f"{kind}/{name}": value for name, value in numbers.items()}
-            if kind != "start":  # which has no figures of a step
-                self._try_wandb(self.wandb.log, {"step": step, **named})
+        if self.wandb and kind != "start":  # which has no figures of a step
+            self._try_wandb(self.wandb.log, {"step": step, **dict(numbers(kind, values))})
 
     def _append(self, line):
         """A whole line or none; a disk that is full costs lines of the log, not the run."""
@@ -141,18 +142,23 @@ class Logger:
         except OSError as error:
             with contextlib.suppress(OSError):
                 self.file.truncate(end)
-            if not self.full:
-                self.print(f"warning: {self.file.name}: {error.strerror}; training goes on, lines are lost")
-            self.full = True
+            self._warn_once("disk", f"{self.file.name}: {error.strerror}; training goes on, lines are lost")
 
-    def start(self, state, rows, given, account):
+    def _warn_once(self, about, words):
+        if about not in self.warned:
+            self.warned.add(about)
+            self.warn(words)
+
+    def start(self, state, rows, given, analysis):
         """The start-up summary, with the command line; log.jsonl has all settings that are no defaults.
 
-        state: a train.State; given: the Config as the user gave it; account: a flops.Account, for the MFU.
+        state: a train.State; given: the Config as the user gave it; analysis: a flops.ModelAnalysis.
         """
-        self.account, self.tokens = account, state.tokens
-        self.before, self.begun = state.seconds, state.step
-        self.last = None if self.cfg.max_seconds else optim.plan(self.cfg, state.step, state.tokens)[0]
+        self.analysis, self.tokens = analysis, state.tokens
+        self.seconds_before, self.steps_before = state.seconds, state.step
+        self.last_step = None
+        if not self.cfg.max_seconds:
+            self.last_step, _ = optim.plan(self.cfg, state.step, state.tokens)
         words = " ".join(f"{name}={shlex.quote(str(value))}" for name, value in changed(given).items())
         words = words or "all defaults"
         shown = given.command_line or words
@@ -161,7 +167,7 @@ class Logger:
         rows = [describe_device(self.world), *rows]
         show([*rows, ("settings", shown)], self.print)
         rows.append(("settings", words))
-        self.record("start", state.step, flops_per_token=account.flops_per_token, rows=rows)
+        self.record("start", state.step, flops_per_token=analysis.flops_per_token, rows=rows)
 
     def saved(self, step, folder):
         """A checkpoint is complete. A later --resume=auto that finds none looks for this line of the log."""
@@ -172,35 +178,40 @@ class Logger:
 
     def _make_again(self):
         """Where out_dir was removed or moved under the run: makes it and goes on with another log there."""
-        if self.file and not os.path.exists(self.file.name):
-            words = f"{self.out_dir} was removed or moved while this run went on; it is made again"
-            self.print(f"warning: {words}, without the log, the checkpoints and the lock that it held")
-            try:
-                self.out_dir.mkdir(parents=True, exist_ok=True)
-                self.file = open(self.file.name, "ab", buffering=0, opener=files.no_link)
-                source.record(self.out_dir)
-            except (OSError, UserError) as error:
-                self.print(f"warning: {error}")
+        if not self.file or os.path.exists(self.file.name):
+            return
+        words = f"{self.out_dir} was removed or moved while this run went on; it is made again"
+        self.warn(f"{words}, without the log, the checkpoints and the lock that it held")
+        try:
+            self.out_dir.mkdir(parents=True, exist_ok=True)
+            self.file = open(self.file.name, "ab", buffering=0, opener=files.no_link)
+            source.record(self.out_dir)
+        except (OSError, UserError) as error:
+            self.warn(error)
 
     def close(self, step, stopped):
         """The closing summary after `step` steps."""
         self._make_again()
-        seconds, words = time.perf_counter() - self.began, "none: nothing was saved"
-        length = "max_tokens" if self.cfg.max_tokens else "max_steps"
-        length = "max_seconds" if self.cfg.max_seconds else length
-        if self.saved_at is not None:
-            out_dir, more = shlex.quote(str(self.out_dir)), "" if stopped else f"a larger --{length} and "
-            words = f"{out_dir} at step {self.saved_at}; to go on, the same command with {more}--resume=auto"
-        done = "stopped" if stopped else "done", f"step {step} after {seconds:,.1f} s"
-        rows = [done, ("checkpoint", words)]
-        if self.cfg.max_seconds:
+        cfg = self.cfg
+        kind = "stopped" if stopped else "done"
+        rows = [(kind, f"step {step} after {time.perf_counter() - self.began:,.1f} s")]
+        if cfg.max_seconds:
             left_out = "compilation, evaluation and saving left out"
-            rows.insert(1, ("steps", f"{self.elapsed(step):,.1f} of {self.cfg.max_seconds:g} s, {left_out}"))
-        show(rows, self.print)
+            rows.append(("steps", f"{self.elapsed(step):,.1f} of {cfg.max_seconds:g} s, {left_out}"))
+        words = "none: nothing was saved"
+        if self.saved_at is not None:
+            words = (
+                f"{shlex.quote(str(self.out_dir))} at step {self.saved_at}; to go on, the same command with "
+            )
+            if not stopped:
+                length = "max_tokens" if cfg.max_tokens else "max_steps"
+                words += f"a larger --{'max_seconds' if cfg.max_seconds else length} and "
+            words += "--resume=auto"
+        show([*rows, ("checkpoint", words)], self.print)
         if self.wandb:
             self._try_wandb(self.wandb.finish)
             self.wandb = None
-        self.record(done[0], step)  # the last line, which a run that was killed lacks
+        self.record(kind, step)  # the last line, which a run that was killed lacks
 
     def elapsed(self, step):
         """Seconds of training steps up to this one, by this rank's clock.
@@ -208,18 +219,21 @@ class Logger:
         A step that is not timed, since it compiles or is not read yet, counts as the mean of those that are;
         while there are none, as the mean of those before a resume.
         """
-        pace = self.seconds_timed / self.timed if self.timed else self.before / max(1, self.begun)
-        return self.before + (step - self.begun) * pace
+        if self.steps_timed:
+            pace = self.seconds_timed / self.steps_timed
+        else:
+            pace = self.seconds_before / max(1, self.steps_before)
+        return self.seconds_before + (step - self.steps_before) * pace
 
     def left(self, step):
         """Seconds that the run will take after this step; None: not known yet."""
-        if self.last == step:
+        if self.last_step == step:
             return 0
         if self.average is None:
             return None
-        if self.last is None:
+        if self.last_step is None:
             return max(0.0, self.cfg.max_seconds - self.elapsed(step))
-        return max(0, self.last - step) * self.average
+        return max(0, self.last_step - step) * self.average
 
     def step(self, state, lr, means, began):
         """Takes a step that was launched -> the ranks' means of `own` at the step read last, see Figures.
@@ -229,94 +243,104 @@ class Logger:
         if state.step == LIFELESS:
             self._warn_of_zeros(state)
         self.unread.append((state.step, state.tokens, lr, began, means))
-        while len(self.unread) > self.late:
-            self._read(*self.unread.popleft())
-        return self.figures
+        self._read_until(self.late)
+        return self.own
 
     def catch_up(self):
         """Reads every step that was launched; the time until the next one begins is then nobody's."""
-        while self.unread:
-            self._read(*self.unread.popleft())
+        self._read_until(0)
         self.mark = None
 
+    def _read_until(self, late):
+        while len(self.unread) > late:
+            self._read(*self.unread.popleft())
+
     def _read(self, step, tokens, lr, began, means):
-        loss, norm, extras, self.figures = means.get()
-        self.late = int(self.world.device.type == "cuda" and self.figures[-1] < LONG)
-        first, self.seconds = self.seconds == 0, means.moment.since(self.mark or began)
+        loss, norm, extras, self.own = means.get()
+        self.late = int(self.world.device.type == "cuda" and self.own[-1] < LONG)
+        self._time(means.moment.since(self.mark or began))
         self.mark = means.moment
-        if self.untimed:
-            self.untimed -= 1
-        else:
-            self.timed += 1
-            self.seconds_timed += self.seconds
-        if not first:
-            self.average = 0.9 * (self.average or self.seconds) + 0.1 * self.seconds
-        own, self.tokens = tokens - self.tokens, tokens
         if step in self.with_step:
             self.with_step.pop(step)()
-        self._line(step, lr, loss, norm, extras, own)
+        self._log_line(step, lr, loss, norm, extras, tokens)
         self._warn_of_days(step)
-        figures = {"loss": loss} if self.max_skipped is None else {"loss": loss, "gradient norm": norm}
-        self._skip_or_refuse(step, {name: x for name, x in figures.items() if not math.isfinite(x)})
+        if not math.isfinite(loss):
+            self._skip_or_refuse(step, "loss", loss)
+        elif self.max_skipped is not None and not math.isfinite(norm):
+            self._skip_or_refuse(step, "gradient norm", norm)
+        else:
+            self.skipped_in_a_row = 0
         if math.isfinite(loss):
             self._look_for_spike(step, loss)
 
-    def _line(self, step, lr, loss, norm, extras, tokens):
-        """tokens: of this step."""
+    def _time(self, seconds):
+        """Takes the time of the next step."""
+        first = self.seconds == 0
+        self.seconds = seconds
+        if not first:
+            self.average = 0.9 * (self.average or seconds) + 0.1 * seconds
+        if self.steps_untimed:
+            self.steps_untimed -= 1
+        else:
+            self.steps_timed += 1
+            self.seconds_timed += seconds
+
+    def _log_line(self, step, lr, loss, norm, extras, tokens):
+        """A step's line of log.jsonl, and at an interval of the console."""
         seconds, left, device = self.seconds, self.left(step), self.world.device
-        rate = tokens / seconds
-        mfu = self.account.mfu(rate, self.world.size)
-        gib = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
+        rate = (tokens - self.tokens) / seconds
+        self.tokens = tokens
+        mfu = self.analysis.mfu(rate, self.world.size)
+        gib = None
+        if device.type == "cuda":
+            gib = torch.cuda.max_memory_allocated(device) / 2**30
         values = dict(loss=loss, lr=lr, norm=norm, dt_ms=seconds * 1e3, tok_per_s=rate, mfu=mfu, gib=gib)
-        named = {"extras": extras} if extras else {}
-        self.record("train", step, **values, tokens=self.tokens, **named)
-        if step % self.log_interval == 0 or left == 0 or self.average is None:  # None: the first step
-            eta = "n/a" if left is None else tqdm.format_interval(left)
-            last = str(self.last or "")
-            parts = {
-                "step": f"step {step:>{len(last)}}/{last}" if last else f"step {step:>5}",
-                "loss": f"loss {loss:8.4f}",
-                "lr": f"lr {lr:.2e}",
-                "norm": f"norm {norm:6.3f}",
-                "dt_ms": f"{seconds * 1e3:8,.1f} ms",
-                "tok_per_s": f"{rate:>9,.0f} tok/s",
-                "mfu": "" if mfu is None else f"mfu {mfu:5.1%}",
-                "gib": "" if gib is None else f"{gib:5.1f} GiB",
-                "eta": f"eta {eta}",
-            }
-            self.print(fitting(parts, droppable=["lr", "gib", "norm"]))
-            if extras:
-                self.print("     " + " | ".join(f"{name} {value:.4g}" for name, value in extras.items()))
+        if extras:
+            values["extras"] = extras
+        self.record("train", step, tokens=tokens, **values)
+        first = self.average is None
+        if step % self.cfg.log_interval and left != 0 and not first:
+            return
+        parts = {"step": f"step {step:>5}"}
+        if self.last_step:
+            parts["step"] = f"step {step:>{len(str(self.last_step))}}/{self.last_step}"
+        parts["loss"] = f"loss {loss:8.4f}"
+        parts["lr"] = f"lr {lr:.2e}"
+        parts["norm"] = f"norm {norm:6.3f}"
+        parts["dt_ms"] = f"{seconds * 1e3:8,.1f} ms"
+        parts["tok_per_s"] = f"{rate:>9,.0f} tok/s"
+        if mfu is not None:
+            parts["mfu"] = f"mfu {mfu:5.1%}"
+        if gib is not None:
+            parts["gib"] = f"{gib:5.1f} GiB"
+        parts["eta"] = f"eta {'n/a' if left is None else tqdm.format_interval(left)}"
+        self.print(fitting(parts, droppable=["lr", "gib", "norm"]))
+        if extras:
+            self.print("     " + " | ".join(f"{name} {value:.4g}" for name, value in extras.items()))
 
     def _warn_of_days(self, step):
-        """Once, when the second step has shown how long one takes without compilation."""
+        """When the second step has shown how long one takes without compilation."""
         left = self.left(step) or 0
-        if left > LONG_RUN and not self.warned:
-            self.warned = True
+        if left > LONG_RUN:
             days = f"this run takes about {left / 86_400:.0f} days on this machine"
-            self.print(f"warning: {days}; try a smaller --max_steps or recipe, such as config/quickstart.py")
+            advice = "try a smaller --max_steps or recipe, such as config/quickstart.py"
+            self._warn_once("days", f"{days}; {advice}")
 
     def _warn_of_zeros(self, state):
         """After some steps: parameters that began at zero and are still there have had no gradient."""
         found = parallel.all_zero(state.model)
         if found:
             why = "they were zero at first and had no gradient; is what they are multiplied with zero too?"
-            self.print(f"warning: after {state.step} steps {listed(found)} are all zero: {why}")
+            self.warn(f"after {state.step} steps {listed(found)} are all zero: {why}")
 
-    def compiling(self, what):
-        """Says that the first step compiles, and on a terminal how long it has taken, until it is read."""
-        self.print(f"{'compiling':<12} {what}")
-        self.counter = Counter("compiling") if self.world.main and sys.stderr.isatty() else None
-
-    def _skip_or_refuse(self, step, bad):
-        """Counts a step that Training.update skipped for figures {name: value} in `bad`; refuses too many."""
-        self.in_a_row = self.in_a_row + 1 if bad else 0
-        for name, value in list(bad.items())[:1]:
-            if self.in_a_row > (self.max_skipped or 0):
-                self.refuse(step, name, value)
-            self.skipped += 1
-            self.record("skipped", step, in_a_row=self.in_a_row, in_all=self.skipped)
-            self.print(f"warning: step {step} was skipped, the {name} is {value}; {self.in_a_row} in a row")
+    def _skip_or_refuse(self, step, name, value):
+        """Counts a step that Training.update skipped because of a figure; too many in a row are refused."""
+        self.skipped += 1
+        self.skipped_in_a_row += 1
+        if self.skipped_in_a_row > (self.max_skipped or 0):
+            self.refuse(step, name, value)
+        self.record("skipped", step, in_a_row=self.skipped_in_a_row, in_all=self.skipped)
+        self.warn(f"step {step} was skipped, the {name} is {value}; {self.skipped_in_a_row} in a row")
 
     def refuse(self, step, name, value):
         """Raises NotFinite unless the figure is finite; None passes."""
@@ -326,15 +350,24 @@ class Logger:
 
     def _look_for_spike(self, step, loss):
         """Warns of a loss far above the mean of SETTLED steps before it, at most once in as many."""
-        if len(self.recent) == SETTLED:
-            mean = statistics.fmean(self.recent)
-            z = (loss - mean) / max(statistics.pstdev(self.recent, mean), 1e-6)
+        if len(self.recent_losses) == SETTLED:
+            mean = statistics.fmean(self.recent_losses)
+            z = (loss - mean) / max(statistics.pstdev(self.recent_losses, mean), 1e-6)
             if z > SPIKE:
-                self.recent.clear()
+                self.recent_losses.clear()
                 self.record("spike", step, loss=loss, mean=mean, z=z)
                 words = f"{z:.1f} sigma above its mean {mean:.4f}; last checkpoint: step {self.saved_at}"
-                self.print(f"warning: step {step}: loss {loss:.4f} is {words}")
-        self.recent.append(loss)
+                self.warn(f"step {step}: loss {loss:.4f} is {words}")
+        self.recent_losses.append(loss)
+
+
+def numbers(name, value):
+    """Yields (path, number) of the finite numbers in a dict, also in dicts in it, such as of extras."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from numbers(f"{name}/{key}", inner)
+    elif isinstance(value, (int, float)) and math.isfinite(value):
+        yield name, value
 
 
 def progress(iterable, label, total=None, stop=lambda: False, bar=True):
@@ -349,27 +382,8 @@ def progress(iterable, label, total=None, stop=lambda: False, bar=True):
 
 def fitting(parts, droppable):
     """The parts {name: text} in one line; on a narrow terminal without those that are droppable, in turn."""
-    shown = {name: text for name, text in parts.items() if text}
+    shown = dict(parts)
     for name in droppable:
         if sys.stdout.isatty() and len(" | ".join(shown.values())) > columns():
             shown.pop(name, None)
     return " | ".join(shown.values())
-
-
-class Counter:
-    """Shows in a line of stderr how many seconds a silent work has taken, until `stop`."""
-
-    def __init__(self, label):
-        self.label, self.ended = label, threading.Event()
-        self.thread = threading.Thread(target=self.count, daemon=True)
-        self.thread.start()
-
-    def count(self):
-        began = time.monotonic()
-        while not self.ended.wait(1):
-            print(f"\r{self.label} ... {time.monotonic() - began:.0f} s", end="", file=sys.stderr, flush=True)
-        print("\r" + " " * 40 + "\r", end="", file=sys.stderr, flush=True)
-
-    def stop(self):
-        self.ended.set()
-        self.thread.join()

@@ -33,16 +33,17 @@ class Norms:
             yield
             return
         copies = {matrix.weight: local(matrix.weight).clone() for matrix in self.matrices.values()}
-        sums = [self.squares(copies)]
-        grads = {p: torch.zeros_like(copies[p]) if p.grad is None else local(p.grad) for p in copies}
-        sums.append(self.squares(grads))
+        weights = self.squares(copies)
+        grads = {}
+        for p, rows in copies.items():
+            grads[p] = torch.zeros_like(rows) if p.grad is None else local(p.grad)
+        gradients = self.squares(grads)
         del grads
         yield
         torch._foreach_sub_([*copies.values()], [local(p) for p in copies])
-        sums = torch.stack([*sums, self.squares(copies)])
-        sharded = next(iter(copies))
-        if isinstance(sharded, DTensor):
-            dist.all_reduce(sums, group=sharded.device_mesh.get_group("shard"))
+        sums = torch.stack([weights, gradients, self.squares(copies)])
+        if isinstance(p, DTensor):
+            dist.all_reduce(sums, group=p.device_mesh.get_group("shard"))
         self.log.with_step[step] = functools.partial(self.record, step, parallel.Later(sums))
 
     def squares(self, tensors):
@@ -54,9 +55,11 @@ class Norms:
 
     def record(self, step, later):
         lines = {}
-        for kind, sums in zip(("weight", "gradient", "update"), later.get()):
-            values = [total / math.prod(m.shape) for m, total in zip(self.matrices.values(), sums)]
-            lines[kind] = {n: float(f"{math.sqrt(x):.4g}") for n, x in zip(self.matrices, values)}
+        for quantity, sums in zip(("weight", "gradient", "update"), later.get()):
+            lines[quantity] = {}
+            for (name, matrix), total in zip(self.matrices.items(), sums):
+                rms = math.sqrt(total / math.prod(matrix.shape))
+                lines[quantity][name] = float(f"{rms:.4g}")
         self.log.record("norms", step, **lines)
 
 
@@ -66,12 +69,16 @@ def named_matrices(model, cfg):
     for name, p in model.named_parameters():
         if not p.requires_grad or p.dim() < 2:
             continue
-        rows = optim.matrices_of(name, p, cfg) if p.dim() == 2 else [math.prod(p.shape[:-1])]
+        rows = [math.prod(p.shape[:-1])]
+        if p.dim() == 2:
+            rows = optim.matrices_of(name, p, cfg)
         name = name.removesuffix(".weight")
         prefix, _, leaf = name.rpartition(".")
         names = [f"{prefix}.{part}" for part in PARTS.get(leaf, ())]
         if len(names) != len(rows):
             names = [name] if len(rows) == 1 else [f"{name}.{i}" for i in range(len(rows))]
-        for i, own in enumerate(names):
-            found[own] = optim.Matrix(p, sum(rows[:i]), rows[i])
+        first = 0
+        for own, count in zip(names, rows):
+            found[own] = optim.Matrix(p, first, count)
+            first += count
     return found

@@ -40,60 +40,74 @@ class Watch(contextlib.ExitStack):
 
     def __init__(self, world, timeout_s, saves=True):
         super().__init__()
-        self.saves = saves
-        self.world, self.timeout_s, self.store = world, timeout_s, parallel.store_connection()
-        self.asked, self.stopping, self._asked_at = 0, 0, 0.0
-        self._step, self._begun, self._moved = 0, 0, time.monotonic()
-        self._peers, self._failing, self._closing = {}, False, threading.Event()
+        self.world, self.timeout_s, self.saves = world, timeout_s, saves
+        self.asked = self.stopping = 0
+        self._asked_at = 0.0
+        self._step = 0
+        self._steps_begun = 0  # by this process
+        self._moved_at = time.monotonic()
+        self._store = parallel.store_connection()
+        self._has_ranks = self._store is not None
+        if not self._has_ranks:
+            self._store = torch.distributed.HashStore()
+        self._peers = {}  # {descriptor of a process on this machine: its rank}
+        self._failing = False
+        self._closing = threading.Event()
+        self._undo = contextlib.ExitStack()
 
     def __enter__(self):
-        if self.store is not None:  # a descriptor of each rank here is readable once its process has ended
-            _, _, place, count = this_rank()
-            rank, first = self.world.rank, self.world.rank - place
-            self.store.set(f"process/{rank}", str(os.getpid()))
-            for peer in {*range(first, first + count)} - {rank}:
-                with contextlib.suppress(OSError, AttributeError):  # Linux alone has it
-                    self._peers[os.pidfd_open(int(self.store.get(f"process/{peer}")))] = peer
-        self._pipe = os.pipe()  # gets the number of each signal, also while the main thread waits in C++
-        os.set_blocking(self._pipe[1], False)
-        self._before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
-        self._before_wakeup = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+        # a descriptor of each rank here is readable once its process has ended
+        _, _, place, count = this_rank()
+        rank, first = self.world.rank, self.world.rank - place
+        self._store.set(f"process/{rank}", str(os.getpid()))
+        for peer in {*range(first, first + count)} - {rank}:
+            with contextlib.suppress(OSError, AttributeError):  # Linux alone has it
+                descriptor = os.pidfd_open(int(self._store.get(f"process/{peer}")))
+                self._peers[descriptor] = peer
+                self._undo.callback(os.close, descriptor)
+        self._pipe, self._pipe_end = os.pipe()  # gets signals' numbers, also while the main thread is in C++
+        os.set_blocking(self._pipe_end, False)
+        self._undo.callback(os.close, self._pipe)
+        self._undo.callback(os.close, self._pipe_end)
+        for number in SIGNALS:
+            self._undo.callback(signal.signal, number, signal.signal(number, lambda *_: None))
+        wakeup = signal.set_wakeup_fd(self._pipe_end, warn_on_full_buffer=False)
+        self._undo.callback(signal.set_wakeup_fd, wakeup)
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
         # Only that thread gets signals now. Processes inherit the mask, so Ctrl-C does not kill a compiler.
-        self._before_mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        self._undo.callback(signal.pthread_sigmask, signal.SIG_SETMASK, mask)
         return self
 
     def __exit__(self, kind, error, trace):
         try:
             super().__exit__(kind, error, trace)
-            if isinstance(error, (Exception, SystemExit)) and self.store is not None:
+            if self._has_ranks and isinstance(error, (Exception, SystemExit)):
                 self._fail(error)
         finally:
             self._closing.set()
-            os.write(self._pipe[1], b"\0")
+            os.write(self._pipe_end, b"\0")
             self._thread.join()
             self._leave_store(wait=error is not None)
-            signal.pthread_sigmask(signal.SIG_SETMASK, self._before_mask)
-            signal.set_wakeup_fd(self._before_wakeup)
-            for number, handler in self._before.items():
-                signal.signal(number, handler)
-            for descriptor in (*self._pipe, *self._peers):
-                os.close(descriptor)
+            self._undo.close()
 
     def begin(self, step):
         """Notes which step begins, for messages."""
-        self._step, self._begun, self._moved = step, self._begun + 1, time.monotonic()
+        self._step = step
+        self._steps_begun += 1
+        self._moved_at = time.monotonic()
 
     def agreed(self):
         """Sets `stopping` where any rank got a signal; returns it. All ranks call it: a small all-reduce."""
         if self.world.size == 1:  # which need not wait for the device
             self.stopping = self.asked
         elif not self.stopping:
-            self._moved = time.monotonic()
+            self._moved_at = time.monotonic()
             own = torch.tensor([float(self.asked == number) for number in SIGNALS], device=self.world.device)
-            found = parallel.sum_over_ranks(own).tolist()
-            self.stopping = next((number for number, ranks in zip(SIGNALS, found) if ranks), 0)
+            for number, ranks in zip(SIGNALS, parallel.sum_over_ranks(own).tolist()):
+                if ranks and not self.stopping:
+                    self.stopping = number
         return self.stopping
 
     def _where(self):
@@ -101,17 +115,17 @@ class Watch(contextlib.ExitStack):
 
     def _fail(self, error):
         """Makes this rank's error known. Raises it if it is a UserError, else ends the process."""
-        gloo = r"\[[^]]*/gloo/[^]]*:\d+\] "  # the place in its source: gloo's errors have no type
-        lost = isinstance(error, torch.distributed.DistError) or re.match(gloo, str(error))
-        self._wait(["failed"], 2 if lost or not self.world.main else 0)  # if another rank tells the cause
+        lost = how_lost(error)
+        if lost or not self.world.main:
+            self._wait(["failed"], 2)  # if another rank tells the cause
         if lost:
-            reason = re.sub(rf"^{gloo}|\n.*|\. This is typically .*", "", str(error), flags=re.S)
-            error = UserError(f"step {self._step}: lost another rank ({reason}; timeout_s={self.timeout_s})")
+            error = UserError(f"step {self._step}: lost another rank ({lost}; timeout_s={self.timeout_s})")
             error.exit_code = 1
         self._failing = True  # from here on; until then the thread may still find which rank was lost
         if isinstance(error, SystemExit):
             error = RuntimeError(f"sys.exit({error.code})").with_traceback(error.__traceback__)
-        code, text = getattr(error, "exit_code", 1), str(error) or type(error).__name__
+        code = getattr(error, "exit_code", 1)
+        text = str(error) or type(error).__name__
         first = self._first(code, text)
         if not first and (lost or not isinstance(error, UserError)):
             self._follow()
@@ -128,84 +142,95 @@ class Watch(contextlib.ExitStack):
         """Makes an error that this rank has, or sees, known to all; whether it is the first one."""
         cause = json.dumps({"rank": self.world.rank, "code": code, "text": text})
         with contextlib.suppress(RuntimeError):  # the store is gone: each rank that is left tells
-            return self.store.compare_set("failed", "", cause).decode() == cause
+            return self._store.compare_set("failed", "", cause).decode() == cause
         return True
 
     def _wait(self, keys, seconds):
         """Until the store has the keys; its own wait would print a warning."""
         deadline = time.monotonic() + seconds
         with contextlib.suppress(RuntimeError):
-            while not self.store.check(keys) and time.monotonic() < deadline:
+            while not self._store.check(keys) and time.monotonic() < deadline:
                 time.sleep(0.05)
 
     def _leave_store(self, wait):
         """Rank 0, whose process may hold the store, waits at an error until the others have read it."""
         with contextlib.suppress(RuntimeError):
-            if self.store is not None:
-                self.store.set(f"ended/{self.world.rank}", "")
-            if self.store is not None and wait and self.world.main:
+            self._store.set(f"ended/{self.world.rank}", "")
+            if wait and self.world.main:
                 self._wait([f"ended/{rank}" for rank in range(self.world.size)], PATIENCE + 8)
 
     def _watch(self):
-        store_seen, poll = time.monotonic(), select.poll()
-        for descriptor in (self._pipe[0], *self._peers):
+        """The thread: signals and ranks that end wake it up, and it looks at the store now and then."""
+        poll = select.poll()
+        for descriptor in (self._pipe, *self._peers):
             poll.register(descriptor, select.POLLIN)
+        store_seen_at = time.monotonic()
         while not self._closing.is_set():
-            ready = [descriptor for descriptor, _ in poll.poll(1000 * POLL)]
-            for number in os.read(self._pipe[0], 64) if self._pipe[0] in ready else b"":
-                if number in SIGNALS:  # not the byte of __exit__
-                    self._signalled(number)
-            ended = [descriptor for descriptor in ready if descriptor in self._peers]
-            for descriptor in ended:
-                poll.unregister(descriptor)  # it stays readable
+            ended = []
+            for descriptor, _ in poll.poll(1000 * POLL):
+                if descriptor in self._peers:
+                    poll.unregister(descriptor)  # it stays readable
+                    ended.append(self._peers[descriptor])
+                    continue
+                for number in os.read(self._pipe, 64):
+                    if number in SIGNALS:  # not the byte of __exit__
+                        self._on_signal(number)
             try:
-                if self.store is not None and not self._failing:
+                if not self._failing:
                     self._look(ended)
-                store_seen = time.monotonic()
+                store_seen_at = time.monotonic()
             except RuntimeError as error:  # torch's errors of a store
-                if time.monotonic() - store_seen > STORE_GONE and not self._closing.is_set():
+                if time.monotonic() - store_seen_at > STORE_GONE and not self._closing.is_set():
                     why = f"the process that holds the ranks' store is gone ({error})".partition("\n")[0]
-                    print(f"{self._where()}: {why}", file=sys.stderr, flush=True)
+                    tell(f"{self._where()}: {why}")
                     leave(1, why, at_once=True)
 
-    def _signalled(self, number):
+    def _on_signal(self, number):
         if self.asked and time.monotonic() - self._asked_at > TWICE:
-            print(f"{self._where()}: a second signal", file=sys.stderr, flush=True)
+            tell(f"{self._where()}: a second signal")
             leave(128 + number, "a second signal", at_once=True)  # checkpoints are whole or not there
-        early = number == signal.SIGINT and self._begun <= 1
-        if (early or not self.saves) and not self._failing:
-            text = f"stopped at once by {signal.Signals(number).name}"
+        name = signal.Signals(number).name
+        nothing_done = number == signal.SIGINT and self._steps_begun <= 1
+        if (nothing_done or not self.saves) and not self._failing:
+            text = f"stopped at once by {name}"
             if self.saves:
                 text += f" in step {self._step}: no step is done that could be saved"
-            if self.store is None or self._first(128 + number, text):
+            if self._first(128 + number, text):
                 print(text, flush=True)
             self._quit(128 + number, text)
-        if self.world.main and not self.asked and not self._failing:
-            words = f"{signal.Signals(number).name} in step {self._step}: this run saves and stops"
-            print(f"{words}; a second signal ends it at once", flush=True)
-        self.asked, self._asked_at = self.asked or number, self._asked_at or time.monotonic()
+        if not self.asked:
+            self.asked = number
+            self._asked_at = time.monotonic()
+            if self.world.main and not self._failing:
+                words = f"{name} in step {self._step}: this run saves and stops"
+                print(f"{words}; a second signal ends it at once", flush=True)
 
     def _look(self, ended):
-        """Looks for ranks that have failed or died: NCCL does not tell those who wait for one."""
-        lost = [rank for rank in map(self._peers.get, ended) if not self.store.check([f"ended/{rank}"])]
+        """Looks for ranks that have failed or died: NCCL does not tell those who wait for one.
+
+        ended: ranks on this machine whose processes have ended.
+        """
+        lost = [rank for rank in ended if not self._store.check([f"ended/{rank}"])]
         wrong = [f"lost rank {rank}: its process has ended" for rank in lost]
-        seconds = time.monotonic() - self._moved
-        waits = self.world.size > 1 and self._begun > 1  # the first step may have to compile
+        seconds = time.monotonic() - self._moved_at
+        waits = self.world.size > 1 and self._steps_begun > 1  # the first step may have to compile
         if waits and seconds > self.timeout_s + HANGS:
             wrong.append(f"has not gone on for {seconds:.0f} s (timeout_s={self.timeout_s})")
-        for text in (f"{self._where()}: {words}" for words in wrong):
+        for words in wrong:
+            text = f"{self._where()}: {words}"
             if self._first(1, text):
-                print(f"error: {text}", file=sys.stderr, flush=True)
+                tell(f"error: {text}")
         for rank in lost:  # rank 0 need not wait for it
-            self.store.set(f"ended/{rank}", "")
-        if self.store.check(["failed"]) and not self._closing.wait(PATIENCE) and not self._failing:
+            self._store.set(f"ended/{rank}", "")
+        if self._store.check(["failed"]) and not self._closing.wait(PATIENCE) and not self._failing:
             self._follow()
 
     def _follow(self):
         """Ends this rank after another one has failed."""
-        cause, seconds = json.loads(self.store.get("failed")), time.monotonic() - self._moved
+        cause = json.loads(self._store.get("failed"))
+        seconds = time.monotonic() - self._moved_at
         if seconds > self.timeout_s / 2:
-            print(f"stacks of {self._where()}, for {seconds:.0f} s:", file=sys.stderr, flush=True)
+            tell(f"stacks of {self._where()}, for {seconds:.0f} s:")
             faulthandler.dump_traceback()
         self._quit(cause["code"], f"after an error of rank {cause['rank']}: {cause['text']}")
 
@@ -214,13 +239,31 @@ class Watch(contextlib.ExitStack):
         leave(code, why, at_once=True)
 
 
+def tell(words):
+    print(words, file=sys.stderr, flush=True)
+
+
+def how_lost(error):
+    """How a collective lost another rank, in words, if that is what the error says; else None."""
+    gloo = r"\[[^]]*/gloo/[^]]*:\d+\] "  # the place in its source: gloo's errors have no type
+    if isinstance(error, torch.distributed.DistError) or re.match(gloo, str(error)):
+        return re.sub(rf"^{gloo}|\n.*|\. This is typically .*", "", str(error), flags=re.S) or "no reason"
+    return None
+
+
+def out_of_memory(cfg, world):
+    """A UserError that says what to change, by the estimate of scale/memory.py."""
+    _, total = torch.cuda.mem_get_info(world.device)
+    return UserError(memory.advice(cfg, world.size, total))
+
+
 @contextlib.contextmanager
-def explained(cfg, world):
+def errors_explained(cfg, world):
     """Turns errors of the machine into a UserError that says what to do."""
     try:
         yield
     except torch.OutOfMemoryError:
-        raise UserError(memory.advice(cfg, world.size, torch.cuda.mem_get_info(world.device)[1])) from None
+        raise out_of_memory(cfg, world) from None
     except RecomputationError as error:
         why = str(error).partition("\n")[0].removeprefix("torch.utils.checkpoint: ")
         hint = "a block must compute the same each time it runs on the same input; try --remat=none"
@@ -233,7 +276,8 @@ def explained(cfg, world):
         if "mixed torch.Tensor and DTensor" in str(error):
             what = f"parallel={cfg.parallel}: a parameter is used where FSDP2 has not gathered it"
             raise UserError(f"{what}; call the block or the model (docs/experiment.md)") from None
-        if inner := getattr(error, "inner_exception", None):  # of torch._dynamo's BackendCompilerFailed
+        inner = getattr(error, "inner_exception", None)  # of torch._dynamo's BackendCompilerFailed
+        if inner:
             text = f"{type(inner).__name__}: {inner}".partition("\n")[0]
             raise UserError(f"torch.compile failed ({text}); try --compile=False") from None
         raise

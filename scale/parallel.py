@@ -123,14 +123,14 @@ def time_limit(timeout_s, backend=None):
     return timedelta(seconds=timeout_s + NCCL_LATER * ("nccl" in backend))
 
 
-def shard(model, cfg, world, account=None):
+def shard(model, cfg, world, analysis=None):
     """FSDP2 (https://arxiv.org/abs/2304.11277) with a unit for embedding, head and each of memory.units.
 
     fsdp gathers a block for its forward and for its backward, or less often (see `keep_gathered`), zero2 once
-    a step; hsdp is fsdp within groups of shard_size ranks, each of which holds a copy. account: the
-    run.flops.Account of what a forward does; None: it is not known, and there will be no backward.
+    a step; hsdp is fsdp within groups of shard_size ranks, each of which holds a copy. analysis: the
+    run.flops.ModelAnalysis of what a forward does; None: it is not known, and there will be no backward.
     """
-    regular = account is not None and account.regular
+    regular = analysis is not None and analysis.regular
     mesh = make_mesh(cfg, world)
     low = torch.bfloat16 if cfg.precision in ("bf16", "fp8") else None
     summed = torch.bfloat16 if cfg.reduce_dtype == "bf16" else torch.float32
@@ -139,10 +139,10 @@ def shard(model, cfg, world, account=None):
         options["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
     frees = cfg.parallel != "zero2"  # parameters after each use; zero2 does so after the last micro-step
     if memory.gathers_8_bits(cfg, mesh.size(-1)):
-        plain = account.read_elsewhere if account else ()
+        plain = analysis.read_elsewhere if analysis else ()
         layers = [module for name, module in model.blocks.named_modules(prefix="blocks") if name not in plain]
         fast.fp8.gather_in_8_bits(layers, mesh.size(-1))
-    if account and account.chooses:
+    if analysis and analysis.chooses:
         for block in model.blocks:
             block.register_forward_hook(with_all_gradients)
     sizes = [sum(p.numel() for p in block.parameters()) for block in model.blocks]

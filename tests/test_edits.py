@@ -35,7 +35,7 @@ from errors import UserError
 from fast import forms
 from fast.chips import best_attention
 from run import build, evaluate, sampling
-from run.flops import Account
+from run.flops import ModelAnalysis
 from scale import context, documents, memory, parallel, remat
 from scale.shards import copy_into
 from settings import Config
@@ -425,7 +425,7 @@ def test_fp8_over_two_ranks_is_that_of_one_process(shape, mode):
 def test_which_operations_become_plain(edit, monkeypatch):
     monkeypatch.setattr(forms, "served", {DEVICE})
     with in_place(edit):
-        found = Account(config(edit, dict(precision="bf16")), torch.device(DEVICE))
+        found = ModelAnalysis(config(edit, dict(precision="bf16")), torch.device(DEVICE))
     assert found.problem is None
     assert {call: n for call, n in found.calls.items() if call[1]} == PLAIN.get(edit, {})
     assert sum(n for call, n in found.calls.items() if call[1] is None) >= 4
@@ -450,7 +450,7 @@ EDITED = {
 def test_the_summary_names_an_edited_definition(edit, monkeypatch):
     monkeypatch.setattr(forms, "served", {DEVICE})
     with in_place(edit):
-        found = Account(config(edit, dict(precision="bf16")), torch.device(DEVICE))
+        found = ModelAnalysis(config(edit, dict(precision="bf16")), torch.device(DEVICE))
         plain = {name: why for name, why in found.calls if why}
     activation = {"gelu", "relu2", "swiglu"} & {edit}
     assert sorted(plain) == EDITED.get(edit, ["mlp"] if activation else [edit])
@@ -467,7 +467,7 @@ NEW = 40 if GPU else 5  # tokens; the interpreter takes a second for one
 def test_sampling_of_an_edited_definition(edit, monkeypatch):
     """With a KV cache, or, after an edit of attention, without; greedily and in float32."""
     monkeypatch.setattr(forms, "served", {DEVICE})
-    sampling.warn.cache_clear()
+    sampling.without.cache_clear()
     ids = torch.randint(0, 200, (2, 20), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     found = {}
     for own in (edit, None):

@@ -22,7 +22,7 @@ import kernels
 import model as models
 from fast import chips, forms, hopper, linear, loss, mlp, norm, rope
 from fast.gradients import Rotation
-from run.flops import Census
+from run.flops import OperationCounter
 
 pytestmark = [pytest.mark.usefixtures("products"), runs_kernels]
 
@@ -302,7 +302,7 @@ def test_a_model_trains_with_fused_kernels_as_with_plain_pytorch(shape, compiled
     idx, targets = torch.randint(0, 1000, (2, B, T), device=DEVICE)
     value, grads = gradients(own, idx, targets, autocast=torch.autocast(DEVICE, torch.bfloat16))
     if not GPU:
-        with Census(DEVICE, torch.bfloat16) as seen:
+        with OperationCounter(DEVICE, torch.bfloat16) as seen:
             own(idx, targets)
         plain_calls = {name for name, reason in seen.calls if reason}
         assert plain_calls == ({"mlp", "linear"} if "n_hidden" in shape else set())

@@ -14,7 +14,7 @@ import model as models
 from errors import UserError
 from fast import forms
 from run import build, flops
-from run.flops import Account
+from run.flops import ModelAnalysis
 from scale import context
 from scale.parallel import World
 from settings import Config
@@ -29,16 +29,16 @@ def fast_forms(monkeypatch):
     monkeypatch.setattr(forms, "served", {"cpu"})
 
 
-def account(**settings):
+def analysed(**settings):
     cfg = Config(**{**SMALL, **settings})
-    return Account(cfg, CPU), cfg
+    return ModelAnalysis(cfg, CPU), cfg
 
 
 @pytest.mark.parametrize("vocab_multiple", [1, 64])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_flops_are_those_of_the_formula_and_of_a_real_step(shape, vocab_multiple):
     """PyTorch's counter sees whole T x T attention and the padding rows; MFU leaves both out."""
-    found, cfg = account(vocab_multiple=vocab_multiple, **shape)
+    found, cfg = analysed(vocab_multiple=vocab_multiple, **shape)
     assert found.regular and not found.unused and not found.problem
     model = models.build(dataclasses.replace(cfg, attention="math"), CPU, 0)
     x = torch.randint(0, 200, (2, cfg.block_size))
@@ -52,13 +52,13 @@ def test_flops_are_those_of_the_formula_and_of_a_real_step(shape, vocab_multiple
 
 def test_document_masks_leave_attention_out():
     """Otherwise a step of 131,072 tokens in documents of 8,192 has an MFU of 96% (Llama 3 8B on an H200)."""
-    masked, cfg = account(document_mask=True, **GROUPED)
+    masked, cfg = analysed(document_mask=True, **GROUPED)
     attention = 6 * cfg.n_layer * cfg.n_embd * (cfg.block_size + 1)
-    assert masked.flops_per_token == account(**GROUPED)[0].flops_per_token - attention
+    assert masked.flops_per_token == analysed(**GROUPED)[0].flops_per_token - attention
 
 
 def test_calls_of_the_model_as_it_is():
-    found, _ = account()
+    found, _ = analysed()
     per_block = dict(norm=2 * 3 + 1, qkv=3, linear=3, mlp=3, linear_cross_entropy=1)
     assert found.calls == {(name, None): n for name, n in per_block.items()}
     assert found.rows() == [("operations", "fast: norm 7, qkv 3, linear 3, mlp 3, linear_cross_entropy 1")]
@@ -66,26 +66,26 @@ def test_calls_of_the_model_as_it_is():
 
 def test_a_loss_in_chunks_is_counted_as_if_it_were_whole(monkeypatch):
     """Without the logits that its backward computes again."""
-    whole = account(vocab_multiple=16_384)[0]
+    whole = analysed(vocab_multiple=16_384)[0]
     monkeypatch.setattr(fast, "LOGITS_MIB", 1)  # 16 of the 32 tokens at a time
-    chunked = account(vocab_multiple=16_384)[0]
+    chunked = analysed(vocab_multiple=16_384)[0]
     assert not chunked.problem and not chunked.unused
     assert (chunked.calls, chunked.flops_per_token) == (whole.calls, whole.flops_per_token)
 
 
 def test_reasons_of_plain_calls(monkeypatch):
-    found, cfg = account(n_hidden=100)
+    found, cfg = analysed(n_hidden=100)
     assert found.calls["mlp", "a width is no multiple of 8"] == 3
     assert "plain: mlp 3, linear 6 (a width" in str(found.rows())
-    found, _ = account(precision="fp32")
+    found, _ = analysed(precision="fp32")
     assert all(reason == "computed in float32" for _, reason in found.calls)
     monkeypatch.setattr(forms, "served", set())
-    assert all(reason == "no fused kernels here" for _, reason in account()[0].calls)
+    assert all(reason == "no fused kernels here" for _, reason in analysed()[0].calls)
 
 
 def test_an_edited_model_is_counted_as_it_is(monkeypatch):
     """An extra layer, another activation, and the last block left out."""
-    init, plain = models.Block.__init__, account()[0]
+    init, plain = models.Block.__init__, analysed()[0]
 
     def wider(self, cfg, rope, layer):
         init(self, cfg, rope, layer)
@@ -106,7 +106,7 @@ def test_an_edited_model_is_counted_as_it_is(monkeypatch):
     monkeypatch.setattr(models.Block, "__init__", wider)
     monkeypatch.setattr(models.Block, "forward", forward)
     monkeypatch.setattr(models.GPT, "hidden", hidden)
-    found, cfg = account()
+    found, cfg = analysed()
     extra, block = 6 * 64 * 64, 6 * (12 * 64 * 64 + 64 * 33)
     assert found.flops_per_token == plain.flops_per_token + 2 * extra - block
     assert not found.regular
@@ -119,7 +119,7 @@ def test_an_edited_model_is_counted_as_it_is(monkeypatch):
 
 def test_an_edit_that_reads_a_value_is_not_counted(monkeypatch):
     monkeypatch.setattr(models.GPT, "embed", lambda self, idx, _: self.wte(idx) * idx.float().mean().item())
-    found, cfg = account()
+    found, cfg = analysed()
     assert found.flops_per_token is None
     assert "not counted" in found.rows()[0][1]
 
@@ -137,10 +137,10 @@ def test_what_wraps_attention_refuses_an_attention_that_it_does_not_reach(settin
         def __init__(self, cfg, rope, layer):
             super().__init__(cfg.n_embd, cfg.n_embd)
 
-    assert not account()[0].bypassed
+    assert not analysed()[0].bypassed
     with monkeypatch.context() as patch:
         patch.setattr(models.Attention, "forward", forward)
-        assert account()[0].bypassed
+        assert analysed()[0].bypassed
         with pytest.raises(UserError, match="attn.core, which model.py's attention does not call"):
             build.build_model(Config(**{**SMALL, **setting}), World(0, 2, CPU))
     monkeypatch.setattr(models, "Attention", Mixer)

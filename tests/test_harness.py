@@ -102,7 +102,7 @@ def test_equals_hellaswag(once):
     """Where no token spans the join, and none ends in a space, both score the same tokens."""
     examples = made_up(10)
     prepared = hellaswag.prepare(examples, once.tokenizer, once.limit)
-    expected = hellaswag.losses(once.model, prepared, "cpu")[: 4 * len(examples)]
+    expected = hellaswag.losses(once.model, prepared)[: 4 * len(examples)]
     pairs = [(example["ctx"], f" {ending}") for example in examples for ending in example["endings"]]
     found = once.loglikelihood(asked("loglikelihood", pairs))
     assert [-score for score, _ in found] == pytest.approx(expected.tolist(), rel=1e-6)
@@ -186,7 +186,7 @@ def test_a_task_from_a_file(tmp_path, capsys, monkeypatch):
     found = json.loads(out.read_text())["results"]["made_up"]
     model = language_model(folder).model
     prepared = hellaswag.prepare(made_up(20)[:15], tokenizers.load("bytes"), 64)
-    expected, _ = hellaswag.scored(prepared, hellaswag.losses(model, prepared, "cpu"))
+    expected, _ = hellaswag.scored(prepared, hellaswag.losses(model, prepared))
     assert found["acc,none"] == expected["acc"] and found["sample_len"] == 15
     assert "|made_up|" in capsys.readouterr().out.replace(" ", "")
     with pytest.raises(UserError, match="^tasks=made_up,nope: the harness has no nope"):

@@ -34,6 +34,10 @@ def small(seed=1):
     return build(shape, torch.device("cpu"), seed=seed).eval()
 
 
+def evaluated(model, prepared, batch_tokens=None):
+    return hellaswag.scored(prepared, hellaswag.losses(model, prepared, batch_tokens))
+
+
 def naive(model, examples, tokenizer):
     """(acc, acc_norm) from the logits, with one ending per forward."""
     hits = torch.zeros(2)
@@ -56,7 +60,7 @@ def test_equals_one_row_at_a_time():
     prepared, expected = hellaswag.prepare(examples, tokenizer, 128), naive(model, examples, tokenizer)
     expected += naive(model, hellaswag.easy(examples), tokenizer)[:1]
     for batch_tokens in (64, 1024, 100_000):
-        score, _ = hellaswag.evaluate(model, prepared, "cpu", batch_tokens)
+        score, _ = evaluated(model, prepared, batch_tokens)
         assert [score["acc"], score["acc_norm"], score["acc_easy"]] == pytest.approx(expected)
         assert score["n"] == 30 and score["truncated"] == 0
 
@@ -115,7 +119,7 @@ def test_a_token_across_the_join_begins_the_ending(across):
         spanned += across.decode(row[first:start]) != example["ctx"]
         logp = model.logits(torch.from_numpy(row[None, :-1])).double().log_softmax(-1)[0, start - 1 :]
         hits.append(-logp.gather(1, torch.from_numpy(row[start:, None])).sum().item())
-    score, _ = hellaswag.evaluate(model, prepared, "cpu", 1024)
+    score, _ = evaluated(model, prepared, 1024)
     assert score["spanned"] == prepared.spanned == spanned > 100
     assert score["acc"] == np.mean(np.reshape(hits, (-1, 4)).argmin(1)[:40] == prepared.labels[:40])
 
@@ -126,7 +130,7 @@ def test_contexts_and_endings_of_no_token(across):
     example = dict(ctx="\u4e00", endings=["the man", "a", "she", "a man"], label=0)
     prepared = hellaswag.prepare([example], across, 32)
     assert all(row[0] == across.eot and start == 1 for row, start in zip(prepared.rows, prepared.starts))
-    hellaswag.evaluate(small(), prepared._replace(rows=[row % 257 for row in prepared.rows]), "cpu")
+    evaluated(small(), prepared._replace(rows=[row % 257 for row in prepared.rows]))
     tokenizer = types.SimpleNamespace(name="x", encode_batch=lambda texts: [np.arange(3) for _ in texts])
     with pytest.raises(UserError, match="example 0: an ending has no token in tokenizer=x"):
         hellaswag.prepare([example], tokenizer, 32)
@@ -245,7 +249,7 @@ def test_the_command_line_over_two_ranks_prints_one_score_the_same(tmp_path, mod
     other = small(seed=2)
     save_model(tmp_path / "other", other, other.cfg)
     done = ranks.run(0, [*words[:-1], "--batch_tokens=256", f"--against={tmp_path}/other"], "hellaswag.py")
-    one, two = (hellaswag.evaluate(m, prepared, "cpu", 256)[1]["acc_easy"] for m in (model, other))
+    one, two = (evaluated(m, prepared, 256)[1]["acc_easy"] for m in (model, other))
     gain = one.astype(float) - two
     words_of_it = f"acc_easy {gain.mean():+.4f} ±{gain.std() / 20**0.5:.4f}"
     assert gain.any() and done.stdout.splitlines()[1].endswith(words_of_it), done.stdout + done.stderr

@@ -165,7 +165,7 @@ def test_ropes_fused_kernel_has_rms_norms_alone(monkeypatch):
     norms = nn.Identity(), nn.RMSNorm(16, 1e-5), kernels.RMSNorm(16, 1e-5)
     others = kernels.LayerNorm(16), kernels.Linear(16, 16), nn.Sequential(nn.RMSNorm(16, 1e-5))
     for layer in norms + others:
-        with flops.Census("cuda", torch.bfloat16) as seen:
+        with flops.OperationCounter("cuda", torch.bfloat16) as seen:
             kernels.rope(x, layer, cos, sin)
         assert seen.calls["rope", forms.OTHER_LAYER if layer in others else None] == 1
         assert layer in others or seen.calls.total() == 1  # the norm is inside

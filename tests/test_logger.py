@@ -26,7 +26,7 @@ def make(tmp_path, log_interval=1, settings=None, **options):
     cfg = Config(max_steps=1000, log_interval=log_interval, **settings or {})
     log = Logger(WORLD, cfg, max_skipped=0)
     (tmp_path / "run").mkdir(exist_ok=True)
-    log.account = SimpleNamespace(mfu=lambda tokens_per_s, devices: None)
+    log.analysis = SimpleNamespace(mfu=lambda tokens_per_s, devices: None)
     log.open(tmp_path / "run", {"log_interval": log_interval}, **options)
     return log
 

@@ -72,7 +72,7 @@ def measure(cfg):
         step.step(job, next_batch, own)
     times = step.step_times(job, next_batch, own)
     gib = torch.cuda.max_memory_allocated() / 2**30
-    print(f"{step.speed(times, own, world, job.account)}, {gib:.1f} GiB")
+    print(f"{step.speed(times, own, world, job.analysis)}, {gib:.1f} GiB")
 
 
 if __name__ == "__main__":

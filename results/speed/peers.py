@@ -32,7 +32,7 @@ from measure import step
 from model import build
 from run import hf
 from run.build import choose, make_loader
-from run.flops import Account
+from run.flops import ModelAnalysis
 from scale import parallel
 from settings import check
 
@@ -67,7 +67,7 @@ def measure(cfg):
     """The row of cfg.peer in words."""
     world = parallel.join(cfg)
     own, _ = choose(cfg, world.device)
-    account = Account(own, world.device)
+    analysis = ModelAnalysis(own, world.device)
     if cfg.peer != "ours" and own.precision == "fp8":
         own = dataclasses.replace(own, precision="bf16")
     job = train.Training(own, world) if cfg.peer == "ours" else Peer(own, world.device)
@@ -98,7 +98,7 @@ def measure(cfg):
         Path(cfg.curves).mkdir(parents=True, exist_ok=True)
         Path(cfg.curves, f"{cfg.peer}.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
     gib = torch.cuda.max_memory_allocated() / 2**30
-    return f"{losses[0]:10.4f}   {step.speed(times, own, world, account)}, {gib:.1f} GiB"
+    return f"{losses[0]:10.4f}   {step.speed(times, own, world, analysis)}, {gib:.1f} GiB"
 
 
 class Peer:

@@ -30,7 +30,7 @@ from errors import UserError
 from measure import step
 from run import hf
 from run.build import choose
-from run.flops import Account
+from run.flops import ModelAnalysis
 from run.logger import describe_device, show
 from scale import parallel
 from settings import check
@@ -58,7 +58,7 @@ def main(cfg):
     for _ in range(1 + own.settle):
         step.step(job, batches, own)
     times = step.step_times(job, batches, own)
-    rows = [describe_device(world), ("step", step.speed(times, own, world, Account(own, world.device)))]
+    rows = [describe_device(world), ("step", step.speed(times, own, world, ModelAnalysis(own, world.device)))]
     if world.device.type == "cuda":
         rows.append(("memory", f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB at the peak"))
     if world.main:

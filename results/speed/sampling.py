@@ -61,9 +61,9 @@ def same_tokens(name, shape):
 
 def make_cache(model, graphs, **options):
     cache = sampling.make_cache(model, begin(1, 1)[0], **options)
-    if graphs and not cache.graphs:
+    if graphs and not cache.use_graph:
         print("  no graph: the step waits for the GPU")
-    cache.graphs &= graphs
+    cache.use_graph &= graphs
     return cache
 
 
