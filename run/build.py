@@ -17,7 +17,7 @@ from fast import forms
 from fast.chips import best_attention
 from run import agreement, checkpoint, hf, source
 from run.flops import Account, parameter_counts
-from scale import context, memory, parallel
+from scale import context, fsdp, memory, parallel
 from scale.precision import autocast, pick_ops, pick_precision
 from settings import conflicts
 
@@ -124,7 +124,7 @@ def build_model(cfg, world, weights=None, eot=None):
         raise UserError(f"{again}; change it in train.py's loop, or set --remat=none")
     model = models.on_meta(cfg)
     prepare(model, cfg, world, eot, account)
-    models.allocate(model, "cpu" if cfg.offload_states else device, cfg.seed, whole=parallel.whole)
+    models.allocate(model, "cpu" if cfg.offload_states else device, cfg.seed, whole=fsdp.whole)
     buffers = checkpoint.persistent_buffers(model)
     if weights:  # older checkpoints have no buffers
         account.new = checkpoint.load_model_tensors(model, weights, may_lack=buffers)
@@ -169,7 +169,7 @@ def prepare(model, cfg, world, eot, account):
     if cfg.compile:
         compile_model(model, sharded)
     if sharded:
-        parallel.shard(model, cfg, world, account)
+        fsdp.shard(model, cfg, world, account)
 
 
 def compile_model(model, sharded=False):

@@ -28,7 +28,7 @@ from fast.chips import best_attention
 from run import files, source, states
 from run.logger import NotFinite
 from run.states import CheckpointError
-from scale import generators, parallel
+from scale import fsdp, generators, parallel
 from scale.shards import copy_into, is_first_copy, local, rows_of
 from settings import Config, GPTConfig
 
@@ -603,7 +603,7 @@ def model_of(tensors, shape, device, precision="fp32", world=None):
         parameter.data = parameter.data.bfloat16()
     if world:
         settings = Config(parallel="fsdp", precision=precision, tie_embeddings=shape.tie_embeddings)
-        parallel.shard(model, settings, world)
+        fsdp.shard(model, settings, world)
     models.allocate(model, device)
     load_model_tensors(model, tensors)
     return model.eval()

@@ -34,7 +34,7 @@ from corpus import tokenizer
 from model import build
 from run import checkpoint, hf, sampling
 from run.evaluate import SAMPLES
-from scale import memory, parallel
+from scale import fsdp, memory, parallel
 from settings import Config, check
 
 
@@ -46,7 +46,7 @@ def train_within(words, limits):
     memory.UNIT_MIB = limits.get("UNIT_MIB", memory.UNIT_MIB)
     fast.LOGITS_MIB = limits.get("LOGITS_MIB", fast.LOGITS_MIB)
     if "ROOM" in limits:
-        parallel.room = lambda *_: limits["ROOM"]
+        fsdp.room = lambda *_: limits["ROOM"]
     return train_in_rank(words)
 
 
@@ -157,7 +157,7 @@ def job_in_rank(words):
 def kept_in_rank(words, limits):
     """Rows of the start-up summary, and the units that stay gathered."""
     memory.UNIT_MIB = 0  # a block a unit
-    parallel.room = lambda *_: limits["ROOM"]
+    fsdp.room = lambda *_: limits["ROOM"]
     job = job_in_rank(words)[1]
     return job.rows, len(job.state.model.kept)
 
