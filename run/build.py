@@ -148,7 +148,7 @@ def build_model(cfg, world, weights=None, eot=None):
 
 def prepare(model, cfg, world, eot, account):
     """Applies, to a model on meta, in this order: fp8, documents, remat, context parallel, compile, FSDP2."""
-    from scale import documents, remat  # files that `import train` need not load
+    from scale import activation_checkpointing, documents  # files that `import train` need not load
 
     sharded = torch.distributed.is_initialized() and cfg.parallel != "ddp"
     if cfg.offload_states and not sharded:
@@ -163,7 +163,7 @@ def prepare(model, cfg, world, eot, account):
     if cfg.document_mask:
         documents.apply(model, documents.separator(cfg, eot))
     if cfg.remat != "none":
-        remat.apply(model, cfg, world.device.type)
+        activation_checkpointing.apply(model, cfg, world.device.type)
     if cfg.context_parallel > 1:
         context.apply(model, cfg, world)
     if cfg.compile:

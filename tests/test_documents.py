@@ -16,7 +16,7 @@ import kernels
 from configurator import UserError
 from model import build
 from run.build import compile_model
-from scale import context, documents, remat
+from scale import activation_checkpointing, context, documents
 from settings import Config
 
 EOT = 7
@@ -153,7 +153,7 @@ def test_compiled_equals_eager_and_is_compiled_once(way, compiler, kind):
     for m in (eager, model):
         documents.apply(m, EOT)
     if kind != "none":
-        remat.apply(model, Config(remat=kind, remat_tile=24 if kind == "block" else None))
+        activation_checkpointing.apply(model, Config(remat=kind, remat_tile=24 if kind == "block" else None))
     compile_model(model)
     for seed, share in enumerate([0.1, 0.3, 0.0, 1.0, 0.2]):
         idx, targets = rows(seed=seed, share=share), rows(seed=9 + seed)

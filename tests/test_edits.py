@@ -36,7 +36,7 @@ from fast import forms
 from fast.chips import best_attention
 from run import build, evaluate, sampling
 from run.flops import Account
-from scale import context, documents, memory, parallel, remat
+from scale import activation_checkpointing, context, documents, memory, parallel
 from scale.shards import copy_into
 from settings import Config
 
@@ -261,7 +261,8 @@ def in_place(edit):
             forms.bind(vars(kernels))
 
 
-IMPORTERS = build, context, documents, remat, sampling  # so that all are there before one is put in place
+# so that all are there before one is put in place
+IMPORTERS = build, context, documents, activation_checkpointing, sampling
 
 
 def put_in_place(old, new, patch):
