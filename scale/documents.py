@@ -6,8 +6,8 @@ kernels.attention is torch.nn.attention.varlen, which waits for the longest leng
 core or text of it, the core is called for each document alone.
 """
 
+import functools
 import inspect
-import itertools
 
 import torch
 from torch.nn.attention.varlen import varlen_attn
@@ -36,31 +36,28 @@ def apply(model, eot):
     documents = model.documents = Documents(eot)
     for module in context.attentions(model, "document_mask", any_core=True):
         module.core = DocumentMask(module.core, documents)
-    look = lambda _, args: documents.find(context.whole_sequences(model, args[0])) if documents.on else None
-    model.register_forward_pre_hook(look)
+
+    def find(_, inputs):
+        if documents.on:
+            documents.find(context.whole_sequences(model, inputs[0]))
+
+    model.register_forward_pre_hook(find)
 
 
 def prove(model, cfg, world, autocast):
     """Raises UserError if the loss of a document depends on the one before it in its row.
 
-    Without this, an edit that mixes tokens outside attn.core would silently cross documents. What is tried is
-    a narrow model of the same code with random weights, or where that cannot be built, the run's own.
+    Without this, an edit that mixes tokens outside attn.core would silently cross documents.
     """
     eot = model.documents.eot
-    if eot < 0:
-        return
-
-    def leaks(tested, shape, autocast, is_narrow):
-        most = 1e-6 if is_narrow or cfg.precision == "fp32" else 1e-3
-        return crosses(tested, shape, world, autocast, most)
-
-    if context.try_narrow(model, cfg, world, autocast, lambda small: apply(small, eot), leaks):
+    wrapped = functools.partial(apply, eot=eot)
+    if eot >= 0 and context.try_narrow(model, cfg, world, autocast, wrapped, crosses):
         why = "model.py mixes tokens outside of attn.core, so that they cross documents"
         raise UserError(f"document_mask=True: {why}; leave it out, or mix them in attn.core")
 
 
 @torch.no_grad()
-def crosses(model, cfg, world, autocast, most):
+def crosses(model, cfg, world, autocast, is_narrow):
     """Whether a document's loss changes with the ids before it; False of a forward that draws numbers."""
     T = min(cfg.block_size, 2 * context.PROOF)
     draw = torch.Generator().manual_seed(cfg.seed)
@@ -71,8 +68,9 @@ def crosses(model, cfg, world, autocast, most):
     x, y = rows[:, :-1], rows[:, 1:].clone()
     y[:, : T // 2] = -100
     with autocast, generators.kept(world.device), torch.compiler.set_stance("force_eager"):
-        with context.alone(model, ["spread"]):
+        with context.alone(model, ["context_ranks"]):
             first, again, other = (model(x[[row]], y[[row]])[0] for row in (0, 0, 1))
+    most = 1e-6 if is_narrow or cfg.precision == "fp32" else 1e-3
     return bool(abs(other - first) > most * abs(first) and first == again)
 
 
@@ -102,11 +100,10 @@ class Documents:
         """For each row of T tokens [(first, last), ...] of its documents."""
         if self.spans is None:
             bounds = self.bounds.tolist()
-            rows = [[] for _ in range(bounds[-1] // T)]
-            for first, last in itertools.pairwise(bounds):
-                row = first // T
-                rows[row].append((first - row * T, last - row * T))
-            self.spans = rows
+            self.spans = [[] for _ in range(bounds[-1] // T)]
+            for first, last in zip(bounds, bounds[1:]):
+                row, begin = divmod(first, T)
+                self.spans[row].append((begin, begin + last - first))
         return self.spans
 
 
@@ -143,9 +140,12 @@ def by_documents(core, documents, q, k, v, *options, **more):
 def varlen_attention(q, k, v, bounds, longest):
     """kernels.attention by documents, for CUDA tensors in 16 bits; longest: of the longest document."""
     B, H, T, D = q.shape
-    options = {"enable_gqa": True} if k.size(1) != H and GROUPED else {}
-    if k.size(1) != H and not GROUPED:
-        k, v = (x.repeat_interleave(H // x.size(1), dim=1) for x in (k, v))
+    options = {}
+    if k.size(1) != H:
+        if GROUPED:
+            options["enable_gqa"] = True
+        else:
+            k, v = (x.repeat_interleave(H // x.size(1), dim=1) for x in (k, v))
     # q_norm and k_norm may give float32 under autocast
     q, k, v = (x.transpose(1, 2).flatten(0, 1).to(v.dtype).contiguous() for x in (q, k, v))  # (B * T, H, D)
     y = varlen_attn(q, k, v, bounds, bounds, longest, longest, window_size=(-1, 0), **options)  # causal

@@ -59,8 +59,8 @@ def proof_in_rank(words):
     world = parallel.join(cfg)
     cfg, _ = choose(cfg, world.device)
     group = torch.distributed.group.WORLD
-    spread = SimpleNamespace(group=group, rank=world.rank, size=2, on=True, proving=False, head_free=True)
-    context.prove(SimpleNamespace(spread=spread), cfg, world, autocast(cfg.precision, world.device))
+    model = SimpleNamespace(context_ranks=context.ContextRanks(group, world.rank, 2))
+    context.prove(model, cfg, world, autocast(cfg.precision, world.device))
     return torch.get_float32_matmul_precision()
 
 

@@ -182,7 +182,7 @@ def time_limits_in_rank(words):
     """Seconds after which this rank gives up: in the world, and in each group of a sharded model."""
     model = job_in_rank(words)[1].state.model
     mesh = next(model.parameters()).device_mesh
-    groups = [dist.group.WORLD, *map(mesh.get_group, mesh.mesh_dim_names), model.spread.group]
+    groups = [dist.group.WORLD, *map(mesh.get_group, mesh.mesh_dim_names), model.context_ranks.group]
     parallel.barrier()  # rank 0 holds the store, in which rank 1 may still be joining a group
     return [group._get_backend(CPU).options._timeout.total_seconds() for group in groups]
 
