@@ -62,7 +62,7 @@ def try_out(cfg, world, step):
         verify(cfg.data_dir)
     steps = 2
     if cfg.cuda_graph:
-        from scale.graphs import EAGER_STEPS
+        from scale.cuda_graph import EAGER_STEPS
 
         steps += EAGER_STEPS
     length = dict(max_steps=step + steps, max_tokens=None, max_seconds=None, batch_schedule=None)
@@ -191,12 +191,12 @@ def compile_model(model, sharded=False):
 
 
 def choose_graph(cfg, world, micro_step, model):
-    """(the micro-step as a CUDA graph, or None, rows of the start-up summary), see scale/graphs.py."""
+    """(the micro-step as a CUDA graph, or None, rows of the start-up summary), see scale/cuda_graph.py."""
     if not cfg.cuda_graph:
         return None, []
-    from scale import graphs  # a file that `import train` need not load
+    from scale import cuda_graph  # a file that `import train` need not load
 
-    return graphs.choose(cfg, world, micro_step, model)
+    return cuda_graph.choose(cfg, world, micro_step, model)
 
 
 def load_initial_weights(model, cfg):

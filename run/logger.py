@@ -64,7 +64,7 @@ class Logger:
         self.timed, self.seconds_timed = 0, 0.0  # steps read, without those that compile or capture
         self.untimed = 1  # of the latter that are left
         if cfg.cuda_graph:
-            from scale.graphs import EAGER_STEPS
+            from scale.cuda_graph import EAGER_STEPS
 
             self.untimed += EAGER_STEPS
         self.began = time.perf_counter()

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 import configurator
 from fast import forms
 from scale import context, parallel
-from scale.graphs import waits
+from scale.cuda_graph import waits
 
 TRIAL_TOKENS = 512  # of the trial in which a cache proves itself
 
