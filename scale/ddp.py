@@ -43,10 +43,11 @@ class DDP(DistributedDataParallel):
     calls = 0  # with gradients, in this micro-step
 
     def __getattr__(self, name):
-        if name == "module" or hasattr(DistributedDataParallel, name):
+        try:
             return super().__getattr__(name)
-        with contextlib.suppress(AttributeError):
-            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module" or hasattr(DistributedDataParallel, name):
+                raise
         part = getattr(self.module, name)
         if not inspect.ismethod(part):
             return part

@@ -8,6 +8,7 @@ core or text of it, the core is called for each document alone.
 
 import functools
 import inspect
+import itertools
 
 import torch
 from torch.nn.attention.varlen import varlen_attn
@@ -77,13 +78,14 @@ def crosses(model, cfg, world, autocast, is_narrow):
 class Documents:
     """A batch's documents, kept until the next forward; on: False while each row counts as one document.
 
-    bounds: int32, where documents begin in all rows together. longest: a tensor with as many rows as the
-    longest document, since a number would be a constant to torch.compile.
+    spans: [(first, last), ...] in all rows together. bounds: int32, all that begin or end there. longest: a
+    tensor with as many rows as the longest document, since a number would be a constant to torch.compile.
     """
 
     def __init__(self, eot):
-        self.eot, self.on = -1 if eot is None else eot, True
-        self.bounds = self.longest = self.spans = None
+        self.eot = -1 if eot is None else eot
+        self.on = True
+        self.spans = self.bounds = self.longest = None
 
     @torch.no_grad()
     def find(self, idx):
@@ -91,20 +93,11 @@ class Documents:
         begins[:, 0] = True
         ends = begins.new_ones(1)
         self.bounds = torch.cat([begins.flatten(), ends]).nonzero().flatten().int()  # waits for the device
-        self.longest = torch.empty(max(2, int(self.bounds.diff().max())), 0)
-        self.spans = None
+        self.spans = list(itertools.pairwise(self.bounds.tolist()))
+        longest = max(last - first for first, last in self.spans)
+        self.longest = torch.empty(max(2, longest), 0)
         for sizes in (self.bounds, self.longest):
             torch._dynamo.maybe_mark_dynamic(sizes, 0)  # otherwise the second batch recompiles
-
-    def of_rows(self, T):
-        """For each row of T tokens [(first, last), ...] of its documents."""
-        if self.spans is None:
-            bounds = self.bounds.tolist()
-            self.spans = [[] for _ in range(bounds[-1] // T)]
-            for first, last in zip(bounds, bounds[1:]):
-                row, begin = divmod(first, T)
-                self.spans[row].append((begin, begin + last - first))
-        return self.spans
 
 
 class DocumentMask:
@@ -129,12 +122,15 @@ def takes_varlen(v):
 @torch.compiler.disable
 def by_documents(core, documents, q, k, v, *options, **more):
     """core, any function of q: (B, H, T, D); k, v: (B, H_kv, T, D), on one document after the other."""
-    rows = []
-    for row, spans in enumerate(documents.of_rows(q.size(2))):
-        own = [x[row : row + 1] for x in (q, k, v)]
-        parts = [core(*(x[:, :, first:last] for x in own), *options, **more) for first, last in spans]
-        rows.append(torch.cat(parts, 2))
-    return torch.cat(rows)
+    B, _, T, _ = q.shape
+    parts = []
+    for first, last in documents.spans:
+        row, begin = divmod(first, T)
+        end = begin + last - first
+        own = [x[row : row + 1, :, begin:end] for x in (q, k, v)]
+        parts.append(core(*own, *options, **more))
+    y = torch.cat(parts, 2).unflatten(2, (B, T))  # (1, H, B, T, D)
+    return y[0].transpose(0, 1)
 
 
 def varlen_attention(q, k, v, bounds, longest):

@@ -156,7 +156,7 @@ def whole(module):
 
     So their first values depend neither on sharding nor on dtype. Raises UserError if some are not given.
     """
-    own = {name: p for name, p in module._parameters.items() if p is not None}
+    own = dict(module.named_parameters(recurse=False))
     for name, parameter in own.items():
         device = parameter.device_mesh.device_type if isinstance(parameter, DTensor) else parameter.device
         empty = torch.full(parameter.shape, torch.nan, dtype=torch.float32, device=device)
