@@ -43,7 +43,7 @@ from run.logger import LONG, Logger, progress
 from run.norms import Norms
 from run.resume import Start
 from run.signals import Watch, explained
-from scale import context, ddp, fsdp, generators, parallel
+from scale import context_parallel, ddp, fsdp, generators, parallel
 from scale.precision import autocast
 
 
@@ -102,7 +102,7 @@ class Training:
         for micro in progress(range(self.accumulation), "micro-step", bar=False):
             x, y = next_batch()
             self.state.tokens += x.numel() * self.world.size // self.cfg.context_parallel
-            batch = context.own_tokens(self.cfg, self.world, x, y)
+            batch = context_parallel.own_tokens(self.cfg, self.world, x, y)
             last = micro == self.accumulation - 1
             if self.graph:
                 sums = self.graph(*batch, average=last)

@@ -17,7 +17,7 @@ from fast import forms
 from fast.chips import best_attention
 from run import agreement, checkpoint, hf, source
 from run.flops import Account, parameter_counts
-from scale import context, fsdp, memory, parallel
+from scale import context_parallel, fsdp, memory, parallel
 from scale.precision import autocast, pick_ops, pick_precision
 from settings import conflicts
 
@@ -142,7 +142,7 @@ def build_model(cfg, world, weights=None, eot=None):
     if cfg.context_parallel > 1:
         if eot is None and cfg.tokenizer:
             eot = tokenizers.load(cfg.tokenizer).eot
-        context.prove(model, cfg, world, autocast(cfg.precision, device), eot)
+        context_parallel.prove(model, cfg, world, autocast(cfg.precision, device), eot)
     return model, account
 
 
@@ -165,7 +165,7 @@ def prepare(model, cfg, world, eot, account):
     if cfg.remat != "none":
         activation_checkpointing.apply(model, cfg, world.device.type)
     if cfg.context_parallel > 1:
-        context.apply(model, cfg, world)
+        context_parallel.apply(model, cfg, world)
     if cfg.compile:
         compile_model(model, sharded)
     if sharded:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 import configurator
 from fast import forms
-from scale import context, parallel
+from scale import context_parallel, parallel
 from scale.cuda_graph import waits
 
 TRIAL_TOKENS = 512  # of the trial in which a cache proves itself
@@ -181,7 +181,7 @@ class Cache:
     """The ids of some rows, their keys and values, and the step that draws the next ids.
 
     Raises UserError for an attn.core that it does not suit. It needs torch.no_grad, one autocast context, and
-    context.alone.
+    context_parallel.alone.
     """
 
     def __init__(self, model, rows, graphs=False, *options):  # of pick
@@ -189,7 +189,7 @@ class Cache:
         self.model, self.graphs, self.options = model, graphs, options
         if "attention" in forms.edits:  # of which this is a form
             raise configurator.UserError(forms.edits["attention"])
-        self.attentions = context.attentions(model, "a KV cache")
+        self.attentions = context_parallel.attentions(model, "a KV cache")
         self.kept = {}  # {(attention, its how many-eth call in a forward): keys and values}
         self.calls = Counter()  # of attentions in the forward under way
         self.graph = self.lengths = None

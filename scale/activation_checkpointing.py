@@ -166,8 +166,8 @@ class AttentionOnce(torch.autograd.Function):
             return *aten._scaled_dot_product_flash_attention_for_cpu_backward(*inputs, 0.0, True), None, None
         *lengths, seed, offset = small
         if ctx.backend == "cudnn":
-            state, backward = (seed, offset, None), aten._scaled_dot_product_cudnn_attention_backward
-            return *backward(*inputs, *state, *lengths, 0.0, True), None, None
+            backward = aten._scaled_dot_product_cudnn_attention_backward
+            return *backward(*inputs, seed, offset, None, *lengths, 0.0, True), None, None
         backward = aten._scaled_dot_product_flash_attention_backward
         return *backward(*inputs, *lengths, 0.0, True, seed, offset), None, None
 

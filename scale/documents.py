@@ -17,7 +17,7 @@ import kernels
 from configurator import UserError
 from corpus import tokenizer as tokenizers
 from fast import forms
-from scale import context, generators
+from scale import context_parallel, generators
 
 GROUPED = "enable_gqa" in inspect.signature(varlen_attn).parameters  # from torch 2.12 on
 
@@ -35,12 +35,12 @@ def separator(cfg, eot):
 def apply(model, eot):
     """Wraps the core of every attention. eot: the token that begins a document; None: each row is one."""
     documents = model.documents = Documents(eot)
-    for module in context.attentions(model, "document_mask", any_core=True):
+    for module in context_parallel.attentions(model, "document_mask", any_core=True):
         module.core = DocumentMask(module.core, documents)
 
     def find(_, inputs):
         if documents.on:
-            documents.find(context.whole_sequences(model, inputs[0]))
+            documents.find(context_parallel.whole_sequences(model, inputs[0]))
 
     model.register_forward_pre_hook(find)
 
@@ -52,7 +52,7 @@ def prove(model, cfg, world, autocast):
     """
     eot = model.documents.eot
     wrapped = functools.partial(apply, eot=eot)
-    if eot >= 0 and context.try_narrow(model, cfg, world, autocast, wrapped, crosses):
+    if eot >= 0 and context_parallel.try_narrow(model, cfg, world, autocast, wrapped, crosses):
         why = "model.py mixes tokens outside of attn.core, so that they cross documents"
         raise UserError(f"document_mask=True: {why}; leave it out, or mix them in attn.core")
 
@@ -60,7 +60,7 @@ def prove(model, cfg, world, autocast):
 @torch.no_grad()
 def crosses(model, cfg, world, autocast, is_narrow):
     """Whether a document's loss changes with the ids before it; False of a forward that draws numbers."""
-    T = min(cfg.block_size, 2 * context.PROOF)
+    T = min(cfg.block_size, 2 * context_parallel.PROOF)
     draw = torch.Generator().manual_seed(cfg.seed)
     rows = torch.randint(cfg.vocab_size, (2, T + 1), generator=draw)
     rows[1, T // 2 :] = rows[0, T // 2 :]
@@ -69,7 +69,7 @@ def crosses(model, cfg, world, autocast, is_narrow):
     x, y = rows[:, :-1], rows[:, 1:].clone()
     y[:, : T // 2] = -100
     with autocast, generators.kept(world.device), torch.compiler.set_stance("force_eager"):
-        with context.alone(model, ["context_ranks"]):
+        with context_parallel.alone(model, ["context_ranks"]):
             first, again, other = (model(x[[row]], y[[row]])[0] for row in (0, 0, 1))
     most = 1e-6 if is_narrow or cfg.precision == "fp32" else 1e-3
     return bool(abs(other - first) > most * abs(first) and first == again)

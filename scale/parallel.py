@@ -53,19 +53,21 @@ def start(device="auto", timeout_s=600, expandable=False, on_cpu=False):
     expandable: the allocator's segments grow, which fragments memory less. on_cpu: GPUs' ranks reduce there.
     """
     rank, size, *_ = this_rank()
-    device, backend = pick_device(device), "gloo"
-    if device.type == "cuda":
+    world = World(rank, size, pick_device(device))
+    backend = "gloo"
+    if world.device.type == "cuda":
         backend = "cpu:gloo,cuda:nccl" if on_cpu else "nccl"
         if expandable and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
             os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(world.device)
     if launched() and not dist.is_initialized():
         try:
-            join_group(backend, World(rank, size, device), timeout_s)
+            join_group(backend, world, timeout_s)
         except (ValueError, RuntimeError, OverflowError) as error:
-            why, hint = str(error).partition("\n")[0], "is --master_addr reachable, and --master_port free?"
+            why = str(error).partition("\n")[0]
+            hint = "is --master_addr reachable, and --master_port free?"
             raise UserError(f"the ranks could not join over {backend} ({why}); {hint}") from None
-    return World(rank, size, device)
+    return world
 
 
 def join_group(backend, world, timeout_s):
@@ -126,8 +128,9 @@ def store_connection():
 
 def time_limit(timeout_s, backend=None):
     """After how long a collective of a backend, None: of the run's, fails."""
-    backend = dist.get_backend_config() if backend is None else backend
-    return timedelta(seconds=timeout_s + NCCL_LATER * ("nccl" in backend))
+    if "nccl" in (backend or dist.get_backend_config()):
+        timeout_s += NCCL_LATER
+    return timedelta(seconds=timeout_s)
 
 
 def units(model):
@@ -190,12 +193,11 @@ def average_buffers(model):
 
 def all_finite(tensors, device):
     """Whether none of the tensors of any rank holds inf or NaN; waits for `device`, that of the ranks."""
-    found = [torch.zeros(1, device=device)]
+    tops = [torch.zeros((), device=device)]
     for own in map(local, tensors):
         # no 8-bit codes; of a short tensor a rank may have no rows
         if own.is_floating_point() and own.dtype.itemsize > 1 and own.numel():
-            found.append(own)
-    tops = [top.to(found[0]) for top in torch._foreach_norm(found, float("inf"))]
+            tops.append(torch.linalg.vector_norm(own, float("inf")).to(tops[0]))
     top = torch.stack(tops).max()
     return not not_finite(top, top).item()
 
@@ -203,8 +205,8 @@ def all_finite(tensors, device):
 def all_zero(model):
     """Names of the trained parameters that are zero on all ranks; waits for the device."""
     trained = {name: local(p) for name, p in model.named_parameters() if p.requires_grad}
-    nonzero = sum_over_ranks(torch.stack([rows.count_nonzero() for rows in trained.values()]))
-    return [name for name, count in zip(trained, nonzero.tolist()) if count == 0]
+    counts = sum_over_ranks(torch.stack([rows.count_nonzero() for rows in trained.values()]))
+    return [name for name, count in zip(trained, counts.tolist()) if count == 0]
 
 
 def rank_and_size():
@@ -228,8 +230,9 @@ def barrier():
 def device_of(model):
     """The device on which a model computes; with offload_states its parameters are on the CPU."""
     p = next(model.parameters())
-    on_gpu = isinstance(p, DTensor) and p.device_mesh.device_type == "cuda"
-    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else p.device
+    if isinstance(p, DTensor) and p.device_mesh.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return p.device
 
 
 def synchronize(device):
@@ -243,12 +246,18 @@ class Moment:
     """A point in time on the device: a CUDA event; other devices are waited for."""
 
     def __init__(self, device):
-        self.event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
-        self.time = self.event.record() if self.event else synchronize(device)
+        self.event = None
+        if device.type == "cuda":
+            self.event = torch.cuda.Event(enable_timing=True)
+            self.event.record()
+        else:
+            self.time = synchronize(device)
 
     def since(self, earlier):
         """Seconds since an earlier Moment; the device must have passed both."""
-        return earlier.event.elapsed_time(self.event) / 1e3 if self.event else self.time - earlier.time
+        if self.event:
+            return earlier.event.elapsed_time(self.event) / 1e3
+        return self.time - earlier.time
 
 
 class Later:

@@ -16,7 +16,7 @@ import kernels
 from configurator import UserError
 from model import build
 from run.build import compile_model
-from scale import activation_checkpointing, context, documents
+from scale import activation_checkpointing, context_parallel, documents
 from settings import Config
 
 EOT = 7
@@ -173,11 +173,11 @@ def test_off_is_the_plain_model(way):
     documents.apply(model, EOT)
     idx, targets = rows(), rows(seed=1)
     assert not torch.equal(model(idx, targets)[0], plain(idx, targets)[0])
-    with context.alone(model):
+    with context_parallel.alone(model):
         assert torch.equal(model(idx[:, :9], targets[:, :9])[0], plain(idx[:, :9], targets[:, :9])[0])
         assert torch.equal(model.logits(idx), plain.logits(idx))
     assert not torch.equal(model(idx, targets)[0], plain(idx, targets)[0])
-    with context.alone(plain):
+    with context_parallel.alone(plain):
         plain(idx, targets)
     no_separator = idx.clamp(min=8)
     torch.testing.assert_close(model(no_separator, targets)[0], plain(no_separator, targets)[0])
