@@ -21,10 +21,9 @@ def states(device):
     if device.type == "cuda":
         found["cuda"] = torch.cuda.get_rng_state(device)
     # both are 624 words of the Mersenne Twister, the position in them, and perhaps a second normal number
-    _, words, position, has_gauss, gauss = np.random.get_state()
-    found["numpy"] = torch.tensor([*words.tolist(), position, has_gauss, gauss], dtype=torch.float64)
-    _, words, gauss = random.getstate()
-    found["python"] = torch.tensor([*words, gauss is not None, gauss or 0.0], dtype=torch.float64)
+    (_, words, *rest), (_, python_words, gauss) = others()
+    found["numpy"] = torch.tensor([*words.tolist(), *rest], dtype=torch.float64)
+    found["python"] = torch.tensor([*python_words, gauss is not None, gauss or 0.0], dtype=torch.float64)
     return found
 
 

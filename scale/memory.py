@@ -12,7 +12,6 @@ from configurator import UserError, launched, this_rank
 
 GIB = 2**30
 GROUP = 256  # elements that share a float32 scale in adamw8bit's moments, as in its module
-OPTIMIZERS = ("adamw", "adamw8bit", "muon")  # whose states are counted
 MARGIN = 0.1  # of the estimate, that batch_size=auto leaves free: it was within 9% of all measured peaks
 CPU_TOKENS = 2048  # in a micro-batch of batch_size=auto without a GPU, as in config/quickstart.py
 PINNED_EXACTLY = 2**26  # bytes of an offloaded activation from which its host memory is no power of two
@@ -90,8 +89,8 @@ def reduced_bytes(cfg):
 def moment_bytes(cfg):
     """Of optimizer state a weight, on average; 0 for an optimizer that is none of ours."""
     total, block = parameter_counts(cfg)
-    moments = {"adamw": 8, "adamw8bit": 2 * (1 + 4 / GROUP), "muon": 8 - 4 * cfg.n_layer * block / total}
-    return moments.get(cfg.optimizer, 0)
+    known = {"adamw": 8, "adamw8bit": 2 * (1 + 4 / GROUP), "muon": 8 - 4 * cfg.n_layer * block / total}
+    return known.get(cfg.optimizer, 0)
 
 
 def shards_of(cfg, ranks):
@@ -286,7 +285,7 @@ def describe(cfg, ranks, parameters=None, optimizer=None):
     """
     counted, _ = parameter_counts(cfg)
     parameters = parameters or counted
-    if cfg.optimizer not in OPTIMIZERS:
+    if not moment_bytes(cfg):
         optimizer = optimizer or cfg.optimizer
     each = 2 * weight_bytes(cfg)
     what = f"weights and gradients; the states of {optimizer}, and activations,"
@@ -311,7 +310,7 @@ def not_estimated(cfg):
         found.append(f"ops=torch: {why}; try --ops=auto")
     if cfg.attention == "math":
         found.append(f"attention=math: {why}; try --attention=auto")
-    if cfg.optimizer not in OPTIMIZERS:
+    if not moment_bytes(cfg):
         found.append(f"optimizer={cfg.optimizer}: its states are not known; try --optimizer=adamw")
     if cfg.precision in ("fp32", "tf32", "fp16"):
         found.append(f"precision={cfg.precision}: the arithmetic is for bf16, fp8; try --precision=bf16")
