@@ -44,7 +44,7 @@ def apply(model, cfg, device_type="cpu"):
             raise UserError(f"remat=attention needs attention=cudnn or flash in 16 bits, {why}")
     store = ActivationStore(cfg.remat_offload)
     for i in memory.blocks_again(cfg, len(model.blocks)):
-        block, attention = model.blocks[i], AttentionResults(store)
+        block, attention = model.blocks[i], None
         if cfg.remat == "selective" or cfg.remat_tile:
             mlp = part_of(block, "mlp")
             mlp.core = RecomputedMLP(mlp.core, cfg.remat_tile)
@@ -53,9 +53,9 @@ def apply(model, cfg, device_type="cpu"):
                 why = f"keeps the results of PyTorch's attention, and {forms.edits['attention']}"
                 raise UserError(f"remat=attention {why}; try --remat=block")
             attn = part_of(block, "attn", kernels.attention)
-            attn.core = KeptAttention(attn.core, attention)
+            attention = attn.core = KeptAttention(attn.core, store)
         if cfg.remat != "selective":
-            model.stack[i] = CheckpointedBlock(block, attention)
+            model.stack[i] = CheckpointedBlock(block, store, attention)
 
 
 def part_of(block, name, core=None):
@@ -68,45 +68,46 @@ def part_of(block, name, core=None):
 
 
 class CheckpointedBlock:
-    """A block that keeps its inputs, and attention's results if its core is KeptAttention, and runs again."""
+    """A block that keeps its inputs, and the results of a KeptAttention in it, and runs again."""
 
-    def __init__(self, block, attention):
-        self.block, self.attention = block, attention
+    def __init__(self, block, store, attention=None):
+        self.block, self.store, self.attention = block, store, attention
 
     def __call__(self, *inputs, **named):
         """named: an edit's inputs, which are kept as they are, on the device."""
         if not torch.is_grad_enabled():
             return self.block(*inputs, **named)
-        store = self.attention.store
-        store.begin_block()
+        self.store.begin_block()
         kept, results = list(inputs), []
 
         def forward(_):
             own = []
             for x in kept:
                 if isinstance(x, KeptTensor):  # in the recomputation
-                    x = store.get(x).detach().requires_grad_()
+                    x = self.store.get(x).detach().requires_grad_()
                 own.append(x)
             return self.block(*own, **named)
 
         def contexts():
             first, again = generators.replay()
+            if self.attention is None:
+                return first, again
             return self.attention.use(results, True, first), self.attention.use(results, False, again)
 
         # the empty tensor says on which device the random state is to be kept
         out = checkpoint(forward, inputs[0].new_empty(0), use_reentrant=False, context_fn=contexts)
         for i, x in enumerate(inputs):
             if torch.is_tensor(x) and x.requires_grad:
-                kept[i] = store.keep(x.detach())
+                kept[i] = self.store.keep(x.detach())
         return out
 
 
-class AttentionResults:
-    """Those of the block that runs: recorded in its forward, played in its recomputation; else None."""
+class KeptAttention:
+    """attn.core that runs once: its results are recorded in the block's forward, for the recomputation."""
 
-    def __init__(self, store):
-        self.store = store
-        self.results = None
+    def __init__(self, core, store):
+        self.core, self.store = core, store
+        self.results = None  # of the block that runs, outside of `use` None
         self.recording = False
 
     @contextlib.contextmanager
@@ -119,37 +120,31 @@ class AttentionResults:
         finally:
             self.results = None
 
-
-class KeptAttention:
-    """attn.core whose results wait for the time when its block is computed again."""
-
-    def __init__(self, core, kept):
-        self.core, self.kept = core, kept
-
     @torch.compiler.disable
     def __call__(self, q, k, v, backend, dropout=0.0):
-        if self.kept.results is None or dropout:  # an edit's; it is drawn again as the block runs again
+        if self.results is None or dropout:  # an edit's; it is drawn again as the block runs again
             return self.core(q, k, v, backend, dropout)
         q, k = q.to(v.dtype), k.to(v.dtype)  # RMSNorm under autocast gives float32
         if not q.is_cuda and q.size(1) != k.size(1):  # the CPU's operator has no grouped heads
             k, v = (t.repeat_interleave(q.size(1) // t.size(1), dim=1) for t in (k, v))
-        return AttentionOnce.apply(q, k, v, backend, self.kept)
+        return AttentionOnce.apply(q, k, v, backend, self)
 
 
 class AttentionOnce(torch.autograd.Function):
     """Attention without dropout, computed once; saves q, k and v alone, since its results are kept apart."""
 
     @staticmethod
-    def forward(ctx, q, k, v, backend, kept):
+    def forward(ctx, q, k, v, backend, attention):
+        store = attention.store
         ctx.save_for_backward(q, k, v)
-        ctx.backend, ctx.store = backend, kept.store
-        if kept.recording:
+        ctx.backend, ctx.store = backend, store
+        if attention.recording:
             out, lse, *small = attention_results(q, k, v, backend)
-            ctx.result = [kept.store.keep(out), kept.store.keep(lse), *small]
-            kept.results.append(ctx.result)
+            ctx.result = [store.keep(out), store.keep(lse), *small]
+            attention.results.append(ctx.result)
         else:
-            ctx.result = kept.results.pop(0)
-            out = kept.store.get(ctx.result[0])
+            ctx.result = attention.results.pop(0)
+            out = store.get(ctx.result[0])
         return out.detach()  # another tensor than the kept one, which must not hold this graph
 
     @staticmethod

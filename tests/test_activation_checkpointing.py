@@ -81,7 +81,7 @@ def test_what_is_offloaded_survives_accumulation_and_a_forward_without_backward(
             assert torch.equal(own(*idx)[0], plain(*idx)[0])
     for p, ref in zip(own.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p.grad, ref.grad, rtol=1e-4, atol=1e-7)
-    assert not [kept for group in own.stack[0].attention.store.leaving for kept in group.members]
+    assert not [kept for group in own.stack[0].store.leaving for kept in group.members]
 
 
 @pytest.mark.parametrize("kind", ["block", "attention", "selective"])
@@ -179,14 +179,14 @@ def test_kept_attention(backend, heads, T, D):
     ours = lambda *qkv: kernels.attention(*qkv, backend)
     theirs = lambda *qkv: F.scaled_dot_product_attention(*qkv, is_causal=True, enable_gqa=True)
     expected = ours(*(x.detach().requires_grad_() for x in qkv)).detach()
-    record = activation_checkpointing.AttentionResults(ActivationStore(False))
-    record.store.begin_block()
+    attention = activation_checkpointing.KeptAttention(kernels.attention, ActivationStore(False))
+    attention.store.begin_block()
 
     def kept(*qkv):
         results = []
         for recording in (True, False):  # the recomputation reads the results, the backward frees them
-            with record.use(results, recording, contextlib.nullcontext()):
-                y = activation_checkpointing.KeptAttention(kernels.attention, record)(*qkv, backend)
+            with attention.use(results, recording, contextlib.nullcontext()):
+                y = attention(*qkv, backend)
             assert torch.equal(y, expected)
         return y
 
