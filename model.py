@@ -269,7 +269,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, whole=nullcontext):
-        """Gives all modules first values, by `initialize`; whole: a context for each, see fsdp.whole."""
+        """Gives all modules first values, by `initialize`; whole: a context for each, see parallel.whole."""
         for name, module in self.named_modules():
             with whole(module):
                 initialize(module, name)

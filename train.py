@@ -34,6 +34,7 @@ from run.build import (
     make_loader,
     try_out,
     validation_loaders,
+    wrap,
 )
 from run.checkpoint import Saver, magnitudes
 from run.evaluate import Evaluations, add_evaluations
@@ -43,7 +44,7 @@ from run.logger import LONG, Logger, progress
 from run.norms import Norms
 from run.resume import Start
 from run.signals import Watch, explained
-from scale import context_parallel, ddp, fsdp, generators, parallel
+from scale import context_parallel, generators, parallel
 from scale.precision import autocast
 
 
@@ -83,9 +84,9 @@ class Training:
         self.model = model  # as a micro-step calls it
         self.graph, self.rows = choose_graph(cfg, world, self.micro_step, model)
         if self.graph is None:
-            self.model = ddp.wrap(model, cfg, world, self.account.some_without_gradient)  # in DDP
-        other = optim.unknown(self.state.optimizer)
-        self.rows += fsdp.keep_gathered(model, cfg, world, self.account.parameters, other)  # in FSDP2
+            other = optim.unknown(self.state.optimizer)
+            self.model, rows = wrap(model, cfg, world, self.account, other)  # in DDP
+            self.rows += rows
 
     def micro_step(self, x, y, positions=None):
         """Adds a micro-batch's gradients to the step's -> its sums (see run/figures.py)."""
@@ -107,7 +108,7 @@ class Training:
             if self.graph:
                 sums = self.graph(*batch, average=last)
             else:
-                with ddp.sync_gradients(self.model, last):
+                with parallel.sync_gradients(self.model, last):
                     sums = self.micro_step(*batch)
             totals = self.figures.add(totals, sums)
         return totals

@@ -17,7 +17,7 @@ from fast import forms
 from fast.chips import best_attention
 from run import agreement, checkpoint, hf, source
 from run.flops import Account, parameter_counts
-from scale import context_parallel, fsdp, memory, parallel
+from scale import context_parallel, memory, parallel
 from scale.precision import autocast, pick_ops, pick_precision
 from settings import conflicts
 
@@ -124,7 +124,7 @@ def build_model(cfg, world, weights=None, eot=None):
         raise UserError(f"{again}; change it in train.py's loop, or set --remat=none")
     model = models.on_meta(cfg)
     prepare(model, cfg, world, eot, account)
-    models.allocate(model, "cpu" if cfg.offload_states else device, cfg.seed, whole=fsdp.whole)
+    models.allocate(model, "cpu" if cfg.offload_states else device, cfg.seed, whole=parallel.whole)
     buffers = checkpoint.persistent_buffers(model)
     if weights:  # older checkpoints have no buffers
         account.new = checkpoint.load_model_tensors(model, weights, may_lack=buffers)
@@ -148,7 +148,7 @@ def build_model(cfg, world, weights=None, eot=None):
 
 def prepare(model, cfg, world, eot, account):
     """Applies, to a model on meta, in this order: fp8, documents, remat, context parallel, compile, FSDP2."""
-    from scale import activation_checkpointing, documents  # files that `import train` need not load
+    from scale import activation_checkpointing, documents, fsdp  # files that `import train` need not load
 
     sharded = torch.distributed.is_initialized() and cfg.parallel != "ddp"
     if cfg.offload_states and not sharded:
@@ -197,6 +197,18 @@ def choose_graph(cfg, world, micro_step, model):
     from scale import cuda_graph  # a file that `import train` need not load
 
     return cuda_graph.choose(cfg, world, micro_step, model)
+
+
+def wrap(model, cfg, world, account, optimizer):
+    """(the model as a micro-step calls it, in DDP, rows of the start-up summary, of FSDP2).
+
+    optimizer: the name of one whose states are not known, or None.
+    """
+    from scale import ddp, fsdp  # files that `import train` need not load
+
+    if cfg.parallel == "ddp":
+        return ddp.wrap(model, cfg, world, account.some_without_gradient), []
+    return model, fsdp.keep_gathered(model, cfg, world, account.parameters, optimizer)
 
 
 def load_initial_weights(model, cfg):

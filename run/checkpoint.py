@@ -28,7 +28,7 @@ from fast.chips import best_attention
 from run import files, source, states
 from run.logger import NotFinite
 from run.states import CheckpointError
-from scale import fsdp, generators, parallel
+from scale import generators, parallel
 from scale.shards import copy_into, is_first_copy, local, rows_of
 from settings import Config, GPTConfig
 
@@ -602,6 +602,8 @@ def model_of(tensors, shape, device, precision="fp32", world=None):
     for parameter in model.parameters() if precision == "bf16" else ():
         parameter.data = parameter.data.bfloat16()
     if world:
+        from scale import fsdp
+
         settings = Config(parallel="fsdp", precision=precision, tie_embeddings=shape.tie_embeddings)
         fsdp.shard(model, settings, world)
     models.allocate(model, device)

@@ -1,12 +1,10 @@
-"""DDP around a model, and the step's last micro-step, in which DDP and FSDP2 average gradients over ranks."""
+"""DDP around a model: each rank has all of it, and gradients are averaged."""
 
-import contextlib
 import inspect
 import warnings
 
 import torch
 import torch.distributed as dist
-from torch.distributed import fsdp
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -72,19 +70,3 @@ class DDP(DistributedDataParallel):
             return super()._run_ddp_forward(*args, **options)
         with self._inside_ddp_forward():
             return method(*args, **options)
-
-
-@contextlib.contextmanager
-def sync_gradients(model, on):
-    """Around a micro-step. on: the step's last, in which DDP, and hsdp among its copies, sum gradients."""
-    if isinstance(model, DDP):
-        model.require_backward_grad_sync = on
-        model.calls = 0
-    elif isinstance(model, fsdp.FSDPModule):
-        model.set_requires_all_reduce(on)
-        for unit in model.kept:
-            unit.set_reshard_after_backward(on, recurse=False)
-    yield
-    if isinstance(model, DDP) and on and not model.calls:
-        what = "a micro-step calls only state.model, whose gradients DDP does not average over the ranks"
-        raise UserError(f"{what}; write self.model(...) or self.model.logits(...)")

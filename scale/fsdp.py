@@ -1,16 +1,11 @@
 """FSDP2 (https://arxiv.org/abs/2304.11277): parameters, gradients and optimizer states sharded over ranks."""
 
-import contextlib
-
 import torch
 from torch.distributed import distributed_c10d, fsdp, init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 import fast
-from configurator import UserError
 from scale import memory, parallel
-from scale.shards import copy_into
 
 
 def shard(model, cfg, world, account=None):
@@ -135,24 +130,3 @@ def with_all_gradients(block, _, result):
         return part
 
     return tree_map(attach, result)
-
-
-@contextlib.contextmanager
-def whole(module):
-    """Within it the module's own parameters are whole float32 tensors, which are then copied into them.
-
-    So their first values depend neither on sharding nor on dtype. Raises UserError if some are not given.
-    """
-    own = dict(module.named_parameters(recurse=False))
-    for name, parameter in own.items():
-        device = parameter.device_mesh.device_type if isinstance(parameter, DTensor) else parameter.device
-        empty = torch.full(parameter.shape, torch.nan, dtype=torch.float32, device=device)
-        module._parameters[name] = torch.nn.Parameter(empty, requires_grad=parameter.requires_grad)
-    yield
-    for name, parameter in own.items():
-        given = module._parameters[name].detach()
-        module._parameters[name] = parameter
-        if given.isnan().any():
-            what = f"{type(module).__name__}.{name} has no initial value"
-            raise UserError(f"model.py: {what}: does its reset_parameters() give it one?")
-        copy_into(parameter, given)

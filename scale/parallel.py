@@ -1,4 +1,4 @@
-"""Processes and devices, what the ranks do together (collectives), and time on a device."""
+"""Processes and devices, parameters and gradients over ranks, collectives, and time on a device."""
 
 import contextlib
 import os
@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d, fsdp, rendezvous
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from configurator import UserError, launched, this_rank
-from scale.shards import local
+from scale.shards import copy_into, local
 
 NCCL_LATER = 10  # seconds after timeout_s until NCCL ends the process; the run reports a hang before
 
@@ -142,6 +143,43 @@ def reshard(model):
     """Frees the gathered parameters that an evaluation left (zero2), so that parameters() are shards."""
     for unit in units(model):
         unit.reshard()
+
+
+@contextlib.contextmanager
+def whole(module):
+    """Within it the module's own parameters are whole float32 tensors, which are then copied into them.
+
+    So their first values depend neither on sharding nor on dtype. Raises UserError if some are not given.
+    """
+    own = dict(module.named_parameters(recurse=False))
+    for name, parameter in own.items():
+        device = parameter.device_mesh.device_type if isinstance(parameter, DTensor) else parameter.device
+        empty = torch.full(parameter.shape, torch.nan, dtype=torch.float32, device=device)
+        module._parameters[name] = torch.nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    yield
+    for name, parameter in own.items():
+        given = module._parameters[name].detach()
+        module._parameters[name] = parameter
+        if given.isnan().any():
+            what = f"{type(module).__name__}.{name} has no initial value"
+            raise UserError(f"model.py: {what}: does its reset_parameters() give it one?")
+        copy_into(parameter, given)
+
+
+@contextlib.contextmanager
+def sync_gradients(model, on):
+    """Around a micro-step. on: the step's last, in which DDP, and hsdp among its copies, sum gradients."""
+    if isinstance(model, DistributedDataParallel):
+        model.require_backward_grad_sync = on
+        model.calls = 0
+    elif isinstance(model, fsdp.FSDPModule):
+        model.set_requires_all_reduce(on)
+        for unit in model.kept:
+            unit.set_reshard_after_backward(on, recurse=False)
+    yield
+    if isinstance(model, DistributedDataParallel) and on and not model.calls:
+        what = "a micro-step calls only state.model, whose gradients DDP does not average over the ranks"
+        raise UserError(f"{what}; write self.model(...) or self.model.logits(...)")
 
 
 def sum_over_ranks(tensor):
