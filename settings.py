@@ -195,7 +195,7 @@ class Config(GPTConfig):
     # Several GPUs
     parallel: Literal["ddp", "fsdp", "zero2", "hsdp"] = "ddp"  # all but ddp shard (FSDP2)
     shard_size: int | None = None  # hsdp: ranks that share a copy of the model; None: those of a node
-    context_parallel: int = 1  # ranks that share a sequence, see scale/context.py
+    context_parallel: int = 1  # ranks that share a sequence, see scale/context_parallel.py
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"  # type in which gradients are summed over the ranks
     timeout_s: int = 600  # how long ranks wait for one that hangs
     # Less memory

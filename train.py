@@ -34,6 +34,7 @@ from run.build import (
     make_loader,
     try_out,
     validation_loaders,
+    wrap,
 )
 from run.checkpoint import Saver, magnitudes
 from run.evaluate import Evaluations, add_evaluations
@@ -42,7 +43,7 @@ from run.logger import LONG, Logger, progress
 from run.norms import Norms
 from run.resume import Start
 from run.signals import Watch, errors_explained
-from scale import context, generators, parallel
+from scale import context_parallel, generators, parallel
 from scale.precision import autocast
 from system.files import Lock
 
@@ -83,9 +84,9 @@ class Training:
         self.model = model  # as a micro-step calls it
         self.graph, self.rows = choose_graph(cfg, world, self.micro_step, model)
         if self.graph is None:
-            self.model = parallel.wrap(model, cfg, world, self.analysis.some_without_gradient)  # in DDP
-        other = optim.unknown(self.state.optimizer)
-        self.rows += parallel.keep_gathered(model, cfg, world, self.analysis.parameters, other)  # in FSDP2
+            other = optim.unknown(self.state.optimizer)
+            self.model, rows = wrap(model, cfg, world, self.analysis, other)  # in DDP
+            self.rows += rows
 
     def micro_step(self, x, y, positions=None):
         """Adds a micro-batch's gradients to the step's -> its sums (see run/figures.py)."""
@@ -102,7 +103,7 @@ class Training:
         for micro in progress(range(self.accumulation), "micro-step", bar=False):
             x, y = next_batch()
             self.state.tokens += x.numel() * self.world.size // self.cfg.context_parallel
-            batch = context.own_tokens(self.cfg, self.world, x, y)
+            batch = context_parallel.own_tokens(self.cfg, self.world, x, y)
             last = micro == self.accumulation - 1
             if self.graph:
                 sums = self.graph(*batch, average=last)

@@ -6,7 +6,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import fast
-from scale.generators import Replay
+from scale.generators import replay
 
 compile_once = functools.cache(torch.compile)  # torch keeps what each call of torch.compile returns
 
@@ -33,7 +33,7 @@ def in_chunks(compiled, rows, loss, x, weight, targets, reduction, *options):
     replays = not (x.is_cuda and torch.cuda.is_current_stream_capturing())
     losses = []
     for xi, ti in chunks:
-        own = dict(use_reentrant=False, preserve_rng_state=replays, context_fn=Replay().contexts)
+        own = dict(use_reentrant=False, preserve_rng_state=replays, context_fn=replay)
         losses.append(checkpoint(loss, xi, weight, ti, reduction, *options, **own))
     if reduction == "none":
         return torch.cat(losses).view_as(targets)

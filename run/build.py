@@ -18,7 +18,7 @@ from fast import forms
 from fast.chips import best_attention
 from run import agreement, checkpoint, hf, reshard, source
 from run.flops import ModelAnalysis, parameter_counts
-from scale import context, memory, parallel
+from scale import context_parallel, memory, parallel
 from scale.precision import autocast, pick_ops, pick_precision
 from settings import conflicts
 
@@ -68,7 +68,7 @@ def try_out(cfg, world, step):
         verify(cfg.data_dir)
     steps = 2
     if cfg.cuda_graph:
-        from scale.graphs import EAGER_STEPS
+        from scale.cuda_graph import EAGER_STEPS
 
         steps += EAGER_STEPS
     length = dict(max_steps=step + steps, max_tokens=None, max_seconds=None, batch_schedule=None)
@@ -141,7 +141,7 @@ def build_model(cfg, world, weights=None, eot=None):
     if cfg.context_parallel > 1:
         if eot is None and cfg.tokenizer:
             eot = tokenizers.load(cfg.tokenizer).eot
-        context.prove(model, cfg, world, autocast(cfg.precision, device), eot)
+        context_parallel.prove(model, cfg, world, autocast(cfg.precision, device), eot)
     return model, analysis
 
 
@@ -163,7 +163,7 @@ def refuse_edits(cfg, analysis):
 
 def prepare(model, cfg, world, eot, analysis):
     """Applies, to a model on meta, in this order: fp8, documents, remat, context parallel, compile, FSDP2."""
-    from scale import documents, remat  # files that `import train` need not load
+    from scale import activation_checkpointing, documents, fsdp  # files that `import train` need not load
 
     sharded = torch.distributed.is_initialized() and cfg.parallel != "ddp"
     if cfg.offload_states and not sharded:
@@ -178,13 +178,13 @@ def prepare(model, cfg, world, eot, analysis):
     if cfg.document_mask:
         documents.apply(model, documents.separator(cfg, eot))
     if cfg.remat != "none":
-        remat.apply(model, cfg, world.device.type)
+        activation_checkpointing.apply(model, cfg, world.device.type)
     if cfg.context_parallel > 1:
-        context.apply(model, cfg, world)
+        context_parallel.apply(model, cfg, world)
     if cfg.compile:
         compile_model(model, sharded)
     if sharded:
-        parallel.shard(model, cfg, world, analysis)
+        fsdp.shard(model, cfg, world, analysis)
 
 
 def compile_model(model, sharded=False):
@@ -206,12 +206,24 @@ def compile_model(model, sharded=False):
 
 
 def choose_graph(cfg, world, micro_step, model):
-    """(the micro-step as a CUDA graph, or None, rows of the start-up summary), see scale/graphs.py."""
+    """(the micro-step as a CUDA graph, or None, rows of the start-up summary), see scale/cuda_graph.py."""
     if not cfg.cuda_graph:
         return None, []
-    from scale import graphs  # a file that `import train` need not load
+    from scale import cuda_graph  # a file that `import train` need not load
 
-    return graphs.choose(cfg, world, micro_step, model)
+    return cuda_graph.choose(cfg, world, micro_step, model)
+
+
+def wrap(model, cfg, world, analysis, optimizer):
+    """(the model as a micro-step calls it, in DDP, rows of the start-up summary, of FSDP2).
+
+    optimizer: the name of one whose states are not known, or None.
+    """
+    from scale import ddp, fsdp  # files that `import train` need not load
+
+    if cfg.parallel == "ddp":
+        return ddp.wrap(model, cfg, world, analysis.some_without_gradient), []
+    return model, fsdp.keep_gathered(model, cfg, world, analysis.parameters, optimizer)
 
 
 def open_initial_weights(cfg):

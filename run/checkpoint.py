@@ -339,8 +339,10 @@ def model_of(tensors, shape, device, precision="fp32", world=None):
         for parameter in model.parameters():
             parameter.data = parameter.data.bfloat16()
     if world:
+        from scale import fsdp
+
         settings = Config(parallel="fsdp", precision=precision, tie_embeddings=shape.tie_embeddings)
-        parallel.shard(model, settings, world)
+        fsdp.shard(model, settings, world)
     models.allocate(model, device)
     load_model_tensors(model, tensors)
     return model.eval()

@@ -14,7 +14,7 @@ from errors import UserError
 from run import agreement
 from run.figures import scalar
 from run.logger import progress
-from scale import context, generators, parallel
+from scale import context_parallel, generators, parallel
 
 SAMPLES = dict(n=4, max_new_tokens=64, temperature=0.8, top_k=50)
 TAKEN = {"train", "start", "saved", "skipped", "spike", "norms", "done", "stopped"}  # names in log.jsonl
@@ -199,7 +199,7 @@ class Evaluations:
         model = self.state.model
         device = parallel.device_of(model)
         began = parallel.synchronize(device)
-        rows = context.alone(model) if evaluation.whole_rows else contextlib.nullcontext()
+        rows = context_parallel.alone(model) if evaluation.whole_rows else contextlib.nullcontext()
         with rows, torch.no_grad(), self.autocast, generators.kept(device):
             found = evaluation.function(model)
         if self.watch.stopping:
@@ -286,7 +286,7 @@ def add_evaluations(evaluations, cfg, world, val_loaders):
 
 
 def add_validation(evaluations, cfg, world, loaders):
-    own = functools.partial(context.own_tokens, cfg, world)
+    own = functools.partial(context_parallel.own_tokens, cfg, world)
     stop = evaluations.watch.agreed
     splits = ", ".join(f"{share:g} of {getattr(loader, 'fingerprint', None)}" for share, loader in loaders)
     held_out = f"{splits}; {cfg.eval_tokens} tokens in rows of {cfg.block_size}"  # the same: runs compare

@@ -77,7 +77,7 @@ class Logger:
         self.steps_timed, self.seconds_timed = 0, 0.0  # without steps that compile or capture
         self.steps_untimed = 1  # that are to come
         if cfg.cuda_graph:
-            from scale.graphs import EAGER_STEPS
+            from scale.cuda_graph import EAGER_STEPS
 
             self.steps_untimed += EAGER_STEPS
         self.last_step = cfg.max_steps  # of the run; None: the time decides

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 
 from errors import UserError, say, warn
 from fast import forms
-from scale import context, parallel
-from scale.graphs import waits
+from scale import context_parallel, parallel
+from scale.cuda_graph import waits
 
 TRIAL_TOKENS = 512  # of the trial in which a KV cache proves itself
 
@@ -210,7 +210,7 @@ class KVCache:
     """The ids of some rows, their keys and values, and the step that draws the next ids.
 
     Raises UserError for an attn.core that it does not suit. It needs torch.no_grad, one autocast context, and
-    context.alone.
+    context_parallel.alone.
     """
 
     def __init__(self, model, rows, use_graph=False, temperature=0, top_k=None):
@@ -220,7 +220,7 @@ class KVCache:
         device = parallel.device_of(model)
         self.model, self.use_graph = model, use_graph
         self.temperature, self.top_k = temperature, top_k
-        self.attentions = context.attentions(model, "a KV cache")
+        self.attentions = context_parallel.attentions(model, "a KV cache")
         self.keys_values = {}  # {(attention, its how many-eth call in a forward): (2, B, H_kv, size, D)}
         self.calls = Counter()  # of attentions in the forward under way
         self.length = 0  # tokens whose keys and values are there

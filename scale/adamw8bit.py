@@ -11,6 +11,7 @@ are a hash of seed, step, tensor and element: alike for any number of ranks and 
 """
 
 import hashlib
+import math
 
 import torch
 from torch.optim.adamw import adamw
@@ -52,50 +53,72 @@ class AdamW8bit(torch.optim.Optimizer):
         if getattr(self, "found_inf", 0):  # as in torch.optim.AdamW, but the host waits for it
             return
         for group in self.param_groups:
-            pairs = [(p, self.state[p]) for p in group["params"] if p.grad is not None]
-            for p, state in pairs:
-                if "m" in state:
-                    self.update_coded(p, state, group)
-            update_plain([(p, state) for p, state in pairs if "m" not in state], group)
+            small = []
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                if "m" in self.state[p]:
+                    self.update_coded(p, self.state[p], group)
+                else:
+                    small.append(p)
+            self.update_small(small, group)
 
     def update_coded(self, p, state, group):
         state["step"] += 1
-        step, (beta1, beta2), lr = int(state["step"]), group["betas"], group["lr"]
-        keep, rate, root = 1 - lr * group["weight_decay"], lr / (1 - beta1**step), (1 - beta2**step) ** -0.5
-        numbers = keep, rate, beta1, 1 - beta1, beta2, 1 - beta2, root, group["eps"]
-        w, g, *codes = map(local, (p, p.grad, *(state[k] for k in ("m", "m_scale", "v", "v_scale"))))
+        step, lr = int(state["step"]), group["lr"]
+        beta1, beta2 = group["betas"]
+        key = random_key(self.seed, step, self.numbers[p])
+        keep = 1 - lr * group["weight_decay"]
+        rate = lr / (1 - beta1**step)
+        root = (1 - beta2**step) ** -0.5
+        numbers = key, keep, rate, beta1, 1 - beta1, beta2, 1 - beta2, root, group["eps"]
+        codes = [local(state[name]) for name in ("m", "m_scale", "v", "v_scale")]
+        w, g = local(p), local(p.grad).contiguous()
+        update = update_triton if w.is_cuda and triton is not None else update_torch
         if w.numel():  # a rank may hold no rows of a short tensor
-            key = random_key(self.seed, step, self.numbers[p])
-            updater(w.device)(w, g.contiguous(), *codes, rows_of(p)[0], key, *numbers)
+            update(w, g, *codes, rows_of(p)[0], *numbers)
+
+    def update_small(self, parameters, group):
+        """PyTorch's own AdamW, with float32 moments."""
+        states = [self.state[p] for p in parameters]
+        weights = [local(state.get("master", p)) for p, state in zip(parameters, states)]
+        beta1, beta2 = group["betas"]
+        adamw(
+            weights,
+            grads=[local(p.grad).float() for p in parameters],
+            exp_avgs=[local(state["exp_avg"]) for state in states],
+            exp_avg_sqs=[local(state["exp_avg_sq"]) for state in states],
+            max_exp_avg_sqs=[],
+            state_steps=[state["step"] for state in states],
+            lr=group["lr"],
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            amsgrad=False,
+            maximize=False,
+        )
+        for p, state, weight in zip(parameters, states, weights):
+            if "master" in state:
+                local(p).copy_(weight)
 
 
 def new_state(p):
     """The state of parameter p, all zeros but for a master copy."""
-    step, p, float32 = torch.zeros(1), p.detach(), dict(dtype=torch.float32)
+    p = p.detach()
+    state = {"step": torch.zeros(1)}
     if p.dim() == 2 and p.numel() >= SMALL:
-        codes = {moment: torch.zeros_like(p, dtype=torch.uint8) for moment in "mv"}
-        scales = p[:, : -(-p.size(1) // GROUP)]  # a tensor of their shape, sharded as p is
-        return dict(step=step, **codes, **{f"{m}_scale": torch.zeros_like(scales, **float32) for m in "mv"})
-    moments = {kind: torch.zeros_like(p, **float32) for kind in ("exp_avg", "exp_avg_sq")}
-    return dict(step=step, **moments) | ({} if p.dtype == torch.float32 else {"master": p.float()})
-
-
-def update_plain(pairs, group):
-    """PyTorch's own AdamW for (parameter, state) pairs with float32 moments."""
-    weights = [local(state.get("master", p)) for p, state in pairs]
-    moments = [[local(state[kind]) for _, state in pairs] for kind in ("exp_avg", "exp_avg_sq")]
-    grads, steps = [local(p.grad).float() for p, _ in pairs], [state["step"] for _, state in pairs]
-    options = {name: group[name] for name in ("lr", "weight_decay", "eps")}
-    options |= dict(zip(("beta1", "beta2"), group["betas"]), amsgrad=False, maximize=False)
-    adamw(weights, grads, *moments, [], steps, **options)
-    for (p, state), weight in zip(pairs, weights):
-        if "master" in state:
-            local(p).copy_(weight)
-
-
-def updater(device):
-    """The update for a torch.device: on CUDA with Triton one kernel, else plain PyTorch."""
-    return update_torch if device.type != "cuda" or triton is None else update_triton
+        scales = p[:, : math.ceil(p.size(1) / GROUP)]  # a tensor of their shape, sharded as p is
+        for moment in ("m", "v"):
+            state[moment] = torch.zeros_like(p, dtype=torch.uint8)
+        for scale in ("m_scale", "v_scale"):
+            state[scale] = torch.zeros_like(scales, dtype=torch.float32)
+        return state
+    for moment in ("exp_avg", "exp_avg_sq"):
+        state[moment] = torch.zeros_like(p, dtype=torch.float32)
+    if p.dtype != torch.float32:
+        state["master"] = p.float()
+    return state
 
 
 def update_torch(w, g, m, m_scale, v, v_scale, first, key, keep, rate, beta1, rest1, beta2, rest2, root, eps):
@@ -104,17 +127,18 @@ def update_torch(w, g, m, m_scale, v, v_scale, first, key, keep, rate, beta1, re
     m, v: (rows, cols); their scales: (rows, groups). first: w's first row in the tensor; key: of random_key.
     """
     noise_m, noise_v, noise_w = map(grouped, noises(first, *w.shape, key, w.device))
-    codes, g, weight = grouped(m.int()), grouped(g.float()), grouped(w.float())
+    codes, g = grouped(m.int()), grouped(g.float())
     mean = decoded(codes & M_LEVELS, m_scale, M_LEVELS)
     mean = torch.where(codes > M_LEVELS, -mean, mean) * beta1 + g * rest1
     square = decoded(grouped(v.int()), v_scale, V_LEVELS) * beta2 + g * g * rest2
-    weight = rounded(weight * keep - mean / (square.sqrt() * root + eps) * rate, noise_w, w.dtype)
-    size, m_top = encoded(mean.abs(), noise_m, M_LEVELS, True)
-    size += torch.signbit(mean) * (M_LEVELS + 1)
-    codes, v_top = encoded(square, noise_v, V_LEVELS, False)
-    for old, new in ((w, weight), (m, size), (v, codes)):
+    weight = rounded(grouped(w.float()) * keep - mean / (square.sqrt() * root + eps) * rate, noise_w, w.dtype)
+    m_codes, m_top = encoded(mean.abs(), noise_m, M_LEVELS, True)
+    m_codes += torch.signbit(mean) * (M_LEVELS + 1)
+    v_codes, v_top = encoded(square, noise_v, V_LEVELS, False)
+    for old, new in ((w, weight), (m, m_codes), (v, v_codes)):
         old.copy_(new.flatten(1)[:, : w.size(1)])
-    m_scale.copy_(m_top), v_scale.copy_(v_top)
+    m_scale.copy_(m_top)
+    v_scale.copy_(v_top)
 
 
 def grouped(x):
@@ -172,9 +196,10 @@ def mixed(h):
 
 def update_triton(w, g, m, m_scale, v, v_scale, first, key, *numbers):
     """update_torch as one kernel, which moves 10 bytes a bfloat16 weight; float32's last bits may differ."""
-    groups, rounds = m_scale.numel(), w.dtype.itemsize == 2
-    options = dict(COLS=w.size(1), PER_ROW=m_scale.size(1), ROUND=rounds, TILE=TILE, num_warps=WARPS)
-    _update[(-(-groups // TILE),)](w, g, m, m_scale, v, v_scale, groups, first, key, *numbers, **options)
+    groups = m_scale.numel()
+    sizes = dict(COLS=w.size(1), PER_ROW=m_scale.size(1), ROUND=w.dtype.itemsize == 2, TILE=TILE)
+    grid = (math.ceil(groups / TILE),)
+    _update[grid](w, g, m, m_scale, v, v_scale, groups, first, key, *numbers, **sizes, num_warps=WARPS)
 
 
 if triton is not None:

@@ -6,6 +6,7 @@ kernels.attention is torch.nn.attention.varlen, which waits for the longest leng
 core or text of it, the core is called for each document alone.
 """
 
+import functools
 import inspect
 import itertools
 
@@ -16,7 +17,7 @@ import kernels
 from corpus import tokenizer as tokenizers
 from errors import UserError
 from fast import forms
-from scale import context, generators
+from scale import context_parallel, generators
 
 GROUPED = "enable_gqa" in inspect.signature(varlen_attn).parameters  # from torch 2.12 on
 
@@ -34,35 +35,32 @@ def separator(cfg, eot):
 def apply(model, eot):
     """Wraps the core of every attention. eot: the token that begins a document; None: each row is one."""
     documents = model.documents = Documents(eot)
-    for module in context.attentions(model, "document_mask", any_core=True):
+    for module in context_parallel.attentions(model, "document_mask", any_core=True):
         module.core = DocumentMask(module.core, documents)
-    look = lambda _, args: documents.find(context.whole_sequences(model, args[0])) if documents.on else None
-    model.register_forward_pre_hook(look)
+
+    def find(_, inputs):
+        if documents.on:
+            documents.find(context_parallel.whole_sequences(model, inputs[0]))
+
+    model.register_forward_pre_hook(find)
 
 
 def prove(model, cfg, world, autocast):
     """Raises UserError if the loss of a document depends on the one before it in its row.
 
-    Without this, an edit that mixes tokens outside attn.core would silently cross documents. What is tried is
-    a narrow model of the same code with random weights, or where that cannot be built, the run's own.
+    Without this, an edit that mixes tokens outside attn.core would silently cross documents.
     """
     eot = model.documents.eot
-    if eot < 0:
-        return
-
-    def leaks(tested, shape, autocast, is_narrow):
-        most = 1e-6 if is_narrow or cfg.precision == "fp32" else 1e-3
-        return crosses(tested, shape, world, autocast, most)
-
-    if context.try_narrow(model, cfg, world, autocast, lambda small: apply(small, eot), leaks):
+    wrapped = functools.partial(apply, eot=eot)
+    if eot >= 0 and context_parallel.try_narrow(model, cfg, world, autocast, wrapped, crosses):
         why = "model.py mixes tokens outside of attn.core, so that they cross documents"
         raise UserError(f"document_mask=True: {why}; leave it out, or mix them in attn.core")
 
 
 @torch.no_grad()
-def crosses(model, cfg, world, autocast, most):
+def crosses(model, cfg, world, autocast, is_narrow):
     """Whether a document's loss changes with the ids before it; False of a forward that draws numbers."""
-    T = min(cfg.block_size, 2 * context.PROOF)
+    T = min(cfg.block_size, 2 * context_parallel.PROOF)
     draw = torch.Generator().manual_seed(cfg.seed)
     rows = torch.randint(cfg.vocab_size, (2, T + 1), generator=draw)
     rows[1, T // 2 :] = rows[0, T // 2 :]
@@ -71,21 +69,23 @@ def crosses(model, cfg, world, autocast, most):
     x, y = rows[:, :-1], rows[:, 1:].clone()
     y[:, : T // 2] = -100
     with autocast, generators.kept(world.device), torch.compiler.set_stance("force_eager"):
-        with context.alone(model, ["spread"]):
+        with context_parallel.alone(model, ["context_ranks"]):
             first, again, other = (model(x[[row]], y[[row]])[0] for row in (0, 0, 1))
+    most = 1e-6 if is_narrow or cfg.precision == "fp32" else 1e-3
     return bool(abs(other - first) > most * abs(first) and first == again)
 
 
 class Documents:
     """A batch's documents, kept until the next forward; on: False while each row counts as one document.
 
-    bounds: int32, where documents begin in all rows together. longest: a tensor with as many rows as the
-    longest document, since a number would be a constant to torch.compile.
+    spans: [(first, last), ...] in all rows together. bounds: int32, all that begin or end there. longest: a
+    tensor with as many rows as the longest document, since a number would be a constant to torch.compile.
     """
 
     def __init__(self, eot):
-        self.eot, self.on = -1 if eot is None else eot, True
-        self.bounds = self.longest = self.spans = None
+        self.eot = -1 if eot is None else eot
+        self.on = True
+        self.spans = self.bounds = self.longest = None
 
     @torch.no_grad()
     def find(self, idx):
@@ -93,21 +93,11 @@ class Documents:
         begins[:, 0] = True
         ends = begins.new_ones(1)
         self.bounds = torch.cat([begins.flatten(), ends]).nonzero().flatten().int()  # waits for the device
-        self.longest = torch.empty(max(2, int(self.bounds.diff().max())), 0)
-        self.spans = None
+        self.spans = list(itertools.pairwise(self.bounds.tolist()))
+        longest = max(last - first for first, last in self.spans)
+        self.longest = torch.empty(max(2, longest), 0)
         for sizes in (self.bounds, self.longest):
             torch._dynamo.maybe_mark_dynamic(sizes, 0)  # otherwise the second batch recompiles
-
-    def of_rows(self, T):
-        """For each row of T tokens [(first, last), ...] of its documents."""
-        if self.spans is None:
-            bounds = self.bounds.tolist()
-            rows = [[] for _ in range(bounds[-1] // T)]
-            for first, last in itertools.pairwise(bounds):
-                row = first // T
-                rows[row].append((first - row * T, last - row * T))
-            self.spans = rows
-        return self.spans
 
 
 class DocumentMask:
@@ -132,20 +122,26 @@ def takes_varlen(v):
 @torch.compiler.disable
 def by_documents(core, documents, q, k, v, *options, **more):
     """core, any function of q: (B, H, T, D); k, v: (B, H_kv, T, D), on one document after the other."""
-    rows = []
-    for row, spans in enumerate(documents.of_rows(q.size(2))):
-        own = [x[row : row + 1] for x in (q, k, v)]
-        parts = [core(*(x[:, :, first:last] for x in own), *options, **more) for first, last in spans]
-        rows.append(torch.cat(parts, 2))
-    return torch.cat(rows)
+    B, _, T, _ = q.shape
+    parts = []
+    for first, last in documents.spans:
+        row, begin = divmod(first, T)
+        end = begin + last - first
+        own = [x[row : row + 1, :, begin:end] for x in (q, k, v)]
+        parts.append(core(*own, *options, **more))
+    y = torch.cat(parts, 2).unflatten(2, (B, T))  # (1, H, B, T, D)
+    return y[0].transpose(0, 1)
 
 
 def varlen_attention(q, k, v, bounds, longest):
     """kernels.attention by documents, for CUDA tensors in 16 bits; longest: of the longest document."""
     B, H, T, D = q.shape
-    options = {"enable_gqa": True} if k.size(1) != H and GROUPED else {}
-    if k.size(1) != H and not GROUPED:
-        k, v = (x.repeat_interleave(H // x.size(1), dim=1) for x in (k, v))
+    options = {}
+    if k.size(1) != H:
+        if GROUPED:
+            options["enable_gqa"] = True
+        else:
+            k, v = (x.repeat_interleave(H // x.size(1), dim=1) for x in (k, v))
     # q_norm and k_norm may give float32 under autocast
     q, k, v = (x.transpose(1, 2).flatten(0, 1).to(v.dtype).contiguous() for x in (q, k, v))  # (B * T, H, D)
     y = varlen_attn(q, k, v, bounds, bounds, longest, longest, window_size=(-1, 0), **options)  # causal

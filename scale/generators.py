@@ -1,6 +1,7 @@
 """The random-number generators of torch, numpy and Python: seeded by rank, saved, and set back by remat."""
 
 import contextlib
+import pickle
 import random
 
 import numpy as np
@@ -20,10 +21,9 @@ def states(device):
     if device.type == "cuda":
         found["cuda"] = torch.cuda.get_rng_state(device)
     # both are 624 words of the Mersenne Twister, the position in them, and perhaps a second normal number
-    _, words, position, has_gauss, gauss = np.random.get_state()
-    found["numpy"] = torch.tensor([*words.tolist(), position, has_gauss, gauss], dtype=torch.float64)
-    _, words, gauss = random.getstate()
-    found["python"] = torch.tensor([*words, gauss is not None, gauss or 0.0], dtype=torch.float64)
+    (_, words, *rest), (_, python_words, gauss) = others()
+    found["numpy"] = torch.tensor([*words.tolist(), *rest], dtype=torch.float64)
+    found["python"] = torch.tensor([*python_words, gauss is not None, gauss or 0.0], dtype=torch.float64)
     return found
 
 
@@ -53,55 +53,48 @@ def kept(device):
 
 
 def others():
-    """The states of numpy's and of Python's generator, cheaper than those of `states`, for set_others."""
+    """The states of numpy's and of Python's generator, cheaper than those of `states`."""
     return np.random.get_state(), random.getstate()
-
-
-def set_others(found):
-    np.random.set_state(found[0])
-    random.setstate(found[1])
 
 
 class Drawn:
     """Hooks that note whether a module's forward draws from numpy's or Python's generator."""
 
-    def __init__(self):
-        self.found = False
+    found = False
 
     def begin(self, *_):
-        self.before = others()
+        self.before = pickle.dumps(others())
 
     def end(self, *_):
-        (numpy_before, python_before), (numpy_now, python_now) = self.before, others()
-        same_words = np.array_equal(numpy_before[1], numpy_now[1]) and numpy_before[2:] == numpy_now[2:]
-        self.found = self.found or not same_words or python_before != python_now
+        self.found = self.found or self.before != pickle.dumps(others())
 
 
-class Replay:
-    """Has a part of a forward draw the same numbers of numpy and Python when it is computed again.
+def replay():
+    """(recorded, replayed): contexts of a part of a forward and of its recomputation, as `context_fn`.
 
-    torch.utils.checkpoint does the same for torch's own. 20 microseconds a part.
+    Both draw the same numbers of numpy and Python, after which their generators are as if the recomputation
+    had not been. torch.utils.checkpoint does so for torch's own. 20 microseconds a part.
     """
-
-    def __init__(self):
-        self.before = None
+    before = None
 
     @contextlib.contextmanager
-    def recorded(self):
-        """Around the forward."""
-        self.before = others()
+    def recorded():
+        nonlocal before
+        before = others()
         yield
 
     @contextlib.contextmanager
-    def replayed(self):
-        """Around the recomputation, after which the generators are as if it had not been."""
+    def replayed():
         now = others()
-        set_others(self.before)
+        set_others(before)
         try:
             yield
         finally:
             set_others(now)
 
-    def contexts(self):
-        """As `context_fn` of torch.utils.checkpoint."""
-        return self.recorded(), self.replayed()
+    return recorded(), replayed()
+
+
+def set_others(found):
+    np.random.set_state(found[0])
+    random.setstate(found[1])

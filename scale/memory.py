@@ -12,41 +12,140 @@ from errors import UserError, launched, this_rank
 
 GIB = 2**30
 GROUP = 256  # elements that share a float32 scale in adamw8bit's moments, as in its module
-OPTIMIZERS = ("adamw", "adamw8bit", "muon")  # whose states are counted
 MARGIN = 0.1  # of the estimate, that batch_size=auto leaves free: it was within 9% of all measured peaks
 CPU_TOKENS = 2048  # in a micro-batch of batch_size=auto without a GPU, as in config/quickstart.py
-PINNED_EXACTLY = 2**26  # bytes of a kept tensor from which its host memory is no power of two, see remat.py
+PINNED_EXACTLY = 2**26  # bytes of an offloaded activation from which its host memory is no power of two
 UNIT_MIB = 100  # blocks that FSDP2 gathers as one unit take up to this in 16 bits; 0: a block a unit
 
 
 def estimate(cfg, ranks):
     """{part: bytes of GPU memory on a rank} for a Config and `ranks` processes; on_host counts the host's."""
-    (total, block), (own, summed, moments) = parameter_counts(cfg), bytes_of_parameter(cfg)
-    shards, sharded = shards_of(cfg, ranks), cfg.parallel != "ddp" and (ranks > 1 or cfg.offload_states)
+    total, block = parameter_counts(cfg)
+    shards = shards_of(cfg, ranks)
+    sharded = cfg.parallel != "ddp" and (ranks > 1 or cfg.offload_states)
+    several_micro_steps = cfg.batch_tokens > cfg.micro_tokens(ranks)
+    recomputed = len(blocks_again(cfg, cfg.n_layer))
+    activations = activation_bytes(cfg, recomputed)
+
+    weight = weight_bytes(cfg)
     here = 0 if cfg.offload_states else total / shards
-    states = {"parameters": own * here, "gradients": own * here, "optimizer": moments * here}
-    parts = dict(states)
+    update = {"parameters": weight * here, "gradients": weight * here, "optimizer": moment_bytes(cfg) * here}
+    backward = dict(update)
     if cfg.optimizer == "muon":
-        states["updates"] = 2 * cfg.n_layer * block / shards  # of the blocks' matrices, beside all gradients
-    again = len(blocks_again(cfg, cfg.n_layer))
-    on_gpu = min(2, again) if cfg.remat_offload else again  # blocks, while the others wait on the host
-    tokens = (cfg.n_layer - again) * sum(kept(cfg, "none")) + on_gpu * sum(kept(cfg, cfg.remat))
-    activations = cfg.rank_tokens * tokens
-    several = cfg.batch_tokens > cfg.micro_tokens(ranks)  # micro-steps
-    if sharded and not several:  # gradients grow while activations are freed
-        parts["gradients"] = max(0, parts["gradients"] - activations)
-    elif cfg.offload_states and cfg.parallel == "hsdp":
-        parts["gradients"] = summed * total / shards  # added up on the GPU until the last micro-step
-    elif several and ranks > 1 and not sharded and cfg.cuda_graph is not True:
-        parts["gradients"] *= 2  # .grad, and DDP's buckets, to which they are copied in the last micro-step
-    parts["gathered"] = gathered(cfg, shards) if sharded else 0
-    small = 1 if cfg.precision == "fp8" else 2  # fp8 keeps the transposes alone
-    if not gathers_8_bits(cfg, shards) and (2 if sharded else own) != small:
-        parts["gathered"] += small * (cfg.n_layer - again) * block  # casts, kept until the backward
-    parts["activations"] = activations
-    parts["loss or a block's backward"] = max(loss_bytes(cfg), backward_bytes(cfg, again))
-    most = max(parts, states, key=lambda moment: sum(moment.values()))
-    return {name: int(size) for name, size in most.items()}
+        update["updates"] = 2 * cfg.n_layer * block / shards  # of the blocks' matrices, beside all gradients
+
+    if sharded and not several_micro_steps:  # gradients grow while activations are freed
+        backward["gradients"] = max(0, backward["gradients"] - activations)
+    elif cfg.offload_states and cfg.parallel == "hsdp":  # added up on the GPU until the last micro-step
+        backward["gradients"] = reduced_bytes(cfg) * total / shards
+    elif several_micro_steps and ranks > 1 and not sharded and cfg.cuda_graph is not True:
+        # .grad, and DDP's buckets, to which they are copied in the last micro-step
+        backward["gradients"] *= 2
+    backward["gathered"] = gathered_bytes(cfg, shards) if sharded else 0
+    cast = 1 if cfg.precision == "fp8" else 2  # fp8 keeps the transposes alone
+    if not gathers_8_bits(cfg, shards) and (2 if sharded else weight) != cast:
+        backward["gathered"] += cast * (cfg.n_layer - recomputed) * block  # casts, kept until the backward
+    backward["activations"] = activations
+    backward["loss or a block's backward"] = max(loss_bytes(cfg), backward_bytes(cfg, recomputed))
+
+    largest = backward
+    if sum(update.values()) > sum(backward.values()):
+        largest = update
+    return {part: int(size) for part, size in largest.items()}
+
+
+def takes(cfg, ranks):
+    """Total of the estimate, in bytes."""
+    return sum(estimate(cfg, ranks).values())
+
+
+def parameter_counts(cfg):
+    """Parameters (of the model, of a block without a table): shared weights once, padding rows included."""
+    C = cfg.n_embd
+    norm = 2 * C if cfg.norm == "layernorm" and cfg.bias else C
+    block = 2 * norm + cfg.n_head * cfg.gate_channels
+    for rows, columns in cfg.block_matmuls:
+        block += rows * columns
+        if cfg.bias:
+            block += rows
+    if cfg.qk_norm:
+        block += 2 * cfg.head_size
+    tables = cfg.padded_vocab * sum(cfg.tables)
+    if cfg.positions == "learned":
+        tables += C * cfg.block_size
+    return tables + cfg.n_layer * block + norm, block
+
+
+def weight_bytes(cfg):
+    """Of a weight, and of its gradient."""
+    return 2 if cfg.weights == "bf16" else 4
+
+
+def reduced_bytes(cfg):
+    """Of a gradient in the sum over ranks."""
+    return 2 if cfg.reduce_dtype == "bf16" else 4
+
+
+def moment_bytes(cfg):
+    """Of optimizer state a weight, on average; 0 for an optimizer that is none of ours."""
+    total, block = parameter_counts(cfg)
+    known = {"adamw": 8, "adamw8bit": 2 * (1 + 4 / GROUP), "muon": 8 - 4 * cfg.n_layer * block / total}
+    return known.get(cfg.optimizer, 0)
+
+
+def shards_of(cfg, ranks):
+    """Ranks among which one copy of the model is sharded."""
+    if cfg.parallel == "ddp":
+        return 1
+    if cfg.parallel == "hsdp":
+        return cfg.shard_size or ranks_of_host(ranks)
+    return ranks
+
+
+def ranks_of_host(ranks):
+    """Of `ranks`, how many run on one host: as torchrun says, else up to 8."""
+    return this_rank().local_size if launched() else min(8, ranks)
+
+
+def gathers_8_bits(cfg, shards):
+    """Whether FSDP2 gathers the blocks' weights in fp8: each matrix and its transpose, the bytes of bf16."""
+    return cfg.precision == "fp8" and shards > 1 and not cfg.offload_states
+
+
+def gathered_bytes(cfg, shards):
+    """FSDP2's buffers in 16 bits: weights of two units and the head (zero2: all), a unit's gradients."""
+    total, unit = parameter_counts(cfg)
+    if cfg.value_layers:  # a table is gathered with its block
+        unit += cfg.padded_vocab * cfg.kv_heads * cfg.head_size
+    if cfg.remat not in ("block", "attention"):  # several blocks may be a unit
+        unit = max(unit, UNIT_MIB * 2**19)
+    head = cfg.padded_vocab * cfg.n_embd
+    weights = 2 * (total if cfg.parallel == "zero2" else head + unit * min(2, shards))
+    if shards == 1:  # nothing to gather from other ranks ahead of its use, and nothing to reduce
+        return weights
+    return weights + (2 + reduced_bytes(cfg)) * max(unit, head) * (1 + 1 / shards)
+
+
+def loss_bytes(cfg):
+    """Bytes while the loss is computed: a chunk of logits, gradients of the hidden state and the head."""
+    tokens = cfg.rank_tokens
+    logits = min(fast.LOGITS_MIB * 2**20, 2 * tokens * cfg.padded_vocab)
+    if cfg.precision == "fp8":
+        logits *= 2
+    return logits + tokens * cfg.n_embd * 2 + weight_bytes(cfg) * cfg.padded_vocab * cfg.n_embd
+
+
+def backward_bytes(cfg, recomputed):
+    """Working memory of a block's backward: gradients, and activations where they are computed again."""
+    C, tokens = cfg.n_embd, cfg.rank_tokens
+    tile = min(tokens, cfg.remat_tile or tokens)
+    wide = 2 * (2 * cfg.mlp_width + 2 * cfg.hidden)
+    if not recomputed or cfg.remat == "selective":
+        return tile * wide + tokens * 2 * 3 * C
+    # attention: q, k, v before and after RoPE; x, y, norm_1(x), three gradients; dq, dk, dv, dq in float32
+    attention = (6 if cfg.positions == "rope" else 4) * cfg.qkv_width + 8 * cfg.attention_width + 8 * C
+    # MLP: the pre-activation, its gradient and the activation's; x, y, norm_2(x), three gradients
+    return max(tokens * attention, tile * (wide - 2 * cfg.hidden) + tokens * 2 * 6 * C)
 
 
 def blocks_again(cfg, n_layer):
@@ -58,128 +157,82 @@ def blocks_again(cfg, n_layer):
     return [int(i * every + 1e-6) for i in range(count)]
 
 
-def takes(cfg, ranks):
-    """Total of the estimate, in bytes."""
-    return sum(estimate(cfg, ranks).values())
-
-
-def parameter_counts(cfg):
-    """Parameters (of the model, of a block without a table): shared weights once, padding rows included."""
-    C = cfg.n_embd
-    norm = C * (1 + (cfg.norm == "layernorm" and cfg.bias))
-    linears = sum(n * k + n * cfg.bias for n, k in cfg.block_matmuls)
-    block = 2 * norm + linears + 2 * cfg.head_size * cfg.qk_norm + cfg.n_head * cfg.gate_channels
-    tables = cfg.padded_vocab * sum(cfg.tables) + C * cfg.block_size * (cfg.positions == "learned")
-    return tables + cfg.n_layer * block + norm, block
-
-
-def bytes_of_parameter(cfg):
-    """Bytes of (a weight or its gradient, a gradient in the sum over ranks, optimizer state on average).
-
-    The states of an optimizer that is none of ours are not known, and count nothing.
-    """
-    total, block = parameter_counts(cfg)
-    moments = {"adamw": 8, "adamw8bit": 2 * (1 + 4 / GROUP), "muon": 8 - 4 * cfg.n_layer * block / total}
-    own, summed = (2 if dtype == "bf16" else 4 for dtype in (cfg.weights, cfg.reduce_dtype))
-    return own, summed, moments.get(cfg.optimizer, 0)
-
-
-def gathered(cfg, shards):
-    """FSDP2's buffers in 16 bits: weights of two units and the head (zero2: all), a unit's gradients."""
-    (total, block), (_, summed, _) = parameter_counts(cfg), bytes_of_parameter(cfg)
-    table = cfg.padded_vocab * cfg.kv_heads * cfg.head_size  # gathered with its block
-    several = 0 if cfg.remat in ("block", "attention") else UNIT_MIB * 2**19  # parameters of a unit of blocks
-    unit = max(block + table * bool(cfg.value_layers), several)
-    head = cfg.padded_vocab * cfg.n_embd
-    whole = 2 * (total if cfg.parallel == "zero2" else head + unit * min(2, shards))
-    if shards == 1:  # nothing to gather from other ranks ahead of its use, and nothing to reduce
-        return whole
-    return whole + (2 + summed) * max(unit, head) * (1 + 1 / shards)
-
-
-def loss_bytes(cfg):
-    """Bytes while the loss is computed: a chunk of logits, gradients of the hidden state and the head."""
-    tokens, (own, *_) = cfg.rank_tokens, bytes_of_parameter(cfg)
-    logits = min(fast.LOGITS_MIB * 2**20, 2 * tokens * cfg.padded_vocab) * (1 + (cfg.precision == "fp8"))
-    return logits + tokens * cfg.n_embd * 2 + own * cfg.padded_vocab * cfg.n_embd
-
-
-def backward_bytes(cfg, again):
-    """Working memory of a block's backward: gradients, and activations where they are computed again."""
-    C, A, tokens = cfg.n_embd, cfg.attention_width, cfg.rank_tokens
-    wide, tile = 2 * (2 * cfg.mlp_width + 2 * cfg.hidden), min(tokens, cfg.remat_tile or tokens)
-    if not again or cfg.remat == "selective":
-        return tile * wide + tokens * 2 * 3 * C
-    # attention: q, k, v before and after RoPE; x, y, norm_1(x), three gradients; dq, dk, dv, dq in float32
-    attention = (6 if cfg.positions == "rope" else 4) * cfg.qkv_width + 8 * A + 8 * C
-    # MLP: the pre-activation, its gradient and the activation's; x, y, norm_2(x), three gradients
-    return max(tokens * attention, tile * (wide - 2 * cfg.hidden) + tokens * 2 * 6 * C)
+def activation_bytes(cfg, recomputed):
+    """Bytes that all blocks keep for the backward, so many of which are computed again."""
+    whole = cfg.n_layer - recomputed
+    if cfg.remat_offload:
+        recomputed = min(2, recomputed)  # while the others wait on the host
+    return cfg.rank_tokens * (whole * sum(kept(cfg, "none")) + recomputed * sum(kept(cfg, cfg.remat)))
 
 
 def kept(cfg, remat):
     """[Bytes a token] of the tensors that a block keeps for its backward."""
     C, A, fp8 = cfg.n_embd, cfg.attention_width, cfg.precision == "fp8"
-    if remat in ("block", "attention"):  # its input; attention's output and logsumexp
-        return [2 * C] + [2 * A, 4 * cfg.n_head] * (remat == "attention")
+    if remat == "block":
+        return [2 * C]  # its input
+    if remat == "attention":
+        return [2 * C, 2 * A, 4 * cfg.n_head]  # attention's output and logsumexp besides
     sizes = [4 * C, 2 * C if fp8 else 4 * C, 16]  # the residual stream before both norms, and their outputs
     sizes += [2 * cfg.qkv_width, 2 * A, 4 * cfg.n_head]  # q, k, v, attention's output and logsumexp
-    sizes += [2 * (cfg.n_head + cfg.kv_heads) * cfg.head_size * cfg.qk_norm]  # q and k before their norm
-    sizes += [2 * A * cfg.attention_gate, A * fp8]  # the output before its gates, and in 8 bits
-    sizes += [2 * A * (cfg.context_parallel > 1)]  # the output of this rank's heads, before their exchange
+    if cfg.qk_norm:
+        sizes.append(2 * (cfg.n_head + cfg.kv_heads) * cfg.head_size)  # q and k before their norm
+    if cfg.attention_gate:
+        sizes.append(2 * A)  # attention's output before its gates
+    if cfg.context_parallel > 1:
+        sizes.append(2 * A)  # the output of this rank's heads, before their exchange
+    if fp8:
+        sizes.append(A)  # attention's output in 8 bits
     if remat == "selective":
-        return [*sizes, C * fp8]  # the MLP's input in bf16
-    # the pre-activation, of relu2 its square alone; in bf16 GELU's output, in 8 bits that of each activation
-    before = cfg.hidden if fp8 and cfg.mlp == "relu2" else 2 * cfg.mlp_width
-    return [*sizes, before, cfg.hidden if fp8 else 2 * cfg.hidden * (cfg.mlp == "gelu")]
-
-
-def units(sizes, apart):
-    """FSDP2's units, lists of block indices. apart: one each, as where a block does not run exactly once."""
-    found = []
-    for block, size in enumerate(sizes):
-        if apart or not found or 2 * (sum(sizes[i] for i in found[-1]) + size) > UNIT_MIB * 2**20:
-            found.append([])
-        found[-1].append(block)
-    return found
-
-
-def gathers_8_bits(cfg, shards):
-    """Whether FSDP2 gathers the blocks' weights in fp8: each matrix and its transpose, the bytes of bf16."""
-    return cfg.precision == "fp8" and shards > 1 and not cfg.offload_states
-
-
-def shards_of(cfg, ranks):
-    """Ranks among which one copy of the model is sharded."""
-    return {"ddp": 1, "hsdp": cfg.shard_size or ranks_of_host(ranks)}.get(cfg.parallel, ranks)
-
-
-def ranks_of_host(ranks):
-    """Of `ranks`, how many run on one host: as torchrun says, else up to 8."""
-    return this_rank().local_size if launched() else min(8, ranks)
+        return [*sizes, C] if fp8 else sizes  # the MLP's input in bf16
+    if fp8:  # the pre-activation, of relu2 its square alone, and the activation in 8 bits
+        return [*sizes, cfg.hidden if cfg.mlp == "relu2" else 2 * cfg.mlp_width, cfg.hidden]
+    sizes.append(2 * cfg.mlp_width)  # the pre-activation
+    if cfg.mlp == "gelu":
+        sizes.append(2 * cfg.hidden)
+    return sizes
 
 
 def on_host(cfg, ranks):
     """{part: bytes of the host's memory on a rank}; all but moments pinned, by PyTorch in powers of two."""
-    parts, shards, (own, _, moments) = {}, shards_of(cfg, ranks), bytes_of_parameter(cfg)
-    pinned = lambda size: 2 ** (size - 1).bit_length()
+    parts, shards = {}, shards_of(cfg, ranks)
     if cfg.offload_states:
-        tables = [(cfg.padded_vocab, width) for width in cfg.tables]
-        tables += [(cfg.block_size, cfg.n_embd)] if cfg.positions == "learned" else []
-        shapes = cfg.block_matmuls * cfg.n_layer + tables
-        weights = sum(pinned(own * -(-rows // shards) * width) for rows, width in shapes)
+        shapes = cfg.block_matmuls * cfg.n_layer + [(cfg.padded_vocab, width) for width in cfg.tables]
+        if cfg.positions == "learned":
+            shapes.append((cfg.block_size, cfg.n_embd))
+        weight = weight_bytes(cfg)
+        weights = sum(power_of_two(weight * math.ceil(rows / shards) * width) for rows, width in shapes)
         parts = {"parameters": weights, "gradients": weights}
-        parts["optimizer"] = int(moments * parameter_counts(cfg)[0] / shards)
+        parts["optimizer"] = int(moment_bytes(cfg) * parameter_counts(cfg)[0] / shards)
     if cfg.remat_offload:
         sizes = [cfg.rank_tokens * each for each in kept(cfg, cfg.remat)]
-        sizes = [size if size >= PINNED_EXACTLY else pinned(size) for size in sizes]
-        parts["activations"] = sum(sizes) * len(blocks_again(cfg, cfg.n_layer))
+        block = sum(size if size >= PINNED_EXACTLY else power_of_two(size) for size in sizes)
+        parts["activations"] = block * len(blocks_again(cfg, cfg.n_layer))
     return parts
+
+
+def power_of_two(size):
+    """The least that is not below size."""
+    return 2 ** (size - 1).bit_length()
 
 
 def largest_batch(cfg, ranks, budget, name="batch_size", step=1):
     """The largest batch_size, or setting `name`, whose estimate is within `budget` bytes, 0 if none is."""
-    over = lambda n: takes(dataclasses.replace(cfg, **{name: n * step}), ranks) > budget
-    return step * bisect.bisect_left(range(1, 2**20), True, key=over)
+
+    def too_large(n):
+        return takes(dataclasses.replace(cfg, **{name: n * step}), ranks) > budget
+
+    return step * bisect.bisect_left(range(1, 2**20), True, key=too_large)
+
+
+def longest_row(cfg, ranks, budget):
+    """The largest block_size that fits with batch_size=1, in steps of 1,024 a rank, 0 if none does."""
+    one_row = dataclasses.replace(cfg, batch_size=1)
+    return largest_batch(one_row, ranks, budget, "block_size", 1024 * cfg.context_parallel)
+
+
+def fits(cfg, ranks, free):
+    """Whether the estimate and MARGIN are within `free` bytes."""
+    return (1 + MARGIN) * takes(cfg, ranks) <= free
 
 
 def choose_batch(cfg, ranks, free):
@@ -189,27 +242,24 @@ def choose_batch(cfg, ranks, free):
     """
     tokens = math.gcd(*(tokens for tokens, _ in cfg.stages))  # a micro-batch divides each stage's step
     rows = tokens // (cfg.block_size * (ranks // cfg.context_parallel))
-    sizes = [dataclasses.replace(cfg, batch_size=n) for n in range(rows, 0, -1) if rows % n == 0]
+    choices = [dataclasses.replace(cfg, batch_size=n) for n in range(rows, 0, -1) if rows % n == 0]
     which = f"the largest divisor of a rank's {rows:,} rows a step"
     if free is None:
-        found = next((one for one in sizes if one.rank_tokens <= CPU_TOKENS), sizes[-1])
+        small = [choice for choice in choices if choice.rank_tokens <= CPU_TOKENS] or choices[-1:]
         why = f"{which} with up to {CPU_TOKENS:,} tokens; memory is counted of CUDA devices alone"
-        return found.batch_size, why
+        return small[0].batch_size, why
     if unknown := not_estimated(cfg):
         raise UserError(f"batch_size=auto: {unknown[0].partition(';')[0]}; give a number")
-    fits = lambda one: (1 + MARGIN) * takes(one, ranks) <= free
-    found = next(filter(fits, sizes), sizes[-1])
-    size = f"{takes(found, ranks) / GIB:.1f} GiB by estimate and {MARGIN:.0%} more"
-    if fits(found):
-        return found.batch_size, f"{which} that fits: {size} of {free / GIB:.1f} free"
-    for kind in ("selective", "attention", "block"):
-        if fits(dataclasses.replace(found, remat=kind)):
+    for choice in choices:
+        size = f"{takes(choice, ranks) / GIB:.1f} GiB by estimate and {MARGIN:.0%} more"
+        if fits(choice, ranks, free):
+            return choice.batch_size, f"{which} that fits: {size} of {free / GIB:.1f} free"
+    advice = "--parallel=fsdp on more GPUs or with --offload_states"
+    if cfg.weights == "fp32":
+        advice = f"--optimizer=adamw8bit --weights=bf16, or {advice}"
+    for kind in ("block", "attention", "selective"):  # what costs least comes last
+        if fits(dataclasses.replace(choice, remat=kind), ranks, free):
             advice = f"--remat={kind}"
-            break
-    else:
-        advice = "--parallel=fsdp on more GPUs or with --offload_states"
-        if cfg.weights == "fp32":
-            advice = f"--optimizer=adamw8bit --weights=bf16, or {advice}"
     raise UserError(f"batch_size=auto: one row takes {size}, {free / GIB:.1f} GiB are free; try {advice}")
 
 
@@ -220,19 +270,12 @@ def choose_remat(cfg, ranks, free):
     """
     if free is None or not_estimated(cfg):
         return 1.0, "every block: the arithmetic is for bf16 and fp8 on CUDA devices, with the fused kernels"
-    for again in range(1, cfg.n_layer + 1):
-        one = dataclasses.replace(cfg, remat_every=cfg.n_layer / again)
-        size = takes(one, ranks)
-        if (1 + MARGIN) * size <= free:
+    for blocks in range(1, cfg.n_layer + 1):
+        chosen = dataclasses.replace(cfg, remat_every=cfg.n_layer / blocks)
+        if fits(chosen, ranks, free):
             break
-    words = f"{again} of {cfg.n_layer} blocks: {size / GIB:.1f} GiB by estimate of {free / GIB:.1f} free"
-    return one.remat_every, words
-
-
-def longest_row(cfg, ranks, budget):
-    """The largest block_size that fits with batch_size=1, in steps of 1,024 a rank, 0 if none does."""
-    one = dataclasses.replace(cfg, batch_size=1)
-    return largest_batch(one, ranks, budget, "block_size", 1024 * cfg.context_parallel)
+    size = f"{takes(chosen, ranks) / GIB:.1f} GiB by estimate of {free / GIB:.1f} free"
+    return chosen.remat_every, f"{blocks} of {cfg.n_layer} blocks: {size}"
 
 
 def describe(cfg, ranks, parameters=None, optimizer=None):
@@ -240,33 +283,36 @@ def describe(cfg, ranks, parameters=None, optimizer=None):
 
     optimizer: the name of one whose states are not known.
     """
-    (counted, _), (own, _, moments) = parameter_counts(cfg), bytes_of_parameter(cfg)
-    states = (2 * own + moments) * (parameters or counted) / shards_of(cfg, ranks) / GIB
+    counted, _ = parameter_counts(cfg)
+    parameters = parameters or counted
+    if not moment_bytes(cfg):
+        optimizer = optimizer or cfg.optimizer
+    each = 2 * weight_bytes(cfg)
+    what = f"weights and gradients; the states of {optimizer}, and activations,"
+    if not optimizer:
+        each += moment_bytes(cfg)
+        what = "weights, gradients and optimizer states"
     where = "of the host's memory " if cfg.offload_states else ""
-    words = f"{states:.2f} GiB {where}a rank for weights, gradients and optimizer states"
-    if optimizer or cfg.optimizer not in OPTIMIZERS:
-        states = 2 * own * (parameters or counted) / shards_of(cfg, ranks) / GIB
-        words = f"{states:.2f} GiB {where}a rank for weights and gradients; the states of"
-        return f"{words} {optimizer or cfg.optimizer}, and activations, are not estimated"
-    if uncounted(cfg) or parameters not in (None, counted):
-        return words + "; activations are not estimated"
-    return words + f", about {takes(cfg, ranks) / GIB:.1f} GiB of a GPU in all"
-
-
-def uncounted(cfg):
-    """Problems, one line each: the settings with operations that keep more than the estimate counts."""
-    other = ("ops", "torch"), ("attention", "math")  # PyTorch's own operations, T x T matrices
-    why = "the arithmetic counts the fused kernels"
-    found = [f"{k}={v}: {why}; try --{k}=auto" for k, v in other if getattr(cfg, k) == v]
-    if cfg.optimizer not in OPTIMIZERS:
-        found.append(f"optimizer={cfg.optimizer}: its states are not known; try --optimizer=adamw")
-    return found
+    size = each * parameters / shards_of(cfg, ranks) / GIB
+    words = f"{size:.2f} GiB {where}a rank for {what}"
+    if optimizer:
+        return f"{words} are not estimated"
+    if not_estimated(cfg) or parameters != counted:
+        return f"{words}; activations are not estimated"
+    return f"{words}, about {takes(cfg, ranks) / GIB:.1f} GiB of a GPU in all"
 
 
 def not_estimated(cfg):
-    """Problems, one line each: the settings, precision resolved, for which the estimate does not hold."""
-    found = uncounted(cfg)
-    if cfg.precision not in ("bf16", "fp8"):
+    """Problems, one line each: the settings for which the estimate does not hold; "auto" is none of them."""
+    why = "the arithmetic counts the fused kernels"  # and not PyTorch's own operations, T x T matrices
+    found = []
+    if cfg.ops == "torch":
+        found.append(f"ops=torch: {why}; try --ops=auto")
+    if cfg.attention == "math":
+        found.append(f"attention=math: {why}; try --attention=auto")
+    if not moment_bytes(cfg):
+        found.append(f"optimizer={cfg.optimizer}: its states are not known; try --optimizer=adamw")
+    if cfg.precision in ("fp32", "tf32", "fp16"):
         found.append(f"precision={cfg.precision}: the arithmetic is for bf16, fp8; try --precision=bf16")
     return found
 
@@ -276,9 +322,12 @@ def advice(cfg, ranks, budget):
     if cfg.batch_size == "auto":
         why = "batch_size=auto counts neither an edit of model.py nor what other processes take later"
         return f"out of memory: {why}; give a number below the one that it chose"
-    need, copies = takes(cfg, ranks), ranks > 1 and cfg.parallel == "ddp"
-    other = " (is another process on it? see nvidia-smi)" * (need < 0.9 * budget and not uncounted(cfg))
+    need = takes(cfg, ranks)
+    why = f"this takes about {need / GIB:.1f} GiB of {budget / GIB:.1f} a GPU by estimate"
+    if need < 0.9 * budget and not not_estimated(cfg):
+        why += " (is another process on it? see nvidia-smi)"
     remat = "--remat=selective" if cfg.remat == "none" else "--remat=block"
-    states = "--parallel=fsdp" if copies else "--optimizer=adamw8bit --weights=bf16"
-    why = f"this takes about {need / GIB:.1f} GiB of {budget / GIB:.1f} a GPU by estimate{other}"
+    states = "--optimizer=adamw8bit --weights=bf16"
+    if ranks > 1 and cfg.parallel == "ddp":
+        states = "--parallel=fsdp"
     return f"out of memory: {why}; try a smaller --batch_size, {remat} or {states}"

@@ -17,14 +17,17 @@ def pick_precision(name, device, weights="fp32", fp16=True):
 
     fp16: whether the other settings go with it; else auto is fp32 on a GPU without bf16.
     """
-    if name == "auto8" and device.type == "cuda" and not (chips.no_fp8(chips.of(device)) or forms.load()):
+    on_gpu = device.type == "cuda"
+    if name == "auto8" and on_gpu and not (chips.no_fp8(chips.of(device)) or forms.load()):
         return "fp8", "this GPU has fp8 matrix units"
-    if name.startswith("auto") and weights == "bf16":
-        return "bf16", "the weights are in bf16"
     if name.startswith("auto"):
-        missing, low = chips.no_bf16(chips.of(device)), "fp16" if device.type == "cuda" and fp16 else "fp32"
-        return (low, missing) if missing else ("bf16", "this GPU has bf16 matrix units")
-    if name in ("tf32", "fp16", "fp8") and device.type != "cuda":
+        if weights == "bf16":
+            return "bf16", "the weights are in bf16"
+        missing = chips.no_bf16(chips.of(device))
+        if not missing:
+            return "bf16", "this GPU has bf16 matrix units"
+        return "fp16" if on_gpu and fp16 else "fp32", missing
+    if name in ("tf32", "fp16", "fp8") and not on_gpu:
         raise UserError(f"precision={name} needs a CUDA device, this is {device.type}; try --precision=fp32")
     if name == "fp8" and (missing := chips.no_fp8(chips.of(device))):
         raise UserError(f"precision=fp8: {missing}; try --precision=bf16")
@@ -38,11 +41,13 @@ def pick_ops(name, device, precision):
         missing = f"fused kernels are for bf16 and fp8, precision is {precision}"
     if not missing:  # the first step would wait for these: a hash of 400 MB, and NVRTC
         Thread(target=triton_hash_with_backend).start()
-        hopper.available(device) and hopper.compiling()
+        if hopper.available(device):
+            hopper.compiling()
         return "fused", "fused kernels: cuBLASLt, Triton, on Hopper CUDA"
-    if name == "fused" or precision == "fp8":
-        what, other = ("ops=fused", "ops=torch") if name == "fused" else ("precision=fp8", "precision=bf16")
-        raise UserError(f"{what} needs the fused kernels: {missing}; try --{other}")
+    if name == "fused":
+        raise UserError(f"ops=fused needs the fused kernels: {missing}; try --ops=torch")
+    if precision == "fp8":
+        raise UserError(f"precision=fp8 needs the fused kernels: {missing}; try --precision=bf16")
     return "torch", missing
 
 

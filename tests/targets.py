@@ -64,7 +64,7 @@ def compiled(capability):
         folded(capability)
         weight = torch.nn.Parameter(torch.zeros(512, 1024))
         weight.grad = torch.zeros_like(weight)
-        adamw8bit.updater = lambda device: adamw8bit.update_triton
+        adamw8bit.update_torch = adamw8bit.update_triton
         adamw8bit.AdamW8bit([weight], lr=1e-3).step()
         # a token of Llama 3 8B in a cache for its longest text
         q, kv = (torch.zeros(*n, 1, 128, dtype=torch.bfloat16) for n in ((1, 32), (2, 1, 8)))

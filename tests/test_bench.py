@@ -27,7 +27,7 @@ from errors import UserError
 from measure import snapshot as history
 from measure import step
 from run import build
-from scale import adamw8bit, memory, parallel
+from scale import adamw8bit, fsdp, memory, parallel
 from settings import Config, GPTConfig, check
 
 
@@ -288,7 +288,7 @@ def three_steps_in_rank(words):
 
     A single rank in DDP has the buckets that each of two has; the estimate of one rank is without DDP.
     """
-    parallel.room = lambda *_: 0  # no unit of FSDP2 stays gathered, which the estimate does not count
+    fsdp.room = lambda *_: 0  # no unit of FSDP2 stays gathered, which the estimate does not count
     cfg = configure(StepConfig, words)
     world = parallel.join(cfg)
     own, _, job = step.build(cfg, world)
@@ -560,7 +560,9 @@ def test_fsdp2_gathers_blocks_up_to_a_size(monkeypatch):
         ([60 * mi] * 2, False, [[0], [1]]),  # each alone is more
         ([7 * mi, 45 * mi, 7 * mi, 7 * mi, 37 * mi, 1], False, [[0], [1], [2, 3], [4, 5]]),
     ]:
-        assert memory.units(sizes, apart) == expected
+        blocks = [torch.nn.Linear(1, size, bias=False, device="meta") for size in sizes]
+        units = fsdp.units_of_blocks(blocks, apart)
+        assert [[blocks.index(block) for block in unit] for unit in units] == expected
     for cfg in (Config(n_layer=12, parallel="fsdp", value_embeddings=3), Config(n_layer=12, parallel="fsdp")):
         block = memory.parameter_counts(cfg)[1]
         sizes = [sum(p.numel() for p in module.parameters()) for module in models.on_meta(cfg).blocks]

@@ -11,7 +11,7 @@ from conftest import flags, train_here, train_in_rank
 from test_parallel import MUON, ROUGHER, SHORT
 
 import optim
-from scale import parallel
+from scale import ddp
 
 NAME = "blocks.1.mlp.up.bias"
 
@@ -39,13 +39,13 @@ def test_a_gradient_that_is_one_percent_too_large_is_found(data_dir, tmp_path, m
 
 def train_with_one_gradient_apart(words):
     """For ranks.call: DDP leaves each rank its own gradient of one parameter."""
-    wrap = parallel.wrap
+    wrap = ddp.wrap
 
     def wrap_others(model, *options):
         model._ddp_params_and_buffers_to_ignore = [NAME]
         return wrap(model, *options)
 
-    parallel.wrap = wrap_others  # until this process ends
+    ddp.wrap = wrap_others  # until this process ends
     return train_in_rank(words)
 
 

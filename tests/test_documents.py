@@ -16,7 +16,7 @@ import kernels
 from errors import UserError
 from model import build
 from run.build import compile_model
-from scale import context, documents, remat
+from scale import activation_checkpointing, context_parallel, documents
 from settings import Config
 
 EOT = 7
@@ -153,7 +153,7 @@ def test_compiled_equals_eager_and_is_compiled_once(way, compiler, kind):
     for m in (eager, model):
         documents.apply(m, EOT)
     if kind != "none":
-        remat.apply(model, Config(remat=kind, remat_tile=24 if kind == "block" else None))
+        activation_checkpointing.apply(model, Config(remat=kind, remat_tile=24 if kind == "block" else None))
     compile_model(model)
     for seed, share in enumerate([0.1, 0.3, 0.0, 1.0, 0.2]):
         idx, targets = rows(seed=seed, share=share), rows(seed=9 + seed)
@@ -173,11 +173,11 @@ def test_off_is_the_plain_model(way):
     documents.apply(model, EOT)
     idx, targets = rows(), rows(seed=1)
     assert not torch.equal(model(idx, targets)[0], plain(idx, targets)[0])
-    with context.alone(model):
+    with context_parallel.alone(model):
         assert torch.equal(model(idx[:, :9], targets[:, :9])[0], plain(idx[:, :9], targets[:, :9])[0])
         assert torch.equal(model.logits(idx), plain.logits(idx))
     assert not torch.equal(model(idx, targets)[0], plain(idx, targets)[0])
-    with context.alone(plain):
+    with context_parallel.alone(plain):
         plain(idx, targets)
     no_separator = idx.clamp(min=8)
     torch.testing.assert_close(model(no_separator, targets)[0], plain(no_separator, targets)[0])

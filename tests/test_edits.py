@@ -36,7 +36,7 @@ from fast import forms
 from fast.chips import best_attention
 from run import build, evaluate, sampling
 from run.flops import ModelAnalysis
-from scale import context, documents, memory, parallel, remat
+from scale import activation_checkpointing, context_parallel, documents, memory, parallel
 from scale.shards import copy_into
 from settings import Config
 
@@ -261,7 +261,8 @@ def in_place(edit):
             forms.bind(vars(kernels))
 
 
-IMPORTERS = build, context, documents, remat, sampling  # so that all are there before one is put in place
+# so that all are there before one is put in place
+IMPORTERS = build, context_parallel, documents, activation_checkpointing, sampling
 
 
 def put_in_place(old, new, patch):
@@ -318,7 +319,7 @@ def train_and_evaluate(job, cfg, world):
         else:
             after = whole_parameters(job.state.model)
             job.state.model.eval()
-            loss = evaluated(job, [context.own_tokens(cfg, world, *micro) for micro in micros])
+            loss = evaluated(job, [context_parallel.own_tokens(cfg, world, *micro) for micro in micros])
         losses.append(parallel.sum_over_ranks(loss.clone()).item() / world.size)
     return losses, {name: after[name] - p for name, p in before.items()}
 

@@ -15,7 +15,7 @@ from errors import UserError
 from fast import forms
 from run import build, flops
 from run.flops import ModelAnalysis
-from scale import context
+from scale import context_parallel
 from scale.parallel import World
 from settings import Config
 
@@ -145,7 +145,7 @@ def test_what_wraps_attention_refuses_an_attention_that_it_does_not_reach(settin
             build.build_model(Config(**{**SMALL, **setting}), World(0, 2, CPU))
     monkeypatch.setattr(models, "Attention", Mixer)
     with pytest.raises(UserError, match="block 0 of model.py has none"):
-        context.attentions(models.GPT(Config(**SMALL)), "document_mask")
+        context_parallel.attentions(models.GPT(Config(**SMALL)), "document_mask")
 
 
 @pytest.mark.parametrize("name, precision, tflops", [

@@ -14,7 +14,7 @@ from test_signals import attempt, check_restarts, check_told, error_lines
 
 from configurator import configure
 from run.build import choose
-from scale import context, parallel
+from scale import context_parallel, parallel
 from scale.precision import autocast
 from settings import Config
 
@@ -54,13 +54,13 @@ def test_an_error_after_ddp_ends_every_rank_of_nccl(data_dir, tmp_path, run):
 
 
 def proof_in_rank(words):
-    """context.prove on a narrow model of all layers, whose GEMMs are not in TF32, which rounds otherwise."""
+    """`prove` on a narrow model of all layers, whose GEMMs are not in TF32, which rounds otherwise."""
     cfg = configure(Config, words)
     world = parallel.join(cfg)
     cfg, _ = choose(cfg, world.device)
     group = torch.distributed.group.WORLD
-    spread = SimpleNamespace(group=group, rank=world.rank, size=2, on=True, proving=False, head_free=True)
-    context.prove(SimpleNamespace(spread=spread), cfg, world, autocast(cfg.precision, world.device))
+    model = SimpleNamespace(context_ranks=context_parallel.ContextRanks(group, world.rank, 2))
+    context_parallel.prove(model, cfg, world, autocast(cfg.precision, world.device))
     return torch.get_float32_matmul_precision()
 
 

@@ -35,7 +35,7 @@ from errors import UserError, this_rank
 from model import build
 from run import checkpoint, checkpoint_folders, hf, reshard, sampling
 from run.evaluate import SAMPLES
-from scale import memory, parallel
+from scale import fsdp, memory, parallel
 from settings import Config, check
 
 
@@ -47,7 +47,7 @@ def train_within(words, limits):
     memory.UNIT_MIB = limits.get("UNIT_MIB", memory.UNIT_MIB)
     fast.LOGITS_MIB = limits.get("LOGITS_MIB", fast.LOGITS_MIB)
     if "ROOM" in limits:
-        parallel.room = lambda *_: limits["ROOM"]
+        fsdp.room = lambda *_: limits["ROOM"]
     return train_in_rank(words)
 
 
@@ -158,7 +158,7 @@ def job_in_rank(words):
 def kept_in_rank(words, limits):
     """Rows of the start-up summary, and the units that stay gathered."""
     memory.UNIT_MIB = 0  # a block a unit
-    parallel.room = lambda *_: limits["ROOM"]
+    fsdp.room = lambda *_: limits["ROOM"]
     job = job_in_rank(words)[1]
     return job.rows, len(job.state.model.kept)
 
@@ -183,7 +183,7 @@ def time_limits_in_rank(words):
     """Seconds after which this rank gives up: in the world, and in each group of a sharded model."""
     model = job_in_rank(words)[1].state.model
     mesh = next(model.parameters()).device_mesh
-    groups = [dist.group.WORLD, *map(mesh.get_group, mesh.mesh_dim_names), model.spread.group]
+    groups = [dist.group.WORLD, *map(mesh.get_group, mesh.mesh_dim_names), model.context_ranks.group]
     parallel.barrier()  # rank 0 holds the store, in which rank 1 may still be joining a group
     return [group._get_backend(CPU).options._timeout.total_seconds() for group in groups]
 

@@ -15,7 +15,7 @@ from model import build
 from run import checkpoint, checkpoint_folders, reshard, states
 from run.logger import NotFinite
 from run.resume import Start
-from scale import parallel
+from scale import fsdp, parallel
 from settings import Config, GPTConfig
 
 CPU = torch.device("cpu")
@@ -258,7 +258,7 @@ def sharded_by_two(folder):
     world = parallel.start("cpu", 60)
     cfg = Config(**SHAPE, parallel="fsdp", precision="fp32")
     model = models.on_meta(cfg)
-    parallel.shard(model, cfg, world)
+    fsdp.shard(model, cfg, world)
     models.allocate(model, CPU, 0, whole=parallel.whole)
     state = state_of(make=Own, model=model, alike=True)
     for step in range(2):

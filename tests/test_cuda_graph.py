@@ -15,7 +15,7 @@ from stepping import take_step
 import train
 from configurator import configure
 from errors import UserError
-from scale import graphs, parallel
+from scale import cuda_graph, parallel
 from settings import Config
 
 WORDS = "--n_layer=2 --n_head=4 --n_embd=256 --vocab_size=500 --block_size=128 --batch_size=4".split()
@@ -68,7 +68,8 @@ def six_steps(cfg, world, graph, masked, growing):
     """
     cfg.cuda_graph = graph and ("auto" if world.device.type == "cuda" else True)
     own, _ = train.choose(cfg, world.device)
-    with mock.patch.object(graphs, "AHEAD", 1):  # "auto" means yes, however busy other processes keep the GPU
+    # "auto" means yes, however busy other processes keep the GPU
+    with mock.patch.object(cuda_graph, "AHEAD", 1):
         job = train.Training(own, world)
     job.state.model.train()
     torch.manual_seed(1 + world.rank)
@@ -85,7 +86,7 @@ def six_steps(cfg, world, graph, masked, growing):
         job.accumulation = 1 if growing and step < 4 else cfg.micro_steps(world.size)
         loss, norm = take_step(job, next_batch, 1e-3)
         found += [loss.item(), norm.item()]
-    assert graph == isinstance(job.graph, graphs.Replayed)
+    assert graph == isinstance(job.graph, cuda_graph.GraphedMicroStep)
     assert not graph or job.graph.graph is not None
     return found, {name: p.detach().to("cpu", copy=True) for name, p in job.state.model.named_parameters()}
 
@@ -97,10 +98,10 @@ def imitate(put):
     def capture(self):
         self.graph = types.SimpleNamespace(replay=lambda: setattr(self, "sums", self.micro_step(*self.batch)))
 
-    put(graphs, "stream", stream)
+    put(cuda_graph, "stream", stream)
     put(torch.cuda, "current_stream", stream)
     put(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    put(graphs.Replayed, "capture", capture)
+    put(cuda_graph.GraphedMicroStep, "capture", capture)
 
 
 GROWING = ["--batch_tokens=768", "--masked", "--growing"]
@@ -163,13 +164,13 @@ def test_ddp_on_gpus(number, more):
 
 WAITS = """
 import torch
-from scale.graphs import Replayed
+from scale.cuda_graph import GraphedMicroStep
 layer = torch.nn.Linear(2, 1, device="cuda")
 def micro_step(x, y):
     loss = layer(x).sub(y).mean()
     loss.backward()
     return [loss.detach() * (1 if loss.item() > 0 else 2)]
-replayed = Replayed(micro_step, layer, "fp32")
+replayed = GraphedMicroStep(micro_step, layer, "fp32")
 for _ in range(4):
     replayed(torch.ones(3, 2, device="cuda"), torch.ones(3, 1, device="cuda"))
     layer.zero_grad()
@@ -192,10 +193,10 @@ MODEL = torch.nn.Linear(2, 2)
 @pytest.mark.parametrize("words", CHOICES)
 def test_auto_says_why(words, monkeypatch):
     imitate(monkeypatch.setattr)
-    monkeypatch.delattr(graphs.fast, "fp8")  # imported only where fused kernels run
-    monkeypatch.setattr(graphs.Replayed, "trial", lambda *_: CHOICES[words])
+    monkeypatch.delattr(cuda_graph.fast, "fp8")  # imported only where fused kernels run
+    monkeypatch.setattr(cuda_graph.GraphedMicroStep, "trial", lambda *_: CHOICES[words])
     cfg = Config(cuda_graph="auto", remat="none" if CHOICES[words] else "block")
-    graph, rows = graphs.choose(cfg, parallel.World(0, 1, torch.device("cuda")), None, MODEL)
+    graph, rows = cuda_graph.choose(cfg, parallel.World(0, 1, torch.device("cuda")), None, MODEL)
     assert rows[0][0] == "cuda graph" and rows[0][1].startswith(words)
     assert bool(graph) == words.startswith("yes")
 
@@ -216,7 +217,7 @@ def test_a_trial_tells_who_waits_for_whom():
     steps = [lambda *_: micro_step(small, 200), lambda *_: micro_step(large, 4)]
     steps += [lambda *_: micro_step(small, 4, True)]
     model = MODEL.cuda()
-    found = [graphs.Replayed(step, model, "fp32").trial(cfg) for step in steps]
+    found = [cuda_graph.GraphedMicroStep(step, model, "fp32").trial(cfg) for step in steps]
     shares = [launched / total for launched, total in found]
     assert shares[0] > 0.95 > 0.5 > shares[1] and shares[2] == 0, found
     assert torch.equal(state, torch.cuda.get_rng_state())

@@ -7,6 +7,7 @@ slow, kernels take less, and the GPU waits (https://developer.nvidia.com/blog/cu
 import dataclasses
 import gc
 import itertools
+import math
 import statistics
 import time
 import warnings
@@ -26,37 +27,42 @@ ALIGNED = 128  # elements: each gradient begins at a multiple of them
 
 
 def choose(cfg, world, micro_step, model):
-    """(a Replayed, or None, rows of the start-up summary): as set, or with "auto" after a trial."""
+    """(a GraphedMicroStep, or None, rows of the start-up summary): as set, or with "auto" after a trial."""
+    if cfg.cuda_graph is True:
+        return GraphedMicroStep(micro_step, model, cfg.reduce_dtype), []
     found = conflicts(dataclasses.replace(cfg, cuda_graph=True), world.size)
     never = [line for line in found if "cuda_graph" in line]
-    never += ["it needs a CUDA device"] * (world.device.type != "cuda")
-    if cfg.cuda_graph == "auto" and never:
+    if world.device.type != "cuda":
+        never.append("it needs a CUDA device")
+    if never:
         return None, [("cuda graph", f"no ({never[0]})")]
-    graph = Replayed(micro_step, model, cfg.reduce_dtype)
-    if cfg.cuda_graph is True:
-        return graph, []
+    graph = GraphedMicroStep(micro_step, model, cfg.reduce_dtype)
     launched, total = graph.trial(cfg)
     model.zero_grad()
     if cfg.precision == "fp8":
         fast.fp8.reset(model)
     torch.cuda.empty_cache()  # what the trial took of another stream's memory
-    waits = any(parallel.gather_objects(launched > (1 - AHEAD) * total))
-    timed = f"the host takes {launched * 1e3:.1f} of a micro-step's {total * 1e3:.1f} ms to launch it"
-    why = timed if launched else "it waits for the GPU, as with .item()"
-    return graph if waits else None, [("cuda graph", f"{'yes' if waits else 'no'} ({why})")]
+    why = f"the host takes {launched * 1e3:.1f} of a micro-step's {total * 1e3:.1f} ms to launch it"
+    if not launched:
+        why = "it waits for the GPU, as with .item()"
+    if any(parallel.gather_objects(launched > (1 - AHEAD) * total)):
+        return graph, [("cuda graph", f"yes ({why})")]
+    return None, [("cuda graph", f"no ({why})")]
 
 
-class Replayed:
+class GraphedMicroStep:
     """A micro-step on a GPU, replayed as a graph that reads its batch from tensors of its own.
 
     Its gradients stay in place: where the optimizer sets .grad to None, the next call puts zeros back.
     """
 
     def __init__(self, micro_step, model, reduce_dtype):
-        self.micro_step, self.parameters = micro_step, [*model.parameters()]
-        self.reduce_dtype = torch.bfloat16 if reduce_dtype == "bf16" else None  # None: the gradients' own
+        self.micro_step = micro_step
+        self.parameters = list(model.parameters())
+        self.in_bf16 = reduce_dtype == "bf16"  # the sums of gradients over ranks, else in their own dtype
         self.device = self.parameters[0].device
-        self.stream, self.steps = stream(self.device), 0
+        self.stream = stream(self.device)
+        self.steps = 0
         self.graph = self.batch = self.flat = None
 
     def __call__(self, x, y, positions=None, average=True):
@@ -66,7 +72,8 @@ class Replayed:
         """
         if positions is not None:
             raise UserError("cuda_graph=True replays positions 0 to T - 1; with others leave it out")
-        self.batch = self.batch or [torch.empty_like(t, device=self.device) for t in (x, y)]
+        if self.batch is None:
+            self.batch = [torch.empty_like(t, device=self.device) for t in (x, y)]
         for own, given in zip(self.batch, (x, y), strict=True):
             if own.shape != given.shape:
                 shapes = f"{tuple(given.shape)} after {tuple(own.shape)}"
@@ -97,7 +104,7 @@ class Replayed:
             self.batch = [torch.randint(cfg.vocab_size, shape, device=self.device) for _ in range(2)]
             for _ in range(EAGER_STEPS):
                 self.launch()
-            free = not waits(self.launch)
+            waited = waits(self.launch)
             clock = [parallel.synchronize(self.device)]
             moments = [parallel.Moment(self.device)]
             for _ in range(TRIAL):
@@ -106,9 +113,10 @@ class Replayed:
                 moments.append(parallel.Moment(self.device))
             parallel.synchronize(self.device)
         self.batch = self.sums = None
-        launched = statistics.median(after - before for before, after in itertools.pairwise(clock))
         total = statistics.median(after.since(before) for before, after in itertools.pairwise(moments))
-        return launched * free, total
+        if waited:
+            return 0, total
+        return statistics.median(after - before for before, after in itertools.pairwise(clock)), total
 
     def launch(self):
         """Runs the micro-step on the capture's stream, whose workspaces then exist before it."""
@@ -143,7 +151,7 @@ class Replayed:
     def average(self):
         """The gradients' mean over the ranks, as DDP computes it."""
         for own in self.flat or [p.grad for p in self.used]:
-            summed = own.to(self.reduce_dtype or own.dtype).div_(dist.get_world_size())
+            summed = own.to(torch.bfloat16 if self.in_bf16 else own.dtype).div_(dist.get_world_size())
             dist.all_reduce(summed)
             own.copy_(summed)
 
@@ -166,10 +174,11 @@ def gradients(parameters):
     flat, grads = [], {}
     for dtype in dict.fromkeys(p.dtype for p in parameters):
         group = [p for p in parameters if p.dtype == dtype]
-        sizes = [-(-p.numel() // ALIGNED) * ALIGNED for p in group]
-        flat.append(torch.empty(sum(sizes), dtype=dtype, device=group[0].device))
-        parts = zip(group, flat[-1].split(sizes), strict=True)
-        grads |= {p: part[: p.numel()].view_as(p) for p, part in parts}
+        sizes = [math.ceil(p.numel() / ALIGNED) * ALIGNED for p in group]
+        whole = torch.empty(sum(sizes), dtype=dtype, device=group[0].device)
+        flat.append(whole)
+        for p, part in zip(group, whole.split(sizes), strict=True):
+            grads[p] = part[: p.numel()].view_as(p)
     return flat, grads
 
 

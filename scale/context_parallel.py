@@ -7,11 +7,12 @@ data-parallel ranks to gradients. An edit that mixes tokens outside attn.core is
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import math
-from types import SimpleNamespace
 
 import torch
+from torch.distributed import ProcessGroup
 from torch.distributed._functional_collectives import all_gather_tensor, all_to_all_single_autograd
 
 import kernels
@@ -19,32 +20,33 @@ import model as models
 from errors import UserError
 from scale import generators, parallel
 
+PROOF = 16  # tokens of each rank in `prove`
+
+
+@dataclasses.dataclass
+class ContextRanks:
+    """The ranks that share rows, of which this process is one."""
+
+    group: ProcessGroup
+    rank: int
+    size: int
+    on: bool = True  # False: each has whole, separate rows, see `alone`
+    proving: bool = False  # whether cores are asked the following, while `on` is False
+    head_free: bool = True  # no core, as far as seen, depends on which heads it is given
+
 
 def apply(model, cfg, world):
     """Wraps the cores of all attentions; neighbouring ranks share a sequence. All ranks call it."""
-    N, limit = cfg.context_parallel, parallel.time_limit(cfg.timeout_s)
+    N = cfg.context_parallel
+    limit = parallel.time_limit(cfg.timeout_s)
     groups = [torch.distributed.new_group(range(i, i + N), timeout=limit) for i in range(0, world.size, N)]
-    wrap(
-        model,
-        SimpleNamespace(
-            group=groups[world.rank // N],
-            rank=world.rank % N,
-            size=N,
-            on=True,
-            proving=False,
-            head_free=True,
-        ),
-    )
+    wrap(model, ContextRanks(groups[world.rank // N], world.rank % N, N))
 
 
-def wrap(model, spread):
-    """Wraps the cores of all attentions. spread: the ranks that share rows; on: see `alone`.
-
-    head_free: whether no core, as far as seen while `proving`, depends on which heads it is given.
-    """
-    model.spread = spread
+def wrap(model, ranks):
+    model.context_ranks = ranks
     for module in attentions(model, "context_parallel", any_core=True):
-        module.core = Ulysses(module.core, spread)
+        module.core = Ulysses(module.core, ranks)
 
 
 def attentions(model, setting, any_core=False):
@@ -69,49 +71,49 @@ def innermost(core):
 
 
 @contextlib.contextmanager
-def alone(model, names=("spread", "documents")):
+def alone(model, names=("context_ranks", "documents")):
     """Within it, each rank has whole, separate rows, each of one document: for HellaSwag and samples."""
-    own = [getattr(model, name) for name in names if hasattr(model, name)]
-    before = [thing.on for thing in own]
-    for thing in own:
-        thing.on = False
+    parts = [getattr(model, name) for name in names if hasattr(model, name)]
+    before = [part.on for part in parts]
+    for part in parts:
+        part.on = False
     try:
         yield
     finally:
-        for thing, on in zip(own, before):
-            thing.on = on
+        for part, on in zip(parts, before):
+            part.on = on
 
 
 class Ulysses:
     """attn.core between two all-to-alls. A core with a parameter `heads` is told which heads of q it has."""
 
-    def __init__(self, core, spread):
-        self.core, self.spread = core, spread
+    def __init__(self, core, ranks):
+        self.core, self.ranks = core, ranks
         self.told = "heads" in inspect.signature(innermost(core)).parameters
 
     def __call__(self, q, k, v, *options):
         """For this rank's tokens, q: (B, H, T/N, D); k, v: (B, H_kv, T/N, D) -> (B, H, T/N, D)."""
-        if not self.spread.on:
+        ranks, N = self.ranks, self.ranks.size
+        if not ranks.on:
             y = self.core(q, k, v, *options)
-            if self.spread.proving:
-                self.spread.head_free &= self.head_free(y, q, k, v, *options)
+            if ranks.proving:
+                ranks.head_free &= self.head_free(y, q, k, v, *options)
             return y
-        N, group = self.spread.size, self.spread.group
         if q.size(-1) != v.size(-1):
             widths = f"keys of {q.size(-1)} channels and values of {v.size(-1)}"
             raise UserError(f"context_parallel={N} exchanges heads of one width, attention has {widths}")
-        q, k, v = self.divisible(q, k, v)
-        heads = [x.size(1) // N for x in (q, k, v)]
-        parts = torch.cat([x.unflatten(1, (N, -1)) for x in (q, k, v)], dim=2)  # (B, N, h, T/N, D)
-        parts = exchange(parts.movedim(1, 0), group)  # all tokens, of this rank's heads
+        qkv = self.divisible(q, k, v)
+        heads = [x.size(1) // N for x in qkv]
+        parts = torch.cat([x.unflatten(1, (N, -1)) for x in qkv], dim=2)  # (B, N, h, T/N, D)
+        parts = all_to_all(parts.movedim(1, 0), ranks.group)  # all tokens, of this rank's heads
         q, k, v = parts.movedim(0, 2).flatten(2, 3).split(heads, dim=1)  # (B, h, T, D)
-        y = self.attend(self.spread.rank, q, k, v, *options)
-        y = exchange(y.unflatten(2, (N, -1)).movedim(2, 0), group)  # this rank's tokens, of all heads
+        y = self.attend(ranks.rank, q, k, v, *options)
+        y = all_to_all(y.unflatten(2, (N, -1)).movedim(2, 0), ranks.group)  # this rank's tokens, of all heads
         return y.movedim(0, 1).flatten(1, 2)  # (B, H, T/N, D)
 
     def divisible(self, q, k, v):
         """k and v with repeated heads, if need be, so that the ranks have equally many; all in one dtype."""
-        N = self.spread.size
+        N = self.ranks.size
         q, k = q.to(v.dtype), k.to(v.dtype)  # RMSNorm under autocast gives float32
         k, v = (x.repeat_interleave(math.lcm(x.size(1), N) // x.size(1), dim=1) for x in (k, v))
         return q, k, v
@@ -128,7 +130,7 @@ class Ulysses:
 
         A core that draws random numbers cannot be compared, and counts as such.
         """
-        heads = [x.chunk(self.spread.size, dim=1) for x in self.divisible(q, k, v)]
+        heads = [x.chunk(self.ranks.size, dim=1) for x in self.divisible(q, k, v)]
         try:
             parts = [self.attend(rank, *own, *options) for rank, own in enumerate(zip(*heads))]
             same = (torch.cat(parts, dim=1) - y).std() <= 0.01 * y.std()
@@ -137,16 +139,18 @@ class Ulysses:
         return bool(same) or not torch.equal(y, self.core(q, k, v, *options))
 
 
-def exchange(parts, group):
-    """All-to-all: parts[i] goes to rank i of the group and is replaced by what rank i sends."""
+def all_to_all(parts, group):
+    """parts[i] goes to rank i of the group and is replaced by what rank i sends."""
     flat = all_to_all_single_autograd(parts.contiguous().flatten(0, 1), None, None, group)
     return flat.unflatten(0, parts.shape[:2])
 
 
 def whole_sequences(model, idx):
     """(B, T) ids of whole sequences, gathered from the ranks that share them."""
-    spread = getattr(model, "spread", None)
-    return all_gather_tensor(idx.contiguous(), 1, spread.group) if spread and spread.on else idx
+    ranks = getattr(model, "context_ranks", None)
+    if ranks is None or not ranks.on:
+        return idx
+    return all_gather_tensor(idx.contiguous(), 1, ranks.group)
 
 
 def own_tokens(cfg, world, x, y):
@@ -165,36 +169,24 @@ def own_tokens(cfg, world, x, y):
     return x[:, first : first + T], y[:, first : first + T], positions
 
 
-PROOF = 16  # tokens of each rank in `prove`
-
-
 def prove(model, cfg, world, autocast, eot=None):
     """Compares rows that ranks share with the same rows on each rank alone; UserError if they differ.
 
     Without this, an edit that mixes tokens outside attn.core, or in the loss, would silently give wrong
-    results. What is compared is a narrow model of the same code, in float32 and with random weights, since
-    initial weights may be zero. Where an edit cannot be built that narrow, it is the run's own model.
-    eot: the id that separates documents, which then occurs in the rows.
+    results. eot: the id that separates documents, which then occurs in the rows.
     """
-
-    def differ(tested, shape, autocast, is_narrow):
-        bounds = 0.1, 5e-3
-        if is_narrow:
-            bounds = 0.01, 5e-6
-        elif cfg.precision in ("fp32", "tf32"):
-            bounds = 0.03, 1e-4
-        return compare(tested, shape, world, autocast, eot, *bounds)
-
-    found = try_narrow(model, cfg, world, autocast, lambda small: wrap(small, model.spread), differ)
-    if any(parallel.gather_objects(found)):
+    wrapped = functools.partial(wrap, ranks=model.context_ranks)
+    differ = try_narrow(model, cfg, world, autocast, wrapped, functools.partial(compare, eot=eot))
+    if any(parallel.gather_objects(differ)):
         why = "model.py mixes tokens outside of attn.core, or in its loss"
         raise UserError(f"context_parallel={cfg.context_parallel} divides rows among ranks, and {why}")
 
 
 def try_narrow(model, cfg, world, autocast, wrapped, trial):
-    """trial(model, its settings, autocast, whether it is narrow) of a `narrow` model, after wrapped(model).
+    """trial(model, its settings, world, autocast, whether it is narrow) of a `narrow` model, once wrapped.
 
-    Where an edit cannot be built or run that narrow, it is a trial of the run's own model.
+    It is of the same code, in float32 and with random weights, since initial weights may be zero. Where an
+    edit cannot be built or run that narrow, it is a trial of the run's own model.
     """
     precision = torch.get_float32_matmul_precision()
     try:
@@ -203,13 +195,13 @@ def try_narrow(model, cfg, world, autocast, wrapped, trial):
         small, shape = narrow(cfg, world)
         wrapped(small)
         small.train()  # what is added to the loss in training alone counts too
-        return trial(small, shape, contextlib.nullcontext(), True)
+        return trial(small, shape, world, contextlib.nullcontext(), True)
     except UserError:
         raise
     except Exception:  # of any type: an edit that depends on a width, say
         torch.set_float32_matmul_precision(precision)
         model.eval()
-        found = trial(model, cfg, autocast, False)
+        found = trial(model, cfg, world, autocast, False)
         model.train()
         parallel.reshard(model)
         return found
@@ -235,11 +227,16 @@ def narrow(cfg, world):
 
 
 @torch.no_grad()
-def compare(model, cfg, world, autocast, eot, logits_most, loss_most):
+def compare(model, cfg, world, autocast, is_narrow, eot):
     """Whether logits, by so much of their standard deviation, or losses differ on parts and on whole rows.
 
     A forward that draws random numbers cannot be compared, and counts as the same.
     """
+    logits_most, loss_most = 0.1, 5e-3
+    if is_narrow:
+        logits_most, loss_most = 0.01, 5e-6
+    elif cfg.precision in ("fp32", "tf32"):
+        logits_most, loss_most = 0.03, 1e-4
     T = min(cfg.block_size, PROOF * cfg.context_parallel)
     draw = torch.Generator().manual_seed(cfg.seed)
     rows = torch.randint(cfg.vocab_size, (2, T + 1), generator=draw)
@@ -248,23 +245,25 @@ def compare(model, cfg, world, autocast, eot, logits_most, loss_most):
         if not hasattr(model, "documents"):  # whose rows are one document each while they are whole
             rows[:, 2 :: PROOF // 2] = eot
     rows = rows.to(world.device)
-    x, y, positions = own_tokens(cfg, world, rows[:, :-1], rows[:, 1:])
+    idx, targets, ranks = rows[:, :-1], rows[:, 1:], model.context_ranks
+    x, y, positions = own_tokens(cfg, world, idx, targets)
     with autocast, generators.kept(world.device), torch.compiler.set_stance("force_eager"):
         with alone(model):
-            loss, count, _ = model(rows[:, :-1], rows[:, 1:])
-            again, _, _ = model(rows[:, :-1], rows[:, 1:])
-            model.spread.proving = True
-            expected = model.logits(rows[:, :-1])[:, positions]
-            model.spread.proving = False
-        if not model.spread.head_free:
+            loss, count, _ = model(idx, targets)
+            again, _, _ = model(idx, targets)
+            ranks.proving = True
+            expected = model.logits(idx)[:, positions]
+            ranks.proving = False
+        if not ranks.head_free:
             why = "attn.core depends on which heads it is given: give it a parameter heads=slice(None)"
             raise UserError(f"context_parallel={cfg.context_parallel} gives each rank some heads, and {why}")
         share, own_count, _ = model(x, y, positions)
-        parts = torch.stack([torch.as_tensor(share * own_count), torch.as_tensor(own_count).to(share)])
-        parts = parts.float()
-        torch.distributed.all_reduce(parts, group=model.spread.group)
+        totals = torch.stack([torch.as_tensor(share * own_count), torch.as_tensor(own_count).to(share)])
+        totals = totals.float()
+        torch.distributed.all_reduce(totals, group=ranks.group)
         found = model.logits(x, positions=positions)
+    nats, all_targets = totals
     differ = (found - expected).std() > logits_most * expected.std()
-    differ = differ or abs(parts[0] / parts[1] - loss) > loss_most * abs(loss)
-    differ = differ or abs(parts[1] - count) > 0.5
+    differ = differ or abs(nats / all_targets - loss) > loss_most * abs(loss)
+    differ = differ or abs(all_targets - count) > 0.5
     return bool(differ and loss == again)

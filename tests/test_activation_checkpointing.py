@@ -1,5 +1,6 @@
 """A model that computes parts of its forward again gives the same losses, to the bit, and gradients."""
 
+import contextlib
 import gc
 import random
 
@@ -15,7 +16,8 @@ import kernels
 import model as models
 from fast import forms
 from run.build import compile_model
-from scale import generators, remat
+from scale import activation_checkpointing, generators
+from scale.activation_offload import ActivationStore, host_like
 from settings import Config, GPTConfig
 
 GROUPED = dict(n_kv_head=2, n_hidden=176, **LLAMA)
@@ -23,7 +25,8 @@ GROUPED = dict(n_kv_head=2, n_hidden=176, **LLAMA)
 
 def apply(model, kind, every=1, tile=None, offload=False):
     if kind != "none":
-        remat.apply(model, Config(remat=kind, remat_every=every, remat_tile=tile, remat_offload=offload))
+        cfg = Config(remat=kind, remat_every=every, remat_tile=tile, remat_offload=offload)
+        activation_checkpointing.apply(model, cfg)
     return model
 
 
@@ -78,7 +81,7 @@ def test_what_is_offloaded_survives_accumulation_and_a_forward_without_backward(
             assert torch.equal(own(*idx)[0], plain(*idx)[0])
     for p, ref in zip(own.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p.grad, ref.grad, rtol=1e-4, atol=1e-7)
-    assert not [kept for group in own.stack[0].tape.shelf.leaving for kept in group.members]
+    assert not [kept for group in own.stack[0].store.leaving for kept in group.members]
 
 
 @pytest.mark.parametrize("kind", ["block", "attention", "selective"])
@@ -176,14 +179,14 @@ def test_kept_attention(backend, heads, T, D):
     ours = lambda *qkv: kernels.attention(*qkv, backend)
     theirs = lambda *qkv: F.scaled_dot_product_attention(*qkv, is_causal=True, enable_gqa=True)
     expected = ours(*(x.detach().requires_grad_() for x in qkv)).detach()
-    tape = remat.Tape(remat.Shelf(False))
-    tape.shelf.begin()
+    attention = activation_checkpointing.KeptAttention(kernels.attention, ActivationStore(False))
+    attention.store.begin_block()
 
     def kept(*qkv):
         results = []
         for recording in (True, False):  # the recomputation reads the results, the backward frees them
-            with tape.use(results, recording):
-                y = remat.KeptAttention(kernels.attention, tape)(*qkv, backend)
+            with attention.use(results, recording, contextlib.nullcontext()):
+                y = attention(*qkv, backend)
             assert torch.equal(y, expected)
         return y
 
@@ -217,7 +220,7 @@ def test_large_host_memory_is_pinned_at_its_own_size():
     for _ in range(3):
         x = torch.randn(24, 2**20, device="cuda")
         before = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
-        host = remat.host_like(x)
+        host = host_like(x)
         host.copy_(x, non_blocking=True)
         torch.cuda.synchronize()
         assert host.is_pinned() and torch.equal(host, x.cpu())

@@ -1,0 +1,122 @@
+"""Keeps what checkpointed blocks need for their backward, with --remat_offload in pinned host memory."""
+
+import collections
+import contextlib
+import weakref
+
+import torch
+
+from scale import memory
+
+
+class BlockActivations:
+    """The kept tensors of one block, which wait together."""
+
+    def __init__(self, previous):
+        self.previous = previous  # a weak reference to those of the block before
+        self.members = weakref.WeakSet()
+        self.on_device = True
+        self.ready = None  # the event after the last copies, to or from the host
+
+
+class KeptTensor:
+    def __init__(self, activations, tensor):
+        self.activations = activations
+        self.tensor = tensor  # None while it is on the host alone
+        self.host = None
+
+
+class ActivationStore:
+    """Keeps tensors from the forward to the backward; with `offload` in pinned host memory.
+
+    Copies have their own stream: a block's tensors go out during the next block's forward and come back
+    during the backward of the block after it, so that the device holds those of two. Host buffers are used
+    again.
+    """
+
+    def __init__(self, offload):
+        self.offload = offload
+        self.device = self.stream = None
+        self.current = BlockActivations(None)
+        self.leaving = collections.deque()  # activations of blocks that are still on the device
+        self.buffers = collections.defaultdict(list)  # of the host, that are free, by layout
+
+    def begin_block(self):
+        """References are weak: a forward without a backward leaves nothing."""
+        self.current = BlockActivations(weakref.ref(self.current))
+        if self.offload:
+            self.leaving.append(self.current)
+        while len(self.leaving) > 2:  # of the block before, the copy to the host may still be under way
+            activations = self.leaving.popleft()
+            if activations.ready is not None:  # frees the tensors for work that comes after the copies
+                torch.cuda.current_stream().wait_event(activations.ready)
+            for kept in activations.members:
+                kept.tensor = None
+            activations.on_device = False
+
+    def keep(self, tensor):
+        """-> a KeptTensor, from which `get` has the tensor."""
+        kept = KeptTensor(self.current, tensor)
+        if self.offload and tensor.numel():
+            self.device = tensor.device
+            self.current.members.add(kept)
+            free = self.buffers[layout(tensor)]
+            kept.host = free.pop() if free else host_like(tensor)
+            with self.copying(self.current):
+                kept.host.copy_(tensor, non_blocking=True)
+        return kept
+
+    def get(self, kept):
+        """The tensor; the copies of the block before are started."""
+        own = kept.activations
+        for activations in (own, own.previous()):
+            if activations is not None and not activations.on_device:
+                self.fetch(activations)
+        if own in self.leaving:  # the last ones of a forward never left
+            self.leaving.remove(own)
+        elif own.ready is not None:
+            torch.cuda.current_stream().wait_event(own.ready)
+        return kept.tensor
+
+    def fetch(self, activations):
+        for kept in activations.members:  # memory of the usual stream
+            kept.tensor = torch.empty_like(kept.host, device=self.device)
+        with self.copying(activations):
+            for kept in activations.members:
+                kept.tensor.copy_(kept.host, non_blocking=True)
+                self.buffers[layout(kept.host)].append(kept.host)  # a later copy into it waits in this stream
+        activations.on_device = True
+
+    @contextlib.contextmanager
+    def copying(self, activations):
+        """On CUDA: in the copies' stream, which waits for what was computed; then they are ready."""
+        if self.device.type != "cuda":
+            yield
+            return
+        if self.stream is None:
+            self.stream = torch.cuda.Stream(self.device)
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            yield
+            activations.ready = self.stream.record_event()
+
+
+def layout(tensor):
+    """Host memory has the tensor's strides, which PyTorch's cuDNN attention takes for granted."""
+    return tensor.shape, tensor.stride(), tensor.dtype
+
+
+def host_like(tensor):
+    """Host memory for a tensor's values, pinned if they are on a GPU.
+
+    PyTorch's pinned memory is in blocks of a power of two, in which 3 GiB take 4: large ones are pinned here.
+    """
+    if tensor.is_cuda and tensor.nbytes < memory.PINNED_EXACTLY:
+        return torch.empty_like(tensor, device="cpu", pin_memory=True)
+    host = torch.empty_like(tensor, device="cpu")
+    if tensor.is_cuda:
+        runtime = torch.cuda.cudart()
+        torch.cuda.check_error(runtime.cudaHostRegister(host.data_ptr(), host.nbytes, 0))
+        unpinned = weakref.finalize(host, runtime.cudaHostUnregister, host.data_ptr())
+        unpinned.atexit = False  # the process's end unpins it faster
+    return host

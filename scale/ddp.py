@@ -1,0 +1,72 @@
+"""DDP around a model: each rank has all of it, and gradients are averaged."""
+
+import inspect
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from errors import UserError
+
+
+def wrap(model, cfg, world, unused=False):
+    """The model as the loop calls it: in DDP if nothing else averages gradients. unused: some have none."""
+    if not dist.is_initialized() or cfg.parallel != "ddp":
+        return model
+    on_gpu = world.device.type == "cuda"
+    in_bf16 = cfg.reduce_dtype == "bf16" and cfg.weights == "fp32"
+    if in_bf16 and not on_gpu:
+        raise UserError("reduce_dtype=bf16 under DDP needs a CUDA device; try --reduce_dtype=fp32")
+    warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")  # torch 2.11 has no newer name
+    ddp = DDP(
+        model,
+        device_ids=[world.device] if on_gpu else None,
+        gradient_as_bucket_view=True,
+        broadcast_buffers=False,
+        find_unused_parameters=unused,
+    )
+    if in_bf16:
+        ddp.register_comm_hook(None, bf16_compress_hook)
+    return ddp
+
+
+class DDP(DistributedDataParallel):
+    """DDP that has the model's methods and parts too: self.model.logits(...) is right in a training step.
+
+    So is state.model.logits(...) beside such a call; by itself its gradients would not be averaged.
+    """
+
+    calls = 0  # with gradients, in this micro-step
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module" or hasattr(DistributedDataParallel, name):
+                raise
+        part = getattr(self.module, name)
+        if not inspect.ismethod(part):
+            return part
+
+        def call(*args, **options):
+            self.method = part
+            return self(*args, **options)
+
+        return call
+
+    def forward(self, *args, **options):
+        self.calls += int(torch.is_grad_enabled())
+        if self.calls > 1 and self.find_unused_parameters and self.require_backward_grad_sync:
+            what = "DDP allows one call of self.model in a micro-step where some parameters have no gradient"
+            why = "drop those parameters (see the warning at the start), or --parallel=fsdp"
+            raise UserError(f"{what}; {why}")
+        return super().forward(*args, **options)
+
+    def _run_ddp_forward(self, *args, **options):
+        method = self.__dict__.pop("method", None)
+        if method is None:
+            return super()._run_ddp_forward(*args, **options)
+        with self._inside_ddp_forward():
+            return method(*args, **options)

@@ -1,0 +1,132 @@
+"""FSDP2 (https://arxiv.org/abs/2304.11277): parameters, gradients and optimizer states sharded over ranks."""
+
+import torch
+from torch.distributed import distributed_c10d, fsdp, init_device_mesh
+from torch.utils._pytree import tree_map
+
+import fast
+from scale import memory, parallel
+
+
+def shard(model, cfg, world, analysis=None):
+    """Shards a model in units that are gathered together: embedding, head, and each of `units_of_blocks`.
+
+    fsdp gathers a block for its forward and for its backward, or less often (see `keep_gathered`), zero2 once
+    a step; hsdp is fsdp within groups of shard_size ranks, each of which holds a copy. analysis: the
+    run.flops.ModelAnalysis of what a forward does; None: it is not known, and there will be no backward.
+    """
+    mesh = make_mesh(cfg, world)
+    low = torch.bfloat16 if cfg.precision in ("bf16", "fp8") else None
+    summed = torch.bfloat16 if cfg.reduce_dtype == "bf16" else torch.float32
+    options = dict(mesh=mesh, mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=low, reduce_dtype=summed))
+    if cfg.offload_states:
+        options["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
+    if memory.gathers_8_bits(cfg, mesh.size(-1)):
+        plain = analysis.read_elsewhere if analysis else ()
+        layers = [module for name, module in model.blocks.named_modules(prefix="blocks") if name not in plain]
+        fast.fp8.gather_in_8_bits(layers, mesh.size(-1))
+    if analysis and analysis.chooses:
+        for block in model.blocks:
+            block.register_forward_hook(with_all_gradients)
+
+    runs_once = analysis is not None and analysis.regular and cfg.remat not in ("block", "attention")
+    units = units_of_blocks(model.blocks, apart=not runs_once)
+    if not cfg.tie_embeddings:  # a shared weight belongs to the root's unit
+        units = [[model.wte], [model.head], *units]
+    # what keep_gathered takes first: nothing is computed beside the gathers of embedding and head
+    model.unit_sizes = [(modules[0], size_of(modules)) for modules in units]
+    frees = cfg.parallel != "zero2"  # parameters after each use; zero2 does so after the last micro-step
+    for modules in units:
+        fsdp.fully_shard(modules, reshard_after_forward=frees and modules != [model.head], **options)
+    fsdp.fully_shard(model, **options)
+    for module, method in ((model.head, "logits"), (model, "logits"), (model, "token_losses")):
+        fsdp.register_fsdp_forward_method(module, method)  # of a head that is no unit it does nothing
+    model.kept = []  # units that are gathered from a step's first forward to its last backward
+    if cfg.parallel == "zero2":
+        model.kept = parallel.units(model)
+        model.register_forward_pre_hook(gather_all)
+
+
+def make_mesh(cfg, world):
+    """The ranks as FSDP2 sees them: one row, or for hsdp a row for each copy of the model."""
+    shards = memory.shards_of(cfg, world.size)
+    shape, names = (shards,), ("shard",)
+    if cfg.parallel == "hsdp":
+        shape, names = (world.size // shards, shards), ("replicate", "shard")
+    mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=names)
+    for group in mesh.get_all_groups():  # instead of PyTorch's limits, 10 (NCCL) or 30 minutes (gloo)
+        distributed_c10d._set_pg_timeout(parallel.time_limit(cfg.timeout_s), group)
+    return mesh
+
+
+def units_of_blocks(blocks, apart):
+    """Lists of blocks, each up to memory.UNIT_MIB. apart: one a list, where a block may not run just once."""
+    units = []
+    for block in blocks:
+        if apart or not units or 2 * size_of([*units[-1], block]) > memory.UNIT_MIB * 2**20:
+            units.append([])
+        units[-1].append(block)
+    return units
+
+
+def size_of(modules):
+    """The number of their parameters."""
+    return sum(p.numel() for module in modules for p in module.parameters())
+
+
+def gather_all(model, *_):
+    """zero2, before a step's first forward: gathers all units; FSDP2's own hooks waited 230 ms of 6,300."""
+    for unit in parallel.units(model):
+        unit.unshard(async_op=True)
+
+
+def keep_gathered(model, cfg, world, parameters, optimizer):
+    """Keeps units of fsdp and hsdp gathered during a step, as zero2 does all, as the GPU has room for them.
+
+    parameters: of the model; optimizer: the name of one whose states are not known, or None. Returns rows of
+    the start-up summary.
+    """
+    edited = parameters != memory.parameter_counts(cfg)[0]
+    if not isinstance(model, fsdp.FSDPModule) or cfg.parallel == "zero2" or edited or optimizer:
+        return []
+    free = room(cfg, world)
+    if free <= 0:
+        return []
+    gathered = 0
+    for unit, size in model.unit_sizes:
+        if gathered + 2 * size > free:
+            break
+        gathered += 2 * size
+        unit.set_reshard_after_forward(False, recurse=False)
+        model.kept.append(unit)
+    few = f"{len(model.kept)} of {len(model.unit_sizes)} units stay gathered during a step"
+    return [("gathered", f"{few}, {gathered / memory.GIB:.1f} GiB")]
+
+
+def room(cfg, world):
+    """Bytes of a GPU that the estimate leaves; 0 where it does not hold. All ranks call it.
+
+    5% stay aside, and 10% in a step of one micro-step: there a unit that stays gathered saves one gather of
+    two, while an allocator short of memory waits for the GPU (131,072 tokens on four: 0.8 s of 12).
+    """
+    if world.device.type != "cuda" or memory.not_estimated(cfg):
+        return 0
+    share = torch.cuda.get_per_process_memory_fraction(world.device)
+    limit = share * torch.cuda.mem_get_info(world.device)[1]
+    aside = memory.MARGIN if cfg.micro_steps(world.size) == 1 else 0.05
+    return (1 - aside) * min(parallel.gather_objects(limit)) - memory.takes(cfg, world.size)
+
+
+def with_all_gradients(block, _, result):
+    """A forward hook: the block's backward gives each of its parameters a gradient, perhaps zeros.
+
+    FSDP2's ranks would otherwise sum different gradients, where an expert has tokens on one of them alone.
+    """
+    nothing = sum(p.flatten()[:0].sum() for p in block.parameters() if p.requires_grad)
+
+    def attach(part):
+        if torch.is_tensor(part) and part.requires_grad:
+            return part + nothing
+        return part
+
+    return tree_map(attach, result)
