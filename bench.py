@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from configurator import columns, fill, parse, run
-from errors import UserError
 from run.hf import adopt
 from settings import Config, check
+from system.errors import UserError
 
 
 @dataclass

@@ -23,8 +23,8 @@ import types
 import typing
 from pathlib import Path
 
-import errors
-from errors import UserError, refuse
+from system import errors
+from system.errors import UserError, refuse
 
 HERE = Path(__file__).absolute().parent
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from configurator import run, too_small, without_effect
-from errors import UserError, refuse, warn
+from system.errors import UserError, refuse, warn
 
 
 @dataclass

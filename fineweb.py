@@ -22,8 +22,8 @@ from pathlib import Path
 from configurator import configure, run, too_small, without_effect
 from corpus import DataError, told
 from corpus.text_files import RECORDS, WARNING, alone, contents, kind, local_documents, local_files
-from errors import UserError, refuse
 from settings import Config as RunConfig
+from system.errors import UserError, refuse
 from system.files import patiently
 
 SHORT_NAMES = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW/fineweb-edu"}

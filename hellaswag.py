@@ -24,8 +24,8 @@ import numpy as np
 
 from configurator import columns, run, too_small
 from corpus import DataError
-from errors import is_rank_0, refuse, say
 from settings import TrainedConfig
+from system.errors import is_rank_0, refuse, say
 from system.files import misfits, text, write_atomic
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"

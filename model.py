@@ -18,10 +18,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import kernels
-from errors import UserError
 from fast.chips import best_attention
 from kernels import LayerNorm, Linear, RMSNorm
 from settings import GPTConfig
+from system.errors import UserError
 
 INIT_STD = 0.02  # GPT-2's, of the weights of linear layers and embeddings
 

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from errors import UserError, listed, warn
 from scale.shards import all_gather_single, local, rows_of
+from system.errors import UserError, listed, warn
 
 # (a, b, c) of five steps x -> a x + b x x^T x + c (x x^T)^2 x; singular values end between 0.85 and 1.15
 POLAR_EXPRESS = [  # https://arxiv.org/abs/2505.16932

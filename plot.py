@@ -27,10 +27,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
 import configurator
-from errors import UserError, warn
 from measure import norms, seeds
 from measure.logs import OURS, load, smooth
 from measure.pictures import colors, theme, write
+from system.errors import UserError, warn
 from system.files import number
 
 DASHES = ["-", (0, (5, 1.5)), (0, (1.5, 1))]  # of the first six runs, the next six, and so on

@@ -13,8 +13,8 @@ import sys
 from dataclasses import dataclass
 
 from configurator import run, too_small
-from errors import UserError, refuse, say, this_rank
 from settings import TrainedConfig
+from system.errors import UserError, refuse, say, this_rank
 
 
 @dataclass

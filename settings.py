@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from configurator import too_small
-from errors import refuse, this_rank
+from system.errors import refuse, this_rank
 
 Precision = Literal["auto", "auto8", "fp32", "tf32", "bf16", "fp16", "fp8"]
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from configurator import run, too_small
-from errors import UserError, is_rank_0, refuse, say
 from settings import TrainedConfig
+from system.errors import UserError, is_rank_0, refuse, say
 
 
 @dataclass

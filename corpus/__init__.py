@@ -1,8 +1,8 @@
-"""From text to tokens to batches; imports errors.py and system/ alone, and no model."""
+"""From text to tokens to batches; imports system/ alone, and no model."""
 
 import contextlib
 
-from errors import UserError
+from system.errors import UserError
 
 # What a folder may hold in place of a tokenizer.json, which each class of transformers makes of it in its way
 VOCABULARIES = (

@@ -14,7 +14,7 @@ import numpy as np
 
 from corpus import DataError, told
 from corpus.tokenizer import HuggingFace, read_beside, refuse_link, special_tokens, without_surrogates
-from errors import UserError
+from system.errors import UserError
 
 MARKS = "\ufdd0\ufdd1"  # around an answer while a template is rendered; Unicode has them for such uses
 

@@ -4,7 +4,7 @@ import math
 import os
 import re
 
-from errors import UserError
+from system.errors import UserError
 
 FINEST = 10_000  # weights are rounded to multiples of 1 / FINEST, and up to the first
 

@@ -13,7 +13,7 @@ import re
 from collections import Counter
 
 from corpus import DataError, told
-from errors import UserError
+from system.errors import UserError
 from system.files import digest
 
 RECORDS = (".jsonl", ".ndjson", ".json", ".parquet")  # many documents in a file

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, proc
 from tokenizers import Tokenizer as Inner
 
 from corpus import VOCABULARIES, told
-from errors import UserError, warn
+from system.errors import UserError, warn
 from system.files import read_json, write_atomic
 
 LLAMA3_PATTERN = (

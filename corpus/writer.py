@@ -18,8 +18,8 @@ from tqdm import tqdm
 from corpus import DataError, packing, told
 from corpus.loader import prefetched
 from corpus.shards import FORMATS, HEADER_BYTES, SHARD, mask_path, open_shard, split_of
-from errors import UserError
 from system import files
+from system.errors import UserError
 
 RECORDED = SHARD | dict.fromkeys(("tokens", "documents", "bytes", "targets?"), files.count)
 RECORD = {"settings": {}, "shards": [RECORDED]}

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from configurator import run, too_small, without_folder
 from corpus import DataError, told
-from errors import UserError, refuse, say
 from settings import TrainedConfig
+from system.errors import UserError, refuse, say
 from system.files import write_atomic
 
 TESTED = "0.4.13"

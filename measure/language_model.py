@@ -19,10 +19,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 import hellaswag
 from corpus import DataError
-from errors import UserError, refuse, warn
 from run import sampling
 from run.logger import progress
 from scale import parallel
+from system.errors import UserError, refuse, warn
 
 BATCH_TOKENS = {"cuda": 16_384}  # 3.3 GB of logits in GPT-2's vocabulary where all are needed
 NEW_TOKENS = 256  # at most, of a text whose task does not say how many

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from errors import UserError
 from settings import Config
 from system import files
+from system.errors import UserError
 
 OURS = "start train val hellaswag norms sample saved done stopped skipped spike".split()  # kinds of lines
 SEEDS = ("seed", "shuffle_seed")

@@ -3,9 +3,9 @@
 import dataclasses
 
 from configurator import too_small
-from errors import UserError, refuse
 from scale import memory
 from settings import check
+from system.errors import UserError, refuse
 
 
 def measure(cfg):

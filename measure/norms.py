@@ -7,7 +7,7 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
-from errors import UserError
+from system.errors import UserError
 
 QUANTITIES = ("weight", "gradient", "update")
 BEGINNING = 0.1  # part of a run in which no maximum is sought

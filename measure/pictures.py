@@ -5,7 +5,7 @@ import warnings
 import matplotlib
 from cycler import cycler
 
-from errors import UserError, warn
+from system.errors import UserError, warn
 
 STYLE = {
     "axes.spines.top": False,

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from errors import UserError, listed, refuse, warn
 from measure.logs import SEEDS, differences, folder_names
+from system.errors import UserError, listed, refuse, warn
 
 ANGLES = np.linspace(0, math.pi / 2, 20_001)
 

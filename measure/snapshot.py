@@ -6,8 +6,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from corpus import told
-from errors import UserError
 from measure.pictures import colors, theme, write
+from system.errors import UserError
 
 GIB = 2**30
 CHANGES = {"alloc": 1, "free_requested": -1}  # signs of what torch.cuda.memory_allocated counts

@@ -17,11 +17,11 @@ import kernels
 import optim
 import train
 from configurator import too_small, without_folder
-from errors import UserError, is_rank_0, refuse
 from run.build import choose
 from run.logger import describe_device, progress, show
 from run.signals import Watch, errors_explained
 from scale import parallel
+from system.errors import UserError, is_rank_0, refuse
 
 SEPARATOR = 718  # ends documents with document_mask: one in 8,192 tokens of `synthetic` in GPT-2's vocabulary
 PROFILED = 2  # steps that are profiled

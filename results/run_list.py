@@ -24,10 +24,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import configurator
-import errors
 from corpus import told
-from errors import UserError
 from measure.logs import read
+from system import errors
+from system.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = ("kind", "step", "tokens", "loss", "lr", "norm")  # of a training step

@@ -8,9 +8,9 @@ from importlib import metadata
 from pathlib import Path
 
 from corpus.shards import sampled_digest
-from errors import UserError, warn
 from run import source
 from scale import parallel
+from system.errors import UserError, warn
 
 # settings that may differ by node: of a path only whether there is one is compared, of data_dir the data
 PLACES = ("out_dir", "init_from", "data_dir", "tokenizer", "hellaswag_file")

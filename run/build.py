@@ -13,7 +13,6 @@ from corpus import mixture
 from corpus import tokenizer as tokenizers
 from corpus.loader import DataError, TokenLoader
 from corpus.shards import read_manifest, read_token_bytes, verify
-from errors import UserError
 from fast import forms
 from fast.chips import best_attention
 from run import agreement, checkpoint, hf, reshard, source
@@ -21,6 +20,7 @@ from run.flops import ModelAnalysis, parameter_counts
 from scale import context_parallel, memory, parallel
 from scale.precision import autocast, pick_ops, pick_precision
 from settings import conflicts
+from system.errors import UserError
 
 COMPILED = "embedding, blocks and head, once: 5 to 20 s on a GPU, up to a minute on a CPU"
 

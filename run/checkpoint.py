@@ -20,7 +20,6 @@ import model as models
 from configurator import typed
 from corpus import tokenizer as tokenizers
 from corpus import told
-from errors import UserError, refuse, warn
 from fast.chips import best_attention
 from run import source, states
 from run.checkpoint_folders import delete_hidden, find, folders, hidden, prune, put_in_place
@@ -31,6 +30,7 @@ from scale import generators, parallel
 from scale.shards import is_first_copy, rows_of
 from settings import Config, GPTConfig
 from system import files
+from system.errors import UserError, refuse, warn
 
 SHAPE = {f.name for f in fields(GPTConfig)} - {"attention"}
 SCHEDULE = "max_steps batch_tokens lr min_lr_ratio warmup_steps cooldown_fraction schedule".split()

@@ -11,11 +11,11 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from errors import warn
 from run.reshard import open_folder, read_state
 from run.states import CheckpointError
 from scale import parallel
 from system import files
+from system.errors import warn
 
 DIGITS = "[0-9]" * 8
 

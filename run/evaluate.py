@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 import optim
-from errors import UserError
 from run import agreement
 from run.figures import scalar
 from run.logger import progress
 from scale import context_parallel, generators, parallel
+from system.errors import UserError
 
 SAMPLES = dict(n=4, max_new_tokens=64, temperature=0.8, top_k=50)
 TAKEN = {"train", "start", "saved", "skipped", "spike", "norms", "done", "stopped"}  # names in log.jsonl

@@ -3,8 +3,8 @@
 import torch
 from torch.distributed.tensor import DTensor
 
-from errors import UserError
 from scale import parallel
+from system.errors import UserError
 
 
 class Figures:

@@ -12,10 +12,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import kernels
 import model as models
-from errors import UserError, listed
 from fast import forms
 from scale import generators
 from scale.precision import DTYPES
+from system.errors import UserError, listed
 
 PRECISIONS = "fp8", "bf16", "fp16", "tf32", "fp32"
 PEAK_TFLOPS = {  # dense, from data sheets, in these precisions; the first pattern in a device's name counts

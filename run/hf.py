@@ -15,8 +15,8 @@ from safetensors import safe_open
 
 from configurator import typed
 from corpus import VOCABULARIES, told
-from errors import UserError, refuse, warn
 from settings import GPTConfig
+from system.errors import UserError, refuse, warn
 from system.files import by_umask, patiently, plain_name, read_json, text, write_json
 
 

@@ -17,10 +17,10 @@ from tqdm import tqdm
 
 import optim
 from configurator import changed, columns
-from errors import UserError, is_rank_0, listed
 from run import source
 from scale import parallel
 from system import files
+from system.errors import UserError, is_rank_0, listed
 
 SILENT = 10  # s until a bar of `progress` that is rarely wanted begins, and between its updates
 LONG = 2.0  # s; a step that takes longer is waited for, so that a stop costs no second one

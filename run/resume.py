@@ -9,11 +9,11 @@ import torch
 
 import optim
 from corpus import told
-from errors import UserError, warn
 from run import checkpoint, checkpoint_folders, reshard, source, states
 from run.checkpoint import CheckpointError
 from scale import parallel
 from system import files
+from system.errors import UserError, warn
 
 # settings beside checkpoint.SCHEDULE that decide what is trained and may be others at a resume, which is told
 FREE = "seed dropout document_mask weight_decay beta1 beta2 clip lr_embedding lr_head momentum_warmup".split()

@@ -14,10 +14,10 @@ from collections import Counter
 import torch
 import torch.nn.functional as F
 
-from errors import UserError, say, warn
 from fast import forms
 from scale import context_parallel, parallel
 from scale.cuda_graph import waits
+from system.errors import UserError, say, warn
 
 TRIAL_TOKENS = 512  # of the trial in which a KV cache proves itself
 

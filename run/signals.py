@@ -20,8 +20,8 @@ import traceback
 import torch
 from torch.utils.checkpoint import CheckpointError as RecomputationError
 
-from errors import UserError, leave, this_rank
 from scale import memory, parallel
+from system.errors import UserError, leave, this_rank
 
 SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
 TWICE = 1  # s within which a second signal is the same one, from torchrun and from the scheduler

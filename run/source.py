@@ -9,8 +9,8 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-from errors import UserError
 from system import files
+from system.errors import UserError
 
 HERE = Path(__file__).parent.parent
 COPIED = ("model.py", "kernels.py")

@@ -16,10 +16,10 @@ from torch.distributed import tensor as distributed
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._pytree import tree_map_only
 
-from errors import UserError
 from optim import parts_of
 from scale import parallel
 from scale.shards import copy_into, local
+from system.errors import UserError
 
 SEQUENCES = {"list": list, "tuple": tuple, "size": torch.Size}
 MAPPINGS = {"dict": dict, "ordered": OrderedDict}

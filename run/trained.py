@@ -6,10 +6,10 @@ from pathlib import Path
 
 from corpus import chat
 from corpus import tokenizer as tokenizers
-from errors import UserError, launched, warn
 from run import checkpoint, hf
 from scale import parallel
 from scale.precision import autocast, pick_ops, pick_precision
+from system.errors import UserError, launched, warn
 
 
 def load(cfg):

@@ -19,10 +19,10 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import kernels
-from errors import UserError
 from fast import forms
 from scale import generators, memory
 from scale.activation_offload import ActivationStore, KeptTensor
+from system.errors import UserError
 
 
 def always(*_, **__):

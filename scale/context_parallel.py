@@ -17,8 +17,8 @@ from torch.distributed._functional_collectives import all_gather_tensor, all_to_
 
 import kernels
 import model as models
-from errors import UserError
 from scale import generators, parallel
+from system.errors import UserError
 
 PROOF = 16  # tokens of each rank in `prove`
 

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 import fast
-from errors import UserError
 from scale import parallel
 from settings import conflicts
+from system.errors import UserError
 
 EAGER_STEPS = 3  # steps before the capture, in which all is compiled, timed and allocated
 TRIAL = 7  # micro-steps timed with "auto", after EAGER_STEPS of them

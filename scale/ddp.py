@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from errors import UserError
+from system.errors import UserError
 
 
 def wrap(model, cfg, world, unused=False):

@@ -15,9 +15,9 @@ from torch.nn.attention.varlen import varlen_attn
 
 import kernels
 from corpus import tokenizer as tokenizers
-from errors import UserError
 from fast import forms
 from scale import context_parallel, generators
+from system.errors import UserError
 
 GROUPED = "enable_gqa" in inspect.signature(varlen_attn).parameters  # from torch 2.12 on
 

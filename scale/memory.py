@@ -8,7 +8,7 @@ import dataclasses
 import math
 
 import fast
-from errors import UserError, launched, this_rank
+from system.errors import UserError, launched, this_rank
 
 GIB = 2**30
 GROUP = 256  # elements that share a float32 scale in adamw8bit's moments, as in its module

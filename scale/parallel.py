@@ -12,8 +12,8 @@ from torch.distributed import distributed_c10d, fsdp, rendezvous
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from errors import UserError, launched, this_rank
 from scale.shards import copy_into, local
+from system.errors import UserError, launched, this_rank
 
 NCCL_LATER = 10  # seconds after timeout_s until NCCL ends the process; the run reports a hang before
 

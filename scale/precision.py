@@ -6,8 +6,8 @@ from threading import Thread
 import torch
 from torch.utils._triton import triton_hash_with_backend
 
-from errors import UserError
 from fast import chips, forms, hopper
+from system.errors import UserError
 
 DTYPES = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}  # of autocast's GEMMs
 

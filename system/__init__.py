@@ -1,1 +1,1 @@
-"""What every other folder may import: files on the disk. Imports errors.py alone, and no torch."""
+"""What every other folder may import: how a process ends, and files on the disk. Imports no torch."""

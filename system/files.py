@@ -11,7 +11,7 @@ import socket
 import time
 from pathlib import Path
 
-from errors import UserError, warn
+from system.errors import UserError, warn
 
 
 def write_atomic(path, data):

@@ -33,10 +33,10 @@ import torch.compiler.config  # noqa: E402
 import kernels  # noqa: E402
 import train  # noqa: E402
 from configurator import configure  # noqa: E402
-from errors import UserError  # noqa: E402
 from fast import forms  # noqa: E402
 from run import checkpoint, reshard  # noqa: E402
 from settings import Config  # noqa: E402
+from system.errors import UserError  # noqa: E402
 
 forms.load()  # as forms.serve does on a GPU; tests put types of device into forms.served
 

@@ -24,9 +24,9 @@ import numpy as np
 from conftest import ROOT, read_log, stdlib_bytes, write_shard
 
 import configurator
-import errors
-from errors import UserError
 from run import checkpoint_folders
+from system import errors
+from system.errors import UserError
 
 GROWTH, SLOWER = 0.02, 0.10  # of memory over the last four fifths, of the step time
 SETTLED = 0.2  # share of the run that is left out of the memory's line: caches fill

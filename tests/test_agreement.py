@@ -12,10 +12,10 @@ from test_signals import error_lines
 
 import train
 from configurator import configure, run
-from errors import UserError
 from run import agreement, source
 from scale import parallel
 from settings import Config
+from system.errors import UserError
 
 
 def train_each(words):

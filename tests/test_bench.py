@@ -23,12 +23,12 @@ import model as models
 import train
 from bench import COMMANDS, StepConfig, main, with_shape
 from configurator import configure
-from errors import UserError
 from measure import snapshot as history
 from measure import step
 from run import build
 from scale import adamw8bit, fsdp, memory, parallel
 from settings import Config, GPTConfig, check
+from system.errors import UserError
 
 
 def bench(*words):

@@ -21,13 +21,13 @@ from conftest import load_checkpoint, load_model, save_model
 from safetensors.torch import save_file
 
 import train
-from errors import UserError
 from model import build
 from run import checkpoint, checkpoint_folders, reshard
 from run.resume import Start
 from scale import parallel
 from settings import GPTConfig
 from system import files
+from system.errors import UserError
 
 CPU = torch.device("cpu")
 

@@ -14,7 +14,7 @@ from conftest import ROOT
 
 import settings
 from configurator import configure, describe, fill
-from errors import UserError
+from system.errors import UserError
 
 
 @dataclass
@@ -67,7 +67,7 @@ PRINTS = r"""
 import sys
 from dataclasses import dataclass
 import configurator
-import errors
+from system import errors
 
 @dataclass
 class Config:
@@ -321,7 +321,8 @@ def test_ctrl_c_in_the_imports_is_one_line_and_130(before):
 
 
 HOLDS = r"""
-import os, sys, dataclasses, errors
+import os, sys, dataclasses
+from system import errors
 
 def main(cfg):
     found = open(sys.argv[1], "w")
@@ -372,7 +373,7 @@ def test_a_setting_may_take_all_words_up_to_the_next_setting():
 ON_WINDOWS = """
 import configurator, runpy, sys
 import matplotlib.figure, matplotlib.ticker, numpy
-del sys.modules["configurator"], sys.modules["errors"]
+del sys.modules["configurator"], sys.modules["system.errors"]
 sys.modules |= {"resource": None, "fcntl": None}
 sys.platform = "win32"
 for script in sys.argv[1:]:

@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Con
 import convert
 import model
 from corpus import tokenizer
-from errors import UserError
 from model import build
 from run import checkpoint, hf
 from run.flops import parameter_counts
 from settings import GPTConfig
+from system.errors import UserError
 
 CPU = torch.device("cpu")
 SCALING = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)

@@ -14,9 +14,9 @@ from stepping import take_step
 
 import train
 from configurator import configure
-from errors import UserError
 from scale import cuda_graph, parallel
 from settings import Config
+from system.errors import UserError
 
 WORDS = "--n_layer=2 --n_head=4 --n_embd=256 --vocab_size=500 --block_size=128 --batch_size=4".split()
 WORDS += ["--compile=False", "--deterministic=True", "--warmup_steps=0"]

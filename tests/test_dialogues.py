@@ -22,10 +22,10 @@ from corpus import tokenizer
 from corpus.chat import Dialogues
 from corpus.loader import DataError, Rows, TokenLoader
 from corpus.shards import Shards, mask_path, verify
-from errors import UserError
 from run import build, trained
 from scale import parallel
 from settings import Config
+from system.errors import UserError
 
 tokenizers = pytest.importorskip("tokenizers")
 CHATML = (

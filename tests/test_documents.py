@@ -13,11 +13,11 @@ from test_parallel import SHORT
 from torch._dynamo.utils import counters
 
 import kernels
-from errors import UserError
 from model import build
 from run.build import compile_model
 from scale import activation_checkpointing, context_parallel, documents
 from settings import Config
+from system.errors import UserError
 
 EOT = 7
 T = torch.Tensor

@@ -31,7 +31,6 @@ pytest.importorskip("triton", reason="Triton is installed with PyTorch's CUDA bu
 import kernels
 import model as unedited
 import train
-from errors import UserError
 from fast import forms
 from fast.chips import best_attention
 from run import build, evaluate, sampling
@@ -39,6 +38,7 @@ from run.flops import ModelAnalysis
 from scale import activation_checkpointing, context_parallel, documents, memory, parallel
 from scale.shards import copy_into
 from settings import Config
+from system.errors import UserError
 
 pytestmark = [pytest.mark.device, runs_kernels]
 

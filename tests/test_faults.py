@@ -31,7 +31,6 @@ from configurator import configure
 from corpus import chat, tokenizer, writer
 from corpus.loader import DataError, TokenLoader
 from corpus.shards import read_header, verify
-from errors import UserError
 from measure import logs
 from model import build
 from run import checkpoint, checkpoint_folders, hf, reshard, source
@@ -39,6 +38,7 @@ from run.resume import Start
 from scale import parallel
 from settings import Config, check
 from system import files
+from system.errors import UserError
 
 SMALL = dict(vocab_size=257, vocab_multiple=1, n_layer=1, n_head=2, n_embd=16, block_size=8)
 MANY = [40, repeated(1400)]

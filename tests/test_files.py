@@ -10,8 +10,8 @@ import sys
 import pytest
 from conftest import ROOT, one_line
 
-from errors import UserError
 from system import files
+from system.errors import UserError
 
 
 def test_what_is_written_is_there_and_nothing_else(tmp_path):

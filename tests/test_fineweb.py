@@ -26,8 +26,8 @@ from configurator import configure
 from corpus import text_files, tokenizer, writer
 from corpus.loader import DataError, TokenLoader
 from corpus.shards import read_header, verify
-from errors import UserError
 from fineweb import Config
+from system.errors import UserError
 
 ROOT = Path(__file__).parents[1]
 STDLIB = Path(sysconfig.get_path("stdlib"))

@@ -11,13 +11,13 @@ from torch.utils.flop_counter import FlopCounterMode
 import fast
 import kernels
 import model as models
-from errors import UserError
 from fast import forms
 from run import build, flops
 from run.flops import ModelAnalysis
 from scale import context_parallel
 from scale.parallel import World
 from settings import Config
+from system.errors import UserError
 
 SMALL = dict(vocab_size=200, n_layer=3, n_head=4, n_embd=64, block_size=32, precision="bf16")
 GROUPED = dict(n_kv_head=2, n_hidden=96, **LLAMA)

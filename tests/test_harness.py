@@ -18,11 +18,11 @@ import hellaswag
 from configurator import configure
 from corpus import DataError
 from corpus import tokenizer as tokenizers
-from errors import UserError
 from measure import harness
 from model import build
 from run import sampling, trained
 from settings import GPTConfig, TrainedConfig
+from system.errors import UserError
 
 installed = pytest.importorskip("lm_eval", reason="needs lm_eval: docs/checkpoints.md")
 import datasets  # noqa: E402

@@ -13,9 +13,9 @@ from conftest import one_line, save_model
 
 import hellaswag
 from corpus import tokenizer as tokenizers
-from errors import UserError
 from model import build
 from settings import GPTConfig
+from system.errors import UserError
 
 WORDS = "the man walks his dog and then she rides a red bike over some hill while they sing".split()
 

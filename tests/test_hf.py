@@ -17,10 +17,10 @@ import sample
 import train
 from configurator import configure
 from corpus import tokenizer
-from errors import UserError
 from model import build
 from run import hf
 from settings import Config, GPTConfig
+from system.errors import UserError
 from system.files import digest
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"

@@ -14,8 +14,8 @@ import fineweb
 import hellaswag
 from corpus.loader import DataError, TokenLoader
 from corpus.shards import verify
-from errors import UserError
 from run import hf
+from system.errors import UserError
 
 
 @pytest.fixture

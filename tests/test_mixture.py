@@ -13,7 +13,7 @@ from conftest import flags, one_line, read_rows, stdlib_bytes, train_here, train
 from corpus import mixture
 from corpus.loader import DataError, TokenLoader
 from corpus.shards import verify
-from errors import UserError
+from system.errors import UserError
 from system.files import digest
 
 

@@ -9,10 +9,10 @@ import torch
 from compare import CPU, LLAMA, small
 
 import model as models
-from errors import UserError
 from model import build
 from run.flops import parameter_counts
 from settings import GPTConfig
+from system.errors import UserError
 
 META = torch.device("meta")
 LLAMA3 = dict(LLAMA, vocab_size=128_256, block_size=8192, n_kv_head=8)

@@ -13,9 +13,9 @@ from compare import GPU, LLAMA, copied, same_norms
 from conftest import load_checkpoint, losses, read_log, train_here
 
 import optim
-from errors import UserError
 from run import norms
 from settings import Config, check
+from system.errors import UserError
 
 SPLIT = dict(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, n_hidden=48)
 RUNS = {

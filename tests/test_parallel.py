@@ -31,12 +31,12 @@ import optim
 import train
 from configurator import configure
 from corpus import tokenizer
-from errors import UserError, this_rank
 from model import build
 from run import checkpoint, checkpoint_folders, hf, reshard, sampling
 from run.evaluate import SAMPLES
 from scale import fsdp, memory, parallel
 from settings import Config, check
+from system.errors import UserError, this_rank
 
 
 def train_within(words, limits):

@@ -14,8 +14,8 @@ from conftest import ROOT, one_line, train_here
 
 import plot
 from configurator import configure
-from errors import UserError
 from measure import logs, pictures
+from system.errors import UserError
 
 
 def write(folder, lines, tail=""):

@@ -12,11 +12,11 @@ from conftest import one_line, peak_bytes, save_model
 
 import sample
 from corpus import chat, tokenizer
-from errors import UserError
 from model import build
 from run import hf, reshard, sampling, source, trained
 from scale import parallel, shards
 from settings import GPTConfig
+from system.errors import UserError
 
 TEMPLATE = """{{- bos_token }}
 {%- for message in messages %}

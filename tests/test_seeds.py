@@ -9,8 +9,8 @@ from test_plot import write
 
 import plot
 from configurator import configure
-from errors import UserError
 from measure import logs, norms, pictures, seeds
+from system.errors import UserError
 
 
 @pytest.mark.parametrize("freedom, quantile", [

@@ -12,8 +12,8 @@ import pytest
 from conftest import ROOT
 
 from configurator import configure, describe
-from errors import UserError
 from settings import Config, check
+from system.errors import UserError
 
 RECIPES = sorted(path.stem for path in (ROOT / "config").glob("*.py"))
 

@@ -21,10 +21,10 @@ from pytest import mark, param
 import train
 from configurator import configure, parse, run
 from corpus.loader import TokenLoader
-from errors import UserError
 from model import GPT
 from run import checkpoint, checkpoint_folders, evaluate, signals
 from settings import Config
+from system.errors import UserError
 
 
 def train_with_fault(words, fault, at_rank, at_call):
@@ -348,7 +348,8 @@ def check_restarts(data_dir, tmp_path, kills, steps=60, **settings):
 
 @pytest.mark.fault(49, 68)
 def test_a_rank_whose_torchrun_was_killed_before_it_looked_leaves():
-    rank = "import errors, time; time.sleep(0.5); errors.leave_with_torchrun(); time.sleep(60)"
+    work = "time.sleep(0.5); errors.leave_with_torchrun(); time.sleep(60)"
+    rank = f"from system import errors; import time; {work}"
     start = f"from subprocess import *; Popen(['{sys.executable}', '-c', '{rank}'], start_new_session=True)"
     env, pipes = os.environ | {"TORCHELASTIC_RUN_ID": "1"}, dict(capture_output=True, text=True)
     done = subprocess.run([sys.executable, "-c", start], cwd=ROOT, env=env, **pipes, timeout=10)

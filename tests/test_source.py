@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from errors import UserError
 from run import source
+from system.errors import UserError
 
 
 def test_every_source_of_this_repository_is_digested():

@@ -17,7 +17,7 @@ from test_fineweb import hub_cache, prepare, shard_tokens, stopped_after  # noqa
 
 from corpus import tokenizer, told
 from corpus.loader import DataError, TokenLoader
-from errors import UserError
+from system.errors import UserError
 
 zstandard = pytest.importorskip("zstandard")
 

@@ -12,7 +12,7 @@ import tiktoken
 from conftest import one_line
 
 from corpus import chat, tokenizer
-from errors import UserError
+from system.errors import UserError
 
 STDLIB = Path(sysconfig.get_path("stdlib"))
 ODD = [

@@ -22,12 +22,12 @@ import optim
 import train
 from configurator import configure
 from corpus.loader import DataError
-from errors import UserError
 from run import checkpoint, checkpoint_folders, source
 from run.build import describe_optimizer
 from run.logger import Logger, NotFinite
 from scale import parallel
 from settings import Config, check
+from system.errors import UserError
 
 
 def test_trains_evaluates_samples_and_saves(data_dir, tmp_path, capsys):

@@ -12,8 +12,8 @@ from conftest import one_line, train_here
 import fineweb
 import validate
 from corpus.loader import TokenLoader
-from errors import UserError
 from run.evaluate import ratio
+from system.errors import UserError
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,9 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from configurator import run, too_small
-from errors import UserError, refuse
 from run.logger import device_name
 from scale import parallel, shards
+from system.errors import UserError, refuse
 
 
 @dataclass

@@ -27,7 +27,6 @@ import optim
 import train
 from bench import StepConfig
 from configurator import run
-from errors import UserError
 from measure import step
 from model import build
 from run import hf
@@ -35,6 +34,7 @@ from run.build import choose, make_loader
 from run.flops import ModelAnalysis
 from scale import parallel
 from settings import check
+from system.errors import UserError
 
 PEERS = {
     "ours": "this repository",

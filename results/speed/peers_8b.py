@@ -26,7 +26,6 @@ from peers import Peer
 
 from bench import StepConfig
 from configurator import run
-from errors import UserError
 from measure import step
 from run import hf
 from run.build import choose
@@ -34,6 +33,7 @@ from run.flops import ModelAnalysis
 from run.logger import describe_device, show
 from scale import parallel
 from settings import check
+from system.errors import UserError
 
 
 @dataclasses.dataclass

@@ -263,7 +263,7 @@ def explain(kind, error, trace):
     if kind is KeyboardInterrupt:
         stop_imports()
     if kind is ModuleNotFoundError:
-        needed = Path(__file__).with_name("requirements.txt").read_text()
+        needed = (Path(__file__).parent.parent / "requirements.txt").read_text()
         if re.search(rf"^{error.name}\b", needed, re.MULTILINE):
             words = f"{sys.executable} has no {error.name}: ./setup.sh, then . .venv/bin/activate"
             print(f"error: {words}", file=sys.stderr)
