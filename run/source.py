@@ -50,8 +50,12 @@ def check():
 
 
 def imported_files():
-    """The files of all modules that this process has imported."""
-    return {Path(getattr(module, "__file__", None) or "") for module in [*sys.modules.values()]}
+    """The files of all imported modules, but for PyTorch's and what torch.compile wrote."""
+    found = set()
+    for name, module in [*sys.modules.items()]:
+        if not name.startswith("torch."):  # as torch.compile names what it writes too
+            found.add(Path(getattr(module, "__file__", None) or ""))
+    return found
 
 
 def imported():

@@ -44,7 +44,8 @@ def test_replayed_steps_equal_launched_ones(name, deterministic):
     """Losses, gradient norms and the weights after six steps, of which the graph does the last three."""
     launched, replayed = both_ways(REPLAYED[name].split())
     same(launched, replayed)
-    assert launched[0][0] - launched[0][-2] > 0.1, "the losses fall"
+    found = launched[0][::2]
+    assert max(found) - found[-1] > 0.1, "the losses fall"  # that of a step without targets is 0
 
 
 def both_ways(more, device="cuda"):
