@@ -101,7 +101,11 @@ def take_steps(cfg, world, began, marks):
     if on_gpu:
         peak = torch.cuda.max_memory_allocated() / 2**30
         held = torch.cuda.max_memory_reserved() / 2**30
-        show([("memory", f"{peak:.1f} GiB at the peak, {held:.1f} reserved")], say)
+        words = f"{peak:.1f} GiB at the peak, {held:.1f} reserved"
+        retries = torch.cuda.memory_stats()["num_alloc_retries"]
+        if retries:  # each waits for the GPU
+            words += f"; the allocator was short of memory {retries} times"
+        show([("memory", words)], say)
     if on_gpu and cfg.breakdown:
         breakdown(job, next_batch, cfg, world)
     elif cfg.trace:
