@@ -37,12 +37,43 @@ class LearnedPositions(nn.Embedding):
         return x + rows
 
 
+def previous(x):
+    """x of the token before each, zeros for a row's first; x: (..., T, C)."""
+    return F.pad(x, (0, 0, 1, 0))[..., :-1, :]
+
+
+class Previous(nn.Module):
+    """What the token before had: beside attention's, the one core that mixes tokens."""
+
+    core = staticmethod(previous)
+
+    def forward(self, x):  # (..., T, C)
+        return self.core(x)
+
+
+class KeyOffset(nn.Module):
+    """A key's last quarter, which RoPE does not turn, is that of the token before.
+
+    So one layer finds what came after a token. (https://github.com/KellerJordan/modded-nanogpt, 2026)
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.previous = Previous()
+
+    def forward(self, k):  # (B, H_kv, T, D)
+        D = k.size(-1)
+        own, moved = k.split([D - D // 4, D // 4], dim=-1)
+        return torch.cat([own, self.previous(moved)], dim=-1)
+
+
 class Rope(nn.Module):
     """Rotary positions for q and k; the tables are computed in float32, as in Hugging Face's Llama."""
 
     def __init__(self, cfg):
         super().__init__()
         self.cfg = cfg
+        self.offset = KeyOffset() if cfg.key_offset else nn.Identity()
         for name in ("cos", "sin"):
             self.register_buffer(name, torch.empty(cfg.block_size, cfg.head_size), persistent=False)
 
@@ -54,8 +85,13 @@ class Rope(nn.Module):
         self.sin.copy_(angles.sin())
 
     def frequencies(self):
-        """Radians per position of each pair, (D/2,); Llama 3.1 divides the slow ones by rope_factor."""
+        """Radians per position of each pair, (D/2,); Llama 3.1 divides the slow ones by rope_factor.
+
+        With key_offset the second half of the pairs does not turn.
+        """
         cfg, D = self.cfg, self.cfg.head_size
+        if cfg.key_offset:
+            return torch.cat([cfg.rope_theta ** -(torch.arange(0, D, 4) / D), torch.zeros(D // 4)])
         freq = 1.0 / cfg.rope_theta ** (torch.arange(0, D, 2).float() / D)
         if cfg.rope_factor is None:
             return freq
@@ -68,7 +104,7 @@ class Rope(nn.Module):
         cos, sin = self.cos[rows], self.sin[rows]  # (T, D)
         if cos.dim() == 3:  # positions of each row, (B, T)
             cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-        return kernels.rope(q, q_norm, cos, sin), kernels.rope(k, k_norm, cos, sin)
+        return kernels.rope(q, q_norm, cos, sin), self.offset(kernels.rope(k, k_norm, cos, sin))
 
 
 class NoRope(nn.Module):

@@ -35,6 +35,7 @@ class GPTConfig:
     rope_theta: float = 10000.0  # base of the rotary frequencies
     rope_factor: float | None = None  # Llama 3.1's scaling of the low frequencies (8.0 there); None: off
     rope_original: int = 8192  # context that the model was trained with before scaling
+    key_offset: bool = False  # RoPE turns half of a head, and a key's last quarter is the token before's
     mlp: Literal["gelu", "relu2", "swiglu"] = "gelu"  # GPT-2's, squared ReLU, Llama's
     bias: bool = True  # biases in linear layers and LayerNorm
     qk_norm: bool = False  # RMSNorm on queries and keys before RoPE
@@ -116,8 +117,11 @@ class GPTConfig:
         if self.n_head % self.kv_heads:
             return [f"n_head={self.n_head} must be divisible by n_kv_head={self.n_kv_head}"]
         if self.positions == "rope" and self.head_size % 2:
-            return [f"head_dim={self.head_size} must be even with positions=rope"]
-        return []
+            found.append(f"head_dim={self.head_size} must be even with positions=rope")
+        if self.key_offset and (self.positions != "rope" or self.head_size % 4 or self.rope_factor):
+            rule = "positions=rope, a head_dim that 4 divides, and no rope_factor"
+            found.append(f"key_offset=True needs {rule}; leave it out")
+        return found
 
     def differences(self, now, free=()):
         """["n_embd: checkpoint 768, now 1024", ...] of fields that decide results, except those in `free`."""

@@ -7,8 +7,9 @@ A line of a list is a run: its name, then the words of `train.py`, or another pr
 may stand before them: `ranks=N` starts torchrun on N GPUs, `code=FOLDER` another checkout's code.
 
 A training writes out_dir/NAME/ and at its end keep/NAME.jsonl, which plot.py draws: the settings, all
-validation losses, scores and samples, one training step in many, and the median time of a step. Of another
-program keep/NAME.log holds what it printed. A run whose log is there is passed over.
+validation losses, scores and samples, one training step in many, the median time of a step and the seconds of
+all. Of another program keep/NAME.log holds what it printed. A run whose log is there is passed over: the same
+command goes on with a list that was stopped. It ends with a table of the trainings.
 """
 
 import json
@@ -62,6 +63,9 @@ def main(cfg):
             free += run["gpus"]
             ended(cfg, run)
         time.sleep(0.5)
+    for run in runs:
+        if kept(cfg, run).exists() and run["words"][0] == "train.py":
+            print(row(run["name"], kept(cfg, run)))
     missing = [run["name"] for run in runs if not kept(cfg, run).exists()]
     print("without a log: " + ", ".join(missing) if missing else "every run has its log")
     return int(bool(missing))
@@ -133,12 +137,24 @@ def ended(cfg, run):
     print(f"{run['name']:<28} {(steps or console.splitlines())[-1]}", flush=True)
 
 
+def row(name, path):
+    """A training's last validation loss and the seconds of its steps, from its small log, in words."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    losses = [line["loss"] for line in lines if line["kind"] == "val"]
+    seconds = lines[0].get("seconds")  # None in older logs
+    time = "" if seconds is None else f"{seconds:8.1f} s of steps, {lines[0]['step_ms']} ms each"
+    return f"{name:<28} {f'{losses[-1]:.4f}' if losses else 'n/a':>7}{time}"
+
+
 def small(log, count):
     """The lines that are kept of a run's log: without times, but for the median time of a step."""
     times = [line["dt_ms"] for line in log["train"].values()][5:]  # the first steps compile and warm up
     start = max(log["start"].items())[1]
     rows = [row for row in start["rows"] if row[0] in ("device", "parameters", "step", "settings")]
-    start |= dict(rows=rows, step_ms=round(statistics.median(times), 2) if times else None)
+    start["rows"], start["step_ms"] = rows, None
+    if times:
+        start["step_ms"] = round(statistics.median(times), 2)
+        start["seconds"] = round((sum(times) + 5 * start["step_ms"]) / 1000, 1)
     found = [line for kind in ("val", "hellaswag", "sample") for line in log.get(kind, {}).values()]
     every, last = max(1, len(log["train"]) // count), max(log["train"])
     for step, line in log["train"].items():

@@ -221,8 +221,10 @@ class KVCache:
         self.model, self.use_graph = model, use_graph
         self.temperature, self.top_k = temperature, top_k
         self.attentions = context_parallel.attentions(model, "a KV cache")
+        self.shifts = context_parallel.tokens_before(model)
+        self.before = {}  # {(module, its how many-eth call in a forward): what it was given of each token}
         self.keys_values = {}  # {(attention, its how many-eth call in a forward): (2, B, H_kv, size, D)}
-        self.calls = Counter()  # of attentions in the forward under way
+        self.calls = Counter()  # of modules in the forward under way
         self.length = 0  # tokens whose keys and values are there
         self.size = 0  # tokens that have room
         self.ids = torch.zeros(rows, model.cfg.block_size + 1, dtype=torch.long, device=device)
@@ -297,18 +299,31 @@ class KVCache:
 
     @contextlib.contextmanager
     def in_place_of_cores(self, positions):
-        """Within it, `attend` stands in place of each attn.core."""
-        before = [vars(module).get("core") for module in self.attentions]
+        """Within it, `attend` stands in place of each attn.core, and `previous` of each Previous.core."""
+        modules = [*self.attentions, *self.shifts]
+        before = [vars(module).get("core") for module in modules]
         for module in self.attentions:
             module.core = functools.partial(self.attend, positions, module, module.core)
+        for module in self.shifts:
+            module.core = functools.partial(self.previous, positions, module)
         try:
             yield
         finally:
-            for module, core in zip(self.attentions, before):
+            for module, core in zip(modules, before):
                 if core is None:  # it was its class's
                     del module.core
                 else:
                     module.core = core
+
+    def previous(self, positions, module, x):
+        """Previous.core for the tokens at `positions`, x: (B, ..., T, C) -> as x."""
+        call = module, self.calls[module]
+        self.calls[module] += 1
+        if call not in self.before:
+            # zeros before the first token
+            self.before[call] = x.new_zeros(*x.shape[:-2], len(self.places) + 1, x.size(-1))
+        self.before[call].index_copy_(-2, positions + 1, x)
+        return self.before[call].index_select(-2, positions)
 
     def attend(self, positions, module, core, q, k, v, *options):
         """attn.core for the tokens at `positions`, q: (B, H, T, D); k, v: (B, H_kv, T, D) -> as q."""

@@ -1,8 +1,9 @@
 """Context parallelism: ranks share a sequence whose activations do not fit one GPU, each with some tokens.
 
 Only attention's core mixes tokens: an all-to-all before it exchanges tokens for heads, so that a rank has all
-tokens of some heads, and one after it reverses that (Ulysses, https://arxiv.org/abs/2309.14509). They are
-data-parallel ranks to gradients. An edit that mixes tokens outside attn.core is refused, see `prove`.
+tokens of some heads, and one after it reverses that (Ulysses, https://arxiv.org/abs/2309.14509); and
+model.Previous, for which a rank has its first token's from the rank before. They are data-parallel ranks to
+gradients. An edit that mixes tokens outside attn.core is refused, see `prove`.
 """
 
 import contextlib
@@ -47,6 +48,10 @@ def wrap(model, ranks):
     model.context_ranks = ranks
     for module in attentions(model, "context_parallel", any_core=True):
         module.core = Ulysses(module.core, ranks)
+    for owner in tokens_before(model):
+        while hasattr(owner.core, "core"):  # document masks stay outside
+            owner = owner.core
+        owner.core = RankBefore(owner.core, ranks)
 
 
 def attentions(model, setting, any_core=False):
@@ -61,6 +66,11 @@ def attentions(model, setting, any_core=False):
             why = f"{setting} goes around attn.core, kernels.attention, and block {i} of model.py has none"
             raise UserError(f"{why}: see docs/experiment.md")
     return list(filter(suits, model.modules()))
+
+
+def tokens_before(model):
+    """Modules with model.previous, perhaps wrapped, as `core`."""
+    return [module for module in model.modules() if isinstance(module, models.Previous)]
 
 
 def innermost(core):
@@ -137,6 +147,27 @@ class Ulysses:
         except Exception:  # of any type: an edit's, which has as many factors as there are heads, say
             return False
         return bool(same) or not torch.equal(y, self.core(q, k, v, *options))
+
+
+class RankBefore:
+    """previous.core, for whose first token a rank has the last one of the rank before in its row."""
+
+    def __init__(self, core, ranks):
+        self.core = core
+        self.ranks = ranks
+
+    def __call__(self, x):
+        """For this rank's tokens, (B, ..., T/N, C) -> the same."""
+        y = self.core(x)
+        if not self.ranks.on:
+            return y
+        last = x[..., -1:, :]
+        parts = [torch.zeros_like(last) for _ in range(self.ranks.size)]
+        parts[(self.ranks.rank + 1) % self.ranks.size] = last
+        first = all_to_all(torch.stack(parts), self.ranks.group)[self.ranks.rank - 1]
+        if self.ranks.rank == 0:
+            first = 0 * first  # not left out, so that all ranks run the same collectives backward
+        return torch.cat([first, y[..., 1:, :]], dim=-2)
 
 
 def all_to_all(parts, group):

@@ -35,12 +35,14 @@ def separator(cfg, eot):
 def apply(model, eot):
     """Wraps the core of every attention. eot: the token that begins a document; None: each row is one."""
     documents = model.documents = Documents(eot)
+    for module in context_parallel.tokens_before(model):
+        module.core = PreviousInDocument(module.core, documents)
     for module in context_parallel.attentions(model, "document_mask", any_core=True):
         module.core = DocumentMask(module.core, documents)
 
     def find(_, inputs):
         if documents.on:
-            documents.find(context_parallel.whole_sequences(model, inputs[0]))
+            documents.find(context_parallel.whole_sequences(model, inputs[0]), inputs[0])
 
     model.register_forward_pre_hook(find)
 
@@ -80,15 +82,18 @@ class Documents:
 
     spans: [(first, last), ...] in all rows together. bounds: int32, all that begin or end there. longest: a
     tensor with as many rows as the longest document, since a number would be a constant to torch.compile.
+    begins: (B, T/N), which of this rank's tokens are separators.
     """
 
     def __init__(self, eot):
         self.eot = -1 if eot is None else eot
         self.on = True
-        self.spans = self.bounds = self.longest = None
+        self.spans = self.bounds = self.longest = self.begins = None
 
     @torch.no_grad()
-    def find(self, idx):
+    def find(self, idx, own=None):
+        """idx: whole rows, (B, T). own: this rank's part of them, (B, T/N); None: all."""
+        self.begins = (idx if own is None else own) == self.eot
         begins = idx == self.eot  # (B, T)
         begins[:, 0] = True
         ends = begins.new_ones(1)
@@ -98,6 +103,23 @@ class Documents:
         self.longest = torch.empty(max(2, longest), 0)
         for sizes in (self.bounds, self.longest):
             torch._dynamo.maybe_mark_dynamic(sizes, 0)  # otherwise the second batch recompiles
+
+
+class PreviousInDocument:
+    """Previous.core that gives zeros to the first token of a document too."""
+
+    def __init__(self, core, documents):
+        self.core, self.documents = core, documents
+
+    def __call__(self, x):
+        """x: (B, ..., T, C) -> as x."""
+        y = self.core(x)
+        if not self.documents.on:
+            return y
+        begins = self.documents.begins  # (B, T)
+        B, T = begins.shape
+        between = (1,) * (x.dim() - 3)
+        return y.masked_fill(begins.view(B, *between, T, 1), 0)
 
 
 class DocumentMask:

@@ -23,8 +23,8 @@ EOT = 7
 T = torch.Tensor
 GROUPED = dict(block_size=48, n_layer=3, n_kv_head=2, **LLAMA)
 KINDS = [("apart", "none"), slow("varlen", "none"), ("varlen", "selective"), slow("varlen", "block")]
-COMPILED = dict(parallel="fsdp", n_kv_head=1, remat="block", compile=True)
-CASES = [({}, None), slow(COMPILED, "graphs"), repeated(COMPILED, "inductor")]
+COMPILED = dict(parallel="fsdp", n_kv_head=1, key_offset=True, remat="block", compile=True)
+CASES = [({}, None), (dict(key_offset=True), None), slow(COMPILED, "graphs"), repeated(COMPILED, "inductor")]
 
 
 def rows(B=2, T=48, seed=0, share=0.1):
@@ -128,7 +128,14 @@ def test_attention_equals_float64(way, kv_heads, grouped, monkeypatch):
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("shape", [GROUPED, dict(GROUPED, qk_norm=True, rope_factor=8.0, rope_original=16)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        GROUPED,
+        dict(GROUPED, qk_norm=True, rope_factor=8.0, rope_original=16),
+        dict(GROUPED, key_offset=True),
+    ],
+)
 def test_a_packed_row_is_its_documents_alone(way, shape):
     cfg = small(**shape)
     plain, model = build(cfg, CPU, seed=3), build(cfg, CPU, seed=3)
@@ -212,6 +219,7 @@ def test_training_with_the_mask(short_documents, tmp_path):
 @pytest.mark.parametrize("settings, compiler", CASES)
 def test_context_parallel_equals_one_process(short_documents, tmp_path, settings, compiler):
     shape = dict(positions="rope", norm="rmsnorm", mlp="swiglu", n_kv_head=settings.get("n_kv_head", 2))
+    shape["key_offset"] = settings.get("key_offset", False)
     common = SHORT | dict(document_mask=True, **shape)
     train_here(short_documents, tmp_path / "one", **common)
     words = flags(short_documents, tmp_path / "many", **{**common, "context_parallel": 2, **settings})

@@ -32,6 +32,7 @@ VARIANTS = {
     "llama_one_kv_head": dict(LLAMA, n_kv_head=1),
     "llama_scaled": dict(LLAMA, rope_theta=500_000.0, rope_factor=8.0, rope_original=8),
     "softcap": dict(softcap=15.0),
+    "key_offset": dict(LLAMA, n_kv_head=2, key_offset=True),
     "relu2": dict(LLAMA, mlp="relu2"),
     "qk_norm": dict(LLAMA, qk_norm=True),
     "qk_norm_learned": dict(qk_norm=True),
@@ -93,6 +94,20 @@ def test_value_embeddings_add_a_row_of_a_table_to_the_values(every, layers):
         one.proj = other.proj = torch.nn.Identity()
         rows = table[x].view(2, cfg.block_size, 2, 8).repeat_interleave(2, dim=2).flatten(2)  # (B, T, C)
         torch.testing.assert_close(one(h, x, None), other(h, x, None) + rows)
+
+
+def test_rope_turns_half_of_a_head_and_a_key_has_a_quarter_of_the_one_before():
+    cfg = small(head_dim=8, key_offset=True, **LLAMA)
+    rope, one = build(cfg, CPU, seed=0).blocks[0].attn.rope, torch.nn.Identity()
+    q, k = torch.randn(2, 3, 4, 16, 8)
+    turned, keys = rope(q, k, one, one, None)
+    still = [2, 3, 6, 7]  # the pairs of dimensions 2 and 6, 3 and 7
+    assert torch.equal(turned[..., still], q[..., still]) and torch.equal(keys[..., [2, 3]], k[..., [2, 3]])
+    assert torch.equal(keys[:, :, 1:, 6:], k[:, :, :-1, 6:]) and not keys[:, :, 0, 6:].any()
+    whole = build(small(head_dim=4, **LLAMA), CPU, seed=0).blocks[0].attn.rope  # the other half is as it was
+    half = [0, 1, 4, 5]
+    for mine, theirs in zip((turned, keys), whole(q[..., half], k[..., half], one, one, None)):
+        torch.testing.assert_close(mine[..., half], theirs)
 
 
 @pytest.mark.parametrize("width", [32, 12])

@@ -87,7 +87,7 @@ MUON |= dict(tie_embeddings=False, zero_init=True, embed_norm=True, value_embedd
 # some weights, by them later gradients. Over CPUs and seeds the largest ratios were 3e-4 and 2e-3.
 ROUGHER = dict(moments=5e-3, weights=2e-2)
 GATED = dict(n_kv_head=1, mlp="swiglu", positions="rope", tie_embeddings=False, value_embeddings=1)
-GATED["attention_gate"] = True
+GATED |= dict(attention_gate=True, key_offset=True)
 CHUNKS, WIDE = dict(LOGITS_MIB=1), dict(vocab_multiple=16_384)  # 16 tokens of the loss at a time; alone: all
 FSDP, HSDP = dict(parallel="fsdp", UNIT_MIB=0), dict(parallel="hsdp", shard_size=2)
 HOST, FOUR = dict(offload_states=True), dict(batch_size=1, n_layer=3)
