@@ -13,6 +13,7 @@ import inspect
 import math
 
 import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed._functional_collectives import all_gather_tensor, all_to_all_single_autograd
 
@@ -31,6 +32,7 @@ class ContextRanks:
     group: ProcessGroup
     rank: int
     size: int
+    after_another: Tensor | None = None  # 1.0, and 0.0 on the first of them, see RankBefore
     on: bool = True  # False: each has whole, separate rows, see `alone`
     proving: bool = False  # whether cores are asked the following, while `on` is False
     head_free: bool = True  # no core, as far as seen, depends on which heads it is given
@@ -41,7 +43,9 @@ def apply(model, cfg, world):
     N = cfg.context_parallel
     limit = parallel.time_limit(cfg.timeout_s)
     groups = [torch.distributed.new_group(range(i, i + N), timeout=limit) for i in range(0, world.size, N)]
-    wrap(model, ContextRanks(groups[world.rank // N], world.rank % N, N))
+    rank = world.rank % N
+    after_another = torch.tensor(float(rank > 0), device=world.device)
+    wrap(model, ContextRanks(groups[world.rank // N], rank, N, after_another))
 
 
 def wrap(model, ranks):
@@ -165,8 +169,8 @@ class RankBefore:
         parts = [torch.zeros_like(last) for _ in range(self.ranks.size)]
         parts[(self.ranks.rank + 1) % self.ranks.size] = last
         first = all_to_all(torch.stack(parts), self.ranks.group)[self.ranks.rank - 1]
-        if self.ranks.rank == 0:
-            first = 0 * first  # not left out, so that all ranks run the same collectives backward
+        # by a tensor: for a number the compiler would drop the first rank's collectives
+        first = first * self.ranks.after_another.to(first.dtype)
         return torch.cat([first, y[..., 1:, :]], dim=-2)
 
 
