@@ -89,11 +89,13 @@ class Documents:
         self.eot = -1 if eot is None else eot
         self.on = True
         self.spans = self.bounds = self.longest = self.begins = None
+        self.row = 0  # tokens of a row
 
     @torch.no_grad()
     def find(self, idx, own=None):
         """idx: whole rows, (B, T). own: this rank's part of them, (B, T/N); None: all."""
         self.begins = (idx if own is None else own) == self.eot
+        self.row = idx.size(1)
         begins = idx == self.eot  # (B, T)
         begins[:, 0] = True
         ends = begins.new_ones(1)
@@ -131,6 +133,10 @@ class DocumentMask:
     def __call__(self, q, k, v, backend, dropout=0.0, **more):
         if not self.documents.on:
             return self.core(q, k, v, backend, dropout, **more)
+        if q.size(2) != self.documents.row:
+            lengths = f"attention has rows of {q.size(2)} tokens, the batch of {self.documents.row}"
+            why = f"{lengths}, merged so that they cross documents"
+            raise UserError(f"document_mask=True: {why}; leave it out")
         usual = self.core is kernels.attention and "attention" not in forms.edits
         if usual and takes_varlen(v) and not dropout:  # an edit's, which varlen does not have
             return varlen_attention(q, k, v, self.documents.bounds, self.documents.longest.size(0))
