@@ -114,7 +114,7 @@ class TokenLoader:
                     f"align_documents needs the separator, and there is no {folder}/manifest.json"
                 )
             self.folders.append(Rows(shards, share, self.T, self.shuffle_seed, self.align))
-        self.turns = mixture.schedule([rows.share for rows in self.folders])
+        self.turns = mixture.turns([rows.share for rows in self.folders])
         shards = [rows.shards for rows in self.folders]
         self.tokens = sum(one.tokens for one in shards)
         self.tokenizer = shards[0].tokenizer

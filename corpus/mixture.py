@@ -33,7 +33,7 @@ def folders(data_dir):
     return [(folder, share // divisor) for folder, share in zip(weights, shares)]
 
 
-def schedule(shares):
+def turns(shares):
     """(folder, number of its rows before) for each of the first sum(shares) rows; then the order repeats.
 
     Among the first n rows a folder has its share of n, rounded up or down, since of the folders that may come

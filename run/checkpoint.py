@@ -81,7 +81,7 @@ class Saver:
         facts: what else state.json says of the run, such as its settings.
         """
         model = state.model
-        parallel.reshard(model)
+        parallel.free_gathered(model)
         self.refuse_not_finite(state.step, "weights", model.parameters())
         of_ranks = parallel.gather_objects(rank_tensors(model, self.world.device))
         tensors = {"model": dict(model.named_parameters()), "rng": {}, "own_of_ranks": {}}

@@ -140,14 +140,14 @@ def steps(model, ids, max_new_tokens, temperature=1.0, top_k=None, seed=0, cache
         begin = max(0, end - width)
         last = torch.tensor([end - begin - 1], device=ids.device)
         logits = model.logits(buffer[:, begin : begin + width], last)[:, 0]  # (B, V)
-        new = pick(logits, temperature, top_k, generator)
+        new = draw_token(logits, temperature, top_k, generator)
         if lengths is not None:
             new = torch.where(end < lengths, buffer[:, end], new)
         buffer[:, end] = new
         yield new
 
 
-def pick(logits, temperature, top_k, generator):
+def draw_token(logits, temperature, top_k, generator):
     """Samples one id a row from logits (B, V) -> (B,)."""
     if temperature == 0:
         return logits.argmax(-1)
@@ -285,7 +285,7 @@ class KVCache:
         """Draws the ids behind those at `position`, and writes them into `ids`."""
         logits = self.forward(self.ids.index_select(1, self.position), self.position)
         self.position += 1
-        new = pick(logits[:, 0], self.temperature, self.top_k, self.generator)[:, None]
+        new = draw_token(logits[:, 0], self.temperature, self.top_k, self.generator)[:, None]
         if self.lengths is not None:
             given = self.ids.index_select(1, self.position)
             new = torch.where(self.position < self.lengths[:, None], given, new)

@@ -238,7 +238,7 @@ def try_narrow(model, cfg, world, autocast, wrapped, trial):
         model.eval()
         found = trial(model, cfg, world, autocast, False)
         model.train()
-        parallel.reshard(model)
+        parallel.free_gathered(model)
         return found
     finally:
         torch.set_float32_matmul_precision(precision)

@@ -139,7 +139,7 @@ def units(model):
     return [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
 
 
-def reshard(model):
+def free_gathered(model):
     """Frees the gathered parameters that an evaluation left (zero2), so that parameters() are shards."""
     for unit in units(model):
         unit.reshard()
@@ -201,14 +201,14 @@ def holding(model, weights):
     It takes the memory of one copy of them.
     """
     kept = {}
-    reshard(model)
+    free_gathered(model)
     for name, p in model.named_parameters():
         kept[name] = p.detach().clone()
         p.detach().copy_(weights[name])
     try:
         yield
     finally:
-        reshard(model)
+        free_gathered(model)
         for name, p in model.named_parameters():
             p.detach().copy_(kept[name])
 

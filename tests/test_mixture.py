@@ -48,7 +48,7 @@ def test_every_prefix_has_the_shares_to_within_a_row(number):
     text = ",".join(f"x{i}:{rng.random() + 1e-3}" for i in range(number))
     shares = [share for _, share in mixture.folders(text)]
     counts, period = [0] * number, sum(shares)
-    for n, (folder, before) in enumerate(mixture.schedule(shares), 1):
+    for n, (folder, before) in enumerate(mixture.turns(shares), 1):
         assert before == counts[folder]
         counts[folder] += 1
         assert all(abs(count * period - n * share) < period for count, share in zip(counts, shares))
@@ -77,7 +77,7 @@ def test_names_and_weights():
 def test_rows_are_each_folders_own_in_one_order_for_all_ranks(three, order):
     data_dir, T = mix(three, a=0.5, b=0.3, c=0.2), 16
     alone = {name: TokenLoader(three / name, "train", 1, T, **order) for name in "abc"}
-    turns = itertools.cycle("abc"[k] for k, _ in mixture.schedule([5, 3, 2]))
+    turns = itertools.cycle("abc"[k] for k, _ in mixture.turns([5, 3, 2]))
     expected = np.concatenate([read_rows(alone[next(turns)], 1) for _ in range(720)])  # two epochs of b
     for world, B in [(1, 6), (2, 3), (3, 1)]:
         parts = []

@@ -206,7 +206,7 @@ def divided_in_rank(settings, precision, ids):
     with torch.no_grad():
         gathered = peak_bytes(lambda: model.logits(ids))
         equal = torch.equal(model.logits(ids), whole.logits(ids))
-    parallel.reshard(model)
+    parallel.free_gathered(model)
     own = sum(shards.local(p).nbytes for p in model.parameters())
     parallel.stop()
     return equal, own, sum(p.nbytes for p in whole.parameters()), peak, gathered

@@ -92,8 +92,12 @@ def test_logits_are_close(changes, device, dtype, bound, monkeypatch):
     """The bound is in standard deviations of the logits. In bf16 0.05 is measured: attention rounds anew."""
     model, ids, found = random_model(n_embd=128, **changes).to(device), prompt(2, 40).to(device), []
     monkeypatch.setattr(forms, "served", {"cuda"})
-    monkeypatch.setattr(sampling, "waits", lambda *_: "a test")  # no graph, which would call `pick` once
-    monkeypatch.setattr(sampling, "pick", lambda logits, *_: found.append(logits) or ids[:, 9 + len(found)])
+    monkeypatch.setattr(
+        sampling, "waits", lambda *_: "a test"
+    )  # no graph, which would call `draw_token` once
+    monkeypatch.setattr(
+        sampling, "draw_token", lambda logits, *_: found.append(logits) or ids[:, 9 + len(found)]
+    )
     with torch.no_grad(), torch.autocast(device, dtype, enabled=dtype is not None):
         expected = model.logits(ids)[:, 9:39]
         list(sampling.make_cache(model, ids[0], rows=2).steps(ids[:, :10], 10, 40, seed=0))
@@ -170,10 +174,10 @@ def test_a_compiled_model_keeps_its_graphs(compiler):
 def test_top_k_and_temperature():
     logits, generator = torch.tensor([[0.0, 3.0, 2.0, 1.0]]).repeat(4000, 1), torch.Generator().manual_seed(0)
     for temperature, top_k in ((1.0, 2), (0.5, 3), (2.0, None)):
-        found = sampling.pick(logits, temperature, top_k, generator).bincount(minlength=4) / 4000
+        found = sampling.draw_token(logits, temperature, top_k, generator).bincount(minlength=4) / 4000
         kept = logits[0].where(logits[0] >= logits[0].topk(top_k or 4).values[-1], -torch.inf)
         assert (found - (kept / temperature).softmax(0)).abs().max() < 0.03  # 4 standard errors
-    assert sampling.pick(logits, 1e-30, None, generator).eq(1).all()  # tiny, and nothing overflows
+    assert sampling.draw_token(logits, 1e-30, None, generator).eq(1).all()  # tiny, and nothing overflows
 
 
 def test_text_comes_in_pieces_of_whole_characters():
