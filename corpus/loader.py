@@ -62,7 +62,7 @@ class Rows:
         return np.random.default_rng((seed, epoch)).permutation(self.per_epoch)
 
     def read(self, row):
-        """(ids, whether each carries loss), each (T + 1,), of a row counted from the start of training."""
+        """(ids, whether each carries loss, None: all do), (T + 1,), of a row from the start of training."""
         epoch, place = divmod(row, self.per_epoch)
         if epoch != self.epoch:
             self.order = self.shuffle(epoch, self.shuffle_seed)
@@ -173,7 +173,7 @@ class TokenLoader:
             yield self._batch([self._read(i) for i in range(first, first + self.B)])
 
     def _read(self, row):
-        """(ids, whether each carries loss) of a row of the run, from the folder whose turn it is."""
+        """As Rows.read, of a row of the run, from the folder whose turn it is."""
         period, turn = divmod(row, len(self.turns))
         folder, rows_before = self.turns[turn]
         rows = self.folders[folder]
@@ -181,11 +181,13 @@ class TokenLoader:
 
     def _batch(self, rows):
         """x and y as int32 (2, B, T), half of int64's bytes, in pinned memory for CUDA."""
-        ids, has_loss = map(np.stack, zip(*rows))
         batch = torch.empty(2, self.B, self.T, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         x, y = batch.numpy()
-        x[:] = ids[:, :-1]
-        y[:] = np.where(has_loss, ids, -100)[:, 1:]
+        for i, (ids, has_loss) in enumerate(rows):
+            x[i] = ids[:-1]
+            y[i] = ids[1:]
+            if has_loss is not None:
+                y[i, ~has_loss[1:]] = -100
         return batch
 
     def _to_device(self, batch):
@@ -200,7 +202,7 @@ class TokenLoader:
         """Yields this rank's (x, y) of rows 0 to tokens//T - 1; y is -100 in rows that fill a batch up."""
         shards = self.folders[0].shards
         rows = self.eval_rows(tokens)
-        if not any(shards.read(row * self.T + 1, self.T)[1].any() for row in range(rows)):
+        if not any(self._has_loss(row) for row in range(rows)):
             raise DataError(
                 f"{self.data_dir}: eval_tokens={tokens} holds no row of block_size={self.T} with loss; "
                 "raise --eval_tokens"
@@ -211,6 +213,11 @@ class TokenLoader:
             x, y = self._to_device(self._batch([shards.read(start, self.T + 1) for start in starts]))
             y[max(0, rows - first) :] = -100
             yield x, y
+
+    def _has_loss(self, row):
+        """Whether a target of a row of the validation has loss."""
+        _, has_loss = self.folders[0].shards.read(row * self.T + 1, self.T)
+        return has_loss is None or has_loss.any()
 
     def documents(self, rows):
         """(rows,): the number of the document in which each row begins; if eot is unknown, of the row."""

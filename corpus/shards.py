@@ -229,7 +229,8 @@ class Shards:
                     f"vocab_size={vocab_size} is below the tokenizer's; try --vocab_size={self.vocab_size}"
                 )
         self.paths = find_shards(folder, split)
-        self.shards = [open_shard(path) for path in self.paths]
+        # a slice of a memmap takes five times as long as one of its view as an array
+        self.shards = [open_shard(path).view(np.ndarray) for path in self.paths]
         dtype = np.dtype(manifest.get("dtype", self.shards[0].dtype))
         for path, shard in zip(self.paths, self.shards):
             if shard.dtype != dtype:
@@ -243,7 +244,10 @@ class Shards:
             self.masks = [open_mask(mask, len(shard)) for mask, shard in zip(masks, self.shards)]
 
     def read(self, position, count):
-        """(ids, whether each carries loss as a target) of `count` tokens from `position` on, as arrays."""
+        """(ids, whether each carries loss as a target) of `count` tokens from `position` on, as arrays.
+
+        None in place of the second: all do.
+        """
         ids, has_loss = [], []
         while count:
             position %= self.tokens
@@ -257,14 +261,12 @@ class Shards:
                     f"vocab_size={self.limit}; raise it, or make the data again"
                 )
             ids.append(part)
-            bits = np.ones(len(part), bool)
             if self.masks:
                 at = np.arange(first, first + len(part))
-                bits = self.masks[shard][at // 8] >> at % 8 & 1 == 1
-            has_loss.append(bits)
+                has_loss.append(self.masks[shard][at // 8] >> at % 8 & 1 == 1)
             position += len(part)
             count -= len(part)
-        return np.concatenate(ids, dtype=np.int64), np.concatenate(has_loss)
+        return np.concatenate(ids), np.concatenate(has_loss) if has_loss else None
 
     def document_starts(self):
         """The positions of all separators."""
