@@ -43,7 +43,7 @@ def previous(x):
 
 
 class Previous(nn.Module):
-    """What the token before had: beside attention's, the one core that mixes tokens."""
+    """Gives each token what the one before it had. Tokens mix in this core and in attention's alone."""
 
     core = staticmethod(previous)
 

@@ -42,7 +42,7 @@ class ActivationStore:
         self.buffers = collections.defaultdict(list)  # of the host, that are free, by layout
 
     def begin_block(self):
-        """References are weak: a forward without a backward leaves nothing."""
+        """Before a block's forward. References are weak: one without a backward leaves nothing."""
         self.current = BlockActivations(weakref.ref(self.current))
         if self.offload:
             self.leaving.append(self.current)
@@ -55,7 +55,7 @@ class ActivationStore:
             activations.on_device = False
 
     def keep(self, tensor):
-        """-> a KeptTensor, from which `get` has the tensor."""
+        """Returns a KeptTensor, of which `get` returns the tensor again."""
         kept = KeptTensor(self.current, tensor)
         if self.offload and tensor.numel():
             self.device = tensor.device

@@ -140,7 +140,7 @@ def units(model):
 
 
 def free_gathered(model):
-    """Frees the gathered parameters that an evaluation left (zero2), so that parameters() are shards."""
+    """Frees what an evaluation left gathered with FSDP2 (zero2), so that parameters() are shards."""
     for unit in units(model):
         unit.reshard()
 
